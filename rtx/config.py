@@ -1,0 +1,360 @@
+"""The schema of a run's configuration: one dataclass per group, a docstring per field, and the checks.
+
+Values live in `conf/`; types, ranges and what fits with what live here. Nothing here imports torch or Hydra, so that a
+configuration error is answered at once. `python -m rtx train --help` prints the field docstrings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from rtx.errors import UserError
+
+
+def one_of(default: str, *choices: str) -> Any:
+    """A text field with a closed list of values."""
+    return field(default=default, metadata={"choices": (default, *choices)})
+
+
+def ranged(default: Any, low: float | None = None, high: float | None = None, *, above: float | None = None) -> Any:
+    """A number with `low <= value <= high` and `value > above`, each where given; None passes where the type allows it."""
+    return field(default=default, metadata={"low": low, "high": high, "above": above})
+
+
+@dataclass
+class DataConfig:
+    """What is learned: files on disk, cut into sequences of `length` units."""
+
+    name: str = one_of("stdlib", "text", "enwik8")
+    """Data set: the Python standard library on this machine, your own files, or the enwik-8 benchmark."""
+    path: str | None = None
+    """File, folder or glob to read (data=text), or a local copy of the archive instead of the download (data=enwik8)."""
+    length: int = ranged(1024, low=2)
+    """Sequence length N in units (bytes for text)."""
+
+
+@dataclass
+class RoutingConfig:
+    """The content-based heads: how many, where, and how a position chooses its cluster."""
+
+    selection: str = one_of("causal", "topk", "random")
+    """Membership: causal (thresholds, sees no future), topk (Algorithm 1, sees the future), random (the paper's control)."""
+    heads: int = ranged(4, low=0)
+    """Routing heads in each routing layer; the other heads use the base pattern."""
+    layers: int = ranged(2, low=0)
+    """Routing layers, counted from the top of the model."""
+    window: int = ranged(256, low=1)
+    """Attention window W: keys per query and cluster at the most."""
+    clusters: int | None = ranged(None, low=1)
+    """Clusters C of each routing head; unset: ceil(N / W)."""
+    logit_scale: str = one_of("sqrt_d", "none")
+    """Attention logits divided by sqrt(D), or not at all (as Algorithm 1 prints it)."""
+    attend_self: bool = True
+    """Whether a position may always read itself; false: only where it sees nothing else."""
+    update: str = one_of("mean", "sum")
+    """Centroid step: towards the normalised mean of the members (ours), or halves of their sums (Algorithm 1)."""
+    decay: float = ranged(0.999, low=0.0, high=1.0)
+    """Share of a centroid that survives one optimizer step."""
+    threshold_decay: float = ranged(0.99, low=0.0, high=1.0)
+    """Share of a threshold's running mean that survives one optimizer step (selection=causal)."""
+    init: str = one_of("random", "data")
+    """Centroids start as random directions, or as queries of the first training sequence."""
+    commitment: float = ranged(0.0, low=0.0)
+    """Weight of the loss that pulls queries to their centroid (both released codes: 1e-4; the paper: none)."""
+    revive_after: int = ranged(0, low=0)
+    """Steps without a member after which a cluster restarts at the query that fits it best; 0: never."""
+
+
+@dataclass
+class ModelConfig:
+    """The decoder: its size, blocks and position terms."""
+
+    name: str = "custom"
+    """Name of the preset, for records only."""
+    layers: int = ranged(4, low=1)
+    """Decoder blocks."""
+    heads: int = ranged(8, low=1)
+    """Attention heads in each block."""
+    hidden: int = ranged(256, low=1)
+    """Width of the residual stream; a head has hidden / heads units."""
+    base: str = one_of("local", "full")
+    """Pattern of all heads that do not route."""
+    window: int = ranged(256, low=1)
+    """Keys that a local head sees, its own position included."""
+    positions: str = one_of("rotary", "shaw", "learned", "none")
+    """Position terms: rotary angles, Shaw's relative keys and values, a learned table, or none."""
+    max_distance: int = ranged(256, low=1)
+    """Largest distance that positions=shaw tells apart."""
+    norm: str = one_of("pre", "post")
+    """LayerNorm before each sub-layer, or after its residual sum."""
+    ffn: str = one_of("gelu", "relu", "geglu")
+    """Activation of the feed-forward layer; geglu gates with a third matrix."""
+    ffn_hidden: int = ranged(1024, low=1)
+    """Hidden width of the feed-forward layer."""
+    dropout: float = ranged(0.0, low=0.0, high=0.95)
+    """Dropout on the embedding and on what each sub-layer adds to the residual stream."""
+    attention_dropout: float = ranged(0.0, low=0.0, high=0.95)
+    """Dropout on attention weights."""
+    ffn_dropout: float = ranged(0.0, low=0.0, high=0.95)
+    """Dropout on the feed-forward layer's hidden units (the papers' ReLU dropout)."""
+    embedding: int | None = ranged(None, low=1)
+    """Width of token embeddings where it differs from hidden (for large vocabularies)."""
+    tie_embeddings: bool = False
+    """Use the embedding table as the output matrix."""
+    recompute: bool = False
+    """Recompute each block in the backward pass instead of keeping its activations."""
+
+
+@dataclass
+class OptimizerConfig:
+    """The optimizer and its learning-rate schedule."""
+
+    name: str = one_of("adam", "adamw", "adafactor")
+    """Optimizer: adam (the paper's), adamw (decoupled weight decay), adafactor (the paper's for PG-19)."""
+    lr: float = ranged(2e-4, above=0.0)
+    """Peak learning rate."""
+    beta1: float = ranged(0.9, low=0.0, high=0.9999)
+    """Decay of the first moment (adam, adamw)."""
+    beta2: float = ranged(0.98, low=0.0, high=0.99999)
+    """Decay of the second moment (adam, adamw)."""
+    weight_decay: float = ranged(0.0, low=0.0)
+    """Weight decay, on matrices only."""
+    schedule: str = one_of("rsqrt", "cosine", "constant")
+    """After the linear warm-up: peak * sqrt(warmup / step), a cosine to a tenth of the peak at trainer.steps, or flat."""
+    warmup: int = ranged(4000, low=0)
+    """Steps of linear warm-up."""
+    steps: int = ranged(200_000, low=1)
+    """Steps that this optimizer's preset is made for; trainer.steps follows it unless set."""
+
+
+@dataclass
+class HardwareConfig:
+    """Where and with what arithmetic the run computes."""
+
+    name: str = one_of("auto", "cpu", "gpu", "ddp")
+    """Preset: auto takes a GPU if there is one; ddp runs one process per device."""
+    devices: int | None = ranged(None, low=1)
+    """Processes, one per device; unset: one, or with ddp all GPUs of the machine."""
+    nodes: int = ranged(1, low=1)
+    """Machines that share the run."""
+    precision: str = one_of("fp32", "bf16", "tf32", "fp64")
+    """Arithmetic: fp32, bf16 (mixed), tf32 (GPU only), fp64 (for tests)."""
+    compile: bool = False
+    """Compile the model with torch.compile (needs a C++ compiler on a CPU)."""
+    deterministic: bool = False
+    """Use only deterministic GPU kernels, so that the same seed gives the same bits."""
+    threads: int | None = ranged(None, low=1)
+    """CPU threads of each process; unset: torch's own choice. The bits of a run depend on it."""
+    workers: int = ranged(0, low=0)
+    """Processes that prepare batches ahead; 0: in the training process."""
+
+
+@dataclass
+class LoggerConfig:
+    """Where metrics go besides metrics.jsonl."""
+
+    name: str = one_of("auto", "online", "offline", "jsonl")
+    """Weights & Biases: auto (online with a key, else offline), online, offline; jsonl: not at all."""
+    project: str = "rtx"
+    """Weights & Biases project."""
+    entity: str | None = None
+    """Weights & Biases team or user; unset: your default."""
+    group: str | None = None
+    """Weights & Biases group, to hold the runs of a sweep together."""
+
+
+@dataclass
+class TrainerConfig:
+    """The training loop, counted in optimizer steps."""
+
+    steps: int = ranged(200_000, low=1)
+    """Optimizer steps to train; unset: optimizer.steps."""
+    max_minutes: float | None = ranged(None, above=0.0)
+    """Stop, and save, after this many minutes of training if the steps are not done by then."""
+    batch_size: int = ranged(16, low=1)
+    """Sequences per optimizer step, over all devices and micro-batches."""
+    micro_batch_size: int | None = ranged(None, low=1)
+    """Sequences per device and forward pass; unset: batch_size / devices (no accumulation)."""
+    clip: float = ranged(1.0, low=0.0)
+    """Largest norm of the whole gradient; 0: no clipping."""
+    val_every: int = ranged(250, low=1)
+    """Steps between validations; the last step is always validated."""
+    val_windows: int | None = ranged(64, low=1)
+    """Windows scored in a validation during training (the same ones every time); unset: the whole split."""
+    checkpoint_every: int = ranged(250, low=1)
+    """Steps between checkpoints; one is also written at the end and on a signal."""
+    log_every: int = ranged(10, low=1)
+    """Steps between rows in metrics.jsonl."""
+
+
+@dataclass
+class EvalConfig:
+    """Scoring a split: every unit exactly once."""
+
+    split: str = one_of("valid", "test", "train")
+    """Part of the data to score."""
+    mode: str = one_of("parallel", "streaming")
+    """parallel: one pass over each window (teacher-forced); streaming: every decision from the prefix alone."""
+    stride: int | None = ranged(None, low=1)
+    """Units by which windows advance; unset: N. Smaller gives every unit more context, at more cost."""
+    limit: int | None = ranged(None, low=1)
+    """Score a seeded sample of this many windows only; the result is marked partial."""
+    batch_size: int | None = ranged(None, low=1)
+    """Windows scored at once; unset: as many as make 16,384 units."""
+    checkpoint: str = one_of("best", "last")
+    """Checkpoint of the run to score."""
+
+
+@dataclass
+class SampleConfig:
+    """Generating text."""
+
+    length: int = ranged(1000, low=1)
+    """Units to generate."""
+    temperature: float = ranged(1.0, low=0.0)
+    """Divides the logits; 0: always the most likely unit."""
+    top_k: int | None = ranged(None, low=1)
+    """Draw from this many most likely units only."""
+    top_p: float | None = ranged(None, above=0.0, high=1.0)
+    """Draw from the most likely units that hold this share of the probability (nucleus)."""
+    prompt: str = ""
+    """Text to continue."""
+    seed: int = ranged(0, low=0)
+    """Seed of the draw."""
+    checkpoint: str = one_of("best", "last")
+    """Checkpoint of the run to sample from."""
+
+
+@dataclass
+class Config:
+    """A whole run."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    seed: int = ranged(0, low=0, high=2**32 - 1)
+    """Seed of everything: weights, batches, dropout, random heads."""
+    name: str = "rtx"
+    """Folder of the run below outputs/, and its name in Weights & Biases."""
+
+
+GROUPS = ("data", "routing", "optimizer", "hardware", "logger", "model", "experiment")
+"""Hydra groups in the order of composition; a later one wins."""
+
+
+def clusters(config: Config) -> int:
+    """Clusters C of a routing head: routing.clusters, or ceil(N / W) where unset."""
+    return config.routing.clusters or math.ceil(config.data.length / config.routing.window)
+
+
+def resolve(config: Config) -> Config:
+    """Return a checked copy with routing.clusters frozen.
+
+    Raises:
+        UserError: a value is out of its range, or two values do not fit together; the message has a line for each.
+    """
+    problems = range_problems(config)
+    if not problems:
+        problems = fit_problems(config)
+    if problems:
+        raise UserError("\n".join(problems))
+    routing = dataclasses.replace(config.routing, clusters=clusters(config))
+    return dataclasses.replace(config, routing=routing)
+
+
+def range_problems(node: Any, prefix: str = "") -> list[str]:
+    """Return a line for each value of a config dataclass that is out of the range its field states."""
+    problems = []
+    for spec in dataclasses.fields(node):
+        key, value = prefix + spec.name, getattr(node, spec.name)
+        if dataclasses.is_dataclass(value):
+            problems += range_problems(value, key + ".")
+        elif value is not None and (allowed := violated(spec.metadata, value)):
+            problems.append(f"{key}={value}: must be {allowed}")
+    return problems
+
+
+def violated(metadata: Any, value: Any) -> str:
+    """Return what a field allows if `value` is outside it, else an empty string."""
+    if "choices" in metadata:
+        return "" if value in metadata["choices"] else "one of " + ", ".join(metadata["choices"])
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a finite number"
+    if (low := metadata.get("low")) is not None and value < low:
+        return f"at least {low:g}"
+    if (high := metadata.get("high")) is not None and value > high:
+        return f"at most {high:g}"
+    if (above := metadata.get("above")) is not None and value <= above:
+        return f"greater than {above:g}"
+    return ""
+
+
+def fit_problems(config: Config) -> list[str]:
+    """Return a line for each pair of values that do not fit together."""
+    data, model, routing = config.data, config.model, config.routing
+    optimizer, hardware, trainer = config.optimizer, config.hardware, config.trainer
+    routes = routing.heads > 0 and routing.layers > 0
+    devices = (hardware.devices or 1) * hardware.nodes
+    micro = trainer.micro_batch_size or max(1, trainer.batch_size // devices)
+    checks = [
+        (model.hidden % model.heads == 0, f"model.hidden={model.hidden} must be a multiple of model.heads={model.heads}"),
+        (
+            model.positions != "rotary" or (model.hidden // model.heads) % 2 == 0,
+            f"model.positions=rotary needs an even head size, not hidden/heads = {model.hidden // model.heads}",
+        ),
+        (routing.heads <= model.heads, f"routing.heads={routing.heads} must be at most model.heads={model.heads}"),
+        (routing.layers <= model.layers, f"routing.layers={routing.layers} must be at most model.layers={model.layers}"),
+        (
+            model.base == "full" or model.window <= data.length,
+            f"model.window={model.window} must be at most data.length={data.length}",
+        ),
+        (
+            not routes or routing.window <= data.length,
+            f"routing.window={routing.window} must be at most data.length={data.length}",
+        ),
+        (
+            not routes or clusters(config) <= data.length,
+            f"routing.clusters={clusters(config)} must be at most data.length={data.length}",
+        ),
+        (
+            hardware.precision != "tf32" or hardware.name != "cpu",
+            "hardware.precision=tf32 needs a GPU; a CPU takes fp32, bf16 or fp64",
+        ),
+        (
+            hardware.nodes == 1 or hardware.name == "ddp",
+            f"hardware.nodes={hardware.nodes} needs hardware=ddp, not hardware={hardware.name}",
+        ),
+        (
+            (hardware.devices or 1) == 1 or hardware.name == "ddp",
+            f"hardware.devices={hardware.devices} needs hardware=ddp, not hardware={hardware.name}",
+        ),
+        (
+            trainer.batch_size % (micro * devices) == 0,
+            f"trainer.batch_size={trainer.batch_size} must be a multiple of trainer.micro_batch_size={micro} "
+            f"times {devices} device(s)",
+        ),
+        (
+            optimizer.schedule != "rsqrt" or optimizer.warmup > 0,
+            "optimizer.schedule=rsqrt needs optimizer.warmup of at least 1",
+        ),
+        (
+            config.eval.stride is None or config.eval.stride <= data.length,
+            f"eval.stride={config.eval.stride} must be at most data.length={data.length}",
+        ),
+        (data.name != "text" or data.path is not None, "data=text needs data.path=<file, folder or glob>"),
+        (
+            data.name != "stdlib" or data.path is None,
+            f"data.path={data.path} is not read by data=stdlib; use data=text data.path={data.path}",
+        ),
+        (config.name not in ("", ".", "..") and "/" not in config.name, f"name={config.name!r} must be a folder's name"),
+    ]
+    return [message for fits, message in checks if not fits]

@@ -1,0 +1,20 @@
+"""The errors a user may see: one or two lines, no traceback."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """A mistake that the user can mend; the command prints it and exits with 2."""
+
+
+class RunFailed(RuntimeError):
+    """A run that cannot go on (NaN loss, full disk); the command prints it and exits with 1."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return " (did you mean 'x'?)" for the nearest of `known`, or an empty string."""
+    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.55)
+    return f" (did you mean '{match[0]}'?)" if match else ""
