@@ -1,0 +1,79 @@
+"""Full causal attention: position i reads every j <= i."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rtx.attention.weights import Distances, attend
+
+MAX_SCORES = 1 << 25
+"""Attention scores held at once where they cannot be fused away."""
+
+
+def full(
+    q_BHND: Tensor,
+    k_BHND: Tensor,
+    v_BHND: Tensor,
+    *,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    relative: Distances | None = None,
+) -> Tensor:
+    """Return causal softmax attention over the whole sequence, `[B, H, N, D]`.
+
+    `scale` multiplies the logits (default 1 / sqrt(D)); `relative` adds Shaw's terms by true distance. The cost grows
+    with N squared; memory is linear in N, but for `relative`, which works through blocks of queries of bounded size.
+    """
+    B, H, N, D = q_BHND.shape
+    scale = D**-0.5 if scale is None else scale
+    if relative is None:
+        return attend(q_BHND, k_BHND, v_BHND, scale, dropout=dropout)
+    position_N = torch.arange(N, device=q_BHND.device)
+    block = max(1, min(N, MAX_SCORES // (B * H * N)))
+    outputs = []
+    for start in range(0, N, block):
+        stop = min(start + block, N)
+        distance_QK = position_N[start:stop, None] - position_N[None, :stop]
+        outputs.append(
+            attend(
+                q_BHND[:, :, start:stop],
+                k_BHND[:, :, :stop],
+                v_BHND[:, :, :stop],
+                scale,
+                mask_QK=distance_QK >= 0,
+                dropout=dropout,
+                relative=relative,
+                distance_QK=distance_QK,
+            )
+        )
+    return torch.cat(outputs, dim=2)
+
+
+class FullState:
+    """What a streaming full head keeps: every key and value so far (it grows with the position)."""
+
+    def __init__(self, scale: float, relative: Distances | None = None) -> None:
+        self.scale, self.relative = scale, relative
+        self.keys_BHND: Tensor | None = None
+        self.values_BHND: Tensor | None = None
+
+    def step(self, q_BHD: Tensor, k_BHD: Tensor, v_BHD: Tensor, position: int) -> Tensor:
+        """Take in the next position of each stream and return its output `[B, H, D]`."""
+        k_BH1D, v_BH1D = k_BHD[:, :, None], v_BHD[:, :, None]
+        if self.keys_BHND is None or self.values_BHND is None:
+            self.keys_BHND, self.values_BHND = k_BH1D, v_BH1D
+        else:
+            self.keys_BHND = torch.cat([self.keys_BHND, k_BH1D], dim=2)
+            self.values_BHND = torch.cat([self.values_BHND, v_BH1D], dim=2)
+        distance_1K = position - torch.arange(position + 1, device=q_BHD.device)[None]
+        out_BH1D = attend(
+            q_BHD[:, :, None],
+            self.keys_BHND,
+            self.values_BHND,
+            self.scale,
+            mask_QK=distance_1K >= 0,
+            relative=self.relative,
+            distance_QK=distance_1K,
+        )
+        return out_BH1D[:, :, 0]

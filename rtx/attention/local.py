@@ -1,0 +1,90 @@
+"""Local attention: position i reads i - W < j <= i, exactly W keys with its own."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rtx.attention.weights import Distances, attend
+
+
+def local(
+    q_BHND: Tensor,
+    k_BHND: Tensor,
+    v_BHND: Tensor,
+    *,
+    window: int,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    relative: Distances | None = None,
+) -> Tensor:
+    """Return causal attention over the last `window` positions, `[B, H, N, D]`; any N, cost and memory linear in N.
+
+    The sequence is cut into blocks of `window` positions. The first block reads itself; every other reads the block
+    before it and itself through a banded mask. `scale` multiplies the logits (default 1 / sqrt(D)).
+    """
+    B, H, N, D = q_BHND.shape
+    scale = D**-0.5 if scale is None else scale
+    block = min(window, N)
+    padding = -N % block
+    q_XGQD, k_XGQD, v_XGQD = (
+        F.pad(x, (0, 0, 0, padding)).flatten(0, 1).unflatten(1, (-1, block)) for x in (q_BHND, k_BHND, v_BHND)
+    )
+    slot_Q, slot_K = torch.arange(block, device=q_BHND.device), torch.arange(2 * block, device=q_BHND.device)
+    distance_QK = slot_Q[:, None] + block - slot_K[None]
+    band_QK = (distance_QK >= 0) & (distance_QK < window)
+    own_QQ = distance_QK[:, block:]
+    first_X1QD = attend(
+        q_XGQD[:, :1],
+        k_XGQD[:, :1],
+        v_XGQD[:, :1],
+        scale,
+        mask_QK=None if relative is None else own_QQ >= 0,
+        dropout=dropout,
+        relative=relative,
+        distance_QK=own_QQ,
+    )
+    others_XGQD = attend(
+        q_XGQD[:, 1:],
+        torch.cat([k_XGQD[:, :-1], k_XGQD[:, 1:]], dim=2),
+        torch.cat([v_XGQD[:, :-1], v_XGQD[:, 1:]], dim=2),
+        scale,
+        mask_QK=band_QK,
+        dropout=dropout,
+        relative=relative,
+        distance_QK=distance_QK,
+    )
+    out_XND = torch.cat([first_X1QD, others_XGQD], dim=1).flatten(1, 2)[:, :N]
+    return out_XND.unflatten(0, (B, H))
+
+
+class LocalState:
+    """What a streaming local head keeps: the last `window` keys and values."""
+
+    def __init__(self, window: int, scale: float, relative: Distances | None = None) -> None:
+        self.window, self.scale, self.relative = window, scale, relative
+        self.keys_BHWD: Tensor | None = None
+        self.values_BHWD: Tensor | None = None
+
+    def step(self, q_BHD: Tensor, k_BHD: Tensor, v_BHD: Tensor, position: int) -> Tensor:
+        """Take in the next position of each stream and return its output `[B, H, D]`."""
+        if self.keys_BHWD is None or self.values_BHWD is None:
+            shape = (*k_BHD.shape[:2], self.window, k_BHD.shape[-1])
+            self.keys_BHWD, self.values_BHWD = k_BHD.new_zeros(shape), v_BHD.new_zeros(shape)
+        self.keys_BHWD[:, :, position % self.window] = k_BHD
+        self.values_BHWD[:, :, position % self.window] = v_BHD
+        seen = min(position + 1, self.window)
+        # Slot s holds the latest position that leaves the remainder s.
+        slot_K = torch.arange(seen, device=q_BHD.device)
+        distance_1K = ((position - slot_K) % self.window)[None]
+        out_BH1D = attend(
+            q_BHD[:, :, None],
+            self.keys_BHWD[:, :, :seen],
+            self.values_BHWD[:, :, :seen],
+            self.scale,
+            mask_QK=distance_1K >= 0,
+            relative=self.relative,
+            distance_QK=distance_1K,
+        )
+        return out_BH1D[:, :, 0]

@@ -1,0 +1,94 @@
+"""Random heads: the control of Table 1, routing top-w with memberships that read nothing of the sequence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rtx.attention.clusters import attend_members, pack
+from rtx.attention.routing import Rotation, normalise
+from rtx.attention.selection import random_members
+from rtx.attention.state import ClusterState
+from rtx.attention.weights import Distances
+
+
+class RandomHeads(nn.Module):
+    """H heads whose clusters hold W random positions of N each, fixed by (seed, layer, head, N) for the whole run.
+
+    A shorter sequence reads the memberships of its prefix; positions beyond N repeat them, and a member then reads the last
+    W members of its cluster. The same for training, evaluation and streaming, so the pattern is strictly causal.
+
+    Args:
+        heads, clusters, window, length: H, C, W and N.
+        seed: a number made of the run's seed and the layer.
+        scale, attend_self, dropout: as in `RoutingHeads`.
+    """
+
+    member_HCN: Tensor
+
+    def __init__(
+        self,
+        heads: int,
+        clusters: int,
+        *,
+        window: int,
+        length: int,
+        seed: int,
+        scale: float,
+        attend_self: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.window, self.scale, self.attend_self, self.dropout = window, scale, attend_self, dropout
+        self.register_buffer("member_HCN", random_members(heads, clusters, length, window, seed), persistent=False)
+
+    def members(self, length: int) -> Tensor:
+        """Return the mask `[H, C, length]`."""
+        N = self.member_HCN.shape[-1]
+        return self.member_HCN.repeat(1, 1, -(-length // N))[..., :length]
+
+    def forward(
+        self,
+        q_BHND: Tensor,
+        v_BHND: Tensor,
+        *,
+        rotate: Rotation | None = None,
+        relative: Distances | None = None,
+        streaming: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the heads' outputs `[B, H, N, D]` and a loss of zero."""
+        q_BHND = normalise(q_BHND)
+        logits_BHND = (q_BHND if rotate is None else rotate(q_BHND)).to(v_BHND.dtype)
+        out_BHND = attend_members(
+            logits_BHND,
+            logits_BHND,
+            v_BHND,
+            pack(self.members(q_BHND.shape[2]).expand(q_BHND.shape[0], -1, -1, -1)),
+            window=self.window,
+            scale=self.scale,
+            attend_self=self.attend_self,
+            dropout=self.dropout if self.training else 0.0,
+            relative=relative,
+        )
+        return out_BHND, q_BHND.new_zeros(())
+
+    def start(self, relative: Distances | None = None) -> RandomState:
+        """Return the state of a stream (or a batch of them) at position 0."""
+        return RandomState(self, relative)
+
+
+class RandomState:
+    """Streaming random heads: the last W members of each cluster."""
+
+    def __init__(self, heads: RandomHeads, relative: Distances | None) -> None:
+        self.heads = heads
+        self.clusters = ClusterState(heads.window, heads.scale, heads.attend_self, relative)
+
+    def step(self, q_BHD: Tensor, v_BHD: Tensor, position: int, rotate: Rotation | None = None) -> Tensor:
+        """Take in the next position of each stream and return its output `[B, H, D]`."""
+        q_BH1D = normalise(q_BHD[:, :, None])
+        logits_BHD = (q_BH1D if rotate is None else rotate(q_BH1D)).to(v_BHD.dtype)[:, :, 0]
+        member_HCN = self.heads.member_HCN
+        joins_BHC = member_HCN[..., position % member_HCN.shape[-1]].expand(q_BHD.shape[0], -1, -1)
+        slot_BHC = self.clusters.oldest_slot(joins_BHC)
+        return self.clusters.step(logits_BHD, v_BHD, joins_BHC, slot_BHC, position)

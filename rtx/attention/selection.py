@@ -1,0 +1,92 @@
+"""Membership: which positions belong to which cluster, and how the choice looks when only the prefix may be read.
+
+Shapes: B sequences, H heads, C clusters, N positions, W attention window. Scores are dot products of a centroid with a
+normalised query. Nothing here is differentiated; neither are the papers' top-k sets.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def topk_members(score_BHCN: Tensor, window: int) -> Tensor:
+    """Return the mask of each centroid's `window` best positions (Algorithm 1, line 13); equal scores: the earlier wins.
+
+    The choice reads the whole sequence, so it sees the future of every position.
+    """
+    if window >= score_BHCN.shape[-1]:
+        return torch.ones_like(score_BHCN, dtype=torch.bool)
+    worst_BHC1 = score_BHCN.topk(window, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    member_BHCN = score_BHCN >= worst_BHC1
+    if bool((member_BHCN.sum(-1) > window).any()):
+        better_BHCN = score_BHCN > worst_BHC1
+        tied_BHCN = member_BHCN & ~better_BHCN
+        places_BHC1 = window - better_BHCN.sum(-1, keepdim=True)
+        member_BHCN = better_BHCN | (tied_BHCN & (tied_BHCN.cumsum(-1) <= places_BHC1))
+    return member_BHCN
+
+
+def threshold_members(score_BHCN: Tensor, threshold_HC: Tensor) -> Tensor:
+    """Return the mask of positions that a centroid scores at or above its threshold: decided by each position alone."""
+    return score_BHCN >= threshold_HC[None, :, :, None]
+
+
+def random_members(heads: int, clusters: int, length: int, window: int, seed: int) -> Tensor:
+    """Return the mask `[H, C, N]` of `window` random positions for each cluster, a function of the arguments alone."""
+    generator = torch.Generator().manual_seed(seed)
+    return topk_members(torch.rand(1, heads, clusters, length, generator=generator), window)[0]
+
+
+def window_scores(score_BHCN: Tensor, window: int, length: int) -> Tensor:
+    """Return the score `[B, H, C]` that a threshold must have to keep `window` of `length` positions.
+
+    Of a sequence with n positions it is the ceil(window * n / length)-th best.
+    """
+    n = score_BHCN.shape[-1]
+    rank = min(n, max(1, math.ceil(window * n / length)))
+    return score_BHCN.topk(rank, dim=-1, sorted=False).values.amin(-1)
+
+
+class BestOfPrefix:
+    """Streaming top-w: the best `window` scores of each cluster so far, and the position behind each.
+
+    `shape` is that of the clusters, `[B, H, C]` or `[L]`. Equal scores: the earlier position wins.
+    """
+
+    def __init__(self, shape: tuple[int, ...], window: int, like: Tensor) -> None:
+        self.score_W = like.new_full((*shape, window), float("-inf"))
+        # An empty slot counts as the latest of all positions, so that empty slots are filled first.
+        empty_W = torch.arange(window, device=like.device) + (1 << 40)
+        self.position_W = empty_W.expand(self.score_W.shape).clone()
+
+    def offer(self, score: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Offer one position to every cluster; return who takes it, the slot it gets (or would get), and who held it."""
+        worst = self.score_W.amin(-1, keepdim=True)
+        tied_W = self.score_W == worst
+        slot = torch.where(tied_W, self.position_W, -1).argmax(-1, keepdim=True)
+        joins = score[..., None] > worst
+        self.score_W.scatter_(-1, slot, torch.where(joins, score[..., None], worst))
+        held = self.position_W.gather(-1, slot)
+        self.position_W.scatter_(-1, slot, torch.where(joins, position, held))
+        return joins[..., 0], slot[..., 0], held[..., 0]
+
+
+def prefix_members(score_LN: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """Return, for streaming top-w of L clusters, who joins on arrival `[L, N]` and until when each stays `[L, N]`.
+
+    Position j is read by i >= j where j joined on arrival and `leaves[j] > i`; a position that is never pushed out
+    leaves at N. This is the top-w set of every prefix, found in one pass.
+    """
+    L, N = score_LN.shape
+    best = BestOfPrefix((L,), window, score_LN)
+    joins_LN = torch.zeros(L, N, dtype=torch.bool, device=score_LN.device)
+    # The last column takes the departures from slots that were empty.
+    leaves_LN = torch.full((L, N + 1), N, device=score_LN.device)
+    for i in range(N):
+        joins_L, _, held_L = best.offer(score_LN[:, i], i)
+        joins_LN[:, i] = joins_L
+        leaves_LN.scatter_(-1, torch.where(joins_L, held_L.clamp(max=N), N)[:, None], i)
+    return joins_LN, leaves_LN[:, :N]

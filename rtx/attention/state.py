@@ -1,0 +1,66 @@
+"""The streaming state of clusters: W slots each, whatever rule fills them.
+
+Shapes: B streams, H heads, C clusters, W slots, D head size, J clusters joined at this position (over all streams).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rtx.attention.weights import Distances, attend
+
+
+class ClusterState:
+    """Keys, values and positions of at most `window` members of every cluster; memory does not grow with the position."""
+
+    def __init__(self, window: int, scale: float, attend_self: bool, relative: Distances | None) -> None:
+        self.window, self.scale, self.attend_self, self.relative = window, scale, attend_self, relative
+        self.keys_BHCWD: Tensor | None = None
+
+    def allocate(self, k_BHD: Tensor, v_BHD: Tensor, clusters: int) -> None:
+        """Make room for all streams; empty slots have position -1."""
+        B, H, D = k_BHD.shape
+        self.keys_BHCWD = k_BHD.new_zeros(B, H, clusters, self.window, D)
+        self.values_BHCWD = v_BHD.new_zeros(B, H, clusters, self.window, D)
+        self.position_BHCW = torch.full((B, H, clusters, self.window), -1, device=k_BHD.device)
+
+    def oldest_slot(self, joins_BHC: Tensor) -> Tensor:
+        """Return for each cluster the slot that its next member takes: an empty one, else that of its oldest member."""
+        if self.keys_BHCWD is None:
+            return torch.zeros_like(joins_BHC, dtype=torch.int64)
+        return self.position_BHCW.argmin(-1)
+
+    def step(self, k_BHD: Tensor, v_BHD: Tensor, joins_BHC: Tensor, slot_BHC: Tensor, position: int) -> Tensor:
+        """Put the position into its clusters, read there, and return the mean over its clusters, `[B, H, D]`."""
+        if self.keys_BHCWD is None:
+            self.allocate(k_BHD, v_BHD, joins_BHC.shape[-1])
+        assert self.keys_BHCWD is not None
+        b_J, h_J, c_J = joins_BHC.nonzero(as_tuple=True)
+        out_BHD = torch.zeros_like(v_BHD)
+        if not len(b_J):
+            return out_BHD
+        slot_J = slot_BHC[b_J, h_J, c_J]
+        self.keys_BHCWD[b_J, h_J, c_J, slot_J] = k_BHD[b_J, h_J]
+        self.values_BHCWD[b_J, h_J, c_J, slot_J] = v_BHD[b_J, h_J]
+        self.position_BHCW[b_J, h_J, c_J, slot_J] = position
+        position_JW = self.position_BHCW[b_J, h_J, c_J]
+        out_JD = attend(
+            k_BHD[b_J, h_J][:, None, None],
+            self.keys_BHCWD[b_J, h_J, c_J][:, None],
+            self.values_BHCWD[b_J, h_J, c_J][:, None],
+            self.scale,
+            mask_QK=self.readable(position_JW, position)[:, None, None],
+            relative=self.relative,
+            distance_QK=(position - position_JW)[:, None, None],
+        )[:, 0, 0]
+        share_J1 = joins_BHC.sum(-1)[b_J, h_J].to(out_JD.dtype).reciprocal()[:, None]
+        return out_BHD.index_put((b_J, h_J), out_JD * share_J1, accumulate=True)
+
+    def readable(self, position_JW: Tensor, position: int) -> Tensor:
+        """Return which slots the position reads: all members, or all but itself where there are others."""
+        filled_JW = position_JW >= 0
+        if self.attend_self:
+            return filled_JW
+        others_JW = filled_JW & (position_JW != position)
+        return others_JW | (filled_JW & ~others_JW.any(-1, keepdim=True))

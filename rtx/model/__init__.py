@@ -1,0 +1,1 @@
+"""The decoder: token ids to likelihoods."""

@@ -1,0 +1,68 @@
+"""One decoder block: attention and a feed-forward layer, each inside a residual branch.
+
+Shapes: B sequences, N positions, E hidden width, F feed-forward width.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rtx.config import Config, ModelConfig
+from rtx.model.multihead import AttentionState, MultiheadAttention
+
+
+class FeedForward(nn.Module):
+    """Two matrices around relu or gelu; geglu multiplies the gelu with a third (Shazeer 2020)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.activation = config.ffn
+        self.dropout = config.ffn_dropout
+        gates = 2 if config.ffn == "geglu" else 1
+        self.inner = nn.Linear(config.hidden, gates * config.ffn_hidden, bias=config.ffn != "geglu")
+        self.outer = nn.Linear(config.ffn_hidden, config.hidden, bias=config.ffn != "geglu")
+
+    def forward(self, x_BNE: Tensor) -> Tensor:
+        """Return the layer's output `[B, N, E]`."""
+        x_BNF = self.inner(x_BNE)
+        if self.activation == "relu":
+            x_BNF = F.relu(x_BNF)
+        elif self.activation == "gelu":
+            x_BNF = F.gelu(x_BNF)
+        else:
+            x_BNF, gate_BNF = x_BNF.chunk(2, dim=-1)
+            x_BNF = F.gelu(gate_BNF, approximate="tanh") * x_BNF
+        return self.outer(F.dropout(x_BNF, self.dropout, self.training))
+
+
+class Block(nn.Module):
+    """Pre-norm: x + f(norm(x)); post-norm: norm(x + f(x)). Dropout on what each branch adds."""
+
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        self.pre = config.model.norm == "pre"
+        self.dropout = config.model.dropout
+        self.attention = MultiheadAttention(config, layer)
+        self.feed_forward = FeedForward(config.model)
+        self.attention_norm = nn.LayerNorm(config.model.hidden)
+        self.feed_forward_norm = nn.LayerNorm(config.model.hidden)
+
+    def forward(self, x_BNE: Tensor, streaming: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the block's output `[B, N, E]` and the auxiliary loss of its attention."""
+        branch_BNE, loss = self.attention(self.attention_norm(x_BNE) if self.pre else x_BNE, streaming)
+        return self.finish(x_BNE, branch_BNE), loss
+
+    def finish(self, x_BNE: Tensor, branch_BNE: Tensor) -> Tensor:
+        """Add the attention's output to the stream and run the feed-forward branch; any leading shape."""
+        x_BNE = x_BNE + F.dropout(branch_BNE, self.dropout, self.training)
+        if not self.pre:
+            x_BNE = self.attention_norm(x_BNE)
+        branch_BNE = self.feed_forward(self.feed_forward_norm(x_BNE) if self.pre else x_BNE)
+        x_BNE = x_BNE + F.dropout(branch_BNE, self.dropout, self.training)
+        return x_BNE if self.pre else self.feed_forward_norm(x_BNE)
+
+    def step(self, x_BE: Tensor, state: AttentionState, position: int) -> Tensor:
+        """Return the block's output `[B, E]` at the next position of each stream."""
+        branch_BE = self.attention.step(self.attention_norm(x_BE) if self.pre else x_BE, state, position)
+        return self.finish(x_BE, branch_BE)

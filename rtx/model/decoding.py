@@ -1,0 +1,85 @@
+"""Streaming: one unit at a time, with the state that each pattern is allowed.
+
+Shapes: B streams, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rtx.model.transformer import Transformer
+
+
+class Decoder:
+    """A batch of streams through a model, from position 0 on; earlier outputs are never revised."""
+
+    def __init__(self, model: Transformer, batch: int = 1) -> None:
+        self.model, self.batch = model, batch
+        self.position = 0
+        self.states = [block.attention.start() for block in model.blocks]  # type: ignore[union-attr,operator]
+
+    @torch.no_grad()
+    def step(self, tokens_B: Tensor | None = None) -> Tensor:
+        """Take in the last unit of each stream (None at the start) and return the logits `[B, V]` of the next one."""
+        assert (tokens_B is None) == (self.position == 0), "the first step, and only it, takes no unit"
+        x_BE = self.model.embedding.step(tokens_B, self.batch, self.position)
+        for block, state in zip(self.model.blocks, self.states, strict=True):
+            x_BE = block.step(x_BE, state, self.position)  # type: ignore[operator]
+        self.position += 1
+        return self.model.logits(self.model.narrow(self.model.norm(x_BE)))
+
+
+def generate(
+    model: Transformer,
+    prompt_BP: Tensor,
+    length: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Iterator[Tensor]:
+    """Yield `length` units `[B]`, one position after the other, that continue a prompt (which may be empty, `[B, 0]`).
+
+    Raises:
+        ValueError: learned positions end before prompt and length do.
+    """
+    positions = model.embedding.positions
+    total = prompt_BP.shape[1] + length
+    if positions is not None and total > len(positions.table_NE):
+        raise ValueError(
+            f"prompt and length make {total} units, but learned positions end at {len(positions.table_NE)} (data.length)"
+        )
+    model.eval()
+    decoder = Decoder(model, len(prompt_BP))
+    logits_BV = decoder.step()
+    for tokens_B in prompt_BP.T:
+        logits_BV = decoder.step(tokens_B)
+    for left in reversed(range(length)):
+        tokens_B = draw(logits_BV, temperature, top_k, top_p, generator)
+        yield tokens_B
+        if left:
+            logits_BV = decoder.step(tokens_B)
+
+
+def draw(
+    logits_BV: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
+) -> Tensor:
+    """Draw one unit for each stream; the draw is made on the CPU, so that a seed means the same everywhere."""
+    logits_BV = logits_BV.float().cpu()
+    if temperature == 0:
+        return logits_BV.argmax(-1).to(logits_BV.device)
+    logits_BV = logits_BV / temperature
+    if top_k is not None and top_k < logits_BV.shape[-1]:
+        worst_B1 = logits_BV.topk(top_k).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < worst_B1, float("-inf"))
+    share_BV = logits_BV.softmax(-1)
+    if top_p is not None:
+        sorted_BV, order_BV = share_BV.sort(dim=-1, descending=True, stable=True)
+        before_BV = sorted_BV.cumsum(-1) - sorted_BV
+        kept_BV = sorted_BV.masked_fill(before_BV >= top_p, 0.0)
+        share_BV = torch.zeros_like(share_BV).scatter(-1, order_BV, kept_BV)
+    return torch.multinomial(share_BV, 1, generator=generator)[:, 0]

@@ -1,0 +1,34 @@
+"""From hidden states to nats, without holding the logits of a whole batch at once.
+
+Shapes: B sequences, N positions, E width, V vocabulary, R = B * N rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+MAX_LOGITS = 1 << 24
+"""Logits held at once; beyond it they are computed in parts, and again in the backward pass."""
+
+
+def token_nats(hidden_BNE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_BN: Tensor) -> Tensor:
+    """Return -log p(target) of every position, in nats, float32 or wider, `[B, N]`."""
+    hidden_RE, target_R = hidden_BNE.flatten(0, 1), target_BN.flatten()
+    part = max(1, MAX_LOGITS // weight_VE.shape[0])
+    if len(target_R) <= part:
+        return rows_nats(hidden_RE, weight_VE, bias_V, target_R).view(target_BN.shape)
+    parts = [
+        checkpoint(rows_nats, rows_RE, weight_VE, bias_V, target, use_reentrant=False)
+        for rows_RE, target in zip(hidden_RE.split(part), target_R.split(part), strict=True)
+    ]
+    return torch.cat(parts).view(target_BN.shape)  # type: ignore[arg-type]
+
+
+def rows_nats(hidden_RE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_R: Tensor) -> Tensor:
+    """Return the nats of some rows."""
+    logits_RV = F.linear(hidden_RE, weight_VE, bias_V)
+    wide = torch.promote_types(logits_RV.dtype, torch.float32)
+    return F.cross_entropy(logits_RV.to(wide), target_R, reduction="none")

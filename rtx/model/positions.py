@@ -1,0 +1,67 @@
+"""Position terms: rotary angles, Shaw's tables of relative keys and values, learned absolute positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rtx.attention.weights import Distances
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding (Su et al. 2021): pairs of units of a head turn by position times a fixed frequency.
+
+    A dot product of two rotated vectors depends on their distance alone. It is defined for every position.
+    """
+
+    frequency_F: Tensor
+
+    def __init__(self, size: int, base: float = 10_000.0) -> None:
+        super().__init__()
+        exponent_F = torch.arange(0, size, 2, dtype=torch.float64) / size
+        self.register_buffer("frequency_F", base**-exponent_F, persistent=False)
+
+    def angles(self, first: int, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines `[count, D / 2]` for positions `first` to `first + count - 1`, in the type of `like`."""
+        position_N = torch.arange(first, first + count, device=like.device, dtype=torch.float64)
+        angle_NF = position_N[:, None] * self.frequency_F.double()
+        return angle_NF.cos().to(like.dtype), angle_NF.sin().to(like.dtype)
+
+    def forward(self, x_BHND: Tensor, first: int = 0) -> Tensor:
+        """Return rotated vectors; the first of them stands at position `first`."""
+        cos_NF, sin_NF = self.angles(first, x_BHND.shape[-2], x_BHND)
+        low_BHNF, high_BHNF = x_BHND.chunk(2, dim=-1)
+        return torch.cat([low_BHNF * cos_NF - high_BHNF * sin_NF, high_BHNF * cos_NF + low_BHNF * sin_NF], dim=-1)
+
+
+class Shaw(nn.Module):
+    """Relative keys and values for distances 0 to `max_distance`, shared by the heads of one kind in one layer."""
+
+    def __init__(self, max_distance: int, size: int) -> None:
+        super().__init__()
+        self.keys_MD = nn.Parameter(torch.randn(max_distance + 1, size) * 0.02)
+        self.values_MD = nn.Parameter(torch.randn(max_distance + 1, size) * 0.02)
+
+    def forward(self) -> Distances:
+        """Return the tables."""
+        return Distances(self.keys_MD, self.values_MD)
+
+
+class LearnedPositions(nn.Module):
+    """One learned vector for each of `length` positions, added to the embeddings."""
+
+    def __init__(self, length: int, hidden: int) -> None:
+        super().__init__()
+        self.table_NE = nn.Parameter(torch.randn(length, hidden) * 0.02)
+
+    def forward(self, first: int, count: int) -> Tensor:
+        """Return the vectors of positions `first` to `first + count - 1`.
+
+        Raises:
+            ValueError: a position beyond the table.
+        """
+        if first + count > len(self.table_NE):
+            raise ValueError(
+                f"position {first + count - 1}: learned positions cover 0 to {len(self.table_NE) - 1} (data.length)"
+            )
+        return self.table_NE[first : first + count]

@@ -1,0 +1,122 @@
+"""The Routing Transformer: a decoder that turns a sequence of units into the likelihood of each.
+
+Shapes: B sequences, N positions, E hidden width, S embedding width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rtx.attention.kmeans import statistics_paused
+from rtx.config import Config
+from rtx.model.block import Block
+from rtx.model.likelihood import token_nats
+from rtx.model.positions import LearnedPositions
+
+
+class Embedding(nn.Module):
+    """Unit ids to vectors, the input shifted right behind a learned start vector, so that the first unit is scored too."""
+
+    def __init__(self, config: Config, vocabulary: int) -> None:
+        super().__init__()
+        model = config.model
+        width = model.embedding or model.hidden
+        self.table_VS = nn.Parameter(torch.randn(vocabulary, width) * 0.02)
+        self.start_S = nn.Parameter(torch.randn(width) * 0.02)
+        self.widen = nn.Linear(width, model.hidden) if width != model.hidden else nn.Identity()
+        self.positions = LearnedPositions(config.data.length, model.hidden) if model.positions == "learned" else None
+        self.dropout = model.dropout
+
+    def forward(self, tokens_BN: Tensor) -> Tensor:
+        """Return the input of the first block: at position i the vector of unit i - 1, `[B, N, E]`."""
+        start_B1S = self.start_S.expand(len(tokens_BN), 1, -1)
+        x_BNS = torch.cat([start_B1S, F.embedding(tokens_BN[:, :-1], self.table_VS)], dim=1)
+        return self.finish(x_BNS, 0)
+
+    def finish(self, x_BNS: Tensor, first: int) -> Tensor:
+        """Widen, add positions from `first` on, and drop."""
+        x_BNE = self.widen(x_BNS)
+        if self.positions is not None:
+            x_BNE = x_BNE + self.positions(first, x_BNE.shape[1])
+        return F.dropout(x_BNE, self.dropout, self.training)
+
+    def step(self, tokens_B: Tensor | None, batch: int, position: int) -> Tensor:
+        """Return the input `[B, E]` at a position, given the unit before it (None at position 0)."""
+        x_BS = self.start_S.expand(batch, -1) if tokens_B is None else F.embedding(tokens_B, self.table_VS)
+        return self.finish(x_BS[:, None], position)[:, 0]
+
+
+class Transformer(nn.Module):
+    """The decoder of a resolved configuration over `vocabulary` units.
+
+    `loss` scores sequences; `rtx.model.decoding` streams. Initialisation draws from torch's global generator.
+    """
+
+    def __init__(self, config: Config, vocabulary: int) -> None:
+        super().__init__()
+        model = config.model
+        self.vocabulary = vocabulary
+        self.recompute = model.recompute
+        self.embedding = Embedding(config, vocabulary)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(model.layers))
+        self.norm = nn.LayerNorm(model.hidden) if model.norm == "pre" else nn.Identity()
+        width = model.embedding or model.hidden
+        self.narrow = nn.Linear(model.hidden, width) if width != model.hidden else nn.Identity()
+        tied = model.tie_embeddings
+        self.output_VS = self.embedding.table_VS if tied else nn.Parameter(torch.zeros(vocabulary, width))
+        self.output_bias_V = nn.Parameter(torch.zeros(vocabulary))
+        self.initialise()
+
+    def initialise(self) -> None:
+        """Matrices: normal with std 1 / sqrt(fan in); those that end a residual branch smaller by sqrt(2 * layers)."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        shrink = 1 / math.sqrt(2 * len(self.blocks))
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            for linear in (block.attention.out, block.feed_forward.outer):
+                with torch.no_grad():
+                    linear.weight.mul_(shrink)
+
+    def forward(self, tokens_BN: Tensor, streaming: bool = False) -> tuple[Tensor, Tensor]:
+        """Return what predicts each unit, `[B, N, S]`, from the units before it, and the auxiliary loss.
+
+        `streaming`: every decision of a routing head is made from the prefix alone (it matters for top-w only).
+        """
+        x_BNE = self.embedding(tokens_BN)
+        total = x_BNE.new_zeros((), dtype=torch.float32)
+        for block in self.blocks:
+            if self.recompute and self.training and torch.is_grad_enabled():
+                x_BNE, loss = checkpoint(block, x_BNE, use_reentrant=False, context_fn=recompute_contexts)  # type: ignore[misc]
+            else:
+                x_BNE, loss = block(x_BNE, streaming)
+            total = total + loss
+        return self.narrow(self.norm(x_BNE)), total
+
+    def loss(self, tokens_BN: Tensor, streaming: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the nats of every unit `[B, N]`, the first included, and the auxiliary loss."""
+        hidden_BNS, auxiliary = self(tokens_BN, streaming)
+        return token_nats(hidden_BNS, self.output_VS, self.output_bias_V, tokens_BN), auxiliary
+
+    def logits(self, hidden_BS: Tensor) -> Tensor:
+        """Return the logits `[B, V]` of a few rows."""
+        return F.linear(hidden_BS, self.output_VS, self.output_bias_V)
+
+    def count_parameters(self) -> int:
+        """Return the number of trained values."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+
+def recompute_contexts() -> tuple[contextlib.AbstractContextManager[None], Iterator[None]]:
+    """Contexts of the first and the second forward pass of recomputation: the second gathers no statistics."""
+    return contextlib.nullcontext(), statistics_paused()  # type: ignore[return-value]
