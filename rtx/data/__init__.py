@@ -1,0 +1,1 @@
+"""Files on disk -> batches of token ids."""

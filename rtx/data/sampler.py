@@ -1,0 +1,140 @@
+"""Training batches without state: item i of the global batch of step s is a pure function of (seed, s, i).
+
+An epoch cuts the text into as many windows as fit whatever the phase of the grid, shifts the grid by a phase drawn for
+that epoch, and visits the windows in the order of a keyed permutation. There is nothing to save and nothing to restore;
+ranks, micro-batches and workers slice the same sequence of items.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from hashlib import blake2b
+from struct import pack
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+ROUNDS = 6
+PHASE, COIN = ROUNDS, ROUNDS + 1  # what a draw is for; below ROUNDS: a round of the permutation
+
+
+class TrainingItems(Dataset[torch.Tensor]):
+    """Sequences to train on, as a map-style dataset: index g = step * batch_size + i.
+
+    Args:
+        tokens: the training split, unsigned integers `[units]`, memory-mapped or not.
+        length: units of a sequence, N; at most `len(tokens)`.
+        seed: the run's seed.
+        batch_size: sequences of the global batch, over all ranks and micro-batches.
+    """
+
+    def __init__(self, tokens: np.ndarray, length: int, seed: int, batch_size: int) -> None:
+        assert 1 <= length <= len(tokens) and batch_size >= 1, (length, len(tokens), batch_size)
+        self.tokens = np.asarray(tokens)  # a memory map stays one, and slices faster without its wrapper
+        self.length, self.seed, self.batch_size = length, seed, batch_size
+        self.per_epoch = max(1, (len(tokens) - length + 1) // length)
+
+    def item(self, step: int, i: int) -> torch.Tensor:
+        """Return item `i` of the global batch of step `step` (from 0): int64 `[N]`."""
+        assert 0 <= i < self.batch_size, (i, self.batch_size)
+        return self[step * self.batch_size + i]
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        start = self.start(index)
+        return torch.from_numpy(self.tokens[start : start + self.length].astype(np.int64))
+
+    def start(self, index: int) -> int:
+        """Return the unit of the split at which item `index` starts."""
+        epoch, slot = divmod(index, self.per_epoch)
+        key = pack("<QQ", self.seed, epoch)
+        return self._offset(key) + permuted(slot, self.per_epoch, key) * self.length
+
+    def _offset(self, key: bytes) -> int:
+        """Return where the grid of an epoch starts: every phase 0..N-1 is as likely, so every cut of the text is.
+
+        Where a phase leaves room for a whole window more, a coin decides which end of the text goes without.
+        """
+        spare = len(self.tokens) - self.per_epoch * self.length
+        offset = draw(key, PHASE, 0) % min(self.length, spare + 1)
+        if offset + self.length <= spare:
+            offset += self.length * (draw(key, COIN, 0) % 2)
+        return offset
+
+
+def permuted(index: int, size: int, key: bytes) -> int:
+    """Return where the permutation of 0..size-1 that `key` names sends `index`.
+
+    A Feistel network over pairs (left, right) of digits 0..side-1, side * side >= size; a result beyond `size` is sent
+    through again until it falls inside (cycle-walking), which keeps it a permutation.
+    """
+    side = math.isqrt(size - 1) + 1
+    while True:
+        left, right = divmod(index, side)
+        for turn in range(ROUNDS):
+            left, right = right, (left + draw(key, turn, right)) % side
+        index = left * side + right
+        if index < size:
+            return index
+
+
+def draw(key: bytes, purpose: int, value: int) -> int:
+    """Return a 64-bit number that is the same on every machine: a keyed hash, not a generator."""
+    return int.from_bytes(blake2b(pack("<QQ", purpose, value), key=key, digest_size=8).digest(), "little")
+
+
+class StepBatches(Sampler[list[int]]):
+    """The micro-batches of one rank, step by step, as lists of indices into TrainingItems (a `batch_sampler`).
+
+    Yields `batch_size / (world * micro_batch)` micro-batches for each step of `range(first_step, stop_step)`.
+    Micro-batch j of all ranks together holds the j-th run of `world * micro_batch` items, so over ranks and
+    micro-batches each step has the same items on any number of devices. Unset, `micro_batch` is all of a rank's share;
+    `batch_size` must be a multiple of `world * micro_batch`.
+    """
+
+    def __init__(
+        self,
+        first_step: int,
+        stop_step: int,
+        batch_size: int,
+        rank: int = 0,
+        world: int = 1,
+        micro_batch: int | None = None,
+    ) -> None:
+        micro_batch = micro_batch or batch_size // world
+        assert 0 <= rank < world and micro_batch >= 1 and batch_size % (world * micro_batch) == 0, (
+            f"a batch of {batch_size} cannot be cut into micro-batches of {micro_batch} for {world} ranks"
+        )
+        self.steps, self.batch_size = range(first_step, stop_step), batch_size
+        self.rank, self.world, self.micro_batch = rank, world, micro_batch
+
+    def __len__(self) -> int:
+        return len(self.steps) * (self.batch_size // (self.world * self.micro_batch))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in self.steps:
+            for offset in range(self.rank * self.micro_batch, self.batch_size, self.world * self.micro_batch):
+                first = step * self.batch_size + offset
+                yield list(range(first, first + self.micro_batch))
+
+
+def training_batches(
+    items: TrainingItems,
+    first_step: int,
+    stop_step: int,
+    rank: int = 0,
+    world: int = 1,
+    micro_batch: int | None = None,
+    workers: int = 0,
+    pin_memory: bool = False,
+) -> DataLoader[torch.Tensor]:
+    """Return a loader of the micro-batches `[micro_batch, N]` (int64) of steps first_step..stop_step-1 for one rank.
+
+    The order is the same for any number of workers. The loader draws its workers' seeds from a generator of its own:
+    torch's global stream, which dropout uses and a checkpoint restores, is left alone. Lightning must not put its own
+    sampler in the place of this one: Trainer(use_distributed_sampler=False).
+    """
+    batches = StepBatches(first_step, stop_step, items.batch_size, rank, world, micro_batch)
+    generator = torch.Generator().manual_seed(items.seed)
+    return DataLoader(items, batch_sampler=batches, num_workers=workers, pin_memory=pin_memory, generator=generator)
