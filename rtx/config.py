@@ -20,7 +20,7 @@ def one_of(default: str, *choices: str) -> Any:
 
 
 def ranged(default: Any, low: float | None = None, high: float | None = None, *, above: float | None = None) -> Any:
-    """A number with `low <= value <= high` and `value > above`, each where given; None passes where the type allows it."""
+    """A number with `low <= value <= high` and `value > above`, each where given; None passes where allowed."""
     return field(default=default, metadata={"low": low, "high": high, "above": above})
 
 
@@ -31,7 +31,7 @@ class DataConfig:
     name: str = one_of("stdlib", "text", "enwik8")
     """Data set: the Python standard library on this machine, your own files, or the enwik-8 benchmark."""
     path: str | None = None
-    """File, folder or glob to read (data=text), or a local copy of the archive instead of the download (data=enwik8)."""
+    """File, folder or glob to read (data=text), or a local copy of the archive to download (data=enwik8)."""
     length: int = ranged(1024, low=2)
     """Sequence length N in units (bytes for text)."""
 
@@ -41,7 +41,7 @@ class RoutingConfig:
     """The content-based heads: how many, where, and how a position chooses its cluster."""
 
     selection: str = one_of("causal", "topk", "random")
-    """Membership: causal (thresholds, sees no future), topk (Algorithm 1, sees the future), random (the paper's control)."""
+    """Membership: causal (thresholds, sees no future), topk (Algorithm 1, sees it), random (the paper's control)."""
     heads: int = ranged(4, low=0)
     """Routing heads in each routing layer; the other heads use the base pattern."""
     layers: int = ranged(2, low=0)
@@ -123,7 +123,7 @@ class OptimizerConfig:
     weight_decay: float = ranged(0.0, low=0.0)
     """Weight decay, on matrices only."""
     schedule: str = one_of("rsqrt", "cosine", "constant")
-    """After the linear warm-up: peak * sqrt(warmup / step), a cosine to a tenth of the peak at trainer.steps, or flat."""
+    """After the warm-up: peak * sqrt(warmup / step), a cosine to a tenth of the peak at trainer.steps, or flat."""
     warmup: int = ranged(4000, low=0)
     """Steps of linear warm-up."""
     steps: int = ranged(200_000, low=1)
@@ -290,32 +290,48 @@ def violated(metadata: Any, value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return "a finite number"
     if (low := metadata.get("low")) is not None and value < low:
-        return f"at least {low:g}"
+        return f"at least {low:.12g}"
     if (high := metadata.get("high")) is not None and value > high:
-        return f"at most {high:g}"
+        return f"at most {high:.12g}"
     if (above := metadata.get("above")) is not None and value <= above:
-        return f"greater than {above:g}"
+        return f"greater than {above:.12g}"
     return ""
 
 
 def fit_problems(config: Config) -> list[str]:
     """Return a line for each pair of values that do not fit together."""
-    data, model, routing = config.data, config.model, config.routing
-    optimizer, hardware, trainer = config.optimizer, config.hardware, config.trainer
-    routes = routing.heads > 0 and routing.layers > 0
-    devices = (hardware.devices or 1) * hardware.nodes
-    micro = trainer.micro_batch_size or max(1, trainer.batch_size // devices)
-    checks = [
-        (model.hidden % model.heads == 0, f"model.hidden={model.hidden} must be a multiple of model.heads={model.heads}"),
+    checks = [*model_checks(config), *routing_checks(config), *training_checks(config), *source_checks(config)]
+    return [problem for fits, problem in checks if not fits]
+
+
+def model_checks(config: Config) -> list[tuple[bool, str]]:
+    """The model's sizes against each other and against the sequence: whether each holds, and what to say if not."""
+    data, model = config.data, config.model
+    return [
+        (
+            model.hidden % model.heads == 0,
+            f"model.hidden={model.hidden} must be a multiple of model.heads={model.heads}",
+        ),
         (
             model.positions != "rotary" or (model.hidden // model.heads) % 2 == 0,
             f"model.positions=rotary needs an even head size, not hidden/heads = {model.hidden // model.heads}",
         ),
-        (routing.heads <= model.heads, f"routing.heads={routing.heads} must be at most model.heads={model.heads}"),
-        (routing.layers <= model.layers, f"routing.layers={routing.layers} must be at most model.layers={model.layers}"),
         (
             model.base == "full" or model.window <= data.length,
             f"model.window={model.window} must be at most data.length={data.length}",
+        ),
+    ]
+
+
+def routing_checks(config: Config) -> list[tuple[bool, str]]:
+    """The routing heads against the model and the sequence, as `model_checks`."""
+    data, model, routing = config.data, config.model, config.routing
+    routes = routing.heads > 0 and routing.layers > 0
+    return [
+        (routing.heads <= model.heads, f"routing.heads={routing.heads} must be at most model.heads={model.heads}"),
+        (
+            routing.layers <= model.layers,
+            f"routing.layers={routing.layers} must be at most model.layers={model.layers}",
         ),
         (
             not routes or routing.window <= data.length,
@@ -325,6 +341,15 @@ def fit_problems(config: Config) -> list[str]:
             not routes or clusters(config) <= data.length,
             f"routing.clusters={clusters(config)} must be at most data.length={data.length}",
         ),
+    ]
+
+
+def training_checks(config: Config) -> list[tuple[bool, str]]:
+    """Devices, batches and schedule against each other, as `model_checks`."""
+    hardware, trainer, optimizer = config.hardware, config.trainer, config.optimizer
+    devices = (hardware.devices or 1) * hardware.nodes
+    micro = trainer.micro_batch_size or max(1, trainer.batch_size // devices)
+    return [
         (
             hardware.precision != "tf32" or hardware.name != "cpu",
             "hardware.precision=tf32 needs a GPU; a CPU takes fp32, bf16 or fp64",
@@ -346,6 +371,13 @@ def fit_problems(config: Config) -> list[str]:
             optimizer.schedule != "rsqrt" or optimizer.warmup > 0,
             "optimizer.schedule=rsqrt needs optimizer.warmup of at least 1",
         ),
+    ]
+
+
+def source_checks(config: Config) -> list[tuple[bool, str]]:
+    """Files and names, and the windows of an evaluation, as `model_checks`."""
+    data, name = config.data, config.name
+    return [
         (
             config.eval.stride is None or config.eval.stride <= data.length,
             f"eval.stride={config.eval.stride} must be at most data.length={data.length}",
@@ -355,6 +387,8 @@ def fit_problems(config: Config) -> list[str]:
             data.name != "stdlib" or data.path is None,
             f"data.path={data.path} is not read by data=stdlib; use data=text data.path={data.path}",
         ),
-        (config.name not in ("", ".", "..") and "/" not in config.name, f"name={config.name!r} must be a folder's name"),
+        (
+            name not in ("", ".", "..") and "/" not in name and len(name.encode()) <= 200,
+            f"name={name[:40]!r} must be a folder's name, of at most 200 bytes",
+        ),
     ]
-    return [message for fits, message in checks if not fits]

@@ -1,0 +1,194 @@
+"""Overrides and the files of `conf/` -> one checked `Config`; a `Config` -> plain dictionaries and back.
+
+Hydra composes (through its compose API, which touches no folder, no logging and no `sys.argv`); the schema in
+`rtx/config.py` checks types, and `rtx.config.resolve` ranges and what fits with what.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from rtx.config import GROUPS, Config, resolve
+from rtx.errors import UserError
+from rtx.fields import all_fields, conf_dir
+from rtx.overrides import check_overrides
+
+CONFIG_NAME = "config"
+RUN_CONFIG = "config.yaml"
+KEPT_GROUPS = [group for group in GROUPS if group not in ("hardware", "logger")]
+SHORT_FORMS = ("eval", "sample")
+# What cannot change a bit of the result, and so does not tell two cells of a sweep apart.
+NAMELIKE = ("name", "model.name", "hardware.workers")
+
+
+def compose(overrides: Iterable[str]) -> Config:
+    """Return the configuration that `rtx train <overrides>` runs, checked, with routing.clusters frozen.
+
+    Raises:
+        UserError: a key, option, type or range is wrong, or two values do not fit together; a line for each.
+    """
+    return compose_checked([str(override) for override in check_overrides(overrides)])
+
+
+def compose_checked(overrides: Sequence[str]) -> Config:
+    """As `compose`, for overrides that `check_overrides` returned."""
+    with hydra_session():
+        node = hydra.compose(CONFIG_NAME, list(overrides))
+        return resolve(to_config(node))
+
+
+@contextmanager
+def hydra_session() -> Iterator[Any]:
+    """Give Hydra the folder `conf/` and the schema; yields its own object, and turns its errors into `UserError`."""
+    ConfigStore.instance().store(name="schema", node=Config)
+    with user_errors(), hydra.initialize_config_dir(str(conf_dir()), job_name="rtx", version_base="1.3"):
+        yield GlobalHydra.instance().hydra
+
+
+@contextmanager
+def user_errors(where: str = "") -> Iterator[None]:
+    """Turn what Hydra, OmegaConf and YAML raise into a `UserError` of one line, `where` in front."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise UserError(where + first_lines(error)) from error
+
+
+def first_lines(error: BaseException) -> str:
+    """Return what an error of Hydra or OmegaConf says, without its advice (`+key=...`, search paths, internals)."""
+    said = [str(error).strip().partition("\n")[0]]
+    if isinstance(error.__cause__, OmegaConfBaseException):
+        said.append(str(error.__cause__).strip().partition("\n")[0])
+    key = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
+    text = ": ".join(line for line in said if line)
+    return f"{key}: {text}" if key and key not in text else text
+
+
+def to_config(node: Any) -> Config:
+    """Return the `Config` that a composed OmegaConf node holds, its interpolations resolved and types checked."""
+    config = OmegaConf.to_object(node)
+    assert isinstance(config, Config)
+    return config
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Return the configuration as nested dictionaries of plain values."""
+    return dataclasses.asdict(config)
+
+
+def to_yaml(config: Config) -> str:
+    """Return the configuration as YAML, in the order of the schema: the text of a run's config.yaml."""
+    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
+
+
+def from_dict(values: dict[str, Any], where: str = "") -> Config:
+    """Return the checked configuration that `to_dict` took apart.
+
+    Args:
+        values: nested dictionaries; what is missing keeps the schema's default.
+        where: stands before each line of an error, such as the file the values came from.
+
+    Raises:
+        UserError: an unknown key, a wrong type or range.
+    """
+    with user_errors(where):
+        merged = OmegaConf.merge(OmegaConf.structured(Config), values)
+        config = to_config(merged)
+    try:
+        return resolve(config)
+    except UserError as error:
+        raise UserError("\n".join(where + line for line in str(error).splitlines())) from None
+
+
+def load_run_config(run_dir: str | Path) -> Config:
+    """Return the configuration of a run from its folder.
+
+    Raises:
+        UserError: there is no such run, or its config.yaml is not one.
+    """
+    path = Path(run_dir) / RUN_CONFIG
+    try:
+        with user_errors(f"{path}: "):
+            loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except FileNotFoundError:
+        what = "has no config.yaml" if Path(run_dir).is_dir() else "no such folder"
+        raise UserError(f"{run_dir}: {what}; a run is a folder such as outputs/<name>/<run>") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from None
+    if not isinstance(loaded, dict) or not loaded:
+        raise UserError(f"{path}: is not the configuration of a run")
+    return from_dict({str(key): value for key, value in loaded.items()}, where=f"{path}: ")
+
+
+def merge(config: Config, overrides: Iterable[str], section: str = "") -> Config:
+    """Return a run's configuration with overrides on top, checked.
+
+    Keys of `eval` and `sample` may be written short (`split=test`); of two with the same name, `section`'s is meant. Of
+    the groups only `hardware` and `logger` can be chosen anew.
+
+    Args:
+        config: the run's own.
+        overrides: what the user wrote behind the run.
+        section: the command's own section, "eval" or "sample".
+
+    Raises:
+        UserError: as `compose`, or a group that a run keeps.
+    """
+    checked = check_overrides(overrides, words=short_forms(section))
+    for override in checked:
+        if override.key in KEPT_GROUPS:
+            raise UserError(f"{override}: a run keeps its {override.key}; hardware= and logger= can be chosen anew")
+    node = OmegaConf.structured(config)
+    parser = OverridesParser.create()
+    with user_errors():
+        for override in sorted(checked, key=lambda override: override.key not in GROUPS):
+            if override.key in GROUPS:
+                group = getattr(compose_checked([str(override)]), override.key)
+                OmegaConf.update(node, override.key, group, merge=False)
+            else:
+                OmegaConf.update(node, override.key, parser.parse_override(str(override)).value())
+        return resolve(to_config(node))
+
+
+def short_forms(section: str) -> dict[str, str]:
+    """Return the short names of the keys of `eval` and `sample`, and the keys; see `merge`."""
+    keys = [key for key in all_fields() if key.startswith(tuple(f"{name}." for name in SHORT_FORMS))]
+    leaves = [key.partition(".")[2] for key in keys]
+    taken = set(all_fields())
+    return {
+        leaf: key
+        for key, leaf in zip(keys, leaves, strict=True)
+        if key.startswith(f"{section}.") or (leaves.count(leaf) == 1 and leaf not in taken)
+    }
+
+
+def config_hash(config: Config) -> str:
+    """Return 12 hexadecimal digits that two configurations share exactly where all that can change results is equal.
+
+    The run's name, the preset's name, the logger and the number of loading processes are left out.
+    """
+    values = {key: get(config, key) for key in all_fields() if key not in NAMELIKE and not key.startswith("logger.")}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def get(config: Config, key: str) -> Any:
+    """Return the value at a dotted key."""
+    node: Any = config
+    for part in key.split("."):
+        node = getattr(node, part)
+    return node
