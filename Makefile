@@ -1,0 +1,37 @@
+# make train: set up, then train on the embedded default.  make test: what every change must pass.
+PYTHON ?= python3
+VENV := .venv
+SOURCES := rtx tests $(wildcard benchmarks)
+
+.PHONY: train test format
+.DELETE_ON_ERROR:
+
+train: $(VENV)/.installed
+	@$(VENV)/bin/rtx train
+
+test: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff format --check $(SOURCES)
+	$(VENV)/bin/ruff check $(SOURCES)
+	$(VENV)/bin/pyright
+	$(VENV)/bin/python -m pytest
+
+format: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff format $(SOURCES)
+	$(VENV)/bin/ruff check --fix $(SOURCES)
+
+# The two stamps make an installation happen once, and again when pyproject.toml changes.
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	@echo "installing rtx and what it needs into $(VENV) (once; a few minutes)"
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
+	@echo "installing rtx, what it needs and its test tools into $(VENV) (once; a few minutes)"
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
+	  echo "rtx needs Python 3.11, 3.12 or 3.13; $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
+	    "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
