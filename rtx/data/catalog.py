@@ -7,13 +7,13 @@ import shlex
 from pathlib import Path
 
 from rtx.config import DataConfig
+from rtx.data import enwik8
 from rtx.data.disk import Report, disk_errors, locked
-from rtx.data.enwik8 import ARCHIVE, SHA256, SPLITS, local_copy, read_enwik8
 from rtx.data.files import SourceFile, library_files, read_files, text_files
 from rtx.data.store import DamagedStore, Recipe, TokenStore, build_store, open_store, verify_store
 from rtx.errors import UserError, nearest
 
-SHORTEST_SPLIT = 2
+SHORTEST_TEXT = 31  # bytes: from here on 5% are at least two
 
 
 def data_root() -> Path:
@@ -37,7 +37,7 @@ def open_data(data: DataConfig, root: Path, report: Report = print) -> TokenStor
 
 
 def prepare_data(data: DataConfig, root: Path, report: Report = print) -> TokenStore:
-    """Return the store of `data`, written anew where it is missing or a byte of it is wrong; raises as open_data does."""
+    """Return the store of `data`, written anew if it is missing or a byte of it is wrong; raises as open_data does."""
     return _prepare(make_recipe(data, root, report), root, report)
 
 
@@ -96,11 +96,9 @@ def _files_recipe(name: str, options: str, place: str, files: list[SourceFile]) 
     total = sum(file.size for file in files)
     train, valid = total * 90 // 100, total * 95 // 100
     splits = {"train": train, "valid": valid - train, "test": total - valid}
-    if min(splits.values()) < SHORTEST_SPLIT:
+    if total < SHORTEST_TEXT:
         found = f"{total:,} in {len(files):,} file{'s' if len(files) > 1 else ''}"
-        raise UserError(
-            f"{place}: expected at least 40 bytes (splits of 90, 5 and 5%), found {found}; give more text with data.path=..."
-        )
+        raise UserError(f"{place}: expected at least {SHORTEST_TEXT} bytes (cut 90/5/5), found {found}; give more text")
     return Recipe(
         name=name,
         options=options,
@@ -117,14 +115,14 @@ def _enwik8_recipe(data: DataConfig, root: Path, report: Report) -> Recipe:
     if data.path is not None:
         options += f" data.path={shlex.quote(data.path)}"
         if Path(data.path).expanduser().exists():
-            local_copy(data.path)
+            enwik8.local_copy(data.path)
     return Recipe(
         name="enwik8",
         options=options,
-        splits=SPLITS,
-        identity=[SHA256],
-        source={"place": ARCHIVE.url, "sha256": SHA256},
-        chunks=lambda: read_enwik8(data.path, root, report),
+        splits=enwik8.SPLITS,
+        identity=[enwik8.SHA256],
+        source={"place": enwik8.ARCHIVE.url, "sha256": enwik8.SHA256},
+        chunks=lambda: enwik8.read_enwik8(data.path, root, report),
     )
 
 

@@ -157,7 +157,7 @@ def _age(path: Path) -> float:
 
 
 def install(temporary: Path, folder: Path) -> None:
-    """Put the finished folder `temporary` in the place of `folder`, durably, by renames; what stood there is removed."""
+    """Put the finished folder `temporary` in the place of `folder`, durably, by renames; what stood there goes."""
     sync(temporary)
     aside = temporary_sibling(folder, "old")
     with contextlib.suppress(FileNotFoundError):

@@ -15,7 +15,7 @@ class ByteTokenizer:
     vocabulary = 256
 
     def encode(self, text: bytes | str) -> np.ndarray:
-        """Return the ids of `text`, uint8 `[bytes]`; a str as UTF-8, bytes that Python could not decode as themselves."""
+        """Return the ids of `text`, uint8 `[bytes]`: a str in UTF-8, undecodable bytes (surrogates) as they were."""
         raw = text.encode("utf-8", errors="surrogateescape") if isinstance(text, str) else text
         return np.frombuffer(raw, dtype=np.uint8)
 

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from rtx.data.sampler import StepBatches, TrainingItems, permuted, training_batches
+
+TOKENS = np.arange(20_000, dtype=np.uint16)  # every token says where it stands
+
+
+def starts(items: TrainingItems, epoch: int) -> list[int]:
+    return [items.start(epoch * items.per_epoch + slot) for slot in range(items.per_epoch)]
+
+
+def test_an_item_is_a_function_of_seed_step_and_place_alone():
+    items = TrainingItems(TOKENS, length=32, seed=3, batch_size=4)
+    batch = [items.item(7, i) for i in range(4)]
+    assert all(item.dtype == torch.int64 and item.shape == (32,) for item in batch)
+    assert all((item[1:] - item[:-1] == 1).all() for item in batch)
+    again = TrainingItems(TOKENS, length=32, seed=3, batch_size=4)
+    assert all(torch.equal(again.item(7, i), batch[i]) for i in (2, 0, 3, 1))
+    other = TrainingItems(TOKENS, length=32, seed=4, batch_size=4)
+    assert not all(torch.equal(other.item(7, i), batch[i]) for i in range(4))
+
+
+def test_the_same_items_on_every_machine():
+    items = TrainingItems(TOKENS, length=32, seed=2**32 - 1, batch_size=4)
+    assert [items.start(index) for index in (0, 1, 2, 1000, 123_456_789)] == [13218, 11970, 1730, 14131, 19530]
+
+
+@pytest.mark.parametrize(("units", "length"), [(20_000, 32), (1000, 64), (64, 64), (100, 64), (127, 64), (128, 64)])
+def test_an_epoch_is_a_permutation_of_windows_that_do_not_overlap(units, length):
+    items = TrainingItems(TOKENS[:units], length, seed=0, batch_size=3)
+    assert items.per_epoch >= max(1, units // length - 1)
+    for epoch in range(5):
+        found = sorted(starts(items, epoch))
+        assert found[0] >= 0 and found[-1] + length <= units
+        assert all(b - a == length for a, b in pairwise(found))
+    if items.per_epoch > 5:
+        assert starts(items, 0) != sorted(starts(items, 0))
+        assert starts(items, 0) != starts(items, 1)
+
+
+def test_window_starts_cover_the_text_evenly():
+    units, length, epochs = 1000, 32, 600
+    items = TrainingItems(TOKENS[:units], length, seed=0, batch_size=1)
+    phases = Counter(items.start(epoch * items.per_epoch) % length for epoch in range(6400))
+    assert len(phases) == length and all(140 < count < 260 for count in phases.values())  # 200 each
+    firsts = [min(starts(items, epoch)) for epoch in range(epochs)]
+    seen = np.zeros(units)
+    for first in firsts:
+        seen[first : first + items.per_epoch * length] += 1
+    assert (seen[2 * length : -2 * length] == epochs).all()  # the inside is read once in every epoch
+    assert seen.min() > 0  # and no byte is never read
+
+
+def test_the_permutation_is_one_for_every_size_and_favours_no_place():
+    for size in [*range(1, 40), 1000]:
+        assert sorted(permuted(index, size, b"key") for index in range(size)) == list(range(size))
+    for size in (2, 3, 5):
+        for index in range(size):
+            places = Counter(permuted(index, size, str(key).encode()) for key in range(2000))
+            assert all(0.8 * 2000 / size < places[place] < 1.2 * 2000 / size for place in range(size))
+
+
+@pytest.mark.parametrize(("world", "micro_batch"), [(1, None), (1, 3), (2, None), (2, 2), (3, 4), (4, 1), (12, 1)])
+def test_ranks_and_micro_batches_slice_the_same_global_batch(world, micro_batch):
+    ranks = [list(StepBatches(5, 8, 12, rank, world, micro_batch)) for rank in range(world)]
+    size = micro_batch or 12 // world
+    assert all(len(rank) == 3 * 12 // (world * size) for rank in ranks)
+    assert all(len(StepBatches(5, 8, 12, rank, world, micro_batch)) == len(ranks[rank]) for rank in range(world))
+    assert all(len(batch) == size for rank in ranks for batch in rank)
+    per_step = 12 // (world * size)
+    for step in range(3):
+        batches = [batch for rank in ranks for batch in rank[step * per_step : (step + 1) * per_step]]
+        indices = sorted(index for batch in batches for index in batch)
+        assert indices == list(range((5 + step) * 12, (6 + step) * 12))
+    assert ranks[0][0][0] == 60  # the first sequence of a global batch is the first of rank 0
+
+
+def test_batches_that_cannot_be_cut_are_a_programming_error():
+    for world, micro_batch in ((5, None), (2, 5), (1, 24)):
+        with pytest.raises(AssertionError):
+            StepBatches(0, 1, 12, 0, world, micro_batch)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12's word on processes with threads
+def test_any_number_of_workers_gives_the_same_batches_and_leaves_the_global_generator_alone():
+    items = TrainingItems(TOKENS, length=16, seed=0, batch_size=4)
+    before = torch.get_rng_state()
+    plain = list(training_batches(items, 10, 14, micro_batch=2))
+    assert torch.equal(torch.get_rng_state(), before)
+    worked = list(training_batches(items, 10, 14, micro_batch=2, workers=2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(plain) == len(worked) == 8
+    assert all(torch.equal(a, b) for a, b in zip(plain, worked, strict=True))
+    assert torch.equal(plain[3], torch.stack([items.item(11, 2), items.item(11, 3)]))
+    resumed = list(training_batches(items, 12, 14, micro_batch=2))
+    assert all(torch.equal(a, b) for a, b in zip(plain[4:], resumed, strict=True))
