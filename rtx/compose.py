@@ -19,7 +19,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -47,9 +47,17 @@ def compose(overrides: Iterable[str]) -> Config:
 
 def compose_checked(overrides: Sequence[str]) -> Config:
     """As `compose`, for overrides that `check_overrides` returned."""
+    return resolve(compose_unresolved(overrides)[0])
+
+
+def compose_unresolved(overrides: Sequence[str]) -> tuple[Config, dict[str, str | None]]:
+    """As `compose_checked`, before ranges and fit are checked; returns also the option chosen in each group."""
     with hydra_session():
-        node = hydra.compose(CONFIG_NAME, list(overrides))
-        return resolve(to_config(node))
+        node = hydra.compose(CONFIG_NAME, list(overrides), return_hydra_config=True)
+        choices = {group: node.hydra.runtime.choices[group] for group in GROUPS}
+        with open_dict(node):
+            del node["hydra"]
+        return to_config(node), choices
 
 
 @contextmanager

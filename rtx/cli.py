@@ -1,0 +1,113 @@
+"""`rtx <command> [overrides]`: finds the command, reads its flags, and imports only what that command needs.
+
+Exit codes: 0; 2 a mistake of the user, told in lines that begin with "rtx:"; 1 a run that failed or a fault of ours;
+130 after SIGINT; 143 after SIGTERM.
+
+`sys.argv` stays as it is, command word and all: Lightning starts the other ranks of a run with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+from rtx import __version__
+from rtx.errors import RunFailed, UserError, nearest
+
+# Each command is rtx/commands/<word>.py with `main(arguments: list[str]) -> int`.
+COMMANDS = {
+    "train": "train a model; every option has a default",
+    "resume": "continue a run exactly where it stopped",
+    "eval": "score a run on a split, every unit exactly once",
+    "sample": "generate from a run",
+    "plan": "count parameters, FLOPs and memory of a run, and run nothing",
+    "data": "prepare or verify a data set",
+}
+HELP_FLAGS = ("--help", "-h", "help")
+INTERRUPTED, TERMINATED = 130, 143
+
+
+def entry() -> None:
+    """The `rtx` script and `python -m rtx`."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    sys.exit(main())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `rtx` with `argv` (`sys.argv[1:]` if None) and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = dispatch(arguments)
+        sys.stdout.flush()
+    except UserError as error:
+        return complain(str(error), 2)
+    except RunFailed as error:
+        return complain(str(error), 1)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and reader_is_gone():
+            return 1
+        traceback.print_exc()
+        return 1
+    return code
+
+
+def dispatch(arguments: list[str]) -> int:
+    """Run the command that `arguments` begin with."""
+    if not arguments or arguments[0] in HELP_FLAGS:
+        return help_page(arguments[1:], 0 if arguments else 2)
+    word, rest = arguments[0], arguments[1:]
+    if word in ("--version", "-V"):
+        print(f"rtx {__version__}")
+        return 0
+    if word not in COMMANDS:
+        hint = nearest(word, COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
+        raise UserError(f"unknown command {word!r}{hint}")
+    from rtx.flags import parse_flags
+
+    flags, overrides = parse_flags(word, rest)
+    if flags.help:
+        return help_page([word, *overrides], 0)
+    if flags.multirun:
+        from rtx.multirun import sweep
+
+        return sweep(word, overrides)
+    if flags.cfg or flags.info:
+        from rtx.show import show
+
+        return show(flags, overrides)
+    return importlib.import_module(f"rtx.commands.{word}").main(overrides)
+
+
+def help_page(words: list[str], code: int) -> int:
+    """Print the page of a command, or of rtx itself, and return `code`."""
+    from rtx import help
+
+    if words and words[0] in COMMANDS:
+        print(help.command_page(words[0], words[1:]))
+    else:
+        print(help.front_page(COMMANDS))
+    return code
+
+
+def complain(message: str, code: int) -> int:
+    """Write each line of an error message to stderr, and return `code`."""
+    sys.stdout.flush()
+    for line in message.splitlines():
+        print(f"rtx: {line}", file=sys.stderr)
+    return code
+
+
+def reader_is_gone() -> bool:
+    """Whether what reads our output has gone away (`rtx train --help | head`); then nothing more is written to it."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False

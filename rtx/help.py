@@ -1,0 +1,179 @@
+"""The pages of `--help`: the groups with the options of `conf/`, and the fields of the schema with their docstrings."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rtx.config import GROUPS
+from rtx.errors import UserError
+from rtx.fields import Field, all_fields, option_doc, options, sections, suggest_key
+
+COLUMN = 30
+COMPOSING = "[group=option ...] [key=value ...] [--cfg job] [--info]"
+USAGE = {
+    "train": f"rtx train {COMPOSING} [-m]",
+    "resume": "rtx resume <run> [key=value ...]",
+    "eval": "rtx eval <run> [split=test] [mode=streaming] [stride=...] [limit=...] [key=value ...]",
+    "sample": "rtx sample <run> [length=2000] [temperature=0.9] [top_k=...] [top_p=...] [prompt=...] [key=value ...]",
+    "plan": f"rtx plan {COMPOSING}",
+    "data": "rtx data prepare|verify [data=text] [data.path=book.txt]",
+}
+ABOUT = {
+    "train": """Trains a model and writes outputs/<name>/<run>/: configuration, metrics, checkpoints, a sample. Every
+        option has a default. The configuration is composed from one option of each group, in the order below (a later
+        group wins), then the single keys. Ctrl-C saves and stops; rtx resume goes on.""",
+    "resume": """Continues a run from its last checkpoint, bit for bit as if it had never stopped, with the run's own
+        configuration. Keys that would change shapes, data or seed are refused.""",
+    "eval": """Scores a run's checkpoint on a split, every unit exactly once, and writes the score with its protocol
+        beside the run. Keys of eval may be written short: split=test is eval.split=test.""",
+    "sample": """Generates from a run's checkpoint, one unit after the other, and prints as it goes. Keys of sample may
+        be written short: length=2000 is sample.length=2000.""",
+    "plan": """Counts parameters, FLOPs and memory of what rtx train would run with the same words; runs nothing.""",
+    "data": """Prepares a data set's token store below data/ (or RTX_DATA), or verifies the one that is there.""",
+}
+SHOWING = (
+    ("--cfg job", "print the configuration and stop; --package trainer prints a part of it"),
+    ("--info [what]", "print how Hydra composes it: all, config, defaults, defaults-tree, plugins, searchpath"),
+    ("--help [word ...]", "this page, or its part on a group, a section or a key (--help routing.window)"),
+)
+SWEEPING = (
+    "-m, --multirun",
+    "run every combination of listed values (seed=1,2,3, range(1,4), glob(rt*)), one process each",
+)
+FLAGS = {"train": (SWEEPING, *SHOWING), "plan": SHOWING}
+# The groups and sections whose options and keys a command takes; "" stands for the keys outside all sections.
+PARTS = {
+    "train": (*GROUPS, "trainer", "eval", "sample", ""),
+    "plan": (*GROUPS, "trainer", "eval", "sample", ""),
+    "resume": ("trainer", "hardware", "logger"),
+    "eval": ("eval", "hardware"),
+    "sample": ("sample", "hardware"),
+    "data": ("data",),
+}
+CHOSEN_ANEW = ("hardware", "logger")
+ON_A_RUN = ("resume", "eval", "sample")
+
+
+def front_page(commands: Mapping[str, str]) -> str:
+    """Return the page of `rtx --help`."""
+    lines = [
+        "rtx: Routing Transformer experiments",
+        "",
+        "usage: rtx <command> [group=option ...] [key=value ...]",
+        "",
+        *(entry(word, what, column=10) for word, what in commands.items()),
+        "",
+        "  rtx train                                  train on the embedded default",
+        "  rtx train data=text data.path=book.txt     on text of your own",
+        "  rtx train data=enwik8 model=rt24           the paper's enwik-8 model",
+        "  rtx train -m routing.heads=2,4 seed=1,2,3  a sweep",
+        "",
+        "rtx <command> --help lists its options; rtx --version.",
+    ]
+    return "\n".join(lines)
+
+
+def command_page(word: str, words: Sequence[str]) -> str:
+    """Return the page of `rtx <word> --help`.
+
+    Args:
+        word: the command.
+        words: the rest of the command line: overrides, by which the values shown go, and topics, which narrow the page.
+
+    Raises:
+        UserError: an override is wrong, or a topic matches nothing.
+    """
+    values = run_values(word) if word in ON_A_RUN else composed_values([text for text in words if "=" in text])
+    groups = [group for group in GROUPS if group in PARTS[word] and (word not in ON_A_RUN or group in CHOSEN_ANEW)]
+    keys = [field for key, field in all_fields().items() if key.rpartition(".")[0] in PARTS[word]]
+    keys.sort(key=lambda field: PARTS[word].index(field.key.rpartition(".")[0]))
+    topics = [text for text in words if "=" not in text] if word in FLAGS else []
+    if topics:
+        groups, keys = narrow(topics, groups, keys)
+        return "\n".join([*group_lines(groups, values), *key_lines(keys, values)]).strip()
+    lines = [f"usage: {USAGE[word]}", "", wrapped(ABOUT[word])]
+    lines += [""] * (word in FLAGS) + [entry(flag, says) for flag, says in FLAGS.get(word, ())]
+    return "\n".join([*lines, *group_lines(groups, values), *key_lines(keys, values)])
+
+
+def composed_values(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the value of every key, and the option of every group, that these overrides give."""
+    from rtx.compose import compose_unresolved, get
+    from rtx.overrides import check_overrides
+
+    config, choices = compose_unresolved([str(override) for override in check_overrides(overrides)])
+    return {key: get(config, key) for key in all_fields()} | choices
+
+
+def run_values(word: str) -> dict[str, Any]:
+    """Return the defaults of a command's own keys; all others are those of the run."""
+    return {key: field.default for key, field in all_fields().items() if key.startswith(f"{word}.")}
+
+
+def narrow(topics: Sequence[str], groups: list[str], keys: list[Field]) -> tuple[list[str], list[Field]]:
+    """Return the groups and keys that the topics name: a group, a section, a key, or the last part of keys."""
+    kept_groups, kept_keys = [], []
+    for topic in topics:
+        by_group = [group for group in groups if group == topic]
+        by_key = [field for field in keys if topic in (field.key, *field.key.split("."))]
+        if not by_group and not by_key:
+            known = [*groups, *sections(), *(field.key for field in keys)]
+            raise UserError(f"no help on {topic!r}{suggest_key(topic, known)}")
+        kept_groups += by_group
+        kept_keys += by_key
+    return kept_groups, kept_keys
+
+
+def group_lines(groups: Sequence[str], values: Mapping[str, Any]) -> list[str]:
+    """Return the lines on groups and their options; a star marks the option in force."""
+    lines = []
+    for group in groups:
+        lines += ["", f"{group}=<option>"]
+        for option in options(group):
+            star = " *" if option == values.get(group) else ""
+            lines.append(entry(option + star, option_doc(group, option)))
+    return lines
+
+
+def key_lines(keys: Sequence[Field], values: Mapping[str, Any]) -> list[str]:
+    """Return a line on each key, below the title of its section: value, docstring, what is allowed."""
+    lines, section = [], None
+    for field in keys:
+        if field.key.rpartition(".")[0] != section:
+            section = field.key.rpartition(".")[0]
+            lines += ["", wrapped(f"{section}.<key>: {sections()[section]}" if section else "other keys")]
+        shown = f"{field.key}={show(values[field.key])}" if field.key in values else field.key
+        lines.append(entry(shown, f"{field.doc} [{field.allowed}]"))
+    return lines
+
+
+def show(value: Any) -> str:
+    """Return a value as one would write it behind a key."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def entry(left: str, right: str, column: int = COLUMN) -> str:
+    """Return an indented line of two columns, wrapped below the second where a terminal is too narrow."""
+    start = f"  {left}".ljust(column + 2) + "  "
+    width = terminal_width()
+    if len(start) + len(right) <= width:
+        return start + right
+    indent = " " * (column + 4 if width >= 2 * column + 20 else 8)
+    head = start if len(start) <= len(indent) else start.rstrip() + "  "
+    return textwrap.fill(right, width, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def wrapped(text: str) -> str:
+    """Return a paragraph, wrapped for the terminal."""
+    return textwrap.fill(" ".join(text.split()), min(terminal_width(), 100))
+
+
+def terminal_width() -> int:
+    """Return the columns of the terminal; without one, lines are not wrapped, so that they can be searched."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 100_000

@@ -1,0 +1,230 @@
+"""`rtx train -m`: a sweep, one process per cell.
+
+Hydra lays the cells out and its launcher runs them; what it runs is a subprocess `rtx train <the cell's overrides>`.
+So a crash, a kill or memory left behind in one cell touches no other, and the processes of a distributed cell start
+that cell alone (under Hydra's own multirun they would start the sweep again). Every cell is composed and checked before
+the first one starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hydra.core.override_parser.types import Quote, QuotedString
+
+from rtx.compose import CONFIG_NAME, compose_checked, config_hash, hydra_session
+from rtx.config import Config
+from rtx.errors import UserError
+from rtx.overrides import Checked, cells, check_overrides
+from rtx.training.status import read_status
+
+RUN_VARIABLE = "RTX_RUN"
+"""Tells a process of a sweep the folder of its run, as an absolute path."""
+
+STOPPING: dict[int, int] = {
+    signal.SIGINT: 130,
+    signal.SIGTERM: 143,
+    signal.SIGHUP: 143,
+    signal.SIGUSR1: 143,
+    signal.SIGUSR2: 143,
+}
+"""Signals that end a sweep, and its exit code then."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a sweep: its place in the order, its overrides, and its folder."""
+
+    number: int
+    overrides: tuple[str, ...]
+    folder: Path
+
+    def title(self, keys: Sequence[str]) -> str:
+        """Return the overrides of the given keys, as a user would write them."""
+        shown = [override.replace("'", "") for override in self.overrides if override.partition("=")[0] in keys]
+        return " ".join(shown) or "(no overrides)"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a cell ended: the exit code of its process, or None where it was not started."""
+
+    number: int
+    code: int | None
+    word: str
+
+
+def sweep(word: str, arguments: Sequence[str]) -> int:
+    """Run `rtx <word>` for every combination of the listed values; failures do not stop the others.
+
+    Returns:
+        0 if every cell is done, 1 if not, 130 or 143 after a signal (which the current cell gets too, and obeys first).
+
+    Raises:
+        UserError: an override or a cell is wrong, or two cells are the same run; nothing has been started.
+    """
+    if "LOCAL_RANK" in os.environ:
+        raise UserError("a sweep starts the processes of each cell itself; run it without torchrun")
+    checked = check_overrides(arguments, sweep=True)
+    laid_out = lay_out(checked)
+    swept = [override.key for override in checked if len(override.values) > 1] or [o.key for o in checked]
+    print(f"{len(laid_out)} cells, each a run of its own", flush=True)
+    with forwarded_signals() as child:
+        outcomes = launch(word, checked, laid_out, child, swept)
+    print(table(laid_out, outcomes, swept), flush=True)
+    if child.stopped_by:
+        return STOPPING[child.stopped_by]
+    return 0 if all(outcome.code == 0 for outcome in outcomes) else 1
+
+
+def lay_out(checked: Sequence[Checked]) -> list[Cell]:
+    """Compose and check every cell.
+
+    Raises:
+        UserError: with a line for each problem and the first cell that has it, or for cells that are the same run.
+    """
+    from rtx.training.runs import outputs_root  # after the overrides are known to be right: it imports torch
+
+    laid_out: list[Cell] = []
+    problems: dict[str, str] = {}
+    seen: dict[Path, int] = {}
+    for number, overrides in enumerate(cells(checked), 1):
+        try:
+            folder = run_folder(outputs_root(), compose_checked(overrides))
+        except UserError as error:
+            for line in str(error).splitlines():
+                problems.setdefault(line, f"cell {number} ({' '.join(overrides)}): {line}")
+            continue
+        if folder in seen:
+            problems.setdefault("same", f"cells {seen[folder]} and {number} are the same run ({' '.join(overrides)})")
+        seen.setdefault(folder, number)
+        laid_out.append(Cell(number, tuple(overrides), folder))
+    if problems:
+        raise UserError("\n".join(problems.values()))
+    return laid_out
+
+
+def run_folder(root: Path, config: Config) -> Path:
+    """Return the folder of a cell, below the folder of all runs: the same whenever the same cell is run again."""
+    return root / config.name / config_hash(config)
+
+
+def launch(
+    word: str, checked: Sequence[Checked], laid_out: list[Cell], child: Child, swept: Sequence[str]
+) -> list[Outcome]:
+    """Let Hydra's launcher run every cell; returns how each ended."""
+    from hydra.core.hydra_config import HydraConfig
+
+    def task(_: Any) -> Outcome:
+        cell = laid_out[HydraConfig.get().job.num]
+        return run_cell(word, cell, f"cell {cell.number} of {len(laid_out)}: {cell.title(swept)}", child)
+
+    root = laid_out[0].folder.parent
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {root}: {error.strerror}; set RTX_OUTPUTS to a folder that you can write"
+        ) from None
+    folder = QuotedString(str(root), Quote.single).with_quotes()
+    own = ["hydra.mode=MULTIRUN", f"hydra.sweep.dir={folder}", "hydra.sweep.subdir='.'"]
+    with hydra_session() as hydra:
+        batches = hydra.multirun(CONFIG_NAME, task, [*(str(override) for override in checked), *own])
+    return [job.return_value for batch in batches for job in batch]
+
+
+def run_cell(word: str, cell: Cell, title: str, child: Child) -> Outcome:
+    """Run one cell to its end, unless it is done already or the sweep is being stopped."""
+    if child.stopped_by:
+        return Outcome(cell.number, None, "not started")
+    if (read_status(cell.folder) or {}).get("state") == "done":
+        print(f"\n{title}\nwas done before: {cell.folder}", flush=True)
+        return Outcome(cell.number, 0, "done before")
+    print(f"\n{title}", flush=True)
+    begun = any((cell.folder / "checkpoints").glob("*.ckpt"))
+    command = ["resume", str(cell.folder)] if begun else [word, *cell.overrides]
+    code = child.run([sys.executable, "-m", "rtx", *command], {RUN_VARIABLE: str(cell.folder)})
+    return Outcome(cell.number, code, ending(code, (read_status(cell.folder) or {}).get("state")))
+
+
+def ending(code: int, state: str | None) -> str:
+    """Return one word for how a cell ended: what its status.json says, unless its exit code knows better."""
+    if code == 0:
+        return "done"
+    if code == 128 + signal.SIGKILL:
+        return "killed"
+    return state if state in ("failed", "interrupted", "preempted") else "failed"
+
+
+class Child:
+    """The process of the current cell, to which the sweep's signals are passed on.
+
+    It leads a process group of its own, so that a signal reaches it (and the other ranks it may have started) once,
+    whether it comes from the keyboard, from a scheduler or from `kill`.
+    """
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.stopped_by: int = 0
+
+    def run(self, command: Sequence[str], variables: dict[str, str]) -> int:
+        """Run a command with these environment variables; returns its exit code, 128 + N where signal N killed it."""
+        self.process = subprocess.Popen(
+            command, env={**os.environ, **variables}, stdin=subprocess.DEVNULL, process_group=0
+        )
+        code = self.process.wait()
+        self.process = None
+        return code if code >= 0 else 128 - code
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: end the sweep after the current cell, which gets the same signal."""
+        self.stopped_by = self.stopped_by or number
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+
+
+@contextlib.contextmanager
+def forwarded_signals() -> Iterator[Child]:
+    """Pass the signals that stop a sweep on to its current cell; those ignored from outside (nohup) stay ignored."""
+    child = Child()
+    former = {number: signal.getsignal(number) for number in STOPPING}
+    try:
+        for number, handler in former.items():
+            if handler != signal.SIG_IGN:
+                signal.signal(number, child.stop)
+        yield child
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def table(laid_out: Sequence[Cell], outcomes: Sequence[Outcome], swept: list[str]) -> str:
+    """Return the lines that close a sweep: each cell, how it ended, its bits per unit where known, its folder."""
+    by_number = {outcome.number: outcome for outcome in outcomes}
+    rows = [("cell", "overrides", "state", "exit", "bits", "run")]
+    for cell in laid_out:
+        outcome = by_number.get(cell.number, Outcome(cell.number, None, "not started"))
+        bits = ((read_status(cell.folder) or {}).get("final") or {}).get("bits")
+        rows.append(
+            (
+                str(cell.number),
+                cell.title(swept),
+                outcome.word,
+                "" if outcome.code is None else str(outcome.code),
+                "" if bits is None else f"{bits:.4f}",
+                os.path.relpath(cell.folder),
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n" + "\n".join(lines)
