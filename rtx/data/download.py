@@ -181,7 +181,7 @@ def _copy(remote: Remote, response: Any, file: IO[bytes], have: int, progress: _
     """Write what the server sends, the first byte of it being byte `have` of the file; return the size reached."""
     while True:
         try:
-            chunk = response.read(CHUNK)
+            chunk = response.read1(CHUNK)  # what is there: a break later costs none of it
         except (OSError, http.client.HTTPException) as error:
             file.flush()
             raise _Broken(_reason(error)) from error
