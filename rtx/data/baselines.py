@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 SMOOTHING = 0.01
-CHUNK = 1 << 22  # bytes counted at once: bounds the memory of the keys to 32 MiB
+CHUNK = 1 << 23  # bytes counted at once: bounds the memory of their keys to 64 MiB
 XZ_LARGEST_DICTIONARY = 1 << 26  # that of preset 9
 
 
@@ -52,7 +52,7 @@ def byte_model_bits(train: np.ndarray, held_out: np.ndarray, order: int) -> floa
     assert order in (0, 1, 2), order
     counts = np.zeros(256 ** (order + 1), dtype=np.uint32)
     for keys in _keys(train, order):
-        counts += np.bincount(keys, minlength=counts.size).astype(np.uint32)
+        np.add(counts, np.bincount(keys, minlength=counts.size), out=counts, casting="unsafe")
     totals = counts.reshape(-1, 256).sum(axis=1)
     bits = 8.0 * min(order, len(held_out))
     for keys in _keys(held_out, order):

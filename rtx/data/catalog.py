@@ -114,7 +114,7 @@ def _enwik8_recipe(data: DataConfig, root: Path, report: Report) -> Recipe:
     options = "data=enwik8"
     if data.path is not None:
         options += f" data.path={shlex.quote(data.path)}"
-        if Path(data.path).expanduser().exists():
+        if os.path.exists(os.path.expanduser(data.path)):
             enwik8.local_copy(data.path)
     return Recipe(
         name="enwik8",

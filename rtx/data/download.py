@@ -237,7 +237,8 @@ def _within(seconds: float, call: Callable[[], Any]) -> Any:
 def _unreachable(error: OSError) -> bool:
     """Whether another attempt in a few seconds is idle: no network, no such name, nobody there, no trust."""
     hopeless = (socket.gaierror, TimeoutError, ssl.SSLCertVerificationError)
-    return isinstance(error, hopeless) or error.errno in UNREACHABLE
+    refused_by_proxy = str(error).startswith("Tunnel connection failed")
+    return isinstance(error, hopeless) or error.errno in UNREACHABLE or refused_by_proxy
 
 
 def _reason(error: object) -> str:

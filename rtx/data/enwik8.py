@@ -55,14 +55,14 @@ def local_copy(path: str) -> Path:
         UserError: nothing is there, or an extracted file has another size than enwik-8.
     """
     place = Path(path).expanduser()
-    if place.is_dir():
-        held = [place / name for name in (MEMBER, ARCHIVE.name) if (place / name).is_file()]
-        if not held:
-            raise UserError(f"data.path={path}: expected a folder with enwik8 or enwik8.zip, found neither in it")
-        place = held[0]
-    if not place.is_file():
-        raise UserError(f"data.path={path}: expected enwik8.zip, the file enwik8 or a folder with one, found no file")
     try:
+        if place.is_dir():
+            held = [place / name for name in (MEMBER, ARCHIVE.name) if (place / name).is_file()]
+            if not held:
+                raise UserError(f"data.path={path}: expected a folder with enwik8 or enwik8.zip, found neither in it")
+            place = held[0]
+        if not place.is_file():
+            raise UserError(f"data.path={path}: expected enwik8.zip, the file enwik8 or a folder with one, found none")
         size = place.stat().st_size
         if size != SIZE and not _is_zip(place):
             raise _refused(place, size, file_sha256(place) if size <= LARGEST_HASHED else "not computed")

@@ -238,9 +238,6 @@ def test_no_network_is_told_at_once(tmp_path, said, monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", fail)
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waited"))
-    for name in ("http_proxy", "https_proxy", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
     remote = Remote("https://example.invalid/file.zip", 10, "0" * 64)
     with pytest.raises(RunFailed, match=r"example\.invalid: Temporary failure in name resolution; .*data\.path="):
         download(remote, tmp_path, said.append)
@@ -254,6 +251,13 @@ def test_nobody_at_the_port_is_told_at_once(tmp_path, said, monkeypatch):
         remote = Remote(f"http://127.0.0.1:{free.getsockname()[1]}/file.zip", 10, "0" * 64)
         with pytest.raises(RunFailed, match=r"127\.0\.0\.1: Connection refused; fetch it some other way"):
             fetch(remote, tmp_path, said.append)
+
+
+def test_a_proxy_that_refuses_is_told_at_once(server, tmp_path, said, monkeypatch):
+    monkeypatch.setenv("https_proxy", server.address)
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waited"))
+    with pytest.raises(RunFailed, match=r"example\.invalid: Tunnel connection failed: 501"):
+        download(Remote("https://example.invalid/file.zip", 10, "0" * 64), tmp_path, said.append)
 
 
 def test_a_name_look_up_that_hangs_is_given_up(tmp_path, said, monkeypatch):

@@ -182,5 +182,5 @@ def test_a_path_with_nothing_there_says_what_is_wanted(small, tmp_path, said):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"expected a folder with enwik8 or enwik8\.zip, found neither"):
         open_data(config(tmp_path / "empty"), tmp_path / "stores", said.append)
-    with pytest.raises(UserError, match=r"expected enwik8\.zip, the file enwik8 or a folder with one, found no file"):
+    with pytest.raises(UserError, match=r"expected enwik8\.zip, the file enwik8 or a folder with one, found none"):
         open_data(config(tmp_path / "nowhere"), tmp_path / "stores", said.append)
