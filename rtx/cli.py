@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
 import signal
 import sys
 import traceback
@@ -27,6 +28,7 @@ COMMANDS = {
     "plan": "count parameters, FLOPs and memory of a run, and run nothing",
     "data": "prepare or verify a data set",
 }
+COMPOSING = ("train", "plan")
 HELP_FLAGS = ("--help", "-h", "help")
 INTERRUPTED, TERMINATED = 130, 143
 
@@ -66,7 +68,7 @@ def dispatch(arguments: list[str]) -> int:
         print(f"rtx {__version__}")
         return 0
     if word not in COMMANDS:
-        hint = nearest(word, COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
+        hint = nearest(word, [*COMMANDS, "--help", "--version"]) or f"; the commands are {', '.join(COMMANDS)}"
         raise UserError(f"unknown command {word!r}{hint}")
     from rtx.flags import parse_flags
 
@@ -81,6 +83,10 @@ def dispatch(arguments: list[str]) -> int:
         from rtx.show import show
 
         return show(flags, overrides)
+    if word in COMPOSING:
+        from rtx.compose import compose
+
+        compose(overrides)  # so that a mistake is told before the command imports torch, which takes seconds
     return importlib.import_module(f"rtx.commands.{word}").main(overrides)
 
 
@@ -105,9 +111,9 @@ def complain(message: str, code: int) -> int:
 
 def reader_is_gone() -> bool:
     """Whether what reads our output has gone away (`rtx train --help | head`); then nothing more is written to it."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    poller = select.poll()
+    poller.register(sys.stdout.fileno(), 0)  # errors are reported whatever is asked for
+    if not poller.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True

@@ -143,8 +143,10 @@ def suggest_key(word: str, known: Iterable[str]) -> str:
     if matches and "." in word:
         matches = difflib.get_close_matches(word, matches, n=1, cutoff=0.0)
     if not matches:
-        matches = difflib.get_close_matches(word, keys, n=1, cutoff=0.7)
+        matches = difflib.get_close_matches(word, keys, n=1, cutoff=0.85)
     if not matches:
         leaves = difflib.get_close_matches(leaf, {key.rpartition(".")[2] for key in keys}, n=1, cutoff=0.6)
         matches = [key for key in keys if key.rpartition(".")[2] in leaves]
+    if not matches:
+        matches = difflib.get_close_matches(word, keys, n=1, cutoff=0.7)
     return f" (did you mean {' or '.join(repr(key) for key in matches[:3])}?)" if matches else ""

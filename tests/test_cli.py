@@ -1,0 +1,199 @@
+"""The command line: what it answers, on which stream, with which exit code, and what it imports for that."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rtx import __version__, cli
+from rtx.errors import RunFailed
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def rtx(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run rtx as a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", "-m", "rtx", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=120)
+
+
+def modules_after(*arguments: str) -> set[str]:
+    """Return the top-level modules that a process has imported when rtx has answered."""
+    code = f"import sys, json, rtx.cli; rtx.cli.main({list(arguments)!r}); print('\\n' + json.dumps(list(sys.modules)))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    return {name.partition(".")[0] for name in json.loads(answer.stdout.splitlines()[-1])}
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Run rtx in this process; returns exit code, stdout and stderr."""
+    code = cli.main(list(arguments))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_help_imports_neither_hydra_nor_torch() -> None:
+    assert not modules_after("--help") & {"hydra", "omegaconf", "yaml", "torch", "numpy", "lightning"}
+
+
+@pytest.mark.parametrize(
+    "arguments", [("train", "trainer.steps=abc"), ("train", "routing.heads=99"), ("train", "-m", "x=1")]
+)
+def test_a_configuration_error_does_not_import_torch(arguments: tuple[str, ...]) -> None:
+    assert not modules_after(*arguments) & {"torch", "lightning", "wandb"}
+
+
+def test_help_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    code, front, error = answer(capsys, "--help")
+    assert (code, error) == (0, "")
+    for word in cli.COMMANDS:
+        assert f"\n  {word} " in front
+        code, page, error = answer(capsys, word, "--help")
+        assert (code, error) == (0, "")
+        assert page.startswith(f"usage: rtx {word} ")
+        assert answer(capsys, "help", word)[1] == page
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(capsys, "--version") == (0, f"rtx {__version__}\n", "")
+
+
+def test_no_command_shows_the_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    code, page, _ = answer(capsys)
+    assert code == 2
+    assert page == answer(capsys, "--help")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trian"], "unknown command 'trian' (did you mean 'train'?)"),
+        (["é" * 300], "unknown command"),
+        ([""], "unknown command '';"),
+        (["--hlep"], "unknown command '--hlep' (did you mean '--help'?)"),
+        (["train", "--multrun"], "--multrun: unknown flag of rtx train (did you mean '--multirun'?)"),
+        (["train", "--cfg", "jbo"], "--cfg jbo: must be one of job, hydra, all (did you mean 'job'?)"),
+        (["train", "--cfg"], "--cfg needs a value: one of job, hydra, all"),
+        (["train", "--resolve"], "--resolve and --package go with --cfg"),
+        (["train", "-m", "--info"], "only one of --multirun, --cfg and --info can be given"),
+        (["train", "-m=1"], "-m takes no value"),
+        (
+            ["train", "--cfg", "job", "--package", "trainr"],
+            "no such part of the configuration (did you mean 'trainer'?)",
+        ),
+        (["eval", "outputs/rtx/run", "--cfg", "job"], "--cfg: unknown flag of rtx eval"),
+        (["plan", "-m"], "-m: unknown flag of rtx plan"),
+        (["train", "--help", "widow"], "no help on 'widow' (did you mean 'routing.window' or 'model.window'?)"),
+    ],
+)
+def test_a_mistake_on_the_command_line(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    code, out, error = answer(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert error.startswith("rtx: ")
+    assert said in error
+    assert "Traceback" not in error
+
+
+def test_errors_go_to_stderr_and_each_line_says_who_speaks(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, error = answer(capsys, "train", "trainer.steps=abc", "+lrr=3", "data=enwik9")
+    assert (code, out) == (2, "")
+    assert error.splitlines() == [
+        "rtx: trainer.steps=abc: must be an integer, at least 1 (Optimizer steps to train; unset: optimizer.steps)",
+        "rtx: unknown key 'lrr' (did you mean 'optimizer.lr'?)",
+        "rtx: data=enwik9: no such option (did you mean 'enwik8'?); data takes enwik8, stdlib, text",
+    ]
+
+
+def test_cfg_job_prints_the_configuration_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, _ = answer(capsys, "train", "--cfg", "job", "model=rt24", "trainer.steps=1e3")
+    assert code == 0
+    assert "  steps: 1000\n" in text
+    assert "  clusters: 32\n" in text
+    assert "${" not in text
+    assert answer(capsys, "train", "model=rt24", "--cfg=job", "--resolve", "trainer.steps=1000")[1] == text
+    part = answer(capsys, "train", "--cfg", "job", "-p", "trainer", "trainer.steps=7")[1]
+    assert part.startswith("# @package trainer\nsteps: 7\n")
+    assert answer(capsys, "plan", "--cfg", "job", "-p", "trainer.steps", "trainer.steps=7")[1] == "7\n"
+
+
+def test_hydras_own_views(tmp_path: Path) -> None:
+    tree = rtx("train", "--info", "defaults-tree", "model=rt22", cwd=tmp_path)
+    assert tree.returncode == 0
+    assert "optimizer: adafactor" in tree.stdout
+    shown = rtx("train", "--cfg", "hydra", "--package", "hydra.runtime.choices", cwd=tmp_path)
+    assert "model: tiny" in shown.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_narrow_help_goes_by_the_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    code, page, _ = answer(capsys, "train", "--help", "routing.window", "model=rt24")
+    assert code == 0
+    assert page.splitlines() == [
+        "routing.<key>: The content-based heads: how many, where, and how a position chooses its cluster.",
+        "  routing.window=256              Attention window W: keys per query and cluster at the most. "
+        "[an integer, at least 1]",
+    ]
+    assert "  rt22 " in answer(capsys, "train", "--help", "model")[1]
+
+
+def test_a_fault_of_ours_keeps_its_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "dispatch", lambda _: 1 / 0)
+    code, _, error = answer(capsys, "train")
+    assert code == 1
+    assert "Traceback" in error
+    assert "ZeroDivisionError" in error
+
+
+def test_a_failed_run_is_told_in_a_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: list[str]) -> int:
+        raise RunFailed("the loss is NaN at step 3")
+
+    monkeypatch.setattr(cli, "dispatch", fail)
+    assert answer(capsys, "train") == (1, "", "rtx: the loss is NaN at step 3\n")
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = f"{sys.executable} -m rtx train --help | head -n 1"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    shown = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, timeout=120)
+    assert shown.stdout.startswith("usage: rtx train")
+    assert shown.stderr == ""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_exit_codes_of_signals(number: int, code: int) -> None:
+    script = (
+        "import time; from rtx import cli\n"
+        "def wait(_): print('ready', flush=True); time.sleep(60)\n"
+        "cli.dispatch = wait; cli.entry()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout is not None and process.stderr is not None
+    with process, process.stdout, process.stderr:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.wait(timeout=60) == code
+        assert process.stderr.read() == ""
+
+
+def test_arguments_are_left_whole_for_the_ranks_that_repeat_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["rtx", "train", "--cfg", "job", "seed=1"])
+    assert cli.main() == 0
+    assert sys.argv == ["rtx", "train", "--cfg", "job", "seed=1"]
+
+
+def test_flags_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    first = answer(capsys, "train", "seed=3", "--cfg", "job", "name=x")[1]
+    assert first == answer(capsys, "train", "--cfg", "job", "seed=3", "name=x")[1]

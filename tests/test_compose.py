@@ -1,0 +1,180 @@
+"""From overrides to a checked configuration, to plain values and back, and onto the configuration of a run."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtx.compose import (
+    compose,
+    compose_unresolved,
+    config_hash,
+    from_dict,
+    get,
+    load_run_config,
+    merge,
+    to_dict,
+    to_yaml,
+)
+from rtx.errors import UserError
+from rtx.fields import all_fields
+
+
+@pytest.fixture(scope="module")
+def default() -> Any:
+    """What `rtx train` runs."""
+    return compose([])
+
+
+def test_the_newcomers_configuration(default: Any) -> None:
+    assert (default.data.name, default.model.name, default.routing.selection) == ("stdlib", "tiny", "causal")
+    assert (default.routing.decay, default.routing.logit_scale) == (0.99, "sqrt_d")
+    assert default.optimizer.name == "adamw"
+    assert default.trainer.steps == default.optimizer.steps
+    assert default.routing.clusters == -(-default.data.length // default.routing.window)
+
+
+def test_a_command_line_wins_over_presets_and_a_later_group_over_an_earlier() -> None:
+    assert compose(["model=tiny", "optimizer=adafactor"]).optimizer.name == "adafactor"
+    assert compose(["optimizer=adam", "model=rt22"]).optimizer.name == "adam"
+    assert compose(["model=rt22"]).optimizer.name == "adafactor"
+    paper = compose(["model=rt24", "data=enwik8", "routing.window=128", "data.length=4096"])
+    assert (paper.data.length, paper.routing.window, paper.routing.heads) == (4096, 128, 4)
+    smoke = compose(["experiment=smoke", "trainer.batch_size=2"])
+    assert (smoke.name, smoke.trainer.steps, smoke.trainer.batch_size) == ("smoke", 20, 2)
+    assert compose(["optimizer.steps=7"]).trainer.steps == 7
+    assert compose(["routing=topk", "model=rt24"]).routing.logit_scale == "none"
+
+
+def test_choices_are_those_hydra_made() -> None:
+    _, choices = compose_unresolved(["model=rt22"])
+    assert choices["optimizer"] == "adafactor"
+    assert choices["experiment"] is None
+
+
+def test_values_reach_the_configuration_as_they_were_written(tmp_path: Path) -> None:
+    config = compose(["sample.prompt=Il était (une) fois, [..]", "name=007", "seed=1e3"])
+    assert (config.sample.prompt, config.name, config.seed) == ("Il était (une) fois, [..]", "007", 1000)
+    path = str(tmp_path / "livre à lire=1.txt")
+    assert compose(["data=text", f"data.path='{path}'"]).data.path == path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["routing.heads=9"], "routing.heads=9 must be at most model.heads=4"),
+        (["trainer.steps=${seeed}"], "trainer.steps: Interpolation key 'seeed' not found"),
+        (["trainer.steps=${name}"], "trainer.steps: "),
+        (["trainer.steps=${oc.env:NO_SUCH_VARIABLE}"], "Environment variable 'NO_SUCH_VARIABLE' not found"),
+        (["name=${name}"], "name: Recursive interpolation detected"),
+        (["data.length=${seed}"], "data.length=0: must be at least 2"),
+        (["data=text"], "data=text needs data.path=<file, folder or glob>"),
+    ],
+)
+def test_mistakes_that_show_when_all_is_composed(overrides: list[str], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        compose(overrides)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_composing_leaves_the_process_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = dict(os.environ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compose(["seed=1"])
+    assert list(tmp_path.iterdir()) == []
+    assert dict(os.environ) == before
+
+
+def test_plain_values_and_back(default: Any, tmp_path: Path) -> None:
+    assert from_dict(to_dict(default)) == default
+    (tmp_path / "config.yaml").write_text(to_yaml(default))
+    assert load_run_config(tmp_path) == default
+    small = compose(["optimizer.lr=1e-5", "trainer.max_minutes=1e-3", "name=1e3", "sample.prompt=a: [b\n'c"])
+    (tmp_path / "config.yaml").write_text(to_yaml(small))
+    assert load_run_config(tmp_path) == small
+
+
+def test_a_key_that_an_older_run_lacks_keeps_the_schemas_default(default: Any) -> None:
+    values = to_dict(default)
+    del values["routing"]["revive_after"]
+    assert from_dict(values) == default
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is not the configuration of a run"),
+        ("- a\n", "is not the configuration of a run"),
+        ("data: [", "config.yaml: "),
+        ("data:\n  lenght: 3\n", "Key 'lenght' not in 'DataConfig'"),
+        ("data:\n  length: three\n", "could not be converted to Integer"),
+        ("data:\n  length: 1\n", "config.yaml: data.length=1: must be at least 2"),
+        ("\udcff\x00", "cannot be read"),
+    ],
+)
+def test_a_damaged_configuration_of_a_run(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "config.yaml").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(UserError) as caught:
+        load_run_config(tmp_path)
+    assert said in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no config\.yaml"):
+        load_run_config(tmp_path)
+    with pytest.raises(UserError, match="no such folder"):
+        load_run_config(tmp_path / "run")
+
+
+def test_merge_takes_short_forms_keys_and_two_groups(default: Any) -> None:
+    merged = merge(default, ["split=test", "mode=streaming", "limit=5", "hardware.threads=2", "hardware=cpu"], "eval")
+    assert (merged.eval.split, merged.eval.mode, merged.eval.limit) == ("test", "streaming", 5)
+    assert (merged.hardware.name, merged.hardware.threads) == ("cpu", 2)
+    assert merge(merged, ["limit=null"], "eval").eval.limit is None
+    sample = merge(default, ["length=20", "seed=3", "temperature=0.5", "prompt=a, b", "checkpoint=last"], "sample")
+    assert (sample.sample.length, sample.sample.seed, sample.seed) == (20, 3, 0)
+    assert (sample.sample.prompt, sample.sample.checkpoint, sample.eval.checkpoint) == ("a, b", "last", "best")
+    assert merge(default, ["seed=3"]).seed == 3
+    assert merge(default, []) == default
+    assert merge(default, ["logger=jsonl"]).logger.name == "jsonl"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("splt=test", "unknown key 'splt' (did you mean 'split'?)"),
+        ("split=tst", "eval.split=tst: must be one of valid, test, train (did you mean 'test'?)"),
+        ("model=rt24", "model=rt24: a run keeps its model; hardware= and logger= can be chosen anew"),
+        ("routing.heads=100", "routing.heads=100 must be at most model.heads=4"),
+        ("limit=0", "eval.limit=0: must be an integer, at least 1, or null"),
+        ("limit=1,2", "eval.limit=1,2: several values need -m"),
+    ],
+)
+def test_merge_refuses(default: Any, override: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        merge(default, [override], "eval")
+    assert said in str(caught.value)
+
+
+def test_the_hash_tells_cells_apart_by_what_changes_results(default: Any) -> None:
+    reference = config_hash(default)
+    assert len(reference) == 12
+    same = compose(["name=other", "logger=jsonl", "logger.group=g", "hardware.workers=2", "model.name=mine"])
+    assert config_hash(same) == reference
+    seen = {reference}
+    for override in ("seed=1", "routing.window=64", "trainer.steps=5", "hardware.threads=1", "optimizer.lr=0.1"):
+        seen.add(config_hash(compose([override])))
+    assert len(seen) == 6
+
+
+def test_get_reaches_every_key(default: Any) -> None:
+    assert {key: get(default, key) for key in all_fields()}["optimizer.beta2"] == default.optimizer.beta2

@@ -1,0 +1,118 @@
+"""The schema: ranges, and what fits with what."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from rtx.config import Config, resolve
+from rtx.errors import UserError
+
+
+def changed(**values: Any) -> Config:
+    """Return the schema's own defaults with some values changed; `a__b` stands for the key a.b."""
+    config = Config()
+    for key, value in values.items():
+        *sections, name = key.split("__")
+        node: Any = config
+        for section in sections:
+            node = getattr(node, section)
+        assert hasattr(node, name)
+        setattr(node, name, value)
+    return config
+
+
+def test_the_defaults_fit_together_and_clusters_are_frozen() -> None:
+    assert resolve(Config()).routing.clusters == 4  # 1024 / 256
+    assert resolve(changed(routing__window=300)).routing.clusters == 4  # rounded up
+    assert resolve(changed(routing__clusters=9)).routing.clusters == 9
+
+
+def test_resolve_leaves_its_argument_alone() -> None:
+    config = Config()
+    resolved = resolve(config)
+    assert config.routing.clusters is None
+    assert resolve(resolved) == resolved
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("data__length", 1, "data.length=1: must be at least 2"),
+        ("data__name", "enwik9", "data.name=enwik9: must be one of stdlib, text, enwik8"),
+        ("routing__heads", -1, "routing.heads=-1: must be at least 0"),
+        ("routing__window", 0, "routing.window=0: must be at least 1"),
+        ("routing__clusters", 0, "routing.clusters=0: must be at least 1"),
+        ("routing__decay", 1.5, "routing.decay=1.5: must be at most 1"),
+        ("routing__selection", "best", "routing.selection=best: must be one of causal, topk, random"),
+        ("optimizer__lr", 0.0, "optimizer.lr=0.0: must be greater than 0"),
+        ("optimizer__lr", math.nan, "optimizer.lr=nan: must be a finite number"),
+        ("optimizer__lr", math.inf, "optimizer.lr=inf: must be a finite number"),
+        ("model__dropout", 1.0, "model.dropout=1.0: must be at most 0.95"),
+        ("trainer__max_minutes", 0.0, "trainer.max_minutes=0.0: must be greater than 0"),
+        ("sample__top_p", 1.5, "sample.top_p=1.5: must be at most 1"),
+        ("seed", 2**32, "seed=4294967296: must be at most 4294967295"),
+    ],
+)
+def test_ranges(key: str, value: Any, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        resolve(changed(**{key: value}))
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"routing__heads": 9}, "routing.heads=9 must be at most model.heads=8"),
+        ({"routing__layers": 5}, "routing.layers=5 must be at most model.layers=4"),
+        ({"routing__window": 2000}, "routing.window=2000 must be at most data.length=1024"),
+        ({"routing__clusters": 2000}, "routing.clusters=2000 must be at most data.length=1024"),
+        ({"model__window": 2000}, "model.window=2000 must be at most data.length=1024"),
+        ({"model__hidden": 250, "model__positions": "none"}, "model.hidden=250 must be a multiple of model.heads=8"),
+        ({"model__hidden": 264}, "model.positions=rotary needs an even head size, not hidden/heads = 33"),
+        ({"hardware__name": "cpu", "hardware__precision": "tf32"}, "hardware.precision=tf32 needs a GPU; a CPU takes"),
+        ({"hardware__devices": 2}, "hardware.devices=2 needs hardware=ddp, not hardware=auto"),
+        ({"hardware__nodes": 2}, "hardware.nodes=2 needs hardware=ddp, not hardware=auto"),
+        ({"trainer__batch_size": 10, "trainer__micro_batch_size": 4}, "trainer.batch_size=10 must be a multiple of"),
+        ({"optimizer__warmup": 0}, "optimizer.schedule=rsqrt needs optimizer.warmup of at least 1"),
+        ({"eval__stride": 2000}, "eval.stride=2000 must be at most data.length=1024"),
+        ({"data__name": "text"}, "data=text needs data.path=<file, folder or glob>"),
+        ({"data__path": "book.txt"}, "data.path=book.txt is not read by data=stdlib; use data=text data.path=book.txt"),
+        ({"name": "a/b"}, "name='a/b' must be a folder's name"),
+        ({"name": ""}, "name='' must be a folder's name"),
+        ({"name": "x" * 201}, "must be a folder's name, of at most 200 bytes"),
+    ],
+)
+def test_what_does_not_fit(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        resolve(changed(**values))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"routing__heads": 0, "routing__window": 2000},  # nothing routes, so its window does not matter
+        {"model__base": "full", "model__window": 2000},
+        {"hardware__name": "ddp", "hardware__devices": 2, "hardware__nodes": 2},
+        {"hardware__name": "auto", "hardware__precision": "tf32"},  # known to be wrong only once the device is
+        {"optimizer__warmup": 0, "optimizer__schedule": "constant"},
+        {"data__name": "text", "data__path": "book.txt"},
+        {"data__name": "enwik8", "data__path": "enwik8.zip"},
+    ],
+)
+def test_what_fits(values: dict[str, Any]) -> None:
+    resolved = resolve(changed(**values))
+    assert dataclasses.replace(resolved, routing=Config().routing) == dataclasses.replace(
+        changed(**values), routing=Config().routing
+    )
+
+
+def test_every_problem_is_told_at_once() -> None:
+    with pytest.raises(UserError) as caught:
+        resolve(changed(routing__heads=9, routing__layers=5, name="/"))
+    assert len(str(caught.value).splitlines()) == 3

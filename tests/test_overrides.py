@@ -1,0 +1,188 @@
+"""Overrides before Hydra sees them: what is taken, in which form, and what is refused in which words."""
+
+from __future__ import annotations
+
+import pytest
+
+from rtx.errors import UserError
+from rtx.overrides import cells, check_overrides
+
+
+def taken(*arguments: str, sweep: bool = False) -> list[str]:
+    """Return the overrides in Hydra's grammar."""
+    return [str(override) for override in check_overrides(arguments, sweep=sweep)]
+
+
+def refusal(argument: str, sweep: bool = False) -> str:
+    """Return what is said of an override that is refused."""
+    with pytest.raises(UserError) as caught:
+        check_overrides([argument], sweep=sweep)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+    assert "HYDRA_FULL_ERROR" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "form"),
+    [
+        ("trainer.steps=1e3", "trainer.steps=1000"),
+        ("trainer.steps = 5 ", "trainer.steps=5"),
+        ("model.layers=1_000", "model.layers=1000"),
+        ("optimizer.lr=1", "optimizer.lr=1.0"),
+        ("hardware.compile=1", "hardware.compile=true"),
+        ("routing.attend_self=no", "routing.attend_self=false"),
+        ("routing.clusters=null", "routing.clusters=null"),
+        ("+experiment=smoke", "experiment=smoke"),
+        ("++trainer.steps=5", "trainer.steps=5"),
+        ("experiment=null", "experiment=null"),
+        ("model=rt24-imagenet64", "model=rt24-imagenet64"),
+        ("trainer.steps=${optimizer.steps}", "trainer.steps=${optimizer.steps}"),
+        ("name=1e3", "name='1e3'"),
+        ("name=true", "name='true'"),
+        ("name=007", "name='007'"),
+        ("data.path=~/book.txt", "data.path='~/book.txt'"),
+        ("data.path=élégie.txt", "data.path='élégie.txt'"),
+        ("data.path=books/*.txt", "data.path='books/*.txt'"),
+        ("data.path=my book.txt", "data.path='my book.txt'"),
+        ('data.path="a=b,c.txt"', "data.path='a=b,c.txt'"),
+        ("data.path=null", "data.path=null"),
+        ("data.path=${oc.env:HOME}/book.txt", "data.path=${oc.env:HOME}/book.txt"),
+        ("sample.prompt=Hello, (world) = [it's]", r"sample.prompt='Hello, (world) = [it\'s]'"),
+        ('sample.prompt="null"', "sample.prompt='null'"),
+        ("sample.prompt=", "sample.prompt=''"),
+    ],
+)
+def test_forms(argument: str, form: str) -> None:
+    assert taken(argument) == [form]
+    assert taken(form) == [form]
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("routing.windw=3", "unknown key 'routing.windw' (did you mean 'routing.window'?)"),
+        ("+lrr=3", "unknown key 'lrr' (did you mean 'optimizer.lr'?)"),
+        ("++trainer.lrr=3", "unknown key 'trainer.lrr' (did you mean 'optimizer.lr'?)"),
+        ("heads=3", "unknown key 'heads' (did you mean 'routing.heads' or 'model.heads'?)"),
+        ("TRAINER.STEPS=3", "unknown key 'TRAINER.STEPS' (did you mean 'trainer.steps'?)"),
+        ("data@other=text", "unknown key 'data@other'"),
+        ("~routing.heads", "~routing.heads: a key or group can be set, not removed"),
+        ("~logger=auto", "~logger=auto: a key or group can be set, not removed"),
+        ("data=enwik9", "data=enwik9: no such option (did you mean 'enwik8'?); data takes enwik8, stdlib, text"),
+        ("data=", "data=: no such option; data takes enwik8, stdlib, text"),
+        ("data=../routing/causal", "data=../routing/causal: no such option"),
+        ("data=null", "data=null: no such option"),
+        ("logger=[auto]", "logger=['auto']: no such option"),
+        ("experiment=smok", "(did you mean 'smoke'?); experiment takes smoke or null"),
+        ("model={layers: 3}", "no such option; model takes"),
+        ("trainer={steps: 3}", "trainer is a section; set its keys one by one, such as trainer.steps=..."),
+        ("trainer.steps=abc", "trainer.steps=abc: must be an integer, at least 1 (Optimizer steps to train;"),
+        ("trainer.steps=1.5", "trainer.steps=1.5: must be an integer, at least 1"),
+        ("trainer.steps=", "trainer.steps=: must be an integer"),
+        ("trainer.steps=null", "trainer.steps=null: must be an integer"),
+        ("trainer.steps=[1,2]", "trainer.steps=[1,2]: must be an integer"),
+        ("trainer.steps=true", "trainer.steps=true: must be an integer"),
+        ("trainer.steps==3", "trainer.steps==3: must be an integer"),
+        ("trainer.steps=\n", "trainer.steps=?: must be an integer"),
+        ("trainer.steps=٤", "trainer.steps=٤: must be an integer"),
+        ("trainer.steps=1e400", "trainer.steps=1e400: must be an integer"),
+        ("optimizer.lr=true", "optimizer.lr=true: must be a number, greater than 0 (Peak learning rate)"),
+        ("optimizer.lr=nan", "optimizer.lr=nan: must be a number, greater than 0"),
+        ("routing.heads=-1", "routing.heads=-1: must be an integer, at least 0"),
+        ("seed=99999999999", "seed=99999999999: must be an integer, at least 0, at most 4294967295"),
+        ("hardware.compile=maybe", "hardware.compile=maybe: must be true or false"),
+        ("routing.selection=causl", "must be one of causal, topk, random (did you mean 'causal'?) (Membership:"),
+        ("name=null", "name=null: must be text"),
+        ("name=[a]", "name=[a]: must be text"),
+        ("data.path=a=b", "a value with any of = , ( [ { or quotes in it needs quotes of its own: 'data.path=\"...\"'"),
+        ("data.path=${", "needs quotes of its own"),
+        ("routing.heads=2,4", "routing.heads=2,4: several values need -m, which runs each of them"),
+        ("seed=range(1,4)", "seed=range(1,4): several values need -m, which runs each of them"),
+        ("name=a,b", "several values need -m, which runs each of them; if it is one value, quote it: 'name=\"...\"'"),
+        ("model=glob(*)", "several values need -m"),
+        ("hydra.run.dir=x", "hydra.run.dir=x: keys of hydra have an effect in a sweep (-m) only"),
+        ("hydra/launcher=basic", "keys of hydra have an effect in a sweep (-m) only"),
+        ("foo", "'foo' is not of the form key=value"),
+        ("trainer.stps", "'trainer.stps' is not of the form key=value (did you mean 'trainer.steps'?)"),
+        ("", "'' is not of the form key=value"),
+        ("=3", "'=3' is not of the form key=value"),
+        ("+", "'+' is not of the form key=value"),
+        ("--foo=3", "--foo=3: unknown flag"),
+        ("a\nb=3", "unknown key 'a?b'"),
+        ("x" * 5000 + "=3", "unknown key 'xxx"),
+        ("trainer.steps=" + "9" * 3000 + "x", "...: must be an integer"),
+        ("\U0001f600=3", "unknown key '\U0001f600'"),
+    ],
+)
+def test_refusals(argument: str, said: str) -> None:
+    assert said in refusal(argument)
+
+
+def test_every_mistake_is_told_at_once() -> None:
+    with pytest.raises(UserError) as caught:
+        check_overrides(["trainer.steps=abc", "seed=1", "nmae=x", "~data"])
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("argument", "form"),
+    [
+        ("routing.heads=2,4", "routing.heads=2,4"),
+        ("trainer.steps=1e2,1e3", "trainer.steps=100,1000"),
+        ("routing.attend_self=true,false", "routing.attend_self=true,false"),
+        ("seed=range(1,4)", "seed=1,2,3"),
+        ("seed=choice(1,2)", "seed=1,2"),
+        ("optimizer.lr=range(0.1,0.4,0.1)", "optimizer.lr=0.1,0.2,0.3"),
+        ("optimizer.lr=sort(3,1,2)", "optimizer.lr=1.0,2.0,3.0"),
+        ("data.path=a.txt,'b,c.txt'", "data.path='a.txt','b,c.txt'"),
+        ("model=glob(rt1*)", "model=rt10,rt12,rt12-cifar10"),
+        ("routing.clusters=null,8", "routing.clusters=null,8"),
+        ("sample.prompt=one, two", "sample.prompt='one, two'"),
+        ("hydra/launcher=basic", "hydra/launcher=basic"),
+        ("hydra.sweeper.max_batch_size=2", "hydra.sweeper.max_batch_size=2"),
+    ],
+)
+def test_forms_of_a_sweep(argument: str, form: str) -> None:
+    assert taken(argument, sweep=True) == [form]
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("routing.heads=2,x", "routing.heads=x: must be an integer"),
+        ("model=rt24,rt25", "model=rt25: no such option (did you mean"),
+        ("model=glob(x*)", "model=glob(x*): stands for no value"),
+        ("seed=range(3,1)", "stands for no value"),
+        ("seed=range(1,3,0)", "the step of a range must not be 0"),
+        ("seed=range(0,1e9)", "stands for too many values"),
+        ("seed=interval(0,1)", "an interval has no end of values"),
+        ("hydra.sweep.dir=x", "hydra.sweep.dir=x: has no effect"),
+        ("hydra/sweeper=optuna", "has no effect"),
+    ],
+)
+def test_refusals_of_a_sweep(argument: str, said: str) -> None:
+    assert said in refusal(argument, sweep=True)
+
+
+def test_a_shuffle_keeps_the_values() -> None:
+    (shuffled,) = check_overrides(["seed=shuffle(range(0,20))"], sweep=True)
+    assert sorted(int(value) for value in shuffled.values) == list(range(20))
+
+
+def test_cells_are_the_product_of_the_values_and_a_later_override_wins() -> None:
+    checked = check_overrides(
+        ["routing.heads=2,4", "seed=9", "routing.window=64,128", "routing.heads=1,3", "hydra/launcher=basic"],
+        sweep=True,
+    )
+    assert cells(checked) == [
+        ["routing.heads=1", "seed=9", "routing.window=64"],
+        ["routing.heads=1", "seed=9", "routing.window=128"],
+        ["routing.heads=3", "seed=9", "routing.window=64"],
+        ["routing.heads=3", "seed=9", "routing.window=128"],
+    ]
+
+
+def test_a_sweep_that_never_ends_is_refused() -> None:
+    with pytest.raises(UserError, match=r"has 10,000 cells; at most 1,000"):
+        cells(check_overrides(["seed=range(0,100)", "trainer.steps=range(1,101)"], sweep=True))
