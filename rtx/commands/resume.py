@@ -1,0 +1,132 @@
+"""`rtx resume RUN [overrides]`: go on exactly where a run stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rtx.compose import load_run_config, merge, to_dict
+from rtx.config import Config
+from rtx.errors import UserError
+from rtx.training.checkpoints import differences
+from rtx.training.status import busy, is_running, read_status, run_state
+
+USAGE = """\
+rtx resume RUN [overrides]   continue a run exactly where it stopped
+
+RUN is a folder such as outputs/<name>/<run>. trainer.steps=N or trainer.max_minutes=M lengthens a run that is done.
+What would change shapes, data or seed is refused; force=true goes on all the same, and says that the run is no longer
+exact. Of the groups only hardware= and logger= can be chosen anew."""
+
+FREE = {
+    *("trainer.steps", "trainer.max_minutes", "trainer.val_every", "trainer.val_windows", "optimizer.steps"),
+    *("trainer.checkpoint_every", "trainer.log_every", "hardware.name", "hardware.workers"),
+    *("name", "model.name", "data.path"),
+}
+"""Fields that may change without a change of one bit of the weights up to a given step."""
+
+REFUSED = ("model.", "routing.", "data.", "seed")
+"""What makes another model, or other data, of a run."""
+
+LEARNING = (
+    "dropout",
+    "attention_dropout",
+    "ffn_dropout",
+    "recompute",
+    "decay",
+    "threshold_decay",
+    "commitment",
+    "revive_after",
+)
+"""Fields of the model and the routing that only say how it learns."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run `rtx resume RUN [overrides]` and return the exit code."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if arguments else 2
+    folder, overrides, force = read_arguments(arguments)
+    before = load_run_config(folder)
+    config = merge(before, overrides)
+    refuse_running(folder)
+    changed = differences(to_dict(before), to_dict(config))
+    refuse_changes(changed, force)
+    if (line := already_done(folder, config)) is not None:
+        print(line)
+        return 0
+
+    from rtx.commands.train import Resumption, run  # imports torch: only after all that can be refused is
+    from rtx.training.hardware import resolve_hardware
+
+    lines = [f"resuming {folder} ({run_state(folder)})", *change_lines(changed, config)]
+    return run(config, resolve_hardware(config), folder, Resumption(lines, changed, force))
+
+
+def read_arguments(arguments: list[str]) -> tuple[Path, list[str], bool]:
+    """Return the run folder, the overrides behind it, and whether force=true is among them.
+
+    Raises:
+        UserError: the first argument is no folder, or force is neither true nor false.
+    """
+    first, *rest = arguments
+    if "=" in first:
+        raise UserError(
+            f"rtx resume needs the run's folder first, not {first!r}; for example: rtx resume outputs/rtx/<run>"
+        )
+    forces = [argument.partition("=")[2].lower() for argument in rest if argument.startswith("force=")]
+    if any(value not in ("true", "false") for value in forces):
+        raise UserError(f"force={forces[-1]}: must be true or false")
+    return Path(first).absolute(), [a for a in rest if not a.startswith("force=")], forces[-1:] == ["true"]
+
+
+def refuse_running(folder: Path) -> None:
+    """Refuse a run that some process is working on.
+
+    Raises:
+        UserError: it names the process.
+    """
+    status = read_status(folder)
+    if status and is_running(folder, status):
+        raise UserError(busy(folder, status))
+
+
+def refuse_changes(changed: dict[str, tuple[Any, Any]], force: bool) -> None:
+    """Refuse overrides that would make another model, or other data, of the run.
+
+    Raises:
+        UserError: names each such field with its old and new value.
+    """
+    refused = [
+        f"{key}: {old} -> {new} is refused: it would change the run's shapes, data or seed (force=true insists)"
+        for key, (old, new) in changed.items()
+        if key not in FREE and key.startswith(REFUSED) and key.rpartition(".")[2] not in LEARNING
+    ]
+    if refused and not force:
+        raise UserError("\n".join(refused))
+
+
+def change_lines(changed: dict[str, tuple[Any, Any]], config: Config) -> list[str]:
+    """Return a line for each change, and one more if the run is no longer that of the original configuration."""
+    lines = [f"  {key}: {old} -> {new}" for key, (old, new) in changed.items()]
+    free = FREE - {"trainer.steps"} if config.optimizer.schedule == "cosine" else FREE
+    bending = [key for key in changed if key not in free and not key.startswith(("logger.", "eval.", "sample."))]
+    if bending:
+        lines.append(f"  no longer exact: {', '.join(bending)} changed on the way")
+    return lines
+
+
+def already_done(folder: Path, config: Config) -> str | None:
+    """Return the line for a run that has nothing left to do, or None."""
+    status = read_status(folder)
+    if not status or status["state"] != "done":
+        return None
+    limit, step = config.trainer.max_minutes, status["step"]
+    if step >= config.trainer.steps:
+        longer = f"trainer.steps=N with N above {step:,} continues it"
+    elif limit is not None and status.get("seconds", 0.0) >= 60 * limit:
+        longer = f"trainer.max_minutes=M with M above {limit:g} continues it"
+    else:
+        return None
+    bits = (status.get("final") or {}).get("bits", float("nan"))
+    return f"{folder} is done: {step:,} steps, {bits:.4f} bits/unit on the validation split; {longer}"

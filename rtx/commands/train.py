@@ -1,0 +1,268 @@
+"""`rtx train`: from a configuration to a trained model, its score beside simple baselines, and a sample."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rtx.attention.kmeans import initialise_from_data
+from rtx.compose import compose, to_dict, to_yaml
+from rtx.config import Config
+from rtx.data.baselines import baselines
+from rtx.data.catalog import data_root, open_data
+from rtx.data.sampler import TrainingItems, training_batches
+from rtx.data.store import TokenStore
+from rtx.data.windows import windows
+from rtx.errors import RunFailed, UserError
+from rtx.model.decoding import generate
+from rtx.model.transformer import Transformer
+from rtx.report.summary import closing_lines, protocol_line
+from rtx.training.checkpoints import Checkpoint, check_shapes, newest_checkpoint
+from rtx.training.files import replace_file
+from rtx.training.fit import Outcome, fit, loader_process_starts
+from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware
+from rtx.training.job import Job, Validation, nothing_left
+from rtx.training.metrics import utc_now
+from rtx.training.records import Records
+from rtx.training.rng import seed_everything
+from rtx.training.runs import new_run_folder, record_environment, working_in
+from rtx.training.signals import Signals, Stopped
+from rtx.training.status import Status
+
+SAMPLE_LENGTH, SAMPLE_TEMPERATURE = 240, 0.8
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """What `rtx resume` adds to a run: lines to print, changed fields with both values, and whether force=true."""
+
+    lines: list[str]
+    changed: dict[str, tuple[Any, Any]]
+    force: bool
+
+
+def main(arguments: list[str]) -> int:
+    """Run `rtx train <overrides>` and return the exit code."""
+    config = with_absolute_path(compose(arguments))
+    hardware = resolve_hardware(config)
+    # Only the first process writes; the others, whoever started them, need no folder.
+    folder = new_run_folder(config.name) if hardware.rank == 0 else Path(os.devnull)
+    return run(config, hardware, folder)
+
+
+def run(config: Config, hardware: Hardware, folder: Path, resumption: Resumption | None = None) -> int:
+    """Train in a run folder and return the exit code; also the work of `rtx resume`.
+
+    Args:
+        config: the resolved configuration.
+        hardware: what it means on this machine.
+        folder: the folder of the run, made already.
+        resumption: go on from the newest checkpoint; None: from the beginning.
+
+    Raises:
+        UserError: the configuration does not fit the data, the machine or the checkpoint.
+        RunFailed: NaN, a full disk, a lost process.
+    """
+    prepare_torch(config, hardware)
+    with Signals() as signals:
+        try:
+            if hardware.rank > 0:
+                return follow(config, hardware, folder, signals, resumption)
+            with working_in(folder) as status:
+                signals.at_once = lambda: status.end("interrupted", "stopped at once by a second Ctrl-C")
+                train(config, hardware, folder, signals, resumption, status)
+            return 0
+        except Stopped as stop:
+            print(f"{stop}\ncontinue with: rtx resume {shown(folder)}", file=sys.stderr)
+            return stop.code
+
+
+def follow(config: Config, hardware: Hardware, folder: Path, signals: Signals, resumption: Resumption | None) -> int:
+    """Do the work of a rank that writes nothing; how the run ends is for the first rank to say.
+
+    Lightning kills the first rank when a child that it started leaves with an error, so such a child leaves with 0.
+    """
+    code = 0
+    try:
+        train(config, hardware, folder, signals, resumption, None)
+    except Stopped as stop:
+        code = stop.code
+    except (RunFailed, UserError):
+        code = 1
+    return 0 if hardware.launcher == "lightning" else code
+
+
+def train(
+    config: Config,
+    hardware: Hardware,
+    folder: Path,
+    signals: Signals,
+    resumption: Resumption | None,
+    status: Status | None,
+) -> None:
+    """Open the data, build the model, fit it and print what came of it; ranks without a `status` write nothing."""
+    say: Callable[[str], None] = print if status else ignore
+    if status:
+        begin(config, folder, resumption)
+    store = open_data(config.data, data_root(), say)
+    start = newest_checkpoint(folder / "checkpoints", set_aside=bool(status), report=say) if resumption else None
+    if start and resumption:
+        check_data(store, start, resumption.force, say)
+    items = TrainingItems(store.split("train"), config.data.length, config.seed, config.trainer.batch_size)
+    model = build_model(config, store, items, start)
+    held_out = store.split("valid")
+    if status:
+        facts = {"hardware": hardware.describe(), "data": store.describe(), "parameters": model.count_parameters()}
+        record_environment(folder, facts)
+        print(opening_line(config, hardware, store, model))
+    with Records(folder, config, to_dict(config), status) as records:
+        outcome = fit(
+            Job(
+                config=config,
+                plain_config=to_dict(config),
+                data=store.describe(),
+                hardware=hardware,
+                model=model,
+                batches=batches_left(config, hardware, items, start),
+                validation=Validation(held_out, windows(len(held_out), config.data.length)),
+                folder=folder,
+                records=records,
+                signals=signals,
+                telemetry=lambda model: {},
+                start=start,
+            )
+        )
+        if status:
+            final = {"bits": outcome.final.bits, "units": outcome.final.units, "se": outcome.final.standard_error}
+            status.update(step=outcome.step, seconds=outcome.seconds, best=outcome.best, final=final)
+            status.end("done", "trainer.max_minutes is up" if outcome.time_up else None)
+    if status:
+        print(closing(config, store, outcome, folder))
+        print_sample(model, store)
+
+
+def begin(config: Config, folder: Path, resumption: Resumption | None) -> None:
+    """Say where the run is, and write its configuration (a resumed one may have changed)."""
+    if not resumption:
+        print(f"run: {shown(folder)}")
+    else:
+        print("\n".join(resumption.lines))
+        with open(folder / "resumes.jsonl", "a") as file:
+            row = {"time": utc_now(), "command": shlex.join(sys.argv), "changed": resumption.changed}
+            file.write(json.dumps(row) + "\n")
+    replace_file(folder / "config.yaml", lambda file: file.write(to_yaml(config).encode()))
+
+
+def build_model(config: Config, store: TokenStore, items: TrainingItems, start: Checkpoint | None) -> Transformer:
+    """Return the model with its first weights, the same on every rank; those of a checkpoint are loaded by the fit."""
+    seed_everything(config.seed)
+    model = Transformer(config, store.vocabulary)
+    if start:
+        check_shapes(model, start, to_dict(config))
+    elif config.routing.init == "data":
+        initialise_from_data(model, items.item(0, 0)[None])
+    return model
+
+
+def batches_left(
+    config: Config, hardware: Hardware, items: TrainingItems, start: Checkpoint | None
+) -> Iterable[torch.Tensor]:
+    """Return this rank's micro-batches of the steps that are left."""
+    first = start["step"] if start else 0
+    loader = training_batches(
+        items,
+        first,
+        first if nothing_left(config, start) else config.trainer.steps,
+        hardware.rank,
+        hardware.world,
+        hardware.micro_batch_size,
+        config.hardware.workers,
+        pin_memory=hardware.accelerator == "gpu",
+    )
+    loader.worker_init_fn = loader_process_starts
+    return loader
+
+
+def check_data(store: TokenStore, start: Checkpoint, force: bool, say: Callable[[str], None]) -> None:
+    """Refuse to go on with other data than the run began with.
+
+    Raises:
+        UserError: the fingerprints differ, and nobody insists.
+    """
+    if start["data"]["fingerprint"] == store.fingerprint:
+        return
+    message = f"the data of {store.name} are not those that the run began with"
+    if not force:
+        raise UserError(f"{message}; force=true goes on all the same (the run is then no longer exact)")
+    say(f"{message}: no longer exact")
+
+
+def with_absolute_path(config: Config) -> Config:
+    """Return a configuration whose data.path means the same from any folder."""
+    path = config.data.path
+    if path is None:
+        return config
+    return dataclasses.replace(
+        config, data=dataclasses.replace(config.data, path=os.path.abspath(os.path.expanduser(path)))
+    )
+
+
+def opening_line(config: Config, hardware: Hardware, store: TokenStore, model: Transformer) -> str:
+    """Return what is about to run, in a line."""
+    trainer, units = config.trainer, len(store.split("train"))
+    where = f"{hardware.world} x {hardware.accelerator}" if hardware.world > 1 else hardware.accelerator
+    return (
+        f"{model.count_parameters():,} parameters ({config.model.name}), {store.name} ({units:,} {store.unit}s), "
+        f"{trainer.steps:,} steps of {trainer.batch_size} x {config.data.length:,}, {where}"
+    )
+
+
+def closing(config: Config, store: TokenStore, outcome: Outcome, folder: Path) -> str:
+    """Return the summary of a finished run, its score beside baselines on the same split."""
+    others = baselines(store.split("train"), store.split("valid")) if store.unit == "byte" else {}
+    return closing_lines(
+        run=shown(folder),
+        step=outcome.step,
+        time_up=outcome.time_up,
+        bits=outcome.final.bits,
+        unit=store.unit,
+        protocol=protocol_line(config, "valid", store.unit, outcome.final.units),
+        baselines=others,
+    )
+
+
+def print_sample(model: Transformer, store: TokenStore) -> None:
+    """Print a short text that the model writes from nothing."""
+    generator = torch.Generator().manual_seed(0)
+    empty = torch.empty(1, 0, dtype=torch.int64)
+    units = [
+        int(unit) for unit in generate(model, empty, SAMPLE_LENGTH, temperature=SAMPLE_TEMPERATURE, generator=generator)
+    ]
+    print(f"a sample (temperature {SAMPLE_TEMPERATURE}):")
+    print(printable(store.tokenizer.decode(units)))
+
+
+def printable(text: bytes) -> str:
+    """Return bytes as text that does a terminal no harm."""
+    return "".join(
+        c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.decode("utf-8", "replace")
+    )
+
+
+def shown(folder: Path) -> str:
+    """Return a folder as the user would type it."""
+    short = os.path.relpath(folder)
+    return str(folder) if short.startswith("..") else short
+
+
+def ignore(line: str) -> None:
+    """Report nothing."""

@@ -1,0 +1,76 @@
+"""The closing lines of a run: our bits beside those of plain compressors, and what exactly was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rtx.config import Config
+
+BAR = 24
+"""Characters of the longest bar."""
+
+
+def sees_future(config: Config, mode: str) -> bool:
+    """Tell whether the score of some unit may depend on later units: top-w selection scored in one pass."""
+    routes = config.routing.heads > 0 and config.routing.layers > 0
+    return routes and config.routing.selection == "topk" and mode == "parallel"
+
+
+def protocol_line(
+    config: Config, split: str, unit: str, units: int, *, mode: str = "parallel", partial: bool = False
+) -> str:
+    """Return what a likelihood means: split, units scored, context, and whether selection could see the future.
+
+    Args:
+        config: the run's configuration; its `eval.stride` counts.
+        split: train, valid or test.
+        unit: what one token is, such as "byte".
+        units: how many were scored, each once.
+        mode: parallel (teacher-forced) or streaming.
+        partial: only a sample of the windows was scored.
+    """
+    length, stride = config.data.length, config.eval.stride or config.data.length
+    how = "streaming" if mode == "streaming" else "teacher-forced"
+    routes = config.routing.heads > 0 and config.routing.layers > 0
+    selection = f"selection={config.routing.selection}" if routes else "no routing heads"
+    sight = "selection sees the future" if sees_future(config, mode) else "sees no future"
+    scored = f"{units:,} {unit}s each scored once" + (" (a sample of the windows)" if partial else "")
+    return f"bits/{unit} on {split}, {scored}, windows of {length:,}, stride {stride:,}, {how}; {selection}: {sight}"
+
+
+def comparison(bits: float, unit: str, baselines: Mapping[str, float]) -> str:
+    """Return a line with a bar for our bits/unit and for each baseline, the best first."""
+    rows = sorted([("this model", bits), *baselines.items()], key=lambda row: row[1])
+    widest = max(len(name) for name, _ in rows)
+    longest = max(value for _, value in rows)
+    lines = []
+    for name, value in rows:
+        bar = "█" * max(1, round(BAR * value / longest))
+        ours = "  <-" if name == "this model" else ""
+        lines.append(f"  {name:<{widest}}  {value:7.4f}  {bar}{ours}")
+    return f"bits/{unit}, lower is better:\n" + "\n".join(lines)
+
+
+def closing_lines(
+    *, run: str, step: int, time_up: bool, bits: float, unit: str, protocol: str, baselines: Mapping[str, float]
+) -> str:
+    """Return the summary of a finished run, to be printed.
+
+    Args:
+        run: the run folder, as the user would type it.
+        step: optimizer steps taken.
+        time_up: whether `trainer.max_minutes` ended it.
+        bits: bits/unit on the whole validation split.
+        unit: what one token is.
+        protocol: from `protocol_line`.
+        baselines: bits/unit of other models on the same split; may be empty.
+    """
+    why = " (trainer.max_minutes is up)" if time_up else ""
+    return "\n".join(
+        [
+            f"done after {step:,} steps{why}: {bits:.4f} bits/{unit} on the validation split",
+            protocol,
+            *([comparison(bits, unit, baselines)] if baselines else []),
+            f"next: rtx eval {run} split=test    rtx sample {run}",
+        ]
+    )

@@ -1,0 +1,151 @@
+"""Scoring windows of a split: every unit once, the same sum on any number of devices.
+
+Shapes: B windows of a batch, N units of a window, K windows of the split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+W = TypeVar("W")
+
+BATCH_UNITS = 16_384
+"""Units scored at once where the user does not say."""
+
+
+class Window(Protocol):
+    """Units `[start, stop)` of a split are read, and of those `[first, stop)` are scored."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def stop(self) -> int: ...
+
+    @property
+    def first(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Score:
+    """What windows scored, in float64: `units_K` scored units and `nats_K` total nats of each window."""
+
+    units_K: np.ndarray
+    nats_K: np.ndarray
+
+    @property
+    def units(self) -> int:
+        """Units scored."""
+        return int(self.units_K.sum())
+
+    @property
+    def nats(self) -> float:
+        """Total nats."""
+        return float(self.nats_K.sum())
+
+    @property
+    def bits(self) -> float:
+        """Bits per unit."""
+        return self.nats / self.units / math.log(2)
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error of `bits`, the windows taken as a sample of the text (NaN for a single window)."""
+        windows = len(self.units_K)
+        if windows < 2:
+            return math.nan
+        residual_K = self.nats_K - self.nats / self.units * self.units_K
+        variance = float((residual_K**2).sum()) * windows / (windows - 1)
+        return math.sqrt(variance) / self.units / math.log(2)
+
+
+def sample_windows(windows: Sequence[W], count: int | None, seed: int = 0) -> Sequence[W]:
+    """Return `count` of the windows in order, the same ones for a seed, or all of them where `count` covers them."""
+    if count is None or count >= len(windows):
+        return windows
+    chosen = np.random.default_rng(seed).choice(len(windows), size=count, replace=False)
+    return [windows[int(index)] for index in np.sort(chosen)]
+
+
+@torch.no_grad()
+def score_windows(
+    model: nn.Module,
+    tokens: np.ndarray,
+    windows: Sequence[Window],
+    *,
+    batch_size: int | None = None,
+    streaming: bool = False,
+    rank: int = 0,
+    world: int = 1,
+    should_stop: Callable[[], bool] = lambda: False,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Score | None:
+    """Score windows with `model` in evaluation mode, batches dealt out to ranks, sums joined.
+
+    Args:
+        model: has `loss(tokens_BN, streaming=...) -> (nats_BN, auxiliary)`; its mode is put back afterwards.
+        tokens: the split, unsigned integers `[units]`.
+        windows: what to read and what to score; windows of one batch have the same length.
+        batch_size: windows scored at once; unset: as many as make 16,384 units.
+        streaming: decisions from the prefix alone, instead of teacher-forced.
+        rank: this process among `world`, which all call this alike.
+        should_stop: asked between batches, on all ranks alike; True ends the scoring without a result.
+        on_progress: called with windows done and windows in all.
+
+    Returns:
+        The score, the same on every rank, or None if it was stopped.
+    """
+    batches = equal_batches(windows, batch_size)
+    device = next(model.parameters()).device
+    nats_K = torch.zeros(len(windows), dtype=torch.float64)
+    was_training = model.training
+    model.eval()
+    try:
+        for turn in range(0, len(batches), world):
+            if should_stop():
+                return None
+            if turn + rank < len(batches):
+                batch = batches[turn + rank]
+                nats_K[batch] = score_batch(model, tokens, [windows[k] for k in batch], streaming, device)
+            on_progress(min(len(windows), batches[min(turn + world, len(batches)) - 1][-1] + 1), len(windows))
+    finally:
+        model.train(was_training)
+    if world > 1:
+        shared_K = nats_K.to(device)
+        dist.all_reduce(shared_K)
+        nats_K = shared_K.cpu()
+    units_K = np.array([window.stop - window.first for window in windows], dtype=np.float64)
+    return Score(units_K, nats_K.numpy())
+
+
+def equal_batches(windows: Sequence[Window], batch_size: int | None) -> list[list[int]]:
+    """Cut 0..K-1 into runs of at most `batch_size` windows of the same length."""
+    batches: list[list[int]] = []
+    length = -1
+    for k, window in enumerate(windows):
+        size = window.stop - window.start
+        room = batch_size or max(1, BATCH_UNITS // size)
+        if size != length or len(batches[-1]) == room:
+            batches.append([])
+            length = size
+        batches[-1].append(k)
+    return batches
+
+
+def score_batch(
+    model: nn.Module, tokens: np.ndarray, windows: Sequence[Window], streaming: bool, device: torch.device
+) -> Tensor:
+    """Return the nats that each of some windows of equal length scores, float64 `[B]` on the CPU."""
+    rows = np.stack([tokens[window.start : window.stop] for window in windows]).astype(np.int64)
+    nats_BN, _ = model.loss(torch.from_numpy(rows).to(device), streaming=streaming)  # type: ignore[operator]
+    skipped_B1 = torch.tensor([[window.first - window.start] for window in windows], device=device)
+    scored_BN = torch.arange(rows.shape[1], device=device) >= skipped_B1
+    return torch.where(scored_BN, nats_BN.double(), 0.0).sum(dim=1).cpu()

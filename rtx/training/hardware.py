@@ -1,0 +1,140 @@
+"""Where a run computes: the configuration's wishes against the machine, and against whoever started the process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from rtx.config import Config
+from rtx.errors import UserError
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What `hardware` means on this machine, for this process."""
+
+    accelerator: str
+    """cpu or gpu."""
+    devices: int
+    """Processes on this machine."""
+    nodes: int
+    """Machines."""
+    rank: int
+    """This process among all."""
+    distributed: bool
+    """Whether gradients are averaged over processes (hardware=ddp, also with one device)."""
+    launcher: str
+    """Who starts the processes: lightning, torchrun or srun."""
+    micro_batch_size: int
+    """Sequences of a forward pass."""
+    accumulate: int
+    """Forward passes of an optimizer step on each device."""
+
+    @property
+    def world(self) -> int:
+        """Processes on all machines."""
+        return self.devices * self.nodes
+
+    def describe(self) -> dict[str, Any]:
+        """Return the facts for environment.json."""
+        return asdict(self)
+
+
+def resolve_hardware(config: Config) -> Hardware:
+    """Decide where to compute.
+
+    Raises:
+        UserError: the machine, or the launcher, does not have what the configuration asks for.
+    """
+    wish = config.hardware
+    gpus = torch.cuda.device_count()
+    if wish.name == "gpu" and gpus == 0:
+        raise UserError("hardware=gpu, but torch finds no GPU on this machine; use hardware=cpu or hardware=auto")
+    use_gpu = gpus > 0 and wish.name != "cpu"
+    if wish.precision == "tf32" and not use_gpu:
+        raise UserError("hardware.precision=tf32 needs a GPU and there is none; a CPU takes fp32, bf16 or fp64")
+    launcher, started_world, started_devices = started_by()
+    distributed = wish.name == "ddp"
+    devices, nodes = 1, wish.nodes
+    if distributed:
+        devices = wish.devices or (started_devices if launcher != "lightning" else gpus) or 1
+        if launcher != "lightning" and wish.nodes == 1:
+            nodes = max(1, started_world // devices)
+        if use_gpu and devices > gpus:
+            raise UserError(f"hardware.devices={devices}, but this machine has {gpus} GPU(s)")
+    if launcher != "lightning" and started_world != devices * nodes:
+        hint = "set hardware=ddp" if not distributed else "make them agree"
+        raise UserError(
+            f"{launcher} started {started_world} processes, but hardware={wish.name} asks for {devices} on "
+            f"{nodes} machine(s); {hint}"
+        )
+    micro, accumulate = micro_batches(config, devices * nodes)
+    rank = process_rank(launcher, devices)
+    return Hardware("gpu" if use_gpu else "cpu", devices, nodes, rank, distributed, launcher, micro, accumulate)
+
+
+def micro_batches(config: Config, world: int) -> tuple[int, int]:
+    """Return the sequences of a forward pass, and the forward passes of a step on each of `world` devices.
+
+    Raises:
+        UserError: the global batch cannot be cut that way.
+    """
+    batch = config.trainer.batch_size
+    micro = config.trainer.micro_batch_size or max(1, batch // world)
+    if batch % (micro * world):
+        raise UserError(
+            f"trainer.batch_size={batch} must be a multiple of trainer.micro_batch_size={micro} times {world} device(s)"
+        )
+    return micro, batch // (micro * world)
+
+
+def started_by() -> tuple[str, int, int]:
+    """Return who started this process, and how many processes it started in all and on this machine.
+
+    srun counts where it runs several tasks; a single task, or an interactive shell inside an allocation, is our own.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return "torchrun", int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    tasks = int(os.environ.get("SLURM_NTASKS", "1"))
+    if tasks > 1 and "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ:
+        return "srun", tasks, tasks // int(os.environ.get("SLURM_NNODES", "1"))
+    return "lightning", 1, 1
+
+
+def process_rank(launcher: str, devices: int) -> int:
+    """Return the number of this process among all, known before any process group is."""
+    if launcher == "torchrun":
+        return int(os.environ["RANK"])
+    if launcher == "srun":
+        return int(os.environ["SLURM_PROCID"])
+    return int(os.environ.get("NODE_RANK", "0")) * devices + int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def prepare_torch(config: Config, hardware: Hardware) -> None:
+    """Set threads, matrix arithmetic and determinism, before any tensor is made.
+
+    Raises:
+        UserError: hardware.compile without a compiler.
+    """
+    wish = config.hardware
+    if wish.threads:
+        os.environ["OMP_NUM_THREADS"] = str(wish.threads)  # Lightning sets its own number where this is missing
+        torch.set_num_threads(wish.threads)
+    torch.set_float32_matmul_precision("high" if wish.precision == "tf32" else "highest")
+    if wish.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    if wish.compile and hardware.accelerator == "cpu" and not has_compiler():
+        raise UserError(
+            "hardware.compile=true needs a C++ compiler (g++ or clang++, or CXX); there is none on the PATH"
+        )
+
+
+def has_compiler() -> bool:
+    """Tell whether torch.compile finds what it needs to make CPU code."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "g++", "clang++"))

@@ -1,0 +1,310 @@
+"""What happens between two optimizer steps: rows, validation, checkpoints, and the decision to stop.
+
+Everything here happens on all ranks alike; only the first one writes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from rtx.errors import RunFailed
+from rtx.training.checkpoints import Checkpoint, save_best, save_last
+from rtx.training.evaluate import Score, Window, sample_windows, score_windows
+from rtx.training.job import Job
+from rtx.training.module import NotFinite, TrainingModule
+from rtx.training.pace import Clock, Fetches
+from rtx.training.progress import peak_memory, training_line
+from rtx.training.ranks import Ranks
+from rtx.training.rng import restore_rng, rng_state, seed_everything
+from rtx.training.signals import Stopped
+
+
+class Loop(pl.Callback):
+    """Drives a fit from step to step. After it: `stopped_by` (an exit code, or 0), `time_up`, `best` and `final`."""
+
+    def __init__(self, job: Job, module: TrainingModule, fetches: Fetches) -> None:
+        progress = job.start["progress"] if job.start else {}
+        self.job, self.module, self.fetches = job, module, fetches
+        self.plan = job.config.trainer
+        self.ranks = Ranks(job.hardware.rank, job.hardware.world)
+        self.checkpoints = job.folder / "checkpoints"
+        self.few_windows = sample_windows(job.validation.windows, self.plan.val_windows)
+        self.clock = Clock(progress.get("seconds", 0.0))
+        self.best: dict[str, Any] | None = progress.get("best")
+        self.grad_norm: float = progress.get("grad_norm", 0.0)
+        self.saved = job.start["step"] if job.start else None
+        self.row_step = job.first_step
+        self.stopped_by = 0
+        self.time_up = False
+        self.final: Score | None = None
+        self.streams_set = False
+        self.fetched_before = 0.0
+        self.shown_bits = self.shown_pace = math.nan
+
+    # The hooks of Lightning, in the order of a fit
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Load the checkpoint onto the devices; where no step is left to take, do what comes after the last."""
+        self.ranks.connect()
+        if self.job.start:
+            self.load(trainer, self.job.start)
+        if self.job.nothing_left:
+            self.hold_signals(trainer)
+            self.make_up(trainer)
+            self.conclude(trainer)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock, and make up for a validation that a signal cut short."""
+        self.hold_signals(trainer)
+        self.clock.start()
+        self.make_up(trainer)
+        if self.stopped_by:
+            raise Stopped(self.stopped_by, f"stopped by a signal at step {self.module.step:,}; {self.last_good()}")
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Set the random streams, once, when nothing but training draws from them any more."""
+        if not self.streams_set:
+            self.set_streams()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Look around, if this micro-batch ended an optimizer step."""
+        if not self.module.in_step:
+            self.after_step(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Score the whole split, unless a signal ended the training."""
+        self.conclude(trainer)
+
+    # Between two steps
+
+    def hold_signals(self, trainer: pl.Trainer) -> None:
+        """From here on a signal waits for the end of the step. (Lightning has set a handler for SIGTERM by now.)"""
+        self.job.signals.install()
+        trainer._signal_connector.received_sigterm = False
+        self.job.signals.holding = True
+
+    def after_step(self, trainer: pl.Trainer) -> None:
+        """Log, validate, save and stop, each where it is due."""
+        step, plan = self.module.step, self.plan
+        log_due, validation_due, save_due = (
+            step % every == 0 for every in (plan.log_every, plan.val_every, plan.checkpoint_every)
+        )
+        last = step >= plan.steps
+        # On a GPU reading the loss back makes the CPU wait, so that is done only where the number is needed.
+        look = log_due or validation_due or save_due or last or self.module.device.type == "cpu"
+        self.agree(look)
+        ending = last or self.time_up
+        if (ending or self.stopped_by) and not look:
+            self.agree(look=True)
+        if log_due or ending:
+            self.write_row()
+        self.show()
+        pending = validation_due or ending
+        if pending and not self.stopped_by:
+            pending = not self.validate(trainer)
+        if save_due or ending or self.stopped_by:
+            self.save(trainer, pending)
+        trainer.should_stop = bool(ending or self.stopped_by)
+
+    def agree(self, look: bool) -> None:
+        """Learn whether any rank is to stop or has failed; `look` reads the last numbers back from the device first.
+
+        Raises:
+            RunFailed: the loss or the gradient is not finite on some rank.
+        """
+        problem = ""
+        if look:
+            try:
+                self.read_numbers()
+            except NotFinite as error:
+                problem = str(error)
+        limit = self.plan.max_minutes
+        time_up = limit is not None and self.clock.seconds >= 60 * limit
+        self.stopped_by, up, failed = self.ranks.largest(self.job.signals.requested, int(time_up), int(bool(problem)))
+        self.time_up = bool(up)
+        if failed:
+            raise RunFailed(f"{problem or 'the loss of another rank is not finite'}; {self.last_good()}")
+
+    def read_numbers(self) -> None:
+        """Read the unread steps, and keep the norm of the last gradient and a smoothed loss for the screen."""
+        record = self.module.read_back()
+        if record:
+            bits = float(record.losses.mean()) / math.log(2)
+            self.shown_bits = bits if math.isnan(self.shown_bits) else 0.9 * self.shown_bits + 0.1 * bits
+            self.grad_norm = float(record.norm)
+
+    def write_row(self) -> None:
+        """Write the row of the steps since the last one, and begin the next."""
+        module, step = self.module, self.module.step
+        nats, passes = self.ranks.total(module.nats_sum, module.passes)
+        seconds = self.clock.lap
+        self.shown_pace = (step - self.row_step) * self.units_per_step / seconds
+        self.job.records.row(
+            "train",
+            step,
+            bits=nats / passes / math.log(2),
+            lr=module.rate,
+            grad_norm=self.grad_norm,
+            tokens_per_second=self.shown_pace,
+            data_share=(self.fetches.seconds - self.fetched_before) / seconds,
+            seconds=self.clock.seconds,
+            memory_bytes=peak_memory(),
+            **self.job.telemetry(module.model),
+        )
+        self.job.records.update(step=step, steps=self.plan.steps)
+        module.nats_sum, module.passes = 0.0, 0
+        self.row_step, self.fetched_before = step, self.fetches.seconds
+        self.clock.next_lap()
+
+    @property
+    def units_per_step(self) -> int:
+        """Units of an optimizer step over all ranks."""
+        return self.plan.batch_size * self.job.config.data.length
+
+    def show(self) -> None:
+        """Refresh the progress line."""
+        step, steps, pace = self.module.step, self.plan.steps, self.shown_pace
+        if math.isnan(pace):
+            pace = (step - self.job.first_step) * self.units_per_step / self.clock.lap
+        left = (steps - step) * self.units_per_step / pace
+        if self.plan.max_minutes:
+            left = min(left, 60 * self.plan.max_minutes - self.clock.seconds)
+        line = training_line(step, steps, self.shown_bits, self.module.rate, pace, left, peak_memory())
+        self.job.records.progress.show(line, force=step >= steps)
+
+    # Scores
+
+    def validate(self, trainer: pl.Trainer) -> bool:
+        """Score the few windows and keep the best weights; False if a signal came first.
+
+        Raises:
+            RunFailed: the loss is not finite, or the best weights cannot be written.
+        """
+        with self.clock:
+            score = self.score(trainer, self.few_windows, "validating")
+            if score is None:
+                return False
+            step = self.module.step
+            self.write_score("valid", score)
+            if not math.isfinite(score.bits):
+                raise RunFailed(f"step {step}: the validation loss is {score.bits}; {self.last_good()}")
+            if len(self.few_windows) == len(self.job.validation.windows):
+                self.final = score
+            if self.best is None or score.bits < self.best["bits"]:
+                self.best = {"bits": score.bits, "step": step}
+                content = self.content(trainer)
+                self.ranks.first_only(lambda: save_best(self.checkpoints, content))
+            self.job.records.update(step=step, best=self.best)
+            self.job.records.progress.say(f"step {step:,}: validation {score.bits:.4f} bits ({score.units:,} units)")
+            return True
+
+    def make_up(self, trainer: pl.Trainer) -> None:
+        """Do the validation that was due when a signal stopped the run."""
+        start = self.job.start
+        if start and start["progress"]["pending_validation"]:
+            self.validate(trainer)
+
+    def conclude(self, trainer: pl.Trainer) -> None:
+        """After the last step: score the whole split with the last weights."""
+        if self.stopped_by:
+            return
+        if self.final is None:
+            self.final = self.score(trainer, self.job.validation.windows, "scoring the whole split:")
+        if self.final:
+            self.write_score("final", self.final)
+
+    def score(self, trainer: pl.Trainer, windows: Sequence[Window], what: str) -> Score | None:
+        """Score windows in the arithmetic of the run; None if a signal came first."""
+
+        def stop() -> bool:
+            self.agree(look=False)
+            return bool(self.stopped_by)
+
+        def show(done: int, total: int) -> None:
+            self.job.records.progress.show(f"step {self.module.step:,}: {what} {done:,}/{total:,} windows")
+
+        with trainer.precision_plugin.val_step_context():
+            return score_windows(
+                self.module.model,
+                self.job.validation.tokens,
+                windows,
+                rank=self.ranks.rank,
+                world=self.ranks.world,
+                should_stop=stop,
+                on_progress=show,
+            )
+
+    def write_score(self, kind: str, score: Score) -> None:
+        """Keep the row of a score."""
+        values = {"val_bits": score.bits, "val_units": score.units, "val_se": score.standard_error}
+        self.job.records.row(kind, self.module.step, **values)
+
+    # Checkpoints
+
+    def save(self, trainer: pl.Trainer, pending: bool) -> None:
+        """Replace `last.ckpt`; only ever called between optimizer steps.
+
+        Args:
+            trainer: of this fit.
+            pending: whether the validation of this step is still to be done.
+
+        Raises:
+            RunFailed: the disk is full, or the weights are not finite; the old checkpoints are as they were.
+        """
+        with self.clock:
+            if not all(bool(torch.isfinite(p).all()) for p in self.module.model.parameters()):
+                raise RunFailed(f"step {self.module.step}: the weights are not finite; {self.last_good()}")
+            content = self.content(trainer)
+            content["optimizer"] = trainer.strategy.optimizer_state(trainer.optimizers[0])
+            own = {"rng": rng_state(), "nats_sum": self.module.nats_sum, "passes": self.module.passes}
+            content["ranks"] = self.ranks.gather(own)
+            content["progress"]["pending_validation"] = pending
+            self.ranks.first_only(lambda: save_last(self.checkpoints, content))
+            self.saved = self.module.step
+            self.job.records.update(step=self.module.step, write=True)
+
+    def content(self, trainer: pl.Trainer) -> Checkpoint:
+        """Return what every checkpoint holds; all ranks call it."""
+        weights = trainer.strategy.lightning_module_state_dict()
+        progress = {"seconds": self.clock.seconds, "best": self.best, "grad_norm": self.grad_norm}
+        return {
+            "step": self.module.step,
+            "config": self.job.plain_config,
+            "data": self.job.data,
+            "model": {name.removeprefix("model."): tensor for name, tensor in weights.items()},
+            "progress": progress,
+        }
+
+    def last_good(self) -> str:
+        """Say which checkpoint is left."""
+        if self.saved is None:
+            return "no checkpoint had been written yet"
+        return f"the last good checkpoint is {self.checkpoints / 'last.ckpt'} (step {self.saved:,})"
+
+    def load(self, trainer: pl.Trainer, start: Checkpoint) -> None:
+        """Put weights, optimizer and the step back, in place."""
+        self.module.model.load_state_dict(start["model"])
+        trainer.strategy.load_optimizer_state_dict({"optimizer_states": [start["optimizer"]]})
+        self.module.step = start["step"]
+
+    def set_streams(self) -> None:
+        """Restore this rank's random streams and running sums; without a checkpoint of as many ranks, seed them."""
+        self.streams_set = True
+        start, rank, world = self.job.start, self.ranks.rank, self.ranks.world
+        if start and len(start["ranks"]) == world:
+            own = start["ranks"][rank]
+            restore_rng(own["rng"])
+            self.module.nats_sum, self.module.passes = own["nats_sum"], own["passes"]
+        else:
+            seed_everything(self.job.config.seed, 1 + rank + world * self.job.first_step)
+        self.fetched_before = self.fetches.seconds
+        self.clock.next_lap()

@@ -1,0 +1,72 @@
+"""Optimizers, and the learning rate as a pure function of the step (so that no scheduler has a state to lose)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from rtx.config import Config, OptimizerConfig
+
+ADAFACTOR_EPS = (1e-18, 1e-3)
+"""Floors of the gradient's mean square and of the parameter's root mean square; see `build_optimizer`."""
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """Return the learning rate of optimizer step `step`; the first step is 1.
+
+    Linear warm-up to `optimizer.lr` over `optimizer.warmup` steps, then peak * sqrt(warmup / step) (rsqrt, as the
+    paper), a cosine that ends at a tenth of the peak at `trainer.steps`, or the peak throughout (constant).
+    """
+    assert step >= 1
+    peak, warmup, schedule = config.optimizer.lr, config.optimizer.warmup, config.optimizer.schedule
+    if step < warmup:
+        return peak * step / warmup
+    if schedule == "rsqrt":
+        return peak * math.sqrt(warmup / step)
+    if schedule == "cosine":
+        share = min(1.0, (step - warmup) / max(1, config.trainer.steps - warmup))
+        return peak * (0.1 + 0.45 * (1.0 + math.cos(math.pi * share)))
+    return peak
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return the optimizer that `config` names; its learning rate must be set before each step.
+
+    adam is torch's Adam (weight_decay adds to the gradient), adamw decouples it. Adafactor is torch's own, with no
+    first moment, factored second moments, updates clipped at a root mean square of 1 and scaled by that of the
+    parameter (at least 1e-3), as Shazeer and Stern (2018). It differs from theirs in two ways: the step size is
+    min(lr, 1 / sqrt(step)), which leaves the paper's 0.01 over 10,000 steps of warm-up as it is but caps schedules
+    that exceed 1 / sqrt(step); and the mean square of the gradient has a floor (1e-18, with 1e-36 for a single
+    entry) instead of 1e-30 added to each entry. Torch's default floor of 1e-7 would hide the small gradients of
+    large models, and 1e-30 squared is zero in float32, hence ours.
+    """
+    groups = parameter_groups(model, config.weight_decay)
+    if config.name == "adafactor":
+        return torch.optim.Adafactor(groups, lr=config.lr, beta2_decay=-0.8, eps=ADAFACTOR_EPS, d=1.0)
+    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name]
+    return kind(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Split the parameters into those that decay and those that do not.
+
+    Matrices decay: the weights of linear layers, and `output_VS` where it is not the embedding table. Biases, norms,
+    embeddings and position tables do not.
+    """
+    linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    decaying, exempt = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_matrix = id(parameter) in linear or name.rpartition(".")[2] == "output_VS"
+            (decaying if is_matrix else exempt).append(parameter)
+    groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": exempt, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate

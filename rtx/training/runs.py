@@ -1,0 +1,138 @@
+"""A run's folder: where it is, what it records at the start, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import platform
+import secrets
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rtx import __version__
+from rtx.errors import RunFailed, UserError
+from rtx.training.files import is_full, remove_leftovers, write_json
+from rtx.training.metrics import utc_now
+from rtx.training.signals import Stopped
+from rtx.training.status import RunLock, Status, boot_id
+
+
+def outputs_root() -> Path:
+    """Return the folder of all runs: RTX_OUTPUTS, or outputs/ in the current folder."""
+    return Path(os.environ.get("RTX_OUTPUTS") or "outputs").absolute()
+
+
+def new_run_folder(name: str) -> Path:
+    """Make the folder of a new run: outputs/<name>/<UTC date, time and four random digits>, or RTX_RUN where set.
+
+    Raises:
+        UserError: the folder cannot be written, or RTX_RUN names one with checkpoints.
+    """
+    given = os.environ.get("RTX_RUN")
+    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+    folder = Path(given).absolute() if given else outputs_root() / name / f"{stamp}-{secrets.token_hex(2)}"
+    if any((folder / "checkpoints").glob("*.ckpt")):
+        raise UserError(f"RTX_RUN={folder} holds a run already; continue it with: rtx resume {folder}")
+    try:
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=given is not None)
+    except OSError as error:
+        raise UserError(unwritable(folder, error)) from error
+    return folder
+
+
+def unwritable(folder: Path, error: OSError) -> str:
+    """Return the line for a folder that cannot be written."""
+    return f"cannot write to {folder}: {error.strerror}; set RTX_OUTPUTS to a folder that you can write"
+
+
+@contextlib.contextmanager
+def working_in(folder: Path) -> Iterator[Status]:
+    """Hold a run folder: lock it, keep its status, and write how the work ended.
+
+    A body that ends without a word is `done`, unless it has called `Status.end` itself. `Stopped` is written as
+    interrupted (SIGINT) or preempted (SIGTERM, SIGUSR1, SIGUSR2) and passed on, like every other error.
+
+    Raises:
+        UserError: another run works in the folder, or it cannot be written.
+        RunFailed: the disk is full.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(RunLock(folder))
+            remove_leftovers(folder)
+            remove_leftovers(folder / "checkpoints")
+            status = Status(folder)
+        except OSError as error:
+            raise UserError(unwritable(folder, error)) from error
+        try:
+            yield status
+            status.end("done")
+        except Stopped as stop:
+            status.end(stop.state, str(stop))
+            raise
+        except OSError as error:
+            status.end("failed", str(error))
+            if is_full(error):
+                raise RunFailed(f"the disk of {folder} is full: {error}") from error
+            raise
+        except BaseException as error:
+            status.end("failed", str(error) or type(error).__name__)
+            raise
+
+
+def record_environment(folder: Path, facts: dict[str, Any]) -> None:
+    """Write environment.json: software, machine, code and command, and whatever `facts` adds.
+
+    After a resume the file describes the last process; `resumes.jsonl` keeps what changed and when.
+    """
+    packages = ("torch", "lightning", "numpy", "hydra-core", "omegaconf", "wandb")
+    write_json(
+        folder / "environment.json",
+        {
+            "time": utc_now(),
+            "command": shlex.join(sys.argv),
+            "folder": os.getcwd(),
+            "host": platform.node(),
+            "boot_id": boot_id(),
+            "platform": platform.platform(),
+            "python": platform.python_version(),
+            "versions": {"rtx": __version__} | {name: package_version(name) for name in packages},
+            "git": git_state(Path(__file__).parent),
+            "cpus": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            **facts,
+        },
+    )
+
+
+def package_version(name: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Return commit and whether files differ from it, where the code stands in a checkout of this project."""
+    if not (folder.parent.parent / ".git").exists():
+        return None
+    answers = []
+    for question in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
+        try:
+            answer = subprocess.run(["git", "-C", folder, *question], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        if answer.returncode != 0:
+            return None
+        answers.append(answer.stdout.strip())
+    return {"commit": answers[0], "changed": bool(answers[1])}
