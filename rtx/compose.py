@@ -83,7 +83,7 @@ def first_lines(error: BaseException) -> str:
     if isinstance(error.__cause__, OmegaConfBaseException):
         said.append(str(error.__cause__).strip().partition("\n")[0])
     key = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
-    text = ": ".join(line for line in said if line)
+    text = ": ".join(line.rstrip(".") for line in said if line)
     return f"{key}: {text}" if key and key not in text else text
 
 

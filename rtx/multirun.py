@@ -92,30 +92,35 @@ def lay_out(checked: Sequence[Checked]) -> list[Cell]:
     Raises:
         UserError: with a line for each problem and the first cell that has it, or for cells that are the same run.
     """
-    from rtx.training.runs import outputs_root  # after the overrides are known to be right: it imports torch
-
-    laid_out: list[Cell] = []
     problems: dict[str, str] = {}
-    seen: dict[Path, int] = {}
+    configs: list[tuple[list[str], Config]] = []
     for number, overrides in enumerate(cells(checked), 1):
         try:
-            folder = run_folder(outputs_root(), compose_checked(overrides))
+            configs.append((overrides, compose_checked(overrides)))
         except UserError as error:
             for line in str(error).splitlines():
                 problems.setdefault(line, f"cell {number} ({' '.join(overrides)}): {line}")
-            continue
-        if folder in seen:
-            problems.setdefault("same", f"cells {seen[folder]} and {number} are the same run ({' '.join(overrides)})")
-        seen.setdefault(folder, number)
-        laid_out.append(Cell(number, tuple(overrides), folder))
     if problems:
         raise UserError("\n".join(problems.values()))
-    return laid_out
+    return in_folders(configs)
 
 
-def run_folder(root: Path, config: Config) -> Path:
-    """Return the folder of a cell, below the folder of all runs: the same whenever the same cell is run again."""
-    return root / config.name / config_hash(config)
+def in_folders(configs: list[tuple[list[str], Config]]) -> list[Cell]:
+    """Give every cell its folder, below the folder of all runs: the same whenever the same cell is run again.
+
+    Raises:
+        UserError: two cells are the same run.
+    """
+    from rtx.training.runs import outputs_root  # not before all is known to be right: it imports torch
+
+    laid_out: dict[Path, Cell] = {}
+    for number, (overrides, config) in enumerate(configs, 1):
+        folder = outputs_root() / config.name / config_hash(config)
+        if folder in laid_out:
+            same = f"cells {laid_out[folder].number} and {number} are the same run"
+            raise UserError(f"{same} ({' '.join(overrides)}); list values that change the result")
+        laid_out[folder] = Cell(number, tuple(overrides), folder)
+    return list(laid_out.values())
 
 
 def launch(

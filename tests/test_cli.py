@@ -44,7 +44,7 @@ def test_help_imports_neither_hydra_nor_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("train", "trainer.steps=abc"), ("train", "routing.heads=99"), ("train", "-m", "x=1")]
+    "arguments", [("train", "trainer.steps=abc"), ("train", "routing.heads=99"), ("train", "-m", "routing.heads=2,9")]
 )
 def test_a_configuration_error_does_not_import_torch(arguments: tuple[str, ...]) -> None:
     assert not modules_after(*arguments) & {"torch", "lightning", "wandb"}
