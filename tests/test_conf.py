@@ -1,0 +1,137 @@
+"""The files of `conf/`: each composes, says where its values come from, and writes only what it may."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from rtx.compose import compose
+from rtx.config import GROUPS, resolve
+from rtx.fields import all_fields, conf_dir, options
+
+MODELS = options("model")
+PAPER = [model for model in MODELS if model != "tiny"]
+ROUTING_KEYS = {"heads", "layers", "window", "clusters"}
+
+
+def text_of(group: str, option: str) -> str:
+    """Return the text of an option's file."""
+    return (conf_dir() / group / f"{option}.yaml").read_text()
+
+
+def keys_of(group: str, option: str) -> set[str]:
+    """Return the dotted keys that an option's file sets, its defaults list apart."""
+    node = OmegaConf.load(conf_dir() / group / f"{option}.yaml")
+    assert isinstance(node, DictConfig)
+    keys = set()
+    for key, value in node.items():
+        names = [f"{key}.{name}" for name in value] if isinstance(value, DictConfig) else [str(key)]
+        keys |= set(names if "_global_" in text_of(group, option) else (f"{group}.{name}" for name in names))
+    return {key for key in keys if key != "defaults"}
+
+
+def files() -> list[tuple[str, str]]:
+    """Return every option of every group."""
+    return [(group, option) for group in GROUPS for option in options(group)]
+
+
+@pytest.mark.parametrize(("group", "option"), files())
+def test_every_option_composes_and_sets_keys_of_the_schema(group: str, option: str) -> None:
+    extra = ["data.path=book.txt"] if (group, option) == ("data", "text") else []
+    config = compose([f"{group}={option}", *extra])
+    assert resolve(config) == config
+    assert keys_of(group, option) <= set(all_fields())
+
+
+@pytest.mark.parametrize("group", [group for group in GROUPS if group not in ("routing", "experiment")])
+def test_an_option_carries_its_own_name(group: str) -> None:
+    for option in options(group):
+        extra = ["data.path=book.txt"] if option == "text" else []
+        assert getattr(compose([f"{group}={option}", *extra]), group).name == option
+
+
+@pytest.mark.parametrize("selection", options("routing"))
+def test_every_preset_takes_every_routing(selection: str) -> None:
+    for model in MODELS:
+        config = compose([f"model={model}", f"routing={selection}"])
+        assert config.routing.selection == selection
+        assert config.routing.heads > 0
+        assert (config.routing.clusters or 0) * config.routing.window >= config.data.length
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_writes_the_model_the_length_and_the_size_of_the_routing(model: str) -> None:
+    keys = keys_of("model", model)
+    assert "model.window" in keys
+    assert {key for key in keys if key.startswith("data.")} == {"data.length"}
+    routing = {key.partition(".")[2] for key in keys if key.startswith("routing.")}
+    assert routing == ROUTING_KEYS | ({"decay", "logit_scale"} if model == "tiny" else set())
+    assert {key.partition(".")[0] for key in keys} == {"model", "data", "routing"}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_says_its_command_its_source_and_the_papers_score(model: str) -> None:
+    header = [line for line in text_of("model", model).splitlines() if line.startswith("#")]
+    for title in (
+        "# Command: rtx ",
+        "# Source: ",
+        *(("# Score: ", "# The released code differs") if model in PAPER else ()),
+    ):
+        assert any(line.startswith(title) for line in header), title
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_command_of_a_header_composes(model: str) -> None:
+    (line,) = (line for line in text_of("model", model).splitlines() if line.startswith("# Command: rtx "))
+    words = line.partition("rtx ")[2].replace("<wiki.train.tokens>", "w").replace("<folder of books>", "b").split()
+    overrides = [word for word in words[1:] if "=" in word and not word.startswith("(")]
+    compose([override for override in overrides if not override.endswith(":")])
+
+
+def test_the_paper_and_not_the_released_code() -> None:
+    rt24, rt12, rt10, rt22 = (compose([f"model={name}"]) for name in ("rt24", "rt12", "rt10", "rt22"))
+    assert (rt24.model.layers, rt24.model.heads, rt24.data.length) == (24, 8, 8192)
+    assert (rt24.routing.heads, rt24.routing.layers, rt24.routing.clusters, rt24.routing.window) == (4, 24, 32, 256)
+    assert (rt24.model.attention_dropout, rt24.model.ffn_dropout, rt24.model.positions) == (0.4, 0.4, "shaw")
+    assert (rt10.model.layers, rt10.model.heads, rt10.data.length) == (10, 16, 4096)
+    assert (rt10.routing.heads, rt10.routing.clusters, rt10.routing.window) == (8, 16, 256)
+    assert (rt10.model.attention_dropout, rt10.model.ffn_dropout) == (0.3, 0.3)
+    assert (rt22.model.layers, rt22.model.heads, rt22.model.hidden, rt22.data.length) == (22, 8, 1032, 8192)
+    assert (rt22.routing.heads, rt22.routing.layers, rt22.routing.window) == (2, 2, 512)
+    assert (rt22.model.dropout, rt22.model.attention_dropout, rt22.model.ffn_dropout) == (0.0, 0.0, 0.0)
+    assert dataclasses.replace(rt12.model, name="rt24", layers=24) == rt24.model
+    assert dataclasses.replace(rt12.routing, layers=24) == rt24.routing
+
+
+def test_the_image_presets() -> None:
+    imagenet, cifar = compose(["model=rt24-imagenet64"]), compose(["model=rt12-cifar10"])
+    assert (imagenet.model.layers, imagenet.model.heads, imagenet.data.length) == (24, 16, 64 * 64 * 3)
+    assert (imagenet.routing.heads, imagenet.routing.clusters, imagenet.routing.window) == (8, 8, 2048)
+    assert (cifar.model.layers, cifar.model.heads, cifar.data.length) == (12, 8, 32 * 32 * 3)
+    assert (cifar.routing.clusters, cifar.routing.window) == (6, 512)
+    assert imagenet.model.positions == cifar.model.positions == "learned"
+
+
+def test_the_optimizers_of_the_paper() -> None:
+    adam = compose(["model=rt24"]).optimizer
+    assert (adam.name, adam.lr, adam.beta1, adam.beta2, adam.schedule) == ("adam", 2e-4, 0.9, 0.98, "rsqrt")
+    adafactor = compose(["model=rt22"]).optimizer
+    assert (adafactor.name, adafactor.lr, adafactor.warmup, adafactor.schedule) == ("adafactor", 0.01, 10_000, "rsqrt")
+
+
+def test_nothing_in_conf_names_a_class_or_asks_the_host() -> None:
+    for path in conf_dir().rglob("*"):
+        if path.is_file():
+            assert path.suffix == ".yaml"
+            text = path.read_text()
+            assert "_target_" not in text
+            assert "${oc." not in text
+            assert max(map(len, text.splitlines())) <= 120, path
+
+
+def test_conf_stands_where_the_wheel_puts_it_or_beside_the_package() -> None:
+    assert conf_dir() == Path(__file__).resolve().parents[1] / "conf"
+    assert (conf_dir() / "config.yaml").is_file()

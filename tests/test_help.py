@@ -1,0 +1,56 @@
+"""The help pages: every option and field is there, and a terminal of 80 columns is enough."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from rtx import help
+from rtx.cli import COMMANDS
+from rtx.config import GROUPS
+from rtx.fields import all_fields, option_doc, options
+
+
+def test_every_group_option_and_key_has_its_line() -> None:
+    lines = help.command_page("train", []).splitlines()
+    for group in GROUPS:
+        assert f"{group}=<option>" in lines
+        for option in options(group):
+            assert any(line.startswith(f"  {option} ") and line.endswith(option_doc(group, option)) for line in lines)
+    for key, field in all_fields().items():
+        (line,) = (line for line in lines if line.startswith(f"  {key}="))
+        assert f"{field.doc} [{field.allowed}]" in line
+
+
+def test_values_and_stars_follow_the_overrides() -> None:
+    page = help.command_page("train", ["model=rt22", "trainer.steps=1e3"])
+    assert "\n  rt22 * " in page
+    assert "\n  adafactor * " in page
+    assert "\n  trainer.steps=1000 " in page
+    assert "\n  routing.clusters=16 " in page
+    assert "\n  experiment" not in page
+
+
+def test_an_incomplete_configuration_has_its_help() -> None:
+    assert "\n  text * " in help.command_page("train", ["data=text"])
+
+
+def test_a_command_on_a_run_shows_its_own_defaults_alone() -> None:
+    page = help.command_page("eval", ["outputs/rtx/run"])
+    assert "\n  eval.split=valid " in page
+    assert "\n  hardware.threads " in page
+    assert "model=<option>" not in page
+    assert page.index("eval.<key>") < page.index("hardware.<key>")
+    assert "force=true" in help.command_page("resume", [])
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_pages_fit_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for word in COMMANDS:
+        for line in help.command_page(word, []).splitlines():
+            assert len(line) <= columns or line.startswith("usage: "), line
+    if columns >= 80:
+        assert all(len(line) <= columns for line in help.front_page(COMMANDS).splitlines())
