@@ -29,6 +29,9 @@ COMMANDS = {
     "data": "prepare or verify a data set",
 }
 COMPOSING = ("train", "plan")
+"""Commands whose words make a configuration."""
+READING = ("eval", "sample", "resume")
+"""Commands that name a run, and change its configuration for themselves."""
 HELP_FLAGS = ("--help", "-h", "help")
 INTERRUPTED, TERMINATED = 130, 143
 
@@ -83,11 +86,19 @@ def dispatch(arguments: list[str]) -> int:
         from rtx.show import show
 
         return show(flags, overrides)
-    if word in COMPOSING:
-        from rtx.compose import compose
-
-        compose(overrides)  # so that a mistake is told before the command imports torch, which takes seconds
+    check_first(word, overrides)
     return importlib.import_module(f"rtx.commands.{word}").main(overrides)
+
+
+def check_first(word: str, overrides: list[str]) -> None:
+    """Raise `UserError` for a wrong configuration before the command's own imports: torch takes seconds."""
+    from rtx.compose import compose, load_run_config, merge
+
+    if word in COMPOSING:
+        compose(overrides)
+    elif word in READING and overrides and "=" not in overrides[0]:
+        run, *own = overrides
+        merge(load_run_config(run), [override for override in own if not override.startswith("force=")], word)
 
 
 def help_page(words: list[str], code: int) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rtx import __version__, cli
+from rtx.compose import compose, to_yaml
 from rtx.errors import RunFailed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,6 +49,13 @@ def test_help_imports_neither_hydra_nor_torch() -> None:
 )
 def test_a_configuration_error_does_not_import_torch(arguments: tuple[str, ...]) -> None:
     assert not modules_after(*arguments) & {"torch", "lightning", "wandb"}
+
+
+def test_a_mistake_about_a_run_does_not_import_torch_either(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(compose([])))
+    for word in ("eval", "sample", "resume"):
+        for arguments in ([str(tmp_path / "none")], [str(tmp_path), "splt=test"]):
+            assert not modules_after(word, *arguments) & {"torch", "lightning", "wandb"}
 
 
 def test_help_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
