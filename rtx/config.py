@@ -388,7 +388,7 @@ def source_checks(config: Config) -> list[tuple[bool, str]]:
             f"data.path={data.path} is not read by data=stdlib; use data=text data.path={data.path}",
         ),
         (
-            name not in ("", ".", "..") and "/" not in name and len(name.encode()) <= 200,
+            name not in ("", ".", "..") and "/" not in name and name.isprintable() and len(name.encode()) <= 200,
             f"name={name[:40]!r} must be a folder's name, of at most 200 bytes",
         ),
     ]

@@ -82,6 +82,7 @@ def test_ranges(key: str, value: Any, said: str) -> None:
         ({"data__name": "text"}, "data=text needs data.path=<file, folder or glob>"),
         ({"data__path": "book.txt"}, "data.path=book.txt is not read by data=stdlib; use data=text data.path=book.txt"),
         ({"name": "a/b"}, "name='a/b' must be a folder's name"),
+        ({"name": "a\nb"}, "must be a folder's name"),
         ({"name": ""}, "name='' must be a folder's name"),
         ({"name": "x" * 201}, "must be a folder's name, of at most 200 bytes"),
     ],
