@@ -1,0 +1,96 @@
+"""Streaming top-w: one pass equals the oracle that chooses anew for every prefix, and differs from teacher-forced."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from oracle_cases import PLAIN, Case, Leaves, cases, leaves, oracle, tables
+from routing_cases import centroids, fast_routing, true_routing
+
+from rtx.attention import prefix, reference
+from rtx.attention.kmeans import Centroids
+from rtx.attention.prefix import attend_prefix_topk
+from rtx.attention.routing import RoutingHeads, RoutingState
+from rtx.attention.selection import BestOfPrefix, prefix_members
+from rtx.model.positions import Rotary
+
+
+@pytest.mark.parametrize("case", cases())
+def test_oracle(case: Case) -> None:
+    inputs = leaves(case)
+    expected = true_routing(case, inputs, None, streaming=True)
+    torch.testing.assert_close(fast_routing(case, inputs, None, streaming=True), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 40])
+@pytest.mark.parametrize("attend_self", [True, False])
+def test_ties(window: int, attend_self: bool) -> None:
+    generator = torch.Generator().manual_seed(window)
+    score_BHCN = torch.randint(4, (2, 2, 3, 33), generator=generator).double()
+    q, v = torch.randn(2, 2, 2, 33, 4, generator=generator, dtype=torch.float64)
+    rule = {"window": window, "attend_self": attend_self}
+
+    def sets(b: int, h: int) -> reference.Sets:
+        return partial(reference.streaming_topk_sets, score_CN=score_BHCN[b, h], **rule)
+
+    out = attend_prefix_topk(q, v, score_BHCN, window=window, scale=0.5, attend_self=attend_self)
+    torch.testing.assert_close(out, oracle(q, q, v, sets, 0.5, None), rtol=1e-10, atol=1e-12)
+
+
+def test_membership_of_every_prefix() -> None:
+    score_LN = torch.randint(5, (7, 29), generator=torch.Generator().manual_seed(2)).float()
+    joins_LN, leaves_LN = prefix_members(score_LN, 4)
+    for i in range(29):
+        expected = reference.topk_members(score_LN[:, : i + 1], 4)
+        assert torch.equal(joins_LN[:, : i + 1] & (leaves_LN[:, : i + 1] > i), expected)
+
+
+def test_the_best_of_a_prefix_hold_their_positions() -> None:
+    score_LN = torch.randint(3, (3, 20), generator=torch.Generator().manual_seed(4)).float()
+    best = BestOfPrefix((3,), 6, score_LN)
+    for i in range(20):
+        best.offer(score_LN[:, i], i)
+        expected = reference.topk_members(score_LN[:, : i + 1], 6)
+        for held_W, member_N in zip(best.position_W, expected, strict=True):
+            assert sorted(p for p in held_W.tolist() if p <= i) == member_N.nonzero()[:, 0].tolist()
+
+
+def test_lists_in_small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = PLAIN._replace(N=30, B=2, H=2, C=4)
+    inputs = leaves(case)
+    whole = fast_routing(case, inputs, None, streaming=True)
+    monkeypatch.setattr(prefix, "MAX_SCORES", 1)
+    torch.testing.assert_close(fast_routing(case, inputs, None, streaming=True), whole, rtol=1e-12, atol=0)
+
+
+def test_it_differs_from_teacher_forced() -> None:
+    case = PLAIN._replace(N=40)
+    inputs = leaves(case)
+    assert not torch.allclose(fast_routing(case, inputs, None, streaming=True), fast_routing(case, inputs, None))
+
+
+def stepped(heads: RoutingHeads, case: Case, inputs: Leaves) -> tuple[torch.Tensor, RoutingState]:
+    """The outputs of a stream through routing heads, one position at a time, and its last state."""
+    state, rotary = heads.start(tables(inputs)), Rotary(case.D)
+    steps = []
+    for i in range(case.N):
+        rotate = partial(rotary, first=i) if case.rotary else None
+        steps.append(state.step(inputs["q"][:, :, i], inputs["v"][:, :, i], i, rotate))
+    return torch.stack(steps, 2), state
+
+
+@pytest.mark.parametrize("selection", ["topk", "causal"])
+@pytest.mark.parametrize("case", cases(8))
+def test_a_stream_equals_one_pass(case: Case, selection: str) -> None:
+    inputs = leaves(case)
+    store = Centroids(case.H, case.C, case.D, window=case.W, length=max(case.N, case.W), decay=0.9, thresholds=True)
+    store.centroid_HCD.copy_(centroids(case))
+    heads = RoutingHeads(store, selection=selection, scale=case.scale, attend_self=case.attend_self).eval()
+    rotate = Rotary(case.D) if case.rotary else None
+    expected = heads(inputs["q"], inputs["v"], rotate=rotate, relative=tables(inputs), streaming=True)[0]
+    out, state = stepped(heads, case, inputs)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
+    assert state.clusters.keys_BHCWD is not None
+    assert state.clusters.keys_BHCWD.shape == (case.B, case.H, case.C, case.W, case.D)
