@@ -1,0 +1,69 @@
+"""Position terms: rotary angles, learned vectors, and Shaw's tables by true distance."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import POSITIONS, tiny_model, tokens
+
+from rtx.model.positions import LearnedPositions, Rotary
+
+
+def test_a_rotated_dot_product_depends_on_the_distance_alone() -> None:
+    rotary = Rotary(8)
+    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
+    products = [(rotary(q, first=i + 5) * rotary(k, first=i)).sum() for i in (0, 1, 1000, 100_000)]
+    torch.testing.assert_close(torch.stack(products), products[0].expand(4), rtol=1e-9, atol=1e-9)
+    assert not torch.isclose(products[0], (rotary(q, first=6) * rotary(k)).sum())
+
+
+def test_rotation_keeps_norms_and_position_0() -> None:
+    x = torch.randn(2, 3, 9, 6)
+    turned = Rotary(6)(x)
+    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
+    assert torch.equal(turned[:, :, 0], x[:, :, 0])
+    torch.testing.assert_close(Rotary(6)(x[:, :, 4:], first=4).norm(), x[:, :, 4:].norm())
+
+
+def test_a_rotation_in_parts_is_the_rotation() -> None:
+    x = torch.randn(1, 1, 9, 6, dtype=torch.float64)
+    parts = [Rotary(6)(x[:, :, i : i + 1], first=i) for i in range(9)]
+    assert torch.equal(torch.cat(parts, 2), Rotary(6)(x))
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32])
+def test_angles_are_exact_whatever_the_precision_around_them(kind: torch.dtype) -> None:
+    x = torch.ones(1, 1, 1, 64)
+    expected = Rotary(64).double()(x.double(), first=8191)
+    torch.testing.assert_close(Rotary(64).to(kind)(x, first=8191), expected.float(), rtol=1e-6, atol=1e-6)
+
+
+def test_learned_positions_end() -> None:
+    positions = LearnedPositions(10, 4)
+    assert torch.equal(positions(7, 3), positions.table_NE[7:])
+    with pytest.raises(ValueError, match=r"position 10: learned positions cover 0 to 9 \(data.length\)"):
+        positions(7, 4)
+
+
+def test_a_model_with_learned_positions_refuses_longer_sequences() -> None:
+    model = tiny_model(positions="learned")
+    model.loss(tokens(length=24))
+    with pytest.raises(ValueError, match="position 24: learned positions cover 0 to 23"):
+        model.loss(tokens(length=25))
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_positions_matter(positions: str) -> None:
+    # Without position terms and with full attention, a permutation of the past changes nothing at the last position.
+    model = tiny_model(positions=positions, base="full", routing_layers=0, layers=1)
+    swapped = tokens().clone()
+    swapped[:, [15, 21]] = swapped[:, [21, 15]]
+    with torch.no_grad():
+        nats, other = (model.loss(x)[0][:, -1] for x in (tokens(), swapped))
+    assert torch.allclose(nats, other, rtol=1e-12) == (positions == "none")
+
+
+def test_distances_beyond_the_largest_are_one() -> None:
+    model = tiny_model(positions="shaw", max_distance=9)
+    assert model.blocks[1].attention.routed_shaw.keys_MD.shape == (10, 4)  # type: ignore[union-attr]
+    assert model.blocks[0].attention.base_shaw.values_MD.shape == (10, 4)  # type: ignore[union-attr]

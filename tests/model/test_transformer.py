@@ -1,0 +1,203 @@
+"""The whole model: blocks, embeddings, dropout, recomputation, precision, and the statistics it gathers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import KINDS, POSITIONS, SELECTIONS, gradients, tiny_config, tiny_model, tokens
+from torch import Tensor
+
+from rtx.attention.kmeans import all_centroids, initialise_from_data, update_centroids
+from rtx.attention.routing import RoutingHeads
+from rtx.model.block import Block, FeedForward
+from rtx.model.transformer import Transformer
+
+
+@pytest.mark.parametrize(("selection", "positions", "norm", "base"), KINDS[::5])
+def test_every_parameter_gets_a_finite_gradient(selection: str, positions: str, norm: str, base: str) -> None:
+    model = tiny_model(selection=selection, positions=positions, norm=norm, base=base, embedding=6).train()
+    found = gradients(model, tokens())
+    assert set(found) == {name for name, _ in model.named_parameters()}
+    for name, gradient in found.items():
+        assert gradient.isfinite().all() and (gradient != 0).any(), name
+
+
+def test_a_gradient_is_the_slope_of_the_loss() -> None:
+    # Random heads: their memberships do not depend on the weights, so the loss is smooth.
+    model = tiny_model(selection="random", positions="shaw", embedding=6, ffn="geglu")
+    found = gradients(model, tokens())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            direction, losses = torch.randn_like(parameter), []
+            for step in (1e-5, -2e-5):
+                parameter += step * direction
+                losses.append(float(model.loss(tokens())[0].mean()))
+            parameter += 1e-5 * direction
+            slope = (losses[0] - losses[1]) / 2e-5
+            assert slope == pytest.approx(float((found[name] * direction).sum()), rel=1e-4, abs=1e-7), name
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_a_block_puts_its_norms_where_it_says(norm: str) -> None:
+    block = tiny_model(norm=norm).blocks[0]
+    assert isinstance(block, Block)
+    x = torch.randn(2, 24, 16, dtype=torch.float64)
+    first, second = block.attention_norm, block.feed_forward_norm
+    with torch.no_grad():
+        first.weight.normal_()
+        second.weight.normal_()
+    if norm == "pre":
+        x1 = x + block.attention(first(x))[0]
+        expected = x1 + block.feed_forward(second(x1))
+    else:
+        x1 = first(x + block.attention(x)[0])
+        expected = second(x1 + block.feed_forward(x1))
+    torch.testing.assert_close(block(x)[0], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("ffn", ["relu", "gelu", "geglu"])
+def test_feed_forward_layers(ffn: str) -> None:
+    layer = FeedForward(tiny_config(ffn=ffn).model)
+    x = torch.randn(3, 16)
+    inner = x @ layer.inner.weight.T
+    if ffn == "geglu":
+        value, gate = inner[:, :24], inner[:, 24:]
+        expected = (value * torch.nn.functional.gelu(gate, approximate="tanh")) @ layer.outer.weight.T
+    else:
+        inner = inner + layer.inner.bias
+        inner = inner.clamp(min=0) if ffn == "relu" else 0.5 * inner * (1 + torch.erf(inner / math.sqrt(2)))
+        expected = inner @ layer.outer.weight.T + layer.outer.bias
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_the_first_unit_is_scored_from_the_start_vector_alone() -> None:
+    model = tiny_model()
+    every_V1 = torch.arange(11)[:, None]
+    with torch.no_grad():
+        first_V = model.loss(every_V1)[0][:, 0]
+        assert float((-first_V).exp().sum()) == pytest.approx(1)
+        torch.testing.assert_close(model.loss(tokens())[0][:, 0], first_V[tokens()[:, 0]])
+        model.embedding.start_S.normal_()
+        assert not torch.isclose(model.loss(every_V1)[0][:, 0], first_V).any()
+
+
+def test_the_start_of_training_knows_nothing() -> None:
+    for tied in (False, True):
+        torch.manual_seed(0)
+        model = Transformer(tiny_config(length=64, hidden=64, tie_embeddings=tied), 256)
+        with torch.no_grad():
+            nats_BN, auxiliary = model.loss(tokens(2, 64, vocabulary=256))
+        assert float(nats_BN.mean()) == pytest.approx(math.log(256), abs=0.1) and auxiliary == 0
+
+
+def test_tied_embeddings_are_one_matrix() -> None:
+    model, apart = (tiny_model(tie_embeddings=tied, embedding=6) for tied in (True, False))
+    assert model.output_VS is model.embedding.table_VS
+    assert apart.count_parameters() - model.count_parameters() == 11 * 6
+    assert model.count_parameters() == sum(p.numel() for p in model.parameters())
+    assert gradients(model, tokens())["output_VS"].ne(0).all()
+
+
+def test_embeddings_may_be_narrow() -> None:
+    model = tiny_model(embedding=6)
+    assert model.embedding.table_VS.shape == model.output_VS.shape == (11, 6)
+    assert model(tokens())[0].shape == (2, 24, 6)
+
+
+@pytest.mark.parametrize("kind", ["dropout", "attention_dropout", "ffn_dropout"])
+def test_dropout_is_for_training(kind: str) -> None:
+    wish: dict[str, Any] = {kind: 0.5}
+    model, without = tiny_model(**wish), tiny_model()
+    assert torch.equal(model.loss(tokens())[0], without.loss(tokens())[0])
+    model.train()
+    assert not torch.equal(model.loss(tokens())[0], model.loss(tokens())[0])
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_recomputation_changes_nothing(selection: str) -> None:
+    found: list[dict[str, Tensor]] = []
+    options: dict[str, Any] = {"dropout": 0.2, "attention_dropout": 0.2, "ffn_dropout": 0.2, "positions": "shaw"}
+    for recompute in (False, True):
+        model = tiny_model(selection=selection, recompute=recompute, routing_commitment=0.1, **options).train()
+        torch.manual_seed(3)
+        result = gradients(model, tokens())
+        result |= {f"{i} {j}": x for i, c in enumerate(all_centroids(model)) for j, x in enumerate(c.sums())}
+        update_centroids(model)
+        result |= {"state " + name: x.clone() for name, x in model.state_dict().items()}
+        found.append(result)
+    assert found[0].keys() == found[1].keys()
+    for name, x in found[0].items():
+        torch.testing.assert_close(found[1][name], x, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def test_statistics_count_every_position_once() -> None:
+    model = tiny_model(recompute=True).train()
+    for _ in range(2):
+        gradients(model, tokens())
+    assert len(all_centroids(model)) == 2
+    for centroids in all_centroids(model):
+        assert centroids.count_HC.sum() == 2 * (2 * 2 * 24) and centroids.sequences == 4
+    model.eval()
+    model.loss(tokens())
+    assert all(centroids.sequences == 4 for centroids in all_centroids(model))
+    update_centroids(model)
+    assert all(centroids.sequences == 0 for centroids in all_centroids(model))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_centroids_start_at_data(training: bool) -> None:
+    states = []
+    for _ in range(2):
+        model = tiny_model().train(training)
+        before = torch.get_rng_state()
+        initialise_from_data(model, tokens(3))
+        assert torch.equal(before, torch.get_rng_state())
+        assert all(module.training == training for module in model.modules())
+        states.append(model.state_dict())
+    assert all(torch.equal(x, states[1][name]) for name, x in states[0].items())
+    for layer, centroids in enumerate(all_centroids(model), start=1):
+        assert not centroids.seed_with_next and centroids.sequences == 0 and centroids.steps == 0
+        name = f"blocks.{layer}.attention.routed.centroids.centroid_HCD"
+        assert not torch.equal(states[0][name], tiny_model().state_dict()[name])
+        torch.testing.assert_close(centroids.centroid_HCD.norm(dim=-1), torch.full((2, 4), 2.0))
+
+
+def test_seeded_thresholds_keep_the_window() -> None:
+    model = tiny_model()
+    initialise_from_data(model, tokens(1))
+    model.train().loss(tokens(1))
+    for heads in (module for module in model.modules() if isinstance(module, RoutingHeads)):
+        assert heads.snapshot is not None
+        member_HCN = heads.snapshot.member_HCN
+        assert (member_HCN.sum(-1) - 6).abs().max() <= 1, "float32 thresholds may round across one score"
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_bfloat16(selection: str, positions: str) -> None:
+    model = tiny_model(selection=selection, positions=positions, attention_dropout=0.0).float().train()
+    exact = float(model.loss(tokens())[0].mean().detach())
+    with torch.autocast("cpu", torch.bfloat16):
+        nats_BN, auxiliary = model.loss(tokens())
+    assert nats_BN.dtype == torch.float32
+    (nats_BN.mean() + auxiliary).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert float(nats_BN.mean().detach()) == pytest.approx(exact, rel=0.05)
+
+
+def test_the_state_has_all_that_lasts() -> None:
+    model, other = tiny_model(seed=0), tiny_model(seed=1)
+    update_centroids_once(model)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(model.loss(tokens())[0], other.loss(tokens())[0])
+    names = {name.rsplit(".", 1)[1] for name in model.state_dict() if "centroids" in name}
+    assert names == {"centroid_HCD", "threshold_HC", "idle_HC", "steps"}
+
+
+def update_centroids_once(model: Transformer) -> None:
+    """One training pass and its update."""
+    model.train().loss(tokens())
+    update_centroids(model.eval())
