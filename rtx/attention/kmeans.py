@@ -129,7 +129,7 @@ class Centroids(nn.Module):
         self.count_HC += torch.bincount(cell_BHN.flatten(), minlength=H * C).view(H, C)
         self.sequences += q_BHND.shape[0]
         if self.thresholds:
-            self.window_score_HC += window_scores(score_BHCN, self.window, self.length).sum(0)
+            self.window_score_HC += window_scores(score_BHCN, self.window, self.length).double().sum(0)
         return nearest_BHN
 
     @torch.no_grad()
