@@ -14,17 +14,16 @@ class Rotary(nn.Module):
     A dot product of two rotated vectors depends on their distance alone. It is defined for every position.
     """
 
-    frequency_F: Tensor
-
     def __init__(self, size: int, base: float = 10_000.0) -> None:
         super().__init__()
-        exponent_F = torch.arange(0, size, 2, dtype=torch.float64) / size
-        self.register_buffer("frequency_F", base**-exponent_F, persistent=False)
+        self.size, self.base = size, base
 
     def angles(self, first: int, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines `[count, D / 2]` for positions `first` to `first + count - 1`, in the type of `like`."""
+        # Anew each time: `.float()` or `.half()` would round a buffer of frequencies and turn far positions wrongly.
         position_N = torch.arange(first, first + count, device=like.device, dtype=torch.float64)
-        angle_NF = position_N[:, None] * self.frequency_F.double()
+        exponent_F = torch.arange(0, self.size, 2, device=like.device, dtype=torch.float64) / self.size
+        angle_NF = position_N[:, None] * self.base**-exponent_F
         return angle_NF.cos().to(like.dtype), angle_NF.sin().to(like.dtype)
 
     def forward(self, x_BHND: Tensor, first: int = 0) -> Tensor:
