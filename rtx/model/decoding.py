@@ -72,7 +72,8 @@ def draw(
     logits_BV = logits_BV.float().cpu()
     if temperature == 0:
         return logits_BV.argmax(-1).to(logits_BV.device)
-    logits_BV = logits_BV / temperature
+    # In float64, and with a largest value of 0: dividing by the smallest temperatures gives no infinity to subtract.
+    logits_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)).double() / temperature
     if top_k is not None and top_k < logits_BV.shape[-1]:
         worst_B1 = logits_BV.topk(top_k).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < worst_B1, float("-inf"))
