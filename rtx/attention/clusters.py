@@ -1,11 +1,12 @@
 """Attention inside clusters of any size: each member reads the last W members up to and including itself.
 
 A membership mask is turned into packed lists of positions, one list for each sequence, head and cluster. A list is cut
-into blocks: a head of up to W members, where every earlier member is visible and the mask is a triangle, and tails, which
-read the W members before each query through a band. The work follows the counts; nothing is dropped but by the window.
+into blocks: a head of up to W members, where every earlier member is visible and the mask is a triangle, and tails,
+which read the W members before each query through a band. The work follows the counts; nothing is dropped but by the
+window.
 
-Shapes: B sequences, H heads, C clusters, N positions, D head size, L = B * H * C lists, M members of all lists together,
-G blocks of one form, Q query and K key slots of a block.
+Shapes: B sequences, H heads, C clusters, N positions, D head size, L = B * H * C lists, M members of all lists
+together, G blocks of one form, Q query and K key slots of a block.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Block(NamedTuple):
 
 def pack(member_BHCN: Tensor) -> Members:
     """Return the packed lists of a membership mask."""
-    B, H, C, N = member_BHCN.shape
+    C, N = member_BHCN.shape[-2:]
     list_M, position_M = member_BHCN.flatten(0, 2).nonzero(as_tuple=True)
     return Members(list_M // C * N + position_M, member_BHCN.sum(-1).flatten(), N)
 

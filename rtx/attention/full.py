@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtx.attention.weights import Distances, attend
+from rtx.attention.weights import Distances, attend, logit_scale
 
 MAX_SCORES = 1 << 25
 """Attention scores held at once where they cannot be fused away."""
@@ -26,7 +26,7 @@ def full(
     with N squared; memory is linear in N, but for `relative`, which works through blocks of queries of bounded size.
     """
     B, H, N, D = q_BHND.shape
-    scale = D**-0.5 if scale is None else scale
+    scale = logit_scale(scale, D)
     if relative is None:
         return attend(q_BHND, k_BHND, v_BHND, scale, dropout=dropout)
     position_N = torch.arange(N, device=q_BHND.device)

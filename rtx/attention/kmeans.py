@@ -1,7 +1,7 @@
 """The centroids of routing heads, and the one place where they change.
 
-Statistics are gathered in the forward pass of training; `update_centroids` reduces them over ranks and applies them once
-per optimizer step. Shapes: B sequences, H heads, C clusters, N positions, D head size.
+Statistics are gathered in the forward pass of training; `update_centroids` reduces them over ranks and applies them
+once per optimizer step. Shapes: B sequences, H heads, C clusters, N positions, D head size.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from contextvars import ContextVar
+from statistics import NormalDist
 
 import torch
 import torch.distributed as dist
@@ -39,15 +40,18 @@ class Centroids(nn.Module):
     """Spherical online k-means of the queries of H heads (paper section 4.1, Algorithm 1 lines 28 to 31).
 
     Buffers are float32 whatever the precision around them, and are saved with the model:
-    `centroid_HCD`; `threshold_HC`, the score at which a position joins a cluster (selection=causal); `idle_HC`, steps since
-    a cluster last had a member; `steps`, updates so far. Sums gathered between two updates are float64 and not saved.
+    `centroid_HCD`; `threshold_HC`, the score at which a position joins a cluster (selection=causal); `idle_HC`, steps
+    since a cluster last had a member; `steps`, updates so far. Sums gathered between two updates are float64 and not
+    saved.
 
     Args:
-        update: "mean" moves a centroid towards its members' mean and puts it back on the sphere; an empty cluster keeps its
-            centroid. "sum" is Algorithm 1 as printed, with sums over one sequence (the mean over the sequences of a step);
-            nothing is normalised.
-        thresholds: whether thresholds are learned: the running mean of the score that keeps `window` of `length` positions.
-        revive_after: steps without a member after which a centroid restarts beside the fullest one of its head; 0: never.
+        update: "mean" moves a centroid towards its members' mean and puts it back on the sphere; an empty cluster keeps
+            its centroid. "sum" is Algorithm 1 as printed, with sums over one sequence (the mean over the sequences of a
+            step); nothing is normalised.
+        thresholds: whether thresholds are learned: the running mean of the score that keeps `window` of `length`
+            positions.
+        revive_after: steps without a member after which a centroid restarts beside the fullest one of its head; 0:
+            never.
     """
 
     centroid_HCD: Tensor
@@ -79,13 +83,13 @@ class Centroids(nn.Module):
         self.register_buffer("centroid_HCD", centroid_HCD)
         # Scores of queries in random directions are normal with variance D: keep their upper share of W / N.
         share = min(1.0, window / length)
-        start = math.sqrt(size) * torch.special.ndtri(torch.tensor(1.0 - share, dtype=torch.float64)).item()
+        start = math.sqrt(size) * NormalDist().inv_cdf(1.0 - share) if share < 1 else -math.inf
         self.register_buffer("threshold_HC", torch.full((heads, clusters), start, dtype=torch.float32))
         self.register_buffer("idle_HC", torch.zeros(heads, clusters, dtype=torch.int64))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.reset_sums()
 
-    def _apply(self, fn, recurse: bool = True):  # noqa: ANN001, ANN202
+    def _apply(self, fn, recurse: bool = True):
         """Move with the model, but keep the buffers in float32 under `.half()`, `.bfloat16()` and `.double()`."""
         kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)
@@ -119,7 +123,7 @@ class Centroids(nn.Module):
 
     @torch.no_grad()
     def observe(self, q_BHND: Tensor, score_BHCN: Tensor) -> Tensor:
-        """Gather statistics of a training batch (unless paused); return each position's nearest centroid `[B, H, N]`."""
+        """Gather statistics of a training batch (unless paused); return the nearest centroids `[B, H, N]`."""
         nearest_BHN = score_BHCN.argmax(dim=2)
         if _paused.get():
             return nearest_BHN
@@ -134,7 +138,7 @@ class Centroids(nn.Module):
 
     @torch.no_grad()
     def seed_from(self, q_BHND: Tensor) -> None:
-        """Start the centroids at queries of the first sequence, and the thresholds at what keeps W of N of its positions."""
+        """Start the centroids at queries of the first sequence, and the thresholds at what keeps W of N of them."""
         H, C, _ = self.centroid_HCD.shape
         N = q_BHND.shape[2]
         generator = torch.Generator().manual_seed(0)
@@ -206,7 +210,7 @@ def update_centroids(model: nn.Module) -> None:
 
 @torch.no_grad()
 def initialise_from_data(model: nn.Module, tokens_BN: Tensor) -> None:
-    """Start every layer's centroids at queries of one sequence (routing.init=data); the same on every rank that calls it.
+    """Start every layer's centroids at queries of one sequence (routing.init=data); the same on every rank.
 
     `model.loss(tokens)` is run once in evaluation mode; each layer seeds itself as the sequence reaches it.
     """

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention.weights import Distances, attend
+from rtx.attention.weights import Distances, attend, logit_scale
 
 
 def local(
@@ -24,8 +24,8 @@ def local(
     The sequence is cut into blocks of `window` positions. The first block reads itself; every other reads the block
     before it and itself through a banded mask. `scale` multiplies the logits (default 1 / sqrt(D)).
     """
-    B, H, N, D = q_BHND.shape
-    scale = D**-0.5 if scale is None else scale
+    B, H, N, _ = q_BHND.shape
+    scale = logit_scale(scale, q_BHND.shape[-1])
     block = min(window, N)
     padding = -N % block
     q_XGQD, k_XGQD, v_XGQD = (

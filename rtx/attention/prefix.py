@@ -27,7 +27,7 @@ def attend_prefix_topk(
     attend_self: bool = True,
     relative: Distances | None = None,
 ) -> Tensor:
-    """Return streaming top-w attention with shared queries and keys, `[B, H, N, D]`; for evaluation, not for training."""
+    """Return streaming top-w attention with shared queries and keys, `[B, H, N, D]`; for evaluation only."""
     joins_LN, leaves_LN = prefix_members(score_BHCN.flatten(0, 2), window)
     members = pack(joins_LN.view(score_BHCN.shape))
     leaves_M = leaves_LN[joins_LN]

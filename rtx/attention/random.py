@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from rtx.attention.clusters import attend_members, pack
@@ -15,8 +14,8 @@ from rtx.attention.weights import Distances
 class RandomHeads(nn.Module):
     """H heads whose clusters hold W random positions of N each, fixed by (seed, layer, head, N) for the whole run.
 
-    A shorter sequence reads the memberships of its prefix; positions beyond N repeat them, and a member then reads the last
-    W members of its cluster. The same for training, evaluation and streaming, so the pattern is strictly causal.
+    A shorter sequence reads the memberships of its prefix; positions beyond N repeat them, and a member then reads the
+    last W members of its cluster. The same for training, evaluation and streaming: the pattern is strictly causal.
 
     Args:
         heads, clusters, window, length: H, C, W and N.

@@ -1,7 +1,7 @@
-"""The oracle: every pattern as plain loops over positions. Slow, obvious, differentiable; tests compare all else with it.
+"""The oracle: every pattern as plain loops over positions. Slow, obvious, differentiable; the rest is held against it.
 
-A pattern is a rule that lists, for each position i, the sets of positions that it reads: one set for full and local heads,
-one for each cluster of i for the others. Its output is the mean over the sets of softmax attention inside each.
+A pattern is a rule that lists, for each position i, the sets of positions that it reads: one set for full and local
+heads, one for each cluster of i for the others. Its output is the mean over the sets of softmax attention inside each.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def local_sets(i: int, window: int) -> list[list[int]]:
 
 
 def cluster_sets(i: int, member_CN: Tensor, window: int, attend_self: bool) -> list[list[int]]:
-    """For each cluster of i, its last `window` members up to i (without i where others remain and it must not read itself)."""
+    """For each cluster of i, its last `window` members up to i; i itself only where it may, or stands alone."""
     sets = []
     for member_N in member_CN:
         if member_N[i]:

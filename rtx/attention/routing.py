@@ -17,7 +17,7 @@ from rtx.attention.kmeans import Centroids, to_sphere
 from rtx.attention.prefix import attend_prefix_topk
 from rtx.attention.selection import BestOfPrefix, threshold_members, topk_members
 from rtx.attention.state import ClusterState
-from rtx.attention.weights import Distances
+from rtx.attention.weights import Distances, logit_scale
 
 Rotation = Callable[[Tensor], Tensor]
 """Turns queries into what the logits use; selection always reads them unrotated."""
@@ -50,9 +50,9 @@ def routing(
         centroid_HCD: centroids, of any norm.
         selection: "topk": each centroid takes its `window` best positions of the whole sequence, and a member reads the
             members up to itself. It follows Algorithm 1, but masks true positions, averages over the clusters of a
-            position and divides by their count exactly. **It sees the future**: which past positions are members depends
-            on later ones. "causal": a position joins every cluster whose centroid scores it at or above `threshold_HC`, and
-            reads the last `window` members up to itself; strictly causal.
+            position and divides by their count exactly. **It sees the future**: which past positions are members
+            depends on later ones. "causal": a position joins every cluster whose centroid scores it at or above
+            `threshold_HC`, and reads the last `window` members up to itself; strictly causal.
         scale: multiplies the logits (default 1 / sqrt(D); Algorithm 1 prints 1).
         attend_self: false: a position reads itself only where it sees nothing else.
         rotate: applied to the normalised queries after selection (rotary positions).
@@ -67,7 +67,7 @@ def routing(
         raise ValueError(f"selection={selection!r}: must be one of causal, topk")
     if selection == "causal" and threshold_HC is None:
         raise ValueError("selection=causal needs threshold_HC")
-    scale = q_BHND.shape[-1] ** -0.5 if scale is None else scale
+    scale = logit_scale(scale, q_BHND.shape[-1])
     q_BHND = normalise(q_BHND)
     with torch.no_grad(), torch.autocast(q_BHND.device.type, enabled=False):
         score_BHCN = centroid_HCD.to(q_BHND.dtype) @ q_BHND.transpose(-1, -2)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def topk_members(score_BHCN: Tensor, window: int) -> Tensor:
-    """Return the mask of each centroid's `window` best positions (Algorithm 1, line 13); equal scores: the earlier wins.
+    """Return the mask of each centroid's `window` best positions (Algorithm 1, line 13); of equals the earlier wins.
 
     The choice reads the whole sequence, so it sees the future of every position.
     """
@@ -37,7 +37,8 @@ def threshold_members(score_BHCN: Tensor, threshold_HC: Tensor) -> Tensor:
 def random_members(heads: int, clusters: int, length: int, window: int, seed: int) -> Tensor:
     """Return the mask `[H, C, N]` of `window` random positions for each cluster, a function of the arguments alone."""
     generator = torch.Generator().manual_seed(seed)
-    return topk_members(torch.rand(1, heads, clusters, length, generator=generator), window)[0]
+    draw_1HCN = torch.rand(1, heads, clusters, length, generator=generator, device="cpu")
+    return topk_members(draw_1HCN, window)[0]
 
 
 def window_scores(score_BHCN: Tensor, window: int, length: int) -> Tensor:
@@ -63,7 +64,7 @@ class BestOfPrefix:
         self.position_W = empty_W.expand(self.score_W.shape).clone()
 
     def offer(self, score: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Offer one position to every cluster; return who takes it, the slot it gets (or would get), and who held it."""
+        """Offer one position to every cluster; return who takes it, the slot it gets (or would get), and its holder."""
         worst = self.score_W.amin(-1, keepdim=True)
         tied_W = self.score_W == worst
         slot = torch.where(tied_W, self.position_W, -1).argmax(-1, keepdim=True)

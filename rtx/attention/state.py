@@ -12,7 +12,7 @@ from rtx.attention.weights import Distances, attend
 
 
 class ClusterState:
-    """Keys, values and positions of at most `window` members of every cluster; memory does not grow with the position."""
+    """Keys, values and positions of at most `window` members of every cluster; memory does not grow."""
 
     def __init__(self, window: int, scale: float, attend_self: bool, relative: Distances | None) -> None:
         self.window, self.scale, self.attend_self, self.relative = window, scale, attend_self, relative

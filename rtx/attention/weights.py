@@ -5,6 +5,7 @@ Shapes: G blocks (any leading dimensions), Q queries, K keys, D head size, M dis
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 
 class Distances(NamedTuple):
-    """Shaw's relative position terms (Shaw et al. 2018, equations 3 and 4), by true distance i - j, clipped to M - 1."""
+    """Shaw's relative terms (Shaw et al. 2018, equations 3 and 4), by true distance i - j, clipped to M - 1."""
 
     keys_MD: Tensor
     values_MD: Tensor
@@ -21,6 +22,11 @@ class Distances(NamedTuple):
     def clip(self, distance: Tensor) -> Tensor:
         """Return row numbers of the tables for true distances of any shape."""
         return distance.clamp(0, self.keys_MD.shape[0] - 1)
+
+
+def logit_scale(scale: float | None, size: int) -> float:
+    """Return `scale`, or 1 / sqrt(D) where it is None."""
+    return 1 / math.sqrt(size) if scale is None else scale
 
 
 def attend(

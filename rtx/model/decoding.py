@@ -51,18 +51,18 @@ def generate(
     total = prompt_BP.shape[1] + length
     if positions is not None and total > len(positions.table_NE):
         raise ValueError(
-            f"prompt and length make {total} units, but learned positions end at {len(positions.table_NE)} (data.length)"
+            f"prompt and length make {total} units; learned positions end at {len(positions.table_NE)} (data.length)"
         )
     model.eval()
     decoder = Decoder(model, len(prompt_BP))
     logits_BV = decoder.step()
-    for tokens_B in prompt_BP.T:
+    for tokens_B in prompt_BP.to(logits_BV.device).T:
         logits_BV = decoder.step(tokens_B)
     for left in reversed(range(length)):
         tokens_B = draw(logits_BV, temperature, top_k, top_p, generator)
         yield tokens_B
         if left:
-            logits_BV = decoder.step(tokens_B)
+            logits_BV = decoder.step(tokens_B.to(logits_BV.device))
 
 
 def draw(
@@ -71,7 +71,7 @@ def draw(
     """Draw one unit for each stream; the draw is made on the CPU, so that a seed means the same everywhere."""
     logits_BV = logits_BV.float().cpu()
     if temperature == 0:
-        return logits_BV.argmax(-1).to(logits_BV.device)
+        return logits_BV.argmax(-1)
     # In float64, and with a largest value of 0: dividing by the smallest temperatures gives no infinity to subtract.
     logits_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)).double() / temperature
     if top_k is not None and top_k < logits_BV.shape[-1]:

@@ -19,7 +19,7 @@ class Rotary(nn.Module):
         self.size, self.base = size, base
 
     def angles(self, first: int, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines `[count, D / 2]` for positions `first` to `first + count - 1`, in the type of `like`."""
+        """Return cosines and sines `[count, D / 2]` for positions from `first` on, in the type of `like`."""
         # Anew each time: `.float()` or `.half()` would round a buffer of frequencies and turn far positions wrongly.
         position_N = torch.arange(first, first + count, device=like.device, dtype=torch.float64)
         exponent_F = torch.arange(0, self.size, 2, device=like.device, dtype=torch.float64) / self.size

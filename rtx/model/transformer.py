@@ -22,7 +22,7 @@ from rtx.model.positions import LearnedPositions
 
 
 class Embedding(nn.Module):
-    """Unit ids to vectors, the input shifted right behind a learned start vector, so that the first unit is scored too."""
+    """Unit ids to vectors, shifted right behind a learned start vector, so that the first unit is scored too."""
 
     def __init__(self, config: Config, vocabulary: int) -> None:
         super().__init__()

@@ -1,0 +1,181 @@
+"""Time one training step of whole models, interleaved in one process: ours, full attention, and a public peer.
+
+Run `python benchmarks/step.py`; it writes `benchmarks/results/step-<device>.json` and prints the same rows as a table.
+The peer is the PyPI package routing_transformer (extra `peers`); without it the row is left out and the table says so.
+Times on a shared machine drift, so only the ratios of one run mean anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from rtx.attention.kmeans import update_centroids
+from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig, resolve
+from rtx.model.transformer import Transformer
+
+RIVALS = ("full", "peer_routing")
+
+Step = Callable[[], None]
+
+
+def ours(args: argparse.Namespace, selection: str | None) -> Config:
+    """Return the configuration of one of our rows; no selection: full attention."""
+    base = "local" if selection else "full"
+    routed = args.heads // 2 if selection else 0
+    return resolve(
+        Config(
+            data=DataConfig(length=args.length),
+            routing=RoutingConfig(
+                selection=selection or "causal",
+                heads=routed,
+                layers=args.layers if selection else 0,
+                window=args.window,
+                clusters=args.clusters,
+            ),
+            model=ModelConfig(
+                layers=args.layers,
+                heads=args.heads,
+                hidden=args.hidden,
+                base=base,
+                window=args.window,
+                positions="none",
+                ffn="gelu",
+                ffn_hidden=4 * args.hidden,
+            ),
+        )
+    )
+
+
+def training_step(model: nn.Module, loss: Callable[[], Tensor], after: Callable[[], None]) -> Step:
+    """Return a whole step: forward, backward, Adam, and what the model does after it."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        loss().backward()
+        optimizer.step()
+        after()
+
+    return step
+
+
+def our_step(args: argparse.Namespace, selection: str | None, tokens_BN: Tensor) -> Step:
+    """Return the step of one of our models."""
+    torch.manual_seed(0)
+    model = Transformer(ours(args, selection), 256).to(tokens_BN.device)
+    model.train()
+
+    def loss() -> Tensor:
+        nats_BN, auxiliary = model.loss(tokens_BN)
+        return nats_BN.mean() + auxiliary
+
+    return training_step(model, loss, lambda: update_centroids(model))
+
+
+def peer_step(args: argparse.Namespace, tokens_BN: Tensor) -> Step:
+    """Return the step of routing_transformer's language model with the same sizes."""
+    from routing_transformer import RoutingTransformerLM  # pyright: ignore[reportMissingImports]
+
+    torch.manual_seed(0)
+    model = RoutingTransformerLM(
+        num_tokens=256,
+        dim=args.hidden,
+        depth=args.layers,
+        heads=args.heads,
+        dim_head=args.hidden // args.heads,
+        max_seq_len=args.length,
+        window_size=args.window,
+        local_attn_window_size=args.window,
+        n_local_attn_heads=args.heads // 2,
+        causal=True,
+        rel_pos_emb=False,
+    ).to(tokens_BN.device)
+    model.train()
+
+    def loss() -> Tensor:
+        logits_BNV, auxiliary = model(tokens_BN)
+        cross_entropy = nn.functional.cross_entropy(logits_BNV[:, :-1].flatten(0, 1), tokens_BN[:, 1:].flatten())
+        return cross_entropy + auxiliary
+
+    return training_step(model, loss, lambda: None)
+
+
+def measure(steps: dict[str, Step], repeats: int, device: str) -> dict[str, list[float]]:
+    """Return milliseconds of each step, `repeats` times in turn after one turn of warm-up."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for repeat in range(repeats + 1):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            if repeat:
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+def rows(times: dict[str, list[float]], args: argparse.Namespace) -> list[dict[str, object]]:
+    """Return a row for each model, with its ratios to the peer and to full attention (medians)."""
+    median = {name: statistics.median(values) for name, values in times.items()}
+    versions = {name: importlib.metadata.version(name) for name in ("torch",)}
+    if "peer_routing" in times:
+        versions |= {name: importlib.metadata.version(name) for name in ("routing_transformer", "local-attention")}
+    sizes = {name: getattr(args, name) for name in ("layers", "hidden", "heads")}
+    machine = torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()}, {args.threads} threads"
+    return [
+        {
+            "what": "training step",
+            "pattern": name,
+            "N": args.length,
+            "W": args.window,
+            "C": args.clusters,
+            **sizes,
+            "backend": "torch",
+            "ms": round(median[name], 1),
+            "ms_all": [round(value, 1) for value in times[name]],
+            "ratio": {other: round(median[other] / median[name], 2) for other in RIVALS if other in median},
+            "machine": machine,
+            "versions": versions,
+        }
+        for name in times
+    ]
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"layers": 6, "hidden": 512, "heads": 8, "length": 8192, "window": 256, "clusters": 32}
+    for name, value in {**sizes, "threads": 2, "repeats": 5}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    tokens_BN = torch.randint(0, 256, (1, args.length), generator=torch.Generator().manual_seed(0)).to(args.device)
+    steps = {f"routing_{name}": our_step(args, name, tokens_BN) for name in ("topk", "causal")}
+    steps["full"] = our_step(args, None, tokens_BN)
+    try:
+        steps["peer_routing"] = peer_step(args, tokens_BN)
+    except ModuleNotFoundError as error:
+        print(f"no peer row: {error} (pip install 'rtx[peers]')")
+    results = rows(measure(steps, args.repeats, args.device), args)
+    print(f"{'pattern':<16}{'ms':>10}{'times faster than full':>26}{'than the peer':>16}")
+    for row in results:
+        ratio = row["ratio"]
+        assert isinstance(ratio, dict)
+        print(f"{row['pattern']:<16}{row['ms']:>10}{ratio.get('full', ''):>26}{ratio.get('peer_routing', ''):>16}")
+    path = Path(__file__).parent / "results" / f"step-{args.device.replace('cuda', 'gpu')}.json"
+    path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""What a run costs, from its configuration alone: parameters, floating-point operations and memory.
+
+A multiplication and an addition count as two operations. Attention is counted by the pairs of positions that the
+pattern reads, not by what a kernel computes and throws away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from rtx.config import Config
+from rtx.model.likelihood import MAX_LOGITS
+from rtx.model.multihead import routing_heads
+from rtx.model.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of a configuration; operations are for one sequence, forward only."""
+
+    parameters: int
+    embedding_parameters: int
+    dense: float
+    """Matrix products with weights."""
+    attention: float
+    """Logits and weighted sums of the pairs that are read."""
+    selection: float
+    """Scores of every centroid for every position."""
+    full_attention: float
+    """What `attention` would be if every head read everything before it."""
+
+    @property
+    def forward(self) -> float:
+        """All operations of one sequence, forward."""
+        return self.dense + self.attention + self.selection
+
+    def step(self, config: Config) -> float:
+        """Operations of one optimizer step: forward, twice that backward, and once more with model.recompute."""
+        passes = 4 if config.model.recompute else 3
+        return config.trainer.batch_size * (passes * (self.dense + self.attention) + self.selection)
+
+
+def cost(config: Config, vocabulary: int) -> Cost:
+    """Return the cost of a resolved configuration; no weight is allocated."""
+    with torch.device("meta"):
+        model = Transformer(config, vocabulary)
+    N, layers, hidden = config.data.length, config.model.layers, config.model.hidden
+    size = hidden // config.model.heads
+    tables = {id(model.embedding.table_VS), id(model.output_VS), id(model.output_bias_V)}
+    embedding = sum(p.numel() for p in model.parameters() if id(p) in tables)
+    matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
+    routed = [routing_heads(config, layer) for layer in range(layers)]
+    base_pairs = triangle(N) if config.model.base == "full" else window_pairs(N, config.model.window)
+    cluster_pairs = (config.routing.clusters or 0) * triangle(min(config.routing.window, N))
+    heads = config.model.heads
+    return Cost(
+        parameters=model.count_parameters(),
+        embedding_parameters=embedding,
+        dense=2.0 * N * (matrices + model.output_VS.numel()),
+        attention=sum(4.0 * size * ((heads - r) * base_pairs + r * cluster_pairs) for r in routed),
+        selection=sum(2.0 * size * N * r * (config.routing.clusters or 0) for r in routed)
+        * (config.routing.selection != "random"),
+        full_attention=4.0 * size * heads * layers * triangle(N),
+    )
+
+
+def triangle(n: int) -> float:
+    """Pairs j <= i among n positions."""
+    return n * (n + 1) / 2
+
+
+def window_pairs(n: int, window: int) -> float:
+    """Pairs i - window < j <= i among n positions."""
+    window = min(window, n)
+    return triangle(window) + (n - window) * window
+
+
+def memory(config: Config, total: Cost, micro_batch: int, vocabulary: int) -> dict[str, float]:
+    """Return an estimate of one device's memory in bytes: weights, gradients, optimizer state, activations, logits."""
+    wide = 8 if config.hardware.precision == "fp64" else 4
+    narrow = 2 if config.hardware.precision == "bf16" else wide
+    moments = 0.01 if config.optimizer.name == "adafactor" else 2.0
+    rows = micro_batch * config.data.length
+    per_layer = [activations(config, layer) for layer in range(config.model.layers)]
+    # With recomputation a block keeps its input, and one block at a time is whole.
+    kept = len(per_layer) * config.model.hidden + max(per_layer) if config.model.recompute else sum(per_layer)
+    return {
+        "weights": float(wide * total.parameters),
+        "gradients": float(wide * total.parameters),
+        "optimizer": wide * moments * total.parameters,
+        "activations": float(narrow * rows * kept),
+        "logits": 3.0 * wide * min(rows * vocabulary, MAX_LOGITS),
+    }
+
+
+def activations(config: Config, layer: int) -> int:
+    """Return how many values one block keeps for the backward pass, per position."""
+    model = config.model
+    hidden, size = model.hidden, model.hidden // model.heads
+    routed = routing_heads(config, layer)
+    base = model.heads - routed
+    rotated = 1 if model.positions == "rotary" else 0
+    dropped = sum(rate > 0 for rate in (model.dropout, model.dropout))
+    attention = size * (base * (3 + 2 * rotated + 2 + 1) + routed * (2 + 2 + rotated + 3 + 1))
+    shaw = 2 * (base * 2 * model.window + routed * config.routing.window) if model.positions == "shaw" else 0
+    inner = model.ffn_hidden * {"gelu": 2, "relu": 1, "geglu": 4}[model.ffn]
+    inner += model.ffn_hidden if model.ffn_dropout else 0
+    return (4 + dropped) * hidden + hidden + attention + shaw + inner
+
+
+def full_attention_twin(config: Config) -> Config:
+    """Return the same configuration with full attention in every head."""
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, base="full"),
+        routing=dataclasses.replace(config.routing, heads=0, layers=0),
+    )

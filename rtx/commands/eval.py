@@ -1,0 +1,161 @@
+"""`rtx eval RUN [overrides]`: score a run on a split, every unit exactly once, and say by which protocol."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rtx.config import Config
+from rtx.data.catalog import data_root, open_data
+from rtx.data.store import TokenStore
+from rtx.data.windows import Window, windows
+from rtx.errors import RunFailed
+from rtx.report.summary import protocol_line, sees_future
+from rtx.training.evaluate import Score, equal_batches, sample_windows, score_windows
+from rtx.training.files import write_json
+from rtx.training.metrics import utc_now
+from rtx.training.progress import Progress, clock
+from rtx.training.signals import INTERRUPTED, Signals
+from rtx.training.trained import Trained, load_trained, run_config, run_folder
+
+USAGE = (
+    "rtx eval RUN [split=valid|test|train] [mode=parallel|streaming] [stride=...] [limit=...] [checkpoint=best|last]"
+)
+
+
+def main(arguments: list[str]) -> int:
+    """Run `rtx eval RUN [overrides]`.
+
+    Raises:
+        UserError: no such run, a wrong option, other data than the run's.
+        RunFailed: no checkpoint is whole, or the result cannot be written.
+    """
+    folder, overrides = run_folder(arguments, "eval", USAGE)
+    config = run_config(folder, overrides, "eval")
+    store = open_data(config.data, data_root())
+    trained = load_trained(folder, config, config.eval.checkpoint, store.vocabulary)
+    check_fingerprint(store, trained)
+    tokens = store.split(config.eval.split)
+    every = windows(len(tokens), config.data.length, config.eval.stride)
+    chosen = sample_windows(every, config.eval.limit, config.seed)
+    begin = time.monotonic()
+    with Signals() as signals, trained.arithmetic():
+        print(f"{len(chosen):,} of {len(every):,} windows; estimated time {clock(estimate(trained, tokens, chosen))}")
+        signals.holding = True
+        score = scored(trained, tokens, chosen, lambda: bool(signals.requested))
+    if score is None:
+        print("stopped; nothing is written", file=sys.stderr)
+        return signals.requested or INTERRUPTED
+    partial = len(chosen) < len(every)
+    if not partial and score.units != len(tokens):
+        raise AssertionError(f"scored {score.units} units of a split of {len(tokens)}")
+    result = record(trained, store, score, len(tokens), len(chosen), partial, time.monotonic() - begin)
+    path = result_path(folder, config, partial)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, result)
+    except OSError as error:
+        raise RunFailed(f"cannot write {path}: {error.strerror}; the score is {score.bits:.5f} bits") from error
+    print_result(result, path)
+    return 0
+
+
+def check_fingerprint(store: TokenStore, trained: Trained) -> None:
+    """Say so where the data are not those of the run (the standard library of another Python, say)."""
+    if trained.checkpoint["data"]["fingerprint"] != store.fingerprint:
+        print(
+            f"note: these are not the data of the run: {store.name} has fingerprint {store.fingerprint}, the run "
+            f"{trained.checkpoint['data']['fingerprint']}; parts of this split may have been trained on"
+        )
+
+
+def scored(trained: Trained, tokens: np.ndarray, chosen: Sequence[Window], should_stop: Any) -> Score | None:
+    """Score the windows behind a progress line; None if stopped."""
+    progress, begin = Progress(), time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        seconds = time.monotonic() - begin
+        left = clock(seconds / done * (total - done))
+        bar = "#" * (30 * done // total)
+        progress.show(f"[{bar:<30}] {done:,}/{total:,} windows | {left} left", force=done == total)
+
+    score = score_windows(
+        trained.model,
+        tokens,
+        chosen,
+        batch_size=trained.config.eval.batch_size,
+        streaming=trained.config.eval.mode == "streaming",
+        should_stop=should_stop,
+        on_progress=show,
+    )
+    progress.clear()
+    return score
+
+
+def estimate(trained: Trained, tokens: np.ndarray, chosen: Sequence[Window]) -> float:
+    """Return the seconds that the windows should take, from the second of two runs over the first batch."""
+    batches = equal_batches(chosen, trained.config.eval.batch_size)
+    first = [chosen[k] for k in batches[0]]
+    seconds = 0.0
+    for _ in range(2 if len(batches) > 8 else 1):
+        begin = time.monotonic()
+        score_windows(
+            trained.model,
+            tokens,
+            first,
+            batch_size=trained.config.eval.batch_size,
+            streaming=trained.config.eval.mode == "streaming",
+        )
+        seconds = time.monotonic() - begin
+    return seconds / len(first) * len(chosen)
+
+
+def record(
+    trained: Trained, store: TokenStore, score: Score, split_units: int, count: int, partial: bool, seconds: float
+) -> dict[str, Any]:
+    """Return everything that the number means."""
+    config = trained.config
+    protocol = protocol_line(config, config.eval.split, store.unit, score.units, mode=config.eval.mode, partial=partial)
+    return {
+        f"bits_per_{store.unit}": score.bits,
+        "standard_error": score.standard_error,
+        "nats": score.nats,
+        "units": score.units,
+        "split_units": split_units,
+        "windows": count,
+        "partial": partial,
+        "split": config.eval.split,
+        "mode": config.eval.mode,
+        "length": config.data.length,
+        "stride": config.eval.stride or config.data.length,
+        "selection_sees_future": sees_future(config, config.eval.mode),
+        "protocol": protocol,
+        "checkpoint": {"name": config.eval.checkpoint, "step": trained.checkpoint["step"]},
+        "data": store.describe(),
+        "precision": config.hardware.precision,
+        "accelerator": trained.hardware.accelerator,
+        "seconds": seconds,
+        "time": utc_now(),
+    }
+
+
+def result_path(folder: Path, config: Config, partial: bool) -> Path:
+    """Return where a result is kept; one of another protocol has another name."""
+    stride = f"-stride{config.eval.stride}" if config.eval.stride else ""
+    limit = f"-limit{config.eval.limit}" if partial else ""
+    return folder / "eval" / f"{config.eval.split}-{config.eval.mode}{stride}{limit}-{config.eval.checkpoint}.json"
+
+
+def print_result(result: dict[str, Any], path: Path) -> None:
+    """Print the score, the count and the protocol."""
+    unit = result["data"]["unit"]
+    share = f"a sample: {result['units']:,} of" if result["partial"] else f"all {result['units']:,} of"
+    print(f"{result[f'bits_per_{unit}']:.5f} bits/{unit} (standard error {result['standard_error']:.5f} over windows)")
+    print(f"{share} the split's {result['split_units']:,} {unit}s scored, in {clock(result['seconds'])}")
+    print(result["protocol"])
+    print(path)

@@ -1,0 +1,103 @@
+"""`rtx sample RUN [overrides]`: let a run write, one unit at a time."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from rtx.config import Config, SampleConfig
+from rtx.data.tokenizers import ByteTokenizer
+from rtx.errors import RunFailed, UserError
+from rtx.model.decoding import generate
+from rtx.report.text import TextStream
+from rtx.training.files import replace_file
+from rtx.training.trained import load_trained, run_config, run_folder
+
+USAGE = "rtx sample RUN [length=1000] [temperature=1] [top_k=...] [top_p=...] [prompt='...'] [sample.seed=0]"
+
+
+def main(arguments: list[str]) -> int:
+    """Run `rtx sample RUN [overrides]`: the text on stdout as it comes, everything else on stderr.
+
+    Raises:
+        UserError: no such run, a wrong option, a length beyond the learned positions.
+        RunFailed: no checkpoint is whole, or the sample cannot be written.
+    """
+    folder, overrides = run_folder(arguments, "sample", USAGE)
+    config = run_config(folder, overrides, "sample")
+    wish = config.sample
+    tokenizer = ByteTokenizer()
+    prompt = torch.from_numpy(tokenizer.encode(wish.prompt).astype("int64"))[None]
+    check_length(config, prompt.shape[1])
+    trained = load_trained(
+        folder, config, wish.checkpoint, tokenizer.vocabulary, lambda line: print(line, file=sys.stderr)
+    )
+    units: list[int] = []
+    stream = TextStream()
+    show(stream.feed(tokenizer.decode(prompt[0])))
+    generator = torch.Generator().manual_seed(wish.seed)
+    stopped = False
+    try:
+        with trained.arithmetic():
+            for unit_B in generate(
+                trained.model,
+                prompt,
+                wish.length,
+                temperature=wish.temperature,
+                top_k=wish.top_k,
+                top_p=wish.top_p,
+                generator=generator,
+            ):
+                units.append(int(unit_B))
+                show(stream.feed(tokenizer.decode(units[-1:])))
+    except KeyboardInterrupt:
+        stopped = True
+    show(stream.feed(b"", final=True) + "\n")
+    path = sample_path(folder, wish, trained.checkpoint["step"])
+    save(path, tokenizer.decode(prompt[0]) + tokenizer.decode(units))
+    print(path, file=sys.stderr)
+    return 130 if stopped else 0
+
+
+def check_length(config: Config, prompt: int) -> None:
+    """Refuse what learned positions do not cover, before anything is loaded.
+
+    Raises:
+        UserError: prompt and length reach beyond data.length.
+    """
+    total = prompt + config.sample.length
+    if config.model.positions == "learned" and total > config.data.length:
+        raise UserError(
+            f"sample.length={config.sample.length}: with a prompt of {prompt} units that is {total}, but "
+            f"model.positions=learned covers data.length={config.data.length}; at most {config.data.length - prompt}"
+        )
+
+
+def show(text: str) -> None:
+    """Print a piece of the text at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def sample_path(folder: Path, wish: SampleConfig, step: int) -> Path:
+    """Return a path that no earlier sample of the run has."""
+    name = f"step{step}-seed{wish.seed}"
+    taken = {path.stem for path in (folder / "samples").glob("*.txt")}
+    number = next(n for n in range(1, len(taken) + 2) if f"{name}-{n}" not in taken)
+    return folder / "samples" / f"{name}-{number}.txt"
+
+
+def save(path: Path, text: bytes) -> None:
+    """Keep a sample, byte for byte.
+
+    Raises:
+        RunFailed: it cannot be written.
+    """
+    try:
+        os.makedirs(path.parent, exist_ok=True)
+        replace_file(path, lambda file: file.write(text))
+    except OSError as error:
+        raise RunFailed(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,77 @@
+"""A trained model from its run folder, ready to score or to sample on one device."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rtx.compose import load_run_config, merge, to_dict
+from rtx.config import Config
+from rtx.errors import UserError
+from rtx.model.transformer import Transformer
+from rtx.training.checkpoints import Checkpoint, load_for_use, load_weights
+from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model and what is known of it."""
+
+    model: Transformer
+    config: Config
+    hardware: Hardware
+    checkpoint: Checkpoint
+
+    def arithmetic(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context that the model computes in: autocast with hardware.precision=bf16."""
+        if self.config.hardware.precision != "bf16":
+            return contextlib.nullcontext()
+        return torch.autocast("cuda" if self.hardware.accelerator == "gpu" else "cpu", dtype=torch.bfloat16)
+
+
+def run_folder(arguments: list[str], command: str, usage: str) -> tuple[Path, list[str]]:
+    """Return the run folder that the arguments of a command begin with, and the overrides behind it.
+
+    Raises:
+        UserError: there is no folder in front.
+    """
+    if not arguments or "=" in arguments[0]:
+        found = f", not {arguments[0]!r}" if arguments else ""
+        raise UserError(f"rtx {command} needs the run's folder first{found}; usage: {usage}")
+    return Path(arguments[0]), arguments[1:]
+
+
+def run_config(folder: Path, overrides: list[str], section: str) -> Config:
+    """Return a run's configuration with overrides, for work on one device."""
+    config = merge(load_run_config(folder), overrides, section)
+    hardware = dataclasses.replace(config.hardware, devices=None, nodes=1, compile=False)
+    if hardware.name == "ddp":
+        hardware = dataclasses.replace(hardware, name="auto")
+    return dataclasses.replace(config, hardware=hardware)
+
+
+def load_trained(
+    folder: Path, config: Config, name: str, vocabulary: int, say: Callable[[str], None] = print
+) -> Trained:
+    """Load the checkpoint `name` (best or last) of a run.
+
+    Raises:
+        UserError: there is none, it is refused, or its shapes differ from the configuration's.
+        RunFailed: no checkpoint of the run is whole.
+    """
+    hardware = resolve_hardware(config)
+    prepare_torch(config, hardware)
+    checkpoint = load_for_use(folder / "checkpoints", name)
+    model = Transformer(config, vocabulary)
+    load_weights(model, checkpoint, to_dict(config))
+    if config.hardware.precision == "fp64":
+        model = model.double()
+    model = model.to("cuda" if hardware.accelerator == "gpu" else "cpu")
+    model.eval()
+    say(f"{folder}: {name}.ckpt, step {checkpoint['step']:,}, {model.count_parameters():,} parameters")
+    return Trained(model, config, hardware, checkpoint)
