@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from rtx.attention.kmeans import update_centroids
 from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig, resolve
 from rtx.model.transformer import Transformer
+from rtx.training.hardware import keep_freed_memory
 
 RIVALS = ("full", "peer_routing")
 
@@ -160,6 +161,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if args.device == "cpu":
+        keep_freed_memory()  # as every run on a CPU does; the peer gains from it too
     tokens_BN = torch.randint(0, 256, (1, args.length), generator=torch.Generator().manual_seed(0)).to(args.device)
     steps = {f"routing_{name}": our_step(args, name, tokens_BN) for name in ("topk", "causal")}
     steps["full"] = our_step(args, None, tokens_BN)
