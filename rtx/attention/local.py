@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,27 +37,14 @@ def local(
     distance_QK = slot_Q[:, None] + block - slot_K[None]
     band_QK = (distance_QK >= 0) & (distance_QK < window)
     own_QQ = distance_QK[:, block:]
-    first_X1QD = attend(
-        q_XGQD[:, :1],
-        k_XGQD[:, :1],
-        v_XGQD[:, :1],
-        scale,
-        mask_QK=None if relative is None else own_QQ >= 0,
-        dropout=dropout,
-        relative=relative,
-        distance_QK=own_QQ,
-    )
-    others_XGQD = attend(
-        q_XGQD[:, 1:],
-        torch.cat([k_XGQD[:, :-1], k_XGQD[:, 1:]], dim=2),
-        torch.cat([v_XGQD[:, :-1], v_XGQD[:, 1:]], dim=2),
-        scale,
-        mask_QK=band_QK,
-        dropout=dropout,
-        relative=relative,
-        distance_QK=distance_QK,
-    )
-    out_XND = torch.cat([first_X1QD, others_XGQD], dim=1).flatten(1, 2)[:, :N]
+    read = functools.partial(attend, scale=scale, dropout=dropout, relative=relative)
+    first_mask = None if relative is None else own_QQ >= 0
+    outputs = [read(q_XGQD[:, :1], k_XGQD[:, :1], v_XGQD[:, :1], mask_QK=first_mask, distance_QK=own_QQ)]
+    # Only where there are others: some GPU kernels refuse to attend in no block at all.
+    if window < N:
+        k_XGKD, v_XGKD = (torch.cat([x[:, :-1], x[:, 1:]], dim=2) for x in (k_XGQD, v_XGQD))
+        outputs.append(read(q_XGQD[:, 1:], k_XGKD, v_XGKD, mask_QK=band_QK, distance_QK=distance_QK))
+    out_XND = torch.cat(outputs, dim=1).flatten(1, 2)[:, :N]
     return out_XND.unflatten(0, (B, H))
 
 
