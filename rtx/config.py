@@ -65,7 +65,7 @@ class RoutingConfig:
     commitment: float = ranged(0.0, low=0.0)
     """Weight of the loss that pulls queries to their centroid (both released codes: 1e-4; the paper: none)."""
     revive_after: int = ranged(0, low=0)
-    """Steps without a member after which a cluster restarts at the query that fits it best; 0: never."""
+    """Steps without a member after which a cluster restarts beside the fullest one of its head; 0: never."""
 
 
 @dataclass
