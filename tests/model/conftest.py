@@ -1,12 +1,18 @@
-"""Fixtures of the model tests: one thread."""
+"""Fixtures of the model tests: one thread, and memory that nobody wrote reads as NaN."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> None:
-    """Tiny matrices gain nothing from more."""
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """Fill uninitialised memory with NaN, so that reading it shows."""
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    yield
+    torch.use_deterministic_algorithms(False)
