@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -48,6 +49,13 @@ def test_only_top_w_scores_differently_when_it_streams() -> None:
             model = tiny_model(selection=selection)
             parallel, streaming = (model.loss(tokens(), mode)[0] for mode in (False, True))
             assert torch.equal(parallel, streaming) == (selection != "topk")
+
+
+def test_float32_streams_score_the_same_to_1e_4_bits() -> None:
+    model, tokens_BN = tiny_model(length=200).float(), tokens(8, length=200)
+    with torch.no_grad():
+        parallel, _ = model.loss(tokens_BN)
+    assert abs(float(streamed_nats(model, tokens_BN).mean() - parallel.mean())) < 1e-4 * math.log(2)
 
 
 def held(decoder: Decoder) -> int:
