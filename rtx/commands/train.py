@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import shlex
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,11 +29,10 @@ from rtx.training.files import replace_file
 from rtx.training.fit import Outcome, fit, loader_process_starts
 from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware
 from rtx.training.job import Job, Validation, nothing_left
-from rtx.training.metrics import utc_now
 from rtx.training.records import Records
 from rtx.training.rng import seed_everything
-from rtx.training.runs import new_run_folder, record_environment, working_in
-from rtx.training.signals import Signals, Stopped
+from rtx.training.runs import new_run_folder, record_environment, record_resumption, working_in
+from rtx.training.signals import Signals, Stopped, announce_parent, go_with_parent, ignore_signals, state_after
 from rtx.training.status import Status
 
 SAMPLE_LENGTH, SAMPLE_TEMPERATURE = 240, 0.8
@@ -73,12 +70,13 @@ def run(config: Config, hardware: Hardware, folder: Path, resumption: Resumption
         RunFailed: NaN, a full disk, a lost process.
     """
     prepare_torch(config, hardware)
+    if hardware.rank > 0:
+        return follow(config, hardware, folder, resumption)
+    announce_parent()
     with Signals() as signals:
         try:
-            if hardware.rank > 0:
-                return follow(config, hardware, folder, signals, resumption)
             with working_in(folder) as status:
-                signals.at_once = lambda: status.end("interrupted", "stopped at once by a second Ctrl-C")
+                signals.at_once = lambda code: status.end(state_after(code), "stopped at once")
                 train(config, hardware, folder, signals, resumption, status)
             return 0
         except Stopped as stop:
@@ -86,17 +84,22 @@ def run(config: Config, hardware: Hardware, folder: Path, resumption: Resumption
             return stop.code
 
 
-def follow(config: Config, hardware: Hardware, folder: Path, signals: Signals, resumption: Resumption | None) -> int:
+def follow(config: Config, hardware: Hardware, folder: Path, resumption: Resumption | None) -> int:
     """Do the work of a rank that writes nothing; how the run ends is for the first rank to say.
 
-    Lightning kills the first rank when a child that it started leaves with an error, so such a child leaves with 0.
+    A child that Lightning started has nothing to do with signals, goes when its parent goes, and always leaves with 0:
+    Lightning kills the parent of one that leaves with an error.
     """
     code = 0
     try:
-        train(config, hardware, folder, signals, resumption, None)
+        with Signals() as signals:
+            if hardware.launcher == "lightning":
+                ignore_signals()
+                go_with_parent()
+            train(config, hardware, folder, signals, resumption, None)
     except Stopped as stop:
         code = stop.code
-    except (RunFailed, UserError):
+    except (RunFailed, UserError, torch.distributed.DistError):
         code = 1
     return 0 if hardware.launcher == "lightning" else code
 
@@ -111,8 +114,11 @@ def train(
 ) -> None:
     """Open the data, build the model, fit it and print what came of it; ranks without a `status` write nothing."""
     say: Callable[[str], None] = print if status else ignore
-    if status:
-        begin(config, folder, resumption)
+    if status and resumption:
+        print("\n".join(resumption.lines))
+    elif status:
+        print(f"run: {shown(folder)}")
+        write_config(config, folder)
     store = open_data(config.data, data_root(), say)
     start = newest_checkpoint(folder / "checkpoints", set_aside=bool(status), report=say) if resumption else None
     if start and resumption:
@@ -123,6 +129,9 @@ def train(
     if status:
         facts = {"hardware": hardware.describe(), "data": store.describe(), "parameters": model.count_parameters()}
         record_environment(folder, facts)
+        if resumption:  # its configuration may differ, and is known by now to fit the checkpoint
+            record_resumption(folder, resumption.changed)
+            write_config(config, folder)
         print(opening_line(config, hardware, store, model))
     with Records(folder, config, to_dict(config), status) as records:
         outcome = fit(
@@ -150,15 +159,8 @@ def train(
         print_sample(model, store)
 
 
-def begin(config: Config, folder: Path, resumption: Resumption | None) -> None:
-    """Say where the run is, and write its configuration (a resumed one may have changed)."""
-    if not resumption:
-        print(f"run: {shown(folder)}")
-    else:
-        print("\n".join(resumption.lines))
-        with open(folder / "resumes.jsonl", "a") as file:
-            row = {"time": utc_now(), "command": shlex.join(sys.argv), "changed": resumption.changed}
-            file.write(json.dumps(row) + "\n")
+def write_config(config: Config, folder: Path) -> None:
+    """Write config.yaml."""
     replace_file(folder / "config.yaml", lambda file: file.write(to_yaml(config).encode()))
 
 
@@ -244,9 +246,10 @@ def print_sample(model: Transformer, store: TokenStore) -> None:
     """Print a short text that the model writes from nothing."""
     generator = torch.Generator().manual_seed(0)
     empty = torch.empty(1, 0, dtype=torch.int64)
-    units = [
-        int(unit) for unit in generate(model, empty, SAMPLE_LENGTH, temperature=SAMPLE_TEMPERATURE, generator=generator)
-    ]
+    positions = model.embedding.positions
+    length = SAMPLE_LENGTH if positions is None else min(SAMPLE_LENGTH, len(positions.table_NE))
+    draws = generate(model, empty, length, temperature=SAMPLE_TEMPERATURE, generator=generator)
+    units = [int(unit) for unit in draws]
     print(f"a sample (temperature {SAMPLE_TEMPERATURE}):")
     print(printable(store.tokenizer.decode(units)))
 

@@ -1,0 +1,58 @@
+"""The plan's counts against counting for real."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from rtx.analysis.cost import cost, memory, triangle, window_pairs
+from rtx.compose import compose
+from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig, resolve
+from rtx.model.transformer import Transformer
+
+SMALL = resolve(
+    Config(
+        data=DataConfig(length=32),
+        routing=RoutingConfig(heads=1, layers=1, window=8),
+        model=ModelConfig(layers=2, heads=2, hidden=16, window=4, ffn_hidden=24),
+    )
+)
+
+
+def test_parameters_are_those_of_the_model() -> None:
+    assert cost(SMALL, 11).parameters == Transformer(SMALL, 11).count_parameters()
+
+
+def test_dense_operations_are_those_that_torch_counts() -> None:
+    local = resolve(dataclasses.replace(SMALL, routing=RoutingConfig(heads=0, layers=0, window=8)))
+    model = Transformer(local, 11).eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.loss(torch.zeros(1, 32, dtype=torch.int64))
+    counts = counter.get_flop_counts()["Global"]
+    dense = sum(flops for operator, flops in counts.items() if "mm" in str(operator))
+    assert cost(local, 11).dense == dense
+
+
+@pytest.mark.parametrize(("n", "window"), [(1, 1), (7, 3), (7, 7), (7, 20), (30, 4)])
+def test_pairs_are_those_of_a_loop(n: int, window: int) -> None:
+    assert window_pairs(n, window) == sum(1 for i in range(n) for j in range(n) if i - window < j <= i)
+    assert triangle(n) == sum(1 for i in range(n) for j in range(n) if j <= i)
+
+
+def test_routing_costs_less_than_full_attention_and_more_clusters_cost_more_selection() -> None:
+    config = compose(["data=enwik8", "model=rt24"])
+    total = cost(config, 256)
+    assert total.attention + total.selection < total.full_attention / 4
+    more = cost(compose(["data=enwik8", "model=rt24", "routing.clusters=64"]), 256)
+    assert more.selection == 2 * total.selection
+    assert cost(compose(["data=enwik8", "model=rt24", "routing=random"]), 256).selection == 0
+
+
+def test_recomputation_trades_memory_for_operations() -> None:
+    plain, again = (compose(["data=enwik8", "model=rt24", f"model.recompute={switch}"]) for switch in ("false", "true"))
+    kept, dropped = (memory(config, cost(config, 256), 1, 256)["activations"] for config in (plain, again))
+    assert dropped < kept / 5
+    assert cost(again, 256).step(again) > cost(plain, 256).step(plain)

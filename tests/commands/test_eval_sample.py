@@ -1,0 +1,153 @@
+"""`rtx eval` and `rtx sample` on real runs of a few steps."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rtx.cli import main
+
+SIZES = [
+    *("data=text", "data.length=32", "model=tiny", "model.layers=2", "model.hidden=16", "model.heads=2"),
+    *("model.ffn_hidden=16", "model.window=8", "routing.heads=1", "routing.layers=1", "routing.window=8"),
+    *("trainer.steps=4", "trainer.batch_size=2", "trainer.val_windows=2", "logger=jsonl", "hardware.threads=1"),
+]
+UNITS = 4_001
+"""An awkward number: the splits are no multiples of N."""
+
+
+@dataclass
+class Said:
+    """What a command printed."""
+
+    stdout: bytes
+    stderr: bytes
+
+
+def rtx(folder: Path, *arguments: str, code: int = 0) -> Said:
+    """Run a command as in `folder`, in this process, and check its exit code."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.chdir(folder)
+        patch.setenv("RTX_OUTPUTS", str(folder / "outputs"))
+        patch.setenv("RTX_DATA", str(folder / "data"))
+        patch.delenv("RTX_RUN", raising=False)
+        returned = main(arguments)
+    assert returned == code, err.getvalue()
+    assert "Traceback" not in err.getvalue()
+    return Said(out.getvalue().encode(), err.getvalue().encode())
+
+
+def train(folder: Path, *overrides: str) -> Path:
+    """Train for a few steps on text of our own, and return the run folder."""
+    text = np.random.default_rng(0).choice(list(b"abc \n\xff"), UNITS).astype(np.uint8)
+    (folder / "book.txt").write_bytes(text.tobytes())
+    rtx(folder, "train", "data.path=book.txt", *SIZES, *overrides)
+    return next((folder / "outputs").glob("*/*/config.yaml")).parent
+
+
+@pytest.fixture(scope="module")
+def causal_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("causal"))
+
+
+@pytest.fixture(scope="module")
+def topk_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("topk"), "routing=topk", "model.positions=learned")
+
+
+def score(run: Path, *overrides: str) -> dict[str, Any]:
+    """Score a run and return the JSON that it leaves."""
+    before = set(run.glob("eval/*.json"))
+    printed = rtx(run.parents[2], "eval", str(run), *overrides).stdout.decode()
+    (path,) = set(run.glob("eval/*.json")) - before
+    result = json.loads(path.read_text())
+    assert f"{result['bits_per_byte']:.5f} bits/byte" in printed
+    assert result["protocol"] in printed
+    assert "estimated time" in printed
+    path.unlink()
+    return result
+
+
+def test_every_byte_of_each_split_is_scored_once(causal_run: Path) -> None:
+    for split, units in (("train", 3_600), ("valid", 200), ("test", 201)):
+        result = score(causal_run, f"split={split}")
+        assert abs(result["units"] - units) <= 1
+        assert result["units"] == result["split_units"]
+        assert result["bits_per_byte"] == pytest.approx(result["nats"] / result["units"] / math.log(2))
+        assert not result["partial"]
+        assert not result["selection_sees_future"]
+
+
+def test_causal_selection_scores_the_same_in_both_modes(causal_run: Path) -> None:
+    parallel, streaming = (score(causal_run, f"mode={mode}")["bits_per_byte"] for mode in ("parallel", "streaming"))
+    assert abs(parallel - streaming) < 1e-4
+
+
+def test_topk_is_marked_and_streaming_differs(topk_run: Path) -> None:
+    parallel, streaming = (score(topk_run, f"mode={mode}") for mode in ("parallel", "streaming"))
+    assert parallel["selection_sees_future"]
+    assert "selection sees the future" in parallel["protocol"]
+    assert not streaming["selection_sees_future"]
+    assert parallel["bits_per_byte"] != streaming["bits_per_byte"]
+
+
+def test_a_shorter_stride_scores_the_same_bytes_with_more_context(causal_run: Path) -> None:
+    result = score(causal_run, "stride=5")
+    assert result["units"] == result["split_units"]
+    assert "stride 5" in result["protocol"]
+
+
+def test_a_limit_is_marked_partial_with_its_error(causal_run: Path) -> None:
+    result = score(causal_run, "limit=3")
+    assert result["partial"]
+    assert result["windows"] == 3
+    assert result["standard_error"] > 0
+    assert "sample of the windows" in result["protocol"]
+
+
+def test_mistakes_are_told_in_a_line(causal_run: Path, tmp_path: Path) -> None:
+    folder = causal_run.parents[2]
+    for arguments, said in (
+        (["eval"], "needs the run's folder"),
+        (["eval", "split=test"], "needs the run's folder"),
+        (["eval", str(tmp_path)], "has no config.yaml"),
+        (["eval", str(causal_run), "splt=test"], "'split'"),
+        (["eval", str(causal_run), "split=tset"], "valid, test, train"),
+        (["sample", str(causal_run), "top_p=2"], "at most 1"),
+    ):
+        assert said in rtx(folder, *arguments, code=2).stderr.decode()
+
+
+def test_other_data_than_the_runs_are_named(causal_run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_bytes(b"xyz" * 1_500)
+    printed = rtx(causal_run.parents[2], "eval", str(causal_run), f"data.path={other}", "eval.limit=1").stdout.decode()
+    assert "these are not the data of the run" in printed
+
+
+def test_a_sample_is_reproducible_and_kept_byte_for_byte(causal_run: Path) -> None:
+    folder = causal_run.parents[2]
+    first, second = (rtx(folder, "sample", str(causal_run), "length=60", "prompt=ab c") for _ in range(2))
+    assert first.stdout == second.stdout
+    assert first.stdout.startswith(b"ab c")
+    kept = sorted((causal_run / "samples").glob("*.txt"))[-2:]
+    assert kept[0].read_bytes() == kept[1].read_bytes()
+    assert len(kept[0].read_bytes()) == 64
+    other = rtx(folder, "sample", str(causal_run), "length=60", "prompt=ab c", "sample.seed=1")
+    assert other.stdout != first.stdout
+
+
+def test_a_stream_may_outrun_the_window_but_not_learned_positions(causal_run: Path, topk_run: Path) -> None:
+    assert len(rtx(causal_run.parents[2], "sample", str(causal_run), "length=100").stdout) >= 100
+    refused = rtx(topk_run.parents[2], "sample", str(topk_run), "length=33", code=2).stderr.decode()
+    assert "at most 32" in refused
+    rtx(topk_run.parents[2], "sample", str(topk_run), "length=32", "temperature=0", "top_k=3", "top_p=0.9")
