@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rtx.analysis.telemetry import read_telemetry
 from rtx.attention.kmeans import initialise_from_data
 from rtx.compose import compose, to_dict, to_yaml
 from rtx.config import Config
@@ -146,7 +147,7 @@ def train(
                 folder=folder,
                 records=records,
                 signals=signals,
-                telemetry=lambda model: {},
+                telemetry=read_telemetry,
                 start=start,
             )
         )

@@ -25,12 +25,13 @@ from rtx.training.job import Job
 from rtx.training.loop import Loop
 from rtx.training.module import TrainingModule
 from rtx.training.pace import Fetches
-from rtx.training.signals import Stopped, ignore_signals
+from rtx.training.signals import ignore_signals, state_after
 
 PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp64": "64-true"}
 """Our word for each arithmetic, and Lightning's."""
 
 KNOWN_WARNINGS = (
+    r".*`broadcast_buffers` is deprecated.*",  # its successor is not in all versions of torch that we take
     r".*isinstance\(treespec, LeafSpec\).*",  # Lightning's use of a torch name that is to change
     r".*Total length of .* across ranks is zero.*",  # a resumed run that only has its last score to compute
 )
@@ -63,7 +64,7 @@ def fit(job: Job) -> Outcome:
     fetches = Fetches(job.batches, steps * job.hardware.accumulate)
     loop = Loop(job, module, fetches)
     trainer = make_trainer(job, loop)
-    job.signals.at_once = lambda: leave_at_once(job, loop, trainer)
+    job.signals.at_once = lambda code: leave_at_once(code, job, loop, trainer)
     try:
         with quiet():
             trainer.fit(module, train_dataloaders=fetches)
@@ -77,7 +78,7 @@ def fit(job: Job) -> Outcome:
         if dist.is_initialized():
             dist.destroy_process_group()
     if loop.stopped_by or loop.final is None:
-        raise Stopped(loop.stopped_by, f"stopped by a signal at step {module.step:,}; {loop.last_good()}")
+        raise loop.stopped()
     return Outcome(module.step, loop.clock.seconds, loop.time_up, loop.best, loop.final)
 
 
@@ -118,11 +119,11 @@ def cluster_environment(hardware: Hardware) -> ClusterEnvironment:
     return LightningEnvironment()
 
 
-def leave_at_once(job: Job, loop: Loop, trainer: pl.Trainer) -> None:
+def leave_at_once(code: int, job: Job, loop: Loop, trainer: pl.Trainer) -> None:
     """Before the process ends in the middle of a step: say so, and take the children along."""
     job.records.progress.say(f"stopped at once; {loop.last_good()}")
     if job.records.status:
-        job.records.status.end("interrupted", f"stopped at once by a second Ctrl-C; {loop.last_good()}")
+        job.records.status.end(state_after(code), f"stopped at once; {loop.last_good()}")
     for child in getattr(trainer.strategy.launcher, "procs", []):
         child.kill()
 

@@ -140,7 +140,7 @@ def prepare_torch(config: Config, hardware: Hardware) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Tell the C library (glibc) to keep what is freed: a training step asks for the same large tensors again and again.
+    """Tell the C library (glibc) to keep what is freed: each training step asks for the same large tensors again.
 
     Given back to the system, each page of them is faulted in and zeroed anew, about a tenth of a step's time.
     """

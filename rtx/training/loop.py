@@ -64,7 +64,7 @@ class Loop(pl.Callback):
         self.clock.start()
         self.make_up(trainer)
         if self.stopped_by:
-            raise Stopped(self.stopped_by, f"stopped by a signal at step {self.module.step:,}; {self.last_good()}")
+            raise self.stopped()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -289,6 +289,12 @@ class Loop(pl.Callback):
         if self.saved is None:
             return "no checkpoint had been written yet"
         return f"the last good checkpoint is {self.checkpoints / 'last.ckpt'} (step {self.saved:,})"
+
+    def stopped(self) -> Stopped:
+        """Return what ends a run that a signal has stopped."""
+        step = self.module.step
+        saved = f"saved in {self.checkpoints / 'last.ckpt'}" if self.saved == step else self.last_good()
+        return Stopped(self.stopped_by, f"stopped by a signal at step {step:,}; {saved}")
 
     def load(self, trainer: pl.Trainer, start: Checkpoint) -> None:
         """Put weights, optimizer and the step back, in place."""

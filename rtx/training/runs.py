@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import os
 import platform
 import secrets
@@ -58,7 +59,8 @@ def working_in(folder: Path) -> Iterator[Status]:
     """Hold a run folder: lock it, keep its status, and write how the work ended.
 
     A body that ends without a word is `done`, unless it has called `Status.end` itself. `Stopped` is written as
-    interrupted (SIGINT) or preempted (SIGTERM, SIGUSR1, SIGUSR2) and passed on, like every other error.
+    interrupted (SIGINT) or preempted (SIGTERM, SIGUSR1, SIGUSR2) and passed on, like every other error. A `UserError`
+    leaves the status that a resumed run had.
 
     Raises:
         UserError: another run works in the folder, or it cannot be written.
@@ -77,6 +79,9 @@ def working_in(folder: Path) -> Iterator[Status]:
             status.end("done")
         except Stopped as stop:
             status.end(stop.state, str(stop))
+            raise
+        except UserError as error:
+            status.withdraw(str(error))
             raise
         except OSError as error:
             status.end("failed", str(error))
@@ -112,6 +117,13 @@ def record_environment(folder: Path, facts: dict[str, Any]) -> None:
             **facts,
         },
     )
+
+
+def record_resumption(folder: Path, changed: dict[str, tuple[Any, Any]]) -> None:
+    """Append to resumes.jsonl when and how the run went on, and which fields changed from what to what."""
+    row = {"time": utc_now(), "command": shlex.join(sys.argv), "changed": changed}
+    with open(folder / "resumes.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 def package_version(name: str) -> str | None:

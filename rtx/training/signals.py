@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -23,6 +25,13 @@ EXIT_CODES = {
 }
 
 
+PATIENCE_SECONDS = 1.0
+"""Time that the main thread is given to react to a signal while no step is under way."""
+
+PARENT_VARIABLE = "RTX_PARENT"
+"""Environment variable that holds the number of the first process, for those that it starts."""
+
+
 class Stopped(BaseException):
     """The run ends because of a signal. Like KeyboardInterrupt, no `except Exception` swallows it."""
 
@@ -34,14 +43,21 @@ class Stopped(BaseException):
     @property
     def state(self) -> str:
         """The word for status.json."""
-        return "interrupted" if self.code == INTERRUPTED else "preempted"
+        return state_after(self.code)
+
+
+def state_after(code: int) -> str:
+    """Return the word for status.json of a run that a signal ended with this exit code."""
+    return "interrupted" if code == INTERRUPTED else "preempted"
 
 
 class Signals:
     """The signal handlers of a run, as a context that puts the former handlers back.
 
     While `holding` is false a signal raises `Stopped` where the process is; while it is true the signal is only noted
-    in `requested`, for the loop to read at the end of its step.
+    in `requested`, for the loop to read at the end of its step. Python runs handlers between two of its own
+    instructions, and waiting for another process of the run is a single one; so a thread that the system wakes at once
+    ends the process where the main thread does not come round to it.
     """
 
     def __init__(self) -> None:
@@ -49,38 +65,81 @@ class Signals:
         """Exit code asked for by a signal, or 0."""
         self.holding = False
         """Whether there is a step to finish first."""
-        self.at_once: Callable[[], None] = lambda: None
-        """Called before a second SIGINT ends the process."""
-        self.interrupts = 0
+        self.at_once: Callable[[int], object] = lambda code: None
+        """Called with the exit code before the process ends at once."""
         self.former: dict[signal.Signals, Any] = {}
+        self.seen = threading.Event()
+        """Set when the main thread has come round to a signal."""
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
             self.former = {number: signal.getsignal(number) for number in EXIT_CODES}
             self.install()
+            self.waker, self.wakened = socket.socketpair()
+            self.waker.setblocking(False)
+            self.former_fd = signal.set_wakeup_fd(self.waker.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=self.watch, name="signals", daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self.former:
+            signal.set_wakeup_fd(self.former_fd)
+            self.waker.close()
         for number, handler in self.former.items():
             signal.signal(number, handler)
 
     def install(self) -> None:
         """Set our handlers (again: Lightning sets its own for SIGTERM when a fit begins)."""
         for number in self.former:
-            signal.signal(number, self.handle)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self.handle)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Note the signal, or raise `Stopped` where nothing is held."""
+        self.seen.set()
         self.requested = self.requested or EXIT_CODES[signal.Signals(number)]
-        self.interrupts += number == signal.SIGINT
-        if number == signal.SIGINT and self.interrupts > 1:
-            self.at_once()
-            os._exit(INTERRUPTED)
         if not self.holding:
             raise Stopped(self.requested, f"{signal.Signals(number).name} while no step was under way")
 
+    def watch(self) -> None:
+        """End the process at a second SIGINT, or if nobody is holding and the main thread does not react."""
+        interrupts = 0
+        while received := self.wakened.recv(1):
+            if received[0] not in EXIT_CODES:
+                continue
+            interrupts += received[0] == signal.SIGINT
+            if interrupts > 1:
+                self.leave(INTERRUPTED)
+            if not self.holding and not self.seen.wait(PATIENCE_SECONDS):
+                self.leave(EXIT_CODES[signal.Signals(received[0])])
+        self.wakened.close()
+
+    def leave(self, code: int) -> None:
+        """End the process now."""
+        try:
+            self.at_once(code)
+        finally:
+            os._exit(code)
+
 
 def ignore_signals() -> None:
-    """Leave all of them to the training process: for loader processes, which a Ctrl-C or a scheduler reaches too."""
+    """Leave them all to the first process: for those that it starts, which a Ctrl-C or a scheduler reaches too."""
     for number in EXIT_CODES:
         signal.signal(number, signal.SIG_IGN)
+
+
+def announce_parent() -> None:
+    """Tell the processes that this one will start who it is; see `go_with_parent`."""
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
+
+
+def go_with_parent() -> None:
+    """End this process within a second of the end of the one that announced itself, even while it waits for it."""
+    parent = int(os.environ[PARENT_VARIABLE])
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()

@@ -32,7 +32,8 @@ class Status:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "status.json"
-        previous = read_status(folder) or {}
+        self.before = read_status(folder)
+        previous = self.before or {}
         self.fields: dict[str, Any] = {
             "state": "running",
             "reason": None,
@@ -74,6 +75,14 @@ class Status:
         if not self.ended.is_set():
             self.ended.set()
             self.update(state=state, reason=reason, write=True)
+
+    def withdraw(self, reason: str) -> None:
+        """End because there was nothing to begin with: the status of before stands again, or else failed."""
+        if self.before and not self.ended.is_set():
+            self.ended.set()
+            self.fields = self.before
+            write_json(self.path, self.before)
+        self.end("failed", reason)
 
     def _beat(self) -> None:
         while not self.ended.wait(BEAT_SECONDS):
