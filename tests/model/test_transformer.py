@@ -116,6 +116,19 @@ def test_dropout_is_for_training(kind: str) -> None:
     assert not torch.equal(model.loss(tokens())[0], model.loss(tokens())[0])
 
 
+def test_the_auxiliary_loss_is_the_sum_over_layers() -> None:
+    model = tiny_model(routing_commitment=0.1).train()
+    layers = [module for module in model.modules() if isinstance(module, RoutingHeads)]
+    total = float(model.loss(tokens())[1].detach())
+    parts = []
+    for silent in layers:
+        silent.commitment = 0.0
+        parts.append(float(model.loss(tokens())[1].detach()))
+        silent.commitment = 0.1
+    assert min(parts) > 0 and sum(parts) == pytest.approx(total)
+    assert float(model.eval().loss(tokens())[1]) == 0
+
+
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_recomputation_changes_nothing(selection: str) -> None:
     found: list[dict[str, Tensor]] = []
