@@ -73,17 +73,17 @@ def dispatch(arguments: list[str]) -> int:
     if word not in COMMANDS:
         hint = nearest(word, [*COMMANDS, "--help", "--version"]) or f"; the commands are {', '.join(COMMANDS)}"
         raise UserError(f"unknown command {word!r}{hint}")
-    from rtx.flags import parse_flags
+    from rtx.commandline.flags import parse_flags
 
     flags, overrides = parse_flags(word, rest)
     if flags.help:
         return help_page([word, *overrides], 0)
     if flags.multirun:
-        from rtx.multirun import sweep
+        from rtx.commandline.multirun import sweep
 
         return sweep(word, overrides)
     if flags.cfg or flags.info:
-        from rtx.show import show
+        from rtx.commandline.show import show
 
         return show(flags, overrides)
     check_first(word, overrides)
@@ -103,7 +103,7 @@ def check_first(word: str, overrides: list[str]) -> None:
 
 def help_page(words: list[str], code: int) -> int:
     """Print the page of a command, or of rtx itself, and return `code`."""
-    from rtx import help
+    from rtx.commandline import help
 
     if words and words[0] in COMMANDS:
         print(help.command_page(words[0], words[1:]))

@@ -23,10 +23,10 @@ from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from rtx.commandline.fields import all_fields, conf_dir
+from rtx.commandline.overrides import check_overrides
 from rtx.config import GROUPS, Config, resolve
 from rtx.errors import UserError
-from rtx.fields import all_fields, conf_dir
-from rtx.overrides import check_overrides
 
 CONFIG_NAME = "config"
 RUN_CONFIG = "config.yaml"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rtx.commandline.fields import all_fields
 from rtx.compose import (
     compose,
     compose_unresolved,
@@ -21,7 +22,6 @@ from rtx.compose import (
     to_yaml,
 )
 from rtx.errors import UserError
-from rtx.fields import all_fields
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from rtx.commandline.fields import all_fields, conf_dir, option_doc, options, sections, suggest_key
 from rtx.config import GROUPS
-from rtx.fields import all_fields, conf_dir, option_doc, options, sections, suggest_key
 
 
 def test_every_field_has_a_docstring_of_one_sentence_or_more() -> None:

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from rtx import help
 from rtx.cli import COMMANDS
+from rtx.commandline import help
+from rtx.commandline.fields import all_fields, option_doc, options
 from rtx.config import GROUPS
-from rtx.fields import all_fields, option_doc, options
 
 
 def test_every_group_option_and_key_has_its_line() -> None:

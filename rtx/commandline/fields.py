@@ -113,7 +113,7 @@ def sections() -> dict[str, str]:
 @functools.cache
 def conf_dir() -> Path:
     """Return the folder of the Hydra groups: inside the package in a wheel, beside it in a checkout."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     inside = package / "conf"
     return inside if inside.is_dir() else package.parent / "conf"
 

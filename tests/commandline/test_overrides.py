@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from rtx.commandline.overrides import cells, check_overrides
 from rtx.errors import UserError
-from rtx.overrides import cells, check_overrides
 
 
 def taken(*arguments: str, sweep: bool = False) -> list[str]:

@@ -21,10 +21,10 @@ from typing import Any
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
+from rtx.commandline.overrides import Checked, cells, check_overrides
 from rtx.compose import CONFIG_NAME, compose_checked, config_hash, hydra_session
 from rtx.config import Config
 from rtx.errors import UserError
-from rtx.overrides import Checked, cells, check_overrides
 from rtx.training.status import read_status
 
 RUN_VARIABLE = "RTX_RUN"

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from rtx import cli, multirun
+from rtx import cli
+from rtx.commandline import multirun
 from rtx.compose import compose, config_hash
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = """#!{python}
 import json, os, pathlib, signal, sys, time
 folder = pathlib.Path(os.environ["RTX_RUN"])

@@ -8,9 +8,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rtx.commandline.fields import Field, all_fields, option_doc, options, sections, suggest_key
 from rtx.config import GROUPS
 from rtx.errors import UserError
-from rtx.fields import Field, all_fields, option_doc, options, sections, suggest_key
 
 COLUMN = 30
 COMPOSING = "[group=option ...] [key=value ...] [--cfg job] [--info]"
@@ -103,8 +103,8 @@ def command_page(word: str, words: Sequence[str]) -> str:
 
 def composed_values(overrides: Sequence[str]) -> dict[str, Any]:
     """Return the value of every key, and the option of every group, that these overrides give."""
+    from rtx.commandline.overrides import check_overrides
     from rtx.compose import compose_unresolved, get
-    from rtx.overrides import check_overrides
 
     config, choices = compose_unresolved([str(override) for override in check_overrides(overrides)])
     return {key: get(config, key) for key in all_fields()} | choices

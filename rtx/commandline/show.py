@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from omegaconf import DictConfig, OmegaConf
 
+from rtx.commandline.fields import all_fields, sections, suggest_key
+from rtx.commandline.flags import Flags
+from rtx.commandline.overrides import check_overrides
 from rtx.compose import CONFIG_NAME, compose, hydra_session, to_dict
 from rtx.errors import UserError
-from rtx.fields import all_fields, sections, suggest_key
-from rtx.flags import Flags
-from rtx.overrides import check_overrides
 
 
 def show(flags: Flags, overrides: list[str]) -> int:

@@ -20,9 +20,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, FloatRange, Glob, Quote, QuotedString, RangeSweep, Sweep
 from hydra.errors import HydraException
 
+from rtx.commandline.fields import Field, all_fields, options, sections, suggest_key
 from rtx.config import GROUPS, violated
 from rtx.errors import UserError, nearest
-from rtx.fields import Field, all_fields, options, sections, suggest_key
 
 # What Hydra itself is told in a sweep; any other hydra key would have no effect.
 SWEEP_KEYS = re.compile(r"hydra/launcher|hydra\.launcher\.[\w.]+|hydra\.sweeper\.max_batch_size")

@@ -1,0 +1,1 @@
+"""What stands between the words of a command line and a checked configuration: flags, overrides, help, sweeps."""
