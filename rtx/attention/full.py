@@ -23,8 +23,8 @@ def full(
     """Return causal softmax attention over the whole sequence, `[B, H, N, D]`.
 
     `scale` multiplies the logits (default 1 / sqrt(D)); `relative` adds Shaw's terms by true distance. The cost grows
-    with N squared. Memory is linear in N without `relative`; with it, it is bounded in evaluation, where blocks of queries
-    come one after the other, and grows with N squared in training, which keeps the weights of them all.
+    with N squared. Memory is linear in N without `relative`; with it, blocks of queries of bounded size follow each
+    other, but training keeps the weights of them all, N squared.
     """
     B, H, N, D = q_BHND.shape
     scale = logit_scale(scale, D)
