@@ -1,0 +1,65 @@
+"""Every preset takes an optimizer step at reduced size: its own pattern, positions, norm, dropouts and optimizer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rtx.attention.kmeans import all_centroids, update_centroids
+from rtx.commandline.fields import options
+from rtx.compose import compose
+from rtx.config import Config
+from rtx.model.transformer import Transformer
+from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
+
+VOCABULARY = 256
+
+
+def reduced(*overrides: str) -> Config:
+    """The composed configuration with a small model and short sequences; all else stays as the preset has it."""
+    config = compose(overrides)
+    heads = config.model.heads
+    embedding = ["model.embedding=8"] if config.model.embedding else []
+    return compose(
+        [
+            *overrides,
+            *("model.layers=2", f"model.hidden={heads * 4}", "model.ffn_hidden=24", "model.window=8"),
+            *("model.max_distance=8", *embedding, "data.length=32", "trainer.batch_size=2"),
+            *(f"routing.layers={min(config.routing.layers, 2)}", "routing.window=8", "routing.clusters=4"),
+        ]
+    )
+
+
+def take_step(config: Config) -> None:
+    """Take one step and check that it changes weights and centroids, and that everything stays finite."""
+    torch.manual_seed(0)
+    model = Transformer(config, VOCABULARY).train()
+    optimizer = build_optimizer(model, config.optimizer)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    nats_BN, auxiliary = model.loss(torch.randint(0, VOCABULARY, (2, config.data.length)))
+    (nats_BN.mean() + auxiliary).backward()
+    set_learning_rate(optimizer, learning_rate(config, 1))
+    optimizer.step()
+    update_centroids(model)
+    after = model.state_dict()
+    assert nats_BN.shape == (2, config.data.length)
+    assert all(torch.isfinite(value).all() for value in after.values())
+    assert not torch.equal(before["output_VS"], after["output_VS"])
+    for centroids in all_centroids(model):
+        assert int(centroids.steps) == 1
+
+
+@pytest.mark.parametrize("routing", options("routing"))
+@pytest.mark.parametrize("preset", options("model"))
+def test_model_presets(preset: str, routing: str) -> None:
+    take_step(reduced(f"model={preset}", f"routing={routing}"))
+
+
+@pytest.mark.parametrize("optimizer", options("optimizer"))
+def test_optimizer_presets(optimizer: str) -> None:
+    take_step(reduced(f"optimizer={optimizer}"))
+
+
+@pytest.mark.parametrize("experiment", options("experiment"))
+def test_experiments(experiment: str) -> None:
+    take_step(reduced(f"experiment={experiment}"))
