@@ -17,14 +17,22 @@ class Rotary(nn.Module):
     def __init__(self, size: int, base: float = 10_000.0) -> None:
         super().__init__()
         self.size, self.base = size, base
+        self.kept: tuple[object, tuple[Tensor, Tensor]] = (None, (torch.empty(0), torch.empty(0)))
+        """The angles of the last call that began at position 0, and what they were made for."""
 
     def angles(self, first: int, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines `[count, D / 2]` for positions from `first` on, in the type of `like`."""
-        # Anew each time: `.float()` or `.half()` would round a buffer of frequencies and turn far positions wrongly.
+        made_for = (count, like.dtype, like.device)
+        if first == 0 and self.kept[0] == made_for:
+            return self.kept[1]
+        # Not from a buffer of frequencies: `.float()` or `.half()` would round it and turn far positions wrongly.
         position_N = torch.arange(first, first + count, device=like.device, dtype=torch.float64)
         exponent_F = torch.arange(0, self.size, 2, device=like.device, dtype=torch.float64) / self.size
         angle_NF = position_N[:, None] * self.base**-exponent_F
-        return angle_NF.cos().to(like.dtype), angle_NF.sin().to(like.dtype)
+        made = angle_NF.cos().to(like.dtype), angle_NF.sin().to(like.dtype)
+        if first == 0:
+            self.kept = (made_for, made)
+        return made
 
     def forward(self, x_BHND: Tensor, first: int = 0) -> Tensor:
         """Return rotated vectors; the first of them stands at position `first`."""
