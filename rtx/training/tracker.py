@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from rtx.config import LoggerConfig
 from rtx.training.files import write_json
 
-INIT_SECONDS = 30.0
+INIT_SECONDS = 15.0
 """Patience with the server at the start of a run."""
 
 FINISH_SECONDS = 60.0

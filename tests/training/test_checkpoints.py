@@ -1,0 +1,229 @@
+"""Checkpoints: whole or known to be damaged, the one before kept, nothing but plain data read."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import zipfile
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+from torch import nn
+
+from rtx.errors import RunFailed, UserError
+from rtx.training import checkpoints as room
+from rtx.training.checkpoints import (
+    COMMENT_BYTES,
+    FORMAT,
+    Damaged,
+    Refused,
+    check_shapes,
+    differences,
+    load_for_use,
+    newest_checkpoint,
+    read_checkpoint,
+    save_best,
+    save_last,
+    write_checkpoint,
+)
+
+
+def checkpoint(step: int, width: int = 4) -> dict[str, Any]:
+    """Return the parts of a checkpoint that matter here."""
+    return {
+        "step": step,
+        "config": {"model": {"hidden": width}},
+        "model": {"weight": torch.full((width, 3), float(step))},
+        "optimizer": {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"betas": (0.9, 0.98)}]},
+        "ranks": [{"nats_sum": 1.5}],
+    }
+
+
+def damage(path: Path, keep: int | None = None, flip: int | None = None) -> None:
+    """Cut a file off, or flip one of its bits."""
+    content = bytearray(path.read_bytes())[:keep]
+    if flip is not None:
+        content[flip // 8] ^= 1 << flip % 8
+    path.write_bytes(content)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    save_last(tmp_path, checkpoint(1))
+    read = read_checkpoint(tmp_path / "last.ckpt")
+    assert torch.equal(read["model"]["weight"], torch.ones(4, 3))
+    assert read["optimizer"]["param_groups"] == [{"betas": (0.9, 0.98)}]
+    assert (read["format"], read["step"]) == (FORMAT, 1)
+
+
+def test_the_file_is_an_ordinary_one_for_torch_and_zip(tmp_path: Path) -> None:
+    save_last(tmp_path, checkpoint(1))
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["step"] == 1
+    with zipfile.ZipFile(tmp_path / "last.ckpt") as archive:
+        assert archive.testzip() is None
+        assert archive.comment.startswith(b"rtx sha256 ")
+
+
+def test_every_flipped_bit_and_every_cut_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    save_last(tmp_path, checkpoint(1))
+    whole = path.read_bytes()
+    draw = random.Random(0)
+    edges = [0, 1, COMMENT_BYTES - 1, COMMENT_BYTES, COMMENT_BYTES + 1, COMMENT_BYTES + 22]
+    cuts = [*edges, *(len(whole) - edge for edge in edges if edge), *(draw.randrange(len(whole)) for _ in range(30))]
+    for keep in cuts:
+        path.write_bytes(whole)
+        damage(path, keep=keep)
+        with pytest.raises(Damaged):
+            read_checkpoint(path)
+    bits = [
+        0,
+        *(8 * len(whole) - 8 * edge - 1 for edge in edges),
+        *(draw.randrange(8 * len(whole)) for _ in range(100)),
+    ]
+    for bit in bits:
+        path.write_bytes(whole)
+        damage(path, flip=bit)
+        with pytest.raises(Damaged):
+            read_checkpoint(path)
+    path.write_bytes(whole + b"\0")
+    with pytest.raises(Damaged):
+        read_checkpoint(path)
+
+
+def test_a_damaged_last_gives_way_to_the_one_before(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_last(tmp_path, checkpoint(step))
+    assert names(tmp_path) == ["last.ckpt", "previous.ckpt"]
+    damage(tmp_path / "last.ckpt", keep=500)
+    lines: list[str] = []
+    found = newest_checkpoint(tmp_path, set_aside=True, report=lines.append)
+    assert found is not None and found["step"] == 2
+    assert "last.ckpt is damaged" in lines[0] and "step 2" in lines[1]
+    save_last(tmp_path, checkpoint(4))  # the damaged file must not have taken the place of the good one
+    assert names(tmp_path) == ["last.ckpt", "last.ckpt.damaged", "previous.ckpt"]
+    assert read_checkpoint(tmp_path / "previous.ckpt")["step"] == 2
+
+
+def test_between_two_renames_there_is_a_checkpoint_too(tmp_path: Path) -> None:
+    save_last(tmp_path, checkpoint(1))
+    (tmp_path / "last.ckpt").rename(tmp_path / "previous.ckpt")
+    found = newest_checkpoint(tmp_path, set_aside=True, report=lambda line: None)
+    assert found is not None and found["step"] == 1
+
+
+def test_without_hard_links_the_order_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError("no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    for step in (1, 2):
+        save_last(tmp_path, checkpoint(step))
+    assert [read_checkpoint(tmp_path / f"{name}.ckpt")["step"] for name in ("previous", "last")] == [1, 2]
+
+
+def test_no_checkpoint_and_no_whole_checkpoint_are_told_apart(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path, set_aside=True) is None
+    save_last(tmp_path, checkpoint(1))
+    damage(tmp_path / "last.ckpt", flip=4000)
+    for _ in range(2):
+        with pytest.raises(RunFailed, match="is whole"):
+            newest_checkpoint(tmp_path, set_aside=True, report=lambda line: None)
+
+
+@pytest.mark.parametrize("room_left", [0, 10, 700, 2_000])
+def test_a_full_disk_leaves_the_last_good_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room_left: int
+) -> None:
+    save_last(tmp_path, checkpoint(1))
+
+    class Disk:
+        """A file on a disk with `room_left` bytes."""
+
+        def __init__(self, file: BinaryIO) -> None:
+            self.file, self.left = file, room_left
+
+        def write(self, data: bytes) -> int:
+            self.left -= len(data)
+            if self.left < 0:
+                raise OSError(28, "No space left on device")
+            return self.file.write(data)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+    def write_zip(file: BinaryIO, content: Any, real: Any = room.write_zip) -> None:
+        real(Disk(file), content)
+
+    monkeypatch.setattr(room, "write_zip", write_zip)
+    with pytest.raises(RunFailed, match=r"last\.ckpt: No space left on device; last\.ckpt is as it was"):
+        save_last(tmp_path, checkpoint(2))
+    assert names(tmp_path) == ["last.ckpt"]
+    assert read_checkpoint(tmp_path / "last.ckpt")["step"] == 1
+
+
+class Evil:
+    """What a crafted pickle runs when it is loaded."""
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("evil"),))
+
+
+def test_a_crafted_pickle_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    crafted: Any = {**checkpoint(1), "extra": Evil()}
+    os.replace(write_checkpoint(tmp_path / "last.ckpt", crafted), tmp_path / "last.ckpt")
+    with pytest.raises(Refused, match="more than plain tensors and numbers"):
+        read_checkpoint(tmp_path / "last.ckpt")
+    with pytest.raises(UserError, match="refused"):
+        newest_checkpoint(tmp_path, set_aside=True)
+    assert names(tmp_path) == ["last.ckpt"]
+
+
+def test_a_bare_pickle_and_a_later_format_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "last.ckpt").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(Damaged):
+        read_checkpoint(tmp_path / "last.ckpt")
+    monkeypatch.setattr(room, "FORMAT", FORMAT + 1)
+    save_last(tmp_path, checkpoint(1))
+    monkeypatch.undo()
+    with pytest.raises(Refused, match="update rtx"):
+        read_checkpoint(tmp_path / "last.ckpt")
+
+
+def test_best_is_for_use_and_the_others_stand_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="no checkpoint yet"):
+        load_for_use(tmp_path, "best")
+    save_last(tmp_path, checkpoint(3))
+    assert load_for_use(tmp_path, "best")["step"] == 3
+    assert "best.ckpt does not exist; using last.ckpt (step 3)" in capsys.readouterr().out
+    save_best(tmp_path, checkpoint(2))
+    best = load_for_use(tmp_path, "best")
+    assert best["step"] == 2 and not {"optimizer", "ranks"} & best.keys()
+    damage(tmp_path / "best.ckpt", flip=999)
+    damage(tmp_path / "last.ckpt", flip=999)
+    with pytest.raises(RunFailed, match="damaged"):
+        load_for_use(tmp_path, "best")
+
+
+def test_another_shape_is_refused_by_the_name_of_the_field() -> None:
+    model = nn.Linear(3, 5, bias=False)
+    with pytest.raises(UserError, match=r"model\.hidden is 4 in the checkpoint and 5 here \(weight: \(4, 3\) there"):
+        check_shapes(model, checkpoint(1), {"model": {"hidden": 5}})
+    check_shapes(nn.Linear(3, 4, bias=False), checkpoint(1), {"model": {"hidden": 4}})
+
+
+def test_differences_have_dotted_names() -> None:
+    old = {"a": 1, "b": {"c": None, "d": 2}, "e": [1]}
+    assert differences(old, old) == {}
+    assert differences(old, {"a": 1, "b": {"c": 3, "d": 2}, "f": 0}) == {
+        "b.c": (None, 3),
+        "e": ([1], None),
+        "f": (None, 0),
+    }

@@ -1,0 +1,104 @@
+"""Scoring windows: every unit counted once, the same sum however the windows are batched or dealt out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rtx.data.windows import windows
+from rtx.training.evaluate import Score, equal_batches, sample_windows, score_windows
+
+
+class Counter(nn.Module):
+    """A stand-in whose nats at a position are a function of the unit and its place in the window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.shapes: list[tuple[int, ...]] = []
+        self.streamed: set[bool] = set()
+
+    def loss(self, tokens_BN: Tensor, streaming: bool = False) -> tuple[Tensor, Tensor]:
+        assert not self.training and not torch.is_grad_enabled()
+        self.shapes.append(tuple(tokens_BN.shape))
+        self.streamed.add(streaming)
+        place_N = torch.arange(tokens_BN.shape[1])
+        return tokens_BN.float() + place_N / 1024, torch.zeros(())
+
+
+@dataclass(frozen=True)
+class Window:
+    start: int
+    stop: int
+    first: int
+
+
+TOKENS = np.random.default_rng(0).integers(0, 256, 1_003).astype(np.uint8)
+
+
+def by_hand(cut: list[Window]) -> float:
+    return sum(float(TOKENS[i]) + (i - window.start) / 1024 for window in cut for i in range(window.first, window.stop))
+
+
+@pytest.mark.parametrize("stride", [64, 48, 7])
+@pytest.mark.parametrize("batch_size", [1, 3, None])
+def test_each_unit_is_scored_once_and_where_it_stands(stride: int, batch_size: int | None) -> None:
+    cut = [Window(*window) for window in windows(len(TOKENS), 64, stride)]
+    score = score_windows(Counter(), TOKENS, cut, batch_size=batch_size)
+    assert score is not None
+    assert score.units == len(TOKENS)
+    assert score.nats == by_hand(cut)
+    assert score.bits == pytest.approx(by_hand(cut) / len(TOKENS) / math.log(2), rel=1e-15)
+
+
+def test_windows_of_another_length_are_batched_apart() -> None:
+    cut = [Window(0, 8, 0), Window(8, 16, 8), Window(16, 19, 16), Window(19, 22, 20)]
+    assert equal_batches(cut, 8) == [[0, 1], [2, 3]]
+    assert equal_batches(cut, 1) == [[0], [1], [2], [3]]
+    model = Counter()
+    score = score_windows(model, TOKENS, cut, batch_size=8, streaming=True)
+    assert model.shapes == [(2, 8), (2, 3)]
+    assert model.streamed == {True}
+    assert score is not None and score.nats == by_hand(cut)
+
+
+def test_the_mode_of_the_model_is_put_back() -> None:
+    model = Counter()
+    for training in (True, False):
+        model.train(training)
+        score_windows(model, TOKENS, [Window(0, 8, 0)])
+        assert model.training is training
+
+
+def test_a_stop_between_batches_gives_no_score() -> None:
+    answers = iter([False, False, True])
+    model = Counter()
+    seen: list[tuple[int, int]] = []
+    cut = [Window(*window) for window in windows(len(TOKENS), 64)]
+    score = score_windows(
+        model, TOKENS, cut, batch_size=2, should_stop=lambda: next(answers), on_progress=lambda *at: seen.append(at)
+    )
+    assert score is None
+    assert seen == [(2, len(cut)), (4, len(cut))]
+
+
+def test_a_sample_is_the_same_each_time_and_in_order() -> None:
+    cut = windows(len(TOKENS), 16)
+    few = sample_windows(cut, 10)
+    assert list(few) == list(sample_windows(cut, 10)) == sorted(few)
+    assert len(set(few)) == 10
+    assert list(few) != list(sample_windows(cut, 10, seed=1))
+    assert sample_windows(cut, None) is cut
+    assert sample_windows(cut, len(cut)) is cut
+
+
+def test_the_standard_error_is_that_of_the_mean_of_windows() -> None:
+    nats = np.array([10.0, 12.0, 11.0, 15.0])
+    score = Score(np.full(4, 8.0), nats)
+    assert score.standard_error == pytest.approx(nats.std(ddof=1) / 2 / 8 / math.log(2))
+    assert math.isnan(Score(np.array([8.0]), np.array([9.0])).standard_error)

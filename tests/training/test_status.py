@@ -1,0 +1,137 @@
+"""status.json and the lock: who works in a run folder, and who only seems to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtx.errors import RunFailed, UserError
+from rtx.training.runs import new_run_folder, working_in
+from rtx.training.signals import INTERRUPTED, PREEMPTED, Stopped
+from rtx.training.status import RunLock, Status, is_locked, read_status, run_state
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from rtx.training.runs import working_in
+with working_in(Path(sys.argv[1])) as status:
+    print("working", flush=True)
+    time.sleep(60)
+"""
+
+
+def written(folder: Path, **fields: Any) -> None:
+    """Write the status of some other process."""
+    status = {"state": "running", "pid": 1, "host": socket.gethostname(), "boot_id": "x", "step": 3}
+    (folder / "status.json").write_text(json.dumps(status | {"heartbeat": "2020-01-01T00:00:00.000Z"} | fields))
+
+
+def test_a_killed_run_is_not_taken_for_a_running_one(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    with process.stdout:
+        assert process.stdout.readline() == b"working\n"
+    assert is_locked(tmp_path)
+    assert run_state(tmp_path) == "running"
+    with pytest.raises(UserError, match=f"in use by process {process.pid} on {socket.gethostname()}"):
+        RunLock(tmp_path).__enter__()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert (read_status(tmp_path) or {})["state"] == "running"
+    assert run_state(tmp_path) == "killed"
+    with working_in(tmp_path):
+        assert run_state(tmp_path) == "running"
+    assert run_state(tmp_path) == "done"
+
+
+def test_a_folder_is_held_once_in_a_process_too(tmp_path: Path) -> None:
+    with working_in(tmp_path):
+        assert is_locked(tmp_path)
+        with pytest.raises(UserError, match="in use by"), working_in(tmp_path):
+            pass
+        assert is_locked(tmp_path)  # the refused one has not released it
+    assert not is_locked(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("beat", "state"), [("2020-01-01T00:00:00.000Z", "killed"), ("2999-01-01T00:00:00.000Z", "running")]
+)
+def test_on_another_machine_the_heartbeat_tells(tmp_path: Path, beat: str, state: str) -> None:
+    written(tmp_path, host="elsewhere", heartbeat=beat)
+    assert run_state(tmp_path) == state
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (Stopped(INTERRUPTED, "why"), "interrupted"),
+        (Stopped(PREEMPTED, "why"), "preempted"),
+        (RunFailed("why"), "failed"),
+        (ValueError("why"), "failed"),
+    ],
+)
+def test_the_status_says_how_the_work_ended(tmp_path: Path, error: BaseException, state: str) -> None:
+    with pytest.raises(type(error)), working_in(tmp_path):
+        raise error
+    status = read_status(tmp_path) or {}
+    assert (status["state"], status["reason"]) == (state, "why")
+    assert status["pid"] == os.getpid()
+
+
+def test_a_refused_resume_leaves_the_status_of_before(tmp_path: Path) -> None:
+    written(tmp_path, state="done", step=7)
+    with pytest.raises(UserError), working_in(tmp_path):
+        raise UserError("other data")
+    assert (read_status(tmp_path) or {})["state"] == "done"
+
+
+def test_a_full_disk_is_told_in_one_line_and_the_status_still_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rtx.training import status as room
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(RunFailed, match="is full"), working_in(tmp_path):
+        monkeypatch.setattr(room, "write_json", full)
+        raise OSError(28, "No space left on device")
+    assert (read_status(tmp_path) or {})["state"] == "failed"
+
+
+def test_the_heartbeat_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rtx.training.status.BEAT_SECONDS", 0.01)
+    status = Status(tmp_path)
+    status.update(step=12)  # reaches the disk with the next beat
+    while (read_status(tmp_path) or {})["step"] != 12:
+        pass
+    status.end("done")
+    assert (read_status(tmp_path) or {})["state"] == "done"
+
+
+def test_run_folders_are_unique_and_obey_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RTX_RUN", raising=False)
+    monkeypatch.setenv("RTX_OUTPUTS", str(tmp_path))
+    first, second = new_run_folder("mine"), new_run_folder("mine")
+    assert first != second and first.parent == second.parent == tmp_path / "mine"
+    monkeypatch.setenv("RTX_RUN", str(tmp_path / "cell"))
+    assert new_run_folder("mine") == tmp_path / "cell" == new_run_folder("mine")
+    (tmp_path / "cell" / "checkpoints" / "last.ckpt").touch()
+    with pytest.raises(UserError, match="rtx resume"):
+        new_run_folder("mine")
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("RTX_RUN", raising=False)
+    monkeypatch.setenv("RTX_OUTPUTS", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"cannot write to .*set RTX_OUTPUTS"):
+        new_run_folder("mine")
