@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,8 @@ def local(
     block = min(window, N)
     padding = -N % block
     q_XGQD, k_XGQD, v_XGQD = (
-        F.pad(x, (0, 0, 0, padding)).flatten(0, 1).unflatten(1, (-1, block)) for x in (q_BHND, k_BHND, v_BHND)
+        (F.pad(x, (0, 0, 0, padding)) if padding else x).flatten(0, 1).unflatten(1, (-1, block))
+        for x in (q_BHND, k_BHND, v_BHND)
     )
     slot_Q, slot_K = torch.arange(block, device=q_BHND.device), torch.arange(2 * block, device=q_BHND.device)
     distance_QK = slot_Q[:, None] + block - slot_K[None]
@@ -39,13 +41,36 @@ def local(
     own_QQ = distance_QK[:, block:]
     read = functools.partial(attend, scale=scale, dropout=dropout, relative=relative)
     first_mask = None if relative is None else own_QQ >= 0
-    outputs = [read(q_XGQD[:, :1], k_XGQD[:, :1], v_XGQD[:, :1], mask_QK=first_mask, distance_QK=own_QQ)]
-    # Only where there are others: some GPU kernels refuse to attend in no block at all.
-    if window < N:
-        k_XGKD, v_XGKD = (torch.cat([x[:, :-1], x[:, 1:]], dim=2) for x in (k_XGQD, v_XGQD))
-        outputs.append(read(q_XGQD[:, 1:], k_XGKD, v_XGKD, mask_QK=band_QK, distance_QK=distance_QK))
-    out_XND = torch.cat(outputs, dim=1).flatten(1, 2)[:, :N]
-    return out_XND.unflatten(0, (B, H))
+    if window >= N:  # one block; some GPU kernels refuse to attend in none at all
+        out_XGQD = read(q_XGQD, k_XGQD, v_XGQD, mask_QK=first_mask, distance_QK=own_QQ)
+    else:
+        first_q, other_q = q_XGQD.split([1, q_XGQD.shape[1] - 1], dim=1)
+        (first_k, other_k), (first_v, other_v) = WithPrevious.apply(k_XGQD), WithPrevious.apply(v_XGQD)
+        first = read(first_q, first_k, first_v, mask_QK=first_mask, distance_QK=own_QQ)
+        others = read(other_q, other_k, other_v, mask_QK=band_QK, distance_QK=distance_QK)
+        out_XGQD = torch.cat([first, others], dim=1)
+    return out_XGQD.flatten(1, 2)[:, :N].unflatten(0, (B, H))
+
+
+class WithPrevious(torch.autograd.Function):
+    """The first block alone, and every other block behind the one before it.
+
+    Written out because autograd would add up four zero-filled copies of the whole to make the gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_XGQD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `[X, 1, Q, D]` and `[X, G - 1, 2 Q, D]`."""
+        return x_XGQD[:, :1].clone(), torch.cat([x_XGQD[:, :-1], x_XGQD[:, 1:]], dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """Add up what each block received as the first, as a previous and as an own block."""
+        first_X1QD, others_XGKD = gradients
+        previous_XGQD, own_XGQD = others_XGKD.chunk(2, dim=2)
+        gradient_XGQD = torch.cat([first_X1QD, own_XGQD], dim=1)
+        gradient_XGQD[:, :-1] += previous_XGQD
+        return gradient_XGQD
 
 
 class LocalState:

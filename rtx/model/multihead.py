@@ -82,7 +82,8 @@ class MultiheadAttention(nn.Module):
         self.routed_heads = routing_heads(config, layer)
         self.base_heads = self.heads - self.routed_heads
         self.base, self.window, self.dropout = model.base, model.window, model.attention_dropout
-        self.widths = [heads * self.size for heads in (self.heads, self.base_heads, self.heads)]
+        base, routed = self.base_heads * self.size, self.routed_heads * self.size
+        self.widths = [base, routed, base, base, routed]
         self.qkv = nn.Linear(model.hidden, sum(self.widths), bias=False)
         self.out = nn.Linear(model.hidden, model.hidden, bias=False)
         self.rotary = Rotary(self.size) if model.positions == "rotary" else None
@@ -91,22 +92,21 @@ class MultiheadAttention(nn.Module):
         self.routed_shaw = Shaw(model.max_distance, self.size) if shaw and self.routed_heads else None
         self.routed = make_routed(config, layer) if self.routed_heads else None
 
-    def split(self, x_BNE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries `[B, H, N, D]`, keys of the base heads, and values; base heads come first."""
-        q, k, v = self.qkv(x_BNE).split(self.widths, dim=-1)
-        return tuple(x.unflatten(-1, (-1, self.size)).transpose(1, 2) for x in (q, k, v))  # type: ignore[return-value]
+    def split(self, x_BNE: Tensor) -> tuple[Tensor, ...]:
+        """Return base queries, routed queries, base keys, base values and routed values, each `[B, heads, N, D]`."""
+        parts = self.qkv(x_BNE).split(self.widths, dim=-1)
+        return tuple(part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in parts)
 
     def forward(self, x_BNE: Tensor, streaming: bool = False) -> tuple[Tensor, Tensor]:
         """Return the layer's output `[B, N, E]` and its auxiliary loss."""
-        q_BHND, k_BHND, v_BHND = self.split(x_BNE)
-        base = self.base_heads
+        q_BHND, routed_q_BHND, k_BHND, v_BHND, routed_v_BHND = self.split(x_BNE)
         outputs, loss = [], x_BNE.new_zeros((), dtype=torch.float32)
-        if base:
-            outputs.append(self.attend_base(q_BHND[:, :base], k_BHND, v_BHND[:, :base]))
+        if self.base_heads:
+            outputs.append(self.attend_base(q_BHND, k_BHND, v_BHND))
         if self.routed is not None:
             out_BHND, loss = self.routed(
-                q_BHND[:, base:],
-                v_BHND[:, base:],
+                routed_q_BHND,
+                routed_v_BHND,
                 rotate=self.rotary,
                 relative=self.routed_shaw() if self.routed_shaw else None,
                 streaming=streaming,
@@ -139,14 +139,13 @@ class MultiheadAttention(nn.Module):
 
     def step(self, x_BE: Tensor, state: AttentionState, position: int) -> Tensor:
         """Return the layer's output `[B, E]` at the next position of each stream."""
-        q_BH1D, k_BH1D, v_BH1D = self.split(x_BE[:, None])
+        q, routed_q, k, v, routed_v = (x_BH1D[:, :, 0] for x_BH1D in self.split(x_BE[:, None]))
         rotate = functools.partial(self.rotary, first=position) if self.rotary is not None else None
-        base, outputs = self.base_heads, []
+        outputs = []
         if state.base is not None:
-            q, k = q_BH1D[:, :base], k_BH1D
             if rotate is not None:
-                q, k = rotate(q), rotate(k)
-            outputs.append(state.base.step(q[:, :, 0], k[:, :, 0], v_BH1D[:, :base, 0], position))
+                q, k = (rotate(x_BHD[:, :, None])[:, :, 0] for x_BHD in (q, k))
+            outputs.append(state.base.step(q, k, v, position))
         if state.routed is not None:
-            outputs.append(state.routed.step(q_BH1D[:, base:, 0], v_BH1D[:, base:, 0], position, rotate))
+            outputs.append(state.routed.step(routed_q, routed_v, position, rotate))
         return self.out(torch.cat(outputs, dim=1).flatten(1))
