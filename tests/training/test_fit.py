@@ -1,0 +1,224 @@
+"""A fit is the plain loop it looks like: the same bits, centroids once per step, and no step after a NaN."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rtx.training.module as module_room
+from rtx.compose import to_dict
+from rtx.config import Config, DataConfig, LoggerConfig, OptimizerConfig, TrainerConfig
+from rtx.data.sampler import TrainingItems, training_batches
+from rtx.data.windows import windows
+from rtx.errors import RunFailed
+from rtx.training.checkpoints import read_checkpoint
+from rtx.training.fit import Outcome, fit
+from rtx.training.hardware import resolve_hardware
+from rtx.training.job import Job, Validation
+from rtx.training.metrics import read_metrics
+from rtx.training.optimizers import build_optimizer, learning_rate
+from rtx.training.records import Records
+from rtx.training.rng import seed_everything
+from rtx.training.runs import working_in
+from rtx.training.signals import PREEMPTED, Signals, Stopped
+
+LENGTH = 8
+TOKENS = torch.randint(0, 16, (400,), generator=torch.Generator().manual_seed(0)).numpy().astype("uint8")
+
+
+class Bigram(nn.Module):
+    """A stand-in for the transformer: each unit from the one before, with dropout and an auxiliary loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table_VS = nn.Parameter(torch.randn(17, 6))
+        self.output = nn.Linear(6, 16)
+        self.spoil: Callable[[], bool] = lambda: False
+
+    def loss(self, tokens_BN: Tensor, streaming: bool = False) -> tuple[Tensor, Tensor]:
+        before_BN = nn.functional.pad(tokens_BN + 1, (1, -1))
+        x_BNS = nn.functional.dropout(self.table_VS[before_BN], 0.2, self.training)
+        logits_BNV = self.output(x_BNS)
+        if self.training and self.spoil():
+            logits_BNV = logits_BNV * math.nan
+        nats_BN = nn.functional.cross_entropy(logits_BNV.mT, tokens_BN, reduction="none")
+        return nats_BN, 1e-3 * self.table_VS.square().sum()
+
+
+def small_config(**changed: Any) -> Config:
+    trainer = TrainerConfig(
+        steps=6, batch_size=4, micro_batch_size=2, clip=0.5, val_every=3, val_windows=3, checkpoint_every=2, log_every=2
+    )
+    return Config(
+        data=DataConfig(length=LENGTH),
+        optimizer=OptimizerConfig(name="adamw", lr=0.1, warmup=3, weight_decay=0.1, schedule="rsqrt"),
+        trainer=dataclasses.replace(trainer, **changed),
+        logger=LoggerConfig(name="jsonl"),
+        seed=3,
+    )
+
+
+def run_fit(folder: Path, config: Config, model: nn.Module, signals: Signals | None = None) -> Outcome:
+    """Fit a model in a run folder of its own."""
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    items = TrainingItems(TOKENS, LENGTH, config.seed, config.trainer.batch_size)
+    hardware = resolve_hardware(config)
+    with working_in(folder) as status, Records(folder, config, {}, status) as records:
+        return fit(
+            Job(
+                config=config,
+                plain_config=to_dict(config),
+                data={"fingerprint": "x"},
+                hardware=hardware,
+                model=model,
+                batches=training_batches(
+                    items,
+                    0,
+                    config.trainer.steps,
+                    micro_batch=hardware.micro_batch_size,
+                    workers=config.hardware.workers,
+                ),
+                validation=Validation(TOKENS, windows(len(TOKENS), LENGTH)),
+                folder=folder,
+                records=records,
+                signals=signals or Signals(),
+                telemetry=lambda model: {"routing/x": 1.0},
+            )
+        )
+
+
+def plain_loop(config: Config) -> nn.Module:
+    """Return a model trained by the loop that a fit stands for."""
+    seed_everything(config.seed)
+    model = Bigram()
+    optimizer = build_optimizer(model, config.optimizer)
+    items = TrainingItems(TOKENS, LENGTH, config.seed, config.trainer.batch_size)
+    seed_everything(config.seed, 1)
+    for step in range(config.trainer.steps):
+        optimizer.zero_grad()
+        for first in range(0, config.trainer.batch_size, 2):
+            nats_BN, auxiliary = model.loss(torch.stack([items.item(step, first), items.item(step, first + 1)]))
+            ((nats_BN.mean() + auxiliary) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), config.trainer.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step + 1)
+        optimizer.step()
+    return model
+
+
+@pytest.fixture
+def model() -> Bigram:
+    seed_everything(3)
+    return Bigram()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_fit_is_the_plain_loop_bit_for_bit(
+    tmp_path: Path, model: Bigram, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    updates: list[nn.Module] = []
+    monkeypatch.setattr(module_room, "update_centroids", updates.append)
+    config = small_config()
+    config = dataclasses.replace(config, hardware=dataclasses.replace(config.hardware, workers=workers))
+    outcome = run_fit(tmp_path, config, model)
+    for mine, plain in zip(model.parameters(), plain_loop(config).parameters(), strict=True):
+        assert torch.equal(mine, plain)
+    assert updates == [model] * 6  # once per optimizer step, not per micro-batch
+    assert outcome.step == 6 and not outcome.time_up
+    assert outcome.final.units == len(TOKENS)
+
+
+def test_what_a_run_writes(tmp_path: Path, model: Bigram) -> None:
+    outcome = run_fit(tmp_path, small_config(), model)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(row["kind"], row["step"]) for row in rows] == [
+        *[("train", 2), ("valid", 3), ("train", 4), ("train", 6), ("valid", 6), ("final", 6)],
+    ]
+    train = rows[3]
+    assert {"bits", "lr", "grad_norm", "tokens_per_second", "data_share", "memory_bytes", "time"} <= train.keys()
+    assert train["routing/x"] == 1.0
+    assert train["lr"] == pytest.approx(0.1 * math.sqrt(3 / 6))
+    assert rows[1]["val_units"] == 3 * LENGTH
+    assert rows[-1]["val_bits"] == outcome.final.bits
+    last, previous = (read_checkpoint(tmp_path / "checkpoints" / f"{name}.ckpt") for name in ("last", "previous"))
+    assert (last["step"], previous["step"]) == (6, 4)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(last["model"][name], tensor)
+    best = read_checkpoint(tmp_path / "checkpoints" / "best.ckpt")
+    scores = {row["step"]: row["val_bits"] for row in rows if row["kind"] == "valid"}
+    assert best["step"] == min(scores, key=lambda step: scores[step])
+    assert outcome.best == {"step": best["step"], "bits": min(scores.values())}
+
+
+def test_a_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path: Path, model: Bigram) -> None:
+    passes = iter(range(100))
+    model.spoil = lambda: next(passes) == 9  # the second micro-batch of step 5
+    with pytest.raises(RunFailed, match=r"step 5: the loss is nan at learning rate 0\.0774597; the last good .*step 4"):
+        run_fit(tmp_path, small_config(), model)
+    last = read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")
+    assert last["step"] == 4
+    assert all(torch.isfinite(tensor).all() for tensor in last["model"].values())
+
+
+def test_weights_that_are_not_finite_are_not_saved(
+    tmp_path: Path, model: Bigram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil(model: nn.Module) -> None:
+        with torch.no_grad():
+            next(model.parameters())[3] = math.inf
+
+    run_fit(tmp_path, small_config(steps=2), model)
+    monkeypatch.setattr(module_room, "update_centroids", spoil)
+    with pytest.raises(RunFailed, match="the weights are not finite"):
+        run_fit(tmp_path, small_config(checkpoint_every=1, val_every=100), model)
+    assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["step"] == 2
+
+
+def test_minutes_that_are_up_end_the_run_validated_and_saved(tmp_path: Path, model: Bigram) -> None:
+    outcome = run_fit(tmp_path, small_config(steps=10_000, max_minutes=1e-9), model)
+    assert outcome.time_up and outcome.step == 1
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(row["kind"], row["step"]) for row in rows] == [("train", 1), ("valid", 1), ("final", 1)]
+    assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["step"] == 1
+
+
+@pytest.mark.parametrize(("passes", "step"), [(4, 3), (5, 3), (6, 4)])
+def test_a_signal_inside_a_step_waits_for_its_end(tmp_path: Path, model: Bigram, passes: int, step: int) -> None:
+    signals = Signals()
+    seen = iter(range(100))
+
+    def interrupt() -> bool:
+        if next(seen) == passes:
+            signals.requested = PREEMPTED
+        return False
+
+    model.spoil = interrupt
+    with pytest.raises(Stopped, match=f"at step {step}; saved in"):
+        run_fit(tmp_path, small_config(val_every=100), model, signals)
+    assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["step"] == step
+
+
+def test_a_signal_during_validation_saves_and_leaves_it_for_later(
+    tmp_path: Path, model: Bigram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rtx.training.evaluate.BATCH_UNITS", 8 * LENGTH)
+    signals = Signals()
+    real = model.loss
+
+    def loss(tokens_BN: Tensor, streaming: bool = False) -> tuple[Tensor, Tensor]:
+        if not model.training:
+            signals.requested = PREEMPTED
+        return real(tokens_BN, streaming)
+
+    model.loss = loss  # type: ignore[method-assign]
+    with pytest.raises(Stopped, match="at step 3; saved in"):
+        run_fit(tmp_path, small_config(checkpoint_every=100, val_windows=None), model, signals)
+    last = read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")
+    assert last["step"] == 3 and last["progress"]["pending_validation"] is True

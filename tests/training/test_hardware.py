@@ -1,0 +1,93 @@
+"""Where a run computes: wishes against the machine, and against whoever started the process."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from rtx.config import Config, HardwareConfig, TrainerConfig
+from rtx.errors import UserError
+from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware
+
+VARIABLES = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "TORCHELASTIC_RUN_ID"),
+    *("SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID", "SLURM_NNODES"),
+)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without GPU, and a process that nobody started."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def resolved(batch: int = 8, micro: int | None = None, **wishes: object) -> Hardware:
+    wish = dataclasses.replace(HardwareConfig(), **wishes)  # type: ignore[arg-type]
+    return resolve_hardware(Config(hardware=wish, trainer=TrainerConfig(batch_size=batch, micro_batch_size=micro)))
+
+
+def test_auto_takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (resolved().accelerator, resolved().world, resolved().distributed) == ("cpu", 1, False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert (resolved().accelerator, resolved().world) == ("gpu", 1)
+    assert resolved(name="cpu").accelerator == "cpu"
+    assert resolved(name="ddp").devices == 4
+    with pytest.raises(UserError, match=r"hardware\.devices=8, but this machine has 4"):
+        resolved(name="ddp", devices=8)
+
+
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(UserError, match="finds no GPU"):
+        resolved(name="gpu")
+    with pytest.raises(UserError, match="tf32 needs a GPU"):
+        resolved(precision="tf32")
+
+
+def test_the_global_batch_is_cut_over_devices_and_passes() -> None:
+    one, two = resolved(), resolved(name="ddp", devices=2)
+    assert (one.micro_batch_size, one.accumulate) == (8, 1)
+    assert (two.micro_batch_size, two.accumulate) == (4, 1)
+    many = resolved(name="ddp", devices=2, micro=1)
+    assert (many.micro_batch_size, many.accumulate) == (1, 4)
+    with pytest.raises(UserError, match="must be a multiple"):
+        resolved(name="ddp", devices=3)
+
+
+def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "3"}.items():
+        monkeypatch.setenv(name, value)
+    hardware = resolved(name="ddp")
+    assert (hardware.launcher, hardware.devices, hardware.nodes, hardware.rank) == ("torchrun", 2, 2, 3)
+    with pytest.raises(UserError, match="torchrun started 4 processes, but hardware=cpu asks for 1"):
+        resolved(name="cpu")
+    with pytest.raises(UserError, match="torchrun started 4 processes"):
+        resolved(name="ddp", devices=2, nodes=4, batch=16)
+
+
+def test_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NNODES": "2"}.items():
+        monkeypatch.setenv(name, value)
+    hardware = resolved(name="ddp")
+    assert (hardware.launcher, hardware.devices, hardware.nodes, hardware.rank) == ("srun", 2, 2, 2)
+    monkeypatch.setenv("SLURM_NTASKS", "1")  # an interactive shell, or one task of a sweep
+    assert resolved(name="cpu").launcher == "lightning"
+    assert resolved(name="ddp", devices=2).rank == 0
+
+
+def test_children_of_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert resolved(name="ddp", devices=2).rank == 1
+    monkeypatch.setenv("NODE_RANK", "2")
+    assert resolved(name="ddp", devices=2, nodes=4, batch=16).rank == 5
+
+
+def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    config = Config(hardware=HardwareConfig(compile=True))
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler"):
+        prepare_torch(config, resolved())
