@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -10,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from rtx.config import Config
 from rtx.data.catalog import data_root, open_data
 from rtx.data.store import TokenStore
 from rtx.data.windows import Window, windows
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
     if not partial and score.units != len(tokens):
         raise AssertionError(f"scored {score.units} units of a split of {len(tokens)}")
     result = record(trained, store, score, len(tokens), len(chosen), partial, time.monotonic() - begin)
-    path = result_path(folder, config, partial)
+    path = result_path(folder, result)
     try:
         path.parent.mkdir(exist_ok=True)
         write_json(path, result)
@@ -123,7 +123,7 @@ def record(
     protocol = protocol_line(config, config.eval.split, store.unit, score.units, mode=config.eval.mode, partial=partial)
     return {
         f"bits_per_{store.unit}": score.bits,
-        "standard_error": score.standard_error,
+        "standard_error": score.standard_error if math.isfinite(score.standard_error) else None,
         "nats": score.nats,
         "units": score.units,
         "split_units": split_units,
@@ -135,7 +135,7 @@ def record(
         "stride": config.eval.stride or config.data.length,
         "selection_sees_future": sees_future(config, config.eval.mode),
         "protocol": protocol,
-        "checkpoint": {"name": config.eval.checkpoint, "step": trained.checkpoint["step"]},
+        "checkpoint": {"name": trained.name, "step": trained.checkpoint["step"]},
         "data": store.describe(),
         "precision": config.hardware.precision,
         "accelerator": trained.hardware.accelerator,
@@ -144,18 +144,22 @@ def record(
     }
 
 
-def result_path(folder: Path, config: Config, partial: bool) -> Path:
-    """Return where a result is kept; one of another protocol has another name."""
-    stride = f"-stride{config.eval.stride}" if config.eval.stride else ""
-    limit = f"-limit{config.eval.limit}" if partial else ""
-    return folder / "eval" / f"{config.eval.split}-{config.eval.mode}{stride}{limit}-{config.eval.checkpoint}.json"
+def result_path(folder: Path, result: dict[str, Any]) -> Path:
+    """Return where a result is kept: what was scored and how, so that no other protocol or checkpoint replaces it."""
+    checkpoint = result["checkpoint"]
+    parts = [result["split"], result["mode"], f"N{result['length']}", f"stride{result['stride']}"]
+    parts += [f"{result['windows']}windows"] if result["partial"] else []
+    parts += [f"{checkpoint['name']}-step{checkpoint['step']}"]
+    return folder / "eval" / ("-".join(parts) + ".json")
 
 
 def print_result(result: dict[str, Any], path: Path) -> None:
     """Print the score, the count and the protocol."""
     unit = result["data"]["unit"]
     share = f"a sample: {result['units']:,} of" if result["partial"] else f"all {result['units']:,} of"
-    print(f"{result[f'bits_per_{unit}']:.5f} bits/{unit} (standard error {result['standard_error']:.5f} over windows)")
+    error = result["standard_error"]
+    spread = f" (standard error {error:.5f} over windows)" if error is not None else ""
+    print(f"{result[f'bits_per_{unit}']:.5f} bits/{unit}{spread}")
     print(f"{share} the split's {result['split_units']:,} {unit}s scored, in {clock(result['seconds'])}")
     print(result["protocol"])
     print(path)

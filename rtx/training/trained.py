@@ -27,6 +27,11 @@ class Trained:
     hardware: Hardware
     checkpoint: Checkpoint
 
+    @property
+    def name(self) -> str:
+        """Which checkpoint this is: best, last or previous."""
+        return self.checkpoint["file"]
+
     def arithmetic(self) -> contextlib.AbstractContextManager[object]:
         """Return the context that the model computes in: autocast with hardware.precision=bf16."""
         if self.config.hardware.precision != "bf16":
@@ -73,5 +78,5 @@ def load_trained(
         model = model.double()
     model = model.to("cuda" if hardware.accelerator == "gpu" else "cpu")
     model.eval()
-    say(f"{folder}: {name}.ckpt, step {checkpoint['step']:,}, {model.count_parameters():,} parameters")
+    say(f"{folder}: {checkpoint['file']}.ckpt, step {checkpoint['step']:,}, {model.count_parameters():,} parameters")
     return Trained(model, config, hardware, checkpoint)

@@ -114,6 +114,26 @@ def test_a_limit_is_marked_partial_with_its_error(causal_run: Path) -> None:
     assert "sample of the windows" in result["protocol"]
 
 
+def test_a_fallback_is_named_for_what_it_is(causal_run: Path) -> None:
+    best, kept = causal_run / "checkpoints" / "best.ckpt", causal_run / "checkpoints" / "kept"
+    best.rename(kept)
+    try:
+        assert score(causal_run, "limit=1")["checkpoint"]["name"] == "last"
+    finally:
+        kept.rename(best)
+
+
+def test_results_of_other_protocols_do_not_replace_each_other(causal_run: Path) -> None:
+    folder = causal_run.parents[2]
+    for overrides in ((), ("stride=7",), ("data.length=16",), ("limit=2",), ("limit=3",), ("checkpoint=last",)):
+        rtx(folder, "eval", str(causal_run), *overrides)
+    results = sorted(causal_run.glob("eval/*.json"))
+    assert len(results) == 6
+    for path in results:
+        json.loads(path.read_text(), parse_constant=pytest.fail)
+        path.unlink()
+
+
 def test_mistakes_are_told_in_a_line(causal_run: Path, tmp_path: Path) -> None:
     folder = causal_run.parents[2]
     for arguments, said in (
