@@ -174,7 +174,7 @@ class TrainerConfig:
     """Optimizer steps to train; unset: optimizer.steps."""
     max_minutes: float | None = ranged(None, above=0.0)
     """Stop, and save, after this many minutes of training if the steps are not done by then."""
-    batch_size: int = ranged(16, low=1)
+    batch_size: int = ranged(8, low=1)
     """Sequences per optimizer step, over all devices and micro-batches."""
     micro_batch_size: int | None = ranged(None, low=1)
     """Sequences per device and forward pass; unset: batch_size / devices (no accumulation)."""

@@ -87,7 +87,7 @@ def test_nothing_starts_unless_every_cell_is_right(
     assert run(monkeypatch, script, "routing.heads=2,9", "routing.window=64,600") == 2
     error = capsys.readouterr().err
     assert error.splitlines() == [
-        "rtx: cell 2 (routing.heads=2 routing.window=600): routing.window=600 must be at most data.length=512",
+        "rtx: cell 2 (routing.heads=2 routing.window=600): routing.window=600 must be at most data.length=256",
         "rtx: cell 3 (routing.heads=9 routing.window=64): routing.heads=9 must be at most model.heads=4",
     ]
     assert run(monkeypatch, script, "seed=1,1") == 2
