@@ -8,7 +8,7 @@ from typing import Any
 from rtx.compose import load_run_config, merge, to_dict
 from rtx.config import Config
 from rtx.errors import UserError
-from rtx.training.checkpoints import differences
+from rtx.training.changes import differences
 from rtx.training.status import busy, is_running, read_status, run_state
 
 USAGE = """\

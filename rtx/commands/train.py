@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,9 @@ def run(config: Config, hardware: Hardware, folder: Path, resumption: Resumption
     announce_parent()
     with Signals() as signals:
         try:
-            with working_in(folder) as status:
+            signals.holding = True  # until the run has a status to tell about it
+            begin = nothing if resumption else partial(write_config, config, folder)
+            with working_in(folder, begin) as status:
                 signals.at_once = lambda code: status.end(state_after(code), "stopped at once")
                 train(config, hardware, folder, signals, resumption, status)
             return 0
@@ -114,12 +117,12 @@ def train(
     status: Status | None,
 ) -> None:
     """Open the data, build the model, fit it and print what came of it; ranks without a `status` write nothing."""
-    say: Callable[[str], None] = print if status else ignore
+    signals.release()
+    say: Callable[[str], None] = print if status else nothing
     if status and resumption:
         print("\n".join(resumption.lines))
     elif status:
         print(f"run: {shown(folder)}")
-        write_config(config, folder)
     store = open_data(config.data, data_root(), say)
     start = newest_checkpoint(folder / "checkpoints", set_aside=bool(status), report=say) if resumption else None
     if start and resumption:
@@ -155,6 +158,7 @@ def train(
             final = {"bits": outcome.final.bits, "units": outcome.final.units, "se": outcome.final.standard_error}
             status.update(step=outcome.step, seconds=outcome.seconds, best=outcome.best, final=final)
             status.end("done", "trainer.max_minutes is up" if outcome.time_up else None)
+    signals.release()
     if status:
         print(closing(config, store, outcome, folder))
         print_sample(model, store)
@@ -268,5 +272,5 @@ def shown(folder: Path) -> str:
     return str(folder) if short.startswith("..") else short
 
 
-def ignore(line: str) -> None:
-    """Report nothing."""
+def nothing(*_: object) -> None:
+    """Do nothing."""

@@ -19,6 +19,7 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 
 from rtx.errors import RunFailed, UserError
+from rtx.training.changes import differences
 from rtx.training.files import sync_folder, write_beside
 
 FORMAT = 1
@@ -80,8 +81,7 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> Path:
     try:
         return write_beside(path, lambda file: write_zip(file, checkpoint))
     except OSError as error:
-        kept = f"{path.name} is as it was" if path.exists() else "no checkpoint has been written yet"
-        raise RunFailed(f"cannot write {path}: {error.strerror}; {kept}") from error
+        raise RunFailed(f"cannot write {path}: {error.strerror}") from error
 
 
 def write_zip(file: BinaryIO, checkpoint: Checkpoint) -> None:
@@ -203,6 +203,8 @@ def newest_checkpoint(folder: Path, *, set_aside: bool, report: Any = print) -> 
 def load_for_use(folder: Path, name: str) -> Checkpoint:
     """Return `best` or `last` of a run for scoring or sampling; a damaged or missing one is replaced by the other.
 
+    The key `file` says which it is.
+
     Raises:
         UserError: the run has no checkpoint yet, or the file is refused.
         RunFailed: no checkpoint is whole.
@@ -223,7 +225,7 @@ def load_for_use(folder: Path, name: str) -> Checkpoint:
             raise UserError(str(error)) from error
         if problems:
             print(f"{problems[0]}; using {candidate}.ckpt (step {checkpoint['step']})")
-        return checkpoint
+        return {**checkpoint, "file": candidate}
     if all(problem.endswith("does not exist") for problem in problems):
         raise UserError(f"the run has no checkpoint yet: nothing in {folder}")
     raise RunFailed("\n".join(problems))
@@ -259,15 +261,3 @@ def check_shapes(model: torch.nn.Module, checkpoint: Checkpoint, config: Mapping
     ]
     tensor = f"{name}: {stored.get(name, 'absent')} there, {own.get(name, 'absent')} here"
     raise UserError(f"the checkpoint has another shape: {'; '.join(fields) or 'another vocabulary'} ({tensor})")
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Return the fields (dotted names) whose values differ between two configurations, with both values."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for key in sorted(old.keys() | new.keys()):
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, Mapping) and isinstance(after, Mapping):
-            found |= differences(before, after, f"{prefix}{key}.")
-        elif before != after:
-            found[prefix + key] = (before, after)
-    return found

@@ -54,6 +54,8 @@ class Outcome:
 def fit(job: Job) -> Outcome:
     """Train to the last step, and score the whole validation split.
 
+    Signals are held from the first step on, and still are when it returns.
+
     Raises:
         Stopped: a signal ended it; the checkpoint is saved.
         RunFailed: NaN, a full disk, or a lost process; the message names the last good checkpoint.
@@ -73,7 +75,6 @@ def fit(job: Job) -> Outcome:
             raise RunFailed(f"another process of the run is gone; {loop.last_good()}") from error
         raise
     finally:
-        job.signals.holding = False
         job.records.progress.clear()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -6,7 +6,7 @@ Everything here happens on all ranks alike; only the first one writes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -202,7 +202,7 @@ class Loop(pl.Callback):
             if self.best is None or score.bits < self.best["bits"]:
                 self.best = {"bits": score.bits, "step": step}
                 content = self.content(trainer)
-                self.ranks.first_only(lambda: save_best(self.checkpoints, content))
+                self.write(lambda: save_best(self.checkpoints, content))
             self.job.records.update(step=step, best=self.best)
             self.job.records.progress.say(f"step {step:,}: validation {score.bits:.4f} bits ({score.units:,} units)")
             return True
@@ -268,7 +268,7 @@ class Loop(pl.Callback):
             own = {"rng": rng_state(), "nats_sum": self.module.nats_sum, "passes": self.module.passes}
             content["ranks"] = self.ranks.gather(own)
             content["progress"]["pending_validation"] = pending
-            self.ranks.first_only(lambda: save_last(self.checkpoints, content))
+            self.write(lambda: save_last(self.checkpoints, content))
             self.saved = self.module.step
             self.job.records.update(step=self.module.step, write=True)
 
@@ -283,6 +283,17 @@ class Loop(pl.Callback):
             "model": {name.removeprefix("model."): tensor for name, tensor in weights.items()},
             "progress": progress,
         }
+
+    def write(self, save: Callable[[], None]) -> None:
+        """Write a checkpoint on the first rank.
+
+        Raises:
+            RunFailed: on all ranks, if it could not be written.
+        """
+        try:
+            self.ranks.first_only(save)
+        except RunFailed as error:
+            raise RunFailed(f"{error}; {self.last_good()}") from error
 
     def last_good(self) -> str:
         """Say which checkpoint is left."""

@@ -11,7 +11,7 @@ import secrets
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -55,12 +55,12 @@ def unwritable(folder: Path, error: OSError) -> str:
 
 
 @contextlib.contextmanager
-def working_in(folder: Path) -> Iterator[Status]:
+def working_in(folder: Path, begin: Callable[[], None] = lambda: None) -> Iterator[Status]:
     """Hold a run folder: lock it, keep its status, and write how the work ended.
 
     A body that ends without a word is `done`, unless it has called `Status.end` itself. `Stopped` is written as
     interrupted (SIGINT) or preempted (SIGTERM, SIGUSR1, SIGUSR2) and passed on, like every other error. A `UserError`
-    leaves the status that a resumed run had.
+    leaves the status that a resumed run had. `begin` is called with the lock held, before there is a status.
 
     Raises:
         UserError: another run works in the folder, or it cannot be written.
@@ -71,6 +71,7 @@ def working_in(folder: Path) -> Iterator[Status]:
             stack.enter_context(RunLock(folder))
             remove_leftovers(folder)
             remove_leftovers(folder / "checkpoints")
+            begin()
             status = Status(folder)
         except OSError as error:
             raise UserError(unwritable(folder, error)) from error

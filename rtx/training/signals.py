@@ -99,7 +99,17 @@ class Signals:
         self.seen.set()
         self.requested = self.requested or EXIT_CODES[signal.Signals(number)]
         if not self.holding:
-            raise Stopped(self.requested, f"{signal.Signals(number).name} while no step was under way")
+            self.release()
+
+    def release(self) -> None:
+        """From here on a signal ends the work where it is.
+
+        Raises:
+            Stopped: one has come already.
+        """
+        self.holding = False
+        if self.requested:
+            raise Stopped(self.requested, "stopped by a signal while no step was under way")
 
     def watch(self) -> None:
         """End the process at a second SIGINT, or if nobody is holding and the main thread does not react."""
@@ -131,6 +141,11 @@ def ignore_signals() -> None:
 def announce_parent() -> None:
     """Tell the processes that this one will start who it is; see `go_with_parent`."""
     os.environ[PARENT_VARIABLE] = str(os.getpid())
+
+
+def started_by_another() -> bool:
+    """Whether the first process of a run, by way of Lightning, has started this one."""
+    return os.environ.get("LOCAL_RANK", "0") != "0" and os.environ.get(PARENT_VARIABLE) == str(os.getppid())
 
 
 def go_with_parent() -> None:

@@ -21,7 +21,6 @@ from rtx.training.checkpoints import (
     Damaged,
     Refused,
     check_shapes,
-    differences,
     load_for_use,
     newest_checkpoint,
     read_checkpoint,
@@ -162,7 +161,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(
         real(Disk(file), content)
 
     monkeypatch.setattr(room, "write_zip", write_zip)
-    with pytest.raises(RunFailed, match=r"last\.ckpt: No space left on device; last\.ckpt is as it was"):
+    with pytest.raises(RunFailed, match=r"last\.ckpt: No space left on device"):
         save_last(tmp_path, checkpoint(2))
     assert names(tmp_path) == ["last.ckpt"]
     assert read_checkpoint(tmp_path / "last.ckpt")["step"] == 1
@@ -217,13 +216,3 @@ def test_another_shape_is_refused_by_the_name_of_the_field() -> None:
     with pytest.raises(UserError, match=r"model\.hidden is 4 in the checkpoint and 5 here \(weight: \(4, 3\) there"):
         check_shapes(model, checkpoint(1), {"model": {"hidden": 5}})
     check_shapes(nn.Linear(3, 4, bias=False), checkpoint(1), {"model": {"hidden": 4}})
-
-
-def test_differences_have_dotted_names() -> None:
-    old = {"a": 1, "b": {"c": None, "d": 2}, "e": [1]}
-    assert differences(old, old) == {}
-    assert differences(old, {"a": 1, "b": {"c": 3, "d": 2}, "f": 0}) == {
-        "b.c": (None, 3),
-        "e": ([1], None),
-        "f": (None, 0),
-    }

@@ -65,12 +65,12 @@ def test_what_is_ignored_from_outside_stays_ignored() -> None:
 
 
 BUSY = """
-import hashlib, sys
+import hashlib, sys, threading
 from rtx.training.signals import Signals
 with Signals() as signals:
     signals.holding = sys.argv[1] == "holding"
     signals.at_once = lambda code: print("leaving with", code, flush=True)
-    print("ready", flush=True)
+    threading.Timer(0.5, print, ["ready"], {"flush": True}).start()
     hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 30)  # a single call, during which Python runs no handler
 """
 

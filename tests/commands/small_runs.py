@@ -1,0 +1,192 @@
+"""Small real runs for tests: in this process, or in processes of their own that a test may kill.
+
+Importing torch and Lightning takes seconds, so one process imports them once and forks a run whenever it is asked to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rtx.cli import main
+from rtx.training.checkpoints import read_checkpoint
+from rtx.training.metrics import TIME_FIELDS, read_metrics
+
+SIZES = (
+    *("data=text", "data.length=32", "model=tiny", "model.layers=2", "model.hidden=16", "model.heads=2"),
+    *("model.ffn_hidden=16", "model.window=8", "routing.heads=1", "routing.layers=1", "routing.window=8"),
+    *("model.dropout=0.1", "model.attention_dropout=0.1", "model.ffn_dropout=0.1"),
+    *("trainer.steps=12", "trainer.batch_size=4", "trainer.micro_batch_size=2", "trainer.val_windows=5"),
+    *("trainer.log_every=2", "trainer.checkpoint_every=3", "trainer.val_every=4"),
+    *("optimizer.warmup=3", "logger=jsonl", "hardware=cpu", "hardware.threads=1"),
+)
+"""Dropout on, two forward passes to a step, and rows, validations and checkpoints out of step with each other."""
+
+SERVER = """
+import json, os, resource, signal, sys
+import rtx.commands.train, rtx.commands.resume
+from rtx.cli import main
+rtx.commands.train.SAMPLE_LENGTH = 8
+for line in sys.stdin:
+    ask = json.loads(line)
+    if "wait" in ask:
+        print(os.waitstatus_to_exitcode(os.waitpid(ask["wait"], 0)[1]), flush=True)
+        continue
+    child = os.fork()
+    if child == 0:
+        os.environ.update(ask["environment"])
+        log = os.open(ask["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(log, 1), os.dup2(log, 2)
+        if ask["largest_file"]:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (ask["largest_file"],) * 2)
+        code = main(ask["arguments"])
+        sys.stdout.flush()
+        os._exit(code)
+    print(child, flush=True)
+"""
+
+
+class Process:
+    """A run in a process of its own."""
+
+    def __init__(self, server: subprocess.Popen[str], number: int, run: Path, log: Path) -> None:
+        self.server, self.number, self.run, self.log = server, number, run, log
+
+    def send(self, signal_number: int) -> None:
+        """Send a signal, if the process is still there."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.number, signal_number)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs: neither gone nor waiting to be asked for its exit code."""
+        return Path(f"/proc/{self.number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+    def wait(self) -> int:
+        """Wait for the end; returns the exit code, negative where a signal killed it."""
+        return int(asked(self.server, wait=self.number))
+
+    def kill_when(self, ready: Callable[[Path], bool], signal_number: int = signal.SIGKILL) -> int:
+        """Send a signal as soon as something is seen in the run folder, and return the exit code."""
+        while not ready(self.run):
+            time.sleep(0.0005)
+        self.send(signal_number)
+        return self.wait()
+
+
+def asked(server: subprocess.Popen[str], **question: Any) -> str:
+    """Ask the forking process."""
+    assert server.stdin is not None and server.stdout is not None
+    server.stdin.write(json.dumps(question) + "\n")
+    server.stdin.flush()
+    return server.stdout.readline()
+
+
+class Workshop:
+    """A folder with a text, and commands that run in it."""
+
+    def __init__(self, folder: Path, server: subprocess.Popen[str]) -> None:
+        self.folder, self.server = folder, server
+        text = np.random.default_rng(0).choice(list(b"abc \n\xff"), 3_001).astype(np.uint8)
+        (folder / "book.txt").write_bytes(text.tobytes())
+        self.text = f"data.path={folder / 'book.txt'}"
+
+    def environment(self, run: Path | str) -> dict[str, str]:
+        """Return the variables of a command: a run `resume`d needs no RTX_RUN."""
+        return {"RTX_DATA": str(self.folder / "data"), "RTX_OUTPUTS": str(self.folder / "out"), "RTX_RUN": str(run)}
+
+    def command(self, *arguments: str, code: int = 0, run: Path | str = "") -> str:
+        """Run a command in this process, check its exit code, and return what it printed (stderr behind stdout)."""
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            for name, value in self.environment(run).items():
+                patch.setenv(name, value)
+            patch.setattr("rtx.commands.train.SAMPLE_LENGTH", 8)
+            returned = main(list(arguments))
+        assert returned == code, err.getvalue()
+        assert "Traceback" not in err.getvalue()
+        return out.getvalue() + err.getvalue()
+
+    def train(self, name: str, *overrides: str) -> Path:
+        """Train in this process; returns the run folder."""
+        run = self.folder / name
+        self.command("train", self.text, *SIZES, *overrides, run=run)
+        return run
+
+    def start(self, name: str, *overrides: str, largest_file: int = 0) -> Process:
+        """Train in a process of its own."""
+        return self.fork(self.folder / name, "train", self.text, *SIZES, *overrides, largest_file=largest_file)
+
+    def fork(self, run: Path, *arguments: str, largest_file: int = 0) -> Process:
+        """Run a command in a process of its own."""
+        log = self.folder / f"{run.name}.log"
+        number = asked(
+            self.server,
+            arguments=arguments,
+            environment=self.environment(run),
+            log=str(log),
+            largest_file=largest_file,
+        )
+        return Process(self.server, int(number), run, log)
+
+
+@contextlib.contextmanager
+def forking_server() -> Iterator[subprocess.Popen[str]]:
+    """Run the process that has imported everything."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdin=pipe, stdout=pipe, text=True) as server:
+        yield server
+        assert server.stdin is not None
+        server.stdin.close()
+
+
+def steps_logged(run: Path) -> int:
+    """Return the last step with a row."""
+    try:
+        rows = read_metrics(run / "metrics.jsonl")
+    except FileNotFoundError:
+        return 0
+    return max((row["step"] for row in rows), default=0)
+
+
+def difference(one: Path, other: Path) -> str:
+    """Return the first thing in which two runs differ, times and number of workers left out, or an empty string."""
+    for name in ("last", "best"):
+        a, b = (read_checkpoint(run / "checkpoints" / f"{name}.ckpt") for run in (one, other))
+        for content in (a, b):
+            del content["progress"]["seconds"], content["config"]["hardware"]["workers"]
+        if found := first_difference(a, b, name):
+            return found
+    a, b = (counted_rows(run) for run in (one, other))
+    return first_difference(a, b, "metrics")
+
+
+def counted_rows(run: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run without the fields that a clock or the machine measures."""
+    rows = read_metrics(run / "metrics.jsonl")
+    return [{key: value for key, value in row.items() if key not in TIME_FIELDS} for row in rows]
+
+
+def first_difference(a: Any, b: Any, where: str) -> str:
+    """Compare nested values bit for bit."""
+    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+        return next((found for key in a if (found := first_difference(a[key], b[key], f"{where}.{key}"))), "")
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
+        pairs = enumerate(zip(a, b, strict=True))
+        return next((found for i, (x, y) in pairs if (found := first_difference(x, y, f"{where}.{i}"))), "")
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return "" if a.dtype == b.dtype and torch.equal(a, b) else f"{where}: tensors differ"
+    return "" if a == b else f"{where}: {a} and {b}"

@@ -1,0 +1,89 @@
+"""Two processes on one CPU: the same steps as one, one run folder whoever starts them, and one end for both."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from small_runs import SIZES, Workshop, steps_logged
+
+from rtx.training.checkpoints import read_checkpoint
+from rtx.training.status import read_status
+
+EXACT = (
+    "optimizer.schedule=constant",
+    "model.dropout=0",
+    "model.attention_dropout=0",
+    "model.ffn_dropout=0",
+    "hardware.precision=fp64",
+)
+TWO = ("hardware=ddp", "hardware.devices=2", "hardware.precision=fp64", "hardware.threads=1")
+TWO = (*TWO, "trainer.micro_batch_size=1")
+
+
+def started(workshop: Workshop, run: Path, command: list[str]) -> subprocess.Popen[bytes]:
+    """Start a command in a process group of its own; what it says goes to a file beside the run."""
+    with open(run.with_suffix(".log"), "wb") as log:
+        environment = {**os.environ, **workshop.environment(run)}
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, process_group=0)
+
+
+def worst(one: Path, other: Path) -> float:
+    """Return the largest relative difference between the weights and buffers of two runs."""
+    a, b = (read_checkpoint(run / "checkpoints" / "last.ckpt")["model"] for run in (one, other))
+    assert a.keys() == b.keys()
+    pairs = [(a[name].double(), b[name].double()) for name in a]
+    return max(float((x - y).abs().max() / x.abs().max().clamp_min(1e-9)) for x, y in pairs)
+
+
+def test_two_processes_take_the_steps_of_one_and_resume_on_one(workshop: Workshop) -> None:
+    two = workshop.folder / "two"
+    command = [sys.executable, "-m", "rtx", "train", workshop.text, *SIZES, *EXACT, *TWO, "trainer.steps=8"]
+    process = started(workshop, two, command)
+    one, longer = workshop.train("one", *EXACT, "trainer.steps=8"), workshop.train("longer", *EXACT, "trainer.steps=12")
+    assert process.wait() == 0, two.with_suffix(".log").read_text()
+    assert worst(two, one) < 1e-9
+    status = [(read_status(run) or {})["final"]["bits"] for run in (one, two)]
+    assert abs(status[0] - status[1]) < 1e-9
+    changed = ("hardware=cpu", "hardware.precision=fp64", "hardware.threads=1")
+    workshop.command("resume", str(two), *changed, "trainer.micro_batch_size=4", "trainer.steps=12")
+    assert worst(two, longer) < 1e-9
+
+
+def test_torchrun_shares_a_folder_and_a_signal_to_the_first_stops_all(workshop: Workshop) -> None:
+    run = workshop.folder / "torchrun"
+    train = ["-m", "rtx", "train", workshop.text, *SIZES, *TWO, "trainer.steps=1000000", "trainer.val_every=1000000"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        f"--master-port={free_port()}",
+        *train,
+    ]
+    process = started(workshop, run, command)
+    while steps_logged(run) < 2 and process.poll() is None:
+        time.sleep(0.01)
+    status = read_status(run) or {}
+    os.kill(status["pid"], signal.SIGTERM)
+    process.wait()
+    status = read_status(run) or {}
+    assert status["state"] == "preempted", run.with_suffix(".log").read_text()
+    checkpoint = read_checkpoint(run / "checkpoints" / "last.ckpt")
+    assert checkpoint["step"] == status["step"]
+    first, second = checkpoint["ranks"]
+    assert not torch.equal(first["rng"]["torch"], second["rng"]["torch"])  # each rank drops units of its own
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

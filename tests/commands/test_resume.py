@@ -1,0 +1,225 @@
+"""`rtx resume`: whatever stopped a run, it goes on to the very bits of the run that was never stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from small_runs import Workshop, difference, steps_logged
+
+from rtx.training.metrics import read_metrics
+from rtx.training.status import read_status, run_state
+
+
+def saving(run: Path) -> bool:
+    """Whether a checkpoint is being written, after the first."""
+    return (run / "checkpoints" / "last.ckpt").exists() and any((run / "checkpoints").glob(".last*"))
+
+
+def after(step: int) -> Callable[[Path], bool]:
+    """Return what waits for the row of a step."""
+    return lambda run: steps_logged(run) >= step
+
+
+def exists(name: str) -> Callable[[Path], bool]:
+    """Return what waits for a file of the run."""
+    return lambda run: (run / name).exists()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(workshop: Workshop) -> Path:
+    return workshop.train("undisturbed")
+
+
+@pytest.mark.parametrize(
+    ("moment", "ready"),
+    [
+        ("preparing", exists("status.json")),
+        ("begun", exists("metrics.jsonl")),
+        ("validated", exists("checkpoints/best.ckpt")),
+        ("five", after(6)),
+        ("saving", saving),
+        ("last", after(12)),
+    ],
+)
+def test_a_killed_run_resumes_to_the_same_bits(
+    workshop: Workshop, undisturbed: Path, moment: str, ready: Callable[[Path], bool]
+) -> None:
+    process = workshop.start(moment)
+    assert process.kill_when(ready) == -signal.SIGKILL, process.log.read_text()
+    run = process.run
+    assert (read_status(run) or {})["state"] == "running"
+    assert run_state(run) == "killed"
+    printed = workshop.command("resume", str(run), "hardware.workers=2")
+    assert f"resuming {run} (killed)" in printed
+    assert (read_status(run) or {})["state"] == "done"
+    assert difference(run, undisturbed) == ""
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt", "previous.ckpt"]
+
+
+def test_a_run_that_is_killed_again_and_again(workshop: Workshop, undisturbed: Path) -> None:
+    process = workshop.start("again")
+    process.kill_when(after(4))
+    for step in (6, 10):
+        process = workshop.fork(process.run, "resume", str(process.run))
+        process.kill_when(after(step))
+    workshop.command("resume", str(process.run))
+    assert difference(process.run, undisturbed) == ""
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "state"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 143, "preempted"),
+        (signal.SIGUSR1, 143, "preempted"),
+        (signal.SIGUSR2, 143, "preempted"),
+    ],
+)
+def test_a_signal_saves_and_leaves_with_its_code(
+    workshop: Workshop, undisturbed: Path, number: int, code: int, state: str
+) -> None:
+    process = workshop.start(f"signal{number}", "trainer.checkpoint_every=1000000", "hardware.workers=1")
+    assert process.kill_when(after(2), number) == code
+    status = read_status(process.run) or {}
+    assert status["state"] == state
+    printed = process.log.read_text()
+    assert "stopped by a signal at step" in printed and f"rtx resume {process.run}" in printed
+    workshop.command("resume", str(process.run), "hardware.workers=0", "trainer.checkpoint_every=3")
+    assert difference(process.run, undisturbed) == ""
+
+
+def test_a_second_interrupt_leaves_at_once(workshop: Workshop, undisturbed: Path) -> None:
+    process = workshop.start("twice", "trainer.batch_size=4000", "trainer.micro_batch_size=2")  # a step takes long
+    while not exists("metrics.jsonl")(process.run):
+        pass
+    process.send(signal.SIGINT)
+    while process.alive:
+        time.sleep(0.05)
+        process.send(signal.SIGINT)
+    assert process.wait() == 130
+    status = read_status(process.run) or {}
+    assert status["state"] == "interrupted" and status["step"] == 0
+    assert not list((process.run / "checkpoints").iterdir())
+
+
+def test_a_signal_while_data_are_prepared(workshop: Workshop) -> None:
+    large = workshop.folder / "large.bin"
+    with open(large, "wb") as file:
+        file.truncate(200_000_000)
+    process = workshop.start("early", f"data.path={large}")
+    assert process.kill_when(exists("status.json"), signal.SIGTERM) == 143
+    status = read_status(process.run) or {}
+    assert (status["state"], status["reason"]) == ("preempted", "stopped by a signal while no step was under way")
+    large.unlink()
+    shutil.rmtree(workshop.folder / "data")
+    assert "rtx resume" in process.log.read_text()
+
+
+def test_a_checkpoint_cut_in_half_gives_way_to_the_one_before(workshop: Workshop, undisturbed: Path) -> None:
+    process = workshop.start("cut")
+    process.kill_when(after(10))
+    last = process.run / "checkpoints" / "last.ckpt"
+    last.write_bytes(last.read_bytes()[: last.stat().st_size // 2])
+    printed = workshop.command("resume", str(process.run))
+    assert f"{last} is damaged (its checksum does not match); set aside as last.ckpt.damaged" in printed
+    assert "previous.ckpt (step " in printed
+    assert difference(process.run, undisturbed) == ""
+
+
+def test_a_full_disk_in_mid_checkpoint(workshop: Workshop, undisturbed: Path) -> None:
+    run = workshop.train("full", "trainer.steps=6")
+    best = (run / "checkpoints" / "best.ckpt").stat().st_size
+    process = workshop.fork(run, "resume", str(run), "trainer.steps=12", largest_file=best + 1000)
+    assert process.wait() == 1
+    printed = process.log.read_text().splitlines()
+    last = run / "checkpoints" / "last.ckpt"
+    assert printed[-1] == f"rtx: cannot write {last}: File too large; the last good checkpoint is {last} (step 6)"
+    assert (read_status(run) or {})["state"] == "failed"
+    assert not list((run / "checkpoints").glob(".*"))
+    workshop.command("resume", str(run))
+    assert difference(run, undisturbed) == "metrics: the rows of the end at step 6" or steps_logged(run) == 12
+
+
+def test_another_pattern_and_optimizer_resume_as_exactly(workshop: Workshop) -> None:
+    changes = (
+        *("routing=topk", "routing.init=data", "routing.revive_after=2", "routing.heads=2", "model.positions=shaw"),
+        *("model.recompute=true", "optimizer=adafactor", "optimizer.warmup=3", "trainer.steps=12"),
+    )
+    whole = workshop.train("topk", *changes)
+    process = workshop.start("topk-killed", *changes)
+    process.kill_when(after(6))
+    workshop.command("resume", str(process.run))
+    assert difference(process.run, whole) == ""
+
+
+def test_a_run_that_is_done_says_so_and_can_be_lengthened(workshop: Workshop) -> None:
+    long = workshop.train("long", "optimizer.schedule=constant")
+    short = workshop.train("short", "optimizer.schedule=constant", "trainer.steps=8")
+    said = workshop.command("resume", str(short))
+    assert "is done: 8 steps" in said and "trainer.steps=N with N above 8 continues it" in said
+    printed = workshop.command("resume", str(short), "trainer.steps=12")
+    assert "trainer.steps: 8 -> 12" in printed and "no longer exact" not in printed
+    last, whole = ({row["kind"]: row for row in read_metrics(run / "metrics.jsonl")} for run in (short, long))
+    assert last["final"]["val_bits"] == whole["final"]["val_bits"]
+    assert last["train"]["grad_norm"] == whole["train"]["grad_norm"]
+    (resumed,) = (json.loads(line) for line in (short / "resumes.jsonl").read_text().splitlines())
+    assert resumed["changed"]["trainer.steps"] == [8, 12]
+
+
+def test_minutes_count_over_all_processes_of_a_run(workshop: Workshop) -> None:
+    run = workshop.train("minutes", "trainer.steps=100000", "trainer.max_minutes=1e-6")
+    step = (read_status(run) or {})["step"]
+    assert (read_status(run) or {})["reason"] == "trainer.max_minutes is up"
+    assert "trainer.max_minutes=M with M above 1e-06" in workshop.command("resume", str(run))
+    assert (read_status(run) or {})["step"] == step
+    workshop.command("resume", str(run), "trainer.max_minutes=2e-6")
+    assert (read_status(run) or {})["step"] in (step, step + 1)
+
+
+def test_what_would_make_another_run_of_it_is_refused(workshop: Workshop, undisturbed: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed, run)
+    before = (run / "config.yaml").read_text(), (run / "status.json").read_text()
+    longer = "trainer.steps=14"
+    for override, line in {
+        "model.hidden=32": "model.hidden: 16 -> 32 is refused",
+        "routing.selection=topk": "routing.selection: causal -> topk is refused",
+        "data.length=64": "data.length: 32 -> 64 is refused",
+        "seed=1": "seed: 0 -> 1 is refused",
+    }.items():
+        assert line in workshop.command("resume", str(run), longer, override, code=2)
+    said = workshop.command("resume", str(run), longer, "model.hidden=32", "force=true", code=2)
+    assert "the checkpoint has another shape: model.hidden is 16 in the checkpoint and 32 here" in said
+    (tmp_path / "other.txt").write_bytes((workshop.folder / "book.txt").read_bytes()[::-1])
+    other = f"data.path={tmp_path / 'other.txt'}"
+    assert "are not those that the run began with" in workshop.command("resume", str(run), longer, other, code=2)
+    assert "force=maybe: must be true or false" in workshop.command("resume", str(run), "force=maybe", code=2)
+    assert ((run / "config.yaml").read_text(), (run / "status.json").read_text()) == before
+    forced = workshop.command("resume", str(run), longer, other, "seed=1", "optimizer.lr=1e-4", "force=true")
+    assert "no longer exact: optimizer.lr, seed, trainer.steps changed on the way" in forced
+
+
+def test_a_run_under_way_is_refused(workshop: Workshop) -> None:
+    process = workshop.start("busy", "trainer.steps=1000000", "trainer.val_every=1000000")
+    while not after(2)(process.run):
+        pass
+    said = workshop.command("resume", str(process.run), code=2)
+    assert f"is in use by process {process.number} on" in said
+    assert process.kill_when(after(2), signal.SIGTERM) == 143
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("nowhere",), "nowhere: no such folder"),
+        (("trainer.steps=3",), "needs the run's folder first"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(workshop: Workshop, arguments: tuple[str, ...], line: str) -> None:
+    assert line in workshop.command("resume", *arguments, code=2)
