@@ -99,8 +99,7 @@ class Loop(pl.Callback):
             step % every == 0 for every in (plan.log_every, plan.val_every, plan.checkpoint_every)
         )
         last = step >= plan.steps
-        # On a GPU reading the loss back makes the CPU wait, so that is done only where the number is needed.
-        look = log_due or validation_due or save_due or last or self.module.device.type == "cpu"
+        look = log_due or validation_due or save_due or last or reading_is_free(self.module.device)
         self.agree(look)
         ending = last or self.time_up
         if (ending or self.stopped_by) and not look:
@@ -325,3 +324,8 @@ class Loop(pl.Callback):
             seed_everything(self.job.config.seed, 1 + rank + world * self.job.first_step)
         self.fetched_before = self.fetches.seconds
         self.clock.next_lap()
+
+
+def reading_is_free(device: torch.device) -> bool:
+    """Tell whether numbers can be read back after each step; a GPU would make the CPU wait for it."""
+    return device.type == "cpu"

@@ -167,6 +167,23 @@ def test_a_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path: Path, 
     assert all(torch.isfinite(tensor).all() for tensor in last["model"].values())
 
 
+def test_where_reading_back_costs_the_rows_are_the_same_and_a_nan_is_found_at_the_next(
+    tmp_path: Path, model: Bigram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(log_every=3, val_every=6, checkpoint_every=100)
+    run_fit(tmp_path, config, model)
+    usual = [row["bits"] for row in read_metrics(tmp_path / "metrics.jsonl") if row["kind"] == "train"]
+    monkeypatch.setattr("rtx.training.loop.reading_is_free", lambda device: False)
+    seed_everything(3)
+    run_fit(tmp_path, config, Bigram())
+    rows = [row["bits"] for row in read_metrics(tmp_path / "metrics.jsonl") if row["kind"] == "train"]
+    assert rows == usual
+    passes = iter(range(100))
+    model.spoil = lambda: next(passes) == 7
+    with pytest.raises(RunFailed, match="step 4: the loss is nan"):
+        run_fit(tmp_path, config, model)
+
+
 def test_weights_that_are_not_finite_are_not_saved(
     tmp_path: Path, model: Bigram, monkeypatch: pytest.MonkeyPatch
 ) -> None:
