@@ -92,13 +92,16 @@ def dispatch(arguments: list[str]) -> int:
 
 def check_first(word: str, overrides: list[str]) -> None:
     """Raise `UserError` for a wrong configuration before the command's own imports: torch takes seconds."""
+    from rtx.commandline.vocabulary import run_folder
     from rtx.compose import compose, load_run_config, merge
 
     if word in COMPOSING:
         compose(overrides)
-    elif word in READING and overrides and "=" not in overrides[0]:
-        run, *own = overrides
-        merge(load_run_config(run), [override for override in own if not override.startswith("force=")], word)
+    elif word in READING:
+        folder, own = run_folder(overrides, word)
+        if word == "resume":
+            own = [override for override in own if not override.startswith("force=")]
+        merge(load_run_config(folder), own, word)
 
 
 def help_page(words: list[str], code: int) -> int:

@@ -21,17 +21,16 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from yaml import MarkedYAMLError, YAMLError
 
 from rtx.commandline.fields import all_fields, conf_dir
 from rtx.commandline.overrides import check_overrides
+from rtx.commandline.vocabulary import vocabulary
 from rtx.config import GROUPS, Config, resolve
 from rtx.errors import UserError
 
 CONFIG_NAME = "config"
 RUN_CONFIG = "config.yaml"
-KEPT_GROUPS = [group for group in GROUPS if group not in ("hardware", "logger")]
-SHORT_FORMS = ("eval", "sample")
 # What cannot change a bit of the result, and so does not tell two cells of a sweep apart.
 NAMELIKE = ("name", "model.name", "hardware.workers")
 
@@ -73,7 +72,9 @@ def user_errors(where: str = "") -> Iterator[None]:
     """Turn what Hydra, OmegaConf and YAML raise into a `UserError` of one line, `where` in front."""
     try:
         yield
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+    except YAMLError as error:
+        raise UserError(where + yaml_problem(error)) from error
+    except (HydraException, OmegaConfBaseException) as error:
         raise UserError(where + first_lines(error)) from error
 
 
@@ -85,6 +86,13 @@ def first_lines(error: BaseException) -> str:
     key = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
     text = ": ".join(line.rstrip(".") for line in said if line)
     return f"{key}: {text}" if key and key not in text else text
+
+
+def yaml_problem(error: YAMLError) -> str:
+    """Return what a YAML parser found wrong, and where."""
+    if isinstance(error, MarkedYAMLError) and error.problem and error.problem_mark:
+        return f"not valid YAML, line {error.problem_mark.line + 1}: {error.problem}"
+    return f"not valid YAML: {str(error).partition(chr(10))[0]}"
 
 
 def to_config(node: Any) -> Config:
@@ -143,24 +151,22 @@ def load_run_config(run_dir: str | Path) -> Config:
     return from_dict({str(key): value for key, value in loaded.items()}, where=f"{path}: ")
 
 
-def merge(config: Config, overrides: Iterable[str], section: str = "") -> Config:
+def merge(config: Config, overrides: Iterable[str], command: str = "resume") -> Config:
     """Return a run's configuration with overrides on top, checked.
-
-    Keys of `eval` and `sample` may be written short (`split=test`); of two with the same name, `section`'s is meant. Of
-    the groups only `hardware` and `logger` can be chosen anew.
 
     Args:
         config: the run's own.
         overrides: what the user wrote behind the run.
-        section: the command's own section, "eval" or "sample".
+        command: the command on a run that reads them; `rtx.commandline.vocabulary` says which it takes.
 
     Raises:
-        UserError: as `compose`, or a group that a run keeps.
+        UserError: as `compose`, a key that the command does not read, or a group that a run keeps.
     """
-    checked = check_overrides(overrides, words=short_forms(section))
+    understood = vocabulary(command)
+    checked = check_overrides(overrides, understood=understood)
     for override in checked:
-        if override.key in KEPT_GROUPS:
-            raise UserError(f"{override}: a run keeps its {override.key}; hardware= and logger= can be chosen anew")
+        if understood.one_device and override.key in ("hardware", "hardware.name") and "ddp" in override.values[0]:
+            raise UserError(f"{override}: rtx {command} works on one device; hardware takes auto, cpu or gpu")
     node = OmegaConf.structured(config)
     parser = OverridesParser.create()
     with user_errors():
@@ -171,18 +177,6 @@ def merge(config: Config, overrides: Iterable[str], section: str = "") -> Config
             else:
                 OmegaConf.update(node, override.key, parser.parse_override(str(override)).value())
         return resolve(to_config(node))
-
-
-def short_forms(section: str) -> dict[str, str]:
-    """Return the short names of the keys of `eval` and `sample`, and the keys; see `merge`."""
-    keys = [key for key in all_fields() if key.startswith(tuple(f"{name}." for name in SHORT_FORMS))]
-    leaves = [key.partition(".")[2] for key in keys]
-    taken = set(all_fields())
-    return {
-        leaf: key
-        for key, leaf in zip(keys, leaves, strict=True)
-        if key.startswith(f"{section}.") or (leaves.count(leaf) == 1 and leaf not in taken)
-    }
 
 
 def config_hash(config: Config) -> str:

@@ -54,7 +54,8 @@ def test_a_configuration_error_does_not_import_torch(arguments: tuple[str, ...])
 def test_a_mistake_about_a_run_does_not_import_torch_either(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(to_yaml(compose([])))
     for word in ("eval", "sample", "resume"):
-        for arguments in ([str(tmp_path / "none")], [str(tmp_path), "splt=test"]):
+        mistakes = (["split=test"], [str(tmp_path / "none")], [str(tmp_path), "splt=test"], [str(tmp_path), "name=x"])
+        for arguments in mistakes if word == "resume" else ([], *mistakes):
             assert not modules_after(word, *arguments) & {"torch", "lightning", "wandb"}
 
 
@@ -140,7 +141,8 @@ def test_hydras_own_views(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_narrow_help_goes_by_the_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+def test_narrow_help_goes_by_the_overrides(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     code, page, _ = answer(capsys, "train", "--help", "routing.window", "model=rt24")
     assert code == 0
     assert page.splitlines() == [

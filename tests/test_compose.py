@@ -153,8 +153,8 @@ def test_merge_takes_short_forms_keys_and_two_groups(default: Any) -> None:
     [
         ("splt=test", "unknown key 'splt' (did you mean 'split'?)"),
         ("split=tst", "eval.split=tst: must be one of valid, test, train (did you mean 'test'?)"),
-        ("model=rt24", "model=rt24: a run keeps its model; hardware= and logger= can be chosen anew"),
-        ("routing.heads=100", "routing.heads=100 must be at most model.heads=4"),
+        ("model=rt24", "model=rt24: a run keeps its model; hardware= can be chosen anew"),
+        ("data.length=32", "routing.window=64 must be at most data.length=32"),
         ("limit=0", "eval.limit=0: must be an integer, at least 1, or null"),
         ("limit=1,2", "eval.limit=1,2: several values need -m"),
     ],
@@ -165,13 +165,47 @@ def test_merge_refuses(default: Any, override: str, said: str) -> None:
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("command", "override", "said"),
+    [
+        ("eval", "length=5", "unknown key 'length' (did you mean 'data.length'?); rtx eval reads eval.*, data.*"),
+        ("eval", "optimizer.lr=5", "optimizer.lr=5: rtx eval does not read optimizer.lr; it reads eval.*, data.*"),
+        ("eval", "model.layers=5", "rtx eval does not read model.layers"),
+        ("eval", "sample.length=5", "rtx eval does not read sample.length"),
+        ("eval", "hardware.devices=2", "rtx eval does not read hardware.devices"),
+        ("eval", "hardware=ddp", "hardware=ddp: rtx eval works on one device; hardware takes auto, cpu or gpu"),
+        ("eval", "hardware.name=ddp", "rtx eval works on one device"),
+        ("eval", "logger=jsonl", "logger=jsonl: a run keeps its logger; hardware= can be chosen anew"),
+        ("eval", "force=true", "unknown key 'force'; rtx eval reads"),
+        ("sample", "split=test", "unknown key 'split'; rtx sample reads sample.*"),
+        ("sample", "data.path=x", "rtx sample does not read data.path"),
+        ("resume", "name=x", "name=x: rtx resume does not read name; it reads trainer.*"),
+        ("resume", "eval.split=test", "rtx resume does not read eval.split"),
+        ("resume", "split=test", "unknown key 'split'"),
+        ("resume", "experiment=smoke", "a run keeps its experiment; hardware= and logger= can be chosen anew"),
+    ],
+)
+def test_a_command_refuses_what_it_does_not_read(default: Any, command: str, override: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        merge(default, [override], command)
+    assert said in str(caught.value)
+
+
+def test_a_command_takes_what_it_reads(default: Any) -> None:
+    merged = merge(default, ["data.length=512", "seed=3", "data.name=text", "data.path=book.txt"], "eval")
+    assert (merged.data.length, merged.seed, merged.data.name, merged.data.path) == (512, 3, "text", "book.txt")
+    assert merge(default, ["hardware.precision=fp64"], "sample").hardware.precision == "fp64"
+    merged = merge(default, ["optimizer.lr=1", "trainer.steps=9", "logger.group=g", "model.dropout=0.1"], "resume")
+    assert (merged.optimizer.lr, merged.trainer.steps, merged.logger.group) == (1.0, 9, "g")
+
+
 def test_the_hash_tells_cells_apart_by_what_changes_results(default: Any) -> None:
     reference = config_hash(default)
     assert len(reference) == 12
     same = compose(["name=other", "logger=jsonl", "logger.group=g", "hardware.workers=2", "model.name=mine"])
     assert config_hash(same) == reference
     seen = {reference}
-    for override in ("seed=1", "routing.window=64", "trainer.steps=5", "hardware.threads=1", "optimizer.lr=0.1"):
+    for override in ("seed=1", "routing.window=32", "trainer.steps=5", "hardware.threads=1", "optimizer.lr=0.1"):
         seen.add(config_hash(compose([override])))
     assert len(seen) == 6
 

@@ -134,14 +134,17 @@ def option_doc(group: str, option: str) -> str:
 def suggest_key(word: str, known: Iterable[str]) -> str:
     """Return " (did you mean 'x' or 'y'?)" for the dotted keys nearest to `word`, or an empty string.
 
-    A key is near when it ends in that very word (`heads`), when it is written alike (`routing.windw`), or when its last
-    part is (`lrr`).
+    A key is near when it ends in that very word (`heads`), when it is written alike (`routing.windw`, and before keys a
+    group: `modle`), or when its last part is (`lrr`).
     """
     word, keys = word.lower(), list(known)
     leaf = word.rpartition(".")[2]
     matches = [key for key in keys if leaf and key.rpartition(".")[2] == leaf]
     if matches and "." in word:
         matches = difflib.get_close_matches(word, matches, n=1, cutoff=0.0)
+    if not matches:
+        whole = [key for key in keys if "." not in key]
+        matches = difflib.get_close_matches(word, whole, n=1, cutoff=0.75)
     if not matches:
         matches = difflib.get_close_matches(word, keys, n=1, cutoff=0.85)
     if not matches:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rtx.commandline.fields import Field, all_fields, option_doc, options, sections, suggest_key
+from rtx.commandline.vocabulary import READS, vocabulary
+from rtx.commandline.vocabulary import USAGE as RUN_USAGE
 from rtx.config import GROUPS
 from rtx.errors import UserError
 
 COLUMN = 30
 COMPOSING = "[group=option ...] [key=value ...] [--cfg job] [--info]"
-USAGE = {
+USAGE = RUN_USAGE | {
     "train": f"rtx train {COMPOSING} [-m]",
-    "resume": "rtx resume <run> [key=value ...]",
-    "eval": "rtx eval <run> [split=test] [mode=streaming] [stride=...] [limit=...] [key=value ...]",
-    "sample": "rtx sample <run> [length=2000] [temperature=0.9] [top_k=...] [top_p=...] [prompt=...] [key=value ...]",
     "plan": f"rtx plan {COMPOSING}",
     "data": "rtx data prepare|verify [data=text] [data.path=book.txt]",
 }
@@ -51,12 +49,10 @@ PARTS = {
     "train": (*GROUPS, "trainer", "eval", "sample", ""),
     "plan": (*GROUPS, "trainer", "eval", "sample", ""),
     "resume": ("trainer", "hardware", "logger"),
-    "eval": ("eval", "hardware"),
+    "eval": ("eval", "data", "hardware", ""),
     "sample": ("sample", "hardware"),
     "data": ("data",),
 }
-CHOSEN_ANEW = ("hardware", "logger")
-ON_A_RUN = ("resume", "eval", "sample")
 
 
 def front_page(commands: Mapping[str, str]) -> str:
@@ -88,17 +84,19 @@ def command_page(word: str, words: Sequence[str]) -> str:
     Raises:
         UserError: an override is wrong, or a topic matches nothing.
     """
-    values = run_values(word) if word in ON_A_RUN else composed_values([text for text in words if "=" in text])
-    groups = [group for group in GROUPS if group in PARTS[word] and (word not in ON_A_RUN or group in CHOSEN_ANEW)]
-    keys = [field for key, field in all_fields().items() if key.rpartition(".")[0] in PARTS[word]]
+    values = run_values(word) if word in READS else composed_values([text for text in words if "=" in text])
+    understood = vocabulary(word)
+    groups = [group for group in understood.groups if group in PARTS[word]]
+    keys = [all_fields()[key] for key in understood.keys if key.rpartition(".")[0] in PARTS[word]]
     keys.sort(key=lambda field: PARTS[word].index(field.key.rpartition(".")[0]))
     topics = [text for text in words if "=" not in text] if word in FLAGS else []
     if topics:
         groups, keys = narrow(topics, groups, keys)
         return "\n".join([*group_lines(groups, values), *key_lines(keys, values)]).strip()
-    lines = [f"usage: {USAGE[word]}", "", wrapped(ABOUT[word])]
+    lines = [usage(USAGE[word]), "", wrapped(ABOUT[word])]
     lines += [""] * (word in FLAGS) + [entry(flag, says) for flag, says in FLAGS.get(word, ())]
-    return "\n".join([*lines, *group_lines(groups, values), *key_lines(keys, values)])
+    left_out = ("ddp",) if understood.one_device else ()
+    return "\n".join([*lines, *group_lines(groups, values, left_out), *key_lines(keys, values)])
 
 
 def composed_values(overrides: Sequence[str]) -> dict[str, Any]:
@@ -129,12 +127,12 @@ def narrow(topics: Sequence[str], groups: list[str], keys: list[Field]) -> tuple
     return kept_groups, kept_keys
 
 
-def group_lines(groups: Sequence[str], values: Mapping[str, Any]) -> list[str]:
+def group_lines(groups: Sequence[str], values: Mapping[str, Any], left_out: Sequence[str] = ()) -> list[str]:
     """Return the lines on groups and their options; a star marks the option in force."""
     lines = []
     for group in groups:
         lines += ["", f"{group}=<option>"]
-        for option in options(group):
+        for option in (option for option in options(group) if option not in left_out):
             star = " *" if option == values.get(group) else ""
             lines.append(entry(option + star, option_doc(group, option)))
     return lines
@@ -170,11 +168,18 @@ def entry(left: str, right: str, column: int = COLUMN) -> str:
     return textwrap.fill(right, width, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False)
 
 
+def usage(text: str) -> str:
+    """Return a usage line, wrapped for the terminal between its brackets."""
+    whole = text.replace(" ...]", "\N{NO-BREAK SPACE}...]")
+    lines = textwrap.wrap(whole, terminal_width() - 7, break_on_hyphens=False, break_long_words=False)
+    return "usage: " + "\n       ".join(lines).replace("\N{NO-BREAK SPACE}", " ")
+
+
 def wrapped(text: str) -> str:
     """Return a paragraph, wrapped for the terminal."""
     return textwrap.fill(" ".join(text.split()), min(terminal_width(), 100))
 
 
 def terminal_width() -> int:
-    """Return the columns of the terminal; without one, lines are not wrapped, so that they can be searched."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 100_000
+    """Return COLUMNS where it is set, else the columns of the terminal, else 100."""
+    return shutil.get_terminal_size(fallback=(100, 24)).columns

@@ -20,7 +20,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, FloatRange, Glob, Quote, QuotedString, RangeSweep, Sweep
 from hydra.errors import HydraException
 
-from rtx.commandline.fields import Field, all_fields, options, sections, suggest_key
+from rtx.commandline.fields import Field, all_fields, options, sections
+from rtx.commandline.vocabulary import Vocabulary, vocabulary
 from rtx.config import GROUPS, violated
 from rtx.errors import UserError, nearest
 
@@ -52,14 +53,14 @@ class Checked:
 
 
 def check_overrides(
-    arguments: Iterable[str], *, sweep: bool = False, words: dict[str, str] | None = None
+    arguments: Iterable[str], *, sweep: bool = False, understood: Vocabulary | None = None
 ) -> list[Checked]:
     """Return the overrides in Hydra's grammar, checked against the schema and the files in `conf/`.
 
     Args:
         arguments: what the user wrote, such as `routing.heads=4` or `model=rt24`.
         sweep: whether lists of values (`a,b`, `range(1,4)`, `glob(*)`) and the launcher's `hydra` keys are allowed.
-        words: short forms and the keys they stand for.
+        understood: what the command understands in front of "="; unset: every group and key.
 
     Raises:
         UserError: with a line for each override that cannot be.
@@ -67,7 +68,7 @@ def check_overrides(
     checked, problems = [], []
     for argument in arguments:
         try:
-            checked.append(check_override(argument, sweep, words or {}))
+            checked.append(check_override(argument, sweep, understood or vocabulary()))
         except UserError as error:
             problems.append(str(error))
     if problems:
@@ -75,7 +76,7 @@ def check_overrides(
     return checked
 
 
-def check_override(argument: str, sweep: bool, words: dict[str, str]) -> Checked:
+def check_override(argument: str, sweep: bool, understood: Vocabulary) -> Checked:
     """Check one override; see `check_overrides`."""
     shown = shorten(argument)
     prefix, key, equals, text = split(argument)
@@ -83,12 +84,13 @@ def check_override(argument: str, sweep: bool, words: dict[str, str]) -> Checked
         raise UserError(f"{shown}: unknown flag; see rtx --help")
     if prefix == "~":
         raise UserError(f"{shown}: a key or group can be set, not removed")
-    key = words.get(key, key)
+    key = understood.short.get(key, key)
     if not equals or not key:
-        hint = suggest_key(key, known_keys(words)) if key else ""
-        raise UserError(f"{shown!r} is not of the form key=value{hint}")
+        raise UserError(f"{shown!r} is not of the form key=value{completed(key, understood)}")
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
         return check_hydra_key(key, text, shown, sweep)
+    if key in (*GROUPS, *all_fields()) and (refusal := understood.refusal(key)):
+        raise UserError(f"{shown}: {refusal}")
     if key in GROUPS:
         return check_option(key, text, sweep)
     if key in all_fields():
@@ -96,7 +98,7 @@ def check_override(argument: str, sweep: bool, words: dict[str, str]) -> Checked
     if key in sections():
         example = next(field for field in all_fields() if field.startswith(key + "."))
         raise UserError(f"{shown}: {key} is a section; set its keys one by one, such as {example}=...")
-    raise UserError(f"unknown key {shorten(key)!r}{suggest_key(key, known_keys(words))}")
+    raise UserError(f"unknown key {shorten(key)!r}{understood.unknown(key)}")
 
 
 def split(argument: str) -> tuple[str, str, str, str]:
@@ -106,9 +108,11 @@ def split(argument: str) -> tuple[str, str, str, str]:
     return prefix, key.removeprefix(prefix).strip(), equals, text
 
 
-def known_keys(words: dict[str, str]) -> list[str]:
-    """Return everything that may stand before "=": short forms, groups, keys."""
-    return [*words, *GROUPS, *all_fields()]
+def completed(key: str, understood: Vocabulary) -> str:
+    """Return what to add to a word without "=": how to complete a known key, or which key is near."""
+    if key in GROUPS or key in all_fields():
+        return f"; say {key}=<{'option' if key in GROUPS else 'value'}>"
+    return understood.near(key) if key else ""
 
 
 def shorten(text: str, width: int = 100) -> str:
@@ -239,7 +243,7 @@ def canonical(field: Field, value: Any, shown: str) -> str:
         return "null"
     converted = convert(field.kind, value)
     if converted is None or violated(field.metadata, converted):
-        near = nearest(str(plain(value)), field.choices) if field.choices else ""
+        near = nearest(str(plain(value)), field.choices, cutoff=0.8) if field.choices else ""
         raise UserError(f"{field.key}={shorten(shown)}: must be {field.allowed}{near} ({field.doc.rstrip('.')})")
     if isinstance(converted, str):
         return QuotedString(converted, Quote.single).with_quotes()

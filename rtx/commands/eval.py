@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rtx.commandline.vocabulary import run_folder
 from rtx.data.catalog import data_root, open_data
 from rtx.data.store import TokenStore
 from rtx.data.windows import Window, windows
@@ -21,11 +22,7 @@ from rtx.training.files import write_json
 from rtx.training.metrics import utc_now
 from rtx.training.progress import Progress, clock
 from rtx.training.signals import INTERRUPTED, Signals
-from rtx.training.trained import Trained, load_trained, run_config, run_folder
-
-USAGE = (
-    "rtx eval RUN [split=valid|test|train] [mode=parallel|streaming] [stride=...] [limit=...] [checkpoint=best|last]"
-)
+from rtx.training.trained import Trained, load_trained, run_config
 
 
 def main(arguments: list[str]) -> int:
@@ -35,7 +32,7 @@ def main(arguments: list[str]) -> int:
         UserError: no such run, a wrong option, other data than the run's.
         RunFailed: no checkpoint is whole, or the result cannot be written.
     """
-    folder, overrides = run_folder(arguments, "eval", USAGE)
+    folder, overrides = run_folder(arguments, "eval")
     config = run_config(folder, overrides, "eval")
     store = open_data(config.data, data_root())
     trained = load_trained(folder, config, config.eval.checkpoint, store.vocabulary)

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import torch
 
+from rtx.commandline.vocabulary import run_folder
 from rtx.config import Config, SampleConfig
 from rtx.data.tokenizers import ByteTokenizer
 from rtx.errors import RunFailed, UserError
 from rtx.model.decoding import generate
 from rtx.report.text import TextStream
 from rtx.training.files import replace_file
-from rtx.training.trained import load_trained, run_config, run_folder
-
-USAGE = "rtx sample RUN [length=1000] [temperature=1] [top_k=...] [top_p=...] [prompt='...'] [sample.seed=0]"
+from rtx.training.trained import load_trained, run_config
 
 
 def main(arguments: list[str]) -> int:
@@ -26,7 +25,7 @@ def main(arguments: list[str]) -> int:
         UserError: no such run, a wrong option, a length beyond the learned positions.
         RunFailed: no checkpoint is whole, or the sample cannot be written.
     """
-    folder, overrides = run_folder(arguments, "sample", USAGE)
+    folder, overrides = run_folder(arguments, "sample")
     config = run_config(folder, overrides, "sample")
     wish = config.sample
     tokenizer = ByteTokenizer()

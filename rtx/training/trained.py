@@ -12,7 +12,6 @@ import torch
 
 from rtx.compose import load_run_config, merge, to_dict
 from rtx.config import Config
-from rtx.errors import UserError
 from rtx.model.transformer import Transformer
 from rtx.training.checkpoints import Checkpoint, load_for_use, load_weights
 from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware
@@ -37,18 +36,6 @@ class Trained:
         if self.config.hardware.precision != "bf16":
             return contextlib.nullcontext()
         return torch.autocast("cuda" if self.hardware.accelerator == "gpu" else "cpu", dtype=torch.bfloat16)
-
-
-def run_folder(arguments: list[str], command: str, usage: str) -> tuple[Path, list[str]]:
-    """Return the run folder that the arguments of a command begin with, and the overrides behind it.
-
-    Raises:
-        UserError: there is no folder in front.
-    """
-    if not arguments or "=" in arguments[0]:
-        found = f", not {arguments[0]!r}" if arguments else ""
-        raise UserError(f"rtx {command} needs the run's folder first{found}; usage: {usage}")
-    return Path(arguments[0]), arguments[1:]
 
 
 def run_config(folder: Path, overrides: list[str], section: str) -> Config:

@@ -43,6 +43,7 @@ def test_every_group_is_a_folder_of_options_that_say_what_they_are() -> None:
         ("TRAINER.STEPS", " (did you mean 'trainer.steps'?)"),
         ("heads", " (did you mean 'routing.heads' or 'model.heads'?)"),
         ("datas", " (did you mean 'data'?)"),
+        ("modle", " (did you mean 'model'?)"),
         ("xyzzy", ""),
         ("", ""),
         ("é" * 2000, ""),

@@ -1,0 +1,95 @@
+"""What may stand behind each command: a run's folder, short forms, groups and keys, of which it reads every one.
+
+Nothing here imports Hydra, YAML or torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from rtx.commandline.fields import all_fields, suggest_key
+from rtx.config import GROUPS
+from rtx.errors import UserError
+
+USAGE = {
+    "resume": "rtx resume <run> [key=value ...]",
+    "eval": "rtx eval <run> [split=test] [mode=streaming] [stride=...] [limit=...] [key=value ...]",
+    "sample": "rtx sample <run> [length=2000] [temperature=0.9] [top_k=...] [top_p=...] [prompt=...] [key=value ...]",
+}
+"""The commands on a run."""
+
+ONE_DEVICE = ("hardware.name", "hardware.precision", "hardware.deterministic", "hardware.threads")
+READS = {
+    "resume": (*(f"{section}.*" for section in ("trainer", *GROUPS) if section != "experiment"), "seed"),
+    "eval": ("eval.*", "data.*", *ONE_DEVICE, "seed"),
+    "sample": ("sample.*", *ONE_DEVICE),
+}
+"""The keys that a command on a run reads: any other would have no effect."""
+
+CHOSEN_ANEW = {"resume": ("hardware", "logger"), "eval": ("hardware",), "sample": ("hardware",)}
+"""The groups whose option can be chosen anew for a run."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a command understands in front of "="."""
+
+    short: Mapping[str, str]
+    """Short forms and the keys they stand for."""
+    groups: tuple[str, ...]
+    keys: tuple[str, ...]
+    command: str = ""
+    """The command, if it is one on a run."""
+
+    @property
+    def one_device(self) -> bool:
+        """Whether the command never takes more than one device."""
+        return self.command in ("eval", "sample")
+
+    def near(self, key: str) -> str:
+        """Return " (did you mean 'x'?)" for what is understood and nearest to `key`, or an empty string."""
+        return suggest_key(key, [*self.short, *self.groups, *self.keys])
+
+    def unknown(self, key: str) -> str:
+        """Return what follows "unknown key 'x'": the nearest that there is, or where all are listed."""
+        near = self.near(key)
+        if self.command:
+            return f"{near}; rtx {self.command} reads {', '.join(READS[self.command])}"
+        return near or "; rtx train --help lists them"
+
+    def refusal(self, key: str) -> str:
+        """Return why a group or key of the schema cannot stand behind this command, or an empty string."""
+        if key in self.groups or key in self.keys:
+            return ""
+        if key in GROUPS:
+            return f"a run keeps its {key}; {' and '.join(f'{group}=' for group in self.groups)} can be chosen anew"
+        return f"rtx {self.command} does not read {key}; it reads {', '.join(READS[self.command])}"
+
+
+@functools.cache
+def vocabulary(command: str = "") -> Vocabulary:
+    """Return what may stand behind a command on a run; behind any other: every group and key, and no short form.
+
+    Keys of `eval` and `sample` may be written short behind the command of that name (`split=test`).
+    """
+    if command not in READS:
+        return Vocabulary({}, GROUPS, tuple(all_fields()))
+    keys = tuple(key for key in all_fields() if any(fnmatchcase(key, pattern) for pattern in READS[command]))
+    short = {key.partition(".")[2]: key for key in keys if key.startswith(f"{command}.")}
+    return Vocabulary(short, CHOSEN_ANEW[command], keys, command)
+
+
+def run_folder(arguments: list[str], command: str) -> tuple[Path, list[str]]:
+    """Return the run folder that the arguments of a command begin with, and the overrides behind it.
+
+    Raises:
+        UserError: there is no folder in front.
+    """
+    if not arguments or "=" in arguments[0]:
+        found = f", not {arguments[0]!r}" if arguments else ""
+        raise UserError(f"rtx {command} needs the run's folder first{found}; usage: {USAGE[command]}")
+    return Path(arguments[0]), arguments[1:]
