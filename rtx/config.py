@@ -146,7 +146,7 @@ class HardwareConfig:
     """Compile the model with torch.compile (needs a C++ compiler on a CPU)."""
     deterministic: bool = False
     """Use only deterministic GPU kernels, so that the same seed gives the same bits."""
-    threads: int | None = ranged(None, low=1)
+    threads: int | None = ranged(None, low=1, high=1024)
     """CPU threads of each process; unset: torch's own choice. The bits of a run depend on it."""
     workers: int = ranged(0, low=0)
     """Processes that prepare batches ahead; 0: in the training process."""

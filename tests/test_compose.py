@@ -112,7 +112,8 @@ def test_a_key_that_an_older_run_lacks_keeps_the_schemas_default(default: Any) -
     [
         ("", "is not the configuration of a run"),
         ("- a\n", "is not the configuration of a run"),
-        ("data: [", "config.yaml: "),
+        ("seed: 1\ndata: [", "config.yaml: not valid YAML, line 2: "),
+        ("seed: \x00", "config.yaml: not valid YAML: "),
         ("data:\n  lenght: 3\n", "Key 'lenght' not in 'DataConfig'"),
         ("data:\n  length: three\n", "could not be converted to Integer"),
         ("data:\n  length: 1\n", "config.yaml: data.length=1: must be at least 2"),

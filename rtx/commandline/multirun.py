@@ -50,8 +50,7 @@ class Cell:
 
     def title(self, keys: Sequence[str]) -> str:
         """Return the overrides of the given keys, as a user would write them."""
-        shown = [override.replace("'", "") for override in self.overrides if override.partition("=")[0] in keys]
-        return " ".join(shown) or "(no overrides)"
+        return written(self.overrides, keys)
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,8 @@ def sweep(word: str, arguments: Sequence[str]) -> int:
         raise UserError("a sweep starts the processes of each cell itself; run it without torchrun")
     checked = check_overrides(arguments, sweep=True)
     laid_out = lay_out(checked)
-    swept = [override.key for override in checked if len(override.values) > 1] or [o.key for o in checked]
-    print(f"{len(laid_out)} cells, each a run of its own", flush=True)
+    swept = swept_keys(checked)
+    print(f"{len(laid_out)} cell{'s' * (len(laid_out) > 1)}, each a run of its own", flush=True)
     with forwarded_signals() as child:
         outcomes = launch(word, checked, laid_out, child, swept)
     print(table(laid_out, outcomes, swept), flush=True)
@@ -86,12 +85,25 @@ def sweep(word: str, arguments: Sequence[str]) -> int:
     return 0 if all(outcome.code == 0 for outcome in outcomes) else 1
 
 
+def swept_keys(checked: Sequence[Checked]) -> list[str]:
+    """Return the keys by which the cells of a sweep differ."""
+    last = {override.key: override for override in checked}
+    return [key for key, override in last.items() if len(override.values) > 1]
+
+
+def written(overrides: Sequence[str], keys: Sequence[str]) -> str:
+    """Return those of a cell's overrides that are for the given keys, as a user would write them."""
+    shown = [override.replace("'", "") for override in overrides if override.partition("=")[0] in keys]
+    return " ".join(shown) or "nothing swept"
+
+
 def lay_out(checked: Sequence[Checked]) -> list[Cell]:
     """Compose and check every cell.
 
     Raises:
         UserError: with a line for each problem and the first cell that has it, or for cells that are the same run.
     """
+    swept = swept_keys(checked)
     problems: dict[str, str] = {}
     configs: list[tuple[list[str], Config]] = []
     for number, overrides in enumerate(cells(checked), 1):
@@ -99,13 +111,13 @@ def lay_out(checked: Sequence[Checked]) -> list[Cell]:
             configs.append((overrides, compose_checked(overrides)))
         except UserError as error:
             for line in str(error).splitlines():
-                problems.setdefault(line, f"cell {number} ({' '.join(overrides)}): {line}")
+                problems.setdefault(line, f"cell {number} ({written(overrides, swept)}): {line}")
     if problems:
         raise UserError("\n".join(problems.values()))
-    return in_folders(configs)
+    return in_folders(configs, swept)
 
 
-def in_folders(configs: list[tuple[list[str], Config]]) -> list[Cell]:
+def in_folders(configs: list[tuple[list[str], Config]], swept: Sequence[str]) -> list[Cell]:
     """Give every cell its folder, below the folder of all runs: the same whenever the same cell is run again.
 
     Raises:
@@ -118,7 +130,7 @@ def in_folders(configs: list[tuple[list[str], Config]]) -> list[Cell]:
         folder = outputs_root() / config.name / config_hash(config)
         if folder in laid_out:
             same = f"cells {laid_out[folder].number} and {number} are the same run"
-            raise UserError(f"{same} ({' '.join(overrides)}); list values that change the result")
+            raise UserError(f"{same} ({written(overrides, swept)}); list values that change the result")
         laid_out[folder] = Cell(number, tuple(overrides), folder)
     return list(laid_out.values())
 

@@ -17,8 +17,16 @@ SHORTEST_TEXT = 31  # bytes: from here on 5% are at least two
 
 
 def data_root() -> Path:
-    """Return the folder of all stores: RTX_DATA, or `data` below the current folder."""
-    return Path(os.environ.get("RTX_DATA") or "data").expanduser()
+    """Return the folder of all stores: RTX_DATA, or `data` below the current folder.
+
+    Raises:
+        UserError: something else than a folder is there.
+    """
+    root = Path(os.environ.get("RTX_DATA") or "data").expanduser()
+    if root.exists() and not root.is_dir():
+        name = "RTX_DATA=" if os.environ.get("RTX_DATA") else ""
+        raise UserError(f"{name}{root}: is not a folder; set RTX_DATA to a folder that you may write")
+    return root
 
 
 def open_data(data: DataConfig, root: Path, report: Report = print) -> TokenStore:

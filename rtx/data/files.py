@@ -116,6 +116,6 @@ def _listed(path: Path) -> SourceFile:
 
 def _neighbour(place: Path) -> str:
     try:
-        return nearest(place.name, os.listdir(place.parent))
+        return nearest(place.name, [name for name in os.listdir(place.parent) if name != place.name], cutoff=0.75)
     except OSError:
         return ""

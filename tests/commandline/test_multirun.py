@@ -84,12 +84,14 @@ def test_nothing_starts_unless_every_cell_is_right(
     tmp_path: Path, outputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = stand_in(tmp_path, 'end(0, "done")')
-    assert run(monkeypatch, script, "routing.heads=2,9", "routing.window=64,600") == 2
+    assert run(monkeypatch, script, "routing.heads=2,9", "routing.window=64,600", "model.window=64") == 2
     error = capsys.readouterr().err
     assert error.splitlines() == [
         "rtx: cell 2 (routing.heads=2 routing.window=600): routing.window=600 must be at most data.length=256",
         "rtx: cell 3 (routing.heads=9 routing.window=64): routing.heads=9 must be at most model.heads=4",
     ]
+    assert run(monkeypatch, script, "routing.heads=9") == 2
+    assert "rtx: cell 1 (nothing swept): routing.heads=9 must be" in capsys.readouterr().err
     assert run(monkeypatch, script, "seed=1,1") == 2
     assert "cells 1 and 2 are the same run (seed=1)" in capsys.readouterr().err
     assert run(monkeypatch, script, "logger=jsonl,offline") == 2

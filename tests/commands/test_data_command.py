@@ -42,3 +42,12 @@ def test_what_is_wrong_is_one_line_and_exit_2(tmp_path, monkeypatch, capsys, arg
     assert main(["data", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith(message) and error.count("\n") == 1
+
+
+def test_a_root_that_is_a_file_is_told(tmp_path, monkeypatch, capsys):
+    root = tmp_path / "stores"
+    root.touch()
+    monkeypatch.setenv("RTX_DATA", str(root))
+    for action in ("prepare", "verify"):
+        assert main(["data", action]) == 2
+        assert capsys.readouterr().err.startswith(f"rtx: RTX_DATA={root}: is not a folder; set RTX_DATA to")

@@ -120,3 +120,9 @@ def test_bytes_come_in_order_and_a_change_in_between_is_seen(tmp_path):
     (tmp_path / "3.txt").unlink()
     with pytest.raises(UserError, match=r"3\.txt: cannot be read: No such file"):
         list(read_files(files))
+
+
+def test_an_empty_folder_is_not_its_own_suggestion(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"at least one file that is not hidden, found none$"):
+        text_files(str(tmp_path / "empty"), tmp_path / "stores")
