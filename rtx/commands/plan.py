@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from rtx.analysis.cost import Cost, cost, memory
 from rtx.compose import compose
 from rtx.config import Config
@@ -13,15 +15,20 @@ RATES = {"1 TFLOP/s": 1e12, "100 TFLOP/s": 1e14}
 """Rates that the time is given for: what a run really reaches is for a benchmark to say."""
 
 
+WIDTH, INDENT = 80, 12
+"""Columns of a line, and of the space in front of what continues it."""
+
+
 def main(arguments: list[str]) -> int:
     """Run `rtx plan <overrides>`."""
     config = compose(arguments)
-    print("\n".join(report(config, cost(config, BYTES))))
+    for line in report(config, cost(config, BYTES)):
+        print(textwrap.fill(line, WIDTH, subsequent_indent=" " * INDENT, break_on_hyphens=False))
     return 0
 
 
 def report(config: Config, total: Cost) -> list[str]:
-    """Return the lines of the plan."""
+    """Return the lines of the plan, each beginning with a word of its own or with spaces."""
     model, routing, data, trainer = config.model, config.routing, config.data, config.trainer
     devices = (config.hardware.devices or 1) * config.hardware.nodes
     micro = trainer.micro_batch_size or max(1, trainer.batch_size // devices)
@@ -29,14 +36,14 @@ def report(config: Config, total: Cost) -> list[str]:
     used = memory(config, total, micro, BYTES)
     units = trainer.batch_size * data.length
     lines = [
-        f"model       {model.name}: {model.layers} layers, {model.heads} heads, width {model.hidden}, "
-        f"{model.positions} positions",
+        f"model       {model.name}: {count(model.layers, 'layer')}, {count(model.heads, 'head')}, "
+        f"width {model.hidden}, {model.positions} positions",
         f"sequence    N = {data.length:,} {data.name} bytes; {model.base} heads"
         + (f" with a window of {model.window:,}" if model.base == "local" else ""),
     ]
     if routed:
         lines.append(
-            f"routing     {routing.heads} heads in each of the top {routing.layers} layers, "
+            f"routing     {count(routing.heads, 'head')} in each of the top {count(routing.layers, 'layer')}, "
             f"selection={routing.selection}, C = {routing.clusters:,} clusters of W = {routing.window:,}"
         )
     lines += [
@@ -45,24 +52,41 @@ def report(config: Config, total: Cost) -> list[str]:
         f"attention {share(total.attention, total)}, selection {share(total.selection, total)}",
         f"            attention with every head full: {short(total.full_attention)}FLOP, "
         f"{total.full_attention / (total.attention + total.selection):.1f} times as much",
-        f"step        {trainer.batch_size} sequences, {units:,} units, {short(total.step(config))}FLOP "
-        f"({devices} device(s), {micro} sequence(s) at a time)",
+        f"step        {count(trainer.batch_size, 'sequence')}, {units:,} units, {short(total.step(config))}FLOP "
+        f"({processes(config)}, {count(micro, 'sequence')} at a time)",
         f"memory      about {gib(sum(used.values()))} a device: "
         + ", ".join(f"{name} {gib(size)}" for name, size in used.items()),
-        f"run         {trainer.steps:,} steps, {units * trainer.steps:,} units, "
+        f"run         {count(trainer.steps, 'step')}, {units * trainer.steps:,} units, "
         f"{short(total.step(config) * trainer.steps)}FLOP: "
-        + ", ".join(f"{hours(total, config, rate)} at {name}" for name, rate in RATES.items()),
+        + ", ".join(f"{duration(total.step(config) * trainer.steps / rate)} at {name}" for name, rate in RATES.items()),
     ]
     return lines
 
 
-def hours(total: Cost, config: Config, rate: float) -> str:
-    """Return the time of the whole run at a rate of operations per second."""
-    seconds = total.step(config) * config.trainer.steps / rate
-    for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
+def processes(config: Config) -> str:
+    """Return how many devices share a step, as far as the configuration says."""
+    devices = (config.hardware.devices or 1) * config.hardware.nodes
+    if config.hardware.name == "ddp" and config.hardware.devices is None:
+        return f"{count(devices, 'process')} (hardware.devices unset)"
+    return count(devices, "device")
+
+
+def duration(seconds: float) -> str:
+    """Return a time in the largest unit of which there are two."""
+    for unit, size in (("years", 31_557_600), ("days", 86_400), ("hours", 3_600), ("minutes", 60)):
         if seconds >= 2 * size:
-            return f"{seconds / size:,.1f} {unit}"
-    return f"{seconds:,.1f} seconds"
+            number = seconds / size
+            return (
+                f"{number:.1f} {unit}"
+                if number < 1_000
+                else f"{number:.1e} {unit}".replace("e+0", "e").replace("e+", "e")
+            )
+    return f"{seconds:.1f} seconds" if seconds >= 0.1 else "under 0.1 seconds"
+
+
+def count(number: int, word: str) -> str:
+    """Return a number and a word, in the plural where there are several."""
+    return f"{number:,} {word}" + ("" if number == 1 else "es" if word.endswith("s") else "s")
 
 
 def share(part: float, total: Cost) -> str:
