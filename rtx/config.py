@@ -121,7 +121,7 @@ class OptimizerConfig:
     beta2: float = ranged(0.98, low=0.0, high=0.99999)
     """Decay of the second moment (adam, adamw)."""
     weight_decay: float = ranged(0.0, low=0.0)
-    """Weight decay, on matrices only."""
+    """Weight decay of linear layers and of an output matrix of its own; biases, norms and tables have none."""
     schedule: str = one_of("rsqrt", "cosine", "constant")
     """After the warm-up: peak * sqrt(warmup / step), a cosine to a tenth of the peak at trainer.steps, or flat."""
     warmup: int = ranged(4000, low=0)
@@ -137,7 +137,7 @@ class HardwareConfig:
     name: str = one_of("auto", "cpu", "gpu", "ddp")
     """Preset: auto takes a GPU if there is one; ddp runs one process per device."""
     devices: int | None = ranged(None, low=1)
-    """Processes, one per device; unset: one, or with ddp all GPUs of the machine."""
+    """Processes, one per device; unset: one, or with ddp those that a launcher started, else all GPUs."""
     nodes: int = ranged(1, low=1)
     """Machines that share the run."""
     precision: str = one_of("fp32", "bf16", "tf32", "fp64")
@@ -242,7 +242,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     seed: int = ranged(0, low=0, high=2**32 - 1)
-    """Seed of everything: weights, batches, dropout, random heads."""
+    """Seed of everything but sample.seed: weights, batches, dropout, random heads, the windows of eval.limit."""
     name: str = "rtx"
     """Folder of the run below outputs/, and its name in Weights & Biases."""
 
