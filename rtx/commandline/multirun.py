@@ -123,7 +123,7 @@ def in_folders(configs: list[tuple[list[str], Config]], swept: Sequence[str]) ->
     Raises:
         UserError: two cells are the same run.
     """
-    from rtx.training.runs import outputs_root  # not before all is known to be right: it imports torch
+    from rtx.training.runs import outputs_root
 
     laid_out: dict[Path, Cell] = {}
     for number, (overrides, config) in enumerate(configs, 1):

@@ -7,8 +7,11 @@ from typing import Any
 
 from rtx.compose import load_run_config, merge, to_dict
 from rtx.config import Config
-from rtx.errors import UserError
+from rtx.data.catalog import data_root, make_recipe
+from rtx.errors import RunFailed, UserError
 from rtx.training.changes import differences
+from rtx.training.checksums import any_whole
+from rtx.training.launchers import is_first
 from rtx.training.status import busy, is_running, read_status, run_state
 
 USAGE = """\
@@ -43,37 +46,41 @@ LEARNING = (
 
 def main(arguments: list[str]) -> int:
     """Run `rtx resume RUN [overrides]` and return the exit code."""
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if arguments[:1] in (["-h"], ["--help"]):
         print(USAGE)
-        return 0 if arguments else 2
+        return 0
     folder, overrides, force = read_arguments(arguments)
     before = load_run_config(folder)
     config = merge(before, overrides)
-    refuse_running(folder)
     changed = differences(to_dict(before), to_dict(config))
     refuse_changes(changed, force)
-    if (line := already_done(folder, config)) is not None:
-        print(line)
+    first = is_first()
+    if first:  # the others find the run in use: by the first one
+        refuse_running(folder)
+    if (line := already_done(folder, config)) is not None:  # all leave: nobody is to wait for the first one
+        if first:
+            print(line)
         return 0
+    if first:
+        make_recipe(config.data, data_root())
 
     from rtx.commands.train import Resumption, run  # imports torch: only after all that can be refused is
     from rtx.training.hardware import resolve_hardware
 
-    lines = [f"resuming {folder} ({run_state(folder)})", *change_lines(changed, config)]
-    return run(config, resolve_hardware(config), folder, Resumption(lines, changed, force))
+    resumption = Resumption(run_state(folder), change_lines(changed, config), changed, force)
+    return run(config, resolve_hardware(config), folder, resumption)
 
 
 def read_arguments(arguments: list[str]) -> tuple[Path, list[str], bool]:
     """Return the run folder, the overrides behind it, and whether force=true is among them.
 
     Raises:
-        UserError: the first argument is no folder, or force is neither true nor false.
+        UserError: there is no folder in front, or force is neither true nor false.
     """
+    if not arguments or "=" in arguments[0]:
+        found = f", not {arguments[0]!r}" if arguments else ""
+        raise UserError(f"rtx resume needs the run's folder first{found}; for example: rtx resume outputs/rtx/<run>")
     first, *rest = arguments
-    if "=" in first:
-        raise UserError(
-            f"rtx resume needs the run's folder first, not {first!r}; for example: rtx resume outputs/rtx/<run>"
-        )
     forces = [argument.partition("=")[2].lower() for argument in rest if argument.startswith("force=")]
     if any(value not in ("true", "false") for value in forces):
         raise UserError(f"force={forces[-1]}: must be true or false")
@@ -117,16 +124,27 @@ def change_lines(changed: dict[str, tuple[Any, Any]], config: Config) -> list[st
 
 
 def already_done(folder: Path, config: Config) -> str | None:
-    """Return the line for a run that has nothing left to do, or None."""
+    """Return the line for a run that has nothing left to do, or None.
+
+    Raises:
+        UserError: trainer.steps asks for less than is done.
+        RunFailed: nothing is left of what was done.
+    """
     status = read_status(folder)
     if not status or status["state"] != "done":
         return None
-    limit, step = config.trainer.max_minutes, status["step"]
-    if step >= config.trainer.steps:
+    limit, step, steps = config.trainer.max_minutes, status["step"], config.trainer.steps
+    if not any_whole(folder / "checkpoints"):
+        raise RunFailed(f"{folder} was done after {step:,} steps, but no whole checkpoint is left in it")
+    if step > steps:
+        raise UserError(f"trainer.steps={steps}: the run is done with {step} steps; give more than that")
+    if step == steps:
         longer = f"trainer.steps=N with N above {step:,} continues it"
     elif limit is not None and status.get("seconds", 0.0) >= 60 * limit:
         longer = f"trainer.max_minutes=M with M above {limit:g} continues it"
     else:
         return None
-    bits = (status.get("final") or {}).get("bits", float("nan"))
-    return f"{folder} is done: {step:,} steps, {bits:.4f} bits/unit on the validation split; {longer}"
+    final = status["final"]
+    return (
+        f"{folder} is done: {step:,} steps, {final['bits']:.4f} bits/{final['unit']} on the validation split; {longer}"
+    )

@@ -26,6 +26,7 @@ from rtx.errors import RunFailed, UserError
 from rtx.model.decoding import generate
 from rtx.model.transformer import Transformer
 from rtx.report.summary import closing_lines, protocol_line
+from rtx.report.text import printable
 from rtx.training.checkpoints import Checkpoint, check_shapes, newest_checkpoint
 from rtx.training.files import replace_file
 from rtx.training.fit import Outcome, fit, loader_process_starts
@@ -33,38 +34,41 @@ from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware
 from rtx.training.job import Job, Validation, nothing_left
 from rtx.training.records import Records
 from rtx.training.rng import seed_everything
-from rtx.training.runs import new_run_folder, record_environment, record_resumption, working_in
+from rtx.training.runs import new_run_folder, record_environment, record_resumption, shown, working_in
+from rtx.training.samples import save_sample
 from rtx.training.signals import Signals, Stopped, announce_parent, go_with_parent, ignore_signals, state_after
 from rtx.training.status import Status
 
-SAMPLE_LENGTH, SAMPLE_TEMPERATURE = 240, 0.8
+SAMPLE_LENGTH, SAMPLE_TEMPERATURE, SAMPLE_SEED = 240, 0.8, 0
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """What `rtx resume` adds to a run: lines to print, changed fields with both values, and whether force=true."""
+    """What `rtx resume` adds to a run."""
 
+    state: str
+    """How the run had ended."""
     lines: list[str]
+    """What to say about the changed fields."""
     changed: dict[str, tuple[Any, Any]]
+    """Changed fields with both values."""
     force: bool
+    """Whether force=true."""
 
 
 def main(arguments: list[str]) -> int:
     """Run `rtx train <overrides>` and return the exit code."""
     config = with_absolute_path(compose(arguments))
-    hardware = resolve_hardware(config)
-    # Only the first process writes; the others, whoever started them, need no folder.
-    folder = new_run_folder(config.name) if hardware.rank == 0 else Path(os.devnull)
-    return run(config, hardware, folder)
+    return run(config, resolve_hardware(config))
 
 
-def run(config: Config, hardware: Hardware, folder: Path, resumption: Resumption | None = None) -> int:
+def run(config: Config, hardware: Hardware, folder: Path | None = None, resumption: Resumption | None = None) -> int:
     """Train in a run folder and return the exit code; also the work of `rtx resume`.
 
     Args:
         config: the resolved configuration.
         hardware: what it means on this machine.
-        folder: the folder of the run, made already.
+        folder: of the run to go on with; None: a new one.
         resumption: go on from the newest checkpoint; None: from the beginning.
 
     Raises:
@@ -73,18 +77,23 @@ def run(config: Config, hardware: Hardware, folder: Path, resumption: Resumption
     """
     prepare_torch(config, hardware)
     if hardware.rank > 0:
-        return follow(config, hardware, folder, resumption)
+        # Only the first process writes; the others, whoever started them, need no folder of their own.
+        return follow(config, hardware, folder or Path(os.devnull), resumption)
     announce_parent()
     with Signals() as signals:
         try:
+            store = open_data(config.data, data_root())  # before there is a folder for a mistake to leave behind
             signals.holding = True  # until the run has a status to tell about it
+            folder = folder or new_run_folder(config.name)
             begin = nothing if resumption else partial(write_config, config, folder)
             with working_in(folder, begin) as status:
                 signals.at_once = lambda code: status.end(state_after(code), "stopped at once")
-                train(config, hardware, folder, signals, resumption, status)
+                train(config, hardware, folder, store, signals, resumption, status)
             return 0
         except Stopped as stop:
-            print(f"{stop}\ncontinue with: rtx resume {shown(folder)}", file=sys.stderr)
+            print(stop, file=sys.stderr)
+            if folder:
+                print(f"continue with: rtx resume {shown(folder)}", file=sys.stderr)
             return stop.code
 
 
@@ -100,7 +109,7 @@ def follow(config: Config, hardware: Hardware, folder: Path, resumption: Resumpt
             if hardware.launcher == "lightning":
                 ignore_signals()
                 go_with_parent()
-            train(config, hardware, folder, signals, resumption, None)
+            train(config, hardware, folder, open_data(config.data, data_root(), nothing), signals, resumption, None)
     except Stopped as stop:
         code = stop.code
     except (RunFailed, UserError, torch.distributed.DistError):
@@ -112,19 +121,18 @@ def train(
     config: Config,
     hardware: Hardware,
     folder: Path,
+    store: TokenStore,
     signals: Signals,
     resumption: Resumption | None,
     status: Status | None,
 ) -> None:
-    """Open the data, build the model, fit it and print what came of it; ranks without a `status` write nothing."""
+    """Build the model, fit it and print what came of it; ranks without a `status` write nothing."""
     signals.release()
     say: Callable[[str], None] = print if status else nothing
-    if status and resumption:
-        print("\n".join(resumption.lines))
-    elif status:
-        print(f"run: {shown(folder)}")
-    store = open_data(config.data, data_root(), say)
     start = newest_checkpoint(folder / "checkpoints", set_aside=bool(status), report=say) if resumption else None
+    if start and resumption:
+        check_target(config, start, resumption.changed)
+    say(beginning(folder, resumption, start))
     if start and resumption:
         check_data(store, start, resumption.force, say)
     items = TrainingItems(store.split("train"), config.data.length, config.seed, config.trainer.batch_size)
@@ -134,7 +142,7 @@ def train(
         facts = {"hardware": hardware.describe(), "data": store.describe(), "parameters": model.count_parameters()}
         record_environment(folder, facts)
         if resumption:  # its configuration may differ, and is known by now to fit the checkpoint
-            record_resumption(folder, resumption.changed)
+            record_resumption(folder, resumption.changed, facts)
             write_config(config, folder)
         print(opening_line(config, hardware, store, model))
     with Records(folder, config, to_dict(config), status) as records:
@@ -155,13 +163,22 @@ def train(
             )
         )
         if status:
-            final = {"bits": outcome.final.bits, "units": outcome.final.units, "se": outcome.final.standard_error}
+            score = outcome.final
+            final = {"bits": score.bits, "unit": store.unit, "units": score.units, "se": score.standard_error}
             status.update(step=outcome.step, seconds=outcome.seconds, best=outcome.best, final=final)
             status.end("done", "trainer.max_minutes is up" if outcome.time_up else None)
     signals.release()
     if status:
         print(closing(config, store, outcome, folder))
-        print_sample(model, store)
+        print_sample(model, store, folder, outcome.step)
+
+
+def beginning(folder: Path, resumption: Resumption | None, start: Checkpoint | None) -> str:
+    """Return the lines that name the run, and from where it goes on with what changes."""
+    if resumption is None:
+        return f"run: {shown(folder)}"
+    where = f"from step {start['step']:,}" if start else "from the beginning: it has no checkpoint"
+    return "\n".join([f"resuming {shown(folder)} ({resumption.state}) {where}", *resumption.lines])
 
 
 def write_config(config: Config, folder: Path) -> None:
@@ -197,6 +214,19 @@ def batches_left(
     )
     loader.worker_init_fn = loader_process_starts
     return loader
+
+
+def check_target(config: Config, start: Checkpoint, changed: dict[str, tuple[Any, Any]]) -> None:
+    """Refuse a new length that the run has reached already: it would be done with more steps than it says.
+
+    Raises:
+        UserError: names both steps.
+    """
+    steps, step = config.trainer.steps, start["step"]
+    if "trainer.steps" in changed and steps <= step:
+        raise UserError(
+            f"trainer.steps={steps}: the newest checkpoint of the run is of step {step}; give more than that"
+        )
 
 
 def check_data(store: TokenStore, start: Checkpoint, force: bool, say: Callable[[str], None]) -> None:
@@ -247,29 +277,21 @@ def closing(config: Config, store: TokenStore, outcome: Outcome, folder: Path) -
     )
 
 
-def print_sample(model: Transformer, store: TokenStore) -> None:
-    """Print a short text that the model writes from nothing."""
-    generator = torch.Generator().manual_seed(0)
+def print_sample(model: Transformer, store: TokenStore, folder: Path, step: int) -> None:
+    """Print and keep a short text that the model writes from nothing.
+
+    Raises:
+        RunFailed: it cannot be kept.
+    """
+    generator = torch.Generator().manual_seed(SAMPLE_SEED)
     empty = torch.empty(1, 0, dtype=torch.int64)
     positions = model.embedding.positions
     length = SAMPLE_LENGTH if positions is None else min(SAMPLE_LENGTH, len(positions.table_NE))
     draws = generate(model, empty, length, temperature=SAMPLE_TEMPERATURE, generator=generator)
-    units = [int(unit) for unit in draws]
+    text = store.tokenizer.decode([int(unit) for unit in draws])
     print(f"a sample (temperature {SAMPLE_TEMPERATURE}):")
-    print(printable(store.tokenizer.decode(units)))
-
-
-def printable(text: bytes) -> str:
-    """Return bytes as text that does a terminal no harm."""
-    return "".join(
-        c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.decode("utf-8", "replace")
-    )
-
-
-def shown(folder: Path) -> str:
-    """Return a folder as the user would type it."""
-    short = os.path.relpath(folder)
-    return str(folder) if short.startswith("..") else short
+    print(printable(text.decode("utf-8", "replace")))
+    print(shown(save_sample(folder, step, SAMPLE_SEED, text)))
 
 
 def nothing(*_: object) -> None:

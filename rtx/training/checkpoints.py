@@ -20,24 +20,14 @@ import torch
 
 from rtx.errors import RunFailed, UserError
 from rtx.training.changes import differences
+from rtx.training.checksums import COMMENT_BYTES, PIECE, TAG, Damaged, verify
 from rtx.training.files import sync_folder, write_beside
 
 FORMAT = 1
 """Version of the layout below; a file of a later one is refused."""
 
-TAG = b"rtx sha256 "
-COMMENT_BYTES = len(TAG) + 64
-"""Length of the zip comment that holds the checksum."""
-
-PIECE = 1 << 22
-"""Bytes read at once for a checksum."""
-
 Checkpoint = dict[str, Any]
 """Keys: format, step, config, data, model, optimizer, progress, ranks (random streams and running sums of each)."""
-
-
-class Damaged(Exception):
-    """A checkpoint file that is not what was written."""
 
 
 class Refused(Exception):
@@ -124,24 +114,6 @@ class FaultKeeper:
     def flush(self) -> None:
         """Flush the file."""
         self.file.flush()
-
-
-def verify(path: Path) -> None:
-    """Check a file against its checksum.
-
-    Raises:
-        Damaged: it is cut short or altered.
-        FileNotFoundError: there is none.
-    """
-    with open(path, "rb") as file:
-        left = os.fstat(file.fileno()).st_size - COMMENT_BYTES
-        digest = hashlib.sha256()
-        while left > 0 and (piece := file.read(min(left, PIECE))):
-            digest.update(piece)
-            left -= len(piece)
-        comment = file.read()
-    if comment != TAG + digest.hexdigest().encode():
-        raise Damaged(f"{path} is damaged (its checksum does not match)")
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

@@ -13,6 +13,7 @@ import torch
 
 from rtx.config import Config
 from rtx.errors import UserError
+from rtx.training.launchers import process_rank, started_by
 
 
 @dataclass(frozen=True)
@@ -92,28 +93,6 @@ def micro_batches(config: Config, world: int) -> tuple[int, int]:
             f"trainer.batch_size={batch} must be a multiple of trainer.micro_batch_size={micro} times {world} device(s)"
         )
     return micro, batch // (micro * world)
-
-
-def started_by() -> tuple[str, int, int]:
-    """Return who started this process, and how many processes it started in all and on this machine.
-
-    srun counts where it runs several tasks; a single task, or an interactive shell inside an allocation, is our own.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return "torchrun", int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    tasks = int(os.environ.get("SLURM_NTASKS", "1"))
-    if tasks > 1 and "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ:
-        return "srun", tasks, tasks // int(os.environ.get("SLURM_NNODES", "1"))
-    return "lightning", 1, 1
-
-
-def process_rank(launcher: str, devices: int) -> int:
-    """Return the number of this process among all, known before any process group is."""
-    if launcher == "torchrun":
-        return int(os.environ["RANK"])
-    if launcher == "srun":
-        return int(os.environ["SLURM_PROCID"])
-    return int(os.environ.get("NODE_RANK", "0")) * devices + int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def prepare_torch(config: Config, hardware: Hardware) -> None:

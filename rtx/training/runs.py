@@ -16,8 +16,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rtx import __version__
 from rtx.errors import RunFailed, UserError
 from rtx.training.files import is_full, remove_leftovers, write_json
@@ -47,6 +45,12 @@ def new_run_folder(name: str) -> Path:
     except OSError as error:
         raise UserError(unwritable(folder, error)) from error
     return folder
+
+
+def shown(folder: Path) -> str:
+    """Return a folder as the user would type it."""
+    short = os.path.relpath(folder)
+    return str(folder) if short.startswith("..") else short
 
 
 def unwritable(folder: Path, error: OSError) -> str:
@@ -95,36 +99,39 @@ def working_in(folder: Path, begin: Callable[[], None] = lambda: None) -> Iterat
 
 
 def record_environment(folder: Path, facts: dict[str, Any]) -> None:
-    """Write environment.json: software, machine, code and command, and whatever `facts` adds.
-
-    After a resume the file describes the last process; `resumes.jsonl` keeps what changed and when.
-    """
-    packages = ("torch", "lightning", "numpy", "hydra-core", "omegaconf", "wandb")
-    write_json(
-        folder / "environment.json",
-        {
-            "time": utc_now(),
-            "command": shlex.join(sys.argv),
-            "folder": os.getcwd(),
-            "host": platform.node(),
-            "boot_id": boot_id(),
-            "platform": platform.platform(),
-            "python": platform.python_version(),
-            "versions": {"rtx": __version__} | {name: package_version(name) for name in packages},
-            "git": git_state(Path(__file__).parent),
-            "cpus": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-            **facts,
-        },
-    )
+    """Write environment.json, what `environment` returns; once, so that it tells how the run began."""
+    path = folder / "environment.json"
+    if not path.exists():
+        write_json(path, environment(facts))
 
 
-def record_resumption(folder: Path, changed: dict[str, tuple[Any, Any]]) -> None:
-    """Append to resumes.jsonl when and how the run went on, and which fields changed from what to what."""
-    row = {"time": utc_now(), "command": shlex.join(sys.argv), "changed": changed}
+def record_resumption(folder: Path, changed: dict[str, tuple[Any, Any]], facts: dict[str, Any]) -> None:
+    """Append to resumes.jsonl where and how the run goes on, and which fields changed from what to what."""
+    row = {**environment(facts), "changed": changed}
     with open(folder / "resumes.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
+
+
+def environment(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return software, machine, code and command of this process, and whatever `facts` adds."""
+    import torch  # takes seconds, and the folders of a run are asked for without it
+
+    packages = ("torch", "lightning", "numpy", "hydra-core", "omegaconf", "wandb")
+    return {
+        "time": utc_now(),
+        "command": shlex.join(sys.argv),
+        "folder": os.getcwd(),
+        "host": platform.node(),
+        "boot_id": boot_id(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {"rtx": __version__} | {name: package_version(name) for name in packages},
+        "git": git_state(Path(__file__).parent),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        **facts,
+    }
 
 
 def package_version(name: str) -> str | None:

@@ -39,7 +39,7 @@ def undisturbed(workshop: Workshop) -> Path:
 @pytest.mark.parametrize(
     ("moment", "ready"),
     [
-        ("preparing", exists("status.json")),
+        ("building", exists("status.json")),
         ("begun", exists("metrics.jsonl")),
         ("validated", exists("checkpoints/best.ckpt")),
         ("five", after(6)),
@@ -56,7 +56,7 @@ def test_a_killed_run_resumes_to_the_same_bits(
     assert (read_status(run) or {})["state"] == "running"
     assert run_state(run) == "killed"
     printed = workshop.command("resume", str(run), "hardware.workers=2")
-    assert f"resuming {run} (killed)" in printed
+    assert f"resuming {run} (killed) from " in printed
     assert (read_status(run) or {})["state"] == "done"
     assert difference(run, undisturbed) == ""
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt", "previous.ckpt"]
@@ -108,17 +108,16 @@ def test_a_second_interrupt_leaves_at_once(workshop: Workshop, undisturbed: Path
     assert not list((process.run / "checkpoints").iterdir())
 
 
-def test_a_signal_while_data_are_prepared(workshop: Workshop) -> None:
+def test_a_signal_while_data_are_prepared_leaves_no_run(workshop: Workshop, undisturbed: Path) -> None:
     large = workshop.folder / "large.bin"
     with open(large, "wb") as file:
         file.truncate(200_000_000)
+    known = set((workshop.folder / "data").iterdir())
     process = workshop.start("early", f"data.path={large}")
-    assert process.kill_when(exists("status.json"), signal.SIGTERM) == 143
-    status = read_status(process.run) or {}
-    assert (status["state"], status["reason"]) == ("preempted", "stopped by a signal while no step was under way")
+    assert process.kill_when(lambda run: set((workshop.folder / "data").iterdir()) > known, signal.SIGTERM) == 143
+    assert process.log.read_text().endswith("while no step was under way\n") and not process.run.exists()
     large.unlink()
     shutil.rmtree(workshop.folder / "data")
-    assert "rtx resume" in process.log.read_text()
 
 
 def test_a_checkpoint_cut_in_half_gives_way_to_the_one_before(workshop: Workshop, undisturbed: Path) -> None:
@@ -163,13 +162,34 @@ def test_a_run_that_is_done_says_so_and_can_be_lengthened(workshop: Workshop) ->
     short = workshop.train("short", "optimizer.schedule=constant", "trainer.steps=8")
     said = workshop.command("resume", str(short))
     assert "is done: 8 steps" in said and "trainer.steps=N with N above 8 continues it" in said
+    assert "bits/byte" in said
+    said = workshop.command("resume", str(short), "trainer.steps=7", code=2)
+    assert said == "rtx: trainer.steps=7: the run is done with 8 steps; give more than that\n"
+    environment = (short / "environment.json").read_text()
     printed = workshop.command("resume", str(short), "trainer.steps=12")
     assert "trainer.steps: 8 -> 12" in printed and "no longer exact" not in printed
     last, whole = ({row["kind"]: row for row in read_metrics(run / "metrics.jsonl")} for run in (short, long))
     assert last["final"]["val_bits"] == whole["final"]["val_bits"]
     assert last["train"]["grad_norm"] == whole["train"]["grad_norm"]
     (resumed,) = (json.loads(line) for line in (short / "resumes.jsonl").read_text().splitlines())
-    assert resumed["changed"]["trainer.steps"] == [8, 12]
+    assert resumed["changed"]["trainer.steps"] == [8, 12] and resumed["threads"] == 1
+    assert (short / "environment.json").read_text() == environment
+    assert {path.name for path in (short / "samples").iterdir()} == {"step8-seed0-1.txt", "step12-seed0-1.txt"}
+    for name in ("last", "previous"):
+        (short / "checkpoints" / f"{name}.ckpt").write_bytes(b"damaged")
+    assert "no whole checkpoint is left" in workshop.command("resume", str(short), code=1)
+
+
+def test_a_run_is_not_cut_short_of_its_checkpoint(workshop: Workshop) -> None:
+    process = workshop.start("cut-short", "trainer.steps=1000000", "trainer.val_every=1000000")
+    assert process.kill_when(after(2), signal.SIGTERM) == 143
+    before = [(process.run / name).read_text() for name in ("config.yaml", "status.json")]
+    step = json.loads(before[1])["step"]
+    for steps in (1, step):
+        said = workshop.command("resume", str(process.run), f"trainer.steps={steps}", code=2)
+        refused = f"rtx: trainer.steps={steps}: the newest checkpoint of the run is of step {step}; give more than that"
+        assert said == refused + "\n"
+    assert [(process.run / name).read_text() for name in ("config.yaml", "status.json")] == before
 
 
 def test_minutes_count_over_all_processes_of_a_run(workshop: Workshop) -> None:

@@ -28,8 +28,10 @@ def test_what_a_run_leaves_and_says(workshop: Workshop, tmp_path: Path) -> None:
     run = tmp_path / "cell"
     said = workshop.command("train", workshop.text, *SHORT, run=run)
     assert {path.name for path in run.iterdir()} == {
-        *("checkpoints", "config.yaml", "environment.json", "lock", "metrics.jsonl", "status.json"),
+        *("checkpoints", "config.yaml", "environment.json", "lock", "metrics.jsonl", "samples", "status.json"),
     }
+    (sample,) = (run / "samples").iterdir()
+    assert len(sample.read_bytes()) == 8 and str(sample) in said
     config = load_run_config(run)
     assert config.routing.clusters == 4  # ceil(32 / 8), frozen
     environment = json.loads((run / "environment.json").read_text())
@@ -121,7 +123,8 @@ def test_mistakes_are_told_in_a_line(
 def test_an_empty_text_is_refused(workshop: Workshop, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     said = workshop.command("train", f"data.path={tmp_path / 'empty.txt'}", *SHORT, run=tmp_path / "cell", code=2)
-    assert "empty.txt" in said.splitlines()[-1]
+    assert "empty.txt" in said and len(said.splitlines()) == 1
+    assert not (tmp_path / "cell").exists()
 
 
 def test_outputs_that_cannot_be_written(workshop: Workshop, tmp_path: Path) -> None:

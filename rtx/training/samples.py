@@ -1,0 +1,33 @@
+"""samples/: the texts that a run has written, none of them ever replaced."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rtx.errors import RunFailed
+from rtx.training.files import replace_file
+
+
+def save_sample(folder: Path, step: int, seed: int, text: bytes) -> Path:
+    """Keep a text byte for byte under a name that no earlier sample of the run has, and return its path.
+
+    Args:
+        folder: the run folder.
+        step: of the weights that wrote it.
+        seed: of the draws.
+        text: what was written, a prompt included.
+
+    Raises:
+        RunFailed: it cannot be written.
+    """
+    samples, name = folder / "samples", f"step{step}-seed{seed}"
+    taken = {path.stem for path in samples.glob("*.txt")}
+    number = next(n for n in range(1, len(taken) + 2) if f"{name}-{n}" not in taken)
+    path = samples / f"{name}-{number}.txt"
+    try:
+        os.makedirs(samples, exist_ok=True)
+        replace_file(path, lambda file: file.write(text))
+    except OSError as error:
+        raise RunFailed(f"cannot write {path}: {error.strerror}") from error
+    return path
