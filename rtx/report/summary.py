@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 
 from rtx.config import Config
 
 BAR = 24
 """Characters of the longest bar."""
+
+WIDTH = 79
+"""Columns of a narrow terminal."""
 
 
 def sees_future(config: Config, mode: str) -> bool:
@@ -69,7 +73,7 @@ def closing_lines(
     return "\n".join(
         [
             f"done after {step:,} steps{why}: {bits:.4f} bits/{unit} on the validation split",
-            protocol,
+            *textwrap.wrap(protocol, WIDTH),
             *([comparison(bits, unit, baselines)] if baselines else []),
             f"next: rtx eval {run} split=test    rtx sample {run}",
         ]

@@ -20,7 +20,7 @@ from rtx.data.windows import windows
 from rtx.errors import RunFailed
 from rtx.training.checkpoints import read_checkpoint
 from rtx.training.fit import Outcome, fit
-from rtx.training.hardware import resolve_hardware
+from rtx.training.hardware import has_compiler, resolve_hardware
 from rtx.training.job import Job, Validation
 from rtx.training.metrics import read_metrics
 from rtx.training.optimizers import build_optimizer, learning_rate
@@ -40,11 +40,12 @@ class Bigram(nn.Module):
         super().__init__()
         self.table_VS = nn.Parameter(torch.randn(17, 6))
         self.output = nn.Linear(6, 16)
+        self.dropout = 0.2
         self.spoil: Callable[[], bool] = lambda: False
 
     def loss(self, tokens_BN: Tensor, streaming: bool = False) -> tuple[Tensor, Tensor]:
         before_BN = nn.functional.pad(tokens_BN + 1, (1, -1))
-        x_BNS = nn.functional.dropout(self.table_VS[before_BN], 0.2, self.training)
+        x_BNS = nn.functional.dropout(self.table_VS[before_BN], self.dropout, self.training)
         logits_BNV = self.output(x_BNS)
         if self.training and self.spoil():
             logits_BNV = logits_BNV * math.nan
@@ -239,3 +240,17 @@ def test_a_signal_during_validation_saves_and_leaves_it_for_later(
         run_fit(tmp_path, small_config(checkpoint_every=100, val_windows=None), model, signals)
     last = read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")
     assert last["step"] == 3 and last["progress"]["pending_validation"] is True
+
+
+@pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # torch's own, while it compiles
+def test_a_compiled_fit_takes_the_same_steps(tmp_path: Path) -> None:
+    config = small_config(steps=2, val_every=100)
+    scores = []
+    for compiled in (False, True):
+        seed_everything(3)
+        model = Bigram()
+        model.dropout = 0.0
+        hardware = dataclasses.replace(config.hardware, compile=compiled)
+        scores.append(run_fit(tmp_path, dataclasses.replace(config, hardware=hardware), model).final.bits)
+    assert scores[1] == pytest.approx(scores[0], rel=1e-6)
