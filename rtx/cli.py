@@ -1,7 +1,7 @@
 """`rtx <command> [overrides]`: finds the command, reads its flags, and imports only what that command needs.
 
 Exit codes: 0; 2 a mistake of the user, told in lines that begin with "rtx:"; 1 a run that failed or a fault of ours;
-130 after SIGINT; 143 after SIGTERM.
+130 after SIGINT; 143 after SIGTERM, and after SIGUSR1 and SIGUSR2 where they stop a run.
 
 `sys.argv` stays as it is, command word and all: Lightning starts the other ranks of a run with it.
 """
@@ -32,14 +32,32 @@ COMPOSING = ("train", "plan")
 """Commands whose words make a configuration."""
 READING = ("eval", "sample", "resume")
 """Commands that name a run, and change its configuration for themselves."""
+RUNNING = ("train", "resume")
+"""Commands that a scheduler may stop with SIGUSR1 and SIGUSR2 as well."""
 HELP_FLAGS = ("--help", "-h", "help")
-INTERRUPTED, TERMINATED = 130, 143
+INTERRUPTED = 130
 
 
 def entry() -> None:
     """The `rtx` script and `python -m rtx`."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    handle_signals(sys.argv[1:2])
     sys.exit(main())
+
+
+def handle_signals(words: list[str]) -> None:
+    """Leave with the code that schedulers expect while imports take their seconds; later a run has its own handlers.
+
+    A process that the first one of a run has started leaves them to it from its first moment on.
+    """
+    from rtx.training.signals import EXIT_CODES, PREEMPTED, ignore_signals, started_by_another
+
+    if started_by_another():
+        ignore_signals()
+        return
+    runs = words and words[0] in RUNNING
+    for number, code in EXIT_CODES.items():
+        if code == PREEMPTED and (runs or number == signal.SIGTERM):
+            signal.signal(number, lambda *_: sys.exit(PREEMPTED))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,12 +109,18 @@ def dispatch(arguments: list[str]) -> int:
 
 
 def check_first(word: str, overrides: list[str]) -> None:
-    """Raise `UserError` for a wrong configuration before the command's own imports: torch takes seconds."""
+    """Raise `UserError` for a wrong configuration, or for data that are not there, before the imports of the command:
+    torch takes seconds.
+    """
     from rtx.commandline.vocabulary import run_folder
     from rtx.compose import compose, load_run_config, merge
 
     if word in COMPOSING:
-        compose(overrides)
+        config = compose(overrides)
+        if word == "train":
+            from rtx.data.catalog import data_root, make_recipe
+
+            make_recipe(config.data, data_root())
     elif word in READING:
         folder, own = run_folder(overrides, word)
         if word == "resume":

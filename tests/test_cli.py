@@ -45,7 +45,13 @@ def test_help_imports_neither_hydra_nor_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("train", "trainer.steps=abc"), ("train", "routing.heads=99"), ("train", "-m", "routing.heads=2,9")]
+    "arguments",
+    [
+        ("train", "trainer.steps=abc"),
+        ("train", "routing.heads=99"),
+        ("train", "-m", "routing.heads=2,9"),
+        ("train", "data=text", "data.path=nowhere.txt"),
+    ],
 )
 def test_a_configuration_error_does_not_import_torch(arguments: tuple[str, ...]) -> None:
     assert not modules_after(*arguments) & {"torch", "lightning", "wandb"}
@@ -55,6 +61,9 @@ def test_a_mistake_about_a_run_does_not_import_torch_either(tmp_path: Path) -> N
     (tmp_path / "config.yaml").write_text(to_yaml(compose([])))
     for word in ("eval", "sample", "resume"):
         mistakes = (["split=test"], [str(tmp_path / "none")], [str(tmp_path), "splt=test"], [str(tmp_path), "name=x"])
+        if word == "resume":
+            mistakes = (*mistakes, [str(tmp_path), "seed=1"], [str(tmp_path), "model.layers=3"])
+            mistakes = (*mistakes, [str(tmp_path), "force=maybe"], [str(tmp_path), "data=text", "data.path=none.txt"])
         for arguments in mistakes if word == "resume" else ([], *mistakes):
             assert not modules_after(word, *arguments) & {"torch", "lightning", "wandb"}
 
