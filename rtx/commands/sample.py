@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from pathlib import Path
 
 import torch
 
 from rtx.commandline.vocabulary import run_folder
-from rtx.config import Config, SampleConfig
+from rtx.config import Config
 from rtx.data.tokenizers import ByteTokenizer
-from rtx.errors import RunFailed, UserError
+from rtx.errors import UserError
 from rtx.model.decoding import generate
 from rtx.report.text import TextStream
-from rtx.training.files import replace_file
+from rtx.training.samples import save_sample
 from rtx.training.trained import load_trained, run_config
 
 
@@ -55,9 +53,8 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         stopped = True
     show(stream.feed(b"", final=True) + "\n")
-    path = sample_path(folder, wish, trained.checkpoint["step"])
-    save(path, tokenizer.decode(prompt[0]) + tokenizer.decode(units))
-    print(path, file=sys.stderr)
+    text = tokenizer.decode(prompt[0]) + tokenizer.decode(units)
+    print(save_sample(folder, trained.checkpoint["step"], wish.seed, text), file=sys.stderr)
     return 130 if stopped else 0
 
 
@@ -79,24 +76,3 @@ def show(text: str) -> None:
     """Print a piece of the text at once."""
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def sample_path(folder: Path, wish: SampleConfig, step: int) -> Path:
-    """Return a path that no earlier sample of the run has."""
-    name = f"step{step}-seed{wish.seed}"
-    taken = {path.stem for path in (folder / "samples").glob("*.txt")}
-    number = next(n for n in range(1, len(taken) + 2) if f"{name}-{n}" not in taken)
-    return folder / "samples" / f"{name}-{number}.txt"
-
-
-def save(path: Path, text: bytes) -> None:
-    """Keep a sample, byte for byte.
-
-    Raises:
-        RunFailed: it cannot be written.
-    """
-    try:
-        os.makedirs(path.parent, exist_ok=True)
-        replace_file(path, lambda file: file.write(text))
-    except OSError as error:
-        raise RunFailed(f"cannot write {path}: {error.strerror}") from error
