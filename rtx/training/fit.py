@@ -25,6 +25,7 @@ from rtx.training.job import Job
 from rtx.training.loop import Loop
 from rtx.training.module import TrainingModule
 from rtx.training.pace import Fetches
+from rtx.training.runs import shown
 from rtx.training.signals import ignore_signals, state_after
 
 PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp64": "64-true"}
@@ -67,6 +68,7 @@ def fit(job: Job) -> Outcome:
     loop = Loop(job, module, fetches)
     trainer = make_trainer(job, loop)
     job.signals.at_once = lambda code: leave_at_once(code, job, loop, trainer)
+    job.signals.acknowledge = job.records.progress.say
     try:
         with quiet():
             trainer.fit(module, train_dataloaders=fetches)
@@ -123,6 +125,8 @@ def cluster_environment(hardware: Hardware) -> ClusterEnvironment:
 def leave_at_once(code: int, job: Job, loop: Loop, trainer: pl.Trainer) -> None:
     """Before the process ends in the middle of a step: say so, and take the children along."""
     job.records.progress.say(f"stopped at once; {loop.last_good()}")
+    if loop.saved is not None:
+        job.records.progress.say(f"continue with: rtx resume {shown(job.folder)}")
     if job.records.status:
         job.records.status.end(state_after(code), f"stopped at once; {loop.last_good()}")
     for child in getattr(trainer.strategy.launcher, "procs", []):

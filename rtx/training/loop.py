@@ -304,7 +304,7 @@ class Loop(pl.Callback):
         """Return what ends a run that a signal has stopped."""
         step = self.module.step
         saved = f"saved in {self.checkpoints / 'last.ckpt'}" if self.saved == step else self.last_good()
-        return Stopped(self.stopped_by, f"stopped by a signal at step {step:,}; {saved}")
+        return Stopped(self.stopped_by, f"stopped by {self.job.signals.name} at step {step:,}; {saved}")
 
     def load(self, trainer: pl.Trainer, start: Checkpoint) -> None:
         """Put weights, optimizer and the step back, in place."""

@@ -63,10 +63,14 @@ class Signals:
     def __init__(self) -> None:
         self.requested = 0
         """Exit code asked for by a signal, or 0."""
+        self.name = "a signal"
+        """What the first signal is called; of one that only another process of the run got, nothing is known."""
         self.holding = False
         """Whether there is a step to finish first."""
         self.at_once: Callable[[int], object] = lambda code: None
         """Called with the exit code before the process ends at once."""
+        self.acknowledge: Callable[[str], object] = lambda line: None
+        """Called with a line to show as soon as there is a SIGINT that waits for the end of a step."""
         self.former: dict[signal.Signals, Any] = {}
         self.seen = threading.Event()
         """Set when the main thread has come round to a signal."""
@@ -97,7 +101,8 @@ class Signals:
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Note the signal, or raise `Stopped` where nothing is held."""
         self.seen.set()
-        self.requested = self.requested or EXIT_CODES[signal.Signals(number)]
+        if not self.requested:
+            self.requested, self.name = EXIT_CODES[signal.Signals(number)], signal.Signals(number).name
         if not self.holding:
             self.release()
 
@@ -109,10 +114,10 @@ class Signals:
         """
         self.holding = False
         if self.requested:
-            raise Stopped(self.requested, "stopped by a signal while no step was under way")
+            raise Stopped(self.requested, f"stopped by {self.name} while no step was under way")
 
     def watch(self) -> None:
-        """End the process at a second SIGINT, or if nobody is holding and the main thread does not react."""
+        """Acknowledge a first SIGINT; end the process at a second, or if the main thread, free to, does not react."""
         interrupts = 0
         while received := self.wakened.recv(1):
             if received[0] not in EXIT_CODES:
@@ -120,6 +125,8 @@ class Signals:
             interrupts += received[0] == signal.SIGINT
             if interrupts > 1:
                 self.leave(INTERRUPTED)
+            if self.holding and received[0] == signal.SIGINT:
+                self.acknowledge("finishing this step; Ctrl-C again stops at once")
             if not self.holding and not self.seen.wait(PATIENCE_SECONDS):
                 self.leave(EXIT_CODES[signal.Signals(received[0])])
         self.wakened.close()

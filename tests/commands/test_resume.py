@@ -89,7 +89,7 @@ def test_a_signal_saves_and_leaves_with_its_code(
     status = read_status(process.run) or {}
     assert status["state"] == state
     printed = process.log.read_text()
-    assert "stopped by a signal at step" in printed and f"rtx resume {process.run}" in printed
+    assert f"stopped by {signal.Signals(number).name} at step" in printed and f"rtx resume {process.run}" in printed
     workshop.command("resume", str(process.run), "hardware.workers=0", "trainer.checkpoint_every=3")
     assert difference(process.run, undisturbed) == ""
 

@@ -31,10 +31,11 @@ def test_a_signal_waits_for_the_step(number: int, code: int) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), CODES.items())
-def test_without_a_step_it_ends_the_work_where_it_is(number: int, code: int) -> None:
+def test_without_a_step_it_ends_the_work_where_it_is(number: signal.Signals, code: int) -> None:
     with Signals(), pytest.raises(Stopped) as caught:
         os.kill(os.getpid(), number)
     assert caught.value.code == code
+    assert str(caught.value) == f"stopped by {number.name} while no step was under way"
     assert caught.value.state == ("interrupted" if code == INTERRUPTED else "preempted")
 
 
@@ -70,6 +71,7 @@ from rtx.training.signals import Signals
 with Signals() as signals:
     signals.holding = sys.argv[1] == "holding"
     signals.at_once = lambda code: print("leaving with", code, flush=True)
+    signals.acknowledge = lambda line: print(line, flush=True)
     threading.Timer(0.5, print, ["ready"], {"flush": True}).start()
     hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 30)  # a single call, during which Python runs no handler
 """
@@ -88,7 +90,7 @@ def test_a_second_interrupt_ends_the_process_at_once() -> None:
     while process.poll() is None:  # signals sent in one breath may arrive as one
         process.send_signal(signal.SIGINT)
         time.sleep(0.1)
-    assert process.communicate()[0] == b"leaving with 130\n"
+    assert process.communicate()[0] == b"finishing this step; Ctrl-C again stops at once\nleaving with 130\n"
     assert process.returncode == INTERRUPTED
 
 
@@ -97,6 +99,17 @@ def test_a_main_thread_that_does_not_react_is_not_waited_for() -> None:
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=60)[0] == b"leaving with 143\n"
     assert process.returncode == PREEMPTED
+
+
+@pytest.mark.parametrize("number", CODES)
+@pytest.mark.parametrize("command", ["train", "resume"])
+def test_while_imports_take_their_seconds(command: str, number: signal.Signals) -> None:
+    script = (
+        "import os, sys; sys.argv = ['rtx', sys.argv[1]]; import rtx.cli;"
+        f"rtx.cli.main = lambda: os.kill(os.getpid(), {int(number)}); rtx.cli.entry()"
+    )
+    code = subprocess.run([sys.executable, "-c", script, command], stderr=subprocess.DEVNULL).returncode
+    assert code == (CODES[number] if number != signal.SIGINT else -signal.SIGINT)
 
 
 def test_processes_that_the_first_one_starts_leave_signals_to_it() -> None:
