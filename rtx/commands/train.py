@@ -34,7 +34,14 @@ from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware
 from rtx.training.job import Job, Validation, nothing_left
 from rtx.training.records import Records
 from rtx.training.rng import seed_everything
-from rtx.training.runs import new_run_folder, record_environment, record_resumption, shown, working_in
+from rtx.training.runs import (
+    machine_changes,
+    new_run_folder,
+    record_environment,
+    record_resumption,
+    shown,
+    working_in,
+)
 from rtx.training.samples import save_sample
 from rtx.training.signals import Signals, Stopped, announce_parent, go_with_parent, ignore_signals, state_after
 from rtx.training.status import Status
@@ -142,6 +149,8 @@ def train(
         facts = {"hardware": hardware.describe(), "data": store.describe(), "parameters": model.count_parameters()}
         record_environment(folder, facts)
         if resumption:  # its configuration may differ, and is known by now to fit the checkpoint
+            if moved := machine_changes(folder, facts):
+                say(f"no longer exact: {', '.join(moved)}")
             record_resumption(folder, resumption.changed, facts)
             write_config(config, folder)
         print(opening_line(config, hardware, store, model))

@@ -112,6 +112,16 @@ def record_resumption(folder: Path, changed: dict[str, tuple[Any, Any]], facts: 
         file.write(json.dumps(row) + "\n")
 
 
+def machine_changes(folder: Path, facts: dict[str, Any]) -> list[str]:
+    """Return what about machine and software may change the bits of a run since it began, each as `what old -> new`."""
+    try:
+        before = json.loads((folder / "environment.json").read_text())
+        old, new = ({"torch": env["versions"]["torch"], **env} for env in (before, environment(facts)))
+        return [f"{name} {old[name]} -> {new[name]}" for name in ("torch", "threads", "gpu") if old[name] != new[name]]
+    except (OSError, ValueError, KeyError):
+        return []
+
+
 def environment(facts: dict[str, Any]) -> dict[str, Any]:
     """Return software, machine, code and command of this process, and whatever `facts` adds."""
     import torch  # takes seconds, and the folders of a run are asked for without it

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from small_runs import Workshop, difference, steps_logged
 
 from rtx.training.metrics import read_metrics
@@ -200,6 +201,16 @@ def test_minutes_count_over_all_processes_of_a_run(workshop: Workshop) -> None:
     assert (read_status(run) or {})["step"] == step
     workshop.command("resume", str(run), "trainer.max_minutes=2e-6")
     assert (read_status(run) or {})["step"] in (step, step + 1)
+
+
+def test_another_number_of_threads_is_no_longer_exact(workshop: Workshop) -> None:
+    run = workshop.train("threads", "trainer.steps=3", "optimizer.schedule=constant")
+    said = workshop.command("resume", str(run), "trainer.steps=4")
+    assert "no longer exact" not in said
+    threads = torch.get_num_threads()
+    said = workshop.command("resume", str(run), "trainer.steps=5", "hardware.threads=2")
+    torch.set_num_threads(threads)
+    assert "no longer exact: threads 1 -> 2" in said
 
 
 def test_what_would_make_another_run_of_it_is_refused(workshop: Workshop, undisturbed: Path, tmp_path: Path) -> None:
