@@ -144,16 +144,11 @@ def train(
         check_data(store, start, resumption.force, say)
     items = TrainingItems(store.split("train"), config.data.length, config.seed, config.trainer.batch_size)
     model = build_model(config, store, items, start)
-    held_out = store.split("valid")
     if status:
         facts = {"hardware": hardware.describe(), "data": store.describe(), "parameters": model.count_parameters()}
-        record_environment(folder, facts)
-        if resumption:  # its configuration may differ, and is known by now to fit the checkpoint
-            if moved := machine_changes(folder, facts):
-                say(f"no longer exact: {', '.join(moved)}")
-            record_resumption(folder, resumption.changed, facts)
-            write_config(config, folder)
+        record_start(config, folder, resumption, facts)
         print(opening_line(config, hardware, store, model))
+    held_out = store.split("valid")
     with Records(folder, config, to_dict(config), status) as records:
         outcome = fit(
             Job(
@@ -172,10 +167,7 @@ def train(
             )
         )
         if status:
-            score = outcome.final
-            final = {"bits": score.bits, "unit": store.unit, "units": score.units, "se": score.standard_error}
-            status.update(step=outcome.step, seconds=outcome.seconds, best=outcome.best, final=final)
-            status.end("done", "trainer.max_minutes is up" if outcome.time_up else None)
+            record_end(status, outcome, store.unit)
     signals.release()
     if status:
         print(closing(config, store, outcome, folder))
@@ -188,6 +180,27 @@ def beginning(folder: Path, resumption: Resumption | None, start: Checkpoint | N
         return f"run: {shown(folder)}"
     where = f"from step {start['step']:,}" if start else "from the beginning: it has no checkpoint"
     return "\n".join([f"resuming {shown(folder)} ({resumption.state}) {where}", *resumption.lines])
+
+
+def record_start(config: Config, folder: Path, resumption: Resumption | None, facts: dict[str, Any]) -> None:
+    """Record machine and software, and what a resumed run changes; say what makes it no longer exact.
+
+    Only now is the configuration of a resumed run written: it is known to fit the checkpoint.
+    """
+    record_environment(folder, facts)
+    if resumption:
+        if moved := machine_changes(folder, facts):
+            print(f"no longer exact: {', '.join(moved)}")
+        record_resumption(folder, resumption.changed, facts)
+        write_config(config, folder)
+
+
+def record_end(status: Status, outcome: Outcome, unit: str) -> None:
+    """Write the status of a finished run."""
+    score = outcome.final
+    final = {"bits": score.bits, "unit": unit, "units": score.units, "se": score.standard_error}
+    status.update(step=outcome.step, seconds=outcome.seconds, best=outcome.best, final=final)
+    status.end("done", "trainer.max_minutes is up" if outcome.time_up else None)
 
 
 def write_config(config: Config, folder: Path) -> None:
