@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def dispatch(arguments: list[str]) -> int:
     """Run the command that `arguments` begin with."""
     # Read by OpenMP when torch is loaded. Threads that wait by spinning made a small model's step 2 to 5 times slower
-    # as soon as another program took one of two cores; sleeping costs a fifth where nothing else runs.
+    # as soon as another program took one of two cores; sleeping costs a quarter or more where nothing else runs.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not arguments or arguments[0] in HELP_FLAGS:
         return help_page(arguments[1:], 0 if arguments else 2)
