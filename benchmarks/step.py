@@ -1,7 +1,9 @@
-"""Time one training step of whole models, interleaved in one process: ours, full attention, and a public peer.
+"""Time one training step of whole models, in turn, each in its own process: ours, full attention, and a public peer.
 
 Run `python benchmarks/step.py`; it writes `benchmarks/results/step-<device>.json` and prints the same rows as a table.
 The peer is the PyPI package routing_transformer (extra `peers`); without it the row is left out and the table says so.
+Every model runs as its users run it: ours with the allocator setting of `rtx train`, the peer with the system's own.
+The row `weights` is the floor: the matrix products with weights, which ours and the peer share, and nothing else.
 Times on a shared machine drift, so only the ratios of one run mean anything.
 """
 
@@ -9,12 +11,17 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
+import multiprocessing
 import platform
 import statistics
 import time
+import warnings
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -111,17 +118,64 @@ def peer_step(args: argparse.Namespace, tokens_BN: Tensor) -> Step:
     return training_step(model, loss, lambda: None)
 
 
-def measure(steps: dict[str, Step], repeats: int, device: str) -> dict[str, list[float]]:
-    """Return milliseconds of each step, `repeats` times in turn after one turn of warm-up."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for repeat in range(repeats + 1):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            if repeat:
-                times[name].append(1e3 * (time.perf_counter() - start))
+def weights_step(args: argparse.Namespace, device: str) -> Step:
+    """Return the products of every linear layer of our top-w model with activations, forward and backward."""
+    model = Transformer(ours(args, "topk"), 256).to(device)
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    inputs = [torch.randn(args.length, linear.in_features, device=device, requires_grad=True) for linear in linears]
+    gradients = [torch.randn(args.length, linear.out_features, device=device) for linear in linears]
+
+    def step() -> None:
+        for linear, x_NE, gradient_NF in zip(linears, inputs, gradients, strict=True):
+            linear(x_NE).backward(gradient_NF)
+
+    return step
+
+
+def make_step(name: str, args: argparse.Namespace) -> Step:
+    """Return the step of one row."""
+    generator = torch.Generator().manual_seed(0)
+    tokens_BN = torch.randint(0, 256, (1, args.length), generator=generator).to(args.device)
+    if name == "peer_routing":
+        return peer_step(args, tokens_BN)
+    if args.device == "cpu":
+        keep_freed_memory()
+    if name == "weights":
+        return weights_step(args, args.device)
+    return our_step(args, None if name == "full" else name.removeprefix("routing_"), tokens_BN)
+
+
+def work(name: str, args: argparse.Namespace, door: Connection) -> None:
+    """Be the process of one row: answer "ready", then each knock with the milliseconds of a step."""
+    torch.set_num_threads(args.threads)
+    warnings.simplefilter("ignore", FutureWarning)  # the peer's dependencies use deprecated hooks
+    step = make_step(name, args)
+    step()
+    door.send("ready")
+    while door.recv():
+        start = time.perf_counter()
+        step()
+        if args.device == "cuda":
+            torch.cuda.synchronize()
+        door.send(1e3 * (time.perf_counter() - start))
+
+
+def measure(names: list[str], args: argparse.Namespace) -> dict[str, list[float]]:
+    """Return milliseconds of each row's step, `repeats` times in turn after a step of warm-up."""
+    context = multiprocessing.get_context("spawn")
+    doors: dict[str, Any] = {}
+    for name in names:
+        doors[name], other = context.Pipe()
+        context.Process(target=work, args=(name, args, other), daemon=True).start()
+        other.close()
+        assert doors[name].recv() == "ready"
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(args.repeats):
+        for name, door in doors.items():
+            door.send(True)
+            times[name].append(door.recv())
+    for door in doors.values():
+        door.send(False)
     return times
 
 
@@ -160,17 +214,12 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    if args.device == "cpu":
-        keep_freed_memory()  # as every run on a CPU does; the peer gains from it too
-    tokens_BN = torch.randint(0, 256, (1, args.length), generator=torch.Generator().manual_seed(0)).to(args.device)
-    steps = {f"routing_{name}": our_step(args, name, tokens_BN) for name in ("topk", "causal")}
-    steps["full"] = our_step(args, None, tokens_BN)
-    try:
-        steps["peer_routing"] = peer_step(args, tokens_BN)
-    except ModuleNotFoundError as error:
-        print(f"no peer row: {error} (pip install 'rtx[peers]')")
-    results = rows(measure(steps, args.repeats, args.device), args)
+    names = ["routing_topk", "routing_causal", "full", "weights"]
+    if importlib.util.find_spec("routing_transformer"):
+        names.append("peer_routing")
+    else:
+        print("no peer row: routing_transformer is not installed (pip install 'rtx[peers]')")
+    results = rows(measure(names, args), args)
     print(f"{'pattern':<16}{'ms':>10}{'times faster than full':>26}{'than the peer':>16}")
     for row in results:
         ratio = row["ratio"]

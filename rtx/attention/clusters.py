@@ -29,6 +29,12 @@ class Members(NamedTuple):
     """Members of each list."""
     length: int
     """N."""
+    rows: int
+    """B * H * N."""
+
+    def times(self) -> Tensor:
+        """Return in how many clusters each row is, `[B * H * N]`."""
+        return torch.bincount(self.row_M, minlength=self.rows)
 
 
 class Block(NamedTuple):
@@ -44,9 +50,9 @@ class Block(NamedTuple):
 
 def pack(member_BHCN: Tensor) -> Members:
     """Return the packed lists of a membership mask."""
-    C, N = member_BHCN.shape[-2:]
+    B, H, C, N = member_BHCN.shape
     list_M, position_M = member_BHCN.flatten(0, 2).nonzero(as_tuple=True)
-    return Members(list_M // C * N + position_M, member_BHCN.sum(-1).flatten(), N)
+    return Members(list_M // C * N + position_M, member_BHCN.sum(-1).flatten(), N, B * H * N)
 
 
 def blocks(count_L: Tensor, window: int) -> Iterator[Block]:
@@ -108,45 +114,55 @@ def attend_members(
 ) -> Tensor:
     """Return the mean of each position's outputs over its clusters, zero where it has none, `[B, H, N, D]`."""
     q_RD, k_RD, v_RD = (x.reshape(-1, x.shape[-1]) for x in (q_BHND, k_BHND, v_BHND))
-    outputs, rows = [], []
-    for block in blocks(members.count_L, window):
-        row_GQ, row_GK = members.row_M[block.query_GQ], members.row_M[block.key_GK]
-        mask_QK = visible(block, window, attend_self)
-        distance_QK = None
-        if relative is not None:
-            # Rows of one list differ as its positions do, since a list never leaves its sequence and head.
-            distance_QK = (row_GQ[:, :, None] - row_GK[:, None])[:, None]
-            mask_QK = block.distance_QK >= 0 if mask_QK is None else mask_QK
-        q_GQD = take(q_RD, row_GQ)
-        # Shared queries and keys: a head block gathers them once.
-        k_GKD = q_GQD if k_BHND is q_BHND and row_GQ.shape == row_GK.shape else take(k_RD, row_GK)
-        out_GQD = attend(
-            q_GQD[:, None],
-            k_GKD[:, None],
-            take(v_RD, row_GK)[:, None],
-            scale,
-            mask_QK=mask_QK,
-            dropout=dropout,
-            relative=relative,
-            distance_QK=distance_QK,
-        )[:, 0]
-        outputs.append(out_GQD[block.real_GQ])
-        rows.append(row_GQ[block.real_GQ])
-    return mean_over_clusters(outputs, rows, v_BHND)
+    forms = list(blocks(members.count_L, window))
+    query_rows = [members.row_M[block.query_GQ] for block in forms]
+    key_rows = [members.row_M[block.key_GK] for block in forms]
+    total_RD, times_R = v_RD.new_zeros(v_RD.shape), members.times()
+    if forms:
+        queries, keys = take_queries_and_keys(q_RD, None if k_BHND is q_BHND else k_RD, query_rows, key_rows)
+        for block, row_GQ, row_GK, q_GQD, k_GKD, v_GKD in zip(
+            forms, query_rows, key_rows, queries, keys, take(v_RD, key_rows), strict=True
+        ):
+            mask_QK = visible(block, window, attend_self)
+            distance_QK = None
+            if relative is not None:
+                # Rows of one list differ as its positions do, since a list never leaves its sequence and head.
+                distance_QK = (row_GQ[:, :, None] - row_GK[:, None])[:, None]
+                mask_QK = block.distance_QK >= 0 if mask_QK is None else mask_QK
+            out_GQD = attend(
+                q_GQD[:, None],
+                k_GKD[:, None],
+                v_GKD[:, None],
+                scale,
+                mask_QK=mask_QK,
+                dropout=dropout,
+                relative=relative,
+                distance_QK=distance_QK,
+            )[:, 0]
+            add_share(total_RD, out_GQD, row_GQ, block.real_GQ, times_R)
+    return total_RD.view(v_BHND.shape)
 
 
-def take(x_RD: Tensor, row_GQ: Tensor) -> Tensor:
-    """Return the rows `[G, Q, D]`."""
-    return x_RD.index_select(0, row_GQ.flatten()).view(*row_GQ.shape, x_RD.shape[-1])
+def take(x_RD: Tensor, rows: list[Tensor]) -> list[Tensor]:
+    """Return for each `[G, Q]` of row numbers the rows `[G, Q, D]`, by one gather, so that they share one gradient."""
+    taken_SD = x_RD.index_select(0, torch.cat([row_GQ.flatten() for row_GQ in rows]))
+    parts = taken_SD.split([row_GQ.numel() for row_GQ in rows])
+    return [part_SD.view(*row_GQ.shape, x_RD.shape[-1]) for part_SD, row_GQ in zip(parts, rows, strict=True)]
 
 
-def mean_over_clusters(outputs: list[Tensor], rows: list[Tensor], like_BHND: Tensor) -> Tensor:
-    """Add outputs `[M, D]` onto the rows `[M]` they belong to, divided by how many each row receives."""
-    total_RD = like_BHND.new_zeros(like_BHND.shape[:-1].numel(), like_BHND.shape[-1])
-    if not outputs:
-        return total_RD.view(like_BHND.shape)
-    row_M = torch.cat(rows)
-    times_R = torch.bincount(row_M, minlength=total_RD.shape[0])
-    share_M1 = times_R[row_M].to(total_RD.dtype).reciprocal()[:, None]
-    total_RD = total_RD.index_add(0, row_M, torch.cat(outputs) * share_M1)
-    return total_RD.view(like_BHND.shape)
+def take_queries_and_keys(
+    q_RD: Tensor, k_RD: Tensor | None, query_rows: list[Tensor], key_rows: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the queries and keys of every block; without `k_RD` the keys are the queries, which heads gather once."""
+    if k_RD is not None:
+        return take(q_RD, query_rows), take(k_RD, key_rows)
+    is_head = [row_GQ.shape == row_GK.shape for row_GQ, row_GK in zip(query_rows, key_rows, strict=True)]
+    taken = take(q_RD, query_rows + [row_GK for row_GK, head in zip(key_rows, is_head, strict=True) if not head])
+    queries, others = taken[: len(query_rows)], iter(taken[len(query_rows) :])
+    return queries, [q_GQD if head else next(others) for q_GQD, head in zip(queries, is_head, strict=True)]
+
+
+def add_share(total_RD: Tensor, out_GQD: Tensor, row_GQ: Tensor, real_GQ: Tensor, times_R: Tensor) -> None:
+    """Add the real slots' outputs, divided by the number of clusters of their position, onto the rows `[R, D]`."""
+    share_GQ = real_GQ.to(out_GQD.dtype) / times_R[row_GQ]
+    total_RD.index_add_(0, row_GQ.flatten(), (out_GQD * share_GQ[..., None]).flatten(0, 1))

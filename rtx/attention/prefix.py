@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtx.attention.clusters import Members, mean_over_clusters, pack, take
+from rtx.attention.clusters import Members, add_share, pack, take
 from rtx.attention.selection import prefix_members
 from rtx.attention.weights import Distances, attend
 
@@ -32,7 +32,7 @@ def attend_prefix_topk(
     members = pack(joins_LN.view(score_BHCN.shape))
     leaves_M = leaves_LN[joins_LN]
     q_RD, v_RD = (x.reshape(-1, x.shape[-1]) for x in (q_BHND, v_BHND))
-    outputs, rows = [], []
+    total_RD, times_R = torch.zeros_like(v_RD), members.times()
     for query_GQ, real_GQ in padded_lists(members):
         row_GQ = members.row_M[query_GQ]
         position_GQ = row_GQ % members.length
@@ -43,19 +43,18 @@ def attend_prefix_topk(
             self_QQ = slot_Q[:, None] == slot_Q[None]
             others_GQQ = mask_GQQ & ~self_QQ
             mask_GQQ = others_GQQ | (self_QQ & ~others_GQQ.any(-1, keepdim=True))
-        q_GQD = take(q_RD, row_GQ)
+        (q_GQD,), (v_GQD,) = take(q_RD, [row_GQ]), take(v_RD, [row_GQ])
         out_GQD = attend(
             q_GQD[:, None],
             q_GQD[:, None],
-            take(v_RD, row_GQ)[:, None],
+            v_GQD[:, None],
             scale,
             mask_QK=mask_GQQ[:, None],
             relative=relative,
             distance_QK=distance_GQQ[:, None],
         )[:, 0]
-        outputs.append(out_GQD[real_GQ])
-        rows.append(row_GQ[real_GQ])
-    return mean_over_clusters(outputs, rows, v_BHND)
+        add_share(total_RD, out_GQD, row_GQ, real_GQ, times_R)
+    return total_RD.view(v_BHND.shape)
 
 
 def padded_lists(members: Members) -> list[tuple[Tensor, Tensor]]:
