@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from rtx.attention.kmeans import update_centroids
-from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig, resolve
+from rtx.checks import resolve
+from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
 from rtx.model.transformer import Transformer
 from rtx.training.hardware import keep_freed_memory
 

@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig, resolve
+from rtx.checks import resolve
+from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
 from rtx.data.windows import windows
 from rtx.model.decoding import Decoder
 from rtx.model.transformer import Transformer

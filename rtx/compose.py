@@ -1,7 +1,7 @@
 """Overrides and the files of `conf/` -> one checked `Config`; a `Config` -> plain dictionaries and back.
 
 Hydra composes (through its compose API, which touches no folder, no logging and no `sys.argv`); the schema in
-`rtx/config.py` checks types, and `rtx.config.resolve` ranges and what fits with what.
+`rtx/config.py` checks types, and `rtx.checks.resolve` ranges and what fits with what.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
+from rtx.checks import resolve
 from rtx.commandline.fields import all_fields, conf_dir
 from rtx.commandline.overrides import check_overrides
 from rtx.commandline.vocabulary import vocabulary
-from rtx.config import GROUPS, Config, resolve
+from rtx.config import GROUPS, Config
 from rtx.errors import UserError
 
 CONFIG_NAME = "config"

@@ -6,17 +6,19 @@ configuration error is answered at once. `python -m rtx train --help` prints the
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Any
-
-from rtx.errors import UserError
 
 
 def one_of(default: str, *choices: str) -> Any:
     """A text field with a closed list of values."""
     return field(default=default, metadata={"choices": (default, *choices)})
+
+
+def parts_of(default: str, *choices: str) -> Any:
+    """A text field with one or more of a closed list of values, joined by +."""
+    return field(default=default, metadata={"parts": (default, *choices)})
 
 
 def ranged(default: Any, low: float | None = None, high: float | None = None, *, above: float | None = None) -> Any:
@@ -26,14 +28,24 @@ def ranged(default: Any, low: float | None = None, high: float | None = None, *,
 
 @dataclass
 class DataConfig:
-    """What is learned: files on disk, cut into sequences of `length` units."""
+    """What is learned: files on disk, cut into sequences of `length` units, or associative recall made on the fly."""
 
-    name: str = one_of("stdlib", "text", "enwik8")
-    """Data set: the Python standard library on this machine, your own files, or the enwik-8 benchmark."""
+    name: str = one_of("stdlib", "text", "enwik8", "recall")
+    """Data set: the Python standard library on this machine, your own files, the enwik-8 benchmark, or recall."""
     path: str | None = None
     """File, folder or glob to read (data=text), or a local copy of the archive to download (data=enwik8)."""
     length: int = ranged(1024, low=2)
     """Sequence length N in units (bytes for text)."""
+    pairs: int = ranged(8, low=1, high=10_000)
+    """Key-value pairs at the start of a sequence, all asked again at its end (data=recall)."""
+    keys: int = ranged(16, low=1, high=10_000)
+    """Different keys, of which each sequence draws its own (data=recall)."""
+    values: int = ranged(16, low=2, high=10_000)
+    """Different values; chance is one over their number (data=recall)."""
+    fillers: int = ranged(16, low=1, high=10_000)
+    """Different units that the filler between pairs and questions is drawn from (data=recall)."""
+    sequences: int = ranged(256, low=1)
+    """Sequences of each held-out split (data=recall)."""
 
 
 @dataclass
@@ -80,8 +92,8 @@ class ModelConfig:
     """Attention heads in each block."""
     hidden: int = ranged(256, low=1)
     """Width of the residual stream; a head has hidden / heads units."""
-    base: str = one_of("local", "full")
-    """Pattern of all heads that do not route."""
+    base: str = parts_of("local", "full")
+    """Pattern of all heads that do not route; local+full shares them out evenly."""
     window: int = ranged(256, low=1)
     """Keys that a local head sees, its own position included."""
     positions: str = one_of("rotary", "shaw", "learned", "none")
@@ -206,6 +218,8 @@ class EvalConfig:
     """Windows scored at once; unset: as many as make 16,384 units."""
     checkpoint: str = one_of("best", "last")
     """Checkpoint of the run to score."""
+    ablate: str = one_of("none", "routing", "local", "random")
+    """Score without routing: its heads' outputs zero (routing), their keys the last W (local), or random members."""
 
 
 @dataclass
@@ -247,6 +261,11 @@ class Config:
     """Folder of the run below outputs/, and its name in Weights & Biases."""
 
 
+def base_patterns(model: ModelConfig) -> list[str]:
+    """The patterns that heads which do not route are shared out among."""
+    return model.base.split("+")
+
+
 GROUPS = ("data", "routing", "optimizer", "hardware", "logger", "model", "experiment")
 """Hydra groups in the order of composition; a later one wins."""
 
@@ -254,141 +273,3 @@ GROUPS = ("data", "routing", "optimizer", "hardware", "logger", "model", "experi
 def clusters(config: Config) -> int:
     """Clusters C of a routing head: routing.clusters, or ceil(N / W) where unset."""
     return config.routing.clusters or math.ceil(config.data.length / config.routing.window)
-
-
-def resolve(config: Config) -> Config:
-    """Return a checked copy with routing.clusters frozen.
-
-    Raises:
-        UserError: a value is out of its range, or two values do not fit together; the message has a line for each.
-    """
-    problems = range_problems(config)
-    if not problems:
-        problems = fit_problems(config)
-    if problems:
-        raise UserError("\n".join(problems))
-    routing = dataclasses.replace(config.routing, clusters=clusters(config))
-    return dataclasses.replace(config, routing=routing)
-
-
-def range_problems(node: Any, prefix: str = "") -> list[str]:
-    """Return a line for each value of a config dataclass that is out of the range its field states."""
-    problems = []
-    for spec in dataclasses.fields(node):
-        key, value = prefix + spec.name, getattr(node, spec.name)
-        if dataclasses.is_dataclass(value):
-            problems += range_problems(value, key + ".")
-        elif value is not None and (allowed := violated(spec.metadata, value)):
-            problems.append(f"{key}={value}: must be {allowed}")
-    return problems
-
-
-def violated(metadata: Any, value: Any) -> str:
-    """Return what a field allows if `value` is outside it, else an empty string."""
-    if "choices" in metadata:
-        return "" if value in metadata["choices"] else "one of " + ", ".join(metadata["choices"])
-    if isinstance(value, float) and not math.isfinite(value):
-        return "a finite number"
-    if (low := metadata.get("low")) is not None and value < low:
-        return f"at least {low:.12g}"
-    if (high := metadata.get("high")) is not None and value > high:
-        return f"at most {high:.12g}"
-    if (above := metadata.get("above")) is not None and value <= above:
-        return f"greater than {above:.12g}"
-    return ""
-
-
-def fit_problems(config: Config) -> list[str]:
-    """Return a line for each pair of values that do not fit together."""
-    checks = [*model_checks(config), *routing_checks(config), *training_checks(config), *source_checks(config)]
-    return [problem for fits, problem in checks if not fits]
-
-
-def model_checks(config: Config) -> list[tuple[bool, str]]:
-    """The model's sizes against each other and against the sequence: whether each holds, and what to say if not."""
-    data, model = config.data, config.model
-    return [
-        (
-            model.hidden % model.heads == 0,
-            f"model.hidden={model.hidden} must be a multiple of model.heads={model.heads}",
-        ),
-        (
-            model.positions != "rotary" or (model.hidden // model.heads) % 2 == 0,
-            f"model.positions=rotary needs an even head size, not hidden/heads = {model.hidden // model.heads}",
-        ),
-        (
-            model.base == "full" or model.window <= data.length,
-            f"model.window={model.window} must be at most data.length={data.length}",
-        ),
-    ]
-
-
-def routing_checks(config: Config) -> list[tuple[bool, str]]:
-    """The routing heads against the model and the sequence, as `model_checks`."""
-    data, model, routing = config.data, config.model, config.routing
-    routes = routing.heads > 0 and routing.layers > 0
-    return [
-        (routing.heads <= model.heads, f"routing.heads={routing.heads} must be at most model.heads={model.heads}"),
-        (
-            routing.layers <= model.layers,
-            f"routing.layers={routing.layers} must be at most model.layers={model.layers}",
-        ),
-        (
-            not routes or routing.window <= data.length,
-            f"routing.window={routing.window} must be at most data.length={data.length}",
-        ),
-        (
-            not routes or clusters(config) <= data.length,
-            f"routing.clusters={clusters(config)} must be at most data.length={data.length}",
-        ),
-    ]
-
-
-def training_checks(config: Config) -> list[tuple[bool, str]]:
-    """Devices, batches and schedule against each other, as `model_checks`."""
-    hardware, trainer, optimizer = config.hardware, config.trainer, config.optimizer
-    devices = (hardware.devices or 1) * hardware.nodes
-    micro = trainer.micro_batch_size or max(1, trainer.batch_size // devices)
-    return [
-        (
-            hardware.precision != "tf32" or hardware.name != "cpu",
-            "hardware.precision=tf32 needs a GPU; a CPU takes fp32, bf16 or fp64",
-        ),
-        (
-            hardware.nodes == 1 or hardware.name == "ddp",
-            f"hardware.nodes={hardware.nodes} needs hardware=ddp, not hardware={hardware.name}",
-        ),
-        (
-            (hardware.devices or 1) == 1 or hardware.name == "ddp",
-            f"hardware.devices={hardware.devices} needs hardware=ddp, not hardware={hardware.name}",
-        ),
-        (
-            trainer.batch_size % (micro * devices) == 0,
-            f"trainer.batch_size={trainer.batch_size} must be a multiple of trainer.micro_batch_size={micro} "
-            f"times {devices} device(s)",
-        ),
-        (
-            optimizer.schedule != "rsqrt" or optimizer.warmup > 0,
-            "optimizer.schedule=rsqrt needs optimizer.warmup of at least 1",
-        ),
-    ]
-
-
-def source_checks(config: Config) -> list[tuple[bool, str]]:
-    """Files and names, and the windows of an evaluation, as `model_checks`."""
-    data, name = config.data, config.name
-    return [
-        (
-            config.eval.stride is None or config.eval.stride <= data.length,
-            f"eval.stride={config.eval.stride} must be at most data.length={data.length}",
-        ),
-        (data.name != "text" or data.path is not None, "data=text needs data.path=<file, folder or glob>"),
-        (
-            data.name != "stdlib" or data.path is None,
-            f"data.path={data.path} is not read by data=stdlib; use data=text data.path={data.path}",
-        ),
-        (
-            name not in ("", ".", "..") and "/" not in name and name.isprintable() and len(name.encode()) <= 200,
-            f"name={name[:40]!r} must be a folder's name, of at most 200 bytes",
-        ),
-    ]

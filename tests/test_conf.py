@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from rtx.checks import resolve
 from rtx.commandline.fields import all_fields, conf_dir, options
 from rtx.compose import compose
-from rtx.config import GROUPS, resolve
+from rtx.config import GROUPS
 
 MODELS = options("model")
 PAPER = [model for model in MODELS if model != "tiny"]

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from rtx.config import Config, resolve
+from rtx.checks import resolve
+from rtx.config import Config
 from rtx.errors import UserError
 
 

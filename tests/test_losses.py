@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from rtx.attention.kmeans import update_centroids
-from rtx.config import Config, DataConfig, ModelConfig, OptimizerConfig, RoutingConfig, TrainerConfig, resolve
+from rtx.checks import resolve
+from rtx.config import Config, DataConfig, ModelConfig, OptimizerConfig, RoutingConfig, TrainerConfig
 from rtx.data.sampler import TrainingItems
 from rtx.data.tokenizers import ByteTokenizer
 from rtx.model.transformer import Transformer

@@ -13,7 +13,7 @@ import torch
 
 from rtx.config import Config
 from rtx.model.likelihood import MAX_LOGITS
-from rtx.model.multihead import routing_heads
+from rtx.model.patterns import ROUTED, layer_patterns
 from rtx.model.transformer import Transformer
 
 
@@ -52,19 +52,30 @@ def cost(config: Config, vocabulary: int) -> Cost:
     tables = {id(model.embedding.table_VS), id(model.output_VS), id(model.output_bias_V)}
     embedding = sum(p.numel() for p in model.parameters() if id(p) in tables)
     matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
-    routed = [routing_heads(config, layer) for layer in range(layers)]
-    base_pairs = triangle(N) if config.model.base == "full" else window_pairs(N, config.model.window)
-    cluster_pairs = (config.routing.clusters or 0) * triangle(min(config.routing.window, N))
-    heads = config.model.heads
+    groups = [layer_patterns(config, layer) for layer in range(layers)]
     return Cost(
         parameters=model.count_parameters(),
         embedding_parameters=embedding,
         dense=2.0 * N * (matrices + model.output_VS.numel()),
-        attention=sum(4.0 * size * ((heads - r) * base_pairs + r * cluster_pairs) for r in routed),
-        selection=sum(2.0 * size * N * r * (config.routing.clusters or 0) for r in routed)
-        * (config.routing.selection != "random"),
-        full_attention=4.0 * size * heads * layers * triangle(N),
+        attention=sum(4.0 * size * count * pairs(name, config) for layer in groups for name, count in layer.items()),
+        selection=sum(count * selection(name, config) for layer in groups for name, count in layer.items()),
+        full_attention=4.0 * size * config.model.heads * layers * triangle(N),
     )
+
+
+def pairs(name: str, config: Config) -> float:
+    """Return how many pairs of positions a head of a group reads in one sequence (for causal selection, on average)."""
+    N = config.data.length
+    if name == ROUTED:
+        return (config.routing.clusters or 0) * triangle(min(config.routing.window, N))
+    return triangle(N) if name == "full" else window_pairs(N, config.model.window)
+
+
+def selection(name: str, config: Config) -> float:
+    """Return the operations with which a head of a group chooses what to read in one sequence."""
+    if name != ROUTED or config.routing.selection == "random":
+        return 0.0
+    return 2.0 * config.model.hidden / config.model.heads * config.data.length * (config.routing.clusters or 0)
 
 
 def triangle(n: int) -> float:
@@ -100,7 +111,7 @@ def activations(config: Config, layer: int) -> int:
     """Return how many values one block keeps for the backward pass, per position."""
     model = config.model
     hidden, size = model.hidden, model.hidden // model.heads
-    routed = routing_heads(config, layer)
+    routed = layer_patterns(config, layer).get(ROUTED, 0)
     base = model.heads - routed
     rotated = 1 if model.positions == "rotary" else 0
     dropped = sum(rate > 0 for rate in (model.dropout, model.dropout))

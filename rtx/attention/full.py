@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rtx.attention.heads import Heads, Rotate, turn_step
 from rtx.attention.weights import Distances, attend, logit_scale
 
 MAX_SCORES = 1 << 25
@@ -51,16 +52,50 @@ def full(
     return torch.cat(outputs, dim=2)
 
 
+class FullHeads(Heads):
+    """Heads of `full`; `scale` and `dropout` (in training) as there."""
+
+    def __init__(self, *, scale: float | None = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.scale, self.dropout = scale, dropout
+
+    def forward(
+        self,
+        q_BHND: Tensor,
+        k_BHND: Tensor | None,
+        v_BHND: Tensor,
+        *,
+        rotate: Rotate | None = None,
+        relative: Distances | None = None,
+        streaming: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Heads.forward`."""
+        assert k_BHND is not None
+        if rotate is not None:
+            q_BHND, k_BHND = rotate(q_BHND), rotate(k_BHND)
+        dropout = self.dropout if self.training else 0.0
+        out_BHND = full(q_BHND, k_BHND, v_BHND, scale=self.scale, dropout=dropout, relative=relative)
+        return out_BHND, q_BHND.new_zeros(())
+
+    def start(self, relative: Distances | None = None) -> FullState:
+        """See `Heads.start`."""
+        return FullState(self.scale, relative)
+
+
 class FullState:
     """What a streaming full head keeps: every key and value so far (it grows with the position)."""
 
-    def __init__(self, scale: float, relative: Distances | None = None) -> None:
+    def __init__(self, scale: float | None = None, relative: Distances | None = None) -> None:
         self.scale, self.relative = scale, relative
         self.keys_BHND: Tensor | None = None
         self.values_BHND: Tensor | None = None
 
-    def step(self, q_BHD: Tensor, k_BHD: Tensor, v_BHD: Tensor, position: int) -> Tensor:
+    def step(
+        self, q_BHD: Tensor, k_BHD: Tensor | None, v_BHD: Tensor, position: int, rotate: Rotate | None = None
+    ) -> Tensor:
         """Take in the next position of each stream and return its output `[B, H, D]`."""
+        assert k_BHD is not None
+        q_BHD, k_BHD = turn_step(q_BHD, rotate), turn_step(k_BHD, rotate)
         k_BH1D, v_BH1D = k_BHD[:, :, None], v_BHD[:, :, None]
         if self.keys_BHND is None or self.values_BHND is None:
             self.keys_BHND, self.values_BHND = k_BH1D, v_BH1D
@@ -72,7 +107,7 @@ class FullState:
             q_BHD[:, :, None],
             self.keys_BHND,
             self.values_BHND,
-            self.scale,
+            logit_scale(self.scale, q_BHD.shape[-1]),
             mask_QK=distance_1K >= 0,
             relative=self.relative,
             distance_QK=distance_1K,

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rtx.attention.heads import Heads, Rotate, turn_step
 from rtx.attention.weights import Distances, attend, logit_scale
 
 
@@ -73,16 +74,52 @@ class WithPrevious(torch.autograd.Function):
         return gradient_XGQD
 
 
+class LocalHeads(Heads):
+    """Heads of `local`; `window`, `scale` and `dropout` (in training) as there."""
+
+    def __init__(self, *, window: int, scale: float | None = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.window, self.scale, self.dropout = window, scale, dropout
+
+    def forward(
+        self,
+        q_BHND: Tensor,
+        k_BHND: Tensor | None,
+        v_BHND: Tensor,
+        *,
+        rotate: Rotate | None = None,
+        relative: Distances | None = None,
+        streaming: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Heads.forward`."""
+        assert k_BHND is not None
+        if rotate is not None:
+            q_BHND, k_BHND = rotate(q_BHND), rotate(k_BHND)
+        dropout = self.dropout if self.training else 0.0
+        out_BHND = local(
+            q_BHND, k_BHND, v_BHND, window=self.window, scale=self.scale, dropout=dropout, relative=relative
+        )
+        return out_BHND, q_BHND.new_zeros(())
+
+    def start(self, relative: Distances | None = None) -> LocalState:
+        """See `Heads.start`."""
+        return LocalState(self.window, self.scale, relative)
+
+
 class LocalState:
     """What a streaming local head keeps: the last `window` keys and values."""
 
-    def __init__(self, window: int, scale: float, relative: Distances | None = None) -> None:
+    def __init__(self, window: int, scale: float | None = None, relative: Distances | None = None) -> None:
         self.window, self.scale, self.relative = window, scale, relative
         self.keys_BHWD: Tensor | None = None
         self.values_BHWD: Tensor | None = None
 
-    def step(self, q_BHD: Tensor, k_BHD: Tensor, v_BHD: Tensor, position: int) -> Tensor:
+    def step(
+        self, q_BHD: Tensor, k_BHD: Tensor | None, v_BHD: Tensor, position: int, rotate: Rotate | None = None
+    ) -> Tensor:
         """Take in the next position of each stream and return its output `[B, H, D]`."""
+        assert k_BHD is not None
+        q_BHD, k_BHD = turn_step(q_BHD, rotate), turn_step(k_BHD, rotate)
         if self.keys_BHWD is None or self.values_BHWD is None:
             shape = (*k_BHD.shape[:2], self.window, k_BHD.shape[-1])
             self.keys_BHWD, self.values_BHWD = k_BHD.new_zeros(shape), v_BHD.new_zeros(shape)
@@ -96,7 +133,7 @@ class LocalState:
             q_BHD[:, :, None],
             self.keys_BHWD[:, :, :seen],
             self.values_BHWD[:, :, :seen],
-            self.scale,
+            logit_scale(self.scale, q_BHD.shape[-1]),
             mask_QK=distance_1K >= 0,
             relative=self.relative,
             distance_QK=distance_1K,

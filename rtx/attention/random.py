@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from rtx.attention.clusters import attend_members, pack
-from rtx.attention.routing import Rotation, normalise
+from rtx.attention.heads import Heads, Rotate, turn_step
+from rtx.attention.routing import normalise
 from rtx.attention.selection import random_members
 from rtx.attention.state import ClusterState
 from rtx.attention.weights import Distances
 
 
-class RandomHeads(nn.Module):
+class RandomHeads(Heads):
     """H heads whose clusters hold W random positions of N each, fixed by (seed, layer, head, N) for the whole run.
 
     A shorter sequence reads the memberships of its prefix; positions beyond N repeat them, and a member then reads the
@@ -49,13 +50,14 @@ class RandomHeads(nn.Module):
     def forward(
         self,
         q_BHND: Tensor,
+        k_BHND: Tensor | None,
         v_BHND: Tensor,
         *,
-        rotate: Rotation | None = None,
+        rotate: Rotate | None = None,
         relative: Distances | None = None,
         streaming: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return the heads' outputs `[B, H, N, D]` and a loss of zero."""
+        """See `Heads.forward`."""
         q_BHND = normalise(q_BHND)
         logits_BHND = (q_BHND if rotate is None else rotate(q_BHND)).to(v_BHND.dtype)
         out_BHND = attend_members(
@@ -72,7 +74,7 @@ class RandomHeads(nn.Module):
         return out_BHND, q_BHND.new_zeros(())
 
     def start(self, relative: Distances | None = None) -> RandomState:
-        """Return the state of a stream (or a batch of them) at position 0."""
+        """See `Heads.start`."""
         return RandomState(self, relative)
 
 
@@ -83,10 +85,11 @@ class RandomState:
         self.heads = heads
         self.clusters = ClusterState(heads.window, heads.scale, heads.attend_self, relative)
 
-    def step(self, q_BHD: Tensor, v_BHD: Tensor, position: int, rotate: Rotation | None = None) -> Tensor:
+    def step(
+        self, q_BHD: Tensor, k_BHD: Tensor | None, v_BHD: Tensor, position: int, rotate: Rotate | None = None
+    ) -> Tensor:
         """Take in the next position of each stream and return its output `[B, H, D]`."""
-        q_BH1D = normalise(q_BHD[:, :, None])
-        logits_BHD = (q_BH1D if rotate is None else rotate(q_BH1D)).to(v_BHD.dtype)[:, :, 0]
+        logits_BHD = turn_step(normalise(q_BHD), rotate).to(v_BHD.dtype)
         member_HCN = self.heads.member_HCN
         joins_BHC = member_HCN[..., position % member_HCN.shape[-1]].expand(q_BHD.shape[0], -1, -1)
         slot_BHC = self.clusters.oldest_slot(joins_BHC)

@@ -5,22 +5,19 @@ Shapes: B sequences, H routing heads, C clusters, N positions, D head size, W at
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from rtx.attention.clusters import attend_members, pack
+from rtx.attention.heads import Heads, Rotate, turn_step
 from rtx.attention.kmeans import Centroids, to_sphere
 from rtx.attention.prefix import attend_prefix_topk
 from rtx.attention.selection import BestOfPrefix, threshold_members, topk_members
 from rtx.attention.state import ClusterState
 from rtx.attention.weights import Distances, logit_scale
-
-Rotation = Callable[[Tensor], Tensor]
-"""Turns queries into what the logits use; selection always reads them unrotated."""
 
 
 def normalise(q_BHND: Tensor) -> Tensor:
@@ -40,7 +37,7 @@ def routing(
     attend_self: bool = True,
     dropout: float = 0.0,
     relative: Distances | None = None,
-    rotate: Rotation | None = None,
+    rotate: Rotate | None = None,
     streaming: bool = False,
 ) -> Tensor:
     """Return causal routing attention with shared queries and keys, `[B, H, N, D]`.
@@ -106,7 +103,7 @@ class Snapshot(NamedTuple):
     logits_HND: Tensor
 
 
-class RoutingHeads(nn.Module):
+class RoutingHeads(Heads):
     """H routing heads with their centroids: `routing`, plus what training gathers.
 
     Args:
@@ -137,13 +134,14 @@ class RoutingHeads(nn.Module):
     def forward(
         self,
         q_BHND: Tensor,
+        k_BHND: Tensor | None,
         v_BHND: Tensor,
         *,
-        rotate: Rotation | None = None,
+        rotate: Rotate | None = None,
         relative: Distances | None = None,
         streaming: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return the heads' outputs `[B, H, N, D]` and the weighted commitment loss (zero outside training)."""
+        """See `Heads.forward`; the loss is the weighted commitment loss, zero outside training."""
         q_BHND = normalise(q_BHND)
         if self.centroids.seed_with_next:
             self.centroids.seed_from(q_BHND)
@@ -178,7 +176,7 @@ class RoutingHeads(nn.Module):
         return self.commitment * F.mse_loss(q_BHND, centroid_HCD[head_H1, nearest_BHN])
 
     def start(self, relative: Distances | None = None) -> RoutingState:
-        """Return the state of a stream (or a batch of them) at position 0."""
+        """See `Heads.start`."""
         return RoutingState(self, relative)
 
 
@@ -191,11 +189,13 @@ class RoutingState:
         self.clusters = ClusterState(window, heads.scale, heads.attend_self, relative)
         self.best: BestOfPrefix | None = None
 
-    def step(self, q_BHD: Tensor, v_BHD: Tensor, position: int, rotate: Rotation | None = None) -> Tensor:
+    def step(
+        self, q_BHD: Tensor, k_BHD: Tensor | None, v_BHD: Tensor, position: int, rotate: Rotate | None = None
+    ) -> Tensor:
         """Take in the next position of each stream and return its output `[B, H, D]`."""
-        q_BH1D = normalise(q_BHD[:, :, None])
-        score_BHC = self.heads.centroids.scores(q_BH1D)[..., 0]
-        logits_BHD = (q_BH1D if rotate is None else rotate(q_BH1D)).to(v_BHD.dtype)[:, :, 0]
+        q_BHD = normalise(q_BHD)
+        score_BHC = self.heads.centroids.scores(q_BHD[:, :, None])[..., 0]
+        logits_BHD = turn_step(q_BHD, rotate).to(v_BHD.dtype)
         threshold_HC = self.heads.thresholds()
         if threshold_HC is not None:
             joins_BHC = score_BHC >= threshold_HC

@@ -42,6 +42,8 @@ class Field:
         """What the field takes, to stand behind "must be"."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
+        if "parts" in self.metadata:
+            return "one or more of " + ", ".join(self.metadata["parts"]) + ", joined by +"
         limits = [KINDS[self.kind]]
         low, high, above = (self.metadata.get(name) for name in ("low", "high", "above"))
         if low is not None:

@@ -20,9 +20,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, FloatRange, Glob, Quote, QuotedString, RangeSweep, Sweep
 from hydra.errors import HydraException
 
+from rtx.checks import violated
 from rtx.commandline.fields import Field, all_fields, options, sections
 from rtx.commandline.vocabulary import Vocabulary, vocabulary
-from rtx.config import GROUPS, violated
+from rtx.config import GROUPS
 from rtx.errors import UserError, nearest
 
 # What Hydra itself is told in a sweep; any other hydra key would have no effect.
@@ -175,7 +176,7 @@ def is_literal(field: Field, text: str) -> bool:
 def free_text(key: str) -> bool:
     """Whether a key takes any text at all."""
     field = all_fields().get(key)
-    return field is not None and field.kind is str and not field.choices
+    return field is not None and field.kind is str and not {"choices", "parts"} & set(field.metadata)
 
 
 def values_of(key: str, text: str, sweep: bool) -> list[Any]:

@@ -6,7 +6,8 @@ import textwrap
 
 from rtx.analysis.cost import Cost, cost, memory
 from rtx.compose import compose
-from rtx.config import Config
+from rtx.config import Config, DataConfig, base_patterns
+from rtx.data import recall
 
 BYTES = 256
 """Vocabulary of every data set that is read as bytes."""
@@ -22,7 +23,7 @@ WIDTH, INDENT = 80, 12
 def main(arguments: list[str]) -> int:
     """Run `rtx plan <overrides>`."""
     config = compose(arguments)
-    for line in report(config, cost(config, BYTES)):
+    for line in report(config, cost(config, vocabulary(config.data))):
         print(textwrap.fill(line, WIDTH, subsequent_indent=" " * INDENT, break_on_hyphens=False))
     return 0
 
@@ -33,13 +34,13 @@ def report(config: Config, total: Cost) -> list[str]:
     devices = (config.hardware.devices or 1) * config.hardware.nodes
     micro = trainer.micro_batch_size or max(1, trainer.batch_size // devices)
     routed = routing.layers * routing.heads
-    used = memory(config, total, micro, BYTES)
+    used = memory(config, total, micro, vocabulary(data))
     units = trainer.batch_size * data.length
     lines = [
         f"model       {model.name}: {count(model.layers, 'layer')}, {count(model.heads, 'head')}, "
         f"width {model.hidden}, {model.positions} positions",
-        f"sequence    N = {data.length:,} {data.name} bytes; {model.base} heads"
-        + (f" with a window of {model.window:,}" if model.base == "local" else ""),
+        f"sequence    N = {data.length:,} {data.name} {'units' if data.name == 'recall' else 'bytes'}; {model.base} heads"
+        + (f" with a window of {model.window:,}" if "local" in base_patterns(model) else ""),
     ]
     if routed:
         lines.append(
@@ -61,6 +62,11 @@ def report(config: Config, total: Cost) -> list[str]:
         + ", ".join(f"{duration(total.step(config) * trainer.steps / rate)} at {name}" for name, rate in RATES.items()),
     ]
     return lines
+
+
+def vocabulary(data: DataConfig) -> int:
+    """Return the number of different units of a data set."""
+    return recall.vocabulary(data) if data.name == "recall" else BYTES
 
 
 def processes(config: Config) -> str:

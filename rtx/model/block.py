@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rtx.attention.heads import HeadState
 from rtx.config import Config, ModelConfig
-from rtx.model.multihead import AttentionState, MultiheadAttention
+from rtx.model.multihead import MultiheadAttention
 
 
 class FeedForward(nn.Module):
@@ -62,7 +63,7 @@ class Block(nn.Module):
         x_BNE = x_BNE + F.dropout(branch_BNE, self.dropout, self.training)
         return x_BNE if self.pre else self.feed_forward_norm(x_BNE)
 
-    def step(self, x_BE: Tensor, state: AttentionState, position: int) -> Tensor:
+    def step(self, x_BE: Tensor, states: list[HeadState], position: int) -> Tensor:
         """Return the block's output `[B, E]` at the next position of each stream."""
-        branch_BE = self.attention.step(self.attention_norm(x_BE) if self.pre else x_BE, state, position)
+        branch_BE = self.attention.step(self.attention_norm(x_BE) if self.pre else x_BE, states, position)
         return self.finish(x_BE, branch_BE)

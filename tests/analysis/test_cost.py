@@ -9,8 +9,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from rtx.analysis.cost import cost, memory, triangle, window_pairs
+from rtx.checks import resolve
 from rtx.compose import compose
-from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig, resolve
+from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
 from rtx.model.transformer import Transformer
 
 SMALL = resolve(

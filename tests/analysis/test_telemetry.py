@@ -10,7 +10,8 @@ import torch
 from rtx.analysis.telemetry import PROBES, read_telemetry
 from rtx.attention.reference import cluster_sets
 from rtx.attention.routing import RoutingHeads
-from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig, resolve
+from rtx.checks import resolve
+from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
 from rtx.model.transformer import Transformer
 
 LENGTH, WINDOW, CLUSTERS = 24, 5, 4

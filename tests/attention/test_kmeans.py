@@ -163,9 +163,9 @@ def test_statistics_are_for_training_and_not_for_recomputation() -> None:
     assert all((x == 0).all() for x in centroids.sums())
     heads.train()
     with statistics_paused():
-        heads(q, v)
+        heads(q, None, v)
     assert all((x == 0).all() for x in centroids.sums())
-    heads(q, v)
+    heads(q, None, v)
     assert centroids.count_HC.sum() == 2 * H * N and centroids.sequences == 2
 
 

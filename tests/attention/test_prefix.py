@@ -77,7 +77,7 @@ def stepped(heads: RoutingHeads, case: Case, inputs: Leaves) -> tuple[torch.Tens
     steps = []
     for i in range(case.N):
         rotate = partial(rotary, first=i) if case.rotary else None
-        steps.append(state.step(inputs["q"][:, :, i], inputs["v"][:, :, i], i, rotate))
+        steps.append(state.step(inputs["q"][:, :, i], None, inputs["v"][:, :, i], i, rotate))
     return torch.stack(steps, 2), state
 
 
@@ -89,7 +89,7 @@ def test_a_stream_equals_one_pass(case: Case, selection: str) -> None:
     store.centroid_HCD.copy_(centroids(case))
     heads = RoutingHeads(store, selection=selection, scale=case.scale, attend_self=case.attend_self).eval()
     rotate = Rotary(case.D) if case.rotary else None
-    expected = heads(inputs["q"], inputs["v"], rotate=rotate, relative=tables(inputs), streaming=True)[0]
+    expected = heads(inputs["q"], None, inputs["v"], rotate=rotate, relative=tables(inputs), streaming=True)[0]
     out, state = stepped(heads, case, inputs)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
     assert state.clusters.keys_BHCWD is not None

@@ -38,7 +38,7 @@ def truth(case: Case, inputs: Leaves, length: int) -> torch.Tensor:
 
 def fast(case: Case, inputs: Leaves, length: int) -> torch.Tensor:
     rotate = Rotary(case.D) if case.rotary else None
-    return make(case, length)(inputs["q"], inputs["v"], rotate=rotate, relative=tables(inputs))[0]
+    return make(case, length)(inputs["q"], None, inputs["v"], rotate=rotate, relative=tables(inputs))[0]
 
 
 @pytest.mark.parametrize("case", cases())
@@ -57,8 +57,8 @@ def test_streaming(case: Case) -> None:
     steps = []
     for i in range(case.N):
         rotate = partial(rotary, first=i) if case.rotary else None
-        steps.append(state.step(inputs["q"][:, :, i], inputs["v"][:, :, i], i, rotate))
-    expected = heads(inputs["q"], inputs["v"], rotate=rotary if case.rotary else None, relative=tables(inputs))[0]
+        steps.append(state.step(inputs["q"][:, :, i], None, inputs["v"][:, :, i], i, rotate))
+    expected = heads(inputs["q"], None, inputs["v"], rotate=rotary if case.rotary else None, relative=tables(inputs))[0]
     torch.testing.assert_close(torch.stack(steps, 2), expected, rtol=1e-10, atol=1e-12)
 
 

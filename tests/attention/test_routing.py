@@ -82,7 +82,7 @@ def test_the_heads_are_the_function() -> None:
     centroids = Centroids(2, 3, 4, window=5, length=13, decay=0.9, thresholds=True)
     for selection in ("topk", "causal"):
         heads = RoutingHeads(centroids, selection=selection, scale=0.5, attend_self=False).eval()
-        out_BHND, loss = heads(inputs["q"], inputs["v"])
+        out_BHND, loss = heads(inputs["q"], None, inputs["v"])
         options = {"window": 5, "selection": selection, "threshold_HC": centroids.threshold_HC, "attend_self": False}
         expected = routing(inputs["q"], inputs["v"], centroids.centroid_HCD, **options)
         torch.testing.assert_close(out_BHND, expected, rtol=1e-12, atol=0)
@@ -95,7 +95,7 @@ def test_commitment_pulls_queries_to_the_nearest_centroid() -> None:
     centroids = Centroids(2, 3, 4, window=5, length=13, decay=0.9)
     centroids.centroid_HCD.mul_(3)  # as update=sum may leave them; the pull is towards the sphere
     heads = RoutingHeads(centroids, selection="topk", scale=1.0, commitment=0.25)
-    _, loss = heads(q_BHND, inputs["v"])
+    _, loss = heads(q_BHND, None, inputs["v"])
     terms = []
     for b in range(2):
         for h in range(2):
@@ -112,9 +112,9 @@ def test_commitment_pulls_queries_to_the_nearest_centroid() -> None:
 def test_dropout_is_for_training() -> None:
     inputs = leaves(PLAIN)
     heads = RoutingHeads(Centroids(1, 3, 4, window=13, length=13, decay=0.9), selection="topk", scale=1.0, dropout=0.5)
-    calm = heads.eval()(inputs["q"], inputs["v"])[0]
-    assert torch.equal(calm, heads(inputs["q"], inputs["v"])[0])
-    assert not torch.equal(calm, heads.train()(inputs["q"], inputs["v"])[0])
+    calm = heads.eval()(inputs["q"], None, inputs["v"])[0]
+    assert torch.equal(calm, heads(inputs["q"], None, inputs["v"])[0])
+    assert not torch.equal(calm, heads.train()(inputs["q"], None, inputs["v"])[0])
 
 
 def test_refusals() -> None:

@@ -77,7 +77,7 @@ def test_numbers_of_the_routing_heads_are_logged(run: Path) -> None:
 
 
 def test_centroids_may_start_from_the_data(workshop: Workshop, run: Path) -> None:
-    name = "blocks.1.attention.routed.centroids.centroid_HCD"
+    name = "blocks.1.attention.groups.routed.centroids.centroid_HCD"
     seeded = workshop.train("seeded", "routing.init=data", "routing.decay=1.0", "trainer.steps=1")
     centroid = read_checkpoint(seeded / "checkpoints" / "last.ckpt")["model"][name]
     assert not torch.equal(centroid, read_checkpoint(run / "checkpoints" / "last.ckpt")["model"][name])

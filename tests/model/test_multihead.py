@@ -5,16 +5,32 @@ from __future__ import annotations
 import torch
 from tiny_models import tiny_config, tiny_model, tokens
 
+from rtx.attention.heads import Heads
 from rtx.attention.local import local
 from rtx.attention.random import RandomHeads
 from rtx.attention.routing import RoutingHeads, routing
-from rtx.model.multihead import MultiheadAttention, routing_heads
+from rtx.model.multihead import MultiheadAttention
+from rtx.model.patterns import layer_patterns, routing_heads
 from rtx.model.transformer import Transformer
 
 
 def attention(model: Transformer, layer: int) -> MultiheadAttention:
     """The attention of a layer."""
     return model.blocks[layer].attention  # type: ignore[union-attr,return-value]
+
+
+def routed(model: Transformer, layer: int) -> Heads:
+    """The routing or random heads of a layer."""
+    heads = attention(model, layer).groups["routed"]
+    assert isinstance(heads, Heads)
+    return heads
+
+
+def test_base_patterns_share_the_heads_that_do_not_route() -> None:
+    config = tiny_config(base="local+full", routing_heads=2)
+    assert layer_patterns(config, 0) == {"local": 2, "full": 2}
+    assert layer_patterns(config, 1) == {"local": 1, "full": 1, "routed": 2}
+    assert tiny_model(base="local+full").loss(tokens())[0].isfinite().all()
 
 
 def test_routing_layers_are_on_top() -> None:
@@ -26,33 +42,33 @@ def test_routing_heads_have_no_key_matrix() -> None:
     model = tiny_model(routing_heads=3)
     assert attention(model, 0).qkv.weight.shape == (3 * 16, 16)
     assert attention(model, 1).qkv.weight.shape == (16 + 4 + 16, 16)
-    assert isinstance(attention(model, 1).routed, RoutingHeads) and attention(model, 0).routed is None
+    assert isinstance(routed(model, 1), RoutingHeads) and list(attention(model, 0).groups) == ["local"]
 
 
 def test_a_layer_joins_its_heads_in_order() -> None:
-    layer = attention(tiny_model(positions="none"), 1)
+    model = tiny_model(positions="none")
+    layer, heads = attention(model, 1), routed(model, 1)
     x_BNE = torch.randn(2, 24, 16, dtype=torch.float64)
     q, k, v = layer.qkv(x_BNE).split([16, 8, 16], dim=-1)
     q, k, v = (x.unflatten(-1, (-1, 4)).transpose(1, 2) for x in (q, k, v))
     base = local(q[:, :2], k, v[:, :2], window=5, scale=0.5)
-    assert isinstance(layer.routed, RoutingHeads)
-    store = layer.routed.centroids
-    routed = routing(
+    assert isinstance(heads, RoutingHeads)
+    store = heads.centroids
+    content = routing(
         q[:, 2:], v[:, 2:], store.centroid_HCD, window=6, selection="causal", threshold_HC=store.threshold_HC, scale=0.5
     )
-    joined = torch.cat([base, routed], dim=1).transpose(1, 2).reshape(2, 24, 16)
+    joined = torch.cat([base, content], dim=1).transpose(1, 2).reshape(2, 24, 16)
     torch.testing.assert_close(layer(x_BNE)[0], joined @ layer.out.weight.T)
 
 
 def test_the_logit_scale_is_that_of_the_configuration() -> None:
     for wish, scale in (("none", 1.0), ("sqrt_d", 0.5)):
         for selection in ("topk", "random"):
-            routed = attention(tiny_model(selection=selection, routing_logit_scale=wish), 1).routed
-            assert routed is not None and routed.scale == scale
+            assert routed(tiny_model(selection=selection, routing_logit_scale=wish), 1).scale == scale
 
 
 def test_random_heads_differ_by_layer_and_seed_alone() -> None:
-    layers = [attention(tiny_model(selection="random", seed=s), n).routed for s in (0, 1) for n in (1, 2)]
+    layers = [routed(tiny_model(selection="random", seed=s), n) for s in (0, 1) for n in (1, 2)]
     masks = [layer.member_HCN for layer in layers if isinstance(layer, RandomHeads)]
     assert torch.equal(masks[0], masks[2]) and torch.equal(masks[1], masks[3]), "weights do not matter"
     assert not torch.equal(masks[0], masks[1])
@@ -60,7 +76,7 @@ def test_random_heads_differ_by_layer_and_seed_alone() -> None:
 
 def test_all_heads_may_route() -> None:
     model = tiny_model(routing_heads=4, routing_layers=3)
-    assert all(attention(model, n).base_heads == 0 for n in range(3))
+    assert all(list(attention(model, n).groups) == ["routed"] for n in range(3))
     assert model.loss(tokens())[0].isfinite().all()
 
 

@@ -65,5 +65,5 @@ def test_positions_matter(positions: str) -> None:
 
 def test_distances_beyond_the_largest_are_one() -> None:
     model = tiny_model(positions="shaw", max_distance=9)
-    assert model.blocks[1].attention.routed_shaw.keys_MD.shape == (10, 4)  # type: ignore[union-attr]
-    assert model.blocks[0].attention.base_shaw.values_MD.shape == (10, 4)  # type: ignore[union-attr]
+    assert model.blocks[1].attention.shaw["routed"].keys_MD.shape == (10, 4)  # type: ignore[union-attr]
+    assert model.blocks[0].attention.shaw["local"].values_MD.shape == (10, 4)  # type: ignore[union-attr]

@@ -173,7 +173,7 @@ def test_centroids_start_at_data(training: bool) -> None:
     assert all(torch.equal(x, states[1][name]) for name, x in states[0].items())
     for layer, centroids in enumerate(all_centroids(model), start=1):
         assert not centroids.seed_with_next and centroids.sequences == 0 and centroids.steps == 0
-        name = f"blocks.{layer}.attention.routed.centroids.centroid_HCD"
+        name = f"blocks.{layer}.attention.groups.routed.centroids.centroid_HCD"
         assert not torch.equal(states[0][name], tiny_model().state_dict()[name])
         torch.testing.assert_close(centroids.centroid_HCD.norm(dim=-1), torch.full((2, 4), 2.0))
 

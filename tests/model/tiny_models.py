@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig, resolve
+from rtx.checks import resolve
+from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
 from rtx.model.transformer import Transformer
 
 VOCABULARY = 11
 SELECTIONS = ("causal", "topk", "random")
 POSITIONS = ("rotary", "shaw", "learned", "none")
-KINDS = list(itertools.product(SELECTIONS, POSITIONS, ("pre", "post"), ("local", "full")))
+KINDS = list(itertools.product(SELECTIONS, POSITIONS, ("pre", "post"), ("local", "full", "local+full")))
 """Selection, positions, norm and base pattern."""
 
 

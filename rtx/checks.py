@@ -1,0 +1,175 @@
+"""Whether the values of a configuration lie in their ranges and fit together; every check says what to change."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from rtx.config import Config, base_patterns, clusters
+from rtx.errors import UserError
+
+
+def resolve(config: Config) -> Config:
+    """Return a checked copy with routing.clusters frozen.
+
+    Raises:
+        UserError: a value is out of its range, or two values do not fit together; the message has a line for each.
+    """
+    problems = range_problems(config) or fit_problems(config)
+    if problems:
+        raise UserError("\n".join(problems))
+    routing = dataclasses.replace(config.routing, clusters=clusters(config))
+    return dataclasses.replace(config, routing=routing)
+
+
+def range_problems(node: Any, prefix: str = "") -> list[str]:
+    """Return a line for each value of a config dataclass that is out of the range its field states."""
+    problems = []
+    for spec in dataclasses.fields(node):
+        key, value = prefix + spec.name, getattr(node, spec.name)
+        if dataclasses.is_dataclass(value):
+            problems += range_problems(value, key + ".")
+        elif value is not None and (allowed := violated(spec.metadata, value)):
+            problems.append(f"{key}={value}: must be {allowed}")
+    return problems
+
+
+def violated(metadata: Any, value: Any) -> str:
+    """Return what a field allows if `value` is outside it, else an empty string."""
+    if "parts" in metadata:
+        parts = value.split("+")
+        known = all(part in metadata["parts"] for part in parts) and len(set(parts)) == len(parts)
+        return "" if known else "one or more of " + ", ".join(metadata["parts"]) + ", joined by +"
+    if "choices" in metadata:
+        return "" if value in metadata["choices"] else "one of " + ", ".join(metadata["choices"])
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a finite number"
+    if (low := metadata.get("low")) is not None and value < low:
+        return f"at least {low:.12g}"
+    if (high := metadata.get("high")) is not None and value > high:
+        return f"at most {high:.12g}"
+    if (above := metadata.get("above")) is not None and value <= above:
+        return f"greater than {above:.12g}"
+    return ""
+
+
+def fit_problems(config: Config) -> list[str]:
+    """Return a line for each pair of values that do not fit together."""
+    checks = [*model_checks(config), *routing_checks(config), *training_checks(config), *source_checks(config)]
+    return [problem for fits, problem in checks if not fits]
+
+
+def model_checks(config: Config) -> list[tuple[bool, str]]:
+    """The model's sizes against each other and against the sequence: whether each holds, and what to say if not."""
+    data, model, routing = config.data, config.model, config.routing
+    patterns = base_patterns(model)
+    plain = {model.heads} if routing.layers < model.layers else set()
+    plain |= {model.heads - routing.heads} if routing.layers else set()
+    return [
+        (
+            model.hidden % model.heads == 0,
+            f"model.hidden={model.hidden} must be a multiple of model.heads={model.heads}",
+        ),
+        (
+            model.positions != "rotary" or (model.hidden // model.heads) % 2 == 0,
+            f"model.positions=rotary needs an even head size, not hidden/heads = {model.hidden // model.heads}",
+        ),
+        (
+            all(heads % len(patterns) == 0 for heads in plain),
+            f"model.base={model.base} needs a multiple of {len(patterns)} heads that do not route in every layer, "
+            f"not {' and '.join(map(str, sorted(plain)))}",
+        ),
+        (
+            patterns == ["full"] or model.window <= data.length,
+            f"model.window={model.window} must be at most data.length={data.length}",
+        ),
+    ]
+
+
+def routing_checks(config: Config) -> list[tuple[bool, str]]:
+    """The routing heads against the model and the sequence, as `model_checks`."""
+    data, model, routing = config.data, config.model, config.routing
+    routes = routing.heads > 0 and routing.layers > 0
+    return [
+        (routing.heads <= model.heads, f"routing.heads={routing.heads} must be at most model.heads={model.heads}"),
+        (
+            routing.layers <= model.layers,
+            f"routing.layers={routing.layers} must be at most model.layers={model.layers}",
+        ),
+        (
+            not routes or routing.window <= data.length,
+            f"routing.window={routing.window} must be at most data.length={data.length}",
+        ),
+        (
+            not routes or clusters(config) <= data.length,
+            f"routing.clusters={clusters(config)} must be at most data.length={data.length}",
+        ),
+    ]
+
+
+def training_checks(config: Config) -> list[tuple[bool, str]]:
+    """Devices, batches and schedule against each other, as `model_checks`."""
+    hardware, trainer, optimizer = config.hardware, config.trainer, config.optimizer
+    devices = (hardware.devices or 1) * hardware.nodes
+    micro = trainer.micro_batch_size or max(1, trainer.batch_size // devices)
+    return [
+        (
+            hardware.precision != "tf32" or hardware.name != "cpu",
+            "hardware.precision=tf32 needs a GPU; a CPU takes fp32, bf16 or fp64",
+        ),
+        (
+            hardware.nodes == 1 or hardware.name == "ddp",
+            f"hardware.nodes={hardware.nodes} needs hardware=ddp, not hardware={hardware.name}",
+        ),
+        (
+            (hardware.devices or 1) == 1 or hardware.name == "ddp",
+            f"hardware.devices={hardware.devices} needs hardware=ddp, not hardware={hardware.name}",
+        ),
+        (
+            trainer.batch_size % (micro * devices) == 0,
+            f"trainer.batch_size={trainer.batch_size} must be a multiple of trainer.micro_batch_size={micro} "
+            f"times {devices} device(s)",
+        ),
+        (
+            optimizer.schedule != "rsqrt" or optimizer.warmup > 0,
+            "optimizer.schedule=rsqrt needs optimizer.warmup of at least 1",
+        ),
+    ]
+
+
+def source_checks(config: Config) -> list[tuple[bool, str]]:
+    """Files and names, and the windows of an evaluation, as `model_checks`."""
+    data, name = config.data, config.name
+    return [
+        (
+            config.eval.stride is None or config.eval.stride <= data.length,
+            f"eval.stride={config.eval.stride} must be at most data.length={data.length}",
+        ),
+        (
+            data.name != "recall" or config.eval.stride in (None, data.length),
+            f"eval.stride={config.eval.stride} has no place in data=recall, whose sequences are scored whole",
+        ),
+        (
+            data.name != "recall" or data.pairs <= data.keys,
+            f"data.pairs={data.pairs} must be at most data.keys={data.keys}: the keys of a sequence differ",
+        ),
+        (
+            data.name != "recall" or 4 * data.pairs <= data.length,
+            f"data.pairs={data.pairs} pairs and their questions take {4 * data.pairs} units, more than "
+            f"data.length={data.length}",
+        ),
+        (
+            data.name != "recall" or data.path is None,
+            f"data.path={data.path} is not read by data=recall, which is made on the fly",
+        ),
+        (data.name != "text" or data.path is not None, "data=text needs data.path=<file, folder or glob>"),
+        (
+            data.name != "stdlib" or data.path is None,
+            f"data.path={data.path} is not read by data=stdlib; use data=text data.path={data.path}",
+        ),
+        (
+            name not in ("", ".", "..") and "/" not in name and name.isprintable() and len(name.encode()) <= 200,
+            f"name={name[:40]!r} must be a folder's name, of at most 200 bytes",
+        ),
+    ]
