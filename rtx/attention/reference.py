@@ -16,24 +16,43 @@ from rtx.attention.weights import Distances
 Sets = Callable[[int], list[list[int]]]
 
 
-def read(q_ND: Tensor, k_ND: Tensor, v_ND: Tensor, sets: Sets, scale: float, relative: Distances | None) -> Tensor:
-    """Return the outputs `[N, D]` of one head of one sequence."""
+def read(
+    q_ND: Tensor,
+    k_ND: Tensor,
+    v_ND: Tensor,
+    sets: Sets,
+    scale: float,
+    relative: Distances | None,
+    distances: Sets | None = None,
+) -> Tensor:
+    """Return the outputs `[N, D]` of one head of one sequence; `distances` of the keys in `sets`, unset: true ones."""
     outputs = []
     for i in range(q_ND.shape[0]):
-        reads = [one_read(q_ND[i], i, k_ND, v_ND, keys, scale, relative) for keys in sets(i)]
+        read_sets = sets(i)
+        far = [[i - j for j in keys] for keys in read_sets] if distances is None else distances(i)
+        reads = [
+            one_read(q_ND[i], k_ND, v_ND, keys, scale, relative, apart)
+            for keys, apart in zip(read_sets, far, strict=True)
+        ]
         outputs.append(torch.stack(reads).mean(0) if reads else torch.zeros_like(v_ND[0]))
     return torch.stack(outputs)
 
 
 def one_read(
-    q_D: Tensor, i: int, k_ND: Tensor, v_ND: Tensor, keys: list[int], scale: float, relative: Distances | None
+    q_D: Tensor,
+    k_ND: Tensor,
+    v_ND: Tensor,
+    keys: list[int],
+    scale: float,
+    relative: Distances | None,
+    distances: list[int],
 ) -> Tensor:
-    """Return softmax attention of position i over one set of positions."""
+    """Return softmax attention of one query over one set of positions, each at its distance."""
     logits, values = [], []
-    for j in keys:
+    for j, distance in zip(keys, distances, strict=True):
         key_D, value_D = k_ND[j], v_ND[j]
         if relative is not None:
-            far = min(i - j, relative.keys_MD.shape[0] - 1)
+            far = min(distance, relative.keys_MD.shape[0] - 1)
             key_D, value_D = key_D + relative.keys_MD[far], value_D + relative.values_MD[far]
         logits.append(scale * (q_D @ key_D))
         values.append(value_D)
@@ -50,6 +69,17 @@ def local_sets(i: int, window: int) -> list[list[int]]:
     return [list(range(max(0, i - window + 1), i + 1))]
 
 
+def strided_sets(i: int, stride: int) -> list[list[int]]:
+    """The positions up to i that lie a multiple of the stride before it."""
+    return [[j for j in range(i + 1) if (i - j) % stride == 0]]
+
+
+def fixed_sets(i: int, block: int, summary: int, head: int) -> list[list[int]]:
+    """The own block up to i, and of each earlier block the head's `summary` columns, counted from the block's end."""
+    end = block - summary * (head % (block // summary))
+    return [[j for j in range(i + 1) if j // block == i // block or end - summary <= j % block < end]]
+
+
 def cluster_sets(i: int, member_CN: Tensor, window: int, attend_self: bool) -> list[list[int]]:
     """For each cluster of i, its last `window` members up to i; i itself only where it may, or stands alone."""
     sets = []
@@ -58,6 +88,31 @@ def cluster_sets(i: int, member_CN: Tensor, window: int, attend_self: bool) -> l
             keys = [j for j in range(i + 1) if member_N[j]][-window:]
             sets.append(keys if attend_self else keys[:-1] or keys)
     return sets
+
+
+def separate_sets(
+    i: int, member_CN: Tensor, key_member_CM: Tensor, window: int, attend_self: bool, causal: bool = True
+) -> list[list[int]]:
+    """For each cluster of query i that shows it a key, its last `window` keys up to i; all of them without a mask."""
+    sets = []
+    for member_N, key_member_M in zip(member_CN, key_member_CM, strict=True):
+        keys = [j for j in range(len(key_member_M)) if key_member_M[j] and (j <= i or not causal)]
+        keys = keys[-window:] if causal else keys
+        others = [j for j in keys if j != i]
+        if member_N[i] and keys:
+            sets.append(keys if attend_self else others or keys)
+    return sets
+
+
+def cluster_slots(
+    i: int, member_CN: Tensor, key_member_CN: Tensor, window: int, attend_self: bool
+) -> list[list[int]]:
+    """For each key that `separate_sets` lists, how many later keys of its cluster there are up to i."""
+    slots = []
+    for member_N, key_member_N in zip(member_CN, key_member_CN, strict=True):
+        for keys in separate_sets(i, member_N[None], key_member_N[None], window, attend_self):
+            slots.append([sum(bool(key_member_N[m]) for m in range(j + 1, i + 1)) for j in keys])
+    return slots
 
 
 def topk_members(score_CN: Tensor, window: int) -> Tensor:
@@ -75,6 +130,59 @@ def streaming_topk_sets(i: int, score_CN: Tensor, window: int, attend_self: bool
     return cluster_sets(i, member_CP, window, attend_self)
 
 
+def nearest_members(score_CN: Tensor) -> Tensor:
+    """Each position in the cluster that scores it highest; equal scores: the first cluster wins."""
+    member_CN = torch.zeros(score_CN.shape, dtype=torch.bool)
+    for i, score_C in enumerate(score_CN.T.tolist()):
+        member_CN[score_C.index(max(score_C)), i] = True
+    return member_CN
+
+
 def threshold_members(score_CN: Tensor, threshold_C: Tensor) -> Tensor:
     """The positions that a centroid scores at or above its threshold."""
     return score_CN >= threshold_C[:, None]
+
+
+def lsh_sets(i: int, bucket_TN: Tensor, window: int, variant: str) -> list[list[int]]:
+    """The union over the rounds of what each shows: the last `window` members of the bucket of i ("causal").
+
+    "reformer": the members in its chunk and the one before, of window // 2 positions sorted by bucket, then position;
+    "prefix": the same with chunks of the positions up to i alone. Itself only where there is nothing else.
+    """
+    union, chunk = set(), max(1, window // 2)
+    for bucket_N in bucket_TN.tolist():
+        members = [j for j in range(i + 1) if bucket_N[j] == bucket_N[i]]
+        if variant == "causal":
+            union |= set(members[-window:])
+        else:
+            sorted_up = range(len(bucket_N)) if variant == "reformer" else range(i + 1)
+            order = sorted(sorted_up, key=lambda j, bucket_N=bucket_N: (bucket_N[j], j))
+            own = order.index(i) // chunk
+            union |= {j for j in members if order.index(j) // chunk in (own - 1, own)}
+    return [sorted(union - {i}) or [i]]
+
+
+def read_span(
+    q_ND: Tensor,
+    k_ND: Tensor,
+    v_ND: Tensor,
+    span: Tensor,
+    *,
+    window: int,
+    ramp: int,
+    scale: float,
+    relative: Distances | None,
+) -> Tensor:
+    """Return the outputs `[N, D]` of one head with an adaptive span: softmax terms times m_z(i - j), over their sum."""
+    outputs = []
+    for i in range(q_ND.shape[0]):
+        total_D, norm = torch.zeros_like(v_ND[0]), q_ND.new_zeros(())
+        for j in range(max(0, i - window + 1), i + 1):
+            key_D, value_D = k_ND[j], v_ND[j]
+            if relative is not None:
+                far = min(i - j, relative.keys_MD.shape[0] - 1)
+                key_D, value_D = key_D + relative.keys_MD[far], value_D + relative.values_MD[far]
+            weight = ((ramp + span - (i - j)) / ramp).clamp(0, 1) * (scale * (q_ND[i] @ key_D)).exp()
+            total_D, norm = total_D + weight * value_D, norm + weight
+        outputs.append(total_D / norm)
+    return torch.stack(outputs)
