@@ -6,12 +6,12 @@ import dataclasses
 import math
 from typing import Any
 
-from rtx.config import Config, base_patterns, clusters
+from rtx.config import Config, axis_sizes, base_patterns, clusters, hash_buckets
 from rtx.errors import UserError
 
 
 def resolve(config: Config) -> Config:
-    """Return a checked copy with routing.clusters frozen.
+    """Return a checked copy with routing.clusters frozen, and model.hash_buckets where base=lsh reads it.
 
     Raises:
         UserError: a value is out of its range, or two values do not fit together; the message has a line for each.
@@ -20,7 +20,9 @@ def resolve(config: Config) -> Config:
     if problems:
         raise UserError("\n".join(problems))
     routing = dataclasses.replace(config.routing, clusters=clusters(config))
-    return dataclasses.replace(config, routing=routing)
+    buckets = hash_buckets(config) if "lsh" in base_patterns(config.model) else config.model.hash_buckets
+    model = dataclasses.replace(config.model, hash_buckets=buckets)
+    return dataclasses.replace(config, routing=routing, model=model)
 
 
 def range_problems(node: Any, prefix: str = "") -> list[str]:
@@ -56,7 +58,14 @@ def violated(metadata: Any, value: Any) -> str:
 
 def fit_problems(config: Config) -> list[str]:
     """Return a line for each pair of values that do not fit together."""
-    checks = [*model_checks(config), *routing_checks(config), *training_checks(config), *source_checks(config)]
+    checks = [
+        *model_checks(config),
+        *sparse_checks(config),
+        *routing_checks(config),
+        *training_checks(config),
+        *source_checks(config),
+        *recall_checks(config),
+    ]
     return [problem for fits, problem in checks if not fits]
 
 
@@ -81,8 +90,33 @@ def model_checks(config: Config) -> list[tuple[bool, str]]:
             f"not {' and '.join(map(str, sorted(plain)))}",
         ),
         (
-            patterns == ["full"] or model.window <= data.length,
+            (model.hash_buckets or 2) % 2 == 0,
+            f"model.hash_buckets={model.hash_buckets} must be even: a rotation and its opposite give two buckets",
+        ),
+        (
+            set(patterns) <= {"full", "strided", "fixed"} or model.window <= data.length,
             f"model.window={model.window} must be at most data.length={data.length}",
+        ),
+    ]
+
+
+def sparse_checks(config: Config) -> list[tuple[bool, str]]:
+    """The Sparse Transformer's strides, blocks and axes against the sequence, as `model_checks`."""
+    data, model = config.data, config.model
+    patterns = base_patterns(model)
+    return [
+        (
+            not {"strided", "fixed"} & set(patterns) or model.stride <= data.length,
+            f"model.stride={model.stride} must be at most data.length={data.length}",
+        ),
+        (
+            "fixed" not in patterns or model.summary <= model.stride,
+            f"model.summary={model.summary} must be at most model.stride={model.stride}, the block of base=fixed",
+        ),
+        (
+            model.positions != "axial" or math.prod(axis_sizes(model)) == data.length,
+            f"model.positions=axial needs model.axes with the product data.length={data.length}, such as 32x32x3 for "
+            f"3072, not model.axes={model.axes}",
         ),
     ]
 
@@ -104,6 +138,15 @@ def routing_checks(config: Config) -> list[tuple[bool, str]]:
         (
             not routes or clusters(config) <= data.length,
             f"routing.clusters={clusters(config)} must be at most data.length={data.length}",
+        ),
+        (
+            not routes or routing.keys == "shared" or routing.selection != "random",
+            f"routing.keys={routing.keys} needs routing.selection=causal, topk or nearest: random members are the "
+            "control of shared keys",
+        ),
+        (
+            not routes or not routing.slot_distance or model.positions == "shaw",
+            f"routing.slot_distance=true needs model.positions=shaw, not model.positions={model.positions}",
         ),
     ]
 
@@ -146,23 +189,6 @@ def source_checks(config: Config) -> list[tuple[bool, str]]:
             config.eval.stride is None or config.eval.stride <= data.length,
             f"eval.stride={config.eval.stride} must be at most data.length={data.length}",
         ),
-        (
-            data.name != "recall" or config.eval.stride in (None, data.length),
-            f"eval.stride={config.eval.stride} has no place in data=recall, whose sequences are scored whole",
-        ),
-        (
-            data.name != "recall" or data.pairs <= data.keys,
-            f"data.pairs={data.pairs} must be at most data.keys={data.keys}: the keys of a sequence differ",
-        ),
-        (
-            data.name != "recall" or 4 * data.pairs <= data.length,
-            f"data.pairs={data.pairs} pairs and their questions take {4 * data.pairs} units, more than "
-            f"data.length={data.length}",
-        ),
-        (
-            data.name != "recall" or data.path is None,
-            f"data.path={data.path} is not read by data=recall, which is made on the fly",
-        ),
         (data.name != "text" or data.path is not None, "data=text needs data.path=<file, folder or glob>"),
         (
             data.name != "stdlib" or data.path is None,
@@ -171,5 +197,31 @@ def source_checks(config: Config) -> list[tuple[bool, str]]:
         (
             name not in ("", ".", "..") and "/" not in name and name.isprintable() and len(name.encode()) <= 200,
             f"name={name[:40]!r} must be a folder's name, of at most 200 bytes",
+        ),
+    ]
+
+
+def recall_checks(config: Config) -> list[tuple[bool, str]]:
+    """What data=recall makes its sequences by, as `model_checks`."""
+    data = config.data
+    if data.name != "recall":
+        return []
+    return [
+        (
+            config.eval.stride in (None, data.length),
+            f"eval.stride={config.eval.stride} has no place in data=recall, whose sequences are scored whole",
+        ),
+        (
+            data.pairs <= data.keys,
+            f"data.pairs={data.pairs} must be at most data.keys={data.keys}: the keys of a sequence differ",
+        ),
+        (
+            4 * data.pairs <= data.length,
+            f"data.pairs={data.pairs} pairs and their questions take {4 * data.pairs} units, more than "
+            f"data.length={data.length}",
+        ),
+        (
+            data.path is None,
+            f"data.path={data.path} is not read by data=recall, which is made on the fly",
         ),
     ]

@@ -52,8 +52,10 @@ class DataConfig:
 class RoutingConfig:
     """The content-based heads: how many, where, and how a position chooses its cluster."""
 
-    selection: str = one_of("causal", "topk", "random")
-    """Membership: causal (thresholds, sees no future), topk (Algorithm 1, sees it), random (the paper's control)."""
+    selection: str = one_of("causal", "topk", "nearest", "random")
+    """Membership: causal (thresholds), nearest (one cluster each), topk (Algorithm 1, sees the future), random."""
+    keys: str = one_of("shared", "separate", "projected")
+    """Keys: the queries, or their own: clustered apart (separate), or by a fixed random W_R (q + k) (projected)."""
     heads: int = ranged(4, low=0)
     """Routing heads in each routing layer; the other heads use the base pattern."""
     layers: int = ranged(2, low=0)
@@ -66,6 +68,8 @@ class RoutingConfig:
     """Attention logits divided by sqrt(D), or not at all (as Algorithm 1 prints it)."""
     attend_self: bool = True
     """Whether a position may always read itself; false: only where it sees nothing else."""
+    slot_distance: bool = False
+    """Shaw's terms count members of the cluster between two positions (the released code), not positions."""
     update: str = one_of("mean", "sum")
     """Centroid step: towards the normalised mean of the members (ours), or halves of their sums (Algorithm 1)."""
     decay: float = ranged(0.999, low=0.0, high=1.0)
@@ -92,12 +96,18 @@ class ModelConfig:
     """Attention heads in each block."""
     hidden: int = ranged(256, low=1)
     """Width of the residual stream; a head has hidden / heads units."""
-    base: str = parts_of("local", "full")
+    base: str = parts_of("local", "full", "lsh", "adaptive_span", "strided", "fixed")
     """Pattern of all heads that do not route; local+full shares them out evenly."""
     window: int = ranged(256, low=1)
     """Keys that a local head sees, its own position included."""
-    positions: str = one_of("rotary", "shaw", "learned", "none")
-    """Position terms: rotary angles, Shaw's relative keys and values, a learned table, or none."""
+    stride: int = ranged(128, low=1)
+    """Stride of strided heads, block of fixed heads (Sparse Transformer)."""
+    summary: int = ranged(8, low=1)
+    """Columns of every earlier block that a fixed head reads (Sparse Transformer)."""
+    positions: str = one_of("rotary", "shaw", "learned", "axial", "none")
+    """Position terms: rotary angles, Shaw's relative keys and values, a learned table, one for each axis, or none."""
+    axes: str | None = None
+    """Sizes of the axes of positions=axial, slowest first, such as 32x32x3; their product is data.length."""
     max_distance: int = ranged(256, low=1)
     """Largest distance that positions=shaw tells apart."""
     norm: str = one_of("pre", "post")
@@ -116,6 +126,18 @@ class ModelConfig:
     """Width of token embeddings where it differs from hidden (for large vocabularies)."""
     tie_embeddings: bool = False
     """Use the embedding table as the output matrix."""
+    lsh: str = one_of("causal", "reformer")
+    """What base=lsh reads: a bucket's last window (causal), or sorted chunks, which see the future (as published)."""
+    hash_rounds: int = ranged(1, low=1)
+    """Hash rounds of base=lsh; a head reads what they show together."""
+    hash_buckets: int | None = ranged(None, low=2)
+    """Buckets of each round of base=lsh, an even number; unset: about 2 N / model.window."""
+    span_ramp: int = ranged(32, low=1)
+    """Positions over which a span of base=adaptive_span fades out."""
+    span_cost: float = ranged(0.0, low=0.0)
+    """Weight of each layer's mean span in the loss (base=adaptive_span; released code: 5e-7)."""
+    init: str = one_of("fan_in", "depth_scaled")
+    """Weights at the start: by fan-in, or as in the Sparse Transformer, smaller, for models of many layers."""
     recompute: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
 
@@ -243,6 +265,40 @@ class SampleConfig:
 
 
 @dataclass
+class AuditConfig:
+    """The causality audit: what of the past moves when the future changes, and what that is worth in bits."""
+
+    module: str | None = None
+    """Audit another model, package.module:callable; called without arguments it returns the nn.Module."""
+    length: int | None = ranged(None, low=2)
+    """Positions of the sequences that are changed; unset: N, or 256 with audit.module."""
+    vocabulary: int | None = ranged(None, low=2)
+    """Token ids 0 to this less one are drawn for audit.module; unset: 256."""
+    double: bool = True
+    """Compute the changes in float64; false: in the parameters' own type (audit.tolerance must allow its rounding)."""
+    streaming: bool = True
+    """Change the future of decisions made from the prefix alone, too (not with audit.module)."""
+    sequences: int = ranged(2, low=1)
+    """Sequences whose future is changed."""
+    prefixes: int = ranged(24, low=1)
+    """Prefix lengths behind which everything is changed, one after the other."""
+    tolerance: float = ranged(1e-9, low=0.0)
+    """Relative change from which on an output counts as moved."""
+    split: str = one_of("valid", "test", "train")
+    """Part of a run's data to take sequences from."""
+    windows: int = ranged(32, low=0)
+    """Windows of a run's data that are priced; 0: no price, and the data are not read."""
+    positions: int = ranged(32, low=1)
+    """Positions scored in each window: each is a run of the model on its prefix alone."""
+    checkpoint: str = one_of("best", "last")
+    """Checkpoint of the run to audit."""
+    seed: int = ranged(0, low=0, high=2**31 - 1)
+    """Seed of the windows, positions and changed ids: the same ones for every run."""
+    output: str | None = None
+    """File for the result as JSON, of a configuration or of audit.module; a run gets audit.json in its folder."""
+
+
+@dataclass
 class Config:
     """A whole run."""
 
@@ -255,6 +311,7 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
     seed: int = ranged(0, low=0, high=2**32 - 1)
     """Seed of everything but sample.seed: weights, batches, dropout, random heads, the windows of eval.limit."""
     name: str = "rtx"
@@ -266,8 +323,19 @@ def base_patterns(model: ModelConfig) -> list[str]:
     return model.base.split("+")
 
 
+def axis_sizes(model: ModelConfig) -> tuple[int, ...]:
+    """Sizes of the axes of positions=axial, slowest first; none where model.axes is not numbers joined by x."""
+    parts = (model.axes or "").split("x")
+    return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else ()
+
+
 GROUPS = ("data", "routing", "optimizer", "hardware", "logger", "model", "experiment")
 """Hydra groups in the order of composition; a later one wins."""
+
+
+def hash_buckets(config: Config) -> int:
+    """Buckets of a hash round: model.hash_buckets, or where unset the even number nearest to 2 N / model.window."""
+    return config.model.hash_buckets or max(2, 2 * round(config.data.length / config.model.window))
 
 
 def clusters(config: Config) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from rtx.analysis.cost import cost
 from rtx.checks import resolve
 from rtx.commandline.fields import all_fields, conf_dir, options
 from rtx.compose import compose
@@ -15,6 +16,9 @@ from rtx.config import GROUPS
 
 MODELS = options("model")
 PAPER = [model for model in MODELS if model != "tiny"]
+SPARSE = {"sparse_transformer", "sparse_transformer-cifar10", "sparse_transformer-imagenet64"}
+BASELINES = {"reformer", "adaptive_span", *SPARSE}
+"""Presets of other papers' models, where no head routes."""
 ROUTING_KEYS = {"heads", "layers", "window", "clusters"}
 
 
@@ -59,7 +63,7 @@ def test_every_preset_takes_every_routing(selection: str) -> None:
     for model in MODELS:
         config = compose([f"model={model}", f"routing={selection}"])
         assert config.routing.selection == selection
-        assert config.routing.heads > 0
+        assert (config.routing.heads == 0) == (model in BASELINES)
         assert (config.routing.clusters or 0) * config.routing.window >= config.data.length
 
 
@@ -114,6 +118,31 @@ def test_the_image_presets() -> None:
     assert (cifar.model.layers, cifar.model.heads, cifar.data.length) == (12, 8, 32 * 32 * 3)
     assert (cifar.routing.clusters, cifar.routing.window) == (6, 512)
     assert imagenet.model.positions == cifar.model.positions == "learned"
+
+
+def test_the_presets_of_other_papers() -> None:
+    reformer, span = (compose([f"model={name}"]).model for name in ("reformer", "adaptive_span"))
+    assert (reformer.heads, reformer.hidden, reformer.ffn_hidden, reformer.base) == (8, 1024, 4096, "lsh")
+    assert (reformer.window, reformer.hash_rounds, reformer.hash_buckets, reformer.lsh) == (256, 2, 192, "causal")
+    assert (span.layers, span.heads, span.hidden, span.ffn_hidden, span.base) == (24, 8, 768, 4096, "adaptive_span")
+    assert (span.window, span.span_ramp, span.span_cost, span.ffn) == (8192, 32, 5e-7, "relu")
+
+
+def test_the_sparse_transformers() -> None:
+    presets = {name: compose([f"model={name}"]) for name in SPARSE}
+    assert {(c.model.layers, c.model.heads, c.model.hidden, c.data.length) for c in presets.values()} == {
+        (30, 8, 512, 12288),
+        (128, 2, 256, 3072),
+        (48, 16, 512, 12288),
+    }
+    for preset in presets.values():
+        assert (preset.model.init, preset.model.recompute, preset.model.positions) == ("depth_scaled", True, "axial")
+    text = presets["sparse_transformer"].model
+    assert (text.base, text.stride, text.summary, text.dropout) == ("fixed", 128, 32, 0.4)
+    parameters = {name: cost(preset, 256).parameters for name, preset in presets.items()}
+    assert parameters["sparse_transformer"] == pytest.approx(95e6, rel=0.01)
+    assert parameters["sparse_transformer-cifar10"] == pytest.approx(67e6, rel=0.01)
+    assert parameters["sparse_transformer-imagenet64"] == pytest.approx(152e6, rel=0.01)
 
 
 def test_the_optimizers_of_the_paper() -> None:

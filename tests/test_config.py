@@ -32,6 +32,13 @@ def test_the_defaults_fit_together_and_clusters_are_frozen() -> None:
     assert resolve(changed(routing__clusters=9)).routing.clusters == 9
 
 
+def test_hash_buckets_are_frozen_where_they_are_read() -> None:
+    assert resolve(Config()).model.hash_buckets is None
+    assert resolve(changed(model__base="lsh+local")).model.hash_buckets == 8  # 2 * 1024 / 256
+    assert resolve(changed(model__base="lsh", model__window=1000)).model.hash_buckets == 2
+    assert resolve(changed(model__base="lsh", model__hash_buckets=30)).model.hash_buckets == 30
+
+
 def test_resolve_leaves_its_argument_alone() -> None:
     config = Config()
     resolved = resolve(config)
@@ -72,6 +79,20 @@ def test_ranges(key: str, value: Any, said: str) -> None:
         ({"routing__window": 2000}, "routing.window=2000 must be at most data.length=1024"),
         ({"routing__clusters": 2000}, "routing.clusters=2000 must be at most data.length=1024"),
         ({"model__window": 2000}, "model.window=2000 must be at most data.length=1024"),
+        ({"model__base": "strided", "model__stride": 2000}, "model.stride=2000 must be at most data.length=1024"),
+        ({"model__base": "full+fixed", "model__stride": 2000}, "model.stride=2000 must be at most data.length=1024"),
+        (
+            {"model__base": "fixed", "model__summary": 129},
+            "model.summary=129 must be at most model.stride=128, the block of base=fixed",
+        ),
+        *(
+            (
+                {"model__positions": "axial", "model__axes": axes},
+                f"product data.length=1024, such as 32x32x3 for 3072, not model.axes={axes}",
+            )
+            for axes in (None, "32x33", "32*32", "-32x-32", "1024x", "")
+        ),
+        ({"model__hash_buckets": 7}, "model.hash_buckets=7 must be even: a rotation and its opposite give two buckets"),
         ({"model__hidden": 250, "model__positions": "none"}, "model.hidden=250 must be a multiple of model.heads=8"),
         ({"model__hidden": 264}, "model.positions=rotary needs an even head size, not hidden/heads = 33"),
         ({"hardware__name": "cpu", "hardware__precision": "tf32"}, "hardware.precision=tf32 needs a GPU; a CPU takes"),
@@ -100,6 +121,11 @@ def test_what_does_not_fit(values: dict[str, Any], said: str) -> None:
     [
         {"routing__heads": 0, "routing__window": 2000},  # nothing routes, so its window does not matter
         {"model__base": "full", "model__window": 2000},
+        {"model__base": "strided+fixed", "model__window": 2000, "model__summary": 128},
+        {"model__base": "strided", "model__summary": 2000},
+        {"model__stride": 2000},
+        {"model__positions": "axial", "model__axes": "32x16x2"},
+        {"model__axes": "9x9"},
         {"hardware__name": "ddp", "hardware__devices": 2, "hardware__nodes": 2},
         {"hardware__name": "auto", "hardware__precision": "tf32"},  # known to be wrong only once the device is
         {"optimizer__warmup": 0, "optimizer__schedule": "constant"},

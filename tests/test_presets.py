@@ -20,11 +20,13 @@ def reduced(*overrides: str) -> Config:
     config = compose(overrides)
     heads = config.model.heads
     embedding = ["model.embedding=8"] if config.model.embedding else []
+    axes = ["model.axes=4x4x2"] if config.model.positions == "axial" else []
     return compose(
         [
             *overrides,
             *("model.layers=2", f"model.hidden={heads * 4}", "model.ffn_hidden=24", "model.window=8"),
-            *("model.max_distance=8", *embedding, "data.length=32", "trainer.batch_size=2"),
+            *("model.max_distance=8", "model.stride=4", "model.summary=2", *embedding, *axes),
+            *("data.length=32", "trainer.batch_size=2"),
             *(f"routing.layers={min(config.routing.layers, 2)}", "routing.window=8", "routing.clusters=4"),
         ]
     )

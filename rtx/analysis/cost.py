@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rtx.config import Config
+from rtx.config import Config, hash_buckets
 from rtx.model.likelihood import MAX_LOGITS
 from rtx.model.patterns import ROUTED, layer_patterns
 from rtx.model.transformer import Transformer
@@ -67,26 +67,58 @@ def pairs(name: str, config: Config) -> float:
     """Return how many pairs of positions a head of a group reads in one sequence (for causal selection, on average)."""
     N = config.data.length
     if name == ROUTED:
-        return (config.routing.clusters or 0) * triangle(min(config.routing.window, N))
+        clusters, window = config.routing.clusters or 0, config.routing.window
+        if config.routing.selection == "nearest":  # evenly filled clusters
+            return clusters * window_pairs(N / clusters, window)
+        return clusters * triangle(min(window, N))
+    if name == "lsh":
+        return config.model.hash_rounds * hashed_pairs(config)
+    if name == "strided":
+        return strided_pairs(N, config.model.stride)
+    if name == "fixed":
+        return fixed_pairs(N, config.model.stride, config.model.summary)
     return triangle(N) if name == "full" else window_pairs(N, config.model.window)
 
 
 def selection(name: str, config: Config) -> float:
     """Return the operations with which a head of a group chooses what to read in one sequence."""
+    if name == "lsh":  # one product for a bucket and its opposite
+        buckets = config.model.hash_rounds * hash_buckets(config)
+        return buckets * config.model.hidden / config.model.heads * config.data.length
     if name != ROUTED or config.routing.selection == "random":
         return 0.0
-    return 2.0 * config.model.hidden / config.model.heads * config.data.length * (config.routing.clusters or 0)
+    size, clusters = config.model.hidden / config.model.heads, config.routing.clusters or 0
+    products = {"shared": clusters, "separate": 2 * clusters, "projected": clusters + size}[config.routing.keys]
+    return 2.0 * size * config.data.length * products
 
 
-def triangle(n: int) -> float:
+def hashed_pairs(config: Config) -> float:
+    """Return the pairs that a hash round shows, where the buckets are evenly filled and no pair is shown before."""
+    buckets = hash_buckets(config)
+    return buckets * window_pairs(config.data.length / buckets, config.model.window)
+
+
+def triangle(n: float) -> float:
     """Pairs j <= i among n positions."""
     return n * (n + 1) / 2
 
 
-def window_pairs(n: int, window: int) -> float:
+def window_pairs(n: float, window: float) -> float:
     """Pairs i - window < j <= i among n positions."""
     window = min(window, n)
     return triangle(window) + (n - window) * window
+
+
+def strided_pairs(n: int, stride: int) -> float:
+    """Pairs j <= i among n positions with a distance that is a multiple of the stride."""
+    rows, longer = divmod(n, stride)
+    return longer * triangle(rows + 1) + (stride - longer) * triangle(rows)
+
+
+def fixed_pairs(n: int, block: int, summary: int) -> float:
+    """Pairs j <= i among n positions in one block, or with j among the `summary` columns of an earlier block."""
+    blocks, rest = divmod(n, block)
+    return blocks * triangle(block) + triangle(rest) + summary * (block * triangle(blocks - 1) + rest * blocks)
 
 
 def memory(config: Config, total: Cost, micro_batch: int, vocabulary: int) -> dict[str, float]:
@@ -115,7 +147,8 @@ def activations(config: Config, layer: int) -> int:
     base = model.heads - routed
     rotated = 1 if model.positions == "rotary" else 0
     dropped = sum(rate > 0 for rate in (model.dropout, model.dropout))
-    attention = size * (base * (3 + 2 * rotated + 2 + 1) + routed * (2 + 2 + rotated + 3 + 1))
+    own_keys = 3 + rotated if config.routing.keys != "shared" else 0
+    attention = size * (base * (3 + 2 * rotated + 2 + 1) + routed * (2 + 2 + rotated + 3 + 1 + own_keys))
     shaw = 2 * (base * 2 * model.window + routed * config.routing.window) if model.positions == "shaw" else 0
     inner = model.ffn_hidden * {"gelu": 2, "relu": 1, "geglu": 4}[model.ffn]
     inner += model.ffn_hidden if model.ffn_dropout else 0

@@ -1,10 +1,33 @@
 """The attention patterns, usable without the rest of rtx: functions on tensors, and heads that own their centroids."""
 
+from rtx.attention.fixed import FixedHeads, fixed
 from rtx.attention.full import full
+from rtx.attention.hashing import rotations
 from rtx.attention.kmeans import Centroids, update_centroids
 from rtx.attention.local import local
+from rtx.attention.lsh import LshHeads, lsh
 from rtx.attention.random import RandomHeads
 from rtx.attention.routing import RoutingHeads, routing
+from rtx.attention.span import SpanHeads, adaptive_span
+from rtx.attention.strided import StridedHeads, strided
 from rtx.attention.weights import Distances
 
-__all__ = ["Centroids", "Distances", "RandomHeads", "RoutingHeads", "full", "local", "routing", "update_centroids"]
+__all__ = [
+    "Centroids",
+    "Distances",
+    "FixedHeads",
+    "LshHeads",
+    "RandomHeads",
+    "RoutingHeads",
+    "SpanHeads",
+    "StridedHeads",
+    "adaptive_span",
+    "fixed",
+    "full",
+    "local",
+    "lsh",
+    "rotations",
+    "routing",
+    "strided",
+    "update_centroids",
+]

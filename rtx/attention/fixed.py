@@ -11,6 +11,7 @@ keys, K = S + L keys of a query.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -88,9 +89,9 @@ def fixed(
     # Split, since the gradient of a slice would be a zero-filled copy of the whole for each group.
     groups = zip(*(x.split(size, dim=2) for x in (q_BHGLD, k_BHGLD, v_BHGLD)), strict=True)
     out = []
-    for first, own in zip(range(0, G, size), groups, strict=True):
+    for first, (q, k, v) in zip(range(0, G, size), groups, strict=True):
         earlier = (min(first + size, G) - 1) * summary
-        out.append(read(*own, sums_k[:, :, :earlier], sums_v[:, :, :earlier], first))
+        out.append(read(q, k, v, sums_k[:, :, :earlier], sums_v[:, :, :earlier], first))
     out_BHND = torch.cat(out, dim=2).flatten(2, 3)[:, :, :N]
     return out_BHND if mask_BN is None else out_BHND.masked_fill(~mask_BN[:, None, :, None], 0)
 
@@ -147,12 +148,13 @@ def read_group(
         if mask_BN is not None:
             # Padding reads itself, so that no softmax is empty; what it reads is thrown away.
             visible = visible & (mask_BN[:, position_HRK][..., None, :] | (distance_HRLK == 0))
-    inputs = (q_BHRLD, keys_BHRKD, values_BHRKD)
+    options: dict[str, Any] = {"scale": scale, "dropout": dropout}
     if relative is not None:
-        return attend(*inputs, scale, mask_QK=visible, dropout=dropout, relative=relative, distance_QK=distance_HRLK)
+        options |= {"relative": relative, "distance_QK": distance_HRLK}
+        return attend(q_BHRLD, keys_BHRKD, values_BHRKD, mask_QK=visible, **options)
     # The fused kernels take four dimensions.
-    flat = (x.flatten(0, 1) for x in inputs)
-    return attend(*flat, scale, mask_QK=visible.flatten(0, 1), dropout=dropout).unflatten(0, (B, H))
+    q, keys, values = (x.flatten(0, 1) for x in (q_BHRLD, keys_BHRKD, values_BHRKD))
+    return attend(q, keys, values, mask_QK=visible.flatten(0, 1), **options).unflatten(0, (B, H))
 
 
 def visible_keys(block_R: Tensor, block: int, shared: int, summary: int) -> Tensor:

@@ -20,11 +20,13 @@ def main(arguments: list[str]) -> int:
     """Run `rtx sample RUN [overrides]`: the text on stdout as it comes, everything else on stderr.
 
     Raises:
-        UserError: no such run, a wrong option, a length beyond the learned positions.
+        UserError: no such run, a wrong option, a length beyond the learned positions, a run without text.
         RunFailed: no checkpoint is whole, or the sample cannot be written.
     """
     folder, overrides = run_folder(arguments, "sample")
     config = run_config(folder, overrides, "sample")
+    if config.data.name == "recall":
+        raise UserError("a run on data=recall has no text to write; rtx eval says how many answers it has right")
     wish = config.sample
     tokenizer = ByteTokenizer()
     prompt = torch.from_numpy(tokenizer.encode(wish.prompt).astype("int64"))[None]
@@ -65,10 +67,11 @@ def check_length(config: Config, prompt: int) -> None:
         UserError: prompt and length reach beyond data.length.
     """
     total = prompt + config.sample.length
-    if config.model.positions == "learned" and total > config.data.length:
+    if config.model.positions in ("learned", "axial") and total > config.data.length:
         raise UserError(
             f"sample.length={config.sample.length}: with a prompt of {prompt} units that is {total}, but "
-            f"model.positions=learned covers data.length={config.data.length}; at most {config.data.length - prompt}"
+            f"model.positions={config.model.positions} covers data.length={config.data.length}; "
+            f"at most {config.data.length - prompt}"
         )
 
 

@@ -49,9 +49,9 @@ def generate(
     """
     positions = model.embedding.positions
     total = prompt_BP.shape[1] + length
-    if positions is not None and total > len(positions.table_NE):
+    if positions is not None and total > positions.length:
         raise ValueError(
-            f"prompt and length make {total} units; learned positions end at {len(positions.table_NE)} (data.length)"
+            f"prompt and length make {total} units; learned positions end at {positions.length} (data.length)"
         )
     model.eval()
     decoder = Decoder(model, len(prompt_BP))

@@ -1,13 +1,18 @@
-"""Position terms: rotary angles, Shaw's tables of relative keys and values, learned absolute positions."""
+"""Position terms: rotary angles, Shaw's tables of relative keys and values, learned absolute and axial positions."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rtx.attention.weights import Distances
+
+TABLE_DEVIATION = 0.02
+"""Standard deviation of embeddings and position tables at the start."""
 
 
 class Rotary(nn.Module):
@@ -76,8 +81,8 @@ class Shaw(nn.Module):
 
     def __init__(self, max_distance: int, size: int) -> None:
         super().__init__()
-        self.keys_MD = nn.Parameter(torch.randn(max_distance + 1, size) * 0.02)
-        self.values_MD = nn.Parameter(torch.randn(max_distance + 1, size) * 0.02)
+        self.keys_MD = nn.Parameter(torch.randn(max_distance + 1, size) * TABLE_DEVIATION)
+        self.values_MD = nn.Parameter(torch.randn(max_distance + 1, size) * TABLE_DEVIATION)
 
     def forward(self) -> Distances:
         """Return the tables."""
@@ -89,7 +94,8 @@ class LearnedPositions(nn.Module):
 
     def __init__(self, length: int, hidden: int) -> None:
         super().__init__()
-        self.table_NE = nn.Parameter(torch.randn(length, hidden) * 0.02)
+        self.length = length
+        self.table_NE = nn.Parameter(torch.randn(length, hidden) * TABLE_DEVIATION)
 
     def forward(self, first: int, count: int) -> Tensor:
         """Return the vectors of positions `first` to `first + count - 1`.
@@ -97,8 +103,37 @@ class LearnedPositions(nn.Module):
         Raises:
             ValueError: a position beyond the table.
         """
-        if first + count > len(self.table_NE):
-            raise ValueError(
-                f"position {first + count - 1}: learned positions cover 0 to {len(self.table_NE) - 1} (data.length)"
-            )
+        check_covered(first, count, self.length)
         return self.table_NE[first : first + count]
+
+
+class AxialPositions(nn.Module):
+    """One learned table for each axis of an image, summed (Child et al. 2019); positions run along the last axis first.
+
+    Args:
+        sizes: positions of each axis, slowest first: rows, columns and colours of an image in raster order.
+        hidden: width of the vectors.
+    """
+
+    def __init__(self, sizes: tuple[int, ...], hidden: int) -> None:
+        super().__init__()
+        self.sizes, self.length = sizes, math.prod(sizes)
+        deviation = TABLE_DEVIATION / math.sqrt(len(sizes))
+        self.tables = nn.ParameterList(nn.Parameter(torch.randn(size, hidden) * deviation) for size in sizes)
+
+    def forward(self, first: int, count: int) -> Tensor:
+        """Return the vectors of positions `first` to `first + count - 1`.
+
+        Raises:
+            ValueError: a position beyond the last of all axes.
+        """
+        check_covered(first, count, self.length)
+        device = self.tables[0].device
+        place_AN = torch.unravel_index(torch.arange(first, first + count, device=device), self.sizes)
+        return torch.stack([F.embedding(i, table) for i, table in zip(place_AN, self.tables, strict=True)]).sum(0)
+
+
+def check_covered(first: int, count: int, length: int) -> None:
+    """Raise a ValueError if the last of `count` positions from `first` on lies beyond a table of `length`."""
+    if first + count > length:
+        raise ValueError(f"position {first + count - 1}: learned positions cover 0 to {length - 1} (data.length)")

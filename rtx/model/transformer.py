@@ -1,6 +1,6 @@
 """The Routing Transformer: a decoder that turns a sequence of units into the likelihood of each.
 
-Shapes: B sequences, N positions, E hidden width, S embedding width, V vocabulary.
+Shapes: B sequences, N positions, A of them, E hidden width, S embedding width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rtx.attention.kmeans import statistics_paused
-from rtx.config import Config
+from rtx.config import Config, axis_sizes
 from rtx.model.block import Block
-from rtx.model.likelihood import token_nats
-from rtx.model.positions import LearnedPositions
+from rtx.model.likelihood import answer_nats, token_nats
+from rtx.model.positions import TABLE_DEVIATION, AxialPositions, LearnedPositions
 
 
 class Embedding(nn.Module):
@@ -27,10 +27,14 @@ class Embedding(nn.Module):
         super().__init__()
         model = config.model
         width = model.embedding or model.hidden
-        self.table_VS = nn.Parameter(torch.randn(vocabulary, width) * 0.02)
-        self.start_S = nn.Parameter(torch.randn(width) * 0.02)
+        self.table_VS = nn.Parameter(torch.randn(vocabulary, width) * TABLE_DEVIATION)
+        self.start_S = nn.Parameter(torch.randn(width) * TABLE_DEVIATION)
         self.widen = nn.Linear(width, model.hidden) if width != model.hidden else nn.Identity()
-        self.positions = LearnedPositions(config.data.length, model.hidden) if model.positions == "learned" else None
+        self.positions: LearnedPositions | AxialPositions | None = None
+        if model.positions == "learned":
+            self.positions = LearnedPositions(config.data.length, model.hidden)
+        elif model.positions == "axial":
+            self.positions = AxialPositions(axis_sizes(model), model.hidden)
         self.dropout = model.dropout
 
     def forward(self, tokens_BN: Tensor) -> Tensor:
@@ -71,10 +75,14 @@ class Transformer(nn.Module):
         tied = model.tie_embeddings
         self.output_VS = self.embedding.table_VS if tied else nn.Parameter(torch.zeros(vocabulary, width))
         self.output_bias_V = nn.Parameter(torch.zeros(vocabulary))
-        self.initialise()
+        self.initialise(depth_scaled=model.init == "depth_scaled")
 
-    def initialise(self) -> None:
-        """Matrices: normal with std 1 / sqrt(fan in); those that end a residual branch smaller by sqrt(2 * layers)."""
+    def initialise(self, depth_scaled: bool = False) -> None:
+        """Matrices: normal with variance 1 / fan in; those that end a residual branch smaller by 2 * layers.
+
+        `depth_scaled`, for models of many layers (Child et al. 2019): variance 0.125 / fan in inside the blocks, and
+        embeddings, start vector and positions with a standard deviation of 0.01, that of a position over all axes.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
@@ -86,6 +94,19 @@ class Transformer(nn.Module):
             for linear in (block.attention.out, block.feed_forward.outer):
                 with torch.no_grad():
                     linear.weight.mul_(shrink)
+        if depth_scaled:
+            self.shrink_for_depth()
+
+    @torch.no_grad()
+    def shrink_for_depth(self) -> None:
+        """Bring the standard initialisation to the scales of `depth_scaled`."""
+        for module in self.blocks.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.mul_(math.sqrt(0.125))
+        positions = self.embedding.positions
+        tables = [] if positions is None else list(positions.parameters())
+        for parameter in (self.embedding.table_VS, self.embedding.start_S, *tables):
+            parameter.mul_(0.01 / TABLE_DEVIATION)
 
     def forward(self, tokens_BN: Tensor, streaming: bool = False) -> tuple[Tensor, Tensor]:
         """Return what predicts each unit, `[B, N, S]`, from the units before it, and the auxiliary loss.
@@ -106,6 +127,15 @@ class Transformer(nn.Module):
         """Return the nats of every unit `[B, N]`, the first included, and the auxiliary loss."""
         hidden_BNS, auxiliary = self(tokens_BN, streaming)
         return token_nats(hidden_BNS, self.output_VS, self.output_bias_V, tokens_BN), auxiliary
+
+    def answers(self, tokens_BN: Tensor, at_A: Tensor, streaming: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the nats of the units at positions `at_A` alone and whether each is the likeliest, `[B, A]`.
+
+        The third result is the auxiliary loss, of the whole sequence.
+        """
+        hidden_BNS, auxiliary = self(tokens_BN, streaming)
+        nats_BA, right_BA = answer_nats(hidden_BNS[:, at_A], self.output_VS, self.output_bias_V, tokens_BN[:, at_A])
+        return nats_BA, right_BA, auxiliary
 
     def logits(self, hidden_BS: Tensor) -> Tensor:
         """Return the logits `[B, V]` of a few rows."""

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from rtx.analysis.cost import cost, memory, triangle, window_pairs
+from rtx.analysis.cost import cost, fixed_pairs, memory, strided_pairs, triangle, window_pairs
+from rtx.attention import reference
 from rtx.checks import resolve
 from rtx.compose import compose
 from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
@@ -41,6 +42,14 @@ def test_dense_operations_are_those_that_torch_counts() -> None:
 def test_pairs_are_those_of_a_loop(n: int, window: int) -> None:
     assert window_pairs(n, window) == sum(1 for i in range(n) for j in range(n) if i - window < j <= i)
     assert triangle(n) == sum(1 for i in range(n) for j in range(n) if j <= i)
+
+
+@pytest.mark.parametrize(
+    ("n", "stride", "summary"), [(1, 1, 1), (7, 3, 2), (8, 8, 1), (7, 20, 5), (30, 4, 3), (31, 5, 5)]
+)
+def test_sparse_pairs_are_those_of_the_rules(n: int, stride: int, summary: int) -> None:
+    assert strided_pairs(n, stride) == sum(len(reference.strided_sets(i, stride)[0]) for i in range(n))
+    assert fixed_pairs(n, stride, summary) == sum(len(reference.fixed_sets(i, stride, summary, 1)[0]) for i in range(n))
 
 
 def test_routing_costs_less_than_full_attention_and_more_clusters_cost_more_selection() -> None:

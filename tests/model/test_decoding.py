@@ -26,7 +26,7 @@ def streamed_nats(model: Transformer, tokens_BN: Tensor) -> Tensor:
 def test_streaming_equals_parallel(selection: str, positions: str, norm: str, base: str) -> None:
     model = tiny_model(selection=selection, positions=positions, norm=norm, base=base)
     # Where the positions allow it, longer than the model was made for.
-    tokens_BN = tokens(length=24 if positions == "learned" else 37)
+    tokens_BN = tokens(length=24 if positions in ("learned", "axial") else 37)
     with torch.no_grad():
         expected, _ = model.loss(tokens_BN, streaming=True)
     torch.testing.assert_close(streamed_nats(model, tokens_BN), expected, rtol=1e-10, atol=1e-10)
@@ -126,8 +126,9 @@ def test_streams_of_a_batch_do_not_mix() -> None:
         assert both[b].tolist() == sample(model, prompts[b].tolist(), 10, temperature=0)
 
 
-def test_a_length_beyond_learned_positions_is_refused() -> None:
-    model = tiny_model(positions="learned")
+@pytest.mark.parametrize("positions", ["learned", "axial"])
+def test_a_length_beyond_learned_positions_is_refused(positions: str) -> None:
+    model = tiny_model(positions=positions)
     assert len(sample(model, [1, 2, 3, 4], 20)) == 20
     with pytest.raises(ValueError, match=r"25 units.* learned positions end at 24 \(data.length\)"):
         sample(model, [1, 2, 3, 4], 21)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import POSITIONS, tiny_model, tokens
 
-from rtx.model.positions import LearnedPositions, Rotary
+from rtx.model.positions import AxialPositions, LearnedPositions, Rotary
 
 
 def test_a_rotated_dot_product_depends_on_the_distance_alone() -> None:
@@ -45,8 +45,27 @@ def test_learned_positions_end() -> None:
         positions(7, 4)
 
 
-def test_a_model_with_learned_positions_refuses_longer_sequences() -> None:
-    model = tiny_model(positions="learned")
+def test_axial_positions_add_up_one_vector_for_each_axis() -> None:
+    positions = AxialPositions((2, 4, 3), 5)
+    rows, columns, colours = positions.tables
+    expected = torch.stack([rows[r] + columns[c] + colours[d] for r in range(2) for c in range(4) for d in range(3)])
+    torch.testing.assert_close(positions(0, 24), expected)
+    torch.testing.assert_close(torch.cat([positions(i, 1) for i in range(24)]), expected)
+    positions(0, 24).sum().backward()
+    assert [int(table.grad[0, 0]) for table in positions.tables] == [12, 6, 8]  # type: ignore[index]
+
+
+def test_axial_positions_are_as_large_as_learned_ones_and_end() -> None:
+    torch.manual_seed(0)
+    positions = AxialPositions((16, 16, 3), 400)
+    assert abs(float(positions(0, 768).detach().std()) - 0.02) < 0.001
+    with pytest.raises(ValueError, match=r"position 768: learned positions cover 0 to 767 \(data.length\)"):
+        positions(768, 1)
+
+
+@pytest.mark.parametrize("positions", ["learned", "axial"])
+def test_a_model_with_learned_positions_refuses_longer_sequences(positions: str) -> None:
+    model = tiny_model(positions=positions)
     model.loss(tokens(length=24))
     with pytest.raises(ValueError, match="position 24: learned positions cover 0 to 23"):
         model.loss(tokens(length=25))

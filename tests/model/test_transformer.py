@@ -201,6 +201,29 @@ def test_bfloat16(selection: str, positions: str) -> None:
     assert float(nats_BN.mean().detach()) == pytest.approx(exact, rel=0.05)
 
 
+@pytest.mark.parametrize("positions", ["axial", "learned", "none"])
+def test_weights_at_the_start_by_depth(positions: str) -> None:
+    sizes = {"length": 1024, "hidden": 128, "ffn_hidden": 256, "layers": 4, "positions": positions, "ffn": "relu"}
+    torch.manual_seed(0)
+    model = Transformer(tiny_config(**sizes, init="depth_scaled", axes="64x16"), 1000)
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        inside = {
+            block.attention.qkv: 1,
+            block.feed_forward.inner: 1,
+            block.attention.out: 8,
+            block.feed_forward.outer: 8,
+        }
+        for linear, shrink in inside.items():
+            variance = 0.125 / linear.in_features / shrink
+            assert float(linear.weight.detach().var()) == pytest.approx(variance, rel=0.05)
+    assert float(model.embedding.table_VS.detach().std()) == pytest.approx(0.01, rel=0.05)
+    assert float(model.embedding.start_S.detach().std()) == pytest.approx(0.01, rel=0.3)
+    if model.embedding.positions is not None:
+        assert float(model.embedding.positions(0, 1024).detach().std()) == pytest.approx(0.01, rel=0.1)
+    assert (model.output_VS == 0).all()
+
+
 def test_the_state_has_all_that_lasts() -> None:
     model, other = tiny_model(seed=0), tiny_model(seed=1)
     update_centroids_once(model)

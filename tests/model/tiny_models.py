@@ -14,8 +14,13 @@ from rtx.model.transformer import Transformer
 
 VOCABULARY = 11
 SELECTIONS = ("causal", "topk", "random")
-POSITIONS = ("rotary", "shaw", "learned", "none")
+POSITIONS = ("rotary", "shaw", "learned", "axial", "none")
 KINDS = list(itertools.product(SELECTIONS, POSITIONS, ("pre", "post"), ("local", "full", "local+full")))
+KINDS += [(*kind, "lsh+adaptive_span") for kind in (("causal", "rotary", "pre"), ("topk", "shaw", "post"))]
+KINDS += [(*kind, "lsh+adaptive_span") for kind in (("random", "none", "post"), ("causal", "shaw", "pre"))]
+KINDS += [
+    ("causal", positions, "pre", base) for positions in POSITIONS for base in ("strided", "fixed", "strided+fixed")
+]
 """Selection, positions, norm and base pattern."""
 
 
@@ -25,6 +30,7 @@ def tiny_config(length: int = 24, selection: str = "causal", **options: Any) -> 
     `options` are fields of the model, or of the routing behind `routing_`.
     """
     sizes: dict[str, Any] = {"layers": 3, "heads": 4, "hidden": 16, "window": 5, "ffn_hidden": 24, "max_distance": 9}
+    sizes |= {"stride": 7, "summary": 3, "axes": f"{length // 2}x2" if options.get("positions") == "axial" else None}
     clusters: dict[str, Any] = {"selection": selection, "heads": 2, "layers": 2, "window": 6, "clusters": 4}
     for name, value in options.items():
         group = clusters if name.startswith("routing_") else sizes
