@@ -121,9 +121,9 @@ def check_first(word: str, overrides: list[str]) -> None:
     if word in COMPOSING:
         config = compose(overrides)
         if word == "train":
-            from rtx.data.catalog import data_root, make_recipe
+            from rtx.data.catalog import check_source, data_root
 
-            make_recipe(config.data, data_root())
+            check_source(config.data, data_root())
     elif word in READING:
         folder, own = run_folder(overrides, word)
         if word == "resume":

@@ -17,7 +17,7 @@ from rtx.errors import UserError
 
 USAGE = {
     "resume": "rtx resume <run> [key=value ...]",
-    "eval": "rtx eval <run> [split=test] [mode=streaming] [stride=...] [limit=...] [key=value ...]",
+    "eval": "rtx eval <run> [split=test] [mode=streaming] [stride=...] [limit=...] [ablate=routing] [key=value ...]",
     "sample": "rtx sample <run> [length=2000] [temperature=0.9] [top_k=...] [top_p=...] [prompt=...] [key=value ...]",
 }
 """The commands on a run."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from rtx.data.catalog import data_root, prepare_data, verify_data
+from rtx.data.recall import HELD_OUT, RecallStore
+from rtx.data.store import TokenStore
 from rtx.errors import UserError, nearest
 
 ACTIONS = {"prepare": prepare_data, "verify": verify_data}
@@ -21,7 +23,10 @@ def main(arguments: list[str]) -> int:
     from rtx.compose import compose  # once the action is known to be right: Hydra takes its time
 
     store = ACTIONS[word](compose(overrides).data, data_root())
-    if word == "prepare":
+    if isinstance(store, RecallStore) and word == "prepare":
+        sizes = ", ".join(f"{name} {store.count(name):,}" for name in HELD_OUT)
+        print(f"data=recall: made on the fly, nothing to prepare; {sizes} answers; fingerprint {store.fingerprint}")
+    elif isinstance(store, TokenStore) and word == "prepare":
         sizes = ", ".join(f"{name} {len(tokens):,}" for name, tokens in store.splits.items())
         print(f"{store.folder}: {sizes} {store.unit}s; fingerprint {store.fingerprint}")
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import time
@@ -12,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from rtx.commandline.vocabulary import run_folder
-from rtx.data.catalog import data_root, open_data
-from rtx.data.store import TokenStore
+from rtx.data.catalog import Store, data_root, open_data
 from rtx.data.windows import Window, windows
 from rtx.errors import RunFailed
-from rtx.report.summary import protocol_line, sees_future
+from rtx.model.ablation import ablate, check_ablation
+from rtx.report.summary import answers_line, protocol_line, sees_future
 from rtx.training.evaluate import Score, equal_batches, sample_windows, score_windows
 from rtx.training.files import write_json
 from rtx.training.metrics import utc_now
@@ -29,29 +30,33 @@ def main(arguments: list[str]) -> int:
     """Run `rtx eval RUN [overrides]`.
 
     Raises:
-        UserError: no such run, a wrong option, other data than the run's.
+        UserError: no such run, a wrong option, other data than the run's, an ablation of what is not there.
         RunFailed: no checkpoint is whole, or the result cannot be written.
     """
     folder, overrides = run_folder(arguments, "eval")
     config = run_config(folder, overrides, "eval")
+    check_ablation(config)
     store = open_data(config.data, data_root())
     trained = load_trained(folder, config, config.eval.checkpoint, store.vocabulary)
+    ablate(trained.model, config)
     check_fingerprint(store, trained)
     tokens = store.split(config.eval.split)
     every = windows(len(tokens), config.data.length, config.eval.stride)
     chosen = sample_windows(every, config.eval.limit, config.seed)
     begin = time.monotonic()
-    with Signals() as signals, trained.arithmetic():
-        print(f"{len(chosen):,} of {len(every):,} windows; estimated time {clock(estimate(trained, tokens, chosen))}")
+    with Signals("before the first window; nothing is written") as signals, trained.arithmetic():
+        seconds = estimate(trained, store, tokens, chosen)
+        print(f"{len(chosen):,} of {len(every):,} windows; estimated time {clock(seconds)}")
         signals.holding = True
-        score = scored(trained, tokens, chosen, lambda: bool(signals.requested))
+        score = scored(trained, store, tokens, chosen, lambda: bool(signals.requested))
     if score is None:
         print("stopped; nothing is written", file=sys.stderr)
         return signals.requested or INTERRUPTED
     partial = len(chosen) < len(every)
-    if not partial and score.units != len(tokens):
-        raise AssertionError(f"scored {score.units} units of a split of {len(tokens)}")
-    result = record(trained, store, score, len(tokens), len(chosen), partial, time.monotonic() - begin)
+    units = store.count(config.eval.split)
+    if not partial and score.units != units:
+        raise AssertionError(f"scored {score.units} units of a split of {units}")
+    result = record(trained, store, score, units, len(chosen), partial, time.monotonic() - begin)
     path = result_path(folder, result)
     try:
         path.parent.mkdir(exist_ok=True)
@@ -59,10 +64,12 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         raise RunFailed(f"cannot write {path}: {error.strerror}; the score is {score.bits:.5f} bits") from error
     print_result(result, path)
+    if config.eval.ablate != "none":
+        print(comparison(result, result_path(folder, {**result, "ablate": "none"})))
     return 0
 
 
-def check_fingerprint(store: TokenStore, trained: Trained) -> None:
+def check_fingerprint(store: Store, trained: Trained) -> None:
     """Say so where the data are not those of the run (the standard library of another Python, say)."""
     if trained.checkpoint["data"]["fingerprint"] != store.fingerprint:
         print(
@@ -71,7 +78,9 @@ def check_fingerprint(store: TokenStore, trained: Trained) -> None:
         )
 
 
-def scored(trained: Trained, tokens: np.ndarray, chosen: Sequence[Window], should_stop: Any) -> Score | None:
+def scored(
+    trained: Trained, store: Store, tokens: np.ndarray, chosen: Sequence[Window], should_stop: Any
+) -> Score | None:
     """Score the windows behind a progress line; None if stopped."""
     progress, begin = Progress(), time.monotonic()
 
@@ -85,6 +94,7 @@ def scored(trained: Trained, tokens: np.ndarray, chosen: Sequence[Window], shoul
         trained.model,
         tokens,
         chosen,
+        answers=store.answers,
         batch_size=trained.config.eval.batch_size,
         streaming=trained.config.eval.mode == "streaming",
         should_stop=should_stop,
@@ -94,7 +104,7 @@ def scored(trained: Trained, tokens: np.ndarray, chosen: Sequence[Window], shoul
     return score
 
 
-def estimate(trained: Trained, tokens: np.ndarray, chosen: Sequence[Window]) -> float:
+def estimate(trained: Trained, store: Store, tokens: np.ndarray, chosen: Sequence[Window]) -> float:
     """Return the seconds that the windows should take, from the second of two runs over the first batch."""
     batches = equal_batches(chosen, trained.config.eval.batch_size)
     first = [chosen[k] for k in batches[0]]
@@ -105,6 +115,7 @@ def estimate(trained: Trained, tokens: np.ndarray, chosen: Sequence[Window]) -> 
             trained.model,
             tokens,
             first,
+            answers=store.answers,
             batch_size=trained.config.eval.batch_size,
             streaming=trained.config.eval.mode == "streaming",
         )
@@ -113,24 +124,30 @@ def estimate(trained: Trained, tokens: np.ndarray, chosen: Sequence[Window]) -> 
 
 
 def record(
-    trained: Trained, store: TokenStore, score: Score, split_units: int, count: int, partial: bool, seconds: float
+    trained: Trained, store: Store, score: Score, split_units: int, count: int, partial: bool, seconds: float
 ) -> dict[str, Any]:
     """Return everything that the number means."""
     config = trained.config
-    protocol = protocol_line(config, config.eval.split, store.unit, score.units, mode=config.eval.mode, partial=partial)
+    wish = config.eval
+    protocol = protocol_line(
+        config, wish.split, store.unit, score.units, mode=wish.mode, partial=partial, ablate=wish.ablate
+    )
+    answers = {} if score.accuracy is None else {"accuracy": score.accuracy, "chance": 1 / config.data.values}
     return {
         f"bits_per_{store.unit}": score.bits,
+        **answers,
         "standard_error": score.standard_error if math.isfinite(score.standard_error) else None,
         "nats": score.nats,
         "units": score.units,
         "split_units": split_units,
         "windows": count,
         "partial": partial,
-        "split": config.eval.split,
-        "mode": config.eval.mode,
+        "split": wish.split,
+        "mode": wish.mode,
+        "ablate": wish.ablate,
         "length": config.data.length,
-        "stride": config.eval.stride or config.data.length,
-        "selection_sees_future": sees_future(config, config.eval.mode),
+        "stride": wish.stride or config.data.length,
+        "selection_sees_future": sees_future(config, wish.mode, wish.ablate),
         "protocol": protocol,
         "checkpoint": {"name": trained.name, "step": trained.checkpoint["step"]},
         "data": store.describe(),
@@ -146,6 +163,7 @@ def result_path(folder: Path, result: dict[str, Any]) -> Path:
     checkpoint = result["checkpoint"]
     parts = [result["split"], result["mode"], f"N{result['length']}", f"stride{result['stride']}"]
     parts += [f"{result['windows']}windows"] if result["partial"] else []
+    parts += [f"ablate_{result['ablate']}"] if result["ablate"] != "none" else []
     parts += [f"{checkpoint['name']}-step{checkpoint['step']}"]
     return folder / "eval" / ("-".join(parts) + ".json")
 
@@ -157,6 +175,19 @@ def print_result(result: dict[str, Any], path: Path) -> None:
     error = result["standard_error"]
     spread = f" (standard error {error:.5f} over windows)" if error is not None else ""
     print(f"{result[f'bits_per_{unit}']:.5f} bits/{unit}{spread}")
+    if "accuracy" in result:
+        print(answers_line(result["accuracy"], result["chance"]))
     print(f"{share} the split's {result['split_units']:,} {unit}s scored, in {clock(result['seconds'])}")
     print(result["protocol"])
     print(path)
+
+
+def comparison(result: dict[str, Any], plain: Path) -> str:
+    """Return what the ablation costs where the model as it is has been scored alike; else how to learn it."""
+    unit = result["data"]["unit"]
+    try:
+        before = json.loads(plain.read_text())[f"bits_per_{unit}"]
+    except (OSError, ValueError, KeyError):
+        return "for the difference, score the model as it is by the same command without ablate="
+    change = result[f"bits_per_{unit}"] - before
+    return f"the model as it is: {before:.5f} bits/{unit}; the ablation changes that by {change:+.5f}"

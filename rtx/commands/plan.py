@@ -39,8 +39,8 @@ def report(config: Config, total: Cost) -> list[str]:
     lines = [
         f"model       {model.name}: {count(model.layers, 'layer')}, {count(model.heads, 'head')}, "
         f"width {model.hidden}, {model.positions} positions",
-        f"sequence    N = {data.length:,} {data.name} {'units' if data.name == 'recall' else 'bytes'}; {model.base} heads"
-        + (f" with a window of {model.window:,}" if "local" in base_patterns(model) else ""),
+        f"sequence    N = {data.length:,} {data.name} {'units' if data.name == 'recall' else 'bytes'}; "
+        f"{model.base} heads" + (f" with a window of {model.window:,}" if "local" in base_patterns(model) else ""),
     ]
     if routed:
         lines.append(

@@ -7,7 +7,7 @@ from typing import Any
 
 from rtx.compose import load_run_config, merge, to_dict
 from rtx.config import Config
-from rtx.data.catalog import data_root, make_recipe
+from rtx.data.catalog import check_source, data_root
 from rtx.errors import RunFailed, UserError
 from rtx.training.changes import differences
 from rtx.training.checksums import any_whole
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
             print(line)
         return 0
     if first:
-        make_recipe(config.data, data_root())
+        check_source(config.data, data_root())
 
     from rtx.commands.train import Resumption, run  # imports torch: only after all that can be refused is
     from rtx.training.hardware import resolve_hardware

@@ -18,14 +18,15 @@ from rtx.attention.kmeans import initialise_from_data
 from rtx.compose import compose, to_dict, to_yaml
 from rtx.config import Config
 from rtx.data.baselines import baselines
-from rtx.data.catalog import data_root, open_data
-from rtx.data.sampler import TrainingItems, training_batches
+from rtx.data.catalog import Store, data_root, open_data
+from rtx.data.recall import RecallStore
+from rtx.data.sampler import Items, MadeItems, TrainingItems, training_batches
 from rtx.data.store import TokenStore
 from rtx.data.windows import windows
 from rtx.errors import RunFailed, UserError
 from rtx.model.decoding import generate
 from rtx.model.transformer import Transformer
-from rtx.report.summary import closing_lines, protocol_line
+from rtx.report.summary import answers_line, closing_lines, protocol_line
 from rtx.report.text import printable
 from rtx.training.checkpoints import Checkpoint, check_shapes, newest_checkpoint
 from rtx.training.files import replace_file
@@ -128,7 +129,7 @@ def train(
     config: Config,
     hardware: Hardware,
     folder: Path,
-    store: TokenStore,
+    store: Store,
     signals: Signals,
     resumption: Resumption | None,
     status: Status | None,
@@ -142,7 +143,7 @@ def train(
     say(beginning(folder, resumption, start))
     if start and resumption:
         check_data(store, start, resumption.force, say)
-    items = TrainingItems(store.split("train"), config.data.length, config.seed, config.trainer.batch_size)
+    items = training_items(config, store)
     model = build_model(config, store, items, start)
     if status:
         facts = {"hardware": hardware.describe(), "data": store.describe(), "parameters": model.count_parameters()}
@@ -159,6 +160,7 @@ def train(
                 model=model,
                 batches=batches_left(config, hardware, items, start),
                 validation=Validation(held_out, windows(len(held_out), config.data.length)),
+                answers=store.answers,
                 folder=folder,
                 records=records,
                 signals=signals,
@@ -171,7 +173,8 @@ def train(
     signals.release()
     if status:
         print(closing(config, store, outcome, folder))
-        print_sample(model, store, folder, outcome.step)
+        if isinstance(store, TokenStore):
+            print_sample(model, store, folder, outcome.step)
 
 
 def beginning(folder: Path, resumption: Resumption | None, start: Checkpoint | None) -> str:
@@ -199,6 +202,8 @@ def record_end(status: Status, outcome: Outcome, unit: str) -> None:
     """Write the status of a finished run."""
     score = outcome.final
     final = {"bits": score.bits, "unit": unit, "units": score.units, "se": score.standard_error}
+    if score.accuracy is not None:
+        final["accuracy"] = score.accuracy
     status.update(step=outcome.step, seconds=outcome.seconds, best=outcome.best, final=final)
     status.end("done", "trainer.max_minutes is up" if outcome.time_up else None)
 
@@ -208,7 +213,14 @@ def write_config(config: Config, folder: Path) -> None:
     replace_file(folder / "config.yaml", lambda file: file.write(to_yaml(config).encode()))
 
 
-def build_model(config: Config, store: TokenStore, items: TrainingItems, start: Checkpoint | None) -> Transformer:
+def training_items(config: Config, store: Store) -> Items:
+    """Return the sequences to train on, by their number."""
+    if isinstance(store, RecallStore):
+        return MadeItems(store.sequence, config.seed, config.trainer.batch_size)
+    return TrainingItems(store.split("train"), config.data.length, config.seed, config.trainer.batch_size)
+
+
+def build_model(config: Config, store: Store, items: Items, start: Checkpoint | None) -> Transformer:
     """Return the model with its first weights, the same on every rank; those of a checkpoint are loaded by the fit."""
     seed_everything(config.seed)
     model = Transformer(config, store.vocabulary)
@@ -219,9 +231,7 @@ def build_model(config: Config, store: TokenStore, items: TrainingItems, start: 
     return model
 
 
-def batches_left(
-    config: Config, hardware: Hardware, items: TrainingItems, start: Checkpoint | None
-) -> Iterable[torch.Tensor]:
+def batches_left(config: Config, hardware: Hardware, items: Items, start: Checkpoint | None) -> Iterable[torch.Tensor]:
     """Return this rank's micro-batches of the steps that are left."""
     first = start["step"] if start else 0
     loader = training_batches(
@@ -251,7 +261,7 @@ def check_target(config: Config, start: Checkpoint, changed: dict[str, tuple[Any
         )
 
 
-def check_data(store: TokenStore, start: Checkpoint, force: bool, say: Callable[[str], None]) -> None:
+def check_data(store: Store, start: Checkpoint, force: bool, say: Callable[[str], None]) -> None:
     """Refuse to go on with other data than the run began with.
 
     Raises:
@@ -275,19 +285,21 @@ def with_absolute_path(config: Config) -> Config:
     )
 
 
-def opening_line(config: Config, hardware: Hardware, store: TokenStore, model: Transformer) -> str:
+def opening_line(config: Config, hardware: Hardware, store: Store, model: Transformer) -> str:
     """Return what is about to run, in a line."""
-    trainer, units = config.trainer, len(store.split("train"))
+    trainer = config.trainer
+    size = f"{len(store.split('train')):,} {store.unit}s" if isinstance(store, TokenStore) else "made on the fly"
     where = f"{hardware.world} x {hardware.accelerator}" if hardware.world > 1 else hardware.accelerator
     return (
-        f"{model.count_parameters():,} parameters ({config.model.name}), {store.name} ({units:,} {store.unit}s), "
+        f"{model.count_parameters():,} parameters ({config.model.name}), {store.name} ({size}), "
         f"{trainer.steps:,} steps of {trainer.batch_size} x {config.data.length:,}, {where}"
     )
 
 
-def closing(config: Config, store: TokenStore, outcome: Outcome, folder: Path) -> str:
+def closing(config: Config, store: Store, outcome: Outcome, folder: Path) -> str:
     """Return the summary of a finished run, its score beside baselines on the same split."""
     others = baselines(store.split("train"), store.split("valid")) if store.unit == "byte" else {}
+    accuracy = outcome.final.accuracy
     return closing_lines(
         run=shown(folder),
         step=outcome.step,
@@ -296,6 +308,7 @@ def closing(config: Config, store: TokenStore, outcome: Outcome, folder: Path) -
         unit=store.unit,
         protocol=protocol_line(config, "valid", store.unit, outcome.final.units),
         baselines=others,
+        answers="" if accuracy is None else answers_line(accuracy, 1 / config.data.values),
     )
 
 

@@ -10,8 +10,11 @@ from rtx.config import DataConfig
 from rtx.data import enwik8
 from rtx.data.disk import Report, disk_errors, locked
 from rtx.data.files import SourceFile, library_files, read_files, text_files
+from rtx.data.recall import RecallStore
 from rtx.data.store import DamagedStore, Recipe, TokenStore, build_store, open_store, verify_store
 from rtx.errors import UserError, nearest
+
+Store = TokenStore | RecallStore
 
 SHORTEST_TEXT = 31  # bytes: from here on 5% are at least two
 
@@ -29,32 +32,47 @@ def data_root() -> Path:
     return root
 
 
-def open_data(data: DataConfig, root: Path, report: Report = print) -> TokenStore:
+def check_source(data: DataConfig, root: Path, report: Report = print) -> None:
+    """Check that there is something to make the store of `data` from; raises as make_recipe does."""
+    if data.name != "recall":
+        make_recipe(data, root, report)
+
+
+def open_data(data: DataConfig, root: Path, report: Report = print) -> Store:
     """Return the store of `data` below `root`, preparing it first where it is missing or its source has changed.
 
-    Safe in several processes at once. Sizes are checked, bytes are not (verify_data does).
+    Safe in several processes at once. Sizes are checked, bytes are not (verify_data does). data=recall has no files:
+    its sequences are made when they are read.
 
     Raises:
         UserError: no such source, too little of it, or a damaged store; one line that says what to do.
         RunFailed: a download or a full disk.
     """
+    if data.name == "recall":
+        return RecallStore(data)
     recipe = make_recipe(data, root, report)
     if not recipe.folder(root).exists():
         return _prepare(recipe, root, report)
     return open_store(root, recipe)
 
 
-def prepare_data(data: DataConfig, root: Path, report: Report = print) -> TokenStore:
+def prepare_data(data: DataConfig, root: Path, report: Report = print) -> Store:
     """Return the store of `data`, written anew if it is missing or a byte of it is wrong; raises as open_data does."""
+    if data.name == "recall":
+        return RecallStore(data)
     return _prepare(make_recipe(data, root, report), root, report)
 
 
-def verify_data(data: DataConfig, root: Path, report: Report = print) -> TokenStore:
+def verify_data(data: DataConfig, root: Path, report: Report = print) -> Store:
     """Compare every byte of the store of `data` with its recorded sha256.
 
     Raises:
         UserError: it has not been prepared from this source, or it is damaged.
     """
+    if data.name == "recall":
+        store = RecallStore(data)
+        report(f"data=recall: made on the fly, nothing on disk to verify; fingerprint {store.fingerprint}")
+        return store
     recipe = make_recipe(data, root, report)
     if not recipe.folder(root).exists():
         raise UserError(f"{recipe.folder(root)}: not prepared; to prepare it: rtx data prepare {recipe.options}")

@@ -8,7 +8,7 @@ ranks, micro-batches and workers slice the same sequence of items.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from struct import pack
 
@@ -84,6 +84,30 @@ def draw(key: bytes, purpose: int, value: int) -> int:
     return int.from_bytes(blake2b(pack("<QQ", purpose, value), key=key, digest_size=8).digest(), "little")
 
 
+class MadeItems(Dataset[torch.Tensor]):
+    """Sequences that a task makes from (seed, g) alone, with g = step * batch_size + i as in TrainingItems.
+
+    Args:
+        make: `make(seed, g)` returns integers `[N]`, the same ones every time.
+        seed: the run's seed.
+        batch_size: sequences of the global batch, over all ranks and micro-batches.
+    """
+
+    def __init__(self, make: Callable[[int, int], np.ndarray], seed: int, batch_size: int) -> None:
+        self.make, self.seed, self.batch_size = make, seed, batch_size
+
+    def item(self, step: int, i: int) -> torch.Tensor:
+        """Return item `i` of the global batch of step `step` (from 0): int64 `[N]`."""
+        assert 0 <= i < self.batch_size, (i, self.batch_size)
+        return self[step * self.batch_size + i]
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.from_numpy(self.make(self.seed, index).astype(np.int64))
+
+
+Items = TrainingItems | MadeItems
+
+
 class StepBatches(Sampler[list[int]]):
     """The micro-batches of one rank, step by step, as lists of indices into TrainingItems (a `batch_sampler`).
 
@@ -120,7 +144,7 @@ class StepBatches(Sampler[list[int]]):
 
 
 def training_batches(
-    items: TrainingItems,
+    items: Items,
     first_step: int,
     stop_step: int,
     rank: int = 0,

@@ -71,6 +71,8 @@ class TokenStore:
     fingerprint: str
     """sha256 over the tokenizer and the size and content of every split: equal means the same data."""
     source: dict[str, Any]
+    answers: None = None
+    """Positions of a sequence that alone are scored; None: all of them (see RecallStore)."""
 
     @property
     def vocabulary(self) -> int:
@@ -88,6 +90,10 @@ class TokenStore:
             allowed = ", ".join(self.splits)
             raise UserError(f"{self.name} has no split {name!r}: one of {allowed}{nearest(name, self.splits)}")
         return self.splits[name]
+
+    def count(self, name: str) -> int:
+        """Return how many units of a split are scored: all."""
+        return len(self.split(name))
 
     def describe(self) -> dict[str, Any]:
         """Return what a run records of its data, as JSON values."""

@@ -1,6 +1,6 @@
 """From hidden states to nats, without holding the logits of a whole batch at once.
 
-Shapes: B sequences, N positions, E width, V vocabulary, R = B * N rows.
+Shapes: B sequences, N positions, A of them, E width, V vocabulary, R = B * N rows.
 """
 
 from __future__ import annotations
@@ -25,6 +25,14 @@ def token_nats(hidden_BNE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_BN:
         for rows_RE, target in zip(hidden_RE.split(part), target_R.split(part), strict=True)
     ]
     return torch.cat(parts).view(target_BN.shape)  # type: ignore[arg-type]
+
+
+def answer_nats(hidden_BAE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_BA: Tensor) -> tuple[Tensor, Tensor]:
+    """Return -log p(target) in nats, float32 or wider, and whether the target is the likeliest, each `[B, A]`."""
+    logits_BAV = F.linear(hidden_BAE, weight_VE, bias_V)
+    wide = torch.promote_types(logits_BAV.dtype, torch.float32)
+    nats_BA = F.cross_entropy(logits_BAV.to(wide).mT, target_BA, reduction="none")
+    return nats_BA, logits_BAV.argmax(-1) == target_BA
 
 
 def rows_nats(hidden_RE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_R: Tensor) -> Tensor:

@@ -14,14 +14,30 @@ WIDTH = 79
 """Columns of a narrow terminal."""
 
 
-def sees_future(config: Config, mode: str) -> bool:
+ABLATED = {
+    "none": "",
+    "routing": "outputs of the routing heads set to zero",
+    "local": "routing heads read the last W positions",
+    "random": "routing heads read random members",
+}
+"""What eval.ablate does to a model, in words."""
+
+
+def sees_future(config: Config, mode: str, ablate: str = "none") -> bool:
     """Tell whether the score of some unit may depend on later units: top-w selection scored in one pass."""
-    routes = config.routing.heads > 0 and config.routing.layers > 0
+    routes = config.routing.heads > 0 and config.routing.layers > 0 and ablate == "none"
     return routes and config.routing.selection == "topk" and mode == "parallel"
 
 
 def protocol_line(
-    config: Config, split: str, unit: str, units: int, *, mode: str = "parallel", partial: bool = False
+    config: Config,
+    split: str,
+    unit: str,
+    units: int,
+    *,
+    mode: str = "parallel",
+    partial: bool = False,
+    ablate: str = "none",
 ) -> str:
     """Return what a likelihood means: split, units scored, context, and whether selection could see the future.
 
@@ -32,12 +48,14 @@ def protocol_line(
         units: how many were scored, each once.
         mode: parallel (teacher-forced) or streaming.
         partial: only a sample of the windows was scored.
+        ablate: what was done to the routing heads, as eval.ablate.
     """
     length, stride = config.data.length, config.eval.stride or config.data.length
     how = "streaming" if mode == "streaming" else "teacher-forced"
     routes = config.routing.heads > 0 and config.routing.layers > 0
     selection = f"selection={config.routing.selection}" if routes else "no routing heads"
-    sight = "selection sees the future" if sees_future(config, mode) else "sees no future"
+    sight = "selection sees the future" if sees_future(config, mode, ablate) else "sees no future"
+    sight += f"; ablated: {ABLATED[ablate]}" if ablate != "none" else ""
     scored = f"{units:,} {unit}s each scored once" + (" (a sample of the windows)" if partial else "")
     return f"bits/{unit} on {split}, {scored}, windows of {length:,}, stride {stride:,}, {how}; {selection}: {sight}"
 
@@ -56,7 +74,15 @@ def comparison(bits: float, unit: str, baselines: Mapping[str, float]) -> str:
 
 
 def closing_lines(
-    *, run: str, step: int, time_up: bool, bits: float, unit: str, protocol: str, baselines: Mapping[str, float]
+    *,
+    run: str,
+    step: int,
+    time_up: bool,
+    bits: float,
+    unit: str,
+    protocol: str,
+    baselines: Mapping[str, float],
+    answers: str = "",
 ) -> str:
     """Return the summary of a finished run, to be printed.
 
@@ -68,13 +94,20 @@ def closing_lines(
         unit: what one token is.
         protocol: from `protocol_line`.
         baselines: bits/unit of other models on the same split; may be empty.
+        answers: from `answers_line` where answers alone were scored, of a model that has no text to write.
     """
     why = " (trainer.max_minutes is up)" if time_up else ""
     return "\n".join(
         [
             f"done after {step:,} steps{why}: {bits:.4f} bits/{unit} on the validation split",
+            *([answers] if answers else []),
             *textwrap.wrap(protocol, WIDTH),
             *([comparison(bits, unit, baselines)] if baselines else []),
-            f"next: rtx eval {run} split=test    rtx sample {run}",
+            f"next: rtx eval {run} split=test" + ("" if answers else f"    rtx sample {run}"),
         ]
     )
+
+
+def answers_line(accuracy: float, chance: float) -> str:
+    """Return the share of right answers beside that of a guess."""
+    return f"{accuracy:.2%} of the answers right (chance {chance:.2%})"

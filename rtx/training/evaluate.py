@@ -1,6 +1,6 @@
 """Scoring windows of a split: every unit once, the same sum on any number of devices.
 
-Shapes: B windows of a batch, N units of a window, K windows of the split.
+Shapes: B windows of a batch, N units of a window, A of them that are answers, K windows of the split.
 """
 
 from __future__ import annotations
@@ -36,10 +36,14 @@ class Window(Protocol):
 
 @dataclass(frozen=True)
 class Score:
-    """What windows scored, in float64: `units_K` scored units and `nats_K` total nats of each window."""
+    """What windows scored, in float64: `units_K` scored units and `nats_K` total nats of each window.
+
+    `right_K`: where answers alone are scored, of how many of them the unit was the likeliest.
+    """
 
     units_K: np.ndarray
     nats_K: np.ndarray
+    right_K: np.ndarray | None = None
 
     @property
     def units(self) -> int:
@@ -55,6 +59,11 @@ class Score:
     def bits(self) -> float:
         """Bits per unit."""
         return self.nats / self.units / math.log(2)
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of answers that were right; None where every unit is scored."""
+        return None if self.right_K is None else float(self.right_K.sum()) / self.units
 
     @property
     def standard_error(self) -> float:
@@ -81,6 +90,7 @@ def score_windows(
     tokens: np.ndarray,
     windows: Sequence[Window],
     *,
+    answers: np.ndarray | None = None,
     batch_size: int | None = None,
     streaming: bool = False,
     rank: int = 0,
@@ -94,6 +104,8 @@ def score_windows(
         model: has `loss(tokens_BN, streaming=...) -> (nats_BN, auxiliary)`; its mode is put back afterwards.
         tokens: the split, unsigned integers `[units]`.
         windows: what to read and what to score; windows of one batch have the same length.
+        answers: positions `[A]` in each window whose units alone are scored; None: all. Windows must then be whole
+            (`first == start`), and the model has `answers(tokens_BN, at_A, streaming=...) -> (nats_BA, right_BA, _)`.
         batch_size: windows scored at once; unset: as many as make 16,384 units.
         streaming: decisions from the prefix alone, instead of teacher-forced.
         rank: this process among `world`, which all call this alike.
@@ -105,7 +117,8 @@ def score_windows(
     """
     batches = equal_batches(windows, batch_size)
     device = next(model.parameters()).device
-    nats_K = torch.zeros(len(windows), dtype=torch.float64)
+    at_A = None if answers is None else torch.from_numpy(answers).to(device)
+    sums_K2 = torch.zeros(len(windows), 2, dtype=torch.float64)
     was_training = model.training
     model.eval()
     try:
@@ -114,16 +127,19 @@ def score_windows(
                 return None
             if turn + rank < len(batches):
                 batch = batches[turn + rank]
-                nats_K[batch] = score_batch(model, tokens, [windows[k] for k in batch], streaming, device)
+                chosen = [windows[k] for k in batch]
+                sums_K2[batch] = score_batch(model, tokens, chosen, at_A, streaming, device)
             on_progress(min(len(windows), batches[min(turn + world, len(batches)) - 1][-1] + 1), len(windows))
     finally:
         model.train(was_training)
     if world > 1:
-        shared_K = nats_K.to(device)
-        dist.all_reduce(shared_K)
-        nats_K = shared_K.cpu()
-    units_K = np.array([window.stop - window.first for window in windows], dtype=np.float64)
-    return Score(units_K, nats_K.numpy())
+        shared_K2 = sums_K2.to(device)
+        dist.all_reduce(shared_K2)
+        sums_K2 = shared_K2.cpu()
+    nats_K, right_K = sums_K2.T.contiguous().numpy()
+    if answers is not None:
+        return Score(np.full(len(windows), len(answers), dtype=np.float64), nats_K, right_K)
+    return Score(np.array([window.stop - window.first for window in windows], dtype=np.float64), nats_K)
 
 
 def equal_batches(windows: Sequence[Window], batch_size: int | None) -> list[list[int]]:
@@ -141,11 +157,22 @@ def equal_batches(windows: Sequence[Window], batch_size: int | None) -> list[lis
 
 
 def score_batch(
-    model: nn.Module, tokens: np.ndarray, windows: Sequence[Window], streaming: bool, device: torch.device
+    model: nn.Module,
+    tokens: np.ndarray,
+    windows: Sequence[Window],
+    at_A: Tensor | None,
+    streaming: bool,
+    device: torch.device,
 ) -> Tensor:
-    """Return the nats that each of some windows of equal length scores, float64 `[B]` on the CPU."""
+    """Return what each of some windows of equal length scores: nats, and right answers; float64 `[B, 2]` on the CPU."""
     rows = np.stack([tokens[window.start : window.stop] for window in windows]).astype(np.int64)
-    nats_BN, _ = model.loss(torch.from_numpy(rows).to(device), streaming=streaming)  # type: ignore[operator]
+    tokens_BN = torch.from_numpy(rows).to(device)
+    if at_A is not None:
+        assert all(window.first == window.start for window in windows), "answers are scored in whole windows"
+        nats_BA, right_BA, _ = model.answers(tokens_BN, at_A, streaming=streaming)  # type: ignore[operator]
+        return torch.stack([nats_BA.double().sum(dim=1), right_BA.double().sum(dim=1)], dim=1).cpu()
+    nats_BN, _ = model.loss(tokens_BN, streaming=streaming)  # type: ignore[operator]
     skipped_B1 = torch.tensor([[window.first - window.start] for window in windows], device=device)
     scored_BN = torch.arange(rows.shape[1], device=device) >= skipped_B1
-    return torch.where(scored_BN, nats_BN.double(), 0.0).sum(dim=1).cpu()
+    nats_B = torch.where(scored_BN, nats_BN.double(), 0.0).sum(dim=1)
+    return torch.stack([nats_B, torch.zeros_like(nats_B)], dim=1).cpu()

@@ -62,7 +62,7 @@ def fit(job: Job) -> Outcome:
         RunFailed: NaN, a full disk, or a lost process; the message names the last good checkpoint.
     """
     silence_lightning()
-    module = TrainingModule(job.model, job.config)
+    module = TrainingModule(job.model, job.config, job.answers)
     steps = 0 if job.nothing_left else job.config.trainer.steps - job.first_step
     fetches = Fetches(job.batches, steps * job.hardware.accumulate)
     loop = Loop(job, module, fetches)

@@ -37,7 +37,7 @@ class Job:
     """What the data are, kept in every checkpoint."""
     hardware: Hardware
     model: nn.Module
-    """Has `loss(tokens_BN) -> (nats_BN, auxiliary)`."""
+    """Has `loss(tokens_BN) -> (nats_BN, auxiliary)`, and where there are answers what `score_windows` says."""
     batches: Iterable[Tensor]
     """This rank's micro-batches, from the first step that is still to be taken."""
     validation: Validation
@@ -47,6 +47,8 @@ class Job:
     signals: Signals
     telemetry: Callable[[nn.Module], dict[str, float]]
     """Reads numbers of the last training forward pass, to be logged."""
+    answers: np.ndarray | None = None
+    """Positions of each sequence whose units alone are trained on and scored; None: all of them."""
     start: Checkpoint | None = None
     """Where to go on from; None: from the beginning."""
 

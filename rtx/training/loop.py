@@ -23,6 +23,9 @@ from rtx.training.ranks import Ranks
 from rtx.training.rng import restore_rng, rng_state, seed_everything
 from rtx.training.signals import Stopped
 
+RUNNING_SUMS = ("nats_sum", "right_sum", "passes")
+"""What the training module has summed up since the last row."""
+
 
 class Loop(pl.Callback):
     """Drives a fit from step to step. After it: `stopped_by` (an exit code, or 0), `time_up`, `best` and `final`."""
@@ -144,13 +147,15 @@ class Loop(pl.Callback):
     def write_row(self) -> None:
         """Write the row of the steps since the last one, and begin the next."""
         module, step = self.module, self.module.step
-        nats, passes = self.ranks.total(module.nats_sum, module.passes)
+        nats, right, passes = self.ranks.total(module.nats_sum, module.right_sum, module.passes)
+        accuracy = {} if self.job.answers is None else {"accuracy": right / passes}
         seconds = self.clock.lap
         self.shown_pace = (step - self.row_step) * self.units_per_step / seconds
         self.job.records.row(
             "train",
             step,
             bits=nats / passes / math.log(2),
+            **accuracy,
             lr=module.rate,
             grad_norm=self.grad_norm,
             tokens_per_second=self.shown_pace,
@@ -160,7 +165,7 @@ class Loop(pl.Callback):
             **self.job.telemetry(module.model),
         )
         self.job.records.update(step=step, steps=self.plan.steps)
-        module.nats_sum, module.passes = 0.0, 0
+        module.nats_sum, module.right_sum, module.passes = 0.0, 0.0, 0
         self.row_step, self.fetched_before = step, self.fetches.seconds
         self.clock.next_lap()
 
@@ -203,7 +208,10 @@ class Loop(pl.Callback):
                 content = self.content(trainer)
                 self.write(lambda: save_best(self.checkpoints, content))
             self.job.records.update(step=step, best=self.best)
-            self.job.records.progress.say(f"step {step:,}: validation {score.bits:.4f} bits ({score.units:,} units)")
+            share = "" if score.accuracy is None else f", accuracy {score.accuracy:.2%}"
+            self.job.records.progress.say(
+                f"step {step:,}: validation {score.bits:.4f} bits ({score.units:,} units){share}"
+            )
             return True
 
     def make_up(self, trainer: pl.Trainer) -> None:
@@ -236,6 +244,7 @@ class Loop(pl.Callback):
                 self.module.model,
                 self.job.validation.tokens,
                 windows,
+                answers=self.job.answers,
                 rank=self.ranks.rank,
                 world=self.ranks.world,
                 should_stop=stop,
@@ -245,6 +254,8 @@ class Loop(pl.Callback):
     def write_score(self, kind: str, score: Score) -> None:
         """Keep the row of a score."""
         values = {"val_bits": score.bits, "val_units": score.units, "val_se": score.standard_error}
+        if score.accuracy is not None:
+            values["val_accuracy"] = score.accuracy
         self.job.records.row(kind, self.module.step, **values)
 
     # Checkpoints
@@ -264,7 +275,8 @@ class Loop(pl.Callback):
                 raise RunFailed(f"step {self.module.step}: the weights are not finite; {self.last_good()}")
             content = self.content(trainer)
             content["optimizer"] = trainer.strategy.optimizer_state(trainer.optimizers[0])
-            own = {"rng": rng_state(), "nats_sum": self.module.nats_sum, "passes": self.module.passes}
+            sums = {name: getattr(self.module, name) for name in RUNNING_SUMS}
+            own = {"rng": rng_state(), **sums}
             content["ranks"] = self.ranks.gather(own)
             content["progress"]["pending_validation"] = pending
             self.write(lambda: save_last(self.checkpoints, content))
@@ -319,7 +331,8 @@ class Loop(pl.Callback):
         if start and len(start["ranks"]) == world:
             own = start["ranks"][rank]
             restore_rng(own["rng"])
-            self.module.nats_sum, self.module.passes = own["nats_sum"], own["passes"]
+            for name in RUNNING_SUMS:
+                setattr(self.module, name, own.get(name, 0.0))
         else:
             seed_everything(self.job.config.seed, 1 + rank + world * self.job.first_step)
         self.fetched_before = self.fetches.seconds

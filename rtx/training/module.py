@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -20,11 +21,14 @@ class TrainingModule(pl.LightningModule):
     """The model with its optimizer. `step` counts finished optimizer steps; all else that lasts is in the checkpoint.
 
     Args:
-        model: has `loss(tokens_BN) -> (nats_BN, auxiliary)`.
+        model: has `loss(tokens_BN) -> (nats_BN, auxiliary)`, or with answers what `score_windows` says.
         config: the resolved configuration.
+        answers: positions `[A]` of each sequence whose units alone count; None: all of them.
     """
 
-    def __init__(self, model: nn.Module, config: Config) -> None:
+    at_A: Tensor | None
+
+    def __init__(self, model: nn.Module, config: Config, answers: np.ndarray | None = None) -> None:
         super().__init__()
         self.model = model
         self.config = config
@@ -34,24 +38,32 @@ class TrainingModule(pl.LightningModule):
         self.in_step = False
         """Whether micro-batches of an unfinished step have been seen."""
         self.nats_sum = 0.0
+        self.right_sum = 0.0
         self.passes = 0
-        """Sum of the mean nats, and the number, of the forward passes since the last row; summed as float64."""
+        """Sums of the mean nats and the share of right answers, and the number, of the forward passes since the last
+        row; summed as float64."""
         self.step_losses: list[Tensor] = []
-        """Mean nats of the forward passes of this step, on the device."""
+        self.step_right: list[Tensor] = []
+        """Mean nats, and share of right answers, of the forward passes of this step, on the device."""
         self.unread: list[StepRecord] = []
         """What has not been read back from the device yet."""
-        self.loss: Callable[..., tuple[Tensor, Tensor]] = model.loss  # type: ignore[assignment]
+        self.register_buffer("at_A", None if answers is None else torch.from_numpy(answers), persistent=False)
+        self.loss: Callable[..., tuple[Tensor, ...]] = model.loss if answers is None else model.answers  # type: ignore[assignment]
         if config.hardware.compile:
-            self.loss = torch.compile(model.loss)  # type: ignore[arg-type]
+            self.loss = torch.compile(self.loss)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Build the optimizer that the configuration names."""
         return build_optimizer(self.model, self.config.optimizer)
 
     def training_step(self, tokens_BN: Tensor, batch_idx: int) -> Tensor:
-        """Return the loss of a micro-batch: mean nats per unit plus the auxiliary loss."""
+        """Return the loss of a micro-batch: mean nats per unit that counts plus the auxiliary loss."""
         self.in_step = True
-        nats_BN, auxiliary = self.loss(tokens_BN)
+        if self.at_A is None:
+            nats_BN, auxiliary = self.loss(tokens_BN)
+        else:
+            nats_BN, right_BA, auxiliary = self.loss(tokens_BN, self.at_A)
+            self.step_right.append(right_BA.float().mean())
         mean = nats_BN.mean()
         self.step_losses.append(mean.detach())
         return mean + auxiliary
@@ -64,8 +76,9 @@ class TrainingModule(pl.LightningModule):
         norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
         if self.config.trainer.clip:
             clip_grads_with_norm_(parameters, self.config.trainer.clip, norm)
-        self.unread.append(StepRecord(self.step + 1, self.rate, torch.stack(self.step_losses), norm))
-        self.step_losses = []
+        right = torch.stack(self.step_right) if self.step_right else None
+        self.unread.append(StepRecord(self.step + 1, self.rate, torch.stack(self.step_losses), norm, right))
+        self.step_losses, self.step_right = [], []
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         """Take one step at its learning rate, then move the centroids: once per optimizer step."""
@@ -89,6 +102,8 @@ class TrainingModule(pl.LightningModule):
                 raise NotFinite(record.step, record.rate, float(losses.mean()), norm)
             for loss in losses.tolist():
                 self.nats_sum += loss
+            if record.right is not None:
+                self.right_sum += float(record.right.double().sum())
             self.passes += len(losses)
             last = record
         self.unread = []
@@ -98,8 +113,8 @@ class TrainingModule(pl.LightningModule):
 class StepRecord:
     """A finished step whose numbers are still on the device."""
 
-    def __init__(self, step: int, rate: float, losses: Tensor, norm: Tensor) -> None:
-        self.step, self.rate, self.losses, self.norm = step, rate, losses, norm
+    def __init__(self, step: int, rate: float, losses: Tensor, norm: Tensor, right: Tensor | None = None) -> None:
+        self.step, self.rate, self.losses, self.norm, self.right = step, rate, losses, norm, right
 
 
 class NotFinite(Exception):

@@ -1,0 +1,115 @@
+"""Ablations take routing away and nothing else: the rest of the model computes as before, in both modes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from tiny_models import SELECTIONS, VOCABULARY, tiny_config, tokens
+from torch import Tensor
+
+from rtx.attention.local import local
+from rtx.attention.routing import normalise
+from rtx.config import Config
+from rtx.errors import UserError
+from rtx.model.ablation import ablate, check_ablation
+from rtx.model.decoding import Decoder
+from rtx.model.transformer import Transformer
+
+TOKENS_BN = tokens()
+
+
+def config_for(how: str, **options: object) -> Config:
+    """A tiny configuration with an ablation."""
+    config = tiny_config(**options)  # type: ignore[arg-type]
+    return dataclasses.replace(config, eval=dataclasses.replace(config.eval, ablate=how))
+
+
+def model_for(config: Config, how: str = "none") -> Transformer:
+    """The same weights for every ablation."""
+    torch.manual_seed(0)
+    model = Transformer(config, VOCABULARY).double().eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in (model.output_VS, model.embedding.table_VS, model.embedding.start_S):
+            weight.normal_()
+    ablate(model, dataclasses.replace(config, eval=dataclasses.replace(config.eval, ablate=how)))
+    return model
+
+
+def streamed(model: Transformer, tokens_BN: Tensor) -> Tensor:
+    """Return the nats `[B, N]` of the streaming steps."""
+    decoder = Decoder(model, len(tokens_BN))
+    logits_NBV = torch.stack([decoder.step(unit_B) for unit_B in (None, *tokens_BN[:, :-1].T)])
+    return torch.nn.functional.cross_entropy(logits_NBV.permute(1, 2, 0), tokens_BN, reduction="none")
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("how", ["routing", "local", "random"])
+@pytest.mark.parametrize("positions", ["rotary", "shaw"])
+def test_an_ablated_model_streams_as_it_scores(selection: str, how: str, positions: str) -> None:
+    if how == selection:
+        return
+    config = config_for("none", selection=selection, positions=positions)
+    model = model_for(config, how)
+    with torch.no_grad():
+        parallel_BN, _ = model.loss(TOKENS_BN)
+        prefix_BN, _ = model.loss(TOKENS_BN, streaming=True)
+        plain_BN, _ = model_for(config).loss(TOKENS_BN)
+    torch.testing.assert_close(prefix_BN, parallel_BN, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(streamed(model, TOKENS_BN), parallel_BN, rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(plain_BN, parallel_BN)
+
+
+def test_silent_heads_are_the_model_with_the_output_columns_of_routing_heads_zero() -> None:
+    config = config_for("none")
+    with torch.no_grad():
+        silent_BN, _ = model_for(config, "routing").loss(TOKENS_BN)
+        by_hand = model_for(config)
+        for block in list(by_hand.blocks)[1:]:
+            block.attention.out.weight[:, 8:] = 0.0  # type: ignore[union-attr,index] # two of four heads of four units
+        expected_BN, _ = by_hand.loss(TOKENS_BN)
+    torch.testing.assert_close(silent_BN, expected_BN, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("attend_self", [True, False])
+def test_the_local_swap_reads_the_last_window_of_queries(attend_self: bool) -> None:
+    config = config_for("none", routing_attend_self=attend_self)
+    heads = model_for(config, "local").blocks[1].attention.groups["routed"]  # type: ignore[union-attr,index]
+    torch.manual_seed(0)
+    q_BHND, v_BHND = torch.randn(2, 2, 2, 17, 4, dtype=torch.float64)
+    out_BHND, _ = heads(q_BHND, None, v_BHND)
+    q_BHND = normalise(q_BHND)
+    if attend_self:
+        expected_BHND = local(q_BHND, q_BHND, v_BHND, window=6)
+    else:
+        distance_NN = torch.arange(17)[:, None] - torch.arange(17)
+        seen_NN = (distance_NN > 0) & (distance_NN < 6)
+        seen_NN[0, 0] = True
+        weights = (q_BHND @ q_BHND.mT / 2).masked_fill(~seen_NN, -torch.inf).softmax(-1)
+        expected_BHND = weights @ v_BHND
+    torch.testing.assert_close(out_BHND, expected_BHND, rtol=1e-12, atol=1e-12)
+
+
+def test_only_routing_layers_change_and_none_changes_nothing() -> None:
+    config = config_for("none")
+    plain, untouched, silent = model_for(config), model_for(config, "none"), model_for(config, "routing")
+    assert torch.equal(plain.loss(TOKENS_BN)[0], untouched.loss(TOKENS_BN)[0])
+    with torch.no_grad():
+        x_BNE = plain.embedding(TOKENS_BN)
+        assert torch.equal(plain.blocks[0](x_BNE)[0], silent.blocks[0](x_BNE)[0])
+        assert not torch.equal(plain.blocks[1](x_BNE)[0], silent.blocks[1](x_BNE)[0])
+
+
+@pytest.mark.parametrize("how", ["routing", "local", "random"])
+@pytest.mark.parametrize("sizes", [{"routing_heads": 0}, {"routing_layers": 0}])
+def test_a_model_without_routing_heads_is_refused(how: str, sizes: dict[str, int]) -> None:
+    with pytest.raises(UserError, match=f"eval.ablate={how}: the model has no routing heads"):
+        check_ablation(config_for(how, **sizes))
+
+
+def test_random_heads_have_no_random_swap() -> None:
+    with pytest.raises(UserError, match="random members already"):
+        check_ablation(config_for("random", selection="random"))
+    check_ablation(config_for("routing", selection="random"))
