@@ -1,5 +1,6 @@
 """The attention patterns, usable without the rest of rtx: functions on tensors, and heads that own their centroids."""
 
+from rtx.attention.cross import CrossRoutingHeads, cross_routing
 from rtx.attention.fixed import FixedHeads, fixed
 from rtx.attention.full import full
 from rtx.attention.hashing import rotations
@@ -14,6 +15,7 @@ from rtx.attention.weights import Distances
 
 __all__ = [
     "Centroids",
+    "CrossRoutingHeads",
     "Distances",
     "FixedHeads",
     "LshHeads",
@@ -22,6 +24,7 @@ __all__ = [
     "SpanHeads",
     "StridedHeads",
     "adaptive_span",
+    "cross_routing",
     "fixed",
     "full",
     "local",

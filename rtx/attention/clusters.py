@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rtx.attention.weights import Distances, attend
+from rtx.attention.shaw import Distances, Sorted
+from rtx.attention.weights import attend
 
 
 class Members(NamedTuple):
@@ -111,8 +112,12 @@ def attend_members(
     attend_self: bool = True,
     dropout: float = 0.0,
     relative: Distances | None = None,
+    slot_distance: bool = False,
 ) -> Tensor:
-    """Return the mean of each position's outputs over its clusters, zero where it has none, `[B, H, N, D]`."""
+    """Return the mean of each position's outputs over its clusters, zero where it has none, `[B, H, N, D]`.
+
+    `slot_distance`: Shaw's terms count the members between two positions, not the positions.
+    """
     q_RD, k_RD, v_RD = (x.reshape(-1, x.shape[-1]) for x in (q_BHND, k_BHND, v_BHND))
     forms = list(blocks(members.count_L, window))
     query_rows = [members.row_M[block.query_GQ] for block in forms]
@@ -126,9 +131,10 @@ def attend_members(
             mask_QK = visible(block, window, attend_self)
             distance_QK = None
             if relative is not None:
-                # Rows of one list differ as its positions do, since a list never leaves its sequence and head.
-                distance_QK = (row_GQ[:, :, None] - row_GK[:, None])[:, None]
                 mask_QK = block.distance_QK >= 0 if mask_QK is None else mask_QK
+                # Rows of one list differ as its positions do, since a list never leaves its sequence and head.
+                by_position = Sorted(row_GQ, row_GK, mask_QK.expand(len(row_GQ), -1, -1))
+                distance_QK = block.distance_QK if slot_distance else by_position
             out_GQD = attend(
                 q_GQD[:, None],
                 k_GKD[:, None],

@@ -16,7 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rtx.attention.selection import window_scores
+from rtx.attention.selection import centroid_scores, window_scores
+
+KEYS = ("shared", "separate", "projected")
+"""What the keys of routing heads are; see `Centroids`."""
 
 _paused: ContextVar[bool] = ContextVar("centroid_statistics_paused", default=False)
 
@@ -36,13 +39,20 @@ def to_sphere(x: Tensor) -> Tensor:
     return x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12) * math.sqrt(x.shape[-1])
 
 
+def orthonormal(heads: int, size: int) -> Tensor:
+    """Return a random orthonormal matrix for each head, `[H, D, D]`, evenly drawn among all of them."""
+    q_HDD, r_HDD = torch.linalg.qr(torch.randn(heads, size, size, dtype=torch.float32))
+    return q_HDD * r_HDD.diagonal(dim1=-2, dim2=-1).sign()[:, None]
+
+
 class Centroids(nn.Module):
     """Spherical online k-means of the queries of H heads (paper section 4.1, Algorithm 1 lines 28 to 31).
 
     Buffers are float32 whatever the precision around them, and are saved with the model:
     `centroid_HCD`; `threshold_HC`, the score at which a position joins a cluster (selection=causal); `idle_HC`, steps
-    since a cluster last had a member; `steps`, updates so far. Sums gathered between two updates are float64 and not
-    saved.
+    since a cluster last had a member; `steps`, updates so far; with keys=separate `key_threshold_HC`, the thresholds of
+    keys; with keys=projected `projection_HDD`, the fixed random orthonormal W_R of each head. Sums gathered between two
+    updates are float64 and not saved.
 
     Args:
         update: "mean" moves a centroid towards its members' mean and puts it back on the sphere; an empty cluster keeps
@@ -52,10 +62,14 @@ class Centroids(nn.Module):
             positions.
         revive_after: steps without a member after which a centroid restarts beside the fullest one of its head; 0:
             never.
+        keys: "shared" where queries stand for keys; "separate": keys are members of their own, and both are counted
+            ("mean": in one mean; "sum": in halves); "projected": the members are W_R (q + k).
     """
 
     centroid_HCD: Tensor
     threshold_HC: Tensor
+    key_threshold_HC: Tensor | None
+    projection_HDD: Tensor | None
     idle_HC: Tensor
     steps: Tensor
 
@@ -72,8 +86,12 @@ class Centroids(nn.Module):
         thresholds: bool = False,
         threshold_decay: float = 0.99,
         revive_after: int = 0,
+        keys: str = "shared",
     ) -> None:
         super().__init__()
+        if keys not in KEYS:
+            raise ValueError(f"keys={keys!r}: must be one of {', '.join(KEYS)}")
+        self.keys = keys
         self.window, self.length = window, length
         self.decay, self.update_rule = decay, update
         self.thresholds, self.threshold_decay = thresholds, threshold_decay
@@ -85,6 +103,9 @@ class Centroids(nn.Module):
         share = min(1.0, window / length)
         start = math.sqrt(size) * NormalDist().inv_cdf(1.0 - share) if share < 1 else -math.inf
         self.register_buffer("threshold_HC", torch.full((heads, clusters), start, dtype=torch.float32))
+        separate = keys == "separate"
+        self.register_buffer("key_threshold_HC", self.threshold_HC.clone() if separate else None)
+        self.register_buffer("projection_HDD", orthonormal(heads, size) if keys == "projected" else None)
         self.register_buffer("idle_HC", torch.zeros(heads, clusters, dtype=torch.int64))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.reset_sums()
@@ -108,44 +129,77 @@ class Centroids(nn.Module):
         self.sum_HCD = torch.zeros(H, C, D, dtype=torch.float64, device=device)
         self.count_HC = torch.zeros(H, C, dtype=torch.float64, device=device)
         self.window_score_HC = torch.zeros(H, C, dtype=torch.float64, device=device)
+        self.key_window_score_HC = torch.zeros(H, C, dtype=torch.float64, device=device)
         self.sequences = torch.zeros((), dtype=torch.float64, device=device)
 
     def sums(self) -> tuple[Tensor, ...]:
         """The statistics gathered since the last update, to be summed over ranks."""
-        return self.sum_HCD, self.count_HC, self.window_score_HC, self.sequences
+        totals = self.sum_HCD, self.count_HC, self.window_score_HC, self.sequences
+        return (*totals, self.key_window_score_HC) if self.keys == "separate" else totals
 
-    @torch.no_grad()
     def scores(self, q_BHND: Tensor) -> Tensor:
         """Return the dot products `[B, H, C, N]` of centroids with normalised queries, float32 or wider."""
-        with torch.autocast(q_BHND.device.type, enabled=False):
-            centroid_HCD = self.centroid_HCD.to(torch.promote_types(q_BHND.dtype, torch.float32))
-            return centroid_HCD @ q_BHND.to(centroid_HCD.dtype).transpose(-1, -2)
+        return centroid_scores(self.centroid_HCD, q_BHND)
 
     @torch.no_grad()
-    def observe(self, q_BHND: Tensor, score_BHCN: Tensor) -> Tensor:
-        """Gather statistics of a training batch (unless paused); return the nearest centroids `[B, H, N]`."""
+    def observe(self, q_BHND: Tensor, score_BHCN: Tensor, mask_BN: Tensor | None = None) -> Tensor:
+        """Gather statistics of a training batch (unless paused); return the nearest centroids `[B, H, N]`.
+
+        `mask_BN` is true at real positions; padding is not counted.
+        """
         nearest_BHN = score_BHCN.argmax(dim=2)
-        if _paused.get():
-            return nearest_BHN
-        H, C, D = self.centroid_HCD.shape
-        cell_BHN = nearest_BHN + torch.arange(H, device=q_BHND.device)[None, :, None] * C
-        self.sum_HCD.view(H * C, D).index_add_(0, cell_BHN.flatten(), q_BHND.reshape(-1, D).double())
-        self.count_HC += torch.bincount(cell_BHN.flatten(), minlength=H * C).view(H, C)
-        self.sequences += q_BHND.shape[0]
-        if self.thresholds:
-            self.window_score_HC += window_scores(score_BHCN, self.window, self.length).double().sum(0)
+        if not _paused.get():
+            self.add_members(q_BHND, nearest_BHN, mask_BN)
+            self.sequences += len(q_BHND) if mask_BN is None else mask_BN.any(-1).sum()
+            if self.thresholds:
+                best_BHC = window_scores(score_BHCN, self.window, self.length, mask_BN)
+                self.window_score_HC += best_BHC.double().sum(0)
         return nearest_BHN
 
     @torch.no_grad()
-    def seed_from(self, q_BHND: Tensor) -> None:
-        """Start the centroids at queries of the first sequence, and the thresholds at what keeps W of N of them."""
+    def observe_keys(self, k_BHND: Tensor, score_BHCN: Tensor, mask_BN: Tensor | None = None) -> Tensor:
+        """As `observe`, for the keys of the sequences whose queries are observed (keys=separate)."""
+        assert self.keys == "separate"
+        nearest_BHN = score_BHCN.argmax(dim=2)
+        if not _paused.get():
+            self.add_members(k_BHND, nearest_BHN, mask_BN)
+            if self.thresholds:
+                best_BHC = window_scores(score_BHCN, self.window, self.length, mask_BN)
+                self.key_window_score_HC += best_BHC.double().sum(0)
+        return nearest_BHN
+
+    def add_members(self, x_BHND: Tensor, nearest_BHN: Tensor, mask_BN: Tensor | None) -> None:
+        """Add vectors to the sum and the count of their nearest centroids."""
+        H, C, D = self.centroid_HCD.shape
+        cell_R = (nearest_BHN + torch.arange(H, device=x_BHND.device)[None, :, None] * C).flatten()
+        x_RD = x_BHND.reshape(-1, D)
+        if mask_BN is not None:
+            real_R = mask_BN[:, None].expand(nearest_BHN.shape).flatten()
+            cell_R, x_RD = cell_R[real_R], x_RD[real_R]
+        self.sum_HCD.view(H * C, D).index_add_(0, cell_R, x_RD.double())
+        self.count_HC += torch.bincount(cell_R, minlength=H * C).view(H, C)
+
+    @torch.no_grad()
+    def seed_from(self, q_BHND: Tensor, k_BHND: Tensor | None = None, mask_BN: Tensor | None = None) -> None:
+        """Start the centroids at queries of the first sequence, and the thresholds at what keeps W of N of them.
+
+        `k_BHND`: keys that are members of their own, for their thresholds. A first sequence of padding alone seeds
+        nothing.
+        """
         H, C, _ = self.centroid_HCD.shape
-        N = q_BHND.shape[2]
+        q_1HND = q_BHND[:1] if mask_BN is None else q_BHND[:1, :, mask_BN[0]]
+        N = q_1HND.shape[2]
+        if N == 0:
+            return
         generator = torch.Generator().manual_seed(0)
         draw_HC = torch.stack([torch.randperm(max(N, C), generator=generator)[:C] % N for _ in range(H)])
         head_H1 = torch.arange(H)[:, None]
-        self.centroid_HCD.copy_(to_sphere(q_BHND[0][head_H1, draw_HC.to(q_BHND.device)].float()))
-        self.threshold_HC.copy_(window_scores(self.scores(q_BHND[:1]), self.window, self.length)[0])
+        self.centroid_HCD.copy_(to_sphere(q_1HND[0][head_H1, draw_HC.to(q_BHND.device)].float()))
+        self.threshold_HC.copy_(window_scores(self.scores(q_1HND), self.window, self.length)[0])
+        if self.key_threshold_HC is not None:
+            assert k_BHND is not None
+            k_1HND = k_BHND[:1] if mask_BN is None else k_BHND[:1, :, mask_BN[0]]
+            self.key_threshold_HC.copy_(window_scores(self.scores(k_1HND), self.window, self.length)[0])
         self.seed_with_next = False
 
     @torch.no_grad()
@@ -160,19 +214,26 @@ class Centroids(nn.Module):
             moved_HCD = to_sphere(self.decay * old_HCD + (1 - self.decay) * mean_HCD)
             new_HCD = torch.where(full_HC1, moved_HCD, old_HCD)
         else:
-            # Queries and keys are the same vectors: two halves of one sum.
-            new_HCD = self.decay * old_HCD + (1 - self.decay) * sum_HCD / self.sequences
+            # Halves of the sums of queries and of keys; where these are the same vectors, one sum.
+            halves = 2.0 if self.keys == "separate" else 1.0
+            new_HCD = self.decay * old_HCD + (1 - self.decay) * sum_HCD / (halves * self.sequences)
         self.centroid_HCD.copy_(new_HCD)
         if self.thresholds:
-            mean_HC = self.window_score_HC / self.sequences
-            keep = torch.where(self.steps == 0, 0.0, self.threshold_decay)
-            old_HC = torch.where(self.steps == 0, 0.0, self.threshold_HC.double())
-            self.threshold_HC.copy_(keep * old_HC + (1 - keep) * mean_HC)
+            self.move_threshold(self.threshold_HC, self.window_score_HC)
+            if self.key_threshold_HC is not None:
+                self.move_threshold(self.key_threshold_HC, self.key_window_score_HC)
         self.steps += 1
         self.idle_HC.copy_(torch.where(full_HC1[..., 0], 0, self.idle_HC + 1))
         if self.revive_after:
             self.revive()
         self.reset_sums()
+
+    def move_threshold(self, threshold_HC: Tensor, window_score_HC: Tensor) -> None:
+        """Take the step's mean W-th best score into the running mean; the first step sets it."""
+        keep = torch.where(self.steps == 0, 0.0, self.threshold_decay)
+        old_HC = torch.where(self.steps == 0, 0.0, threshold_HC.double())
+        mean_HC = window_score_HC / self.sequences
+        threshold_HC.copy_(keep * old_HC + (1 - keep) * mean_HC)
 
     def revive(self) -> None:
         """Restart long idle clusters beside the fullest cluster of their head, with its threshold."""
@@ -183,7 +244,9 @@ class Centroids(nn.Module):
         nudge_HCD = torch.randn(self.centroid_HCD.shape, generator=generator).to(self.centroid_HCD.device)
         beside_HCD = to_sphere(self.centroid_HCD[head_H, fullest_H][:, None] + 0.1 * nudge_HCD)
         self.centroid_HCD.copy_(torch.where(idle_HC[..., None], beside_HCD, self.centroid_HCD))
-        self.threshold_HC.copy_(torch.where(idle_HC, self.threshold_HC[head_H, fullest_H][:, None], self.threshold_HC))
+        for threshold_HC in (self.threshold_HC, self.key_threshold_HC):
+            if threshold_HC is not None:
+                threshold_HC.copy_(torch.where(idle_HC, threshold_HC[head_H, fullest_H][:, None], threshold_HC))
         self.idle_HC.masked_fill_(idle_HC, 0)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from rtx.attention.clusters import attend_members, pack
+from rtx.attention.content import normalise, without_padding
 from rtx.attention.heads import Heads, Rotate, turn_step
-from rtx.attention.routing import normalise
 from rtx.attention.selection import random_members
 from rtx.attention.state import ClusterState
 from rtx.attention.weights import Distances
@@ -21,7 +22,9 @@ class RandomHeads(Heads):
     Args:
         heads, clusters, window, length: H, C, W and N.
         seed: a number made of the run's seed and the layer.
-        scale, attend_self, dropout: as in `RoutingHeads`.
+        scale, attend_self, dropout, slot_distance: as in `RoutingHeads`.
+
+    Where keys are given they are read, normalised as queries are; else the queries stand for them.
     """
 
     member_HCN: Tensor
@@ -37,9 +40,11 @@ class RandomHeads(Heads):
         scale: float,
         attend_self: bool = True,
         dropout: float = 0.0,
+        slot_distance: bool = False,
     ) -> None:
         super().__init__()
         self.window, self.scale, self.attend_self, self.dropout = window, scale, attend_self, dropout
+        self.slot_distance = slot_distance
         self.register_buffer("member_HCN", random_members(heads, clusters, length, window, seed), persistent=False)
 
     def members(self, length: int) -> Tensor:
@@ -56,22 +61,31 @@ class RandomHeads(Heads):
         rotate: Rotate | None = None,
         relative: Distances | None = None,
         streaming: bool = False,
+        mask_BN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `Heads.forward`."""
-        q_BHND = normalise(q_BHND)
-        logits_BHND = (q_BHND if rotate is None else rotate(q_BHND)).to(v_BHND.dtype)
+        """See `Heads.forward`; `mask_BN` is true at real positions, padding is not read and gets zero."""
+        query_BHND = key_BHND = self.logits(without_padding(q_BHND, mask_BN), rotate, v_BHND)
+        if k_BHND is not None:
+            key_BHND = self.logits(without_padding(k_BHND, mask_BN), rotate, v_BHND)
+        member_BHCN = self.members(q_BHND.shape[2]).expand(q_BHND.shape[0], -1, -1, -1)
         out_BHND = attend_members(
-            logits_BHND,
-            logits_BHND,
+            query_BHND,
+            key_BHND,
             v_BHND,
-            pack(self.members(q_BHND.shape[2]).expand(q_BHND.shape[0], -1, -1, -1)),
+            pack(member_BHCN if mask_BN is None else member_BHCN & mask_BN[:, None, None]),
             window=self.window,
             scale=self.scale,
             attend_self=self.attend_self,
             dropout=self.dropout if self.training else 0.0,
             relative=relative,
+            slot_distance=self.slot_distance,
         )
-        return out_BHND, q_BHND.new_zeros(())
+        return out_BHND, query_BHND.new_zeros((), dtype=torch.promote_types(query_BHND.dtype, torch.float32))
+
+    def logits(self, x_BHND: Tensor, rotate: Rotate | None, v_BHND: Tensor) -> Tensor:
+        """Return queries or keys as the logits use them."""
+        x_BHND = normalise(x_BHND)
+        return (x_BHND if rotate is None else rotate(x_BHND)).to(v_BHND.dtype)
 
     def start(self, relative: Distances | None = None) -> RandomState:
         """See `Heads.start`."""
@@ -83,14 +97,15 @@ class RandomState:
 
     def __init__(self, heads: RandomHeads, relative: Distances | None) -> None:
         self.heads = heads
-        self.clusters = ClusterState(heads.window, heads.scale, heads.attend_self, relative)
+        self.clusters = ClusterState(heads.window, heads.scale, heads.attend_self, relative, heads.slot_distance)
 
     def step(
         self, q_BHD: Tensor, k_BHD: Tensor | None, v_BHD: Tensor, position: int, rotate: Rotate | None = None
     ) -> Tensor:
         """Take in the next position of each stream and return its output `[B, H, D]`."""
-        logits_BHD = turn_step(normalise(q_BHD), rotate).to(v_BHD.dtype)
+        query_BHD = turn_step(normalise(q_BHD), rotate).to(v_BHD.dtype)
+        key_BHD = query_BHD if k_BHD is None else turn_step(normalise(k_BHD), rotate).to(v_BHD.dtype)
         member_HCN = self.heads.member_HCN
         joins_BHC = member_HCN[..., position % member_HCN.shape[-1]].expand(q_BHD.shape[0], -1, -1)
         slot_BHC = self.clusters.oldest_slot(joins_BHC)
-        return self.clusters.step(logits_BHD, v_BHD, joins_BHC, slot_BHC, position)
+        return self.clusters.step(query_BHD, key_BHD, v_BHD, joins_BHC, slot_BHC, position)

@@ -12,6 +12,14 @@ import torch
 from torch import Tensor
 
 
+@torch.no_grad()
+def centroid_scores(centroid_HCD: Tensor, x_BHND: Tensor) -> Tensor:
+    """Return the dot products `[B, H, C, N]` of centroids with normalised vectors, float32 or wider."""
+    with torch.autocast(x_BHND.device.type, enabled=False):
+        x_BHND = x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32))
+        return centroid_HCD.to(x_BHND.dtype) @ x_BHND.transpose(-1, -2)
+
+
 def topk_members(score_BHCN: Tensor, window: int) -> Tensor:
     """Return the mask of each centroid's `window` best positions (Algorithm 1, line 13); of equals the earlier wins.
 
@@ -34,6 +42,12 @@ def threshold_members(score_BHCN: Tensor, threshold_HC: Tensor) -> Tensor:
     return score_BHCN >= threshold_HC[None, :, :, None]
 
 
+def nearest_members(score_BHCN: Tensor) -> Tensor:
+    """Return the mask that gives each position to the centroid that scores it highest; of equals the first wins."""
+    member_BHCN = torch.zeros_like(score_BHCN, dtype=torch.bool)
+    return member_BHCN.scatter_(2, score_BHCN.argmax(2, keepdim=True), True)
+
+
 def random_members(heads: int, clusters: int, length: int, window: int, seed: int) -> Tensor:
     """Return the mask `[H, C, N]` of `window` random positions for each cluster, a function of the arguments alone."""
     generator = torch.Generator().manual_seed(seed)
@@ -41,14 +55,26 @@ def random_members(heads: int, clusters: int, length: int, window: int, seed: in
     return topk_members(draw_1HCN, window)[0]
 
 
-def window_scores(score_BHCN: Tensor, window: int, length: int) -> Tensor:
+def window_scores(score_BHCN: Tensor, window: int, length: int, mask_BN: Tensor | None = None) -> Tensor:
     """Return the score `[B, H, C]` that a threshold must have to keep `window` of `length` positions.
 
-    Of a sequence with n positions it is the ceil(window * n / length)-th best.
+    Of a sequence with n positions (n real ones under `mask_BN`) it is the ceil(window * n / length)-th best; 0 for a
+    sequence of padding alone.
     """
-    n = score_BHCN.shape[-1]
-    rank = min(n, max(1, math.ceil(window * n / length)))
-    return score_BHCN.topk(rank, dim=-1, sorted=False).values.amin(-1)
+    if mask_BN is None:
+        rank = window_rank(score_BHCN.shape[-1], window, length)
+        return score_BHCN.topk(rank, dim=-1, sorted=False).values.amin(-1)
+    real_B = mask_BN.sum(-1).tolist()
+    rank_B = torch.tensor([window_rank(n, window, length) for n in real_B], device=score_BHCN.device)
+    score_BHCN = score_BHCN.masked_fill(~mask_BN[:, None, None], float("-inf"))
+    best_BHCR = score_BHCN.topk(int(rank_B.max()) if real_B else 1, dim=-1).values
+    rank_BHC1 = (rank_B - 1)[:, None, None, None].expand(*best_BHCR.shape[:3], 1)
+    return best_BHCR.gather(-1, rank_BHC1)[..., 0].masked_fill(~mask_BN.any(-1)[:, None, None], 0.0)
+
+
+def window_rank(n: int, window: int, length: int) -> int:
+    """Return the rank of the score that keeps `window` of `length` positions among n."""
+    return min(n, math.ceil(window * n / length)) if n else 1
 
 
 class BestOfPrefix:

@@ -14,8 +14,16 @@ from rtx.attention.weights import Distances, attend
 class ClusterState:
     """Keys, values and positions of at most `window` members of every cluster; memory does not grow."""
 
-    def __init__(self, window: int, scale: float, attend_self: bool, relative: Distances | None) -> None:
+    def __init__(
+        self,
+        window: int,
+        scale: float,
+        attend_self: bool,
+        relative: Distances | None,
+        slot_distance: bool = False,
+    ) -> None:
         self.window, self.scale, self.attend_self, self.relative = window, scale, attend_self, relative
+        self.slot_distance = slot_distance
         self.keys_BHCWD: Tensor | None = None
 
     def allocate(self, k_BHD: Tensor, v_BHD: Tensor, clusters: int) -> None:
@@ -31,31 +39,52 @@ class ClusterState:
             return torch.zeros_like(joins_BHC, dtype=torch.int64)
         return self.position_BHCW.argmin(-1)
 
-    def step(self, k_BHD: Tensor, v_BHD: Tensor, joins_BHC: Tensor, slot_BHC: Tensor, position: int) -> Tensor:
-        """Put the position into its clusters, read there, and return the mean over its clusters, `[B, H, D]`."""
+    def step(
+        self,
+        q_BHD: Tensor,
+        k_BHD: Tensor,
+        v_BHD: Tensor,
+        joins_BHC: Tensor,
+        slot_BHC: Tensor,
+        position: int,
+        query_joins_BHC: Tensor | None = None,
+    ) -> Tensor:
+        """Put the position's key into its clusters, read there, and return the mean over clusters, `[B, H, D]`.
+
+        The query reads the clusters that it joins by `query_joins_BHC` (None: those of its key) and that hold a key.
+        """
         if self.keys_BHCWD is None:
             self.allocate(k_BHD, v_BHD, joins_BHC.shape[-1])
         assert self.keys_BHCWD is not None
         b_J, h_J, c_J = joins_BHC.nonzero(as_tuple=True)
-        out_BHD = torch.zeros_like(v_BHD)
-        if not len(b_J):
-            return out_BHD
         slot_J = slot_BHC[b_J, h_J, c_J]
         self.keys_BHCWD[b_J, h_J, c_J, slot_J] = k_BHD[b_J, h_J]
         self.values_BHCWD[b_J, h_J, c_J, slot_J] = v_BHD[b_J, h_J]
         self.position_BHCW[b_J, h_J, c_J, slot_J] = position
+        if query_joins_BHC is not None:
+            joins_BHC = query_joins_BHC & (self.position_BHCW >= 0).any(-1)
+            b_J, h_J, c_J = joins_BHC.nonzero(as_tuple=True)
+        out_BHD = torch.zeros_like(v_BHD)
+        if not len(b_J):
+            return out_BHD
         position_JW = self.position_BHCW[b_J, h_J, c_J]
         out_JD = attend(
-            k_BHD[b_J, h_J][:, None, None],
+            q_BHD[b_J, h_J][:, None, None],
             self.keys_BHCWD[b_J, h_J, c_J][:, None],
             self.values_BHCWD[b_J, h_J, c_J][:, None],
             self.scale,
             mask_QK=self.readable(position_JW, position)[:, None, None],
             relative=self.relative,
-            distance_QK=(position - position_JW)[:, None, None],
+            distance_QK=self.distance(position_JW, position)[:, None, None],
         )[:, 0, 0]
         share_J1 = joins_BHC.sum(-1)[b_J, h_J].to(out_JD.dtype).reciprocal()[:, None]
         return out_BHD.index_put((b_J, h_J), out_JD * share_J1, accumulate=True)
+
+    def distance(self, position_JW: Tensor, position: int) -> Tensor:
+        """Return the true distances of the slots' positions, or how many of the cluster's members are later."""
+        if self.relative is None or not self.slot_distance:
+            return position - position_JW
+        return position_JW.argsort(-1, descending=True).argsort(-1)
 
     def readable(self, position_JW: Tensor, position: int) -> Tensor:
         """Return which slots the position reads: all members, or all but itself where there are others."""

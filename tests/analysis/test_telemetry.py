@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from rtx.analysis.telemetry import PROBES, read_telemetry
-from rtx.attention.reference import cluster_sets
+from rtx.attention.reference import separate_sets
 from rtx.attention.routing import RoutingHeads
+from rtx.attention.span import SpanHeads
 from rtx.checks import resolve
 from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
 from rtx.model.transformer import Transformer
@@ -17,12 +18,18 @@ from rtx.model.transformer import Transformer
 LENGTH, WINDOW, CLUSTERS = 24, 5, 4
 
 
-def trained_heads(selection: str, attend_self: bool) -> tuple[Transformer, RoutingHeads]:
+def trained_heads(selection: str, attend_self: bool, keys: str = "shared") -> tuple[Transformer, RoutingHeads]:
     """A model with one routing layer that has seen a training batch, and that layer's heads."""
     config = Config(
         data=DataConfig(length=LENGTH),
         routing=RoutingConfig(
-            selection=selection, heads=2, layers=1, window=WINDOW, clusters=CLUSTERS, attend_self=attend_self
+            selection=selection,
+            keys=keys,
+            heads=2,
+            layers=1,
+            window=WINDOW,
+            clusters=CLUSTERS,
+            attend_self=attend_self,
         ),
         model=ModelConfig(layers=1, heads=2, hidden=16, window=4, ffn_hidden=16, positions="none"),
     )
@@ -32,13 +39,14 @@ def trained_heads(selection: str, attend_self: bool) -> tuple[Transformer, Routi
     return model, next(heads for heads in model.modules() if isinstance(heads, RoutingHeads))
 
 
-@pytest.mark.parametrize("selection", ["causal", "topk"])
+@pytest.mark.parametrize("keys", ["shared", "separate", "projected"])
+@pytest.mark.parametrize("selection", ["causal", "topk", "nearest"])
 @pytest.mark.parametrize("attend_self", [True, False])
-def test_figures_are_those_of_plain_loops(selection: str, attend_self: bool) -> None:
-    model, heads = trained_heads(selection, attend_self)
+def test_figures_are_those_of_plain_loops(selection: str, attend_self: bool, keys: str) -> None:
+    model, heads = trained_heads(selection, attend_self, keys)
     told = read_telemetry(model)
     assert heads.snapshot is not None
-    member_HCN, nearest_HN, logits_HND = heads.snapshot
+    member_HCN, key_member_HCN, nearest_HN, query_HND, key_HND = heads.snapshot
     times = member_HCN.sum(1).flatten().tolist()
     assert told["routing/in_none"] == pytest.approx(times.count(0) / len(times))
     assert told["routing/in_one"] == pytest.approx(times.count(1) / len(times))
@@ -55,10 +63,10 @@ def test_figures_are_those_of_plain_loops(selection: str, attend_self: bool) -> 
     assert LENGTH <= PROBES, "every position is probed"
     for h in range(2):
         for i in range(LENGTH):
-            for keys in cluster_sets(i, member_HCN[h], WINDOW, attend_self):
-                weights = (heads.scale * logits_HND[h, keys] @ logits_HND[h, i]).softmax(0).tolist()
-                own.append(sum(w for w, j in zip(weights, keys, strict=True) if j == i))
-                distance.append(sum(w * (i - j) for w, j in zip(weights, keys, strict=True)))
+            for read in separate_sets(i, member_HCN[h], key_member_HCN[h], WINDOW, attend_self):
+                weights = (heads.scale * key_HND[h, read] @ query_HND[h, i]).softmax(0).tolist()
+                own.append(sum(w for w, j in zip(weights, read, strict=True) if j == i))
+                distance.append(sum(w * (i - j) for w, j in zip(weights, read, strict=True)))
     assert told["routing/self_weight"] == pytest.approx(sum(own) / len(own), rel=1e-5)
     assert told["routing/distance"] == pytest.approx(sum(distance) / len(distance), rel=1e-5)
 
@@ -80,3 +88,17 @@ def test_evaluation_leaves_the_snapshot_alone() -> None:
     model.eval()
     model.loss(torch.zeros(1, LENGTH, dtype=torch.int64))
     assert heads.snapshot is before
+
+
+def test_spans_are_told_in_positions() -> None:
+    config = Config(
+        data=DataConfig(length=LENGTH),
+        routing=RoutingConfig(heads=0, layers=0),
+        model=ModelConfig(layers=2, heads=2, hidden=16, window=10, ffn_hidden=16, base="adaptive_span"),
+    )
+    model = Transformer(resolve(config), 11)
+    spans = [heads for heads in model.modules() if isinstance(heads, SpanHeads)]
+    with torch.no_grad():
+        spans[0].share_H.copy_(torch.tensor([0.1, 0.7]))
+        spans[1].share_H.copy_(torch.tensor([-0.2, 0.2]))
+    assert read_telemetry(model) == pytest.approx({"span/mean": 2.5, "span/max": 7})

@@ -8,7 +8,9 @@ from functools import partial
 import pytest
 import torch
 from oracle_cases import PLAIN, Case, Leaves, leaves
-from routing_cases import fast_routing, thresholds, true_routing
+from routing_cases import How
+from routing_cases import fast as fast_routing
+from routing_cases import truth as true_routing
 from test_full import fast as fast_full
 from test_full import truth as true_full
 from test_local import fast as fast_local
@@ -21,29 +23,24 @@ PREFIXES = (1, 2, 5, 6, 7, 31, 32, 33, 44)
 Pattern = Callable[[Case, Leaves], torch.Tensor]
 
 
-def causal(case: Case, inputs: Leaves) -> torch.Tensor:
-    """Routing by thresholds that half the positions pass."""
-    return fast_routing(case, inputs, thresholds(case, "mixed") * 0)
-
-
-def true_causal(case: Case, inputs: Leaves) -> torch.Tensor:
-    """The oracle of `causal`."""
-    return true_routing(case, inputs, thresholds(case, "mixed") * 0)
-
+ROUTING = {
+    f"routing {how.selection} {how.keys}{' streaming' * how.streaming}": how
+    for keys in ("shared", "separate", "projected")
+    for how in (How("causal", keys, level="half"), How("nearest", keys), How("topk", keys, streaming=True))
+}
+"""Routing that must not see the future; thresholds that half the positions pass."""
 
 FAST: dict[str, Pattern] = {
     "full": fast_full,
     "local": fast_local,
     "random": partial(fast_random, length=45),
-    "routing causal": causal,
-    "routing topk streaming": partial(fast_routing, threshold_HC=None, streaming=True),
+    **{name: partial(fast_routing, how=how) for name, how in ROUTING.items()},
 }
 TRUE: dict[str, Pattern] = {
     "full": true_full,
     "local": true_local,
     "random": partial(true_random, length=45),
-    "routing causal": true_causal,
-    "routing topk streaming": partial(true_routing, threshold_HC=None, streaming=True),
+    **{name: partial(true_routing, how=how) for name, how in ROUTING.items()},
 }
 
 
@@ -75,9 +72,10 @@ def test_the_future_moves_nothing_in_the_oracle(pattern: str) -> None:
         assert torch.equal(after[:, :, :prefix], before[:, :, :prefix])
 
 
+@pytest.mark.parametrize("keys", ["shared", "separate", "projected"])
 @pytest.mark.parametrize("route", [fast_routing, true_routing])
-def test_the_future_moves_top_w(route: Callable[..., torch.Tensor]) -> None:
+def test_the_future_moves_top_w(route: Callable[..., torch.Tensor], keys: str) -> None:
     inputs = leaves(CASE)
-    before = route(CASE, inputs, None)[:, :, :31]
-    after = route(CASE, with_another_future(inputs, 31), None)[:, :, :31]
+    before = route(CASE, inputs, How(keys=keys))[:, :, :31]
+    after = route(CASE, with_another_future(inputs, 31), How(keys=keys))[:, :, :31]
     assert (after - before).abs().max() > 0.1

@@ -159,7 +159,7 @@ def test_statistics_are_for_training_and_not_for_recomputation() -> None:
     centroids = make()
     heads = RoutingHeads(centroids, selection="causal", scale=0.5)
     q, v = torch.randn(2, 2, H, N, D)
-    heads.eval()(q, v)
+    heads.eval()(q, None, v)
     assert all((x == 0).all() for x in centroids.sums())
     heads.train()
     with statistics_paused():
@@ -210,6 +210,88 @@ def test_revival() -> None:
         assert unit_CD[2] @ unit_CD[0] / D > 0.9
     assert torch.equal(centroids.threshold_HC[:, 2], centroids.threshold_HC[:, 0])
     assert centroids.idle_HC.tolist() == [[0, 0, 0]] * H
+
+
+def watch_both(centroids: Centroids, q_BHND: Tensor, k_BHND: Tensor, mask_BN: Tensor | None = None) -> Centroids:
+    """Let centroids observe queries and keys of one batch, without an update."""
+    centroids.observe(q_BHND, centroids.scores(q_BHND), mask_BN)
+    centroids.observe_keys(k_BHND, centroids.scores(k_BHND), mask_BN)
+    return centroids
+
+
+@pytest.mark.parametrize("update", ["mean", "sum"])
+def test_separate_keys_count_as_queries_do(update: str) -> None:
+    centroids, q, k = make(update=update, keys="separate"), queries(1), queries(2)
+    old = centroids.centroid_HCD.double()
+    expected = old.clone()
+    for h in range(H):
+        for c in range(C):
+            of_q, of_k = members(centroids, q, h, c), members(centroids, k, h, c)
+            if update == "mean":
+                moved = 0.9 * old[h, c] + 0.1 * torch.cat([of_q, of_k]).mean(0)
+                expected[h, c] = math.sqrt(D) * moved / moved.norm()
+            else:  # two sequences: the mean of their sums
+                expected[h, c] = 0.9 * old[h, c] + 0.1 * of_q.sum(0) / 2 / 2 + 0.1 * of_k.sum(0) / 2 / 2
+    limits = true_window_score(centroids, q, W), true_window_score(centroids, k, W)
+    update_centroids(watch_both(centroids, q, k))
+    torch.testing.assert_close(centroids.centroid_HCD, expected.float(), rtol=1e-6, atol=1e-7)
+    assert centroids.key_threshold_HC is not None
+    torch.testing.assert_close(centroids.threshold_HC.double(), limits[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(centroids.key_threshold_HC.double(), limits[1], rtol=1e-6, atol=1e-6)
+    assert {"key_threshold_HC"} < set(centroids.state_dict())
+
+
+def test_padding_is_in_no_statistics() -> None:
+    lengths, q, k = (13, 20, 0, 1), queries(1, batch=4), queries(2, batch=4)
+    mask_BN = torch.arange(N) < torch.tensor(lengths)[:, None]
+    padded, cut = make(keys="separate"), make(keys="separate")
+    watch_both(padded, q.masked_fill(~mask_BN[:, None, :, None], 0.0), k, mask_BN)
+    for b, n in enumerate(lengths):
+        if n:
+            watch_both(cut, q[b : b + 1, :, :n], k[b : b + 1, :, :n])
+    for a, b in zip(padded.sums(), cut.sums(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    assert padded.sequences == 3
+
+
+@pytest.mark.parametrize("keys", ["shared", "separate", "projected"])
+def test_padding_moves_no_centroid_and_no_commitment(keys: str) -> None:
+    results = []
+    for rest in (0.0, 7.0):
+        centroids = make(keys=keys)
+        heads = RoutingHeads(centroids, selection="causal", scale=0.5, commitment=0.5)
+        q, k, v = torch.randn(3, 2, H, N, D, generator=torch.Generator().manual_seed(0))
+        mask_BN = torch.arange(N) < torch.tensor([[15], [9]])
+        q, k, v = (x + rest * ~mask_BN[:, None, :, None] for x in (q, k, v))
+        out, loss = heads(q, None if keys == "shared" else k, v, mask_BN=mask_BN)
+        update_centroids(heads)
+        results.append([out, loss, *centroids.state_dict().values()])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_projection_is_saved_and_kept_in_float32() -> None:
+    centroids = make(keys="projected")
+    assert "projection_HDD" in centroids.state_dict()
+    before = centroids.projection_HDD
+    assert before is not None
+    other = make(keys="projected").half()
+    other.load_state_dict(centroids.state_dict())
+    assert other.projection_HDD is not None and torch.equal(other.projection_HDD, before)
+    update_centroids(watch(centroids, queries(1)))
+    assert torch.equal(centroids.projection_HDD, other.projection_HDD), "it is fixed"  # type: ignore[arg-type]
+
+
+def test_data_starts_thresholds_of_keys_too() -> None:
+    centroids, q, k = make(keys="separate"), queries(1), queries(2)
+    mask_BN = torch.arange(N) < 14
+    centroids.seed_from(q, k, mask_BN.expand(2, N))
+    apart_CN = torch.cdist(centroids.centroid_HCD[0], q[0, 0, :14])
+    assert (apart_CN.amin(-1) < 1e-3).all()
+    rank = math.ceil(W * 14 / N)
+    for threshold_HC, x in ((centroids.threshold_HC, q), (centroids.key_threshold_HC, k)):
+        expected = true_window_score(centroids, x[:1, :, :14], rank)
+        torch.testing.assert_close(threshold_HC, expected.float(), rtol=1e-6, atol=1e-6)
 
 
 def test_scores_are_not_rounded_under_autocast() -> None:

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from oracle_cases import PLAIN, Case, Leaves, cases, leaves, oracle, tables
-from routing_cases import centroids, fast_routing, true_routing
+from routing_cases import How, centroids, fast, projection, thresholds, truth
 
 from rtx.attention import prefix, reference
 from rtx.attention.kmeans import Centroids
@@ -16,12 +16,16 @@ from rtx.attention.routing import RoutingHeads, RoutingState
 from rtx.attention.selection import BestOfPrefix, prefix_members
 from rtx.model.positions import Rotary
 
+STREAM = How(streaming=True)
 
-@pytest.mark.parametrize("case", cases())
-def test_oracle(case: Case) -> None:
+
+@pytest.mark.parametrize("how", [STREAM, STREAM._replace(keys="separate"), STREAM._replace(keys="projected")])
+@pytest.mark.parametrize("case", cases(5))
+def test_oracle(case: Case, how: How) -> None:
     inputs = leaves(case)
-    expected = true_routing(case, inputs, None, streaming=True)
-    torch.testing.assert_close(fast_routing(case, inputs, None, streaming=True), expected, rtol=1e-10, atol=1e-12)
+    for variant in (how, how._replace(slots=True, masked=True)):
+        expected = truth(case, inputs, variant)
+        torch.testing.assert_close(fast(case, inputs, variant), expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 40])
@@ -35,7 +39,7 @@ def test_ties(window: int, attend_self: bool) -> None:
     def sets(b: int, h: int) -> reference.Sets:
         return partial(reference.streaming_topk_sets, score_CN=score_BHCN[b, h], **rule)
 
-    out = attend_prefix_topk(q, v, score_BHCN, window=window, scale=0.5, attend_self=attend_self)
+    out = attend_prefix_topk(q, q, v, score_BHCN, window=window, scale=0.5, attend_self=attend_self)
     torch.testing.assert_close(out, oracle(q, q, v, sets, 0.5, None), rtol=1e-10, atol=1e-12)
 
 
@@ -60,15 +64,15 @@ def test_the_best_of_a_prefix_hold_their_positions() -> None:
 def test_lists_in_small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     case = PLAIN._replace(N=30, B=2, H=2, C=4)
     inputs = leaves(case)
-    whole = fast_routing(case, inputs, None, streaming=True)
+    whole = fast(case, inputs, STREAM)
     monkeypatch.setattr(prefix, "MAX_SCORES", 1)
-    torch.testing.assert_close(fast_routing(case, inputs, None, streaming=True), whole, rtol=1e-12, atol=0)
+    torch.testing.assert_close(fast(case, inputs, STREAM), whole, rtol=1e-12, atol=0)
 
 
 def test_it_differs_from_teacher_forced() -> None:
     case = PLAIN._replace(N=40)
     inputs = leaves(case)
-    assert not torch.allclose(fast_routing(case, inputs, None, streaming=True), fast_routing(case, inputs, None))
+    assert not torch.allclose(fast(case, inputs, STREAM), fast(case, inputs, How()))
 
 
 def stepped(heads: RoutingHeads, case: Case, inputs: Leaves) -> tuple[torch.Tensor, RoutingState]:
@@ -77,20 +81,34 @@ def stepped(heads: RoutingHeads, case: Case, inputs: Leaves) -> tuple[torch.Tens
     steps = []
     for i in range(case.N):
         rotate = partial(rotary, first=i) if case.rotary else None
-        steps.append(state.step(inputs["q"][:, :, i], None, inputs["v"][:, :, i], i, rotate))
+        k_BHD = None if heads.centroids.keys == "shared" else inputs["k"][:, :, i]
+        steps.append(state.step(inputs["q"][:, :, i], k_BHD, inputs["v"][:, :, i], i, rotate))
     return torch.stack(steps, 2), state
 
 
-@pytest.mark.parametrize("selection", ["topk", "causal"])
-@pytest.mark.parametrize("case", cases(8))
-def test_a_stream_equals_one_pass(case: Case, selection: str) -> None:
-    inputs = leaves(case)
-    store = Centroids(case.H, case.C, case.D, window=case.W, length=max(case.N, case.W), decay=0.9, thresholds=True)
+@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize("keys", ["shared", "separate", "projected"])
+@pytest.mark.parametrize("selection", ["topk", "causal", "nearest"])
+@pytest.mark.parametrize("case", cases(0))
+def test_a_stream_equals_one_pass(case: Case, selection: str, keys: str, slots: bool) -> None:
+    inputs, how = leaves(case), How(selection, keys, slots=slots, streaming=True)
+    store = Centroids(
+        case.H, case.C, case.D, window=case.W, length=max(case.N, case.W), decay=0.9, thresholds=True, keys=keys
+    )
     store.centroid_HCD.copy_(centroids(case))
-    heads = RoutingHeads(store, selection=selection, scale=case.scale, attend_self=case.attend_self).eval()
+    store.threshold_HC.copy_(thresholds(case, "mixed"))
+    if store.key_threshold_HC is not None:
+        store.key_threshold_HC.copy_(thresholds(case, "mixed", seed=50))
+    if store.projection_HDD is not None:
+        store.projection_HDD.copy_(projection(case))
+    options = {"selection": selection, "scale": case.scale, "attend_self": case.attend_self, "slot_distance": slots}
+    heads = RoutingHeads(store, **options).eval()
     rotate = Rotary(case.D) if case.rotary else None
-    expected = heads(inputs["q"], None, inputs["v"], rotate=rotate, relative=tables(inputs), streaming=True)[0]
+    k_BHND = None if keys == "shared" else inputs["k"]
+    given = {"rotate": rotate, "relative": tables(inputs), "streaming": True}
+    expected = heads(inputs["q"], k_BHND, inputs["v"], **given)[0]
     out, state = stepped(heads, case, inputs)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(out, truth(case, inputs, how), rtol=1e-5, atol=1e-5)
     assert state.clusters.keys_BHCWD is not None
     assert state.clusters.keys_BHCWD.shape == (case.B, case.H, case.C, case.W, case.D)

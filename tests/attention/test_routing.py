@@ -2,39 +2,76 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from oracle_cases import PLAIN, Case, assert_same, cases, leaves
-from routing_cases import fast_routing, thresholds, true_routing
+from padding_cases import padding
+from routing_cases import How, fast, truth
 
 from rtx.attention import reference
 from rtx.attention.kmeans import Centroids
 from rtx.attention.routing import RoutingHeads, normalise, routing
 
 
+@pytest.mark.parametrize("selection", ["topk", "causal", "nearest"])
 @pytest.mark.parametrize("case", cases())
-def test_topk_oracle(case: Case) -> None:
-    assert_same(lambda x: fast_routing(case, x, None), lambda x: true_routing(case, x, None), leaves(case))
-
-
-@pytest.mark.parametrize("case", cases())
-def test_causal_oracle(case: Case) -> None:
-    limits = thresholds(case, "mixed")
-    assert_same(lambda x: fast_routing(case, x, limits), lambda x: true_routing(case, x, limits), leaves(case))
+def test_oracle(case: Case, selection: str) -> None:
+    how = How(selection)
+    assert_same(lambda x: fast(case, x, how), lambda x: truth(case, x, how), leaves(case))
 
 
 @pytest.mark.parametrize("attend_self", [True, False])
 @pytest.mark.parametrize("level", ["all", "most", "some"])
 def test_lists_of_any_length(level: str, attend_self: bool) -> None:
+    how = How("causal", level=level)
     for window in (1, 2, 5, 7, 30):
         case = PLAIN._replace(N=25, B=1, C=2, W=window, attend_self=attend_self, distances=6)
-        limits = thresholds(case, level)
-        assert_same(lambda x: fast_routing(case, x, limits), lambda x: true_routing(case, x, limits), leaves(case))  # noqa: B023
+        assert_same(lambda x: fast(case, x, how), lambda x: truth(case, x, how), leaves(case))  # noqa: B023
+
+
+@pytest.mark.parametrize("selection", ["topk", "causal", "nearest"])
+@pytest.mark.parametrize("case", cases(9))
+def test_padding(case: Case, selection: str) -> None:
+    how = How(selection, masked=True)
+    assert_same(lambda x: fast(case, x, how), lambda x: truth(case, x, how), leaves(case))
+
+
+@pytest.mark.parametrize("how", [How("topk", slots=True), How("causal", slots=True, masked=True)])
+@pytest.mark.parametrize("case", [case for case in cases(30) if case.distances])
+def test_slot_distances(case: Case, how: How) -> None:
+    assert_same(lambda x: fast(case, x, how), lambda x: truth(case, x, how), leaves(case))
+
+
+@pytest.mark.parametrize("keys", ["shared", "separate", "projected"])
+@pytest.mark.parametrize("selection", ["topk", "causal", "nearest"])
+def test_what_stands_in_padding_goes_nowhere(selection: str, keys: str) -> None:
+    case = PLAIN._replace(B=3, H=2, N=21)
+    clean, how = leaves(case), How(selection, keys, masked=True, level="some")
+    padding_B1N1 = ~padding(case)[:, None, :, None]
+    poisoned = {name: x.masked_fill(padding_B1N1, float("nan")) for name, x in clean.items()}
+    results = []
+    for inputs in (clean, poisoned):
+        copies = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+        out_BHND = fast(case, copies, how)
+        out_BHND.square().sum().backward()
+        assert (out_BHND[padding_B1N1.expand_as(out_BHND)] == 0).all()
+        grads = [x.grad for x in copies.values() if x.grad is not None]
+        results.append([out_BHND.detach(), *grads])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_no_members_at_all_gives_zero() -> None:
     inputs = leaves(PLAIN)
-    assert torch.equal(fast_routing(PLAIN, inputs, thresholds(PLAIN, "none")), torch.zeros_like(inputs["v"]))
+    assert torch.equal(fast(PLAIN, inputs, How("causal", level="none")), torch.zeros_like(inputs["v"]))
+
+
+@pytest.mark.parametrize("keys", ["shared", "separate", "projected"])
+@pytest.mark.parametrize("selection", ["topk", "causal", "nearest"])
+def test_an_empty_batch(selection: str, keys: str) -> None:
+    case = PLAIN._replace(B=0)
+    assert fast(case, leaves(case), How(selection, keys)).shape == (0, 1, 13, 4)
 
 
 @pytest.mark.parametrize("selection", ["topk", "causal"])
@@ -48,7 +85,7 @@ def test_identical_rows(selection: str) -> None:
     # The threshold is one of the scores: "at or above" takes all its ties in.
     threshold_HC = normalise(q_BHND)[0, :, 0] if selection == "causal" else None
     expected = true_ties(q_BHND, v_BHND, centroid_HCD, threshold_HC, window=5)
-    out_BHND = routing(q_BHND, v_BHND, centroid_HCD, window=5, selection=selection, threshold_HC=threshold_HC)
+    out_BHND = routing(q_BHND, None, v_BHND, centroid_HCD, window=5, selection=selection, threshold_HC=threshold_HC)
     torch.testing.assert_close(out_BHND, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -72,8 +109,8 @@ def test_centroids_of_any_norm_select_alike_in_topk() -> None:
     inputs = leaves(PLAIN)
     centroid_HCD = torch.randn(1, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     options = {"window": 4, "selection": "topk"}
-    one = routing(inputs["q"], inputs["v"], centroid_HCD, **options)  # type: ignore[arg-type]
-    assert torch.equal(one, routing(inputs["q"], inputs["v"], 4 * centroid_HCD, **options))  # type: ignore[arg-type]
+    one = routing(inputs["q"], None, inputs["v"], centroid_HCD, **options)  # type: ignore[arg-type]
+    assert torch.equal(one, routing(inputs["q"], None, inputs["v"], 4 * centroid_HCD, **options))  # type: ignore[arg-type]
 
 
 def test_the_heads_are_the_function() -> None:
@@ -84,7 +121,7 @@ def test_the_heads_are_the_function() -> None:
         heads = RoutingHeads(centroids, selection=selection, scale=0.5, attend_self=False).eval()
         out_BHND, loss = heads(inputs["q"], None, inputs["v"])
         options = {"window": 5, "selection": selection, "threshold_HC": centroids.threshold_HC, "attend_self": False}
-        expected = routing(inputs["q"], inputs["v"], centroids.centroid_HCD, **options)
+        expected = routing(inputs["q"], None, inputs["v"], centroids.centroid_HCD, **options)
         torch.testing.assert_close(out_BHND, expected, rtol=1e-12, atol=0)
         assert loss == 0
 
@@ -120,7 +157,34 @@ def test_dropout_is_for_training() -> None:
 def test_refusals() -> None:
     inputs = leaves(PLAIN)
     centroid_HCD = torch.ones(1, 3, 4, dtype=torch.float64)
-    with pytest.raises(ValueError, match="selection='neares': must be one of causal, topk"):
-        routing(inputs["q"], inputs["v"], centroid_HCD, window=4, selection="neares")
+    with pytest.raises(ValueError, match="selection='neares': must be one of causal, topk, nearest"):
+        routing(inputs["q"], None, inputs["v"], centroid_HCD, window=4, selection="neares")
     with pytest.raises(ValueError, match="needs threshold_HC"):
-        routing(inputs["q"], inputs["v"], centroid_HCD, window=4, selection="causal")
+        routing(inputs["q"], None, inputs["v"], centroid_HCD, window=4, selection="causal")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"v_BHND": torch.ones(1, 1, 12, 4)}, r"v_BHND has the shape \(1, 1, 12, 4\): must be \(1, 1, 13, 4\)"),
+        ({"k_BHND": torch.ones(1, 1, 13, 5)}, "k_BHND has the shape"),
+        ({"k_BHND": torch.ones(1, 1, 13, 4)}, "k_BHND is of torch.float32: must be of torch.float64"),
+        ({"centroid_HCD": torch.ones(2, 3, 4)}, r"centroid_HCD has the shape \(2, 3, 4\): must be \(1, 3, 4\)"),
+        ({"window": 0}, "window=0: must be at least 1"),
+        ({"mask_BN": torch.ones(1, 12, dtype=torch.bool)}, "mask_BN has the shape"),
+        ({"mask_BN": torch.ones(1, 13)}, "mask_BN is of torch.float32: must be of torch.bool"),
+        ({"projection_HDD": torch.ones(1, 4, 4)}, "projection_HDD needs k_BHND"),
+        ({"causal": False, "selection": "nearest"}, "causal=False with selection='nearest': only topk"),
+        ({"causal": False, "streaming": True}, "causal=False with streaming=True"),
+        (
+            {"selection": "causal", "k_BHND": torch.ones(1, 1, 13, 4, dtype=torch.float64)},
+            "selection=causal with k_BHND needs key_threshold_HC",
+        ),
+    ],
+)
+def test_refused_with_a_sentence(change: dict[str, Any], message: str) -> None:
+    inputs = leaves(PLAIN)
+    given = {"q_BHND": inputs["q"], "k_BHND": None, "v_BHND": inputs["v"], "centroid_HCD": torch.ones(1, 3, 4)}
+    options = {"window": 4, "selection": "topk", "threshold_HC": torch.zeros(1, 3)}
+    with pytest.raises(ValueError, match=message):
+        routing(**(given | options | change))

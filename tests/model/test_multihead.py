@@ -55,7 +55,14 @@ def test_a_layer_joins_its_heads_in_order() -> None:
     assert isinstance(heads, RoutingHeads)
     store = heads.centroids
     content = routing(
-        q[:, 2:], v[:, 2:], store.centroid_HCD, window=6, selection="causal", threshold_HC=store.threshold_HC, scale=0.5
+        q[:, 2:],
+        None,
+        v[:, 2:],
+        store.centroid_HCD,
+        window=6,
+        selection="causal",
+        threshold_HC=store.threshold_HC,
+        scale=0.5,
     )
     joined = torch.cat([base, content], dim=1).transpose(1, 2).reshape(2, 24, 16)
     torch.testing.assert_close(layer(x_BNE)[0], joined @ layer.out.weight.T)

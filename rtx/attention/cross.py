@@ -1,0 +1,130 @@
+"""Routing between two sequences: queries of one read keys of the other that the same centroid takes (TACL 4.1).
+
+Shapes: B pairs of sequences, H heads, C clusters, N query and M key positions, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rtx.attention.arguments import check_inputs, check_mask, check_positive
+from rtx.attention.clusters import pack
+from rtx.attention.content import masked_scores, members, normalise, without_padding
+from rtx.attention.kmeans import Centroids
+from rtx.attention.separate import attend_lists
+from rtx.attention.weights import logit_scale
+
+
+def cross_routing(
+    q_BHND: Tensor,
+    k_BHMD: Tensor,
+    v_BHMD: Tensor,
+    centroid_HCD: Tensor,
+    *,
+    window: int,
+    context_window: int | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    mask_BN: Tensor | None = None,
+    context_mask_BM: Tensor | None = None,
+) -> Tensor:
+    """Return attention of queries over the keys of another sequence, `[B, H, N, D]`, without a causal mask.
+
+    Each centroid takes its `window` best queries and its `context_window` (unset: `window`) best keys, both after
+    LayerNorm, and a query reads all keys of its cluster. In several clusters it gets the mean; in none, or where the
+    other sequence is all padding, zero.
+
+    Args:
+        q_BHND: queries of one sequence, before normalisation.
+        k_BHMD, v_BHMD: keys (before normalisation) and values of the other sequence, of any length.
+        centroid_HCD: centroids, of any norm.
+        scale: multiplies the logits (default 1 / sqrt(D); Algorithm 1 prints 1).
+        mask_BN, context_mask_BM: true at real positions of the sequence of queries, and of that of keys. Padding is in
+            no cluster, is read by nobody and gets zero.
+
+    Raises:
+        ValueError: shapes, types or devices that differ, or a window below 1.
+    """
+    check_inputs(q_BHND, k_BHMD, v_BHMD, centroid_HCD, window, k_BHMD.shape[-2])
+    context_window = window if context_window is None else context_window
+    check_positive("context_window", context_window)
+    check_mask("mask_BN", mask_BN, len(q_BHND), q_BHND.shape[2], q_BHND)
+    check_mask("context_mask_BM", context_mask_BM, len(q_BHND), k_BHMD.shape[2], q_BHND)
+    q_BHND = normalise(without_padding(q_BHND, mask_BN))
+    k_BHMD = normalise(without_padding(k_BHMD, context_mask_BM))
+    score_BHCN = masked_scores(centroid_HCD, q_BHND, mask_BN)
+    key_score_BHCM = masked_scores(centroid_HCD, k_BHMD, context_mask_BM)
+    return attend_lists(
+        q_BHND.to(v_BHMD.dtype),
+        k_BHMD.to(v_BHMD.dtype),
+        v_BHMD,
+        pack(members(score_BHCN, window, "topk", None, mask_BN)),
+        pack(members(key_score_BHCM, context_window, "topk", None, context_mask_BM)),
+        window=context_window,
+        scale=logit_scale(scale, q_BHND.shape[-1]),
+        causal=False,
+        dropout=dropout,
+    )
+
+
+class CrossRoutingHeads(nn.Module):
+    """H heads of `cross_routing` with their centroids, which count queries and keys both.
+
+    Args:
+        centroids: made with keys="separate"; their window is that of queries.
+        context_window: keys of a cluster; unset: as many as queries.
+        scale: multiplies the logits.
+        dropout: on attention weights, in training.
+
+    Raises:
+        ValueError: centroids with other keys.
+    """
+
+    def __init__(
+        self,
+        centroids: Centroids,
+        *,
+        context_window: int | None = None,
+        scale: float | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if centroids.keys != "separate":
+            raise ValueError(f"centroids with keys={centroids.keys!r}: must be 'separate' for cross-attention")
+        self.centroids = centroids
+        self.context_window, self.scale, self.dropout = context_window, scale, dropout
+
+    def forward(
+        self,
+        q_BHND: Tensor,
+        k_BHMD: Tensor,
+        v_BHMD: Tensor,
+        *,
+        mask_BN: Tensor | None = None,
+        context_mask_BM: Tensor | None = None,
+    ) -> Tensor:
+        """Return what `cross_routing` does; in training, gather the statistics of queries and keys."""
+        out_BHND = cross_routing(
+            q_BHND,
+            k_BHMD,
+            v_BHMD,
+            self.centroids.centroid_HCD,
+            window=self.centroids.window,
+            context_window=self.context_window,
+            scale=self.scale,
+            dropout=self.dropout if self.training else 0.0,
+            mask_BN=mask_BN,
+            context_mask_BM=context_mask_BM,
+        )
+        if self.training:
+            self.observe(q_BHND, k_BHMD, mask_BN, context_mask_BM)
+        return out_BHND
+
+    @torch.no_grad()
+    def observe(self, q_BHND: Tensor, k_BHMD: Tensor, mask_BN: Tensor | None, context_mask_BM: Tensor | None) -> None:
+        """Gather the statistics of a training batch."""
+        q_BHND = normalise(without_padding(q_BHND, mask_BN))
+        k_BHMD = normalise(without_padding(k_BHMD, context_mask_BM))
+        self.centroids.observe(q_BHND, self.centroids.scores(q_BHND), mask_BN)
+        self.centroids.observe_keys(k_BHMD, self.centroids.scores(k_BHMD), context_mask_BM)

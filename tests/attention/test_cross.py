@@ -1,0 +1,96 @@
+"""Queries of one sequence over keys of another of any length, padded or not, against the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from oracle_cases import PLAIN, Case, Leaves, assert_same, cases, leaves, plain_normalise
+from routing_cases import centroids
+
+from rtx.attention import reference
+from rtx.attention.cross import CrossRoutingHeads, cross_routing
+from rtx.attention.kmeans import Centroids, update_centroids
+
+Masks = tuple[torch.Tensor, torch.Tensor]
+
+
+def inputs_of(case: Case, length: int) -> Leaves:
+    """Queries of the case, and keys and values of another length."""
+    context = leaves(case._replace(N=length, seed=case.seed + 1, distances=0))
+    return {"q": leaves(case)["q"], "k": context["k"], "v": context["v"]}
+
+
+def masks(case: Case, length: int) -> Masks:
+    """Masks `[B, N]` and `[B, M]`; the last context may be padding alone."""
+    generator = torch.Generator().manual_seed(case.seed)
+    mask_BN, context_BM = (torch.rand(case.B, n, generator=generator) < 0.7 for n in (case.N, length))
+    if case.seed % 3 == 0:
+        context_BM[-1] = False
+    return mask_BN, context_BM
+
+
+def truth(case: Case, inputs: Leaves, context_window: int, masked: Masks) -> torch.Tensor:
+    """What the oracle says."""
+    outputs = []
+    for b in range(case.B):
+        for h in range(case.H):
+            q_ND, k_MD = plain_normalise(inputs["q"][b, h]), plain_normalise(inputs["k"][b, h])
+            member_CN, key_member_CM = (
+                reference.topk_members((centroids(case)[h] @ x.detach().T).masked_fill(~real, float("-inf")), window)
+                & real
+                for x, real, window in ((q_ND, masked[0][b], case.W), (k_MD, masked[1][b], context_window))
+            )
+            sets = lambda i, m=member_CN, k=key_member_CM: reference.separate_sets(  # noqa: E731
+                i, m, k, context_window, attend_self=True, causal=False
+            )
+            outputs.append(reference.read(q_ND, k_MD, inputs["v"][b, h], sets, case.scale, None))
+    return torch.stack(outputs).unflatten(0, (case.B, case.H))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("case", cases(10))
+def test_oracle(case: Case, masked: bool) -> None:
+    for length, context_window in ((case.N, None), (2 * case.N + 1, 3), (max(1, case.N // 2), case.W + 2)):
+        pair = masks(case, length)
+        seen = pair if masked else (torch.ones_like(pair[0]), torch.ones_like(pair[1]))
+
+        def fast(x: Leaves, pair: Masks = pair, context_window: int | None = context_window) -> torch.Tensor:
+            options: dict[str, Any] = {"mask_BN": pair[0], "context_mask_BM": pair[1]} if masked else {}
+            options |= {"window": case.W, "context_window": context_window, "scale": case.scale}
+            return cross_routing(x["q"], x["k"], x["v"], centroids(case), **options)
+
+        def slow(x: Leaves, seen: Masks = seen, window: int = context_window or case.W) -> torch.Tensor:
+            return truth(case, x, window, seen)
+
+        assert_same(fast, slow, inputs_of(case, length))
+
+
+def test_the_heads_are_the_function_and_count_both_sequences() -> None:
+    case = PLAIN._replace(B=2, H=2)
+    x, (mask_BN, context_BM) = inputs_of(case, 21), masks(case, 21)
+    store = Centroids(2, 3, 4, window=5, length=13, decay=0.9, keys="separate")
+    heads = CrossRoutingHeads(store, context_window=7)
+    before = store.centroid_HCD.clone()
+    given: dict[str, Any] = {"mask_BN": mask_BN, "context_mask_BM": context_BM}
+    out = heads(x["q"], x["k"], x["v"], **given)
+    expected = cross_routing(x["q"], x["k"], x["v"], before, window=5, context_window=7, **given)
+    assert torch.equal(out, expected)
+    assert store.count_HC.sum() == 2 * (mask_BN.sum() + context_BM.sum())
+    update_centroids(heads)
+    assert not torch.equal(store.centroid_HCD, before)
+    heads.eval()(x["q"], x["k"], x["v"])
+    assert all((total == 0).all() for total in store.sums())
+
+
+def test_refusals() -> None:
+    x = inputs_of(PLAIN, 9)
+    centroid_HCD = centroids(PLAIN)
+    with pytest.raises(ValueError, match="context_window=0: must be at least 1"):
+        cross_routing(x["q"], x["k"], x["v"], centroid_HCD, window=4, context_window=0)
+    with pytest.raises(ValueError, match="context_mask_BM has the shape"):
+        mask_BM = torch.ones(1, 13, dtype=torch.bool)
+        cross_routing(x["q"], x["k"], x["v"], centroid_HCD, window=4, context_mask_BM=mask_BM)
+    with pytest.raises(ValueError, match="keys='shared': must be 'separate'"):
+        CrossRoutingHeads(Centroids(1, 3, 4, window=5, length=13, decay=0.9))
