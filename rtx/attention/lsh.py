@@ -179,7 +179,7 @@ def read(
         return out_GQD, out_GQD.new_zeros(out_GQD.shape[:-1])
     logits_GQK = q_GQD @ k_GKD.transpose(-1, -2)
     if relative is not None:
-        row_GQK = relative.clip(distance_GQK)
+        row_GQK = distance_GQK.clamp(0, len(relative.keys_MD) - 1)
         logits_GQK = logits_GQK + (q_GQD @ relative.keys_MD.to(q_GQD.dtype).T).gather(-1, row_GQK)
     logits_GQK = logits_GQK.to(torch.promote_types(logits_GQK.dtype, torch.float32)) * scale
     lowest = torch.finfo(logits_GQK.dtype).min / 2

@@ -154,7 +154,7 @@ def soft_attend(
     if relative is None:
         bias = bias.to(q_GHQD.dtype)
         return F.scaled_dot_product_attention(q_GHQD, k_GHKD, v_GHKD, attn_mask=bias, dropout_p=dropout, scale=scale)
-    rows_QK = relative.clip(distance_QK)
+    rows_QK = distance_QK.clamp(0, len(relative.keys_MD) - 1)
     by_distance_GHQM = q_GHQD @ relative.keys_MD.to(q_GHQD.dtype).T
     logits_GHQK = q_GHQD @ k_GHKD.transpose(-1, -2)
     rows_GHQK = rows_QK.expand_as(logits_GHQK)
