@@ -15,15 +15,18 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from types import FrameType
 
 from rtx import __version__
 from rtx.errors import RunFailed, UserError, nearest
+from rtx.training.signals import EXIT_CODES, INTERRUPTED, PREEMPTED, Stopped, ignore_signals, started_by_another
 
 # Each command is rtx/commands/<word>.py with `main(arguments: list[str]) -> int`.
 COMMANDS = {
     "train": "train a model; every option has a default",
     "resume": "continue a run exactly where it stopped",
     "eval": "score a run on a split, every unit exactly once",
+    "audit": "change the future and see what of the past moves, and its price in bits",
     "sample": "generate from a run",
     "plan": "count parameters, FLOPs and memory of a run, and run nothing",
     "data": "prepare or verify a data set",
@@ -31,17 +34,19 @@ COMMANDS = {
 COMPOSING = ("train", "plan")
 """Commands whose words make a configuration."""
 READING = ("eval", "sample", "resume")
-"""Commands that name a run, and change its configuration for themselves."""
+"""Commands that name a run, and change its configuration for themselves; audit takes runs or a configuration."""
 RUNNING = ("train", "resume")
 """Commands that a scheduler may stop with SIGUSR1 and SIGUSR2 as well."""
 HELP_FLAGS = ("--help", "-h", "help")
-INTERRUPTED = 130
 
 
 def entry() -> None:
     """The `rtx` script and `python -m rtx`."""
-    handle_signals(sys.argv[1:2])
-    sys.exit(main())
+    try:
+        handle_signals(sys.argv[1:2])
+        sys.exit(main())
+    except Stopped as stopped:  # a moment before or after `main`
+        sys.exit(stopped.code)
 
 
 def handle_signals(words: list[str]) -> None:
@@ -49,15 +54,22 @@ def handle_signals(words: list[str]) -> None:
 
     A process that the first one of a run has started leaves them to it from its first moment on.
     """
-    from rtx.training.signals import EXIT_CODES, PREEMPTED, ignore_signals, started_by_another
-
     if started_by_another():
         ignore_signals()
         return
     runs = words and words[0] in RUNNING
     for number, code in EXIT_CODES.items():
         if code == PREEMPTED and (runs or number == signal.SIGTERM):
-            signal.signal(number, lambda *_: sys.exit(PREEMPTED))
+            signal.signal(number, stop)
+
+
+def stop(number: int, frame: FrameType | None) -> None:
+    """Handle a signal that ends the work where it is.
+
+    Raises:
+        Stopped: always.
+    """
+    raise Stopped(PREEMPTED, f"stopped by {signal.Signals(number).name}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,8 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return complain(str(error), 2)
     except RunFailed as error:
         return complain(str(error), 1)
+    except Stopped as stopped:
+        return complain(str(stopped), stopped.code)
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return complain("stopped by SIGINT", INTERRUPTED)
     except Exception as error:
         if isinstance(error, BrokenPipeError) and reader_is_gone():
             return 1
@@ -115,7 +129,7 @@ def check_first(word: str, overrides: list[str]) -> None:
     """Raise `UserError` for a wrong configuration, or for data that are not there, before the imports of the command:
     torch takes seconds.
     """
-    from rtx.commandline.vocabulary import run_folder
+    from rtx.commandline.vocabulary import run_folder, run_folders
     from rtx.compose import compose, load_run_config, merge
 
     if word in COMPOSING:
@@ -124,6 +138,12 @@ def check_first(word: str, overrides: list[str]) -> None:
             from rtx.data.catalog import check_source, data_root
 
             check_source(config.data, data_root())
+    elif word == "audit":
+        folders, own = run_folders(overrides)
+        for folder in folders:
+            merge(load_run_config(folder), own, word)
+        if not folders:
+            compose(own)
     elif word in READING:
         folder, own = run_folder(overrides, word)
         if word == "resume":

@@ -204,7 +204,7 @@ def test_exit_codes_of_signals(number: int, code: int) -> None:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
         assert process.wait(timeout=60) == code
-        assert process.stderr.read() == ""
+        assert process.stderr.read() == f"rtx: stopped by {signal.Signals(number).name}\n"
 
 
 def test_arguments_are_left_whole_for_the_ranks_that_repeat_them(monkeypatch: pytest.MonkeyPatch) -> None:

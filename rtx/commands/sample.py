@@ -13,6 +13,7 @@ from rtx.errors import UserError
 from rtx.model.decoding import generate
 from rtx.report.text import TextStream
 from rtx.training.samples import save_sample
+from rtx.training.signals import INTERRUPTED, Stopped
 from rtx.training.trained import load_trained, run_config
 
 
@@ -38,7 +39,7 @@ def main(arguments: list[str]) -> int:
     stream = TextStream()
     show(stream.feed(tokenizer.decode(prompt[0])))
     generator = torch.Generator().manual_seed(wish.seed)
-    stopped = False
+    stopped = 0
     try:
         with trained.arithmetic():
             for unit_B in generate(
@@ -52,12 +53,14 @@ def main(arguments: list[str]) -> int:
             ):
                 units.append(int(unit_B))
                 show(stream.feed(tokenizer.decode(units[-1:])))
-    except KeyboardInterrupt:
-        stopped = True
+    except (KeyboardInterrupt, Stopped) as stop:
+        stopped = stop.code if isinstance(stop, Stopped) else INTERRUPTED
     show(stream.feed(b"", final=True) + "\n")
     text = tokenizer.decode(prompt[0]) + tokenizer.decode(units)
+    if stopped:
+        print(f"stopped after {len(units):,} of {wish.length:,} units", file=sys.stderr)
     print(save_sample(folder, trained.checkpoint["step"], wish.seed, text), file=sys.stderr)
-    return 130 if stopped else 0
+    return stopped
 
 
 def check_length(config: Config, prompt: int) -> None:

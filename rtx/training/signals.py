@@ -60,7 +60,9 @@ class Signals:
     ends the process where the main thread does not come round to it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, idle: str = "while no step was under way") -> None:
+        self.idle = idle
+        """What to say of the moment when a signal came that ended the work where it was."""
         self.requested = 0
         """Exit code asked for by a signal, or 0."""
         self.name = "a signal"
@@ -114,7 +116,7 @@ class Signals:
         """
         self.holding = False
         if self.requested:
-            raise Stopped(self.requested, f"stopped by {self.name} while no step was under way")
+            raise Stopped(self.requested, f"stopped by {self.name} {self.idle}")
 
     def watch(self) -> None:
         """Acknowledge a first SIGINT; end the process at a second, or if the main thread, free to, does not react."""

@@ -1,0 +1,87 @@
+"""Ctrl-C and SIGTERM at any moment of a command that trains nothing: one line, no traceback, the code of the signal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_runs import Workshop
+
+PAUSE = """
+import importlib, sys, time
+from rtx import cli
+
+def wait(*_, **__):
+    print("ready", flush=True)
+    time.sleep(60)
+
+module, name, *words = sys.argv[1:]
+setattr(importlib.import_module(module), name, wait)
+sys.argv = ["rtx", *words]
+cli.entry()
+"""
+"""Runs a command that stands still where it would call a function."""
+
+
+@pytest.fixture(scope="module")
+def run(workshop: Workshop) -> Path:
+    return workshop.train("run", "trainer.steps=1")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("word", "place", "end"),
+    [
+        ("eval", "load_trained", ""),
+        ("eval", "estimate", " before the first window; nothing is written"),
+        ("sample", "load_trained", ""),
+        ("plan", "cost", ""),
+    ],
+)
+def test_a_stopped_command_says_so_in_a_line(
+    workshop: Workshop, run: Path, word: str, place: str, end: str, number: int, code: int
+) -> None:
+    words = [word] if word == "plan" else [word, str(run)]
+    printed, said, returned = interrupted(workshop, [f"rtx.commands.{word}", place, *words], number)
+    assert (returned, said) == (code, f"rtx: stopped by {signal.Signals(number).name}{end}\n"), printed
+    assert not (run / "eval").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_sample_keeps_what_was_written(workshop: Workshop, run: Path, number: int, code: int) -> None:
+    before = set((run / "samples").iterdir())
+    words = ["rtx.commands.sample", "generate", "sample", str(run), "prompt=abc", "length=50"]
+    printed, said, returned = interrupted(workshop, words, number)
+    assert returned == code and "Traceback" not in said
+    assert "stopped after 0 of 50 units\n" in said
+    (kept,) = set((run / "samples").iterdir()) - before
+    assert kept.read_bytes() == b"abc" and str(kept) in said
+    assert printed == "abc\n"
+
+
+def interrupted(workshop: Workshop, words: list[str], number: int) -> tuple[str, str, int]:
+    """Run a command that waits where it is told to, send the signal there; returns both streams and the exit code."""
+    environment = {**os.environ, **workshop.environment("")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", PAUSE, *words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout is not None
+    printed = ""
+    try:
+        while not (line := process.stdout.readline()).endswith("ready\n"):
+            assert line, process.communicate(timeout=60)[1]
+            printed += line
+        process.send_signal(number)
+        rest, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return printed + line.removesuffix("ready\n") + rest, said, process.returncode
