@@ -159,7 +159,7 @@ def train(
                 hardware=hardware,
                 model=model,
                 batches=batches_left(config, hardware, items, start),
-                validation=Validation(held_out, windows(len(held_out), config.data.length)),
+                validation=Validation(held_out, windows(len(held_out), config.data.length, config.eval.stride)),
                 answers=store.answers,
                 folder=folder,
                 records=records,
@@ -321,7 +321,7 @@ def print_sample(model: Transformer, store: TokenStore, folder: Path, step: int)
     generator = torch.Generator().manual_seed(SAMPLE_SEED)
     empty = torch.empty(1, 0, dtype=torch.int64)
     positions = model.embedding.positions
-    length = SAMPLE_LENGTH if positions is None else min(SAMPLE_LENGTH, len(positions.table_NE))
+    length = SAMPLE_LENGTH if positions is None else min(SAMPLE_LENGTH, positions.length)
     draws = generate(model, empty, length, temperature=SAMPLE_TEMPERATURE, generator=generator)
     text = store.tokenizer.decode([int(unit) for unit in draws])
     print(f"a sample (temperature {SAMPLE_TEMPERATURE}):")

@@ -52,6 +52,18 @@ def test_what_a_run_leaves_and_says(workshop: Workshop, tmp_path: Path) -> None:
     assert "a sample (temperature 0.8):" in said
 
 
+def test_the_score_is_the_one_that_the_protocol_line_tells_of(workshop: Workshop, tmp_path: Path) -> None:
+    run = tmp_path / "cell"
+    said = workshop.command("train", workshop.text, *SHORT, "eval.stride=5", run=run)
+    assert "windows of 32, stride 5, teacher-forced" in " ".join(said.split())
+    workshop.command("eval", str(run), "split=valid", "checkpoint=last")
+    (kept,) = (run / "eval").iterdir()
+    score = json.loads(kept.read_text())
+    assert score["stride"] == 5
+    final = (read_status(run) or {})["final"]
+    assert (final["units"], final["bits"]) == (score["units"], pytest.approx(score["bits_per_byte"], abs=1e-9))
+
+
 SHORT = (
     *("data=text", "data.length=32", "model=tiny", "model.layers=2", "model.hidden=16", "model.heads=2"),
     *("model.ffn_hidden=16", "model.window=8", "routing.heads=1", "routing.layers=1", "routing.window=8"),
