@@ -111,7 +111,7 @@ class Transformer(nn.Module):
     def forward(self, tokens_BN: Tensor, streaming: bool = False) -> tuple[Tensor, Tensor]:
         """Return what predicts each unit, `[B, N, S]`, from the units before it, and the auxiliary loss.
 
-        `streaming`: every decision of a routing head is made from the prefix alone (it matters for top-w only).
+        `streaming`: every choice of keys is made from the prefix alone (it matters for top-w and lsh=reformer).
         """
         x_BNE = self.embedding(tokens_BN)
         total = x_BNE.new_zeros((), dtype=torch.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 
-from rtx.config import Config
+from rtx.config import Config, base_patterns
 
 BAR = 24
 """Characters of the longest bar."""
@@ -24,9 +24,16 @@ ABLATED = {
 
 
 def sees_future(config: Config, mode: str, ablate: str = "none") -> bool:
-    """Tell whether the score of some unit may depend on later units: top-w selection scored in one pass."""
+    """Tell whether the score of some unit may depend on later units: top-w selection or published LSH in one pass."""
     routes = config.routing.heads > 0 and config.routing.layers > 0 and ablate == "none"
-    return routes and config.routing.selection == "topk" and mode == "parallel"
+    looks_ahead = (routes and config.routing.selection == "topk") or (hashes(config) and config.model.lsh == "reformer")
+    return looks_ahead and mode == "parallel"
+
+
+def hashes(config: Config) -> bool:
+    """Tell whether some heads read by hashing."""
+    all_route = config.routing.heads == config.model.heads and config.routing.layers == config.model.layers
+    return "lsh" in base_patterns(config.model) and not all_route
 
 
 def protocol_line(
@@ -38,6 +45,7 @@ def protocol_line(
     mode: str = "parallel",
     partial: bool = False,
     ablate: str = "none",
+    other_data: str = "",
 ) -> str:
     """Return what a likelihood means: split, units scored, context, and whether selection could see the future.
 
@@ -49,15 +57,18 @@ def protocol_line(
         mode: parallel (teacher-forced) or streaming.
         partial: only a sample of the windows was scored.
         ablate: what was done to the routing heads, as eval.ablate.
+        other_data: the name of the data, where the model was not trained on their training split.
     """
     length, stride = config.data.length, config.eval.stride or config.data.length
     how = "streaming" if mode == "streaming" else "teacher-forced"
     routes = config.routing.heads > 0 and config.routing.layers > 0
     selection = f"selection={config.routing.selection}" if routes else "no routing heads"
+    selection += f", lsh={config.model.lsh}" if hashes(config) else ""
     sight = "selection sees the future" if sees_future(config, mode, ablate) else "sees no future"
     sight += f"; ablated: {ABLATED[ablate]}" if ablate != "none" else ""
     scored = f"{units:,} {unit}s each scored once" + (" (a sample of the windows)" if partial else "")
-    return f"bits/{unit} on {split}, {scored}, windows of {length:,}, stride {stride:,}, {how}; {selection}: {sight}"
+    place = f"{split} of other data than the run's ({other_data})" if other_data else split
+    return f"bits/{unit} on {place}, {scored}, windows of {length:,}, stride {stride:,}, {how}; {selection}: {sight}"
 
 
 def comparison(bits: float, unit: str, baselines: Mapping[str, float]) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from rtx.analysis.cost import cost, fixed_pairs, memory, strided_pairs, triangle, window_pairs
+from rtx.analysis.cost import cost, fixed_pairs, memory, pairs, selection, strided_pairs, triangle, window_pairs
 from rtx.attention import reference
 from rtx.checks import resolve
 from rtx.compose import compose
@@ -66,3 +66,12 @@ def test_recomputation_trades_memory_for_operations() -> None:
     kept, dropped = (memory(config, cost(config, 256), 1, 256)["activations"] for config in (plain, again))
     assert dropped < kept / 5
     assert cost(again, 256).step(again) > cost(plain, 256).step(plain)
+
+
+def test_hashing_heads_cost_their_rounds() -> None:
+    model = dataclasses.replace(SMALL.model, base="lsh", hash_rounds=3, hash_buckets=8)
+    hashing = dataclasses.replace(SMALL, model=model, routing=RoutingConfig(heads=0, layers=0, window=8))
+    # 8 buckets of 4 positions: all pairs of a bucket are inside the window of 4.
+    assert pairs("lsh", hashing) == 3 * 8 * triangle(4)
+    assert selection("lsh", hashing) == 3 * 2 * 8 * 4 * 32
+    assert pairs("adaptive_span", hashing) == window_pairs(32, 4)

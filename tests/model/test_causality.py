@@ -36,6 +36,13 @@ def test_top_w_sees_the_future_unless_it_streams(positions: str) -> None:
     assert max(moves(True, selection="topk", positions=positions)) <= 1e-12
 
 
+def test_published_hashing_sees_the_future_unless_it_streams() -> None:
+    kind: dict[str, Any] = {"base": "lsh", "lsh": "reformer", "hash_rounds": 2, "hash_buckets": 4}
+    assert max(moves(**kind)) > 1e-3
+    assert max(moves(True, **kind)) <= 1e-12
+    assert max(moves(**(kind | {"lsh": "causal"}))) <= 1e-12
+
+
 @pytest.mark.parametrize("selection", ["causal", "random"])
 def test_it_holds_in_training_too(selection: str) -> None:
     model = tiny_model(length=44, selection=selection).train()

@@ -32,6 +32,15 @@ def test_streaming_equals_parallel(selection: str, positions: str, norm: str, ba
     torch.testing.assert_close(streamed_nats(model, tokens_BN), expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("variant", ["causal", "reformer"])
+def test_streaming_of_hashing_heads(variant: str, rounds: int) -> None:
+    model = tiny_model(base="lsh", lsh=variant, hash_rounds=rounds, hash_buckets=4, window=6)
+    with torch.no_grad():
+        expected, _ = model.loss(tokens(), streaming=True)
+    torch.testing.assert_close(streamed_nats(model, tokens()), expected, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.parametrize("logit_scale", ["none", "sqrt_d"])
 def test_streaming_without_reading_oneself(selection: str, logit_scale: str) -> None:
