@@ -7,7 +7,7 @@ from rtx.attention.hashing import rotations
 from rtx.attention.kmeans import Centroids, update_centroids
 from rtx.attention.local import local
 from rtx.attention.lsh import LshHeads, lsh
-from rtx.attention.random import RandomHeads
+from rtx.attention.random import RandomHeads, random
 from rtx.attention.routing import RoutingHeads, routing
 from rtx.attention.span import SpanHeads, adaptive_span
 from rtx.attention.strided import StridedHeads, strided
@@ -29,6 +29,7 @@ __all__ = [
     "full",
     "local",
     "lsh",
+    "random",
     "rotations",
     "routing",
     "strided",

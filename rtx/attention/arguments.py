@@ -26,21 +26,27 @@ def check_shape(name: str, x: Tensor | None, shape: tuple[int, ...], like: Tenso
         raise ValueError(f"{name} is on {x.device}: must be on {like.device}, where q_BHND is")
 
 
-def check_inputs(
-    q_BHND: Tensor, k_BHMD: Tensor | None, v_BHMD: Tensor, centroid_HCD: Tensor, window: int, positions: int
-) -> None:
-    """Refuse queries, keys, values and centroids that do not go together; keys and values have `positions`."""
+def check_queries(q_BHND: Tensor, k_BHMD: Tensor | None, v_BHMD: Tensor, window: int, positions: int) -> None:
+    """Refuse queries, keys and values that do not go together; keys and values have `positions`."""
     if q_BHND.dim() != 4 or not q_BHND.is_floating_point():
         raise ValueError(f"q_BHND is {tuple(q_BHND.shape)} of {q_BHND.dtype}: must be [B, H, N, D] of a float type")
     B, H, _, D = q_BHND.shape
     check_shape("k_BHND", k_BHMD, (B, H, positions, D), q_BHND)
     check_shape("v_BHND", v_BHMD, (B, H, positions, v_BHMD.shape[-1]), q_BHND)
-    clusters = centroid_HCD.shape[1] if centroid_HCD.dim() == 3 else 0
-    check_shape("centroid_HCD", centroid_HCD, (H, max(clusters, 1), D), q_BHND)
     for name, x in (("k_BHND", k_BHMD), ("v_BHND", v_BHMD)):
         if x is not None and x.dtype != q_BHND.dtype:
             raise ValueError(f"{name} is of {x.dtype}: must be of {q_BHND.dtype}, as q_BHND is")
     check_positive("window", window)
+
+
+def check_inputs(
+    q_BHND: Tensor, k_BHMD: Tensor | None, v_BHMD: Tensor, centroid_HCD: Tensor, window: int, positions: int
+) -> None:
+    """As `check_queries`, with centroids."""
+    check_queries(q_BHND, k_BHMD, v_BHMD, window, positions)
+    clusters = centroid_HCD.shape[1] if centroid_HCD.dim() == 3 else 0
+    shape = (q_BHND.shape[1], max(clusters, 1), q_BHND.shape[-1])
+    check_shape("centroid_HCD", centroid_HCD, shape, q_BHND)
 
 
 def check_positive(name: str, value: int) -> None:

@@ -5,12 +5,53 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rtx.attention.arguments import check_mask, check_positive, check_queries
 from rtx.attention.clusters import attend_members, pack
 from rtx.attention.content import normalise, without_padding
 from rtx.attention.heads import Heads, Rotate, turn_step
 from rtx.attention.selection import random_members
 from rtx.attention.state import ClusterState
-from rtx.attention.weights import Distances
+from rtx.attention.weights import Distances, logit_scale
+
+
+def random(
+    q_BHND: Tensor,
+    k_BHND: Tensor | None,
+    v_BHND: Tensor,
+    *,
+    clusters: int,
+    window: int,
+    seed: int,
+    scale: float | None = None,
+    attend_self: bool = True,
+    dropout: float = 0.0,
+    relative: Distances | None = None,
+    slot_distance: bool = False,
+    mask_BN: Tensor | None = None,
+) -> Tensor:
+    """Return attention inside clusters of `window` random positions each, `[B, H, N, D]`; strictly causal.
+
+    Memberships are a function of (seed, head, `clusters`, `window`, N) alone. Queries and keys are normalised as in
+    `rtx.attention.routing`, and `scale`, `attend_self`, `dropout`, `relative`, `slot_distance` and `mask_BN` are as
+    there. Without keys the queries stand for them.
+
+    Raises:
+        ValueError: fewer than one cluster or window, or shapes that differ.
+    """
+    check_positive("clusters", clusters)
+    check_queries(q_BHND, k_BHND, v_BHND, window, q_BHND.shape[-2])
+    check_mask("mask_BN", mask_BN, len(q_BHND), q_BHND.shape[2], q_BHND)
+    options = {"scale": logit_scale(scale, q_BHND.shape[-1]), "attend_self": attend_self, "dropout": dropout}
+    heads = RandomHeads(
+        q_BHND.shape[1],
+        clusters,
+        window=window,
+        length=max(1, q_BHND.shape[2]),
+        seed=seed,
+        slot_distance=slot_distance,
+        **options,
+    ).to(q_BHND.device)
+    return heads(q_BHND, k_BHND, v_BHND, relative=relative, mask_BN=mask_BN)[0]
 
 
 class RandomHeads(Heads):

@@ -7,9 +7,10 @@ from functools import partial
 import pytest
 import torch
 from oracle_cases import PLAIN, Case, Leaves, assert_same, cases, leaves, oracle, plain_normalise, tables
+from padding_cases import padding
 
 from rtx.attention import reference
-from rtx.attention.random import RandomHeads
+from rtx.attention.random import RandomHeads, random
 from rtx.attention.selection import random_members
 from rtx.model.positions import Rotary
 
@@ -62,6 +63,35 @@ def test_streaming(case: Case) -> None:
     torch.testing.assert_close(torch.stack(steps, 2), expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize("case", cases(5))
+def test_padding_own_keys_and_slot_distances(case: Case, slots: bool) -> None:
+    mask_BN, rotary = padding(case), Rotary(case.D)
+    heads = make(case, case.N)
+    heads.slot_distance = slots
+
+    def fast(x: Leaves) -> torch.Tensor:
+        rotate = rotary if case.rotary else None
+        return heads(x["q"], x["k"], x["v"], rotate=rotate, relative=tables(x), mask_BN=mask_BN)[0]
+
+    def slow(x: Leaves) -> torch.Tensor:
+        outputs = []
+        for b in range(case.B):
+            for h in range(case.H):
+                q_ND, k_ND = (plain_normalise(x[name][b, h]) for name in "qk")
+                if case.rotary:
+                    q_ND, k_ND = rotary(q_ND), rotary(k_ND)
+                member_CN = heads.member_HCN[h] & mask_BN[b]
+                rule = {"window": case.W, "attend_self": case.attend_self}
+                sets = partial(reference.cluster_sets, member_CN=member_CN, **rule)
+                far = partial(reference.cluster_slots, member_CN=member_CN, key_member_CN=member_CN, **rule)
+                v_ND, distances = x["v"][b, h], far if slots else None
+                outputs.append(reference.read(q_ND, k_ND, v_ND, sets, case.scale, tables(x), distances))
+        return torch.stack(outputs).unflatten(0, (case.B, case.H))
+
+    assert_same(fast, slow, leaves(case))
+
+
 def test_memberships_are_a_function_of_seed_head_and_length() -> None:
     member_HCN = random_members(3, 4, 40, 10, seed=9)
     assert torch.equal(member_HCN, random_members(3, 4, 40, 10, seed=9))
@@ -69,6 +99,17 @@ def test_memberships_are_a_function_of_seed_head_and_length() -> None:
     assert torch.equal(member_HCN[:2], random_members(2, 4, 40, 10, seed=9))
     assert not torch.equal(member_HCN, random_members(3, 4, 40, 10, seed=10))
     assert not torch.equal(member_HCN[0], member_HCN[1])
+
+
+def test_the_function_is_the_heads() -> None:
+    case = PLAIN._replace(B=2, H=2, N=30, distances=6)
+    x, mask_BN = leaves(case), padding(case._replace(seed=1))
+    given = {"relative": tables(x), "mask_BN": mask_BN}
+    expected = make(case, 30)(x["q"], None, x["v"], **given)[0]
+    options = {"clusters": case.C, "window": case.W, "seed": 5, "scale": case.scale}
+    assert torch.equal(random(x["q"], None, x["v"], **options, **given), expected)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="clusters=0: must be at least 1"):
+        random(x["q"], None, x["v"], clusters=0, window=4, seed=1)
 
 
 def test_memberships_leave_the_global_generator_alone_and_are_not_saved() -> None:

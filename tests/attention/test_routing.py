@@ -62,6 +62,21 @@ def test_what_stands_in_padding_goes_nowhere(selection: str, keys: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("keys", ["shared", "separate", "projected"])
+@pytest.mark.parametrize("selection", ["topk", "causal", "nearest"])
+def test_narrow_types_stay_close_and_finite(selection: str, keys: str, dtype: torch.dtype) -> None:
+    case, how = PLAIN._replace(B=2, H=2, N=40, C=4, D=8, W=8), How(selection, keys, level="half", masked=True)
+    narrow = {name: x.to(dtype).requires_grad_() for name, x in leaves(case).items()}
+    out_BHND = fast(case, narrow, how)
+    out_BHND.float().square().sum().backward()
+    # The same rounded inputs: memberships are chosen in float32 whatever the type.
+    expected = fast(case, {name: x.detach().double() for name, x in narrow.items()}, how)
+    assert out_BHND.dtype == dtype
+    torch.testing.assert_close(out_BHND.double(), expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05)
+    assert all(x.grad is None or x.grad.isfinite().all() for x in narrow.values())
+
+
 def test_no_members_at_all_gives_zero() -> None:
     inputs = leaves(PLAIN)
     assert torch.equal(fast(PLAIN, inputs, How("causal", level="none")), torch.zeros_like(inputs["v"]))
