@@ -40,6 +40,7 @@ def test_angles_are_exact_whatever_the_precision_around_them(kind: torch.dtype) 
 
 def test_learned_positions_end() -> None:
     positions = LearnedPositions(10, 4)
+    assert positions.length == 10
     assert torch.equal(positions(7, 3), positions.table_NE[7:])
     with pytest.raises(ValueError, match=r"position 10: learned positions cover 0 to 9 \(data.length\)"):
         positions(7, 4)
@@ -58,6 +59,7 @@ def test_axial_positions_add_up_one_vector_for_each_axis() -> None:
 def test_axial_positions_are_as_large_as_learned_ones_and_end() -> None:
     torch.manual_seed(0)
     positions = AxialPositions((16, 16, 3), 400)
+    assert positions.length == 768
     assert abs(float(positions(0, 768).detach().std()) - 0.02) < 0.001
     with pytest.raises(ValueError, match=r"position 768: learned positions cover 0 to 767 \(data.length\)"):
         positions(768, 1)

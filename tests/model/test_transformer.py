@@ -10,6 +10,7 @@ import torch
 from tiny_models import KINDS, POSITIONS, SELECTIONS, gradients, tiny_config, tiny_model, tokens
 from torch import Tensor
 
+from rtx.attention.fixed import fixed
 from rtx.attention.kmeans import all_centroids, initialise_from_data, update_centroids
 from rtx.attention.routing import RoutingHeads
 from rtx.model.block import Block, FeedForward
@@ -199,6 +200,21 @@ def test_bfloat16(selection: str, positions: str) -> None:
     (nats_BN.mean() + auxiliary).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     assert float(nats_BN.mean().detach()) == pytest.approx(exact, rel=0.05)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_recomputation_of_heads_that_recompute(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, again = (
+        tiny_model(base="fixed", routing_layers=0, attention_dropout=dropout, recompute=recompute).train()
+        for recompute in (False, True)
+    )
+    torch.manual_seed(0)
+    expected = gradients(plain, tokens())
+    monkeypatch.setitem(fixed.__globals__, "KEPT", 0)
+    torch.manual_seed(0)
+    found = gradients(again, tokens())
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("positions", ["axial", "learned", "none"])
