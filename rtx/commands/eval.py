@@ -69,9 +69,14 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def is_own(store: Store, trained: Trained) -> bool:
+    """Tell whether the data are those that the run was trained on."""
+    return trained.checkpoint["data"]["fingerprint"] == store.fingerprint
+
+
 def check_fingerprint(store: Store, trained: Trained) -> None:
     """Say so where the data are not those of the run (the standard library of another Python, say)."""
-    if trained.checkpoint["data"]["fingerprint"] != store.fingerprint:
+    if not is_own(store, trained):
         print(
             f"note: these are not the data of the run: {store.name} has fingerprint {store.fingerprint}, the run "
             f"{trained.checkpoint['data']['fingerprint']}; parts of this split may have been trained on"
@@ -129,8 +134,13 @@ def record(
     """Return everything that the number means."""
     config = trained.config
     wish = config.eval
+    own = is_own(store, trained)
     protocol = protocol_line(
-        config, wish.split, store.unit, score.units, mode=wish.mode, partial=partial, ablate=wish.ablate
+        *(config, wish.split, store.unit, score.units),
+        mode=wish.mode,
+        partial=partial,
+        ablate=wish.ablate,
+        other_data="" if own else store.name,
     )
     answers = {} if score.accuracy is None else {"accuracy": score.accuracy, "chance": 1 / config.data.values}
     return {
@@ -142,6 +152,7 @@ def record(
         "split_units": split_units,
         "windows": count,
         "partial": partial,
+        "seed": config.seed if partial else None,
         "split": wish.split,
         "mode": wish.mode,
         "ablate": wish.ablate,
@@ -151,7 +162,9 @@ def record(
         "protocol": protocol,
         "checkpoint": {"name": trained.name, "step": trained.checkpoint["step"]},
         "data": store.describe(),
+        "own_data": own,
         "precision": config.hardware.precision,
+        "own_precision": trained.checkpoint["config"]["hardware"]["precision"],
         "accelerator": trained.hardware.accelerator,
         "seconds": seconds,
         "time": utc_now(),
@@ -159,10 +172,15 @@ def record(
 
 
 def result_path(folder: Path, result: dict[str, Any]) -> Path:
-    """Return where a result is kept: what was scored and how, so that no other protocol or checkpoint replaces it."""
+    """Return where a result is kept: what was scored and how, so that no other protocol or checkpoint replaces it.
+
+    What is not the run's own (data, precision) stands in the name, and so does the seed of a sample of the windows.
+    """
     checkpoint = result["checkpoint"]
     parts = [result["split"], result["mode"], f"N{result['length']}", f"stride{result['stride']}"]
-    parts += [f"{result['windows']}windows"] if result["partial"] else []
+    parts += [f"{result['windows']}windows-seed{result['seed']}"] if result["partial"] else []
+    parts += [] if result["own_data"] else [f"{result['data']['name']}_{result['data']['fingerprint'][:8]}"]
+    parts += [result["precision"]] if result["precision"] != result["own_precision"] else []
     parts += [f"ablate_{result['ablate']}"] if result["ablate"] != "none" else []
     parts += [f"{checkpoint['name']}-step{checkpoint['step']}"]
     return folder / "eval" / ("-".join(parts) + ".json")

@@ -125,13 +125,25 @@ def test_a_fallback_is_named_for_what_it_is(causal_run: Path) -> None:
 
 def test_results_of_other_protocols_do_not_replace_each_other(causal_run: Path) -> None:
     folder = causal_run.parents[2]
-    for overrides in ((), ("stride=7",), ("data.length=16",), ("limit=2",), ("limit=3",), ("checkpoint=last",)):
+    others = [folder / "second.txt", folder / "third.txt"]
+    for number, other in enumerate(others):
+        other.write_bytes(bytes([97 + number]) * 1_500)
+    protocols = (
+        *((), ("stride=7",), ("data.length=16",), ("limit=2",), ("limit=3",), ("checkpoint=last",)),
+        *(("limit=2", "seed=1"), ("hardware.precision=fp64",)),
+        *((f"data.path={other}",) for other in others),
+    )
+    for overrides in protocols:
         rtx(folder, "eval", str(causal_run), *overrides)
     results = sorted(causal_run.glob("eval/*.json"))
-    assert len(results) == 6
+    assert len(results) == len(protocols)
+    foreign = 0
     for path in results:
-        json.loads(path.read_text(), parse_constant=pytest.fail)
+        result = json.loads(path.read_text(), parse_constant=pytest.fail)
+        assert ("of other data than the run's" in result["protocol"]) == (not result["own_data"])
+        foreign += not result["own_data"]
         path.unlink()
+    assert foreign == len(others)
 
 
 def test_mistakes_are_told_in_a_line(causal_run: Path, tmp_path: Path) -> None:
