@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from oracle_cases import PLAIN, Case, assert_same, cases, leaves
+from padding_cases import padding
 from routing_cases import How, fast, truth
 
 from rtx.attention.clusters import pack
-from rtx.attention.kmeans import orthonormal
+from rtx.attention.kmeans import Centroids, orthonormal
+from rtx.attention.routing import RoutingHeads, normalise, routing
 from rtx.attention.separate import attend_lists, blocks, readers
 
 HOWS = [
@@ -82,6 +86,55 @@ def test_work_follows_the_counts() -> None:
     assert sum(int(block.real_GQ.sum()) for block in forms) == len(read.row_P)
     scores = sum(block.query_GQ.shape[1] * block.key_GK.numel() for block in forms)
     assert scores < 4 * window * len(read.row_P)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("keys", ["separate", "projected"])
+@pytest.mark.parametrize("selection", ["topk", "causal", "nearest"])
+def test_the_heads_are_the_function(selection: str, keys: str, causal: bool) -> None:
+    case = PLAIN._replace(B=2, H=2, attend_self=False)
+    x, mask_BN = leaves(case), padding(case)
+    store = Centroids(2, 3, 4, window=5, length=13, decay=0.9, thresholds=True, keys=keys)
+    options: dict[str, Any] = {"selection": selection, "attend_self": False, "causal": causal}
+    if not causal and selection != "topk":
+        with pytest.raises(ValueError, match="only topk has a meaning without a causal mask"):
+            RoutingHeads(store, scale=0.5, **options)
+        return
+    heads = RoutingHeads(store, scale=0.5, **options).eval()
+    options |= {"threshold_HC": store.threshold_HC, "key_threshold_HC": store.key_threshold_HC, "mask_BN": mask_BN}
+    options["projection_HDD"] = store.projection_HDD
+    expected = routing(x["q"], x["k"], x["v"], store.centroid_HCD, window=5, **options)
+    torch.testing.assert_close(heads(x["q"], x["k"], x["v"], mask_BN=mask_BN)[0], expected, rtol=1e-12, atol=0)
+    if not causal:
+        with pytest.raises(ValueError, match="a stream has no later positions"):
+            heads.start()
+
+
+def test_commitment_pulls_queries_and_keys() -> None:
+    x = leaves(PLAIN)
+    q_BHND, k_BHND = x["q"].requires_grad_(), x["k"].requires_grad_()
+    store = Centroids(1, 3, 4, window=5, length=13, decay=0.9, keys="separate")
+    _, loss = RoutingHeads(store, selection="topk", scale=1.0, commitment=0.25)(q_BHND, k_BHND, x["v"])
+    terms = []
+    for x_ND in (normalise(q_BHND)[0, 0], normalise(k_BHND)[0, 0]):
+        nearest_N = (x_ND @ store.centroid_HCD[0].double().T).argmax(-1)
+        terms.append((x_ND - store.centroid_HCD[0].double()[nearest_N]).square())
+    expected = 0.25 * torch.cat(terms).mean()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    gradients = [torch.autograd.grad(value, (q_BHND, k_BHND), retain_graph=True) for value in (loss, expected)]
+    for found, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9)
+
+
+def test_data_starts_the_centroids_of_projected_keys() -> None:
+    x = leaves(PLAIN)
+    store = Centroids(1, 3, 4, window=5, length=13, decay=0.9, keys="projected", thresholds=True)
+    store.seed_with_next = True
+    before = store.centroid_HCD.clone()
+    heads = RoutingHeads(store, selection="causal", scale=1.0).eval()
+    first = heads(x["q"], x["k"], x["v"])[0]
+    assert not torch.equal(before, store.centroid_HCD) and not store.seed_with_next
+    assert torch.equal(first, heads(x["q"], x["k"], x["v"])[0]), "the centroids of data route their own sequence"
 
 
 def test_the_projection_is_orthonormal() -> None:
