@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -183,10 +184,20 @@ def merge(config: Config, overrides: Iterable[str], command: str = "resume") -> 
 def config_hash(config: Config) -> str:
     """Return 12 hexadecimal digits that two configurations share exactly where all that can change results is equal.
 
-    The run's name, the preset's name, the logger and the number of loading processes are left out.
+    The run's name, the preset's name, the logger and the number of loading processes are left out. A path counts from
+    the current folder: the same words in another folder may mean other files.
     """
+    config = with_absolute_path(config)
     values = {key: get(config, key) for key in all_fields() if key not in NAMELIKE and not key.startswith("logger.")}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def with_absolute_path(config: Config) -> Config:
+    """Return a configuration whose data.path means the same from any folder."""
+    if config.data.path is None:
+        return config
+    path = os.path.abspath(os.path.expanduser(config.data.path))
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, path=path))
 
 
 def get(config: Config, key: str) -> Any:

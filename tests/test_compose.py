@@ -211,5 +211,15 @@ def test_the_hash_tells_cells_apart_by_what_changes_results(default: Any) -> Non
     assert len(seen) == 6
 
 
+def test_the_hash_knows_the_folder_that_a_path_counts_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        seen.add(config_hash(compose(["data=text", "data.path=book.txt"])))
+    assert len(seen) == 2
+    assert config_hash(compose(["data=text", f"data.path={tmp_path}/other/book.txt"])) in seen
+
+
 def test_get_reaches_every_key(default: Any) -> None:
     assert {key: get(default, key) for key in all_fields()}["optimizer.beta2"] == default.optimizer.beta2

@@ -9,6 +9,7 @@ the first one starts.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -23,8 +24,8 @@ from hydra.core.override_parser.types import Quote, QuotedString
 
 from rtx.commandline.overrides import Checked, cells, check_overrides
 from rtx.compose import CONFIG_NAME, compose_checked, config_hash, hydra_session
-from rtx.config import Config
-from rtx.errors import UserError
+from rtx.config import Config, DataConfig
+from rtx.errors import RunFailed, UserError
 from rtx.training.status import read_status
 
 RUN_VARIABLE = "RTX_RUN"
@@ -42,11 +43,12 @@ STOPPING: dict[int, int] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a sweep: its place in the order, its overrides, and its folder."""
+    """One run of a sweep: its place in the order, its overrides, its folder, and its data."""
 
     number: int
     overrides: tuple[str, ...]
     folder: Path
+    data: DataConfig
 
     def title(self, keys: Sequence[str]) -> str:
         """Return the overrides of the given keys, as a user would write them."""
@@ -131,7 +133,7 @@ def in_folders(configs: list[tuple[list[str], Config]], swept: Sequence[str]) ->
         if folder in laid_out:
             same = f"cells {laid_out[folder].number} and {number} are the same run"
             raise UserError(f"{same} ({written(overrides, swept)}); list values that change the result")
-        laid_out[folder] = Cell(number, tuple(overrides), folder)
+        laid_out[folder] = Cell(number, tuple(overrides), folder, config.data)
     return list(laid_out.values())
 
 
@@ -164,6 +166,10 @@ def run_cell(word: str, cell: Cell, title: str, child: Child) -> Outcome:
     if child.stopped_by:
         return Outcome(cell.number, None, "not started")
     if (read_status(cell.folder) or {}).get("state") == "done":
+        if data_changed(cell):
+            advice = "move it away, or give the sweep another name=, to run the cell anew"
+            print(f"\n{title}\n{cell.folder} was done with other data than are there now; {advice}", flush=True)
+            return Outcome(cell.number, 2, "other data")
         print(f"\n{title}\nwas done before: {cell.folder}", flush=True)
         return Outcome(cell.number, 0, "done before")
     print(f"\n{title}", flush=True)
@@ -171,6 +177,17 @@ def run_cell(word: str, cell: Cell, title: str, child: Child) -> Outcome:
     command = ["resume", str(cell.folder)] if begun else [word, *cell.overrides]
     code = child.run([sys.executable, "-m", "rtx", *command], {RUN_VARIABLE: str(cell.folder)})
     return Outcome(cell.number, code, ending(code, (read_status(cell.folder) or {}).get("state")))
+
+
+def data_changed(cell: Cell) -> bool:
+    """Tell whether the data of a finished cell are no longer those it was trained on; False where nobody can tell."""
+    from rtx.data.catalog import data_root, open_data
+
+    try:
+        before = json.loads((cell.folder / "environment.json").read_text())["data"]["fingerprint"]
+        return open_data(cell.data, data_root()).fingerprint != before
+    except (OSError, ValueError, KeyError, TypeError, UserError, RunFailed):
+        return False
 
 
 def ending(code: int, state: str | None) -> str:

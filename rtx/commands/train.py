@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -15,7 +14,7 @@ import torch
 
 from rtx.analysis.telemetry import read_telemetry
 from rtx.attention.kmeans import initialise_from_data
-from rtx.compose import compose, to_dict, to_yaml
+from rtx.compose import compose, to_dict, to_yaml, with_absolute_path
 from rtx.config import Config
 from rtx.data.baselines import baselines
 from rtx.data.catalog import Store, data_root, open_data
@@ -273,16 +272,6 @@ def check_data(store: Store, start: Checkpoint, force: bool, say: Callable[[str]
     if not force:
         raise UserError(f"{message}; force=true goes on all the same (the run is then no longer exact)")
     say(f"{message}: no longer exact")
-
-
-def with_absolute_path(config: Config) -> Config:
-    """Return a configuration whose data.path means the same from any folder."""
-    path = config.data.path
-    if path is None:
-        return config
-    return dataclasses.replace(
-        config, data=dataclasses.replace(config.data, path=os.path.abspath(os.path.expanduser(path)))
-    )
 
 
 def opening_line(config: Config, hardware: Hardware, store: Store, model: Transformer) -> str:

@@ -206,6 +206,13 @@ def test_real_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyte
     folders = sorted((tmp_path / "outputs" / "rtx").glob("*/config.yaml"))
     assert len(folders) == 2
     assert "1     seed=1     done   0" in capfd.readouterr().out
+    assert cli.main(["train", "-m", "seed=1,2", *arguments]) == 0
+    assert "1     seed=1     done before  0" in capfd.readouterr().out
+    (tmp_path / "book.txt").write_bytes(bytes(range(126, 31, -1)) * 100)
+    assert cli.main(["train", "-m", "seed=1,2", *arguments]) == 1
+    said = capfd.readouterr().out
+    assert f"{folders[0].parent} was done with other data than are there now" in said
+    assert "1     seed=1     other data  2" in said
     assert not (tmp_path / "multirun").exists()
 
 
