@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rtx.attention.arguments import check_mask, check_shape
 from rtx.attention.clusters import attend_members, take
 from rtx.attention.hashing import (
     LONGEST,
@@ -67,9 +68,11 @@ def lsh(
         mask_BN: true at real positions; padding is not read, and its own output is zero.
 
     Raises:
-        ValueError: an unknown variant, a window below 1, or rotations that do not fit the heads.
+        ValueError: an unknown variant, a window below 1, or rotations, values or a mask that do not fit the queries.
     """
     check(variant, window, rotation_HTDF, q_BHND)
+    check_shape("v_BHND", v_BHND, (*q_BHND.shape[:3], v_BHND.shape[-1]), q_BHND)
+    check_mask("mask_BN", mask_BN, q_BHND.shape[0], q_BHND.shape[2], q_BHND)
     if mask_BN is not None:
         q_BHND, v_BHND = (x.masked_fill(~mask_BN[:, None, :, None], 0) for x in (q_BHND, v_BHND))
     bucket_TBHN = hash_positions(q_BHND, rotation_HTDF)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rtx.attention.arguments import check_mask, check_shape
 from rtx.attention.heads import Heads, Rotate, turn_step
 from rtx.attention.weights import Distances, logit_scale
 
@@ -51,9 +52,13 @@ def adaptive_span(
     longest span is read back from the device once a call.
 
     Raises:
-        ValueError: window or ramp below 1, or spans that are not one for each head.
+        ValueError: window or ramp below 1, spans that are not one for each head, or keys, values or a mask that do not
+            fit the queries.
     """
     check(window, ramp, span_H, q_BHND.shape[1])
+    check_shape("k_BHND", k_BHND, tuple(q_BHND.shape), q_BHND)
+    check_shape("v_BHND", v_BHND, (*q_BHND.shape[:3], v_BHND.shape[-1]), q_BHND)
+    check_mask("mask_BN", mask_BN, q_BHND.shape[0], q_BHND.shape[2], q_BHND)
     scale = logit_scale(scale, q_BHND.shape[-1])
     B, H, N = q_BHND.shape[:3]
     if not B * H * N:

@@ -228,5 +228,9 @@ def test_what_is_refused() -> None:
         lsh(x, x, turns(LONG, 1), window=0)
     with pytest.raises(ValueError, match="rotation_HTDF has the shape"):
         lsh(x, x, turns(LONG, 1)[:1], window=3)
+    with pytest.raises(ValueError, match="v_BHND has the shape"):
+        lsh(x, x[:, :, :3], turns(LONG, 1), window=3)
+    with pytest.raises(ValueError, match="mask_BN has the shape"):
+        lsh(x, x, turns(LONG, 1), window=3, mask_BN=torch.ones(2, 5, dtype=torch.bool))
     with pytest.raises(ValueError, match="buckets=5: must be even"):
         rotations(2, 1, 4, 5, seed=0)
