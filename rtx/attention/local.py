@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention.heads import Heads, Rotate, turn_step
+from rtx.attention.shaw import Band
 from rtx.attention.weights import Distances, attend, logit_scale
 
 
@@ -48,7 +49,7 @@ def local(
         first_q, other_q = q_XGQD.split([1, q_XGQD.shape[1] - 1], dim=1)
         (first_k, other_k), (first_v, other_v) = WithPrevious.apply(k_XGQD), WithPrevious.apply(v_XGQD)
         first = read(first_q, first_k, first_v, mask_QK=first_mask, distance_QK=own_QQ)
-        others = read(other_q, other_k, other_v, mask_QK=band_QK, distance_QK=distance_QK)
+        others = read(other_q, other_k, other_v, mask_QK=band_QK, distance_QK=Band(window))
         out_XGQD = torch.cat([first, others], dim=1)
     return out_XGQD.flatten(1, 2)[:, :N].unflatten(0, (B, H))
 

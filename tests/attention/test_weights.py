@@ -6,27 +6,59 @@ import pytest
 import torch
 from oracle_cases import PLAIN, leaves, qkv, tables
 
+import rtx.attention.chunked
 from rtx.attention.full import full
 from rtx.attention.local import local
-from rtx.attention.weights import Distances, attend, softmax_weights
+from rtx.attention.shaw import Band, Dense, Distances, Sorted
+
+RULES = {
+    "band": Band(6),
+    "sorted": Sorted(torch.arange(6).expand(3, 6) + 6, torch.arange(12).expand(3, 12)),
+}
 
 
-def test_weights_are_those_of_attend() -> None:
-    x = leaves(PLAIN._replace(distances=5))
-    distance_QK = torch.arange(13)[:, None] - torch.arange(13)[None]
-    mask_QK = (distance_QK >= 0) & (distance_QK != 2)
-    weights = softmax_weights(x["q"], x["k"], 0.5, mask_QK)
-    assert (weights[..., ~mask_QK] == 0).all()
-    torch.testing.assert_close(weights @ x["v"], attend(x["q"], x["k"], x["v"], 0.5, mask_QK=mask_QK))
-    relative = tables(x)
-    assert relative is not None
-    weights = softmax_weights(x["q"], x["k"], 0.5, None, relative, distance_QK)
-    torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
+@pytest.mark.parametrize("name", list(RULES))
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 9])
+def test_rules_agree_with_distances_written_down(name: str, count: int) -> None:
+    distance_QK = torch.arange(6)[:, None] + 6 - torch.arange(12)[None]
+    seen_QK = (distance_QK >= 0) & (distance_QK < 6)
+    dense, rule, part = Dense(distance_QK.expand(3, -1, -1)), RULES[name], slice(1, 3)
+    logits, terms = torch.randn(2, 6, 12, dtype=torch.float64), torch.randn(2, 6, count, dtype=torch.float64)
+    added = [logits.clone(), logits.clone()]
+    for way, x_GQK in zip((dense, rule), added, strict=True):
+        way.add(x_GQK, terms, part)
+    torch.testing.assert_close(*(x_GQK[:, seen_QK] for x_GQK in added), rtol=1e-12, atol=1e-12)
+    weights = logits * seen_QK
+    expected = dense.collect(weights, count, part)
+    torch.testing.assert_close(rule.collect(weights, count, part), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_distances_are_clipped_on_both_sides() -> None:
-    relative = Distances(torch.zeros(4, 2), torch.zeros(4, 2))
-    assert relative.clip(torch.tensor([-3, 0, 2, 3, 4, 900])).tolist() == [0, 0, 2, 3, 3, 3]
+    rows = Dense(torch.tensor([[[-3, 0, 2, 3, 4, 900]]])).rows(4, slice(0, 1))
+    assert rows.tolist() == [[[0, 0, 2, 3, 3, 3]]]
+
+
+def test_chunks_join_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = {name: leaf.requires_grad_() for name, leaf in leaves(PLAIN._replace(N=24, B=2, H=3, distances=5)).items()}
+    results = []
+    for most in (1 << 20, 100, 1):
+        monkeypatch.setattr(rtx.attention.chunked, "MAX_SCORES_CPU", most)
+        out = local(*qkv(x), window=4, relative=tables(x))
+        results.append([out, *torch.autograd.grad(out.square().sum(), list(x.values()))])
+    for result in results[1:]:
+        for part, whole in zip(result, results[0], strict=True):
+            torch.testing.assert_close(part, whole, rtol=1e-12, atol=1e-13)
+
+
+def test_the_gradient_is_that_of_the_same_dropout() -> None:
+    x = {name: leaf.requires_grad_() for name, leaf in leaves(PLAIN._replace(N=12, distances=5)).items()}
+
+    def read(*inputs: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(7)
+        q, k, v, keys, values = inputs
+        return local(q, k, v, window=4, relative=Distances(keys, values), dropout=0.4)
+
+    assert torch.autograd.gradcheck(read, [x[name] for name in ("q", "k", "v", "rk", "rv")])
 
 
 @pytest.mark.parametrize("distances", [0, 5])
