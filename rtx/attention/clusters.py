@@ -133,8 +133,7 @@ def attend_members(
             if relative is not None:
                 mask_QK = block.distance_QK >= 0 if mask_QK is None else mask_QK
                 # Rows of one list differ as its positions do, since a list never leaves its sequence and head.
-                by_position = Sorted(row_GQ, row_GK, mask_QK.expand(len(row_GQ), -1, -1))
-                distance_QK = block.distance_QK if slot_distance else by_position
+                distance_QK = block.distance_QK if slot_distance else Sorted(row_GQ, row_GK)
             out_GQD = attend(
                 q_GQD[:, None],
                 k_GKD[:, None],
