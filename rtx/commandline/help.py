@@ -29,6 +29,12 @@ ABOUT = {
         that the run is no longer exact.""",
     "eval": """Scores a run's checkpoint on a split, every unit exactly once, and writes the score with its protocol
         beside the run. Keys of eval may be written short: split=test is eval.split=test.""",
+    "audit": """Changes everything behind a prefix, for many prefixes, and says which outputs of the prefix move: the
+        logits, and the heads of each layer by themselves. Behind runs it also prices what teacher-forced scoring gains
+        by the future, in bits, with standard errors over positions and over the runs, and writes audit.json beside
+        each. Without a run it audits a fresh model of the configuration that the words compose, or with
+        audit.module=package.module:callable the model that the callable returns. Behind a run, keys of audit may be
+        written short.""",
     "sample": """Generates from a run's checkpoint, one unit after the other, and prints as it goes. Keys of sample may
         be written short: length=2000 is sample.length=2000.""",
     "plan": """Counts parameters, FLOPs and memory of what rtx train would run with the same words; runs nothing.""",
@@ -46,10 +52,11 @@ SWEEPING = (
 FLAGS = {"train": (SWEEPING, *SHOWING), "plan": SHOWING}
 # The groups and sections whose options and keys a command takes; "" stands for the keys outside all sections.
 PARTS = {
-    "train": (*GROUPS, "trainer", "eval", "sample", ""),
-    "plan": (*GROUPS, "trainer", "eval", "sample", ""),
+    "train": (*GROUPS, "trainer", "eval", "audit", "sample", ""),
+    "plan": (*GROUPS, "trainer", "eval", "audit", "sample", ""),
     "resume": ("trainer", "hardware", "logger"),
     "eval": ("eval", "data", "hardware", ""),
+    "audit": ("audit", "data", "hardware"),
     "sample": ("sample", "hardware"),
     "data": ("data",),
 }

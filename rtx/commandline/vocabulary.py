@@ -18,6 +18,7 @@ from rtx.errors import UserError
 USAGE = {
     "resume": "rtx resume <run> [key=value ...]",
     "eval": "rtx eval <run> [split=test] [mode=streaming] [stride=...] [limit=...] [ablate=routing] [key=value ...]",
+    "audit": "rtx audit <run ...> [windows=32] [positions=32] [key=value ...] | [group=option ...] [key=value ...]",
     "sample": "rtx sample <run> [length=2000] [temperature=0.9] [top_k=...] [top_p=...] [prompt=...] [key=value ...]",
 }
 """The commands on a run."""
@@ -26,11 +27,12 @@ ONE_DEVICE = ("hardware.name", "hardware.precision", "hardware.deterministic", "
 READS = {
     "resume": (*(f"{section}.*" for section in ("trainer", *GROUPS) if section != "experiment"), "seed"),
     "eval": ("eval.*", "data.*", *ONE_DEVICE, "seed"),
+    "audit": ("audit.*", "data.*", *ONE_DEVICE),
     "sample": ("sample.*", *ONE_DEVICE),
 }
 """The keys that a command on a run reads: any other would have no effect."""
 
-CHOSEN_ANEW = {"resume": ("hardware", "logger"), "eval": ("hardware",), "sample": ("hardware",)}
+CHOSEN_ANEW = {"resume": ("hardware", "logger"), "eval": ("hardware",), "audit": ("hardware",), "sample": ("hardware",)}
 """The groups whose option can be chosen anew for a run."""
 
 
@@ -48,7 +50,7 @@ class Vocabulary:
     @property
     def one_device(self) -> bool:
         """Whether the command never takes more than one device."""
-        return self.command in ("eval", "sample")
+        return self.command in ("eval", "audit", "sample")
 
     def near(self, key: str) -> str:
         """Return " (did you mean 'x'?)" for what is understood and nearest to `key`, or an empty string."""
@@ -74,7 +76,7 @@ class Vocabulary:
 def vocabulary(command: str = "") -> Vocabulary:
     """Return what may stand behind a command on a run; behind any other: every group and key, and no short form.
 
-    Keys of `eval` and `sample` may be written short behind the command of that name (`split=test`).
+    Keys of `eval`, `audit` and `sample` may be written short behind the command of that name (`split=test`).
     """
     if command not in READS:
         return Vocabulary({}, GROUPS, tuple(all_fields()))
@@ -93,3 +95,9 @@ def run_folder(arguments: list[str], command: str) -> tuple[Path, list[str]]:
         found = f", not {arguments[0]!r}" if arguments else ""
         raise UserError(f"rtx {command} needs the run's folder first{found}; usage: {USAGE[command]}")
     return Path(arguments[0]), arguments[1:]
+
+
+def run_folders(arguments: list[str]) -> tuple[list[Path], list[str]]:
+    """Return the run folders, none or more, that the arguments of a command begin with, and the overrides behind."""
+    count = next((at for at, argument in enumerate(arguments) if "=" in argument), len(arguments))
+    return [Path(argument) for argument in arguments[:count]], arguments[count:]

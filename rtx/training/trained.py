@@ -40,7 +40,11 @@ class Trained:
 
 def run_config(folder: Path, overrides: list[str], section: str) -> Config:
     """Return a run's configuration with overrides, for work on one device."""
-    config = merge(load_run_config(folder), overrides, section)
+    return on_one_device(merge(load_run_config(folder), overrides, section))
+
+
+def on_one_device(config: Config) -> Config:
+    """Return a configuration for work on one device, not compiled."""
     hardware = dataclasses.replace(config.hardware, devices=None, nodes=1, compile=False)
     if hardware.name == "ddp":
         hardware = dataclasses.replace(hardware, name="auto")

@@ -1,0 +1,312 @@
+"""`rtx audit`: change the future and see what of the past moves; of runs, also what that is worth in bits."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rtx.analysis.causality import audit_model, audit_outputs, prefix_lengths
+from rtx.analysis.foreign import build_module, told
+from rtx.analysis.price import DIFFERENCES, PARALLEL, STREAMING, price, sample_positions, standard_error
+from rtx.commandline.overrides import check_overrides
+from rtx.commandline.vocabulary import run_folders
+from rtx.commands.eval import check_fingerprint
+from rtx.commands.plan import count, vocabulary
+from rtx.compose import compose, to_dict
+from rtx.config import Config
+from rtx.data.catalog import Store, data_root, open_data
+from rtx.data.windows import Window, windows
+from rtx.errors import RunFailed, UserError
+from rtx.model.patterns import layer_patterns
+from rtx.model.transformer import Transformer
+from rtx.report.causality import audit_record, audit_table, over_runs_table, price_record, price_table, unlike, verdict
+from rtx.training.changes import differences
+from rtx.training.evaluate import sample_windows
+from rtx.training.files import write_json
+from rtx.training.hardware import prepare_torch, resolve_hardware
+from rtx.training.metrics import utc_now
+from rtx.training.progress import Progress, clock
+from rtx.training.trained import Trained, load_trained, on_one_device, run_config
+
+MODULE_LENGTH, MODULE_VOCABULARY = 256, 256
+"""Positions and token ids of somebody else's module where the user does not say."""
+
+OF_MODULE = ("audit.", "hardware", "seed")
+"""What keys begin with that mean something behind audit.module."""
+
+OF_RESULTS = ("model.", "routing.", "data.", "optimizer.", "trainer.")
+"""What keys begin with that runs share if they differ by their seed alone."""
+
+QUIET = 3.0
+"""Seconds after which it is said how far the work is."""
+
+Result = dict[str, Any]
+
+
+def main(arguments: list[str]) -> int:
+    """Run `rtx audit RUN ... [overrides]` or `rtx audit [overrides]`.
+
+    Raises:
+        UserError: no such run, a wrong option, a module that cannot be imported, called, or read as logits.
+        RunFailed: no checkpoint is whole, or the result cannot be written.
+    """
+    folders, overrides = run_folders(arguments)
+    if folders:
+        configs = [run_config(folder, overrides, "audit") for folder in folders]
+        audit_runs(folders, configs)
+        return 0
+    config = on_one_device(compose(overrides))
+    result = audit_configuration(config) if config.audit.module is None else audit_module(config, overrides)
+    if config.audit.output is not None:
+        save(Path(config.audit.output), result)
+    return 0
+
+
+def audit_runs(folders: Sequence[Path], configs: Sequence[Config]) -> None:
+    """Audit runs one after the other, then the differences over them; writes audit.json beside each."""
+    for config in configs:
+        refuse(config, "module", "a run is a model already")
+        refuse(config, "output", "the result of a run is written to audit.json in its folder")
+        check_own(config)
+    results = [audit_run(folder, config) for folder, config in zip(folders, configs, strict=True)]
+    if len(results) > 1 and all("price" in result for result in results):
+        together = over_runs(folders, results)
+        print("\n".join(["", *over_runs_table(len(folders), together)]))
+        changed = {key for config in configs for key in differences(to_dict(configs[0]), to_dict(config))}
+        if note := unlike(sorted(key for key in changed if key.startswith(OF_RESULTS))):
+            print(note)
+        results = [{**result, "over_runs": together} for result in results]
+    for folder, result in zip(folders, results, strict=True):
+        save(folder / "audit.json", result)
+
+
+def audit_run(folder: Path, config: Config) -> Result:
+    """Audit one run, and price it on its data."""
+    wish = config.audit
+    store = open_data(config.data, data_root()) if wish.windows else None
+    size = store.vocabulary if store else vocabulary(config.data)
+    trained = load_trained(folder, config, wish.checkpoint, size)
+    result: Result = {
+        "run": str(folder),
+        "checkpoint": {"name": trained.name, "step": trained.checkpoint["step"]},
+        "seed": config.seed,
+    }
+    if store is None:
+        ids_BN = random_ids(config, wish.length or config.data.length, size)
+    else:
+        check_fingerprint(store, trained)
+        ids_BN = real_ids(config, store)
+    # A copy: it may become float64, and the price is paid in the arithmetic of the run.
+    result["changes"] = change_futures(copy.deepcopy(trained.model), config, ids_BN)
+    if store is not None:
+        result["price"] = price_run(trained, store)
+    return {**result, "time": utc_now()}
+
+
+def audit_configuration(config: Config) -> Result:
+    """Audit a fresh model of a configuration on random units."""
+    check_own(config)
+    size = vocabulary(config.data)
+    device = prepare(config)
+    model = Transformer(config, size).eval().to(device)
+    if not bool(model.output_VS.any()):
+        nn.init.normal_(model.output_VS)  # as initialised, zero, it hides all that moves
+    print(f"{config.model.name}: a fresh model, {count(model.count_parameters(), 'parameter')}, seed {config.seed}")
+    ids_BN = random_ids(config, config.audit.length or config.data.length, size)
+    return {"config": to_dict(config), "changes": change_futures(model, config, ids_BN), "time": utc_now()}
+
+
+def audit_module(config: Config, overrides: list[str]) -> Result:
+    """Audit the module that audit.module names on random ids."""
+    wish = config.audit
+    assert wish.module is not None
+    for override in check_overrides(overrides):
+        if not override.key.startswith(OF_MODULE):
+            raise UserError(f"{override}: means nothing to audit.module, which reads audit.*, hardware.* and seed")
+    device = prepare(config)
+    module = build_module(wish.module).eval().to(device)
+    module = module.double() if wish.double else module
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    print(f"{wish.module}: {type(module).__name__}, {count(parameters, 'parameter')}")
+    size, length = wish.vocabulary or MODULE_VOCABULARY, wish.length or MODULE_LENGTH
+    prefixes = prefix_lengths(length, wish.prefixes)
+    ids_BN = random_ids(config, length, size).to(device)
+    print(changes_line(ids_BN, prefixes, module))
+
+    def logits(ids: Tensor) -> Any:
+        out = module(ids)
+        return out[0] if isinstance(out, tuple) and out else out
+
+    try:
+        audit = audit_outputs(
+            logits, ids_BN, size, prefixes, tolerance=wish.tolerance, seed=wish.seed, on_progress=progress("prefixes")
+        )
+    except Exception as error:
+        hint = "; audit.double=false keeps its own types" if wish.double and not isinstance(error, ValueError) else ""
+        raise UserError(f"audit.module={wish.module}: {told(error)}{hint}") from error
+    print("\n".join([*audit_table({PARALLEL: audit}, {}), verdict(PARALLEL, audit, wish.tolerance)]))
+    changes = {**changes_facts(ids_BN, prefixes, module), PARALLEL: audit_record(audit, wish.tolerance)}
+    return {"module": wish.module, "changes": changes, "time": utc_now()}
+
+
+def prepare(config: Config) -> str:
+    """Set up torch as the configuration says, seed it, and return the device for a model that is not loaded."""
+    hardware = resolve_hardware(config)
+    prepare_torch(config, hardware)
+    torch.manual_seed(config.seed)
+    return "cuda" if hardware.accelerator == "gpu" else "cpu"
+
+
+def refuse(config: Config, key: str, why: str) -> None:
+    """Refuse a key of audit that would have no effect."""
+    value = getattr(config.audit, key)
+    if value is not None:
+        raise UserError(f"audit.{key}={value}: {why}")
+
+
+def check_own(config: Config) -> None:
+    """Refuse what is for audit.module alone, and sequences longer than the model's."""
+    refuse(config, "vocabulary", "is for audit.module; our own models know theirs")
+    if (config.audit.length or 0) > config.data.length:
+        raise UserError(f"audit.length={config.audit.length} must be at most data.length={config.data.length}")
+
+
+def random_ids(config: Config, length: int, size: int) -> Tensor:
+    """Return random token ids `[B, N]`."""
+    generator = torch.Generator().manual_seed(config.audit.seed)
+    return torch.randint(size, (config.audit.sequences, length), generator=generator)
+
+
+def real_ids(config: Config, store: Store) -> Tensor:
+    """Return windows of a run's data as the ids that positions read: each unit one position behind its own."""
+    wish = config.audit
+    tokens = store.split(wish.split)
+    chosen = chosen_windows(len(tokens), config, wish.sequences)
+    rows = np.stack([tokens[window.start : window.stop][: wish.length] for window in chosen]).astype(np.int64)
+    return torch.from_numpy(rows).roll(1, dims=1)
+
+
+def chosen_windows(units: int, config: Config, number: int) -> list[Window]:
+    """Return a seeded sample of the windows of a split, the same ones for every run."""
+    return list(sample_windows(windows(units, config.data.length), number, config.audit.seed))
+
+
+def change_futures(model: Transformer, config: Config, ids_BN: Tensor) -> Result:
+    """Audit a model of ours in every reading, print the table and return the record; the model may become float64."""
+    wish = config.audit
+    model = model.double() if wish.double else model
+    ids_BN = ids_BN.to(model.output_VS.device)
+    prefixes = prefix_lengths(ids_BN.shape[1], wish.prefixes)
+    print(changes_line(ids_BN, prefixes, model))
+    audits = {
+        mode: audit_model(
+            model,
+            ids_BN,
+            prefixes,
+            streaming=mode == STREAMING,
+            tolerance=wish.tolerance,
+            seed=wish.seed,
+            on_progress=progress("prefixes"),
+        )
+        for mode in ((PARALLEL, STREAMING) if wish.streaming else (PARALLEL,))
+    }
+    layers = range(config.model.layers)
+    heads = {(layer, name): n for layer in layers for name, n in layer_patterns(config, layer).items()}
+    print("\n".join(audit_table(audits, heads)))
+    print("\n".join(verdict(mode, audit, wish.tolerance) for mode, audit in audits.items()))
+    records = {mode: audit_record(audit, wish.tolerance) for mode, audit in audits.items()}
+    return {**changes_facts(ids_BN, prefixes, model), **records}
+
+
+def changes_line(ids_BN: Tensor, prefixes: list[int], model: nn.Module) -> str:
+    """Return the line that says what is changed."""
+    sequences, length = ids_BN.shape
+    return (
+        f"changing all behind a prefix: {count(len(prefixes), 'length')} from {prefixes[0]} to {prefixes[-1]:,}, "
+        f"{count(sequences, 'sequence')} of {length:,}, {arithmetic(model)}"
+    )
+
+
+def changes_facts(ids_BN: Tensor, prefixes: list[int], model: nn.Module) -> Result:
+    """Return how the future was changed as JSON values."""
+    sequences, length = ids_BN.shape
+    return {"sequences": sequences, "length": length, "prefixes": prefixes, "type": arithmetic(model)}
+
+
+def arithmetic(model: nn.Module) -> str:
+    """Return the type that a model computes in."""
+    parameter = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    return str(parameter.dtype).removeprefix("torch.")
+
+
+def price_run(trained: Trained, store: Store) -> Result:
+    """Price a run on its data, print the table and return the record."""
+    config, wish = trained.config, trained.config.audit
+    tokens = store.split(wish.split)
+    chosen = chosen_windows(len(tokens), config, wish.windows)
+    length = chosen[0].stop - chosen[0].start
+    candidates = np.arange(length) if store.answers is None else store.answers
+    positions_P = sample_positions(candidates, wish.positions, wish.seed)
+    starts_K = [window.start for window in chosen]
+    print(
+        f"the price on {wish.split}: {count(len(positions_P), 'position')} in each of {count(len(chosen), 'window')} "
+        f"of {length:,}, each scored three ways"
+    )
+    with trained.arithmetic():
+        paid = price(trained.model, tokens, starts_K, length, positions_P, on_progress=progress("prefixes rerun"))
+    record = price_record(
+        paid,
+        unit=store.unit,
+        split=wish.split,
+        windows=len(starts_K),
+        positions=positions_P.tolist(),
+        length=length,
+        precision=config.hardware.precision,
+        data=store.describe(),
+    )
+    print("\n".join(price_table(record)))
+    return record
+
+
+def over_runs(folders: Sequence[Path], results: Sequence[Result]) -> Result:
+    """Return the mean of each difference over runs, with its standard error over them."""
+    together: Result = {"runs": [str(folder) for folder in folders], "seeds": [result["seed"] for result in results]}
+    for name in DIFFERENCES:
+        bits_R = np.array([result["price"][name]["bits"] for result in results])
+        together[name] = {"bits": float(bits_R.mean()), "standard_error": standard_error(bits_R)}
+    return together
+
+
+def progress(what: str) -> Callable[[int, int], None]:
+    """Return what shows how many are done, and clears its line behind the last one."""
+    line, begin = Progress(sys.stderr), time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        seconds = time.monotonic() - begin
+        if done == total:
+            line.clear()
+        elif seconds > QUIET:
+            line.show(f"{done:,}/{total:,} {what} | {clock(seconds / done * (total - done))} left")
+
+    return show
+
+
+def save(path: Path, result: Result) -> None:
+    """Write a result and say where.
+
+    Raises:
+        RunFailed: it cannot be written.
+    """
+    try:
+        write_json(path, result)
+    except OSError as error:
+        raise RunFailed(f"cannot write {path}: {error.strerror}") from error
+    print(path)

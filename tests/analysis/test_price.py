@@ -1,0 +1,83 @@
+"""The price in bits against the model run on each prefix by a plain loop."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rtx.analysis.price import PARALLEL, RERUN, STREAMING, Price, price, sample_positions, standard_error
+from rtx.checks import resolve
+from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
+from rtx.model.transformer import Transformer
+
+VOCABULARY, LENGTH = 11, 24
+STARTS = [0, 24, 50]
+POSITIONS = np.array([0, 1, 7, 15, 23])
+
+
+def priced(selection: str) -> tuple[Transformer, np.ndarray, Price]:
+    """A model with random output weights, the units, and the price."""
+    config = resolve(
+        Config(
+            data=DataConfig(length=LENGTH),
+            routing=RoutingConfig(selection=selection, heads=2, layers=2, window=4, clusters=4),
+            model=ModelConfig(layers=2, heads=4, hidden=16, window=5, ffn_hidden=24),
+        )
+    )
+    torch.manual_seed(0)
+    model = Transformer(config, VOCABULARY).double().eval()
+    torch.nn.init.normal_(model.output_VS)
+    tokens = np.random.default_rng(0).integers(VOCABULARY, size=80).astype(np.uint8)
+    return model, tokens, price(model, tokens, STARTS, LENGTH, POSITIONS)
+
+
+@pytest.mark.parametrize("selection", ["topk", "causal"])
+def test_each_way_is_what_it_says(selection: str) -> None:
+    model, tokens, paid = priced(selection)
+    for k, start in enumerate(STARTS):
+        window_BN = torch.from_numpy(tokens[start : start + LENGTH].astype(np.int64))[None]
+        with torch.no_grad():
+            whole, streamed = (model.loss(window_BN, streaming)[0][0] for streaming in (False, True))
+            for at, p in enumerate(POSITIONS.tolist()):
+                alone = model.loss(window_BN[:, : p + 1])[0][0, p]
+                assert paid.nats[RERUN][k, at] == pytest.approx(float(alone), rel=1e-12)
+                assert paid.nats[PARALLEL][k, at] == pytest.approx(float(whole[p]), rel=1e-12)
+                assert paid.nats[STREAMING][k, at] == pytest.approx(float(streamed[p]), rel=1e-12)
+
+
+@pytest.mark.parametrize("selection", ["causal", "random"])
+def test_who_sees_no_future_pays_nothing(selection: str) -> None:
+    _, _, paid = priced(selection)
+    for name in ("leak_gives", "competing_costs", "together"):
+        assert abs(paid.difference(name).bits) < 1e-12
+
+
+def test_top_w_has_its_price() -> None:
+    _, _, paid = priced("topk")
+    assert np.abs(paid.nats[RERUN] - paid.nats[PARALLEL]).max() > 1e-3
+    assert np.abs(paid.nats[STREAMING] - paid.nats[RERUN]).max() > 1e-3
+    parts = paid.difference("leak_gives").bits + paid.difference("competing_costs").bits
+    assert parts == pytest.approx(paid.difference("together").bits)
+    assert paid.bits(STREAMING) - paid.bits(PARALLEL) == pytest.approx(parts)
+
+
+def test_standard_errors() -> None:
+    base = np.zeros((2, 3))
+    paid = Price({PARALLEL: base, RERUN: np.log(2.0) * np.array([[1.0, 2, 3], [5, 6, 7]]), STREAMING: base})
+    estimate = paid.difference("leak_gives")
+    assert estimate.bits == pytest.approx(4)
+    assert estimate.over_positions == pytest.approx(math.sqrt(28 / 5 / 6))
+    assert estimate.over_windows == pytest.approx(2)
+    assert standard_error(np.array([1.0])) is None
+
+
+def test_positions_are_spread_and_seeded() -> None:
+    candidates = np.arange(100, 200)
+    some = sample_positions(candidates, 10, seed=1)
+    assert [int(p) // 10 for p in some] == list(range(10, 20))
+    assert (some == sample_positions(candidates, 10, seed=1)).all()
+    assert (some != sample_positions(candidates, 10, seed=2)).any()
+    assert (sample_positions(candidates, 500, seed=1) == candidates).all()
