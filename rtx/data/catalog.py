@@ -39,40 +39,50 @@ def check_source(data: DataConfig, root: Path, report: Report = print) -> None:
 
 
 def open_data(data: DataConfig, root: Path, report: Report = print) -> Store:
+    """Return the store of `data`: of files as `open_files`; data=recall has none, it is made when it is read."""
+    return RecallStore(data) if data.name == "recall" else open_files(data, root, report)
+
+
+def prepare_data(data: DataConfig, root: Path, report: Report = print) -> Store:
+    """Return the store of `data`: of files as `prepare_files`; for data=recall there is nothing to prepare."""
+    return RecallStore(data) if data.name == "recall" else prepare_files(data, root, report)
+
+
+def verify_data(data: DataConfig, root: Path, report: Report = print) -> Store:
+    """Return the store of `data`: of files as `verify_files`; for data=recall say that there is nothing on disk."""
+    if data.name != "recall":
+        return verify_files(data, root, report)
+    store = RecallStore(data)
+    report(f"data=recall: made on the fly, nothing on disk to verify; fingerprint {store.fingerprint}")
+    return store
+
+
+def open_files(data: DataConfig, root: Path, report: Report = print) -> TokenStore:
     """Return the store of `data` below `root`, preparing it first where it is missing or its source has changed.
 
-    Safe in several processes at once. Sizes are checked, bytes are not (verify_data does). data=recall has no files:
-    its sequences are made when they are read.
+    Safe in several processes at once. Sizes are checked, bytes are not (verify_files does).
 
     Raises:
         UserError: no such source, too little of it, or a damaged store; one line that says what to do.
         RunFailed: a download or a full disk.
     """
-    if data.name == "recall":
-        return RecallStore(data)
     recipe = make_recipe(data, root, report)
     if not recipe.folder(root).exists():
         return _prepare(recipe, root, report)
     return open_store(root, recipe)
 
 
-def prepare_data(data: DataConfig, root: Path, report: Report = print) -> Store:
-    """Return the store of `data`, written anew if it is missing or a byte of it is wrong; raises as open_data does."""
-    if data.name == "recall":
-        return RecallStore(data)
+def prepare_files(data: DataConfig, root: Path, report: Report = print) -> TokenStore:
+    """Return the store of `data`, written anew if it is missing or a byte of it is wrong; raises as open_files does."""
     return _prepare(make_recipe(data, root, report), root, report)
 
 
-def verify_data(data: DataConfig, root: Path, report: Report = print) -> Store:
+def verify_files(data: DataConfig, root: Path, report: Report = print) -> TokenStore:
     """Compare every byte of the store of `data` with its recorded sha256.
 
     Raises:
         UserError: it has not been prepared from this source, or it is damaged.
     """
-    if data.name == "recall":
-        store = RecallStore(data)
-        report(f"data=recall: made on the fly, nothing on disk to verify; fingerprint {store.fingerprint}")
-        return store
     recipe = make_recipe(data, root, report)
     if not recipe.folder(root).exists():
         raise UserError(f"{recipe.folder(root)}: not prepared; to prepare it: rtx data prepare {recipe.options}")

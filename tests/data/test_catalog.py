@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rtx.config import DataConfig
-from rtx.data.catalog import SHORTEST_TEXT, data_root, make_recipe, open_data, prepare_data, verify_data
+from rtx.data.catalog import SHORTEST_TEXT, data_root, make_recipe, open_files, prepare_files, verify_files
 from rtx.errors import UserError
 
 
@@ -27,45 +27,45 @@ def test_where_stores_lie(monkeypatch):
 
 
 def test_a_text_is_prepared_once_and_cut_90_5_5(book, tmp_path, said):
-    store = open_data(text(book), tmp_path / "stores", said.append)
+    store = open_files(text(book), tmp_path / "stores", said.append)
     raw = book.read_bytes()
     assert store.split("train").tobytes() == raw[:4500]
     assert store.split("valid").tobytes() == raw[4500:4750]
     assert store.split("test").tobytes() == raw[4750:]
     assert len(said) == 1 and said[0].startswith(f"preparing data=text data.path={book}: 5,000 bytes (train 4,500, ")
-    again = open_data(text(book), tmp_path / "stores", said.append)
+    again = open_files(text(book), tmp_path / "stores", said.append)
     assert again.fingerprint == store.fingerprint and len(said) == 1
     assert os.listdir(tmp_path / "stores") == [store.folder.name]
 
 
 def test_a_changed_source_gets_a_new_store(book, tmp_path, said):
-    first = open_data(text(book), tmp_path / "stores", said.append)
+    first = open_files(text(book), tmp_path / "stores", said.append)
     raw = book.read_bytes()
     book.write_bytes(b"x" + raw[1:])
-    second = open_data(text(book), tmp_path / "stores", said.append)
+    second = open_files(text(book), tmp_path / "stores", said.append)
     assert second.split("train")[0] == ord("x") and second.fingerprint != first.fingerprint
     book.write_bytes(raw)
-    third = open_data(text(book), tmp_path / "stores", said.append)
+    third = open_files(text(book), tmp_path / "stores", said.append)
     assert third.fingerprint == first.fingerprint and len(said) == 3
     copy = tmp_path / "copy.txt"
     copy.write_bytes(raw)
-    assert open_data(text(copy), tmp_path / "elsewhere", said.append).fingerprint == first.fingerprint
+    assert open_files(text(copy), tmp_path / "elsewhere", said.append).fingerprint == first.fingerprint
 
 
 def test_a_folder_that_holds_the_stores_is_read_without_them(book, tmp_path, said, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    first = open_data(text("."), Path("data"), said.append)
-    assert open_data(text("."), Path("data"), said.append).folder == first.folder
+    first = open_files(text("."), Path("data"), said.append)
+    assert open_files(text("."), Path("data"), said.append).folder == first.folder
     assert first.source == {"place": ".", "files": 1, "bytes": 5000}
 
 
 def test_the_standard_library_is_the_default(tmp_path, said):
-    store = open_data(DataConfig(), tmp_path, said.append)
+    store = open_files(DataConfig(), tmp_path, said.append)
     train, valid, test = (len(store.split(name)) for name in ("train", "valid", "test"))
     total = train + valid + test
     assert (train, train + valid) == (total * 90 // 100, total * 95 // 100)
     assert b"import" in store.tokenizer.decode(store.split("valid"))
-    assert prepare_data(DataConfig(), tmp_path, said.append).fingerprint == store.fingerprint
+    assert prepare_files(DataConfig(), tmp_path, said.append).fingerprint == store.fingerprint
 
 
 def test_too_little_text_is_one_line(tmp_path, said):
@@ -81,10 +81,10 @@ def test_too_little_text_is_one_line(tmp_path, said):
         ),
     ]:
         path.write_bytes(b"x" * size)
-        for call in (open_data, prepare_data, verify_data):
+        for call in (open_files, prepare_files, verify_files):
             with pytest.raises(UserError, match=re.escape(message)):
                 call(text(path, length), tmp_path / "stores", said.append)
-    open_data(text(path, 900), tmp_path / "stores", said.append)
+    open_files(text(path, 900), tmp_path / "stores", said.append)
     assert not said[1:]
 
 
@@ -98,15 +98,15 @@ def test_no_split_is_shorter_than_two_bytes(tmp_path):
 
 def test_an_unknown_name_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"data=enwik9: must be one of stdlib, text, enwik8 .did you mean 'enwik8'"):
-        open_data(DataConfig(name="enwik9"), tmp_path)
+        open_files(DataConfig(name="enwik9"), tmp_path)
 
 
 def test_verify_names_the_damage_and_prepare_mends_it(book, tmp_path, said):
     root = tmp_path / "stores"
     with pytest.raises(UserError, match=r"not prepared; to prepare it: rtx data prepare data=text data\.path="):
-        verify_data(text(book), root, said.append)
-    store = prepare_data(text(book), root, said.append)
-    assert verify_data(text(book), root, said.append).fingerprint == store.fingerprint
+        verify_files(text(book), root, said.append)
+    store = prepare_files(text(book), root, said.append)
+    assert verify_files(text(book), root, said.append).fingerprint == store.fingerprint
     assert said[-1] == f"{store.folder}: every byte as recorded; fingerprint {store.fingerprint}"
     path = store.folder / "valid.bin"
     for damage in (lambda: os.truncate(path, 249), path.unlink, lambda: path.write_bytes(b"x" * 250)):
@@ -114,14 +114,14 @@ def test_verify_names_the_damage_and_prepare_mends_it(book, tmp_path, said):
         with pytest.raises(
             UserError, match=r"valid\.bin: damaged: expected .*; to rebuild the store: rtx data prepare"
         ):
-            verify_data(text(book), root, said.append)
-        assert prepare_data(text(book), root, said.append).fingerprint == store.fingerprint
+            verify_files(text(book), root, said.append)
+        assert prepare_files(text(book), root, said.append).fingerprint == store.fingerprint
         assert any(line.endswith("; rebuilding the store") for line in said)
-        verify_data(text(book), root, said.append)
+        verify_files(text(book), root, said.append)
     lines = len(said)
     os.truncate(path, 249)
     with pytest.raises(UserError, match=r"valid\.bin: damaged: expected 250 bytes, found 249; to rebuild"):
-        open_data(text(book), root, said.append)
+        open_files(text(book), root, said.append)
     assert len(said) == lines
 
 
@@ -142,21 +142,21 @@ def test_a_root_that_cannot_be_written_is_named(book, tmp_path, said):
         closed.mkdir(mode=0o500)
     for root in (closed, closed / "stores"):
         with pytest.raises(UserError, match=r"cannot be written .*; set RTX_DATA to a folder that you may write"):
-            open_data(text(book), root, said.append)
+            open_files(text(book), root, said.append)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"File exists|Not a directory"):
-        open_data(text(book), tmp_path / "file", said.append)
+        open_files(text(book), tmp_path / "file", said.append)
 
 
 def test_a_prepared_store_opens_where_nothing_can_be_written(book, tmp_path, said, monkeypatch):
-    store = open_data(text(book), tmp_path / "stores", said.append)
+    store = open_files(text(book), tmp_path / "stores", said.append)
 
     def refuse(*arguments, **options):
         raise PermissionError(13, "Permission denied")
 
     for name in ("mkdir", "rename", "unlink"):
         monkeypatch.setattr(os, name, refuse)
-    assert open_data(text(book), tmp_path / "stores", said.append).fingerprint == store.fingerprint
+    assert open_files(text(book), tmp_path / "stores", said.append).fingerprint == store.fingerprint
 
 
 PREPARE = """
@@ -172,7 +172,7 @@ def slow(listed):
         time.sleep(float(sys.argv[4]))
         yield chunk[2000:]
 catalog.read_files = slow
-store = catalog.open_data(DataConfig(name="text", path=sys.argv[1], length=64), Path(sys.argv[2]))
+store = catalog.open_files(DataConfig(name="text", path=sys.argv[1], length=64), Path(sys.argv[2]))
 print(store.fingerprint)
 """
 
@@ -198,7 +198,7 @@ def test_processes_that_prepare_at_once_share_one_store(book, tmp_path):
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert len({lines[-1] for lines in outputs}) == 1
     assert sum("preparing" in line for lines in outputs for line in lines if "waiting" not in line) == 1
-    verify_data(text(book), root, lambda line: None)
+    verify_files(text(book), root, lambda line: None)
     assert [path.name for path in root.iterdir()] == [make_recipe(text(book), root).folder(root).name]
 
 
@@ -210,9 +210,9 @@ def test_a_kill_in_the_middle_leaves_only_what_the_next_prepare_removes(book, tm
     process.communicate(timeout=60)
     left = sorted(path.name for path in root.iterdir())
     assert len(left) == 2 and left[0].endswith(".lock") and ".new.tmp-" in left[1] and left[1].startswith(".text-")
-    store = open_data(text(book), root, said.append)
+    store = open_files(text(book), root, said.append)
     assert os.listdir(root) == [store.folder.name]
-    verify_data(text(book), root, said.append)
+    verify_files(text(book), root, said.append)
 
 
 def test_an_interrupt_leaves_nothing(book, tmp_path):

@@ -13,7 +13,7 @@ import pytest
 
 from rtx.config import DataConfig
 from rtx.data import enwik8
-from rtx.data.catalog import open_data, prepare_data
+from rtx.data.catalog import open_files, prepare_files
 from rtx.data.download import download
 from rtx.errors import UserError
 
@@ -56,7 +56,7 @@ def test_every_local_form_gives_the_same_store(small, tmp_path, said):
     (tmp_path / "raw" / "enwik8").write_bytes(TEXT)
     stores = []
     for number, path in enumerate([small, small.parent, tmp_path / "raw" / "enwik8", tmp_path / "raw"]):
-        store = open_data(config(path), tmp_path / str(number), said.append)
+        store = open_files(config(path), tmp_path / str(number), said.append)
         assert store.split("train").tobytes() == TEXT[:90_000]
         assert store.split("valid").tobytes() == TEXT[90_000:95_000]
         assert store.split("test").tobytes() == TEXT[95_000:]
@@ -66,12 +66,12 @@ def test_every_local_form_gives_the_same_store(small, tmp_path, said):
 
 def test_a_prepared_store_needs_no_source(small, tmp_path, said, monkeypatch):
     root = tmp_path / "stores"
-    store = open_data(config(small), root, said.append)
+    store = open_files(config(small), root, said.append)
     small.unlink()
     monkeypatch.setattr(enwik8, "download", lambda *arguments: pytest.fail("it went to the network"))
-    assert open_data(config(None), root, said.append).fingerprint == store.fingerprint
-    assert open_data(config(small), root, said.append).fingerprint == store.fingerprint
-    assert prepare_data(config(None), root, said.append).fingerprint == store.fingerprint
+    assert open_files(config(None), root, said.append).fingerprint == store.fingerprint
+    assert open_files(config(small), root, said.append).fingerprint == store.fingerprint
+    assert prepare_files(config(None), root, said.append).fingerprint == store.fingerprint
 
 
 def test_the_archive_is_fetched_checked_and_kept(small, tmp_path, said, monkeypatch):
@@ -84,7 +84,7 @@ def test_the_archive_is_fetched_checked_and_kept(small, tmp_path, said, monkeypa
         monkeypatch.setattr(enwik8, "ARCHIVE", replace(enwik8.ARCHIVE, url=address))
         monkeypatch.setattr(enwik8, "download", functools.partial(download, schemes=("http",), pause=0))
         root = tmp_path / "stores"
-        store = open_data(config(None), root, said.append)
+        store = open_files(config(None), root, said.append)
         server.shutdown()
         thread.join()
     assert store.split("test").tobytes() == TEXT[95_000:]
@@ -109,7 +109,7 @@ def test_an_archive_of_something_else_is_refused(small, tmp_path, said, members,
     path = zipped(tmp_path / "other.zip", **members)
     root = tmp_path / "stores"
     with pytest.raises(UserError, match=message) as error:
-        open_data(config(path), root, said.append)
+        open_files(config(path), root, said.append)
     assert "\n" not in str(error.value) and str(error.value).startswith(str(path))
     assert list(root.iterdir()) == []
 
@@ -149,7 +149,7 @@ def test_a_spoilt_archive_is_refused(small, tmp_path, said, content, spoil, mess
     path.write_bytes(spoil(path.read_bytes()))
     root = tmp_path / "stores"
     with pytest.raises(UserError, match=message) as error:
-        open_data(config(path), root, said.append)
+        open_files(config(path), root, said.append)
     assert "\n" not in str(error.value) and str(error.value).startswith(str(path))
     assert not root.exists() or list(root.iterdir()) == []
 
@@ -160,7 +160,7 @@ def test_the_first_million_bytes_are_refused_by_size_and_hash(tmp_path, said):
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     message = f"expected 100,000,000 bytes with sha256 {enwik8.SHA256}, found 1,000,000 bytes with sha256 {found}"
     with pytest.raises(UserError, match=message) as error:
-        open_data(config(path), tmp_path / "stores", said.append)
+        open_files(config(path), tmp_path / "stores", said.append)
     assert str(error.value).endswith(f"to train on this file: data=text data.path={path}")
     assert not (tmp_path / "stores").exists()
 
@@ -169,8 +169,8 @@ def test_the_first_million_bytes_are_refused_by_size_and_hash(tmp_path, said):
 def test_the_real_first_million_bytes_are_refused_as_enwik8_and_taken_as_text(tmp_path, said):
     digest = "369b688978f649681136198fb96db14c1616756260c55fb4b65e9bc049552cad"
     with pytest.raises(UserError, match=f"found 1,000,000 bytes with sha256 {digest}"):
-        open_data(config(ENWIK6), tmp_path, said.append)
-    store = open_data(DataConfig(name="text", path=str(ENWIK6), length=512), tmp_path, said.append)
+        open_files(config(ENWIK6), tmp_path, said.append)
+    store = open_files(DataConfig(name="text", path=str(ENWIK6), length=512), tmp_path, said.append)
     assert {name: len(tokens) for name, tokens in store.splits.items()} == {
         "train": 900_000,
         "valid": 50_000,
@@ -181,6 +181,6 @@ def test_the_real_first_million_bytes_are_refused_as_enwik8_and_taken_as_text(tm
 def test_a_path_with_nothing_there_says_what_is_wanted(small, tmp_path, said):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"expected a folder with enwik8 or enwik8\.zip, found neither"):
-        open_data(config(tmp_path / "empty"), tmp_path / "stores", said.append)
+        open_files(config(tmp_path / "empty"), tmp_path / "stores", said.append)
     with pytest.raises(UserError, match=r"expected enwik8\.zip, the file enwik8 or a folder with one, found none"):
-        open_data(config(tmp_path / "nowhere"), tmp_path / "stores", said.append)
+        open_files(config(tmp_path / "nowhere"), tmp_path / "stores", said.append)

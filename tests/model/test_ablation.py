@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from tiny_models import SELECTIONS, VOCABULARY, tiny_config, tokens
-from torch import Tensor
+from torch import Tensor, nn
 
 from rtx.attention.local import local
 from rtx.attention.routing import normalise
@@ -76,7 +76,7 @@ def test_silent_heads_are_the_model_with_the_output_columns_of_routing_heads_zer
 @pytest.mark.parametrize("attend_self", [True, False])
 def test_the_local_swap_reads_the_last_window_of_queries(attend_self: bool) -> None:
     config = config_for("none", routing_attend_self=attend_self)
-    heads = model_for(config, "local").blocks[1].attention.groups["routed"]  # type: ignore[union-attr,index]
+    heads: nn.Module = model_for(config, "local").blocks[1].attention.groups["routed"]  # type: ignore
     torch.manual_seed(0)
     q_BHND, v_BHND = torch.randn(2, 2, 2, 17, 4, dtype=torch.float64)
     out_BHND, _ = heads(q_BHND, None, v_BHND)
