@@ -116,10 +116,19 @@ def machine_changes(folder: Path, facts: dict[str, Any]) -> list[str]:
     """Return what about machine and software may change the bits of a run since it began, each as `what old -> new`."""
     try:
         before = json.loads((folder / "environment.json").read_text())
-        old, new = ({"torch": env["versions"]["torch"], **env} for env in (before, environment(facts)))
-        return [f"{name} {old[name]} -> {new[name]}" for name in ("torch", "threads", "gpu") if old[name] != new[name]]
-    except (OSError, ValueError, KeyError):
+        old, new = (machine(environment) for environment in (before, environment(facts)))
+        return [f"{name} {old[name]} -> {new[name]}" for name in old if old[name] != new[name]]
+    except (OSError, ValueError, KeyError, TypeError):
         return []
+
+
+def machine(environment: dict[str, Any]) -> dict[str, Any]:
+    """Return what of an environment.json the bits of a run depend on."""
+    return {
+        "torch": environment["versions"]["torch"],
+        **{name: environment[name] for name in ("threads", "gpu")},
+        **{name: environment["hardware"][name] for name in ("accelerator", "devices", "nodes")},
+    }
 
 
 def environment(facts: dict[str, Any]) -> dict[str, Any]:
