@@ -75,16 +75,48 @@ class Process:
         """Whether it still runs: neither gone nor waiting to be asked for its exit code."""
         return Path(f"/proc/{self.number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
-    def wait(self) -> int:
-        """Wait for the end; returns the exit code, negative where a signal killed it."""
+    def wait(self, send: int = 0) -> int:
+        """Wait for the end; returns the exit code, negative where a signal killed it.
+
+        `send`: a signal to send again and again until then.
+        """
+        for _ in patiently(lambda: self.said("does not end"), pause=0.05 if send else 0.002):
+            if not self.alive:
+                break
+            self.send(send)
         return int(asked(self.server, wait=self.number))
+
+    def until(self, ready: Callable[[Path], bool]) -> None:
+        """Wait until something is seen in the run folder; fails where the process ends, or works on, without it."""
+        for _ in patiently(lambda: self.said("has not shown what was waited for")):
+            alive = self.alive
+            if ready(self.run):
+                return
+            assert alive, self.said("ended without what was waited for")
 
     def kill_when(self, ready: Callable[[Path], bool], signal_number: int = signal.SIGKILL) -> int:
         """Send a signal as soon as something is seen in the run folder, and return the exit code."""
-        while not ready(self.run):
-            time.sleep(0.0005)
+        self.until(ready)
         self.send(signal_number)
         return self.wait()
+
+    def said(self, what: str) -> str:
+        """Return `what` of this process, with all that it printed; it is killed, for it has failed a test."""
+        self.send(signal.SIGKILL)
+        return f"process {self.number} {what}: {self.log.read_text() if self.log.exists() else 'it said nothing'}"
+
+
+PATIENCE = 120.0
+"""Seconds until a test that waits for something fails."""
+
+
+def patiently(problem: Callable[[], str], pause: float = 0.0005) -> Iterator[None]:
+    """Yield again and again, with a pause between, until the loop is left; fails with `problem()` after two minutes."""
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        yield
+        time.sleep(pause)
+    pytest.fail(problem())
 
 
 def asked(server: subprocess.Popen[str], **question: Any) -> str:
@@ -164,14 +196,18 @@ def steps_logged(run: Path) -> int:
 
 def difference(one: Path, other: Path) -> str:
     """Return the first thing in which two runs differ, times and number of workers left out, or an empty string."""
-    for name in ("last", "best"):
-        a, b = (read_checkpoint(run / "checkpoints" / f"{name}.ckpt") for run in (one, other))
-        for content in (a, b):
-            del content["progress"]["seconds"], content["config"]["hardware"]["workers"]
-        if found := first_difference(a, b, name):
-            return found
+    if found := checkpoint_difference(one, other, "last") or checkpoint_difference(one, other, "best"):
+        return found
     a, b = (counted_rows(run) for run in (one, other))
     return first_difference(a, b, "metrics")
+
+
+def checkpoint_difference(one: Path, other: Path, name: str) -> str:
+    """Return the first thing in which a checkpoint of two runs differs, as `difference`."""
+    a, b = (read_checkpoint(run / "checkpoints" / f"{name}.ckpt") for run in (one, other))
+    for content in (a, b):
+        del content["progress"]["seconds"], content["config"]["hardware"]["workers"]
+    return first_difference(a, b, name)
 
 
 def counted_rows(run: Path) -> list[dict[str, Any]]:

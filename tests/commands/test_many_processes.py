@@ -6,11 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import torch
-from small_runs import SIZES, Workshop, steps_logged
+from small_runs import SIZES, Workshop, patiently, steps_logged
 
 from rtx.training.checkpoints import read_checkpoint
 from rtx.training.status import read_status
@@ -46,12 +45,13 @@ def test_two_processes_take_the_steps_of_one_and_resume_on_one(workshop: Worksho
     command = [sys.executable, "-m", "rtx", "train", workshop.text, *SIZES, *EXACT, *TWO, "trainer.steps=8"]
     process = started(workshop, two, command)
     one, longer = workshop.train("one", *EXACT, "trainer.steps=8"), workshop.train("longer", *EXACT, "trainer.steps=12")
-    assert process.wait() == 0, two.with_suffix(".log").read_text()
+    assert process.wait(timeout=240) == 0, two.with_suffix(".log").read_text()
     assert worst(two, one) < 1e-9
     status = [(read_status(run) or {})["final"]["bits"] for run in (one, two)]
     assert abs(status[0] - status[1]) < 1e-9
     changed = ("hardware=cpu", "hardware.precision=fp64", "hardware.threads=1")
-    workshop.command("resume", str(two), *changed, "trainer.micro_batch_size=4", "trainer.steps=12")
+    said = workshop.command("resume", str(two), *changed, "trainer.micro_batch_size=4", "trainer.steps=12")
+    assert "no longer exact: devices 2 -> 1\n" in said
     assert worst(two, longer) < 1e-9
 
 
@@ -67,11 +67,13 @@ def test_torchrun_shares_a_folder_and_a_signal_to_the_first_stops_all(workshop: 
         *train,
     ]
     process = started(workshop, run, command)
-    while steps_logged(run) < 2 and process.poll() is None:
-        time.sleep(0.01)
+    for _ in patiently(lambda: run.with_suffix(".log").read_text(), pause=0.01):
+        if steps_logged(run) >= 2:
+            break
+        assert process.poll() is None, run.with_suffix(".log").read_text()
     status = read_status(run) or {}
     os.kill(status["pid"], signal.SIGTERM)
-    process.wait()
+    process.wait(timeout=120)
     status = read_status(run) or {}
     assert status["state"] == "preempted", run.with_suffix(".log").read_text()
     checkpoint = read_checkpoint(run / "checkpoints" / "last.ckpt")

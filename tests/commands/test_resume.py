@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from small_runs import Workshop, difference, steps_logged
+from small_runs import Workshop, checkpoint_difference, difference, steps_logged
 
 from rtx.training.metrics import read_metrics
 from rtx.training.status import read_status, run_state
@@ -97,13 +96,8 @@ def test_a_signal_saves_and_leaves_with_its_code(
 
 def test_a_second_interrupt_leaves_at_once(workshop: Workshop, undisturbed: Path) -> None:
     process = workshop.start("twice", "trainer.batch_size=4000", "trainer.micro_batch_size=2")  # a step takes long
-    while not exists("metrics.jsonl")(process.run):
-        pass
-    process.send(signal.SIGINT)
-    while process.alive:
-        time.sleep(0.05)
-        process.send(signal.SIGINT)
-    assert process.wait() == 130
+    process.until(exists("metrics.jsonl"))
+    assert process.wait(send=signal.SIGINT) == 130
     status = read_status(process.run) or {}
     assert status["state"] == "interrupted" and status["step"] == 0
     assert not list((process.run / "checkpoints").iterdir())
@@ -133,7 +127,7 @@ def test_a_checkpoint_cut_in_half_gives_way_to_the_one_before(workshop: Workshop
 
 
 def test_a_full_disk_in_mid_checkpoint(workshop: Workshop, undisturbed: Path) -> None:
-    run = workshop.train("full", "trainer.steps=6")
+    run = workshop.train("full", "trainer.steps=6", "optimizer.schedule=constant")
     best = (run / "checkpoints" / "best.ckpt").stat().st_size
     process = workshop.fork(run, "resume", str(run), "trainer.steps=12", largest_file=best + 1000)
     assert process.wait() == 1
@@ -143,7 +137,8 @@ def test_a_full_disk_in_mid_checkpoint(workshop: Workshop, undisturbed: Path) ->
     assert (read_status(run) or {})["state"] == "failed"
     assert not list((run / "checkpoints").glob(".*"))
     workshop.command("resume", str(run))
-    assert difference(run, undisturbed) == "metrics: the rows of the end at step 6" or steps_logged(run) == 12
+    whole = workshop.train("not-full", "optimizer.schedule=constant")
+    assert checkpoint_difference(run, whole, "last") == "" == checkpoint_difference(run, whole, "best")
 
 
 def test_another_pattern_and_optimizer_resume_as_exactly(workshop: Workshop) -> None:
@@ -213,6 +208,16 @@ def test_another_number_of_threads_is_no_longer_exact(workshop: Workshop) -> Non
     assert "no longer exact: threads 1 -> 2" in said
 
 
+def test_another_device_or_number_of_processes_is_no_longer_exact(workshop: Workshop) -> None:
+    run = workshop.train("devices", "trainer.steps=3", "optimizer.schedule=constant")
+    path = run / "environment.json"
+    began = json.loads(path.read_text())
+    began["hardware"] |= {"accelerator": "gpu", "devices": 2, "nodes": 3}
+    path.write_text(json.dumps(began))
+    said = workshop.command("resume", str(run), "trainer.steps=4")
+    assert "no longer exact: accelerator gpu -> cpu, devices 2 -> 1, nodes 3 -> 1\n" in said
+
+
 def test_what_would_make_another_run_of_it_is_refused(workshop: Workshop, undisturbed: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(undisturbed, run)
@@ -238,8 +243,7 @@ def test_what_would_make_another_run_of_it_is_refused(workshop: Workshop, undist
 
 def test_a_run_under_way_is_refused(workshop: Workshop) -> None:
     process = workshop.start("busy", "trainer.steps=1000000", "trainer.val_every=1000000")
-    while not after(2)(process.run):
-        pass
+    process.until(after(2))
     said = workshop.command("resume", str(process.run), code=2)
     assert f"is in use by process {process.number} on" in said
     assert process.kill_when(after(2), signal.SIGTERM) == 143

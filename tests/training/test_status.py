@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +112,9 @@ def test_the_heartbeat_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("rtx.training.status.BEAT_SECONDS", 0.01)
     status = Status(tmp_path)
     status.update(step=12)  # reaches the disk with the next beat
+    end = time.monotonic() + 60
     while (read_status(tmp_path) or {})["step"] != 12:
-        pass
+        assert time.monotonic() < end
     status.end("done")
     assert (read_status(tmp_path) or {})["state"] == "done"
 
