@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rtx.attention.content import SELECTIONS
+SELECTIONS = ("causal", "topk", "nearest")
 
 
 def check_selection(selection: str) -> None:

@@ -15,19 +15,12 @@ from rtx.attention.clusters import attend_members, pack
 from rtx.attention.heads import Rotate
 from rtx.attention.selection import centroid_scores, nearest_members, threshold_members, topk_members
 from rtx.attention.separate import attend_lists
-from rtx.attention.weights import Distances
-
-SELECTIONS = ("causal", "topk", "nearest")
+from rtx.attention.weights import Distances, without_padding
 
 
 def normalise(q_BHND: Tensor) -> Tensor:
     """Return LayerNorm(q) without scale or bias, at least in float32 (Algorithm 1, line 7)."""
     return F.layer_norm(q_BHND.to(torch.promote_types(q_BHND.dtype, torch.float32)), q_BHND.shape[-1:], eps=1e-6)
-
-
-def without_padding(x_BHND: Tensor, mask_BN: Tensor | None) -> Tensor:
-    """Return the vectors with zeros at padding, so that what stands there reaches neither outputs nor gradients."""
-    return x_BHND if mask_BN is None else x_BHND.masked_fill(~mask_BN[:, None, :, None], 0.0)
 
 
 class Content(NamedTuple):

@@ -1,15 +1,16 @@
-"""Full causal attention: position i reads every j <= i."""
+"""Full attention: position i reads every j <= i, or in an encoder every j."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from rtx.attention.arguments import check_mask, check_queries
 from rtx.attention.heads import Heads, Rotate, turn_step
-from rtx.attention.weights import Distances, attend, logit_scale
+from rtx.attention.weights import Distances, attend, logit_scale, without_padding
 
 MAX_SCORES = 1 << 25
-"""Attention scores held at once where they cannot be fused away."""
+"""Attention scores whose distances are held at once."""
 
 
 def full(
@@ -20,36 +21,54 @@ def full(
     scale: float | None = None,
     dropout: float = 0.0,
     relative: Distances | None = None,
+    causal: bool = True,
+    mask_BN: Tensor | None = None,
 ) -> Tensor:
-    """Return causal softmax attention over the whole sequence, `[B, H, N, D]`.
+    """Return softmax attention over the whole sequence, `[B, H, N, D]`; the cost grows with N squared, memory with N.
 
-    `scale` multiplies the logits (default 1 / sqrt(D)); `relative` adds Shaw's terms by true distance. The cost grows
-    with N squared. Memory is linear in N without `relative`; with it, blocks of queries of bounded size follow each
-    other, but training keeps the weights of them all, N squared.
+    Args:
+        scale: multiplies the logits (default 1 / sqrt(D)).
+        relative: Shaw's terms by true distance; they need causal attention.
+        causal: false: every position reads every other, as in an encoder.
+        mask_BN: true at real positions; the others are not read, and their output is zero. It costs memory for N^2.
+
+    Raises:
+        ValueError: tensors that do not go together, or `relative` without `causal`.
     """
     B, H, N, D = q_BHND.shape
+    check_queries(q_BHND, k_BHND, v_BHND, 1, N)
+    check_mask("mask_BN", mask_BN, B, N, q_BHND)
+    if relative is not None and not causal:
+        raise ValueError(
+            "causal=False: relative terms count how far back a key stands; they need causal=True"
+        )
     scale = logit_scale(scale, D)
-    if relative is None:
+    if relative is None and mask_BN is None and causal:
         return attend(q_BHND, k_BHND, v_BHND, scale, dropout=dropout)
+    q_BHND, k_BHND, v_BHND = (without_padding(x, mask_BN) for x in (q_BHND, k_BHND, v_BHND))
     position_N = torch.arange(N, device=q_BHND.device)
-    block = max(1, min(N, MAX_SCORES // (B * H * N)))
+    block = max(1, min(N, MAX_SCORES // max(1, B * H * N)))
     outputs = []
     for start in range(0, N, block):
         stop = min(start + block, N)
-        distance_QK = position_N[start:stop, None] - position_N[None, :stop]
+        seen = stop if causal else N
+        distance_QK = position_N[start:stop, None] - position_N[None, :seen]
+        mask_QK = distance_QK >= 0 if causal else torch.ones_like(distance_QK, dtype=torch.bool)
+        if mask_BN is not None:  # padding reads itself, so that its softmax is defined, and is zeroed below
+            mask_QK = (mask_QK & mask_BN[:, None, None, :seen]) | (distance_QK == 0)
         outputs.append(
             attend(
                 q_BHND[:, :, start:stop],
-                k_BHND[:, :, :stop],
-                v_BHND[:, :, :stop],
+                k_BHND[:, :, :seen],
+                v_BHND[:, :, :seen],
                 scale,
-                mask_QK=distance_QK >= 0,
+                mask_QK=mask_QK,
                 dropout=dropout,
                 relative=relative,
                 distance_QK=distance_QK,
             )
         )
-    return torch.cat(outputs, dim=2)
+    return without_padding(torch.cat(outputs, dim=2), mask_BN) if outputs else torch.zeros_like(v_BHND)
 
 
 class FullHeads(Heads):

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rtx.attention.arguments import check_mask, check_queries
 from rtx.attention.heads import Heads, Rotate, turn_step
 from rtx.attention.shaw import Band
-from rtx.attention.weights import Distances, attend, logit_scale
+from rtx.attention.weights import Distances, attend, logit_scale, without_padding
 
 
 def local(
@@ -23,13 +24,28 @@ def local(
     scale: float | None = None,
     dropout: float = 0.0,
     relative: Distances | None = None,
+    mask_BN: Tensor | None = None,
 ) -> Tensor:
     """Return causal attention over the last `window` positions, `[B, H, N, D]`; any N, cost and memory linear in N.
 
     The sequence is cut into blocks of `window` positions. The first block reads itself; every other reads the block
-    before it and itself through a banded mask. `scale` multiplies the logits (default 1 / sqrt(D)).
+    before it and itself through a banded mask.
+
+    Args:
+        window: W; more than N is N.
+        scale: multiplies the logits (default 1 / sqrt(D)).
+        relative: Shaw's terms, by true distance.
+        mask_BN: true at real positions; the others are not read, and their output is zero.
+
+    Raises:
+        ValueError: tensors that do not go together, or a window below 1.
     """
     B, H, N, _ = q_BHND.shape
+    check_queries(q_BHND, k_BHND, v_BHND, window, N)
+    check_mask("mask_BN", mask_BN, B, N, q_BHND)
+    if not q_BHND.numel():
+        return torch.zeros_like(v_BHND)
+    q_BHND, k_BHND, v_BHND = (without_padding(x, mask_BN) for x in (q_BHND, k_BHND, v_BHND))
     scale = logit_scale(scale, q_BHND.shape[-1])
     block = min(window, N)
     padding = -N % block
@@ -43,6 +59,10 @@ def local(
     own_QQ = distance_QK[:, block:]
     read = functools.partial(attend, scale=scale, dropout=dropout, relative=relative)
     first_mask = None if relative is None else own_QQ >= 0
+    if mask_BN is not None:
+        real_XQ = F.pad(mask_BN, (0, padding)).unflatten(1, (-1, block)).repeat_interleave(H, 0)
+        first_mask = readable(own_QQ >= 0, real_XQ[:, :1], own_QQ)
+        band_QK = readable(band_QK, torch.cat([real_XQ[:, :-1], real_XQ[:, 1:]], dim=2), distance_QK)
     if window >= N:  # one block; some GPU kernels refuse to attend in none at all
         out_XGQD = read(q_XGQD, k_XGQD, v_XGQD, mask_QK=first_mask, distance_QK=own_QQ)
     else:
@@ -51,7 +71,12 @@ def local(
         first = read(first_q, first_k, first_v, mask_QK=first_mask, distance_QK=own_QQ)
         others = read(other_q, other_k, other_v, mask_QK=band_QK, distance_QK=Band(window))
         out_XGQD = torch.cat([first, others], dim=1)
-    return out_XGQD.flatten(1, 2)[:, :N].unflatten(0, (B, H))
+    return without_padding(out_XGQD.flatten(1, 2)[:, :N].unflatten(0, (B, H)), mask_BN)
+
+
+def readable(mask_QK: Tensor, real_XGK: Tensor, distance_QK: Tensor) -> Tensor:
+    """Return the mask `[X, G, Q, K]` without padded keys; padding reads itself, so that its softmax is defined."""
+    return (mask_QK & real_XGK[:, :, None]) | (distance_QK == 0)
 
 
 class WithPrevious(torch.autograd.Function):

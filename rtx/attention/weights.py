@@ -20,6 +20,11 @@ def logit_scale(scale: float | None, size: int) -> float:
     return 1 / math.sqrt(size) if scale is None else scale
 
 
+def without_padding(x_BHND: Tensor, mask_BN: Tensor | None) -> Tensor:
+    """Return the vectors with zeros at padding, so that what stands there reaches neither outputs nor gradients."""
+    return x_BHND if mask_BN is None else x_BHND.masked_fill(~mask_BN[:, None, :, None], 0.0)
+
+
 def attend(
     q_GQD: Tensor,
     k_GKD: Tensor,
