@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from rtx.config import Config, axis_sizes, base_patterns, clusters, hash_buckets
+from rtx.config import Config, DataConfig, axis_sizes, base_patterns, clusters, hash_buckets
 from rtx.errors import UserError
 
 
@@ -23,6 +23,19 @@ def resolve(config: Config) -> Config:
     buckets = hash_buckets(config) if "lsh" in base_patterns(config.model) else config.model.hash_buckets
     model = dataclasses.replace(config.model, hash_buckets=buckets)
     return dataclasses.replace(config, routing=routing, model=model)
+
+
+def check_data(config: Config) -> DataConfig:
+    """Return the data of a configuration, checked without regard to the model.
+
+    Raises:
+        UserError: as `resolve`.
+    """
+    fits = [*source_checks(config), *recall_checks(config)]
+    problems = range_problems(config) or [problem for fit, problem in fits if not fit]
+    if problems:
+        raise UserError("\n".join(problems))
+    return config.data
 
 
 def range_problems(node: Any, prefix: str = "") -> list[str]:

@@ -24,11 +24,11 @@ from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
-from rtx.checks import resolve
+from rtx.checks import check_data, resolve
 from rtx.commandline.fields import all_fields, conf_dir
 from rtx.commandline.overrides import check_overrides
 from rtx.commandline.vocabulary import vocabulary
-from rtx.config import GROUPS, Config
+from rtx.config import GROUPS, Config, DataConfig
 from rtx.errors import UserError
 
 CONFIG_NAME = "config"
@@ -44,6 +44,16 @@ def compose(overrides: Iterable[str]) -> Config:
         UserError: a key, option, type or range is wrong, or two values do not fit together; a line for each.
     """
     return compose_checked([str(override) for override in check_overrides(overrides)])
+
+
+def compose_data(overrides: Iterable[str]) -> DataConfig:
+    """Return the data that overrides of data alone choose, checked whatever the model.
+
+    Raises:
+        UserError: as `compose`, or another key or group.
+    """
+    checked = check_overrides(overrides, understood=vocabulary("data"))
+    return check_data(compose_unresolved([str(override) for override in checked])[0])
 
 
 def compose_checked(overrides: Sequence[str]) -> Config:

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rtx.commandline.fields import Field, all_fields, option_doc, options, sections, suggest_key
-from rtx.commandline.vocabulary import READS, vocabulary
 from rtx.commandline.vocabulary import USAGE as RUN_USAGE
+from rtx.commandline.vocabulary import vocabulary
 from rtx.config import GROUPS
 from rtx.errors import UserError
 
@@ -91,7 +91,7 @@ def command_page(word: str, words: Sequence[str]) -> str:
     Raises:
         UserError: an override is wrong, or a topic matches nothing.
     """
-    values = run_values(word) if word in READS else composed_values([text for text in words if "=" in text])
+    values = run_values(word) if word in RUN_USAGE else composed_values([text for text in words if "=" in text])
     understood = vocabulary(word)
     groups = [group for group in understood.groups if group in PARTS[word]]
     keys = [all_fields()[key] for key in understood.keys if key.rpartition(".")[0] in PARTS[word]]

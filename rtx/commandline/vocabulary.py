@@ -29,11 +29,18 @@ READS = {
     "eval": ("eval.*", "data.*", *ONE_DEVICE, "seed"),
     "audit": ("audit.*", "data.*", *ONE_DEVICE),
     "sample": ("sample.*", *ONE_DEVICE),
+    "data": ("data.*",),
 }
-"""The keys that a command on a run reads: any other would have no effect."""
+"""The keys that a command reads that does not read them all: any other would have no effect."""
 
-CHOSEN_ANEW = {"resume": ("hardware", "logger"), "eval": ("hardware",), "audit": ("hardware",), "sample": ("hardware",)}
-"""The groups whose option can be chosen anew for a run."""
+CHOSEN_ANEW = {
+    "resume": ("hardware", "logger"),
+    "eval": ("hardware",),
+    "audit": ("hardware",),
+    "sample": ("hardware",),
+    "data": ("data",),
+}
+"""The groups whose option can be chosen behind such a command; behind one on a run, anew."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class Vocabulary:
     groups: tuple[str, ...]
     keys: tuple[str, ...]
     command: str = ""
-    """The command, if it is one on a run."""
+    """The command, if it does not read every key."""
 
     @property
     def one_device(self) -> bool:
@@ -67,21 +74,22 @@ class Vocabulary:
         """Return why a group or key of the schema cannot stand behind this command, or an empty string."""
         if key in self.groups or key in self.keys:
             return ""
-        if key in GROUPS:
+        if key in GROUPS and self.command in USAGE:
             return f"a run keeps its {key}; {' and '.join(f'{group}=' for group in self.groups)} can be chosen anew"
         return f"rtx {self.command} does not read {key}; it reads {', '.join(READS[self.command])}"
 
 
 @functools.cache
 def vocabulary(command: str = "") -> Vocabulary:
-    """Return what may stand behind a command on a run; behind any other: every group and key, and no short form.
+    """Return what may stand behind a command on a run, or behind `data`; behind any other: every group and key.
 
     Keys of `eval`, `audit` and `sample` may be written short behind the command of that name (`split=test`).
     """
     if command not in READS:
         return Vocabulary({}, GROUPS, tuple(all_fields()))
     keys = tuple(key for key in all_fields() if any(fnmatchcase(key, pattern) for pattern in READS[command]))
-    short = {key.partition(".")[2]: key for key in keys if key.startswith(f"{command}.")}
+    own = [key for key in keys if command in USAGE and key.startswith(f"{command}.")]
+    short = {key.partition(".")[2]: key for key in own}
     return Vocabulary(short, CHOSEN_ANEW[command], keys, command)
 
 

@@ -20,9 +20,9 @@ def main(arguments: list[str]) -> int:
     word, overrides = (arguments[0], arguments[1:]) if arguments else ("", [])
     if word not in ACTIONS:
         raise UserError(f"rtx data {word}".rstrip() + f": say {' or '.join(ACTIONS)}{nearest(word, ACTIONS)}")
-    from rtx.compose import compose  # once the action is known to be right: Hydra takes its time
+    from rtx.compose import compose_data  # once the action is known to be right: Hydra takes its time
 
-    store = ACTIONS[word](compose(overrides).data, data_root())
+    store = ACTIONS[word](compose_data(overrides), data_root())
     if isinstance(store, RecallStore) and word == "prepare":
         sizes = ", ".join(f"{name} {store.count(name):,}" for name in HELD_OUT)
         print(f"data=recall: made on the fly, nothing to prepare; {sizes} answers; fingerprint {store.fingerprint}")

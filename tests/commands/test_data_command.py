@@ -25,6 +25,21 @@ def test_prepare_then_verify_then_damage(tmp_path, monkeypatch, capsys):
     assert main(["data", "prepare", *options]) == 0 and main(["data", "verify", *options]) == 0
 
 
+def test_only_keys_of_data_are_taken(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RTX_DATA", str(tmp_path / "stores"))
+    assert main(["data", "prepare", "trainer.steps=5", "logger=online", "routing.heads=1", "data.pth=x"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "rtx: trainer.steps=5: rtx data does not read trainer.steps; it reads data.*",
+        "rtx: logger=online: rtx data does not read logger; it reads data.*",
+        "rtx: routing.heads=1: rtx data does not read routing.heads; it reads data.*",
+        "rtx: unknown key 'data.pth' (did you mean 'data.path'?); rtx data reads data.*",
+    ]
+    assert not (tmp_path / "stores").exists()
+    assert main(["data", "verify", "data=recall", "data.length=40", "data.pairs=2"]) == 0  # no window of a model counts
+    assert main(["data", "--help"]) == 0
+    assert "\n  data.path" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
