@@ -12,7 +12,7 @@ import hashlib
 import os
 import pickle
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -172,10 +172,10 @@ def newest_checkpoint(folder: Path, *, set_aside: bool, report: Any = print) -> 
     raise RunFailed(f"no checkpoint in {folder} is whole; the weights of best.ckpt may still be scored")
 
 
-def load_for_use(folder: Path, name: str) -> Checkpoint:
+def load_for_use(folder: Path, name: str, say: Callable[[str], object] = print) -> Checkpoint:
     """Return `best` or `last` of a run for scoring or sampling; a damaged or missing one is replaced by the other.
 
-    The key `file` says which it is.
+    The key `file` says which it is; `say` is called with a line about a replacement.
 
     Raises:
         UserError: the run has no checkpoint yet, or the file is refused.
@@ -196,7 +196,7 @@ def load_for_use(folder: Path, name: str) -> Checkpoint:
         except Refused as error:
             raise UserError(str(error)) from error
         if problems:
-            print(f"{problems[0]}; using {candidate}.ckpt (step {checkpoint['step']})")
+            say(f"{problems[0]}; using {candidate}.ckpt (step {checkpoint['step']})")
         return {**checkpoint, "file": candidate}
     if all(problem.endswith("does not exist") for problem in problems):
         raise UserError(f"the run has no checkpoint yet: nothing in {folder}")

@@ -62,7 +62,7 @@ def load_trained(
     """
     hardware = resolve_hardware(config)
     prepare_torch(config, hardware)
-    checkpoint = load_for_use(folder / "checkpoints", name)
+    checkpoint = load_for_use(folder / "checkpoints", name, say)
     model = Transformer(config, vocabulary)
     load_weights(model, checkpoint, to_dict(config))
     if config.hardware.precision == "fp64":

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from rtx.cli import main
+from rtx.training.evaluate import score_windows
 
 SIZES = [
     *("data=text", "data.length=32", "model=tiny", "model.layers=2", "model.hidden=16", "model.heads=2"),
@@ -114,6 +115,21 @@ def test_a_limit_is_marked_partial_with_its_error(causal_run: Path) -> None:
     assert "sample of the windows" in result["protocol"]
 
 
+def test_the_estimate_takes_a_small_part_of_the_time(causal_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scored: list[int] = []
+
+    def counted(model: Any, tokens: Any, windows: Any, **rest: Any) -> Any:
+        scored.append(len(windows))
+        return score_windows(model, tokens, windows, **rest)
+
+    monkeypatch.setattr("rtx.commands.eval.score_windows", counted)
+    total = score(causal_run, "split=train")["windows"]
+    assert sum(scored[:-1]) <= total / 7 and scored[-1] == total  # a single batch
+    scored.clear()
+    score(causal_run, "split=train", "eval.batch_size=2")
+    assert scored == [2, 2, total]
+
+
 def test_a_fallback_is_named_for_what_it_is(causal_run: Path) -> None:
     best, kept = causal_run / "checkpoints" / "best.ckpt", causal_run / "checkpoints" / "kept"
     best.rename(kept)
@@ -176,6 +192,19 @@ def test_a_sample_is_reproducible_and_kept_byte_for_byte(causal_run: Path) -> No
     assert len(kept[0].read_bytes()) == 64
     other = rtx(folder, "sample", str(causal_run), "length=60", "prompt=ab c", "sample.seed=1")
     assert other.stdout != first.stdout
+
+
+def test_the_text_alone_is_on_stdout(causal_run: Path) -> None:
+    best, kept = causal_run / "checkpoints" / "best.ckpt", causal_run / "checkpoints" / "kept"
+    wish = ("sample", str(causal_run), "length=20", "prompt=ab c", "temperature=0", "checkpoint=last")
+    plain = rtx(causal_run.parents[2], *wish)
+    best.rename(kept)
+    try:
+        said = rtx(causal_run.parents[2], *wish[:-1])
+    finally:
+        kept.rename(best)
+    assert b"best.ckpt does not exist; using last.ckpt (step 4)" in said.stderr
+    assert said.stdout == plain.stdout and said.stdout.startswith(b"ab c")
 
 
 def test_a_stream_may_outrun_the_window_but_not_learned_positions(causal_run: Path, topk_run: Path) -> None:
