@@ -127,32 +127,65 @@ def memory(config: Config, total: Cost, micro_batch: int, vocabulary: int) -> di
     narrow = 2 if config.hardware.precision == "bf16" else wide
     moments = 0.01 if config.optimizer.name == "adafactor" else 2.0
     rows = micro_batch * config.data.length
-    per_layer = [activations(config, layer) for layer in range(config.model.layers)]
+    per_layer = [
+        narrow * activations(config, layer) + LISTED * listed_pairs(config, layer)
+        for layer in range(config.model.layers)
+    ]
     # With recomputation a block keeps its input, and one block at a time is whole.
-    kept = len(per_layer) * config.model.hidden + max(per_layer) if config.model.recompute else sum(per_layer)
+    inputs = narrow * len(per_layer) * config.model.hidden
+    kept = inputs + max(per_layer) if config.model.recompute else sum(per_layer)
     return {
         "weights": float(wide * total.parameters),
         "gradients": float(wide * total.parameters),
         "optimizer": wide * moments * total.parameters,
-        "activations": float(narrow * rows * kept),
+        "activations": float(rows * kept),
         "logits": 3.0 * wide * min(rows * vocabulary, MAX_LOGITS),
     }
 
 
-def activations(config: Config, layer: int) -> int:
-    """Return how many values one block keeps for the backward pass, per position."""
+def activations(config: Config, layer: int) -> float:
+    """Return how many values one block keeps for the backward pass, per position.
+
+    Attention keeps queries, keys, values and outputs, whatever the dropout and Shaw's terms: weights are worked out
+    again (by the kernel, or by `rtx.attention.chunked`).
+    """
     model = config.model
     hidden, size = model.hidden, model.hidden // model.heads
     routed = layer_patterns(config, layer).get(ROUTED, 0)
     base = model.heads - routed
     rotated = 1 if model.positions == "rotary" else 0
     dropped = sum(rate > 0 for rate in (model.dropout, model.dropout))
-    own_keys = 3 + rotated if config.routing.keys != "shared" else 0
-    attention = size * (base * (3 + 2 * rotated + 2 + 1) + routed * (2 + 2 + rotated + 3 + 1 + own_keys))
-    shaw = 2 * (base * 2 * model.window + routed * config.routing.window) if model.positions == "shaw" else 0
+    own_keys = 1 if config.routing.keys != "shared" else 0
+    # Clusters hold copies: a position in two of them is there twice.
+    copies = (4 + 3 * own_keys) * clusters_of_a_position(config)
+    attention = size * (base * (3 + 2 * rotated + 2 + 1) + routed * (4 + rotated + own_keys * rotated + copies))
     inner = model.ffn_hidden * {"gelu": 2, "relu": 1, "geglu": 4}[model.ffn]
     inner += model.ffn_hidden if model.ffn_dropout else 0
-    return (4 + dropped) * hidden + hidden + attention + shaw + inner
+    return (4 + dropped) * hidden + hidden + attention + inner
+
+
+def clusters_of_a_position(config: Config) -> float:
+    """Return how many clusters a position is in, on average."""
+    if config.routing.selection == "nearest":
+        return 1.0
+    return (config.routing.clusters or 0) * min(1.0, config.routing.window / config.data.length)
+
+
+LISTED = 16
+"""Bytes of a listed pair: two row numbers."""
+
+
+def listed_pairs(config: Config, layer: int) -> float:
+    """Return the pairs of one block, per position, that Shaw's terms of routing heads list: members of a cluster that
+    are near enough for a row of their own.
+
+    The members are taken to lie evenly: W in N positions, and W / 2 of them before a member on average.
+    """
+    model, routing = config.model, config.routing
+    if model.positions != "shaw" or routing.slot_distance:
+        return 0.0
+    near = min(routing.window / 2, model.max_distance * routing.window / config.data.length)
+    return layer_patterns(config, layer).get(ROUTED, 0) * near
 
 
 def full_attention_twin(config: Config) -> Config:
