@@ -25,8 +25,8 @@ ABOUT = {
         option has a default. The configuration is composed from one option of each group, in the order below (a later
         group wins), then the single keys. Ctrl-C saves and stops; rtx resume goes on.""",
     "resume": """Continues a run from its last checkpoint, bit for bit as if it had never stopped, with the run's own
-        configuration. A key that would change shapes, data or seed is refused; force=true goes on all the same and says
-        that the run is no longer exact.""",
+        configuration. trainer.steps=N or trainer.max_minutes=M lengthens a run that is done. A key that would change
+        shapes, data or seed is refused; force=true goes on all the same and says that the run is no longer exact.""",
     "eval": """Scores a run's checkpoint on a split, every unit exactly once, and writes the score with its protocol
         beside the run. Keys of eval may be written short: split=test is eval.split=test.""",
     "audit": """Changes everything behind a prefix, for many prefixes, and says which outputs of the prefix move: the

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rtx.compose import load_run_config, merge, to_dict
+from rtx.compose import load_run_config, merge, to_dict, with_absolute_path
 from rtx.config import Config
 from rtx.data.catalog import check_source, data_root
 from rtx.errors import RunFailed, UserError
@@ -13,13 +13,6 @@ from rtx.training.changes import differences
 from rtx.training.checksums import any_whole
 from rtx.training.launchers import is_first
 from rtx.training.status import busy, is_running, read_status, run_state
-
-USAGE = """\
-rtx resume RUN [overrides]   continue a run exactly where it stopped
-
-RUN is a folder such as outputs/<name>/<run>. trainer.steps=N or trainer.max_minutes=M lengthens a run that is done.
-What would change shapes, data or seed is refused; force=true goes on all the same, and says that the run is no longer
-exact. Of the groups only hardware= and logger= can be chosen anew."""
 
 FREE = {
     *("trainer.steps", "trainer.max_minutes", "trainer.val_every", "trainer.val_windows", "optimizer.steps"),
@@ -46,12 +39,9 @@ LEARNING = (
 
 def main(arguments: list[str]) -> int:
     """Run `rtx resume RUN [overrides]` and return the exit code."""
-    if arguments[:1] in (["-h"], ["--help"]):
-        print(USAGE)
-        return 0
     folder, overrides, force = read_arguments(arguments)
     before = load_run_config(folder)
-    config = merge(before, overrides)
+    config = with_absolute_path(merge(before, overrides))
     changed = differences(to_dict(before), to_dict(config))
     refuse_changes(changed, force)
     first = is_first()

@@ -110,11 +110,12 @@ def closing_lines(
     why = " (trainer.max_minutes is up)" if time_up else ""
     return "\n".join(
         [
-            f"done after {step:,} steps{why}: {bits:.4f} bits/{unit} on the validation split",
+            *textwrap.wrap(f"done after {step:,} steps{why}: {bits:.4f} bits/{unit} on the validation split", WIDTH),
             *([answers] if answers else []),
             *textwrap.wrap(protocol, WIDTH),
             *([comparison(bits, unit, baselines)] if baselines else []),
-            f"next: rtx eval {run} split=test" + ("" if answers else f"    rtx sample {run}"),
+            f"next: rtx eval {run} split=test",
+            *([] if answers else [f"      rtx sample {run}"]),
         ]
     )
 

@@ -26,7 +26,7 @@ from rtx.training.status import RunLock, Status, boot_id
 
 def outputs_root() -> Path:
     """Return the folder of all runs: RTX_OUTPUTS, or outputs/ in the current folder."""
-    return Path(os.environ.get("RTX_OUTPUTS") or "outputs").absolute()
+    return Path(os.environ.get("RTX_OUTPUTS") or "outputs").expanduser().absolute()
 
 
 def new_run_folder(name: str) -> Path:
@@ -37,7 +37,7 @@ def new_run_folder(name: str) -> Path:
     """
     given = os.environ.get("RTX_RUN")
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
-    folder = Path(given).absolute() if given else outputs_root() / name / f"{stamp}-{secrets.token_hex(2)}"
+    folder = Path(given).expanduser().absolute() if given else outputs_root() / name / f"{stamp}-{secrets.token_hex(2)}"
     if any((folder / "checkpoints").glob("*.ckpt")):
         raise UserError(f"RTX_RUN={folder} holds a run already; continue it with: rtx resume {folder}")
     try:

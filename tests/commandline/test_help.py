@@ -27,6 +27,10 @@ def test_every_group_option_and_key_has_its_line() -> None:
         assert f"{field.doc} [{field.allowed}]" in line
 
 
+def test_the_page_of_resume_says_how_a_run_is_lengthened() -> None:
+    assert "trainer.steps=N or trainer.max_minutes=M lengthens a run that is done" in help.command_page("resume", [])
+
+
 def test_values_and_stars_follow_the_overrides() -> None:
     page = help.command_page("train", ["model=rt22", "trainer.steps=1e3"])
     assert "\n  rt22 * " in page

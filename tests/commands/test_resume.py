@@ -12,6 +12,7 @@ import pytest
 import torch
 from small_runs import Workshop, checkpoint_difference, difference, steps_logged
 
+from rtx.compose import load_run_config
 from rtx.training.metrics import read_metrics
 from rtx.training.status import read_status, run_state
 
@@ -174,6 +175,17 @@ def test_a_run_that_is_done_says_so_and_can_be_lengthened(workshop: Workshop) ->
     for name in ("last", "previous"):
         (short / "checkpoints" / f"{name}.ckpt").write_bytes(b"damaged")
     assert "no whole checkpoint is left" in workshop.command("resume", str(short), code=1)
+
+
+def test_a_path_counts_from_the_folder_of_the_command(
+    workshop: Workshop, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed, run)
+    shutil.copy2(workshop.folder / "book.txt", tmp_path / "copy.txt")
+    monkeypatch.chdir(tmp_path)
+    workshop.command("resume", str(run), "data.path=copy.txt", "trainer.steps=13")
+    assert load_run_config(run).data.path == str(tmp_path / "copy.txt")
 
 
 def test_a_run_is_not_cut_short_of_its_checkpoint(workshop: Workshop) -> None:

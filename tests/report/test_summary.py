@@ -5,7 +5,22 @@ from __future__ import annotations
 import pytest
 
 from rtx.compose import compose
-from rtx.report.summary import protocol_line, sees_future
+from rtx.report.summary import closing_lines, protocol_line, sees_future
+
+
+def test_the_closing_lines_fit_a_narrow_terminal() -> None:
+    run = "outputs/rtx/20260101-120000-abcd"
+    said = closing_lines(
+        run=run,
+        step=1_000,
+        time_up=True,
+        bits=2.5,
+        unit="byte",
+        protocol=protocol_line(compose(["routing=topk"]), "valid", "byte", 628_118),
+        baselines={"order-2 bytes": 2.75, "zlib": 1.93},
+    )
+    assert max(map(len, said.splitlines())) < 80
+    assert said.splitlines()[-2:] == [f"next: rtx eval {run} split=test", f"      rtx sample {run}"]
 
 
 @pytest.mark.parametrize(

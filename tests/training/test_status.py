@@ -131,6 +131,15 @@ def test_run_folders_are_unique_and_obey_the_environment(tmp_path: Path, monkeyp
         new_run_folder("mine")
 
 
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RTX_RUN", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RTX_OUTPUTS", "~/runs")
+    assert new_run_folder("mine").parent == tmp_path / "runs" / "mine"
+    monkeypatch.setenv("RTX_RUN", "~/cell")
+    assert new_run_folder("mine") == tmp_path / "cell"
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.delenv("RTX_RUN", raising=False)
