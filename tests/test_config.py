@@ -50,7 +50,7 @@ def test_resolve_leaves_its_argument_alone() -> None:
     ("key", "value", "said"),
     [
         ("data__length", 1, "data.length=1: must be at least 2"),
-        ("data__name", "enwik9", "data.name=enwik9: must be one of stdlib, text, enwik8"),
+        ("data__name", "enwik9", "data.name=enwik9: must be one of stdlib, text, enwik8, recall"),
         ("routing__heads", -1, "routing.heads=-1: must be at least 0"),
         ("routing__window", 0, "routing.window=0: must be at least 1"),
         ("routing__clusters", 0, "routing.clusters=0: must be at least 1"),

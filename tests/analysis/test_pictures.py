@@ -1,0 +1,31 @@
+"""Pictures of the patterns are what the patterns read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rtx.analysis.pictures import N, W, draw, patterns, reads, redraw
+
+PAGE = Path(__file__).parents[2] / "docs/attention.md"
+
+
+def test_the_page_shows_what_the_patterns_read() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert redraw(page) == page, "python -m rtx.analysis.pictures docs/attention.md"
+    assert all(f"<!-- picture: {name} -->" in page for name in patterns())
+
+
+def test_pictures_of_known_patterns() -> None:
+    distance_NN = torch.arange(N)[:, None] - torch.arange(N)
+    assert torch.equal(reads(patterns()["full"]), distance_NN >= 0)
+    assert torch.equal(reads(patterns()["local"]), (distance_NN >= 0) & (distance_NN < W))
+    assert torch.equal(reads(patterns()["strided"]), (distance_NN >= 0) & (distance_NN % W == 0))
+    assert draw(torch.eye(4, dtype=torch.bool)) == "▀▄··\n··▀▄"
+
+
+def test_an_unknown_picture_is_refused() -> None:
+    with pytest.raises(ValueError, match="sideways: must be one of full, local"):
+        redraw("<!-- picture: sideways -->\n```text\n\n```")
