@@ -137,21 +137,27 @@ def suggest_key(word: str, known: Iterable[str]) -> str:
     """Return " (did you mean 'x' or 'y'?)" for the dotted keys nearest to `word`, or an empty string.
 
     A key is near when it ends in that very word (`heads`), when it is written alike (`routing.windw`, and before keys a
-    group: `modle`), or when its last part is (`lrr`).
+    group: `modle`), or when its last part is (`lrr`); behind a section its own keys come first, and others must be
+    nearer than for a word alone.
     """
     word, keys = word.lower(), list(known)
-    leaf = word.rpartition(".")[2]
+    section, _, leaf = word.rpartition(".")
     matches = [key for key in keys if leaf and key.rpartition(".")[2] == leaf]
     if matches and "." in word:
         matches = difflib.get_close_matches(word, matches, n=1, cutoff=0.0)
-    if not matches:
+    if not matches and section:
+        own = [key for key in keys if key.startswith(f"{section}.")]
+        near_word = difflib.get_close_matches(word, keys, n=1, cutoff=0.85)
+        matches = by_last_part(leaf, own, 0.6) or near_word or by_last_part(leaf, keys, 0.8)
+    elif not matches:
         whole = [key for key in keys if "." not in key]
-        matches = difflib.get_close_matches(word, whole, n=1, cutoff=0.75)
-    if not matches:
-        matches = difflib.get_close_matches(word, keys, n=1, cutoff=0.85)
-    if not matches:
-        leaves = difflib.get_close_matches(leaf, {key.rpartition(".")[2] for key in keys}, n=1, cutoff=0.6)
-        matches = [key for key in keys if key.rpartition(".")[2] in leaves]
-    if not matches:
-        matches = difflib.get_close_matches(word, keys, n=1, cutoff=0.7)
+        near_group = difflib.get_close_matches(word, whole, n=1, cutoff=0.75)
+        matches = near_group or by_last_part(leaf, keys, 0.6) or difflib.get_close_matches(word, keys, n=1, cutoff=0.7)
     return f" (did you mean {' or '.join(repr(key) for key in matches[:3])}?)" if matches else ""
+
+
+def by_last_part(leaf: str, keys: list[str], cutoff: float) -> list[str]:
+    """Return the keys whose last part is the nearest to `leaf`, none where it is farther than `cutoff`."""
+    parts = sorted({key.rpartition(".")[2] for key in keys})
+    nearest = difflib.get_close_matches(leaf, parts, n=1, cutoff=cutoff)
+    return [key for key in keys if key.rpartition(".")[2] in nearest]
