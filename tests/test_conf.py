@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from rtx.analysis.cost import cost
+from rtx.analysis.cost import cost, memory
 from rtx.checks import resolve
 from rtx.commandline.fields import all_fields, conf_dir, options
 from rtx.compose import compose
@@ -89,11 +89,14 @@ def test_a_model_says_its_command_its_source_and_the_papers_score(model: str) ->
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_command_of_a_header_composes(model: str) -> None:
+def test_the_command_of_a_header_composes_and_fits_on_one_device(model: str) -> None:
     (line,) = (line for line in text_of("model", model).splitlines() if line.startswith("# Command: rtx "))
     words = line.partition("rtx ")[2].replace("<wiki.train.tokens>", "w").replace("<folder of books>", "b").split()
     overrides = [word for word in words[1:] if "=" in word and not word.startswith("(")]
-    compose([override for override in overrides if not override.endswith(":")])
+    config = compose([override for override in overrides if not override.endswith(":")])
+    micro = config.trainer.micro_batch_size or config.trainer.batch_size
+    planned = sum(memory(config, cost(config, 256), micro, 256).values())
+    assert planned < 40 * 2**30, f"{planned / 2**30:.1f} GiB"
 
 
 def test_the_paper_and_not_the_released_code() -> None:
