@@ -69,7 +69,10 @@ def test_forms(argument: str, form: str) -> None:
         ("data@other=text", "unknown key 'data@other'"),
         ("~routing.heads", "~routing.heads: a key or group can be set, not removed"),
         ("~logger=auto", "~logger=auto: a key or group can be set, not removed"),
-        ("data=enwik9", "data=enwik9: no such option (did you mean 'enwik8'?); data takes enwik8, recall, stdlib, text"),
+        (
+            "data=enwik9",
+            "data=enwik9: no such option (did you mean 'enwik8'?); data takes enwik8, recall, stdlib, text",
+        ),
         ("data=", "data=: no such option; data takes enwik8, recall, stdlib, text"),
         ("data=../routing/causal", "data=../routing/causal: no such option"),
         ("data=null", "data=null: no such option"),
@@ -92,7 +95,10 @@ def test_forms(argument: str, form: str) -> None:
         ("routing.heads=-1", "routing.heads=-1: must be an integer, at least 0"),
         ("seed=99999999999", "seed=99999999999: must be an integer, at least 0, at most 4294967295"),
         ("hardware.compile=maybe", "hardware.compile=maybe: must be true or false"),
-        ("routing.selection=causl", "must be one of causal, topk, nearest, random (did you mean 'causal'?) (Membership:"),
+        (
+            "routing.selection=causl",
+            "must be one of causal, topk, nearest, random (did you mean 'causal'?) (Membership:",
+        ),
         ("name=null", "name=null: must be text"),
         ("name=[a]", "name=[a]: must be text"),
         ("data.path=a=b", "a value with any of = , ( [ { or quotes in it needs quotes of its own: 'data.path=\"...\"'"),
