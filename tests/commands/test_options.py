@@ -1,0 +1,76 @@
+"""Every option of hardware, logger, data and experiment that a CPU can run takes steps through the command."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+from small_runs import SIZES, Workshop, counted_rows
+
+from rtx.commandline.fields import options
+from rtx.compose import load_run_config
+from rtx.data import catalog
+from rtx.training.status import read_status
+
+SMALL = tuple(size for size in SIZES if not size.startswith(("trainer.", "data=")))
+STEP = ("trainer.steps=1", "trainer.batch_size=2", "trainer.val_windows=1")
+NEEDS_A_GPU = {"gpu"}
+NEEDS_A_DOWNLOAD = {"enwik8"}
+DATA = {"stdlib": (), "text": ("data.path=book.txt",), "recall": ("data.pairs=2", "data.sequences=4")}
+
+
+def is_done(run: Path, steps: int) -> bool:
+    """Whether a run has taken its steps and has a final score."""
+    status = read_status(run) or {}
+    return (status["state"], status["step"]) == ("done", steps) and status["final"]["units"] > 0
+
+
+@pytest.mark.parametrize("hardware", sorted({*options("hardware")} - NEEDS_A_GPU))
+def test_hardware(workshop: Workshop, hardware: str) -> None:
+    process = workshop.start(hardware, *STEP, f"hardware={hardware}", "hardware.devices=1", "hardware.threads=1")
+    assert process.wait() == 0, process.log.read_text()
+    assert is_done(process.run, 1)
+    assert load_run_config(process.run).hardware.name == hardware
+
+
+@pytest.mark.parametrize("data", sorted({*options("data")} - NEEDS_A_DOWNLOAD))
+def test_data(workshop: Workshop, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workshop.folder)
+    few = catalog.library_files()[:2]
+    monkeypatch.setattr(catalog, "library_files", lambda: few)
+    run = workshop.folder / f"data-{data}"
+    workshop.command("train", f"data={data}", *DATA[data], *SMALL, *STEP, run=run)
+    assert is_done(run, 1)
+    assert load_run_config(run).data.name == data
+
+
+@pytest.mark.parametrize(
+    ("logger", "mode"), [("auto", "offline"), ("jsonl", None), ("offline", "offline"), ("online", "online")]
+)
+def test_logger(workshop: Workshop, logger: str, mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(workshop.folder))
+    wandb = MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    run = workshop.train(f"logger-{logger}", *STEP, f"logger={logger}")
+    assert is_done(run, 1)
+    asked = [call.kwargs["mode"] for call in wandb.init.call_args_list]
+    assert asked == ([mode] if mode else [])
+    assert wandb.init.return_value.log.called is bool(mode)
+
+
+def test_no_logger_is_left_out() -> None:
+    assert options("logger") == ("auto", "jsonl", "offline", "online")
+
+
+def test_the_smoke_experiment(workshop: Workshop) -> None:
+    run = workshop.folder / "smoke"
+    workshop.command("train", "experiment=smoke", "data=text", workshop.text, *SMALL, run=run)
+    assert is_done(run, 20)
+    kinds = [(row["kind"], row["step"]) for row in counted_rows(run)]
+    assert [step for kind, step in kinds if kind == "train"] == list(range(1, 21))
+    assert next(step for kind, step in kinds if kind == "valid") == 10
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt", "previous.ckpt"}
