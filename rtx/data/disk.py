@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from rtx.disk import is_full, sync_folder
 from rtx.errors import RunFailed, UserError
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 DAY = 24 * 3600.0
 LOCK_TIMEOUT = 3600.0  # seconds; a lock whose owner died is free at once, so this is patience with a living one
@@ -34,7 +34,7 @@ def disk_errors(root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in FULL:
+        if is_full(error):
             raise RunFailed(
                 f"{root}: no space left to write; free some, or set RTX_DATA to a folder on a larger disk"
             ) from error
@@ -158,19 +158,10 @@ def _age(path: Path) -> float:
 
 def install(temporary: Path, folder: Path) -> None:
     """Put the finished folder `temporary` in the place of `folder`, durably, by renames; what stood there goes."""
-    sync(temporary)
+    sync_folder(temporary)
     aside = temporary_sibling(folder, "old")
     with contextlib.suppress(FileNotFoundError):
         os.rename(folder, aside)
     os.rename(temporary, folder)
-    sync(folder.parent)
+    sync_folder(folder.parent)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def sync(folder: Path) -> None:
-    """Make the names in a folder durable (a file's bytes are synced by whoever writes them)."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -18,10 +18,11 @@ from typing import IO, Any, BinaryIO, cast
 
 import torch
 
+from rtx.disk import sync_folder
 from rtx.errors import RunFailed, UserError
 from rtx.training.changes import differences
 from rtx.training.checksums import COMMENT_BYTES, PIECE, TAG, Damaged, verify
-from rtx.training.files import sync_folder, write_beside
+from rtx.training.files import write_beside
 
 FORMAT = 1
 """Version of the layout below; a file of a later one is refused."""

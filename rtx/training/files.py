@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Error numbers of a disk that is full, a quota that is spent, and a file over its size limit."""
+from rtx.disk import sync_folder
 
 MARK = ".writing"
 """Ends the name of a file that is being written; whoever finds one without its writer may delete it."""
@@ -48,15 +46,6 @@ def write_beside(path: Path, write: Callable[[BinaryIO], object], *, durable: bo
     return temporary
 
 
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def remove_leftovers(folder: Path) -> None:
     """Delete what writers that were killed have left in a folder."""
     for leftover in folder.glob(f".*{MARK}"):
@@ -67,8 +56,3 @@ def write_json(path: Path, content: Any, *, durable: bool = True) -> None:
     """Replace a file with `content` as indented JSON."""
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     replace_file(path, lambda file: file.write(text.encode()), durable=durable)
-
-
-def is_full(error: OSError) -> bool:
-    """Tell whether an error means that no more can be written."""
-    return error.errno in FULL

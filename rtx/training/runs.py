@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from rtx import __version__
+from rtx.disk import is_full
 from rtx.errors import RunFailed, UserError
-from rtx.training.files import is_full, remove_leftovers, write_json
+from rtx.training.files import remove_leftovers, write_json
 from rtx.training.metrics import utc_now
 from rtx.training.signals import Stopped
 from rtx.training.status import RunLock, Status, boot_id

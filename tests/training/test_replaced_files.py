@@ -8,7 +8,8 @@ from typing import BinaryIO
 
 import pytest
 
-from rtx.training.files import is_full, remove_leftovers, replace_file, write_beside, write_json
+from rtx.disk import is_full
+from rtx.training.files import remove_leftovers, replace_file, write_beside, write_json
 
 
 def names(folder: Path) -> list[str]:
