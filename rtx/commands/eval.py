@@ -58,11 +58,7 @@ def main(arguments: list[str]) -> int:
         raise AssertionError(f"scored {score.units} units of a split of {units}")
     result = record(trained, store, score, units, len(chosen), partial, time.monotonic() - begin)
     path = result_path(folder, result)
-    try:
-        path.parent.mkdir(exist_ok=True)
-        write_json(path, result)
-    except OSError as error:
-        raise RunFailed(f"cannot write {path}: {error.strerror}; the score is {score.bits:.5f} bits") from error
+    keep(result, path, score)
     print_result(result, path)
     if config.eval.ablate != "none":
         print(comparison(result, result_path(folder, {**result, "ablate": "none"})))
@@ -138,15 +134,15 @@ def record(
     trained: Trained, store: Store, score: Score, split_units: int, count: int, partial: bool, seconds: float
 ) -> dict[str, Any]:
     """Return everything that the number means."""
+    context = facts(trained, store)
     config = trained.config
     wish = config.eval
-    own = is_own(store, trained)
     protocol = protocol_line(
         *(config, wish.split, store.unit, score.units),
         mode=wish.mode,
         partial=partial,
         ablate=wish.ablate,
-        other_data="" if own else store.name,
+        other_data="" if context["own_data"] else store.name,
     )
     answers = {} if score.accuracy is None else {"accuracy": score.accuracy, "chance": 1 / config.data.values}
     return {
@@ -166,14 +162,21 @@ def record(
         "stride": wish.stride or config.data.length,
         "selection_sees_future": sees_future(config, wish.mode, wish.ablate),
         "protocol": protocol,
-        "checkpoint": {"name": trained.name, "step": trained.checkpoint["step"]},
-        "data": store.describe(),
-        "own_data": own,
-        "precision": config.hardware.precision,
-        "own_precision": trained.checkpoint["config"]["hardware"]["precision"],
-        "accelerator": trained.hardware.accelerator,
+        **context,
         "seconds": seconds,
         "time": utc_now(),
+    }
+
+
+def facts(trained: Trained, store: Store) -> dict[str, Any]:
+    """Return which weights were scored, on what data, in what arithmetic."""
+    return {
+        "checkpoint": {"name": trained.name, "step": trained.checkpoint["step"]},
+        "data": store.describe(),
+        "own_data": is_own(store, trained),
+        "precision": trained.config.hardware.precision,
+        "own_precision": trained.checkpoint["config"]["hardware"]["precision"],
+        "accelerator": trained.hardware.accelerator,
     }
 
 
@@ -190,6 +193,19 @@ def result_path(folder: Path, result: dict[str, Any]) -> Path:
     parts += [f"ablate_{result['ablate']}"] if result["ablate"] != "none" else []
     parts += [f"{checkpoint['name']}-step{checkpoint['step']}"]
     return folder / "eval" / ("-".join(parts) + ".json")
+
+
+def keep(result: dict[str, Any], path: Path, score: Score) -> None:
+    """Write the result.
+
+    Raises:
+        RunFailed: it cannot be written; the message says the score.
+    """
+    try:
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, result)
+    except OSError as error:
+        raise RunFailed(f"cannot write {path}: {error.strerror}; the score is {score.bits:.5f} bits") from error
 
 
 def print_result(result: dict[str, Any], path: Path) -> None:
