@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rtx.attention.heads import Heads, Rotate, turn_step
+from rtx.attention.heads import Heads, HeadState, Rotate, turn_step
 from rtx.attention.weights import Distances, attend, logit_scale
 
 GROUPS = 16
@@ -215,7 +215,7 @@ class FixedHeads(Heads):
         return FixedState(self.block, self.summary, self.scale, relative)
 
 
-class FixedState:
+class FixedState(HeadState):
     """What a streaming fixed head keeps: c keys and values of every finished block, and behind them its own block."""
 
     def __init__(self, block: int, summary: int, scale: float | None = None, relative: Distances | None = None) -> None:

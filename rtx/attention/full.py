@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rtx.attention.arguments import check_mask, check_queries
-from rtx.attention.heads import Heads, Rotate, turn_step
+from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom, turn_step
 from rtx.attention.weights import Distances, attend, logit_scale, without_padding
 
 MAX_SCORES = 1 << 25
@@ -39,9 +39,7 @@ def full(
     check_queries(q_BHND, k_BHND, v_BHND, 1, N)
     check_mask("mask_BN", mask_BN, B, N, q_BHND)
     if relative is not None and not causal:
-        raise ValueError(
-            "causal=False: relative terms count how far back a key stands; they need causal=True"
-        )
+        raise ValueError("causal=False: relative terms count how far back a key stands; they need causal=True")
     scale = logit_scale(scale, D)
     if relative is None and mask_BN is None and causal:
         return attend(q_BHND, k_BHND, v_BHND, scale, dropout=dropout)
@@ -101,13 +99,19 @@ class FullHeads(Heads):
         return FullState(self.scale, relative)
 
 
-class FullState:
+class FullState(HeadState):
     """What a streaming full head keeps: every key and value so far (it grows with the position)."""
 
     def __init__(self, scale: float | None = None, relative: Distances | None = None) -> None:
         self.scale, self.relative = scale, relative
         self.keys_BHND: Tensor | None = None
         self.values_BHND: Tensor | None = None
+
+    def fill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, rotate: RotateFrom | None = None) -> None:
+        """See `HeadState`."""
+        assert k_BHND is not None
+        self.keys_BHND = k_BHND if rotate is None else rotate(k_BHND)
+        self.values_BHND = v_BHND
 
     def step(
         self, q_BHD: Tensor, k_BHD: Tensor | None, v_BHD: Tensor, position: int, rotate: Rotate | None = None

@@ -5,9 +5,10 @@ Shapes: B sequences or streams, H heads of one kind, N positions, D head size.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from rtx.attention.weights import Distances
@@ -16,14 +17,27 @@ Rotate = Callable[[Tensor], Tensor]
 """Turns queries and keys by their positions; a choice of keys by content always reads them unturned."""
 
 
-class HeadState(Protocol):
+RotateFrom = Callable[..., Tensor]
+"""The same with the position of the first vector behind it: `rotate(x_BHND, first=0)`."""
+
+
+class HeadState:
     """What a stream keeps of heads of one kind."""
+
+    def fill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, rotate: RotateFrom | None = None) -> None:
+        """Take in positions 0 to N - 1 of each stream, before any step: what N steps would leave behind.
+
+        Patterns that have no quicker way take the steps.
+        """
+        for i in range(q_BHND.shape[2]):
+            turn = None if rotate is None else functools.partial(rotate, first=i)
+            self.step(q_BHND[:, :, i], None if k_BHND is None else k_BHND[:, :, i], v_BHND[:, :, i], i, turn)
 
     def step(
         self, q_BHD: Tensor, k_BHD: Tensor | None, v_BHD: Tensor, position: int, rotate: Rotate | None = None
     ) -> Tensor:
         """Take in the next position of each stream and return its output `[B, H, D]`."""
-        ...
+        raise NotImplementedError
 
 
 class Heads(nn.Module):
@@ -53,3 +67,12 @@ class Heads(nn.Module):
 def turn_step(x_BHD: Tensor, rotate: Rotate | None) -> Tensor:
     """Return the vectors of one position, turned where there is anything to turn by."""
     return x_BHD if rotate is None else rotate(x_BHD[:, :, None])[:, :, 0]
+
+
+def last_slots(x_BHND: Tensor, slots: int) -> Tensor:
+    """Return `[B, H, slots, D]`: the last vectors, position i in slot i mod `slots`, zeros where there is none."""
+    B, H, N, D = x_BHND.shape
+    kept_N = torch.arange(max(0, N - slots), N, device=x_BHND.device)
+    room_BHWD = x_BHND.new_zeros(B, H, slots, D)
+    room_BHWD[:, :, kept_N % slots] = x_BHND[:, :, kept_N]
+    return room_BHWD

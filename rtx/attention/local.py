@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention.arguments import check_mask, check_queries
-from rtx.attention.heads import Heads, Rotate, turn_step
+from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom, last_slots, turn_step
 from rtx.attention.shaw import Band
 from rtx.attention.weights import Distances, attend, logit_scale, without_padding
 
@@ -132,13 +132,19 @@ class LocalHeads(Heads):
         return LocalState(self.window, self.scale, relative)
 
 
-class LocalState:
+class LocalState(HeadState):
     """What a streaming local head keeps: the last `window` keys and values."""
 
     def __init__(self, window: int, scale: float | None = None, relative: Distances | None = None) -> None:
         self.window, self.scale, self.relative = window, scale, relative
         self.keys_BHWD: Tensor | None = None
         self.values_BHWD: Tensor | None = None
+
+    def fill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, rotate: RotateFrom | None = None) -> None:
+        """See `HeadState`."""
+        assert k_BHND is not None
+        self.keys_BHWD = last_slots(k_BHND if rotate is None else rotate(k_BHND), self.window)
+        self.values_BHWD = last_slots(v_BHND, self.window)
 
     def step(
         self, q_BHD: Tensor, k_BHD: Tensor | None, v_BHD: Tensor, position: int, rotate: Rotate | None = None

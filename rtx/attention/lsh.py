@@ -28,7 +28,7 @@ from rtx.attention.hashing import (
     new_pairs,
     rotations,
 )
-from rtx.attention.heads import Heads, Rotate, turn_step
+from rtx.attention.heads import Heads, HeadState, Rotate, turn_step
 from rtx.attention.weights import Distances, attend, logit_scale
 
 MAX_SCORES = 1 << 21
@@ -259,7 +259,7 @@ class LshHeads(Heads):
         return LshState(self, relative)
 
 
-class LshState:
+class LshState(HeadState):
     """What streaming heads keep: for every round and bucket its count and its last members, at most the window.
 
     With variant="reformer" each position reads what the chunks of the prefix that ends with it give, as `streaming`

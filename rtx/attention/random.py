@@ -8,7 +8,7 @@ from torch import Tensor
 from rtx.attention.arguments import check_mask, check_positive, check_queries
 from rtx.attention.clusters import attend_members, pack
 from rtx.attention.content import normalise, without_padding
-from rtx.attention.heads import Heads, Rotate, turn_step
+from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom, turn_step
 from rtx.attention.selection import random_members
 from rtx.attention.state import ClusterState
 from rtx.attention.weights import Distances, logit_scale
@@ -133,12 +133,18 @@ class RandomHeads(Heads):
         return RandomState(self, relative)
 
 
-class RandomState:
+class RandomState(HeadState):
     """Streaming random heads: the last W members of each cluster."""
 
     def __init__(self, heads: RandomHeads, relative: Distances | None) -> None:
         self.heads = heads
         self.clusters = ClusterState(heads.window, heads.scale, heads.attend_self, relative, heads.slot_distance)
+
+    def fill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, rotate: RotateFrom | None = None) -> None:
+        """See `HeadState`."""
+        key_BHND = self.heads.logits(q_BHND if k_BHND is None else k_BHND, rotate, v_BHND)
+        member_BHCN = self.heads.members(v_BHND.shape[2]).expand(len(v_BHND), -1, -1, -1)
+        self.clusters.fill(key_BHND, v_BHND, member_BHCN)
 
     def step(
         self, q_BHD: Tensor, k_BHD: Tensor | None, v_BHD: Tensor, position: int, rotate: Rotate | None = None

@@ -104,9 +104,7 @@ def separate_sets(
     return sets
 
 
-def cluster_slots(
-    i: int, member_CN: Tensor, key_member_CN: Tensor, window: int, attend_self: bool
-) -> list[list[int]]:
+def cluster_slots(i: int, member_CN: Tensor, key_member_CN: Tensor, window: int, attend_self: bool) -> list[list[int]]:
     """For each key that `separate_sets` lists, how many later keys of its cluster there are up to i."""
     slots = []
     for member_N, key_member_N in zip(member_CN, key_member_CN, strict=True):

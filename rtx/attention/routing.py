@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rtx.attention.arguments import check_routing, check_selection
 from rtx.attention.content import Content, attend_content, members, normalise, read_content
-from rtx.attention.heads import Heads, Rotate
+from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom
 from rtx.attention.kmeans import Centroids, to_sphere
 from rtx.attention.prefix import attend_prefix_topk
 from rtx.attention.selection import BestOfPrefix, nearest_members
@@ -266,7 +266,7 @@ class RoutingHeads(Heads):
         return RoutingState(self, relative)
 
 
-class RoutingState:
+class RoutingState(HeadState):
     """Streaming routing heads: for each cluster its last W members (causal, nearest) or best W of the prefix (topk).
 
     Members are keys; where these have memberships of their own, topk also keeps the scores of the prefix's best W
@@ -278,6 +278,19 @@ class RoutingState:
         window = heads.centroids.window
         self.clusters = ClusterState(window, heads.scale, heads.attend_self, relative, heads.slot_distance)
         self.best: dict[str, BestOfPrefix] = {}
+
+    def fill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, rotate: RotateFrom | None = None) -> None:
+        """See `HeadState`."""
+        content = self.heads.read(q_BHND, k_BHND)
+        member_BHCN, key_member_BHCN = self.heads.members(content, None)
+        scores = {"queries": (content.score_BHCN, member_BHCN)}
+        if content.key_score_BHCN is not None and key_member_BHCN is not None:
+            scores["keys"] = content.key_score_BHCN, key_member_BHCN
+        for what, (score_BHCN, of_BHCN) in scores.items() if self.heads.selection == "topk" else ():
+            self.best[what] = BestOfPrefix(tuple(score_BHCN.shape[:3]), self.heads.centroids.window, score_BHCN)
+            self.best[what].fill(score_BHCN, of_BHCN)
+        key_BHND = content.logits(rotate, v_BHND.dtype)[1]
+        self.clusters.fill(key_BHND, v_BHND, member_BHCN if key_member_BHCN is None else key_member_BHCN)
 
     def step(
         self, q_BHD: Tensor, k_BHD: Tensor | None, v_BHD: Tensor, position: int, rotate: Rotate | None = None

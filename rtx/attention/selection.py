@@ -77,6 +77,14 @@ def window_rank(n: int, window: int, length: int) -> int:
     return min(n, math.ceil(window * n / length)) if n else 1
 
 
+def last_members(member_BHCN: Tensor, window: int) -> tuple[Tensor, ...]:
+    """Return the last `window` members of each cluster: sequences, heads, clusters, positions, and slots 0, 1, …"""
+    later_BHCN = member_BHCN.sum(-1, keepdim=True) - member_BHCN.cumsum(-1)
+    kept_BHCN = member_BHCN & (later_BHCN < window)
+    where = kept_BHCN.nonzero(as_tuple=True)
+    return *where, (kept_BHCN.cumsum(-1) - 1)[where]
+
+
 class BestOfPrefix:
     """Streaming top-w: the best `window` scores of each cluster so far, and the position behind each.
 
@@ -88,6 +96,12 @@ class BestOfPrefix:
         # An empty slot counts as the latest of all positions, so that empty slots are filled first.
         empty_W = torch.arange(window, device=like.device) + (1 << 40)
         self.position_W = empty_W.expand(self.score_W.shape).clone()
+
+    def fill(self, score_BHCN: Tensor, member_BHCN: Tensor) -> None:
+        """Begin with the best of positions 0 to N - 1, in order of position; `member_BHCN` says which they are."""
+        b_M, h_M, c_M, n_M, slot_M = last_members(member_BHCN, self.score_W.shape[-1])
+        self.score_W[b_M, h_M, c_M, slot_M] = score_BHCN[b_M, h_M, c_M, n_M]
+        self.position_W[b_M, h_M, c_M, slot_M] = n_M
 
     def offer(self, score: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
         """Offer one position to every cluster; return who takes it, the slot it gets (or would get), and its holder."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rtx.attention.arguments import check_mask, check_shape
-from rtx.attention.heads import Heads, Rotate, turn_step
+from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom, last_slots, turn_step
 from rtx.attention.weights import Distances, logit_scale
 
 BLOCK = 512
@@ -258,7 +258,7 @@ class SpanHeads(Heads):
         return SpanState(self, relative)
 
 
-class SpanState:
+class SpanState(HeadState):
     """What streaming heads keep: as many of the last keys and values as the longest span reaches, at most `window`."""
 
     def __init__(self, heads: SpanHeads, relative: Distances | None = None) -> None:
@@ -267,6 +267,12 @@ class SpanState:
         self.relative = None if relative is None else shorten(relative, self.reach)
         self.keys_BHWD: Tensor | None = None
         self.values_BHWD: Tensor | None = None
+
+    def fill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, rotate: RotateFrom | None = None) -> None:
+        """See `HeadState`."""
+        assert k_BHND is not None
+        self.keys_BHWD = last_slots(k_BHND if rotate is None else rotate(k_BHND), self.reach)
+        self.values_BHWD = last_slots(v_BHND, self.reach)
 
     def step(
         self, q_BHD: Tensor, k_BHD: Tensor | None, v_BHD: Tensor, position: int, rotate: Rotate | None = None

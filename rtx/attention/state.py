@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rtx.attention.selection import last_members
 from rtx.attention.weights import Distances, attend
 
 
@@ -32,6 +33,15 @@ class ClusterState:
         self.keys_BHCWD = k_BHD.new_zeros(B, H, clusters, self.window, D)
         self.values_BHCWD = v_BHD.new_zeros(B, H, clusters, self.window, D)
         self.position_BHCW = torch.full((B, H, clusters, self.window), -1, device=k_BHD.device)
+
+    def fill(self, k_BHND: Tensor, v_BHND: Tensor, member_BHCN: Tensor) -> None:
+        """Take in the members among positions 0 to N - 1, of each cluster the last `window`, in order of position."""
+        self.allocate(k_BHND[:, :, 0], v_BHND[:, :, 0], member_BHCN.shape[2])
+        assert self.keys_BHCWD is not None
+        b_M, h_M, c_M, n_M, slot_M = last_members(member_BHCN, self.window)
+        self.keys_BHCWD[b_M, h_M, c_M, slot_M] = k_BHND[b_M, h_M, n_M]
+        self.values_BHCWD[b_M, h_M, c_M, slot_M] = v_BHND[b_M, h_M, n_M]
+        self.position_BHCW[b_M, h_M, c_M, slot_M] = n_M
 
     def oldest_slot(self, joins_BHC: Tensor) -> Tensor:
         """Return for each cluster the slot that its next member takes: an empty one, else that of its oldest member."""

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention.heads import Heads, Rotate, turn_step
+from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom, turn_step
 from rtx.attention.weights import Distances, attend, logit_scale
 
 
@@ -111,7 +111,7 @@ class StridedHeads(Heads):
         return StridedState(self.stride, self.scale, relative)
 
 
-class StridedState:
+class StridedState(HeadState):
     """What a streaming strided head keeps: every key and value, since each is read again a stride later.
 
     A step reads those of its own remainder alone, one for each stride passed, and copies none of them.
@@ -121,6 +121,15 @@ class StridedState:
         self.stride, self.scale, self.relative = stride, scale, relative
         self.keys_BHLMD: Tensor | None = None
         self.values_BHLMD: Tensor | None = None
+
+    def fill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, rotate: RotateFrom | None = None) -> None:
+        """See `HeadState`."""
+        assert k_BHND is not None
+        padding = -k_BHND.shape[2] % self.stride
+        self.keys_BHLMD, self.values_BHLMD = (
+            F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, self.stride)).transpose(2, 3).contiguous()
+            for x in (k_BHND if rotate is None else rotate(k_BHND), v_BHND)
+        )
 
     def step(
         self, q_BHD: Tensor, k_BHD: Tensor | None, v_BHD: Tensor, position: int, rotate: Rotate | None = None

@@ -91,7 +91,7 @@ class SilentHeads(Heads):
         return SilentState()
 
 
-class SilentState:
+class SilentState(HeadState):
     """Silent heads remember nothing."""
 
     def step(

@@ -49,9 +49,11 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(config.model.hidden)
         self.feed_forward_norm = nn.LayerNorm(config.model.hidden)
 
-    def forward(self, x_BNE: Tensor, streaming: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the block's output `[B, N, E]` and the auxiliary loss of its attention."""
-        branch_BNE, loss = self.attention(self.attention_norm(x_BNE) if self.pre else x_BNE, streaming)
+    def forward(
+        self, x_BNE: Tensor, streaming: bool = False, states: list[HeadState] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the block's output `[B, N, E]` and the auxiliary loss of its attention; fresh `states` are filled."""
+        branch_BNE, loss = self.attention(self.attention_norm(x_BNE) if self.pre else x_BNE, streaming, states)
         return self.finish(x_BNE, branch_BNE), loss
 
     def finish(self, x_BNE: Tensor, branch_BNE: Tensor) -> Tensor:

@@ -22,6 +22,21 @@ class Decoder:
         self.states = [block.attention.start() for block in model.blocks]  # type: ignore[union-attr,operator]
 
     @torch.no_grad()
+    def prefill(self, prompt_BP: Tensor) -> Tensor:
+        """Take in a whole prompt (at the start alone) in one pass and return the logits `[B, V]` of the unit behind it.
+
+        Every decision is made from the prefix of its position, as P + 1 steps would make it.
+        """
+        assert self.position == 0, "a prompt is taken in at the start"
+        model = self.model
+        # The input of the last position is the last unit of the prompt: what stands at that position is not read.
+        x_BNE = model.embedding(torch.cat([prompt_BP, prompt_BP.new_zeros(len(prompt_BP), 1)], dim=1))
+        for block, states in zip(model.blocks, self.states, strict=True):
+            x_BNE, _ = block(x_BNE, True, states)
+        self.position = x_BNE.shape[1]
+        return model.logits(model.narrow(model.norm(x_BNE[:, -1])))
+
+    @torch.no_grad()
     def step(self, tokens_B: Tensor | None = None) -> Tensor:
         """Take in the last unit of each stream (None at the start) and return the logits `[B, V]` of the next one."""
         assert (tokens_B is None) == (self.position == 0), "the first step, and only it, takes no unit"
@@ -55,9 +70,7 @@ def generate(
         )
     model.eval()
     decoder = Decoder(model, len(prompt_BP))
-    logits_BV = decoder.step()
-    for tokens_B in prompt_BP.to(logits_BV.device).T:
-        logits_BV = decoder.step(tokens_B)
+    logits_BV = decoder.prefill(prompt_BP.to(model.output_VS.device))
     for left in reversed(range(length)):
         tokens_B = draw(logits_BV, temperature, top_k, top_p, generator)
         yield tokens_B

@@ -56,10 +56,15 @@ class MultiheadAttention(nn.Module):
         """Shaw's tables of each group, None without."""
         return [self.shaw[name]() if name in self.shaw else None for name in self.groups]
 
-    def forward(self, x_BNE: Tensor, streaming: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the layer's output `[B, N, E]` and its auxiliary loss."""
+    def forward(
+        self, x_BNE: Tensor, streaming: bool = False, states: list[HeadState] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the layer's output `[B, N, E]` and its auxiliary loss; fresh `states` are filled with the sequence."""
         outputs, total = [], x_BNE.new_zeros((), dtype=torch.float32)
-        for heads, relative, (q, k, v) in zip(self.each(), self.relative(), self.split(x_BNE), strict=True):
+        split = self.split(x_BNE)
+        for state, (q, k, v) in zip(states or [], split, strict=False):
+            state.fill(q, k, v, self.rotary)
+        for heads, relative, (q, k, v) in zip(self.each(), self.relative(), split, strict=True):
             out_BHND, loss = heads(q, k, v, rotate=self.rotary, relative=relative, streaming=streaming)
             outputs.append(out_BHND)
             total = total + loss

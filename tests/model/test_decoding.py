@@ -32,6 +32,34 @@ def test_streaming_equals_parallel(selection: str, positions: str, norm: str, ba
     torch.testing.assert_close(streamed_nats(model, tokens_BN), expected, rtol=1e-10, atol=1e-10)
 
 
+def same_after_a_prompt(model: Transformer, tokens_BN: Tensor, prompt: int) -> None:
+    """Steps behind a prompt taken in at once give what they give behind the prompt's own steps."""
+    quick, slow = Decoder(model, len(tokens_BN)), Decoder(model, len(tokens_BN))
+    logits_BV = quick.prefill(tokens_BN[:, :prompt])
+    for tokens_B in [None, *tokens_BN.T[:prompt]]:
+        expected_BV = slow.step(tokens_B)
+    torch.testing.assert_close(logits_BV, expected_BV, rtol=1e-10, atol=1e-10)
+    for tokens_B in tokens_BN.T[prompt:-1]:
+        torch.testing.assert_close(quick.step(tokens_B), slow.step(tokens_B), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("selection", "positions", "norm", "base"), KINDS[::3])
+def test_a_prompt_in_one_pass_leaves_the_state_of_its_steps(
+    selection: str, positions: str, norm: str, base: str
+) -> None:
+    model = tiny_model(selection=selection, positions=positions, norm=norm, base=base)
+    tokens_BN = tokens(length=24 if positions in ("learned", "axial") else 37)
+    for prompt in (0, 1, 5, 17):
+        same_after_a_prompt(model, tokens_BN, prompt)
+
+
+@pytest.mark.parametrize("keys", ["separate", "projected"])
+@pytest.mark.parametrize("selection", ["causal", "topk", "nearest"])
+def test_a_prompt_for_keys_of_their_own(selection: str, keys: str) -> None:
+    model = tiny_model(selection=selection, routing_keys=keys, routing_attend_self=False)
+    same_after_a_prompt(model, tokens(length=37), 17)
+
+
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("variant", ["causal", "reformer"])
 def test_streaming_of_hashing_heads(variant: str, rounds: int) -> None:
