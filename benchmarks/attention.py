@@ -174,7 +174,7 @@ def once(attention: Attention, inputs: list[Tensor], gradient_BHND: Tensor | Non
     out.backward(gradient_BHND.view(out.shape))
 
 
-def timed(run: Callable[[], None], device: str) -> float:
+def timed(run: Callable[[], object], device: str) -> float:
     """Return milliseconds."""
     if device == "cuda":
         torch.cuda.synchronize()
@@ -195,8 +195,9 @@ def peak_bytes(run: Callable[[], None], device: str) -> int:
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         run()
-    results = profile.profiler.kineto_results  # type: ignore[union-attr]
-    changes = [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]
+    results: Any = getattr(profile.profiler, "kineto_results")  # noqa: B009  its type is not declared
+    events = results.events()
+    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
     held = peak = 0
     for _, change in sorted(changes, key=lambda change: change[0]):
         held += change

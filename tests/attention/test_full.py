@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle_cases import EDGES, Case, Leaves, assert_same, cases, leaves, oracle, qkv, tables
+from oracle_cases import EDGES, PLAIN, Case, Leaves, assert_same, cases, leaves, oracle, qkv, tables
+from padding_cases import padding, without_padding
 
 from rtx.attention import reference
 from rtx.attention.full import FullState, full
+from rtx.attention.weights import Distances
 
 
-def truth(case: Case, inputs: Leaves) -> torch.Tensor:
-    return oracle(*qkv(inputs), lambda b, h: reference.full_sets, case.scale, tables(inputs))
+def truth(case: Case, inputs: Leaves, mask_BN: torch.Tensor | None = None) -> torch.Tensor:
+    sets = lambda b, h: without_padding(reference.full_sets, mask_BN, b)  # noqa: E731
+    return oracle(*qkv(inputs), sets, case.scale, tables(inputs))
 
 
-def fast(case: Case, inputs: Leaves) -> torch.Tensor:
-    return full(*qkv(inputs), scale=case.scale, relative=tables(inputs))
+def fast(case: Case, inputs: Leaves, mask_BN: torch.Tensor | None = None) -> torch.Tensor:
+    return full(*qkv(inputs), scale=case.scale, relative=tables(inputs), mask_BN=mask_BN)
 
 
 @pytest.mark.parametrize("case", cases())
@@ -41,3 +44,45 @@ def test_streaming(case: Case) -> None:
 def test_default_scale() -> None:
     inputs = qkv(leaves(EDGES[0]))
     torch.testing.assert_close(full(*inputs), full(*inputs, scale=0.5))
+
+
+@pytest.mark.parametrize("case", cases(20))
+def test_padding(case: Case) -> None:
+    mask_BN = padding(case)
+    assert_same(lambda x: fast(case, x, mask_BN), lambda x: truth(case, x, mask_BN), leaves(case))
+
+
+def test_what_stands_in_padding_is_never_read() -> None:
+    case = PLAIN._replace(B=2, N=17)
+    inputs, mask_BN = leaves(case), padding(case)
+    spoilt = {n: x.masked_fill(~mask_BN[:, None, :, None], float("nan")).requires_grad_() for n, x in inputs.items()}
+    out = fast(case, spoilt, mask_BN)
+    assert torch.equal(out, fast(case, inputs, mask_BN))
+    out.sum().backward()
+    assert all(torch.isfinite(x.grad).all() for x in spoilt.values() if x.grad is not None)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("case", cases(10))
+def test_an_encoder_reads_both_ways(case: Case, masked: bool) -> None:
+    case = case._replace(distances=0)
+    mask_BN = padding(case) if masked else None
+    both = lambda i: [list(range(case.N))]  # noqa: E731
+    assert_same(
+        lambda x: full(*qkv(x), scale=case.scale, causal=False, mask_BN=mask_BN),
+        lambda x: oracle(*qkv(x), lambda b, h: without_padding(both, mask_BN, b), case.scale, None),
+        leaves(case),
+    )
+
+
+def test_refusals() -> None:
+    q = torch.randn(1, 2, 6, 4)
+    with pytest.raises(ValueError, match=r"v_BHND has the shape \(1, 2, 5, 4\): must be \(1, 2, 6, 4\)"):
+        full(q, q, q[:, :, :5])
+    with pytest.raises(ValueError, match=r"k_BHND is of torch\.float64: must be of torch\.float32"):
+        full(q, q.double(), q)
+    with pytest.raises(ValueError, match=r"mask_BN is of torch\.int64: must be of torch\.bool"):
+        full(q, q, q, mask_BN=torch.ones(1, 6, dtype=torch.int64))
+    with pytest.raises(ValueError, match="they need causal=True"):
+        full(q, q, q, causal=False, relative=Distances(torch.randn(3, 4), torch.randn(3, 4)))
+    assert full(q[:, :, :0], q[:, :, :0], q[:, :, :0]).shape == (1, 2, 0, 4)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from oracle_cases import PLAIN, Case, Leaves, assert_same, cases, leaves, oracle, qkv, tables
+from padding_cases import padding, without_padding
 
 from rtx.attention import reference
 from rtx.attention.full import full
 from rtx.attention.local import LocalState, local
 
 
-def truth(case: Case, inputs: Leaves) -> torch.Tensor:
-    sets = lambda i: reference.local_sets(i, case.W)  # noqa: E731
-    return oracle(*qkv(inputs), lambda b, h: sets, case.scale, tables(inputs))
+def truth(case: Case, inputs: Leaves, mask_BN: torch.Tensor | None = None) -> torch.Tensor:
+    sets = partial(reference.local_sets, window=case.W)
+    return oracle(*qkv(inputs), lambda b, h: without_padding(sets, mask_BN, b), case.scale, tables(inputs))
 
 
-def fast(case: Case, inputs: Leaves) -> torch.Tensor:
-    return local(*qkv(inputs), window=case.W, scale=case.scale, relative=tables(inputs))
+def fast(case: Case, inputs: Leaves, mask_BN: torch.Tensor | None = None) -> torch.Tensor:
+    return local(*qkv(inputs), window=case.W, scale=case.scale, relative=tables(inputs), mask_BN=mask_BN)
 
 
 @pytest.mark.parametrize("case", cases(20))
@@ -53,3 +56,28 @@ def test_memory_is_linear_in_length() -> None:
     # Scores of all pairs would need 32 TiB.
     q = torch.zeros(1, 1, 1 << 21, 1)
     assert local(q, q, q, window=16).shape == q.shape
+
+
+@pytest.mark.parametrize("case", cases(20))
+def test_padding(case: Case) -> None:
+    mask_BN = padding(case)
+    assert_same(lambda x: fast(case, x, mask_BN), lambda x: truth(case, x, mask_BN), leaves(case))
+
+
+def test_what_stands_in_padding_is_never_read() -> None:
+    case = PLAIN._replace(B=2, N=17)
+    inputs, mask_BN = leaves(case), padding(case)
+    spoilt = {n: x.masked_fill(~mask_BN[:, None, :, None], float("nan")).requires_grad_() for n, x in inputs.items()}
+    out = fast(case, spoilt, mask_BN)
+    assert torch.equal(out, fast(case, inputs, mask_BN))
+    out.sum().backward()
+    assert all(torch.isfinite(x.grad).all() for x in spoilt.values() if x.grad is not None)
+
+
+def test_refusals() -> None:
+    q = torch.randn(1, 2, 6, 4)
+    with pytest.raises(ValueError, match="window=0: must be at least 1"):
+        local(q, q, q, window=0)
+    with pytest.raises(ValueError, match=r"mask_BN has the shape \(1, 5\): must be \(1, 6\)"):
+        local(q, q, q, window=2, mask_BN=torch.ones(1, 5, dtype=torch.bool))
+    assert local(q[:0], q[:0], q[:0], window=2).shape == (0, 2, 6, 4)
