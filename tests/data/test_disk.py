@@ -55,7 +55,21 @@ def test_one_holder_at_a_time(tmp_path, said):
     for thread in threads:
         thread.join()
     assert most == 1 and not (tmp_path / "lock").exists()
-    assert f"the store: waiting for process {os.getpid()} on {socket.gethostname()}, which is preparing it" in said
+
+
+def test_who_waits_is_told_for_whom(tmp_path, said):
+    def wait():
+        with locked(tmp_path / "lock", "the store", said.append):
+            pass
+
+    thread = threading.Thread(target=wait)
+    with locked(tmp_path / "lock", "the store", said.append):
+        thread.start()
+        while not said:
+            assert thread.is_alive()
+            time.sleep(0.01)
+    thread.join()
+    assert said == [f"the store: waiting for process {os.getpid()} on {socket.gethostname()}, which is preparing it"]
 
 
 def test_a_lock_that_is_never_given_up_ends_in_a_message(tmp_path, said):
