@@ -166,4 +166,5 @@ def chunked(
     seed = int(torch.randint(1 << 62, ()).item()) if dropout else 0
     keys_MD, values_MD = (None, None) if relative is None else relative
     settings = Settings(mask_GQK, scale, dropout, seed, rule)
-    return ChunkedAttention.apply(q_GQD, k_GKD, v_GKD, keys_MD, values_MD, settings)  # type: ignore[return-value]
+    with torch.autocast(q_GQD.device.type, enabled=False):  # the backward pass has none either
+        return ChunkedAttention.apply(q_GQD, k_GKD, v_GKD, keys_MD, values_MD, settings)  # type: ignore[return-value]

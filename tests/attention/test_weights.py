@@ -50,6 +50,19 @@ def test_chunks_join_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(part, whole, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_mixed_precision_works_in_float32(dropout: float) -> None:
+    x = {name: leaf.float().requires_grad_() for name, leaf in leaves(PLAIN._replace(N=24, distances=5)).items()}
+    results = []
+    for enabled in (False, True):
+        torch.manual_seed(3)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = local(*qkv(x), window=4, relative=tables(x), dropout=dropout)
+        results.append([out, *torch.autograd.grad(out.square().sum(), list(x.values()))])
+    for mixed, plain in zip(*results, strict=True):
+        assert torch.equal(mixed, plain)
+
+
 def test_the_gradient_is_that_of_the_same_dropout() -> None:
     x = {name: leaf.requires_grad_() for name, leaf in leaves(PLAIN._replace(N=12, distances=5)).items()}
 
