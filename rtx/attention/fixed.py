@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rtx.attention.heads import Heads, HeadState, Rotate, turn_step
+from rtx.attention.heads import HeadState, PositionHeads, Rotate, turn_step
 from rtx.attention.weights import Distances, attend, logit_scale
 
 GROUPS = 16
@@ -176,7 +176,7 @@ def key_positions(block_R: Tensor, block: int, shared: int, columns_HC: Tensor) 
     return torch.cat([position_HS[:, None].expand(H, R, shared), position_RL.expand(H, R, block)], dim=-1)
 
 
-class FixedHeads(Heads):
+class FixedHeads(PositionHeads):
     """Heads of `fixed`; `block`, `summary`, `scale` and `dropout` (in training) as there."""
 
     def __init__(self, *, block: int, summary: int, scale: float | None = None, dropout: float = 0.0) -> None:
@@ -184,31 +184,20 @@ class FixedHeads(Heads):
         check_sizes(block, summary)
         self.block, self.summary, self.scale, self.dropout = block, summary, scale, dropout
 
-    def forward(
-        self,
-        q_BHND: Tensor,
-        k_BHND: Tensor | None,
-        v_BHND: Tensor,
-        *,
-        rotate: Rotate | None = None,
-        relative: Distances | None = None,
-        streaming: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """See `Heads.forward`."""
-        assert k_BHND is not None
-        if rotate is not None:
-            q_BHND, k_BHND = rotate(q_BHND), rotate(k_BHND)
-        out_BHND = fixed(
+    def read(
+        self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, dropout: float, relative: Distances | None
+    ) -> Tensor:
+        """See `PositionHeads`."""
+        return fixed(
             q_BHND,
             k_BHND,
             v_BHND,
             block=self.block,
             summary=self.summary,
             scale=self.scale,
-            dropout=self.dropout if self.training else 0.0,
+            dropout=dropout,
             relative=relative,
         )
-        return out_BHND, q_BHND.new_zeros(())
 
     def start(self, relative: Distances | None = None) -> FixedState:
         """See `Heads.start`."""

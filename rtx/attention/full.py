@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rtx.attention.arguments import check_mask, check_queries
-from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom, turn_step
+from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, turn_step
 from rtx.attention.weights import Distances, attend, logit_scale, without_padding
 
 MAX_SCORES = 1 << 25
@@ -69,30 +69,18 @@ def full(
     return without_padding(torch.cat(outputs, dim=2), mask_BN) if outputs else torch.zeros_like(v_BHND)
 
 
-class FullHeads(Heads):
+class FullHeads(PositionHeads):
     """Heads of `full`; `scale` and `dropout` (in training) as there."""
 
     def __init__(self, *, scale: float | None = None, dropout: float = 0.0) -> None:
         super().__init__()
         self.scale, self.dropout = scale, dropout
 
-    def forward(
-        self,
-        q_BHND: Tensor,
-        k_BHND: Tensor | None,
-        v_BHND: Tensor,
-        *,
-        rotate: Rotate | None = None,
-        relative: Distances | None = None,
-        streaming: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """See `Heads.forward`."""
-        assert k_BHND is not None
-        if rotate is not None:
-            q_BHND, k_BHND = rotate(q_BHND), rotate(k_BHND)
-        dropout = self.dropout if self.training else 0.0
-        out_BHND = full(q_BHND, k_BHND, v_BHND, scale=self.scale, dropout=dropout, relative=relative)
-        return out_BHND, q_BHND.new_zeros(())
+    def read(
+        self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, dropout: float, relative: Distances | None
+    ) -> Tensor:
+        """See `PositionHeads`."""
+        return full(q_BHND, k_BHND, v_BHND, scale=self.scale, dropout=dropout, relative=relative)
 
     def start(self, relative: Distances | None = None) -> FullState:
         """See `Heads.start`."""

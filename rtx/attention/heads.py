@@ -64,6 +64,39 @@ class Heads(nn.Module):
         raise NotImplementedError
 
 
+class PositionHeads(Heads):
+    """Heads with keys of their own that choose by position alone: queries and keys are turned before all else."""
+
+    dropout: float
+
+    def read(
+        self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, dropout: float, relative: Distances | None
+    ) -> Tensor:
+        """Return the outputs `[B, H, N, D]` for turned queries and keys."""
+        raise NotImplementedError
+
+    def loss(self, like_BHND: Tensor) -> Tensor:
+        """Return the auxiliary loss."""
+        return like_BHND.new_zeros(())
+
+    def forward(
+        self,
+        q_BHND: Tensor,
+        k_BHND: Tensor | None,
+        v_BHND: Tensor,
+        *,
+        rotate: Rotate | None = None,
+        relative: Distances | None = None,
+        streaming: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Heads.forward`."""
+        assert k_BHND is not None
+        if rotate is not None:
+            q_BHND, k_BHND = rotate(q_BHND), rotate(k_BHND)
+        dropout = self.dropout if self.training else 0.0
+        return self.read(q_BHND, k_BHND, v_BHND, dropout, relative), self.loss(q_BHND)
+
+
 def turn_step(x_BHD: Tensor, rotate: Rotate | None) -> Tensor:
     """Return the vectors of one position, turned where there is anything to turn by."""
     return x_BHD if rotate is None else rotate(x_BHD[:, :, None])[:, :, 0]

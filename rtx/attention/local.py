@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention.arguments import check_mask, check_queries
-from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom, last_slots, turn_step
+from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, last_slots, turn_step
 from rtx.attention.shaw import Band
 from rtx.attention.weights import Distances, attend, logit_scale, without_padding
 
@@ -100,32 +100,18 @@ class WithPrevious(torch.autograd.Function):
         return gradient_XGQD
 
 
-class LocalHeads(Heads):
+class LocalHeads(PositionHeads):
     """Heads of `local`; `window`, `scale` and `dropout` (in training) as there."""
 
     def __init__(self, *, window: int, scale: float | None = None, dropout: float = 0.0) -> None:
         super().__init__()
         self.window, self.scale, self.dropout = window, scale, dropout
 
-    def forward(
-        self,
-        q_BHND: Tensor,
-        k_BHND: Tensor | None,
-        v_BHND: Tensor,
-        *,
-        rotate: Rotate | None = None,
-        relative: Distances | None = None,
-        streaming: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """See `Heads.forward`."""
-        assert k_BHND is not None
-        if rotate is not None:
-            q_BHND, k_BHND = rotate(q_BHND), rotate(k_BHND)
-        dropout = self.dropout if self.training else 0.0
-        out_BHND = local(
-            q_BHND, k_BHND, v_BHND, window=self.window, scale=self.scale, dropout=dropout, relative=relative
-        )
-        return out_BHND, q_BHND.new_zeros(())
+    def read(
+        self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, dropout: float, relative: Distances | None
+    ) -> Tensor:
+        """See `PositionHeads`."""
+        return local(q_BHND, k_BHND, v_BHND, window=self.window, scale=self.scale, dropout=dropout, relative=relative)
 
     def start(self, relative: Distances | None = None) -> LocalState:
         """See `Heads.start`."""

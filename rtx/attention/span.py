@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rtx.attention.arguments import check_mask, check_shape
-from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom, last_slots, turn_step
+from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, last_slots, turn_step
 from rtx.attention.weights import Distances, logit_scale
 
 BLOCK = 512
@@ -195,7 +195,7 @@ class Hold(torch.autograd.Function):
         return gradients[0].masked_fill(outwards, 0), None
 
 
-class SpanHeads(Heads):
+class SpanHeads(PositionHeads):
     """Heads of `adaptive_span`, each with a span of its own.
 
     The parameter is the span's share of the window, which learning rates suit whatever the window; it starts at 0 (a
@@ -225,33 +225,26 @@ class SpanHeads(Heads):
         """The spans in positions, `[H]`, at least in float32."""
         return hold(self.share_H.to(torch.promote_types(self.share_H.dtype, torch.float32)), 1.0) * self.window
 
-    def forward(
-        self,
-        q_BHND: Tensor,
-        k_BHND: Tensor | None,
-        v_BHND: Tensor,
-        *,
-        rotate: Rotate | None = None,
-        relative: Distances | None = None,
-        streaming: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """See `Heads.forward`; the loss is the weighted mean span, zero outside training."""
-        assert k_BHND is not None
-        if rotate is not None:
-            q_BHND, k_BHND = rotate(q_BHND), rotate(k_BHND)
-        span_H = self.spans()
-        out_BHND = adaptive_span(
+    def read(
+        self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, dropout: float, relative: Distances | None
+    ) -> Tensor:
+        """See `PositionHeads`."""
+        return adaptive_span(
             q_BHND,
             k_BHND,
             v_BHND,
-            span_H,
+            self.spans(),
             window=self.window,
             ramp=self.ramp,
             scale=self.scale,
-            dropout=self.dropout if self.training else 0.0,
+            dropout=dropout,
             relative=relative,
         )
-        return out_BHND, self.cost * span_H.mean() if self.training else span_H.new_zeros(())
+
+    def loss(self, like_BHND: Tensor) -> Tensor:
+        """Return the weighted mean span, zero outside training."""
+        span_H = self.spans()
+        return self.cost * span_H.mean() if self.training else span_H.new_zeros(())
 
     def start(self, relative: Distances | None = None) -> SpanState:
         """See `Heads.start`."""

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom, turn_step
+from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, turn_step
 from rtx.attention.weights import Distances, attend, logit_scale
 
 
@@ -79,32 +79,18 @@ def by_remainder(x_BHND: Tensor, stride: int) -> Tensor:
     return padded_BHND.unflatten(2, (-1, stride)).permute(0, 3, 1, 2, 4).flatten(0, 1)
 
 
-class StridedHeads(Heads):
+class StridedHeads(PositionHeads):
     """Heads of `strided`; `stride`, `scale` and `dropout` (in training) as there."""
 
     def __init__(self, *, stride: int, scale: float | None = None, dropout: float = 0.0) -> None:
         super().__init__()
         self.stride, self.scale, self.dropout = stride, scale, dropout
 
-    def forward(
-        self,
-        q_BHND: Tensor,
-        k_BHND: Tensor | None,
-        v_BHND: Tensor,
-        *,
-        rotate: Rotate | None = None,
-        relative: Distances | None = None,
-        streaming: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """See `Heads.forward`."""
-        assert k_BHND is not None
-        if rotate is not None:
-            q_BHND, k_BHND = rotate(q_BHND), rotate(k_BHND)
-        dropout = self.dropout if self.training else 0.0
-        out_BHND = strided(
-            q_BHND, k_BHND, v_BHND, stride=self.stride, scale=self.scale, dropout=dropout, relative=relative
-        )
-        return out_BHND, q_BHND.new_zeros(())
+    def read(
+        self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, dropout: float, relative: Distances | None
+    ) -> Tensor:
+        """See `PositionHeads`."""
+        return strided(q_BHND, k_BHND, v_BHND, stride=self.stride, scale=self.scale, dropout=dropout, relative=relative)
 
     def start(self, relative: Distances | None = None) -> StridedState:
         """See `Heads.start`."""
