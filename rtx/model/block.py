@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rtx.attention.heads import HeadState
 from rtx.config import Config, ModelConfig
+from rtx.model.linear import Linear
 from rtx.model.multihead import MultiheadAttention
 
 
@@ -21,8 +22,8 @@ class FeedForward(nn.Module):
         self.activation = config.ffn
         self.dropout = config.ffn_dropout
         gates = 2 if config.ffn == "geglu" else 1
-        self.inner = nn.Linear(config.hidden, gates * config.ffn_hidden, bias=config.ffn != "geglu")
-        self.outer = nn.Linear(config.ffn_hidden, config.hidden, bias=config.ffn != "geglu")
+        self.inner = Linear(config.hidden, gates * config.ffn_hidden, bias=config.ffn != "geglu")
+        self.outer = Linear(config.ffn_hidden, config.hidden, bias=config.ffn != "geglu")
 
     def forward(self, x_BNE: Tensor) -> Tensor:
         """Return the layer's output `[B, N, E]`."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rtx.attention.heads import Heads, HeadState
 from rtx.attention.weights import Distances
 from rtx.config import Config
+from rtx.model.linear import Linear
 from rtx.model.patterns import has_keys, layer_patterns, make_heads
 from rtx.model.positions import Rotary, Shaw
 
@@ -29,8 +30,8 @@ class MultiheadAttention(nn.Module):
         counts = list(patterns.values())
         key_counts = [count for count, with_keys in zip(counts, self.with_keys, strict=True) if with_keys]
         self.widths = [count * self.size for count in (*counts, *key_counts, *counts)]
-        self.qkv = nn.Linear(model.hidden, sum(self.widths), bias=False)
-        self.out = nn.Linear(model.hidden, model.hidden, bias=False)
+        self.qkv = Linear(model.hidden, sum(self.widths), bias=False)
+        self.out = Linear(model.hidden, model.hidden, bias=False)
         self.rotary = Rotary(self.size) if model.positions == "rotary" else None
         self.shaw = nn.ModuleDict()
         if model.positions == "shaw":

@@ -17,6 +17,7 @@ from rtx.attention.kmeans import statistics_paused
 from rtx.config import Config, axis_sizes
 from rtx.model.block import Block
 from rtx.model.likelihood import answer_nats, token_nats
+from rtx.model.linear import Linear, linear
 from rtx.model.positions import TABLE_DEVIATION, AxialPositions, LearnedPositions
 
 
@@ -29,7 +30,7 @@ class Embedding(nn.Module):
         width = model.embedding or model.hidden
         self.table_VS = nn.Parameter(torch.randn(vocabulary, width) * TABLE_DEVIATION)
         self.start_S = nn.Parameter(torch.randn(width) * TABLE_DEVIATION)
-        self.widen = nn.Linear(width, model.hidden) if width != model.hidden else nn.Identity()
+        self.widen = Linear(width, model.hidden) if width != model.hidden else nn.Identity()
         self.positions: LearnedPositions | AxialPositions | None = None
         if model.positions == "learned":
             self.positions = LearnedPositions(config.data.length, model.hidden)
@@ -71,7 +72,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(model.layers))
         self.norm = nn.LayerNorm(model.hidden) if model.norm == "pre" else nn.Identity()
         width = model.embedding or model.hidden
-        self.narrow = nn.Linear(model.hidden, width) if width != model.hidden else nn.Identity()
+        self.narrow = Linear(model.hidden, width) if width != model.hidden else nn.Identity()
         tied = model.tie_embeddings
         self.output_VS = self.embedding.table_VS if tied else nn.Parameter(torch.zeros(vocabulary, width))
         self.output_bias_V = nn.Parameter(torch.zeros(vocabulary))
@@ -91,9 +92,9 @@ class Transformer(nn.Module):
         shrink = 1 / math.sqrt(2 * len(self.blocks))
         for block in self.blocks:
             assert isinstance(block, Block)
-            for linear in (block.attention.out, block.feed_forward.outer):
+            for ends in (block.attention.out, block.feed_forward.outer):
                 with torch.no_grad():
-                    linear.weight.mul_(shrink)
+                    ends.weight.mul_(shrink)
         if depth_scaled:
             self.shrink_for_depth()
 
@@ -139,7 +140,7 @@ class Transformer(nn.Module):
 
     def logits(self, hidden_BS: Tensor) -> Tensor:
         """Return the logits `[B, V]` of a few rows."""
-        return F.linear(hidden_BS, self.output_VS, self.output_bias_V)
+        return linear(hidden_BS, self.output_VS, self.output_bias_V)
 
     def count_parameters(self) -> int:
         """Return the number of trained values."""
