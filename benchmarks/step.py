@@ -2,7 +2,8 @@
 
 Run `python benchmarks/step.py`; it writes `benchmarks/results/step-<device>.json` and prints the same rows as a table.
 The peer is the PyPI package routing_transformer (extra `peers`); without it the row is left out and the table says so.
-Every model runs as its users run it: ours with the allocator setting of `rtx train`, the peer with the system's own.
+Every model runs as its users run it: ours with the memory settings of `rtx train` (freed memory kept, huge pages), the
+peer with the system's own; the row `peer_routing_kept` is the peer with ours, which its users would have to find.
 The row `weights` is the floor: the matrix products with weights, which ours and the peer share, and nothing else.
 Times on a shared machine drift, so only the ratios of one run mean anything.
 """
@@ -14,6 +15,7 @@ import importlib.metadata
 import importlib.util
 import json
 import multiprocessing
+import os
 import platform
 import statistics
 import time
@@ -21,7 +23,6 @@ import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
 from rtx.model.transformer import Transformer
 from rtx.training.hardware import keep_freed_memory
 
-RIVALS = ("full", "peer_routing")
+RIVALS = ("full", "peer_routing", "peer_routing_kept")
 
 Step = Callable[[], None]
 
@@ -137,23 +138,22 @@ def make_step(name: str, args: argparse.Namespace) -> Step:
     """Return the step of one row."""
     generator = torch.Generator().manual_seed(0)
     tokens_BN = torch.randint(0, 256, (1, args.length), generator=generator).to(args.device)
-    if name == "peer_routing":
-        return peer_step(args, tokens_BN)
-    if args.device == "cpu":
+    if args.device == "cpu" and name != "peer_routing":
         keep_freed_memory()
+    if name.startswith("peer_routing"):
+        return peer_step(args, tokens_BN)
     if name == "weights":
         return weights_step(args, args.device)
     return our_step(args, None if name == "full" else name.removeprefix("routing_"), tokens_BN)
 
 
 def work(name: str, args: argparse.Namespace, door: Connection) -> None:
-    """Be the process of one row: answer "ready", then each knock with the milliseconds of a step."""
+    """Be the process of one row: send the milliseconds of each step after one of warm-up."""
     torch.set_num_threads(args.threads)
     warnings.simplefilter("ignore", FutureWarning)  # the peer's dependencies use deprecated hooks
     step = make_step(name, args)
     step()
-    door.send("ready")
-    while door.recv():
+    for _ in range(args.steps):
         start = time.perf_counter()
         step()
         if args.device == "cuda":
@@ -162,21 +162,21 @@ def work(name: str, args: argparse.Namespace, door: Connection) -> None:
 
 
 def measure(names: list[str], args: argparse.Namespace) -> dict[str, list[float]]:
-    """Return milliseconds of each row's step, `repeats` times in turn after a step of warm-up."""
+    """Return milliseconds of each row's steps: `turns` times a process of its own for each row, one after the other.
+
+    One process at a time, since each holds gigabytes.
+    """
     context = multiprocessing.get_context("spawn")
-    doors: dict[str, Any] = {}
-    for name in names:
-        doors[name], other = context.Pipe()
-        context.Process(target=work, args=(name, args, other), daemon=True).start()
-        other.close()
-        assert doors[name].recv() == "ready"
     times: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(args.repeats):
-        for name, door in doors.items():
-            door.send(True)
-            times[name].append(door.recv())
-    for door in doors.values():
-        door.send(False)
+    for _ in range(args.turns):
+        for name in names:
+            os.environ["THP_MEM_ALLOC_ENABLE"] = "0" if name == "peer_routing" else "1"  # 0 is torch's default
+            door, other = context.Pipe()
+            process = context.Process(target=work, args=(name, args, other), daemon=True)
+            process.start()
+            other.close()
+            times[name] += [door.recv() for _ in range(args.steps)]
+            process.join()
     return times
 
 
@@ -211,21 +211,22 @@ def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"layers": 6, "hidden": 512, "heads": 8, "length": 8192, "window": 256, "clusters": 32}
-    for name, value in {**sizes, "threads": 2, "repeats": 5}.items():
+    for name, value in {**sizes, "threads": 2, "turns": 3, "steps": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     names = ["routing_topk", "routing_causal", "full", "weights"]
     if importlib.util.find_spec("routing_transformer"):
-        names.append("peer_routing")
+        names += ["peer_routing", "peer_routing_kept"]
     else:
         print("no peer row: routing_transformer is not installed (pip install 'rtx[peers]')")
     results = rows(measure(names, args), args)
-    print(f"{'pattern':<16}{'ms':>10}{'times faster than full':>26}{'than the peer':>16}")
+    print(f"{'pattern':<20}{'ms':>10}{'times faster than full':>26}{'than the peer':>16}{'with our memory':>18}")
     for row in results:
         ratio = row["ratio"]
         assert isinstance(ratio, dict)
-        print(f"{row['pattern']:<16}{row['ms']:>10}{ratio.get('full', ''):>26}{ratio.get('peer_routing', ''):>16}")
+        shown = [ratio.get(rival, "") for rival in RIVALS]
+        print(f"{row['pattern']:<20}{row['ms']:>10}{shown[0]:>26}{shown[1]:>16}{shown[2]:>18}")
     path = Path(__file__).parent / "results" / f"step-{args.device.replace('cuda', 'gpu')}.json"
     path.write_text(json.dumps(results, indent=1) + "\n")
 
