@@ -147,7 +147,7 @@ def activations(config: Config, layer: int) -> float:
     """Return how many values one block keeps for the backward pass, per position.
 
     Attention keeps queries, keys, values and outputs, whatever the dropout and Shaw's terms: weights are worked out
-    again (by the kernel, or by `rtx.attention.chunked`).
+    again (by the kernel, or by `rtx.attention.chunked`, which keeps no outputs).
     """
     model = config.model
     hidden, size = model.hidden, model.hidden // model.heads

@@ -1,6 +1,7 @@
-"""Softmax attention inside blocks with what no kernel offers: Shaw's terms, and dropout in bounded memory on a CPU.
+"""Softmax attention inside blocks with what no kernel offers: Shaw's terms, dropout in bounded memory on a CPU, and
+products by the faster of its libraries.
 
-Shapes: G blocks, Q queries, K keys, D head size, M distances.
+Shapes: G blocks, Q queries, K keys, D head size, M distances; within a tile G, Q and K count what the tile holds.
 """
 
 from __future__ import annotations
@@ -11,26 +12,37 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rtx.attention.shaw import Distances, Rule
+from rtx.attention.products import wide_products
+from rtx.attention.shaw import Distances, Rule, Tile
 
-MAX_SCORES_CPU, MAX_SCORES_GPU = 1 << 18, 1 << 26
+MAX_SCORES_CPU, MAX_SCORES_GPU = 1 << 19, 1 << 26
 """Attention scores worked on at once: few enough for a CPU's cache, enough to fill a GPU."""
+
+MIN_ROWS = 32
+"""Queries of a tile at the least. A block is cut into four where that leaves so many: under a causal or banded mask a
+quarter reads fewer keys than the whole."""
 
 
 class Settings(NamedTuple):
     """What is not differentiated: which pairs are read, the factor on the logits, dropout, rows of Shaw's tables."""
 
     mask_GQK: Tensor
-    """True where a key may be read; every query must see at least one. May be an expanded view."""
+    """True where a key may be read; every query must see at least one. One for all blocks (`[1, Q, K]`), or each its
+    own."""
     scale: float
     dropout: float
     seed: int
     """Of the dropout: the backward pass draws the same numbers again."""
     rule: Rule | None
 
+    def blocked(self, tile: Tile) -> Tensor:
+        """Return where a tile's keys may not be read."""
+        part = tile.part if len(self.mask_GQK) > 1 else slice(None)
+        return ~self.mask_GQK[part, tile.rows, tile.columns]
+
 
 class ChunkedAttention(torch.autograd.Function):
-    """softmax(scale * q (k + key of distance)) (v + value of distance), a few blocks at a time, forward and backward.
+    """softmax(scale * q (k + key of distance)) (v + value of distance), tile by tile, forward and backward.
 
     Nothing but inputs is kept for the backward pass, which works the weights out again: autograd by itself would keep
     weights, logits and row numbers of all blocks. All arithmetic is float32 or wider.
@@ -50,14 +62,10 @@ class ChunkedAttention(torch.autograd.Function):
         ctx.save_for_backward(q_GQD, k_GKD, v_GKD, keys_MD, values_MD)
         ctx.settings = settings
         out_GQD = torch.empty(*q_GQD.shape[:2], v_GKD.shape[-1], dtype=v_GKD.dtype, device=v_GKD.device)
-        for part in parts(settings.mask_GQK):
-            q, k, v, keys, values = widened(part, (q_GQD, k_GKD, v_GKD), (keys_MD, values_MD))
-            weights_GQK = weigh(q, k, keys, part, settings)
-            weights_GQK *= kept(weights_GQK, part, settings)
-            chunk_GQD = weights_GQK @ v
-            if settings.rule is not None and values is not None:
-                chunk_GQD += settings.rule.collect(weights_GQK, len(values), part) @ values
-            out_GQD[part] = chunk_GQD
+        with wide_products(q_GQD):
+            for tile in tiles(settings.mask_GQK, len(q_GQD)):
+                read = read_tile(tile, (q_GQD, k_GKD, v_GKD), (keys_MD, values_MD), settings.scale)
+                out_GQD[tile.part, tile.rows] = attend_tile(read, tile, settings)
         return out_GQD
 
     @staticmethod
@@ -67,15 +75,16 @@ class ChunkedAttention(torch.autograd.Function):
         q_GQD, k_GKD, v_GKD, keys_MD, values_MD = ctx.saved_tensors
         settings: Settings = ctx.settings
         grads = Gradients.like(q_GQD, k_GKD, v_GKD, keys_MD, values_MD)
-        for part in parts(settings.mask_GQK):
-            chunk = widened(part, (q_GQD, k_GKD, v_GKD), (keys_MD, values_MD))
-            grads.add(chunk, gradients[0][part].to(grads.wide), part, settings)  # type: ignore[arg-type]
-        tables = [None if x is None else x.to(q_GQD.dtype) for x in (grads.keys, grads.values)]
-        return grads.q, grads.k, grads.v, *tables, None
+        with wide_products(q_GQD):
+            for tile in tiles(settings.mask_GQK, len(q_GQD)):
+                read = read_tile(tile, (q_GQD, k_GKD, v_GKD), (keys_MD, values_MD), settings.scale)
+                grads.add(read, gradients[0][tile.part, tile.rows].to(grads.wide), tile, settings)
+        sums = (grads.k, grads.v, grads.keys, grads.values)
+        return grads.q, *(None if x is None else x.to(q_GQD.dtype) for x in sums), None
 
 
 class Gradients(NamedTuple):
-    """The gradients being made; those of the tables add up over the chunks, in `wide`."""
+    """The gradients being made; all but those of the queries add up over the tiles, in `wide`."""
 
     q: Tensor
     k: Tensor
@@ -88,64 +97,98 @@ class Gradients(NamedTuple):
     def like(cls, q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, values: Tensor | None) -> Gradients:
         """Return room for the gradients of these."""
         wide = torch.promote_types(q.dtype, torch.float32)
-        sums = [None if table is None else torch.zeros_like(table, dtype=wide) for table in (keys, values)]
-        return cls(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), sums[0], sums[1], wide)
+        sums = [None if x is None else torch.zeros_like(x, dtype=wide) for x in (k, v, keys, values)]
+        return cls(torch.empty_like(q), *sums, wide)  # type: ignore[arg-type]
 
-    def add(self, chunk: list[Tensor | None], grad_out_GQD: Tensor, part: slice, settings: Settings) -> None:
-        """Work out one chunk."""
-        q, k, v, keys, values = chunk
+    def add(self, read: list[Tensor | None], grad_out_GQD: Tensor, tile: Tile, settings: Settings) -> None:
+        """Work out one tile."""
+        q, k, v, keys, values = read
         assert q is not None and k is not None and v is not None
-        weights_GQK = weigh(q, k, keys, part, settings)
-        keep_GQK = kept(weights_GQK, part, settings)
+        rule = settings.rule
+        weights_GQK = weigh(q, k, keys, tile, settings)
+        keep_GQK = kept(weights_GQK, tile, settings)
         read_GQK = weights_GQK * keep_GQK if settings.dropout else weights_GQK
-        self.v[part] = read_GQK.transpose(1, 2) @ grad_out_GQD
+        self.v[tile.part, tile.columns].baddbmm_(read_GQK.transpose(1, 2), grad_out_GQD)
         grad_GQK = grad_out_GQD @ v.transpose(1, 2)
-        if settings.rule is not None and values is not None and self.values is not None:
-            self.values.add_(over_slots(settings.rule.collect(read_GQK, len(values), part), grad_out_GQD))
-            settings.rule.add(grad_GQK, grad_out_GQD @ values.T, part)
-        grad_GQK *= keep_GQK
+        if rule is not None and values is not None and self.values is not None:
+            over_slots(self.values, rule.collect(read_GQK, len(values), tile), grad_out_GQD)
+            rule.add(grad_GQK, grad_out_GQD @ values.T, tile)
+        if settings.dropout:
+            grad_GQK *= keep_GQK
         # What is masked has weight 0, so its gradient ends as 0 whatever stands there.
-        grad_GQK.sub_((grad_GQK * weights_GQK).sum(-1, keepdim=True)).mul_(weights_GQK).mul_(settings.scale)
+        grad_GQK = torch._softmax_backward_data(grad_GQK, weights_GQK, -1, weights_GQK.dtype)
         grad_q_GQD = grad_GQK @ k
-        if settings.rule is not None and keys is not None and self.keys is not None:
-            summed_GQM = settings.rule.collect(grad_GQK, len(keys), part)
+        if rule is not None and keys is not None and self.keys is not None:
+            summed_GQM = rule.collect(grad_GQK, len(keys), tile)
             grad_q_GQD += summed_GQM @ keys
-            self.keys.add_(over_slots(summed_GQM, q))
-        self.q[part] = grad_q_GQD
-        self.k[part] = grad_GQK.transpose(1, 2) @ q
+            over_slots(self.keys, summed_GQM, q)
+        self.q[tile.part, tile.rows] = grad_q_GQD.mul_(settings.scale)
+        self.k[tile.part, tile.columns].baddbmm_(grad_GQK.transpose(1, 2), q)
 
 
-def over_slots(x_GQM: Tensor, y_GQD: Tensor) -> Tensor:
-    """Return the sum over blocks and queries of x^T y, `[M, D]`."""
-    return x_GQM.flatten(0, 1).T @ y_GQD.flatten(0, 1)
+def attend_tile(read: list[Any], tile: Tile, settings: Settings) -> Tensor:
+    """Return the outputs of a tile's queries, `[G, Q, D]`."""
+    q, k, v, keys, values = read
+    weights_GQK = weigh(q, k, keys, tile, settings)
+    if settings.dropout:
+        weights_GQK *= kept(weights_GQK, tile, settings)
+    out_GQD = weights_GQK @ v
+    if settings.rule is not None and values is not None:
+        out_GQD += settings.rule.collect(weights_GQK, len(values), tile) @ values
+    return out_GQD
 
 
-def parts(mask_GQK: Tensor) -> list[slice]:
-    """Return slices of blocks that hold a bounded number of scores each."""
-    most = MAX_SCORES_CPU if mask_GQK.device.type == "cpu" else MAX_SCORES_GPU
-    step = max(1, most // max(1, mask_GQK.shape[1] * mask_GQK.shape[2]))
-    return [slice(start, start + step) for start in range(0, len(mask_GQK), step)]
+def over_slots(total_MD: Tensor, x_GQM: Tensor, y_GQD: Tensor) -> None:
+    """Add the sum over blocks and queries of x^T y to the total."""
+    total_MD.addmm_(x_GQM.flatten(0, 1).T, y_GQD.flatten(0, 1))
 
 
-def widened(part: slice, blocks: tuple[Tensor, ...], tables: tuple[Tensor | None, ...]) -> list[Any]:
-    """Return a part of the blocks, and the tables, in float32 or wider."""
-    wide = torch.promote_types(blocks[0].dtype, torch.float32)
-    return [*(x[part].to(wide) for x in blocks), *(None if x is None else x.to(wide) for x in tables)]
+def tiles(mask_GQK: Tensor, blocks: int) -> list[Tile]:
+    """Return tiles that hold a bounded number of scores each, and leave out keys that none of their queries reads."""
+    on_cpu = mask_GQK.device.type == "cpu"
+    most = MAX_SCORES_CPU if on_cpu else MAX_SCORES_GPU
+    _, Q, K = mask_GQK.shape
+    height = max(MIN_ROWS, -(-Q // 4)) if on_cpu and len(mask_GQK) == 1 else Q
+    height = max(1, min(height, most // max(1, K)))
+    found = []
+    for start in range(0, Q, height):
+        rows = slice(start, min(start + height, Q))
+        columns = read_columns(mask_GQK[0, rows]) if len(mask_GQK) == 1 else slice(0, K)
+        step = max(1, most // max(1, (rows.stop - start) * (columns.stop - columns.start)))
+        found += [Tile(slice(first, min(first + step, blocks)), rows, columns) for first in range(0, blocks, step)]
+    return found
 
 
-def weigh(q_GQD: Tensor, k_GKD: Tensor, keys_MD: Tensor | None, part: slice, settings: Settings) -> Tensor:
-    """Return the attention weights `[G, Q, K]` before dropout."""
+def read_columns(mask_QK: Tensor) -> slice:
+    """Return the keys from the first to the last that some query reads."""
+    read_K = mask_QK.any(0).nonzero()[:, 0].tolist()
+    return slice(read_K[0], read_K[-1] + 1) if read_K else slice(0, 0)
+
+
+def read_tile(tile: Tile, blocks: tuple[Tensor, ...], tables: tuple[Tensor | None, ...], scale: float) -> list[Any]:
+    """Return a tile's queries times the scale, its keys and values, and the tables, in float32 or wider."""
+    q_GQD, k_GKD, v_GKD = blocks
+    wide = torch.promote_types(q_GQD.dtype, torch.float32)
+    q_GQD = q_GQD[tile.part, tile.rows].to(wide) * scale
+    # In one piece, or oneDNN copies their transposes, number by number.
+    k_GKD, v_GKD = (x[tile.part, tile.columns].to(wide).contiguous() for x in (k_GKD, v_GKD))
+    return [q_GQD, k_GKD, v_GKD, *(None if x is None else x.to(wide) for x in tables)]
+
+
+def weigh(q_GQD: Tensor, k_GKD: Tensor, keys_MD: Tensor | None, tile: Tile, settings: Settings) -> Tensor:
+    """Return the attention weights `[G, Q, K]` of a tile before dropout; queries are scaled already."""
     logits_GQK = q_GQD @ k_GKD.transpose(1, 2)
     if settings.rule is not None and keys_MD is not None:
-        settings.rule.add(logits_GQK, q_GQD @ keys_MD.T, part)
-    return logits_GQK.mul_(settings.scale).masked_fill_(~settings.mask_GQK[part], float("-inf")).softmax(-1)
+        settings.rule.add(logits_GQK, q_GQD @ keys_MD.T, tile)
+    return logits_GQK.masked_fill_(settings.blocked(tile), float("-inf")).softmax(-1)
 
 
-def kept(weights_GQK: Tensor, part: slice, settings: Settings) -> Tensor | float:
-    """Return what dropout multiplies the weights with."""
+def kept(weights_GQK: Tensor, tile: Tile, settings: Settings) -> Tensor | float:
+    """Return what dropout multiplies the weights of a tile with."""
     if not settings.dropout:
         return 1.0
-    generator = torch.Generator(weights_GQK.device).manual_seed(settings.seed + part.start)
+    place = (tile.part.start << 20) + tile.rows.start
+    generator = torch.Generator(weights_GQK.device).manual_seed(settings.seed + place)
     share = 1 - settings.dropout
     return torch.empty_like(weights_GQK).bernoulli_(share, generator=generator).div_(share)
 
@@ -161,7 +204,10 @@ def chunked(
     relative: Distances | None = None,
     rule: Rule | None = None,
 ) -> Tensor:
-    """Return softmax attention inside blocks, `[G, Q, D]`; `rule` says which rows of `relative` the pairs take."""
+    """Return softmax attention inside blocks, `[G, Q, D]`; `rule` says which rows of `relative` the pairs take.
+
+    `mask_GQK` may be `[1, Q, K]`: the same for all blocks, whose unread keys then cost nothing.
+    """
     # Drawn from torch's own generator, so that a seed and a resumed run give the same dropout.
     seed = int(torch.randint(1 << 62, ()).item()) if dropout else 0
     keys_MD, values_MD = (None, None) if relative is None else relative

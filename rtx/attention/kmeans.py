@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rtx.attention.selection import centroid_scores, window_scores
+from rtx.attention.selection import centroid_scores, nearest_clusters, window_scores
 
 KEYS = ("shared", "separate", "projected")
 """What the keys of routing heads are; see `Centroids`."""
@@ -147,7 +147,7 @@ class Centroids(nn.Module):
 
         `mask_BN` is true at real positions; padding is not counted.
         """
-        nearest_BHN = score_BHCN.argmax(dim=2)
+        nearest_BHN = nearest_clusters(score_BHCN)
         if not _paused.get():
             self.add_members(q_BHND, nearest_BHN, mask_BN)
             self.sequences += len(q_BHND) if mask_BN is None else mask_BN.any(-1).sum()
@@ -160,7 +160,7 @@ class Centroids(nn.Module):
     def observe_keys(self, k_BHND: Tensor, score_BHCN: Tensor, mask_BN: Tensor | None = None) -> Tensor:
         """As `observe`, for the keys of the sequences whose queries are observed (keys=separate)."""
         assert self.keys == "separate"
-        nearest_BHN = score_BHCN.argmax(dim=2)
+        nearest_BHN = nearest_clusters(score_BHCN)
         if not _paused.get():
             self.add_members(k_BHND, nearest_BHN, mask_BN)
             if self.thresholds:

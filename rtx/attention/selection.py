@@ -11,12 +11,14 @@ import math
 import torch
 from torch import Tensor
 
+from rtx.attention.products import wide_products
+
 
 @torch.no_grad()
 def centroid_scores(centroid_HCD: Tensor, x_BHND: Tensor) -> Tensor:
     """Return the dot products `[B, H, C, N]` of centroids with normalised vectors, float32 or wider."""
-    with torch.autocast(x_BHND.device.type, enabled=False):
-        x_BHND = x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32))
+    x_BHND = x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32))
+    with torch.autocast(x_BHND.device.type, enabled=False), wide_products(x_BHND):
         return centroid_HCD.to(x_BHND.dtype) @ x_BHND.transpose(-1, -2)
 
 
@@ -42,10 +44,23 @@ def threshold_members(score_BHCN: Tensor, threshold_HC: Tensor) -> Tensor:
     return score_BHCN >= threshold_HC[None, :, :, None]
 
 
+def nearest_clusters(score_BHCN: Tensor) -> Tensor:
+    """Return the number `[B, H, N]` of the centroid that scores each position highest; of equals the first wins."""
+    if score_BHCN.device.type != "cpu":
+        return score_BHCN.argmax(2)
+    # One cluster after the other reads memory in order; argmax over a dimension in the middle takes 3 times as long.
+    best_BHN = score_BHCN[:, :, 0]
+    nearest_BHN = torch.zeros_like(best_BHN, dtype=torch.int64)
+    for c in range(1, score_BHCN.shape[2]):
+        nearest_BHN.masked_fill_(score_BHCN[:, :, c] > best_BHN, c)
+        best_BHN = torch.maximum(best_BHN, score_BHCN[:, :, c])
+    return nearest_BHN
+
+
 def nearest_members(score_BHCN: Tensor) -> Tensor:
     """Return the mask that gives each position to the centroid that scores it highest; of equals the first wins."""
     member_BHCN = torch.zeros_like(score_BHCN, dtype=torch.bool)
-    return member_BHCN.scatter_(2, score_BHCN.argmax(2, keepdim=True), True)
+    return member_BHCN.scatter_(2, nearest_clusters(score_BHCN)[:, :, None], True)
 
 
 def random_members(heads: int, clusters: int, length: int, window: int, seed: int) -> Tensor:

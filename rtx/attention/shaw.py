@@ -22,14 +22,25 @@ class Distances(NamedTuple):
     values_MD: Tensor
 
 
-class Rule(Protocol):
-    """Which row of the tables each pair of slots takes; `part` selects blocks."""
+class Tile(NamedTuple):
+    """A piece of all pairs that is worked on at once."""
 
-    def add(self, logits_GQK: Tensor, terms_GQM: Tensor, part: slice) -> None:
+    part: slice
+    """Which blocks."""
+    rows: slice
+    """Which of their query slots."""
+    columns: slice
+    """Which of their key slots: at least those that one of the queries may read."""
+
+
+class Rule(Protocol):
+    """Which row of the tables each pair of slots of a tile takes."""
+
+    def add(self, logits_GQK: Tensor, terms_GQM: Tensor, tile: Tile) -> None:
         """Add to each logit, in place, the term of its query and its row."""
         ...
 
-    def collect(self, x_GQK: Tensor, count: int, part: slice) -> Tensor:
+    def collect(self, x_GQK: Tensor, count: int, tile: Tile) -> Tensor:
         """Return the sums over the keys of each row, `[G, Q, M]`; masked pairs hold zeros."""
         ...
 
@@ -40,17 +51,19 @@ class Dense:
     def __init__(self, distance_GQK: Tensor) -> None:
         self.distance_GQK = distance_GQK
 
-    def rows(self, count: int, part: slice) -> Tensor:
-        """Return the row numbers of some blocks."""
-        return self.distance_GQK[part].clamp(0, count - 1)
+    def rows(self, count: int, tile: Tile) -> Tensor:
+        """Return the row numbers of a tile."""
+        return self.distance_GQK[tile].clamp(0, count - 1)
 
-    def add(self, logits_GQK: Tensor, terms_GQM: Tensor, part: slice) -> None:
+    def add(self, logits_GQK: Tensor, terms_GQM: Tensor, tile: Tile) -> None:
         """See `Rule`."""
-        logits_GQK += terms_GQM.gather(-1, self.rows(terms_GQM.shape[-1], part))
+        rows_GQK = self.rows(terms_GQM.shape[-1], tile)
+        logits_GQK += terms_GQM.gather(-1, rows_GQK.expand(logits_GQK.shape))
 
-    def collect(self, x_GQK: Tensor, count: int, part: slice) -> Tensor:
+    def collect(self, x_GQK: Tensor, count: int, tile: Tile) -> Tensor:
         """See `Rule`."""
-        return x_GQK.new_zeros(*x_GQK.shape[:2], count).scatter_add_(-1, self.rows(count, part), x_GQK)
+        rows_GQK = self.rows(count, tile).expand(x_GQK.shape)
+        return x_GQK.new_zeros(*x_GQK.shape[:2], count).scatter_add_(-1, rows_GQK, x_GQK)
 
 
 class Band:
@@ -62,23 +75,24 @@ class Band:
     def __init__(self, window: int) -> None:
         self.window = window
 
-    def diagonals(self, x_GQK: Tensor) -> Tensor:
+    def diagonals(self, x_GQK: Tensor, tile: Tile) -> Tensor:
         """Return a view `[G, Q, W]` of the pairs at distances W - 1 down to 0."""
         G, Q, K = x_GQK.shape
-        assert self.window == Q and K == 2 * Q and x_GQK.is_contiguous()
-        return x_GQK.as_strided((G, Q, Q), (Q * K, K + 1, 1), x_GQK.storage_offset() + 1)
+        first = tile.rows.start + 1 - tile.columns.start
+        assert x_GQK.is_contiguous() and 0 <= first <= K - Q - self.window + 1
+        return x_GQK.as_strided((G, Q, self.window), (Q * K, K + 1, 1), x_GQK.storage_offset() + first)
 
-    def add(self, logits_GQK: Tensor, terms_GQM: Tensor, part: slice) -> None:
+    def add(self, logits_GQK: Tensor, terms_GQM: Tensor, tile: Tile) -> None:
         """See `Rule`; logits of masked pairs are left alone."""
         far_first_GQM = terms_GQM[..., : self.window].flip(-1)
         near = far_first_GQM.shape[-1]
-        diagonals_GQW = self.diagonals(logits_GQK)
+        diagonals_GQW = self.diagonals(logits_GQK, tile)
         diagonals_GQW[..., self.window - near :] += far_first_GQM
         diagonals_GQW[..., : self.window - near] += terms_GQM[..., -1:]
 
-    def collect(self, x_GQK: Tensor, count: int, part: slice) -> Tensor:
+    def collect(self, x_GQK: Tensor, count: int, tile: Tile) -> Tensor:
         """See `Rule`."""
-        diagonals_GQW = self.diagonals(x_GQK)
+        diagonals_GQW = self.diagonals(x_GQK, tile)
         near = min(count, self.window)
         sums_GQM = x_GQK.new_zeros(*x_GQK.shape[:2], count)
         sums_GQM[..., :near] = diagonals_GQW[..., self.window - near :].flip(-1)
@@ -93,13 +107,14 @@ class Sorted:
 
     def __init__(self, query_GQ: Tensor, key_GK: Tensor) -> None:
         self.query_GQ, self.key_GK = query_GQ, key_GK
-        self.listed: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.listed: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
-    def near(self, count: int, part: slice) -> tuple[Tensor, Tensor]:
+    def near(self, count: int, tile: Tile) -> tuple[Tensor, Tensor]:
         """Return the pairs before the last row: their numbers in a flat `[G, Q, K]` and in a flat `[G, Q, M]`."""
-        asked = (count, part.start)
+        asked = (count, tile.part.start, tile.rows.start)
         if asked not in self.listed:
-            query_GQ, key_GK = self.query_GQ[part].contiguous(), self.key_GK[part].contiguous()
+            query_GQ = self.query_GQ[tile.part, tile.rows].contiguous()
+            key_GK = self.key_GK[tile.part, tile.columns].contiguous()
             first_GQ = torch.searchsorted(key_GK, query_GQ - (count - 1), right=True)
             many_GQ = torch.searchsorted(key_GK, query_GQ, right=True) - first_GQ
             row_P = torch.repeat_interleave(many_GQ.flatten())
@@ -110,16 +125,16 @@ class Sorted:
             self.listed[asked] = row_P * K + slot_P, row_P * count + distance_P
         return self.listed[asked]
 
-    def add(self, logits_GQK: Tensor, terms_GQM: Tensor, part: slice) -> None:
+    def add(self, logits_GQK: Tensor, terms_GQM: Tensor, tile: Tile) -> None:
         """See `Rule`."""
-        pair_P, term_P = self.near(terms_GQM.shape[-1], part)
+        pair_P, term_P = self.near(terms_GQM.shape[-1], tile)
         logits_GQK += terms_GQM[..., -1:]
         closer_GQM = (terms_GQM - terms_GQM[..., -1:]).flatten()
         logits_GQK.view(-1).index_add_(0, pair_P, closer_GQM[term_P])
 
-    def collect(self, x_GQK: Tensor, count: int, part: slice) -> Tensor:
+    def collect(self, x_GQK: Tensor, count: int, tile: Tile) -> Tensor:
         """See `Rule`."""
-        pair_P, term_P = self.near(count, part)
+        pair_P, term_P = self.near(count, tile)
         sums_GQM = x_GQK.new_zeros(*x_GQK.shape[:2], count)
         sums_GQM.view(-1).index_add_(0, term_P, x_GQK.flatten()[pair_P])
         sums_GQM[..., -1] = x_GQK.sum(-1) - sums_GQM[..., :-1].sum(-1)

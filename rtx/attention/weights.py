@@ -11,8 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention.chunked import chunked
+from rtx.attention.chunked import MIN_ROWS, chunked
+from rtx.attention.kernel import CausalKernel
+from rtx.attention.products import trusted
 from rtx.attention.shaw import Dense, Distances, Rule
+
+MOST_KEYS = 2048
+"""Keys of a block up to which tiles are faster than torch's kernel where products go through oneDNN."""
 
 
 def logit_scale(scale: float | None, size: int) -> float:
@@ -23,6 +28,25 @@ def logit_scale(scale: float | None, size: int) -> float:
 def without_padding(x_BHND: Tensor, mask_BN: Tensor | None) -> Tensor:
     """Return the vectors with zeros at padding, so that what stands there reaches neither outputs nor gradients."""
     return x_BHND if mask_BN is None else x_BHND.masked_fill(~mask_BN[:, None, :, None], 0.0)
+
+
+def worked_in_tiles(q_GQD: Tensor, k_GKD: Tensor, dropout: float) -> bool:
+    """Tell whether plain attention is worked out in tiles rather than by torch's kernel.
+
+    On a CPU with dropout, whose weights the kernel would keep, and for blocks of the usual sizes where the kernel's
+    products are slow.
+    """
+    if q_GQD.device.type != "cpu":
+        return False
+    Q, K = q_GQD.shape[-2], k_GKD.shape[-2]
+    return dropout > 0 or (q_GQD.dtype == torch.float32 and MIN_ROWS <= Q and K <= MOST_KEYS and trusted())
+
+
+def takes_wide_kernel(q_GQD: Tensor, k_GKD: Tensor, v_GKD: Tensor, dropout: float) -> bool:
+    """Tell whether long causal attention on a CPU is torch's kernel with the faster of its libraries' products."""
+    alike = q_GQD.dim() == 4 and q_GQD.shape == k_GKD.shape == v_GKD.shape and q_GQD.numel() > 0
+    plain = q_GQD.device.type == "cpu" and q_GQD.dtype == torch.float32 and dropout == 0
+    return plain and alike and k_GKD.shape[-2] > MOST_KEYS and trusted()
 
 
 def attend(
@@ -42,7 +66,9 @@ def attend(
     `relative` adds Shaw's terms, with true distances `distance_QK` (same broadcasting) or a rule that knows them for
     the flattened blocks.
     """
-    if relative is None and (dropout == 0 or q_GQD.device.type != "cpu"):
+    if relative is None and mask_QK is None and takes_wide_kernel(q_GQD, k_GKD, v_GKD, dropout):
+        return CausalKernel.apply(q_GQD, k_GKD, v_GKD, scale)  # type: ignore[return-value]
+    if relative is None and not worked_in_tiles(q_GQD, k_GKD, dropout):
         return F.scaled_dot_product_attention(
             q_GQD, k_GKD, v_GKD, attn_mask=mask_QK, is_causal=mask_QK is None, dropout_p=dropout, scale=scale
         )
@@ -51,12 +77,14 @@ def attend(
         mask_QK = torch.ones(Q, K, dtype=torch.bool, device=q_GQD.device).tril()
     if isinstance(distance_QK, Tensor):
         distance_QK = Dense(distance_QK.expand(*leading, Q, K).flatten(0, -3))
+    # One mask for all blocks stays one: it tells which keys a part of the queries never reads.
+    mask_GQK = mask_QK[None] if mask_QK.dim() == 2 else mask_QK.expand(*leading, Q, K).flatten(0, -3)
     out_GQD = chunked(
         q_GQD.flatten(0, -3),
         k_GKD.flatten(0, -3),
         v_GKD.flatten(0, -3),
         scale,
-        mask_QK.expand(*leading, Q, K).flatten(0, -3),
+        mask_GQK,
         dropout=dropout,
         relative=relative,
         rule=distance_QK,

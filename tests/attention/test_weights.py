@@ -7,9 +7,10 @@ import torch
 from oracle_cases import PLAIN, leaves, qkv, tables
 
 import rtx.attention.chunked
+from rtx.attention.chunked import tiles
 from rtx.attention.full import full
 from rtx.attention.local import local
-from rtx.attention.shaw import Band, Dense, Distances, Sorted
+from rtx.attention.shaw import Band, Dense, Distances, Sorted, Tile
 
 RULES = {
     "band": Band(6),
@@ -19,11 +20,16 @@ RULES = {
 
 @pytest.mark.parametrize("name", list(RULES))
 @pytest.mark.parametrize("count", [1, 2, 5, 6, 9])
-def test_rules_agree_with_distances_written_down(name: str, count: int) -> None:
+@pytest.mark.parametrize("rows", [slice(0, 6), slice(2, 5), slice(5, 6)], ids=str)
+def test_rules_agree_with_distances_written_down(name: str, count: int, rows: slice) -> None:
     distance_QK = torch.arange(6)[:, None] + 6 - torch.arange(12)[None]
     seen_QK = (distance_QK >= 0) & (distance_QK < 6)
-    dense, rule, part = Dense(distance_QK.expand(3, -1, -1)), RULES[name], slice(1, 3)
-    logits, terms = torch.randn(2, 6, 12, dtype=torch.float64), torch.randn(2, 6, count, dtype=torch.float64)
+    part = Tile(slice(1, 3), rows, slice(rows.start + 1, rows.stop + 6))
+    seen_QK = seen_QK[part.rows, part.columns]
+    dense, rule = Dense(distance_QK.expand(3, -1, -1)), RULES[name]
+    rule = Sorted(rule.query_GQ, rule.key_GK) if isinstance(rule, Sorted) else rule
+    logits = torch.randn(2, *seen_QK.shape, dtype=torch.float64)
+    terms = torch.randn(2, len(seen_QK), count, dtype=torch.float64)
     added = [logits.clone(), logits.clone()]
     for way, x_GQK in zip((dense, rule), added, strict=True):
         way.add(x_GQK, terms, part)
@@ -34,20 +40,32 @@ def test_rules_agree_with_distances_written_down(name: str, count: int) -> None:
 
 
 def test_distances_are_clipped_on_both_sides() -> None:
-    rows = Dense(torch.tensor([[[-3, 0, 2, 3, 4, 900]]])).rows(4, slice(0, 1))
+    rows = Dense(torch.tensor([[[-3, 0, 2, 3, 4, 900]]])).rows(4, Tile(slice(0, 1), slice(0, 1), slice(0, 6)))
     assert rows.tolist() == [[[0, 0, 2, 3, 3, 3]]]
 
 
 def test_chunks_join_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     x = {name: leaf.requires_grad_() for name, leaf in leaves(PLAIN._replace(N=24, B=2, H=3, distances=5)).items()}
     results = []
-    for most in (1 << 20, 100, 1):
+    for most, rows in ((1 << 20, 32), (1 << 20, 1), (100, 3), (1, 1)):
         monkeypatch.setattr(rtx.attention.chunked, "MAX_SCORES_CPU", most)
+        monkeypatch.setattr(rtx.attention.chunked, "MIN_ROWS", rows)
         out = local(*qkv(x), window=4, relative=tables(x))
         results.append([out, *torch.autograd.grad(out.square().sum(), list(x.values()))])
     for result in results[1:]:
         for part, whole in zip(result, results[0], strict=True):
             torch.testing.assert_close(part, whole, rtol=1e-12, atol=1e-13)
+
+
+def test_tiles_hold_every_pair_that_is_read_and_few_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rtx.attention.chunked, "MIN_ROWS", 2)
+    distance_QK = torch.arange(16)[:, None] + 16 - torch.arange(32)[None]
+    mask_QK = (distance_QK >= 0) & (distance_QK < 16)
+    times_GQK = torch.zeros(5, 16, 32)
+    for tile in tiles(mask_QK[None], 5):
+        times_GQK[tile] += 1
+    assert (times_GQK[:, mask_QK] == 1).all() and times_GQK.max() == 1
+    assert times_GQK.mean() == (16 + 3) / 32
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

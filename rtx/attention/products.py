@@ -1,0 +1,64 @@
+"""Float32 matrix products on a CPU by oneDNN's kernels, where torch's own choice, MKL's, leaves AVX-512 alone (on AMD).
+
+torch takes oneDNN's where its precision switch permits bfloat16. Kernels that round to bfloat16 need AMX; without it
+all arithmetic stays float32's, only about twice as fast on AMD's processors. So the switch is turned for single calls,
+on processors without AMX alone, and only where a product that bfloat16 would spoil comes out right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+_trusted: bool | None = None
+"""Whether oneDNN's products are float32's on this machine; None before the first question."""
+
+
+@contextlib.contextmanager
+def wide_products(like: Tensor) -> Iterator[None]:
+    """Let matrix products inside go through oneDNN where that is faster and exact; `like` is one of their factors."""
+    if like.device.type != "cpu" or like.dtype != torch.float32 or not trusted():
+        yield
+        return
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before
+
+
+def trusted() -> bool:
+    """Tell whether `wide_products` does anything on this machine (never while a model is compiled)."""
+    global _trusted
+    if torch.compiler.is_compiling():
+        return False
+    if _trusted is None:
+        _trusted = has_wide_kernels() and is_exact()
+    return _trusted
+
+
+def has_wide_kernels() -> bool:
+    """Tell whether oneDNN is here and the processor has AVX-512, but not AMX."""
+    wide = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return wide and not torch.cpu._is_amx_tile_supported()
+
+
+def is_exact() -> bool:
+    """Tell whether products with the switch turned are float32's, for a few shapes of attention."""
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    generator = torch.Generator().manual_seed(0)
+    try:
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        for rows, inner, columns in ((64, 64, 64), (64, 64, 256), (64, 256, 64), (192, 33, 128)):
+            x = torch.randn(2, rows, inner, generator=generator)
+            y = torch.randn(2, inner, columns, generator=generator)
+            # bfloat16 would be off by about 1e-2 here.
+            if not torch.allclose((x @ y).double(), x.double() @ y.double(), rtol=0, atol=1e-4):
+                return False
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before
+    return True
