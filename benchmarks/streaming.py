@@ -1,5 +1,9 @@
 """Time streaming on a CPU: generation per token, early and late in a stream, and scoring in streaming mode.
 
+A token's cost is taken at positions 1,000 to 11,000 and 50,000 to 60,000, in turn: five times a stream that has taken
+in its prefix at once makes 400 steps. Beside it stands a fresh pass over 8,000 positions. A second table has the same
+of attention alone: 8 heads of size 64, W=256, C=32.
+
 Run `python benchmarks/streaming.py`; it writes `benchmarks/results/streaming-cpu.json` and prints the same rows. The
 model is 4 layers of width 160 with untrained weights: the cost of a step does not depend on what was learned, but for
 the cluster sizes of causal selection, which are those of random directions here.
@@ -8,15 +12,26 @@ the cluster sizes of causal selection, which are those of random directions here
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from rtx.attention.heads import Heads
+from rtx.attention.kmeans import Centroids
+from rtx.attention.local import LocalHeads
+from rtx.attention.lsh import LshHeads
+from rtx.attention.random import RandomHeads
+from rtx.attention.routing import RoutingHeads
+from rtx.attention.span import SpanHeads
 from rtx.checks import resolve
 from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
 from rtx.data.windows import windows
@@ -27,6 +42,7 @@ from rtx.training.hardware import keep_freed_memory
 
 PATTERNS = ("local", "routing_causal", "routing_topk", "random", "full")
 TARGET_BYTES = 5_000_000
+HEADING = f"{'pattern':<16}{'ms/token early':>15}{'late':>8}{'ratio':>7}{'fresh pass':>12}"
 
 
 def make_model(pattern: str, length: int, window: int) -> Transformer:
@@ -54,15 +70,62 @@ def make_model(pattern: str, length: int, window: int) -> Transformer:
     return Transformer(resolve(config), 256).eval()
 
 
-def token_times(model: Transformer, positions: int) -> list[float]:
-    """Return milliseconds of each step of one stream."""
-    decoder, times = Decoder(model), []
-    tokens = torch.randint(0, 256, (positions, 1), generator=torch.Generator().manual_seed(0))
-    for position in range(positions):
-        start = time.perf_counter()
-        decoder.step(tokens[position - 1] if position else None)
-        times.append(1e3 * (time.perf_counter() - start))
+def attention_heads() -> dict[str, Heads]:
+    """Return groups of 8 heads of size 64."""
+    torch.manual_seed(0)
+    routing: dict[str, Any] = {"window": 256, "length": 8192, "decay": 0.999}
+    heads: dict[str, Heads] = {"local": LocalHeads(window=256)}
+    for selection in ("causal", "topk"):
+        centroids = Centroids(8, 32, 64, thresholds=selection == "causal", **routing)
+        heads[f"routing_{selection}"] = RoutingHeads(centroids, selection=selection, scale=64**-0.5)
+    heads["random"] = RandomHeads(8, 32, window=256, length=8192, seed=0, scale=64**-0.5)
+    lsh: dict[str, Any] = {"rounds": 1, "buckets": 32, "seed": 0, "variant": "causal", "scale": 64**-0.5}
+    heads["lsh"] = LshHeads(8, 64, window=256, **lsh)
+    heads["adaptive_span"] = SpanHeads(8, window=256, ramp=32, cost=0.0, scale=64**-0.5)
+    return heads
+
+
+def model_stream(model: Transformer, position: int) -> Callable[[], object]:
+    """Return what makes the next step of a stream that has taken in `position` random units."""
+    decoder, generator = Decoder(model), torch.Generator().manual_seed(position)
+    decoder.prefill(torch.randint(0, 256, (1, position - 1), generator=generator))
+    return lambda: decoder.step(torch.randint(0, 256, (1,), generator=generator))
+
+
+def attention_stream(heads: Heads, position: int, own_keys: bool) -> Callable[[], object]:
+    """Return what makes the next step of heads that have taken in `position` random vectors."""
+    generator = torch.Generator().manual_seed(position)
+    q, k, v = (torch.randn(1, 8, position, 64, generator=generator) for _ in range(3))
+    state, count = heads.start(), itertools.count(position)
+    state.fill(q, k if own_keys else None, v)
+
+    def step() -> Tensor:
+        q, k, v = torch.randn(3, 1, 8, 64, generator=generator).unbind(0)
+        return state.step(q, k if own_keys else None, v, next(count))
+
+    return step
+
+
+def token_times(stream_at: Callable[[int], Callable[[], object]], args: argparse.Namespace) -> dict[str, list[float]]:
+    """Return milliseconds of steps early and late in a stream, in turn, at places spread over each span."""
+    times: dict[str, list[float]] = {"early": [], "late": []}
+    for repeat in range(args.repeats):
+        for when, first in (("early", args.early), ("late", args.late)):
+            step = stream_at(first + repeat * args.span // args.repeats)
+            times[when] += [timed(step) for _ in range(args.steps)]
     return times
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Return milliseconds."""
+    start = time.perf_counter()
+    run()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def median_time(run: Callable[[], object]) -> float:
+    """Return the median of five runs, in milliseconds."""
+    return statistics.median(timed(run) for _ in range(5))
 
 
 def scoring_rate(model: Transformer, length: int, units: int) -> float:
@@ -77,41 +140,72 @@ def scoring_rate(model: Transformer, length: int, units: int) -> float:
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in {"positions": 12_000, "length": 512, "window": 128, "units": 262_144, "threads": 2}.items():
+    sizes = {"length": 512, "window": 128, "units": 262_144, "threads": 2}
+    places = {"early": 1_000, "late": 50_000, "span": 10_000, "repeats": 5, "steps": 400, "fresh": 8_000}
+    for name, value in {**sizes, **places}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     keep_freed_memory()
-    tenth = args.positions // 10
     rows = []
-    print(f"{'pattern':<16}{'ms/token early':>16}{'late':>8}{'late/early':>12}{'bytes/s':>10}{'5 MB, minutes':>15}")
+    print(HEADING + f"{'bytes/s':>10}{'5 MB, min':>11}")
     for pattern in PATTERNS:
-        model = make_model(pattern, args.length, args.window)
-        with torch.no_grad():
-            times = token_times(model, args.positions)
-            rate = scoring_rate(model, args.length, args.units)
-        early, late = (statistics.median(part) for part in (times[tenth : 2 * tenth], times[-tenth:]))
-        minutes = TARGET_BYTES / rate / 60
-        print(f"{pattern:<16}{early:>16.3f}{late:>8.3f}{late / early:>12.2f}{rate:>10,.0f}{minutes:>15.1f}")
-        rows.append(
-            {
-                "what": "streaming",
-                "pattern": pattern,
-                "N": args.length,
-                "W": args.window,
-                "C": -(-args.length // args.window),
-                "backend": "torch",
-                "positions": {"early": [tenth, 2 * tenth], "late": [args.positions - tenth, args.positions]},
-                "ms": {"early": round(early, 4), "late": round(late, 4)},
-                "ratio": round(late / early, 3),
-                "units_per_second": round(rate),
-                "minutes_for_5_million_bytes": round(minutes, 2),
-                "machine": f"{platform.machine()}, {args.threads} threads",
-                "versions": {"torch": torch.__version__},
-            }
-        )
+        rows.append(measure(pattern, args))
+    print(HEADING)
+    for pattern, heads in attention_heads().items():
+        rows.append(measure_attention(pattern, heads.eval(), args))
     path = Path(__file__).parent / "results" / "streaming-cpu.json"
     path.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+@torch.no_grad()
+def measure(pattern: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure one pattern in a model, print its line and return its row."""
+    model = make_model(pattern, args.length, args.window)
+    times = token_times(lambda position: model_stream(model, position), args)
+    tokens_BN = torch.randint(0, 256, (1, args.fresh), generator=torch.Generator().manual_seed(0))
+    fresh = median_time(lambda: model(tokens_BN))
+    rate = scoring_rate(model, args.length, args.units)
+    minutes = TARGET_BYTES / rate / 60
+    sizes = {"pattern": pattern, "N": args.length, "W": args.window, "C": -(-args.length // args.window)}
+    scoring = {"units_per_second": round(rate), "minutes_for_5_million_bytes": round(minutes, 2)}
+    row = {"what": "streaming", **sizes, **compare(times, fresh, args), **scoring}
+    print(line(row) + f"{rate:>10,.0f}{minutes:>11.1f}", flush=True)
+    return row
+
+
+@torch.no_grad()
+def measure_attention(pattern: str, heads: Heads, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure one pattern alone, print its line and return its row."""
+    own_keys = pattern in ("local", "adaptive_span")
+    q, k, v = (torch.randn(1, 8, args.fresh, 64, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    times = token_times(lambda position: attention_stream(heads, position, own_keys), args)
+    fresh = median_time(lambda: heads(q, k if own_keys else None, v))
+    sizes = {"pattern": pattern, "N": 8192, "W": 256, "C": 32, "B": 1, "H": 8, "D": 64}
+    row = {"what": "streaming attention", **sizes, **compare(times, fresh, args)}
+    print(line(row), flush=True)
+    return row
+
+
+def compare(times: dict[str, list[float]], fresh: float, args: argparse.Namespace) -> dict[str, Any]:
+    """Return medians, their ratios, and where they were taken."""
+    early, late = (statistics.median(times[when]) for when in ("early", "late"))
+    return {
+        "backend": "torch",
+        "positions": {when: [first, first + args.span] for when, first in (("early", args.early), ("late", args.late))},
+        "steps": args.steps * args.repeats,
+        "ms": {"early": round(early, 4), "late": round(late, 4), "fresh_pass": round(fresh, 1)},
+        "ratio": round(late / early, 3),
+        "fresh_pass": {"position": args.fresh, "times_a_step": round(fresh / early, 1)},
+        "machine": f"{platform.machine()}, {args.threads} threads",
+        "versions": {"torch": torch.__version__},
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    """Return a row's line of the table."""
+    early, late, times = row["ms"]["early"], row["ms"]["late"], row["fresh_pass"]["times_a_step"]
+    return f"{row['pattern']:<16}{early:>15.3f}{late:>8.3f}{row['ratio']:>7.2f}{times:>11.0f}x"
 
 
 if __name__ == "__main__":

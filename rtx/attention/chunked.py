@@ -116,7 +116,7 @@ class Gradients(NamedTuple):
         if settings.dropout:
             grad_GQK *= keep_GQK
         # What is masked has weight 0, so its gradient ends as 0 whatever stands there.
-        grad_GQK = torch._softmax_backward_data(grad_GQK, weights_GQK, -1, weights_GQK.dtype)
+        grad_GQK = torch.ops.aten._softmax_backward_data(grad_GQK, weights_GQK, -1, weights_GQK.dtype)
         grad_q_GQD = grad_GQK @ k
         if rule is not None and keys is not None and self.keys is not None:
             summed_GQM = rule.collect(grad_GQK, len(keys), tile)

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+
+SWITCH: Any = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
+"""torch's switch, `fp32_precision`."""
 
 _trusted: bool | None = None
 """Whether oneDNN's products are float32's on this machine; None before the first question."""
@@ -23,12 +27,12 @@ def wide_products(like: Tensor) -> Iterator[None]:
     if like.device.type != "cpu" or like.dtype != torch.float32 or not trusted():
         yield
         return
-    before = torch.backends.mkldnn.matmul.fp32_precision
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    before = SWITCH.fp32_precision
+    SWITCH.fp32_precision = "bf16"
     try:
         yield
     finally:
-        torch.backends.mkldnn.matmul.fp32_precision = before
+        SWITCH.fp32_precision = before
 
 
 def trusted() -> bool:
@@ -49,10 +53,10 @@ def has_wide_kernels() -> bool:
 
 def is_exact() -> bool:
     """Tell whether products with the switch turned are float32's, for a few shapes of attention."""
-    before = torch.backends.mkldnn.matmul.fp32_precision
+    before = SWITCH.fp32_precision
     generator = torch.Generator().manual_seed(0)
     try:
-        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        SWITCH.fp32_precision = "bf16"
         for rows, inner, columns in ((64, 64, 64), (64, 64, 256), (64, 256, 64), (192, 33, 128)):
             x = torch.randn(2, rows, inner, generator=generator)
             y = torch.randn(2, inner, columns, generator=generator)
@@ -60,5 +64,5 @@ def is_exact() -> bool:
             if not torch.allclose((x @ y).double(), x.double() @ y.double(), rtol=0, atol=1e-4):
                 return False
     finally:
-        torch.backends.mkldnn.matmul.fp32_precision = before
+        SWITCH.fp32_precision = before
     return True

@@ -10,14 +10,14 @@ from torch import Tensor
 import rtx.attention.products
 import rtx.attention.weights
 from rtx.attention.full import full
-from rtx.attention.products import has_wide_kernels, is_exact, trusted, wide_products
+from rtx.attention.products import SWITCH, has_wide_kernels, is_exact, trusted, wide_products
 from rtx.attention.selection import nearest_clusters
 from rtx.attention.weights import attend
 
 
 def switch() -> str:
     """Return torch's setting."""
-    return torch.backends.mkldnn.matmul.fp32_precision
+    return SWITCH.fp32_precision
 
 
 def test_the_switch_is_turned_inside_alone_and_for_float32_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,15 +8,12 @@ from rtx.model import linear as products
 from rtx.model.linear import MIN_ROWS, Linear, linear
 
 
-def both(x, weight, bias, gradient):
-    """Return outputs and all gradients of our product and of torch's in float64."""
-    results = []
-    for function, dtype in ((linear, x.dtype), (F.linear, torch.float64)):
-        leaves = [None if t is None else t.detach().to(dtype).requires_grad_() for t in (x, weight, bias)]
-        out = function(*leaves)
-        out.backward(gradient.to(dtype))
-        results.append([out, *(leaf.grad for leaf in leaves if leaf is not None)])
-    return zip(*results, strict=True)
+def results(function, x, weight, bias, gradient, dtype):
+    """Return the output and all gradients of a product."""
+    leaves = [t.detach().to(dtype).requires_grad_() for t in (x, weight, bias) if t is not None]
+    out = function(*leaves)
+    out.backward(gradient.to(dtype))
+    return [out, *(leaf.grad for leaf in leaves)]
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
@@ -27,7 +24,8 @@ def test_agrees_with_torch_in_float64(shape, with_bias, monkeypatch):
     x, weight = torch.randn(shape, generator=generator), torch.randn(33, shape[-1], generator=generator)
     bias = torch.randn(33, generator=generator) if with_bias else None
     gradient = torch.randn(*shape[:-1], 33, generator=generator)
-    for ours, truth in both(x, weight, bias, gradient):
+    all_ours = results(linear, x, weight, bias, gradient, torch.float32)
+    for ours, truth in zip(all_ours, results(F.linear, x, weight, bias, gradient, torch.float64), strict=True):
         assert ours.shape == truth.shape
         torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=2e-4)
 
