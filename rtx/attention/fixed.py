@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rtx.attention.arguments import check_attention, check_positive
 from rtx.attention.heads import HeadState, PositionHeads, Rotate, turn_step
 from rtx.attention.weights import Distances, attend, logit_scale
 
@@ -39,6 +40,7 @@ def fixed(
     dropout: float = 0.0,
     relative: Distances | None = None,
     mask_BN: Tensor | None = None,
+    check_finite: bool = False,
 ) -> Tensor:
     """Return causal attention over the own block and the summary columns of earlier ones, `[B, H, N, D]`.
 
@@ -54,10 +56,14 @@ def fixed(
         dropout: share of the attention weights to drop.
         relative: Shaw's terms, by true distance.
         mask_BN: true at real positions; the others are not read, and their output is zero.
+        check_finite: refuse inputs that hold NaN or infinity (padding may). Without it such a value may spread inside
+            one tile of a fast path; by backend="reference" it never reaches an earlier position.
 
     Raises:
-        ValueError: `block` is less than 1, or `summary` is not from 1 to `block`.
+        ValueError: tensors that do not go together, a block below 1, or a summary that is not from 1 to `block`.
     """
+    given = {"mask_BN": mask_BN, "scale": scale, "dropout": dropout, "relative": relative}
+    check_attention(q_BHND, k_BHND, v_BHND, **given, finite=check_finite)
     check_sizes(block, summary)
     _, H, N, _ = q_BHND.shape
     if N == 0:
@@ -98,8 +104,8 @@ def fixed(
 
 def check_sizes(block: int, summary: int) -> None:
     """Raise a ValueError unless 1 <= summary <= block."""
-    if block < 1:
-        raise ValueError(f"block={block}: must be at least 1")
+    check_positive("block", block)
+    check_positive("summary", summary)
     if not 1 <= summary <= block:
         raise ValueError(f"summary={summary}: must be from 1 to block={block}")
 

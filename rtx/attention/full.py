@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtx.attention.arguments import check_mask, check_queries
+from rtx.attention.arguments import check_attention
 from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, turn_step
 from rtx.attention.weights import Distances, attend, logit_scale, without_padding
 
@@ -23,6 +23,7 @@ def full(
     relative: Distances | None = None,
     causal: bool = True,
     mask_BN: Tensor | None = None,
+    check_finite: bool = False,
 ) -> Tensor:
     """Return softmax attention over the whole sequence, `[B, H, N, D]`; the cost grows with N squared, memory with N.
 
@@ -31,15 +32,17 @@ def full(
         relative: Shaw's terms by true distance; they need causal attention.
         causal: false: every position reads every other, as in an encoder.
         mask_BN: true at real positions; the others are not read, and their output is zero. It costs memory for N^2.
+        check_finite: refuse inputs that hold NaN or infinity (padding may). Without it such a value may spread inside
+            one tile of a fast path; by backend="reference" it never reaches an earlier position.
 
     Raises:
         ValueError: tensors that do not go together, or `relative` without `causal`.
     """
-    B, H, N, D = q_BHND.shape
-    check_queries(q_BHND, k_BHND, v_BHND, 1, N)
-    check_mask("mask_BN", mask_BN, B, N, q_BHND)
+    given = {"mask_BN": mask_BN, "scale": scale, "dropout": dropout, "relative": relative}
+    check_attention(q_BHND, k_BHND, v_BHND, **given, finite=check_finite)
     if relative is not None and not causal:
         raise ValueError("causal=False: relative terms count how far back a key stands; they need causal=True")
+    B, H, N, D = q_BHND.shape
     scale = logit_scale(scale, D)
     if relative is None and mask_BN is None and causal:
         return attend(q_BHND, k_BHND, v_BHND, scale, dropout=dropout)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention.arguments import check_mask, check_queries
+from rtx.attention.arguments import check_attention, check_positive
 from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, last_slots, turn_step
 from rtx.attention.shaw import Band
 from rtx.attention.weights import Distances, attend, logit_scale, without_padding
@@ -25,6 +25,7 @@ def local(
     dropout: float = 0.0,
     relative: Distances | None = None,
     mask_BN: Tensor | None = None,
+    check_finite: bool = False,
 ) -> Tensor:
     """Return causal attention over the last `window` positions, `[B, H, N, D]`; any N, cost and memory linear in N.
 
@@ -36,13 +37,16 @@ def local(
         scale: multiplies the logits (default 1 / sqrt(D)).
         relative: Shaw's terms, by true distance.
         mask_BN: true at real positions; the others are not read, and their output is zero.
+        check_finite: refuse inputs that hold NaN or infinity (padding may). Without it such a value may spread inside
+            one tile of a fast path; by backend="reference" it never reaches an earlier position.
 
     Raises:
         ValueError: tensors that do not go together, or a window below 1.
     """
+    given = {"mask_BN": mask_BN, "scale": scale, "dropout": dropout, "relative": relative}
+    check_attention(q_BHND, k_BHND, v_BHND, **given, finite=check_finite)
+    check_positive("window", window)
     B, H, N, _ = q_BHND.shape
-    check_queries(q_BHND, k_BHND, v_BHND, window, N)
-    check_mask("mask_BN", mask_BN, B, N, q_BHND)
     if not q_BHND.numel():
         return torch.zeros_like(v_BHND)
     q_BHND, k_BHND, v_BHND = (without_padding(x, mask_BN) for x in (q_BHND, k_BHND, v_BHND))
@@ -105,6 +109,7 @@ class LocalHeads(PositionHeads):
 
     def __init__(self, *, window: int, scale: float | None = None, dropout: float = 0.0) -> None:
         super().__init__()
+        check_positive("window", window)
         self.window, self.scale, self.dropout = window, scale, dropout
 
     def read(

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rtx.attention.arguments import check_mask, check_shape
+from rtx.attention.arguments import check_attention, check_finite_values, check_positive, check_rotations
 from rtx.attention.clusters import attend_members, take
 from rtx.attention.hashing import (
     LONGEST,
@@ -48,6 +48,7 @@ def lsh(
     rotate: Rotate | None = None,
     streaming: bool = False,
     mask_BN: Tensor | None = None,
+    check_finite: bool = False,
 ) -> Tensor:
     """Return LSH attention with shared queries and keys, `[B, H, N, D]`; memory linear in N.
 
@@ -66,13 +67,19 @@ def lsh(
         rotate: applied to queries and keys after hashing (rotary positions).
         streaming: with "reformer", cut the chunks for each position from the prefix that ends with it.
         mask_BN: true at real positions; padding is not read, and its own output is zero.
+        check_finite: refuse inputs that hold NaN or infinity (padding may). Without it such a value may spread inside
+            one tile of a fast path; by backend="reference" it never reaches an earlier position ("causal").
 
     Raises:
         ValueError: an unknown variant, a window below 1, or rotations, values or a mask that do not fit the queries.
     """
-    check(variant, window, rotation_HTDF, q_BHND)
-    check_shape("v_BHND", v_BHND, (*q_BHND.shape[:3], v_BHND.shape[-1]), q_BHND)
-    check_mask("mask_BN", mask_BN, q_BHND.shape[0], q_BHND.shape[2], q_BHND)
+    given = {"mask_BN": mask_BN, "scale": scale, "dropout": dropout, "relative": relative}
+    check_attention(q_BHND, None, v_BHND, **given, finite=check_finite)
+    check_variant(variant)
+    check_positive("window", window)
+    check_rotations(rotation_HTDF, q_BHND)
+    if check_finite:
+        check_finite_values(rotation_HTDF=rotation_HTDF)
     if mask_BN is not None:
         q_BHND, v_BHND = (x.masked_fill(~mask_BN[:, None, :, None], 0) for x in (q_BHND, v_BHND))
     bucket_TBHN = hash_positions(q_BHND, rotation_HTDF)
@@ -98,17 +105,10 @@ def lsh(
     return out_BHND if mask_BN is None else out_BHND.masked_fill(~mask_BN[:, None, :, None], 0)
 
 
-def check(variant: str, window: int, rotation_HTDF: Tensor, q_BHND: Tensor) -> None:
-    """Refuse what `lsh` cannot take."""
+def check_variant(variant: str) -> None:
+    """Refuse an unknown variant."""
     if variant not in ("causal", "reformer"):
         raise ValueError(f"variant={variant!r}: must be one of causal, reformer")
-    if window < 1:
-        raise ValueError(f"window={window}: must be at least 1")
-    H, D = q_BHND.shape[1], q_BHND.shape[3]
-    if rotation_HTDF.dim() != 4 or rotation_HTDF.shape[0] != H or rotation_HTDF.shape[2] != D:
-        raise ValueError(
-            f"rotation_HTDF has the shape {tuple(rotation_HTDF.shape)}: must be ({H}, rounds, {D}, buckets / 2)"
-        )
 
 
 def unit(x_BHND: Tensor) -> Tensor:
@@ -226,6 +226,8 @@ class LshHeads(Heads):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        check_variant(variant)
+        check_positive("window", window)
         self.window, self.variant, self.scale, self.dropout = window, variant, scale, dropout
         self.register_buffer("rotation_HTDF", rotations(heads, rounds, size, buckets, seed), persistent=False)
 

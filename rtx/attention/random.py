@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtx.attention.arguments import check_mask, check_positive, check_queries
+from rtx.attention.arguments import check_attention, check_positive
 from rtx.attention.clusters import attend_members, pack
 from rtx.attention.content import normalise, without_padding
 from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom, turn_step
@@ -28,6 +28,7 @@ def random(
     relative: Distances | None = None,
     slot_distance: bool = False,
     mask_BN: Tensor | None = None,
+    check_finite: bool = False,
 ) -> Tensor:
     """Return attention inside clusters of `window` random positions each, `[B, H, N, D]`; strictly causal.
 
@@ -35,12 +36,15 @@ def random(
     `rtx.attention.routing`, and `scale`, `attend_self`, `dropout`, `relative`, `slot_distance` and `mask_BN` are as
     there. Without keys the queries stand for them.
 
+    Args:
+        check_finite: refuse inputs that hold NaN or infinity (padding may). Without it such a value may spread inside
+            one tile of a fast path; by backend="reference" it never reaches an earlier position.
+
     Raises:
         ValueError: fewer than one cluster or window, or shapes that differ.
     """
-    check_positive("clusters", clusters)
-    check_queries(q_BHND, k_BHND, v_BHND, window, q_BHND.shape[-2])
-    check_mask("mask_BN", mask_BN, len(q_BHND), q_BHND.shape[2], q_BHND)
+    given = {"mask_BN": mask_BN, "scale": scale, "dropout": dropout, "relative": relative}
+    check_attention(q_BHND, k_BHND, v_BHND, **given, finite=check_finite)
     options = {"scale": logit_scale(scale, q_BHND.shape[-1]), "attend_self": attend_self, "dropout": dropout}
     heads = RandomHeads(
         q_BHND.shape[1],
@@ -84,6 +88,9 @@ class RandomHeads(Heads):
         slot_distance: bool = False,
     ) -> None:
         super().__init__()
+        check_positive("clusters", clusters)
+        check_positive("window", window)
+        check_positive("length", length)
         self.window, self.scale, self.attend_self, self.dropout = window, scale, attend_self, dropout
         self.slot_distance = slot_distance
         self.register_buffer("member_HCN", random_members(heads, clusters, length, window, seed), persistent=False)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention.arguments import check_routing, check_selection
+from rtx.attention.arguments import check_attention, check_causal, check_positive, check_routing, check_selection
 from rtx.attention.content import Content, attend_content, members, normalise, read_content
 from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom
 from rtx.attention.kmeans import Centroids, to_sphere
@@ -43,6 +43,7 @@ def routing(
     rotate: Rotate | None = None,
     mask_BN: Tensor | None = None,
     streaming: bool = False,
+    check_finite: bool = False,
 ) -> Tensor:
     """Return routing attention, `[B, H, N, D]`. A position in several clusters gets the mean of their outputs.
 
@@ -74,13 +75,18 @@ def routing(
         mask_BN: true at real positions. Padding is in no cluster, is read by nobody and gets zero.
         streaming: with "topk", decide every membership from the prefix alone (evaluation only): at position i a cluster
             holds the best `window` of 0..i, and no earlier output is revised.
+        check_finite: refuse inputs that hold NaN or infinity (padding may). Without it such a value may spread inside
+            one tile of a fast path; by backend="reference" it never reaches an earlier position (but with
+            selection="topk", which reads the whole sequence). A vector that holds one joins no cluster by thresholds.
 
     Raises:
         ValueError: an unknown selection, missing thresholds, arguments that do not go together, or shapes that differ.
     """
-    check_routing(
-        q_BHND, k_BHND, v_BHND, centroid_HCD, window, selection, threshold_HC, key_threshold_HC, projection_HDD, mask_BN
-    )
+    given = {"mask_BN": mask_BN, "scale": scale, "dropout": dropout, "relative": relative}
+    check_attention(q_BHND, k_BHND, v_BHND, **given, finite=check_finite)
+    check_positive("window", window)
+    by = (centroid_HCD, selection, threshold_HC, key_threshold_HC, projection_HDD)
+    check_routing(q_BHND, k_BHND, *by, finite=check_finite)
     check_causal(causal, selection, relative, streaming)
     content = read_content(q_BHND, k_BHND, centroid_HCD, projection_HDD, mask_BN)
     q_BHND, k_BHND = content.logits(rotate, v_BHND.dtype)
@@ -100,22 +106,6 @@ def routing(
     return attend_content(
         q_BHND, k_BHND, v_BHND, member_BHCN, key_member_BHCN, causal=causal, dropout=dropout, **options
     )
-
-
-def check_causal(causal: bool, selection: str, relative: Distances | None = None, streaming: bool = False) -> None:
-    """Refuse what has no meaning without a causal mask.
-
-    Raises:
-        ValueError: see the messages.
-    """
-    if causal:
-        return
-    if selection != "topk":
-        raise ValueError(f"causal=False with selection={selection!r}: only topk has a meaning without a causal mask")
-    if relative is not None:
-        raise ValueError("causal=False with relative: the tables hold distances to earlier positions only")
-    if streaming:
-        raise ValueError("causal=False with streaming=True: a stream has no later positions to read")
 
 
 class Snapshot(NamedTuple):

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rtx.attention.arguments import check_attention, check_positive
 from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, turn_step
 from rtx.attention.weights import Distances, attend, logit_scale
 
@@ -26,6 +27,7 @@ def strided(
     dropout: float = 0.0,
     relative: Distances | None = None,
     mask_BN: Tensor | None = None,
+    check_finite: bool = False,
 ) -> Tensor:
     """Return causal attention over the positions i, i - stride, i - 2 stride, ..., `[B, H, N, D]`.
 
@@ -40,12 +42,15 @@ def strided(
         dropout: share of the attention weights to drop.
         relative: Shaw's terms, by true distance.
         mask_BN: true at real positions; the others are not read, and their output is zero.
+        check_finite: refuse inputs that hold NaN or infinity (padding may). Without it such a value may spread inside
+            one tile of a fast path; by backend="reference" it never reaches an earlier position.
 
     Raises:
-        ValueError: `stride` is less than 1.
+        ValueError: tensors that do not go together, or a stride below 1.
     """
-    if stride < 1:
-        raise ValueError(f"stride={stride}: must be at least 1")
+    given = {"mask_BN": mask_BN, "scale": scale, "dropout": dropout, "relative": relative}
+    check_attention(q_BHND, k_BHND, v_BHND, **given, finite=check_finite)
+    check_positive("stride", stride)
     B, _, N, _ = q_BHND.shape
     stride = max(1, min(stride, N))
     if mask_BN is not None:  # a NaN that stands in padding must not be multiplied by a weight of zero
@@ -84,6 +89,7 @@ class StridedHeads(PositionHeads):
 
     def __init__(self, *, stride: int, scale: float | None = None, dropout: float = 0.0) -> None:
         super().__init__()
+        check_positive("stride", stride)
         self.stride, self.scale, self.dropout = stride, scale, dropout
 
     def read(
