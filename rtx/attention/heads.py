@@ -41,7 +41,10 @@ class HeadState:
 
 
 class Heads(nn.Module):
-    """H heads of one pattern. Heads whose queries stand for keys are called with None for keys."""
+    """H heads of one pattern. Heads whose queries stand for keys are called with None for keys.
+
+    Their `backend` is that of the forward over a sequence; the steps of a stream have one implementation.
+    """
 
     def forward(
         self,

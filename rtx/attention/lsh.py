@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rtx.attention import by_reference
 from rtx.attention.arguments import check_attention, check_finite_values, check_positive, check_rotations
+from rtx.attention.backends import Call, check_backend, choose
 from rtx.attention.clusters import attend_members, take
 from rtx.attention.hashing import (
     LONGEST,
@@ -48,6 +50,7 @@ def lsh(
     rotate: Rotate | None = None,
     streaming: bool = False,
     mask_BN: Tensor | None = None,
+    backend: str = "auto",
     check_finite: bool = False,
 ) -> Tensor:
     """Return LSH attention with shared queries and keys, `[B, H, N, D]`; memory linear in N.
@@ -67,6 +70,7 @@ def lsh(
         rotate: applied to queries and keys after hashing (rotary positions).
         streaming: with "reformer", cut the chunks for each position from the prefix that ends with it.
         mask_BN: true at real positions; padding is not read, and its own output is zero.
+        backend: "auto", "reference" or "torch", see `rtx.attention.backends`; the same result from each.
         check_finite: refuse inputs that hold NaN or infinity (padding may). Without it such a value may spread inside
             one tile of a fast path; by backend="reference" it never reaches an earlier position ("causal").
 
@@ -80,6 +84,10 @@ def lsh(
     check_rotations(rotation_HTDF, q_BHND)
     if check_finite:
         check_finite_values(rotation_HTDF=rotation_HTDF)
+    rule = "prefix" if streaming and variant == "reformer" else variant
+    if choose(backend, Call("lsh", q_BHND, None, v_BHND, dropout, relative)) == "reference":
+        options = {"scale": scale, "relative": relative, "mask_BN": mask_BN, "window": window, "rotate": rotate}
+        return by_reference.lsh(q_BHND, v_BHND, rotation_HTDF, variant=rule, **options)
     if mask_BN is not None:
         q_BHND, v_BHND = (x.masked_fill(~mask_BN[:, None, :, None], 0) for x in (q_BHND, v_BHND))
     bucket_TBHN = hash_positions(q_BHND, rotation_HTDF)
@@ -91,7 +99,6 @@ def lsh(
     if rotate is not None:
         q_BHND, k_BHND = rotate(q_BHND), rotate(k_BHND)
     q_BHND, k_BHND = q_BHND.to(v_BHND.dtype), k_BHND.to(v_BHND.dtype)
-    rule = "prefix" if streaming and variant == "reformer" else variant
     rounds = [make_round(bucket_BHN.flatten(0, 1), buckets + 1, window, rule) for bucket_BHN in bucket_TBHN]
     options = {"scale": logit_scale(scale, q_BHND.shape[-1]), "dropout": dropout, "relative": relative}
     if not v_BHND.numel():
@@ -201,7 +208,7 @@ def read(
 
 
 class LshHeads(Heads):
-    """Heads of `lsh`; `window`, `variant`, `scale` and `dropout` (in training) as there.
+    """Heads of `lsh`; `window`, `variant`, `scale`, `dropout` (in training) and `backend` as there.
 
     Args:
         heads, size: H and D.
@@ -224,10 +231,13 @@ class LshHeads(Heads):
         variant: str = "causal",
         scale: float | None = None,
         dropout: float = 0.0,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
         check_variant(variant)
         check_positive("window", window)
+        check_backend(backend)
+        self.backend = backend
         self.window, self.variant, self.scale, self.dropout = window, variant, scale, dropout
         self.register_buffer("rotation_HTDF", rotations(heads, rounds, size, buckets, seed), persistent=False)
 
@@ -253,6 +263,7 @@ class LshHeads(Heads):
             relative=relative,
             rotate=rotate,
             streaming=streaming,
+            backend=self.backend,
         )
         return out_BHND, q_BHND.new_zeros(())
 

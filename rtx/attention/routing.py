@@ -5,13 +5,15 @@ Shapes: B sequences, H routing heads, C clusters, N positions, D head size, W at
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rtx.attention import by_reference
 from rtx.attention.arguments import check_attention, check_causal, check_positive, check_routing, check_selection
+from rtx.attention.backends import Call, check_backend, choose
 from rtx.attention.content import Content, attend_content, members, normalise, read_content
 from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom
 from rtx.attention.kmeans import Centroids, to_sphere
@@ -43,6 +45,7 @@ def routing(
     rotate: Rotate | None = None,
     mask_BN: Tensor | None = None,
     streaming: bool = False,
+    backend: str = "auto",
     check_finite: bool = False,
 ) -> Tensor:
     """Return routing attention, `[B, H, N, D]`. A position in several clusters gets the mean of their outputs.
@@ -75,6 +78,8 @@ def routing(
         mask_BN: true at real positions. Padding is in no cluster, is read by nobody and gets zero.
         streaming: with "topk", decide every membership from the prefix alone (evaluation only): at position i a cluster
             holds the best `window` of 0..i, and no earlier output is revised.
+        backend: "auto", "reference", "torch" or "triton", see `rtx.attention.backends`; up to the
+            rounding of scores the same result from each.
         check_finite: refuse inputs that hold NaN or infinity (padding may). Without it such a value may spread inside
             one tile of a fast path; by backend="reference" it never reaches an earlier position (but with
             selection="topk", which reads the whole sequence). A vector that holds one joins no cluster by thresholds.
@@ -88,8 +93,6 @@ def routing(
     by = (centroid_HCD, selection, threshold_HC, key_threshold_HC, projection_HDD)
     check_routing(q_BHND, k_BHND, *by, finite=check_finite)
     check_causal(causal, selection, relative, streaming)
-    content = read_content(q_BHND, k_BHND, centroid_HCD, projection_HDD, mask_BN)
-    q_BHND, k_BHND = content.logits(rotate, v_BHND.dtype)
     options = {
         "window": window,
         "scale": logit_scale(scale, q_BHND.shape[-1]),
@@ -97,15 +100,44 @@ def routing(
         "relative": relative,
         "slot_distance": slot_distance,
     }
+    packed, by = {**options, "dropout": dropout}, unpacked_by(k_BHND, projection_HDD, causal, selection, streaming)
+    chosen = choose(backend, Call("routing", q_BHND, k_BHND, v_BHND, dropout, relative, packed, by))
+    if chosen == "reference":
+        return by_reference.routing(
+            q_BHND,
+            k_BHND,
+            v_BHND,
+            centroid_HCD,
+            selection=selection,
+            threshold_HC=threshold_HC,
+            key_threshold_HC=key_threshold_HC,
+            projection_HDD=projection_HDD,
+            causal=causal,
+            rotate=rotate,
+            mask_BN=mask_BN,
+            streaming=streaming,
+            **options,
+        )
+    content = read_content(q_BHND, k_BHND, centroid_HCD, projection_HDD, mask_BN)
+    q_BHND, k_BHND = content.logits(rotate, v_BHND.dtype)
     if streaming and selection == "topk":
         return attend_prefix_topk(q_BHND, k_BHND, v_BHND, content.score_BHCN, content.key_score_BHCN, **options)
     member_BHCN = members(content.score_BHCN, window, selection, threshold_HC, mask_BN)
     key_member_BHCN = None
     if content.key_score_BHCN is not None:
         key_member_BHCN = members(content.key_score_BHCN, window, selection, key_threshold_HC, mask_BN)
-    return attend_content(
-        q_BHND, k_BHND, v_BHND, member_BHCN, key_member_BHCN, causal=causal, dropout=dropout, **options
-    )
+    return attend_content(q_BHND, k_BHND, v_BHND, member_BHCN, key_member_BHCN, causal=causal, backend=chosen, **packed)
+
+
+def unpacked_by(
+    k_BHND: Tensor | None, projection_HDD: Tensor | None, causal: bool, selection: str, streaming: bool
+) -> str:
+    """Return the argument for which routing is not causal attention inside clusters of its positions; "" for none."""
+    if not causal:
+        return "causal=False"
+    if streaming and selection == "topk":
+        return "streaming=True"
+    return "k_BHND without projection_HDD" if k_BHND is not None and projection_HDD is None else ""
 
 
 class Snapshot(NamedTuple):
@@ -132,6 +164,7 @@ class RoutingHeads(Heads):
             W_R (q + k)) and its nearest centroid.
         causal: false: no mask inside a cluster, for encoders.
         slot_distance: Shaw's terms by slot rank.
+        backend: as in `routing`.
 
     Raises:
         ValueError: an unknown selection, or one that has no meaning without a causal mask.
@@ -148,8 +181,11 @@ class RoutingHeads(Heads):
         commitment: float = 0.0,
         causal: bool = True,
         slot_distance: bool = False,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
+        check_backend(backend)
+        self.backend = backend
         check_selection(selection)
         check_causal(causal, selection)
         self.centroids = centroids
@@ -183,8 +219,14 @@ class RoutingHeads(Heads):
             "relative": relative,
             "slot_distance": self.slot_distance,
         }
+        dropout = self.dropout if self.training else 0.0
+        packed = {**options, "dropout": dropout}
+        by = unpacked_by(k_BHND, self.centroids.projection_HDD, self.causal, self.selection, streaming)
+        chosen = choose(self.backend, Call("routing", q_BHND, k_BHND, v_BHND, dropout, relative, packed, by))
         loss = content.q_BHND.new_zeros(())
         if streaming and self.selection == "topk":
+            if chosen == "reference":
+                return self.by_reference(q_BHND, k_BHND, v_BHND, rotate, mask_BN, streaming, options), loss
             scores = content.score_BHCN, content.key_score_BHCN
             return attend_prefix_topk(query_BHND, key_BHND, v_BHND, *scores, **options), loss
         member_BHCN, key_member_BHCN = self.members(content, mask_BN)
@@ -193,11 +235,40 @@ class RoutingHeads(Heads):
             key_member_HCN = (member_BHCN if key_member_BHCN is None else key_member_BHCN)[0]
             seen = member_BHCN[0], key_member_HCN, nearest_BHN[0], query_BHND[0].detach(), key_BHND[0].detach()
             self.snapshot = Snapshot(*(x.clone() for x in seen))
-        dropout = self.dropout if self.training else 0.0
-        out_BHND = attend_content(
-            query_BHND, key_BHND, v_BHND, member_BHCN, key_member_BHCN, causal=self.causal, dropout=dropout, **options
+        if chosen == "reference":
+            return self.by_reference(q_BHND, k_BHND, v_BHND, rotate, mask_BN, streaming, options), loss
+        return attend_content(
+            query_BHND, key_BHND, v_BHND, member_BHCN, key_member_BHCN, causal=self.causal, backend=chosen, **packed
+        ), loss
+
+    def by_reference(
+        self,
+        q_BHND: Tensor,
+        k_BHND: Tensor | None,
+        v_BHND: Tensor,
+        rotate: Rotate | None,
+        mask_BN: Tensor | None,
+        streaming: bool,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """Return the outputs by the oracle's loops, `[B, H, N, D]`."""
+        store = self.centroids
+        threshold_HC, key_threshold_HC = self.thresholds()
+        return by_reference.routing(
+            q_BHND,
+            k_BHND,
+            v_BHND,
+            store.centroid_HCD,
+            selection=self.selection,
+            threshold_HC=threshold_HC,
+            key_threshold_HC=key_threshold_HC,
+            projection_HDD=store.projection_HDD,
+            causal=self.causal,
+            rotate=rotate,
+            mask_BN=mask_BN,
+            streaming=streaming,
+            **options,
         )
-        return out_BHND, loss
 
     def read(self, q_BHND: Tensor, k_BHND: Tensor | None, mask_BN: Tensor | None = None) -> Content:
         """Return what a sequence offers; centroids that wait for data take it from here."""

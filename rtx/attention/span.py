@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rtx.attention import by_reference
 from rtx.attention.arguments import check_attention, check_finite_values, check_floats, check_positive
+from rtx.attention.backends import Call, check_backend, choose
 from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, last_slots, turn_step
 from rtx.attention.weights import Distances, logit_scale
 
@@ -35,6 +37,7 @@ def adaptive_span(
     dropout: float = 0.0,
     relative: Distances | None = None,
     mask_BN: Tensor | None = None,
+    backend: str = "auto",
     check_finite: bool = False,
 ) -> Tensor:
     """Return causal attention with weights m_z(i - j) exp(s_ij) / sum_j m_z(i - j) exp(s_ij), `[B, H, N, D]`.
@@ -48,6 +51,7 @@ def adaptive_span(
         dropout: on attention weights.
         relative: Shaw's terms by true distance.
         mask_BN: true at real positions; padding is not read, and its own output is zero.
+        backend: "auto", "reference" or "torch", see `rtx.attention.backends`; the same result from each.
         check_finite: refuse inputs that hold NaN or infinity (padding may). Without it such a value may spread inside
             one tile of a fast path; by backend="reference" it never reaches an earlier position.
 
@@ -65,6 +69,9 @@ def adaptive_span(
     check_floats("span_H", span_H, (q_BHND.shape[1],), q_BHND)
     if check_finite:
         check_finite_values(span_H=span_H)
+    if choose(backend, Call("adaptive_span", q_BHND, k_BHND, v_BHND, dropout, relative)) == "reference":
+        options = {"scale": scale, "relative": relative, "mask_BN": mask_BN, "window": window, "ramp": ramp}
+        return by_reference.adaptive_span(q_BHND, k_BHND, v_BHND, hold(span_H, window), **options)
     scale = logit_scale(scale, q_BHND.shape[-1])
     B, H, N = q_BHND.shape[:3]
     if not B * H * N:
@@ -199,7 +206,7 @@ class SpanHeads(PositionHeads):
 
     Args:
         heads: H.
-        window, ramp, scale, dropout (in training): as in `adaptive_span`.
+        window, ramp, scale, dropout (in training), backend: as in `adaptive_span`.
         cost: weight, in the loss, of the heads' mean span in positions (the paper's lambda); the layers add up.
     """
 
@@ -212,10 +219,13 @@ class SpanHeads(PositionHeads):
         cost: float = 0.0,
         scale: float | None = None,
         dropout: float = 0.0,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
         check_positive("window", window)
         check_positive("ramp", ramp)
+        check_backend(backend)
+        self.backend = backend
         self.window, self.ramp, self.cost, self.scale, self.dropout = window, ramp, cost, scale, dropout
         self.share_H = nn.Parameter(torch.zeros(heads))
 
@@ -237,6 +247,7 @@ class SpanHeads(PositionHeads):
             scale=self.scale,
             dropout=dropout,
             relative=relative,
+            backend=self.backend,
         )
 
     def loss(self, like_BHND: Tensor) -> Tensor:
