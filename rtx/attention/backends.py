@@ -15,7 +15,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -36,8 +36,8 @@ class Call(NamedTuple):
     v_BHND: Tensor
     dropout: float = 0.0
     relative: Distances | None = None
-    packed: dict[str, Any] | None = None
-    """The options of `attend_members`, where the pattern may come down to it."""
+    in_clusters: bool = False
+    """Whether the pattern may come down to `attend_members`."""
     unpacked_by: str = ""
     """The argument for which it does not."""
 
@@ -63,11 +63,11 @@ def choose(backend: str, call: Call) -> str:
     if why is None:
         return backend
     able = [name for name in BACKENDS[1:] if refusal(name, call) is None]
-    raise ValueError(f"backend={backend!r} cannot take {why}; of the backends {', '.join(able)} can")
+    raise ValueError(f"backend={backend!r} cannot run this ({why}); backends that can: {', '.join(able)}")
 
 
 def refusal(backend: str, call: Call) -> str | None:
-    """Return the argument that a backend cannot take, and why; None where it can do what is asked."""
+    """Return the argument that a backend cannot take, and why, a clause; None where it can do what is asked."""
     if backend == "reference":
         return f"dropout={call.dropout}: the oracle drops no weights" if call.dropout else None
     if backend == "triton":
@@ -79,24 +79,21 @@ def refusal(backend: str, call: Call) -> str | None:
 
 def triton_refusal(call: Call) -> str | None:
     """See `refusal`."""
-    if call.packed is None or call.unpacked_by:
+    if not call.in_clusters or call.unpacked_by:
         what = call.unpacked_by or call.pattern
-        return f"{what}: its kernels are for causal attention inside clusters that queries and keys have in common"
-    missing = without_triton()
+        return f"{what}: the Triton kernels are for causal attention inside clusters that queries and keys share"
+    missing = missing_for_triton()
     if missing:
-        return f"{call.pattern}: {missing}"
+        return f"{missing} is not installed"
     keys = call.q_BHND if call.k_BHND is None else call.k_BHND
-    return importlib.import_module(KERNELS).triton_refusal(call.q_BHND, keys, call.v_BHND, **call.packed)
+    options = {"dropout": call.dropout, "relative": call.relative}
+    return importlib.import_module(KERNELS).triton_refusal(call.q_BHND, keys, call.v_BHND, **options)
 
 
 @functools.cache
-def without_triton() -> str:
-    """Return what is missing to run the kernels, an empty string where nothing is."""
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed"
-    if importlib.util.find_spec(KERNELS) is None:
-        return f"the module {KERNELS} is not installed"
-    return ""
+def missing_for_triton() -> str:
+    """Return the first module that is missing to run the kernels, an empty string where none is."""
+    return next((name for name in ("triton", KERNELS) if importlib.util.find_spec(name) is None), "")
 
 
 def attend_packed(backend: str) -> Callable[..., Tensor]:

@@ -129,7 +129,7 @@ class RandomHeads(Heads):
         }
         dropout = self.dropout if self.training else 0.0
         packed = {**options, "dropout": dropout}
-        chosen = choose(self.backend, Call("random", q_BHND, k_BHND, v_BHND, dropout, relative, packed))
+        chosen = choose(self.backend, Call("random", q_BHND, k_BHND, v_BHND, dropout, relative, in_clusters=True))
         member_HCN = self.members(q_BHND.shape[2])
         loss = q_BHND.new_zeros((), dtype=torch.promote_types(q_BHND.dtype, torch.float32))
         if chosen == "reference":

@@ -101,7 +101,7 @@ def routing(
         "slot_distance": slot_distance,
     }
     packed, by = {**options, "dropout": dropout}, unpacked_by(k_BHND, projection_HDD, causal, selection, streaming)
-    chosen = choose(backend, Call("routing", q_BHND, k_BHND, v_BHND, dropout, relative, packed, by))
+    chosen = choose(backend, Call("routing", q_BHND, k_BHND, v_BHND, dropout, relative, True, by))
     if chosen == "reference":
         return by_reference.routing(
             q_BHND,
@@ -222,7 +222,7 @@ class RoutingHeads(Heads):
         dropout = self.dropout if self.training else 0.0
         packed = {**options, "dropout": dropout}
         by = unpacked_by(k_BHND, self.centroids.projection_HDD, self.causal, self.selection, streaming)
-        chosen = choose(self.backend, Call("routing", q_BHND, k_BHND, v_BHND, dropout, relative, packed, by))
+        chosen = choose(self.backend, Call("routing", q_BHND, k_BHND, v_BHND, dropout, relative, True, by))
         loss = content.q_BHND.new_zeros(())
         if streaming and self.selection == "topk":
             if chosen == "reference":
