@@ -78,6 +78,11 @@ def read_heads(
     return torch.stack(heads).unflatten(0, (B, H)).to(v_BHMD.dtype)
 
 
+def turned(q_BHND: Tensor, k_BHND: Tensor, rotate: Rotate | None) -> tuple[Tensor, Tensor]:
+    """Return queries and keys as the logits use them."""
+    return (q_BHND, k_BHND) if rotate is None else (rotate(q_BHND), rotate(k_BHND))
+
+
 def without_padded(sets: Sets, real_N: list[bool]) -> Sets:
     """Return the rule that reads no padding, and nothing where it stands itself."""
     return lambda i: [[j for j in keys if real_N[j]] for keys in sets(i)] if real_N[i] else []
@@ -211,8 +216,7 @@ def lsh(
             bucket_TN = bucket_TN.masked_fill(~mask_BN[b].cpu(), 2 * rotation_HTDF.shape[-1])
         return partial(reference.lsh_sets, bucket_TN=bucket_TN, window=window, variant=variant)
 
-    turned = (x if rotate is None else rotate(x) for x in (q_BHND, k_BHND))
-    return read_heads(*turned, v_BHND, sets, scale, relative, mask_BN=mask_BN)
+    return read_heads(*turned(q_BHND, k_BHND, rotate), v_BHND, sets, scale, relative, mask_BN=mask_BN)
 
 
 @without_autocast
@@ -232,7 +236,6 @@ def random(
 ) -> Tensor:
     """See `rtx.attention.random`, for memberships that are drawn already."""
     q_BHND, k_BHND = normalised(q_BHND, k_BHND, mask_BN)
-    turned = (x if rotate is None else rotate(x) for x in (q_BHND, k_BHND))
     options = {"window": window, "attend_self": attend_self}
 
     def members(b: int, h: int) -> Tensor:
@@ -246,7 +249,7 @@ def random(
         return partial(reference.cluster_slots, member_CN=member_CN, key_member_CN=member_CN, **options)
 
     v_BHND = without_padding(v_BHND, mask_BN)
-    return read_heads(*turned, v_BHND, sets, scale, relative, slots if slot_distance else None)
+    return read_heads(*turned(q_BHND, k_BHND, rotate), v_BHND, sets, scale, relative, slots if slot_distance else None)
 
 
 def normalised(q_BHND: Tensor, k_BHND: Tensor | None, mask_BN: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -325,9 +328,8 @@ def routing(
         return sets
 
     slots = heads(reference.cluster_slots) if slot_distance else None
-    turned = (x if rotate is None else rotate(x) for x in (q_BHND, k_BHND))
     sets = heads(partial(reference.separate_sets, causal=causal))
-    return read_heads(*turned, without_padding(v_BHND, mask_BN), sets, scale, relative, slots)
+    return read_heads(*turned(q_BHND, k_BHND, rotate), without_padding(v_BHND, mask_BN), sets, scale, relative, slots)
 
 
 @without_autocast

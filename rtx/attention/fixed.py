@@ -76,7 +76,7 @@ def fixed(
     if chosen == "flex":
         return by_flex.fixed(q_BHND, k_BHND, v_BHND, block=block, summary=summary, scale=scale, mask_BN=mask_BN)
     _, H, N, _ = q_BHND.shape
-    if N == 0:
+    if not v_BHND.numel():
         return v_BHND.clone()
     if mask_BN is not None:  # a NaN that stands in padding must not be multiplied by a weight of zero
         padding_B1N1 = ~mask_BN[:, None, :, None]

@@ -37,7 +37,8 @@ def full(
         mask_BN: true at real positions; the others are not read, and their output is zero. It costs memory for N^2.
         backend: "auto", "reference", "torch" or "flex", see `rtx.attention.backends`; the same result from each.
         check_finite: refuse inputs that hold NaN or infinity (padding may). Without it such a value may spread inside
-            one tile of a fast path; by backend="reference" it never reaches an earlier position.
+            one tile of a fast path; by backend="reference" it never reaches an earlier position
+            (where attention is causal).
 
     Raises:
         ValueError: tensors that do not go together, or `relative` without `causal`.

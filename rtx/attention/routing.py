@@ -82,7 +82,8 @@ def routing(
             rounding of scores the same result from each.
         check_finite: refuse inputs that hold NaN or infinity (padding may). Without it such a value may spread inside
             one tile of a fast path; by backend="reference" it never reaches an earlier position (but with
-            selection="topk", which reads the whole sequence). A vector that holds one joins no cluster by thresholds.
+            selection="topk", which reads the whole sequence). A query or key that holds one joins no cluster by
+            thresholds.
 
     Raises:
         ValueError: an unknown selection, missing thresholds, arguments that do not go together, or shapes that differ.
@@ -90,8 +91,13 @@ def routing(
     given = {"mask_BN": mask_BN, "scale": scale, "dropout": dropout, "relative": relative}
     check_attention(q_BHND, k_BHND, v_BHND, **given, finite=check_finite)
     check_positive("window", window)
-    by = (centroid_HCD, selection, threshold_HC, key_threshold_HC, projection_HDD)
-    check_routing(q_BHND, k_BHND, *by, finite=check_finite)
+    choice = {
+        "selection": selection,
+        "threshold_HC": threshold_HC,
+        "key_threshold_HC": key_threshold_HC,
+        "projection_HDD": projection_HDD,
+    }
+    check_routing(q_BHND, k_BHND, centroid_HCD, **choice, finite=check_finite)
     check_causal(causal, selection, relative, streaming)
     options = {
         "window": window,
@@ -103,21 +109,8 @@ def routing(
     packed, by = {**options, "dropout": dropout}, unpacked_by(k_BHND, projection_HDD, causal, selection, streaming)
     chosen = choose(backend, Call("routing", q_BHND, k_BHND, v_BHND, dropout, relative, True, by))
     if chosen == "reference":
-        return by_reference.routing(
-            q_BHND,
-            k_BHND,
-            v_BHND,
-            centroid_HCD,
-            selection=selection,
-            threshold_HC=threshold_HC,
-            key_threshold_HC=key_threshold_HC,
-            projection_HDD=projection_HDD,
-            causal=causal,
-            rotate=rotate,
-            mask_BN=mask_BN,
-            streaming=streaming,
-            **options,
-        )
+        rest = {"causal": causal, "rotate": rotate, "mask_BN": mask_BN, "streaming": streaming}
+        return by_reference.routing(q_BHND, k_BHND, v_BHND, centroid_HCD, **choice, **rest, **options)
     content = read_content(q_BHND, k_BHND, centroid_HCD, projection_HDD, mask_BN)
     q_BHND, k_BHND = content.logits(rotate, v_BHND.dtype)
     if streaming and selection == "topk":
