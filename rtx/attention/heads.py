@@ -93,7 +93,8 @@ class PositionHeads(Heads):
         streaming: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """See `Heads.forward`."""
-        assert k_BHND is not None
+        if k_BHND is None:
+            raise ValueError("k_BHND=None: these heads need keys of their own")
         if rotate is not None:
             q_BHND, k_BHND = rotate(q_BHND), rotate(k_BHND)
         dropout = self.dropout if self.training else 0.0

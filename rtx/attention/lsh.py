@@ -252,6 +252,8 @@ class LshHeads(Heads):
         streaming: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """See `Heads.forward`; the loss is zero."""
+        if k_BHND is not None:
+            raise ValueError("k_BHND is given: must be None, as the queries of hashing heads stand for keys")
         out_BHND = lsh(
             q_BHND,
             v_BHND,

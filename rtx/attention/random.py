@@ -120,6 +120,11 @@ class RandomHeads(Heads):
         mask_BN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `Heads.forward`; `mask_BN` is true at real positions, padding is not read and gets zero."""
+        check_attention(q_BHND, k_BHND, v_BHND, mask_BN=mask_BN, relative=relative)
+        if q_BHND.shape[1] != len(self.member_HCN):
+            raise ValueError(
+                f"q_BHND has {q_BHND.shape[1]} heads: must have {len(self.member_HCN)}, as the memberships"
+            )
         options = {
             "scale": self.scale,
             "window": self.window,

@@ -12,7 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention import by_reference
-from rtx.attention.arguments import check_attention, check_causal, check_positive, check_routing, check_selection
+from rtx.attention.arguments import (
+    check_attention,
+    check_causal,
+    check_centroids,
+    check_positive,
+    check_routing,
+    check_selection,
+)
 from rtx.attention.backends import Call, check_backend, choose
 from rtx.attention.content import Content, attend_content, members, normalise, read_content
 from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom
@@ -99,6 +106,8 @@ def routing(
     }
     check_routing(q_BHND, k_BHND, centroid_HCD, **choice, finite=check_finite)
     check_causal(causal, selection, relative, streaming)
+    if streaming and selection == "topk" and dropout:
+        raise ValueError(f"streaming=True with dropout={dropout}: streaming top-w is for evaluation, without dropout")
     options = {
         "window": window,
         "scale": logit_scale(scale, q_BHND.shape[-1]),
@@ -202,6 +211,8 @@ class RoutingHeads(Heads):
 
         `mask_BN` is true at real positions: padding is in no cluster and in no statistics, and gets zero.
         """
+        check_attention(q_BHND, k_BHND, v_BHND, mask_BN=mask_BN, relative=relative)
+        check_centroids(self.centroids.centroid_HCD, q_BHND)
         check_causal(self.causal, self.selection, relative, streaming)
         content = self.read(q_BHND, k_BHND, mask_BN)
         query_BHND, key_BHND = content.logits(rotate, v_BHND.dtype)
@@ -266,7 +277,9 @@ class RoutingHeads(Heads):
     def read(self, q_BHND: Tensor, k_BHND: Tensor | None, mask_BN: Tensor | None = None) -> Content:
         """Return what a sequence offers; centroids that wait for data take it from here."""
         store = self.centroids
-        assert (k_BHND is None) == (store.keys == "shared"), "keys of their own are for separate or projected keys"
+        if (k_BHND is None) != (store.keys == "shared"):
+            given = "k_BHND=None" if k_BHND is None else "k_BHND is given"
+            raise ValueError(f"{given}, but keys={store.keys!r}: it must be given but for shared keys")
         content = read_content(q_BHND, k_BHND, store.centroid_HCD, store.projection_HDD, mask_BN)
         if not store.seed_with_next:
             return content

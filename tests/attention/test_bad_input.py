@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from public_calls import FUNCTIONS, Arguments, arguments, call, masks, takes
 
+from rtx.attention import Centroids, FixedHeads, LshHeads, RandomHeads, RoutingHeads, SpanHeads, StridedHeads
+from rtx.attention.local import LocalHeads
 from rtx.attention.weights import Distances
 
 
@@ -169,3 +172,64 @@ def test_check_finite_reads_tables_and_lets_thresholds_be_infinite() -> None:
     bad = Distances(torch.zeros(3, 4), torch.full((3, 4), float("nan")))
     with pytest.raises(ValueError, match=re.escape("relative.values_MD holds NaN or infinity (12 in all, ")):
         call("local", arguments("local"), relative=bad, check_finite=True)
+
+
+def store(keys: str = "shared", heads: int = 3) -> Centroids:
+    return Centroids(heads, 2, 4, window=4, length=9, decay=0.9, keys=keys)
+
+
+MODULES: dict[str, tuple[Callable[[], Any], str]] = {
+    "local": (lambda: LocalHeads(window=0), "window=0: must be at least 1"),
+    "strided": (lambda: StridedHeads(stride=0), "stride=0: must be at least 1"),
+    "fixed": (lambda: FixedHeads(block=3, summary=4), "summary=4: must be from 1 to block=3"),
+    "span": (lambda: SpanHeads(2, window=4, ramp=0), "ramp=0: must be at least 1"),
+    "lsh": (lambda: LshHeads(2, 4, window=4, rounds=1, buckets=3, seed=0), "buckets=3: must be even"),
+    "lsh rounds": (lambda: LshHeads(2, 4, window=4, rounds=0, buckets=2, seed=0), "rounds=0: must be at least 1"),
+    "lsh variant": (
+        lambda: LshHeads(2, 4, window=4, rounds=1, buckets=2, seed=0, variant="x"),
+        "variant='x': must be one of causal, reformer",
+    ),
+    "random": (lambda: RandomHeads(2, 0, window=4, length=9, seed=0, scale=1.0), "clusters=0: must be at least 1"),
+    "routing": (lambda: RoutingHeads(store(), selection="x", scale=1.0), "selection='x': must be one of"),
+    "keys": (lambda: store("none"), "keys='none': must be one of shared, separate, projected"),
+    "clusters": (lambda: Centroids(2, 0, 4, window=1, length=9, decay=0.9), "clusters=0: must be at least 1"),
+    "decay": (lambda: Centroids(2, 1, 4, window=1, length=9, decay=1.5), "decay=1.5: must be from 0 to 1"),
+    "update": (
+        lambda: Centroids(2, 1, 4, window=1, length=9, decay=0.5, update="x"),
+        "update='x': must be one of mean, sum",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MODULES)
+def test_modules_that_make_no_sense(what: str) -> None:
+    make, said = MODULES[what]
+    with pytest.raises(ValueError, match=re.escape(said)):
+        make()
+
+
+def test_heads_refuse_tensors_that_do_not_fit() -> None:
+    q, k, v = torch.zeros(3, 2, 3, 9, 4)
+    routed = RoutingHeads(store(), selection="topk", scale=1.0)
+    apart = RoutingHeads(store("separate"), selection="topk", scale=1.0)
+    chance = RandomHeads(3, 2, window=4, length=9, seed=0, scale=1.0)
+    hashed = LshHeads(3, 4, window=4, rounds=1, buckets=2, seed=0)
+    calls: dict[str, Callable[[], Any]] = {
+        "v_BHND has the shape (2, 3, 8, 4): must be (2, 3, 9, 4)": lambda: routed(q, None, v[:, :, :8]),
+        "v_BHND is of torch.float64: must be of torch.float32": lambda: chance(q, None, v.double()),
+        "centroid_HCD has the shape (3, 2, 4): must be (2, 2, 4)": lambda: routed(q[:, :2], None, v[:, :2]),
+        "k_BHND is given, but keys='shared'": lambda: routed(q, k, v),
+        "k_BHND=None, but keys='separate'": lambda: apart(q, None, v),
+        "q_BHND has 2 heads: must have 3": lambda: chance(q[:, :2], None, v[:, :2]),
+        "k_BHND is given: must be None": lambda: hashed(q, k, v),
+        "k_BHND=None: these heads need keys of their own": lambda: LocalHeads(window=2)(q, None, v),
+    }
+    for said, use in calls.items():
+        with pytest.raises(ValueError, match=re.escape(said)):
+            use()
+
+
+def test_streaming_top_w_is_for_evaluation() -> None:
+    given = arguments("routing, topk")
+    with pytest.raises(ValueError, match=re.escape("streaming=True with dropout=0.5: streaming top-w is")):
+        call("routing, topk", given, streaming=True, dropout=0.5)
