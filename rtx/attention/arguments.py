@@ -1,19 +1,62 @@
-"""What the routing functions refuse: every message names the argument, what was given, and what is allowed.
+"""What the attention functions refuse: every message names the argument, what was given, and what is allowed.
 
-Shapes: B sequences, H routing heads, C clusters, N positions, D head size.
+Shapes: B sequences, H heads, C clusters, N query and M key positions, D head size, T hash rounds, F directions.
 """
 
 from __future__ import annotations
 
+import math
+import operator
+
+import torch
 from torch import Tensor
 
+from rtx.attention.shaw import Distances
+
 SELECTIONS = ("causal", "topk", "nearest")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def check_selection(selection: str) -> None:
-    """Refuse an unknown selection."""
-    if selection not in SELECTIONS:
-        raise ValueError(f"selection={selection!r}: must be one of {', '.join(SELECTIONS)}")
+def check_attention(
+    q_BHND: Tensor,
+    k_BHND: Tensor | None,
+    v_BHND: Tensor,
+    *,
+    mask_BN: Tensor | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    relative: Distances | None = None,
+    finite: bool = False,
+) -> None:
+    """Refuse what no pattern over one sequence can read; `finite`: values that are NaN or infinite, too.
+
+    Raises:
+        ValueError: always with the argument's name.
+    """
+    check_queries(q_BHND, k_BHND, v_BHND)
+    B, _, N, _ = q_BHND.shape
+    check_mask("mask_BN", mask_BN, B, N, q_BHND)
+    check_numbers(scale, dropout)
+    check_relative(relative, q_BHND, v_BHND)
+    if finite:
+        check_finite_values(mask_BN, q_BHND=q_BHND, k_BHND=k_BHND, v_BHND=v_BHND)
+        if relative is not None:
+            check_finite_values(**{"relative.keys_MD": relative.keys_MD, "relative.values_MD": relative.values_MD})
+
+
+def check_queries(q_BHND: Tensor, k_BHMD: Tensor | None, v_BHMD: Tensor, positions: int | None = None) -> None:
+    """Refuse queries, keys and values that do not go together; keys and values have N positions, or M = `positions`."""
+    if q_BHND.dim() != 4 or q_BHND.dtype not in FLOATS or not q_BHND.shape[-1]:
+        allowed = "[B, H, N, D], D at least 1, of float16, bfloat16, float32 or float64"
+        raise ValueError(f"q_BHND is {tuple(q_BHND.shape)} of {q_BHND.dtype}: must be {allowed}")
+    B, H, N, D = q_BHND.shape
+    names = ("k_BHND", "v_BHND") if positions is None else ("k_BHMD", "v_BHMD")
+    M = N if positions is None else positions
+    check_shape(names[0], k_BHMD, (B, H, M, D), q_BHND)
+    check_shape(names[1], v_BHMD, (B, H, M, v_BHMD.shape[-1] if v_BHMD.dim() else D), q_BHND)
+    for name, x in zip(names, (k_BHMD, v_BHMD), strict=True):
+        if x is not None and x.dtype != q_BHND.dtype:
+            raise ValueError(f"{name} is of {x.dtype}: must be of {q_BHND.dtype}, as q_BHND is")
 
 
 def check_shape(name: str, x: Tensor | None, shape: tuple[int, ...], like: Tensor) -> None:
@@ -26,66 +69,81 @@ def check_shape(name: str, x: Tensor | None, shape: tuple[int, ...], like: Tenso
         raise ValueError(f"{name} is on {x.device}: must be on {like.device}, where q_BHND is")
 
 
-def check_queries(q_BHND: Tensor, k_BHMD: Tensor | None, v_BHMD: Tensor, window: int, positions: int) -> None:
-    """Refuse queries, keys and values that do not go together; keys and values have `positions`."""
-    if q_BHND.dim() != 4 or not q_BHND.is_floating_point():
-        raise ValueError(f"q_BHND is {tuple(q_BHND.shape)} of {q_BHND.dtype}: must be [B, H, N, D] of a float type")
-    B, H, _, D = q_BHND.shape
-    check_shape("k_BHND", k_BHMD, (B, H, positions, D), q_BHND)
-    check_shape("v_BHND", v_BHMD, (B, H, positions, v_BHMD.shape[-1]), q_BHND)
-    for name, x in (("k_BHND", k_BHMD), ("v_BHND", v_BHMD)):
-        if x is not None and x.dtype != q_BHND.dtype:
-            raise ValueError(f"{name} is of {x.dtype}: must be of {q_BHND.dtype}, as q_BHND is")
-    check_positive("window", window)
-
-
-def check_inputs(
-    q_BHND: Tensor, k_BHMD: Tensor | None, v_BHMD: Tensor, centroid_HCD: Tensor, window: int, positions: int
-) -> None:
-    """As `check_queries`, with centroids."""
-    check_queries(q_BHND, k_BHMD, v_BHMD, window, positions)
-    clusters = centroid_HCD.shape[1] if centroid_HCD.dim() == 3 else 0
-    shape = (q_BHND.shape[1], max(clusters, 1), q_BHND.shape[-1])
-    check_shape("centroid_HCD", centroid_HCD, shape, q_BHND)
-
-
-def check_positive(name: str, value: int) -> None:
-    """Refuse a count below 1."""
-    if value < 1:
-        raise ValueError(f"{name}={value}: must be at least 1")
+def check_floats(name: str, x: Tensor | None, shape: tuple[int, ...], like: Tensor) -> None:
+    """As `check_shape`; refuse what is not of a float type, too."""
+    check_shape(name, x, shape, like)
+    if x is not None and not x.is_floating_point():
+        raise ValueError(f"{name} is of {x.dtype}: must be of a float type")
 
 
 def check_mask(name: str, mask_BN: Tensor | None, batch: int, positions: int, like: Tensor) -> None:
     """Refuse a padding mask of another shape or type."""
     check_shape(name, mask_BN, (batch, positions), like)
-    if mask_BN is not None and str(mask_BN.dtype) != "torch.bool":
+    if mask_BN is not None and mask_BN.dtype != torch.bool:
         raise ValueError(f"{name} is of {mask_BN.dtype}: must be of torch.bool, true at real positions")
+
+
+def check_positive(name: str, value: int) -> None:
+    """Refuse a count below 1, or a fraction."""
+    try:
+        operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name}={value!r}: must be a whole number, at least 1") from None
+    if value < 1:
+        raise ValueError(f"{name}={value}: must be at least 1")
+
+
+def check_numbers(scale: float | None, dropout: float) -> None:
+    """Refuse a factor that is not finite, and a share of weights to drop that leaves none."""
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale={scale}: must be finite")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout}: must be at least 0 and less than 1")
+
+
+def check_relative(relative: Distances | None, q_BHND: Tensor, v_BHND: Tensor) -> None:
+    """Refuse Shaw's tables that do not fit keys and values."""
+    if relative is None:
+        return
+    distances = max(1, len(relative.keys_MD)) if relative.keys_MD.dim() else 1
+    check_floats("relative.keys_MD", relative.keys_MD, (distances, q_BHND.shape[-1]), q_BHND)
+    check_floats("relative.values_MD", relative.values_MD, (distances, v_BHND.shape[-1]), q_BHND)
+
+
+def check_centroids(centroid_HCD: Tensor, q_BHND: Tensor) -> None:
+    """Refuse centroids that are not one or more vectors of size D for each head."""
+    clusters = centroid_HCD.shape[1] if centroid_HCD.dim() == 3 else 0
+    shape = (q_BHND.shape[1], max(clusters, 1), q_BHND.shape[-1])
+    check_floats("centroid_HCD", centroid_HCD, shape, q_BHND)
+
+
+def check_selection(selection: str) -> None:
+    """Refuse an unknown selection."""
+    if selection not in SELECTIONS:
+        raise ValueError(f"selection={selection!r}: must be one of {', '.join(SELECTIONS)}")
 
 
 def check_routing(
     q_BHND: Tensor,
     k_BHND: Tensor | None,
-    v_BHND: Tensor,
     centroid_HCD: Tensor,
-    window: int,
     selection: str,
     threshold_HC: Tensor | None,
     key_threshold_HC: Tensor | None,
     projection_HDD: Tensor | None,
-    mask_BN: Tensor | None,
+    finite: bool = False,
 ) -> None:
-    """Refuse what `rtx.attention.routing` cannot make sense of.
+    """Refuse what `rtx.attention.routing` cannot choose by; queries and keys are checked already.
 
     Raises:
         ValueError: always with the argument's name.
     """
     check_selection(selection)
-    check_inputs(q_BHND, k_BHND, v_BHND, centroid_HCD, window, q_BHND.shape[-2])
-    B, H, N, D = q_BHND.shape
-    check_shape("threshold_HC", threshold_HC, (H, centroid_HCD.shape[1]), q_BHND)
-    check_shape("key_threshold_HC", key_threshold_HC, (H, centroid_HCD.shape[1]), q_BHND)
-    check_shape("projection_HDD", projection_HDD, (H, D, D), q_BHND)
-    check_mask("mask_BN", mask_BN, B, N, q_BHND)
+    check_centroids(centroid_HCD, q_BHND)
+    H, D = q_BHND.shape[1], q_BHND.shape[-1]
+    check_floats("threshold_HC", threshold_HC, (H, centroid_HCD.shape[1]), q_BHND)
+    check_floats("key_threshold_HC", key_threshold_HC, (H, centroid_HCD.shape[1]), q_BHND)
+    check_floats("projection_HDD", projection_HDD, (H, D, D), q_BHND)
     if selection == "causal" and threshold_HC is None:
         raise ValueError("selection=causal needs threshold_HC")
     separate = k_BHND is not None and projection_HDD is None
@@ -93,3 +151,48 @@ def check_routing(
         raise ValueError("selection=causal with k_BHND needs key_threshold_HC")
     if projection_HDD is not None and k_BHND is None:
         raise ValueError("projection_HDD needs k_BHND: it routes by W_R (q + k)")
+    if finite:
+        check_finite_values(centroid_HCD=centroid_HCD, projection_HDD=projection_HDD)
+        # A threshold may be infinite: everybody joins, or nobody.
+        infinite = (None if x is None else x.masked_fill(x.isinf(), 0) for x in (threshold_HC, key_threshold_HC))
+        check_finite_values(**dict(zip(("threshold_HC", "key_threshold_HC"), infinite, strict=True)))
+
+
+def check_causal(causal: bool, selection: str, relative: Distances | None = None, streaming: bool = False) -> None:
+    """Refuse routing that has no meaning without a causal mask.
+
+    Raises:
+        ValueError: see the messages.
+    """
+    if causal:
+        return
+    if selection != "topk":
+        raise ValueError(f"causal=False with selection={selection!r}: only topk has a meaning without a causal mask")
+    if relative is not None:
+        raise ValueError("causal=False with relative: the tables hold distances to earlier positions only")
+    if streaming:
+        raise ValueError("causal=False with streaming=True: a stream has no later positions to read")
+
+
+def check_rotations(rotation_HTDF: Tensor, q_BHND: Tensor) -> None:
+    """Refuse rotations that are not one or more for each head, of vectors of size D, into two or more buckets."""
+    given = tuple(rotation_HTDF.shape)
+    H, D = q_BHND.shape[1], q_BHND.shape[3]
+    if len(given) != 4 or (given[0], given[2]) != (H, D) or 0 in (given[1], given[3]):
+        raise ValueError(f"rotation_HTDF has the shape {given}: must be ({H}, rounds, {D}, buckets / 2)")
+    check_floats("rotation_HTDF", rotation_HTDF, given, q_BHND)
+
+
+@torch.no_grad()
+def check_finite_values(mask_BN: Tensor | None = None, **named: Tensor | None) -> None:
+    """Refuse values that are NaN or infinite; with a mask, `[B, H, N, D]` may hold anything at padding."""
+    for name, x in named.items():
+        if x is None:
+            continue
+        bad = ~x.isfinite()
+        if mask_BN is not None:
+            bad &= mask_BN[:, None, :, None]
+        if bool(bad.any()):
+            first = tuple(bad.nonzero()[0].tolist())
+            found = f"{int(bad.sum())} in all, the first at {first}"
+            raise ValueError(f"{name} holds NaN or infinity ({found}): check_finite=True allows neither")

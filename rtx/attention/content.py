@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention.clusters import attend_members, pack
+from rtx.attention.backends import attend_packed
+from rtx.attention.clusters import pack
 from rtx.attention.heads import Rotate
 from rtx.attention.selection import centroid_scores, nearest_members, threshold_members, topk_members
 from rtx.attention.separate import attend_lists
@@ -103,6 +104,7 @@ def attend_content(
     dropout: float = 0.0,
     relative: Distances | None = None,
     slot_distance: bool = False,
+    backend: str = "torch",
 ) -> Tensor:
     """Return attention inside the clusters; `key_member_BHCN` is None where the members' keys are what they read."""
     options = {
@@ -115,6 +117,6 @@ def attend_content(
     }
     queries = pack(member_BHCN)
     if causal and key_member_BHCN is None:
-        return attend_members(q_BHND, k_BHND, v_BHND, queries, **options)
+        return attend_packed(backend)(q_BHND, k_BHND, v_BHND, queries, **options)
     keys = queries if key_member_BHCN is None else pack(key_member_BHCN)
     return attend_lists(q_BHND, k_BHND, v_BHND, queries, keys, causal=causal, **options)

@@ -8,7 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rtx.attention.arguments import check_inputs, check_mask, check_positive
+from rtx.attention import by_reference
+from rtx.attention.arguments import (
+    check_centroids,
+    check_finite_values,
+    check_mask,
+    check_numbers,
+    check_positive,
+    check_queries,
+)
+from rtx.attention.backends import Call, check_backend, choose
 from rtx.attention.clusters import pack
 from rtx.attention.content import masked_scores, members, normalise, without_padding
 from rtx.attention.kmeans import Centroids
@@ -28,6 +37,8 @@ def cross_routing(
     dropout: float = 0.0,
     mask_BN: Tensor | None = None,
     context_mask_BM: Tensor | None = None,
+    backend: str = "auto",
+    check_finite: bool = False,
 ) -> Tensor:
     """Return attention of queries over the keys of another sequence, `[B, H, N, D]`, without a causal mask.
 
@@ -42,15 +53,29 @@ def cross_routing(
         scale: multiplies the logits (default 1 / sqrt(D); Algorithm 1 prints 1).
         mask_BN, context_mask_BM: true at real positions of the sequence of queries, and of that of keys. Padding is in
             no cluster, is read by nobody and gets zero.
+        backend: "auto", "reference" or "torch", see `rtx.attention.backends`; the same result from each.
+        check_finite: refuse inputs that hold NaN or infinity (padding may).
 
     Raises:
         ValueError: shapes, types or devices that differ, or a window below 1.
     """
-    check_inputs(q_BHND, k_BHMD, v_BHMD, centroid_HCD, window, k_BHMD.shape[-2])
     context_window = window if context_window is None else context_window
+    check_cross(q_BHND, k_BHMD, v_BHMD, centroid_HCD, mask_BN, context_mask_BM, check_finite)
+    check_positive("window", window)
     check_positive("context_window", context_window)
-    check_mask("mask_BN", mask_BN, len(q_BHND), q_BHND.shape[2], q_BHND)
-    check_mask("context_mask_BM", context_mask_BM, len(q_BHND), k_BHMD.shape[2], q_BHND)
+    check_numbers(scale, dropout)
+    if choose(backend, Call("cross_routing", q_BHND, k_BHMD, v_BHMD, dropout)) == "reference":
+        return by_reference.cross_routing(
+            q_BHND,
+            k_BHMD,
+            v_BHMD,
+            centroid_HCD,
+            window=window,
+            context_window=context_window,
+            scale=scale,
+            mask_BN=mask_BN,
+            context_mask_BM=context_mask_BM,
+        )
     q_BHND = normalise(without_padding(q_BHND, mask_BN))
     k_BHMD = normalise(without_padding(k_BHMD, context_mask_BM))
     score_BHCN = masked_scores(centroid_HCD, q_BHND, mask_BN)
@@ -68,6 +93,27 @@ def cross_routing(
     )
 
 
+def check_cross(
+    q_BHND: Tensor,
+    k_BHMD: Tensor,
+    v_BHMD: Tensor,
+    centroid_HCD: Tensor,
+    mask_BN: Tensor | None,
+    context_mask_BM: Tensor | None,
+    finite: bool,
+) -> None:
+    """Refuse tensors that `cross_routing` cannot read."""
+    positions = k_BHMD.shape[-2] if k_BHMD.dim() > 1 else 0
+    check_queries(q_BHND, k_BHMD, v_BHMD, positions)
+    check_centroids(centroid_HCD, q_BHND)
+    check_mask("mask_BN", mask_BN, len(q_BHND), q_BHND.shape[2], q_BHND)
+    check_mask("context_mask_BM", context_mask_BM, len(q_BHND), positions, q_BHND)
+    if finite:
+        check_finite_values(mask_BN, q_BHND=q_BHND)
+        check_finite_values(context_mask_BM, k_BHMD=k_BHMD, v_BHMD=v_BHMD)
+        check_finite_values(centroid_HCD=centroid_HCD)
+
+
 class CrossRoutingHeads(nn.Module):
     """H heads of `cross_routing` with their centroids, which count queries and keys both.
 
@@ -76,6 +122,7 @@ class CrossRoutingHeads(nn.Module):
         context_window: keys of a cluster; unset: as many as queries.
         scale: multiplies the logits.
         dropout: on attention weights, in training.
+        backend: as in `cross_routing`.
 
     Raises:
         ValueError: centroids with other keys.
@@ -88,12 +135,14 @@ class CrossRoutingHeads(nn.Module):
         context_window: int | None = None,
         scale: float | None = None,
         dropout: float = 0.0,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
         if centroids.keys != "separate":
             raise ValueError(f"centroids with keys={centroids.keys!r}: must be 'separate' for cross-attention")
         self.centroids = centroids
-        self.context_window, self.scale, self.dropout = context_window, scale, dropout
+        check_backend(backend)
+        self.context_window, self.scale, self.dropout, self.backend = context_window, scale, dropout, backend
 
     def forward(
         self,
@@ -116,6 +165,7 @@ class CrossRoutingHeads(nn.Module):
             dropout=self.dropout if self.training else 0.0,
             mask_BN=mask_BN,
             context_mask_BM=context_mask_BM,
+            backend=self.backend,
         )
         if self.training:
             self.observe(q_BHND, k_BHMD, mask_BN, context_mask_BM)

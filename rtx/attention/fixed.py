@@ -18,6 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rtx.attention import by_flex, by_reference
+from rtx.attention.arguments import check_attention, check_positive
+from rtx.attention.backends import Call, check_backend, choose
 from rtx.attention.heads import HeadState, PositionHeads, Rotate, turn_step
 from rtx.attention.weights import Distances, attend, logit_scale
 
@@ -39,6 +42,8 @@ def fixed(
     dropout: float = 0.0,
     relative: Distances | None = None,
     mask_BN: Tensor | None = None,
+    backend: str = "auto",
+    check_finite: bool = False,
 ) -> Tensor:
     """Return causal attention over the own block and the summary columns of earlier ones, `[B, H, N, D]`.
 
@@ -54,13 +59,24 @@ def fixed(
         dropout: share of the attention weights to drop.
         relative: Shaw's terms, by true distance.
         mask_BN: true at real positions; the others are not read, and their output is zero.
+        backend: "auto", "reference", "torch" or "flex", see `rtx.attention.backends`; the same result from each.
+        check_finite: refuse inputs that hold NaN or infinity (padding may). Without it such a value may spread inside
+            one tile of a fast path; by backend="reference" it never reaches an earlier position.
 
     Raises:
-        ValueError: `block` is less than 1, or `summary` is not from 1 to `block`.
+        ValueError: tensors that do not go together, a block below 1, or a summary that is not from 1 to `block`.
     """
+    given = {"mask_BN": mask_BN, "scale": scale, "dropout": dropout, "relative": relative}
+    check_attention(q_BHND, k_BHND, v_BHND, **given, finite=check_finite)
     check_sizes(block, summary)
+    chosen = choose(backend, Call("fixed", q_BHND, k_BHND, v_BHND, dropout, relative))
+    if chosen == "reference":
+        options = {"scale": scale, "relative": relative, "mask_BN": mask_BN}
+        return by_reference.fixed(q_BHND, k_BHND, v_BHND, block=block, summary=summary, **options)
+    if chosen == "flex":
+        return by_flex.fixed(q_BHND, k_BHND, v_BHND, block=block, summary=summary, scale=scale, mask_BN=mask_BN)
     _, H, N, _ = q_BHND.shape
-    if N == 0:
+    if not v_BHND.numel():
         return v_BHND.clone()
     if mask_BN is not None:  # a NaN that stands in padding must not be multiplied by a weight of zero
         padding_B1N1 = ~mask_BN[:, None, :, None]
@@ -98,8 +114,8 @@ def fixed(
 
 def check_sizes(block: int, summary: int) -> None:
     """Raise a ValueError unless 1 <= summary <= block."""
-    if block < 1:
-        raise ValueError(f"block={block}: must be at least 1")
+    check_positive("block", block)
+    check_positive("summary", summary)
     if not 1 <= summary <= block:
         raise ValueError(f"summary={summary}: must be from 1 to block={block}")
 
@@ -177,12 +193,16 @@ def key_positions(block_R: Tensor, block: int, shared: int, columns_HC: Tensor) 
 
 
 class FixedHeads(PositionHeads):
-    """Heads of `fixed`; `block`, `summary`, `scale` and `dropout` (in training) as there."""
+    """Heads of `fixed`; `block`, `summary`, `scale`, `dropout` (in training) and `backend` as there."""
 
-    def __init__(self, *, block: int, summary: int, scale: float | None = None, dropout: float = 0.0) -> None:
+    def __init__(
+        self, *, block: int, summary: int, scale: float | None = None, dropout: float = 0.0, backend: str = "auto"
+    ) -> None:
         super().__init__()
         check_sizes(block, summary)
+        check_backend(backend)
         self.block, self.summary, self.scale, self.dropout = block, summary, scale, dropout
+        self.backend = backend
 
     def read(
         self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, dropout: float, relative: Distances | None
@@ -197,6 +217,7 @@ class FixedHeads(PositionHeads):
             scale=self.scale,
             dropout=dropout,
             relative=relative,
+            backend=self.backend,
         )
 
     def start(self, relative: Distances | None = None) -> FixedState:

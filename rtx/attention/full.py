@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtx.attention.arguments import check_mask, check_queries
+from rtx.attention import by_flex, by_reference
+from rtx.attention.arguments import check_attention
+from rtx.attention.backends import Call, check_backend, choose
 from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, turn_step
 from rtx.attention.weights import Distances, attend, logit_scale, without_padding
 
@@ -23,6 +25,8 @@ def full(
     relative: Distances | None = None,
     causal: bool = True,
     mask_BN: Tensor | None = None,
+    backend: str = "auto",
+    check_finite: bool = False,
 ) -> Tensor:
     """Return softmax attention over the whole sequence, `[B, H, N, D]`; the cost grows with N squared, memory with N.
 
@@ -31,15 +35,25 @@ def full(
         relative: Shaw's terms by true distance; they need causal attention.
         causal: false: every position reads every other, as in an encoder.
         mask_BN: true at real positions; the others are not read, and their output is zero. It costs memory for N^2.
+        backend: "auto", "reference", "torch" or "flex", see `rtx.attention.backends`; the same result from each.
+        check_finite: refuse inputs that hold NaN or infinity (padding may). Without it such a value may spread inside
+            one tile of a fast path; by backend="reference" it never reaches an earlier position
+            (where attention is causal).
 
     Raises:
         ValueError: tensors that do not go together, or `relative` without `causal`.
     """
-    B, H, N, D = q_BHND.shape
-    check_queries(q_BHND, k_BHND, v_BHND, 1, N)
-    check_mask("mask_BN", mask_BN, B, N, q_BHND)
+    given = {"mask_BN": mask_BN, "scale": scale, "dropout": dropout, "relative": relative}
+    check_attention(q_BHND, k_BHND, v_BHND, **given, finite=check_finite)
     if relative is not None and not causal:
         raise ValueError("causal=False: relative terms count how far back a key stands; they need causal=True")
+    chosen = choose(backend, Call("full", q_BHND, k_BHND, v_BHND, dropout, relative))
+    if chosen == "reference":
+        options = {"scale": scale, "relative": relative, "mask_BN": mask_BN}
+        return by_reference.full(q_BHND, k_BHND, v_BHND, causal=causal, **options)
+    if chosen == "flex":
+        return by_flex.full(q_BHND, k_BHND, v_BHND, causal=causal, scale=scale, mask_BN=mask_BN)
+    B, H, N, D = q_BHND.shape
     scale = logit_scale(scale, D)
     if relative is None and mask_BN is None and causal:
         return attend(q_BHND, k_BHND, v_BHND, scale, dropout=dropout)
@@ -70,17 +84,19 @@ def full(
 
 
 class FullHeads(PositionHeads):
-    """Heads of `full`; `scale` and `dropout` (in training) as there."""
+    """Heads of `full`; `scale`, `dropout` (in training) and `backend` as there."""
 
-    def __init__(self, *, scale: float | None = None, dropout: float = 0.0) -> None:
+    def __init__(self, *, scale: float | None = None, dropout: float = 0.0, backend: str = "auto") -> None:
         super().__init__()
-        self.scale, self.dropout = scale, dropout
+        check_backend(backend)
+        self.scale, self.dropout, self.backend = scale, dropout, backend
 
     def read(
         self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, dropout: float, relative: Distances | None
     ) -> Tensor:
         """See `PositionHeads`."""
-        return full(q_BHND, k_BHND, v_BHND, scale=self.scale, dropout=dropout, relative=relative)
+        options = {"scale": self.scale, "dropout": dropout, "relative": relative, "backend": self.backend}
+        return full(q_BHND, k_BHND, v_BHND, **options)
 
     def start(self, relative: Distances | None = None) -> FullState:
         """See `Heads.start`."""

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rtx.attention.arguments import check_positive
 from rtx.attention.clusters import Members, blocks
 
 MAX_SCORES = 1 << 24
@@ -25,9 +26,12 @@ def rotations(heads: int, rounds: int, size: int, buckets: int, seed: int) -> Te
     """Return the rotations `[H, T, D, F]` in float32, a function of the arguments alone.
 
     Raises:
-        ValueError: an odd number of buckets, or none.
+        ValueError: an odd number of buckets, or none; a size or number of rounds below 1.
     """
-    if buckets < 2 or buckets % 2:
+    check_positive("rounds", rounds)
+    check_positive("size", size)
+    check_positive("buckets", buckets)
+    if buckets % 2:
         raise ValueError(f"buckets={buckets}: must be even, at least 2")
     generator = torch.Generator().manual_seed(seed)
     # One draw for each head, so that it does not depend on how many heads there are.

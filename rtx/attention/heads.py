@@ -41,7 +41,10 @@ class HeadState:
 
 
 class Heads(nn.Module):
-    """H heads of one pattern. Heads whose queries stand for keys are called with None for keys."""
+    """H heads of one pattern. Heads whose queries stand for keys are called with None for keys.
+
+    Their `backend` is that of the forward over a sequence; the steps of a stream have one implementation.
+    """
 
     def forward(
         self,
@@ -90,7 +93,8 @@ class PositionHeads(Heads):
         streaming: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """See `Heads.forward`."""
-        assert k_BHND is not None
+        if k_BHND is None:
+            raise ValueError("k_BHND=None: these heads need keys of their own")
         if rotate is not None:
             q_BHND, k_BHND = rotate(q_BHND), rotate(k_BHND)
         dropout = self.dropout if self.training else 0.0

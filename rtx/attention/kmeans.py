@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rtx.attention.arguments import check_positive
 from rtx.attention.selection import centroid_scores, nearest_clusters, window_scores
 
 KEYS = ("shared", "separate", "projected")
@@ -64,6 +65,9 @@ class Centroids(nn.Module):
             never.
         keys: "shared" where queries stand for keys; "separate": keys are members of their own, and both are counted
             ("mean": in one mean; "sum": in halves); "projected": the members are W_R (q + k).
+
+    Raises:
+        ValueError: unknown keys or an unknown update, a count below 1, or a decay that is not from 0 to 1.
     """
 
     centroid_HCD: Tensor
@@ -91,6 +95,14 @@ class Centroids(nn.Module):
         super().__init__()
         if keys not in KEYS:
             raise ValueError(f"keys={keys!r}: must be one of {', '.join(KEYS)}")
+        if update not in ("mean", "sum"):
+            raise ValueError(f"update={update!r}: must be one of mean, sum")
+        counts = {"heads": heads, "clusters": clusters, "size": size, "window": window, "length": length}
+        for name, count in counts.items():
+            check_positive(name, count)
+        for name, share in (("decay", decay), ("threshold_decay", threshold_decay)):
+            if not 0 <= share <= 1:
+                raise ValueError(f"{name}={share}: must be from 0 to 1")
         self.keys = keys
         self.window, self.length = window, length
         self.decay, self.update_rule = decay, update

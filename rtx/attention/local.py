@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention.arguments import check_mask, check_queries
+from rtx.attention import by_flex, by_reference
+from rtx.attention.arguments import check_attention, check_positive
+from rtx.attention.backends import Call, check_backend, choose
 from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, last_slots, turn_step
 from rtx.attention.shaw import Band
 from rtx.attention.weights import Distances, attend, logit_scale, without_padding
@@ -25,6 +27,8 @@ def local(
     dropout: float = 0.0,
     relative: Distances | None = None,
     mask_BN: Tensor | None = None,
+    backend: str = "auto",
+    check_finite: bool = False,
 ) -> Tensor:
     """Return causal attention over the last `window` positions, `[B, H, N, D]`; any N, cost and memory linear in N.
 
@@ -36,13 +40,23 @@ def local(
         scale: multiplies the logits (default 1 / sqrt(D)).
         relative: Shaw's terms, by true distance.
         mask_BN: true at real positions; the others are not read, and their output is zero.
+        backend: "auto", "reference", "torch" or "flex", see `rtx.attention.backends`; the same result from each.
+        check_finite: refuse inputs that hold NaN or infinity (padding may). Without it such a value may spread inside
+            one tile of a fast path; by backend="reference" it never reaches an earlier position.
 
     Raises:
         ValueError: tensors that do not go together, or a window below 1.
     """
+    given = {"mask_BN": mask_BN, "scale": scale, "dropout": dropout, "relative": relative}
+    check_attention(q_BHND, k_BHND, v_BHND, **given, finite=check_finite)
+    check_positive("window", window)
+    chosen = choose(backend, Call("local", q_BHND, k_BHND, v_BHND, dropout, relative))
+    if chosen == "reference":
+        options = {"scale": scale, "relative": relative, "mask_BN": mask_BN}
+        return by_reference.local(q_BHND, k_BHND, v_BHND, window=window, **options)
+    if chosen == "flex":
+        return by_flex.local(q_BHND, k_BHND, v_BHND, window=window, scale=scale, mask_BN=mask_BN)
     B, H, N, _ = q_BHND.shape
-    check_queries(q_BHND, k_BHND, v_BHND, window, N)
-    check_mask("mask_BN", mask_BN, B, N, q_BHND)
     if not q_BHND.numel():
         return torch.zeros_like(v_BHND)
     q_BHND, k_BHND, v_BHND = (without_padding(x, mask_BN) for x in (q_BHND, k_BHND, v_BHND))
@@ -101,17 +115,20 @@ class WithPrevious(torch.autograd.Function):
 
 
 class LocalHeads(PositionHeads):
-    """Heads of `local`; `window`, `scale` and `dropout` (in training) as there."""
+    """Heads of `local`; `window`, `scale`, `dropout` (in training) and `backend` as there."""
 
-    def __init__(self, *, window: int, scale: float | None = None, dropout: float = 0.0) -> None:
+    def __init__(self, *, window: int, scale: float | None = None, dropout: float = 0.0, backend: str = "auto") -> None:
         super().__init__()
-        self.window, self.scale, self.dropout = window, scale, dropout
+        check_positive("window", window)
+        check_backend(backend)
+        self.window, self.scale, self.dropout, self.backend = window, scale, dropout, backend
 
     def read(
         self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, dropout: float, relative: Distances | None
     ) -> Tensor:
         """See `PositionHeads`."""
-        return local(q_BHND, k_BHND, v_BHND, window=self.window, scale=self.scale, dropout=dropout, relative=relative)
+        options = {"scale": self.scale, "dropout": dropout, "relative": relative, "backend": self.backend}
+        return local(q_BHND, k_BHND, v_BHND, window=self.window, **options)
 
     def start(self, relative: Distances | None = None) -> LocalState:
         """See `Heads.start`."""

@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rtx.attention.arguments import check_mask, check_shape
+from rtx.attention import by_reference
+from rtx.attention.arguments import check_attention, check_finite_values, check_positive, check_rotations
+from rtx.attention.backends import Call, check_backend, choose
 from rtx.attention.clusters import attend_members, take
 from rtx.attention.hashing import (
     LONGEST,
@@ -48,6 +50,8 @@ def lsh(
     rotate: Rotate | None = None,
     streaming: bool = False,
     mask_BN: Tensor | None = None,
+    backend: str = "auto",
+    check_finite: bool = False,
 ) -> Tensor:
     """Return LSH attention with shared queries and keys, `[B, H, N, D]`; memory linear in N.
 
@@ -66,13 +70,24 @@ def lsh(
         rotate: applied to queries and keys after hashing (rotary positions).
         streaming: with "reformer", cut the chunks for each position from the prefix that ends with it.
         mask_BN: true at real positions; padding is not read, and its own output is zero.
+        backend: "auto", "reference" or "torch", see `rtx.attention.backends`; the same result from each.
+        check_finite: refuse inputs that hold NaN or infinity (padding may). Without it such a value may spread inside
+            one tile of a fast path; by backend="reference" it never reaches an earlier position ("causal").
 
     Raises:
         ValueError: an unknown variant, a window below 1, or rotations, values or a mask that do not fit the queries.
     """
-    check(variant, window, rotation_HTDF, q_BHND)
-    check_shape("v_BHND", v_BHND, (*q_BHND.shape[:3], v_BHND.shape[-1]), q_BHND)
-    check_mask("mask_BN", mask_BN, q_BHND.shape[0], q_BHND.shape[2], q_BHND)
+    given = {"mask_BN": mask_BN, "scale": scale, "dropout": dropout, "relative": relative}
+    check_attention(q_BHND, None, v_BHND, **given, finite=check_finite)
+    check_variant(variant)
+    check_positive("window", window)
+    check_rotations(rotation_HTDF, q_BHND)
+    if check_finite:
+        check_finite_values(rotation_HTDF=rotation_HTDF)
+    rule = "prefix" if streaming and variant == "reformer" else variant
+    if choose(backend, Call("lsh", q_BHND, None, v_BHND, dropout, relative)) == "reference":
+        options = {"scale": scale, "relative": relative, "mask_BN": mask_BN, "window": window, "rotate": rotate}
+        return by_reference.lsh(q_BHND, v_BHND, rotation_HTDF, variant=rule, **options)
     if mask_BN is not None:
         q_BHND, v_BHND = (x.masked_fill(~mask_BN[:, None, :, None], 0) for x in (q_BHND, v_BHND))
     bucket_TBHN = hash_positions(q_BHND, rotation_HTDF)
@@ -84,7 +99,6 @@ def lsh(
     if rotate is not None:
         q_BHND, k_BHND = rotate(q_BHND), rotate(k_BHND)
     q_BHND, k_BHND = q_BHND.to(v_BHND.dtype), k_BHND.to(v_BHND.dtype)
-    rule = "prefix" if streaming and variant == "reformer" else variant
     rounds = [make_round(bucket_BHN.flatten(0, 1), buckets + 1, window, rule) for bucket_BHN in bucket_TBHN]
     options = {"scale": logit_scale(scale, q_BHND.shape[-1]), "dropout": dropout, "relative": relative}
     if not v_BHND.numel():
@@ -98,17 +112,10 @@ def lsh(
     return out_BHND if mask_BN is None else out_BHND.masked_fill(~mask_BN[:, None, :, None], 0)
 
 
-def check(variant: str, window: int, rotation_HTDF: Tensor, q_BHND: Tensor) -> None:
-    """Refuse what `lsh` cannot take."""
+def check_variant(variant: str) -> None:
+    """Refuse an unknown variant."""
     if variant not in ("causal", "reformer"):
         raise ValueError(f"variant={variant!r}: must be one of causal, reformer")
-    if window < 1:
-        raise ValueError(f"window={window}: must be at least 1")
-    H, D = q_BHND.shape[1], q_BHND.shape[3]
-    if rotation_HTDF.dim() != 4 or rotation_HTDF.shape[0] != H or rotation_HTDF.shape[2] != D:
-        raise ValueError(
-            f"rotation_HTDF has the shape {tuple(rotation_HTDF.shape)}: must be ({H}, rounds, {D}, buckets / 2)"
-        )
 
 
 def unit(x_BHND: Tensor) -> Tensor:
@@ -201,7 +208,7 @@ def read(
 
 
 class LshHeads(Heads):
-    """Heads of `lsh`; `window`, `variant`, `scale` and `dropout` (in training) as there.
+    """Heads of `lsh`; `window`, `variant`, `scale`, `dropout` (in training) and `backend` as there.
 
     Args:
         heads, size: H and D.
@@ -224,8 +231,13 @@ class LshHeads(Heads):
         variant: str = "causal",
         scale: float | None = None,
         dropout: float = 0.0,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
+        check_variant(variant)
+        check_positive("window", window)
+        check_backend(backend)
+        self.backend = backend
         self.window, self.variant, self.scale, self.dropout = window, variant, scale, dropout
         self.register_buffer("rotation_HTDF", rotations(heads, rounds, size, buckets, seed), persistent=False)
 
@@ -240,6 +252,8 @@ class LshHeads(Heads):
         streaming: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """See `Heads.forward`; the loss is zero."""
+        if k_BHND is not None:
+            raise ValueError("k_BHND is given: must be None, as the queries of hashing heads stand for keys")
         out_BHND = lsh(
             q_BHND,
             v_BHND,
@@ -251,6 +265,7 @@ class LshHeads(Heads):
             relative=relative,
             rotate=rotate,
             streaming=streaming,
+            backend=self.backend,
         )
         return out_BHND, q_BHND.new_zeros(())
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtx.attention.arguments import check_mask, check_positive, check_queries
-from rtx.attention.clusters import attend_members, pack
+from rtx.attention import by_reference
+from rtx.attention.arguments import check_attention, check_positive
+from rtx.attention.backends import Call, attend_packed, check_backend, choose
+from rtx.attention.clusters import pack
 from rtx.attention.content import normalise, without_padding
 from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom, turn_step
 from rtx.attention.selection import random_members
@@ -28,6 +30,8 @@ def random(
     relative: Distances | None = None,
     slot_distance: bool = False,
     mask_BN: Tensor | None = None,
+    backend: str = "auto",
+    check_finite: bool = False,
 ) -> Tensor:
     """Return attention inside clusters of `window` random positions each, `[B, H, N, D]`; strictly causal.
 
@@ -35,12 +39,16 @@ def random(
     `rtx.attention.routing`, and `scale`, `attend_self`, `dropout`, `relative`, `slot_distance` and `mask_BN` are as
     there. Without keys the queries stand for them.
 
+    Args:
+        backend: "auto", "reference", "torch" or "triton", see `rtx.attention.backends`; the same result from each.
+        check_finite: refuse inputs that hold NaN or infinity (padding may). Without it such a value may spread inside
+            one tile of a fast path; by backend="reference" it never reaches an earlier position.
+
     Raises:
         ValueError: fewer than one cluster or window, or shapes that differ.
     """
-    check_positive("clusters", clusters)
-    check_queries(q_BHND, k_BHND, v_BHND, window, q_BHND.shape[-2])
-    check_mask("mask_BN", mask_BN, len(q_BHND), q_BHND.shape[2], q_BHND)
+    given = {"mask_BN": mask_BN, "scale": scale, "dropout": dropout, "relative": relative}
+    check_attention(q_BHND, k_BHND, v_BHND, **given, finite=check_finite)
     options = {"scale": logit_scale(scale, q_BHND.shape[-1]), "attend_self": attend_self, "dropout": dropout}
     heads = RandomHeads(
         q_BHND.shape[1],
@@ -49,6 +57,7 @@ def random(
         length=max(1, q_BHND.shape[2]),
         seed=seed,
         slot_distance=slot_distance,
+        backend=backend,
         **options,
     ).to(q_BHND.device)
     return heads(q_BHND, k_BHND, v_BHND, relative=relative, mask_BN=mask_BN)[0]
@@ -63,7 +72,7 @@ class RandomHeads(Heads):
     Args:
         heads, clusters, window, length: H, C, W and N.
         seed: a number made of the run's seed and the layer.
-        scale, attend_self, dropout, slot_distance: as in `RoutingHeads`.
+        scale, attend_self, dropout, slot_distance, backend: as in `RoutingHeads`.
 
     Where keys are given they are read, normalised as queries are; else the queries stand for them.
     """
@@ -82,8 +91,14 @@ class RandomHeads(Heads):
         attend_self: bool = True,
         dropout: float = 0.0,
         slot_distance: bool = False,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
+        check_backend(backend)
+        self.backend = backend
+        check_positive("clusters", clusters)
+        check_positive("window", window)
+        check_positive("length", length)
         self.window, self.scale, self.attend_self, self.dropout = window, scale, attend_self, dropout
         self.slot_distance = slot_distance
         self.register_buffer("member_HCN", random_members(heads, clusters, length, window, seed), persistent=False)
@@ -105,23 +120,32 @@ class RandomHeads(Heads):
         mask_BN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `Heads.forward`; `mask_BN` is true at real positions, padding is not read and gets zero."""
+        check_attention(q_BHND, k_BHND, v_BHND, mask_BN=mask_BN, relative=relative)
+        if q_BHND.shape[1] != len(self.member_HCN):
+            raise ValueError(
+                f"q_BHND has {q_BHND.shape[1]} heads: must have {len(self.member_HCN)}, as the memberships"
+            )
+        options = {
+            "scale": self.scale,
+            "window": self.window,
+            "attend_self": self.attend_self,
+            "relative": relative,
+            "slot_distance": self.slot_distance,
+        }
+        dropout = self.dropout if self.training else 0.0
+        packed = {**options, "dropout": dropout}
+        chosen = choose(self.backend, Call("random", q_BHND, k_BHND, v_BHND, dropout, relative, in_clusters=True))
+        member_HCN = self.members(q_BHND.shape[2])
+        loss = q_BHND.new_zeros((), dtype=torch.promote_types(q_BHND.dtype, torch.float32))
+        if chosen == "reference":
+            given = {"rotate": rotate, "mask_BN": mask_BN}
+            return by_reference.random(q_BHND, k_BHND, v_BHND, member_HCN, **given, **options), loss
         query_BHND = key_BHND = self.logits(without_padding(q_BHND, mask_BN), rotate, v_BHND)
         if k_BHND is not None:
             key_BHND = self.logits(without_padding(k_BHND, mask_BN), rotate, v_BHND)
-        member_BHCN = self.members(q_BHND.shape[2]).expand(q_BHND.shape[0], -1, -1, -1)
-        out_BHND = attend_members(
-            query_BHND,
-            key_BHND,
-            v_BHND,
-            pack(member_BHCN if mask_BN is None else member_BHCN & mask_BN[:, None, None]),
-            window=self.window,
-            scale=self.scale,
-            attend_self=self.attend_self,
-            dropout=self.dropout if self.training else 0.0,
-            relative=relative,
-            slot_distance=self.slot_distance,
-        )
-        return out_BHND, query_BHND.new_zeros((), dtype=torch.promote_types(query_BHND.dtype, torch.float32))
+        member_BHCN = member_HCN.expand(q_BHND.shape[0], -1, -1, -1)
+        members = pack(member_BHCN if mask_BN is None else member_BHCN & mask_BN[:, None, None])
+        return attend_packed(chosen)(query_BHND, key_BHND, v_BHND, members, **packed), loss
 
     def logits(self, x_BHND: Tensor, rotate: Rotate | None, v_BHND: Tensor) -> Tensor:
         """Return queries or keys as the logits use them."""

@@ -34,7 +34,7 @@ def read(
             one_read(q_ND[i], k_ND, v_ND, keys, scale, relative, apart)
             for keys, apart in zip(read_sets, far, strict=True)
         ]
-        outputs.append(torch.stack(reads).mean(0) if reads else torch.zeros_like(v_ND[0]))
+        outputs.append(torch.stack(reads).mean(0) if reads else v_ND.new_zeros(v_ND.shape[-1]))
     return torch.stack(outputs)
 
 
@@ -57,6 +57,12 @@ def one_read(
         logits.append(scale * (q_D @ key_D))
         values.append(value_D)
     return torch.stack(logits).softmax(0) @ torch.stack(values)
+
+
+def normalise(x_ND: Tensor) -> Tensor:
+    """LayerNorm without scale or bias."""
+    centred_ND = x_ND - x_ND.mean(-1, keepdim=True)
+    return centred_ND / (centred_ND.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
 
 def full_sets(i: int) -> list[list[int]]:
@@ -141,6 +147,12 @@ def threshold_members(score_CN: Tensor, threshold_C: Tensor) -> Tensor:
     return score_CN >= threshold_C[:, None]
 
 
+def buckets(q_ND: Tensor, rotation_TDF: Tensor) -> Tensor:
+    """The bucket of each position in each round, `[T, N]`: the largest of xR and -xR; of equals the first wins."""
+    score_TNF = torch.stack([q_ND @ rotation_DF for rotation_DF in rotation_TDF])
+    return torch.cat([score_TNF, -score_TNF], dim=-1).argmax(-1)
+
+
 def lsh_sets(i: int, bucket_TN: Tensor, window: int, variant: str) -> list[list[int]]:
     """The union over the rounds of what each shows: the last `window` members of the bucket of i ("causal").
 
@@ -170,17 +182,23 @@ def read_span(
     ramp: int,
     scale: float,
     relative: Distances | None,
+    real_N: list[bool],
 ) -> Tensor:
-    """Return the outputs `[N, D]` of one head with an adaptive span: softmax terms times m_z(i - j), over their sum."""
+    """Return the outputs `[N, D]` of one head with an adaptive span: softmax terms times m_z(i - j), over their sum.
+
+    What is not real is read by nobody and gets zero.
+    """
     outputs = []
     for i in range(q_ND.shape[0]):
         total_D, norm = torch.zeros_like(v_ND[0]), q_ND.new_zeros(())
-        for j in range(max(0, i - window + 1), i + 1):
+        for j in local_sets(i, window)[0]:
+            if not real_N[i] or not real_N[j]:
+                continue
             key_D, value_D = k_ND[j], v_ND[j]
             if relative is not None:
                 far = min(i - j, relative.keys_MD.shape[0] - 1)
                 key_D, value_D = key_D + relative.keys_MD[far], value_D + relative.values_MD[far]
             weight = ((ramp + span - (i - j)) / ramp).clamp(0, 1) * (scale * (q_ND[i] @ key_D)).exp()
             total_D, norm = total_D + weight * value_D, norm + weight
-        outputs.append(total_D / norm)
+        outputs.append(total_D / norm if real_N[i] else total_D)
     return torch.stack(outputs)

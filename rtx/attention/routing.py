@@ -5,13 +5,22 @@ Shapes: B sequences, H routing heads, C clusters, N positions, D head size, W at
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention.arguments import check_routing, check_selection
+from rtx.attention import by_reference
+from rtx.attention.arguments import (
+    check_attention,
+    check_causal,
+    check_centroids,
+    check_positive,
+    check_routing,
+    check_selection,
+)
+from rtx.attention.backends import Call, check_backend, choose
 from rtx.attention.content import Content, attend_content, members, normalise, read_content
 from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom
 from rtx.attention.kmeans import Centroids, to_sphere
@@ -43,6 +52,8 @@ def routing(
     rotate: Rotate | None = None,
     mask_BN: Tensor | None = None,
     streaming: bool = False,
+    backend: str = "auto",
+    check_finite: bool = False,
 ) -> Tensor:
     """Return routing attention, `[B, H, N, D]`. A position in several clusters gets the mean of their outputs.
 
@@ -74,16 +85,29 @@ def routing(
         mask_BN: true at real positions. Padding is in no cluster, is read by nobody and gets zero.
         streaming: with "topk", decide every membership from the prefix alone (evaluation only): at position i a cluster
             holds the best `window` of 0..i, and no earlier output is revised.
+        backend: "auto", "reference", "torch" or "triton", see `rtx.attention.backends`; up to the
+            rounding of scores the same result from each.
+        check_finite: refuse inputs that hold NaN or infinity (padding may). Without it such a value may spread inside
+            one tile of a fast path; by backend="reference" it never reaches an earlier position (but with
+            selection="topk", which reads the whole sequence). A query or key that holds one joins no cluster by
+            thresholds.
 
     Raises:
         ValueError: an unknown selection, missing thresholds, arguments that do not go together, or shapes that differ.
     """
-    check_routing(
-        q_BHND, k_BHND, v_BHND, centroid_HCD, window, selection, threshold_HC, key_threshold_HC, projection_HDD, mask_BN
-    )
+    given = {"mask_BN": mask_BN, "scale": scale, "dropout": dropout, "relative": relative}
+    check_attention(q_BHND, k_BHND, v_BHND, **given, finite=check_finite)
+    check_positive("window", window)
+    choice = {
+        "selection": selection,
+        "threshold_HC": threshold_HC,
+        "key_threshold_HC": key_threshold_HC,
+        "projection_HDD": projection_HDD,
+    }
+    check_routing(q_BHND, k_BHND, centroid_HCD, **choice, finite=check_finite)
     check_causal(causal, selection, relative, streaming)
-    content = read_content(q_BHND, k_BHND, centroid_HCD, projection_HDD, mask_BN)
-    q_BHND, k_BHND = content.logits(rotate, v_BHND.dtype)
+    if streaming and selection == "topk" and dropout:
+        raise ValueError(f"streaming=True with dropout={dropout}: streaming top-w is for evaluation, without dropout")
     options = {
         "window": window,
         "scale": logit_scale(scale, q_BHND.shape[-1]),
@@ -91,31 +115,31 @@ def routing(
         "relative": relative,
         "slot_distance": slot_distance,
     }
+    packed, by = {**options, "dropout": dropout}, unpacked_by(k_BHND, projection_HDD, causal, selection, streaming)
+    chosen = choose(backend, Call("routing", q_BHND, k_BHND, v_BHND, dropout, relative, True, by))
+    if chosen == "reference":
+        rest = {"causal": causal, "rotate": rotate, "mask_BN": mask_BN, "streaming": streaming}
+        return by_reference.routing(q_BHND, k_BHND, v_BHND, centroid_HCD, **choice, **rest, **options)
+    content = read_content(q_BHND, k_BHND, centroid_HCD, projection_HDD, mask_BN)
+    q_BHND, k_BHND = content.logits(rotate, v_BHND.dtype)
     if streaming and selection == "topk":
         return attend_prefix_topk(q_BHND, k_BHND, v_BHND, content.score_BHCN, content.key_score_BHCN, **options)
     member_BHCN = members(content.score_BHCN, window, selection, threshold_HC, mask_BN)
     key_member_BHCN = None
     if content.key_score_BHCN is not None:
         key_member_BHCN = members(content.key_score_BHCN, window, selection, key_threshold_HC, mask_BN)
-    return attend_content(
-        q_BHND, k_BHND, v_BHND, member_BHCN, key_member_BHCN, causal=causal, dropout=dropout, **options
-    )
+    return attend_content(q_BHND, k_BHND, v_BHND, member_BHCN, key_member_BHCN, causal=causal, backend=chosen, **packed)
 
 
-def check_causal(causal: bool, selection: str, relative: Distances | None = None, streaming: bool = False) -> None:
-    """Refuse what has no meaning without a causal mask.
-
-    Raises:
-        ValueError: see the messages.
-    """
-    if causal:
-        return
-    if selection != "topk":
-        raise ValueError(f"causal=False with selection={selection!r}: only topk has a meaning without a causal mask")
-    if relative is not None:
-        raise ValueError("causal=False with relative: the tables hold distances to earlier positions only")
-    if streaming:
-        raise ValueError("causal=False with streaming=True: a stream has no later positions to read")
+def unpacked_by(
+    k_BHND: Tensor | None, projection_HDD: Tensor | None, causal: bool, selection: str, streaming: bool
+) -> str:
+    """Return the argument for which routing is not causal attention inside clusters of its positions; "" for none."""
+    if not causal:
+        return "causal=False"
+    if streaming and selection == "topk":
+        return "streaming=True"
+    return "k_BHND without projection_HDD" if k_BHND is not None and projection_HDD is None else ""
 
 
 class Snapshot(NamedTuple):
@@ -142,6 +166,7 @@ class RoutingHeads(Heads):
             W_R (q + k)) and its nearest centroid.
         causal: false: no mask inside a cluster, for encoders.
         slot_distance: Shaw's terms by slot rank.
+        backend: as in `routing`.
 
     Raises:
         ValueError: an unknown selection, or one that has no meaning without a causal mask.
@@ -158,8 +183,11 @@ class RoutingHeads(Heads):
         commitment: float = 0.0,
         causal: bool = True,
         slot_distance: bool = False,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
+        check_backend(backend)
+        self.backend = backend
         check_selection(selection)
         check_causal(causal, selection)
         self.centroids = centroids
@@ -183,6 +211,8 @@ class RoutingHeads(Heads):
 
         `mask_BN` is true at real positions: padding is in no cluster and in no statistics, and gets zero.
         """
+        check_attention(q_BHND, k_BHND, v_BHND, mask_BN=mask_BN, relative=relative)
+        check_centroids(self.centroids.centroid_HCD, q_BHND)
         check_causal(self.causal, self.selection, relative, streaming)
         content = self.read(q_BHND, k_BHND, mask_BN)
         query_BHND, key_BHND = content.logits(rotate, v_BHND.dtype)
@@ -193,8 +223,14 @@ class RoutingHeads(Heads):
             "relative": relative,
             "slot_distance": self.slot_distance,
         }
+        dropout = self.dropout if self.training else 0.0
+        packed = {**options, "dropout": dropout}
+        by = unpacked_by(k_BHND, self.centroids.projection_HDD, self.causal, self.selection, streaming)
+        chosen = choose(self.backend, Call("routing", q_BHND, k_BHND, v_BHND, dropout, relative, True, by))
         loss = content.q_BHND.new_zeros(())
         if streaming and self.selection == "topk":
+            if chosen == "reference":
+                return self.by_reference(q_BHND, k_BHND, v_BHND, rotate, mask_BN, streaming, options), loss
             scores = content.score_BHCN, content.key_score_BHCN
             return attend_prefix_topk(query_BHND, key_BHND, v_BHND, *scores, **options), loss
         member_BHCN, key_member_BHCN = self.members(content, mask_BN)
@@ -203,16 +239,47 @@ class RoutingHeads(Heads):
             key_member_HCN = (member_BHCN if key_member_BHCN is None else key_member_BHCN)[0]
             seen = member_BHCN[0], key_member_HCN, nearest_BHN[0], query_BHND[0].detach(), key_BHND[0].detach()
             self.snapshot = Snapshot(*(x.clone() for x in seen))
-        dropout = self.dropout if self.training else 0.0
-        out_BHND = attend_content(
-            query_BHND, key_BHND, v_BHND, member_BHCN, key_member_BHCN, causal=self.causal, dropout=dropout, **options
+        if chosen == "reference":
+            return self.by_reference(q_BHND, k_BHND, v_BHND, rotate, mask_BN, streaming, options), loss
+        return attend_content(
+            query_BHND, key_BHND, v_BHND, member_BHCN, key_member_BHCN, causal=self.causal, backend=chosen, **packed
+        ), loss
+
+    def by_reference(
+        self,
+        q_BHND: Tensor,
+        k_BHND: Tensor | None,
+        v_BHND: Tensor,
+        rotate: Rotate | None,
+        mask_BN: Tensor | None,
+        streaming: bool,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """Return the outputs by the oracle's loops, `[B, H, N, D]`."""
+        store = self.centroids
+        threshold_HC, key_threshold_HC = self.thresholds()
+        return by_reference.routing(
+            q_BHND,
+            k_BHND,
+            v_BHND,
+            store.centroid_HCD,
+            selection=self.selection,
+            threshold_HC=threshold_HC,
+            key_threshold_HC=key_threshold_HC,
+            projection_HDD=store.projection_HDD,
+            causal=self.causal,
+            rotate=rotate,
+            mask_BN=mask_BN,
+            streaming=streaming,
+            **options,
         )
-        return out_BHND, loss
 
     def read(self, q_BHND: Tensor, k_BHND: Tensor | None, mask_BN: Tensor | None = None) -> Content:
         """Return what a sequence offers; centroids that wait for data take it from here."""
         store = self.centroids
-        assert (k_BHND is None) == (store.keys == "shared"), "keys of their own are for separate or projected keys"
+        if (k_BHND is None) != (store.keys == "shared"):
+            given = "k_BHND=None" if k_BHND is None else "k_BHND is given"
+            raise ValueError(f"{given}, but keys={store.keys!r}: it must be given but for shared keys")
         content = read_content(q_BHND, k_BHND, store.centroid_HCD, store.projection_HDD, mask_BN)
         if not store.seed_with_next:
             return content

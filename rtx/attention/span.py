@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rtx.attention.arguments import check_mask, check_shape
+from rtx.attention import by_reference
+from rtx.attention.arguments import check_attention, check_finite_values, check_floats, check_positive
+from rtx.attention.backends import Call, check_backend, choose
 from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, last_slots, turn_step
 from rtx.attention.weights import Distances, logit_scale
 
@@ -35,6 +37,8 @@ def adaptive_span(
     dropout: float = 0.0,
     relative: Distances | None = None,
     mask_BN: Tensor | None = None,
+    backend: str = "auto",
+    check_finite: bool = False,
 ) -> Tensor:
     """Return causal attention with weights m_z(i - j) exp(s_ij) / sum_j m_z(i - j) exp(s_ij), `[B, H, N, D]`.
 
@@ -47,6 +51,9 @@ def adaptive_span(
         dropout: on attention weights.
         relative: Shaw's terms by true distance.
         mask_BN: true at real positions; padding is not read, and its own output is zero.
+        backend: "auto", "reference" or "torch", see `rtx.attention.backends`; the same result from each.
+        check_finite: refuse inputs that hold NaN or infinity (padding may). Without it such a value may spread inside
+            one tile of a fast path; by backend="reference" it never reaches an earlier position.
 
     Strictly causal for any N; cost and memory grow with N times what the longest span reaches, min(window, z + R). The
     longest span is read back from the device once a call.
@@ -55,10 +62,16 @@ def adaptive_span(
         ValueError: window or ramp below 1, spans that are not one for each head, or keys, values or a mask that do not
             fit the queries.
     """
-    check(window, ramp, span_H, q_BHND.shape[1])
-    check_shape("k_BHND", k_BHND, tuple(q_BHND.shape), q_BHND)
-    check_shape("v_BHND", v_BHND, (*q_BHND.shape[:3], v_BHND.shape[-1]), q_BHND)
-    check_mask("mask_BN", mask_BN, q_BHND.shape[0], q_BHND.shape[2], q_BHND)
+    given = {"mask_BN": mask_BN, "scale": scale, "dropout": dropout, "relative": relative}
+    check_attention(q_BHND, k_BHND, v_BHND, **given, finite=check_finite)
+    check_positive("window", window)
+    check_positive("ramp", ramp)
+    check_floats("span_H", span_H, (q_BHND.shape[1],), q_BHND)
+    if check_finite:
+        check_finite_values(span_H=span_H)
+    if choose(backend, Call("adaptive_span", q_BHND, k_BHND, v_BHND, dropout, relative)) == "reference":
+        options = {"scale": scale, "relative": relative, "mask_BN": mask_BN, "window": window, "ramp": ramp}
+        return by_reference.adaptive_span(q_BHND, k_BHND, v_BHND, hold(span_H, window), **options)
     scale = logit_scale(scale, q_BHND.shape[-1])
     B, H, N = q_BHND.shape[:3]
     if not B * H * N:
@@ -100,16 +113,6 @@ def adaptive_span(
         parts.append(read(before, blocks, before))
     out_BHND = torch.cat(parts, dim=1).transpose(1, 2).flatten(2, 3)[:, :, :N]
     return out_BHND if mask_BN is None else out_BHND.masked_fill(~mask_BN[:, None, :, None], 0)
-
-
-def check(window: int, ramp: int, span_H: Tensor, heads: int) -> None:
-    """Refuse what `adaptive_span` cannot take."""
-    if window < 1:
-        raise ValueError(f"window={window}: must be at least 1")
-    if ramp < 1:
-        raise ValueError(f"ramp={ramp}: must be at least 1")
-    if span_H.shape != (heads,):
-        raise ValueError(f"span_H has the shape {tuple(span_H.shape)}: must be ({heads},), one span for each head")
 
 
 def cut(x_BHND: Tensor, block: int) -> Tensor:
@@ -203,7 +206,7 @@ class SpanHeads(PositionHeads):
 
     Args:
         heads: H.
-        window, ramp, scale, dropout (in training): as in `adaptive_span`.
+        window, ramp, scale, dropout (in training), backend: as in `adaptive_span`.
         cost: weight, in the loss, of the heads' mean span in positions (the paper's lambda); the layers add up.
     """
 
@@ -216,8 +219,13 @@ class SpanHeads(PositionHeads):
         cost: float = 0.0,
         scale: float | None = None,
         dropout: float = 0.0,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
+        check_positive("window", window)
+        check_positive("ramp", ramp)
+        check_backend(backend)
+        self.backend = backend
         self.window, self.ramp, self.cost, self.scale, self.dropout = window, ramp, cost, scale, dropout
         self.share_H = nn.Parameter(torch.zeros(heads))
 
@@ -239,6 +247,7 @@ class SpanHeads(PositionHeads):
             scale=self.scale,
             dropout=dropout,
             relative=relative,
+            backend=self.backend,
         )
 
     def loss(self, like_BHND: Tensor) -> Tensor:

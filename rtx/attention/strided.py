@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rtx.attention import by_flex, by_reference
+from rtx.attention.arguments import check_attention, check_positive
+from rtx.attention.backends import Call, check_backend, choose
 from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, turn_step
 from rtx.attention.weights import Distances, attend, logit_scale
 
@@ -26,6 +29,8 @@ def strided(
     dropout: float = 0.0,
     relative: Distances | None = None,
     mask_BN: Tensor | None = None,
+    backend: str = "auto",
+    check_finite: bool = False,
 ) -> Tensor:
     """Return causal attention over the positions i, i - stride, i - 2 stride, ..., `[B, H, N, D]`.
 
@@ -40,12 +45,22 @@ def strided(
         dropout: share of the attention weights to drop.
         relative: Shaw's terms, by true distance.
         mask_BN: true at real positions; the others are not read, and their output is zero.
+        backend: "auto", "reference", "torch" or "flex", see `rtx.attention.backends`; the same result from each.
+        check_finite: refuse inputs that hold NaN or infinity (padding may). Without it such a value may spread inside
+            one tile of a fast path; by backend="reference" it never reaches an earlier position.
 
     Raises:
-        ValueError: `stride` is less than 1.
+        ValueError: tensors that do not go together, or a stride below 1.
     """
-    if stride < 1:
-        raise ValueError(f"stride={stride}: must be at least 1")
+    given = {"mask_BN": mask_BN, "scale": scale, "dropout": dropout, "relative": relative}
+    check_attention(q_BHND, k_BHND, v_BHND, **given, finite=check_finite)
+    check_positive("stride", stride)
+    chosen = choose(backend, Call("strided", q_BHND, k_BHND, v_BHND, dropout, relative))
+    if chosen == "reference":
+        options = {"scale": scale, "relative": relative, "mask_BN": mask_BN}
+        return by_reference.strided(q_BHND, k_BHND, v_BHND, stride=stride, **options)
+    if chosen == "flex":
+        return by_flex.strided(q_BHND, k_BHND, v_BHND, stride=stride, scale=scale, mask_BN=mask_BN)
     B, _, N, _ = q_BHND.shape
     stride = max(1, min(stride, N))
     if mask_BN is not None:  # a NaN that stands in padding must not be multiplied by a weight of zero
@@ -80,17 +95,20 @@ def by_remainder(x_BHND: Tensor, stride: int) -> Tensor:
 
 
 class StridedHeads(PositionHeads):
-    """Heads of `strided`; `stride`, `scale` and `dropout` (in training) as there."""
+    """Heads of `strided`; `stride`, `scale`, `dropout` (in training) and `backend` as there."""
 
-    def __init__(self, *, stride: int, scale: float | None = None, dropout: float = 0.0) -> None:
+    def __init__(self, *, stride: int, scale: float | None = None, dropout: float = 0.0, backend: str = "auto") -> None:
         super().__init__()
-        self.stride, self.scale, self.dropout = stride, scale, dropout
+        check_positive("stride", stride)
+        check_backend(backend)
+        self.stride, self.scale, self.dropout, self.backend = stride, scale, dropout, backend
 
     def read(
         self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, dropout: float, relative: Distances | None
     ) -> Tensor:
         """See `PositionHeads`."""
-        return strided(q_BHND, k_BHND, v_BHND, stride=self.stride, scale=self.scale, dropout=dropout, relative=relative)
+        options = {"scale": self.scale, "dropout": dropout, "relative": relative, "backend": self.backend}
+        return strided(q_BHND, k_BHND, v_BHND, stride=self.stride, **options)
 
     def start(self, relative: Distances | None = None) -> StridedState:
         """See `Heads.start`."""

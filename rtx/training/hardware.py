@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import shutil
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from rtx.attention.by_flex import has_compiler
 from rtx.config import Config
 from rtx.errors import UserError
 from rtx.training.launchers import process_rank, started_by
@@ -128,8 +128,3 @@ def keep_freed_memory() -> None:
         library = ctypes.CDLL(None)
         library.mallopt(mmap_max, 0)
         library.mallopt(trim_threshold, -1)
-
-
-def has_compiler() -> bool:
-    """Tell whether torch.compile finds what it needs to make CPU code."""
-    return any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "g++", "clang++"))

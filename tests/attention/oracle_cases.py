@@ -12,12 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rtx.attention import reference
 from rtx.attention.weights import Distances
 
 Leaves = dict[str, Tensor]
-HeadSets = Callable[[int, int], reference.Sets]
-"""From sequence and head to the oracle's sets of one head."""
 
 
 class Case(NamedTuple):
@@ -96,19 +93,6 @@ def tables(inputs: Leaves) -> Distances | None:
     return Distances(inputs["rk"], inputs["rv"]) if "rk" in inputs else None
 
 
-def oracle(
-    q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, sets: HeadSets, scale: float, relative: Distances | None
-) -> Tensor:
-    """Return the oracle's output for all heads of all sequences, `[B, H, N, D]`."""
-    B, H = q_BHND.shape[:2]
-    heads = [
-        reference.read(q_BHND[b, h], k_BHND[b, h], v_BHND[b, h], sets(b, h), scale, relative)
-        for b in range(B)
-        for h in range(H)
-    ]
-    return torch.stack(heads).unflatten(0, (B, H))
-
-
 def assert_same(fast: Callable[[Leaves], Tensor], truth: Callable[[Leaves], Tensor], inputs: Leaves) -> None:
     """Compare outputs and the gradients of every input under a random linear loss."""
     results = []
@@ -125,19 +109,13 @@ def assert_same(fast: Callable[[Leaves], Tensor], truth: Callable[[Leaves], Tens
         torch.testing.assert_close(results[0][name], expected, rtol=1e-9, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def plain_normalise(x_ND: Tensor) -> Tensor:
-    """LayerNorm without scale or bias, written out."""
-    centred_ND = x_ND - x_ND.mean(-1, keepdim=True)
-    return centred_ND / (centred_ND.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-
-
-def plain_rotate(x_ND: Tensor) -> Tensor:
+def plain_rotate(x_BHND: Tensor, first: int = 0) -> Tensor:
     """Rotary positions as multiplication of complex numbers: unit f turns with unit f + D / 2."""
-    N, D = x_ND.shape
-    first_NF, second_NF = x_ND[:, : D // 2], x_ND[:, D // 2 :]
+    N, D = x_BHND.shape[-2:]
     rows = []
     for i in range(N):
-        turn_F = torch.tensor([i * 10_000.0 ** (-2 * f / D) for f in range(D // 2)], dtype=x_ND.dtype)
-        turned_F = torch.complex(first_NF[i], second_NF[i]) * torch.polar(torch.ones_like(turn_F), turn_F)
-        rows.append(torch.cat([turned_F.real, turned_F.imag]))
-    return torch.stack(rows)
+        turn_F = torch.tensor([(first + i) * 10_000.0 ** (-2 * f / D) for f in range(D // 2)], dtype=x_BHND.dtype)
+        pair_BHF = torch.complex(x_BHND[..., i, : D // 2], x_BHND[..., i, D // 2 :])
+        turned_BHF = pair_BHF * torch.polar(torch.ones_like(turn_F), turn_F)
+        rows.append(torch.cat([turned_BHF.real, turned_BHF.imag], dim=-1))
+    return torch.stack(rows, dim=-2)

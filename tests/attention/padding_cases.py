@@ -1,12 +1,10 @@
-"""Padding masks to try a pattern with, and what the oracle says to them."""
+"""Padding masks to try a pattern with."""
 
 from __future__ import annotations
 
 import torch
 from oracle_cases import Case
 from torch import Tensor
-
-from rtx.attention import reference
 
 
 def padding(case: Case) -> Tensor:
@@ -15,15 +13,3 @@ def padding(case: Case) -> Tensor:
     mask_BN = torch.rand(case.B, case.N, generator=generator) < (0.0, 0.3, 0.7, 1.0)[case.seed % 4]
     mask_BN[0] = torch.arange(case.N) < 2 * case.N // 3
     return mask_BN.flip(0) if case.seed % 2 else mask_BN
-
-
-def without_padding(sets: reference.Sets, mask_BN: Tensor | None, b: int) -> reference.Sets:
-    """Return the rule that reads no padding, and nothing where it stands itself."""
-    if mask_BN is None:
-        return sets
-    real_N = mask_BN[b].tolist()
-
-    def real_sets(i: int) -> list[list[int]]:
-        return [[j for j in keys if real_N[j]] for keys in sets(i)] if real_N[i] else []
-
-    return real_sets

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from oracle_cases import PLAIN, Case, Leaves, assert_same, cases, leaves, plain_normalise
+from oracle_cases import PLAIN, Case, Leaves, assert_same, cases, leaves
 from routing_cases import centroids
 
-from rtx.attention import reference
 from rtx.attention.cross import CrossRoutingHeads, cross_routing
 from rtx.attention.kmeans import Centroids, update_centroids
 
@@ -31,40 +30,18 @@ def masks(case: Case, length: int) -> Masks:
     return mask_BN, context_BM
 
 
-def truth(case: Case, inputs: Leaves, context_window: int, masked: Masks) -> torch.Tensor:
-    """What the oracle says."""
-    outputs = []
-    for b in range(case.B):
-        for h in range(case.H):
-            q_ND, k_MD = plain_normalise(inputs["q"][b, h]), plain_normalise(inputs["k"][b, h])
-            member_CN, key_member_CM = (
-                reference.topk_members((centroids(case)[h] @ x.detach().T).masked_fill(~real, float("-inf")), window)
-                & real
-                for x, real, window in ((q_ND, masked[0][b], case.W), (k_MD, masked[1][b], context_window))
-            )
-            sets = lambda i, m=member_CN, k=key_member_CM: reference.separate_sets(  # noqa: E731
-                i, m, k, context_window, attend_self=True, causal=False
-            )
-            outputs.append(reference.read(q_ND, k_MD, inputs["v"][b, h], sets, case.scale, None))
-    return torch.stack(outputs).unflatten(0, (case.B, case.H))
-
-
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("case", cases(10))
 def test_oracle(case: Case, masked: bool) -> None:
     for length, context_window in ((case.N, None), (2 * case.N + 1, 3), (max(1, case.N // 2), case.W + 2)):
         pair = masks(case, length)
-        seen = pair if masked else (torch.ones_like(pair[0]), torch.ones_like(pair[1]))
 
-        def fast(x: Leaves, pair: Masks = pair, context_window: int | None = context_window) -> torch.Tensor:
+        def read(x: Leaves, backend: str, pair: Masks = pair, context_window: int | None = context_window) -> Any:
             options: dict[str, Any] = {"mask_BN": pair[0], "context_mask_BM": pair[1]} if masked else {}
-            options |= {"window": case.W, "context_window": context_window, "scale": case.scale}
+            options |= {"window": case.W, "context_window": context_window, "scale": case.scale, "backend": backend}
             return cross_routing(x["q"], x["k"], x["v"], centroids(case), **options)
 
-        def slow(x: Leaves, seen: Masks = seen, window: int = context_window or case.W) -> torch.Tensor:
-            return truth(case, x, window, seen)
-
-        assert_same(fast, slow, inputs_of(case, length))
+        assert_same(lambda x, f=read: f(x, "torch"), lambda x, f=read: f(x, "reference"), inputs_of(case, length))
 
 
 def test_the_heads_are_the_function_and_count_both_sequences() -> None:

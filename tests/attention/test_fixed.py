@@ -6,10 +6,9 @@ from functools import partial
 
 import pytest
 import torch
-from oracle_cases import PLAIN, Case, Leaves, assert_same, cases, leaves, oracle, qkv, tables
-from padding_cases import padding, without_padding
+from oracle_cases import PLAIN, Case, Leaves, assert_same, cases, leaves, qkv, tables
+from padding_cases import padding
 
-from rtx.attention import reference
 from rtx.attention.fixed import FixedHeads, FixedState, fixed
 from rtx.attention.full import full
 from rtx.model.positions import Rotary
@@ -21,14 +20,12 @@ def sizes(case: Case) -> dict[str, int]:
 
 
 def truth(case: Case, inputs: Leaves, mask_BN: torch.Tensor | None = None) -> torch.Tensor:
-    def sets(b: int, h: int) -> reference.Sets:
-        return without_padding(partial(reference.fixed_sets, **sizes(case), head=h), mask_BN, b)
-
-    return oracle(*qkv(inputs), sets, case.scale, tables(inputs))
+    return fast(case, inputs, mask_BN, backend="reference")
 
 
-def fast(case: Case, inputs: Leaves, mask_BN: torch.Tensor | None = None) -> torch.Tensor:
-    return fixed(*qkv(inputs), **sizes(case), scale=case.scale, relative=tables(inputs), mask_BN=mask_BN)
+def fast(case: Case, inputs: Leaves, mask_BN: torch.Tensor | None = None, backend: str = "torch") -> torch.Tensor:
+    options = {"scale": case.scale, "relative": tables(inputs), "mask_BN": mask_BN, "backend": backend}
+    return fixed(*qkv(inputs), block=case.W, summary=min(case.C, case.W), **options)
 
 
 SHAPES = [*cases(20), PLAIN._replace(H=5, N=50, W=6, C=2), PLAIN._replace(H=4, N=41, W=5, C=2, distances=9)]

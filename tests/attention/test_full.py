@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle_cases import EDGES, PLAIN, Case, Leaves, assert_same, cases, leaves, oracle, qkv, tables
-from padding_cases import padding, without_padding
+from oracle_cases import EDGES, PLAIN, Case, Leaves, assert_same, cases, leaves, qkv, tables
+from padding_cases import padding
 
-from rtx.attention import reference
 from rtx.attention.full import FullState, full
 from rtx.attention.weights import Distances
 
 
 def truth(case: Case, inputs: Leaves, mask_BN: torch.Tensor | None = None) -> torch.Tensor:
-    sets = lambda b, h: without_padding(reference.full_sets, mask_BN, b)  # noqa: E731
-    return oracle(*qkv(inputs), sets, case.scale, tables(inputs))
+    return fast(case, inputs, mask_BN, backend="reference")
 
 
-def fast(case: Case, inputs: Leaves, mask_BN: torch.Tensor | None = None) -> torch.Tensor:
-    return full(*qkv(inputs), scale=case.scale, relative=tables(inputs), mask_BN=mask_BN)
+def fast(case: Case, inputs: Leaves, mask_BN: torch.Tensor | None = None, backend: str = "torch") -> torch.Tensor:
+    options = {"scale": case.scale, "relative": tables(inputs), "mask_BN": mask_BN, "backend": backend}
+    return full(*qkv(inputs), **options)
 
 
 @pytest.mark.parametrize("case", cases())
@@ -67,10 +66,9 @@ def test_what_stands_in_padding_is_never_read() -> None:
 def test_an_encoder_reads_both_ways(case: Case, masked: bool) -> None:
     case = case._replace(distances=0)
     mask_BN = padding(case) if masked else None
-    both = lambda i: [list(range(case.N))]  # noqa: E731
     assert_same(
-        lambda x: full(*qkv(x), scale=case.scale, causal=False, mask_BN=mask_BN),
-        lambda x: oracle(*qkv(x), lambda b, h: without_padding(both, mask_BN, b), case.scale, None),
+        lambda x: full(*qkv(x), causal=False, mask_BN=mask_BN),
+        lambda x: full(*qkv(x), causal=False, mask_BN=mask_BN, backend="reference"),
         leaves(case),
     )
 

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
-from oracle_cases import PLAIN, Case, Leaves, assert_same, cases, leaves, oracle, qkv, tables
-from padding_cases import padding, without_padding
+from oracle_cases import PLAIN, Case, Leaves, assert_same, cases, leaves, qkv, tables
+from padding_cases import padding
 
-from rtx.attention import reference
 from rtx.attention.full import full
 from rtx.attention.local import LocalState, local
 
 
 def truth(case: Case, inputs: Leaves, mask_BN: torch.Tensor | None = None) -> torch.Tensor:
-    sets = partial(reference.local_sets, window=case.W)
-    return oracle(*qkv(inputs), lambda b, h: without_padding(sets, mask_BN, b), case.scale, tables(inputs))
+    return fast(case, inputs, mask_BN, backend="reference")
 
 
-def fast(case: Case, inputs: Leaves, mask_BN: torch.Tensor | None = None) -> torch.Tensor:
-    return local(*qkv(inputs), window=case.W, scale=case.scale, relative=tables(inputs), mask_BN=mask_BN)
+def fast(case: Case, inputs: Leaves, mask_BN: torch.Tensor | None = None, backend: str = "torch") -> torch.Tensor:
+    options = {"scale": case.scale, "relative": tables(inputs), "mask_BN": mask_BN, "backend": backend}
+    return local(*qkv(inputs), window=case.W, **options)
 
 
 @pytest.mark.parametrize("case", cases(20))

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from oracle_cases import PLAIN, Case, Leaves, assert_same, cases, leaves, oracle, plain_rotate, tables
+from oracle_cases import PLAIN, Case, Leaves, assert_same, cases, leaves, plain_rotate, tables
 
 from rtx.attention import hashing, reference
 from rtx.attention.hashing import hash_positions, rotations
@@ -25,8 +25,14 @@ def turns(case: Case, rounds: int) -> torch.Tensor:
 
 
 def fast(
-    case: Case, inputs: Leaves, rounds: int, variant: str = "causal", mask_BN: torch.Tensor | None = None
+    case: Case,
+    inputs: Leaves,
+    rounds: int,
+    variant: str = "causal",
+    mask_BN: torch.Tensor | None = None,
+    backend: str = "torch",
 ) -> torch.Tensor:
+    rotate = plain_rotate if backend == "reference" else Rotary(case.D)
     return lsh(
         inputs["q"],
         inputs["v"],
@@ -36,29 +42,16 @@ def fast(
         streaming=variant == "prefix",
         scale=case.scale,
         relative=tables(inputs),
-        rotate=Rotary(case.D) if case.rotary else None,
+        rotate=rotate if case.rotary else None,
         mask_BN=mask_BN,
+        backend=backend,
     )
 
 
-def plain_buckets(q_ND: torch.Tensor, turn_TDF: torch.Tensor) -> torch.Tensor:
-    """Buckets `[T, N]` by the formula."""
-    score_TNF = torch.stack([q_ND.detach() @ turn_DF for turn_DF in turn_TDF])
-    return torch.cat([score_TNF, -score_TNF], dim=-1).argmax(-1)
-
-
-def truth(case: Case, inputs: Leaves, rounds: int, variant: str = "causal") -> torch.Tensor:
-    turn_HTDF, q = turns(case, rounds), inputs["q"]
-    k = q / (q.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-    if case.rotary:
-        rotated = [torch.stack([plain_rotate(x[b, h]) for b in range(case.B) for h in range(case.H)]) for x in (q, k)]
-        logits_q, logits_k = (x.unflatten(0, (case.B, case.H)) for x in rotated)
-    else:
-        logits_q, logits_k = q, k
-    sets = lambda b, h: partial(  # noqa: E731
-        reference.lsh_sets, bucket_TN=plain_buckets(q[b, h], turn_HTDF[h]), window=case.W, variant=variant
-    )
-    return oracle(logits_q, logits_k, inputs["v"], sets, case.scale, tables(inputs))
+def truth(
+    case: Case, inputs: Leaves, rounds: int, variant: str = "causal", mask_BN: torch.Tensor | None = None
+) -> torch.Tensor:
+    return fast(case, inputs, rounds, variant, mask_BN, backend="reference")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -180,7 +173,7 @@ def test_hashes_are_the_largest_of_both_signs_in_any_pieces(monkeypatch: pytest.
     q, turn_HTDF = leaves(LONG)["q"], turns(LONG, 3)
     bucket_TBHN = hash_positions(q, turn_HTDF)
     for h in range(2):
-        assert torch.equal(bucket_TBHN[:, 0, h], plain_buckets(q[0, h], turn_HTDF[h]))
+        assert torch.equal(bucket_TBHN[:, 0, h], reference.buckets(q[0, h], turn_HTDF[h]))
     monkeypatch.setattr(hashing, "MAX_SCORES", 30)
     assert torch.equal(hash_positions(q, turn_HTDF), bucket_TBHN)
     assert torch.equal(hash_positions(7 * q, turn_HTDF), bucket_TBHN)

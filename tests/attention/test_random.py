@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from oracle_cases import PLAIN, Case, Leaves, assert_same, cases, leaves, oracle, plain_normalise, tables
+from oracle_cases import PLAIN, Case, Leaves, assert_same, cases, leaves, plain_rotate, tables
 from padding_cases import padding
 
-from rtx.attention import reference
 from rtx.attention.random import RandomHeads, random
 from rtx.attention.selection import random_members
 from rtx.model.positions import Rotary
@@ -22,24 +22,15 @@ def make(case: Case, length: int, seed: int = 5) -> RandomHeads:
 
 
 def truth(case: Case, inputs: Leaves, length: int) -> torch.Tensor:
-    member_HCN = random_members(case.H, case.C, length, case.W, 5)
-    member_HCN = member_HCN[..., torch.arange(case.N) % length]
-    q_BHND = plain_normalise(inputs["q"])
-    return oracle(
-        Rotary(case.D)(q_BHND) if case.rotary else q_BHND,
-        Rotary(case.D)(q_BHND) if case.rotary else q_BHND,
-        inputs["v"],
-        lambda b, h: partial(
-            reference.cluster_sets, member_CN=member_HCN[h], window=case.W, attend_self=case.attend_self
-        ),
-        case.scale,
-        tables(inputs),
-    )
+    return fast(case, inputs, length, backend="reference")
 
 
-def fast(case: Case, inputs: Leaves, length: int) -> torch.Tensor:
-    rotate = Rotary(case.D) if case.rotary else None
-    return make(case, length)(inputs["q"], None, inputs["v"], rotate=rotate, relative=tables(inputs))[0]
+def fast(case: Case, inputs: Leaves, length: int, backend: str = "torch") -> torch.Tensor:
+    heads = make(case, length)
+    heads.backend = backend
+    rotate = plain_rotate if backend == "reference" else Rotary(case.D)
+    options = {"rotate": rotate if case.rotary else None, "relative": tables(inputs)}
+    return heads(inputs["q"], None, inputs["v"], **options)[0]
 
 
 @pytest.mark.parametrize("case", cases())
@@ -66,30 +57,15 @@ def test_streaming(case: Case) -> None:
 @pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize("case", cases(5))
 def test_padding_own_keys_and_slot_distances(case: Case, slots: bool) -> None:
-    mask_BN, rotary = padding(case), Rotary(case.D)
-    heads = make(case, case.N)
-    heads.slot_distance = slots
+    mask_BN = padding(case)
 
-    def fast(x: Leaves) -> torch.Tensor:
-        rotate = rotary if case.rotary else None
-        return heads(x["q"], x["k"], x["v"], rotate=rotate, relative=tables(x), mask_BN=mask_BN)[0]
+    def read(x: Leaves, backend: str, rotate: Callable[..., torch.Tensor]) -> torch.Tensor:
+        heads = make(case, case.N)
+        heads.slot_distance, heads.backend = slots, backend
+        options = {"rotate": rotate if case.rotary else None, "relative": tables(x), "mask_BN": mask_BN}
+        return heads(x["q"], x["k"], x["v"], **options)[0]
 
-    def slow(x: Leaves) -> torch.Tensor:
-        outputs = []
-        for b in range(case.B):
-            for h in range(case.H):
-                q_ND, k_ND = (plain_normalise(x[name][b, h]) for name in "qk")
-                if case.rotary:
-                    q_ND, k_ND = rotary(q_ND), rotary(k_ND)
-                member_CN = heads.member_HCN[h] & mask_BN[b]
-                rule = {"window": case.W, "attend_self": case.attend_self}
-                sets = partial(reference.cluster_sets, member_CN=member_CN, **rule)
-                far = partial(reference.cluster_slots, member_CN=member_CN, key_member_CN=member_CN, **rule)
-                v_ND, distances = x["v"][b, h], far if slots else None
-                outputs.append(reference.read(q_ND, k_ND, v_ND, sets, case.scale, tables(x), distances))
-        return torch.stack(outputs).unflatten(0, (case.B, case.H))
-
-    assert_same(fast, slow, leaves(case))
+    assert_same(lambda x: read(x, "torch", Rotary(case.D)), lambda x: read(x, "reference", plain_rotate), leaves(case))
 
 
 def test_memberships_are_a_function_of_seed_head_and_length() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from oracle_cases import PLAIN, Case, Leaves, assert_same, cases, leaves, qkv, tables
 
-from rtx.attention import reference
 from rtx.attention import span as module
 from rtx.attention.local import local
 from rtx.attention.span import SpanHeads, adaptive_span, hold
@@ -27,20 +26,13 @@ def ramp_of(case: Case) -> int:
     return RAMPS[case.seed % len(RAMPS)]
 
 
-def fast(case: Case, inputs: Leaves, mask_BN: torch.Tensor | None = None) -> torch.Tensor:
-    options = {"window": case.W, "ramp": ramp_of(case), "scale": case.scale, "relative": tables(inputs)}
-    return adaptive_span(*qkv(inputs), inputs["z"], mask_BN=mask_BN, **options)
+def fast(case: Case, inputs: Leaves, mask_BN: torch.Tensor | None = None, backend: str = "torch") -> torch.Tensor:
+    options = {"scale": case.scale, "relative": tables(inputs), "mask_BN": mask_BN, "backend": backend}
+    return adaptive_span(*qkv(inputs), inputs["z"], window=case.W, ramp=ramp_of(case), **options)
 
 
-def truth(case: Case, inputs: Leaves) -> torch.Tensor:
-    options = {"window": case.W, "ramp": ramp_of(case), "scale": case.scale, "relative": tables(inputs)}
-    q, k, v = qkv(inputs)
-    heads = [
-        reference.read_span(q[b, h], k[b, h], v[b, h], inputs["z"][h], **options)
-        for b in range(case.B)
-        for h in range(case.H)
-    ]
-    return torch.stack(heads).unflatten(0, (case.B, case.H))
+def truth(case: Case, inputs: Leaves, mask_BN: torch.Tensor | None = None) -> torch.Tensor:
+    return fast(case, inputs, mask_BN, backend="reference")
 
 
 @pytest.mark.parametrize("block", [1, 3, 512])

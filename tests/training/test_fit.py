@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import rtx.training.module as module_room
+from rtx.attention.by_flex import has_compiler
 from rtx.compose import to_dict
 from rtx.config import Config, DataConfig, LoggerConfig, OptimizerConfig, TrainerConfig
 from rtx.data.sampler import TrainingItems, training_batches
@@ -20,7 +21,7 @@ from rtx.data.windows import windows
 from rtx.errors import RunFailed
 from rtx.training.checkpoints import read_checkpoint
 from rtx.training.fit import Outcome, fit
-from rtx.training.hardware import has_compiler, resolve_hardware
+from rtx.training.hardware import resolve_hardware
 from rtx.training.job import Job, Validation
 from rtx.training.metrics import read_metrics
 from rtx.training.optimizers import build_optimizer, learning_rate

@@ -1,0 +1,133 @@
+"""Shapes and types at the edge, every public function against the oracle: outputs, and every gradient in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from oracle_cases import assert_same
+from public_calls import FUNCTIONS, Arguments, arguments, call, masks, takes
+from torch import Tensor
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "one position": {"N": 1},
+    "two positions": {"N": 2},
+    "N below the window": {"N": 3},
+    "a prime N": {"N": 31, "H": 2},
+    "heads that do not split among sub-blocks": {"H": 5},
+    "one head of size 2": {"H": 1, "D": 2},
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "counts of 1": dict.fromkeys(("window", "context_window", "stride", "block", "summary", "ramp", "clusters"), 1),
+    "counts far over N": {"window": 99, "context_window": 98, "stride": 97, "block": 96, "ramp": 95, "clusters": 94},
+}
+FLOATS = ("q_BHND", "k_BHND", "v_BHND", "k_BHMD", "v_BHMD")
+
+
+def changed(name: str, sizes: dict[str, Any]) -> Arguments:
+    """Return those of the sizes that the function takes."""
+    return {argument: size for argument, size in sizes.items() if takes(name, argument)}
+
+
+def compare(name: str, given: Arguments, **changes: Any) -> None:
+    """Compare the fast path with the oracle."""
+    inputs = {argument: given[argument] for argument in FLOATS if given.get(argument) is not None}
+    fast, truth = (
+        lambda x, b=backend: call(name, given | x, **changes, backend=b) for backend in ("torch", "reference")
+    )
+    assert_same(fast, truth, inputs)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_shapes(name: str, shape: str) -> None:
+    compare(name, arguments(name, **SHAPES[shape], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_sizes(name: str, sizes: str) -> None:
+    compare(name, arguments(name, dtype=torch.float64), **changed(name, SIZES[sizes]))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_window_over_n_is_n(name: str) -> None:
+    given = arguments(name)
+    whole = changed(name, {"window": 9, "context_window": 11})
+    far = changed(name, {"window": 1_000, "context_window": 1_000})
+    if whole and "reformer" not in name:  # whose window is a size of chunks
+        torch.testing.assert_close(call(name, given, **far), call(name, given, **whole), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("clusters", [1, 40])
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if takes(name, "centroid_HCD")])
+def test_one_cluster_and_more_clusters_than_positions(name: str, clusters: int) -> None:
+    given = arguments(name, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(2)
+    given["centroid_HCD"] = torch.randn(3, clusters, 4, generator=generator, dtype=torch.float64)
+    for threshold in ("threshold_HC", "key_threshold_HC"):
+        if threshold in given:
+            given[threshold] = 0.3 * torch.randn(3, clusters, generator=generator, dtype=torch.float64)
+    compare(name, given)
+
+
+@pytest.mark.parametrize("size", [{"B": 0}, {"N": 0}, {"H": 0}, {"B": 0, "N": 0}])
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_nothing_to_attend(name: str, backend: str, size: dict[str, Any]) -> None:
+    given = arguments(name, **size) if "H" not in size else without_heads(arguments(name))
+    x_BHND = given["q_BHND"]
+    for real in ({}, masks(name, given, lambda mask: mask)):
+        assert call(name, given, **real, backend=backend, check_finite=True).shape == x_BHND.shape
+
+
+def without_heads(given: Arguments) -> Arguments:
+    """Return the arguments with no head."""
+    first = {"centroid_HCD", "threshold_HC", "key_threshold_HC", "projection_HDD", "span_H", "rotation_HTDF"}
+    cut = lambda argument, x: x[:0] if argument in first else x[:, :0]  # noqa: E731
+    return {argument: cut(argument, x) if isinstance(x, Tensor) else x for argument, x in given.items()}
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_padding_alone_gives_zero(name: str, backend: str) -> None:
+    given = arguments(name)
+    last_B1 = torch.tensor([[True], [False]])
+    real = masks(name, given, lambda mask: mask & last_B1)
+    out = call(name, given, **real, backend=backend)
+    assert (out[1] == 0).all() and out[0].isfinite().all() and (out[0] != 0).any()
+    assert (call(name, given, **masks(name, given, torch.zeros_like), backend=backend) == 0).all()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_padding_of_some_rows_against_the_oracle(name: str) -> None:
+    given = arguments(name, B=3, dtype=torch.float64)
+    row_B1 = torch.tensor([[True], [False], [True]])
+    real = masks(name, given, lambda mask: mask & row_B1 & (torch.arange(mask.shape[1]) % 4 != 1))
+    compare(name, given, **real)
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_types(name: str, kind: torch.dtype) -> None:
+    given = arguments(name, dtype=kind)
+    # The oracle reads the same rounded numbers, so that the choices by content are the same.
+    exact = {argument: x.double() if isinstance(x, Tensor) else x for argument, x in given.items()}
+    expected = call(name, exact, backend="reference")
+    tolerance = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5, torch.float64: 1e-10}[kind]
+    for backend in ("torch", "reference"):
+        inputs = {argument: x.requires_grad_() for argument, x in given.items() if argument in FLOATS and x is not None}
+        out = call(name, given, backend=backend)
+        assert out.dtype == kind
+        torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+        out.float().sum().backward()
+        assert all(x.grad is None or (x.grad.dtype == kind and x.grad.isfinite().all()) for x in inputs.values())
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if takes(name, "v_BHND")])
+def test_values_of_another_size(name: str) -> None:
+    given = arguments(name, dtype=torch.float64)
+    given["v_BHND"] = torch.randn(2, 3, 9, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    assert call(name, given).shape == (2, 3, 9, 7)
+    compare(name, given)
