@@ -53,8 +53,6 @@ class Shape(NamedTuple):
     WIDE_E: int
     TILE: int
     """Slots of a tile."""
-    STEP: int
-    """Slots that a program reads at a time."""
     PRECISION: str
     """How float32 is multiplied: "ieee" is exact to the last bits, as torch is by default."""
 
@@ -77,25 +75,40 @@ def triton_refusal(
     relative: Distances | None = None,
 ) -> str | None:
     """Return why the kernels cannot run a case, a clause that names the reason; None where they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
     if dropout:
         return f"dropout={dropout}: the Triton kernels have none"
     if relative is not None:
         return "the Triton kernels have no relative (Shaw) terms"
     for name, x_BHND in (("q_BHND", q_BHND), ("k_BHND", k_BHND), ("v_BHND", v_BHND)):
-        if x_BHND.dtype not in TYPES or x_BHND.dtype != q_BHND.dtype:
-            return f"{name} is of {x_BHND.dtype}: the Triton kernels take float16, bfloat16 or float32, all of one type"
-        if not 1 <= x_BHND.shape[-1] <= WIDEST:
-            return f"{name} has the head size {x_BHND.shape[-1]}: the Triton kernels take 1 to {WIDEST}"
-    if q_BHND.device.type == "cuda":
+        if x_BHND.dtype != q_BHND.dtype:
+            return f"{name} is of {x_BHND.dtype}: the Triton kernels need {q_BHND.dtype}, as q_BHND is"
+        refusal = size_refusal(name, x_BHND)
+        if refusal is not None:
+            return refusal
+    return device_refusal("q_BHND", q_BHND)
+
+
+def size_refusal(name: str, x_BHND: Tensor) -> str | None:
+    """Return why the type or the head size of a tensor is not for the kernels; None where it is."""
+    if x_BHND.dtype not in TYPES:
+        return f"{name} is of {x_BHND.dtype}: the Triton kernels take float16, bfloat16 or float32"
+    if not 1 <= x_BHND.shape[-1] <= WIDEST:
+        return f"{name} has the head size {x_BHND.shape[-1]}: the Triton kernels take 1 to {WIDEST}"
+    return None
+
+
+def device_refusal(name: str, x: Tensor) -> str | None:
+    """Return why no kernel can run where a tensor is; None where one can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if x.device.type == "cuda":
         return None
-    if q_BHND.device.type != "cpu":
-        return f"q_BHND is on {q_BHND.device}: the Triton kernels run on CUDA devices"
+    if x.device.type != "cpu":
+        return f"{name} is on {x.device}: the Triton kernels run on CUDA devices"
     from rtx.attention import triton_kernels
 
     if not triton_kernels.INTERPRETED:
-        return "q_BHND is on the CPU: Triton kernels run there by its interpreter alone (TRITON_INTERPRET=1, for tests)"
+        return f"{name} is on the CPU: Triton kernels run there by its interpreter alone (TRITON_INTERPRET=1, for tests)"
     return None
 
 
@@ -124,7 +137,8 @@ def attend_members_triton(
         raise ValueError(refusal)
     settings = Settings(members, window, scale, attend_self)
     keys_BHND = None if k_BHND is q_BHND else k_BHND
-    return TritonAttention.apply(q_BHND, keys_BHND, v_BHND, settings)  # type: ignore[return-value]
+    with torch.cuda.device_of(q_BHND):
+        return TritonAttention.apply(q_BHND, keys_BHND, v_BHND, settings)  # type: ignore[return-value]
 
 
 class TritonAttention(torch.autograd.Function):
@@ -158,7 +172,9 @@ class TritonAttention(torch.autograd.Function):
         parts = tile_gradients(saved, shares, tiles, settings, ctx.tile_shape, ctx.shared)
         leading = grad_BHNE.shape[:-1]
         sums = [
-            None if part is None else combine(part, inverse, settings.members.rows, mean=False).view(*leading, -1)
+            None
+            if part is None
+            else combine(part, inverse, settings.members.rows, mean=False).view(*leading, part.shape[-1])
             for part in parts
         ]
         return *sums, None
@@ -170,18 +186,27 @@ def as_rows(x_BHND: Tensor) -> Tensor:
 
 
 def choose_shape(q_RD: Tensor, v_RE: Tensor, window: int) -> Shape:
-    """Return tiles no longer than the window asks for, of what fits into a program's registers and shared memory."""
+    """Return tiles no longer than the window asks for, of what fits into a program's registers."""
     D, E = q_RD.shape[-1], v_RE.shape[-1]
-    wide_D, wide_E = (max(16, power_of_2(size)) for size in (D, E))
-    single = q_RD.dtype == torch.float32
-    most = 32 if single else 64 if max(wide_D, wide_E) > 64 else 128
-    tile = min(most, max(16, power_of_2(window)))
-    return Shape(D, wide_D, E, wide_E, tile, min(tile, 32), "ieee")
+    most = 32 if q_RD.dtype == torch.float32 else 128
+    return Shape(D, wide(D), E, wide(E), min(most, wide(window)), "ieee")
 
 
-def power_of_2(size: int) -> int:
-    """Return the next power of two."""
-    return 1 << (size - 1).bit_length()
+def launch(shape: Shape, dtype: torch.dtype, backward: bool) -> dict[str, int]:
+    """Return how many slots a program reads at a time, how many warps share it, and how far its loads run ahead.
+
+    Chosen so that nothing spills to memory and shared memory stays under 99 KiB, what most devices have.
+    """
+    if dtype == torch.float32:
+        return {"STEP": 16, "num_warps": 8, "num_stages": 2}
+    large = shape.TILE == 128 and max(shape.WIDE_D, shape.WIDE_E) > 64
+    step = min(shape.TILE, 32 if backward else 64)
+    return {"STEP": step, "num_warps": 8 if large else 4, "num_stages": 2 if large and backward else 3}
+
+
+def wide(size: int) -> int:
+    """Return the next power of two, 16 at least: what a matrix product on tiles takes."""
+    return max(16, 1 << (size - 1).bit_length())
 
 
 def cut(members: Members, size: int) -> Tiles:
@@ -228,7 +253,7 @@ def attend_tiles(
             settings.scale * math.log2(math.e),
             SKIP=skip(settings),
             **shape._asdict(),
-            **launch(shape, backward=False),
+            **launch(shape, q_RD.dtype, backward=False),
         )
     return out_ME, norm_M
 
@@ -240,7 +265,7 @@ def share_and_delta(grad_RE: Tensor, out_ME: Tensor, row_M: Tensor, inverse: Inv
     M, E = out_ME.shape
     share_M, delta_M = torch.empty(2, M, dtype=torch.float32, device=out_ME.device)
     if M:
-        sizes = {"E": E, "WIDE_E": max(16, power_of_2(E)), "SPAN": 32}
+        sizes = {"E": E, "WIDE_E": wide(E), "SPAN": 32}
         grid = (-(-M // sizes["SPAN"]),)
         kernels.prepare_members[grid](grad_RE, out_ME, row_M, inverse.begin_R1, share_M, delta_M, M, **sizes)
     return share_M, delta_M
@@ -280,7 +305,7 @@ def tile_gradients(
             SHARED=shared,
             SKIP=skip(settings),
             **shape._asdict(),
-            **launch(shape, backward=True),
+            **launch(shape, q_RD.dtype, backward=True),
         )
     return grad_q_MD, grad_k_MD, grad_v_ME
 
@@ -292,7 +317,7 @@ def combine(part_MD: Tensor, inverse: Inverse, rows: int, mean: bool) -> Tensor:
     D = part_MD.shape[-1]
     out_RD = part_MD.new_empty(rows, D)
     if rows:
-        sizes = {"D": D, "WIDE_D": max(16, power_of_2(D)), "SPAN": 32}
+        sizes = {"D": D, "WIDE_D": wide(D), "SPAN": 32}
         grid = (-(-rows // sizes["SPAN"]),)
         kernels.sum_members[grid](part_MD, *inverse, out_RD, rows, MEAN=mean, **sizes)
     return out_RD
@@ -301,9 +326,3 @@ def combine(part_MD: Tensor, inverse: Inverse, rows: int, mean: bool) -> Tensor:
 def skip(settings: Settings) -> int:
     """Return 1 where a member reads itself only as the first of its list, else 0."""
     return 0 if settings.attend_self or settings.window == 1 else 1
-
-
-def launch(shape: Shape, backward: bool) -> dict[str, int]:
-    """Return how many warps share a program, and how far its loads run ahead."""
-    stages = 2 if backward or shape.WIDE_D > 64 or shape.WIDE_E > 64 else 3
-    return {"num_warps": 8 if shape.TILE >= 128 else 4, "num_stages": stages}

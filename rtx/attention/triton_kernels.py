@@ -21,6 +21,19 @@ def columns(real_S, SIZE: tl.constexpr, WIDE: tl.constexpr):
     return real_S[:, None] & (column_D < SIZE)[None, :]
 
 
+INTERPRETED = not isinstance(columns, triton.JITFunction)
+"""True where TRITON_INTERPRET=1 was set before this module was imported: the kernels run on CPU tensors."""
+WIDEN = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def multiply(x_SD, y_DS, PRECISION: tl.constexpr):
+    """Return the matrix product of two tiles, added up in float32."""
+    if WIDEN:  # the interpreter would multiply the bits of bfloat16 as if they were integers; products are the same
+        x_SD, y_DS = x_SD.to(tl.float32), y_DS.to(tl.float32)
+    return tl.dot(x_SD, y_DS, input_precision=PRECISION)
+
+
 @triton.jit
 def places(row_S, SIZE: tl.constexpr, WIDE: tl.constexpr):
     """Return the offsets `[S, WIDE]` of some rows; 64 bits, since a tensor may have more than 2^31 elements."""
@@ -78,7 +91,7 @@ def forward_tiles(
         row_K = tl.load(row_M + first + slot_K, mask=real_K, other=0)
         k_KD = load_rows(k_RD, row_K, real_K, D, WIDE_D)
         v_KE = load_rows(v_RE, row_K, real_K, E, WIDE_E)
-        logit_QK = tl.dot(q_QD, tl.trans(k_KD), input_precision=PRECISION) * log_scale
+        logit_QK = multiply(q_QD, tl.trans(k_KD), PRECISION) * log_scale
         logit_QK = tl.where(sees(slot_Q[:, None], slot_K[None, :], count, window, SKIP), logit_QK, float("-inf"))
         higher_Q = tl.maximum(most_Q, tl.max(logit_QK, 1))
         # A query may see nothing in its first blocks: -inf minus -inf would be NaN.
@@ -87,7 +100,7 @@ def forward_tiles(
         shrink_Q = tl.exp2(most_Q - base_Q)
         sum_Q = sum_Q * shrink_Q + tl.sum(weight_QK, 1)
         total_QE = total_QE * shrink_Q[:, None]
-        total_QE += tl.dot(weight_QK.to(v_KE.dtype), v_KE, input_precision=PRECISION)
+        total_QE += multiply(weight_QK.to(v_KE.dtype), v_KE, PRECISION)
         most_Q = higher_Q
     sum_Q = tl.where(real_Q, sum_Q, 1.0)
     store_rows(out_ME, first + slot_Q, real_Q, total_QE / sum_Q[:, None], E, WIDE_E)
@@ -132,11 +145,11 @@ def query_gradient(
         row_K = tl.load(row_M + first + slot_K, mask=real_K, other=0)
         k_KD = load_rows(k_RD, row_K, real_K, D, WIDE_D)
         v_KE = load_rows(v_RE, row_K, real_K, E, WIDE_E)
-        logit_QK = tl.dot(q_QD, tl.trans(k_KD), input_precision=PRECISION) * log_scale - norm_Q[:, None]
+        logit_QK = multiply(q_QD, tl.trans(k_KD), PRECISION) * log_scale - norm_Q[:, None]
         seen_QK = sees(slot_Q[:, None], slot_K[None, :], count, window, SKIP)
         weight_QK = tl.exp2(tl.where(seen_QK, logit_QK, float("-inf")))
-        slope_QK = tl.dot(grad_QE, tl.trans(v_KE), input_precision=PRECISION) * share_Q[:, None] - delta_Q[:, None]
-        total_QD += tl.dot((weight_QK * slope_QK).to(k_KD.dtype), k_KD, input_precision=PRECISION)
+        slope_QK = multiply(grad_QE, tl.trans(v_KE), PRECISION) * share_Q[:, None] - delta_Q[:, None]
+        total_QD += multiply((weight_QK * slope_QK).to(k_KD.dtype), k_KD, PRECISION)
     return total_QD
 
 
@@ -163,12 +176,12 @@ def key_gradients(
         norm_Q = tl.load(norm_M + first + slot_Q, mask=real_Q, other=0.0)
         share_Q = tl.load(share_M + first + slot_Q, mask=real_Q, other=0.0)
         delta_Q = tl.load(delta_M + first + slot_Q, mask=real_Q, other=0.0)
-        logit_KQ = tl.dot(k_KD, tl.trans(q_QD), input_precision=PRECISION) * log_scale - norm_Q[None, :]
+        logit_KQ = multiply(k_KD, tl.trans(q_QD), PRECISION) * log_scale - norm_Q[None, :]
         seen_KQ = sees(slot_Q[None, :], slot_K[:, None], count, window, SKIP)
         weight_KQ = tl.exp2(tl.where(seen_KQ, logit_KQ, float("-inf")))
-        total_KE += tl.dot((weight_KQ * share_Q[None, :]).to(grad_QE.dtype), grad_QE, input_precision=PRECISION)
-        slope_KQ = tl.dot(v_KE, tl.trans(grad_QE), input_precision=PRECISION) * share_Q[None, :] - delta_Q[None, :]
-        total_KD += tl.dot((weight_KQ * slope_KQ).to(q_QD.dtype), q_QD, input_precision=PRECISION)
+        total_KE += multiply((weight_KQ * share_Q[None, :]).to(grad_QE.dtype), grad_QE, PRECISION)
+        slope_KQ = multiply(v_KE, tl.trans(grad_QE), PRECISION) * share_Q[None, :] - delta_Q[None, :]
+        total_KD += multiply((weight_KQ * slope_KQ).to(q_QD.dtype), q_QD, PRECISION)
     return total_KD, total_KE
 
 
@@ -222,7 +235,3 @@ def sum_members(
     if MEAN:
         total_SD = total_SD / tl.maximum(times_S, 1).to(tl.float32)[:, None]
     store_rows(out_RD, row_S, real_S, total_SD, D, WIDE_D)
-
-
-INTERPRETED = not isinstance(forward_tiles, triton.JITFunction)
-"""True where TRITON_INTERPRET=1 was set before this module was imported: the kernels run on CPU tensors."""
