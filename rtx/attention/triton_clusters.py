@@ -108,7 +108,9 @@ def device_refusal(name: str, x: Tensor) -> str | None:
     from rtx.attention import triton_kernels
 
     if not triton_kernels.INTERPRETED:
-        return f"{name} is on the CPU: Triton kernels run there by its interpreter alone (TRITON_INTERPRET=1, for tests)"
+        return (
+            f"{name} is on the CPU: Triton kernels run there by its interpreter alone (TRITON_INTERPRET=1, for tests)"
+        )
     return None
 
 
@@ -192,7 +194,7 @@ def choose_shape(q_RD: Tensor, v_RE: Tensor, window: int) -> Shape:
     return Shape(D, wide(D), E, wide(E), min(most, wide(window)), "ieee")
 
 
-def launch(shape: Shape, dtype: torch.dtype, backward: bool) -> dict[str, int]:
+def pace(shape: Shape, dtype: torch.dtype, backward: bool) -> dict[str, int]:
     """Return how many slots a program reads at a time, how many warps share it, and how far its loads run ahead.
 
     Chosen so that nothing spills to memory and shared memory stays under 99 KiB, what most devices have.
@@ -241,7 +243,9 @@ def attend_tiles(
     out_ME = v_RE.new_empty(len(row_M), shape.E)
     norm_M = torch.empty(len(row_M), dtype=torch.float32, device=v_RE.device)
     if len(row_M):
-        kernels.forward_tiles[(len(tiles.slot_T),)](
+        launch(
+            kernels.forward_tiles,
+            (len(tiles.slot_T),),
             q_RD,
             k_RD,
             v_RE,
@@ -253,7 +257,7 @@ def attend_tiles(
             settings.scale * math.log2(math.e),
             SKIP=skip(settings),
             **shape._asdict(),
-            **launch(shape, q_RD.dtype, backward=False),
+            **pace(shape, q_RD.dtype, backward=False),
         )
     return out_ME, norm_M
 
@@ -267,7 +271,7 @@ def share_and_delta(grad_RE: Tensor, out_ME: Tensor, row_M: Tensor, inverse: Inv
     if M:
         sizes = {"E": E, "WIDE_E": wide(E), "SPAN": 32}
         grid = (-(-M // sizes["SPAN"]),)
-        kernels.prepare_members[grid](grad_RE, out_ME, row_M, inverse.begin_R1, share_M, delta_M, M, **sizes)
+        launch(kernels.prepare_members, grid, grad_RE, out_ME, row_M, inverse.begin_R1, share_M, delta_M, M, **sizes)
     return share_M, delta_M
 
 
@@ -287,7 +291,9 @@ def tile_gradients(
     grad_q_MD, grad_v_ME = q_RD.new_empty(M, shape.D), v_RE.new_empty(M, shape.E)
     grad_k_MD = None if shared else k_RD.new_empty(M, shape.D)
     if M:
-        kernels.backward_tiles[(len(tiles.slot_T),)](
+        launch(
+            kernels.backward_tiles,
+            (len(tiles.slot_T),),
             q_RD,
             k_RD,
             v_RE,
@@ -305,7 +311,7 @@ def tile_gradients(
             SHARED=shared,
             SKIP=skip(settings),
             **shape._asdict(),
-            **launch(shape, q_RD.dtype, backward=True),
+            **pace(shape, q_RD.dtype, backward=True),
         )
     return grad_q_MD, grad_k_MD, grad_v_ME
 
@@ -319,8 +325,13 @@ def combine(part_MD: Tensor, inverse: Inverse, rows: int, mean: bool) -> Tensor:
     if rows:
         sizes = {"D": D, "WIDE_D": wide(D), "SPAN": 32}
         grid = (-(-rows // sizes["SPAN"]),)
-        kernels.sum_members[grid](part_MD, *inverse, out_RD, rows, MEAN=mean, **sizes)
+        launch(kernels.sum_members, grid, part_MD, *inverse, out_RD, rows, MEAN=mean, **sizes)
     return out_RD
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: object) -> None:
+    """Start a kernel's programs; to type checkers, which know nothing of Triton, kernels are functions."""
+    kernel[grid](*arguments, **options)
 
 
 def skip(settings: Settings) -> int:

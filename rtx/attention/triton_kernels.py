@@ -1,4 +1,4 @@
-"""Triton kernels of attention inside packed lists of members; `triton_clusters.py` calls them and says what they compute.
+"""Triton kernels of attention inside packed lists of members; `triton_clusters.py` calls them.
 
 Lists are cut into tiles of neighbouring slots, one program each. A tile's rows are fetched by their numbers inside the
 kernel; no gathered copy is ever written. Members' results are summed into positions in a fixed order, without atomics.
@@ -159,7 +159,7 @@ def key_gradients(
     SKIP: tl.constexpr, D: tl.constexpr, WIDE_D: tl.constexpr, E: tl.constexpr, WIDE_E: tl.constexpr,
     TILE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the gradients of a tile of keys, `[K, D]` without the factor on the logits, and of their values `[K, E]`."""
+    """Return the gradients of a tile of keys `[K, D]`, without the factor on the logits, and of values `[K, E]`."""
     slot_K = start + tl.arange(0, TILE)
     real_K = slot_K < count
     row_K = tl.load(row_M + first + slot_K, mask=real_K, other=0)

@@ -15,7 +15,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from rtx.attention.clusters import Members
-from rtx.attention.triton_clusters import device_refusal, size_refusal, wide
+from rtx.attention.triton_clusters import device_refusal, launch, size_refusal, wide
 from rtx.attention.triton_kernels import load_rows
 
 BLOCK, SPAN = 128, 4096
@@ -48,7 +48,9 @@ def select_by_threshold(
         return Members(nearest_BHN.new_empty(0), nearest_BHN.new_zeros(B * H * C), N, B * H * N), nearest_BHN
     real_BN = x_BHND.new_empty(0, dtype=torch.uint8) if mask_BN is None else mask_BN.to(torch.uint8).contiguous()
     with torch.cuda.device_of(x_BHND):
-        score_blocks[(blocks, B * H)](
+        launch(
+            score_blocks,
+            (blocks, B * H),
             x_BHND.reshape(-1, D).contiguous(),
             centroid_HCD.float().contiguous(),
             threshold_HC.float().contiguous(),
@@ -71,7 +73,8 @@ def select_by_threshold(
         row_M = torch.empty(int(end_X[-1]), dtype=torch.int64, device=device)
         if len(row_M):
             begin_LG = end_X.view_as(count_LG) - count_LG
-            write_members[(B * H * C, -(-N // SPAN))](bits_LX, begin_LG, row_M, C, N, blocks, LENGTH=SPAN, WIDTH=BLOCK)
+            grid = (B * H * C, -(-N // SPAN))
+            launch(write_members, grid, bits_LX, begin_LG, row_M, C, N, blocks, LENGTH=SPAN, WIDTH=BLOCK)
     return Members(row_M, count_LG.sum(1), N, B * H * N), nearest_BHN
 
 

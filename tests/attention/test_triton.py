@@ -1,4 +1,4 @@
-"""The Triton kernels of clusters against torch and the oracle: outputs and every gradient, by the interpreter on a CPU."""
+"""The Triton kernels of clusters against torch and the oracle, by Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 

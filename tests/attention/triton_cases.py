@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ class Lists(NamedTuple):
     seed: int = 0
 
     @property
-    def options(self) -> dict[str, float]:
+    def options(self) -> dict[str, Any]:
         """The arguments of `attend_members`."""
         return {"window": self.W, "scale": self.scale, "attend_self": self.attend_self}
 

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingI
 from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 
 from rtx.attention import triton_kernels as kernels
-from rtx.attention.triton_clusters import choose_shape, launch
+from rtx.attention.triton_clusters import choose_shape, pace
 
 INTEGERS = {"row_M": "*i64", "first_T": "*i64", "member_M": "*i64", "begin_R1": "*i64"}
 INTEGERS |= {"count_T": "*i32", "slot_T": "*i32", "window": "i32", "M": "i32", "R": "i32"}
@@ -40,10 +40,10 @@ def main() -> None:
         rows = torch.empty(0, 64, dtype=dtype)
         shape = choose_shape(rows, rows, window=256)
         both = shape._asdict() | {"SKIP": 1}
-        forward = both | launch(shape, dtype, backward=False)
+        forward = both | pace(shape, dtype, backward=False)
         compile_one(f"forward {element}", kernels.forward_tiles, element, **forward)
         for shared in (True, False):
-            backward = both | launch(shape, dtype, backward=True)
+            backward = both | pace(shape, dtype, backward=True)
             label = f"backward {element} {'shared' if shared else 'own'} keys"
             compile_one(label, kernels.backward_tiles, element, SHARED=shared, **backward)
         sizes = {"WIDE_E": 64, "SPAN": 32}
