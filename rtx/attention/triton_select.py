@@ -16,10 +16,10 @@ from torch import Tensor
 
 from rtx.attention.clusters import Members
 from rtx.attention.triton_clusters import device_refusal, launch, size_refusal, wide
-from rtx.attention.triton_kernels import load_rows
 
-BLOCK, SPAN = 128, 4096
-"""Positions scored by a program, and positions that a program writes members of: a multiple of it."""
+BLOCK, SPAN, DEPTH = 128, 4096, 32
+"""Positions scored by a program; positions that a program writes members of, a multiple of it; columns multiplied at a
+time: in full precision a program holds its factors in registers."""
 
 
 @torch.no_grad()
@@ -63,11 +63,11 @@ def select_by_threshold(
             N,
             MASKED=mask_BN is not None,
             D=D,
-            WIDE_D=wide(D),
+            DEPTH=DEPTH,
             STEP=min(32, wide(C)),
             WIDTH=BLOCK,
             num_warps=8,
-            num_stages=2,
+            num_stages=3,
         )
         end_X = count_LG.flatten().cumsum(0)
         row_M = torch.empty(int(end_X[-1]), dtype=torch.int64, device=device)
@@ -84,15 +84,22 @@ def select_refusal(x_BHND: Tensor) -> str | None:
 
 
 @triton.jit
+def load_part(x_RD, row_S, real_S, start, D: tl.constexpr, DEPTH: tl.constexpr):
+    """Return some columns `[S, DEPTH]` of rows, zeros where they are not real."""
+    column_X = start + tl.arange(0, DEPTH)
+    there_SX = real_S[:, None] & (column_X < D)[None, :]
+    return tl.load(x_RD + row_S.to(tl.int64)[:, None] * D + column_X[None, :], mask=there_SX, other=0.0)
+
+
+@triton.jit
 def score_blocks(
     x_RD, centroid_HCD, threshold_HC, real_BN, bits_LX, count_LG, nearest_BHN, H, C, N,
-    MASKED: tl.constexpr, D: tl.constexpr, WIDE_D: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
+    MASKED: tl.constexpr, D: tl.constexpr, DEPTH: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Score one block of positions by every centroid; write membership bits, counts and nearest centroids."""
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     position_N = block * WIDTH + tl.arange(0, WIDTH)
     real_N = position_N < N
-    x_ND = load_rows(x_RD, head * N + position_N, real_N, D, WIDE_D).to(tl.float32)
     inside_N = real_N
     if MASKED:
         inside_N = tl.load(real_BN + head // H * N + position_N, mask=real_N, other=0) != 0
@@ -103,9 +110,12 @@ def score_blocks(
         cluster_C = start + tl.arange(0, STEP)
         real_C = cluster_C < C
         row_C = head % H * C + cluster_C
-        centroid_CD = load_rows(centroid_HCD, row_C, real_C, D, WIDE_D)
         threshold_C = tl.load(threshold_HC + row_C, mask=real_C, other=0.0)
-        score_CN = tl.dot(centroid_CD, tl.trans(x_ND), input_precision="ieee")
+        score_CN = tl.zeros([STEP, WIDTH], tl.float32)
+        for depth in range(0, D, DEPTH):
+            x_NX = load_part(x_RD, head * N + position_N, real_N, depth, D, DEPTH).to(tl.float32)
+            centroid_CX = load_part(centroid_HCD, row_C, real_C, depth, D, DEPTH)
+            score_CN += tl.dot(centroid_CX, tl.trans(x_NX), input_precision="ieee")
         member_CN = ((score_CN >= threshold_C[:, None]) & real_C[:, None] & inside_N[None, :]).to(tl.int32)
         member_CX8 = tl.reshape(member_CN, [STEP, WIDTH // 8, 8])
         bits_CX = tl.sum(member_CX8 << tl.arange(0, 8)[None, None, :], 2)

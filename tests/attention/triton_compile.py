@@ -13,11 +13,15 @@ from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingI
 from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 
 from rtx.attention import triton_kernels as kernels
+from rtx.attention import triton_select as selection
 from rtx.attention.triton_clusters import choose_shape, pace
 
 INTEGERS = {"row_M": "*i64", "first_T": "*i64", "member_M": "*i64", "begin_R1": "*i64"}
 INTEGERS |= {"count_T": "*i32", "slot_T": "*i32", "window": "i32", "M": "i32", "R": "i32"}
+INTEGERS |= {"real_BN": "*u8", "bits_LX": "*u8", "count_LG": "*i32", "begin_LG": "*i64", "nearest_BHN": "*i64"}
+INTEGERS |= {"H": "i32", "C": "i32", "N": "i32", "blocks": "i32"}
 SINGLES = {"norm_M": "*fp32", "share_M": "*fp32", "delta_M": "*fp32", "scale": "fp32", "log_scale": "fp32"}
+SINGLES |= {"centroid_HCD": "*fp32", "threshold_HC": "*fp32"}
 
 
 def compile_one(label: str, kernel: Any, element: str, **constants: Any) -> None:
@@ -48,7 +52,18 @@ def main() -> None:
             compile_one(label, kernels.backward_tiles, element, SHARED=shared, **backward)
         sizes = {"WIDE_E": 64, "SPAN": 32}
         compile_one(f"prepare {element}", kernels.prepare_members, element, E=64, **sizes)
+        sizes = {
+            "D": 64,
+            "DEPTH": selection.DEPTH,
+            "STEP": 32,
+            "WIDTH": selection.BLOCK,
+            "num_warps": 8,
+            "num_stages": 3,
+        }
+        compile_one(f"score {element}", selection.score_blocks, element, MASKED=True, **sizes)
         compile_one(f"sum {element}", kernels.sum_members, element, D=64, WIDE_D=64, SPAN=32, MEAN=True)
+    sizes = {"LENGTH": selection.SPAN, "WIDTH": selection.BLOCK}
+    compile_one("write members", selection.write_members, "i64", **sizes)
 
 
 if __name__ == "__main__":
