@@ -227,11 +227,13 @@ def sum_members(
     real_S = row_S < R
     begin_S = tl.load(begin_R1 + row_S, mask=real_S, other=0)
     times_S = tl.load(begin_R1 + row_S + 1, mask=real_S, other=0) - begin_S
+    # Rows that have no more members read one again and throw it away: Triton 3.6 and 3.7 cannot compile a mask here.
+    begin_S = tl.where(times_S > 0, begin_S, 0)
+    last_S = tl.maximum(times_S - 1, 0)
     total_SD = tl.zeros([SPAN, WIDE_D], tl.float32)
-    for turn in range(0, tl.max(times_S, 0)):
-        has_S = turn < times_S
-        member_S = tl.load(member_M + begin_S + turn, mask=has_S, other=0)
-        total_SD += load_rows(part_MD, member_S, has_S, D, WIDE_D).to(tl.float32)
+    for turn in range(0, tl.max(times_S, 0).to(tl.int32)):
+        member_S = tl.load(member_M + begin_S + tl.minimum(last_S, turn))
+        total_SD += load_rows(part_MD, member_S, turn < times_S, D, WIDE_D).to(tl.float32)
     if MEAN:
         total_SD = total_SD / tl.maximum(times_S, 1).to(tl.float32)[:, None]
     store_rows(out_RD, row_S, real_S, total_SD, D, WIDE_D)
