@@ -8,6 +8,9 @@ queries, K slots of keys, S either. `WIDE` sizes are powers of two, of 16 at lea
 zeros. Pointers carry the shape of what they point to.
 """
 
+# Triton's own types do not describe what kernels may do with tensors.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import triton  # pyright: ignore[reportMissingImports]

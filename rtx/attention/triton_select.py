@@ -7,6 +7,9 @@ Shapes: B sequences, H heads, C clusters, N positions, D head size, L = B * H * 
 together, G blocks of positions.
 """
 
+# Triton's own types do not describe what kernels may do with tensors.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import torch
