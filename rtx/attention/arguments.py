@@ -94,9 +94,9 @@ def check_positive(name: str, value: int) -> None:
 
 
 def check_numbers(scale: float | None, dropout: float) -> None:
-    """Refuse a factor that is not finite, and a share of weights to drop that leaves none."""
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale={scale}: must be finite")
+    """Refuse a factor that is not above 0 (torch's kernel gives NaN) or infinite, and a dropout that leaves nothing."""
+    if scale is not None and not 0 < scale < math.inf:
+        raise ValueError(f"scale={scale}: must be finite and above 0")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout}: must be at least 0 and less than 1")
 

@@ -1,7 +1,7 @@
 """Which implementation of a pattern runs: the one place where that is decided.
 
-All compute the same function. `auto` takes the best that can do what is asked; a backend asked for by name does it, or
-refuses with a sentence. What each cannot do stands in its `..._refusal`.
+All compute the same function. `auto` takes what is known to be the best; a backend asked for by name does what is
+asked, or refuses with a sentence. What each cannot do stands in its `..._refusal`.
 
 - `reference`: the oracle's loops (`reference.py`), slow, with gradients, in float32 or wider.
 - `torch`: the fast path of every pattern.
@@ -51,14 +51,14 @@ def check_backend(backend: str) -> None:
 def choose(backend: str, call: Call) -> str:
     """Return "reference", "torch", "triton" or "flex".
 
-    `auto` is triton for tensors on a CUDA device, where it can do what is asked, else torch.
+    `auto` is torch: the Triton kernels were compiled for GPUs and interpreted on a CPU, but have not run on a GPU yet.
 
     Raises:
         ValueError: an unknown backend, or one asked for by name that cannot do what is asked.
     """
     check_backend(backend)
     if backend == "auto":
-        return "triton" if call.q_BHND.is_cuda and triton_refusal(call) is None else "torch"
+        return "torch"
     why = refusal(backend, call)
     if why is None:
         return backend

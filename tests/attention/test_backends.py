@@ -13,7 +13,7 @@ from public_calls import FUNCTIONS, STRICTLY_CAUSAL, arguments, call, masks, tak
 from torch import Tensor
 
 from rtx.attention import Centroids, CrossRoutingHeads, LshHeads, RandomHeads, RoutingHeads, backends
-from rtx.attention.backends import BACKENDS, KERNELS, Call, choose
+from rtx.attention.backends import BACKENDS, KERNELS
 from rtx.attention.by_flex import has_compiler
 from rtx.attention.clusters import attend_members
 from rtx.attention.fixed import FixedHeads
@@ -198,17 +198,6 @@ def test_triton_takes_over_inside_clusters(name: str, kernels: types.ModuleType)
             call(name, given, backend="triton", streaming=True)
 
 
-def test_auto_is_triton_where_it_can(kernels: types.ModuleType) -> None:
-    q = torch.zeros(1, 1, 2, 2)
-    on_gpu: Any = types.SimpleNamespace(is_cuda=True, dtype=torch.float32)
-    wide: Any = types.SimpleNamespace(is_cuda=True, dtype=torch.float64)
-    assert choose("auto", Call("random", q, None, q, in_clusters=True)) == "torch"
-    assert choose("auto", Call("random", on_gpu, None, q, in_clusters=True)) == "triton"
-    assert choose("auto", Call("random", wide, None, q, in_clusters=True)) == "torch"
-    assert choose("auto", Call("routing", on_gpu, None, q, in_clusters=True, unpacked_by="causal=False")) == "torch"
-    assert choose("auto", Call("local", on_gpu, None, q)) == "torch"
-
-
 def store(keys: str = "shared") -> Centroids:
     torch.manual_seed(0)
     return Centroids(3, 2, 4, window=4, length=9, decay=0.9, keys=keys, thresholds=True)
@@ -230,7 +219,8 @@ HEADS: dict[str, Any] = {
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name", HEADS)
-def test_heads_take_a_backend(name: str, streaming: bool) -> None:
+def test_heads_take_a_backend(name: str, streaming: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "missing_for_triton", lambda: "triton")
     q, k, v = torch.randn(3, 2, 3, 9, 4, generator=torch.Generator().manual_seed(0))
     keys = None if name in ("lsh", "random", "causal") else k
     results = []

@@ -71,8 +71,10 @@ MASKS = [
     )
 ]
 OPTIONS = [
-    Bad("NaN", "scale", float("nan"), "scale=nan: must be finite"),
-    Bad("infinite", "scale", float("inf"), "scale=inf: must be finite"),
+    Bad("NaN", "scale", float("nan"), "scale=nan: must be finite and above 0"),
+    Bad("infinite", "scale", float("inf"), "scale=inf: must be finite and above 0"),
+    Bad("zero", "scale", 0.0, "scale=0.0: must be finite and above 0"),
+    Bad("negative", "scale", -1.0, "scale=-1.0: must be finite and above 0"),
     Bad("everything", "dropout", 1.0, "dropout=1.0: must be at least 0 and less than 1"),
     Bad("negative", "dropout", -0.1, "dropout=-0.1: must be at least 0 and less than 1"),
     Bad("keys of size 5", "relative", tables(keys=5), "relative.keys_MD has the shape (3, 5): must be (3, 4)"),
