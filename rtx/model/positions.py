@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rtx.attention.weights import Distances
 
 TABLE_DEVIATION = 0.02
-"""Standard deviation of embeddings and position tables at the start."""
+"""Standard deviation of position tables at the start."""
 
 
 class Rotary(nn.Module):

@@ -28,8 +28,8 @@ class Embedding(nn.Module):
         super().__init__()
         model = config.model
         width = model.embedding or model.hidden
-        self.table_VS = nn.Parameter(torch.randn(vocabulary, width) * TABLE_DEVIATION)
-        self.start_S = nn.Parameter(torch.randn(width) * TABLE_DEVIATION)
+        self.table_VS = nn.Parameter(torch.empty(vocabulary, width))
+        self.start_S = nn.Parameter(torch.empty(width))
         self.widen = Linear(width, model.hidden) if width != model.hidden else nn.Identity()
         self.positions: LearnedPositions | AxialPositions | None = None
         if model.positions == "learned":
@@ -74,15 +74,21 @@ class Transformer(nn.Module):
         width = model.embedding or model.hidden
         self.narrow = Linear(model.hidden, width) if width != model.hidden else nn.Identity()
         tied = model.tie_embeddings
-        self.output_VS = self.embedding.table_VS if tied else nn.Parameter(torch.zeros(vocabulary, width))
+        self.output_VS = self.embedding.table_VS if tied else nn.Parameter(torch.empty(vocabulary, width))
         self.output_bias_V = nn.Parameter(torch.zeros(vocabulary))
         self.initialise(depth_scaled=model.init == "depth_scaled")
 
     def initialise(self, depth_scaled: bool = False) -> None:
         """Matrices: normal with variance 1 / fan in; those that end a residual branch smaller by 2 * layers.
 
-        `depth_scaled`, for models of many layers (Child et al. 2019): variance 0.125 / fan in inside the blocks, and
-        embeddings, start vector and positions with a standard deviation of 0.01, that of a position over all axes.
+        Embeddings and start vector have variance 1, as large as what the first branches add, and the output matrix has
+        1/4 / fan in. Small embeddings, or an output matrix of zeros, would leave the optimizer's first, equal steps to
+        make units of one role alike, and a model then needs long to tell them apart again (experiment=recall shows it).
+        A tied table starts as an output matrix.
+
+        `depth_scaled`, for models of many layers (Child et al. 2019): variance 0.125 / fan in inside the blocks,
+        embeddings, start vector and positions with a standard deviation of 0.01, that of a position over all axes, and
+        an output matrix of zeros.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -95,19 +101,28 @@ class Transformer(nn.Module):
             for ends in (block.attention.out, block.feed_forward.outer):
                 with torch.no_grad():
                     ends.weight.mul_(shrink)
+        output_deviation = 0.5 * self.output_VS.shape[1] ** -0.5
+        tied = self.output_VS is self.embedding.table_VS
+        for parameter in (self.embedding.table_VS, self.embedding.start_S):
+            nn.init.normal_(parameter, std=output_deviation if tied else 1.0)
+        if not tied:
+            nn.init.normal_(self.output_VS, std=output_deviation)
         if depth_scaled:
-            self.shrink_for_depth()
+            self.shrink_for_depth(tied)
 
     @torch.no_grad()
-    def shrink_for_depth(self) -> None:
+    def shrink_for_depth(self, tied: bool) -> None:
         """Bring the standard initialisation to the scales of `depth_scaled`."""
         for module in self.blocks.modules():
             if isinstance(module, nn.Linear):
                 module.weight.mul_(math.sqrt(0.125))
-        positions = self.embedding.positions
-        tables = [] if positions is None else list(positions.parameters())
-        for parameter in (self.embedding.table_VS, self.embedding.start_S, *tables):
-            parameter.mul_(0.01 / TABLE_DEVIATION)
+        if not tied:
+            nn.init.zeros_(self.output_VS)
+        for parameter in (self.embedding.table_VS, self.embedding.start_S):
+            nn.init.normal_(parameter, std=0.01)
+        if self.embedding.positions is not None:
+            for parameter in self.embedding.positions.parameters():
+                parameter.mul_(0.01 / TABLE_DEVIATION)
 
     def forward(self, tokens_BN: Tensor, streaming: bool = False) -> tuple[Tensor, Tensor]:
         """Return what predicts each unit, `[B, N, S]`, from the units before it, and the auxiliary loss.

@@ -85,13 +85,17 @@ def test_the_first_unit_is_scored_from_the_start_vector_alone() -> None:
         assert not torch.isclose(model.loss(every_V1)[0][:, 0], first_V).any()
 
 
-def test_the_start_of_training_knows_nothing() -> None:
+def test_the_start_of_training_knows_next_to_nothing() -> None:
     for tied in (False, True):
         torch.manual_seed(0)
         model = Transformer(tiny_config(length=64, hidden=64, tie_embeddings=tied), 256)
         with torch.no_grad():
             nats_BN, auxiliary = model.loss(tokens(2, 64, vocabulary=256))
-        assert float(nats_BN.mean()) == pytest.approx(math.log(256), abs=0.1) and auxiliary == 0
+        # Logits of variance 1/4 cost an eighth of a nat.
+        assert float(nats_BN.mean()) == pytest.approx(math.log(256) + 0.125, abs=0.05) and auxiliary == 0
+        table_VS, output_VS = model.embedding.table_VS.detach(), model.output_VS.detach()
+        assert float(table_VS.std()) == pytest.approx(0.5 / 8 if tied else 1, rel=0.05)
+        assert float(output_VS.std()) == pytest.approx(0.5 / 8, rel=0.05)
 
 
 def test_tied_embeddings_are_one_matrix() -> None:
