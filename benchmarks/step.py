@@ -4,6 +4,7 @@ Run `python benchmarks/step.py`; it writes `benchmarks/results/step-<device>.jso
 The peer is the PyPI package routing_transformer (extra `peers`); without it the row is left out and the table says so.
 Every model runs as its users run it: ours with the memory settings of `rtx train` (freed memory kept, huge pages), the
 peer with the system's own; the row `peer_routing_kept` is the peer with ours, which its users would have to find.
+Full attention is timed twice, too: `full` as we compute it, `full_torch` by torch's kernel as it comes.
 The row `weights` is the floor: the matrix products with weights, which ours and the peer share, and nothing else.
 Times on a shared machine drift, so only the ratios of one run mean anything.
 """
@@ -27,13 +28,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+import rtx.attention.products
 from rtx.attention.kmeans import update_centroids
 from rtx.checks import resolve
 from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
 from rtx.model.transformer import Transformer
 from rtx.training.hardware import keep_freed_memory
 
-RIVALS = ("full", "peer_routing", "peer_routing_kept")
+RIVALS = ("full", "full_torch", "peer_routing", "peer_routing_kept")
 
 Step = Callable[[], None]
 
@@ -142,9 +144,11 @@ def make_step(name: str, args: argparse.Namespace) -> Step:
         keep_freed_memory()
     if name.startswith("peer_routing"):
         return peer_step(args, tokens_BN)
+    if name == "full_torch":
+        rtx.attention.products._trusted = False
     if name == "weights":
         return weights_step(args, args.device)
-    return our_step(args, None if name == "full" else name.removeprefix("routing_"), tokens_BN)
+    return our_step(args, None if name.startswith("full") else name.removeprefix("routing_"), tokens_BN)
 
 
 def work(name: str, args: argparse.Namespace, door: Connection) -> None:
@@ -215,18 +219,17 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    names = ["routing_topk", "routing_causal", "full", "weights"]
+    names = ["routing_topk", "routing_causal", "full", "full_torch", "weights"]
     if importlib.util.find_spec("routing_transformer"):
         names += ["peer_routing", "peer_routing_kept"]
     else:
         print("no peer row: routing_transformer is not installed (pip install 'rtx[peers]')")
     results = rows(measure(names, args), args)
-    print(f"{'pattern':<20}{'ms':>10}{'times faster than full':>26}{'than the peer':>16}{'with our memory':>18}")
+    print(f"{'pattern':<20}{'ms':>10}" + "".join(f"{f'x {rival}':>22}" for rival in RIVALS))
     for row in results:
         ratio = row["ratio"]
         assert isinstance(ratio, dict)
-        shown = [ratio.get(rival, "") for rival in RIVALS]
-        print(f"{row['pattern']:<20}{row['ms']:>10}{shown[0]:>26}{shown[1]:>16}{shown[2]:>18}")
+        print(f"{row['pattern']:<20}{row['ms']:>10}" + "".join(f"{ratio.get(rival, ''):>22}" for rival in RIVALS))
     path = Path(__file__).parent / "results" / f"step-{args.device.replace('cuda', 'gpu')}.json"
     path.write_text(json.dumps(results, indent=1) + "\n")
 

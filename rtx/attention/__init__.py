@@ -2,10 +2,10 @@
 
 from rtx.attention.cross import CrossRoutingHeads, cross_routing
 from rtx.attention.fixed import FixedHeads, fixed
-from rtx.attention.full import full
+from rtx.attention.full import FullHeads, full
 from rtx.attention.hashing import rotations
 from rtx.attention.kmeans import Centroids, update_centroids
-from rtx.attention.local import local
+from rtx.attention.local import LocalHeads, local
 from rtx.attention.lsh import LshHeads, lsh
 from rtx.attention.random import RandomHeads, random
 from rtx.attention.routing import RoutingHeads, routing
@@ -18,6 +18,8 @@ __all__ = [
     "CrossRoutingHeads",
     "Distances",
     "FixedHeads",
+    "FullHeads",
+    "LocalHeads",
     "LshHeads",
     "RandomHeads",
     "RoutingHeads",

@@ -26,9 +26,8 @@ quarter reads fewer keys than the whole."""
 class Settings(NamedTuple):
     """What is not differentiated: which pairs are read, the factor on the logits, dropout, rows of Shaw's tables."""
 
-    mask_GQK: Tensor
-    """True where a key may be read; every query must see at least one. One for all blocks (`[1, Q, K]`), or each its
-    own."""
+    mask: Tensor
+    """True where a key may be read; every query must see at least one. One for all blocks, `[Q, K]`, or `[G, Q, K]`."""
     scale: float
     dropout: float
     seed: int
@@ -37,8 +36,7 @@ class Settings(NamedTuple):
 
     def blocked(self, tile: Tile) -> Tensor:
         """Return where a tile's keys may not be read."""
-        part = tile.part if len(self.mask_GQK) > 1 else slice(None)
-        return ~self.mask_GQK[part, tile.rows, tile.columns]
+        return ~self.mask[tile if self.mask.dim() == 3 else tile[1:]]
 
 
 class ChunkedAttention(torch.autograd.Function):
@@ -63,9 +61,9 @@ class ChunkedAttention(torch.autograd.Function):
         ctx.settings = settings
         out_GQD = torch.empty(*q_GQD.shape[:2], v_GKD.shape[-1], dtype=v_GKD.dtype, device=v_GKD.device)
         with wide_products(q_GQD):
-            for tile in tiles(settings.mask_GQK, len(q_GQD)):
+            for number, tile in enumerate(tiles(settings.mask, len(q_GQD))):
                 read = read_tile(tile, (q_GQD, k_GKD, v_GKD), (keys_MD, values_MD), settings.scale)
-                out_GQD[tile.part, tile.rows] = attend_tile(read, tile, settings)
+                out_GQD[tile.part, tile.rows] = attend_tile(read, tile, number, settings)
         return out_GQD
 
     @staticmethod
@@ -76,11 +74,12 @@ class ChunkedAttention(torch.autograd.Function):
         settings: Settings = ctx.settings
         grads = Gradients.like(q_GQD, k_GKD, v_GKD, keys_MD, values_MD)
         with wide_products(q_GQD):
-            for tile in tiles(settings.mask_GQK, len(q_GQD)):
+            for number, tile in enumerate(tiles(settings.mask, len(q_GQD))):
                 read = read_tile(tile, (q_GQD, k_GKD, v_GKD), (keys_MD, values_MD), settings.scale)
-                grads.add(read, gradients[0][tile.part, tile.rows].to(grads.wide), tile, settings)
-        sums = (grads.k, grads.v, grads.keys, grads.values)
-        return grads.q, *(None if x is None else x.to(q_GQD.dtype) for x in sums), None
+                grad_out_GQD = gradients[0][tile.part, tile.rows].to(grads.wide).contiguous()
+                grads.add(read, grad_out_GQD, tile, number, settings)
+        sums = zip((grads.k, grads.v, grads.keys, grads.values), ctx.saved_tensors[1:], strict=True)
+        return grads.q, *(None if total is None else total.to(x.dtype) for total, x in sums), None
 
 
 class Gradients(NamedTuple):
@@ -100,13 +99,13 @@ class Gradients(NamedTuple):
         sums = [None if x is None else torch.zeros_like(x, dtype=wide) for x in (k, v, keys, values)]
         return cls(torch.empty_like(q), *sums, wide)  # type: ignore[arg-type]
 
-    def add(self, read: list[Tensor | None], grad_out_GQD: Tensor, tile: Tile, settings: Settings) -> None:
-        """Work out one tile."""
+    def add(self, read: list[Tensor | None], grad_out_GQD: Tensor, tile: Tile, number: int, settings: Settings) -> None:
+        """Work out one tile, the `number`-th."""
         q, k, v, keys, values = read
         assert q is not None and k is not None and v is not None
         rule = settings.rule
         weights_GQK = weigh(q, k, keys, tile, settings)
-        keep_GQK = kept(weights_GQK, tile, settings)
+        keep_GQK = kept(weights_GQK, number, settings)
         read_GQK = weights_GQK * keep_GQK if settings.dropout else weights_GQK
         self.v[tile.part, tile.columns].baddbmm_(read_GQK.transpose(1, 2), grad_out_GQD)
         grad_GQK = grad_out_GQD @ v.transpose(1, 2)
@@ -126,12 +125,12 @@ class Gradients(NamedTuple):
         self.k[tile.part, tile.columns].baddbmm_(grad_GQK.transpose(1, 2), q)
 
 
-def attend_tile(read: list[Any], tile: Tile, settings: Settings) -> Tensor:
-    """Return the outputs of a tile's queries, `[G, Q, D]`."""
+def attend_tile(read: list[Any], tile: Tile, number: int, settings: Settings) -> Tensor:
+    """Return the outputs `[G, Q, D]` of the queries of a tile, the `number`-th."""
     q, k, v, keys, values = read
     weights_GQK = weigh(q, k, keys, tile, settings)
     if settings.dropout:
-        weights_GQK *= kept(weights_GQK, tile, settings)
+        weights_GQK *= kept(weights_GQK, number, settings)
     out_GQD = weights_GQK @ v
     if settings.rule is not None and values is not None:
         out_GQD += settings.rule.collect(weights_GQK, len(values), tile) @ values
@@ -143,17 +142,18 @@ def over_slots(total_MD: Tensor, x_GQM: Tensor, y_GQD: Tensor) -> None:
     total_MD.addmm_(x_GQM.flatten(0, 1).T, y_GQD.flatten(0, 1))
 
 
-def tiles(mask_GQK: Tensor, blocks: int) -> list[Tile]:
-    """Return tiles that hold a bounded number of scores each, and leave out keys that none of their queries reads."""
-    on_cpu = mask_GQK.device.type == "cpu"
+def tiles(mask: Tensor, blocks: int) -> list[Tile]:
+    """Return tiles that hold a bounded number of scores each; under one mask for all blocks, `[Q, K]`, they leave out
+    keys that none of their queries reads."""
+    on_cpu, shared = mask.device.type == "cpu", mask.dim() == 2
     most = MAX_SCORES_CPU if on_cpu else MAX_SCORES_GPU
-    _, Q, K = mask_GQK.shape
-    height = max(MIN_ROWS, -(-Q // 4)) if on_cpu and len(mask_GQK) == 1 else Q
+    Q, K = mask.shape[-2:]
+    height = max(MIN_ROWS, -(-Q // 4)) if on_cpu and shared else Q
     height = max(1, min(height, most // max(1, K)))
     found = []
     for start in range(0, Q, height):
         rows = slice(start, min(start + height, Q))
-        columns = read_columns(mask_GQK[0, rows]) if len(mask_GQK) == 1 else slice(0, K)
+        columns = read_columns(mask[rows]) if shared else slice(0, K)
         step = max(1, most // max(1, (rows.stop - start) * (columns.stop - columns.start)))
         found += [Tile(slice(first, min(first + step, blocks)), rows, columns) for first in range(0, blocks, step)]
     return found
@@ -183,12 +183,12 @@ def weigh(q_GQD: Tensor, k_GKD: Tensor, keys_MD: Tensor | None, tile: Tile, sett
     return logits_GQK.masked_fill_(settings.blocked(tile), float("-inf")).softmax(-1)
 
 
-def kept(weights_GQK: Tensor, tile: Tile, settings: Settings) -> Tensor | float:
-    """Return what dropout multiplies the weights of a tile with."""
+def kept(weights_GQK: Tensor, number: int, settings: Settings) -> Tensor | float:
+    """Return what dropout multiplies the weights of a tile with, by the tile's number."""
     if not settings.dropout:
         return 1.0
-    place = (tile.part.start << 20) + tile.rows.start
-    generator = torch.Generator(weights_GQK.device).manual_seed(settings.seed + place)
+    # A CPU's generator reads the lowest 32 bits of its seed.
+    generator = torch.Generator(weights_GQK.device).manual_seed(settings.seed + number)
     share = 1 - settings.dropout
     return torch.empty_like(weights_GQK).bernoulli_(share, generator=generator).div_(share)
 
@@ -198,7 +198,7 @@ def chunked(
     k_GKD: Tensor,
     v_GKD: Tensor,
     scale: float,
-    mask_GQK: Tensor,
+    mask: Tensor,
     *,
     dropout: float = 0.0,
     relative: Distances | None = None,
@@ -206,11 +206,11 @@ def chunked(
 ) -> Tensor:
     """Return softmax attention inside blocks, `[G, Q, D]`; `rule` says which rows of `relative` the pairs take.
 
-    `mask_GQK` may be `[1, Q, K]`: the same for all blocks, whose unread keys then cost nothing.
+    `mask` is `[G, Q, K]`, or `[Q, K]` for all blocks, whose unread keys then cost nothing.
     """
     # Drawn from torch's own generator, so that a seed and a resumed run give the same dropout.
     seed = int(torch.randint(1 << 62, ()).item()) if dropout else 0
     keys_MD, values_MD = (None, None) if relative is None else relative
-    settings = Settings(mask_GQK, scale, dropout, seed, rule)
+    settings = Settings(mask, scale, dropout, seed, rule)
     with torch.autocast(q_GQD.device.type, enabled=False):  # the backward pass has none either
         return ChunkedAttention.apply(q_GQD, k_GKD, v_GKD, keys_MD, values_MD, settings)  # type: ignore[return-value]

@@ -24,6 +24,7 @@ class CausalKernel(torch.autograd.Function):
     def forward(ctx: Any, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, scale: float) -> Tensor:
         """Return the outputs `[B, H, N, D]`."""
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        q_BHND, k_BHND, v_BHND = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BHND, k_BHND, v_BHND))
         with wide_products(q_BHND):
             out_BHND, log_sum_BHN = kernel(q_BHND, k_BHND, v_BHND, 0.0, True, scale=scale)
         ctx.save_for_backward(q_BHND, k_BHND, v_BHND, out_BHND, log_sum_BHN)
@@ -36,4 +37,4 @@ class CausalKernel(torch.autograd.Function):
         """Return the gradients of queries, keys and values."""
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         with wide_products(gradients[0]):
-            return *kernel(gradients[0], *ctx.saved_tensors, 0.0, True, scale=ctx.scale), None
+            return *kernel(gradients[0].contiguous(), *ctx.saved_tensors, 0.0, True, scale=ctx.scale), None

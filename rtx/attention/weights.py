@@ -78,13 +78,13 @@ def attend(
     if isinstance(distance_QK, Tensor):
         distance_QK = Dense(distance_QK.expand(*leading, Q, K).flatten(0, -3))
     # One mask for all blocks stays one: it tells which keys a part of the queries never reads.
-    mask_GQK = mask_QK[None] if mask_QK.dim() == 2 else mask_QK.expand(*leading, Q, K).flatten(0, -3)
+    mask = mask_QK if mask_QK.dim() == 2 else mask_QK.expand(*leading, Q, K).flatten(0, -3)
     out_GQD = chunked(
         q_GQD.flatten(0, -3),
         k_GKD.flatten(0, -3),
         v_GKD.flatten(0, -3),
         scale,
-        mask_GQK,
+        mask,
         dropout=dropout,
         relative=relative,
         rule=distance_QK,

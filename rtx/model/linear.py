@@ -40,6 +40,7 @@ def by_convolution(x_RI: Tensor, weight_OI: Tensor) -> bool:
         and x_RI.numel() >= MIN_ROWS * x_RI.shape[-1]
         and WIDE_CONVOLUTIONS
         and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
     )
 
 

@@ -34,6 +34,38 @@ def test_the_switch_is_turned_inside_alone_and_for_float32_alone(monkeypatch: py
     assert torch.get_float32_matmul_precision() == "highest"
 
 
+def test_the_last_of_several_users_turns_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rtx.attention.products, "_trusted", True)
+    before = switch()
+    first, second = wide_products(torch.ones(1)), wide_products(torch.ones(1))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert switch() == "bf16"
+    second.__exit__(None, None, None)
+    assert switch() == before
+
+
+def test_a_precision_that_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rtx.attention.products, "_trusted", True)
+    before = switch()
+    SWITCH.fp32_precision = "tf32"
+    try:
+        with wide_products(torch.ones(1)):
+            assert switch() == "tf32"
+        assert switch() == "tf32"
+    finally:
+        SWITCH.fp32_precision = before
+
+
+@pytest.mark.skipif(not has_wide_kernels(), reason="no processor with AVX-512 and without AMX")
+def test_the_verdict_does_not_depend_on_where_it_is_asked_for() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert is_exact()
+    with torch.device("meta"):
+        assert is_exact()
+
+
 def test_is_left_alone_where_it_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rtx.attention.products, "_trusted", False)
     before = switch()
@@ -99,6 +131,8 @@ def test_long_causal_attention_agrees_with_torch_s_own(monkeypatch: pytest.Monke
     monkeypatch.setattr(rtx.attention.weights, "MOST_KEYS", 16)
     q, k, v = (torch.randn(2, 3, 40, 8, requires_grad=True) for _ in range(3))
     theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    turned = [x.mT.contiguous().mT for x in (q, k, v)]
+    torch.testing.assert_close(full(*turned), theirs, rtol=1e-4, atol=1e-5)
     for mine, torchs in zip(gradients(full(q, k, v), [q, k, v]), gradients(theirs, [q, k, v]), strict=True):
         torch.testing.assert_close(mine, torchs, rtol=1e-4, atol=1e-5)
 

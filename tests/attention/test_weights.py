@@ -11,6 +11,7 @@ from rtx.attention.chunked import tiles
 from rtx.attention.full import full
 from rtx.attention.local import local
 from rtx.attention.shaw import Band, Dense, Distances, Sorted, Tile
+from rtx.attention.weights import attend
 
 RULES = {
     "band": Band(6),
@@ -62,10 +63,25 @@ def test_tiles_hold_every_pair_that_is_read_and_few_others(monkeypatch: pytest.M
     distance_QK = torch.arange(16)[:, None] + 16 - torch.arange(32)[None]
     mask_QK = (distance_QK >= 0) & (distance_QK < 16)
     times_GQK = torch.zeros(5, 16, 32)
-    for tile in tiles(mask_QK[None], 5):
+    for tile in tiles(mask_QK, 5):
         times_GQK[tile] += 1
     assert (times_GQK[:, mask_QK] == 1).all() and times_GQK.max() == 1
     assert times_GQK.mean() == (16 + 3) / 32
+
+
+def test_one_padded_block_is_not_taken_for_all_blocks() -> None:
+    q, k, v = torch.randn(3, 1, 1, 128, 16, dtype=torch.float64).unbind(0)
+    mask_BN = torch.ones(1, 128, dtype=torch.bool)
+    mask_BN[:, :40] = False
+    options = {"window": 64, "relative": Distances(*torch.randn(2, 8, 16, dtype=torch.float64)), "mask_BN": mask_BN}
+    torch.testing.assert_close(local(q, k, v, **options), local(q, k, v, backend="reference", **options))
+
+
+def test_no_two_tiles_drop_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rtx.attention.chunked, "MAX_SCORES_CPU", 4096)
+    ones = torch.ones(1, 2 * 4096, 32, 1)  # blocks of 32 by 32: as many tiles as fill the generator's seeds by 4096
+    out = attend(torch.zeros_like(ones), ones, ones, 1.0, dropout=0.5)[0, :, -1, 0]
+    assert not torch.equal(out[:4], out[4096:4100]) and out[:4].unique().numel() > 1
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
