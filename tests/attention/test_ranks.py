@@ -11,7 +11,7 @@ from test_kmeans import make, queries, watch_both
 
 from rtx.attention.kmeans import Centroids, update_centroids
 
-STEPS = 3
+STEPS = 20
 
 
 def take_step(centroids: Centroids, step: int, share: slice) -> None:
