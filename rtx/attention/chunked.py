@@ -78,7 +78,8 @@ class ChunkedAttention(torch.autograd.Function):
                 read = read_tile(tile, (q_GQD, k_GKD, v_GKD), (keys_MD, values_MD), settings.scale)
                 grad_out_GQD = gradients[0][tile.part, tile.rows].to(grads.wide).contiguous()
                 grads.add(read, grad_out_GQD, tile, number, settings)
-        sums = zip((grads.k, grads.v, grads.keys, grads.values), ctx.saved_tensors[1:], strict=True)
+        inputs = (k_GKD, v_GKD, keys_MD, values_MD)  # saved tensors may be asked for once alone
+        sums = zip((grads.k, grads.v, grads.keys, grads.values), inputs, strict=True)
         return grads.q, *(None if total is None else total.to(x.dtype) for total, x in sums), None
 
 

@@ -21,6 +21,9 @@ from padding_cases import padding
 from routing_cases import How
 from torch import Tensor
 
+import rtx.attention.chunked
+import rtx.attention.weights
+
 CASES = st.builds(
     Case,
     B=st.integers(1, 2),
@@ -79,9 +82,14 @@ for selection in ("topk", "causal", "nearest"):
         PATTERNS[f"{selection}, {keys}"] = routed(selection=selection, keys=keys)
 
 
+@pytest.mark.parametrize("tiled", [False, True], ids=["", "tiled"])
 @pytest.mark.parametrize("name", list(PATTERNS))
-def test_the_oracle_agrees(name: str) -> None:
+def test_the_oracle_agrees(name: str, tiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pattern = PATTERNS[name]
+    if tiled:  # small tiles even of small blocks, with and without Shaw's terms
+        monkeypatch.setattr(rtx.attention.weights, "worked_in_tiles", lambda q, k, dropout: True)
+        monkeypatch.setattr(rtx.attention.chunked, "MIN_ROWS", 2)
+        monkeypatch.setattr(rtx.attention.chunked, "MAX_SCORES_CPU", 64)
 
     # The same draws at every run: a failure is found again, and by everybody.
     @settings(
