@@ -1,8 +1,9 @@
-"""Fixtures of all tests: one thread, since tiny tensors only lose by more; Triton's interpreter where no GPU is."""
+"""Of all tests: one thread, since tiny tensors only lose by more; Triton's interpreter where no GPU is; and Ctrl-C."""
 
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the commands that tests start inherit it
 
@@ -10,3 +11,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: it decides as kernels are defined
+
+# A shell ignores Ctrl-C for what it runs in the background, and the commands that tests start would inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
