@@ -28,14 +28,32 @@ def ranged(default: Any, low: float | None = None, high: float | None = None, *,
 
 @dataclass
 class DataConfig:
-    """What is learned: files on disk, cut into sequences of `length` units, or associative recall made on the fly."""
+    """What is learned: text or images on disk in sequences of `length` units, or associative recall made on the fly."""
 
-    name: str = one_of("stdlib", "text", "enwik8", "recall")
-    """Data set: the Python standard library on this machine, your own files, the enwik-8 benchmark, or recall."""
+    name: str = one_of("stdlib", "text", "enwik8", "wikitext103", "pg19", "cifar10", "imagenet64", "images", "recall")
+    """Data set: Python's standard library, your own text or images, a benchmark, or associative recall."""
     path: str | None = None
-    """File, folder or glob to read (data=text), or a local copy of the archive to download (data=enwik8)."""
+    """File, folder or glob to read (data=text, data=images), or a local copy of what would be downloaded."""
     length: int = ranged(1024, low=2)
-    """Sequence length N in units (bytes for text)."""
+    """Sequence length N in units; an image is one sequence, so image sets fix it to height x width x 3."""
+    fetch: str = one_of("hub", "archive")
+    """Where a set that has both comes from: its Hugging Face hub files, or the archive its authors published."""
+    tokenizer: str = one_of("bytes", "words", "sentencepiece")
+    """Units of text: bytes, words between blanks with <eos> for every newline, or subwords learned from split train."""
+    vocabulary: int = ranged(32_768, low=300, high=1_000_000)
+    """Subwords to train (tokenizer=sentencepiece)."""
+    tokenizer_sample: int = ranged(100_000_000, low=1_000)
+    """Bytes of the training split that subwords are trained on, taken evenly from it (tokenizer=sentencepiece)."""
+    newlines: str = one_of("keep", "drop")
+    """Newline bytes of data=enwik8: all 100,000,000 bytes, or dropped as the Transformer-XL reader does."""
+    size: int | None = ranged(None, low=1, high=1024)
+    """Scale images to this height and width; a result on them is marked as such."""
+    held_out: int = ranged(5_000, low=0)
+    """Training images kept back as split valid (image sets); 0: the published test images serve as valid, too."""
+    verify: str = one_of("once", "always", "never")
+    """When a store's bytes are compared with their checksums: once on this machine, at every opening, or never."""
+    processes: int | None = ranged(None, low=1, high=256)
+    """Processes that prepare a store; unset: one for each core. The store is the same for any number."""
     pairs: int = ranged(8, low=1, high=10_000)
     """Key-value pairs at the start of a sequence, all asked again at its end (data=recall)."""
     keys: int = ranged(16, low=1, high=10_000)
