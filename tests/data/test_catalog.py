@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from rtx.config import DataConfig
-from rtx.data.catalog import SHORTEST_TEXT, data_root, make_recipe, open_files, prepare_files, verify_files
+from rtx.data.catalog import data_root, make_recipe, open_files, prepare_files, verify_files
+from rtx.data.text import SHORTEST_TEXT
 from rtx.errors import UserError
 
 
@@ -92,12 +93,12 @@ def test_no_split_is_shorter_than_two_bytes(tmp_path):
     path = tmp_path / "short.txt"
     for size in range(SHORTEST_TEXT, 200):
         path.write_bytes(b"x" * size)
-        splits = make_recipe(text(path, 2), tmp_path / "stores").splits
+        splits = make_recipe(text(path, 2), tmp_path / "stores").source.units or {}
         assert min(splits.values()) >= 2 and sum(splits.values()) == size
 
 
 def test_an_unknown_name_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"data=enwik9: must be one of stdlib, text, enwik8 .did you mean 'enwik8'"):
+    with pytest.raises(UserError, match=r"data=enwik9: must be one of stdlib, text, enwik8, .* .did you mean 'enwik8'"):
         open_files(DataConfig(name="enwik9"), tmp_path)
 
 
@@ -163,15 +164,15 @@ PREPARE = """
 import sys, time
 from pathlib import Path
 from rtx.config import DataConfig
-from rtx.data import catalog, files
-plain = files.read_files
-def slow(listed):
-    for chunk in plain(listed):
-        yield chunk[:2000]
+from rtx.data import catalog, text
+plain = text.read_range
+def slow(*asked):
+    for chunk in plain(*asked):
+        yield chunk[:20]
         (Path(sys.argv[2]).parent / f"begun-{sys.argv[3]}").touch()
         time.sleep(float(sys.argv[4]))
-        yield chunk[2000:]
-catalog.read_files = slow
+        yield chunk[20:]
+text.read_range = slow
 store = catalog.open_files(DataConfig(name="text", path=sys.argv[1], length=64), Path(sys.argv[2]))
 print(store.fingerprint)
 """
@@ -209,7 +210,7 @@ def test_a_kill_in_the_middle_leaves_only_what_the_next_prepare_removes(book, tm
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
     left = sorted(path.name for path in root.iterdir())
-    assert len(left) == 2 and left[0].endswith(".lock") and ".new.tmp-" in left[1] and left[1].startswith(".text-")
+    assert len(left) == 2 and left[0].endswith(".lock") and left[1].endswith(".work") and left[1].startswith(".text-")
     store = open_files(text(book), root, said.append)
     assert os.listdir(root) == [store.folder.name]
     verify_files(text(book), root, said.append)
