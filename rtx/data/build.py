@@ -26,8 +26,11 @@ from rtx.data.tokenizers import tokenizer_for
 from rtx.data.workers import Job, run_jobs
 from rtx.errors import UserError
 
-SMALL = 1 << 26
-"""Bytes of a source up to which one process is as fast as several."""
+PAYS = {"byte": 1 << 26}
+PAYS_OTHERWISE = 1 << 23
+"""Bytes beside the longest part from which on several processes pay: copying text takes less time than starting one."""
+QUIET = 1 << 27
+"""Bytes that are prepared without a word on progress."""
 RESTING = 24 * 3600.0
 """Seconds after which the unfinished preparation of another store is removed."""
 
@@ -139,7 +142,8 @@ def _tokenize(
             if place.number not in finished:
                 jobs.append((part, place))
     total = sum(_size(part) for part, _ in jobs)
-    several = recipe.processes > 1 and len(jobs) > 1 and total > SMALL
+    beside = total - max((_size(part) for part, _ in jobs), default=0)
+    several = recipe.processes > 1 and beside > PAYS.get(tokenizer.unit, PAYS_OTHERWISE)
     described = json.dumps(tokenizer.describe())
     calls: list[Job] = [
         (work_on_part, (part, described, work, dtype, images, place))
@@ -147,7 +151,7 @@ def _tokenize(
         else (write_part, (part, tokenizer, dtype, images, place))
         for part, place in jobs
     ]
-    progress = Progress(recipe.name, total, len(jobs), report, quiet=total <= SMALL)
+    progress = Progress(recipe.name, total, len(jobs), report, quiet=total <= QUIET)
     if len(jobs) < len(records):
         report(f"going on where an earlier preparation ended: {len(records) - len(jobs)} of {len(records)} parts done")
     for index, record in run_jobs(calls, recipe.processes if several else 1, progress.advance):

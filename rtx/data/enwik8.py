@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import itertools
 import os
 import shlex
 import zipfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -35,10 +36,31 @@ LARGEST_HASHED = 1 << 30  # a wrong file larger than this is refused by its size
 
 
 @dataclass(frozen=True)
-class Enwik8Part:
-    """One split: bytes `[start, stop)` of a file, or of the only member of an archive, that was found to be enwik-8."""
+class Copy:
+    """A file or an archive that was found to be enwik-8."""
 
-    copy: SourceFile
+    file: SourceFile
+    content: bytes | None = field(default=None, repr=False)
+    """What the archive holds, so that this process inflates it once; another one has to do so again."""
+
+    def __reduce__(self) -> tuple[type[Copy], tuple[SourceFile]]:
+        return Copy, (self.file,)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[IO[bytes]]:
+        """Open the content, and say in one line what is wrong with it."""
+        if self.content is not None:
+            yield io.BytesIO(self.content)  # shares the bytes
+        else:
+            with readable(self.file.path) as file:
+                yield file
+
+
+@dataclass(frozen=True)
+class Enwik8Part:
+    """One split: bytes `[start, stop)`."""
+
+    copy: Copy
     start: int
     stop: int
     drop_newlines: bool
@@ -57,8 +79,8 @@ class Enwik8Part:
         yield self._chunks()
 
     def _chunks(self) -> Iterator[bytes]:
-        with readable(self.copy.path) as file:
-            file.seek(self.start)  # in an archive: reads all that is before
+        with self.copy.open() as file:
+            file.seek(self.start)
             left = self.size
             while left > 0 and (chunk := file.read(min(CHUNK, left))):
                 left -= len(chunk)
@@ -66,8 +88,8 @@ class Enwik8Part:
                     chunk = chunk.replace(b"\n", b"")
                 if chunk:
                     yield chunk
-        if left or listed(self.copy.path) != self.copy:
-            raise UserError(f"{self.copy.path}: changed while it was read; prepare it again")
+        if left or listed(self.copy.file.path) != self.copy.file:
+            raise UserError(f"{self.copy.file.path}: changed while it was read; prepare it again")
 
 
 def source(data: DataConfig, root: Path, report: Report) -> Source:
@@ -101,9 +123,9 @@ def checked_parts(path: str | None, drop_newlines: bool, root: Path, report: Rep
         RunFailed: the download failed.
     """
     place = download(ARCHIVE, root / "downloads", report) if path is None else local_copy(path)
-    copy = listed(place)
-    with readable(place) as file:
-        check(file, place)
+    file = listed(place)
+    with readable(place) as content:
+        copy = Copy(file, check(content, place, keep=not isinstance(content, io.BufferedReader)))
     ends = itertools.accumulate(SPLITS.values())
     return {
         split: [Enwik8Part(copy, end - size, end, drop_newlines)]
@@ -151,16 +173,23 @@ def local_copy(path: str) -> Path:
     return place
 
 
-def check(file: IO[bytes], source: Path) -> None:
-    """Read `file`, never more than enwik-8 has; raise UserError if it is something else."""
-    size, digest = 0, hashlib.sha256()
+def check(file: IO[bytes], source: Path, keep: bool) -> bytes | None:
+    """Read `file`, never more than enwik-8 has, and return it if it is to be kept: 100 MB.
+
+    Raises:
+        UserError: it is something else.
+    """
+    size, digest, kept = 0, hashlib.sha256(), []
     while chunk := file.read(CHUNK):
         size += len(chunk)
         if size > SIZE:
             raise UserError(f"{source}: expected {SIZE:,} bytes, found more; {_published()}")
         digest.update(chunk)
+        if keep:
+            kept.append(chunk)
     if size != SIZE or digest.hexdigest() != SHA256:
         raise _refused(source, size, digest.hexdigest())
+    return b"".join(kept) if keep else None
 
 
 def _member(archive: zipfile.ZipFile, source: Path) -> zipfile.ZipInfo:
