@@ -102,7 +102,8 @@ def _fill(root: Path, work: Path, recipe: Recipe, report: Report) -> None:
     tokenizer = tokenizer_for(recipe.data, recipe.source, train, work, report, recipe.processes)
     dtype = smallest_type(tokenizer.vocabulary)
     records = _tokenize(work, recipe, tokenizer, dtype, splits, report)
-    record: dict[str, Any] = {"format": FORMAT, "name": recipe.name, "source": recipe.source.place}
+    record: dict[str, Any] = {"format": FORMAT, "name": recipe.name, "options": recipe.options}
+    record |= {"source": recipe.source.place}
     record |= {"stamps": recipe.source.stamps, "image": recipe.source.image, "tokenizer": tokenizer.describe()}
     record |= {"unit": tokenizer.unit, "vocabulary": tokenizer.vocabulary, "dtype": dtype, "block": BLOCK}
     record["splits"] = _join(work, recipe, records)

@@ -153,12 +153,9 @@ def make_recipe(data: DataConfig, root: Path, report: Report = print) -> Recipe:
     recipe = Recipe(module.source(data, root, report), data)
     units = (recipe.source.units or {}).get("train")
     if units is not None:
-        check_length(
-            units,
-            "byte" if recipe.source.image is None else "dim",
-            data,
-            recipe.source.place.get("place", recipe.options),
-        )
+        unit = "dim" if recipe.source.image else "byte"
+        check_length(units, unit, data, recipe.source.place.get("place", recipe.options))
+    check_image(recipe.source.image, data)
     return recipe
 
 
@@ -170,12 +167,21 @@ def check_units(store: TokenStore, data: DataConfig) -> TokenStore:
     """
     if "train" in store.splits:
         check_length(store.count("train"), store.unit, data, store.source.get("place", store.name))
-    if store.image and data.length != (dims := store.image[0] * store.image[1] * 3):
-        raise UserError(
-            f"data.length={data.length}: expected {dims} for images of {store.image[0]} x {store.image[1]} x 3: one "
-            f"image is one sequence; give data.length={dims}"
-        )
+    check_image(store.image, data)
     return store
+
+
+def check_image(size: tuple[int, int] | None, data: DataConfig) -> None:
+    """Refuse another sequence length than that of an image; `size`: height and width.
+
+    Raises:
+        UserError: says which it must be.
+    """
+    if size and data.length != (dims := size[0] * size[1] * 3):
+        raise UserError(
+            f"data.length={data.length}: expected {dims} for images of {size[0]} x {size[1]} x 3: one image is one "
+            f"sequence; give data.length={dims}"
+        )
 
 
 def check_length(train: int, unit: str, data: DataConfig, place: str) -> None:

@@ -13,9 +13,11 @@ its own. The fingerprint names the content, the tokenizer and the stamps alone: 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,7 +144,7 @@ def open_store(folder: Path, options: str) -> TokenStore:
     except ValueError as error:
         raise DamagedStore(f"{folder}: damaged: {error}; {_mend(options)}") from error
     image = tuple(record["image"]) if record["image"] else None
-    return TokenStore(
+    store = TokenStore(
         name=record["name"],
         folder=folder,
         splits=splits,
@@ -154,6 +156,16 @@ def open_store(folder: Path, options: str) -> TokenStore:
         all_facts=facts,
         starts=starts,
     )
+    _hold(store)
+    return store
+
+
+def _hold(store: TokenStore) -> None:
+    """Share a lock on the record for as long as the store is open, so that nobody removes it meanwhile."""
+    with contextlib.suppress(OSError):  # a file system without locks, or someone who is removing it already
+        handle = os.open(store.folder / RECORD, os.O_RDONLY)
+        weakref.finalize(store, os.close, handle)
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def _mapped(path: Path, dtype: str, count: int, options: str) -> np.ndarray:

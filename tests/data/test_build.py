@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -251,6 +252,4 @@ def test_wide_ids_are_kept_whole(tmp_path, monkeypatch):
     assert store.split("train").dtype == np.uint32 and store.split("train").max() > 1 << 15
     documents = [text for part in dict(recipe.source.parts())["train"] for text in part.texts]  # type: ignore
     starts = store.documents("train")
-    assert [store.tokenizer.decode(store.split("train")[a:b]) for a, b in zip(starts, starts[1:], strict=False)] == (
-        documents
-    )
+    assert [store.tokenizer.decode(store.split("train")[a:b]) for a, b in pairwise(starts)] == documents

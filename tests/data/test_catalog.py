@@ -6,12 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rtx.config import DataConfig
-from rtx.data.catalog import data_root, make_recipe, open_files, prepare_files, verify_files
+from rtx.data import text as text_module
+from rtx.data.catalog import check_image, data_root, make_recipe, open_files, prepare_files, verify_files
+from rtx.data.store import SplitFacts, is_verified
 from rtx.data.text import SHORTEST_TEXT
 from rtx.errors import UserError
 
@@ -124,6 +127,56 @@ def test_verify_names_the_damage_and_prepare_mends_it(book, tmp_path, said):
     with pytest.raises(UserError, match=r"valid\.bin: damaged: expected 250 bytes, found 249; to rebuild"):
         open_files(text(book), root, said.append)
     assert len(said) == lines
+
+
+def test_bytes_are_compared_once_always_or_never(book, tmp_path, said):
+    root = tmp_path / "stores"
+    store = prepare_files(text(book), root, said.append)
+    path = store.folder / "train.bin"
+    raw, times = path.read_bytes(), path.stat()
+    path.write_bytes(bytes([raw[0] ^ 1]) + raw[1:])
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as damage on a disk: nothing tells that it was written
+    open_files(text(book), root)
+    open_files(replace(text(book), verify="never"), root)
+    damaged = r"train\.bin: damaged: expected crc32 [0-9a-f]{8} in block 0 of train\.bin"
+    with pytest.raises(UserError, match=damaged):
+        open_files(replace(text(book), verify="always"), root)
+    path.touch()
+    open_files(replace(text(book), verify="never"), root)
+    for _ in range(2):
+        with pytest.raises(UserError, match=damaged):
+            open_files(text(book), root)
+    path.write_bytes(raw)
+    open_files(text(book), root)
+    assert is_verified(store.folder)
+
+
+def test_files_are_documents_and_one_at_a_border_is_two(tmp_path, said, monkeypatch):
+    folder = tmp_path / "books"
+    folder.mkdir()
+    texts = [b"one two\n" * 100, b"", b"three " * 50, b"x" * 900]
+    for number, content in enumerate(texts):
+        (folder / f"{number}.txt").write_bytes(content)
+    monkeypatch.setattr(text_module, "PART", 500)
+    store = prepare_files(text(folder), tmp_path / "stores", said.append)
+    assert store.documents("train").tolist() == [0, 800, 1100, 1800]
+    assert store.documents("valid").tolist() == [0, 100] and store.documents("test").tolist() == [0, 100]
+    assert store.facts("train") == SplitFacts(1800, 1800, 200 + 50 + 1, 3)
+    parts = make_recipe(text(folder), tmp_path / "stores").source.parts()
+    assert {name: [part.size for part in listed] for name, listed in parts.items()} == {
+        "train": [800, 1000],
+        "valid": [100],
+        "test": [100],
+    }
+    monkeypatch.setattr(text_module, "PART", 1 << 26)
+    (tmp_path / "again").mkdir()
+    assert prepare_files(text(folder), tmp_path / "again", said.append).fingerprint == store.fingerprint
+
+
+def test_images_fix_the_length(book, tmp_path):
+    with pytest.raises(UserError, match=r"data.length=64: expected 3072 for images of 32 x 32 x 3.*data.length=3072$"):
+        check_image((32, 32), text(book))
+    check_image((32, 32), text(book, 3072))
 
 
 def test_the_advice_is_a_command_that_can_be_pasted(tmp_path):
