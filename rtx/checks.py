@@ -204,14 +204,6 @@ def source_checks(config: Config) -> list[tuple[bool, str]]:
         ),
         (data.name != "text" or data.path is not None, "data=text needs data.path=<file, folder or glob>"),
         (
-            data.newlines == "keep" or data.name == "enwik8",
-            f"data.newlines={data.newlines} is for data=enwik8 alone, not for data={data.name}",
-        ),
-        (
-            data.tokenizer == "bytes" or data.name not in ("cifar10", "imagenet64", "images", "recall"),
-            f"data.tokenizer={data.tokenizer} is for text; data={data.name} takes data.tokenizer=bytes",
-        ),
-        (
             data.name != "stdlib" or data.path is None,
             f"data.path={data.path} is not read by data=stdlib; use data=text data.path={data.path}",
         ),

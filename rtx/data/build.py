@@ -24,7 +24,7 @@ from rtx.data.source import Part, Tokenizer
 from rtx.data.store import RECORD, DamagedStore, fingerprint, mark_verified, verify_store
 from rtx.data.tokenizers import tokenizer_for
 from rtx.data.workers import Job, run_jobs
-from rtx.errors import UserError
+from rtx.errors import RunFailed, UserError
 
 PAYS = {"byte": 1 << 26}
 PAYS_OTHERWISE = 1 << 23
@@ -38,7 +38,8 @@ RESTING = 24 * 3600.0
 def build_store(root: Path, recipe: Recipe, report: Report = print) -> None:
     """Write the store of `recipe` beside its place and rename it there; the caller holds the lock.
 
-    A Ctrl-C or a kill leaves what is finished for the next preparation; an error leaves nothing.
+    What is finished is left for the next preparation by a Ctrl-C, a kill, a lost process or connection; a wrong source
+    and a full disk leave nothing.
 
     Raises:
         RunFailed: the disk is full, or a download failed.
@@ -54,7 +55,7 @@ def build_store(root: Path, recipe: Recipe, report: Report = print) -> None:
                 _fill(root, work, recipe, report)
             install(work, folder)
     except BaseException as error:
-        if isinstance(error, Exception) or not _is_worth_keeping(work):
+        if not (_may_pass(error) and _is_worth_keeping(work)):
             shutil.rmtree(work, ignore_errors=True)
         raise
 
@@ -83,6 +84,13 @@ def _is_whole(work: Path, recipe: Recipe) -> bool:
         shutil.rmtree(work)
         return False
     return True
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether the same preparation may succeed another time: it was stopped, or failed, but not for want of space."""
+    if isinstance(error, RunFailed):
+        return not isinstance(error.__cause__, OSError)
+    return not isinstance(error, Exception)
 
 
 def _is_worth_keeping(work: Path) -> bool:

@@ -79,9 +79,7 @@ def open_files(data: DataConfig, root: Path, report: Report = print) -> TokenSto
     """
     recipe = make_recipe(data, root, report)
     folder = recipe.folder(root)
-    if not folder.exists():
-        return _prepare(recipe, root, report)
-    store = open_store(folder, recipe.options)
+    store = open_store(folder, recipe.options) if folder.exists() else _prepare(recipe, root, report)
     if data.verify == "always" or (data.verify == "once" and not is_verified(folder)):
         store = verify_store(folder, recipe.options)
     return check_units(store, data)

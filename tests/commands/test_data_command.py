@@ -75,14 +75,6 @@ def test_only_keys_of_data_are_taken(tmp_path, monkeypatch, capsys):
         (["remove", "text-12"], "rtx: text-12: no store of this name in "),
         (["remove", "data=recall"], "rtx: data=recall: made on the fly, nothing on disk to remove\n"),
         (["info"], "rtx: "),
-        (
-            ["prepare", "data.newlines=drop"],
-            "rtx: data.newlines=drop is for data=enwik8 alone, not for data=stdlib\n",
-        ),
-        (
-            ["prepare", "data=cifar10", "data.tokenizer=words"],
-            "rtx: data.tokenizer=words is for text; data=cifar10 takes data.tokenizer=bytes\n",
-        ),
         (["prepare", "data=text"], "rtx: data=text needs data.path=<file, folder or glob>\n"),
         (
             ["prepare", "data=enwik8", "data.path=nowhere"],

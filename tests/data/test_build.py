@@ -193,20 +193,31 @@ def test_a_signal_ends_all_processes(tmp_path, number):
     ("fault", "kind", "message"),
     [
         ("user", UserError, "^a.txt: no text$"),
-        ("failed", RunFailed, "^the server is gone$"),
         ("full", RunFailed, "no space left to write; free some"),
     ],
 )
-def test_an_error_leaves_nothing(tmp_path, processes, fault, kind, message):
+def test_a_wrong_source_and_a_full_disk_leave_nothing(tmp_path, processes, fault, kind, message):
     with pytest.raises(kind, match=message):
         build_store(tmp_path, book(fault=fault, processes=processes))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_process_that_is_killed_is_told(tmp_path):
-    with pytest.raises(RunFailed, match="was killed by signal 9"):
-        build_store(tmp_path, book(fault="die", processes=3))
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize(
+    ("fault", "message"), [("die", "was killed by signal 9; if memory ran out"), ("failed", "^the server is gone$")]
+)
+def test_what_may_pass_leaves_what_is_finished(tmp_path, plain, said, fault, message):
+    with pytest.raises(RunFailed, match=message):
+        build_store(tmp_path, book(fault=fault, at=6, processes=2))
+    assert [path.suffix for path in tmp_path.iterdir() if path.name != "plain"] == [".work"]
+    recipe = book(processes=2)
+    build_store(tmp_path, recipe, said.append)
+    assert content(recipe.folder(tmp_path)) == plain
+    assert said[0].startswith("going on where an earlier preparation ended: ")
+    (tmp_path / "first").mkdir()
+    with pytest.raises(RunFailed, match=message):
+        build_store(tmp_path / "first", book(fault=fault, at=0, processes=2))
+    left = {path.suffix for path in (tmp_path / "first").iterdir()}
+    assert left <= {".work"}
 
 
 def test_old_unfinished_preparations_go_and_young_ones_stay(tmp_path):
