@@ -182,6 +182,8 @@ def _join(work: Path, recipe: Recipe, records: Mapping[Place, dict[str, Any]]) -
                 f"{recipe.options}: the source changed while it was read: expected {known[name]:,} units of split "
                 f"{name}, found {found:,}; prepare it again"
             )
+        if image := recipe.source.image:
+            assert found == sum(records[place]["documents"] for place in places) * image[0] * image[1] * 3, found
         if not found:
             raise UserError(f"{recipe.options}: expected at least one unit in split {name}, found none; give more")
         splits[name] = join_parts(places, [records[place] for place in places], recipe.source.image is not None)

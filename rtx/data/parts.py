@@ -86,34 +86,25 @@ def write_part(
         OSError: it cannot be written.
     """
     meter, sums = Meter(not images, advance), Sums()
-    starts, units, documents = array("q"), 0, 0
+    kind = np.dtype(dtype).newbyteorder("<")
+    starts = array("q")
     temporary = place.path("tmp")
     with open(temporary, "wb") as file:
         for document in part.documents():
-            documents += 1
-            if not images:
-                starts.append(units)
+            starts.append(sums.size // kind.itemsize)
             for ids in tokenizer.encode(meter.reading(document)):
-                if not len(ids):
-                    continue
-                assert ids.dtype == np.uint8 or ids.max() < tokenizer.vocabulary, ids.max()
-                raw = np.ascontiguousarray(ids, dtype=np.dtype(dtype).newbyteorder("<")).data.cast("B")
-                file.write(raw)
-                sums.update(raw)
-                units += len(ids)
+                if len(ids):
+                    assert ids.dtype == np.uint8 or ids.max() < tokenizer.vocabulary, ids.max()
+                    raw = np.ascontiguousarray(ids, dtype=kind).data.cast("B")
+                    file.write(raw)
+                    sums.update(raw)
     os.replace(temporary, place.path("bin"))
-    record: dict[str, Any] = {
-        "of": place.of,
-        "size": part.size,
-        "units": units,
-        "bytes": meter.bytes,
-        "words": meter.words,
-    }
-    record |= {"documents": documents, "stored": sums.size, **sums.describe()}
     raw = np.frombuffer(starts, dtype=np.int64).astype("<i8").tobytes()
     if not images:
         place.path("docs").write_bytes(raw)
-    record["starts"] = hashlib.sha256(raw).hexdigest()
+    record: dict[str, Any] = {"of": place.of, "size": part.size, "units": sums.size // kind.itemsize}
+    record |= {"bytes": meter.bytes, "words": meter.words, "documents": len(starts), "stored": sums.size}
+    record |= {**sums.describe(), "starts": hashlib.sha256(raw).hexdigest()}
     temporary.write_text(json.dumps(record))
     os.replace(temporary, place.path("json"))
     return record
