@@ -29,7 +29,7 @@ COMMANDS = {
     "audit": "change the future and see what of the past moves, and its price in bits",
     "sample": "generate from a run",
     "plan": "count parameters, FLOPs and memory of a run, and run nothing",
-    "data": "prepare or verify a data set",
+    "data": "prepare, verify, look at, list or remove data sets",
 }
 COMPOSING = ("train", "plan")
 """Commands whose words make a configuration."""

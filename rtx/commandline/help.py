@@ -18,7 +18,7 @@ COMPOSING = "[group=option ...] [key=value ...] [--cfg job] [--info]"
 USAGE = RUN_USAGE | {
     "train": f"rtx train {COMPOSING} [-m]",
     "plan": f"rtx plan {COMPOSING}",
-    "data": "rtx data prepare|verify [data=text] [data.path=book.txt]",
+    "data": "rtx data prepare|verify|info|remove [data=text] [data.path=book.txt] | list | remove <store>",
 }
 ABOUT = {
     "train": """Trains a model and writes outputs/<name>/<run>/: configuration, metrics, checkpoints, a sample. Every
@@ -38,7 +38,10 @@ ABOUT = {
     "sample": """Generates from a run's checkpoint, one unit after the other, and prints as it goes. Keys of sample may
         be written short: length=2000 is sample.length=2000.""",
     "plan": """Counts parameters, FLOPs and memory of what rtx train would run with the same words; runs nothing.""",
-    "data": """Prepares a data set's token store below data/ (or RTX_DATA), or verifies the one that is there.""",
+    "data": """Token stores below data/ (or RTX_DATA): prepare makes one, or goes on where a killed preparation ended;
+        verify compares every byte with its checksums; info says what is in it and shows examples; list says what is
+        on disk, downloads too; remove deletes a store, chosen by the words that prepared it or by its name in the list.
+        The store of a data set that a run needs is prepared by itself.""",
 }
 SHOWING = (
     ("--cfg job", "print the configuration and stop; --package trainer prints a part of it"),

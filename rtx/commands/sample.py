@@ -8,7 +8,7 @@ import torch
 
 from rtx.commandline.vocabulary import run_folder
 from rtx.config import Config
-from rtx.data.tokenizers import ByteTokenizer
+from rtx.data.tokenizers import ByteTokenizer, encode_text
 from rtx.errors import UserError
 from rtx.model.decoding import generate
 from rtx.report.text import TextStream
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
         raise UserError("a run on data=recall has no text to write; rtx eval says how many answers it has right")
     wish = config.sample
     tokenizer = ByteTokenizer()
-    prompt = torch.from_numpy(tokenizer.encode(wish.prompt).astype("int64"))[None]
+    prompt = torch.from_numpy(encode_text(tokenizer, wish.prompt))[None]
     check_length(config, prompt.shape[1])
     trained = load_trained(
         folder, config, wish.checkpoint, tokenizer.vocabulary, lambda line: print(line, file=sys.stderr)

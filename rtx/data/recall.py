@@ -120,6 +120,7 @@ class RecallStore:
             "vocabulary": self.vocabulary,
             "unit": self.unit,
             "splits": {name: len(tokens) for name, tokens in self.held_out.items()},
+            "stamps": {},
             "source": {"place": "made as it is asked for", **self.settings},
             "folder": None,
         }
