@@ -72,3 +72,28 @@ def articles(count: int, seed: int = 0) -> bytes:
             text = prose(draw.randint(20, 60), draw.randint(0, 10**6)).replace(b"\n", b" ").strip()
             lines += [b" " + text.replace(b".", b" .") + b" <unk> ", b" "]
     return b"\n".join(lines) + b"\n"
+
+
+def write_rows(path: Path, rows: Sequence[bytes], group: int = 1000, **columns: Sequence[Any]) -> Path:
+    """Write a parquet file with column `text` (bytes that need not be UTF-8), and others, `group` rows to a group."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = pa.array(rows, pa.binary()).view(pa.string())
+    parquet.write_table(pa.table({**columns, "text": text}), path, row_group_size=group)
+    return path
+
+
+def write_books(path: Path, texts: Sequence[bytes], group: int = 2) -> Path:
+    """Write books in the schema of PG-19 on the hub."""
+    import pyarrow as pa
+
+    titles = [f"Book {number}" for number in range(len(texts))]
+    years = pa.array([1800] * len(texts), pa.int32())
+    return write_rows(path, texts, group, short_book_title=titles, publication_date=years, url=titles)
+
+
+def read(parts: Sequence[Any]) -> list[bytes]:
+    """Return the documents of all parts."""
+    return [b"".join(document) for part in parts for document in part.documents()]
