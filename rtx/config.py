@@ -317,6 +317,22 @@ class AuditConfig:
 
 
 @dataclass
+class AnalyzeConfig:
+    """What the heads of a run read."""
+
+    split: str = one_of("valid", "test", "train")
+    """Part of the data to take sequences from."""
+    sequences: int = ranged(1, low=1)
+    """Sequences read; draws take them in turn."""
+    draws: int = ranged(10, low=1, high=10_000)
+    """Pairs of heads drawn for each layer and kind of pair."""
+    seed: int = ranged(0, low=0, high=2**31 - 1)
+    """Seed of the sequences and of the draws."""
+    checkpoint: str = one_of("best", "last")
+    """Checkpoint of the run to look into."""
+
+
+@dataclass
 class Config:
     """A whole run."""
 
@@ -330,6 +346,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
+    analyze: AnalyzeConfig = field(default_factory=AnalyzeConfig)
     seed: int = ranged(0, low=0, high=2**32 - 1)
     """Seed of everything but sample.seed: weights, batches, dropout, random heads, the windows of eval.limit."""
     name: str = "rtx"

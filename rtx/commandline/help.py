@@ -35,6 +35,9 @@ ABOUT = {
         each. Without a run it audits a fresh model of the configuration that the words compose, or with
         audit.module=package.module:callable the model that the callable returns. Behind a run, keys of audit may be
         written short.""",
+    "analyze": """Looks at what the heads of a run read. divergence: the Jensen-Shannon divergence between the attention
+        of heads of one layer, local and routing, drawn at random (the paper's Table 6). Keys of analyze may be written
+        short: draws=20 is analyze.draws=20.""",
     "sample": """Generates from a run's checkpoint, one unit after the other, and prints as it goes. Keys of sample may
         be written short: length=2000 is sample.length=2000.""",
     "plan": """Counts parameters, FLOPs and memory of what rtx train would run with the same words; runs nothing.""",
@@ -55,11 +58,12 @@ SWEEPING = (
 FLAGS = {"train": (SWEEPING, *SHOWING), "plan": SHOWING}
 # The groups and sections whose options and keys a command takes; "" stands for the keys outside all sections.
 PARTS = {
-    "train": (*GROUPS, "trainer", "eval", "audit", "sample", ""),
-    "plan": (*GROUPS, "trainer", "eval", "audit", "sample", ""),
+    "train": (*GROUPS, "trainer", "eval", "audit", "analyze", "sample", ""),
+    "plan": (*GROUPS, "trainer", "eval", "audit", "analyze", "sample", ""),
     "resume": ("trainer", "hardware", "logger"),
     "eval": ("eval", "data", "hardware", ""),
     "audit": ("audit", "data", "hardware"),
+    "analyze": ("analyze", "data", "hardware"),
     "sample": ("sample", "hardware"),
     "data": ("data",),
 }
