@@ -256,6 +256,8 @@ class EvalConfig:
     """Score a seeded sample of this many windows only; the result is marked partial."""
     batch_size: int | None = ranged(None, low=1)
     """Windows scored at once; unset: as many as make 16,384 units."""
+    protocol: str = one_of("whole", "released")
+    """whole: every unit of the split once; released: the text as the paper's released code reads it, parts left out."""
     checkpoint: str = one_of("best", "last")
     """Checkpoint of the run to score."""
     ablate: str = one_of("none", "routing", "local", "random")

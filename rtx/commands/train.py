@@ -14,17 +14,20 @@ import torch
 
 from rtx.analysis.telemetry import read_telemetry
 from rtx.attention.kmeans import initialise_from_data
+from rtx.commands.eval import measured
 from rtx.compose import compose, to_dict, to_yaml, with_absolute_path
 from rtx.config import Config
 from rtx.data.baselines import baselines
 from rtx.data.catalog import Store, data_root, open_data
 from rtx.data.recall import RecallStore
+from rtx.data.released import Reading
 from rtx.data.sampler import Items, MadeItems, TrainingItems, training_batches
 from rtx.data.store import TokenStore
 from rtx.data.windows import windows
 from rtx.errors import RunFailed, UserError
 from rtx.model.decoding import generate
 from rtx.model.transformer import Transformer
+from rtx.report.measures import further_lines, stamp_phrases
 from rtx.report.summary import answers_line, closing_lines, protocol_line
 from rtx.report.text import printable
 from rtx.training.checkpoints import Checkpoint, check_shapes, newest_checkpoint
@@ -168,7 +171,7 @@ def train(
             )
         )
         if status:
-            record_end(status, outcome, store.unit)
+            record_end(status, outcome, store.unit, final_measures(config, store, outcome))
     signals.release()
     if status:
         print(closing(config, store, outcome, folder))
@@ -197,10 +200,10 @@ def record_start(config: Config, folder: Path, resumption: Resumption | None, fa
         write_config(config, folder)
 
 
-def record_end(status: Status, outcome: Outcome, unit: str) -> None:
+def record_end(status: Status, outcome: Outcome, unit: str, measures: dict[str, Any]) -> None:
     """Write the status of a finished run."""
     score = outcome.final
-    final = {"bits": score.bits, "unit": unit, "units": score.units, "se": score.standard_error}
+    final = {"bits": score.bits, "unit": unit, "units": score.units, "se": score.standard_error, **measures}
     if score.accuracy is not None:
         final["accuracy"] = score.accuracy
     status.update(step=outcome.step, seconds=outcome.seconds, best=outcome.best, final=final)
@@ -295,10 +298,20 @@ def closing(config: Config, store: Store, outcome: Outcome, folder: Path) -> str
         time_up=outcome.time_up,
         bits=outcome.final.bits,
         unit=store.unit,
-        protocol=protocol_line(config, "valid", store.unit, outcome.final.units),
+        protocol=protocol_line(
+            config, "valid", store.unit, outcome.final.units, stamps=stamp_phrases(store.stamps, "valid")
+        ),
         baselines=others,
+        further=further_lines(store.unit, final_measures(config, store, outcome)),
         answers="" if accuracy is None else answers_line(accuracy, 1 / config.data.values),
     )
+
+
+def final_measures(config: Config, store: Store, outcome: Outcome) -> dict[str, Any]:
+    """Return the validation score of a finished run in every measure that its text has."""
+    reading = Reading(store.split("valid"))
+    every = windows(len(reading.tokens), config.data.length, config.eval.stride)
+    return measured(store, "valid", reading, every, outcome.final, partial=False)
 
 
 def print_sample(model: Transformer, store: TokenStore, folder: Path, step: int) -> None:

@@ -15,7 +15,7 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from struct import pack
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -44,6 +44,8 @@ class RecallStore:
     name = "recall"
     unit = "answer"
     """What is counted and scored, in words."""
+    image = None
+    stamps: ClassVar[dict[str, Any]] = {}
 
     @property
     def vocabulary(self) -> int:
@@ -120,7 +122,7 @@ class RecallStore:
             "vocabulary": self.vocabulary,
             "unit": self.unit,
             "splits": {name: len(tokens) for name, tokens in self.held_out.items()},
-            "stamps": {},
+            "stamps": self.stamps,
             "source": {"place": "made as it is asked for", **self.settings},
             "folder": None,
         }

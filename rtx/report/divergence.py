@@ -10,7 +10,7 @@ NAMES = {"routed": "routing"}
 
 def divergence_table(result: Mapping[str, Any]) -> list[str]:
     """Return the lines of the table of a `rtx analyze divergence` result."""
-    kinds = list(dict.fromkeys(tuple(row["kind"]) for row in result["layers"]))
+    kinds: list[tuple[str, ...]] = list(dict.fromkeys(tuple(row["kind"]) for row in result["layers"]))
     cells = {(row["layer"], tuple(row["kind"])): row for row in result["layers"]}
     heads = [" ".join(NAMES.get(name, name) for name in kind) for kind in kinds]
     drawn = f"mean and deviation of {result['analyze']['draws']} pairs of heads"
