@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from rtx.analysis.telemetry import read_telemetry
@@ -20,6 +21,7 @@ from rtx.data.baselines import baselines
 from rtx.data.catalog import Store, data_root, open_data
 from rtx.data.recall import RecallStore
 from rtx.data.sampler import Items, MadeItems, TrainingItems, training_batches
+from rtx.data.sheet import png_grid
 from rtx.data.store import TokenStore
 from rtx.data.windows import windows
 from rtx.errors import RunFailed, UserError
@@ -47,6 +49,8 @@ from rtx.training.signals import Signals, Stopped, announce_parent, go_with_pare
 from rtx.training.status import Status
 
 SAMPLE_LENGTH, SAMPLE_TEMPERATURE, SAMPLE_SEED = 240, 0.8, 0
+SAMPLE_UNITS = 3072
+"""Sub-pixels of a sample image: all of one of 32 x 32, the upper rows of a larger one."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +220,8 @@ def training_items(config: Config, store: Store) -> Items:
     """Return the sequences to train on, by their number."""
     if isinstance(store, RecallStore):
         return MadeItems(store.sequence, config.seed, config.trainer.batch_size)
-    return TrainingItems(store.split("train"), config.data.length, config.seed, config.trainer.batch_size)
+    whole = store_image(store) is not None
+    return TrainingItems(store.split("train"), config.data.length, config.seed, config.trainer.batch_size, whole)
 
 
 def build_model(config: Config, store: Store, items: Items, start: Checkpoint | None) -> Transformer:
@@ -301,14 +306,29 @@ def closing(config: Config, store: Store, outcome: Outcome, folder: Path) -> str
     )
 
 
+def store_image(store: Store) -> tuple[int, int] | None:
+    """Return height and width of the images of a store; None: it holds text, or is made on the fly."""
+    return getattr(store, "image", None)
+
+
 def print_sample(model: Transformer, store: TokenStore, folder: Path, step: int) -> None:
-    """Print and keep a short text that the model writes from nothing.
+    """Print and keep a short text that the model writes from nothing; of a model of images, keep an image.
 
     Raises:
         RunFailed: it cannot be kept.
     """
     generator = torch.Generator().manual_seed(SAMPLE_SEED)
     empty = torch.empty(1, 0, dtype=torch.int64)
+    if image := store_image(store):
+        canvas = np.zeros(image[0] * image[1] * 3, dtype=np.uint8)
+        rows = min(image[0], max(1, SAMPLE_UNITS // (3 * image[1])))
+        draws = generate(model, empty, rows * 3 * image[1], temperature=SAMPLE_TEMPERATURE, generator=generator)
+        for place, unit in enumerate(draws):
+            canvas[place] = int(unit)
+        path = save_sample(folder, step, SAMPLE_SEED, png_grid([canvas], image), "png")
+        part = "" if rows == image[0] else f", the first {rows} of its {image[0]} rows"
+        print(f"a sample image (temperature {SAMPLE_TEMPERATURE}{part}): {shown(path)}")
+        return
     positions = model.embedding.positions
     length = SAMPLE_LENGTH if positions is None else min(SAMPLE_LENGTH, positions.length)
     draws = generate(model, empty, length, temperature=SAMPLE_TEMPERATURE, generator=generator)

@@ -223,6 +223,11 @@ class RecordPart:
     rows: Rows
     want: Want
 
+    @property
+    def size(self) -> int:
+        """Bytes that it delivers."""
+        return len(self.rows) * self.want.units
+
     def documents(self) -> Iterator[Document]:
         """Yield each image, its planes interleaved; raises UserError where a record is none of CIFAR-10's."""
         if self.member is None:

@@ -43,6 +43,11 @@ class FilesPart:
     paths: tuple[Path, ...]
     want: Want
 
+    @property
+    def size(self) -> int:
+        """Bytes that it delivers."""
+        return len(self.paths) * self.want.units
+
     def documents(self) -> Iterator[Document]:
         """Yield each image; raises UserError naming the file where one cannot be read or has another size."""
         for path in self.paths:
@@ -150,6 +155,11 @@ class TarPart:
     offset: int
     rows: Rows
     want: Want
+
+    @property
+    def size(self) -> int:
+        """Bytes that it delivers."""
+        return len(self.rows) * self.want.units
 
     def documents(self) -> Iterator[Document]:
         """Yield each image; raises UserError naming archive and member where one cannot be decoded."""

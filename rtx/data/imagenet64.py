@@ -189,6 +189,11 @@ class ArrayPart:
     rows: Rows
     want: Want
 
+    @property
+    def size(self) -> int:
+        """Bytes that it delivers."""
+        return len(self.rows) * self.want.units
+
     def documents(self) -> Iterator[Document]:
         """Yield each image; raises UserError where they have another size."""
         images_BHWC = _mapped(self.path)

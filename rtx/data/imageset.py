@@ -7,6 +7,7 @@ parquet file, a tar, an array, a folder; its parts take runs of about 5,000 of t
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rtx.config import DataConfig
+from rtx.config import DataConfig, image_side
 from rtx.data.files import SourceFile
 from rtx.data.permutation import permuted
 from rtx.data.pixels import Want
@@ -32,6 +33,10 @@ class Rows:
     first: int
     stop: int
     mask: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return self.stop - self.first if self.mask is None else int(np.count_nonzero(self.mask))
 
     def takes(self, index: int) -> bool:
         """Tell whether image `index` of the file is among them."""
@@ -179,6 +184,24 @@ def check_held_out(data: DataConfig, train: int) -> None:
             f"data.held_out={data.held_out}: expected fewer than the {train:,} training images; "
             f"hold out fewer, such as data.held_out={train // 10}"
         )
+
+
+def image_shape(data: DataConfig, record: Mapping[str, Any]) -> tuple[int, int]:
+    """Return height and width of the images that a run was trained on.
+
+    Args:
+        record: what the run recorded of its data; its `image` is asked first.
+
+    Raises:
+        UserError: neither record nor settings say.
+    """
+    if record.get("image"):
+        height, width = record["image"]
+        return height, width
+    side = image_side(data) or math.isqrt(data.length // 3)
+    if 3 * side**2 != data.length:
+        raise UserError(f"data.length={data.length}: the run does not say the height and width of its images")
+    return side, side
 
 
 def image_options(data: DataConfig, length: int | None = None) -> str:

@@ -50,6 +50,11 @@ class TablePart:
     rows: Rows
     want: Want
 
+    @property
+    def size(self) -> int:
+        """Bytes that it delivers."""
+        return len(self.rows) * self.want.units
+
     def documents(self) -> Iterator[Document]:
         """Yield each image; raises UserError naming file and row where one cannot be decoded or has another size."""
         read = self._arrays if self.nested else self._files
