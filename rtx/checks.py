@@ -263,7 +263,10 @@ def image_checks(config: Config) -> list[tuple[bool, str]]:
             side is None or data.length == 3 * side**2,
             f"data.length={data.length} must be {3 * (side or 0) ** 2} = {side} x {side} x 3: an image is one sequence",
         ),
-        (data.length % 3 == 0, f"data.length={data.length} must be height x width x 3: an image is one sequence"),
+        (
+            side is not None or data.length % 3 == 0,
+            f"data.length={data.length} must be height x width x 3: an image is one sequence",
+        ),
     ]
 
 

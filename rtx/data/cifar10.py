@@ -6,7 +6,6 @@ Lossless PNG and raw pixels follow the protocol; JPEG inside a parquet file is r
 from __future__ import annotations
 
 import glob
-import os
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -233,18 +232,19 @@ class RecordPart:
         if self.member is None:
             try:
                 with open(self.path, "rb") as file:
+                    file.seek(self.rows.first * RECORD)
                     yield from self._images(file, str(self.path))
             except OSError as error:
                 raise UserError(f"{self.path}: cannot be read: {error.strerror}") from error
             return
         for member, file in tar_members(self.path, LARGEST):
             if member.name == self.member:
+                file.skip(self.rows.first * RECORD)
                 yield from self._images(file, f"{self.path}: {member.name}")
                 return
         raise UserError(f"{self.path}: expected a member {self.member}, found none; get {ARCHIVE.url}")
 
     def _images(self, file: Any, where: str) -> Iterator[Document]:
-        file.seek(self.rows.first * RECORD, os.SEEK_SET)
         for first in range(self.rows.first, self.rows.stop, RECORDS):
             count = min(RECORDS, self.rows.stop - first)
             raw = file.read(count * RECORD)

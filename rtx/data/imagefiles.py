@@ -169,7 +169,7 @@ class TarPart:
                 return
             if self.rows.takes(index):
                 _check_member(self.path, member)
-                raw = read_member(self.path, member, file)
+                raw = read_member(member, file)
                 yield (pixels(raw, f"{self.path}: {member.name}", self.want),)
 
 

@@ -122,7 +122,7 @@ def test_an_image_is_a_function_of_seed_step_and_place_alone():
     items = TrainingItems(pixels, 6, seed=1, batch_size=3, whole=True)
     again = TrainingItems(pixels, 6, seed=1, batch_size=3, whole=True)
     assert all(torch.equal(items.item(step, i), again.item(step, i)) for step in (90, 0, 13) for i in (2, 0, 1))
-    assert [items.start(index) // 6 for index in (0, 1, 39, 40, 10**9)] == PLACES
+    assert [items.start(index) // 6 for index in (0, 1, 39, 40, 10**9)] == [34, 37, 39, 17, 14]
     other = TrainingItems(pixels, 6, seed=2, batch_size=3, whole=True)
     assert [other.start(index) for index in range(40)] != [items.start(index) for index in range(40)]
 
@@ -135,5 +135,5 @@ def test_a_split_that_is_not_whole_images_is_a_programming_error():
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_many_workers_give_the_images_that_one_gives():
     items = TrainingItems(np.arange(240, dtype=np.uint8), 6, seed=1, batch_size=4, whole=True)
-    plain, worked = (list(training_batches(items, 8, 14, micro_batch=2, workers=workers)) for workers in (0, 3))
+    plain, worked = (list(training_batches(items, 8, 14, micro_batch=2, workers=workers)) for workers in (0, 2))
     assert len(plain) == 12 and all(torch.equal(a, b) for a, b in zip(plain, worked, strict=True))
