@@ -214,14 +214,6 @@ def source_checks(config: Config) -> list[tuple[bool, str]]:
         ),
         (data.name != "text" or data.path is not None, "data=text needs data.path=<file, folder or glob>"),
         (
-            data.newlines == "keep" or data.name == "enwik8",
-            f"data.newlines={data.newlines} is for data=enwik8 alone, not for data={data.name}",
-        ),
-        (
-            data.tokenizer == "bytes" or data.name not in ("cifar10", "imagenet64", "images", "recall"),
-            f"data.tokenizer={data.tokenizer} is for text; data={data.name} takes data.tokenizer=bytes",
-        ),
-        (
             data.name != "stdlib" or data.path is None,
             f"data.path={data.path} is not read by data=stdlib; use data=text data.path={data.path}",
         ),
@@ -238,11 +230,15 @@ def image_checks(config: Config) -> list[tuple[bool, str]]:
     checks = [
         (
             data.newlines == "keep" or data.name == "enwik8",
-            f"data.newlines={data.newlines} has no place in data={data.name}: it is how data=enwik8 may be read",
+            f"data.newlines={data.newlines} is for data=enwik8 alone, not for data={data.name}",
+        ),
+        (
+            data.tokenizer == "bytes" or data.name not in (*IMAGE_SETS, "recall"),
+            f"data.tokenizer={data.tokenizer} is for text; data={data.name} takes data.tokenizer=bytes",
         ),
         (
             data.size is None or data.name in IMAGE_SETS,
-            f"data.size={data.size} has no place in data={data.name}: it scales images ({', '.join(IMAGE_SETS)})",
+            f"data.size={data.size} is for images ({', '.join(IMAGE_SETS)}), not for data={data.name}",
         ),
     ]
     if data.name not in IMAGE_SETS:
@@ -254,10 +250,6 @@ def image_checks(config: Config) -> list[tuple[bool, str]]:
         (
             stride in (None, data.length),
             f"eval.stride={stride} has no place in data={data.name}, whose images are scored whole",
-        ),
-        (
-            data.tokenizer == "bytes",
-            f"data.tokenizer={data.tokenizer} has no place in data={data.name}: the units of images are sub-pixels",
         ),
         (
             side is None or data.length == 3 * side**2,

@@ -308,7 +308,7 @@ def closing(config: Config, store: Store, outcome: Outcome, folder: Path) -> str
 
 def store_image(store: Store) -> tuple[int, int] | None:
     """Return height and width of the images of a store; None: it holds text, or is made on the fly."""
-    return getattr(store, "image", None)
+    return store.image if isinstance(store, TokenStore) else None
 
 
 def print_sample(model: Transformer, store: TokenStore, folder: Path, step: int) -> None:
