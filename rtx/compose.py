@@ -74,9 +74,9 @@ def compose_unresolved(overrides: Sequence[str]) -> tuple[Config, dict[str, str 
 def with_image_length(config: Config, overrides: Sequence[str]) -> Config:
     """Return a configuration with the N that its images ask for, whatever a model preset wrote; overrides win."""
     data = config.data
-    side = image_side(data) if data.name in IMAGE_SETS else None
-    if side is None or any(override.lstrip("+").startswith("data.length=") for override in overrides):
+    if data.name not in IMAGE_SETS or any(each.lstrip("+").startswith("data.length=") for each in overrides):
         return config
+    side = image_side(data) or 32  # data=images: as conf/data has it; where it is wrong, the first image says so
     return dataclasses.replace(config, data=dataclasses.replace(data, length=3 * side**2))
 
 

@@ -55,6 +55,7 @@ def test_images_fix_the_length_whatever_a_model_writes_and_the_command_line_wins
     assert compose(["data=cifar10", "model=rt24"]).data.length == 3072
     assert compose(["data=cifar10", "data.size=16"]).data.length == 768
     assert compose(["data=imagenet64"]).data.length == 12288
+    assert compose(["data=images", "data.path=cats"]).data.length == 3072
     with pytest.raises(UserError, match=r"data\.length=256 must be 3072 = 32 x 32 x 3"):
         compose(["data=cifar10", "data.length=256"])
 
