@@ -266,10 +266,12 @@ class EvalConfig:
 
 @dataclass
 class SampleConfig:
-    """Generating text."""
+    """Generating text or images."""
 
-    length: int = ranged(1000, low=1)
-    """Units to generate."""
+    length: int | None = ranged(None, low=1)
+    """Units to generate; unset: 1,000 of text, a whole image of N."""
+    count: int = ranged(1, low=1, high=1024)
+    """Images to generate, side by side in one picture (image sets)."""
     temperature: float = ranged(1.0, low=0.0)
     """Divides the logits; 0: always the most likely unit."""
     top_k: int | None = ranged(None, low=1)
@@ -353,6 +355,15 @@ class Config:
     """Seed of everything but sample.seed: weights, batches, dropout, random heads, the windows of eval.limit."""
     name: str = "rtx"
     """Folder of the run below outputs/, and its name in Weights & Biases."""
+
+
+IMAGE_SETS = {"cifar10": 32, "imagenet64": 64, "images": None}
+"""Data sets of images, and the side of their images where it is fixed."""
+
+
+def image_side(data: DataConfig) -> int | None:
+    """Height and width that the images of a set are known to have: data.size, or the set's own; None: not known."""
+    return data.size or IMAGE_SETS[data.name]
 
 
 def base_patterns(model: ModelConfig) -> list[str]:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from rtx.analysis.telemetry import read_telemetry
@@ -22,6 +23,7 @@ from rtx.data.catalog import Store, data_root, open_data
 from rtx.data.recall import RecallStore
 from rtx.data.released import Reading
 from rtx.data.sampler import Items, MadeItems, TrainingItems, training_batches
+from rtx.data.sheet import png_grid
 from rtx.data.store import TokenStore
 from rtx.data.windows import windows
 from rtx.errors import RunFailed, UserError
@@ -50,6 +52,8 @@ from rtx.training.signals import Signals, Stopped, announce_parent, go_with_pare
 from rtx.training.status import Status
 
 SAMPLE_LENGTH, SAMPLE_TEMPERATURE, SAMPLE_SEED = 240, 0.8, 0
+SAMPLE_UNITS = 3072
+"""Sub-pixels of a sample image: all of one of 32 x 32, the upper rows of a larger one."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +223,8 @@ def training_items(config: Config, store: Store) -> Items:
     """Return the sequences to train on, by their number."""
     if isinstance(store, RecallStore):
         return MadeItems(store.sequence, config.seed, config.trainer.batch_size)
-    return TrainingItems(store.split("train"), config.data.length, config.seed, config.trainer.batch_size)
+    whole = store.image is not None
+    return TrainingItems(store.split("train"), config.data.length, config.seed, config.trainer.batch_size, whole)
 
 
 def build_model(config: Config, store: Store, items: Items, start: Checkpoint | None) -> Transformer:
@@ -315,13 +320,23 @@ def final_measures(config: Config, store: Store, outcome: Outcome) -> dict[str, 
 
 
 def print_sample(model: Transformer, store: TokenStore, folder: Path, step: int) -> None:
-    """Print and keep a short text that the model writes from nothing.
+    """Print and keep a short text that the model writes from nothing; of a model of images, keep an image.
 
     Raises:
         RunFailed: it cannot be kept.
     """
     generator = torch.Generator().manual_seed(SAMPLE_SEED)
     empty = torch.empty(1, 0, dtype=torch.int64)
+    if image := store.image:
+        canvas = np.zeros(image[0] * image[1] * 3, dtype=np.uint8)
+        rows = min(image[0], max(1, SAMPLE_UNITS // (3 * image[1])))
+        draws = generate(model, empty, rows * 3 * image[1], temperature=SAMPLE_TEMPERATURE, generator=generator)
+        for place, unit in enumerate(draws):
+            canvas[place] = int(unit)
+        path = save_sample(folder, step, SAMPLE_SEED, png_grid([canvas], image), "png")
+        part = "" if rows == image[0] else f", the first {rows} of its {image[0]} rows"
+        print(f"a sample image (temperature {SAMPLE_TEMPERATURE}{part}): {shown(path)}")
+        return
     positions = model.embedding.positions
     length = SAMPLE_LENGTH if positions is None else min(SAMPLE_LENGTH, positions.length)
     draws = generate(model, empty, length, temperature=SAMPLE_TEMPERATURE, generator=generator)

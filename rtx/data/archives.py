@@ -22,7 +22,25 @@ from rtx.errors import UserError
 
 CHUNK = 1 << 20
 LARGEST_READ = 1 << 26  # a header that asks for more at once (a false size) is refused before memory is spent on it
+MOST_PADDING = 1 << 24  # bytes behind the end mark of a gzipped tar
 ANEW = "get it anew from its publisher"
+
+
+class MemberStream:
+    """The content of a member of a tar; what goes wrong is a UserError that names archive and member."""
+
+    def __init__(self, path: Path, name: str, file: IO[bytes]) -> None:
+        self.path, self.name, self.file = path, name, file
+
+    def read(self, size: int) -> bytes:
+        """Return the next `size` bytes, fewer only at the end."""
+        with _archive_errors(self.path, self.name):
+            return self.file.read(size)
+
+    def skip(self, size: int) -> None:
+        """Go on `size` bytes further in."""
+        with _archive_errors(self.path, self.name):
+            self.file.seek(size, 1)
 
 
 class Member(NamedTuple):
@@ -69,7 +87,7 @@ def read_zip(path: Path, name: str, limit: int) -> Iterator[bytes]:
         yield from _exactly(file, size, path, name)
 
 
-def tar_members(path: Path, limit: int, offset: int = 0) -> Iterator[tuple[Member, IO[bytes]]]:
+def tar_members(path: Path, limit: int, offset: int = 0) -> Iterator[tuple[Member, MemberStream]]:
     """Yield the regular files of a tar archive, plain or gzipped, in its own order, each with a stream of its content.
 
     A stream is for use before the next member is asked for; `read_member` reads it checked. Hidden files
@@ -97,14 +115,13 @@ def tar_members(path: Path, limit: int, offset: int = 0) -> Iterator[tuple[Membe
                 _check_total(path, info.name, total, limit)
                 file = archive.extractfile(info)
                 if file is not None and not info.name.rpartition("/")[2].startswith("."):
-                    yield Member(info.name, info.size, info.offset), file
+                    yield Member(info.name, info.size, info.offset), MemberStream(path, info.name, file)
             _check_end(path, stream, archive.offset)  # type: ignore[attr-defined]
 
 
-def read_member(path: Path, member: Member, file: IO[bytes]) -> bytes:
+def read_member(member: Member, stream: MemberStream) -> bytes:
     """Return all bytes of a member of `tar_members`; raises UserError where there are fewer than stated."""
-    with _archive_errors(path, member.name):
-        return b"".join(_exactly(file, member.size, path, member.name))
+    return b"".join(_exactly(stream, member.size, stream.path, member.name))
 
 
 def check_name(path: Path, name: str) -> None:
@@ -161,9 +178,14 @@ def _check_end(path: Path, stream: _Careful, offset: int) -> None:
     if block != bytes(tarfile.BLOCKSIZE):
         found = f"a damaged header at byte {offset:,}" if block else "its end without the mark of one"
         raise UserError(f"{path}: expected a whole tar archive, found {found}; {ANEW}")
+    if is_gzip(path):  # its checksum is compared at its very end, behind the padding
+        for _ in range(MOST_PADDING // CHUNK):
+            if not stream.read(CHUNK):
+                return
+        raise UserError(f"{path}: expected nothing behind the end of the archive, found more; {ANEW}")
 
 
-def _exactly(file: IO[bytes], size: int, path: Path, name: str) -> Iterator[bytes]:
+def _exactly(file: IO[bytes] | MemberStream, size: int, path: Path, name: str) -> Iterator[bytes]:
     left = size
     while chunk := file.read(CHUNK):
         left -= len(chunk)

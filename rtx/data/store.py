@@ -118,6 +118,7 @@ class TokenStore:
             "unit": self.unit,
             "splits": {name: len(tokens) for name, tokens in self.splits.items()},
             "stamps": self.stamps,
+            **({"image": list(self.image)} if self.image else {}),
             "source": self.source,
             "folder": str(self.folder),
         }
