@@ -153,7 +153,7 @@ def reading_of(store: Store, config: Config) -> Reading:
 def measured(
     store: Store, split: str, reading: Reading, chosen: Sequence[Window], score: Score, partial: bool
 ) -> dict[str, Any]:
-    """Return the score in every measure that its text has."""
+    """Return the score in every measure that its text has; words are no account of the bytes between and in them."""
     if isinstance(store, RecallStore) or store.image is not None:
         return measures(store.unit, score.nats, score.units)
     words = words_scored(store, split, reading, chosen, partial)
@@ -161,7 +161,7 @@ def measured(
         store.unit,
         score.nats,
         score.units,
-        text_bytes=None if store.unit == "byte" else bytes_scored(store, split, reading, chosen, partial),
+        text_bytes=bytes_scored(store, split, reading, chosen, partial) if store.unit == "subword" else None,
         words=None if words is None else Words(*words),
     )
 

@@ -13,16 +13,16 @@ from rtx.commandline.vocabulary import run_folder
 from rtx.config import IMAGE_SETS, Config
 from rtx.data.imageset import image_shape
 from rtx.data.sheet import png_grid
-from rtx.data.tokenizers import ByteTokenizer, encode_text
-from rtx.errors import UserError
+from rtx.data.source import Tokenizer
+from rtx.data.tokenizers import encode_text, load_tokenizer
+from rtx.errors import RunFailed, UserError
 from rtx.model.decoding import generate
 from rtx.report.text import TextStream
 from rtx.training.samples import save_sample
 from rtx.training.signals import INTERRUPTED, Stopped
-from rtx.training.trained import load_trained, run_config
+from rtx.training.trained import Trained, load_trained, run_config
 
 TEXT_LENGTH = 1000
-COLOURS = 256
 
 
 def main(arguments: list[str]) -> int:
@@ -50,12 +50,10 @@ def write_text(folder: Path, config: Config) -> int:
     if wish.count != 1:
         raise UserError(f"sample.count={wish.count} is for runs on images; for another text: sample.seed=<number>")
     assert wish.length
-    tokenizer = ByteTokenizer()
+    trained = load_trained(folder, config, wish.checkpoint, say=lambda line: print(line, file=sys.stderr))
+    tokenizer = tokenizer_of(folder, trained)
     prompt = torch.from_numpy(encode_text(tokenizer, wish.prompt))[None]
     check_length(config, prompt.shape[1])
-    trained = load_trained(
-        folder, config, wish.checkpoint, tokenizer.vocabulary, lambda line: print(line, file=sys.stderr)
-    )
     units: list[int] = []
     stream = TextStream()
     show(stream.feed(tokenizer.decode(prompt[0])))
@@ -84,6 +82,18 @@ def write_text(folder: Path, config: Config) -> int:
     return stopped
 
 
+def tokenizer_of(folder: Path, trained: Trained) -> Tokenizer:
+    """Return the tokenizer that a run was trained with; the file of a trained one lies in its folder.
+
+    Raises:
+        RunFailed: that file is gone, or another.
+    """
+    try:
+        return load_tokenizer(trained.checkpoint["data"]["tokenizer"], folder)
+    except ValueError as error:
+        raise RunFailed(str(error)) from error
+
+
 def draw_images(folder: Path, config: Config) -> int:
     """Draw `sample.count` images, keep them as one PNG, print its path, and return the exit code.
 
@@ -96,7 +106,7 @@ def draw_images(folder: Path, config: Config) -> int:
         raise UserError("sample.prompt has no place in a run on images, which have no text to continue")
     if length > size:
         raise UserError(f"sample.length={length}: an image has {size} units; for several images: sample.count=<number>")
-    trained = load_trained(folder, config, wish.checkpoint, COLOURS, lambda line: print(line, file=sys.stderr))
+    trained = load_trained(folder, config, wish.checkpoint, say=lambda line: print(line, file=sys.stderr))
     image = image_shape(config.data, trained.checkpoint["data"])
     canvas = np.zeros((wish.count, size), dtype=np.uint8)
     empty = torch.empty(wish.count, 0, dtype=torch.int64)
@@ -118,7 +128,7 @@ def draw_images(folder: Path, config: Config) -> int:
 
 
 def check_length(config: Config, prompt: int) -> None:
-    """Refuse what learned positions do not cover, before anything is loaded.
+    """Refuse what learned positions do not cover.
 
     Raises:
         UserError: prompt and length reach beyond data.length.

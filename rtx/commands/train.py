@@ -154,6 +154,8 @@ def train(
     if status:
         facts = {"hardware": hardware.describe(), "data": store.describe(), "parameters": model.count_parameters()}
         record_start(config, folder, resumption, facts)
+        if isinstance(store, TokenStore):
+            keep_tokenizer(store, folder)
         print(opening_line(config, hardware, store, model))
     held_out = store.split("valid")
     with Records(folder, config, to_dict(config), status) as records:
@@ -202,6 +204,13 @@ def record_start(config: Config, folder: Path, resumption: Resumption | None, fa
             print(f"no longer exact: {', '.join(moved)}")
         record_resumption(folder, resumption.changed, facts)
         write_config(config, folder)
+
+
+def keep_tokenizer(store: TokenStore, folder: Path) -> None:
+    """Keep the file of a trained tokenizer with the run, so that sampling needs no data."""
+    if name := store.tokenizer.describe().get("file"):
+        content = (store.folder / name).read_bytes()
+        replace_file(folder / name, lambda file: file.write(content))
 
 
 def record_end(status: Status, outcome: Outcome, unit: str, measures: dict[str, Any]) -> None:

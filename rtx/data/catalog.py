@@ -103,6 +103,12 @@ def verify_files(data: DataConfig, root: Path, report: Report = print) -> TokenS
     return store
 
 
+def prepared_vocabulary(data: DataConfig, root: Path) -> int:
+    """Return how many different ids the store of `data` has; raises as `prepared_folder` and `open_store` do."""
+    recipe = make_recipe(data, root)
+    return open_store(prepared_folder(recipe, root), recipe.options).vocabulary
+
+
 def prepared_folder(recipe: Recipe, root: Path) -> Path:
     """Return the folder of a store that is there.
 

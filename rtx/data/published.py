@@ -12,6 +12,9 @@ Wikitext-103 (Merity et al. 2016): words between blanks and one `<eos>` for ever
 of Rae et al. 2020; their words cannot be recounted (blanks alone give about 1% more).
 """
 
+VOCABULARY = {"wikitext103": 267_735}
+"""Different words of the training split, `<unk>` and `<eos>` among them."""
+
 DOCUMENTS: dict[str, dict[str, int]] = {
     "wikitext103": {"valid": 60, "test": 60},
     "pg19": {"train": 28_602, "valid": 50, "test": 100},

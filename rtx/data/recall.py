@@ -118,7 +118,7 @@ class RecallStore:
         return {
             "name": self.name,
             "fingerprint": self.fingerprint,
-            "tokenizer": "none",
+            "tokenizer": None,
             "vocabulary": self.vocabulary,
             "unit": self.unit,
             "splits": {name: len(tokens) for name, tokens in self.held_out.items()},

@@ -113,7 +113,7 @@ class TokenStore:
         return {
             "name": self.name,
             "fingerprint": self.fingerprint,
-            "tokenizer": self.tokenizer.name,
+            "tokenizer": self.tokenizer.describe(),
             "vocabulary": self.vocabulary,
             "unit": self.unit,
             "splits": {name: len(tokens) for name, tokens in self.splits.items()},

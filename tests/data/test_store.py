@@ -55,7 +55,7 @@ def test_splits_are_the_bytes_in_order_with_their_documents(tmp_path, recipe):
     assert json.loads(json.dumps(store.describe())) == {
         "name": "text",
         "fingerprint": store.fingerprint,
-        "tokenizer": "bytes",
+        "tokenizer": {"name": "bytes", "unit": "byte", "vocabulary": 256},
         "vocabulary": 256,
         "unit": "byte",
         "splits": UNITS,
