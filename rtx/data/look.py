@@ -48,7 +48,13 @@ def summary(store: TokenStore, root: Path) -> list[str]:
 
 
 def _pairs(values: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {value:,}" if type(value) is int else f"{key} {value}" for key, value in values.items())
+    shown = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            shown.append(f"{key} ({_pairs(value)})")
+        else:
+            shown.append(f"{key} {value:,}" if type(value) is int else f"{key} {value}")
+    return ", ".join(shown)
 
 
 def _table(store: TokenStore) -> list[str]:
@@ -78,7 +84,7 @@ def _examples(store: TokenStore, root: Path) -> list[str]:
     if store.image:
         sheet = importlib.import_module("rtx.data.sheet")  # draws with Pillow
         path = root / f"{store.folder.name}-{split}.png"
-        sheet.contact_sheet(store, split, path, count=PICTURES)
+        sheet.contact_sheet(store.split(split), store.image, path, count=PICTURES)
         return [f"{path}: {min(PICTURES, store.facts(split).documents)} images of split {split}"]
     tokens = store.split(split)
     lines = []

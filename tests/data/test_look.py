@@ -48,13 +48,13 @@ def test_images_get_a_sheet(tmp_path, monkeypatch):
     recipe = Recipe(source, DataConfig(name="images", path="x", length=48))
     build_store(tmp_path, recipe)
     store = open_store(recipe.folder(tmp_path), recipe.options)
-    drawn: list[tuple[str, Path, int]] = []
+    drawn: list[tuple[int, tuple[int, int], Path, int]] = []
     sheet = types.ModuleType("rtx.data.sheet")
-    sheet.contact_sheet = lambda store, split, path, count: drawn.append((split, path, count))  # type: ignore
+    sheet.contact_sheet = lambda tokens, image, path, count: drawn.append((len(tokens), image, path, count))  # type: ignore
     monkeypatch.setitem(sys.modules, "rtx.data.sheet", sheet)
     lines = summary(store, tmp_path)
-    assert drawn == [("train", tmp_path / f"{store.folder.name}-train.png", 64)]
-    assert lines[-1] == f"{drawn[0][1]}: 5 images of split train"
+    assert drawn == [(240, (4, 4), tmp_path / f"{store.folder.name}-train.png", 64)]
+    assert lines[-1] == f"{drawn[0][2]}: 5 images of split train"
     assert "  images       4 x 4 x 3, one a sequence" in lines and "  stamps       variant own" in lines
     (train,) = (line.split() for line in lines if line.lstrip().startswith("train  "))
     assert train == ["train", "240", "5", "240", "5", "of", "256"]
