@@ -45,7 +45,8 @@ def _top(file: Any, column: int) -> str:
 def text_rows(path: Path, column: str, groups: Sequence[int] | None = None, rows: int = ROWS) -> Iterator[bytes]:
     """Yield the bytes of a column of text, row by row, of all row groups or of `groups`.
 
-    No more than a page of the file and `rows` rows are held at a time.
+    No more than a page of the file and `rows` rows are held at a time; but a writer may have made one page of a whole
+    row group, which then takes up to three times its size.
 
     Raises:
         UserError: the file cannot be read, has no such column of text, or a row has nothing in it (not even "").
@@ -79,6 +80,7 @@ def _open(path: Path) -> Iterator[Any]:
         # A stream instead of whole column chunks: a shard of PG-19 has chunks of hundreds of megabytes.
         with ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
             yield file
+        pa.default_memory_pool().release_unused()  # a row group of the hub's PG-19 takes hundreds of megabytes
     except FileNotFoundError as error:
         raise UserError(f"{path}: expected a parquet file, found none") from error
     except (pa.ArrowException, OSError) as error:  # an OSError, too, where the bytes are wrong

@@ -60,6 +60,7 @@ class ByteTokenizer(TextTokenizer):
     """Every byte is its own token: 256 ids, exact on any input, valid UTF-8 or not. `unit`: byte, or dim of images."""
 
     name = "bytes"
+    unit = "byte"
     vocabulary = 256
 
     def __init__(self, unit: str = "byte") -> None:
