@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rtx.analysis.telemetry import read_telemetry
+from rtx.analysis.turnover import read_memberships, turnover
 from rtx.attention.kmeans import initialise_from_data
 from rtx.compose import compose, to_dict, to_yaml, with_absolute_path
 from rtx.config import Config
@@ -164,6 +165,8 @@ def train(
                 records=records,
                 signals=signals,
                 telemetry=read_telemetry,
+                memberships=read_memberships,
+                turnover=turnover,
                 start=start,
             )
         )
