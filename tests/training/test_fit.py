@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import rtx.training.module as module_room
-from rtx.attention.by_flex import has_compiler
+from rtx.compiler import has_compiler
 from rtx.compose import to_dict
 from rtx.config import Config, DataConfig, LoggerConfig, OptimizerConfig, TrainerConfig
 from rtx.data.sampler import TrainingItems, training_batches
