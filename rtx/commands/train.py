@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from rtx.analysis.telemetry import read_telemetry
+from rtx.analysis.turnover import read_memberships, turnover
 from rtx.attention.kmeans import initialise_from_data
 from rtx.commands.eval import measured
 from rtx.compose import compose, to_dict, to_yaml, with_absolute_path
@@ -173,6 +174,8 @@ def train(
                 records=records,
                 signals=signals,
                 telemetry=read_telemetry,
+                memberships=read_memberships,
+                turnover=turnover,
                 start=start,
             )
         )
