@@ -1,0 +1,22 @@
+"""torch.compile around a whole model: what attention chooses stays outside of its graphs, and nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import gradients, tiny_model, tokens
+
+from rtx.compiler import has_compiler
+
+
+@pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # torch's own, while it compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch asks, we do not
+@pytest.mark.parametrize("options", [{"selection": "causal", "positions": "rotary"}])
+def test_a_compiled_model_has_the_same_loss_and_gradients(options: dict[str, str]) -> None:
+    plain, compiled = tiny_model(**options).train(), tiny_model(**options).train()
+    compiled.loss = torch.compile(compiled.loss)
+    expected, found = gradients(plain, tokens()), gradients(compiled, tokens())
+    assert set(found) == set(expected)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12, msg=name)
