@@ -142,6 +142,9 @@ def check_first(word: str, overrides: list[str]) -> None:
     if word in COMPOSING:
         config = compose(overrides)
         if word == "train":
+            from rtx.commandline.axes import refuse_half_a_sweep
+
+            refuse_half_a_sweep(overrides)
             from rtx.data.catalog import check_source, data_root
 
             check_source(config.data, data_root())

@@ -52,8 +52,8 @@ SWEEPING = (
 FLAGS = {"train": (SWEEPING, *SHOWING), "plan": SHOWING}
 # The groups and sections whose options and keys a command takes; "" stands for the keys outside all sections.
 PARTS = {
-    "train": (*GROUPS, "trainer", "eval", "audit", "sample", ""),
-    "plan": (*GROUPS, "trainer", "eval", "audit", "sample", ""),
+    "train": (*GROUPS, "trainer", "eval", "audit", "sample", "sweep", "report", ""),
+    "plan": (*GROUPS, "trainer", "eval", "audit", "sample", "sweep", "report", ""),
     "resume": ("trainer", "hardware", "logger"),
     "eval": ("eval", "data", "hardware", ""),
     "audit": ("audit", "data", "hardware"),
