@@ -28,6 +28,7 @@ COMMANDS = {
     "eval": "score a run on a split, every unit exactly once",
     "audit": "change the future and see what of the past moves, and its price in bits",
     "sample": "generate from a run",
+    "report": "set runs and sweeps beside the paper's tables",
     "plan": "count parameters, FLOPs and memory of a run, and run nothing",
     "data": "prepare or verify a data set",
 }

@@ -195,8 +195,8 @@ def merge(config: Config, overrides: Iterable[str], command: str = "resume") -> 
 def config_hash(config: Config) -> str:
     """Return 12 hexadecimal digits that two configurations share exactly where all that can change results is equal.
 
-    The run's name, the preset's name, the logger, sweeps, reports and the number of loading processes are left out. A path counts from
-    the current folder: the same words in another folder may mean other files.
+    The run's name, the preset's name, the logger, sweeps, reports and the number of loading processes are left out. A
+    path counts from the current folder: the same words in another folder may mean other files.
     """
     config = with_absolute_path(config)
     values = {key: get(config, key) for key in all_fields() if key not in NAMELIKE and not key.startswith(OUTSIDE)}

@@ -37,6 +37,10 @@ ABOUT = {
         written short.""",
     "sample": """Generates from a run's checkpoint, one unit after the other, and prints as it goes. Keys of sample may
         be written short: length=2000 is sample.length=2000.""",
+    "report": """Sets runs, or the cells of a sweep, beside the paper's tables from their records: report.md, .csv, .tex
+        and a page, report.html, in report/ of the first folder. Runs of other data or protocol stand in tables of their
+        own. Without a folder it lists the paper's tables and what of them is below outputs/. It speaks to W&B only with
+        logger=online or logger=offline.""",
     "plan": """Counts parameters, FLOPs and memory of what rtx train would run with the same words; runs nothing.""",
     "data": """Prepares a data set's token store below data/ (or RTX_DATA), or verifies the one that is there.""",
 }
@@ -58,6 +62,7 @@ PARTS = {
     "eval": ("eval", "data", "hardware", ""),
     "audit": ("audit", "data", "hardware"),
     "sample": ("sample", "hardware"),
+    "report": ("report", "logger"),
     "data": ("data",),
 }
 

@@ -142,7 +142,10 @@ def launch(
     swept: Sequence[str],
     command: Sequence[str],
 ) -> list[Outcome]:
-    """Let Hydra's launcher run every cell; returns how each ended. (Its sweeper knows grids alone, so it is left out.)"""
+    """Let Hydra's launcher run every cell; returns how each ended.
+
+    Hydra's sweeper knows grids alone, so it is left out.
+    """
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.plugins import Plugins
     from hydra.types import HydraContext, RunMode

@@ -72,7 +72,7 @@ def test_cells_listed_on_the_command_line_go_with_every_other_value() -> None:
     [
         ("routing.hads=0", "sweep.cells: unknown key 'routing.hads' (did you mean 'routing.heads'?)"),
         ("routing.heads=1,2", "sweep.cells: routing.heads=1,2: several values need -m"),
-        ("routing.heads=\"1", "sweep.cells: "),
+        ('routing.heads="1', "sweep.cells: "),
     ],
 )
 def test_a_wrong_cell(cells: str, said: str) -> None:
