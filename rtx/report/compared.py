@@ -34,6 +34,8 @@ def paper_view(title: str, table: PaperTable, protocol: Protocol | None, rows: S
     placed = {id(row): paper_row(row.config, table) for row in rows if row.config}
     shared = common([settings_changed(row.config, table) for row in rows if row.config])
     lines = protocol_lines(protocol, claim)
+    if protocol and protocol.split != table.split:
+        shared.append(f"split {protocol.split} (paper: {table.split})")
     lines += [f"Not the paper's setting: {'; '.join(shared)}."] if shared else []
     view = View(title, columns(table, labels, protocol), [], lines, table.footnotes)
     for printed in (*table.rows, None):
@@ -64,7 +66,7 @@ def columns(table: PaperTable, labels: Sequence[str], protocol: Protocol | None)
         Column("paper_steps_per_second", f"paper {table.speed or 'steps/s'}", True),
         Column("paper_speed_ratio", "paper x local", True),
         Column("trained", "steps done", True),
-        Column("sees_future", "selection sees the future"),
+        Column("sees_future", "sees future"),
         Column("notes", "notes", brief=True),
     ]
 
@@ -212,7 +214,7 @@ def own_view(title: str, protocol: Protocol | None, rows: Sequence[Row]) -> View
         Column("steps_per_second", "steps/s", True),
         Column("speed_ratio", "x local", True),
         Column("trained", "steps done", True),
-        Column("sees_future", "selection sees the future"),
+        Column("sees_future", "sees future"),
         Column("notes", "notes", brief=True),
     ]
     view = View(title, heads, [], protocol_lines(protocol, claim if len(rows) > 1 else ""))

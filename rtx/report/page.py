@@ -95,7 +95,7 @@ def charts(report: Report) -> str:
         if points:
             drawing = plots.scatter(points, "steps per second", label)
             figures.append(figure(drawing, plots.legend([point[0] for point in points], numbered=True), caption))
-    return f'<h2>Plots</h2><div class="plots">{"".join(figures)}</div>' if figures else ""
+    return f'<h2 id="plots">Plots</h2><div class="plots">{"".join(figures)}</div>' if figures else ""
 
 
 def figure(drawing: str, legend: str, caption: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 720, 340
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 52, 26, 30, 40
 COLOURS = 8
 """Colours of the page's style, c0 to c7; further series repeat them with other dashes."""
 
@@ -61,7 +61,7 @@ def curves(series: Sequence[Series], x_label: str, y_label: str) -> str:
             f'{end[1]:.4f} at {end[0]:,.0f}</title><polyline points="{places}"/>'
             f'<circle cx="{x.at(end[0]):.1f}" cy="{y.at(end[1]):.1f}" r="2.5"/></g>'
         )
-    inside = f'<rect x="{LEFT}" y="{TOP - 4}" width="{WIDTH - LEFT}" height="{HEIGHT - BOTTOM}"/>'
+    inside = f'<rect x="{LEFT}" y="{TOP - 4}" width="{WIDTH - LEFT}" height="{HEIGHT - BOTTOM - TOP + 4}"/>'
     body = f'<clipPath id="plot">{inside}</clipPath><g clip-path="url(#plot)">{"".join(lines)}</g>'
     return picture(axes(x, y, x_label, y_label) + body, f"{y_label} against {x_label}")
 
@@ -133,7 +133,7 @@ def axes(x: Scale, y: Scale, x_label: str, y_label: str) -> str:
         parts.append(f'<text class="tick" text-anchor="end" x="{LEFT - 6}" y="{place}" dy="4">{short(value)}</text>')
     parts.append(f'<path class="axis" d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>')
     parts.append(f'<text class="title" text-anchor="end" x="{WIDTH - RIGHT}" y="{HEIGHT - 6}">{escape(x_label)}</text>')
-    parts.append(f'<text class="title" x="{LEFT + 4}" y="{TOP + 6}">{escape(y_label)}</text>')
+    parts.append(f'<text class="title" x="4" y="{TOP - 14}">{escape(y_label)}</text>')
     return "".join(parts)
 
 

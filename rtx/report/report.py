@@ -10,7 +10,7 @@ from typing import Any
 
 from rtx.report.cells import Cell, Collection
 from rtx.report.compared import own_view, paper_view, shown
-from rtx.report.matching import by_paper_table, differing_keys, model_name, paper_row
+from rtx.report.matching import by_paper_table, differing_keys, kind_of, model_name, paper_row
 from rtx.report.paper import PaperTable, paper_tables, table_of
 from rtx.report.plots import Series
 from rtx.report.scores import Row, tables_by_protocol
@@ -48,7 +48,7 @@ class Report:
 
 def build(found: Collection, title: str) -> Report:
     """Return the report of all runs that were found."""
-    cells = found.cells
+    cells = sorted(found.cells, key=in_order)
     report = Report(title, list(found.problems), [])
     by_protocol = tables_by_protocol(cells)
     report.problems += apart_lines(by_protocol)
@@ -71,6 +71,15 @@ def build(found: Collection, title: str) -> Report:
     report.commands = found.commands or commands_of(cells)
     report.tables = tables_view(cells)
     return report
+
+
+def in_order(cell: Cell) -> tuple[Any, ...]:
+    """Return what runs are sorted by: as the paper's first table, then by seed and folder."""
+    kinds = ("full", "local", "random", "routing")
+    kind = kind_of(cell.config) if cell.config else ""
+    keys = ("routing.window", "routing.layers", "routing.heads", "seed")
+    numbers = [float(cell.config.get(key) or 0) for key in keys]
+    return (kinds.index(kind) if kind in kinds else len(kinds), *numbers, str(cell.folder))
 
 
 def apart_lines(by_protocol: Sequence[tuple[Any, list[Row]]]) -> list[str]:
@@ -98,6 +107,9 @@ def label_of(config: Mapping[str, Any], variants: Sequence[str] = ()) -> str:
 def labels(cells: Sequence[Cell]) -> dict[Path, str]:
     """Return a name for each run; runs of the same name are told apart by seed, then by folder."""
     variants = differing_keys([Row([cell]) for cell in cells])
+    selections = {cell.config.get("routing.selection") for cell in cells if kind_of(cell.config) == "routing"}
+    if len(selections) < 2:  # random members are told by the name
+        variants = [key for key in variants if key != "routing.selection"]
     table = all(table_of(cell.config) for cell in cells if cell.config)
     names = {c.folder: label_of(c.config, () if table and len(variants) > 6 else variants) for c in cells if c.config}
     for extra in (lambda c: f" seed {c.config.get('seed')}", lambda c: f" {c.folder.name}"):
