@@ -202,6 +202,7 @@ def printed_labels(printed: PaperRow, labels: Sequence[str]) -> list[Value]:
 def own_view(title: str, protocol: Protocol | None, rows: Sequence[Row]) -> View:
     """Return a table of runs that are no rows of the paper: the keys by which they differ, then what came out."""
     keys = differing_keys(rows)
+    rows = sorted(rows, key=lambda row: [order_of(row.config.get(key)) for key in keys])
     words, claim = standings(rows)
     base = next((row.speed for row in rows if kind_of(row.config) == "local" and row.speed), None)
     heads = [
@@ -235,6 +236,12 @@ def own_view(title: str, protocol: Protocol | None, rows: Sequence[Row]) -> View
             ]
         )
     return view.without_empty()
+
+
+def order_of(value: Any) -> tuple[bool, float, str]:
+    """Return what values of a key are sorted by: numbers by size, before texts."""
+    plain = isinstance(value, int | float)
+    return (not plain, float(value) if plain else 0.0, shown(value))
 
 
 def sortable(value: Any) -> Value:
