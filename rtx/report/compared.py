@@ -131,9 +131,8 @@ def trained(row: Row, steps: int | None) -> Value:
     if not row.step or not whole:
         return Value()
     share = row.step / whole
-    percent = f"{share:.0%}" if share >= 0.1 or not share else f"{share:.2g}".replace("e-0", "e-")
-    percent = percent if share >= 0.1 else f"{100 * share:.2g}%"
-    return Value(f"{row.step:,} of {whole:,} ({percent})", float(row.step))
+    percent = f"{share:.0%}" if share >= 0.1 else f"{100 * share:.2g}%"
+    return Value(f"{row.step:,} of {whole:,} ({percent})", row.step)
 
 
 def sight(row: Row) -> Value:

@@ -73,8 +73,6 @@ def by_paper_table(rows: Sequence[Row]) -> list[tuple[PaperTable | None, list[Ro
             homeless.append(row)
             continue
         table = table_of(row.config)
-        if table and not paper_row(row.config, table) and row.config.get("data.name") not in table.data:
-            table = None
         groups.setdefault(table.number if table else 99, (table, []))[1].append(row)
     ordered = [groups[number] for number in sorted(groups)] or [(None, [])]
     ordered[0][1].extend(homeless)

@@ -57,7 +57,7 @@ def number(value: float | None, digits: int = 3, sign: bool = False) -> Value:
 
 def count(value: int | None) -> Value:
     """Return a whole number, or a dash."""
-    return Value() if value is None else Value(f"{value:,}", float(value))
+    return Value() if value is None else Value(f"{value:,}", value)
 
 
 def text(value: str) -> Value:

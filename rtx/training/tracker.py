@@ -109,12 +109,12 @@ class Tracker:
             self.run = None
             self.say(f"W&B: {first_line(error)}; going on with metrics.jsonl alone")
 
-    def table(self, key: str, columns: list[str], rows: list[list[Any]]) -> None:
+    def table(self, key: str, columns: list[Any], rows: list[list[Any]]) -> None:
         """Hand over a table; a column of numbers and texts becomes one of texts, as W&B wants one type."""
         if self.run is None:
             return
         mixed = {at for at in range(len(columns)) if len({isinstance(row[at], str) for row in rows}) > 1}
-        even = [[str(value) if at in mixed else value for at, value in enumerate(row)] for row in rows]
+        even: list[Any] = [[str(value) if at in mixed else value for at, value in enumerate(row)] for row in rows]
         try:
             import wandb
 

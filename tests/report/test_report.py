@@ -111,6 +111,28 @@ def test_the_best_checkpoints_score_counts(tmp_path: Path) -> None:
     assert "3.100" in column(view, "ours")
 
 
+def test_rows_that_the_paper_does_not_have_stand_below_its_own(tmp_path: Path) -> None:
+    write_run(tmp_path, config(routing__heads=3), bits=2.5, data=IMAGES)
+    write_run(tmp_path, config(routing__selection="causal"), bits=2.6, data=IMAGES)
+    write_run(tmp_path, config(trainer__batch_size=16), bits=2.7, data=IMAGES)
+    (view,) = built(tmp_path).views
+    assert column(view, "ours")[-1] == "2.500" and column(view, "paper")[-1] not in ("2.971", "2.975")
+    notes = dict(zip(column(view, "ours"), column(view, "notes"), strict=True))
+    assert "routing.selection=causal" in notes["2.600"]
+    assert "trainer.batch_size=16 (paper: 32)" in notes["2.700"]
+    assert len(view.rows) == 27 + 2
+
+
+def test_a_miniature_has_the_papers_rows(tmp_path: Path) -> None:
+    small = config(data__length=768, routing__window=128, model__window=128)
+    write_run(tmp_path, small, bits=2.5, data=IMAGES)
+    (view,) = built(tmp_path).views
+    at = column(view, "ours").index("2.500")
+    assert column(view, "paper")[at] == "2.971"
+    assert column(view, "difference")[at].startswith("(")
+    assert "data.length=768 (paper: 3072)" in " ".join(view.lines)
+
+
 def test_any_other_sweep_has_its_keys_as_columns(tmp_path: Path) -> None:
     for rate in (1e-3, 2e-3):
         write_run(tmp_path, config("smoke", optimizer__lr=rate), bits=2.0)
