@@ -5,7 +5,9 @@ a table, then the exponent of the time's growth with N. Peers (extra `peers`) th
 the table says so. A row has: the pattern, its sizes, milliseconds (median), how many times faster than our full
 attention, than torch's (`sdpa`) and than its peer, the peak of memory beyond inputs (allocations seen by torch's
 profiler on a CPU, CUDA's own count on a GPU) and what share of the machine's matrix-product rate its pairs reach.
-`sdpa_blocks` is torch's attention on blocks that are already gathered.
+`sdpa_blocks` is torch's attention on blocks that are already gathered. Rows of causal selection also say how many
+members their clusters have (fewest, mean, most). On a GPU with Triton the patterns in clusters are timed with its
+kernels, too: rows whose `backend` is `triton`.
 
 On a CPU the peers are timed twice, each time in one process for all rows: with the memory settings of `rtx train`
 ("kept": freed memory kept, huge pages), and with the system's own ("system"), which is what users of an attention
@@ -33,9 +35,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from patterns import PEERS, Attention, Size, installed, make, make_inputs, pairs
+from patterns import (
+    PEERS,
+    Attention,
+    Size,
+    cluster_sizes,
+    installed,
+    make,
+    make_inputs,
+    pairs,
+    pattern_and_backend,
+)
 from torch import Tensor
 
+from rtx.attention.backends import missing_for_triton
 from rtx.training.hardware import keep_freed_memory
 
 SIZES = {
@@ -53,13 +66,15 @@ BOTH = ["full", "local", "routing_topk", "routing_causal"]
 """Rows of every table of the main sizes; with the system's memory only these and the peers are timed."""
 OTHERS = ["random", "routing_nearest", "routing_separate", "strided", "fixed", "lsh", "adaptive_span"]
 SHAW = ["local_shaw", "routing_topk_shaw", "routing_causal_shaw"]
+TRITON = ["random_triton", "routing_topk_triton", "routing_causal_triton"]
 
 
-def names_of(size: Size, memory: str) -> list[str]:
+def names_of(size: Size, memory: str, device: str) -> list[str]:
     """Return the rows that are measured at a size."""
+    kernels = TRITON if device == "cuda" and not missing_for_triton() else []
     if size.group != "main":
-        return ["local", "routing_topk", "routing_causal"]
-    ours = BOTH if memory == "system" else [*BOTH, *SHAW, *OTHERS]
+        return ["local", "routing_topk", "routing_causal", *kernels[1:]]
+    ours = BOTH if memory == "system" else [*BOTH, *SHAW, *OTHERS, *kernels]
     return [*ours, "sdpa", "sdpa_blocks", *(name for name, package in PEERS.items() if installed(package))]
 
 
@@ -115,7 +130,7 @@ def product_rate(args: argparse.Namespace) -> float:
 
 def measure(size: Size, args: argparse.Namespace, memory: str) -> list[dict[str, Any]]:
     """Return the rows of one size: every pattern in turn, `repeats` times."""
-    names = names_of(size, memory)
+    names = names_of(size, memory, args.device)
     inputs = make_inputs(size, args)
     gradient_BHND = torch.randn(inputs[0].shape, device=args.device).to(inputs[0].dtype)
     calls = {name: make(name, size, args) for name in names}
@@ -130,7 +145,9 @@ def measure(size: Size, args: argparse.Namespace, memory: str) -> list[dict[str,
         for _ in range(args.repeats):
             for name, run in runs.items():
                 times[name].append(timed(run, args.device))
-        rows += [row(name, what, size, args, memory, times, peaks[name]) for name in names]
+        for name in names:
+            members = {"cluster_sizes": sizes} if (sizes := cluster_sizes(calls[name])) else {}
+            rows.append(row(name, what, size, args, memory, times, peaks[name]) | members)
         for each in rows[-len(names) :]:
             print_row(each)
     return rows
@@ -147,18 +164,20 @@ def row(
 ) -> dict[str, Any]:
     """Return one row of the results."""
     median = {other: statistics.median(values) for other, values in times.items()}
-    rivals = [rival for rival in ("full", "sdpa", RIVAL.get(name.removesuffix("_shaw"))) if rival in median]
-    if name.endswith("_shaw"):
-        rivals.append(name.removesuffix("_shaw"))
+    pattern, backend = pattern_and_backend(name)
+    plain = pattern.removesuffix("_shaw")
+    rivals = [rival for rival in ("full", "sdpa", RIVAL.get(plain)) if rival in median]
+    if name != plain:
+        rivals.append(plain)
     # Two products forward, five backward.
     useful = 2.0 * args.dim * args.batch * args.heads * pairs(name, size) * (2 if what == "forward" else 7)
     return {
         "what": what,
         "group": size.group,
-        "pattern": name,
+        "pattern": pattern,
         **{"N": size.N, "W": size.W, "C": size.C, "B": args.batch, "H": args.heads, "D": args.dim},
         "dtype": args.dtype,
-        "backend": "torch",
+        "backend": backend,
         "memory": memory,
         "ms": round(median[name], 2),
         "ms_all": [round(value, 2) for value in times[name]],
@@ -172,21 +191,28 @@ def print_row(row: dict[str, Any]) -> None:
     """Print one line of the table."""
     ratios = "  ".join(f"{value:.2f}x {name}" for name, value in row["ratio"].items())
     per = row["peak_bytes"] / (row["N"] * row["B"] * row["H"])
+    if sizes := row.get("cluster_sizes"):
+        ratios += f"  clusters of {sizes['min']} to {sizes['max']}, mean {sizes['mean']}"
     print(
-        f"{row['memory']:<7}{row['what']:<17}{row['pattern']:<20}{row['N']:>7}{row['W']:>5}{row['C']:>5}"
+        f"{row['memory']:<7}{row['what']:<17}{label(row):<24}{row['N']:>7}{row['W']:>5}{row['C']:>5}"
         f"{row['ms']:>9.1f} ms{per / 1024:>7.2f} KiB{row['rate_share']:>7.1%}  {ratios}",
         flush=True,
     )
 
 
+def label(row: dict[str, Any]) -> str:
+    """Return the pattern of a row, and its backend if that is not torch."""
+    return row["pattern"] if row["backend"] == "torch" else f"{row['pattern']}_{row['backend']}"
+
+
 def exponents(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return the slope of log time over log N for each pattern of the growth group, forward+backward."""
     slopes = {}
-    for name in dict.fromkeys(row["pattern"] for row in rows):
+    for name in dict.fromkeys(label(row) for row in rows):
         points = [
             (math.log(row["N"]), math.log(row["ms"]))
             for row in rows
-            if row["pattern"] == name and row["group"] == "growth" and row["what"] == "forward+backward"
+            if label(row) == name and row["group"] == "growth" and row["what"] == "forward+backward"
         ]
         if len(points) > 2:
             slopes[name] = round(statistics.linear_regression(*zip(*points, strict=True)).slope, 3)

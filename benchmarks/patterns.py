@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -63,22 +64,36 @@ def make_inputs(size: Size, args: argparse.Namespace, seed: int = 0) -> list[Ten
     return [x.to(args.device, getattr(torch, args.dtype)).requires_grad_() for x in drawn]
 
 
-def ours(heads: Heads, relative: Distances | None, own_keys: bool) -> Attention:
-    """Return a call of one of our head modules."""
+@dataclass
+class Ours:
+    """A call of one of our head modules."""
 
-    def call(q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> Tensor:
-        out_BHND, loss = heads(q_BHND, k_BHND if own_keys else None, v_BHND, relative=relative)
+    heads: Heads
+    relative: Distances | None
+    own_keys: bool
+
+    def __call__(self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> Tensor:
+        """Return the output, and the loss in it."""
+        out_BHND, loss = self.heads(q_BHND, k_BHND if self.own_keys else None, v_BHND, relative=self.relative)
         return out_BHND + loss
 
-    return call
+
+def cluster_sizes(attention: Attention) -> dict[str, float]:
+    """Return the fewest, mean and most members of a cluster in the last call; nothing but for causal selection."""
+    heads = attention.heads if isinstance(attention, Ours) else None
+    if not isinstance(heads, RoutingHeads) or heads.selection != "causal" or heads.snapshot is None:
+        return {}
+    count_HC = heads.snapshot.member_HCN.sum(-1).double()
+    return {"min": int(count_HC.min()), "mean": round(float(count_HC.mean()), 1), "max": int(count_HC.max())}
 
 
-def routed(size: Size, args: argparse.Namespace, selection: str) -> RoutingHeads:
+def routed(size: Size, args: argparse.Namespace, selection: str, backend: str) -> RoutingHeads:
     """Return routing heads (separate: top-w with keys of their own) whose thresholds have seen one batch."""
     keys = "separate" if selection == "separate" else "shared"
     options: dict[str, Any] = {"window": size.W, "length": size.N, "decay": 0.999, "thresholds": selection == "causal"}
     centroids = Centroids(args.heads, size.C, args.dim, keys=keys, **options).to(args.device)
-    heads = RoutingHeads(centroids, selection=selection.replace("separate", "topk"), scale=args.dim**-0.5)
+    selected = selection.replace("separate", "topk")
+    heads = RoutingHeads(centroids, selection=selected, scale=args.dim**-0.5, backend=backend)
     if selection == "causal":
         with torch.no_grad():
             heads.train()(make_inputs(size, args, seed=1)[0], None, make_inputs(size, args, seed=2)[0])
@@ -148,12 +163,19 @@ def make(name: str, size: Size, args: argparse.Namespace) -> Attention:
         return sdpa
     if name in peers:
         return peers[name](size, args)
+    name, backend = pattern_and_backend(name)
     kind = name.removesuffix("_shaw")
     relative = shaw(args) if name != kind else None
-    return ours(make_heads(kind, size, args).to(args.device).train(), relative, own_keys=kind in OWN_KEYS)
+    return Ours(make_heads(kind, size, args, backend).to(args.device).train(), relative, own_keys=kind in OWN_KEYS)
 
 
-def make_heads(kind: str, size: Size, args: argparse.Namespace) -> Heads:
+def pattern_and_backend(name: str) -> tuple[str, str]:
+    """Return the pattern of a row's name, and what runs it."""
+    pattern = name.removesuffix("_triton")
+    return pattern, "torch" if pattern == name else "triton"
+
+
+def make_heads(kind: str, size: Size, args: argparse.Namespace, backend: str) -> Heads:
     """Return the heads of one of our patterns; strides and buckets so that about W keys are read."""
     scale, window = args.dim**-0.5, size.W
     if kind == "full":
@@ -172,14 +194,14 @@ def make_heads(kind: str, size: Size, args: argparse.Namespace) -> Heads:
         return LshHeads(args.heads, args.dim, window=window, rounds=1, buckets=2 * (size.C // 2), seed=0)
     if kind == "random":
         options: dict[str, Any] = {"window": window, "length": size.N, "seed": 0, "scale": scale}
-        return RandomHeads(args.heads, size.C, **options)
-    return routed(size, args, kind.removeprefix("routing_"))
+        return RandomHeads(args.heads, size.C, backend=backend, **options)
+    return routed(size, args, kind.removeprefix("routing_"), backend)
 
 
 def pairs(name: str, size: Size) -> float:
     """Return how many pairs a head reads (routing and hashing heads: with clusters and buckets evenly filled)."""
     N, W = size.N, size.W
-    kind = name.removesuffix("_shaw")
+    kind = pattern_and_backend(name)[0].removesuffix("_shaw")
     if kind in ("full", "sdpa"):
         return triangle(N)
     if kind == "strided":

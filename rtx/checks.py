@@ -6,7 +6,16 @@ import dataclasses
 import math
 from typing import Any
 
-from rtx.config import Config, DataConfig, axis_sizes, base_patterns, clusters, hash_buckets
+from rtx.config import (
+    IMAGE_SETS,
+    Config,
+    DataConfig,
+    axis_sizes,
+    base_patterns,
+    clusters,
+    hash_buckets,
+    image_side,
+)
 from rtx.errors import UserError
 
 
@@ -31,7 +40,7 @@ def check_data(config: Config) -> DataConfig:
     Raises:
         UserError: as `resolve`.
     """
-    fits = [*source_checks(config), *recall_checks(config)]
+    fits = [*source_checks(config), *image_checks(config), *recall_checks(config)]
     problems = range_problems(config) or [problem for fit, problem in fits if not fit]
     if problems:
         raise UserError("\n".join(problems))
@@ -77,6 +86,7 @@ def fit_problems(config: Config) -> list[str]:
         *routing_checks(config),
         *training_checks(config),
         *source_checks(config),
+        *image_checks(config),
         *recall_checks(config),
     ]
     return [problem for fits, problem in checks if not fits]
@@ -210,6 +220,44 @@ def source_checks(config: Config) -> list[tuple[bool, str]]:
         (
             name not in ("", ".", "..") and "/" not in name and name.isprintable() and len(name.encode()) <= 200,
             f"name={name[:40]!r} must be a folder's name, of at most 200 bytes",
+        ),
+    ]
+
+
+def image_checks(config: Config) -> list[tuple[bool, str]]:
+    """What image sets ask of sequences, windows and units, and what is theirs alone, as `model_checks`."""
+    data, stride = config.data, config.eval.stride
+    checks = [
+        (
+            data.newlines == "keep" or data.name == "enwik8",
+            f"data.newlines={data.newlines} is for data=enwik8 alone, not for data={data.name}",
+        ),
+        (
+            data.tokenizer == "bytes" or data.name not in (*IMAGE_SETS, "recall"),
+            f"data.tokenizer={data.tokenizer} is for text; data={data.name} takes data.tokenizer=bytes",
+        ),
+        (
+            data.size is None or data.name in IMAGE_SETS,
+            f"data.size={data.size} is for images ({', '.join(IMAGE_SETS)}), not for data={data.name}",
+        ),
+    ]
+    if data.name not in IMAGE_SETS:
+        return checks
+    side = image_side(data)
+    return [
+        *checks,
+        (data.name != "images" or data.path is not None, "data=images needs data.path=<folder with images>"),
+        (
+            stride in (None, data.length),
+            f"eval.stride={stride} has no place in data={data.name}, whose images are scored whole",
+        ),
+        (
+            side is None or data.length == 3 * side**2,
+            f"data.length={data.length} must be {3 * (side or 0) ** 2} = {side} x {side} x 3: an image is one sequence",
+        ),
+        (
+            side is not None or data.length % 3 == 0,
+            f"data.length={data.length} must be height x width x 3: an image is one sequence",
         ),
     ]
 

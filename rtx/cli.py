@@ -27,10 +27,11 @@ COMMANDS = {
     "resume": "continue a run exactly where it stopped",
     "eval": "score a run on a split, every unit exactly once",
     "audit": "change the future and see what of the past moves, and its price in bits",
+    "analyze": "what the heads of a run read: the divergence of their attention",
     "sample": "generate from a run",
     "report": "set runs and sweeps beside the paper's tables",
     "plan": "count parameters, FLOPs and memory of a run, and run nothing",
-    "data": "prepare or verify a data set",
+    "data": "prepare, verify, look at, list or remove data sets",
 }
 COMPOSING = ("train", "plan")
 """Commands whose words make a configuration."""
@@ -155,6 +156,12 @@ def check_first(word: str, overrides: list[str]) -> None:
             merge(load_run_config(folder), own, word)
         if not folders:
             compose(own)
+    elif word == "analyze":
+        from rtx.commandline.vocabulary import analysis
+
+        _, overrides = analysis(overrides)
+        folder, own = run_folder(overrides, word)
+        merge(load_run_config(folder), own, word)
     elif word in READING:
         folder, own = run_folder(overrides, word)
         if word == "resume":

@@ -28,7 +28,7 @@ from rtx.checks import check_data, resolve
 from rtx.commandline.fields import all_fields, conf_dir
 from rtx.commandline.overrides import check_overrides
 from rtx.commandline.vocabulary import vocabulary
-from rtx.config import GROUPS, Config, DataConfig
+from rtx.config import GROUPS, IMAGE_SETS, Config, DataConfig, image_side
 from rtx.errors import UserError
 
 CONFIG_NAME = "config"
@@ -69,7 +69,16 @@ def compose_unresolved(overrides: Sequence[str]) -> tuple[Config, dict[str, str 
         choices = {group: node.hydra.runtime.choices[group] for group in GROUPS}
         with open_dict(node):
             del node["hydra"]
-        return to_config(node), choices
+        return with_image_length(to_config(node), overrides), choices
+
+
+def with_image_length(config: Config, overrides: Sequence[str]) -> Config:
+    """Return a configuration with the N that its images ask for, whatever a model preset wrote; overrides win."""
+    data = config.data
+    if data.name not in IMAGE_SETS or any(each.lstrip("+").startswith("data.length=") for each in overrides):
+        return config
+    side = image_side(data) or 32  # data=images: as conf/data has it; where it is wrong, the first image says so
+    return dataclasses.replace(config, data=dataclasses.replace(data, length=3 * side**2))
 
 
 @contextmanager

@@ -256,6 +256,8 @@ class EvalConfig:
     """Score a seeded sample of this many windows only; the result is marked partial."""
     batch_size: int | None = ranged(None, low=1)
     """Windows scored at once; unset: as many as make 16,384 units."""
+    protocol: str = one_of("whole", "released")
+    """whole: every unit of the split once; released: the text as the paper's released code reads it, parts left out."""
     checkpoint: str = one_of("best", "last")
     """Checkpoint of the run to score."""
     ablate: str = one_of("none", "routing", "local", "random")
@@ -264,10 +266,12 @@ class EvalConfig:
 
 @dataclass
 class SampleConfig:
-    """Generating text."""
+    """Generating text or images."""
 
-    length: int = ranged(1000, low=1)
-    """Units to generate."""
+    length: int | None = ranged(None, low=1)
+    """Units to generate; unset: 1,000 of text, a whole image of N."""
+    count: int = ranged(1, low=1, high=1024)
+    """Images to generate, side by side in one picture (image sets)."""
     temperature: float = ranged(1.0, low=0.0)
     """Divides the logits; 0: always the most likely unit."""
     top_k: int | None = ranged(None, low=1)
@@ -317,6 +321,22 @@ class AuditConfig:
 
 
 @dataclass
+class AnalyzeConfig:
+    """What the heads of a run read."""
+
+    split: str = one_of("valid", "test", "train")
+    """Part of the data to take sequences from."""
+    sequences: int = ranged(1, low=1)
+    """Sequences read; draws take them in turn."""
+    draws: int = ranged(10, low=1, high=10_000)
+    """Pairs of heads drawn for each layer and kind of pair."""
+    seed: int = ranged(0, low=0, high=2**31 - 1)
+    """Seed of the sequences and of the draws."""
+    checkpoint: str = one_of("best", "last")
+    """Checkpoint of the run to look into."""
+
+
+@dataclass
 class SweepConfig:
     """Sweeps (-m); an experiment's file may also list axes under hydra.sweeper.params."""
 
@@ -346,12 +366,22 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
+    analyze: AnalyzeConfig = field(default_factory=AnalyzeConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
     seed: int = ranged(0, low=0, high=2**32 - 1)
     """Seed of everything but sample.seed: weights, batches, dropout, random heads, the windows of eval.limit."""
     name: str = "rtx"
     """Folder of the run below outputs/, and its name in Weights & Biases."""
+
+
+IMAGE_SETS = {"cifar10": 32, "imagenet64": 64, "images": None}
+"""Data sets of images, and the side of their images where it is fixed."""
+
+
+def image_side(data: DataConfig) -> int | None:
+    """Height and width that the images of a set are known to have: data.size, or the set's own; None: not known."""
+    return data.size or IMAGE_SETS[data.name]
 
 
 def base_patterns(model: ModelConfig) -> list[str]:

@@ -50,6 +50,16 @@ def test_a_command_line_wins_over_presets_and_a_later_group_over_an_earlier() ->
     assert compose(["routing=topk", "model=rt24"]).routing.logit_scale == "none"
 
 
+def test_images_fix_the_length_whatever_a_model_writes_and_the_command_line_wins() -> None:
+    assert compose(["data=cifar10"]).data.length == 3072  # model=tiny writes 256
+    assert compose(["data=cifar10", "model=rt24"]).data.length == 3072
+    assert compose(["data=cifar10", "data.size=16"]).data.length == 768
+    assert compose(["data=imagenet64"]).data.length == 12288
+    assert compose(["data=images", "data.path=cats"]).data.length == 3072
+    with pytest.raises(UserError, match=r"data\.length=256 must be 3072 = 32 x 32 x 3"):
+        compose(["data=cifar10", "data.length=256"])
+
+
 def test_choices_are_those_hydra_made() -> None:
     _, choices = compose_unresolved(["model=rt22"])
     assert choices["optimizer"] == "adafactor"

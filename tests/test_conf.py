@@ -46,7 +46,7 @@ def files() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("group", "option"), files())
 def test_every_option_composes_and_sets_keys_of_the_schema(group: str, option: str) -> None:
-    extra = ["data.path=book.txt"] if (group, option) == ("data", "text") else []
+    extra = ["data.path=here"] if (group, option) in (("data", "text"), ("data", "images")) else []
     config = compose([f"{group}={option}", *extra])
     assert resolve(config) == config
     assert keys_of(group, option) <= set(all_fields())
@@ -55,7 +55,7 @@ def test_every_option_composes_and_sets_keys_of_the_schema(group: str, option: s
 @pytest.mark.parametrize("group", [group for group in GROUPS if group not in ("routing", "experiment")])
 def test_an_option_carries_its_own_name(group: str) -> None:
     for option in options(group):
-        extra = ["data.path=book.txt"] if option == "text" else []
+        extra = ["data.path=here"] if option in ("text", "images") else []
         assert getattr(compose([f"{group}={option}", *extra]), group).name == option
 
 

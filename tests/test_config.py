@@ -50,7 +50,12 @@ def test_resolve_leaves_its_argument_alone() -> None:
     ("key", "value", "said"),
     [
         ("data__length", 1, "data.length=1: must be at least 2"),
-        ("data__name", "enwik9", "data.name=enwik9: must be one of stdlib, text, enwik8, recall"),
+        (
+            "data__name",
+            "enwik9",
+            "data.name=enwik9: must be one of stdlib, text, enwik8, wikitext103, pg19, cifar10, imagenet64, images, "
+            "recall",
+        ),
         ("routing__heads", -1, "routing.heads=-1: must be at least 0"),
         ("routing__window", 0, "routing.window=0: must be at least 1"),
         ("routing__clusters", 0, "routing.clusters=0: must be at least 1"),
@@ -103,6 +108,20 @@ def test_ranges(key: str, value: Any, said: str) -> None:
         ({"eval__stride": 2000}, "eval.stride=2000 must be at most data.length=1024"),
         ({"data__name": "text"}, "data=text needs data.path=<file, folder or glob>"),
         ({"data__path": "book.txt"}, "data.path=book.txt is not read by data=stdlib; use data=text data.path=book.txt"),
+        ({"data__newlines": "drop"}, "data.newlines=drop is for data=enwik8 alone, not for data=stdlib"),
+        ({"data__size": 16}, "data.size=16 is for images (cifar10, imagenet64, images), not for data=stdlib"),
+        ({"data__name": "images", "data__length": 3072}, "data=images needs data.path=<folder with images>"),
+        ({"data__name": "cifar10"}, "data.length=1024 must be 3072 = 32 x 32 x 3: an image is one sequence"),
+        ({"data__name": "imagenet64", "data__size": 20}, "data.length=1024 must be 1200 = 20 x 20 x 3"),
+        ({"data__name": "images", "data__path": "a"}, "data.length=1024 must be height x width x 3"),
+        (
+            {"data__name": "cifar10", "data__length": 3072, "eval__stride": 1024},
+            "eval.stride=1024 has no place in data=cifar10, whose images are scored whole",
+        ),
+        (
+            {"data__name": "cifar10", "data__length": 3072, "data__tokenizer": "words"},
+            "data.tokenizer=words is for text; data=cifar10 takes data.tokenizer=bytes",
+        ),
         ({"name": "a/b"}, "name='a/b' must be a folder's name"),
         ({"name": "a\nb"}, "must be a folder's name"),
         ({"name": ""}, "name='' must be a folder's name"),
@@ -131,6 +150,10 @@ def test_what_does_not_fit(values: dict[str, Any], said: str) -> None:
         {"optimizer__warmup": 0, "optimizer__schedule": "constant"},
         {"data__name": "text", "data__path": "book.txt"},
         {"data__name": "enwik8", "data__path": "enwik8.zip"},
+        {"data__name": "enwik8", "data__newlines": "drop"},
+        {"data__name": "cifar10", "data__length": 3072, "eval__stride": 3072},
+        {"data__name": "imagenet64", "data__size": 32, "data__length": 3072},
+        {"data__name": "images", "data__path": "cats", "data__length": 2100, "data__held_out": 0},
     ],
 )
 def test_what_fits(values: dict[str, Any]) -> None:

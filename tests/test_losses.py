@@ -16,7 +16,7 @@ from rtx.attention.kmeans import update_centroids
 from rtx.checks import resolve
 from rtx.config import Config, DataConfig, ModelConfig, OptimizerConfig, RoutingConfig, TrainerConfig
 from rtx.data.sampler import TrainingItems
-from rtx.data.tokenizers import ByteTokenizer
+from rtx.data.tokenizers import ByteTokenizer, encode_text
 from rtx.model.transformer import Transformer
 from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
 
@@ -49,7 +49,7 @@ def losses(selection: str) -> list[float]:
         for value in (*model.parameters(), *(b for name, b in model.named_buffers() if name.endswith("centroid_HCD"))):
             drawn = torch.tensor([draw.gauss(0, 1) for _ in range(value.numel())], dtype=torch.float64)
             value.copy_(drawn.view(value.shape) * (1.0 if value.dtype == torch.float32 else 0.2))
-    items = TrainingItems(ByteTokenizer().encode(text()), 64, 0, 2)
+    items = TrainingItems(encode_text(ByteTokenizer(), text()), 64, 0, 2)
     optimizer = build_optimizer(model, config.optimizer)
     seen = []
     for step in range(STEPS):

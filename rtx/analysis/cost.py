@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from rtx.attention.chunked import MIN_ROWS
+from rtx.attention.products import trusted
+from rtx.attention.weights import MOST_KEYS
 from rtx.config import Config, hash_buckets
 from rtx.model.likelihood import MAX_LOGITS
 from rtx.model.patterns import ROUTED, layer_patterns
@@ -146,22 +149,37 @@ def memory(config: Config, total: Cost, micro_batch: int, vocabulary: int) -> di
 def activations(config: Config, layer: int) -> float:
     """Return how many values one block keeps for the backward pass, per position.
 
-    Attention keeps queries, keys, values and outputs, whatever the dropout and Shaw's terms: weights are worked out
-    again (by the kernel, or by `rtx.attention.chunked`, which keeps no outputs).
+    Attention keeps queries, keys and values, whatever the dropout and Shaw's terms, and torch's kernel its outputs:
+    weights are worked out again.
     """
     model = config.model
     hidden, size = model.hidden, model.hidden // model.heads
-    routed = layer_patterns(config, layer).get(ROUTED, 0)
+    groups = layer_patterns(config, layer)
+    routed = groups.get(ROUTED, 0)
     base = model.heads - routed
+    kept = sum(count for name, count in groups.items() if name != ROUTED and not in_tiles(name, config))
     rotated = 1 if model.positions == "rotary" else 0
     dropped = sum(rate > 0 for rate in (model.dropout, model.dropout))
     own_keys = 1 if config.routing.keys != "shared" else 0
     # Clusters hold copies: a position in two of them is there twice.
-    copies = (4 + 3 * own_keys) * clusters_of_a_position(config)
-    attention = size * (base * (3 + 2 * rotated + 2 + 1) + routed * (4 + rotated + own_keys * rotated + copies))
+    copies = (4 - in_tiles(ROUTED, config) + 3 * own_keys) * clusters_of_a_position(config)
+    attention = size * (base * (5 + 2 * rotated) + kept + routed * (4 + rotated + own_keys * rotated + copies))
     inner = model.ffn_hidden * {"gelu": 2, "relu": 1, "geglu": 4}[model.ffn]
     inner += model.ffn_hidden if model.ffn_dropout else 0
     return (4 + dropped) * hidden + hidden + attention + inner
+
+
+def in_tiles(name: str, config: Config) -> bool:
+    """Tell whether a group's attention will be worked out in tiles (`rtx.attention.chunked`), which keep no outputs.
+
+    As `rtx.attention.weights.worked_in_tiles` decides for tensors; groups without a name here are taken to keep theirs.
+    """
+    wish, keys = config.hardware, {"full": config.data.length, "local": config.model.window}
+    keys[ROUTED] = config.routing.window
+    if name not in keys or wish.name == "gpu" or (wish.name != "cpu" and torch.cuda.device_count()):
+        return False
+    usual = MIN_ROWS <= keys[name] <= MOST_KEYS
+    return config.model.attention_dropout > 0 or (wish.precision == "fp32" and usual and trusted())
 
 
 def clusters_of_a_position(config: Config) -> float:

@@ -102,9 +102,12 @@ def check_numbers(scale: float | None, dropout: float) -> None:
 
 
 def check_relative(relative: Distances | None, q_BHND: Tensor, v_BHND: Tensor) -> None:
-    """Refuse Shaw's tables that do not fit keys and values."""
+    """Refuse what is not Shaw's tables, and tables that do not fit keys and values."""
     if relative is None:
         return
+    if not isinstance(relative, Distances):
+        kind = type(relative).__name__
+        raise ValueError(f"relative is a {kind}: must be None or rtx.attention.Distances(keys_MD, values_MD)")
     distances = max(1, len(relative.keys_MD)) if relative.keys_MD.dim() else 1
     check_floats("relative.keys_MD", relative.keys_MD, (distances, q_BHND.shape[-1]), q_BHND)
     check_floats("relative.values_MD", relative.values_MD, (distances, v_BHND.shape[-1]), q_BHND)
@@ -172,6 +175,16 @@ def check_causal(causal: bool, selection: str, relative: Distances | None = None
         raise ValueError("causal=False with relative: the tables hold distances to earlier positions only")
     if streaming:
         raise ValueError("causal=False with streaming=True: a stream has no later positions to read")
+
+
+def check_streaming(streaming: bool, selection: str, dropout: float) -> None:
+    """Refuse streaming top-w with dropout.
+
+    Raises:
+        ValueError: names the dropout.
+    """
+    if streaming and selection == "topk" and dropout:
+        raise ValueError(f"streaming=True with dropout={dropout}: streaming top-w is for evaluation, without dropout")
 
 
 def check_rotations(rotation_HTDF: Tensor, q_BHND: Tensor) -> None:

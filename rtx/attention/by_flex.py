@@ -10,8 +10,6 @@ Shapes: B sequences, H heads, N positions, D head size.
 from __future__ import annotations
 
 import functools
-import os
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rtx.attention.weights import Distances, logit_scale, without_padding
+from rtx.compiler import has_compiler
 
 PATTERNS = ("full", "local", "strided", "fixed")
 SMALLEST_ON_CUDA = 16
@@ -58,11 +57,6 @@ def flex_refusal(
     if graded and torch.is_grad_enabled():
         return f"{graded[0]} requires a gradient: FlexAttention has no backward pass on a CPU"
     return None if has_compiler() else "CPU tensors: FlexAttention is compiled, and there is no C++ compiler"
-
-
-def has_compiler() -> bool:
-    """Tell whether torch.compile finds what it needs to make CPU code."""
-    return any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "g++", "clang++"))
 
 
 @functools.cache

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from rtx.attention.derivatives import first_alone
 from rtx.attention.products import wide_products
 from rtx.attention.shaw import Distances, Rule, Tile
 
@@ -67,7 +67,7 @@ class ChunkedAttention(torch.autograd.Function):
         return out_GQD
 
     @staticmethod
-    @once_differentiable
+    @first_alone
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of queries, keys, values and both tables."""
         q_GQD, k_GKD, v_GKD, keys_MD, values_MD = ctx.saved_tensors

@@ -22,7 +22,7 @@ from rtx.attention import by_flex, by_reference
 from rtx.attention.arguments import check_attention, check_positive
 from rtx.attention.backends import Call, check_backend, choose
 from rtx.attention.heads import HeadState, PositionHeads, Rotate, turn_step
-from rtx.attention.weights import Distances, attend, logit_scale
+from rtx.attention.weights import Distances, attend, logit_scale, without_padding
 
 GROUPS = 16
 """Parts of a sequence that are attended one after the other: more waste fewer keys, fewer make fewer calls."""
@@ -78,9 +78,7 @@ def fixed(
     _, H, N, _ = q_BHND.shape
     if not v_BHND.numel():
         return v_BHND.clone()
-    if mask_BN is not None:  # a NaN that stands in padding must not be multiplied by a weight of zero
-        padding_B1N1 = ~mask_BN[:, None, :, None]
-        q_BHND, k_BHND, v_BHND = (x.masked_fill(padding_B1N1, 0) for x in (q_BHND, k_BHND, v_BHND))
+    q_BHND, k_BHND, v_BHND = (without_padding(x, mask_BN) for x in (q_BHND, k_BHND, v_BHND))
     first_H = first_columns(H, block, summary)
     if block >= N:  # nothing is earlier, and no key need be padded
         block, summary, first_H = N, 1, [0] * H
@@ -109,7 +107,7 @@ def fixed(
         earlier = (min(first + size, G) - 1) * summary
         out.append(read(q, k, v, sums_k[:, :, :earlier], sums_v[:, :, :earlier], first))
     out_BHND = torch.cat(out, dim=2).flatten(2, 3)[:, :, :N]
-    return out_BHND if mask_BN is None else out_BHND.masked_fill(~mask_BN[:, None, :, None], 0)
+    return without_padding(out_BHND, mask_BN)
 
 
 def check_sizes(block: int, summary: int) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from rtx.attention.derivatives import first_alone
 from rtx.attention.products import wide_products
 
 
@@ -32,7 +32,7 @@ class CausalKernel(torch.autograd.Function):
         return out_BHND
 
     @staticmethod
-    @once_differentiable
+    @first_alone
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of queries, keys and values."""
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -31,7 +31,7 @@ from rtx.attention.hashing import (
     rotations,
 )
 from rtx.attention.heads import Heads, HeadState, Rotate, turn_step
-from rtx.attention.weights import Distances, attend, logit_scale
+from rtx.attention.weights import Distances, attend, logit_scale, without_padding
 
 MAX_SCORES = 1 << 21
 """Attention scores held at once where several rounds are joined; about what a CPU's cache holds."""
@@ -88,8 +88,7 @@ def lsh(
     if choose(backend, Call("lsh", q_BHND, None, v_BHND, dropout, relative)) == "reference":
         options = {"scale": scale, "relative": relative, "mask_BN": mask_BN, "window": window, "rotate": rotate}
         return by_reference.lsh(q_BHND, v_BHND, rotation_HTDF, variant=rule, **options)
-    if mask_BN is not None:
-        q_BHND, v_BHND = (x.masked_fill(~mask_BN[:, None, :, None], 0) for x in (q_BHND, v_BHND))
+    q_BHND, v_BHND = without_padding(q_BHND, mask_BN), without_padding(v_BHND, mask_BN)
     bucket_TBHN = hash_positions(q_BHND, rotation_HTDF)
     buckets = 2 * rotation_HTDF.shape[-1]
     if mask_BN is not None:
@@ -109,7 +108,7 @@ def lsh(
     else:
         q_RD, k_RD, v_RD = (x.reshape(-1, x.shape[-1]) for x in (q_BHND, k_BHND, v_BHND))
         out_BHND = attend_rounds(q_RD, k_RD, v_RD, rounds, **options).view(v_BHND.shape)
-    return out_BHND if mask_BN is None else out_BHND.masked_fill(~mask_BN[:, None, :, None], 0)
+    return without_padding(out_BHND, mask_BN)
 
 
 def check_variant(variant: str) -> None:

@@ -19,6 +19,7 @@ from rtx.attention.arguments import (
     check_positive,
     check_routing,
     check_selection,
+    check_streaming,
 )
 from rtx.attention.backends import Call, check_backend, choose
 from rtx.attention.content import Content, attend_content, members, normalise, read_content
@@ -106,8 +107,7 @@ def routing(
     }
     check_routing(q_BHND, k_BHND, centroid_HCD, **choice, finite=check_finite)
     check_causal(causal, selection, relative, streaming)
-    if streaming and selection == "topk" and dropout:
-        raise ValueError(f"streaming=True with dropout={dropout}: streaming top-w is for evaluation, without dropout")
+    check_streaming(streaming, selection, dropout)
     options = {
         "window": window,
         "scale": logit_scale(scale, q_BHND.shape[-1]),
@@ -209,11 +209,14 @@ class RoutingHeads(Heads):
     ) -> tuple[Tensor, Tensor]:
         """See `Heads.forward`; the loss is the weighted commitment loss, zero outside training.
 
-        `mask_BN` is true at real positions: padding is in no cluster and in no statistics, and gets zero.
+        `mask_BN` is true at real positions: padding is in no cluster and in no statistics, and gets zero. `streaming`
+        with top-w is for evaluation: in training it is refused where there is dropout, and gathers nothing.
         """
         check_attention(q_BHND, k_BHND, v_BHND, mask_BN=mask_BN, relative=relative)
         check_centroids(self.centroids.centroid_HCD, q_BHND)
         check_causal(self.causal, self.selection, relative, streaming)
+        dropout = self.dropout if self.training else 0.0
+        check_streaming(streaming, self.selection, dropout)
         content = self.read(q_BHND, k_BHND, mask_BN)
         query_BHND, key_BHND = content.logits(rotate, v_BHND.dtype)
         options = {
@@ -223,7 +226,6 @@ class RoutingHeads(Heads):
             "relative": relative,
             "slot_distance": self.slot_distance,
         }
-        dropout = self.dropout if self.training else 0.0
         packed = {**options, "dropout": dropout}
         by = unpacked_by(k_BHND, self.centroids.projection_HDD, self.causal, self.selection, streaming)
         chosen = choose(self.backend, Call("routing", q_BHND, k_BHND, v_BHND, dropout, relative, True, by))

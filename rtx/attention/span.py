@@ -19,7 +19,7 @@ from rtx.attention import by_reference
 from rtx.attention.arguments import check_attention, check_finite_values, check_floats, check_positive
 from rtx.attention.backends import Call, check_backend, choose
 from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, last_slots, turn_step
-from rtx.attention.weights import Distances, logit_scale
+from rtx.attention.weights import Distances, logit_scale, without_padding
 
 BLOCK = 512
 """Most queries of a block: a longer reach takes several blocks of keys, so that few keys beyond it are computed."""
@@ -80,8 +80,7 @@ def adaptive_span(
     block = min(reach, BLOCK)
     before = -(-(reach - 1) // block)
     real_BN = torch.ones(B, N, dtype=torch.bool, device=q_BHND.device) if mask_BN is None else mask_BN
-    if mask_BN is not None:
-        q_BHND, k_BHND, v_BHND = (x.masked_fill(~mask_BN[:, None, :, None], 0) for x in (q_BHND, k_BHND, v_BHND))
+    q_BHND, k_BHND, v_BHND = (without_padding(x, mask_BN) for x in (q_BHND, k_BHND, v_BHND))
     q_BGHQD, k_BGHQD, v_BGHQD = (cut(x, block) for x in (q_BHND, k_BHND, v_BHND))
     slot_Q = torch.arange(block, device=q_BHND.device)
     slot_K = torch.arange((before + 1) * block, device=q_BHND.device)
@@ -112,7 +111,7 @@ def adaptive_span(
     if blocks > before:
         parts.append(read(before, blocks, before))
     out_BHND = torch.cat(parts, dim=1).transpose(1, 2).flatten(2, 3)[:, :, :N]
-    return out_BHND if mask_BN is None else out_BHND.masked_fill(~mask_BN[:, None, :, None], 0)
+    return without_padding(out_BHND, mask_BN)
 
 
 def cut(x_BHND: Tensor, block: int) -> Tensor:

@@ -16,7 +16,7 @@ from rtx.attention import by_flex, by_reference
 from rtx.attention.arguments import check_attention, check_positive
 from rtx.attention.backends import Call, check_backend, choose
 from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, turn_step
-from rtx.attention.weights import Distances, attend, logit_scale
+from rtx.attention.weights import Distances, attend, logit_scale, without_padding
 
 
 def strided(
@@ -63,9 +63,7 @@ def strided(
         return by_flex.strided(q_BHND, k_BHND, v_BHND, stride=stride, scale=scale, mask_BN=mask_BN)
     B, _, N, _ = q_BHND.shape
     stride = max(1, min(stride, N))
-    if mask_BN is not None:  # a NaN that stands in padding must not be multiplied by a weight of zero
-        padding_B1N1 = ~mask_BN[:, None, :, None]
-        q_BHND, k_BHND, v_BHND = (x.masked_fill(padding_B1N1, 0) for x in (q_BHND, k_BHND, v_BHND))
+    q_BHND, k_BHND, v_BHND = (without_padding(x, mask_BN) for x in (q_BHND, k_BHND, v_BHND))
     q_XHMD, k_XHMD, v_XHMD = (by_remainder(x, stride) for x in (q_BHND, k_BHND, v_BHND))
     slot_M = torch.arange(q_XHMD.shape[2], device=q_BHND.device)
     distance_MM = (slot_M[:, None] - slot_M[None]) * stride
@@ -85,7 +83,7 @@ def strided(
         distance_QK=distance_MM,
     )
     out_BHND = out_XHMD.unflatten(0, (B, stride)).permute(0, 2, 3, 1, 4).flatten(2, 3)[:, :, :N]
-    return out_BHND if mask_BN is None else out_BHND.masked_fill(~mask_BN[:, None, :, None], 0)
+    return without_padding(out_BHND, mask_BN)
 
 
 def by_remainder(x_BHND: Tensor, stride: int) -> Tensor:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rtx.attention.clusters import Members
+from rtx.attention.derivatives import first_alone
 from rtx.attention.shaw import Distances
 
 TYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -161,7 +161,7 @@ class TritonAttention(torch.autograd.Function):
         return combine(out_ME, inverse, members.rows, mean=True).view(v_BHND.shape)
 
     @staticmethod
-    @once_differentiable
+    @first_alone
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of queries, keys and values."""
         q_RD, k_RD, v_RE, out_ME, norm_M, row_M, *rest = ctx.saved_tensors

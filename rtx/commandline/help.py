@@ -18,7 +18,7 @@ COMPOSING = "[group=option ...] [key=value ...] [--cfg job] [--info]"
 USAGE = RUN_USAGE | {
     "train": f"rtx train {COMPOSING} [-m]",
     "plan": f"rtx plan {COMPOSING}",
-    "data": "rtx data prepare|verify [data=text] [data.path=book.txt]",
+    "data": "rtx data prepare|verify|info|remove [data=text] [data.path=book.txt] | list | remove <store>",
 }
 ABOUT = {
     "train": """Trains a model and writes outputs/<name>/<run>/: configuration, metrics, checkpoints, a sample. Every
@@ -35,6 +35,9 @@ ABOUT = {
         each. Without a run it audits a fresh model of the configuration that the words compose, or with
         audit.module=package.module:callable the model that the callable returns. Behind a run, keys of audit may be
         written short.""",
+    "analyze": """Looks at what the heads of a run read. divergence: the Jensen-Shannon divergence between the attention
+        of heads of one layer, local and routing, drawn at random (the paper's Table 6). Keys of analyze may be written
+        short: draws=20 is analyze.draws=20.""",
     "sample": """Generates from a run's checkpoint, one unit after the other, and prints as it goes. Keys of sample may
         be written short: length=2000 is sample.length=2000.""",
     "report": """Sets runs, or the cells of a sweep, beside the paper's tables from their records: report.md, .csv, .tex
@@ -42,7 +45,10 @@ ABOUT = {
         own. Without a folder it lists the paper's tables and what of them is below outputs/. It speaks to W&B only with
         logger=online or logger=offline.""",
     "plan": """Counts parameters, FLOPs and memory of what rtx train would run with the same words; runs nothing.""",
-    "data": """Prepares a data set's token store below data/ (or RTX_DATA), or verifies the one that is there.""",
+    "data": """Token stores below data/ (or RTX_DATA): prepare makes one, or goes on where a killed preparation ended;
+        verify compares every byte with its checksums; info says what is in it and shows examples; list says what is
+        on disk, downloads too; remove deletes a store, chosen by the words that prepared it or by its name in the list.
+        The store of a data set that a run needs is prepared by itself.""",
 }
 SHOWING = (
     ("--cfg job", "print the configuration and stop; --package trainer prints a part of it"),
@@ -56,11 +62,12 @@ SWEEPING = (
 FLAGS = {"train": (SWEEPING, *SHOWING), "plan": SHOWING}
 # The groups and sections whose options and keys a command takes; "" stands for the keys outside all sections.
 PARTS = {
-    "train": (*GROUPS, "trainer", "eval", "audit", "sample", "sweep", "report", ""),
-    "plan": (*GROUPS, "trainer", "eval", "audit", "sample", "sweep", "report", ""),
+    "train": (*GROUPS, "trainer", "eval", "audit", "analyze", "sample", "sweep", "report", ""),
+    "plan": (*GROUPS, "trainer", "eval", "audit", "analyze", "sample", "sweep", "report", ""),
     "resume": ("trainer", "hardware", "logger"),
     "eval": ("eval", "data", "hardware", ""),
     "audit": ("audit", "data", "hardware"),
+    "analyze": ("analyze", "data", "hardware"),
     "sample": ("sample", "hardware"),
     "report": ("report", "logger"),
     "data": ("data",),

@@ -20,15 +20,20 @@ USAGE = {
     "eval": "rtx eval <run> [split=test] [mode=streaming] [stride=...] [limit=...] [ablate=routing] [key=value ...]",
     "audit": "rtx audit <run ...> [windows=32] [positions=32] [key=value ...] | [group=option ...] [key=value ...]",
     "report": "rtx report [<run or sweep folder> ...] [output=...] [logger=offline] [key=value ...]",
+    "analyze": "rtx analyze divergence <run> [draws=10] [sequences=1] [split=test] [key=value ...]",
     "sample": "rtx sample <run> [length=2000] [temperature=0.9] [top_k=...] [top_p=...] [prompt=...] [key=value ...]",
 }
 """The commands on a run."""
+
+ANALYSES = ("divergence",)
+"""What `rtx analyze` can do."""
 
 ONE_DEVICE = ("hardware.name", "hardware.precision", "hardware.deterministic", "hardware.threads")
 READS = {
     "resume": (*(f"{section}.*" for section in ("trainer", *GROUPS) if section != "experiment"), "seed"),
     "eval": ("eval.*", "data.*", *ONE_DEVICE, "seed"),
     "audit": ("audit.*", "data.*", *ONE_DEVICE),
+    "analyze": ("analyze.*", "data.*", *ONE_DEVICE),
     "sample": ("sample.*", *ONE_DEVICE),
     "report": ("report.*", "logger.*"),
     "data": ("data.*",),
@@ -39,6 +44,7 @@ CHOSEN_ANEW = {
     "resume": ("hardware", "logger"),
     "eval": ("hardware",),
     "audit": ("hardware",),
+    "analyze": ("hardware",),
     "sample": ("hardware",),
     "report": ("logger",),
     "data": ("data",),
@@ -60,7 +66,7 @@ class Vocabulary:
     @property
     def one_device(self) -> bool:
         """Whether the command never takes more than one device."""
-        return self.command in ("eval", "audit", "sample")
+        return self.command in ("eval", "audit", "analyze", "sample")
 
     def near(self, key: str) -> str:
         """Return " (did you mean 'x'?)" for what is understood and nearest to `key`, or an empty string."""
@@ -86,7 +92,7 @@ class Vocabulary:
 def vocabulary(command: str = "") -> Vocabulary:
     """Return what may stand behind a command on a run, or behind `data`; behind any other: every group and key.
 
-    Keys of `eval`, `audit` and `sample` may be written short behind the command of that name (`split=test`).
+    Keys of `eval`, `audit`, `analyze` and `sample` may be written short behind the command of that name (`split=test`).
     """
     if command not in READS:
         return Vocabulary({}, GROUPS, tuple(all_fields()))
@@ -112,3 +118,15 @@ def run_folders(arguments: list[str]) -> tuple[list[Path], list[str]]:
     """Return the run folders, none or more, that the arguments of a command begin with, and the overrides behind."""
     count = next((at for at, argument in enumerate(arguments) if "=" in argument), len(arguments))
     return [Path(argument) for argument in arguments[:count]], arguments[count:]
+
+
+def analysis(arguments: list[str]) -> tuple[str, list[str]]:
+    """Return which analysis `rtx analyze` is asked for, and the arguments behind the word.
+
+    Raises:
+        UserError: none, or one that there is not.
+    """
+    word = arguments[0] if arguments else ""
+    if word not in ANALYSES:
+        raise UserError(f"rtx analyze {word}".rstrip() + f": say {' or '.join(ANALYSES)}; usage: {USAGE['analyze']}")
+    return word, arguments[1:]

@@ -1,32 +1,98 @@
-"""`rtx data prepare` and `rtx data verify`: make a data set's token store, or check every byte of it."""
+"""`rtx data <action>`: make, check, look at, list and remove token stores."""
 
 from __future__ import annotations
 
-from rtx.data.catalog import data_root, prepare_data, verify_data
-from rtx.data.recall import HELD_OUT, RecallStore
-from rtx.data.store import TokenStore
-from rtx.errors import UserError, nearest
+from collections.abc import Callable
 
-ACTIONS = {"prepare": prepare_data, "verify": verify_data}
+from rtx.config import DataConfig
+from rtx.data.catalog import (
+    data_root,
+    make_recipe,
+    open_files,
+    prepare_data,
+    prepared_folder,
+    verify_data,
+)
+from rtx.data.inventory import listing, named_store, remove_store
+from rtx.data.look import summary
+from rtx.data.recall import HELD_OUT, RecallStore
+from rtx.errors import UserError, nearest
 
 
 def main(arguments: list[str]) -> int:
-    """Run `rtx data <action> <overrides>`; stores lie below RTX_DATA, or ./data.
+    """Run `rtx data <action> <words>`; stores lie below RTX_DATA, or ./data.
 
     Raises:
-        UserError: no such action, a wrong option or source, a damaged store.
+        UserError: no such action, a wrong option or source, a damaged store, nothing to remove.
         RunFailed: a download or a full disk.
     """
-    word, overrides = (arguments[0], arguments[1:]) if arguments else ("", [])
-    if word not in ACTIONS:
-        raise UserError(f"rtx data {word}".rstrip() + f": say {' or '.join(ACTIONS)}{nearest(word, ACTIONS)}")
-    from rtx.compose import compose_data  # once the action is known to be right: Hydra takes its time
+    word, words = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if word == "list":
+        list_data(words)
+    elif word == "remove" and words and not any("=" in name for name in words):
+        for folder in [named_store(data_root(), name) for name in words]:
+            remove_store(data_root(), folder)
+    elif word in ACTIONS:
+        from rtx.compose import compose_data  # once the action is known to be right: Hydra takes its time
 
-    store = ACTIONS[word](compose_data(overrides), data_root())
-    if isinstance(store, RecallStore) and word == "prepare":
+        ACTIONS[word](compose_data(words))
+    else:
+        known = [*ACTIONS, "list"]
+        said = f"rtx data {word}".rstrip()
+        raise UserError(f"{said}: say {', '.join(known[:-1])} or {known[-1]}{nearest(word, known)}")
+    return 0
+
+
+def prepare(data: DataConfig) -> None:
+    """Make the store, or make sure of every byte of the one that is there."""
+    store = prepare_data(data, data_root())
+    if isinstance(store, RecallStore):
         sizes = ", ".join(f"{name} {store.count(name):,}" for name in HELD_OUT)
         print(f"data=recall: made on the fly, nothing to prepare; {sizes} answers; fingerprint {store.fingerprint}")
-    elif isinstance(store, TokenStore) and word == "prepare":
+    else:
         sizes = ", ".join(f"{name} {len(tokens):,}" for name, tokens in store.splits.items())
         print(f"{store.folder}: {sizes} {store.unit}s; fingerprint {store.fingerprint}")
-    return 0
+
+
+def verify(data: DataConfig) -> None:
+    """Compare every byte with its checksums."""
+    verify_data(data, data_root())
+
+
+def info(data: DataConfig) -> None:
+    """Say what is in a store that is there."""
+    root = data_root()
+    if data.name == "recall":
+        store = RecallStore(data)
+        sizes = ", ".join(f"{name} {store.count(name):,}" for name in HELD_OUT)
+        print(f"data=recall: made on the fly; {sizes} answers; {store.vocabulary} ids; chance {store.chance:.4g}")
+        print(f"fingerprint {store.fingerprint}")
+        return
+    prepared_folder(make_recipe(data, root), root)
+    print("\n".join(summary(open_files(data, root), root)))
+
+
+def remove(data: DataConfig) -> None:
+    """Remove a store and what is unfinished of it."""
+    if data.name == "recall":
+        raise UserError("data=recall: made on the fly, nothing on disk to remove")
+    remove_store(data_root(), make_recipe(data, data_root()).folder(data_root()))
+
+
+def list_data(words: list[str]) -> None:
+    """Say what lies below the folder of the stores.
+
+    Raises:
+        UserError: there are words behind it.
+    """
+    if words:
+        raise UserError(f"rtx data list {words[0]}: takes no words; rtx data info says more of one store")
+    print("\n".join(listing(data_root())))
+
+
+ACTIONS: dict[str, Callable[[DataConfig], None]] = {
+    "prepare": prepare,
+    "verify": verify,
+    "info": info,
+    "remove": remove,
+}

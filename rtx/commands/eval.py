@@ -13,10 +13,15 @@ from typing import Any
 import numpy as np
 
 from rtx.commandline.vocabulary import run_folder
+from rtx.config import Config
 from rtx.data.catalog import Store, data_root, open_data
+from rtx.data.recall import RecallStore
+from rtx.data.released import Reading, read_as_released
 from rtx.data.windows import Window, windows
-from rtx.errors import RunFailed
+from rtx.data.wordcount import bytes_scored, words_scored
+from rtx.errors import RunFailed, UserError
 from rtx.model.ablation import ablate, check_ablation
+from rtx.report.measures import Words, further_lines, measures, stamp_phrases
 from rtx.report.summary import answers_line, protocol_line, sees_future
 from rtx.training.evaluate import Score, equal_batches, sample_windows, score_windows
 from rtx.training.files import write_json
@@ -40,7 +45,8 @@ def main(arguments: list[str]) -> int:
     trained = load_trained(folder, config, config.eval.checkpoint, store.vocabulary)
     ablate(trained.model, config)
     check_fingerprint(store, trained)
-    tokens = store.split(config.eval.split)
+    reading = reading_of(store, config)
+    tokens = reading.tokens
     every = windows(len(tokens), config.data.length, config.eval.stride)
     chosen = sample_windows(every, config.eval.limit, config.seed)
     begin = time.monotonic()
@@ -53,10 +59,11 @@ def main(arguments: list[str]) -> int:
         print("stopped; nothing is written", file=sys.stderr)
         return signals.requested or INTERRUPTED
     partial = len(chosen) < len(every)
-    units = store.count(config.eval.split)
+    units = len(tokens) if store.answers is None else store.count(config.eval.split)
     if not partial and score.units != units:
         raise AssertionError(f"scored {score.units} units of a split of {units}")
-    result = record(trained, store, score, units, len(chosen), partial, time.monotonic() - begin)
+    values = measured(store, config.eval.split, reading, chosen, score, partial)
+    result = record(trained, store, score, reading, values, len(chosen), partial, time.monotonic() - begin)
     path = result_path(folder, result)
     keep(result, path, score)
     print_result(result, path)
@@ -130,8 +137,44 @@ def estimate(trained: Trained, store: Store, tokens: np.ndarray, chosen: Sequenc
     return seconds / len(first) * len(chosen)
 
 
+def reading_of(store: Store, config: Config) -> Reading:
+    """Return the split as eval.protocol has it read.
+
+    Raises:
+        UserError: it is not known how the released code reads such data.
+    """
+    if config.eval.protocol == "whole":
+        return Reading(store.split(config.eval.split))
+    if isinstance(store, RecallStore):
+        raise UserError("eval.protocol=released: data=recall is ours, no released code reads it")
+    return read_as_released(store, config.eval.split, config.data.length)
+
+
+def measured(
+    store: Store, split: str, reading: Reading, chosen: Sequence[Window], score: Score, partial: bool
+) -> dict[str, Any]:
+    """Return the score in every measure that its text has; words are no account of the bytes between and in them."""
+    if isinstance(store, RecallStore) or store.image is not None:
+        return measures(store.unit, score.nats, score.units)
+    words = words_scored(store, split, reading, chosen, partial)
+    return measures(
+        store.unit,
+        score.nats,
+        score.units,
+        text_bytes=bytes_scored(store, split, reading, chosen, partial) if store.unit == "subword" else None,
+        words=None if words is None else Words(*words),
+    )
+
+
 def record(
-    trained: Trained, store: Store, score: Score, split_units: int, count: int, partial: bool, seconds: float
+    trained: Trained,
+    store: Store,
+    score: Score,
+    reading: Reading,
+    values: dict[str, Any],
+    count: int,
+    partial: bool,
+    seconds: float,
 ) -> dict[str, Any]:
     """Return everything that the number means."""
     context = facts(trained, store)
@@ -143,20 +186,23 @@ def record(
         partial=partial,
         ablate=wish.ablate,
         other_data="" if context["own_data"] else store.name,
+        released=reading.habits,
+        stamps=stamp_phrases(context["data"].get("stamps", {}), wish.split),
     )
     answers = {} if score.accuracy is None else {"accuracy": score.accuracy, "chance": 1 / config.data.values}
     return {
-        f"bits_per_{store.unit}": score.bits,
+        **values,
         **answers,
         "standard_error": score.standard_error if math.isfinite(score.standard_error) else None,
         "nats": score.nats,
         "units": score.units,
-        "split_units": split_units,
+        "split_units": store.count(wish.split) if store.answers is not None else len(reading.tokens),
         "windows": count,
         "partial": partial,
         "seed": config.seed if partial else None,
         "split": wish.split,
         "mode": wish.mode,
+        "read_as": wish.protocol,
         "ablate": wish.ablate,
         "length": config.data.length,
         "stride": wish.stride or config.data.length,
@@ -190,6 +236,7 @@ def result_path(folder: Path, result: dict[str, Any]) -> Path:
     parts += [f"{result['windows']}windows-seed{result['seed']}"] if result["partial"] else []
     parts += [] if result["own_data"] else [f"{result['data']['name']}_{result['data']['fingerprint'][:8]}"]
     parts += [result["precision"]] if result["precision"] != result["own_precision"] else []
+    parts += [result["read_as"]] if result["read_as"] != "whole" else []
     parts += [f"ablate_{result['ablate']}"] if result["ablate"] != "none" else []
     parts += [f"{checkpoint['name']}-step{checkpoint['step']}"]
     return folder / "eval" / ("-".join(parts) + ".json")
@@ -215,6 +262,8 @@ def print_result(result: dict[str, Any], path: Path) -> None:
     error = result["standard_error"]
     spread = f" (standard error {error:.5f} over windows)" if error is not None else ""
     print(f"{result[f'bits_per_{unit}']:.5f} bits/{unit}{spread}")
+    for line in further_lines(unit, result):
+        print(line)
     if "accuracy" in result:
         print(answers_line(result["accuracy"], result["chance"]))
     print(f"{share} the split's {result['split_units']:,} {unit}s scored, in {clock(result['seconds'])}")

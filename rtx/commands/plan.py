@@ -6,8 +6,10 @@ import textwrap
 
 from rtx.analysis.cost import Cost, cost, memory
 from rtx.compose import compose
-from rtx.config import Config, DataConfig, base_patterns
+from rtx.config import IMAGE_SETS, Config, DataConfig, base_patterns
 from rtx.data import recall
+from rtx.data.catalog import data_root, prepared_vocabulary
+from rtx.data.published import VOCABULARY
 
 BYTES = 256
 """Vocabulary of every data set that is read as bytes."""
@@ -39,7 +41,7 @@ def report(config: Config, total: Cost) -> list[str]:
     lines = [
         f"model       {model.name}: {count(model.layers, 'layer')}, {count(model.heads, 'head')}, "
         f"width {model.hidden}, {model.positions} positions",
-        f"sequence    N = {data.length:,} {data.name} {'units' if data.name == 'recall' else 'bytes'}; "
+        f"sequence    N = {data.length:,} {data.name} {units_of(data)}; "
         f"{model.base} heads" + (f" with a window of {model.window:,}" if "local" in base_patterns(model) else ""),
     ]
     if routed:
@@ -65,8 +67,27 @@ def report(config: Config, total: Cost) -> list[str]:
 
 
 def vocabulary(data: DataConfig) -> int:
-    """Return the number of different units of a data set."""
-    return recall.vocabulary(data) if data.name == "recall" else BYTES
+    """Return the number of different units of a data set.
+
+    Raises:
+        UserError: words of a text whose store is not prepared.
+    """
+    if data.name == "recall":
+        return recall.vocabulary(data)
+    if data.tokenizer == "sentencepiece":
+        return data.vocabulary
+    if data.tokenizer == "words":
+        return VOCABULARY.get(data.name) or prepared_vocabulary(data, data_root())
+    return BYTES
+
+
+def units_of(data: DataConfig) -> str:
+    """Return what the sequences of a data set are counted in."""
+    if data.name == "recall":
+        return "units"
+    if data.name in IMAGE_SETS:
+        return "sub-pixels"
+    return {"words": "words", "sentencepiece": "subwords"}.get(data.tokenizer, "bytes")
 
 
 def processes(config: Config) -> str:

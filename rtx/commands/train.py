@@ -10,21 +10,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from rtx.analysis.telemetry import read_telemetry
+from rtx.analysis.turnover import read_memberships, turnover
 from rtx.attention.kmeans import initialise_from_data
+from rtx.commands.eval import measured
 from rtx.compose import compose, to_dict, to_yaml, with_absolute_path
 from rtx.config import Config
 from rtx.data.baselines import baselines
 from rtx.data.catalog import Store, data_root, open_data
 from rtx.data.recall import RecallStore
+from rtx.data.released import Reading
 from rtx.data.sampler import Items, MadeItems, TrainingItems, training_batches
+from rtx.data.sheet import png_grid
 from rtx.data.store import TokenStore
 from rtx.data.windows import windows
 from rtx.errors import RunFailed, UserError
 from rtx.model.decoding import generate
 from rtx.model.transformer import Transformer
+from rtx.report.measures import further_lines, stamp_phrases
 from rtx.report.summary import answers_line, closing_lines, protocol_line
 from rtx.report.text import printable
 from rtx.training.checkpoints import Checkpoint, check_shapes, newest_checkpoint
@@ -47,6 +53,8 @@ from rtx.training.signals import Signals, Stopped, announce_parent, go_with_pare
 from rtx.training.status import Status
 
 SAMPLE_LENGTH, SAMPLE_TEMPERATURE, SAMPLE_SEED = 240, 0.8, 0
+SAMPLE_UNITS = 3072
+"""Sub-pixels of a sample image: all of one of 32 x 32, the upper rows of a larger one."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +155,8 @@ def train(
     if status:
         facts = {"hardware": hardware.describe(), "data": store.describe(), "parameters": model.count_parameters()}
         record_start(config, folder, resumption, facts)
+        if isinstance(store, TokenStore):
+            keep_tokenizer(store, folder)
         print(opening_line(config, hardware, store, model))
     held_out = store.split("valid")
     with Records(folder, config, to_dict(config), status) as records:
@@ -164,11 +174,13 @@ def train(
                 records=records,
                 signals=signals,
                 telemetry=read_telemetry,
+                memberships=read_memberships,
+                turnover=turnover,
                 start=start,
             )
         )
         if status:
-            record_end(status, outcome, store.unit)
+            record_end(status, outcome, store.unit, final_measures(config, store, outcome))
     signals.release()
     if status:
         print(closing(config, store, outcome, folder))
@@ -197,10 +209,17 @@ def record_start(config: Config, folder: Path, resumption: Resumption | None, fa
         write_config(config, folder)
 
 
-def record_end(status: Status, outcome: Outcome, unit: str) -> None:
+def keep_tokenizer(store: TokenStore, folder: Path) -> None:
+    """Keep the file of a trained tokenizer with the run, so that sampling needs no data."""
+    if name := store.tokenizer.describe().get("file"):
+        content = (store.folder / name).read_bytes()
+        replace_file(folder / name, lambda file: file.write(content))
+
+
+def record_end(status: Status, outcome: Outcome, unit: str, measures: dict[str, Any]) -> None:
     """Write the status of a finished run."""
     score = outcome.final
-    final = {"bits": score.bits, "unit": unit, "units": score.units, "se": score.standard_error}
+    final = {"bits": score.bits, "unit": unit, "units": score.units, "se": score.standard_error, **measures}
     if score.accuracy is not None:
         final["accuracy"] = score.accuracy
     status.update(step=outcome.step, seconds=outcome.seconds, best=outcome.best, final=final)
@@ -216,7 +235,8 @@ def training_items(config: Config, store: Store) -> Items:
     """Return the sequences to train on, by their number."""
     if isinstance(store, RecallStore):
         return MadeItems(store.sequence, config.seed, config.trainer.batch_size)
-    return TrainingItems(store.split("train"), config.data.length, config.seed, config.trainer.batch_size)
+    whole = store.image is not None
+    return TrainingItems(store.split("train"), config.data.length, config.seed, config.trainer.batch_size, whole)
 
 
 def build_model(config: Config, store: Store, items: Items, start: Checkpoint | None) -> Transformer:
@@ -295,20 +315,40 @@ def closing(config: Config, store: Store, outcome: Outcome, folder: Path) -> str
         time_up=outcome.time_up,
         bits=outcome.final.bits,
         unit=store.unit,
-        protocol=protocol_line(config, "valid", store.unit, outcome.final.units),
+        protocol=protocol_line(
+            config, "valid", store.unit, outcome.final.units, stamps=stamp_phrases(store.stamps, "valid")
+        ),
         baselines=others,
+        further=further_lines(store.unit, final_measures(config, store, outcome)),
         answers="" if accuracy is None else answers_line(accuracy, 1 / config.data.values),
     )
 
 
+def final_measures(config: Config, store: Store, outcome: Outcome) -> dict[str, Any]:
+    """Return the validation score of a finished run in every measure that its text has."""
+    reading = Reading(store.split("valid"))
+    every = windows(len(reading.tokens), config.data.length, config.eval.stride)
+    return measured(store, "valid", reading, every, outcome.final, partial=False)
+
+
 def print_sample(model: Transformer, store: TokenStore, folder: Path, step: int) -> None:
-    """Print and keep a short text that the model writes from nothing.
+    """Print and keep a short text that the model writes from nothing; of a model of images, keep an image.
 
     Raises:
         RunFailed: it cannot be kept.
     """
     generator = torch.Generator().manual_seed(SAMPLE_SEED)
     empty = torch.empty(1, 0, dtype=torch.int64)
+    if image := store.image:
+        canvas = np.zeros(image[0] * image[1] * 3, dtype=np.uint8)
+        rows = min(image[0], max(1, SAMPLE_UNITS // (3 * image[1])))
+        draws = generate(model, empty, rows * 3 * image[1], temperature=SAMPLE_TEMPERATURE, generator=generator)
+        for place, unit in enumerate(draws):
+            canvas[place] = int(unit)
+        path = save_sample(folder, step, SAMPLE_SEED, png_grid([canvas], image), "png")
+        part = "" if rows == image[0] else f", the first {rows} of its {image[0]} rows"
+        print(f"a sample image (temperature {SAMPLE_TEMPERATURE}{part}): {shown(path)}")
+        return
     positions = model.embedding.positions
     length = SAMPLE_LENGTH if positions is None else min(SAMPLE_LENGTH, positions.length)
     draws = generate(model, empty, length, temperature=SAMPLE_TEMPERATURE, generator=generator)

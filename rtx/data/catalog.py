@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-import shlex
 from pathlib import Path
 
 from rtx.config import DataConfig
-from rtx.data import enwik8
+from rtx.data.build import build_store
 from rtx.data.disk import Report, disk_errors, locked
-from rtx.data.files import SourceFile, library_files, read_files, text_files
 from rtx.data.recall import RecallStore
-from rtx.data.store import DamagedStore, Recipe, TokenStore, build_store, open_store, verify_store
+from rtx.data.recipe import Recipe
+from rtx.data.store import DamagedStore, TokenStore, is_verified, open_store, verify_store
 from rtx.errors import UserError, nearest
 
 Store = TokenStore | RecallStore
 
-SHORTEST_TEXT = 31  # bytes: from here on 5% are at least two
+# Each module has `source(data: DataConfig, root: Path, report: Report) -> Source`.
+MODULES = {
+    "stdlib": "text",
+    "text": "text",
+    "enwik8": "enwik8",
+    "wikitext103": "wikitext",
+    "pg19": "pg19",
+    "cifar10": "cifar10",
+    "imagenet64": "imagenet64",
+    "images": "images",
+}
 
 
 def data_root() -> Path:
@@ -60,16 +70,19 @@ def verify_data(data: DataConfig, root: Path, report: Report = print) -> Store:
 def open_files(data: DataConfig, root: Path, report: Report = print) -> TokenStore:
     """Return the store of `data` below `root`, preparing it first where it is missing or its source has changed.
 
-    Safe in several processes at once. Sizes are checked, bytes are not (verify_files does).
+    Safe in several processes at once. Sizes are checked, and bytes as data.verify asks: where it is `once`, only in a
+    store that was never read in full on this machine, or was moved, copied or changed since.
 
     Raises:
         UserError: no such source, too little of it, or a damaged store; one line that says what to do.
         RunFailed: a download or a full disk.
     """
     recipe = make_recipe(data, root, report)
-    if not recipe.folder(root).exists():
-        return _prepare(recipe, root, report)
-    return open_store(root, recipe)
+    folder = recipe.folder(root)
+    store = open_store(folder, recipe.options) if folder.exists() else _prepare(recipe, root, report)
+    if data.verify == "always" or (data.verify == "once" and not is_verified(folder)):
+        store = verify_store(folder, recipe.options)
+    return check_units(store, data)
 
 
 def prepare_files(data: DataConfig, root: Path, report: Report = print) -> TokenStore:
@@ -78,17 +91,34 @@ def prepare_files(data: DataConfig, root: Path, report: Report = print) -> Token
 
 
 def verify_files(data: DataConfig, root: Path, report: Report = print) -> TokenStore:
-    """Compare every byte of the store of `data` with its recorded sha256.
+    """Compare every byte of the store of `data` with its recorded checksums.
 
     Raises:
         UserError: it has not been prepared from this source, or it is damaged.
     """
     recipe = make_recipe(data, root, report)
-    if not recipe.folder(root).exists():
-        raise UserError(f"{recipe.folder(root)}: not prepared; to prepare it: rtx data prepare {recipe.options}")
-    store = verify_store(root, recipe)
-    report(f"{store.folder}: every byte as recorded; fingerprint {store.fingerprint}")
+    folder = prepared_folder(recipe, root)
+    store = verify_store(folder, recipe.options)
+    report(f"{folder}: every byte as recorded; fingerprint {store.fingerprint}")
     return store
+
+
+def prepared_vocabulary(data: DataConfig, root: Path) -> int:
+    """Return how many different ids the store of `data` has; raises as `prepared_folder` and `open_store` do."""
+    recipe = make_recipe(data, root)
+    return open_store(prepared_folder(recipe, root), recipe.options).vocabulary
+
+
+def prepared_folder(recipe: Recipe, root: Path) -> Path:
+    """Return the folder of a store that is there.
+
+    Raises:
+        UserError: it is not.
+    """
+    folder = recipe.folder(root)
+    if not folder.exists():
+        raise UserError(f"{folder}: not prepared; to prepare it: rtx data prepare {recipe.options}")
+    return folder
 
 
 def _prepare(recipe: Recipe, root: Path, report: Report) -> TokenStore:
@@ -98,13 +128,20 @@ def _prepare(recipe: Recipe, root: Path, report: Report) -> TokenStore:
         with locked(root / f".{folder.name}.lock", recipe.options, report):
             if folder.exists():
                 try:
-                    return verify_store(root, recipe)
+                    return check_units(verify_store(folder, recipe.options), recipe.data)
                 except DamagedStore as damage:
                     report(str(damage).partition("; to rebuild")[0] + "; rebuilding the store")
-            sizes = ", ".join(f"{name} {units:,}" for name, units in recipe.splits.items())
-            report(f"preparing {recipe.options}: {recipe.units:,} bytes ({sizes}) -> {folder}")
-            build_store(root, recipe)
-    return open_store(root, recipe)
+            report(f"preparing {recipe.options}: {_sizes(recipe)}-> {folder}")
+            build_store(root, recipe, report)
+    return check_units(open_store(folder, recipe.options), recipe.data)
+
+
+def _sizes(recipe: Recipe) -> str:
+    units = recipe.source.units
+    if not units:
+        return ""
+    unit = "dims" if recipe.source.image else "bytes" if recipe.data.tokenizer == "bytes" else "units"
+    return f"{sum(units.values()):,} {unit} ({', '.join(f'{name} {count:,}' for name, count in units.items())}) "
 
 
 def make_recipe(data: DataConfig, root: Path, report: Report = print) -> Recipe:
@@ -113,59 +150,52 @@ def make_recipe(data: DataConfig, root: Path, report: Report = print) -> Recipe:
     Raises:
         UserError: the source is missing, unreadable, or too short for its splits or for one sequence.
     """
-    if data.name == "stdlib":
-        recipe = _files_recipe("stdlib", "data=stdlib", "the standard library", library_files())
-    elif data.name == "text":
-        options = f"data=text data.path={shlex.quote(data.path or '')}"
-        recipe = _files_recipe("text", options, data.path or "", text_files(data.path or "", root))
-    elif data.name == "enwik8":
-        recipe = _enwik8_recipe(data, root, report)
-    else:
-        known = ("stdlib", "text", "enwik8")
-        raise UserError(f"data={data.name}: must be one of {', '.join(known)}{nearest(data.name, known)}")
-    _check_length(recipe, data.length)
+    if data.name not in MODULES:
+        known = ", ".join(MODULES)
+        raise UserError(f"data={data.name}: must be one of {known}{nearest(data.name, MODULES)}")
+    module = importlib.import_module(f"rtx.data.{MODULES[data.name]}")
+    recipe = Recipe(module.source(data, root, report), data)
+    units = (recipe.source.units or {}).get("train")
+    if units is not None:
+        unit = "dim" if recipe.source.image else "byte"
+        check_length(units, unit, data, recipe.source.place.get("place", recipe.options))
+    check_image(recipe.source.image, data)
     return recipe
 
 
-def _files_recipe(name: str, options: str, place: str, files: list[SourceFile]) -> Recipe:
-    """Bytes of all files in order, cut at 90% and 95%."""
-    total = sum(file.size for file in files)
-    train, valid = total * 90 // 100, total * 95 // 100
-    splits = {"train": train, "valid": valid - train, "test": total - valid}
-    if total < SHORTEST_TEXT:
-        found = f"{total:,} in {len(files):,} file{'s' if len(files) > 1 else ''}"
-        raise UserError(f"{place}: expected at least {SHORTEST_TEXT} bytes (cut 90/5/5), found {found}; give more text")
-    return Recipe(
-        name=name,
-        options=options,
-        splits=splits,
-        identity=[[str(file.path), file.size, file.modified_ns] for file in files],
-        source={"place": place, "files": len(files), "bytes": total},
-        chunks=lambda: read_files(files),
-    )
+def check_units(store: TokenStore, data: DataConfig) -> TokenStore:
+    """Return the store, if sequences of data.length can be cut from it.
+
+    Raises:
+        UserError: its training split is too short, or its images have another size.
+    """
+    if "train" in store.splits:
+        check_length(store.count("train"), store.unit, data, store.source.get("place", store.name))
+    check_image(store.image, data)
+    return store
 
 
-def _enwik8_recipe(data: DataConfig, root: Path, report: Report) -> Recipe:
-    """The content is known beforehand, so a store that is there needs neither network nor local copy."""
-    options = "data=enwik8"
-    if data.path is not None:
-        options += f" data.path={shlex.quote(data.path)}"
-        if os.path.exists(os.path.expanduser(data.path)):
-            enwik8.local_copy(data.path)
-    return Recipe(
-        name="enwik8",
-        options=options,
-        splits=enwik8.SPLITS,
-        identity=[enwik8.SHA256],
-        source={"place": enwik8.ARCHIVE.url, "sha256": enwik8.SHA256},
-        chunks=lambda: enwik8.read_enwik8(data.path, root, report),
-    )
+def check_image(size: tuple[int, int] | None, data: DataConfig) -> None:
+    """Refuse another sequence length than that of an image; `size`: height and width.
 
-
-def _check_length(recipe: Recipe, length: int) -> None:
-    train = recipe.splits["train"]
-    if train < length:
+    Raises:
+        UserError: says which it must be.
+    """
+    if size and data.length != (dims := size[0] * size[1] * 3):
         raise UserError(
-            f"{recipe.source['place']}: expected at least one sequence of data.length={length} bytes in the training "
-            f"split, found {train:,}; give more text or data.length={train}"
+            f"data.length={data.length}: expected {dims} for images of {size[0]} x {size[1]} x 3: one image is one "
+            f"sequence; give data.length={dims}"
+        )
+
+
+def check_length(train: int, unit: str, data: DataConfig, place: str) -> None:
+    """Refuse a training split that is shorter than one sequence.
+
+    Raises:
+        UserError: says how long it is.
+    """
+    if train < data.length:
+        raise UserError(
+            f"{place}: expected at least one sequence of data.length={data.length} {unit}s in the training split, "
+            f"found {train:,}; give more text or data.length={train}"
         )

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
+import itertools
+import os
+import shlex
 import zipfile
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from rtx.config import DataConfig
 from rtx.data.disk import Report, file_sha256
 from rtx.data.download import Remote, download
+from rtx.data.files import SourceFile, listed
+from rtx.data.source import Document, Source
 from rtx.errors import UserError
 
 ARCHIVE = Remote(
@@ -26,21 +35,114 @@ CHUNK = 1 << 20
 LARGEST_HASHED = 1 << 30  # a wrong file larger than this is refused by its size alone
 
 
-def read_enwik8(path: str | None, root: Path, report: Report) -> Iterator[bytes]:
-    """Yield all bytes of enwik-8 from a local copy, or from the archive fetched to `root/downloads`.
+@dataclass(frozen=True)
+class Copy:
+    """A file or an archive that was found to be enwik-8."""
+
+    file: SourceFile
+    content: bytes | None = field(default=None, repr=False)
+    """What the archive holds, so that this process inflates it once; another one has to do so again."""
+
+    def __reduce__(self) -> tuple[type[Copy], tuple[SourceFile]]:
+        return Copy, (self.file,)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[IO[bytes]]:
+        """Open the content, and say in one line what is wrong with it."""
+        if self.content is not None:
+            yield io.BytesIO(self.content)  # shares the bytes
+        else:
+            with readable(self.file.path) as file:
+                yield file
+
+
+@dataclass(frozen=True)
+class Enwik8Part:
+    """One split: bytes `[start, stop)`."""
+
+    copy: Copy
+    start: int
+    stop: int
+    drop_newlines: bool
+
+    @property
+    def size(self) -> int:
+        """Bytes of the split."""
+        return self.stop - self.start
+
+    def documents(self) -> Iterator[Document]:
+        """Yield the split, one document.
+
+        Raises:
+            UserError: the file cannot be read, or is not the one that was checked.
+        """
+        yield self._chunks()
+
+    def _chunks(self) -> Iterator[bytes]:
+        with self.copy.open() as file:
+            file.seek(self.start)
+            left = self.size
+            while left > 0 and (chunk := file.read(min(CHUNK, left))):
+                left -= len(chunk)
+                if self.drop_newlines:
+                    chunk = chunk.replace(b"\n", b"")
+                if chunk:
+                    yield chunk
+        if left or listed(self.copy.file.path) != self.copy.file:
+            raise UserError(f"{self.copy.file.path}: changed while it was read; prepare it again")
+
+
+def source(data: DataConfig, root: Path, report: Report) -> Source:
+    """Return the benchmark; its content is known, so a store that is there needs neither network nor local copy.
 
     Raises:
-        UserError: what was found is not enwik-8, by size or sha256; known for certain only at the end.
+        UserError: what `data.path` names is there and is not enwik-8 by its size.
+    """
+    options = "data=enwik8"
+    if data.path is not None:
+        options += f" data.path={shlex.quote(data.path)}"
+        if os.path.exists(os.path.expanduser(data.path)):
+            local_copy(data.path)
+    drop = data.newlines == "drop"
+    return Source(
+        name="enwik8",
+        options=options + (" data.newlines=drop" if drop else ""),
+        identity=[SHA256],
+        place={"place": ARCHIVE.url, "sha256": SHA256},
+        parts=lambda: checked_parts(data.path, drop, root, report),
+        stamps={"newlines": data.newlines},
+        units=None if drop or data.tokenizer != "bytes" else dict(SPLITS),
+    )
+
+
+def checked_parts(path: str | None, drop_newlines: bool, root: Path, report: Report) -> dict[str, list[Enwik8Part]]:
+    """Read all of a local copy, or of the archive fetched to `root/downloads`, and return its splits.
+
+    Raises:
+        UserError: what was found is not enwik-8, by size or sha256.
         RunFailed: the download failed.
     """
-    source = download(ARCHIVE, root / "downloads", report) if path is None else local_copy(path)
+    place = download(ARCHIVE, root / "downloads", report) if path is None else local_copy(path)
+    file = listed(place)
+    with readable(place) as content:
+        copy = Copy(file, check(content, place, keep=not isinstance(content, io.BufferedReader)))
+    ends = itertools.accumulate(SPLITS.values())
+    return {
+        split: [Enwik8Part(copy, end - size, end, drop_newlines)]
+        for (split, size), end in zip(SPLITS.items(), ends, strict=True)
+    }
+
+
+@contextlib.contextmanager
+def readable(source: Path) -> Iterator[IO[bytes]]:
+    """Open the content of an archive or a plain file, and say in one line what is wrong with it."""
     try:
         if _is_zip(source):
             with zipfile.ZipFile(source) as archive, archive.open(_member(archive, source)) as file:
-                yield from _checked(file, source)
+                yield file
         else:
             with open(source, "rb") as file:
-                yield from _checked(file, source)
+                yield file
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
         found = f"{source.stat().st_size:,} bytes that are not one ({error})"
         raise UserError(f"{source}: expected a whole zip archive, found {found}; {_published()}") from error
@@ -71,17 +173,23 @@ def local_copy(path: str) -> Path:
     return place
 
 
-def _checked(file: IO[bytes], source: Path) -> Iterator[bytes]:
-    """Yield the bytes of `file`, never more than enwik-8 has; raise UserError at the end if they are others."""
-    size, digest = 0, hashlib.sha256()
+def check(file: IO[bytes], source: Path, keep: bool) -> bytes | None:
+    """Read `file`, never more than enwik-8 has, and return it if it is to be kept: 100 MB.
+
+    Raises:
+        UserError: it is something else.
+    """
+    size, digest, kept = 0, hashlib.sha256(), []
     while chunk := file.read(CHUNK):
         size += len(chunk)
         if size > SIZE:
             raise UserError(f"{source}: expected {SIZE:,} bytes, found more; {_published()}")
         digest.update(chunk)
-        yield chunk
+        if keep:
+            kept.append(chunk)
     if size != SIZE or digest.hexdigest() != SHA256:
         raise _refused(source, size, digest.hexdigest())
+    return b"".join(kept) if keep else None
 
 
 def _member(archive: zipfile.ZipFile, source: Path) -> zipfile.ZipInfo:

@@ -34,7 +34,7 @@ def library_files() -> list[SourceFile]:
     installs packages): `lib2to3/tests/...` goes, a file `test.py` stays. 12,602,225 bytes for CPython 3.11.7.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [_listed(path) for path in _walk(root, skipped=NOT_LIBRARY) if path.suffix == ".py"]
+    files = [listed(path) for path in _walk(root, skipped=NOT_LIBRARY) if path.suffix == ".py"]
     if not files:
         version = sys.version.split()[0]
         raise UserError(
@@ -55,13 +55,13 @@ def text_files(path: str, leave_out: Path) -> list[SourceFile]:
     place = Path(path).expanduser()
     try:
         if path and place.is_dir():
-            files = [_listed(file) for file in _walk(place, leave_out=leave_out.resolve()) if file.is_file()]
+            files = [listed(file) for file in _walk(place, leave_out=leave_out.resolve()) if file.is_file()]
             wanted = "a folder with at least one file that is not hidden"
         elif path and place.exists():
-            files = [_listed(place)]
+            files = [listed(place)]
         else:
             matches = glob.glob(str(place), recursive=True) if path and glob.has_magic(path) else []
-            files = [_listed(file) for file in sorted(Path(match) for match in matches) if file.is_file()]
+            files = [listed(file) for file in sorted(Path(match) for match in matches) if file.is_file()]
             wanted = "a file, a folder or a glob that matches files"
     except OSError as error:
         raise UserError(f"{error.filename or path}: cannot be read: {error.strerror}") from error
@@ -77,16 +77,27 @@ def read_files(files: list[SourceFile]) -> Iterator[bytes]:
         UserError: a file cannot be read, or is no longer as long as it was when it was listed.
     """
     for file in files:
-        size = 0
-        try:
-            with open(file.path, "rb") as handle:
-                while chunk := handle.read(CHUNK):
-                    size += len(chunk)
-                    yield chunk
-        except OSError as error:
-            raise UserError(f"{file.path}: cannot be read: {error.strerror}") from error
-        if size != file.size:
-            raise UserError(f"{file.path}: changed while it was read: expected {file.size:,} bytes, found {size:,}")
+        yield from read_range(file, 0, file.size)
+
+
+def read_range(file: SourceFile, start: int, stop: int) -> Iterator[bytes]:
+    """Yield the bytes `[start, stop)` of a file in chunks, none of them empty; raises as `read_files`."""
+    try:
+        with open(file.path, "rb") as handle:
+            handle.seek(start)
+            left = stop - start
+            while left > 0 and (chunk := handle.read(min(CHUNK, left))):
+                left -= len(chunk)
+                yield chunk
+            found = os.fstat(handle.fileno())
+    except OSError as error:
+        raise UserError(f"{file.path}: cannot be read: {error.strerror}") from error
+    if found.st_size != file.size:
+        raise UserError(
+            f"{file.path}: changed while it was read: expected {file.size:,} bytes, found {found.st_size:,}"
+        )
+    if left or found.st_mtime_ns != file.modified_ns:
+        raise UserError(f"{file.path}: changed while it was read; prepare it again")
 
 
 def _walk(root: Path, skipped: tuple[str, ...] = (), leave_out: Path | None = None) -> list[Path]:
@@ -105,7 +116,12 @@ def _walk(root: Path, skipped: tuple[str, ...] = (), leave_out: Path | None = No
     return sorted(found, key=lambda path: path.parts)
 
 
-def _listed(path: Path) -> SourceFile:
+def listed(path: Path) -> SourceFile:
+    """Return what a file is now.
+
+    Raises:
+        UserError: it is not a regular file, or cannot be read.
+    """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise UserError(f"{path}: expected a regular file or a folder, found something else (a device, pipe or socket)")

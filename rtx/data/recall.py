@@ -15,7 +15,7 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from struct import pack
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -44,6 +44,8 @@ class RecallStore:
     name = "recall"
     unit = "answer"
     """What is counted and scored, in words."""
+    image = None
+    stamps: ClassVar[dict[str, Any]] = {}
 
     @property
     def vocabulary(self) -> int:
@@ -116,10 +118,11 @@ class RecallStore:
         return {
             "name": self.name,
             "fingerprint": self.fingerprint,
-            "tokenizer": "none",
+            "tokenizer": None,
             "vocabulary": self.vocabulary,
             "unit": self.unit,
             "splits": {name: len(tokens) for name, tokens in self.held_out.items()},
+            "stamps": self.stamps,
             "source": {"place": "made as it is asked for", **self.settings},
             "folder": None,
         }

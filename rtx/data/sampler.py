@@ -1,22 +1,22 @@
 """Training batches without state: item i of the global batch of step s is a pure function of (seed, s, i).
 
 An epoch cuts the text into as many windows as fit whatever the phase of the grid, shifts the grid by a phase drawn for
-that epoch, and visits the windows in the order of a keyed permutation. There is nothing to save and nothing to restore;
-ranks, micro-batches and workers slice the same sequence of items.
+that epoch, and visits the windows in the order of a keyed permutation. An image is never cut: for images the grid stays
+where it is, and an epoch visits every image once. There is nothing to save and nothing to restore; ranks, micro-batches
+and workers slice the same sequence of items.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from hashlib import blake2b
 from struct import pack
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-ROUNDS = 6
+from rtx.data.permutation import ROUNDS, draw, permuted
+
 PHASE, COIN = ROUNDS, ROUNDS + 1  # what a draw is for; below ROUNDS: a round of the permutation
 
 
@@ -28,13 +28,15 @@ class TrainingItems(Dataset[torch.Tensor]):
         length: units of a sequence, N; at most `len(tokens)`.
         seed: the run's seed.
         batch_size: sequences of the global batch, over all ranks and micro-batches.
+        whole: a sequence is one image: an epoch visits each of `len(tokens) / length` images exactly once.
     """
 
-    def __init__(self, tokens: np.ndarray, length: int, seed: int, batch_size: int) -> None:
+    def __init__(self, tokens: np.ndarray, length: int, seed: int, batch_size: int, whole: bool = False) -> None:
         assert 1 <= length <= len(tokens) and batch_size >= 1, (length, len(tokens), batch_size)
+        assert not whole or len(tokens) % length == 0, f"{len(tokens)} units are not whole images of {length}"
         self.tokens = np.asarray(tokens)  # a memory map stays one, and slices faster without its wrapper
-        self.length, self.seed, self.batch_size = length, seed, batch_size
-        self.per_epoch = max(1, (len(tokens) - length + 1) // length)
+        self.length, self.seed, self.batch_size, self.whole = length, seed, batch_size, whole
+        self.per_epoch = len(tokens) // length if whole else max(1, (len(tokens) - length + 1) // length)
 
     def item(self, step: int, i: int) -> torch.Tensor:
         """Return item `i` of the global batch of step `step` (from 0): int64 `[N]`."""
@@ -49,7 +51,8 @@ class TrainingItems(Dataset[torch.Tensor]):
         """Return the unit of the split at which item `index` starts."""
         epoch, slot = divmod(index, self.per_epoch)
         key = pack("<QQ", self.seed, epoch)
-        return self._offset(key) + permuted(slot, self.per_epoch, key) * self.length
+        offset = 0 if self.whole else self._offset(key)
+        return offset + permuted(slot, self.per_epoch, key) * self.length
 
     def _offset(self, key: bytes) -> int:
         """Return where the grid of an epoch starts: every phase 0..N-1 is as likely, so every cut of the text is.
@@ -61,27 +64,6 @@ class TrainingItems(Dataset[torch.Tensor]):
         if offset + self.length <= spare:
             offset += self.length * (draw(key, COIN, 0) % 2)
         return offset
-
-
-def permuted(index: int, size: int, key: bytes) -> int:
-    """Return where the permutation of 0..size-1 that `key` names sends `index`.
-
-    A Feistel network over pairs (left, right) of digits 0..side-1, side * side >= size; a result beyond `size` is sent
-    through again until it falls inside (cycle-walking), which keeps it a permutation.
-    """
-    side = math.isqrt(size - 1) + 1
-    while True:
-        left, right = divmod(index, side)
-        for turn in range(ROUNDS):
-            left, right = right, (left + draw(key, turn, right)) % side
-        index = left * side + right
-        if index < size:
-            return index
-
-
-def draw(key: bytes, purpose: int, value: int) -> int:
-    """Return a 64-bit number that is the same on every machine: a keyed hash, not a generator."""
-    return int.from_bytes(blake2b(pack("<QQ", purpose, value), key=key, digest_size=8).digest(), "little")
 
 
 class MadeItems(Dataset[torch.Tensor]):

@@ -22,6 +22,11 @@ class Part(Protocol):
     Parts are cut by content alone, never by the number of processes, so that a store is the same for any number.
     """
 
+    @property
+    def size(self) -> int:
+        """Bytes that it delivers, about: for progress, the disk space asked for, and the number of processes."""
+        ...
+
     def documents(self) -> Iterator[Document]:
         """Yield the documents in order; each is used up before the next is asked for.
 
@@ -45,7 +50,10 @@ class Source:
     place: dict[str, Any]
     """What the store is made from, for people to read, as JSON values."""
     parts: Callable[[], Mapping[str, Sequence[Part]]] = field(repr=False)
-    """Fetches and checks what is needed, and returns the parts of each split in order: train, valid, test."""
+    """Fetches and checks what is needed, and returns the parts of each split in order: train, valid, test.
+
+    A set may lack a split; two splits may have the same parts.
+    """
     stamps: dict[str, Any] = field(default_factory=dict)
     """Facts of protocol that stand on every result, as JSON values: {"newlines": "drop"}, {"variant": "..."}."""
     units: dict[str, int] | None = None

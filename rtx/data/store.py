@@ -1,31 +1,37 @@
 """The token store: the splits of a data set on disk, one raw memory-mapped file each, with a record of what they are.
 
-    <root>/<name>-<key>/    train.bin valid.bin test.bin    unsigned integers, nothing else
-                            store.json                      format, source, tokenizer, sizes, sha256, fingerprint
+    <root>/<name>-<key>/    <split>.bin     unsigned integers, nothing else
+                            <split>.docs    where documents start, and the end: int64 (not for images)
+                            store.json      source, tokenizer, sizes, checksums, fingerprint
+                            .verified       sizes and times of the files when every byte of them was last checked here
+                            and the file of a trained tokenizer
 
 The key names the source and the settings (for files: their paths, sizes and times), so a changed source gets a store of
-its own. The fingerprint names the content, the tokenizer and the settings alone: it is the same on every machine.
+its own. The fingerprint names the content, the tokenizer and the stamps alone: it is the same on every machine.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterator
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rtx.data.disk import disk_errors, file_sha256, install, need_space, remove_leftovers, temporary_sibling
-from rtx.data.tokenizers import ByteTokenizer
+from rtx.data.checksums import difference, file_sums
+from rtx.data.recipe import FORMAT
+from rtx.data.source import Tokenizer
+from rtx.data.tokenizers import load_tokenizer
 from rtx.errors import UserError, nearest
 
-FORMAT = 1
 RECORD = "store.json"
+VERIFIED = ".verified"
 
 
 class DamagedStore(UserError):
@@ -33,31 +39,15 @@ class DamagedStore(UserError):
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """All that decides what a store holds, known before anything is read or written."""
+class SplitFacts:
+    """What is in a split."""
 
-    name: str
-    """Data set: the first part of the folder's name."""
-    options: str
-    """The command-line options that ask for it, for messages: "data=text data.path=book.txt"."""
-    splits: dict[str, int]
-    """Units (here bytes) of each split, in the order in which the source delivers them."""
-    identity: list[Any]
-    """What tells this source from another or an older one, as JSON values."""
-    source: dict[str, Any]
-    """What the store is made from, for people to read."""
-    chunks: Callable[[], Iterator[bytes]] = field(repr=False)
-    """Delivers the source's bytes, never an empty chunk; raises UserError or RunFailed where it cannot."""
-
-    @property
-    def units(self) -> int:
-        """Units of all splits together."""
-        return sum(self.splits.values())
-
-    def folder(self, root: Path) -> Path:
-        """Return where the store lies below `root`."""
-        text = json.dumps([FORMAT, self.name, ByteTokenizer.name, self.splits, self.identity])
-        return root / f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    units: int
+    bytes: int
+    """Bytes of the source's text (of images: sub-pixels), before the tokenizer."""
+    words: int
+    """Whitespace-separated words of the text; of images 0."""
+    documents: int
 
 
 @dataclass(frozen=True)
@@ -67,12 +57,19 @@ class TokenStore:
     name: str
     folder: Path
     splits: dict[str, np.ndarray]
-    tokenizer: ByteTokenizer
+    tokenizer: Tokenizer
     fingerprint: str
-    """sha256 over the tokenizer and the size and content of every split: equal means the same data."""
+    """sha256 over the tokenizer, the stamps, and the size and content of every split: equal means the same data."""
     source: dict[str, Any]
+    """Where the data came from, for people to read."""
+    stamps: dict[str, Any] = field(default_factory=dict)
+    """Facts of protocol that stand on every result."""
+    image: tuple[int, int] | None = None
+    """Height and width of every image; None: text."""
     answers: None = None
     """Positions of a sequence that alone are scored; None: all of them (see RecallStore)."""
+    all_facts: dict[str, SplitFacts] = field(default_factory=dict)
+    starts: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
 
     @property
     def vocabulary(self) -> int:
@@ -81,11 +78,15 @@ class TokenStore:
 
     @property
     def unit(self) -> str:
-        """What one token is, in words: byte."""
+        """What one token is, in words: byte, word, subword or dim."""
         return self.tokenizer.unit
 
     def split(self, name: str) -> np.ndarray:
-        """Return the tokens of split train, valid or test: unsigned integers `[units]`, read-only."""
+        """Return the tokens of split train, valid or test: unsigned integers `[units]`, read-only.
+
+        Raises:
+            UserError: the store has no such split.
+        """
         if name not in self.splits:
             allowed = ", ".join(self.splits)
             raise UserError(f"{self.name} has no split {name!r}: one of {allowed}{nearest(name, self.splits)}")
@@ -95,138 +96,171 @@ class TokenStore:
         """Return how many units of a split are scored: all."""
         return len(self.split(name))
 
+    def facts(self, name: str) -> SplitFacts:
+        """Return the sizes of a split; raises as `split`."""
+        self.split(name)
+        return self.all_facts[name]
+
+    def documents(self, name: str) -> np.ndarray:
+        """Return where a split's documents start, and its end, in units: int64 `[documents + 1]`; raises as `split`."""
+        tokens = self.split(name)
+        if self.image is None:
+            return self.starts[name]
+        return np.arange(0, len(tokens) + 1, self.image[0] * self.image[1] * 3, dtype=np.int64)
+
     def describe(self) -> dict[str, Any]:
         """Return what a run records of its data, as JSON values."""
         return {
             "name": self.name,
             "fingerprint": self.fingerprint,
-            "tokenizer": self.tokenizer.name,
+            "tokenizer": self.tokenizer.describe(),
             "vocabulary": self.vocabulary,
             "unit": self.unit,
             "splits": {name: len(tokens) for name, tokens in self.splits.items()},
+            "stamps": self.stamps,
+            **({"image": list(self.image)} if self.image else {}),
             "source": self.source,
             "folder": str(self.folder),
         }
 
 
-def open_store(root: Path, recipe: Recipe) -> TokenStore:
-    """Open the store of `recipe`, checking the sizes of its files but not their bytes.
+def open_store(folder: Path, options: str) -> TokenStore:
+    """Open the store in `folder`, checking the sizes of its files but not their bytes.
+
+    Args:
+        options: the command-line options that ask for it, for messages.
 
     Raises:
         DamagedStore: a file is missing, cut short or unreadable; the message says which, and how to mend it.
     """
-    folder = recipe.folder(root)
-    record = _read_record(folder, recipe)
-    splits = {}
-    for name, units in recipe.splits.items():
-        path = folder / f"{name}.bin"
-        if record["splits"].get(name, {}).get("units") != units:
-            raise _damaged(recipe, folder / RECORD, f"a split {name} of {units:,} units", "another")
-        expected = units * np.dtype(record["dtype"]).itemsize
-        try:
-            if (found := path.stat().st_size) != expected:
-                raise _damaged(recipe, path, f"{expected:,} bytes", f"{found:,}")
-            splits[name] = np.memmap(path, dtype=record["dtype"], mode="r")
-        except OSError as error:
-            raise _damaged(recipe, path, f"{expected:,} bytes", error.strerror) from error
-    return TokenStore(recipe.name, folder, splits, ByteTokenizer(), record["fingerprint"], record["source"])
-
-
-def verify_store(root: Path, recipe: Recipe) -> TokenStore:
-    """Open the store of `recipe` and compare every byte of it with the recorded sha256; raises as open_store does."""
-    store = open_store(root, recipe)
-    for name, split in _read_record(store.folder, recipe)["splits"].items():
-        path = store.folder / f"{name}.bin"
-        if (found := file_sha256(path)) != split["sha256"]:
-            raise _damaged(recipe, path, f"sha256 {split['sha256']}", found)
+    record = read_record(folder, options)
+    splits, starts, facts = {}, {}, {}
+    for name, split in record["splits"].items():
+        splits[name] = _mapped(folder / f"{name}.bin", record["dtype"], split["units"], options)
+        if split["starts"]:
+            starts[name] = _mapped(folder / f"{name}.docs", "int64", split["documents"] + 1, options)
+        facts[name] = SplitFacts(*(split[key] for key in ("units", "bytes", "words", "documents")))
+    try:
+        tokenizer = load_tokenizer(record["tokenizer"], folder)
+    except ValueError as error:
+        raise DamagedStore(f"{folder}: damaged: {error}; {_mend(options)}") from error
+    image = tuple(record["image"]) if record["image"] else None
+    store = TokenStore(
+        name=record["name"],
+        folder=folder,
+        splits=splits,
+        tokenizer=tokenizer,
+        fingerprint=record["fingerprint"],
+        source=record["source"],
+        stamps=record["stamps"],
+        image=image,
+        all_facts=facts,
+        starts=starts,
+    )
+    _hold(store)
     return store
 
 
-def _read_record(folder: Path, recipe: Recipe) -> dict[str, Any]:
+def _hold(store: TokenStore) -> None:
+    """Share a lock on the record for as long as the store is open, so that nobody removes it meanwhile."""
+    with contextlib.suppress(OSError):  # a file system without locks, or someone who is removing it already
+        handle = os.open(store.folder / RECORD, os.O_RDONLY)
+        weakref.finalize(store, os.close, handle)
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def _mapped(path: Path, dtype: str, count: int, options: str) -> np.ndarray:
+    """Return the memory map `[count]` of a file that has just that many numbers."""
+    kind = np.dtype(dtype).newbyteorder("<")
+    expected = count * kind.itemsize
+    try:
+        if (found := path.stat().st_size) != expected:
+            raise _damaged(options, path, f"{expected:,} bytes", f"{found:,}")
+        return np.memmap(path, dtype=kind, mode="r")
+    except OSError as error:
+        raise _damaged(options, path, f"{expected:,} bytes", error.strerror) from error
+
+
+def verify_store(folder: Path, options: str) -> TokenStore:
+    """Open the store in `folder` and compare every byte of it with the recorded checksums; raises as open_store does.
+
+    What was found right is noted beside the store where that can be written, for `is_verified`.
+    """
+    store = open_store(folder, options)  # the tokenizer's file is compared with its hash here
+    record = read_record(folder, options)
+    for name, split in record["splits"].items():
+        for path, sums in ((folder / f"{name}.bin", split), (folder / f"{name}.docs", split["starts"])):
+            if sums is None:
+                continue
+            try:
+                wrong = difference(sums, file_sums(path, record["block"]), path.name)
+            except OSError as error:
+                raise _damaged(options, path, "a file that can be read", error.strerror) from error
+            if wrong:
+                raise _damaged(options, path, *wrong)
+    mark_verified(folder)
+    return store
+
+
+def is_verified(folder: Path) -> bool:
+    """Whether every byte was compared on this machine since the files were last written, moved or copied."""
+    try:
+        return json.loads((folder / VERIFIED).read_bytes()) == _looks(folder)
+    except (OSError, ValueError):
+        return False
+
+
+def mark_verified(folder: Path) -> None:
+    """Note that every byte of the store in `folder` is right as of now; where nothing can be written, do nothing."""
+    temporary = folder / f"{VERIFIED}.tmp-{os.getpid()}"
+    with contextlib.suppress(OSError):
+        temporary.write_text(json.dumps(_looks(folder)))
+        os.replace(temporary, folder / VERIFIED)
+
+
+def _looks(folder: Path) -> dict[str, list[int]]:
+    """Return size, time of change and inode of each file of a store: a copy or a touched file has others."""
+    files = {path.name: path.stat() for path in sorted(folder.iterdir()) if not path.name.startswith(".")}
+    return {name: [status.st_size, status.st_mtime_ns, status.st_ino] for name, status in files.items()}
+
+
+def read_record(folder: Path, options: str) -> dict[str, Any]:
+    """Return the record of the store in `folder`.
+
+    Raises:
+        DamagedStore: it is missing, not a record, or not of this version; or its fingerprint is of other splits.
+    """
     path = folder / RECORD
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        kind, name, _ = record["format"], fingerprint(record), record["source"]
+        kind = record["format"]
+        if kind != FORMAT:
+            raise _damaged(options, path, f"format {FORMAT}", str(kind))
+        name, _ = fingerprint(record), [record[key] for key in ("name", "source", "block", "fingerprint")]
     except OSError as error:
-        raise _damaged(recipe, path, "the record of the store", error.strerror) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(
-            recipe, path, "the record of the store", f"{path.stat().st_size:,} bytes that are not one"
-        ) from error
-    if kind != FORMAT:
-        raise _damaged(recipe, path, f"format {FORMAT}", str(kind))
+        raise _damaged(options, path, "the record of the store", error.strerror) from error
+    except (KeyError, TypeError, AttributeError, UnicodeError, json.JSONDecodeError) as error:
+        found = f"{path.stat().st_size:,} bytes that are not one"
+        raise _damaged(options, path, "the record of the store", found) from error
     if name != record["fingerprint"]:
-        raise _damaged(recipe, path, f"fingerprint {name}", str(record["fingerprint"]))
+        raise _damaged(options, path, f"fingerprint {name}", str(record["fingerprint"]))
     return record
 
 
-def _damaged(recipe: Recipe, path: Path, expected: str, found: str | None) -> DamagedStore:
-    return DamagedStore(
-        f"{path}: damaged: expected {expected}, found {found}; to rebuild the store: rtx data prepare {recipe.options}"
-    )
-
-
 def fingerprint(record: dict[str, Any]) -> str:
-    """Return the sha256 that names a store's content, tokenizer and splits, and nothing of where it came from."""
-    splits = {name: [split["units"], split["sha256"]] for name, split in record["splits"].items()}
-    text = json.dumps([record["format"], record["tokenizer"], record["dtype"], splits], sort_keys=True)
+    """Return the sha256 that names a store's content, tokenizer and stamps, and nothing of where it came from."""
+    splits = {
+        name: [split["units"], split["documents"], split["sha256"], (split["starts"] or {}).get("sha256")]
+        for name, split in record["splits"].items()
+    }
+    facts = [record[key] for key in ("format", "tokenizer", "dtype", "stamps", "image")]
+    text = json.dumps([*facts, splits], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def build_store(root: Path, recipe: Recipe) -> None:
-    """Write the store of `recipe` beside its place and rename it there; the caller holds the lock.
-
-    Raises:
-        RunFailed: the disk is full.
-        UserError: the source is not what the recipe says, or `root` cannot be written. Nothing is left behind.
-    """
-    folder = recipe.folder(root)
-    temporary = temporary_sibling(folder)
-    try:
-        with disk_errors(root):
-            remove_leftovers(root, folder)
-            need_space(root, recipe.units)
-            temporary.mkdir()
-            record: dict[str, Any] = {"format": FORMAT, "name": recipe.name, "tokenizer": ByteTokenizer.name}
-            record |= {"unit": ByteTokenizer.unit, "vocabulary": ByteTokenizer.vocabulary, "dtype": "uint8"}
-            record |= {"source": recipe.source, "splits": _write_splits(temporary, recipe)}
-            record["fingerprint"] = fingerprint(record)
-            write_durably(temporary / RECORD, iter([json.dumps(record, indent=2).encode() + b"\n"]))
-            install(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+def _mend(options: str) -> str:
+    return f"to rebuild the store: rtx data prepare {options}"
 
 
-def _write_splits(folder: Path, recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Cut the source's bytes into one file per split; return units and sha256 of each."""
-    chunks = recipe.chunks()
-    rest = b""
-    splits = {}
-
-    def take(units: int) -> Iterator[bytes]:
-        nonlocal rest
-        while units > 0 and (rest := rest or next(chunks, b"")):
-            part, rest = rest[:units], rest[units:]
-            units -= len(part)
-            yield part
-
-    for name, units in recipe.splits.items():
-        size, sha256 = write_durably(folder / f"{name}.bin", take(units))
-        splits[name] = {"units": size, "sha256": sha256}
-    found = {name: split["units"] for name, split in splits.items()}
-    if found != recipe.splits or rest or next(chunks, b""):
-        raise UserError(f"{recipe.options}: the source changed while it was read; prepare it again")
-    return splits
-
-
-def write_durably(path: Path, parts: Iterator[bytes]) -> tuple[int, str]:
-    """Write `parts` to a new file and sync it; return its size in bytes and its sha256."""
-    size, digest = 0, hashlib.sha256()
-    with open(path, "xb") as file:
-        for part in parts:
-            file.write(part)
-            digest.update(part)
-            size += len(part)
-        file.flush()
-        os.fsync(file.fileno())
-    return size, digest.hexdigest()
+def _damaged(options: str, path: Path, expected: str, found: str | None) -> DamagedStore:
+    return DamagedStore(f"{path}: damaged: expected {expected}, found {found}; {_mend(options)}")

@@ -9,8 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rtx.report.cells import NAMELIKE, OUTSIDE, Cell
+from rtx.report.measures import stamp_phrases
 
-WITHOUT_EFFECT = (*OUTSIDE, "eval.", "sample.", "audit.", "hardware.devices", "hardware.nodes", "hardware.name")
+WITHOUT_EFFECT = (
+    *OUTSIDE,
+    "eval.",
+    "sample.",
+    "audit.",
+    "analyze.",
+    "hardware.devices",
+    "hardware.nodes",
+    "hardware.name",
+)
 """What keys begin with by which two runs of one row may differ, beside the seed."""
 
 UNTOUCHED = {
@@ -24,7 +34,7 @@ SEEDS = 3
 ERRORS = 2.0
 """Standard errors that two rows must be apart for it."""
 
-WORD_PERPLEXITY = ("word_perplexity", "perplexity_per_word")
+WORD_PERPLEXITY = "perplexity_per_word"
 
 
 @dataclass(frozen=True, order=True)
@@ -151,7 +161,8 @@ def evaluated(cell: Cell, record: Mapping[str, Any]) -> Score | None:
         ablate=str(record.get("ablate", "none")),
         stamps=stamps_of(data, split),
     )
-    word = next((record[key] for key in WORD_PERPLEXITY if isinstance(record.get(key), int | float)), None)
+    word = record.get(WORD_PERPLEXITY)
+    word = float(word) if isinstance(word, int | float) else None
     sight = bool(record.get("selection_sees_future"))
     return Score(protocol, float(bits), int(record.get("units") or 0), sight, record.get("standard_error"), word)
 
@@ -166,7 +177,8 @@ def closing(cell: Cell, final: Mapping[str, Any]) -> Score:
         *(length, stride),
         stamps=stamps_of(cell.data, "valid"),
     )
-    word = next((final[key] for key in WORD_PERPLEXITY if isinstance(final.get(key), int | float)), None)
+    word = final.get(WORD_PERPLEXITY)
+    word = float(word) if isinstance(word, int | float) else None
     error = final.get("se")
     return Score(
         *(protocol, float(final["bits"]), int(final.get("units") or 0), sees_future(cell.config)),
@@ -190,8 +202,6 @@ def stamps_of(data: Mapping[str, Any], split: str) -> tuple[str, ...]:
     stamps = data.get("stamps")
     if not isinstance(stamps, Mapping):
         return ()
-    from rtx.report.stamps import stamp_phrases
-
     return tuple(stamp_phrases(stamps, split))
 
 

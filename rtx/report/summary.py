@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rtx.config import Config, base_patterns
 
@@ -46,6 +46,8 @@ def protocol_line(
     partial: bool = False,
     ablate: str = "none",
     other_data: str = "",
+    released: str = "",
+    stamps: Sequence[str] = (),
 ) -> str:
     """Return what a likelihood means: split, units scored, context, and whether selection could see the future.
 
@@ -58,6 +60,8 @@ def protocol_line(
         partial: only a sample of the windows was scored.
         ablate: what was done to the routing heads, as eval.ablate.
         other_data: the name of the data, where the model was not trained on their training split.
+        released: how the released code's reading of the text differs, where it was read so; empty: whole.
+        stamps: what else makes the number another than the published ones, as `stamp_phrases` says it.
     """
     length, stride = config.data.length, config.eval.stride or config.data.length
     how = "streaming" if mode == "streaming" else "teacher-forced"
@@ -67,6 +71,8 @@ def protocol_line(
     sight = "selection sees the future" if sees_future(config, mode, ablate) else "sees no future"
     sight += f"; ablated: {ABLATED[ablate]}" if ablate != "none" else ""
     scored = f"{units:,} {unit}s each scored once" + (" (a sample of the windows)" if partial else "")
+    scored += f", protocol=released ({released})" if released else ""
+    scored += "".join(f", {stamp}" for stamp in stamps)
     place = f"{split} of other data than the run's ({other_data})" if other_data else split
     return f"bits/{unit} on {place}, {scored}, windows of {length:,}, stride {stride:,}, {how}; {selection}: {sight}"
 
@@ -94,6 +100,7 @@ def closing_lines(
     protocol: str,
     baselines: Mapping[str, float],
     answers: str = "",
+    further: Sequence[str] = (),
 ) -> str:
     """Return the summary of a finished run, to be printed.
 
@@ -105,6 +112,7 @@ def closing_lines(
         unit: what one token is.
         protocol: from `protocol_line`.
         baselines: bits/unit of other models on the same split; may be empty.
+        further: the score in other measures, a line each.
         answers: from `answers_line` where answers alone were scored, of a model that has no text to write.
     """
     why = " (trainer.max_minutes is up)" if time_up else ""
@@ -112,6 +120,7 @@ def closing_lines(
         [
             *textwrap.wrap(f"done after {step:,} steps{why}: {bits:.4f} bits/{unit} on the validation split", WIDTH),
             *([answers] if answers else []),
+            *further,
             *textwrap.wrap(protocol, WIDTH),
             *([comparison(bits, unit, baselines)] if baselines else []),
             f"next: rtx eval {run} split=test",

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rtx.attention.by_flex import has_compiler
+from rtx.compiler import has_compiler
 from rtx.config import Config
 from rtx.errors import UserError
 from rtx.training.launchers import process_rank, started_by

@@ -52,9 +52,9 @@ def on_one_device(config: Config) -> Config:
 
 
 def load_trained(
-    folder: Path, config: Config, name: str, vocabulary: int, say: Callable[[str], None] = print
+    folder: Path, config: Config, name: str, vocabulary: int | None = None, say: Callable[[str], None] = print
 ) -> Trained:
-    """Load the checkpoint `name` (best or last) of a run.
+    """Load the checkpoint `name` (best or last) of a run; `vocabulary` of the data that are read, None: the run's own.
 
     Raises:
         UserError: there is none, it is refused, or its shapes differ from the configuration's.
@@ -63,7 +63,7 @@ def load_trained(
     hardware = resolve_hardware(config)
     prepare_torch(config, hardware)
     checkpoint = load_for_use(folder / "checkpoints", name, say)
-    model = Transformer(config, vocabulary)
+    model = Transformer(config, vocabulary or checkpoint["data"]["vocabulary"])
     load_weights(model, checkpoint, to_dict(config))
     if config.hardware.precision == "fp64":
         model = model.double()

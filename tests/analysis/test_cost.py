@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import rtx.analysis.cost
 import rtx.attention.weights
 from rtx.analysis.cost import cost, fixed_pairs, memory, pairs, selection, strided_pairs, triangle, window_pairs
 from rtx.attention import reference
@@ -93,8 +94,27 @@ LOCAL = ("routing.heads=0", "routing.layers=0")
 )
 def test_activations_are_those_that_autograd_keeps(overrides: tuple[str, ...], monkeypatch) -> None:
     # What torch's kernel keeps; where attention is worked out in tiles, its outputs are not kept.
-    monkeypatch.setattr(rtx.attention.weights, "trusted", lambda: False)
+    for room in (rtx.attention.weights, rtx.analysis.cost):
+        monkeypatch.setattr(room, "trusted", lambda: False)
     config = compose([*SHRUNK, *overrides])
+    planned = memory(config, cost(config, 256), 2, 256)
+    kept = kept_for_backward(config, batch=2)
+    assert 0.7 < (planned["activations"] + planned["logits"]) / kept < 1.4
+
+
+TINY = ("data.length=256", "model=tiny", "hardware=cpu")
+PATTERNS = {
+    "causal": ("routing=causal",),
+    "topk": ("routing=topk",),
+    "local": LOCAL,
+    "full": (*LOCAL, "model.base=full"),
+}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_activations_of_a_small_model_on_this_machine(pattern: str, dropout: float) -> None:
+    config = compose([*TINY, *PATTERNS[pattern], f"model.attention_dropout={dropout}"])
     planned = memory(config, cost(config, 256), 2, 256)
     kept = kept_for_backward(config, batch=2)
     assert 0.7 < (planned["activations"] + planned["logits"]) / kept < 1.4

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from rtx.attention import Centroids, CrossRoutingHeads, LshHeads, RandomHeads, RoutingHeads, backends
 from rtx.attention.backends import BACKENDS, KERNELS
-from rtx.attention.by_flex import has_compiler
 from rtx.attention.clusters import attend_members
 from rtx.attention.fixed import FixedHeads
 from rtx.attention.full import FullHeads
@@ -23,6 +22,7 @@ from rtx.attention.local import LocalHeads
 from rtx.attention.span import SpanHeads
 from rtx.attention.strided import StridedHeads
 from rtx.attention.weights import Distances
+from rtx.compiler import has_compiler
 
 BY_POSITION = ("full", "local", "strided", "fixed")
 IN_CLUSTERS = (

@@ -79,6 +79,7 @@ OPTIONS = [
     Bad("negative", "dropout", -0.1, "dropout=-0.1: must be at least 0 and less than 1"),
     Bad("keys of size 5", "relative", tables(keys=5), "relative.keys_MD has the shape (3, 5): must be (3, 4)"),
     Bad("values of size 5", "relative", tables(values=5), "relative.values_MD has the shape (3, 5): must be (3, 4)"),
+    Bad("a plain pair", "relative", tuple(tables()), "relative is a tuple: must be None or rtx.attention.Distances"),
     Bad("no distances", "relative", tables(distances=0), "relative.keys_MD has the shape (0, 4): must be (1, 4)"),
     Bad("elsewhere", "relative", Distances(*(x.to("meta") for x in tables())), "relative.keys_MD is on meta"),
     Bad("unknown", "selection", "best", "selection='best': must be one of causal, topk, nearest"),
@@ -235,3 +236,8 @@ def test_streaming_top_w_is_for_evaluation() -> None:
     given = arguments("routing, topk")
     with pytest.raises(ValueError, match=re.escape("streaming=True with dropout=0.5: streaming top-w is")):
         call("routing, topk", given, streaming=True, dropout=0.5)
+    centroids = Centroids(3, 3, 4, window=4, length=9, decay=0.9)
+    heads = RoutingHeads(centroids, selection="topk", scale=1.0, dropout=0.5)
+    with pytest.raises(ValueError, match=re.escape("streaming=True with dropout=0.5: streaming top-w is")):
+        heads.train()(given["q_BHND"], None, given["v_BHND"], streaming=True)
+    heads.eval()(given["q_BHND"], None, given["v_BHND"], streaming=True)

@@ -71,9 +71,14 @@ def test_forms(argument: str, form: str) -> None:
         ("~logger=auto", "~logger=auto: a key or group can be set, not removed"),
         (
             "data=enwik9",
-            "data=enwik9: no such option (did you mean 'enwik8'?); data takes enwik8, recall, stdlib, text",
+            "data=enwik9: no such option (did you mean 'enwik8'?); data takes cifar10, enwik8, imagenet64, images, "
+            "pg19, recall, stdlib, text, wikitext103",
         ),
-        ("data=", "data=: no such option; data takes enwik8, recall, stdlib, text"),
+        (
+            "data=",
+            "data=: no such option; data takes cifar10, enwik8, imagenet64, images, pg19, recall, stdlib, text, "
+            "wikitext103",
+        ),
         ("data=../routing/causal", "data=../routing/causal: no such option"),
         ("data=null", "data=null: no such option"),
         ("logger=[auto]", "logger=['auto']: no such option"),

@@ -25,6 +25,32 @@ def test_prepare_then_verify_then_damage(tmp_path, monkeypatch, capsys):
     assert main(["data", "prepare", *options]) == 0 and main(["data", "verify", *options]) == 0
 
 
+def test_info_list_and_remove(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RTX_DATA", str(tmp_path / "stores"))
+    book = tmp_path / "book.txt"
+    book.write_bytes(b"a line of text\n" * 400)
+    options = ["data=text", f"data.path={book}"]
+    assert main(["data", "list"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'stores'}: no data yet\n"
+    assert main(["data", "info", *options]) == 2
+    assert "not prepared; to prepare it: rtx data prepare data=text data.path=" in capsys.readouterr().err
+    for by_name in (False, True):
+        assert main(["data", "prepare", *options]) == 0
+        (store,) = (tmp_path / "stores").iterdir()
+        assert main(["data", "info", *options]) == 0
+        page = capsys.readouterr().out
+        assert "11 of 256" in page and "  | a line of text" in page and "of your own files" in page
+        assert main(["data", "list"]) == 0
+        assert f"  {store.name}  " in capsys.readouterr().out
+        assert main(["data", "remove", *([store.name] if by_name else options)]) == 0
+        assert capsys.readouterr().out.startswith(f"{store}: removed, ")
+        assert list((tmp_path / "stores").iterdir()) == []
+    assert main(["data", "remove", *options]) == 2
+    assert "nothing to remove: no such store" in capsys.readouterr().err
+    assert main(["data", "info", "data=recall"]) == 0
+    assert "made on the fly; valid 2,048, test 2,048 answers" in capsys.readouterr().out
+
+
 def test_only_keys_of_data_are_taken(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RTX_DATA", str(tmp_path / "stores"))
     assert main(["data", "prepare", "trainer.steps=5", "logger=online", "routing.heads=1", "data.pth=x"]) == 2
@@ -43,8 +69,12 @@ def test_only_keys_of_data_are_taken(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "rtx: rtx data: say prepare or verify\n"),
-        (["prepar"], "rtx: rtx data prepar: say prepare or verify (did you mean 'prepare'?)\n"),
+        ([], "rtx: rtx data: say prepare, verify, info, remove or list\n"),
+        (["prepar"], "rtx: rtx data prepar: say prepare, verify, info, remove or list (did you mean 'prepare'?)\n"),
+        (["list", "data=text"], "rtx: rtx data list data=text: takes no words; rtx data info says more of one store\n"),
+        (["remove", "text-12"], "rtx: text-12: no store of this name in "),
+        (["remove", "data=recall"], "rtx: data=recall: made on the fly, nothing on disk to remove\n"),
+        (["info"], "rtx: "),
         (["prepare", "data=text"], "rtx: data=text needs data.path=<file, folder or glob>\n"),
         (
             ["prepare", "data=enwik8", "data.path=nowhere"],

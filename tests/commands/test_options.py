@@ -11,13 +11,13 @@ from small_runs import SIZES, Workshop, counted_rows
 
 from rtx.commandline.fields import options
 from rtx.compose import load_run_config
-from rtx.data import catalog
+from rtx.data import text
 from rtx.training.status import read_status
 
 SMALL = tuple(size for size in SIZES if not size.startswith(("trainer.", "data=")))
 STEP = ("trainer.steps=1", "trainer.batch_size=2", "trainer.val_windows=1")
 NEEDS_A_GPU = {"gpu"}
-NEEDS_A_DOWNLOAD = {"enwik8"}
+NEEDS_A_DOWNLOAD = {"enwik8", "wikitext103", "pg19", "cifar10", "imagenet64", "images"}
 DATA = {"stdlib": (), "text": ("data.path=book.txt",), "recall": ("data.pairs=2", "data.sequences=4")}
 
 
@@ -38,8 +38,8 @@ def test_hardware(workshop: Workshop, hardware: str) -> None:
 @pytest.mark.parametrize("data", sorted({*options("data")} - NEEDS_A_DOWNLOAD))
 def test_data(workshop: Workshop, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workshop.folder)
-    few = catalog.library_files()[:2]
-    monkeypatch.setattr(catalog, "library_files", lambda: few)
+    few = text.library_files()[:2]
+    monkeypatch.setattr(text, "library_files", lambda: few)
     run = workshop.folder / f"data-{data}"
     workshop.command("train", f"data={data}", *DATA[data], *SMALL, *STEP, run=run)
     assert is_done(run, 1)

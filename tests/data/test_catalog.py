@@ -6,12 +6,16 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rtx.config import DataConfig
-from rtx.data.catalog import SHORTEST_TEXT, data_root, make_recipe, open_files, prepare_files, verify_files
+from rtx.data import text as text_module
+from rtx.data.catalog import check_image, data_root, make_recipe, open_files, prepare_files, verify_files
+from rtx.data.store import SplitFacts, is_verified
+from rtx.data.text import SHORTEST_TEXT
 from rtx.errors import UserError
 
 
@@ -92,12 +96,12 @@ def test_no_split_is_shorter_than_two_bytes(tmp_path):
     path = tmp_path / "short.txt"
     for size in range(SHORTEST_TEXT, 200):
         path.write_bytes(b"x" * size)
-        splits = make_recipe(text(path, 2), tmp_path / "stores").splits
+        splits = make_recipe(text(path, 2), tmp_path / "stores").source.units or {}
         assert min(splits.values()) >= 2 and sum(splits.values()) == size
 
 
 def test_an_unknown_name_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"data=enwik9: must be one of stdlib, text, enwik8 .did you mean 'enwik8'"):
+    with pytest.raises(UserError, match=r"data=enwik9: must be one of stdlib, text, enwik8, .* .did you mean 'enwik8'"):
         open_files(DataConfig(name="enwik9"), tmp_path)
 
 
@@ -123,6 +127,56 @@ def test_verify_names_the_damage_and_prepare_mends_it(book, tmp_path, said):
     with pytest.raises(UserError, match=r"valid\.bin: damaged: expected 250 bytes, found 249; to rebuild"):
         open_files(text(book), root, said.append)
     assert len(said) == lines
+
+
+def test_bytes_are_compared_once_always_or_never(book, tmp_path, said):
+    root = tmp_path / "stores"
+    store = prepare_files(text(book), root, said.append)
+    path = store.folder / "train.bin"
+    raw, times = path.read_bytes(), path.stat()
+    path.write_bytes(bytes([raw[0] ^ 1]) + raw[1:])
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as damage on a disk: nothing tells that it was written
+    open_files(text(book), root)
+    open_files(replace(text(book), verify="never"), root)
+    damaged = r"train\.bin: damaged: expected crc32 [0-9a-f]{8} in block 0 of train\.bin"
+    with pytest.raises(UserError, match=damaged):
+        open_files(replace(text(book), verify="always"), root)
+    path.touch()
+    open_files(replace(text(book), verify="never"), root)
+    for _ in range(2):
+        with pytest.raises(UserError, match=damaged):
+            open_files(text(book), root)
+    path.write_bytes(raw)
+    open_files(text(book), root)
+    assert is_verified(store.folder)
+
+
+def test_files_are_documents_and_one_at_a_border_is_two(tmp_path, said, monkeypatch):
+    folder = tmp_path / "books"
+    folder.mkdir()
+    texts = [b"one two\n" * 100, b"", b"three " * 50, b"x" * 900]
+    for number, content in enumerate(texts):
+        (folder / f"{number}.txt").write_bytes(content)
+    monkeypatch.setattr(text_module, "PART", 500)
+    store = prepare_files(text(folder), tmp_path / "stores", said.append)
+    assert store.documents("train").tolist() == [0, 800, 1100, 1800]
+    assert store.documents("valid").tolist() == [0, 100] and store.documents("test").tolist() == [0, 100]
+    assert store.facts("train") == SplitFacts(1800, 1800, 200 + 50 + 1, 3)
+    parts = make_recipe(text(folder), tmp_path / "stores").source.parts()
+    assert {name: [part.size for part in listed] for name, listed in parts.items()} == {
+        "train": [800, 1000],
+        "valid": [100],
+        "test": [100],
+    }
+    monkeypatch.setattr(text_module, "PART", 1 << 26)
+    (tmp_path / "again").mkdir()
+    assert prepare_files(text(folder), tmp_path / "again", said.append).fingerprint == store.fingerprint
+
+
+def test_images_fix_the_length(book, tmp_path):
+    with pytest.raises(UserError, match=r"data.length=64: expected 3072 for images of 32 x 32 x 3.*data.length=3072$"):
+        check_image((32, 32), text(book))
+    check_image((32, 32), text(book, 3072))
 
 
 def test_the_advice_is_a_command_that_can_be_pasted(tmp_path):
@@ -163,15 +217,15 @@ PREPARE = """
 import sys, time
 from pathlib import Path
 from rtx.config import DataConfig
-from rtx.data import catalog, files
-plain = files.read_files
-def slow(listed):
-    for chunk in plain(listed):
-        yield chunk[:2000]
+from rtx.data import catalog, text
+plain = text.read_range
+def slow(*asked):
+    for chunk in plain(*asked):
+        yield chunk[:20]
         (Path(sys.argv[2]).parent / f"begun-{sys.argv[3]}").touch()
         time.sleep(float(sys.argv[4]))
-        yield chunk[2000:]
-catalog.read_files = slow
+        yield chunk[20:]
+text.read_range = slow
 store = catalog.open_files(DataConfig(name="text", path=sys.argv[1], length=64), Path(sys.argv[2]))
 print(store.fingerprint)
 """
@@ -209,7 +263,7 @@ def test_a_kill_in_the_middle_leaves_only_what_the_next_prepare_removes(book, tm
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
     left = sorted(path.name for path in root.iterdir())
-    assert len(left) == 2 and left[0].endswith(".lock") and ".new.tmp-" in left[1] and left[1].startswith(".text-")
+    assert len(left) == 2 and left[0].endswith(".lock") and left[1].endswith(".work") and left[1].startswith(".text-")
     store = open_files(text(book), root, said.append)
     assert os.listdir(root) == [store.folder.name]
     verify_files(text(book), root, said.append)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import http.server
+import pickle
 import threading
 import zipfile
 from dataclasses import replace
@@ -62,6 +63,33 @@ def test_every_local_form_gives_the_same_store(small, tmp_path, said):
         assert store.split("test").tobytes() == TEXT[95_000:]
         stores.append(store)
     assert len({store.fingerprint for store in stores}) == len({store.folder.name for store in stores}) == 1
+
+
+@pytest.mark.parametrize("zipped_copy", [True, False])
+def test_newlines_are_dropped_behind_the_cut_and_that_is_stamped(small, tmp_path, said, zipped_copy):
+    (tmp_path / "enwik8").write_bytes(TEXT)
+    data = replace(config(small if zipped_copy else tmp_path / "enwik8"), newlines="drop")
+    store = prepare_files(data, tmp_path / "stores", said.append)
+    assert store.split("train").tobytes() == TEXT[:90_000].replace(b"\n", b"")
+    assert store.split("valid").tobytes() == TEXT[90_000:95_000].replace(b"\n", b"")
+    assert store.split("test").tobytes() == TEXT[95_000:].replace(b"\n", b"")
+    assert store.stamps == {"newlines": "drop"} and store.describe()["stamps"] == {"newlines": "drop"}
+    whole = prepare_files(replace(data, newlines="keep"), tmp_path / "stores", said.append)
+    assert whole.stamps == {"newlines": "keep"} and whole.folder != store.folder
+    assert said[0].startswith("preparing data=enwik8 data.path=") and " data.newlines=drop: " in said[0]
+
+
+def test_another_process_inflates_the_archive_for_itself(small):
+    parts = enwik8.checked_parts(str(small), False, Path("unused"), print)
+    for split, part in ((name, part) for name, listed in parts.items() for part in listed):
+        sent = pickle.dumps(part)
+        assert len(sent) < 1000
+        (document,) = pickle.loads(sent).documents()
+        assert b"".join(document) == TEXT[part.start : part.stop], split
+    small.touch()
+    (document,) = parts["test"][0].documents()
+    with pytest.raises(UserError, match=r"enwik8\.zip: changed while it was read; prepare it again"):
+        b"".join(document)
 
 
 def test_a_prepared_store_needs_no_source(small, tmp_path, said, monkeypatch):

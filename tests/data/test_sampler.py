@@ -101,3 +101,39 @@ def test_any_number_of_workers_gives_the_same_batches_and_leaves_the_global_gene
     assert torch.equal(plain[3], torch.stack([items.item(11, 2), items.item(11, 3)]))
     resumed = list(training_batches(items, 12, 14, micro_batch=2))
     assert all(torch.equal(a, b) for a, b in zip(plain[4:], resumed, strict=True))
+
+
+def test_every_epoch_visits_every_image_exactly_once_and_whole():
+    images, length = 37, 12
+    pixels = np.repeat(np.arange(images, dtype=np.uint8), length)  # every sub-pixel says whose it is
+    items = TrainingItems(pixels, length, seed=5, batch_size=4, whole=True)
+    assert items.per_epoch == images
+    orders = []
+    for epoch in range(4):
+        sequences = [items[epoch * images + slot] for slot in range(images)]
+        assert all((sequence == sequence[0]).all() for sequence in sequences), "no image is cut"
+        orders.append([int(sequence[0]) for sequence in sequences])
+        assert sorted(orders[-1]) == list(range(images))
+    assert len({tuple(order) for order in orders}) == 4 and orders[0] != sorted(orders[0])
+
+
+def test_an_image_is_a_function_of_seed_step_and_place_alone():
+    pixels = np.arange(40 * 6, dtype=np.uint8)
+    items = TrainingItems(pixels, 6, seed=1, batch_size=3, whole=True)
+    again = TrainingItems(pixels, 6, seed=1, batch_size=3, whole=True)
+    assert all(torch.equal(items.item(step, i), again.item(step, i)) for step in (90, 0, 13) for i in (2, 0, 1))
+    assert [items.start(index) // 6 for index in (0, 1, 39, 40, 10**9)] == [34, 37, 39, 17, 14]
+    other = TrainingItems(pixels, 6, seed=2, batch_size=3, whole=True)
+    assert [other.start(index) for index in range(40)] != [items.start(index) for index in range(40)]
+
+
+def test_a_split_that_is_not_whole_images_is_a_programming_error():
+    with pytest.raises(AssertionError, match="not whole images"):
+        TrainingItems(TOKENS[:100], 12, seed=0, batch_size=1, whole=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_many_workers_give_the_images_that_one_gives():
+    items = TrainingItems(np.arange(240, dtype=np.uint8), 6, seed=1, batch_size=4, whole=True)
+    plain, worked = (list(training_batches(items, 8, 14, micro_batch=2, workers=workers)) for workers in (0, 2))
+    assert len(plain) == 12 and all(torch.equal(a, b) for a, b in zip(plain, worked, strict=True))

@@ -39,3 +39,9 @@ def test_they_are_a_sequence_that_costs_nothing():
     assert many[2:4] == [many[2], many[3]]
     with pytest.raises(IndexError):
         many[len(many)]
+
+
+def test_windows_of_images_are_one_image_each():
+    length, images = 32 * 32 * 3, 7
+    found = windows(length * images, length)
+    assert list(found) == [Window(k * length, (k + 1) * length, k * length) for k in range(images)]

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import rtx.training.module as module_room
-from rtx.attention.by_flex import has_compiler
+from rtx.compiler import has_compiler
 from rtx.compose import to_dict
 from rtx.config import Config, DataConfig, LoggerConfig, OptimizerConfig, TrainerConfig
 from rtx.data.sampler import TrainingItems, training_batches
 from rtx.data.windows import windows
 from rtx.errors import RunFailed
 from rtx.training.checkpoints import read_checkpoint
+from rtx.training.evaluate import sample_windows
 from rtx.training.fit import Outcome, fit
 from rtx.training.hardware import resolve_hardware
 from rtx.training.job import Job, Validation
@@ -92,6 +93,8 @@ def run_fit(folder: Path, config: Config, model: nn.Module, signals: Signals | N
                 records=records,
                 signals=signals or Signals(),
                 telemetry=lambda model: {"routing/x": 1.0},
+                memberships=lambda model, tokens_BN: [tokens_BN],
+                turnover=lambda before, after: {"routing/y": 1.0} if before else {},
             )
         )
 
@@ -148,11 +151,15 @@ def test_what_a_run_writes(tmp_path: Path, model: Bigram) -> None:
     assert train["routing/x"] == 1.0
     assert train["lr"] == pytest.approx(0.1 * math.sqrt(3 / 6))
     assert rows[1]["val_units"] == 3 * LENGTH
+    assert "routing/y" not in rows[1] and rows[4]["routing/y"] == 1.0
     assert rows[-1]["val_bits"] == outcome.final.bits
     last, previous = (read_checkpoint(tmp_path / "checkpoints" / f"{name}.ckpt") for name in ("last", "previous"))
     assert (last["step"], previous["step"]) == (6, 4)
     for name, tensor in model.state_dict().items():
         assert torch.equal(last["model"][name], tensor)
+    (first,) = sample_windows(windows(len(TOKENS), LENGTH), 3)[:1]
+    assert last["memberships"]["window"] == [first.start, first.stop]
+    assert last["memberships"]["heads"][0].flatten().tolist() == TOKENS[first.start : first.stop].tolist()
     best = read_checkpoint(tmp_path / "checkpoints" / "best.ckpt")
     scores = {row["step"]: row["val_bits"] for row in rows if row["kind"] == "valid"}
     assert best["step"] == min(scores, key=lambda step: scores[step])

@@ -1,0 +1,94 @@
+"""`rtx analyze divergence RUN`: how far apart local and routing heads of a layer read (the paper's Table 6)."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rtx.analysis.divergence import Divergence, divergences
+from rtx.commandline.vocabulary import analysis, run_folder
+from rtx.commands.eval import check_fingerprint
+from rtx.config import Config
+from rtx.data.catalog import data_root, open_data
+from rtx.data.windows import windows
+from rtx.errors import RunFailed, UserError
+from rtx.report.divergence import divergence_table
+from rtx.training.evaluate import sample_windows
+from rtx.training.files import write_json
+from rtx.training.metrics import utc_now
+from rtx.training.progress import Progress, clock
+from rtx.training.trained import Trained, load_trained, run_config
+
+
+def main(arguments: list[str]) -> int:
+    """Run `rtx analyze divergence RUN [overrides]`; the result stands in the run's folder, too.
+
+    Raises:
+        UserError: no such analysis or run, a wrong option, a model in which no layer has two heads.
+        RunFailed: no checkpoint is whole, or the result cannot be written.
+    """
+    _, rest = analysis(arguments)
+    folder, overrides = run_folder(rest, "analyze")
+    config = run_config(folder, overrides, "analyze")
+    if config.model.heads < 2:
+        raise UserError(f"model.heads={config.model.heads}: a divergence is between two heads of a layer")
+    store = open_data(config.data, data_root())
+    trained = load_trained(folder, config, config.analyze.checkpoint, store.vocabulary)
+    check_fingerprint(store, trained)
+    tokens = store.split(config.analyze.split)
+    begin = time.monotonic()
+    found = measure(trained, config, tokens)
+    result = {
+        "what": "divergence",
+        "layers": [{**asdict(one), "mean": one.mean, "deviation": one.deviation} for one in found],
+        "bound": float(np.log(2)),
+        "checkpoint": {"name": trained.name, "step": trained.checkpoint["step"]},
+        "analyze": asdict(config.analyze),
+        "length": config.data.length,
+        "data": store.describe(),
+        "seconds": time.monotonic() - begin,
+        "time": utc_now(),
+    }
+    print("\n".join(divergence_table(result)))
+    keep(folder / "analysis" / f"divergence-{trained.name}-step{trained.checkpoint['step']}.json", result)
+    return 0
+
+
+def measure(trained: Trained, config: Config, tokens: np.ndarray) -> list[Divergence]:
+    """Return the divergences on seeded sequences of a split, behind a progress line."""
+    wish = config.analyze
+    chosen = sample_windows(windows(len(tokens), config.data.length), wish.sequences, wish.seed)
+    rows = np.stack([tokens[window.start : window.stop] for window in chosen]).astype(np.int64)
+    device = trained.model.output_VS.device
+    line, begin = Progress(sys.stderr), time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        left = (time.monotonic() - begin) / done * (total - done)
+        line.show(f"{done}/{total} layers | {clock(left)} left")
+
+    with trained.arithmetic():
+        found = divergences(
+            trained.model, torch.from_numpy(rows).to(device), draws=wish.draws, seed=wish.seed, on_progress=show
+        )
+    line.clear()
+    return found
+
+
+def keep(path: Path, result: dict[str, Any]) -> None:
+    """Write a result and say where.
+
+    Raises:
+        RunFailed: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, result)
+    except OSError as error:
+        raise RunFailed(f"cannot write {path}: {error.strerror}") from error
+    print(path)

@@ -1,0 +1,131 @@
+"""Images through prepare, train, eval and sample: a folder of made ones, and the real CIFAR-10 where it is at hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rtx.cli import main
+
+REAL = Path(__file__).parents[3] / "shared" / "data" / "cifar10" / "jpeg_plain_text"
+SIZES = [
+    *("model=tiny", "model.layers=2", "model.hidden=16", "model.heads=2", "model.ffn_hidden=16", "model.window=16"),
+    *("routing.heads=1", "routing.layers=1", "routing.window=16", "trainer.steps=3", "trainer.batch_size=2"),
+    *("trainer.val_windows=2", "logger=jsonl", "hardware.threads=1"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with 23 images of 6 x 8."""
+    folder = tmp_path_factory.mktemp("images")
+    (folder / "pictures").mkdir()
+    draw = np.random.default_rng(0)
+    for number in range(23):
+        image = draw.integers(0, 256, (6, 8, 3), dtype=np.uint8)
+        Image.fromarray(image).save(folder / "pictures" / f"{number:02d}.png")
+    return folder
+
+
+def rtx(folder: Path, *arguments: str, code: int = 0) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("RTX_OUTPUTS", str(folder / "outputs"))
+        patch.setenv("RTX_DATA", str(folder / "data"))
+        patch.delenv("RTX_RUN", raising=False)
+        assert main(list(arguments)) == code
+
+
+def pictures(run: Path) -> dict[str, tuple[int, int]]:
+    """Width and height of the pictures that a run has kept."""
+    sizes = {}
+    for path in (run / "samples").glob("*.png"):
+        with Image.open(path) as image:
+            sizes[path.name] = image.size
+    return sizes
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Path:
+    rtx(folder, "train", "data=images", "data.path=pictures", "data.length=144", *SIZES)
+    (run,) = (folder / "outputs").glob("*/*/config.yaml")
+    return run.parent
+
+
+def test_a_run_on_images_keeps_an_image_and_counts_sub_pixels(run: Path) -> None:
+    assert pictures(run) == {"step3-seed0-1.png": (8, 6)}
+    status = json.loads((run / "status.json").read_text())
+    assert status["final"]["unit"] == "dim" and status["final"]["units"] == 144
+
+
+def test_every_image_of_a_split_is_scored_whole(run: Path) -> None:
+    rtx(run.parents[2], "eval", str(run), "split=train")
+    (result,) = (run / "eval").glob("train*.json")
+    scored = json.loads(result.read_text())
+    assert scored["units"] == 21 * 144 and 7.5 < scored["bits_per_dim"] < 9.5
+
+
+def test_samples_are_pictures(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rtx(run.parents[2], "sample", str(run))
+    said = capsys.readouterr()
+    assert said.out == f"{run / 'samples' / 'step3-seed0-2.png'}\n"
+    assert pictures(run)["step3-seed0-2.png"] == (8, 6)
+    rtx(run.parents[2], "sample", str(run), "length=30", "sample.count=3", "seed=7")
+    said = capsys.readouterr()
+    assert "30 units; an image has 144: the rest is black" in said.err
+    path = run / "samples" / "step3-seed7-1.png"
+    sheet = np.asarray(Image.open(path))
+    assert sheet.shape == (6 + 2 + 6, 8 + 2 + 8, 3)
+    assert (sheet[2:6, :8] == 0).all() and (sheet[8 + 2 :, :8] == 0).all()  # 30 units are 10 pixels
+    assert sheet[0, :8].any() and (sheet[0, :8] != sheet[0, 10:]).any()
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("length=145", "sample.length=145: an image has 144 units; for several images: sample.count=<number>"),
+        ("prompt=cat", "sample.prompt has no place in a run on images"),
+    ],
+)
+def test_wishes_that_have_no_place(run: Path, option: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rtx(run.parents[2], "sample", str(run), option, code=2)
+    assert said in capsys.readouterr().err
+
+
+def test_a_wrong_length_names_the_right_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rtx(folder, "train", "data=images", "data.path=pictures", *SIZES, code=2)
+    assert "an image of 6 x 8 is one sequence of 144 sub-pixels; set data.length=144" in capsys.readouterr().err
+
+
+def test_the_store_is_the_same_for_one_process_and_several(folder: Path, tmp_path: Path) -> None:
+    stores = []
+    for processes in (1, 2):
+        place = tmp_path / str(processes)
+        place.mkdir()
+        (place / "pictures").symlink_to(folder / "pictures")
+        options = ["data=images", "data.path=pictures", "data.length=144", f"data.processes={processes}"]
+        rtx(place, "data", "prepare", *options)
+        (record,) = (place / "data").glob("images-*/store.json")
+        stores.append((json.loads(record.read_text())["fingerprint"], (record.parent / "train.bin").read_bytes()))
+    assert stores[0] == stores[1] and len(stores[0][1]) == 21 * 144
+
+
+@pytest.mark.skipif(not REAL.exists(), reason="no copy of CIFAR-10 in JPEG beside the project")
+def test_real_images_train_score_and_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["data=cifar10", f"data.path={REAL}", "data.size=8"]  # N follows: 192
+    rtx(tmp_path, "train", *options, "data.held_out=100", *SIZES)
+    (run,) = (tmp_path / "outputs").glob("*/*/config.yaml")
+    assert pictures(run.parent) == {"step3-seed0-1.png": (8, 8)}
+    record = json.loads(next((tmp_path / "data").glob("cifar10-*/store.json")).read_text())
+    assert record["stamps"] == {"scaled": "8x8", "lossy": True} and record["image"] == [8, 8]
+    assert {name: split["units"] // 192 for name, split in record["splits"].items()} == {
+        "train": 49_900,
+        "valid": 100,
+        "test": 10_000,
+    }
+    rtx(tmp_path, "eval", str(run.parent), "split=test", "limit=4")
+    assert "bits/dim" in capsys.readouterr().out
