@@ -29,6 +29,7 @@ COMMANDS = {
     "audit": "change the future and see what of the past moves, and its price in bits",
     "analyze": "what the heads of a run read: the divergence of their attention",
     "sample": "generate from a run",
+    "report": "set runs and sweeps beside the paper's tables",
     "plan": "count parameters, FLOPs and memory of a run, and run nothing",
     "data": "prepare, verify, look at, list or remove data sets",
 }
@@ -143,6 +144,9 @@ def check_first(word: str, overrides: list[str]) -> None:
     if word in COMPOSING:
         config = compose(overrides)
         if word == "train":
+            from rtx.commandline.axes import refuse_half_a_sweep
+
+            refuse_half_a_sweep(overrides)
             from rtx.data.catalog import check_source, data_root
 
             check_source(config.data, data_root())

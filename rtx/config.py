@@ -337,6 +337,22 @@ class AnalyzeConfig:
 
 
 @dataclass
+class SweepConfig:
+    """Sweeps (-m); an experiment's file may also list axes under hydra.sweeper.params."""
+
+    cells: str | None = None
+    """Cells that are no grid: overrides with blanks between, and ; between cells; each goes with every other value."""
+
+
+@dataclass
+class ReportConfig:
+    """Tables, plots and pages of finished runs."""
+
+    output: str | None = None
+    """Folder to write report.{md,csv,tex,html} to; unset: report/ in the first folder named."""
+
+
+@dataclass
 class Config:
     """A whole run."""
 
@@ -351,6 +367,8 @@ class Config:
     sample: SampleConfig = field(default_factory=SampleConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     analyze: AnalyzeConfig = field(default_factory=AnalyzeConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
     seed: int = ranged(0, low=0, high=2**32 - 1)
     """Seed of everything but sample.seed: weights, batches, dropout, random heads, the windows of eval.limit."""
     name: str = "rtx"

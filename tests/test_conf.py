@@ -15,6 +15,7 @@ from rtx.compose import compose
 from rtx.config import GROUPS
 
 MODELS = options("model")
+EXPERIMENTS = ("cifar10_grid", "cifar10_baselines", "wikitext103", "enwik8", "imagenet64", "pg19")
 PAPER = [model for model in MODELS if model != "tiny"]
 SPARSE = {"sparse_transformer", "sparse_transformer-cifar10", "sparse_transformer-imagenet64"}
 BASELINES = {"reformer", "adaptive_span", *SPARSE}
@@ -35,7 +36,7 @@ def keys_of(group: str, option: str) -> set[str]:
     for key, value in node.items():
         names = [f"{key}.{name}" for name in value] if isinstance(value, DictConfig) else [str(key)]
         keys |= set(names if "_global_" in text_of(group, option) else (f"{group}.{name}" for name in names))
-    return {key for key in keys if key != "defaults"}
+    return {key for key in keys if key not in ("defaults", "hydra.sweeper")}
 
 
 def files() -> list[tuple[str, str]]:
@@ -153,6 +154,37 @@ def test_the_optimizers_of_the_paper() -> None:
     assert (adam.name, adam.lr, adam.beta1, adam.beta2, adam.schedule) == ("adam", 2e-4, 0.9, 0.98, "rsqrt")
     adafactor = compose(["model=rt22"]).optimizer
     assert (adafactor.name, adafactor.lr, adafactor.warmup, adafactor.schedule) == ("adafactor", 0.01, 10_000, "rsqrt")
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_a_table_of_the_paper_says_its_command_score_cost_and_source(experiment: str) -> None:
+    header = [line for line in text_of("experiment", experiment).splitlines() if line.startswith("#")]
+    for title in ("# Table ", "# Command: rtx train ", "# Then: rtx eval ", "# Score: ", "# Cost: ", "# Source: "):
+        assert any(line.startswith(title) for line in header), title
+
+
+def test_the_experiments_of_the_papers_tables() -> None:
+    configs = {name: compose([f"experiment={name}"]) for name in EXPERIMENTS}
+    assert {config.routing.selection for config in configs.values()} == {"topk"}
+    optimizers = {name: config.optimizer.name for name, config in configs.items()}
+    assert optimizers == {name: "adafactor" if name == "pg19" else "adam" for name in EXPERIMENTS}
+    for config in configs.values():
+        assert config.name == config.data.name
+        assert config.trainer.steps == 200_000
+        assert config.model.window == 512
+    for name in ("cifar10_grid", "cifar10_baselines"):
+        config = configs[name]
+        assert (config.data.length, config.model.layers, config.model.heads) == (3072, 12, 8)
+        assert (config.routing.clusters, config.trainer.batch_size) == (6, 32)
+    presets = {name: config.model.name for name, config in configs.items()}
+    assert presets == {
+        "cifar10_grid": "rt12-cifar10",
+        "cifar10_baselines": "rt12-cifar10",
+        "wikitext103": "rt10",
+        "enwik8": "rt12",
+        "imagenet64": "rt24-imagenet64",
+        "pg19": "rt22",
+    }
 
 
 def test_nothing_in_conf_names_a_class_or_asks_the_host() -> None:

@@ -40,6 +40,10 @@ ABOUT = {
         short: draws=20 is analyze.draws=20.""",
     "sample": """Generates from a run's checkpoint, one unit after the other, and prints as it goes. Keys of sample may
         be written short: length=2000 is sample.length=2000.""",
+    "report": """Sets runs, or the cells of a sweep, beside the paper's tables from their records: report.md, .csv, .tex
+        and a page, report.html, in report/ of the first folder. Runs of other data or protocol stand in tables of their
+        own. Without a folder it lists the paper's tables and what of them is below outputs/. It speaks to W&B only with
+        logger=online or logger=offline.""",
     "plan": """Counts parameters, FLOPs and memory of what rtx train would run with the same words; runs nothing.""",
     "data": """Token stores below data/ (or RTX_DATA): prepare makes one, or goes on where a killed preparation ended;
         verify compares every byte with its checksums; info says what is in it and shows examples; list says what is
@@ -58,13 +62,14 @@ SWEEPING = (
 FLAGS = {"train": (SWEEPING, *SHOWING), "plan": SHOWING}
 # The groups and sections whose options and keys a command takes; "" stands for the keys outside all sections.
 PARTS = {
-    "train": (*GROUPS, "trainer", "eval", "audit", "analyze", "sample", ""),
-    "plan": (*GROUPS, "trainer", "eval", "audit", "analyze", "sample", ""),
+    "train": (*GROUPS, "trainer", "eval", "audit", "analyze", "sample", "sweep", "report", ""),
+    "plan": (*GROUPS, "trainer", "eval", "audit", "analyze", "sample", "sweep", "report", ""),
     "resume": ("trainer", "hardware", "logger"),
     "eval": ("eval", "data", "hardware", ""),
     "audit": ("audit", "data", "hardware"),
     "analyze": ("analyze", "data", "hardware"),
     "sample": ("sample", "hardware"),
+    "report": ("report", "logger"),
     "data": ("data",),
 }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,12 +21,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from hydra._internal.callbacks import Callbacks
 from hydra.core.override_parser.types import Quote, QuotedString
 
-from rtx.commandline.overrides import Checked, cells, check_overrides
+from rtx.commandline.axes import lay_out_cells
+from rtx.commandline.overrides import Checked, check_overrides
 from rtx.compose import CONFIG_NAME, compose_checked, config_hash, hydra_session
 from rtx.config import Config, DataConfig
 from rtx.errors import RunFailed, UserError
+from rtx.training.metrics import utc_now
 from rtx.training.status import read_status
 
 RUN_VARIABLE = "RTX_RUN"
@@ -76,21 +80,14 @@ def sweep(word: str, arguments: Sequence[str]) -> int:
     if "LOCAL_RANK" in os.environ:
         raise UserError("a sweep starts the processes of each cell itself; run it without torchrun")
     checked = check_overrides(arguments, sweep=True)
-    laid_out = lay_out(checked)
-    swept = swept_keys(checked)
+    laid_out, swept = lay_out(checked)
     print(f"{len(laid_out)} cell{'s' * (len(laid_out) > 1)}, each a run of its own", flush=True)
     with forwarded_signals() as child:
-        outcomes = launch(word, checked, laid_out, child, swept)
+        outcomes = launch(word, checked, laid_out, child, swept, [word, "-m", *arguments])
     print(table(laid_out, outcomes, swept), flush=True)
     if child.stopped_by:
         return STOPPING[child.stopped_by]
     return 0 if all(outcome.code == 0 for outcome in outcomes) else 1
-
-
-def swept_keys(checked: Sequence[Checked]) -> list[str]:
-    """Return the keys by which the cells of a sweep differ."""
-    last = {override.key: override for override in checked}
-    return [key for key, override in last.items() if len(override.values) > 1]
 
 
 def written(overrides: Sequence[str], keys: Sequence[str]) -> str:
@@ -99,16 +96,16 @@ def written(overrides: Sequence[str], keys: Sequence[str]) -> str:
     return " ".join(shown) or "nothing swept"
 
 
-def lay_out(checked: Sequence[Checked]) -> list[Cell]:
-    """Compose and check every cell.
+def lay_out(checked: Sequence[Checked]) -> tuple[list[Cell], list[str]]:
+    """Compose and check every cell; returns them with the keys by which they differ.
 
     Raises:
         UserError: with a line for each problem and the first cell that has it, or for cells that are the same run.
     """
-    swept = swept_keys(checked)
+    every, swept = lay_out_cells(checked)
     problems: dict[str, str] = {}
     configs: list[tuple[list[str], Config]] = []
-    for number, overrides in enumerate(cells(checked), 1):
+    for number, overrides in enumerate(every, 1):
         try:
             configs.append((overrides, compose_checked(overrides)))
         except UserError as error:
@@ -116,7 +113,7 @@ def lay_out(checked: Sequence[Checked]) -> list[Cell]:
                 problems.setdefault(line, f"cell {number} ({written(overrides, swept)}): {line}")
     if problems:
         raise UserError("\n".join(problems.values()))
-    return in_folders(configs, swept)
+    return in_folders(configs, swept), swept
 
 
 def in_folders(configs: list[tuple[list[str], Config]], swept: Sequence[str]) -> list[Cell]:
@@ -138,27 +135,58 @@ def in_folders(configs: list[tuple[list[str], Config]], swept: Sequence[str]) ->
 
 
 def launch(
-    word: str, checked: Sequence[Checked], laid_out: list[Cell], child: Child, swept: Sequence[str]
+    word: str,
+    checked: Sequence[Checked],
+    laid_out: list[Cell],
+    child: Child,
+    swept: Sequence[str],
+    command: Sequence[str],
 ) -> list[Outcome]:
-    """Let Hydra's launcher run every cell; returns how each ended."""
+    """Let Hydra's launcher run every cell; returns how each ended.
+
+    Hydra's sweeper knows grids alone, so it is left out.
+    """
     from hydra.core.hydra_config import HydraConfig
+    from hydra.core.plugins import Plugins
+    from hydra.types import HydraContext, RunMode
 
     def task(_: Any) -> Outcome:
         cell = laid_out[HydraConfig.get().job.num]
         return run_cell(word, cell, f"cell {cell.number} of {len(laid_out)}: {cell.title(swept)}", child)
 
-    root = laid_out[0].folder.parent
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"cannot write to {root}: {error.strerror}; set RTX_OUTPUTS to a folder that you can write"
-        ) from None
-    folder = QuotedString(str(root), Quote.single).with_quotes()
+    folder = QuotedString(str(laid_out[0].folder.parent), Quote.single).with_quotes()
     own = ["hydra.mode=MULTIRUN", f"hydra.sweep.dir={folder}", "hydra.sweep.subdir='.'"]
+    to_launcher = [str(override) for override in checked if override.key.startswith(("hydra.", "hydra/"))]
     with hydra_session() as hydra:
-        batches = hydra.multirun(CONFIG_NAME, task, [*(str(override) for override in checked), *own])
-    return [job.return_value for batch in batches for job in batch]
+        config = hydra.compose_config(CONFIG_NAME, [*to_launcher, *own], run_mode=RunMode.MULTIRUN)
+        context = HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks(config))
+        launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task, config=config)
+        record_sweep(laid_out, swept, command)
+        jobs: list[Any] = []
+        size = config.hydra.sweeper.max_batch_size or len(laid_out)
+        while len(jobs) < len(laid_out):
+            batch = [list(cell.overrides) for cell in laid_out[len(jobs) : len(jobs) + size]]
+            jobs += launcher.launch(batch, initial_job_idx=len(jobs))
+    return [job.return_value for job in jobs]
+
+
+def record_sweep(laid_out: Sequence[Cell], swept: Sequence[str], command: Sequence[str]) -> None:
+    """Append to sweeps.jsonl, beside the cells, the command and what each cell is; a report reads it.
+
+    Raises:
+        UserError: the folder of the sweep cannot be written.
+    """
+    for root in dict.fromkeys(cell.folder.parent for cell in laid_out):
+        mine = {cell.folder.name: cell.title(swept) for cell in laid_out if cell.folder.parent == root}
+        row = {"time": utc_now(), "command": shlex.join(["rtx", *command]), "folder": os.getcwd(), "cells": mine}
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            with open(root / "sweeps.jsonl", "a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise UserError(
+                f"cannot write to {root}: {error.strerror}; set RTX_OUTPUTS to a folder that you can write"
+            ) from None
 
 
 def run_cell(word: str, cell: Cell, title: str, child: Child) -> Outcome:

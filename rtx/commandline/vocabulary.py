@@ -19,6 +19,7 @@ USAGE = {
     "resume": "rtx resume <run> [key=value ...]",
     "eval": "rtx eval <run> [split=test] [mode=streaming] [stride=...] [limit=...] [ablate=routing] [key=value ...]",
     "audit": "rtx audit <run ...> [windows=32] [positions=32] [key=value ...] | [group=option ...] [key=value ...]",
+    "report": "rtx report [<run or sweep folder> ...] [output=...] [logger=offline] [key=value ...]",
     "analyze": "rtx analyze divergence <run> [draws=10] [sequences=1] [split=test] [key=value ...]",
     "sample": "rtx sample <run> [length=2000] [temperature=0.9] [top_k=...] [top_p=...] [prompt=...] [key=value ...]",
 }
@@ -34,6 +35,7 @@ READS = {
     "audit": ("audit.*", "data.*", *ONE_DEVICE),
     "analyze": ("analyze.*", "data.*", *ONE_DEVICE),
     "sample": ("sample.*", *ONE_DEVICE),
+    "report": ("report.*", "logger.*"),
     "data": ("data.*",),
 }
 """The keys that a command reads that does not read them all: any other would have no effect."""
@@ -44,6 +46,7 @@ CHOSEN_ANEW = {
     "audit": ("hardware",),
     "analyze": ("hardware",),
     "sample": ("hardware",),
+    "report": ("logger",),
     "data": ("data",),
 }
 """The groups whose option can be chosen behind such a command; behind one on a run, anew."""

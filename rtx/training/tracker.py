@@ -39,10 +39,19 @@ class Tracker:
         facts: the run's configuration, as plain values.
         name: the run's name at W&B.
         say: prints a line.
+        job_type: what kind of run it is at W&B; unset: a training run.
     """
 
-    def __init__(self, config: LoggerConfig, folder: Path, facts: dict[str, Any], name: str, say: Say = print) -> None:
-        self.say = say
+    def __init__(
+        self,
+        config: LoggerConfig,
+        folder: Path,
+        facts: dict[str, Any],
+        name: str,
+        say: Say = print,
+        job_type: str | None = None,
+    ) -> None:
+        self.say, self.job_type = say, job_type
         self.run: Any = None
         mode = choose_mode(config)
         if mode == "disabled":
@@ -70,6 +79,7 @@ class Tracker:
                 entity=config.entity,
                 group=config.group,
                 name=name,
+                job_type=self.job_type,
                 id=kept_id(folder),
                 config=facts,
                 dir=str(folder),
@@ -98,6 +108,20 @@ class Tracker:
         except Exception as error:
             self.run = None
             self.say(f"W&B: {first_line(error)}; going on with metrics.jsonl alone")
+
+    def table(self, key: str, columns: list[Any], rows: list[list[Any]]) -> None:
+        """Hand over a table; a column of numbers and texts becomes one of texts, as W&B wants one type."""
+        if self.run is None:
+            return
+        mixed = {at for at in range(len(columns)) if len({isinstance(row[at], str) for row in rows}) > 1}
+        even: list[Any] = [[str(value) if at in mixed else value for at, value in enumerate(row)] for row in rows]
+        try:
+            import wandb
+
+            self.run.log({key: wandb.Table(columns=columns, data=even)})
+        except Exception as error:
+            self.run = None
+            self.say(f"W&B: {first_line(error)}; the table is in the folder alone")
 
     def finish(self, exit_code: int) -> None:
         """End the run at W&B, waiting for uploads for a minute at the most."""

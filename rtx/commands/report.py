@@ -1,0 +1,108 @@
+"""`rtx report RUN ... [overrides]`: tables beside the paper's, plots and one page, from the records of runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rtx.commandline.overrides import check_overrides
+from rtx.commandline.vocabulary import USAGE, run_folders, vocabulary
+from rtx.compose import compose_unresolved
+from rtx.config import Config, LoggerConfig
+from rtx.errors import RunFailed, UserError
+from rtx.report.cells import collect
+from rtx.report.formats import comma_separated, latex, markdown, terminal
+from rtx.report.page import html
+from rtx.report.report import Report, build
+from rtx.training.files import replace_file
+from rtx.training.runs import outputs_root, shown
+
+FORMATS = {"report.md": markdown, "report.csv": comma_separated, "report.tex": latex, "report.html": html}
+
+
+def main(arguments: list[str]) -> int:
+    """Run `rtx report RUN ... [overrides]`; without a run, list the paper's tables and what of them is in outputs/.
+
+    Returns:
+        0, or 2 where one of several folders holds no run: the rest is written all the same.
+
+    Raises:
+        UserError: no folder holds a run, or a wrong option.
+        RunFailed: the report cannot be written.
+    """
+    folders, overrides = run_folders(arguments)
+    config = read_options(overrides)
+    if not folders:
+        return list_tables(config)
+    found = collect(folders)
+    if not found.cells:
+        raise UserError("\n".join(found.empty))
+    report = build(found, title_of(folders))
+    for problem in report.problems:
+        print(f"note: {problem}")
+    for view in report.views:
+        print(f"\n{terminal(view)}")
+    output = Path(config.report.output).expanduser() if config.report.output else folders[0] / "report"
+    write(report, output)
+    track(report, config.logger, output)
+    for line in found.empty:
+        print(f"rtx: {line}", file=sys.stderr)
+    return 2 if found.empty else 0
+
+
+def read_options(overrides: Sequence[str]) -> Config:
+    """Return the configuration that holds the options; W&B is left alone unless they ask for it."""
+    checked = [str(override) for override in check_overrides(overrides, understood=vocabulary("report"))]
+    return compose_unresolved(["logger=jsonl", *checked])[0]
+
+
+def list_tables(config: Config) -> int:
+    """Print the paper's tables, and how much of each the runs below outputs/ cover.
+
+    Raises:
+        UserError: an output is named, but no run.
+    """
+    if config.report.output:
+        raise UserError(f"output={config.report.output}: which runs? usage: {USAGE['report']}")
+    root = outputs_root()
+    found = collect(sorted(path for path in root.glob("*") if path.is_dir())) if root.is_dir() else collect([])
+    view = build(found, "").tables
+    assert view is not None
+    print(terminal(view, width=120))
+    return 0
+
+
+def title_of(folders: Sequence[Path]) -> str:
+    """Return the title of a report."""
+    return "rtx report: " + ", ".join(shown(folder) for folder in folders)
+
+
+def write(report: Report, output: Path) -> None:
+    """Write the report in every format, each file whole or not at all.
+
+    Raises:
+        RunFailed: the folder cannot be written.
+    """
+    print()
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        for name, form in FORMATS.items():
+            content = form(report).encode("utf-8", "replace")
+            replace_file(output / name, lambda file, content=content: file.write(content), durable=False)
+            print(shown(output / name))
+    except OSError as error:
+        raise RunFailed(f"cannot write to {output}: {error.strerror}; output=<folder> names another") from error
+
+
+def track(report: Report, config: LoggerConfig, output: Path) -> None:
+    """Log each table of scores to W&B, where that is asked for."""
+    if config.name == "jsonl":
+        return
+    from rtx.training.tracker import Tracker
+
+    tracker = Tracker(config, output, {"title": report.title}, f"report-{output.parent.name}", job_type="report")
+    for number, view in enumerate(report.views, 1):
+        rows = [[value.text if value.raw is None else value.raw for value in row] for row in view.rows]
+        tracker.table(f"table_{number}", [column.title for column in view.columns], rows)
+    tracker.finish(exit_code=0)

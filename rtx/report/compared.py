@@ -1,0 +1,261 @@
+"""Rows of ours beside the paper's: one table for each protocol and each table of the paper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rtx.report.matching import differing_keys, kind_of, model_name, paper_row, settings_changed
+from rtx.report.paper import PaperRow, PaperTable
+from rtx.report.scores import Protocol, Row, standings
+from rtx.report.views import Column, Value, View, count, number, text
+
+LABELS = {
+    "model": Column("model", "model", brief=True),
+    "layers": Column("layers", "layers", True),
+    "heads": Column("heads", "heads", True),
+    "routing_heads": Column("routing_heads", "routing heads", True, brief=True),
+    "routing_layers": Column("routing_layers", "routing layers", True, brief=True),
+    "window": Column("window", "window", True, brief=True),
+}
+
+NOT_RUN = "not run"
+
+
+def paper_view(title: str, table: PaperTable, protocol: Protocol | None, rows: Sequence[Row]) -> View:
+    """Return a table in the paper's layout: each of its rows with ours, or as not run; then ours that it does not have.
+
+    Several rows of ours on one of the paper's stand below each other, each with what tells it apart.
+    """
+    labels = ["model", *(("routing_heads", "routing_layers", "window") if table.number == 1 else ("layers", "heads"))]
+    words, claim = standings(rows, table.metric)
+    standing = {id(row): word for row, word in zip(rows, words, strict=True)}
+    base = next((row.speed for row in rows if kind_of(row.config) == "local" and row.speed), None)
+    placed = {id(row): paper_row(row.config, table) for row in rows if row.config}
+    shared = common([settings_changed(row.config, table) for row in rows if row.config])
+    lines = protocol_lines(protocol, claim)
+    if protocol and protocol.split != table.split:
+        shared.append(f"split {protocol.split} (paper: {table.split})")
+    lines += [f"Not the paper's setting: {'; '.join(shared)}."] if shared else []
+    view = View(title, columns(table, labels, protocol), [], lines, table.footnotes)
+    for printed in (*table.rows, None):
+        mine = [row for row in rows if placed.get(id(row)) is printed]
+        for row in mine:
+            tail = our_values(row, printed, table, base, standing[id(row)], shared, differing_keys(mine))
+            view.rows.append([*label_values(row, printed, labels), *tail])
+        if not mine and printed is not None:
+            view.absent.add(len(view.rows))
+            view.rows.append([*printed_labels(printed, labels), *absent_values(printed, table)])
+    return view.without_empty()
+
+
+def columns(table: PaperTable, labels: Sequence[str], protocol: Protocol | None) -> list[Column]:
+    """Return the columns of a table in the paper's layout."""
+    unit = protocol.unit if protocol else "unit"
+    return [
+        *(LABELS[label] for label in labels),
+        Column("ours", f"ours ({table.metric})", True, brief=True),
+        Column("error", "± seeds", True, brief=True),
+        Column("seeds", "seeds", True, brief=True),
+        Column("paper", "paper", True, brief=True),
+        Column("difference", "difference", True, brief=True),
+        Column("standing", "standing"),
+        Column("bits", f"bits/{unit}", True),
+        Column("steps_per_second", "steps/s", True),
+        Column("speed_ratio", "x local", True),
+        Column("paper_steps_per_second", f"paper {table.speed or 'steps/s'}", True),
+        Column("paper_speed_ratio", "paper x local", True),
+        Column("trained", "steps done", True),
+        Column("sees_future", "sees future"),
+        Column("notes", "notes", brief=True),
+    ]
+
+
+def our_values(
+    row: Row,
+    printed: PaperRow | None,
+    table: PaperTable,
+    base: float | None,
+    standing: str,
+    shared: Sequence[str],
+    variants: Sequence[str],
+) -> list[Value]:
+    """Return the entries of a row of ours behind its labels."""
+    ours, theirs = row.mean(table.metric), printed.value if printed else None
+    notes = notes_of(row, variants, [c for c in settings_changed(row.config, table) if c not in shared])
+    difference = number(ours - theirs, sign=True) if ours is not None and theirs is not None else Value()
+    if difference.raw is not None and not comparable(row, table):
+        difference = Value(f"({difference.text})", difference.raw, "not comparable, see the notes")
+    perplexity = table.metric.startswith("perplexity")
+    if perplexity and ours is None and row.scores:
+        notes.append("no perplexity per word in the records")
+    return [
+        number(ours),
+        number(row.error(table.metric), 4),
+        count(len(row.values(table.metric)) or len(row.scores)) if row.scores else Value(),
+        number(theirs),
+        difference,
+        text(standing),
+        number(row.mean()) if perplexity else Value(),
+        *speeds(row.speed, base),
+        *speeds(printed.steps_per_second if printed else None, table.local_speed()),
+        trained(row, table.steps),
+        sight(row),
+        text("; ".join(notes)),
+    ]
+
+
+def absent_values(printed: PaperRow, table: PaperTable) -> list[Value]:
+    """Return the entries of a row of the paper that has not been run."""
+    speed = speeds(printed.steps_per_second, table.local_speed())
+    front = [Value(NOT_RUN), Value(), Value(), number(printed.value), Value(), Value(), Value(), Value(), Value()]
+    return [*front, *speed, Value(), Value(), Value()]
+
+
+def speeds(speed: float | None, base: float | None) -> list[Value]:
+    """Return steps a second, and their ratio to the local row's."""
+    return [number(speed), number(speed / base, 2) if speed and base else Value()]
+
+
+def comparable(row: Row, table: PaperTable) -> bool:
+    """Tell whether a number may be set against the paper's: its data, its setting, its split, all its steps."""
+    protocol = row.scores[0].protocol
+    clean = not protocol.stamps and protocol.split == table.split and not protocol.windows
+    whole = row.step >= (table.steps or int(row.config.get("trainer.steps") or 0))
+    return clean and whole and protocol.ablate == "none" and not settings_changed(row.config, table)
+
+
+def trained(row: Row, steps: int | None) -> Value:
+    """Return the share of training done: of the paper's steps where it has some, else of the run's own."""
+    whole = steps or int(row.config.get("trainer.steps") or 0)
+    if not row.step or not whole:
+        return Value()
+    share = row.step / whole
+    percent = f"{share:.0%}" if share >= 0.1 else f"{100 * share:.2g}%"
+    return Value(f"{row.step:,} of {whole:,} ({percent})", row.step)
+
+
+def sight(row: Row) -> Value:
+    """Return whether selection could see the future."""
+    if not row.scores:
+        return Value()
+    return Value("yes", 1.0) if any(score.sees_future for score in row.scores) else Value("no", 0.0)
+
+
+def notes_of(row: Row, variants: Sequence[str], changed: Sequence[str]) -> list[str]:
+    """Return what else to know of a row: how runs ended, what it is, what makes it other than the paper's."""
+    notes = []
+    for cell in row.cells:
+        if cell.state != "done":
+            seed = f"seed {cell.config['seed']} " if len(row.cells) > 1 and "seed" in cell.config else ""
+            at = f" at step {cell.step:,}" if cell.step else ""
+            why = f": {cell.reason.splitlines()[0]}" if cell.reason else ""
+            notes.append(f"{seed}{cell.state}{at}{why}")
+        elif cell.reason:
+            notes.append(cell.reason)
+    notes += [f"{key}={shown(row.config.get(key))}" for key in variants if key != "data.path"]
+    selection = row.config.get("routing.selection")
+    if kind_of(row.config) == "routing" and selection != "topk" and "routing.selection" not in variants:
+        notes.append(f"selection={selection}")
+    if row.scores:
+        notes += row.scores[0].protocol.stamps
+    return [*notes, *changed]
+
+
+def shown(value: Any) -> str:
+    """Return a value of the configuration as one would write it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def label_values(row: Row, printed: PaperRow | None, labels: Sequence[str]) -> list[Value]:
+    """Return what a row of ours is, in the words of the paper's table."""
+    config = row.config
+    if not config:
+        return [Value(row.cells[0].title or row.cells[0].name), *[Value() for _ in labels[1:]]]
+    own: Mapping[str, Any] = {
+        "layers": config.get("model.layers"),
+        "heads": config.get("model.heads"),
+        "routing_heads": config.get("routing.heads") if kind_of(config) in ("routing", "random") else 0,
+        "routing_layers": config.get("routing.layers") if kind_of(config) in ("routing", "random") else 0,
+        "window": window_of(config),
+    }
+    name = printed.model if printed else model_name(config)
+    return [text(name), *(count(own[label]) for label in labels[1:])]
+
+
+def window_of(config: Mapping[str, Any]) -> int | None:
+    """Return the window that a row of Table 1 is named by."""
+    kind = kind_of(config)
+    if kind in ("routing", "random"):
+        return config.get("routing.window")
+    return config.get("data.length" if kind == "full" else "model.window")
+
+
+def printed_labels(printed: PaperRow, labels: Sequence[str]) -> list[Value]:
+    """Return what a row of the paper is."""
+    return [text(printed.model), *(count(getattr(printed, label)) for label in labels[1:])]
+
+
+def own_view(title: str, protocol: Protocol | None, rows: Sequence[Row]) -> View:
+    """Return a table of runs that are no rows of the paper: the keys by which they differ, then what came out."""
+    keys = differing_keys(rows)
+    rows = sorted(rows, key=lambda row: [order_of(row.config.get(key)) for key in keys])
+    words, claim = standings(rows)
+    base = next((row.speed for row in rows if kind_of(row.config) == "local" and row.speed), None)
+    heads = [
+        Column("run", "run", brief=True),
+        *(Column(key, key, brief=True) for key in keys),
+        Column("ours", f"bits/{protocol.unit if protocol else 'unit'}", True, brief=True),
+        Column("error", "± seeds", True, brief=True),
+        Column("seeds", "seeds", True, brief=True),
+        Column("standing", "standing"),
+        Column("steps_per_second", "steps/s", True),
+        Column("speed_ratio", "x local", True),
+        Column("trained", "steps done", True),
+        Column("sees_future", "sees future"),
+        Column("notes", "notes", brief=True),
+    ]
+    view = View(title, heads, [], protocol_lines(protocol, claim if len(rows) > 1 else ""))
+    for row, word in zip(rows, words, strict=True):
+        name = row.cells[0].title or (model_name(row.config) if row.config else row.cells[0].name)
+        view.rows.append(
+            [
+                text(name),
+                *(sortable(row.config.get(key)) if row.config else Value() for key in keys),
+                number(row.mean(), 4),
+                number(row.error(), 4),
+                count(len(row.scores)) if row.scores else Value(),
+                text(word),
+                *speeds(row.speed, base),
+                trained(row, None),
+                sight(row),
+                text("; ".join(notes_of(row, (), ()))),
+            ]
+        )
+    return view.without_empty()
+
+
+def order_of(value: Any) -> tuple[bool, float, str]:
+    """Return what values of a key are sorted by: numbers by size, before texts."""
+    plain = isinstance(value, int | float)
+    return (not plain, float(value) if plain else 0.0, shown(value))
+
+
+def sortable(value: Any) -> Value:
+    """Return a value of the configuration, sorted as a number where it is one."""
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return Value(shown(value), float(value) if plain else shown(value))
+
+
+def protocol_lines(protocol: Protocol | None, claim: str) -> list[str]:
+    """Return the lines above a table: its protocol, and what ordering it claims."""
+    if protocol is None:
+        return ["No run has a score."]
+    return [f"Protocol: {protocol.line()}.", *([claim] if claim else [])]
+
+
+def common(lists: Sequence[Sequence[str]]) -> list[str]:
+    """Return what all lists hold."""
+    return [entry for entry in lists[0] if all(entry in other for other in lists)] if lists else []

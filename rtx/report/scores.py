@@ -1,0 +1,279 @@
+"""What runs scored, by protocol; runs that differ by their seed alone as one row, with its standard error."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rtx.report.cells import NAMELIKE, OUTSIDE, Cell
+from rtx.report.measures import stamp_phrases
+
+WITHOUT_EFFECT = (
+    *OUTSIDE,
+    "eval.",
+    "sample.",
+    "audit.",
+    "analyze.",
+    "hardware.devices",
+    "hardware.nodes",
+    "hardware.name",
+)
+"""What keys begin with by which two runs of one row may differ, beside the seed."""
+
+UNTOUCHED = {
+    *(*NAMELIKE, "seed", "data.path", "hardware.threads", "hardware.compile", "hardware.deterministic"),
+    *("trainer.val_every", "trainer.val_windows", "trainer.checkpoint_every", "trainer.log_every"),
+}
+
+SEEDS = 3
+"""Seeds from which on an ordering may be claimed."""
+
+ERRORS = 2.0
+"""Standard errors that two rows must be apart for it."""
+
+WORD_PERPLEXITY = "perplexity_per_word"
+
+
+@dataclass(frozen=True, order=True)
+class Protocol:
+    """How a number came about; only numbers of one protocol stand in one table."""
+
+    split: str
+    mode: str
+    unit: str
+    data: str
+    fingerprint: str
+    length: int
+    stride: int
+    windows: int | None = None
+    """How many windows were scored where not all were."""
+    ablate: str = "none"
+    stamps: tuple[str, ...] = ()
+
+    def line(self) -> str:
+        """Say it in a line."""
+        how = "streaming" if self.mode == "streaming" else "teacher-forced"
+        which = f"a sample of {self.windows:,} windows" if self.windows else "each unit scored once"
+        parts = [f"{self.split} split of {self.data}", f"bits/{self.unit}", how, which]
+        parts += [f"windows of {self.length:,}, stride {self.stride:,}"]
+        parts += [f"ablated: {self.ablate}"] if self.ablate != "none" else []
+        parts += [f"data fingerprint {self.fingerprint[:12]}"] if self.fingerprint else []
+        return "; ".join([*parts, *self.stamps])
+
+
+@dataclass(frozen=True)
+class Score:
+    """A number with what it means."""
+
+    protocol: Protocol
+    bits: float
+    units: int
+    sees_future: bool
+    error: float | None = None
+    """Standard error over the windows."""
+    perplexity: float | None = None
+    """Per word, where the data have a count of words."""
+
+    def value(self, metric: str) -> float | None:
+        """Return it as a table of the paper has it."""
+        return self.perplexity if metric.startswith("perplexity") else self.bits
+
+
+@dataclass
+class Row:
+    """Runs that differ by their seed alone, with their scores by one protocol."""
+
+    cells: list[Cell]
+    scores: list[Score] = field(default_factory=list)
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The configuration of the first."""
+        return self.cells[0].config
+
+    def values(self, metric: str = "bits") -> list[float]:
+        """Return the numbers of the seeds."""
+        return [value for score in self.scores if (value := score.value(metric)) is not None]
+
+    def mean(self, metric: str = "bits") -> float | None:
+        """Return the mean over seeds."""
+        values = self.values(metric)
+        return statistics.fmean(values) if values else None
+
+    def error(self, metric: str = "bits") -> float | None:
+        """Return the standard error over seeds; None for a single one."""
+        values = self.values(metric)
+        return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+    @property
+    def speed(self) -> float | None:
+        """Optimizer steps a second: the mean of the runs' medians."""
+        speeds = [speed for cell in self.cells if (speed := steps_per_second(cell)) is not None]
+        return statistics.fmean(speeds) if speeds else None
+
+    @property
+    def step(self) -> int:
+        """Steps that every run with a score has done, else those of the farthest."""
+        done = [cell.step for cell in self.cells if cell.state == "done"]
+        return min(done) if done else max(cell.step for cell in self.cells)
+
+
+def scores_of(cell: Cell) -> list[Score]:
+    """Return what was scored: its evaluations (of the best checkpoint before others), else the closing validation."""
+    found: dict[Protocol, tuple[bool, int, Score]] = {}
+    for record in cell.evals:
+        score = evaluated(cell, record)
+        if score is None:
+            continue
+        checkpoint = record.get("checkpoint")
+        checkpoint = checkpoint if isinstance(checkpoint, Mapping) else {}
+        rank = (checkpoint.get("name") == "best", int(checkpoint.get("step") or 0))
+        if score.protocol not in found or rank > found[score.protocol][:2]:
+            found[score.protocol] = (*rank, score)
+    scores = [score for _, _, score in found.values()]
+    if not scores and cell.final is not None:
+        scores = [closing(cell, cell.final)]
+    return scores
+
+
+def evaluated(cell: Cell, record: Mapping[str, Any]) -> Score | None:
+    """Return the score of an evaluation's record; None where it is none."""
+    data = record.get("data") if isinstance(record.get("data"), Mapping) else cell.data
+    assert isinstance(data, Mapping)
+    unit = str(data.get("unit", "unit"))
+    bits = record.get(f"bits_per_{unit}")
+    if not isinstance(bits, int | float) or not math.isfinite(bits):
+        return None
+    split = str(record.get("split", "valid"))
+    length = int(record.get("length") or 0)
+    protocol = Protocol(
+        split=split,
+        mode=str(record.get("mode", "parallel")),
+        unit=unit,
+        data=str(data.get("name", "")) + ("" if record.get("own_data", True) else " (not the run's own data)"),
+        fingerprint=str(data.get("fingerprint", "")),
+        length=length,
+        stride=int(record.get("stride") or length),
+        windows=int(record.get("windows") or 0) if record.get("partial") else None,
+        ablate=str(record.get("ablate", "none")),
+        stamps=stamps_of(data, split),
+    )
+    word = record.get(WORD_PERPLEXITY)
+    word = float(word) if isinstance(word, int | float) else None
+    sight = bool(record.get("selection_sees_future"))
+    return Score(protocol, float(bits), int(record.get("units") or 0), sight, record.get("standard_error"), word)
+
+
+def closing(cell: Cell, final: Mapping[str, Any]) -> Score:
+    """Return the score on the validation split with which a run ends."""
+    length = int(cell.config.get("data.length") or 0)
+    stride = int(cell.config.get("eval.stride") or length)
+    name = str(cell.data.get("name") or cell.config.get("data.name") or "")
+    protocol = Protocol(
+        *("valid", "parallel", str(final.get("unit", "unit")), name, str(cell.data.get("fingerprint", ""))),
+        *(length, stride),
+        stamps=stamps_of(cell.data, "valid"),
+    )
+    word = final.get(WORD_PERPLEXITY)
+    word = float(word) if isinstance(word, int | float) else None
+    error = final.get("se")
+    return Score(
+        *(protocol, float(final["bits"]), int(final.get("units") or 0), sees_future(cell.config)),
+        *(error if isinstance(error, int | float) else None, word),
+    )
+
+
+def sees_future(config: Mapping[str, Any]) -> bool:
+    """Tell whether a teacher-forced score may depend on later units, as `rtx.report.summary.sees_future`."""
+    hashes = config.get("model.base") == "lsh" and config.get("model.lsh") == "reformer"
+    return (routes(config) and config.get("routing.selection") == "topk") or hashes
+
+
+def routes(config: Mapping[str, Any]) -> bool:
+    """Tell whether some heads route."""
+    return bool(config.get("routing.heads")) and bool(config.get("routing.layers"))
+
+
+def stamps_of(data: Mapping[str, Any], split: str) -> tuple[str, ...]:
+    """Return what makes data other than the benchmark's, in words."""
+    stamps = data.get("stamps")
+    if not isinstance(stamps, Mapping):
+        return ()
+    return tuple(stamp_phrases(stamps, split))
+
+
+def steps_per_second(cell: Cell) -> float | None:
+    """Return the median pace over the rows of metrics.jsonl, without the first one: it warms up."""
+    units = int(cell.config.get("trainer.batch_size") or 0) * int(cell.config.get("data.length") or 0)
+    paces = [row.get("tokens_per_second") for row in cell.metrics if row.get("kind") == "train"]
+    known = [pace for pace in paces if isinstance(pace, int | float) and pace > 0]
+    if not known or not units:
+        return None
+    return statistics.median(known[1:] or known) / units
+
+
+def row_key(cell: Cell) -> tuple[tuple[str, str], ...]:
+    """Return what two runs of one row share: all that changes results but the seed."""
+    if not cell.config:
+        return (("folder", str(cell.folder)),)
+    kept = {key: value for key, value in cell.config.items() if key not in UNTOUCHED}
+    return tuple((key, repr(value)) for key, value in sorted(kept.items()) if not key.startswith(WITHOUT_EFFECT))
+
+
+def tables_by_protocol(cells: Sequence[Cell]) -> list[tuple[Protocol | None, list[Row]]]:
+    """Return a list of rows for each protocol, that with the most scores first, then test before others.
+
+    A run without a score stands in the first table with its data, or in the first.
+    """
+    scored = {id(cell): scores_of(cell) for cell in cells}
+    protocols: dict[Protocol, int] = {}
+    for cell in cells:
+        for score in scored[id(cell)]:
+            protocols[score.protocol] = protocols.get(score.protocol, 0) + 1
+    order = sorted(protocols, key=lambda p: (p.ablate != "none", -protocols[p], p.split != "test", p))
+    tables: dict[Protocol | None, dict[Any, Row]] = {protocol: {} for protocol in order or [None]}
+    for cell in cells:
+        for score in scored[id(cell)]:
+            row = tables[score.protocol].setdefault(row_key(cell), Row([]))
+            row.cells.append(cell)
+            row.scores.append(score)
+        if not scored[id(cell)]:
+            mine = cell.data.get("fingerprint")
+            home = next((p for p in order if mine and p.fingerprint == mine), order[0] if order else None)
+            tables[home].setdefault(row_key(cell), Row([])).cells.append(cell)
+    return [(protocol, list(rows.values())) for protocol, rows in tables.items()]
+
+
+def standings(rows: Sequence[Row], metric: str = "bits") -> tuple[list[str], str]:
+    """Return a word for each row, and a line that says what ordering is claimed: none within 2 standard errors."""
+    ranked = [row for row in rows if len(row.values(metric)) >= SEEDS]
+    words = ["" for _ in rows]
+    if len(ranked) < 2:
+        seeds = max((len(row.values(metric)) for row in rows), default=0)
+        few = f"the rows have {seeds} seed{'s' * (seeds != 1)} at the most" if not ranked else "one row has"
+        return words, f"No ordering is claimed: it takes {SEEDS} seeds a row, and {few}."
+    best = min(ranked, key=lambda row: row.mean(metric) or math.inf)
+    tied = {id(row) for row in ranked if row is best or not apart(best, row, metric)}
+    for place, row in enumerate(rows):
+        if row.mean(metric) is None:
+            continue
+        if len(row.values(metric)) < SEEDS:
+            words[place] = "not ranked"
+        elif id(row) in tied:
+            words[place] = "best" if len(tied) == 1 else "tied for best"
+        else:
+            words[place] = "behind"
+    line = f"{len(tied)} rows are tied for the best" if len(tied) > 1 else "one row is best"
+    return (
+        words,
+        f"Of rows with {SEEDS} seeds or more {line}; within {ERRORS:g} standard errors no ordering is claimed.",
+    )
+
+
+def apart(first: Row, second: Row, metric: str) -> bool:
+    """Tell whether two rows differ by more than 2 standard errors of their difference."""
+    difference = abs((first.mean(metric) or 0.0) - (second.mean(metric) or 0.0))
+    return difference > ERRORS * math.hypot(first.error(metric) or 0.0, second.error(metric) or 0.0)

@@ -1,0 +1,262 @@
+"""`rtx report` on made-up records: the paper's layout, seeds, protocols set apart, and records that are not whole."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from records import DATA, config, write_eval, write_run, write_table_1
+
+from rtx import cli
+from rtx.report.cells import collect
+from rtx.report.formats import markdown
+from rtx.report.report import Report, build
+from rtx.report.views import DASH, View
+
+IMAGES = {"name": "cifar10", "unit": "byte", "fingerprint": "abcd" * 4}
+
+
+def built(*folders: Path) -> Report:
+    """The report of some folders."""
+    return build(collect(folders), "a report")
+
+
+def column(view: View, key: str) -> list[str]:
+    """The texts of a column."""
+    at = [one.key for one in view.columns].index(key)
+    return [row[at].text for row in view.rows]
+
+
+def test_table_1_in_the_papers_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = write_table_1(tmp_path / "runs", {**IMAGES, "stamps": {"lossy": True, "scaled": "16x16"}})
+    began = time.process_time()
+    assert cli.main(["report", str(runs)]) == 0
+    assert time.process_time() - began < 10
+    said = capsys.readouterr().out
+    assert "Table 1. CIFAR-10" in said
+    rows = list(csv.DictReader((runs / "report" / "report.csv").read_text().splitlines()))
+    assert len(rows) == 27
+    assert {round(float(row["difference"]), 9) for row in rows} == {0.1}
+    assert {row["ours"] for row in rows} >= {"3.083", "3.109", "3.176"}
+    for row in rows:
+        assert float(row["speed_ratio"]) == pytest.approx(float(row["paper_speed_ratio"]))
+        assert "lossy JPEG, not comparable" in row["notes"]
+    page = (runs / "report" / "report.html").read_text()
+    assert len(page) < 2 * 2**20
+    assert "2,000 of 200,000 (1%)" in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+    assert "&lt;b&gt;def&lt;/b&gt;" in page
+    assert "\x1b" not in page
+    tex = (runs / "report" / "report.tex").read_text()
+    assert tex.count(r"\begin{tabular}") == tex.count(r"\end{tabular}") == 1
+    assert tex.count("Routing Transformer &") == 24
+    assert "| Random Transformer | 4 | 8 | 512 | 3.176 |" in (runs / "report" / "report.md").read_text()
+
+
+def test_rows_that_have_not_been_run_and_tables_that_have_not(tmp_path: Path) -> None:
+    write_run(tmp_path, config(), data=IMAGES)
+    report = built(tmp_path)
+    (view,) = report.views
+    assert column(view, "ours").count("not run") == 26
+    assert column(view, "paper")[10] == "2.971" and column(view, "ours")[10] == "3.000"
+    assert report.tables is not None
+    assert column(report.tables, "run") == ["1 of 27 rows", *["not run"] * 6]
+    assert "split valid (paper: test)" in " ".join(view.lines)
+
+
+def test_seeds_are_one_row_and_ties_are_marked(tmp_path: Path) -> None:
+    close = {4: (3.00, 3.02, 3.04), 2: (3.01, 3.03, 3.05), 8: (3.30, 3.31, 3.32)}
+    for heads, scores in close.items():
+        for seed, bits in enumerate(scores):
+            write_run(tmp_path, config(routing__heads=heads, seed=seed), bits=bits, data=IMAGES)
+    write_run(tmp_path, config(routing__heads=8, seed=9), bits=None, state="failed", reason="NaN", data=IMAGES)
+    write_run(tmp_path, config(routing__layers=2), bits=2.0, data=IMAGES)
+    (view,) = built(tmp_path).views
+    kinds = [column(view, key) for key in ("ours", "seeds", "error", "standing", "notes")]
+    rows = {ours: rest for ours, *rest in zip(*kinds, strict=True)}
+    assert rows["3.020"][:3] == ["3", "0.0115", "tied for best"]
+    assert rows["3.030"][:3] == ["3", "0.0115", "tied for best"]
+    assert rows["3.310"][:3] == ["3", "0.0058", "behind"]
+    assert "seed 9 failed at step 2,000: NaN" in rows["3.310"][3]
+    assert rows["2.000"][:3] == ["1", DASH, "not ranked"]
+    assert "within 2 standard errors no ordering is claimed" in " ".join(view.lines)
+
+
+def test_protocols_and_data_are_set_apart(tmp_path: Path) -> None:
+    first = write_run(tmp_path, config(), data=IMAGES)
+    write_eval(first, 3.1)
+    write_eval(first, 3.2, mode="streaming", selection_sees_future=False)
+    second = write_run(tmp_path, config(routing__heads=2), data={**IMAGES, "fingerprint": "beef" * 4})
+    write_eval(second, 2.9)
+    report = built(tmp_path)
+    assert len(report.views) == 3
+    assert sum("streaming" in view.title for view in report.views) == 1
+    assert "scores of 3 protocols are set apart, a table each: they differ by mode, data fingerprint" in report.problems
+    sights = {row for view in report.views for row in column(view, "sees_future") if row in ("yes", "no")}
+    assert sights == {"yes", "no"}
+
+
+def test_the_best_checkpoints_score_counts(tmp_path: Path) -> None:
+    run = write_run(tmp_path, config(), data=IMAGES)
+    write_eval(run, 3.5, checkpoint={"name": "last", "step": 9000})
+    write_eval(run, 3.1)
+    write_eval(run, 3.6, checkpoint={"name": "best", "step": 10})
+    (view,) = built(tmp_path).views
+    assert "3.100" in column(view, "ours")
+
+
+def test_rows_that_the_paper_does_not_have_stand_below_its_own(tmp_path: Path) -> None:
+    write_run(tmp_path, config(routing__heads=3), bits=2.5, data=IMAGES)
+    write_run(tmp_path, config(routing__selection="causal"), bits=2.6, data=IMAGES)
+    write_run(tmp_path, config(trainer__batch_size=16), bits=2.7, data=IMAGES)
+    (view,) = built(tmp_path).views
+    assert column(view, "ours")[-1] == "2.500" and column(view, "paper")[-1] not in ("2.971", "2.975")
+    notes = dict(zip(column(view, "ours"), column(view, "notes"), strict=True))
+    assert "routing.selection=causal" in notes["2.600"]
+    assert "trainer.batch_size=16 (paper: 32)" in notes["2.700"]
+    assert len(view.rows) == 27 + 2
+
+
+def test_a_miniature_has_the_papers_rows(tmp_path: Path) -> None:
+    small = config(data__length=768, routing__window=128, model__window=128)
+    write_run(tmp_path, small, bits=2.5, data=IMAGES)
+    (view,) = built(tmp_path).views
+    at = column(view, "ours").index("2.500")
+    assert column(view, "paper")[at] == "2.971"
+    assert column(view, "difference")[at].startswith("(")
+    assert "data.length=768 (paper: 3072)" in " ".join(view.lines)
+
+
+def test_any_other_sweep_has_its_keys_as_columns(tmp_path: Path) -> None:
+    for rate in (1e-3, 2e-3):
+        write_run(tmp_path, config("smoke", optimizer__lr=rate), bits=2.0)
+    (view,) = built(tmp_path).views
+    assert column(view, "optimizer.lr") == ["0.001", "0.002"]
+    assert "paper" not in [one.key for one in view.columns]
+
+
+def test_a_single_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path, config("smoke"), bits=2.0)
+    assert cli.main(["report", str(run), f"output={tmp_path / 'elsewhere'}"]) == 0
+    assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == [
+        *("report.csv", "report.html", "report.md", "report.tex"),
+    ]
+    assert "rtx train data=text data.path=book.txt" in (tmp_path / "elsewhere" / "report.md").read_text()
+
+
+def test_records_that_are_not_whole_are_told_and_the_rest_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = write_run(tmp_path, config(), data=IMAGES)
+    torn = write_run(tmp_path, config(routing__heads=2), data=IMAGES)
+    with open(torn / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "train", "st')
+    (torn / "status.json").write_text('{"state": "do')
+    gone = write_run(tmp_path, config(routing__heads=8), data=IMAGES)
+    shutil.rmtree(gone / "checkpoints")
+    changed = write_run(tmp_path, config(routing__layers=4), data=IMAGES)
+    (changed / "config.yaml").write_text((changed / "config.yaml").read_text().replace("lr: 0.0002", "lr: 0.5"))
+    resumed = write_run(tmp_path, config(routing__layers=2), data=IMAGES)
+    (resumed / "resumes.jsonl").write_text(json.dumps({"changed": {"trainer.steps": [1, 2]}}) + "\n")
+    bare = write_run(tmp_path, config(routing__layers=12), data=IMAGES)
+    (bare / "config.yaml").write_text("{[")
+    (bare / "environment.json").unlink()
+    killed = write_run(tmp_path, config(routing__heads=2, routing__layers=4), bits=None, state="running")
+    row = {"time": "t", "command": "rtx train -m seed=1,2", "folder": "/", "cells": {"0" * 12: "seed=2"}}
+    (tmp_path / "sweeps.jsonl").write_text(json.dumps(row) + "\n{half")
+    assert cli.main(["report", str(tmp_path), str(tmp_path / "nowhere")]) == 2
+    captured = capsys.readouterr()
+    assert "nowhere: no such folder" in captured.err
+    for part in (
+        f"{torn.name}/metrics.jsonl: 1 broken row left out",
+        f"{torn.name}/status.json: cannot be read; half written, or damaged",
+        f"{gone.name}: no checkpoint is left",
+        f"{changed.name}: its configuration changed under the sweep",
+        f"{resumed.name}: resumed with other values of trainer.steps",
+        f"{bare.name}/config.yaml: cannot be read",
+        f"{bare.name}/environment.json: missing",
+        "sweeps.jsonl: 1 broken row left out",
+    ):
+        assert part in captured.out, part
+    assert f"{whole.name}:" not in captured.out
+    assert "Traceback" not in captured.err
+    page = (tmp_path / "report" / "report.md").read_text()
+    assert "not started" in page and "killed at step 2,000" in page and killed.name in page
+    assert "rtx train -m seed=1,2" in page
+
+
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["report", str(tmp_path / "empty"), str(tmp_path / "none")]) == 2
+    error = capsys.readouterr().err
+    assert "empty: holds no run" in error and "none: no such folder" in error
+    run = write_run(tmp_path, config("smoke"), bits=2.0)
+    assert cli.main(["report", str(run), "outptu=x"]) == 2
+    assert "did you mean 'output'" in capsys.readouterr().err
+    assert cli.main(["report", str(run), "seed=1"]) == 2
+    assert "rtx report does not read seed" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert cli.main(["report", str(run), f"output={tmp_path / 'file' / 'x'}"]) == 1
+    assert "cannot write to" in capsys.readouterr().err
+    assert cli.main(["report", "output=x"]) == 2
+
+
+def test_without_a_folder_the_papers_tables_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RTX_OUTPUTS", str(tmp_path))
+    assert cli.main(["report"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("not run") == 7
+    assert "rtx train experiment=enwik8" in said
+
+
+def test_the_table_goes_to_wandb_where_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rtx.training import tracker
+
+    logged = []
+
+    class Stand:
+        def __init__(self, *arguments: object, job_type: str) -> None:
+            logged.append(job_type)
+
+        def table(self, key: str, columns: list[str], rows: list[list[object]]) -> None:
+            logged.append((key, len(columns), len(rows)))
+
+        def finish(self, exit_code: int) -> None:
+            logged.append(exit_code)
+
+    monkeypatch.setattr(tracker, "Tracker", Stand)
+    run = write_run(tmp_path, config("smoke"), bits=2.0)
+    assert cli.main(["report", str(run)]) == 0
+    assert logged == []
+    assert cli.main(["report", str(run), "logger=offline"]) == 0
+    assert logged[0] == "report" and logged[2] == 0
+    assert logged[1][0] == "table_1" and logged[1][2] == 1
+
+
+def test_no_torch_is_imported(tmp_path: Path) -> None:
+    run = write_run(tmp_path, config("smoke"), bits=2.0)
+    code = "import sys; from rtx import cli; cli.main(['report', sys.argv[1]]); print('torch' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, timeout=300)
+    assert answer.stdout.splitlines()[-1] == "False", answer.stderr
+
+
+def test_letters_that_mean_something(tmp_path: Path) -> None:
+    write_run(tmp_path, config("smoke", data__tokenizer="bytes"), bits=None, state="failed", reason="a|b <c> 50% & _x_")
+    report = built(tmp_path)
+    assert "a\\|b &lt;c>" in markdown(report)
+    from rtx.report.formats import latex
+    from rtx.report.page import html
+
+    assert r"50\% \& \_x\_" in latex(report)
+    assert "&lt;c&gt;" in html(report)
+    assert DATA["name"] == "text"
