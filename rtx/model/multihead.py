@@ -19,7 +19,7 @@ from rtx.model.patterns import has_keys, layer_patterns, make_heads
 from rtx.model.positions import Rotary, Shaw
 
 
-@torch.compiler.disable
+@torch.compiler.disable()
 def uncompiled(heads: Heads, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Call heads outside of torch.compile's graphs: the sizes of their blocks depend on data, and they keep statistics.
 
