@@ -8,7 +8,7 @@ import torch
 from rtx.attention.kmeans import all_centroids, update_centroids
 from rtx.commandline.fields import options
 from rtx.compose import compose
-from rtx.config import Config
+from rtx.config import IMAGE_SETS, Config
 from rtx.model.transformer import Transformer
 from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
 
@@ -20,13 +20,15 @@ def reduced(*overrides: str) -> Config:
     config = compose(overrides)
     heads = config.model.heads
     embedding = ["model.embedding=8"] if config.model.embedding else []
-    axes = ["model.axes=4x4x2"] if config.model.positions == "axial" else []
+    images = config.data.name in IMAGE_SETS
+    size = ["data.size=4", "data.length=48"] if images else ["data.length=32"]
+    axes = [f"model.axes=4x4x{3 if images else 2}"] if config.model.positions == "axial" else []
     return compose(
         [
             *overrides,
             *("model.layers=2", f"model.hidden={heads * 4}", "model.ffn_hidden=24", "model.window=8"),
             *("model.max_distance=8", "model.stride=4", "model.summary=2", *embedding, *axes),
-            *("data.length=32", "trainer.batch_size=2"),
+            *(*size, "trainer.batch_size=2"),
             *(f"routing.layers={min(config.routing.layers, 2)}", "routing.window=8", "routing.clusters=4"),
         ]
     )
