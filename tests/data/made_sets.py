@@ -1,4 +1,4 @@
-"""Every data set of files, small: files in the schema of each, the constants that they need, the options that mean them."""
+"""Every data set of files, small: files in the schema of each, the constants they need, the options that mean them."""
 
 from __future__ import annotations
 
