@@ -216,8 +216,9 @@ def _mapped(path: Path) -> np.ndarray:
     wanted = "an array [images, height, width, 3] of uint8 (.npy)"
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise UserError(f"{path}: expected {wanted}, found none that is whole ({error}); get it anew") from error
+    except (ValueError, EOFError) as error:  # its reasons advise to load pickles, which could run anything
+        found = f"{path.stat().st_size:,} bytes that are not a whole one"
+        raise UserError(f"{path}: expected {wanted}, found {found}; get it anew") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
     if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] != 3:

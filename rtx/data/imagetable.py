@@ -189,7 +189,9 @@ def _batches(path: Path, column: str, nested: bool, rows: Rows) -> Iterator[tupl
 
 def _content(raw: bytes | None, where: str) -> bytes:
     if raw is None:
-        raise UserError(f"{where}: expected the bytes of an image, found none (a path alone is not followed)")
+        raise UserError(
+            f"{where}: expected the bytes of an image, found none (a path alone is not followed); get it anew"
+        )
     return raw
 
 

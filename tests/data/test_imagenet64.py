@@ -156,7 +156,7 @@ def test_arrays_that_will_not_do(tmp_path):
         np.save(train, wrong)
         assert f"found {wrong.dtype} {list(wrong.shape)}" in refusal(tmp_path)
     np.save(train, np.array([{"a": 1}], dtype=object), allow_pickle=True)
-    assert "found none that is whole" in refusal(tmp_path)
+    assert "bytes that are not a whole one" in refusal(tmp_path)
     np.save(train, TRAIN[:, :32, :32])
     assert f"{train}: expected an image of 64 x 64 (height x width), found 32 x 32" in refusal(tmp_path, read=True)
 
