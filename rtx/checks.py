@@ -7,7 +7,10 @@ import math
 from typing import Any
 
 from rtx.config import (
+    HELD_OUT,
     IMAGE_SETS,
+    TWO_WAYS,
+    USUAL_VOCABULARY,
     Config,
     DataConfig,
     axis_sizes,
@@ -240,6 +243,7 @@ def image_checks(config: Config) -> list[tuple[bool, str]]:
             data.size is None or data.name in IMAGE_SETS,
             f"data.size={data.size} is for images ({', '.join(IMAGE_SETS)}), not for data={data.name}",
         ),
+        *idle_checks(data),
     ]
     if data.name not in IMAGE_SETS:
         return checks
@@ -258,6 +262,32 @@ def image_checks(config: Config) -> list[tuple[bool, str]]:
         (
             side is not None or data.length % 3 == 0,
             f"data.length={data.length} must be height x width x 3: an image is one sequence",
+        ),
+    ]
+
+
+def idle_checks(data: DataConfig) -> list[tuple[bool, str]]:
+    """Settings that a set does not read, as `model_checks`: nobody is to think that they did something."""
+    usual = DataConfig()
+    subwords = data.tokenizer == "sentencepiece"
+    vocabularies = (usual.vocabulary, USUAL_VOCABULARY.get(data.name, usual.vocabulary))
+    return [
+        (
+            data.fetch == usual.fetch or data.name in (*TWO_WAYS, "enwik8"),
+            f"data.fetch={data.fetch} is for {' and '.join(TWO_WAYS)}, not for data={data.name}",
+        ),
+        (
+            data.held_out == usual.held_out or data.name in HELD_OUT,
+            f"data.held_out={data.held_out} is for {' and '.join(HELD_OUT)}, not for data={data.name}",
+        ),
+        (
+            subwords or data.vocabulary in vocabularies,
+            f"data.vocabulary={data.vocabulary} is for data.tokenizer=sentencepiece, not for {data.tokenizer}",
+        ),
+        (
+            subwords or data.tokenizer_sample == usual.tokenizer_sample,
+            f"data.tokenizer_sample={data.tokenizer_sample} is for data.tokenizer=sentencepiece, not for "
+            f"{data.tokenizer}",
         ),
     ]
 

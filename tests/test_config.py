@@ -153,7 +153,8 @@ def test_what_does_not_fit(values: dict[str, Any], said: str) -> None:
         {"data__name": "enwik8", "data__newlines": "drop"},
         {"data__name": "cifar10", "data__length": 3072, "eval__stride": 3072},
         {"data__name": "imagenet64", "data__size": 32, "data__length": 3072},
-        {"data__name": "images", "data__path": "cats", "data__length": 2100, "data__held_out": 0},
+        {"data__name": "images", "data__path": "cats", "data__length": 2100},
+        {"data__name": "cifar10", "data__length": 3072, "data__held_out": 0},
     ],
 )
 def test_what_fits(values: dict[str, Any]) -> None:
@@ -167,3 +168,23 @@ def test_every_problem_is_told_at_once() -> None:
     with pytest.raises(UserError) as caught:
         resolve(changed(routing__heads=9, routing__layers=5, name="/"))
     assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"data__fetch": "archive"}, "data.fetch=archive is for wikitext103 and cifar10, not for data=stdlib"),
+        ({"data__held_out": 3}, "data.held_out=3 is for cifar10 and imagenet64, not for data=stdlib"),
+        ({"data__vocabulary": 500}, "data.vocabulary=500 is for data.tokenizer=sentencepiece, not for bytes"),
+        ({"data__tokenizer_sample": 5_000}, "data.tokenizer_sample=5000 is for data.tokenizer=sentencepiece, not for"),
+    ],
+)
+def test_a_setting_that_would_do_nothing_is_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        resolve(changed(**values))
+
+
+def test_settings_that_are_usual_somewhere_are_left_alone() -> None:
+    resolve(changed(data__name="pg19", data__vocabulary=98_000))
+    resolve(changed(data__name="enwik8", data__fetch="archive"))
+    resolve(changed(data__tokenizer="sentencepiece", data__vocabulary=500, data__tokenizer_sample=5_000))

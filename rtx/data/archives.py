@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from rtx.data.files import found_instead
 from rtx.errors import UserError
 
 CHUNK = 1 << 20
@@ -212,9 +213,9 @@ def _archive_errors(path: Path, name: str = "") -> Iterator[None]:
         if isinstance(error, UserError):
             raise
         member = f" with member {name}" if name else ""
-        raise UserError(
-            f"{path}: expected a whole archive{member}, found one that is cut short or altered ({error}); {ANEW}"
-        ) from error
+        found = found_instead(path)
+        found = found if "HTML" in found else f"one that is cut short or altered ({error})"
+        raise UserError(f"{path}: expected a whole archive{member}, found {found}; {ANEW}") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
 

@@ -21,7 +21,7 @@ from rtx.data.parts import Place, finished_parts, join_parts, work_on_part, writ
 from rtx.data.progress import Progress
 from rtx.data.recipe import FORMAT, Recipe
 from rtx.data.source import Part, Tokenizer
-from rtx.data.store import RECORD, DamagedStore, fingerprint, mark_verified, verify_store
+from rtx.data.store import RECORD, DamagedStore, fingerprint, mark_verified, record_sum, verify_store
 from rtx.data.tokenizers import tokenizer_for
 from rtx.data.workers import Job, run_jobs
 from rtx.errors import RunFailed, UserError
@@ -117,6 +117,7 @@ def _fill(root: Path, work: Path, recipe: Recipe, report: Report) -> None:
     record["splits"] = _join(work, recipe, records)
     record["fingerprint"] = fingerprint(record)
     record["made"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    record["sum"] = record_sum(record)
     shutil.rmtree(work / "parts")
     _write_record(work, record)
     mark_verified(work)

@@ -19,7 +19,7 @@ from rtx.config import DataConfig
 from rtx.data.archives import is_gzip, tar_members
 from rtx.data.disk import Report, file_sha256
 from rtx.data.download import Remote, download
-from rtx.data.hubfile import HubFile, fetch_hub_file
+from rtx.data.hub import HubFile, hub_file
 from rtx.data.imageset import Files, ImageSet, Rows, count_stamps, file_identity, listed
 from rtx.data.imagetable import open_table
 from rtx.data.pixels import Want, scaled
@@ -87,7 +87,7 @@ def source(data: DataConfig, root: Path, report: Report) -> Source:
 
 
 def _fetch_tables(report: Report) -> Files:
-    train, test = (open_table(fetch_hub_file(file, report, INSTEAD)) for file in HUB_FILES)
+    train, test = (open_table(hub_file(file, report, INSTEAD)) for file in HUB_FILES)
     return [train], [test]
 
 

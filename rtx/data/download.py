@@ -139,7 +139,7 @@ def _open(remote: Remote, have: int, schemes: tuple[str, ...]) -> Any:
     request = urllib.request.Request(remote.url, headers=headers)
     opener = urllib.request.build_opener(_Redirects(schemes))
     try:
-        return _within(ANSWER_WITHIN, lambda: opener.open(request, timeout=SILENCE))
+        return within(ANSWER_WITHIN, lambda: opener.open(request, timeout=SILENCE))
     except urllib.error.HTTPError as error:
         error.close()
         if error.code == 416 and have:  # nothing there from `have` on: the part is of another, longer file
@@ -150,7 +150,7 @@ def _open(remote: Remote, have: int, schemes: tuple[str, ...]) -> Any:
         raise RunFailed(f"{remote.url}: {problem}; {LOCAL}") from error
     except (OSError, http.client.HTTPException) as error:
         cause = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise _Broken(f"{urlsplit(remote.url).hostname}: {_reason(cause)}") from (
+        raise _Broken(f"{urlsplit(remote.url).hostname}: {reason_of(cause)}") from (
             cause if isinstance(cause, OSError) else error
         )
 
@@ -184,7 +184,7 @@ def _copy(remote: Remote, response: Any, file: IO[bytes], have: int, progress: _
             chunk = response.read1(CHUNK)  # what is there: a break later costs none of it
         except (OSError, http.client.HTTPException) as error:
             file.flush()
-            raise _Broken(_reason(error)) from error
+            raise _Broken(reason_of(error)) from error
         if not chunk:
             return have
         have += len(chunk)
@@ -214,7 +214,7 @@ def _allow(url: str, schemes: tuple[str, ...], prefix: str = "") -> None:
         raise RunFailed(f"{prefix}{url}: refused, only {' and '.join(schemes)} is fetched; {LOCAL}")
 
 
-def _within(seconds: float, call: Callable[[], Any]) -> Any:
+def within(seconds: float, call: Callable[[], Any]) -> Any:
     """Return `call()`, or raise TimeoutError after `seconds`: a name look-up knows no time limit of its own."""
     results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
@@ -241,7 +241,7 @@ def _unreachable(error: OSError) -> bool:
     return isinstance(error, hopeless) or error.errno in UNREACHABLE or refused_by_proxy
 
 
-def _reason(error: object) -> str:
+def reason_of(error: object) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 

@@ -18,7 +18,7 @@ from typing import IO
 from rtx.config import DataConfig
 from rtx.data.disk import Report, file_sha256
 from rtx.data.download import Remote, download
-from rtx.data.files import SourceFile, listed
+from rtx.data.files import SourceFile, found_instead, listed
 from rtx.data.source import Document, Source
 from rtx.errors import UserError
 
@@ -212,6 +212,8 @@ def _is_zip(path: Path) -> bool:
 
 
 def _refused(path: Path, size: int, sha256: str) -> UserError:
+    if "HTML" in (found := found_instead(path)):
+        return UserError(f"{path}: expected enwik8.zip or the file enwik8, found {found}; {_published()}")
     return UserError(
         f"{path}: not enwik-8: expected {SIZE:,} bytes with sha256 {SHA256}, found {size:,} bytes with sha256 {sha256}"
         f"; to train on this file: data=text data.path={path}"

@@ -100,6 +100,19 @@ def read_range(file: SourceFile, start: int, stop: int) -> Iterator[bytes]:
         raise UserError(f"{file.path}: changed while it was read; prepare it again")
 
 
+def found_instead(path: Path) -> str:
+    """Return what lies in the place of an archive or a table: often the web page that a dead link leads to."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(512).lstrip().lower()
+        size = path.stat().st_size
+    except OSError:
+        return "none"
+    if head.startswith((b"<!doctype html", b"<html", b"<head")):
+        return f"a web page (HTML) of {size:,} bytes"
+    return f"{size:,} bytes that are not one"
+
+
 def _walk(root: Path, skipped: tuple[str, ...] = (), leave_out: Path | None = None) -> list[Path]:
     """Return the files below `root`, neither hidden nor in a folder named in `skipped`, ordered by path components."""
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from rtx.config import DataConfig
 from rtx.data.disk import Report, file_sha256
-from rtx.data.files import SourceFile
+from rtx.data.files import SourceFile, found_instead
 from rtx.data.imagefiles import ImageFolder, ImageTar, list_images, read_image
 from rtx.data.imageset import PER_PART, ImageFile, ImageSet, Rows, file_identity, listed
 from rtx.data.imagetable import ImageTable, open_table
@@ -216,8 +216,10 @@ def _mapped(path: Path) -> np.ndarray:
     wanted = "an array [images, height, width, 3] of uint8 (.npy)"
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise UserError(f"{path}: expected {wanted}, found none that is whole ({error}); get it anew") from error
+    except (ValueError, EOFError) as error:  # its reasons advise to load pickles, which could run anything
+        raise UserError(
+            f"{path}: expected a whole file with {wanted}, found {found_instead(path)}; get it anew"
+        ) from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
     if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] != 3:

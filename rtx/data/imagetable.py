@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rtx.data.imageset import PER_PART, Rows
+from rtx.data.parquet import table_errors
 from rtx.data.pixels import HEAD, Want, check_size, is_lossy, pixels, scaled
 from rtx.data.source import Document
 from rtx.errors import UserError
@@ -101,27 +101,6 @@ def open_table(path: Path) -> ImageTable:
     return ImageTable(path, rows, column, nested, lossy)
 
 
-@contextlib.contextmanager
-def table_errors(path: Path) -> Iterator[None]:
-    """Turn what pyarrow raises while it reads a parquet file into one line.
-
-    Raises:
-        UserError: in the place of an error of pyarrow's or of the file system's.
-    """
-    import pyarrow as pa
-
-    try:
-        yield
-    except pa.ArrowException as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"{path}: expected a whole parquet file, found one that cannot be read ({reason}); get it anew"
-        ) from error
-    except OSError as error:
-        reason = error.strerror or " ".join(str(error).split())[:200]
-        raise UserError(f"{path}: cannot be read: {reason}; get it anew if it is cut short") from error
-
-
 def _is_nested(path: Path, column: str, kind: pa.DataType) -> bool:
     """Tell lists of numbers from files, and refuse what is neither."""
     import pyarrow as pa
@@ -189,7 +168,9 @@ def _batches(path: Path, column: str, nested: bool, rows: Rows) -> Iterator[tupl
 
 def _content(raw: bytes | None, where: str) -> bytes:
     if raw is None:
-        raise UserError(f"{where}: expected the bytes of an image, found none (a path alone is not followed)")
+        raise UserError(
+            f"{where}: expected the bytes of an image, found none (a path alone is not followed); get it anew"
+        )
     return raw
 
 

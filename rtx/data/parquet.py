@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rtx.data.files import found_instead
 from rtx.errors import UserError
 
 ROWS = 4  # rows decoded at once; a row of PG-19 is a whole book
@@ -76,17 +77,28 @@ def _open(path: Path) -> Iterator[Any]:
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 
-    try:
+    with table_errors(path):
         # A stream instead of whole column chunks: a shard of PG-19 has chunks of hundreds of megabytes.
         with ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
             yield file
         pa.default_memory_pool().release_unused()  # a row group of the hub's PG-19 takes hundreds of megabytes
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: expected a parquet file, found none") from error
+
+
+@contextlib.contextmanager
+def table_errors(path: Path) -> Iterator[None]:
+    """Turn what pyarrow raises while it reads a parquet file into one line.
+
+    Raises:
+        UserError: in the place of an error of pyarrow's or of the file system's.
+    """
+    import pyarrow as pa
+
+    try:
+        yield
     except (pa.ArrowException, OSError) as error:  # an OSError, too, where the bytes are wrong
-        found = f"{path.stat().st_size:,} bytes that are not one" if path.is_file() else "none"
         reason = " ".join(str(error).split())[:160]
-        raise UserError(f"{path}: expected a whole parquet file, found {found} ({reason}); fetch it again") from error
+        found = found_instead(path)
+        raise UserError(f"{path}: expected a whole parquet file, found {found} ({reason}); get it anew") from error
 
 
 def shards(folder: Path, names: Sequence[str]) -> list[Path]:

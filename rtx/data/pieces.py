@@ -22,6 +22,7 @@ from rtx.errors import UserError
 RUN = re.compile(rb" ?[^ \n]{1,252}[\x80-\xbf]{0,3}| |\n")
 LONGEST = 256  # bytes a run has at the most
 BLANK = "▁"  # how sentencepiece writes a blank
+FEWEST = 300  # the smallest data.vocabulary; 257 ids are bytes and <unk>
 REMEMBERED = 1 << 19  # runs, about 100 MB
 FILE = "sentencepiece.model"
 
@@ -217,9 +218,10 @@ def _rows(counts: dict[bytes, int]) -> list[str]:
 def _refused(error: RuntimeError, vocabulary: int, size: int, options: str) -> UserError:
     """Say in one line which vocabulary would fit, from what sentencepiece says."""
     if largest := re.search(r"value <= (\d+)", str(error)):
+        use = f"data.vocabulary={largest[1]}" if int(largest[1]) >= FEWEST else "data.tokenizer=bytes"
         return UserError(
             f"data.vocabulary={vocabulary}: expected at most {int(largest[1]):,} subwords of a sample of {size:,} "
-            f"bytes; use data.vocabulary={largest[1]}, or more text (data.tokenizer_sample)"
+            f"bytes; use {use}, or more text (data.tokenizer_sample)"
         )
     if smallest := re.search(r"required_chars\. (\d+) vs (\d+)", str(error)):
         return UserError(

@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rtx.config import DataConfig
+from rtx.config import USUAL_TOKENIZER, USUAL_VOCABULARY, DataConfig
 from rtx.data.source import Source
 
 FORMAT = 2
 """Version of the files of a store; another one is another folder."""
-
-USUAL_TOKENIZER = {"wikitext103": "words", "pg19": "sentencepiece"}
-USUAL_VOCABULARY = {"pg19": 98_000}
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,12 @@ class Recipe:
             return options
         if data.tokenizer != USUAL_TOKENIZER.get(data.name, "bytes"):
             options += f" data.tokenizer={data.tokenizer}"
-        if data.tokenizer == "sentencepiece" and data.vocabulary != USUAL_VOCABULARY.get(data.name, 32_768):
-            options += f" data.vocabulary={data.vocabulary}"
+        if data.tokenizer == "sentencepiece":
+            usual = DataConfig()
+            if data.vocabulary != USUAL_VOCABULARY.get(data.name, usual.vocabulary):
+                options += f" data.vocabulary={data.vocabulary}"
+            if data.tokenizer_sample != usual.tokenizer_sample:
+                options += f" data.tokenizer_sample={data.tokenizer_sample}"
         return options
 
     @property

@@ -26,6 +26,9 @@ HABITS = {
 }
 """What differs from scoring every unit of the text, in words."""
 
+UNITS = {"enwik8": "bytes", "wikitext103": "words", "pg19": "sentencepiece"}
+"""The units in which the released code reads a text."""
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -49,23 +52,27 @@ def read_as_released(store: TokenStore, split: str, length: int) -> Reading:
         known = ", ".join(HABITS)
         raise UserError(f"eval.protocol=released: known of {known}, not of data={store.name}")
     tokens = store.split(split)
-    if store.image is None:
-        tokens = _without_newlines(store, tokens)
+    if store.image is not None:
+        return Reading(tokens, HABITS[store.name])
+    found = store.tokenizer.name
+    if found != UNITS[store.name]:
+        raise UserError(
+            f"eval.protocol=released: {store.name} was read as {UNITS[store.name]}, not data.tokenizer={found}"
+        )
+    tokens = tokens[~dropped(store, tokens)]
+    if not len(tokens):
+        raise UserError(f"eval.protocol=released: split {split} has nothing but newlines")
     if store.name == "wikitext103":
         tokens = tokens[: len(tokens) // length * length]
         if not len(tokens):
             raise UserError(f"eval.protocol=released: split {split} has not one whole window of {length:,} units")
-    subwords = store.name == "pg19" and store.tokenizer.name == "sentencepiece"
-    return Reading(tokens, HABITS[store.name], 1 / SUBWORDS_PER_WORD if subwords else None)
+    return Reading(tokens, HABITS[store.name], 1 / SUBWORDS_PER_WORD if store.name == "pg19" else None)
 
 
-def _without_newlines(store: TokenStore, tokens: np.ndarray) -> np.ndarray:
-    """Return the units that the released reader delivers: of Wikitext-103 only blank lines lose their <eos>."""
+def dropped(store: TokenStore, tokens: np.ndarray) -> np.ndarray:
+    """Return which units the released reader leaves out, bool `[units]`: of Wikitext-103 blank lines' <eos> alone."""
     newline = int(np.concatenate(list(store.tokenizer.encode([b"\n"])))[0])
     is_newline = tokens == newline
     if store.name == "wikitext103":
-        if store.tokenizer.name != "words":
-            name = store.tokenizer.name
-            raise UserError(f"eval.protocol=released: Wikitext-103 was read as words, not data.tokenizer={name}")
         is_newline[1:] &= is_newline[:-1].copy()  # the first line is blank where the text begins with a newline
-    return tokens[~is_newline]
+    return is_newline

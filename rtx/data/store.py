@@ -236,7 +236,7 @@ def read_record(folder: Path, options: str) -> dict[str, Any]:
         kind = record["format"]
         if kind != FORMAT:
             raise _damaged(options, path, f"format {FORMAT}", str(kind))
-        name, _ = fingerprint(record), [record[key] for key in ("name", "source", "block", "fingerprint")]
+        name, _ = fingerprint(record), [record[key] for key in ("name", "source", "block", "fingerprint", "sum")]
     except OSError as error:
         raise _damaged(options, path, "the record of the store", error.strerror) from error
     except (KeyError, TypeError, AttributeError, UnicodeError, json.JSONDecodeError) as error:
@@ -244,7 +244,15 @@ def read_record(folder: Path, options: str) -> dict[str, Any]:
         raise _damaged(options, path, "the record of the store", found) from error
     if name != record["fingerprint"]:
         raise _damaged(options, path, f"fingerprint {name}", str(record["fingerprint"]))
+    if (found := record_sum(record)) != record["sum"]:
+        raise _damaged(options, path, f"a record with sha256 {record['sum']}", found)
     return record
+
+
+def record_sum(record: dict[str, Any]) -> str:
+    """Return the sha256 of what a record says but for its time: counts of words and bytes are in no other checksum."""
+    text = json.dumps({key: value for key, value in record.items() if key not in ("made", "sum")}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def fingerprint(record: dict[str, Any]) -> str:

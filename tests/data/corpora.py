@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rtx.data.source import Document, Source
+from rtx.data.wikitext import Published
 
 REAL = Path(__file__).parents[2] / "../shared/data"
 
@@ -72,6 +74,16 @@ def articles(count: int, seed: int = 0) -> bytes:
             text = prose(draw.randint(20, 60), draw.randint(0, 10**6)).replace(b"\n", b" ").strip()
             lines += [b" " + text.replace(b".", b" .") + b" <unk> ", b" "]
     return b"\n".join(lines) + b"\n"
+
+
+def wikitext_facts(text: bytes, small: bool) -> Published:
+    """Return what a plain reading finds in a split of Wikitext; `small`: words and md5, too."""
+    lines = text.split(b"\n")[:-1]
+    kept = sum(len(line) + 1 for line in lines if line != b" ")
+    words = sum(len(line.split()) + 1 for line in lines)
+    if not small:
+        return Published(len(lines), kept)
+    return Published(len(lines), kept, words, hashlib.md5(text).hexdigest())
 
 
 def write_rows(path: Path, rows: Sequence[bytes], group: int = 1000, **columns: Sequence[Any]) -> Path:

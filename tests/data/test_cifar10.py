@@ -13,7 +13,7 @@ from image_cases import encoded, random_images, read_parts, read_source, records
 from PIL import Image
 
 from rtx.config import DataConfig
-from rtx.data import cifar10, hubfile
+from rtx.data import cifar10, hub
 from rtx.data.cifar10 import RECORD, source
 from rtx.data.imageset import held_images
 from rtx.errors import RunFailed, UserError
@@ -253,7 +253,7 @@ def test_without_a_network_the_hub_fails_at_once(tmp_path, monkeypatch):
     assert "hf://datasets/uoft-cs/cifar10/plain_text/train" in str(caught.value)
     assert "data.path=" in str(caught.value) and "\n" not in str(caught.value)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(RunFailed, match="HF_HUB_OFFLINE keeps from fetching it"):
+    with pytest.raises(RunFailed, match="HF_HUB_OFFLINE is set, and it is not in the hub's cache"):
         found.parts()
 
 
@@ -264,12 +264,12 @@ def test_a_cached_hub_file_is_used_offline_and_its_content_checked(tmp_path, mon
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
     train = snapshot / "plain_text" / "train-00000-of-00002.parquet"
-    file = hubfile.HubFile("uoft-cs/cifar10", f"plain_text/{train.name}", train.stat().st_size, "f" * 64)
+    file = hub.HubFile("uoft-cs/cifar10", f"plain_text/{train.name}", train.stat().st_size, "f" * 64)
     with pytest.raises(RunFailed) as caught:
-        hubfile.fetch_hub_file(file, print, "")
+        hub.hub_file(file, print, "")
     assert "expected" in str(caught.value) and f"data.path={train.parent}" in str(caught.value)
-    good = hubfile.HubFile(file.repository, file.path, file.size, hubfile.file_sha256(train))
-    assert hubfile.fetch_hub_file(good, print, "") == train
+    good = hub.HubFile(file.repository, file.path, file.size, hub.file_sha256(train))
+    assert hub.hub_file(good, print, "") == train
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="no copy of CIFAR-10 in JPEG beside the project")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import http.server
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +15,13 @@ from rtx.data.hub import hub_files, unreachable
 from rtx.errors import RunFailed
 
 PATTERNS = ["config/*.parquet"]
+
+
+class Quiet(http.server.BaseHTTPRequestHandler):
+    """A server that answers, and writes no log."""
+
+    def log_message(self, format, *args):
+        pass
 
 
 @pytest.fixture
@@ -94,20 +102,20 @@ def test_a_set_without_the_files_is_refused(nobody, said, monkeypatch, tmp_path)
 
 
 def test_an_address_that_answers_or_whose_proxy_does_is_reachable(nobody, monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"http://127.0.0.1:{server.getsockname()[1]}"
-        assert unreachable(address) is None
+    with http.server.HTTPServer(("127.0.0.1", 0), Quiet) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        assert unreachable(address) is None  # it answers 501, which is an answer
         assert unreachable("http://nowhere.invalid") is not None
         monkeypatch.setenv("http_proxy", address)
         assert unreachable("http://nowhere.invalid") is None
+        monkeypatch.setenv("https_proxy", address)
+        assert "Tunnel connection failed: 501" in str(unreachable("https://nowhere.invalid"))
+        server.shutdown()
     assert unreachable("http://nowhere.invalid") is not None
 
 
 def test_a_name_that_takes_for_ever_is_given_up(monkeypatch):
-    def slow(*arguments, **options):
-        time.sleep(0.5)
-        raise TimeoutError
-
-    monkeypatch.setattr(hub, "ANSWER_WITHIN", -0.9)
-    monkeypatch.setattr(socket, "create_connection", slow)
+    monkeypatch.setattr(hub, "ANSWER_WITHIN", 0.1)
+    monkeypatch.setattr(socket, "create_connection", lambda *arguments, **options: time.sleep(1))
     assert unreachable("http://nowhere.invalid") == "nowhere.invalid: no answer within 0 s"

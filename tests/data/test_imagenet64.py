@@ -151,12 +151,12 @@ def test_arrays_that_will_not_do(tmp_path):
     train = arrays(tmp_path) / "imagenet64-train.npy"
     whole = train.read_bytes()
     train.write_bytes(whole[:-10])
-    assert f"{train}: expected an array [images, height, width, 3] of uint8" in refusal(tmp_path)
+    assert f"{train}: expected a whole file with an array [images, height, width, 3] of uint8" in refusal(tmp_path)
     for wrong in (TRAIN.astype(np.float32), TRAIN[..., 0], TRAIN.transpose(0, 3, 1, 2)):
         np.save(train, wrong)
         assert f"found {wrong.dtype} {list(wrong.shape)}" in refusal(tmp_path)
     np.save(train, np.array([{"a": 1}], dtype=object), allow_pickle=True)
-    assert "found none that is whole" in refusal(tmp_path)
+    assert "bytes that are not one" in refusal(tmp_path)
     np.save(train, TRAIN[:, :32, :32])
     assert f"{train}: expected an image of 64 x 64 (height x width), found 32 x 32" in refusal(tmp_path, read=True)
 

@@ -138,3 +138,8 @@ def test_nothing_to_learn_from_is_refused(text):
 def test_text_without_a_blank_still_spells_blanks():
     tokenizer = learned(300, TEXT.replace(b" ", b"").replace(b"\n", b""))
     assert tokenizer.decode(tokenizer.encode(b"a b  c\n ")) == b"a b  c\n "
+
+
+def test_no_vocabulary_is_advised_that_is_not_allowed():
+    with pytest.raises(UserError, match=r"expected at most \d+ subwords .*; use data\.tokenizer=bytes, or more text"):
+        learned(300, b"ab " * 10_000)

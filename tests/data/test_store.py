@@ -14,7 +14,16 @@ from made_sources import Given, recipe_of
 from rtx.data.build import build_store
 from rtx.data.recipe import Recipe
 from rtx.data.source import Part
-from rtx.data.store import DamagedStore, SplitFacts, TokenStore, is_verified, open_store, verify_store
+from rtx.data.store import (
+    DamagedStore,
+    SplitFacts,
+    TokenStore,
+    fingerprint,
+    is_verified,
+    open_store,
+    record_sum,
+    verify_store,
+)
 from rtx.errors import RunFailed, UserError
 
 RAW = bytes(range(200)) * 5
@@ -151,9 +160,15 @@ def damage_tokenizer(folder: Path) -> None:
     path = folder / "store.json"
     record = json.loads(path.read_text())
     record["tokenizer"]["name"] = "runes"
-    from rtx.data.store import fingerprint
-
     record["fingerprint"] = fingerprint(record)
+    record["sum"] = record_sum(record)
+    path.write_text(json.dumps(record))
+
+
+def damage_a_count(folder: Path) -> None:
+    path = folder / "store.json"
+    record = json.loads(path.read_text())
+    record["splits"]["valid"]["words"] += 1
     path.write_text(json.dumps(record))
 
 
@@ -171,7 +186,8 @@ def damage_tokenizer(folder: Path) -> None:
         (damage_other_json, r"store\.json: damaged: .*found 6 bytes that are not one"),
         (damage_edited_record, r"store\.json: damaged: expected fingerprint [0-9a-f]{64}, found [0-9a-f]{64}"),
         (damage_format, r"store\.json: damaged: expected format 2, found 0"),
-        (damage_tokenizer, "damaged: a tokenizer named 'runes' is not known"),
+        (damage_tokenizer, "expected a tokenizer bytes, words or sentencepiece, found 'runes'"),
+        (damage_a_count, "a record with sha256 [0-9a-f]{64}, found [0-9a-f]{64}"),
     ],
 )
 def test_damage_is_seen_when_the_store_is_opened(tmp_path, recipe, damage, message):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from corpora import REAL, articles, cut, read, write_rows
+from corpora import REAL, articles, cut, read, wikitext_facts, write_rows
 from huggingface_hub import constants
 from pyarrow import parquet
 
@@ -16,7 +16,7 @@ from rtx.config import DataConfig
 from rtx.data import wikitext
 from rtx.data.articles import FileText, ParquetText, article_ranges, split_articles
 from rtx.data.download import Remote
-from rtx.data.wikitext import PUBLISHED, Published
+from rtx.data.wikitext import PUBLISHED
 from rtx.data.wikitext import source as wikitext_source
 from rtx.errors import RunFailed, UserError
 
@@ -25,17 +25,7 @@ VALID = REAL / "wikitext-103/wiki.valid.tokens"
 ROWS = REAL / "wikitext-103/wikitext-103-v1/validation-00000-of-00001.parquet"
 
 
-def facts(text: bytes, small: bool) -> Published:
-    """What a plain reading finds in a split."""
-    lines = text.split(b"\n")[:-1]
-    kept = sum(len(line) + 1 for line in lines if line != b" ")
-    words = sum(len(line.split()) + 1 for line in lines)
-    if not small:
-        return Published(len(lines), kept)
-    return Published(len(lines), kept, words, hashlib.md5(text).hexdigest())
-
-
-MADE = {split: facts(text, split != "train") for split, text in TEXTS.items()}
+MADE = {split: wikitext_facts(text, split != "train") for split, text in TEXTS.items()}
 
 
 def extracted(folder: Path, texts: dict[str, bytes] = TEXTS) -> Path:

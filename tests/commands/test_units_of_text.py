@@ -1,0 +1,149 @@
+"""Runs on words and subwords: their measures, the released protocol, sampling without a store, resuming, planning."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_sets import SETS
+from small_runs import SIZES, Workshop
+
+from rtx.data.published import WORDS
+
+QUICK = [size for size in SIZES if not size.startswith("data")] + ["trainer.steps=2", "trainer.val_every=2"]
+
+
+@pytest.fixture(scope="module")
+def constants() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+def trained(workshop: Workshop, constants: pytest.MonkeyPatch, name: str) -> Path:
+    place = workshop.folder / f"{name}-files"
+    place.mkdir()
+    options = SETS[name](place, constants)
+    (workshop.folder / f"{name}-options").write_text("\n".join(options))
+    workshop.command("train", *options, *QUICK, run=workshop.folder / name)
+    return workshop.folder / name
+
+
+@pytest.fixture(scope="module")
+def wikitext(workshop: Workshop, constants: pytest.MonkeyPatch) -> Path:
+    return trained(workshop, constants, "wikitext103")
+
+
+@pytest.fixture(scope="module")
+def pg19(workshop: Workshop, constants: pytest.MonkeyPatch) -> Path:
+    return trained(workshop, constants, "pg19")
+
+
+def scored(workshop: Workshop, run: Path, *overrides: str) -> tuple[dict[str, Any], str]:
+    """Score a run on split test; return the result and what was printed."""
+    before = set(run.glob("eval/*.json"))
+    said = workshop.command("eval", str(run), "split=test", *overrides)
+    (path,) = set(run.glob("eval/*.json")) - before
+    return json.loads(path.read_text()), said
+
+
+def test_words_have_a_perplexity_over_the_published_count_and_no_bytes(workshop: Workshop, wikitext: Path) -> None:
+    result, said = scored(workshop, wikitext)
+    published = WORDS["wikitext103"]["test"]
+    assert result["units"] == published == result["words"] and result["words_comparable"]
+    assert result["perplexity_per_word"] == pytest.approx(math.exp(result["nats"] / published))
+    assert "bits_per_byte" not in result and "bits/byte" not in said
+    assert f"perplexity per word: exp(nats / {published:,} words), the published count of the split\n" in said
+    part, said = scored(workshop, wikitext, "limit=2")
+    assert not part["words_comparable"] and part["words"] < published / 4
+    assert "share scored, not comparable\n" in said
+
+
+def test_subwords_have_bits_per_byte_and_a_perplexity_over_the_published_count(workshop: Workshop, pg19: Path) -> None:
+    result, said = scored(workshop, pg19)
+    text = sum(len(row) for row in rows_of(workshop.folder / "pg19-files" / "test-00000-of-00001.parquet"))
+    assert result["bits_per_byte"] == pytest.approx(result["nats"] / text / math.log(2))
+    assert result["words"] == WORDS["pg19"]["test"] and result["words_comparable"]
+    assert " bits/subword" in said and " bits/byte of text\n" in said
+    final = json.loads((pg19 / "status.json").read_text())["final"]
+    assert final["unit"] == "subword" and final["bits_per_byte"] < final["bits"]
+
+
+def rows_of(path: Path) -> list[bytes]:
+    from rtx.data.parquet import text_rows
+
+    return list(text_rows(path, "text"))
+
+
+def test_the_released_protocol_has_a_name_and_a_file_of_its_own(workshop: Workshop, wikitext: Path, pg19: Path) -> None:
+    for run, habit in (
+        (wikitext, "blank lines and the last window that is not full dropped"),
+        (pg19, "nats / subwords"),
+    ):
+        whole, _ = scored(workshop, run, "data.length=24")
+        result, said = scored(workshop, run, "data.length=24", "protocol=released")
+        assert result["read_as"] == "released" and f"{habit}" in result["protocol"]
+        assert "protocol=released (" in result["protocol"] and result["protocol"] in said
+        assert result["units"] == result["split_units"] < whole["units"]
+        assert not result["words_comparable"] and "not comparable" in said
+    assert result["words"] == pytest.approx(result["units"] / 1.248)
+    assert result["perplexity_per_word"] == pytest.approx(math.exp(1.248 * result["nats"] / result["units"]))
+
+
+@pytest.mark.parametrize(("name", "file"), [("wikitext103", "words.txt"), ("pg19", "sentencepiece.model")])
+def test_a_run_goes_on_and_samples_without_its_store(
+    workshop: Workshop, wikitext: Path, pg19: Path, name: str, file: str
+) -> None:
+    run = {"wikitext103": wikitext, "pg19": pg19}[name]
+    options = (workshop.folder / f"{name}-options").read_text().split("\n")
+    (store,) = (workshop.folder / "data").glob(f"{name}-*")
+    assert (run / file).read_bytes() == (store / file).read_bytes()
+    said = workshop.command("resume", str(run), "trainer.steps=3")
+    assert "done after 3 steps" in said and "perplexity per word" in said
+    workshop.command("data", "remove", *[option for option in options if "length" not in option])
+    assert not store.exists()
+    said = workshop.command("sample", str(run), "length=5", "prompt=of")
+    assert said.lstrip().startswith("of") and not store.exists()
+    kept = (run / file).read_bytes()
+    (run / file).write_bytes(kept + b"more\n")
+    said = workshop.command("sample", str(run), "length=5", code=1)
+    assert f"{run / file}: expected the" in said
+    (run / file).write_bytes(kept)
+    workshop.command("eval", str(run), "limit=1")  # the store is made again, the same
+    assert json.loads(next((run / "eval").glob("valid*.json")).read_text())["own_data"]
+
+
+def test_other_tokenizers_of_the_same_text(workshop: Workshop, wikitext: Path) -> None:
+    options = (workshop.folder / "wikitext103-options").read_text().split("\n")
+    for tokenizer, further in (("bytes", []), ("sentencepiece", ["data.vocabulary=400"])):
+        run = workshop.folder / tokenizer
+        workshop.command("train", *options, f"data.tokenizer={tokenizer}", *further, *QUICK, run=run)
+        result, said = scored(workshop, run)
+        assert result["words"] == WORDS["wikitext103"]["test"] and result["words_comparable"]
+        assert "bits_per_byte" in result and "perplexity per word" in said
+        said = workshop.command("eval", str(run), "protocol=released", code=2)
+        assert "wikitext103 was read as words" in said
+    shutil.rmtree(run)
+
+
+def test_a_plan_knows_the_vocabulary(workshop: Workshop, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"the cat and the dog\n" * 40)
+    own = ["data=text", f"data.path={tmp_path}", "data.tokenizer=words", "data.length=16", "model.window=8"]
+    own += ["routing.window=8", "model.hidden=64", "model.heads=4"]
+    assert "not prepared; to prepare it: rtx data prepare data=text" in workshop.command("plan", *own, code=2)
+    workshop.command("data", "prepare", *own[:3], "data.length=16")
+    said = [workshop.command("plan", *own)]
+    said += [
+        workshop.command("plan", *options)
+        for options in (["data=wikitext103"], ["data=pg19"], ["data=cifar10"], ["data=images", f"data.path={tmp_path}"])
+    ]
+    units = ["text words", "wikitext103 words", "pg19 subwords", "cifar10 sub-pixels", "images sub-pixels"]
+    for text, unit in zip(said, units, strict=True):
+        assert unit in text
+    sizes = [int(text.partition("parameters")[2].split()[0].replace(",", "")) for text in said]
+    assert sizes[1] > 267_735 * 256 and sizes[2] > 98_000 * 256 > sizes[3]
+    assert sizes[0] < 1_000_000
