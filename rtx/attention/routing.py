@@ -16,6 +16,7 @@ from rtx.attention.arguments import (
     check_attention,
     check_causal,
     check_centroids,
+    check_numbers,
     check_positive,
     check_routing,
     check_selection,
@@ -169,7 +170,8 @@ class RoutingHeads(Heads):
         backend: as in `routing`.
 
     Raises:
-        ValueError: an unknown selection, or one that has no meaning without a causal mask.
+        ValueError: an unknown selection, one that has no meaning without a causal mask, or one by thresholds that the
+            centroids do not learn; numbers out of range.
     """
 
     def __init__(
@@ -190,6 +192,11 @@ class RoutingHeads(Heads):
         self.backend = backend
         check_selection(selection)
         check_causal(causal, selection)
+        check_numbers(scale, dropout)
+        if selection == "causal" and not centroids.thresholds:
+            raise ValueError("selection=causal needs centroids with thresholds=True: others never move")
+        if not commitment >= 0:
+            raise ValueError(f"commitment={commitment}: must be at least 0")
         self.centroids = centroids
         self.selection, self.scale, self.attend_self = selection, scale, attend_self
         self.dropout, self.commitment = dropout, commitment

@@ -63,7 +63,7 @@ def adaptive_span(
             fit the queries.
     """
     given = {"mask_BN": mask_BN, "scale": scale, "dropout": dropout, "relative": relative}
-    check_attention(q_BHND, k_BHND, v_BHND, **given, finite=check_finite)
+    check_attention(q_BHND, k_BHND, v_BHND, **given, needs_keys=True, finite=check_finite)
     check_positive("window", window)
     check_positive("ramp", ramp)
     check_floats("span_H", span_H, (q_BHND.shape[1],), q_BHND)

@@ -53,7 +53,7 @@ def strided(
         ValueError: tensors that do not go together, or a stride below 1.
     """
     given = {"mask_BN": mask_BN, "scale": scale, "dropout": dropout, "relative": relative}
-    check_attention(q_BHND, k_BHND, v_BHND, **given, finite=check_finite)
+    check_attention(q_BHND, k_BHND, v_BHND, **given, needs_keys=True, finite=check_finite)
     check_positive("stride", stride)
     chosen = choose(backend, Call("strided", q_BHND, k_BHND, v_BHND, dropout, relative))
     if chosen == "reference":
