@@ -201,6 +201,8 @@ class Centroids(nn.Module):
         `k_BHND`: keys that are members of their own, for their thresholds. A first sequence of padding alone seeds
         nothing.
         """
+        if not len(q_BHND):
+            return
         H, C, _ = self.centroid_HCD.shape
         q_1HND = q_BHND[:1] if mask_BN is None else q_BHND[:1, :, mask_BN[0]]
         N = q_1HND.shape[2]

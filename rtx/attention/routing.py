@@ -243,7 +243,7 @@ class RoutingHeads(Heads):
             scores = content.score_BHCN, content.key_score_BHCN
             return attend_prefix_topk(query_BHND, key_BHND, v_BHND, *scores, **options), loss
         member_BHCN, key_member_BHCN = self.members(content, mask_BN)
-        if self.training:
+        if self.training and len(q_BHND) and q_BHND.shape[2]:
             nearest_BHN, loss = self.observe(content, mask_BN)
             key_member_HCN = (member_BHCN if key_member_BHCN is None else key_member_BHCN)[0]
             seen = member_BHCN[0], key_member_HCN, nearest_BHN[0], query_BHND[0].detach(), key_BHND[0].detach()
