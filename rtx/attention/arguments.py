@@ -26,13 +26,18 @@ def check_attention(
     scale: float | None = None,
     dropout: float = 0.0,
     relative: Distances | None = None,
+    needs_keys: bool = False,
     finite: bool = False,
 ) -> None:
     """Refuse what no pattern over one sequence can read; `finite`: values that are NaN or infinite, too.
 
+    `needs_keys`: nothing stands for keys where there are none.
+
     Raises:
         ValueError: always with the argument's name.
     """
+    if needs_keys and k_BHND is None:
+        raise ValueError("k_BHND=None: this pattern needs keys of their own")
     check_queries(q_BHND, k_BHND, v_BHND)
     B, _, N, _ = q_BHND.shape
     check_mask("mask_BN", mask_BN, B, N, q_BHND)
@@ -46,12 +51,14 @@ def check_attention(
 
 def check_queries(q_BHND: Tensor, k_BHMD: Tensor | None, v_BHMD: Tensor, positions: int | None = None) -> None:
     """Refuse queries, keys and values that do not go together; keys and values have N positions, or M = `positions`."""
+    check_tensor("q_BHND", q_BHND)
     if q_BHND.dim() != 4 or q_BHND.dtype not in FLOATS or not q_BHND.shape[-1]:
         allowed = "[B, H, N, D], D at least 1, of float16, bfloat16, float32 or float64"
         raise ValueError(f"q_BHND is {tuple(q_BHND.shape)} of {q_BHND.dtype}: must be {allowed}")
     B, H, N, D = q_BHND.shape
     names = ("k_BHND", "v_BHND") if positions is None else ("k_BHMD", "v_BHMD")
     M = N if positions is None else positions
+    check_tensor(names[1], v_BHMD)
     check_shape(names[0], k_BHMD, (B, H, M, D), q_BHND)
     check_shape(names[1], v_BHMD, (B, H, M, v_BHMD.shape[-1] if v_BHMD.dim() else D), q_BHND)
     for name, x in zip(names, (k_BHMD, v_BHMD), strict=True):
@@ -59,10 +66,17 @@ def check_queries(q_BHND: Tensor, k_BHMD: Tensor | None, v_BHMD: Tensor, positio
             raise ValueError(f"{name} is of {x.dtype}: must be of {q_BHND.dtype}, as q_BHND is")
 
 
+def check_tensor(name: str, x: object) -> None:
+    """Refuse what is not a tensor."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is a {type(x).__name__}: must be a torch.Tensor")
+
+
 def check_shape(name: str, x: Tensor | None, shape: tuple[int, ...], like: Tensor) -> None:
     """Refuse a tensor of another shape, or on another device than the queries."""
     if x is None:
         return
+    check_tensor(name, x)
     if tuple(x.shape) != shape:
         raise ValueError(f"{name} has the shape {tuple(x.shape)}: must be {shape}")
     if x.device != like.device:
@@ -115,6 +129,7 @@ def check_relative(relative: Distances | None, q_BHND: Tensor, v_BHND: Tensor) -
 
 def check_centroids(centroid_HCD: Tensor, q_BHND: Tensor) -> None:
     """Refuse centroids that are not one or more vectors of size D for each head."""
+    check_tensor("centroid_HCD", centroid_HCD)
     clusters = centroid_HCD.shape[1] if centroid_HCD.dim() == 3 else 0
     shape = (q_BHND.shape[1], max(clusters, 1), q_BHND.shape[-1])
     check_floats("centroid_HCD", centroid_HCD, shape, q_BHND)
@@ -189,6 +204,7 @@ def check_streaming(streaming: bool, selection: str, dropout: float) -> None:
 
 def check_rotations(rotation_HTDF: Tensor, q_BHND: Tensor) -> None:
     """Refuse rotations that are not one or more for each head, of vectors of size D, into two or more buckets."""
+    check_tensor("rotation_HTDF", rotation_HTDF)
     given = tuple(rotation_HTDF.shape)
     H, D = q_BHND.shape[1], q_BHND.shape[3]
     if len(given) != 4 or (given[0], given[2]) != (H, D) or 0 in (given[1], given[3]):

@@ -118,7 +118,7 @@ def attend_members(
 
     `slot_distance`: Shaw's terms count the members between two positions, not the positions.
     """
-    q_RD, k_RD, v_RD = (x.reshape(-1, x.shape[-1]) for x in (q_BHND, k_BHND, v_BHND))
+    q_RD, k_RD, v_RD = (x.flatten(0, 2) for x in (q_BHND, k_BHND, v_BHND))
     forms = list(blocks(members.count_L, window))
     query_rows = [members.row_M[block.query_GQ] for block in forms]
     key_rows = [members.row_M[block.key_GK] for block in forms]
@@ -170,4 +170,6 @@ def take_queries_and_keys(
 def add_share(total_RD: Tensor, out_GQD: Tensor, row_GQ: Tensor, real_GQ: Tensor, times_R: Tensor) -> None:
     """Add the real slots' outputs, divided by the number of clusters of their position, onto the rows `[R, D]`."""
     share_GQ = real_GQ.to(out_GQD.dtype) / times_R[row_GQ]
-    total_RD.index_add_(0, row_GQ.flatten(), (out_GQD * share_GQ[..., None]).flatten(0, 1))
+    shares_SD = (out_GQD * share_GQ[..., None]).flatten(0, 1)
+    # Under autocast the outputs are of another type than the values.
+    total_RD.index_add_(0, row_GQ.flatten(), shares_SD.to(total_RD.dtype))

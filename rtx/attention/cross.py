@@ -16,6 +16,7 @@ from rtx.attention.arguments import (
     check_numbers,
     check_positive,
     check_queries,
+    check_tensor,
 )
 from rtx.attention.backends import Call, check_backend, choose
 from rtx.attention.clusters import pack
@@ -103,6 +104,7 @@ def check_cross(
     finite: bool,
 ) -> None:
     """Refuse tensors that `cross_routing` cannot read."""
+    check_tensor("k_BHMD", k_BHMD)
     positions = k_BHMD.shape[-2] if k_BHMD.dim() > 1 else 0
     check_queries(q_BHND, k_BHMD, v_BHMD, positions)
     check_centroids(centroid_HCD, q_BHND)

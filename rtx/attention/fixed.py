@@ -67,7 +67,7 @@ def fixed(
         ValueError: tensors that do not go together, a block below 1, or a summary that is not from 1 to `block`.
     """
     given = {"mask_BN": mask_BN, "scale": scale, "dropout": dropout, "relative": relative}
-    check_attention(q_BHND, k_BHND, v_BHND, **given, finite=check_finite)
+    check_attention(q_BHND, k_BHND, v_BHND, **given, needs_keys=True, finite=check_finite)
     check_sizes(block, summary)
     chosen = choose(backend, Call("fixed", q_BHND, k_BHND, v_BHND, dropout, relative))
     if chosen == "reference":

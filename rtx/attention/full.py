@@ -44,7 +44,7 @@ def full(
         ValueError: tensors that do not go together, or `relative` without `causal`.
     """
     given = {"mask_BN": mask_BN, "scale": scale, "dropout": dropout, "relative": relative}
-    check_attention(q_BHND, k_BHND, v_BHND, **given, finite=check_finite)
+    check_attention(q_BHND, k_BHND, v_BHND, **given, needs_keys=True, finite=check_finite)
     if relative is not None and not causal:
         raise ValueError("causal=False: relative terms count how far back a key stands; they need causal=True")
     chosen = choose(backend, Call("full", q_BHND, k_BHND, v_BHND, dropout, relative))

@@ -67,7 +67,8 @@ class Centroids(nn.Module):
             ("mean": in one mean; "sum": in halves); "projected": the members are W_R (q + k).
 
     Raises:
-        ValueError: unknown keys or an unknown update, a count below 1, or a decay that is not from 0 to 1.
+        ValueError: unknown keys or an unknown update, a count below 1 (`revive_after`: below 0), or a
+            decay that is not from 0 to 1.
     """
 
     centroid_HCD: Tensor
@@ -97,6 +98,8 @@ class Centroids(nn.Module):
             raise ValueError(f"keys={keys!r}: must be one of {', '.join(KEYS)}")
         if update not in ("mean", "sum"):
             raise ValueError(f"update={update!r}: must be one of mean, sum")
+        if revive_after < 0:
+            raise ValueError(f"revive_after={revive_after}: must be at least 0")
         counts = {"heads": heads, "clusters": clusters, "size": size, "window": window, "length": length}
         for name, count in counts.items():
             check_positive(name, count)
@@ -198,6 +201,8 @@ class Centroids(nn.Module):
         `k_BHND`: keys that are members of their own, for their thresholds. A first sequence of padding alone seeds
         nothing.
         """
+        if not len(q_BHND):
+            return
         H, C, _ = self.centroid_HCD.shape
         q_1HND = q_BHND[:1] if mask_BN is None else q_BHND[:1, :, mask_BN[0]]
         N = q_1HND.shape[2]

@@ -48,7 +48,7 @@ def local(
         ValueError: tensors that do not go together, or a window below 1.
     """
     given = {"mask_BN": mask_BN, "scale": scale, "dropout": dropout, "relative": relative}
-    check_attention(q_BHND, k_BHND, v_BHND, **given, finite=check_finite)
+    check_attention(q_BHND, k_BHND, v_BHND, **given, needs_keys=True, finite=check_finite)
     check_positive("window", window)
     chosen = choose(backend, Call("local", q_BHND, k_BHND, v_BHND, dropout, relative))
     if chosen == "reference":

@@ -43,7 +43,7 @@ def attend_prefix_topk(
     if key_score_BHCN is not None:
         joins_LN, leaves_LN = prefix_members(key_score_BHCN.flatten(0, 2), window)
         keys, leaves_M = pack(joins_LN.view(score_BHCN.shape)), leaves_LN[joins_LN]
-    q_RD, k_RD, v_RD = (x.reshape(-1, x.shape[-1]) for x in (q_BHND, k_BHND, v_BHND))
+    q_RD, k_RD, v_RD = (x.flatten(0, 2) for x in (q_BHND, k_BHND, v_BHND))
     total_RD, times_R = torch.zeros_like(v_RD), queries.times()
     for (query_GQ, real_GQ), (key_GK, real_GK) in padded_lists(queries, keys):
         row_GQ, row_GK = queries.row_M[query_GQ], keys.row_M[key_GK]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rtx.attention import by_reference
-from rtx.attention.arguments import check_attention, check_positive
+from rtx.attention.arguments import check_attention, check_numbers, check_positive
 from rtx.attention.backends import Call, attend_packed, check_backend, choose
 from rtx.attention.clusters import pack
 from rtx.attention.content import normalise, without_padding
@@ -99,6 +99,7 @@ class RandomHeads(Heads):
         check_positive("clusters", clusters)
         check_positive("window", window)
         check_positive("length", length)
+        check_numbers(scale, dropout)
         self.window, self.scale, self.attend_self, self.dropout = window, scale, attend_self, dropout
         self.slot_distance = slot_distance
         self.register_buffer("member_HCN", random_members(heads, clusters, length, window, seed), persistent=False)

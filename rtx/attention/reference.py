@@ -190,15 +190,23 @@ def read_span(
     """
     outputs = []
     for i in range(q_ND.shape[0]):
-        total_D, norm = torch.zeros_like(v_ND[0]), q_ND.new_zeros(())
+        logits, shares, values = [], [], []
         for j in local_sets(i, window)[0]:
-            if not real_N[i] or not real_N[j]:
+            share = ((ramp + span - (i - j)) / ramp).clamp(0, 1)
+            if not real_N[i] or not real_N[j] or share == 0:
                 continue
             key_D, value_D = k_ND[j], v_ND[j]
             if relative is not None:
                 far = min(i - j, relative.keys_MD.shape[0] - 1)
                 key_D, value_D = key_D + relative.keys_MD[far], value_D + relative.values_MD[far]
-            weight = ((ramp + span - (i - j)) / ramp).clamp(0, 1) * (scale * (q_ND[i] @ key_D)).exp()
-            total_D, norm = total_D + weight * value_D, norm + weight
-        outputs.append(total_D / norm if real_N[i] else total_D)
+            logits.append(scale * (q_ND[i] @ key_D))
+            shares.append(share)
+            values.append(value_D)
+        if not values:
+            outputs.append(torch.zeros_like(v_ND[0]))
+            continue
+        logits_K = torch.stack(logits)
+        # Less the largest, which changes no ratio: exponentials of large logits are infinite.
+        weights_K = torch.stack(shares) * (logits_K - logits_K.detach().amax()).exp()
+        outputs.append(weights_K @ torch.stack(values) / weights_K.sum())
     return torch.stack(outputs)

@@ -16,6 +16,7 @@ from rtx.attention.arguments import (
     check_attention,
     check_causal,
     check_centroids,
+    check_numbers,
     check_positive,
     check_routing,
     check_selection,
@@ -169,7 +170,8 @@ class RoutingHeads(Heads):
         backend: as in `routing`.
 
     Raises:
-        ValueError: an unknown selection, or one that has no meaning without a causal mask.
+        ValueError: an unknown selection, one that has no meaning without a causal mask, or one by thresholds that the
+            centroids do not learn; numbers out of range.
     """
 
     def __init__(
@@ -190,6 +192,11 @@ class RoutingHeads(Heads):
         self.backend = backend
         check_selection(selection)
         check_causal(causal, selection)
+        check_numbers(scale, dropout)
+        if selection == "causal" and not centroids.thresholds:
+            raise ValueError("selection=causal needs centroids with thresholds=True: others never move")
+        if not commitment >= 0:
+            raise ValueError(f"commitment={commitment}: must be at least 0")
         self.centroids = centroids
         self.selection, self.scale, self.attend_self = selection, scale, attend_self
         self.dropout, self.commitment = dropout, commitment
@@ -236,7 +243,7 @@ class RoutingHeads(Heads):
             scores = content.score_BHCN, content.key_score_BHCN
             return attend_prefix_topk(query_BHND, key_BHND, v_BHND, *scores, **options), loss
         member_BHCN, key_member_BHCN = self.members(content, mask_BN)
-        if self.training:
+        if self.training and len(q_BHND) and q_BHND.shape[2]:
             nearest_BHN, loss = self.observe(content, mask_BN)
             key_member_HCN = (member_BHCN if key_member_BHCN is None else key_member_BHCN)[0]
             seen = member_BHCN[0], key_member_HCN, nearest_BHN[0], query_BHND[0].detach(), key_BHND[0].detach()

@@ -74,8 +74,10 @@ def window_scores(score_BHCN: Tensor, window: int, length: int, mask_BN: Tensor 
     """Return the score `[B, H, C]` that a threshold must have to keep `window` of `length` positions.
 
     Of a sequence with n positions (n real ones under `mask_BN`) it is the ceil(window * n / length)-th best; 0 for a
-    sequence of padding alone.
+    sequence of padding alone, or of no positions.
     """
+    if not score_BHCN.shape[-1]:
+        return score_BHCN.new_zeros(score_BHCN.shape[:3])
     if mask_BN is None:
         rank = window_rank(score_BHCN.shape[-1], window, length)
         return score_BHCN.topk(rank, dim=-1, sorted=False).values.amin(-1)

@@ -144,7 +144,7 @@ def attend_lists(
     another sequence, of any length, where neither `causal` nor `attend_self=False` compares positions.
     `slot_distance`: the distance of a key is the number of keys of its list behind it that the query may read.
     """
-    q_RD, k_SD, v_SD = (x.reshape(-1, x.shape[-1]) for x in (q_BHND, k_BHMD, v_BHMD))
+    q_RD, k_SD, v_SD = (x.flatten(0, 2) for x in (q_BHND, k_BHMD, v_BHMD))
     read = readers(queries, keys, causal)
     forms = list(blocks(read, keys.count_L, window))
     total_RD = v_SD.new_zeros(len(q_RD), v_SD.shape[-1])

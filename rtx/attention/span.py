@@ -63,7 +63,7 @@ def adaptive_span(
             fit the queries.
     """
     given = {"mask_BN": mask_BN, "scale": scale, "dropout": dropout, "relative": relative}
-    check_attention(q_BHND, k_BHND, v_BHND, **given, finite=check_finite)
+    check_attention(q_BHND, k_BHND, v_BHND, **given, needs_keys=True, finite=check_finite)
     check_positive("window", window)
     check_positive("ramp", ramp)
     check_floats("span_H", span_H, (q_BHND.shape[1],), q_BHND)
@@ -72,6 +72,7 @@ def adaptive_span(
     if choose(backend, Call("adaptive_span", q_BHND, k_BHND, v_BHND, dropout, relative)) == "reference":
         options = {"scale": scale, "relative": relative, "mask_BN": mask_BN, "window": window, "ramp": ramp}
         return by_reference.adaptive_span(q_BHND, k_BHND, v_BHND, hold(span_H, window), **options)
+    span_H = span_H.to(torch.promote_types(span_H.dtype, q_BHND.dtype))
     scale = logit_scale(scale, q_BHND.shape[-1])
     B, H, N = q_BHND.shape[:3]
     if not B * H * N:
@@ -129,7 +130,8 @@ def with_blocks_before(x_BG: Tensor, back: int, slots: int) -> Tensor:
 def span_reach(span_H: Tensor, window: int, ramp: int) -> int:
     """Return how many keys, its own included, the head with the longest span reads: behind them all weights are 0."""
     longest = float(span_H.max()) if len(span_H) else 0.0
-    return max(1, min(window, math.ceil(ramp + max(longest, 0.0))))
+    reach = ramp + max(longest, 0.0)
+    return math.ceil(reach) if reach < window else window
 
 
 def shorten(relative: Distances, reach: int) -> Distances:

@@ -36,6 +36,8 @@ class ClusterState:
 
     def fill(self, k_BHND: Tensor, v_BHND: Tensor, member_BHCN: Tensor) -> None:
         """Take in the members among positions 0 to N - 1, of each cluster the last `window`, in order of position."""
+        if not member_BHCN.shape[-1]:
+            return
         self.allocate(k_BHND[:, :, 0], v_BHND[:, :, 0], member_BHCN.shape[2])
         assert self.keys_BHCWD is not None
         b_M, h_M, c_M, n_M, slot_M = last_members(member_BHCN, self.window)
@@ -88,7 +90,8 @@ class ClusterState:
             distance_QK=self.distance(position_JW, position)[:, None, None],
         )[:, 0, 0]
         share_J1 = joins_BHC.sum(-1)[b_J, h_J].to(out_JD.dtype).reciprocal()[:, None]
-        return out_BHD.index_put((b_J, h_J), out_JD * share_J1, accumulate=True)
+        # Under autocast the outputs are of another type than the values.
+        return out_BHD.index_put((b_J, h_J), (out_JD * share_J1).to(out_BHD.dtype), accumulate=True)
 
     def distance(self, position_JW: Tensor, position: int) -> Tensor:
         """Return the true distances of the slots' positions, or how many of the cluster's members are later."""

@@ -53,7 +53,7 @@ def strided(
         ValueError: tensors that do not go together, or a stride below 1.
     """
     given = {"mask_BN": mask_BN, "scale": scale, "dropout": dropout, "relative": relative}
-    check_attention(q_BHND, k_BHND, v_BHND, **given, finite=check_finite)
+    check_attention(q_BHND, k_BHND, v_BHND, **given, needs_keys=True, finite=check_finite)
     check_positive("stride", stride)
     chosen = choose(backend, Call("strided", q_BHND, k_BHND, v_BHND, dropout, relative))
     if chosen == "reference":
@@ -127,6 +127,8 @@ class StridedState(HeadState):
     def fill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, rotate: RotateFrom | None = None) -> None:
         """See `HeadState`."""
         assert k_BHND is not None
+        if not k_BHND.shape[2]:
+            return
         padding = -k_BHND.shape[2] % self.stride
         self.keys_BHLMD, self.values_BHLMD = (
             F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, self.stride)).transpose(2, 3).contiguous()

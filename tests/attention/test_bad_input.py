@@ -39,6 +39,7 @@ def tensors(argument: str) -> list[Bad]:
         Bad("no dimensions", argument, lambda x: x.sum(), f"{argument} has the shape (): must be"),
         Bad("another type", argument, torch.Tensor.double, f"{argument} is of torch.float64: must be of torch.float32"),
         Bad("elsewhere", argument, lambda x: x.to("meta"), f"{argument} is on meta: must be on cpu"),
+        Bad("a list", argument, torch.Tensor.tolist, f"{argument} is a list: must be a torch.Tensor"),
     ]
 
 
@@ -57,6 +58,7 @@ def counts(*arguments: str) -> list[Bad]:
 QUERIES = [
     Bad("three dimensions", "q_BHND", lambda x: x[0], "q_BHND is (3, 9, 4) of torch.float32: must be [B, H, N, D]"),
     Bad("whole numbers", "q_BHND", torch.Tensor.long, "q_BHND is (2, 3, 9, 4) of torch.int64: must be [B, H, N, D]"),
+    Bad("a list", "q_BHND", torch.Tensor.tolist, "q_BHND is a list: must be a torch.Tensor"),
     Bad("vectors of size 0", "q_BHND", lambda x: x[..., :0], "q_BHND is (2, 3, 9, 0) of torch.float32: must be"),
 ]
 MASKS = [
@@ -88,6 +90,8 @@ OPTIONS = [
     *counts("window", "context_window", "stride", "block", "summary", "ramp", "clusters"),
 ]
 STORES = [
+    Bad("a list", "centroid_HCD", torch.Tensor.tolist, "centroid_HCD is a list: must be a torch.Tensor"),
+    Bad("a list", "rotation_HTDF", torch.Tensor.tolist, "rotation_HTDF is a list: must be a torch.Tensor"),
     Bad("of two heads", "centroid_HCD", lambda x: x[:2], "centroid_HCD has the shape (2, "),
     Bad("none", "centroid_HCD", lambda x: x[:, :0], "centroid_HCD has the shape (3, 0, 4): must be (3, 1, 4)"),
     Bad("of size 3", "centroid_HCD", lambda x: x[..., :3], "centroid_HCD has the shape (3, "),
@@ -97,6 +101,7 @@ STORES = [
     Bad("of fewer clusters", "threshold_HC", torch.zeros(3, 2), "threshold_HC has the shape (3, 2): must be (3, 3)"),
     Bad("of fewer clusters", "key_threshold_HC", torch.zeros(3, 2), "key_threshold_HC has the shape (3, 2): must be"),
     Bad("one for all heads", "projection_HDD", torch.eye(4), "projection_HDD has the shape (4, 4): must be (3, 4, 4)"),
+    Bad("a list", "span_H", [1.0, 2.0, 3.0], "span_H is a list: must be a torch.Tensor"),
     Bad("of two heads", "span_H", torch.zeros(2), "span_H has the shape (2,): must be (3,)"),
     Bad("elsewhere", "span_H", torch.zeros(3, device="meta"), "span_H is on meta: must be on cpu"),
     Bad("of two heads", "rotation_HTDF", lambda x: x[:2], "rotation_HTDF has the shape (2, 2, 4, 2): must be (3, "),
@@ -123,6 +128,13 @@ def test_refused_with_a_sentence(name: str, bad: Bad) -> None:
     value = bad.give(valid) if callable(bad.give) else bad.give
     with pytest.raises(ValueError, match=re.escape(bad.said)):
         call(name, given, **{bad.argument: value})
+
+
+@pytest.mark.parametrize("name", ["full", "local", "strided", "fixed", "adaptive_span"])
+def test_keys_that_nothing_stands_for(name: str) -> None:
+    for backend in ("auto", "reference", "flex"):
+        with pytest.raises(ValueError, match=re.escape("k_BHND=None: this pattern needs keys of their own")):
+            call(name, arguments(name), k_BHND=None, backend=backend)
 
 
 FLOATS = ("q_BHND", "k_BHND", "v_BHND", "k_BHMD", "v_BHMD", "centroid_HCD", "span_H", "rotation_HTDF", "projection_HDD")
@@ -194,6 +206,34 @@ MODULES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "random": (lambda: RandomHeads(2, 0, window=4, length=9, seed=0, scale=1.0), "clusters=0: must be at least 1"),
     "routing": (lambda: RoutingHeads(store(), selection="x", scale=1.0), "selection='x': must be one of"),
+    "routing scale": (
+        lambda: RoutingHeads(store(), selection="topk", scale=-1.0),
+        "scale=-1.0: must be finite and above 0",
+    ),
+    "routing dropout": (
+        lambda: RoutingHeads(store(), selection="topk", scale=1.0, dropout=1.0),
+        "dropout=1.0: must be at least 0 and less than 1",
+    ),
+    "routing commitment": (
+        lambda: RoutingHeads(store(), selection="topk", scale=1.0, commitment=-1.0),
+        "commitment=-1.0: must be at least 0",
+    ),
+    "routing thresholds": (
+        lambda: RoutingHeads(store(), selection="causal", scale=1.0),
+        "selection=causal needs centroids with thresholds=True",
+    ),
+    "random scale": (
+        lambda: RandomHeads(2, 1, window=4, length=9, seed=0, scale=0.0),
+        "scale=0.0: must be finite and above 0",
+    ),
+    "random dropout": (
+        lambda: RandomHeads(2, 1, window=4, length=9, seed=0, scale=1.0, dropout=-0.1),
+        "dropout=-0.1: must be at least 0 and less than 1",
+    ),
+    "revival": (
+        lambda: Centroids(2, 1, 4, window=1, length=9, decay=0.5, revive_after=-1),
+        "revive_after=-1: must be at least 0",
+    ),
     "keys": (lambda: store("none"), "keys='none': must be one of shared, separate, projected"),
     "clusters": (lambda: Centroids(2, 0, 4, window=1, length=9, decay=0.9), "clusters=0: must be at least 1"),
     "decay": (lambda: Centroids(2, 1, 4, window=1, length=9, decay=1.5), "decay=1.5: must be from 0 to 1"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +12,20 @@ import torch
 from oracle_cases import assert_same
 from public_calls import FUNCTIONS, Arguments, arguments, call, masks, takes
 from torch import Tensor
+
+from rtx.attention import (
+    Centroids,
+    FixedHeads,
+    FullHeads,
+    LocalHeads,
+    LshHeads,
+    RandomHeads,
+    RoutingHeads,
+    SpanHeads,
+    StridedHeads,
+    update_centroids,
+)
+from rtx.attention.heads import Heads
 
 SHAPES: dict[str, dict[str, Any]] = {
     "one position": {"N": 1},
@@ -80,6 +97,82 @@ def test_nothing_to_attend(name: str, backend: str, size: dict[str, Any]) -> Non
     x_BHND = given["q_BHND"]
     for real in ({}, masks(name, given, lambda mask: mask)):
         assert call(name, given, **real, backend=backend, check_finite=True).shape == x_BHND.shape
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_of_no_size(name: str, backend: str) -> None:
+    given = arguments(name)
+    values = next(argument for argument in given if argument.startswith("v_"))
+    assert call(name, given, **{values: given[values][..., :0]}, backend=backend).shape == (2, 3, 9, 0)
+
+
+def routing_heads(selection: str, keys: str) -> RoutingHeads:
+    thresholds = selection == "causal"
+    store = Centroids(3, 2, 4, window=4, length=9, decay=0.5, thresholds=thresholds, keys=keys)
+    return RoutingHeads(store, selection=selection, scale=0.5, commitment=0.1)
+
+
+HEADS: dict[str, Callable[[], Heads]] = {
+    "full": FullHeads,
+    "local": lambda: LocalHeads(window=4),
+    "strided": lambda: StridedHeads(stride=3),
+    "fixed": lambda: FixedHeads(block=4, summary=2),
+    "span": lambda: SpanHeads(3, window=5),
+    "lsh": lambda: LshHeads(3, 4, window=4, rounds=2, buckets=4, seed=0),
+    "random": lambda: RandomHeads(3, 2, window=4, length=9, seed=0, scale=0.5),
+}
+for routed in itertools.product(("causal", "topk", "nearest"), ("shared", "separate", "projected")):
+    HEADS[", ".join(routed)] = functools.partial(routing_heads, *routed)
+
+
+def inputs_for(name: str, B: int, N: int) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return queries, keys (None where queries stand for them) and values."""
+    generator = torch.Generator().manual_seed(3)
+    q_BHND, k_BHND, v_BHND = torch.randn(3, B, 3, N, 4, generator=generator)
+    return q_BHND, None if name in ("lsh", "random") or name.endswith("shared") else k_BHND, v_BHND
+
+
+@pytest.mark.parametrize(("B", "N"), [(0, 9), (2, 0), (0, 0)])
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_learn_nothing_from_nothing(name: str, B: int, N: int) -> None:
+    heads = HEADS[name]().train()
+    before = {key: x.clone() for key, x in heads.state_dict().items()}
+    out_BHND, loss = heads(*inputs_for(name, B, N))
+    update_centroids(heads)
+    assert out_BHND.shape == (B, 3, N, 4) and loss.isfinite()
+    assert all(torch.equal(x, before[key]) for key, x in heads.state_dict().items())
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_prompt_of_nothing_is_no_prompt(name: str) -> None:
+    heads = HEADS[name]().eval()
+    q, k, v = inputs_for(name, 2, 3)
+    filled, fresh = heads.start(), heads.start()
+    filled.fill(q[:, :, :0], None if k is None else k[:, :, :0], v[:, :, :0])
+    for i in range(3):
+        at = q[:, :, i], None if k is None else k[:, :, i], v[:, :, i], i
+        assert torch.equal(filled.step(*at), fresh.step(*at))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_float32_under_autocast(name: str) -> None:
+    given = arguments(name, N=31)
+    expected = call(name, given, backend="reference")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = call(name, given)
+    torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_float32_streams_under_autocast(name: str) -> None:
+    heads = HEADS[name]().eval()
+    q, k, v = inputs_for(name, 2, 9)
+    expected = heads(q, k, v, streaming=True)[0]
+    state = heads.start()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        steps = [state.step(q[:, :, i], None if k is None else k[:, :, i], v[:, :, i], i) for i in range(9)]
+    torch.testing.assert_close(torch.stack(steps, 2).float(), expected, rtol=0.05, atol=0.05)
 
 
 def without_heads(given: Arguments) -> Arguments:

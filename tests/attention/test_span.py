@@ -67,6 +67,22 @@ def test_a_span_of_the_window_is_local_attention() -> None:
     torch.testing.assert_close(soft, local(*qkv(x), window=11, relative=tables(x)))
 
 
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_large_logits_and_endless_spans(backend: str) -> None:
+    q, k, v = (x.detach() for x in qkv(leaves(PLAIN)))
+    endless = torch.full((PLAIN.H,), float("inf"))
+    options = {"window": 5, "ramp": 3, "backend": backend}
+    out = adaptive_span(1e4 * q, 1e4 * k, v, endless, **options)
+    torch.testing.assert_close(out, local(1e4 * q, 1e4 * k, v, window=5), rtol=1e-9, atol=1e-9)
+
+
+def test_spans_of_another_type_lose_no_digits() -> None:
+    q, k, v = (x.detach() for x in qkv(leaves(PLAIN)))
+    span_H = torch.tensor([1.3] * PLAIN.H)
+    fast, truth = (adaptive_span(q, k, v, span_H, window=7, ramp=3, backend=b) for b in ("torch", "reference"))
+    torch.testing.assert_close(fast, truth, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("case", [case for case in cases(20) if case.B == 2])
 def test_padding_is_not_read_and_gets_zero(case: Case) -> None:
     inputs = with_spans(case)
