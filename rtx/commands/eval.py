@@ -78,12 +78,27 @@ def is_own(store: Store, trained: Trained) -> bool:
 
 
 def check_fingerprint(store: Store, trained: Trained) -> None:
-    """Say so where the data are not those of the run (the standard library of another Python, say)."""
+    """Say so where the data are not those of the run (the standard library of another Python, say).
+
+    Raises:
+        UserError: their units are of another tokenizer: each id would stand for something else than in training.
+    """
+    theirs, ours = (data.get("tokenizer") or {} for data in (trained.checkpoint["data"], store.describe()))
+    if any(theirs.get(key) != ours.get(key) for key in ("name", "sha256")):
+        raise UserError(
+            f"{store.name}: expected the run's tokenizer ({_named(theirs)}), found a store of another one "
+            f"({_named(ours)}); score the data and the settings of data.* that the run was trained with"
+        )
     if not is_own(store, trained):
         print(
             f"note: these are not the data of the run: {store.name} has fingerprint {store.fingerprint}, the run "
             f"{trained.checkpoint['data']['fingerprint']}; parts of this split may have been trained on"
         )
+
+
+def _named(tokenizer: dict[str, Any]) -> str:
+    """Return a tokenizer's name and, of a trained one, the start of its sha256."""
+    return " ".join([str(tokenizer.get("name")), tokenizer.get("sha256", "")[:12]]).strip()
 
 
 def scored(

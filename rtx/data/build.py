@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rtx.data.checksums import BLOCK
-from rtx.data.disk import Report, disk_errors, install, need_space, remove_leftovers
+from rtx.data.disk import Report, disk_errors, install, need_space, remove_leftovers, write_whole
 from rtx.data.parts import Place, finished_parts, join_parts, work_on_part, write_part
 from rtx.data.progress import Progress
 from rtx.data.recipe import FORMAT, Recipe
@@ -119,7 +118,7 @@ def _fill(root: Path, work: Path, recipe: Recipe, report: Report) -> None:
     record["made"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     record["sum"] = record_sum(record)
     shutil.rmtree(work / "parts")
-    _write_record(work, record)
+    write_whole(work / RECORD, json.dumps(record, indent=2).encode() + b"\n")
     mark_verified(work)
 
 
@@ -189,12 +188,3 @@ def _join(work: Path, recipe: Recipe, records: Mapping[Place, dict[str, Any]]) -
             raise UserError(f"{recipe.options}: expected at least one unit in split {name}, found none; give more")
         splits[name] = join_parts(places, [records[place] for place in places], recipe.source.image is not None)
     return splits
-
-
-def _write_record(work: Path, record: dict[str, Any]) -> None:
-    temporary = work / f".{RECORD}.tmp"
-    with open(temporary, "wb") as file:
-        file.write(json.dumps(record, indent=2).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, work / RECORD)

@@ -20,7 +20,7 @@ from rtx.data.archives import is_gzip, tar_members
 from rtx.data.disk import Report, file_sha256
 from rtx.data.download import Remote, download
 from rtx.data.hub import HubFile, hub_file
-from rtx.data.imageset import Files, ImageSet, Rows, count_stamps, file_identity, listed
+from rtx.data.imageset import Files, ImageSet, Rows, RowsPart, count_stamps, file_identity, listed
 from rtx.data.imagetable import open_table
 from rtx.data.pixels import Want, scaled
 from rtx.data.source import Document, Source
@@ -210,22 +210,15 @@ class RecordFile:
 
     def part(self, rows: Rows, want: Want) -> RecordPart:
         """Return the part that reads `rows`."""
-        return RecordPart(self.path, self.member, rows, want)
+        return RecordPart(rows, want, self.path, self.member)
 
 
 @dataclass(frozen=True)
-class RecordPart:
+class RecordPart(RowsPart):
     """Some records, each a label and three planes of 32 x 32."""
 
     path: Path
     member: str | None
-    rows: Rows
-    want: Want
-
-    @property
-    def size(self) -> int:
-        """Bytes that it delivers."""
-        return len(self.rows) * self.want.units
 
     def documents(self) -> Iterator[Document]:
         """Yield each image, its planes interleaved; raises UserError where a record is none of CIFAR-10's."""

@@ -121,6 +121,20 @@ def temporary_sibling(folder: Path, use: str = "new") -> Path:
     return folder.with_name(f".{folder.name}.{use}.tmp-{socket.gethostname()}-{os.getpid()}")
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file beside its place, durably, and rename it there: it is replaced at once, or stays as it was."""
+    temporary = temporary_sibling(path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
 def remove_leftovers(root: Path, ours: Path) -> None:
     """Remove the temporary folders in `root` whose owner is dead: a process that was killed while it prepared.
 

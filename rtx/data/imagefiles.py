@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rtx.data.archives import Member, read_member, tar_members
 from rtx.data.files import SourceFile
-from rtx.data.imageset import PER_PART, Rows
+from rtx.data.imageset import PER_PART, Rows, RowsPart
 from rtx.data.pixels import HEAD, SUFFIXES, Want, is_lossy, pixels
 from rtx.data.source import Document
 from rtx.errors import UserError
@@ -130,7 +130,7 @@ class ImageTar:
 
     def part(self, rows: Rows, want: Want) -> TarPart:
         """Return the part that reads `rows`, which begin at a multiple of `per_part`."""
-        return TarPart(self.path, self.limit, self._index[2][rows.first // self.per_part], rows, want)
+        return TarPart(rows, want, self.path, self.limit, self._index[2][rows.first // self.per_part])
 
     @cached_property
     def _index(self) -> tuple[int, bool, list[int]]:
@@ -147,19 +147,12 @@ class ImageTar:
 
 
 @dataclass(frozen=True)
-class TarPart:
+class TarPart(RowsPart):
     """Some images of a tar, from one whose header is at byte `offset` on."""
 
     path: Path
     limit: int
     offset: int
-    rows: Rows
-    want: Want
-
-    @property
-    def size(self) -> int:
-        """Bytes that it delivers."""
-        return len(self.rows) * self.want.units
 
     def documents(self) -> Iterator[Document]:
         """Yield each image; raises UserError naming archive and member where one cannot be decoded."""

@@ -18,7 +18,7 @@ from rtx.config import DataConfig
 from rtx.data.disk import Report, file_sha256
 from rtx.data.files import SourceFile, found_instead
 from rtx.data.imagefiles import ImageFolder, ImageTar, list_images, read_image
-from rtx.data.imageset import PER_PART, ImageFile, ImageSet, Rows, file_identity, listed
+from rtx.data.imageset import PER_PART, ImageFile, ImageSet, Rows, RowsPart, file_identity, listed
 from rtx.data.imagetable import ImageTable, open_table
 from rtx.data.pixels import HEAD, Want, check_size, is_lossy, scaled
 from rtx.data.source import Document, Source
@@ -178,21 +178,14 @@ class ArrayFile:
 
     def part(self, rows: Rows, want: Want) -> ArrayPart:
         """Return the part that reads `rows`."""
-        return ArrayPart(self.path, rows, want)
+        return ArrayPart(rows, want, self.path)
 
 
 @dataclass(frozen=True)
-class ArrayPart:
+class ArrayPart(RowsPart):
     """Some images of an array."""
 
     path: Path
-    rows: Rows
-    want: Want
-
-    @property
-    def size(self) -> int:
-        """Bytes that it delivers."""
-        return len(self.rows) * self.want.units
 
     def documents(self) -> Iterator[Document]:
         """Yield each image; raises UserError where they have another size."""

@@ -47,6 +47,19 @@ class Rows:
         return (index for index in range(self.first, self.stop) if self.takes(index))
 
 
+@dataclass(frozen=True)
+class RowsPart:
+    """What parts that read some images of one file share."""
+
+    rows: Rows
+    want: Want
+
+    @property
+    def size(self) -> int:
+        """Bytes that it delivers."""
+        return len(self.rows) * self.want.units
+
+
 class ImageFile(Protocol):
     """Something on disk that holds images in an order of its own."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtx.data.imageset import PER_PART, Rows
+from rtx.data.imageset import PER_PART, Rows, RowsPart
 from rtx.data.parquet import table_errors
 from rtx.data.pixels import HEAD, Want, check_size, is_lossy, pixels, scaled
 from rtx.data.source import Document
@@ -37,23 +37,16 @@ class ImageTable:
 
     def part(self, rows: Rows, want: Want) -> TablePart:
         """Return the part that reads `rows`."""
-        return TablePart(self.path, self.column, self.nested, rows, want)
+        return TablePart(rows, want, self.path, self.column, self.nested)
 
 
 @dataclass(frozen=True)
-class TablePart:
+class TablePart(RowsPart):
     """Some rows of a parquet file, in order."""
 
     path: Path
     column: str
     nested: bool
-    rows: Rows
-    want: Want
-
-    @property
-    def size(self) -> int:
-        """Bytes that it delivers."""
-        return len(self.rows) * self.want.units
 
     def documents(self) -> Iterator[Document]:
         """Yield each image; raises UserError naming file and row where one cannot be decoded or has another size."""

@@ -106,7 +106,7 @@ def named_store(root: Path, name: str) -> Path:
 
 
 def remove_store(root: Path, folder: Path, report: Report = print) -> None:
-    """Remove a store, and an unfinished preparation of it.
+    """Remove a store, an unfinished preparation of it, and the sheets of its images.
 
     Raises:
         UserError: neither is there, or the store is a link or in use.
@@ -129,6 +129,8 @@ def remove_store(root: Path, folder: Path, report: Report = print) -> None:
                 if handle is not None:
                     os.close(handle)
             report(f"{path}: removed, {shown_size(size)}")
+        for sheet in root.glob(f"{folder.name}-*.png"):  # those of `rtx data info`
+            sheet.unlink()
 
 
 def _claim(folder: Path) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -13,7 +12,7 @@ import numpy as np
 from rtx.data.disk import Report
 from rtx.data.sample import count_runs, even_sample
 from rtx.data.source import Document, Part
-from rtx.data.tokenizers import TextTokenizer, blocks_at_blanks, joined, unsigned
+from rtx.data.tokenizers import TrainedTokenizer, blocks_at_blanks, unsigned
 from rtx.errors import UserError
 
 # What is encoded on its own: a newline, or a blank and what follows it up to the next one. No piece ever spans two of
@@ -24,10 +23,9 @@ LONGEST = 256  # bytes a run has at the most
 BLANK = "▁"  # how sentencepiece writes a blank
 FEWEST = 300  # the smallest data.vocabulary; 257 ids are bytes and <unk>
 REMEMBERED = 1 << 19  # runs, about 100 MB
-FILE = "sentencepiece.model"
 
 
-class SentencepieceTokenizer(TextTokenizer):
+class SentencepieceTokenizer(TrainedTokenizer):
     """Subwords learned by byte-pair encoding; what they cannot spell, and every newline, is made of single bytes.
 
     Text -> ids -> text is exact for any bytes: each id stands for fixed bytes, and a run whose ids do not spell it
@@ -36,6 +34,7 @@ class SentencepieceTokenizer(TextTokenizer):
 
     name = "sentencepiece"
     unit = "subword"
+    file = "sentencepiece.model"
 
     def __init__(self, content: bytes, settings: dict[str, Any]) -> None:
         """Take a trained model.
@@ -46,8 +45,7 @@ class SentencepieceTokenizer(TextTokenizer):
         """
         from sentencepiece import SentencePieceProcessor
 
-        self.content = content
-        self.settings = settings
+        super().__init__(content, settings)
         self._model = SentencePieceProcessor(model_proto=content)
         self.vocabulary = self._model.get_piece_size()
         pieces: list[str] = self._model.id_to_piece(list(range(self.vocabulary)))
@@ -93,18 +91,6 @@ class SentencepieceTokenizer(TextTokenizer):
                 words = block.split(b" ")  # every one but the first has a blank before it
                 ids = self._head(words[0]) + b"".join(map(take, islice(words, 1, None)))
                 yield np.frombuffer(ids, dtype=self._dtype)
-
-    def decode(self, ids: Any) -> bytes:
-        """Return the bytes that `ids` stand for, a list, array or tensor."""
-        return joined(ids, self._table)
-
-    def describe(self) -> dict[str, Any]:
-        """Return name, unit, vocabulary, settings, file and sha256, as JSON values."""
-        described = {"name": self.name, "unit": self.unit, "vocabulary": self.vocabulary, "settings": self.settings}
-        return described | {"file": FILE, "sha256": hashlib.sha256(self.content).hexdigest()}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SentencepieceTokenizer, (self.content, self.settings)
 
     def _head(self, text: bytes) -> bytes:
         """Return the packed ids of a text without blanks: lines of one run each, the first ones after a newline."""

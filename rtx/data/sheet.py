@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import io
 import math
-import os
 from pathlib import Path
 
 import numpy as np
 
-from rtx.data.disk import disk_errors, temporary_sibling
-from rtx.disk import sync_folder
+from rtx.data.disk import disk_errors, write_whole
 
 GAP = 2  # pixels between images
 BACKGROUND = 128
@@ -34,17 +32,8 @@ def contact_sheet(tokens: np.ndarray, image: tuple[int, int], path: Path, count:
     assert images >= 1 and len(tokens) % size == 0, (len(tokens), image)
     shown = [place * images // min(count, images) for place in range(min(count, images))]
     content = png_grid([np.asarray(tokens[place * size : (place + 1) * size]) for place in shown], image)
-    temporary = temporary_sibling(path)
     with disk_errors(path.parent):
-        try:
-            with open(temporary, "xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        sync_folder(path.parent)
+        write_whole(path, content)
     return path
 
 

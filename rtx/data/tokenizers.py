@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -12,9 +11,8 @@ from typing import Any, overload
 import numpy as np
 
 from rtx.config import DataConfig
-from rtx.data.disk import Report
+from rtx.data.disk import Report, write_whole
 from rtx.data.source import Document, Part, Source, Tokenizer
-from rtx.disk import sync_folder
 
 RECORD = "tokenizer.json"
 BLOCK = 1 << 16  # bytes encoded at once: what is made of them stays in a cache
@@ -54,6 +52,29 @@ class TextTokenizer:
 
     def _encode(self, document: Document) -> Iterator[np.ndarray]:
         raise NotImplementedError
+
+
+class TrainedTokenizer(TextTokenizer):
+    """What words and subwords share: they are learned, kept in a file, and each id stands for fixed bytes."""
+
+    file: str
+    """Name of the file."""
+    _table: list[bytes]
+
+    def __init__(self, content: bytes, settings: dict[str, Any]) -> None:
+        self.content, self.settings = content, settings
+
+    def decode(self, ids: Any) -> bytes:
+        """Return the bytes that `ids` stand for: a list, array or tensor."""
+        return joined(ids, self._table)
+
+    def describe(self) -> dict[str, Any]:
+        """Return name, unit, vocabulary, settings, file and sha256, as JSON values."""
+        described = {"name": self.name, "unit": self.unit, "vocabulary": self.vocabulary, "settings": self.settings}
+        return described | {"file": self.file, "sha256": hashlib.sha256(self.content).hexdigest()}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.content, self.settings)
 
 
 class ByteTokenizer(TextTokenizer):
@@ -145,8 +166,8 @@ def tokenizer_for(
         tokenizer = SentencepieceTokenizer.train(train, data.vocabulary, data.tokenizer_sample, source.options, report)
     described = tokenizer.describe()
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / described["file"], tokenizer.content)
-    _write(folder / RECORD, json.dumps({"key": key, "tokenizer": described}, indent=2).encode() + b"\n")
+    write_whole(folder / described["file"], tokenizer.content)
+    write_whole(folder / RECORD, json.dumps({"key": key, "tokenizer": described}, indent=2).encode() + b"\n")
     return tokenizer
 
 
@@ -189,20 +210,6 @@ def _finished(key: dict[str, Any], folder: Path) -> Tokenizer | None:
         return load_tokenizer(record["tokenizer"], folder)
     except (OSError, ValueError, KeyError, TypeError):  # missing, half or of another format: it is made anew
         return None
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file beside its place, sync it and rename it there."""
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
 
 
 def joined(ids: Any, table: Sequence[bytes]) -> bytes:

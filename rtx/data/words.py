@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 
 from rtx.data.disk import Report
 from rtx.data.source import Document, Part
-from rtx.data.tokenizers import TextTokenizer, blocks_at_blanks, joined, unsigned
+from rtx.data.tokenizers import TrainedTokenizer, blocks_at_blanks, unsigned
 from rtx.data.workers import run_jobs
 from rtx.errors import UserError
 
@@ -20,10 +19,9 @@ EOS, UNK = b"<eos>", b"<unk>"
 BLANKS = bytes.maketrans(b"\t\r\v\f", b"    ")
 MOST = 10_000_000  # different words; more are no text, and would not fit in memory
 PAYS = 1 << 23  # bytes that other processes could take over, from which on they are worth starting
-FILE = "words.txt"
 
 
-class WordTokenizer(TextTokenizer):
+class WordTokenizer(TrainedTokenizer):
     """One id per word, one (`<eos>`) per newline, blank lines too; words that are not in the vocabulary: `<unk>`.
 
     Case is kept; a word is what stands between blanks (space, tab, CR, VT, FF). A last line without a newline has no
@@ -34,6 +32,7 @@ class WordTokenizer(TextTokenizer):
 
     name = "words"
     unit = "word"
+    file = "words.txt"
 
     def __init__(self, content: bytes, settings: dict[str, Any]) -> None:
         """Take the vocabulary file's content: a word a line, the number of the line being its id.
@@ -42,8 +41,7 @@ class WordTokenizer(TextTokenizer):
             content: the file `words.txt`.
             settings: `eos` and `unk`, the ids of the newline and of words without an id; the rest is for people.
         """
-        self.content = content
-        self.settings = settings
+        super().__init__(content, settings)
         words = content.split(b"\n")[:-1]
         self.vocabulary = len(words)
         self._table = [b" " + word for word in words]
@@ -90,18 +88,6 @@ class WordTokenizer(TextTokenizer):
             words = _words(block)
             if words:
                 yield np.fromiter(map(take, words), self._dtype, len(words))
-
-    def decode(self, ids: Any) -> bytes:
-        """Return the text of `ids`, a list, array or tensor: a blank before every word and newline."""
-        return joined(ids, self._table)
-
-    def describe(self) -> dict[str, Any]:
-        """Return name, unit, vocabulary, settings, file and sha256, as JSON values."""
-        described = {"name": self.name, "unit": self.unit, "vocabulary": self.vocabulary, "settings": self.settings}
-        return described | {"file": FILE, "sha256": hashlib.sha256(self.content).hexdigest()}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return WordTokenizer, (self.content, self.settings)
 
 
 class _Ids(dict[bytes, int]):

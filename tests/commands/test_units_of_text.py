@@ -117,6 +117,12 @@ def test_a_run_goes_on_and_samples_without_its_store(
     assert json.loads(next((run / "eval").glob("valid*.json")).read_text())["own_data"]
 
 
+def test_another_tokenizer_than_the_runs_is_refused(workshop: Workshop, pg19: Path) -> None:
+    for command in (["eval", "limit=1"], ["audit", "windows=1"]):
+        said = workshop.command(command[0], str(pg19), *command[1:], "data.tokenizer_sample=5000", code=2)
+        assert "pg19: expected the run's tokenizer (sentencepiece " in said and "found a store of another one" in said
+
+
 def test_other_tokenizers_of_the_same_text(workshop: Workshop, wikitext: Path) -> None:
     options = (workshop.folder / "wikitext103-options").read_text().split("\n")
     for tokenizer, further in (("bytes", []), ("sentencepiece", ["data.vocabulary=400"])):

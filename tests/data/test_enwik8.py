@@ -168,7 +168,7 @@ def encrypted(raw: bytes) -> bytes:
         (TEXT, altered, "expected a whole zip archive, found"),
         (TEXT[:-1], lying, "expected a whole zip archive|not enwik-8"),
         (TEXT, encrypted, "expected a plain archive, found an encrypted one"),
-        (TEXT, lambda raw: b"<html>moved</html>", "expected enwik8.zip or the file enwik8, found a web page .HTML. of 18 bytes"),
+        (TEXT, lambda raw: b"<html>moved</html>", r"found a web page .HTML. of 18 bytes"),
         (TEXT, lambda raw: b"", "not enwik-8: expected 100,000 bytes .* found 0 bytes"),
     ],
 )

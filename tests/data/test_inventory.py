@@ -110,3 +110,11 @@ def test_a_store_that_is_being_prepared_stays(book, root, said):
     with locked(root / f".{folder.name}.lock", "the store", said.append), pytest.raises(RunFailed, match="has held"):
         remove_store(root, folder, said.append)
     assert folder.is_dir()
+
+
+def test_the_sheets_of_a_store_go_with_it(book, root, said):
+    folder = prepared(book, root)
+    for name in (f"{folder.name}-train.png", "text-0123456789ab-train.png"):
+        (root / name).touch()
+    remove_store(root, folder, said.append)
+    assert [path.name for path in root.iterdir()] == ["text-0123456789ab-train.png"]

@@ -58,7 +58,7 @@ def test_spoilt_rows_are_refused(tmp_path):
 
 def test_html_and_nothing_are_refused(tmp_path):
     (tmp_path / "a.parquet").write_text("<html>moved</html>")
-    with pytest.raises(UserError, match="expected a whole parquet file, found a web page .HTML. of 18 bytes"):
+    with pytest.raises(UserError, match=r"expected a whole parquet file, found a web page .HTML. of 18 bytes"):
         check_columns(tmp_path / "a.parquet", ["text"])
     with pytest.raises(UserError, match="expected a whole parquet file, found none"):
         check_columns(tmp_path / "b.parquet", ["text"])

@@ -113,7 +113,7 @@ def test_other_files_are_refused(tmp_path):
     with pytest.raises(UserError, match="expected columns short_book_title, publication_date, url, text; found text"):
         made(place, tmp_path)
     (place / "test-00000-of-00001.parquet").write_bytes(b"<html>")
-    with pytest.raises(UserError, match="expected a whole parquet file, found a web page .HTML. of 6 bytes"):
+    with pytest.raises(UserError, match=r"expected a whole parquet file, found a web page .HTML. of 6 bytes"):
         made(place, tmp_path)
 
 
