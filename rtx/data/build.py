@@ -28,6 +28,8 @@ from rtx.errors import RunFailed, UserError
 PAYS = {"byte": 1 << 26}
 PAYS_OTHERWISE = 1 << 23
 """Bytes beside the longest part from which on several processes pay: copying text takes less time than starting one."""
+MOST_MEMORY = 5 << 28
+"""Bytes that the parts read at once may take, unless data.processes says how many they are."""
 QUIET = 1 << 27
 """Bytes that are prepared without a word on progress."""
 RESTING = 24 * 3600.0
@@ -106,9 +108,10 @@ def _fill(root: Path, work: Path, recipe: Recipe, report: Report) -> None:
     need_space(root, sum(_size(part) for parts in splits.values() for part in parts) - there)
     (work / "parts").mkdir(parents=True, exist_ok=True)
     train = splits.get("train") or []
-    tokenizer = tokenizer_for(recipe.data, recipe.source, train, work, report, recipe.processes)
+    processes = affordable(recipe, [part for parts in splits.values() for part in parts])
+    tokenizer = tokenizer_for(recipe.data, recipe.source, train, work, report, processes)
     dtype = smallest_type(tokenizer.vocabulary)
-    records = _tokenize(work, recipe, tokenizer, dtype, splits, report)
+    records = _tokenize(work, recipe, tokenizer, dtype, splits, report, processes)
     record: dict[str, Any] = {"format": FORMAT, "name": recipe.name, "options": recipe.options}
     record |= {"source": recipe.source.place}
     record |= {"stamps": recipe.source.stamps, "image": recipe.source.image, "tokenizer": tokenizer.describe()}
@@ -120,6 +123,17 @@ def _fill(root: Path, work: Path, recipe: Recipe, report: Report) -> None:
     shutil.rmtree(work / "parts")
     write_whole(work / RECORD, json.dumps(record, indent=2).encode() + b"\n")
     mark_verified(work)
+
+
+def affordable(recipe: Recipe, parts: Sequence[Part]) -> int:
+    """Return how many processes may read parts at once: those that were asked for, or as many as memory is meant for.
+
+    A part that takes much has a property `memory`, in bytes.
+    """
+    most = max((getattr(part, "memory", 0) for part in parts), default=0)
+    if recipe.data.processes is not None or not most:
+        return recipe.processes
+    return min(recipe.processes, max(1, MOST_MEMORY // most))
 
 
 def smallest_type(vocabulary: int) -> str:
@@ -138,8 +152,9 @@ def _tokenize(
     dtype: str,
     splits: Mapping[str, Sequence[Part]],
     report: Report,
+    processes: int,
 ) -> dict[Place, dict[str, Any]]:
-    """Write every part that is not finished, in as many processes as pay; return the records of all, in order."""
+    """Write every part that is not finished, in processes where they pay; return the records of all, in order."""
     images = recipe.source.image is not None
     records: dict[Place, dict[str, Any]] = {}
     jobs: list[tuple[Part, Place]] = []
@@ -152,7 +167,7 @@ def _tokenize(
                 jobs.append((part, place))
     total = sum(_size(part) for part, _ in jobs)
     beside = total - max((_size(part) for part, _ in jobs), default=0)
-    several = recipe.processes > 1 and beside > PAYS.get(tokenizer.unit, PAYS_OTHERWISE)
+    several = processes > 1 and beside > PAYS.get(tokenizer.unit, PAYS_OTHERWISE)
     described = json.dumps(tokenizer.describe())
     calls: list[Job] = [
         (work_on_part, (part, described, work, dtype, images, place))
@@ -163,7 +178,7 @@ def _tokenize(
     progress = Progress(recipe.name, total, len(jobs), report, quiet=total <= QUIET)
     if len(jobs) < len(records):
         report(f"going on where an earlier preparation ended: {len(records) - len(jobs)} of {len(records)} parts done")
-    for index, record in run_jobs(calls, recipe.processes if several else 1, progress.advance):
+    for index, record in run_jobs(calls, processes if several else 1, progress.advance):
         records[jobs[index][1]] = record
         progress.part_done()
     progress.end()

@@ -8,14 +8,18 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from made_sources import Given, recipe_of
 
+from rtx.config import DataConfig
 from rtx.data import build
-from rtx.data.build import build_store, smallest_type, work_folder
+from rtx.data.build import affordable, build_store, smallest_type, work_folder
 from rtx.data.recipe import Recipe
+from rtx.data.source import Source
 from rtx.data.store import open_store, verify_store
 from rtx.errors import RunFailed, UserError
 
@@ -264,3 +268,13 @@ def test_wide_ids_are_kept_whole(tmp_path, monkeypatch):
     documents = [text for part in dict(recipe.source.parts())["train"] for text in part.texts]  # type: ignore
     starts = store.documents("train")
     assert [store.tokenizer.decode(store.split("train")[a:b]) for a, b in pairwise(starts)] == documents
+
+
+@pytest.mark.parametrize(
+    ("asked", "memory", "expected"), [(None, 0, 4), (None, 5 << 27, 2), (None, 1 << 40, 1), (3, 1 << 40, 3)]
+)
+def test_parts_that_take_much_memory_are_read_by_fewer_processes(monkeypatch, asked, memory, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    source = Source("made", "data=made", [], {}, dict)
+    parts: list[Any] = [SimpleNamespace(memory=memory), SimpleNamespace()]
+    assert affordable(Recipe(source, DataConfig(processes=asked)), parts) == expected
