@@ -6,20 +6,9 @@ import dataclasses
 import math
 from typing import Any
 
-from rtx.config import (
-    HELD_OUT,
-    IMAGE_SETS,
-    TWO_WAYS,
-    USUAL_VOCABULARY,
-    Config,
-    DataConfig,
-    axis_sizes,
-    base_patterns,
-    clusters,
-    hash_buckets,
-    image_side,
-)
+from rtx.config import Config, DataConfig, axis_sizes, base_patterns, clusters, hash_buckets
 from rtx.errors import UserError
+from rtx.sets import HELD_OUT, IMAGE_SETS, TWO_WAYS, USUAL_VOCABULARY, image_side
 
 
 def resolve(config: Config) -> Config:

@@ -28,8 +28,9 @@ from rtx.checks import check_data, resolve
 from rtx.commandline.fields import all_fields, conf_dir
 from rtx.commandline.overrides import check_overrides
 from rtx.commandline.vocabulary import vocabulary
-from rtx.config import GROUPS, IMAGE_SETS, Config, DataConfig, image_side
+from rtx.config import GROUPS, Config, DataConfig
 from rtx.errors import UserError
+from rtx.sets import IMAGE_SETS, image_side
 
 CONFIG_NAME = "config"
 RUN_CONFIG = "config.yaml"

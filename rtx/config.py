@@ -375,28 +375,6 @@ class Config:
     """Folder of the run below outputs/, and its name in Weights & Biases."""
 
 
-IMAGE_SETS = {"cifar10": 32, "imagenet64": 64, "images": None}
-"""Data sets of images, and the side of their images where it is fixed."""
-
-
-USUAL_TOKENIZER = {"wikitext103": "words", "pg19": "sentencepiece"}
-"""Units of a set where they are not bytes, as in conf/data."""
-
-USUAL_VOCABULARY = {"pg19": 98_000}
-"""Subwords of a set where conf/data says so."""
-
-TWO_WAYS = ("wikitext103", "cifar10")
-"""Sets that come from the hub or from an archive."""
-
-HELD_OUT = ("cifar10", "imagenet64")
-"""Sets whose valid is held out of train."""
-
-
-def image_side(data: DataConfig) -> int | None:
-    """Height and width that the images of a set are known to have: data.size, or the set's own; None: not known."""
-    return data.size or IMAGE_SETS[data.name]
-
-
 def base_patterns(model: ModelConfig) -> list[str]:
     """The patterns that heads which do not route are shared out among."""
     return model.base.split("+")

@@ -8,8 +8,9 @@ import torch
 from rtx.attention.kmeans import all_centroids, update_centroids
 from rtx.commandline.fields import options
 from rtx.compose import compose
-from rtx.config import IMAGE_SETS, Config
+from rtx.config import Config
 from rtx.model.transformer import Transformer
+from rtx.sets import IMAGE_SETS
 from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
 
 VOCABULARY = 256

@@ -6,10 +6,11 @@ import textwrap
 
 from rtx.analysis.cost import Cost, cost, memory
 from rtx.compose import compose
-from rtx.config import IMAGE_SETS, Config, DataConfig, base_patterns
+from rtx.config import Config, DataConfig, base_patterns
 from rtx.data import recall
 from rtx.data.catalog import data_root, prepared_vocabulary
 from rtx.data.published import VOCABULARY
+from rtx.sets import IMAGE_SETS
 
 BYTES = 256
 """Vocabulary of every data set that is read as bytes."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rtx.commandline.vocabulary import run_folder
-from rtx.config import IMAGE_SETS, Config
+from rtx.config import Config
 from rtx.data.imageset import image_shape
 from rtx.data.sheet import png_grid
 from rtx.data.source import Tokenizer
@@ -18,6 +18,7 @@ from rtx.data.tokenizers import encode_text, load_tokenizer
 from rtx.errors import RunFailed, UserError
 from rtx.model.decoding import generate
 from rtx.report.text import TextStream
+from rtx.sets import IMAGE_SETS
 from rtx.training.samples import save_sample
 from rtx.training.signals import INTERRUPTED, Stopped
 from rtx.training.trained import Trained, load_trained, run_config

@@ -15,12 +15,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rtx.config import DataConfig, image_side
+from rtx.config import DataConfig
 from rtx.data.files import SourceFile
 from rtx.data.permutation import permuted
 from rtx.data.pixels import Want
 from rtx.data.source import Part, Source
 from rtx.errors import UserError
+from rtx.sets import image_side
 
 PER_PART = 5_000
 HELD_KEY = b"rtx: the training images that are held out"

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rtx.config import USUAL_TOKENIZER, USUAL_VOCABULARY, DataConfig
+from rtx.config import DataConfig
 from rtx.data.source import Source
+from rtx.sets import USUAL_TOKENIZER, USUAL_VOCABULARY
 
 FORMAT = 2
 """Version of the files of a store; another one is another folder."""

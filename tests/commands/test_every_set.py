@@ -10,7 +10,7 @@ import pytest
 from made_sets import SETS
 from small_runs import SIZES, Workshop
 
-from rtx.config import IMAGE_SETS
+from rtx.sets import IMAGE_SETS
 
 QUICK = [size for size in SIZES if not size.startswith("data")]
 QUICK += ["trainer.steps=2", "trainer.val_every=2", "trainer.log_every=1"]
