@@ -1,6 +1,6 @@
 """The product with a weight matrix, by whichever of PyTorch's own kernels is fastest for it.
 
-Shapes: R rows (any leading dimensions), I inputs, O outputs.
+Shapes: R rows (any leading dimensions), in P parts; I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 MIN_ROWS = 256
 """Rows from which the convolution is used: below, its set-up outweighs the product (streaming has few)."""
+
+FEW_IMAGES = 16
+"""Images from which torch gives a convolution of one point to oneDNN on one thread, too."""
 
 WIDE_CONVOLUTIONS = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 """Whether oneDNN is here and the processor has AVX-512."""
@@ -27,9 +30,17 @@ def linear(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
     """
     if not by_convolution(x_RI, weight_OI):
         return F.linear(x_RI, weight_OI, bias_O)
-    x_1IR1 = x_RI.reshape(1, -1, 1, x_RI.shape[-1]).permute(0, 3, 1, 2)
-    out_1OR1 = F.conv2d(x_1IR1, weight_OI[:, :, None, None], bias_O)
-    return out_1OR1.permute(0, 2, 3, 1).reshape(*x_RI.shape[:-1], len(weight_OI))
+    parts = images(x_RI.numel() // x_RI.shape[-1])
+    x_PIR1 = x_RI.reshape(parts, -1, 1, x_RI.shape[-1]).permute(0, 3, 1, 2)
+    out_POR1 = F.conv2d(x_PIR1, weight_OI[:, :, None, None], bias_O)
+    return out_POR1.permute(0, 2, 3, 1).reshape(*x_RI.shape[:-1], len(weight_OI))
+
+
+def images(rows: int) -> int:
+    """Return how many images to call the rows: on one thread torch gives a convolution of a point to oneDNN from 16."""
+    if torch.get_num_threads() > 1:
+        return 1
+    return next((parts for parts in range(FEW_IMAGES, 2 * FEW_IMAGES) if rows % parts == 0), 1)
 
 
 def by_convolution(x_RI: Tensor, weight_OI: Tensor) -> bool:

@@ -30,6 +30,19 @@ def test_agrees_with_torch_in_float64(shape, with_bias, monkeypatch):
         torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=2e-4)
 
 
+@pytest.mark.parametrize(("rows", "parts"), [(1536, 16), (17 * 30, 17), (31 * 31, 31), (509, 1)])
+def test_on_one_thread_rows_are_cut_into_images_that_onednn_takes(rows, parts, monkeypatch):
+    monkeypatch.setattr(products, "WIDE_CONVOLUTIONS", True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert products.images(rows) == parts
+    x, weight, bias = torch.randn(rows, 24), torch.randn(9, 24), torch.randn(9)
+    all_ours = results(linear, x, weight, bias, torch.ones(rows, 9), torch.float32)
+    for ours, truth in zip(
+        all_ours, results(F.linear, x, weight, bias, torch.ones(rows, 9), torch.float64), strict=True
+    ):
+        torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=2e-4)
+
+
 def test_reads_vectors_that_do_not_lie_in_order(monkeypatch):
     monkeypatch.setattr(products, "WIDE_CONVOLUTIONS", True)
     x = torch.randn(16, 2 * MIN_ROWS).T
