@@ -9,7 +9,7 @@ profiler on a CPU, CUDA's own count on a GPU) and what share of the machine's ma
 members their clusters have (fewest, mean, most). On a GPU with Triton the patterns in clusters are timed with its
 kernels, too: rows whose `backend` is `triton`.
 
-On a CPU the peers are timed twice, each time in one process for all rows: with the memory settings of `rtx train`
+On a CPU the peers are timed twice, a process for each group of sizes: with the memory settings of `rtx train`
 ("kept": freed memory kept, huge pages), and with the system's own ("system"), which is what users of an attention
 module get who know nothing of allocators.
 
@@ -260,7 +260,8 @@ def main() -> None:
     for package in PEERS.values():
         if not installed(package):
             print(f"no row of {package}: not installed (pip install 'rtx[peers]')")
-    rows = table("kept", args.groups, args)
+    # A process for each group: kept memory would add up to more than a machine has.
+    rows = [row for group in args.groups for row in table("kept", [group], args)]
     if args.device == "cpu" and "main" in args.groups:
         rows += table("system", ["main"], args)
     slopes = exponents(rows)
