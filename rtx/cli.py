@@ -29,6 +29,7 @@ COMMANDS = {
     "audit": "change the future and see what of the past moves, and its price in bits",
     "analyze": "what the heads of a run read: the divergence of their attention",
     "sample": "generate from a run",
+    "export": "write a run's model as safetensors with a card, for others to load",
     "report": "set runs and sweeps beside the paper's tables",
     "plan": "count parameters, FLOPs and memory of a run, and run nothing",
     "data": "prepare, verify, look at, list or remove data sets",

@@ -36,7 +36,7 @@ CONFIG_NAME = "config"
 RUN_CONFIG = "config.yaml"
 # What cannot change a bit of the result, and so does not tell two cells of a sweep apart.
 NAMELIKE = ("name", "model.name", "hardware.workers")
-OUTSIDE = ("logger.", "sweep.", "report.")
+OUTSIDE = ("logger.", "sweep.", "report.", "export.")
 
 
 def compose(overrides: Iterable[str]) -> Config:

@@ -353,6 +353,16 @@ class ReportConfig:
 
 
 @dataclass
+class ExportConfig:
+    """A trained model as files that others load."""
+
+    checkpoint: str = one_of("best", "last")
+    """Weights: of the best validation, or the last."""
+    output: str | None = None
+    """Folder to write to; unset: export/ in the run's folder."""
+
+
+@dataclass
 class Config:
     """A whole run."""
 
@@ -367,6 +377,7 @@ class Config:
     sample: SampleConfig = field(default_factory=SampleConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     analyze: AnalyzeConfig = field(default_factory=AnalyzeConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
     seed: int = ranged(0, low=0, high=2**32 - 1)

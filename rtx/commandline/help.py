@@ -40,6 +40,9 @@ ABOUT = {
         short: draws=20 is analyze.draws=20.""",
     "sample": """Generates from a run's checkpoint, one unit after the other, and prints as it goes. Keys of sample may
         be written short: length=2000 is sample.length=2000.""",
+    "export": """Writes the model of a run into a folder of its own: model.safetensors, config.yaml, export.json with
+        the checksum, a card (README.md) with its scores, and a trained tokenizer's file. rtx eval, rtx sample and
+        rtx.training.trained.load_model take such a folder in place of a run. Keys of export may be written short.""",
     "report": """Sets runs, or the cells of a sweep, beside the paper's tables from their records: report.md, .csv, .tex
         and a page, report.html, in report/ of the first folder. Runs of other data or protocol stand in tables of their
         own. Without a folder it lists the paper's tables and what of them is below outputs/. It speaks to W&B only with
@@ -62,13 +65,14 @@ SWEEPING = (
 FLAGS = {"train": (SWEEPING, *SHOWING), "plan": SHOWING}
 # The groups and sections whose options and keys a command takes; "" stands for the keys outside all sections.
 PARTS = {
-    "train": (*GROUPS, "trainer", "eval", "audit", "analyze", "sample", "sweep", "report", ""),
-    "plan": (*GROUPS, "trainer", "eval", "audit", "analyze", "sample", "sweep", "report", ""),
+    "train": (*GROUPS, "trainer", "eval", "audit", "analyze", "sample", "export", "sweep", "report", ""),
+    "plan": (*GROUPS, "trainer", "eval", "audit", "analyze", "sample", "export", "sweep", "report", ""),
     "resume": ("trainer", "hardware", "logger"),
     "eval": ("eval", "data", "hardware", ""),
     "audit": ("audit", "data", "hardware"),
     "analyze": ("analyze", "data", "hardware"),
     "sample": ("sample", "hardware"),
+    "export": ("export",),
     "report": ("report", "logger"),
     "data": ("data",),
 }

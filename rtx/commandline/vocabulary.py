@@ -21,6 +21,7 @@ USAGE = {
     "audit": "rtx audit <run ...> [windows=32] [positions=32] [key=value ...] | [group=option ...] [key=value ...]",
     "report": "rtx report [<run or sweep folder> ...] [output=...] [logger=offline] [key=value ...]",
     "analyze": "rtx analyze divergence <run> [draws=10] [sequences=1] [split=test] [key=value ...]",
+    "export": "rtx export <run> [checkpoint=last] [output=...]",
     "sample": "rtx sample <run> [length=2000] [temperature=0.9] [top_k=...] [top_p=...] [prompt=...] [key=value ...]",
 }
 """The commands on a run."""
@@ -35,6 +36,7 @@ READS = {
     "audit": ("audit.*", "data.*", *ONE_DEVICE),
     "analyze": ("analyze.*", "data.*", *ONE_DEVICE),
     "sample": ("sample.*", *ONE_DEVICE),
+    "export": ("export.*",),
     "report": ("report.*", "logger.*"),
     "data": ("data.*",),
 }
@@ -46,6 +48,7 @@ CHOSEN_ANEW = {
     "audit": ("hardware",),
     "analyze": ("hardware",),
     "sample": ("hardware",),
+    "export": (),
     "report": ("logger",),
     "data": ("data",),
 }

@@ -1,4 +1,4 @@
-"""A trained model from its run folder, ready to score or to sample on one device."""
+"""A trained model from its run folder or from an export of it, ready to score or to sample on one device."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rtx.compose import load_run_config, merge, to_dict
 from rtx.config import Config
 from rtx.model.transformer import Transformer
 from rtx.training.checkpoints import Checkpoint, load_for_use, load_weights
+from rtx.training.exports import is_export, read_export
 from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware
 
 
@@ -58,11 +59,11 @@ def load_trained(
 
     Raises:
         UserError: there is none, it is refused, or its shapes differ from the configuration's.
-        RunFailed: no checkpoint of the run is whole.
+        RunFailed: no checkpoint of the run is whole, or the export is damaged.
     """
     hardware = resolve_hardware(config)
     prepare_torch(config, hardware)
-    checkpoint = load_for_use(folder / "checkpoints", name, say)
+    checkpoint = read_export(folder) if is_export(folder) else load_for_use(folder / "checkpoints", name, say)
     model = Transformer(config, vocabulary or checkpoint["data"]["vocabulary"])
     load_weights(model, checkpoint, to_dict(config))
     if config.hardware.precision == "fp64":
@@ -71,3 +72,9 @@ def load_trained(
     model.eval()
     say(f"{folder}: {checkpoint['file']}.ckpt, step {checkpoint['step']:,}, {model.count_parameters():,} parameters")
     return Trained(model, config, hardware, checkpoint)
+
+
+def load_model(folder: str | Path, checkpoint: str = "best") -> Trained:
+    """Load a run (its `best` or `last`) or an exported model, for use from Python; errors as `load_trained`."""
+    path = Path(folder)
+    return load_trained(path, run_config(path, [], "sample"), checkpoint, say=lambda line: None)

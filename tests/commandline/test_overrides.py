@@ -82,7 +82,7 @@ def test_forms(argument: str, form: str) -> None:
         ("data=../routing/causal", "data=../routing/causal: no such option"),
         ("data=null", "data=null: no such option"),
         ("logger=[auto]", "logger=['auto']: no such option"),
-        ("experiment=smok", "(did you mean 'smoke'?); experiment takes cifar10_baselines, cifar10_grid, enwik8, "),
+        ("experiment=smok", "(did you mean 'smoke'?); experiment takes cifar10_baselines, cifar10_grid, comparison, "),
         ("model={layers: 3}", "no such option; model takes"),
         ("trainer={steps: 3}", "trainer is a section; set its keys one by one, such as trainer.steps=..."),
         ("trainer.steps=abc", "trainer.steps=abc: must be an integer, at least 1 (Optimizer steps to train;"),

@@ -1,0 +1,76 @@
+"""`rtx export RUN [overrides]`: the model of a run as safetensors, its configuration and a card, for others to load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rtx.commandline.vocabulary import run_folder
+from rtx.compose import load_run_config, merge, to_yaml
+from rtx.errors import RunFailed, UserError
+from rtx.report.card import card
+from rtx.report.cells import collect
+from rtx.training.checkpoints import Checkpoint, load_for_use
+from rtx.training.exports import is_export, write_export
+from rtx.training.runs import shown
+
+
+def main(arguments: list[str]) -> int:
+    """Run `rtx export RUN [overrides]`.
+
+    Raises:
+        UserError: no such run, no checkpoint yet, or a wrong option.
+        RunFailed: no checkpoint is whole, or the export cannot be written.
+    """
+    folder, overrides = run_folder(arguments, "export")
+    own = load_run_config(folder)
+    wish = merge(own, overrides, "export").export
+    if is_export(folder):
+        raise UserError(f"{folder} is an exported model already")
+    checkpoint = load_for_use(folder / "checkpoints", wish.checkpoint)
+    output = Path(wish.output).expanduser() if wish.output else folder / "export"
+    check_output(output)
+    cell = collect([folder]).cells[0]
+    files = {
+        "config.yaml": to_yaml(own).encode(),
+        "README.md": card(cell, checkpoint["step"], checkpoint["file"], parameters(checkpoint)).encode(),
+        **tokenizer_file(folder, checkpoint),
+    }
+    write_export(output, checkpoint, files)
+    size = sum(path.stat().st_size for path in output.iterdir())
+    print(f"{shown(output)}: {', '.join(sorted(path.name for path in output.iterdir()))} ({size / 1e6:,.1f} MB)")
+    print(f"next: rtx eval {shown(output)} split=test")
+    return 0
+
+
+def check_output(output: Path) -> None:
+    """Refuse a folder that holds something else than an export.
+
+    Raises:
+        UserError: says so.
+    """
+    if output.exists() and not output.is_dir():
+        raise UserError(f"output={output}: is a file; name a folder")
+    if output.is_dir() and any(output.iterdir()) and not is_export(output):
+        raise UserError(f"output={output}: the folder holds other files; name a new or an empty one")
+
+
+def parameters(checkpoint: Checkpoint) -> int:
+    """Return how many numbers the model's weights and buffers are."""
+    return sum(tensor.numel() for tensor in checkpoint["model"].values())
+
+
+def tokenizer_file(folder: Path, checkpoint: Checkpoint) -> dict[str, bytes]:
+    """Return the file of a trained tokenizer by its name, if the data have one.
+
+    Raises:
+        RunFailed: it is gone.
+    """
+    name = (checkpoint["data"].get("tokenizer") or {}).get("file")
+    if not name:
+        return {}
+    try:
+        return {name: (folder / name).read_bytes()}
+    except OSError as error:
+        raise RunFailed(
+            f"{folder / name}: {error.strerror}; the run's tokenizer is needed to read its units"
+        ) from error

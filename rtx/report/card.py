@@ -1,0 +1,80 @@
+"""The card of an exported model: what it is, what it scored by which protocol, and how to load it."""
+
+from __future__ import annotations
+
+import shlex
+
+from rtx.report.cells import Cell
+from rtx.report.scores import scores_of
+
+SIZES = ("model.layers", "model.heads", "model.hidden", "model.base", "model.window", "data.length")
+ROUTING = ("routing.selection", "routing.heads", "routing.layers", "routing.clusters", "routing.window")
+
+
+def card(cell: Cell, step: int, checkpoint: str, numbers: int) -> str:
+    """Return the card as Markdown.
+
+    Args:
+        cell: the run as its records tell it.
+        step: optimizer steps behind these weights.
+        checkpoint: which of the run's checkpoints they are.
+        numbers: how many numbers weights and buffers are.
+    """
+    config, data = cell.config, cell.data
+    routes = bool(config.get("routing.heads")) and bool(config.get("routing.layers"))
+    shape = [f"`{key}={config.get(key)}`" for key in (*SIZES, *(ROUTING if routes else ()))]
+    lines = [
+        f"# {config.get('name')}: {config.get('model.name')}",
+        "",
+        f"A Routing Transformer trained with `rtx` on {data.get('name', config.get('data.name'))} for {step:,} steps "
+        f"(its {checkpoint} checkpoint; {numbers:,} numbers).",
+        f"{', '.join(shape)}; all other settings are in `config.yaml`.",
+        "",
+        "## Scores",
+        "",
+        *scores(cell),
+        "",
+        "## Use",
+        "",
+        "```",
+        "rtx eval <this folder> split=test",
+        "rtx sample <this folder>",
+        "```",
+        "",
+        "```python",
+        "from rtx.training.trained import load_model",
+        "",
+        'model = load_model("<this folder>").model  # model.loss(tokens_BN)[0]: nats of each unit',
+        "```",
+        "",
+        "## Origin",
+        "",
+        f"- Data fingerprint: {data.get('fingerprint', 'unknown')}",
+        f"- Versions: {', '.join(f'{name} {number}' for name, number in versions(cell).items()) or 'unknown'}",
+        *command(cell),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def scores(cell: Cell) -> list[str]:
+    """Return a line for each score, with its protocol."""
+    found = scores_of(cell)
+    if not found:
+        return ["None yet."]
+    return [
+        f"- **{score.bits:.4f} bits/{score.protocol.unit}** over {score.units:,} units: {score.protocol.line()}; "
+        + ("selection sees the future" if score.sees_future else "sees no future")
+        for score in found
+    ]
+
+
+def versions(cell: Cell) -> dict[str, str]:
+    """Return the versions that the run recorded."""
+    found = cell.environment.get("versions")
+    return dict(found) if isinstance(found, dict) else {}
+
+
+def command(cell: Cell) -> list[str]:
+    """Return the line with the command of the run, if it recorded one."""
+    words = shlex.split(str(cell.environment.get("command") or ""))
+    return [f"- Command: `{shlex.join(['rtx', *words[1:]])}`"] if words else []

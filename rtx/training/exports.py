@@ -1,0 +1,79 @@
+"""Exported models: weights as safetensors, the configuration, what is known of the data, and a card, in one folder.
+
+`model.safetensors` holds the state of the model and nothing of the optimizer. `export.json` holds what else a
+checkpoint knows, and the SHA-256 of the weights, so that any flipped bit or missing piece is known before they are
+trusted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+
+from rtx.errors import RunFailed, UserError
+from rtx.training.checkpoints import Checkpoint
+from rtx.training.files import replace_file, write_json
+
+WEIGHTS, FACTS = "model.safetensors", "export.json"
+
+FORMAT = 1
+"""Version of the layout below; a folder of a later one is refused."""
+
+KEPT = ("step", "config", "data", "file")
+"""Keys of a checkpoint that an export keeps."""
+
+
+def is_export(folder: Path) -> bool:
+    """Tell whether a folder is an exported model."""
+    return (folder / FACTS).is_file()
+
+
+def write_export(folder: Path, checkpoint: Checkpoint, files: Mapping[str, bytes]) -> None:
+    """Write a model into a folder, the facts last: a folder without them is no export.
+
+    Args:
+        folder: made if need be.
+        checkpoint: from `load_for_use`.
+        files: what else belongs to it, by name: configuration, card, the file of a trained tokenizer.
+
+    Raises:
+        RunFailed: the folder cannot be written.
+    """
+    weights = safetensors.torch.save({name: tensor.contiguous() for name, tensor in checkpoint["model"].items()})
+    facts = {"format": FORMAT, "sha256": hashlib.sha256(weights).hexdigest(), **{k: checkpoint[k] for k in KEPT}}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FACTS).unlink(missing_ok=True)
+        for name, content in {WEIGHTS: weights, **files}.items():
+            replace_file(folder / name, lambda file, content=content: file.write(content))
+        write_json(folder / FACTS, facts)
+    except OSError as error:
+        raise RunFailed(f"cannot write to {folder}: {error.strerror}; output=<folder> names another") from error
+
+
+def read_export(folder: Path) -> Checkpoint:
+    """Return an exported model as the checkpoint it was made of, its tensors in CPU memory.
+
+    Raises:
+        RunFailed: a file is missing, cut short or altered.
+        UserError: it comes from a later version.
+    """
+    try:
+        facts: dict[str, Any] = json.loads((folder / FACTS).read_text())
+        known, digest = int(facts["format"]), str(facts["sha256"])
+        checkpoint = {name: facts[name] for name in KEPT}
+        weights = (folder / WEIGHTS).read_bytes()
+    except FileNotFoundError as error:
+        raise RunFailed(f"{error.filename} is missing: export the run anew") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunFailed(f"{folder / FACTS} is damaged ({error}): export the run anew") from error
+    if known > FORMAT:
+        raise UserError(f"{folder} has format {known}; this rtx reads up to {FORMAT}: update rtx")
+    if hashlib.sha256(weights).hexdigest() != digest:
+        raise RunFailed(f"{folder / WEIGHTS} is cut short or altered: export the run anew")
+    return {**checkpoint, "model": safetensors.torch.load(weights)}

@@ -1,0 +1,95 @@
+"""`rtx export`: what it writes scores and writes text as the run does, and damage is told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from test_eval_sample import rtx, train
+
+from rtx.training.checkpoints import load_for_use
+from rtx.training.trained import load_model
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("exported"))
+
+
+@pytest.fixture
+def exported(run: Path, tmp_path: Path) -> Path:
+    rtx(run.parents[2], "export", str(run), f"output={tmp_path / 'model'}")
+    return tmp_path / "model"
+
+
+def test_the_weights_are_those_of_the_run_bit_for_bit(run: Path, exported: Path) -> None:
+    assert {path.name for path in exported.iterdir()} == {
+        "model.safetensors",
+        "export.json",
+        "config.yaml",
+        "README.md",
+    }
+    ours, theirs = load_model(exported).model.state_dict(), load_for_use(run / "checkpoints", "best")["model"]
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_eval_and_sample_take_it_in_place_of_the_run(run: Path, exported: Path) -> None:
+    home = run.parents[2]
+    rtx(home, "eval", str(run), "split=test")
+    rtx(home, "eval", str(exported), "split=test")
+    scores = [
+        json.loads(next((folder / "eval").glob("*.json")).read_text())["bits_per_byte"] for folder in (run, exported)
+    ]
+    assert scores[0] == scores[1]
+    texts = [rtx(home, "sample", str(folder), "length=40").stdout for folder in (run, exported)]
+    assert texts[0] == texts[1]
+
+
+def test_the_card_says_what_was_scored_how_and_by_what_command(run: Path, exported: Path) -> None:
+    card = (exported / "README.md").read_text()
+    scored = [json.loads(path.read_text()) for path in (run / "eval").glob("*.json")]
+    for score in scored or [json.loads((run / "status.json").read_text())["final"]]:
+        assert f"**{score.get('bits', score.get('bits_per_byte')):.4f} bits/byte**" in card
+    assert "teacher-forced" in card and "sees no future" in card
+    assert "`routing.selection=causal`" in card
+    assert "after 4 steps" not in card and "for 4 steps" in card
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "export.json", "config.yaml"])
+def test_any_flipped_bit_is_told_or_changes_nothing(exported: Path, name: str) -> None:
+    path = exported / name
+    whole = path.read_bytes()
+    before = load_model(exported).model.state_dict()
+    for at in range(0, len(whole), max(1, len(whole) // 40)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        try:
+            after = load_model(exported).model.state_dict()
+        except Exception as error:
+            assert type(error).__name__ in ("RunFailed", "UserError"), error
+            continue
+        assert name != "model.safetensors"
+        assert all(torch.equal(after[key], before[key]) for key in before)
+
+
+def test_what_cannot_be_is_refused(run: Path, exported: Path, tmp_path: Path) -> None:
+    home = run.parents[2]
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "letter.txt").write_text("mine")
+    said = rtx(home, "export", str(run), f"output={tmp_path / 'full'}", code=2)
+    assert b"holds other files" in said.stderr
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["letter.txt"]
+    assert b"is an exported model already" in rtx(home, "export", str(exported), code=2).stderr
+    assert b"did you mean 'output'" in rtx(home, "export", str(run), "outptu=x", code=2).stderr
+    (exported / "model.safetensors").unlink()
+    assert b"model.safetensors is missing" in rtx(home, "sample", str(exported), code=1).stderr
+    facts = json.loads((exported / "export.json").read_text())
+    (exported / "export.json").write_text(json.dumps({**facts, "format": 2}))
+    shutil.copy(exported / "config.yaml", exported / "model.safetensors")
+    assert b"update rtx" in rtx(home, "sample", str(exported), code=2).stderr
+    assert b"folder" in rtx(home, "export", str(tmp_path / "nothing"), code=2).stderr
+    rtx(home, "export", str(run), f"output={exported}")  # an export is written over
+    rtx(home, "sample", str(exported), "length=4")
