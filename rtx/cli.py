@@ -31,6 +31,7 @@ COMMANDS = {
     "sample": "generate from a run",
     "export": "write a run's model as safetensors with a card, for others to load",
     "report": "set runs and sweeps beside the paper's tables",
+    "bench": "time the training steps of a table's rows in turn",
     "plan": "count parameters, FLOPs and memory of a run, and run nothing",
     "data": "prepare, verify, look at, list or remove data sets",
 }

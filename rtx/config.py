@@ -8,22 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
-
-def one_of(default: str, *choices: str) -> Any:
-    """A text field with a closed list of values."""
-    return field(default=default, metadata={"choices": (default, *choices)})
-
-
-def parts_of(default: str, *choices: str) -> Any:
-    """A text field with one or more of a closed list of values, joined by +."""
-    return field(default=default, metadata={"parts": (default, *choices)})
-
-
-def ranged(default: Any, low: float | None = None, high: float | None = None, *, above: float | None = None) -> Any:
-    """A number with `low <= value <= high` and `value > above`, each where given; None passes where allowed."""
-    return field(default=default, metadata={"low": low, "high": high, "above": above})
+from rtx.config_bench import BenchConfig
+from rtx.limits import one_of, parts_of, ranged
 
 
 @dataclass
@@ -378,6 +365,7 @@ class Config:
     audit: AuditConfig = field(default_factory=AuditConfig)
     analyze: AnalyzeConfig = field(default_factory=AnalyzeConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    bench: BenchConfig = field(default_factory=BenchConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
     seed: int = ranged(0, low=0, high=2**32 - 1)

@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import difflib
 import functools
+import sys
 import types
 import typing
 from collections.abc import Iterable
@@ -86,11 +87,12 @@ def plain_type(hint: Any) -> tuple[type, bool]:
 
 @functools.cache
 def docstrings() -> dict[tuple[str, str], str]:
-    """Return the docstring of each class (field name "") and below each field of the schema's source."""
-    assert config.__file__ is not None
-    tree = ast.parse(Path(config.__file__).read_text(encoding="utf-8"))
+    """Return the docstring of each class (field name "") and below each field of the schema's sources."""
+    parts = [part for part in typing.get_type_hints(config.Config).values() if dataclasses.is_dataclass(part)]
+    sources = dict.fromkeys(str(sys.modules[part.__module__].__file__) for part in (config.Config, *parts))
+    trees = [ast.parse(Path(source).read_text(encoding="utf-8")) for source in sources]
     found = {}
-    for node in tree.body:
+    for node in (node for tree in trees for node in tree.body):
         if isinstance(node, ast.ClassDef):
             found[node.name, ""] = ast.get_docstring(node) or ""
             for statement, below in zip(node.body, node.body[1:], strict=False):

@@ -18,6 +18,7 @@ COMPOSING = "[group=option ...] [key=value ...] [--cfg job] [--info]"
 USAGE = RUN_USAGE | {
     "train": f"rtx train {COMPOSING} [-m]",
     "plan": f"rtx plan {COMPOSING}",
+    "bench": "rtx bench steps [group=option,... ...] [key=value,... ...]",
     "data": "rtx data prepare|verify|info|remove [data=text] [data.path=book.txt] | list | remove <store>",
 }
 ABOUT = {
@@ -47,6 +48,11 @@ ABOUT = {
         and a page, report.html, in report/ of the first folder. Runs of other data or protocol stand in tables of their
         own. Without a folder it lists the paper's tables and what of them is below outputs/. It speaks to W&B only with
         logger=online or logger=offline.""",
+    "bench": """steps: times real training steps (forward, backward, clipping, optimizer, centroids) of several rows in
+        turn, each in a process of its own, and sets their ratios to the local row beside the paper's: Table 1 with
+        experiment=cifar10_grid,cifar10_baselines, Table 7 with experiment=pg19_steps. Lists of values and the cells of
+        an experiment are the rows, as in rtx train -m, and any other key reaches them all. Ids are drawn at random, so
+        no data set is needed. The record stands in outputs/<name>/bench/, where rtx report finds it.""",
     "plan": """Counts parameters, FLOPs and memory of what rtx train would run with the same words; runs nothing.""",
     "data": """Token stores below data/ (or RTX_DATA): prepare makes one, or goes on where a killed preparation ended;
         verify compares every byte with its checksums; info says what is in it and shows examples; list says what is
@@ -65,8 +71,9 @@ SWEEPING = (
 FLAGS = {"train": (SWEEPING, *SHOWING), "plan": SHOWING}
 # The groups and sections whose options and keys a command takes; "" stands for the keys outside all sections.
 PARTS = {
-    "train": (*GROUPS, "trainer", "eval", "audit", "analyze", "sample", "export", "sweep", "report", ""),
-    "plan": (*GROUPS, "trainer", "eval", "audit", "analyze", "sample", "export", "sweep", "report", ""),
+    "train": (*GROUPS, "trainer", "eval", "audit", "analyze", "sample", "export", "bench", "sweep", "report", ""),
+    "plan": (*GROUPS, "trainer", "eval", "audit", "analyze", "sample", "export", "bench", "sweep", "report", ""),
+    "bench": (*GROUPS, "bench", "trainer", "sweep", ""),
     "resume": ("trainer", "hardware", "logger"),
     "eval": ("eval", "data", "hardware", ""),
     "audit": ("audit", "data", "hardware"),

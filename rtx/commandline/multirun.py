@@ -47,12 +47,17 @@ STOPPING: dict[int, int] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a sweep: its place in the order, its overrides, its folder, and its data."""
+    """One run of a sweep: its place in the order, its overrides, its folder, and its configuration."""
 
     number: int
     overrides: tuple[str, ...]
     folder: Path
-    data: DataConfig
+    config: Config
+
+    @property
+    def data(self) -> DataConfig:
+        """What it is trained on."""
+        return self.config.data
 
     def title(self, keys: Sequence[str]) -> str:
         """Return the overrides of the given keys, as a user would write them."""
@@ -130,7 +135,7 @@ def in_folders(configs: list[tuple[list[str], Config]], swept: Sequence[str]) ->
         if folder in laid_out:
             same = f"cells {laid_out[folder].number} and {number} are the same run"
             raise UserError(f"{same} ({written(overrides, swept)}); list values that change the result")
-        laid_out[folder] = Cell(number, tuple(overrides), folder, config.data)
+        laid_out[folder] = Cell(number, tuple(overrides), folder, config)
     return list(laid_out.values())
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rtx.commandline.fields import all_fields, suggest_key
 from rtx.config import GROUPS
-from rtx.errors import UserError
+from rtx.errors import UserError, nearest
 
 USAGE = {
     "resume": "rtx resume <run> [key=value ...]",
@@ -28,6 +28,9 @@ USAGE = {
 
 ANALYSES = ("divergence",)
 """What `rtx analyze` can do."""
+
+BENCHMARKS = ("steps",)
+"""What `rtx bench` can time."""
 
 ONE_DEVICE = ("hardware.name", "hardware.precision", "hardware.deterministic", "hardware.threads")
 READS = {
@@ -133,3 +136,16 @@ def analysis(arguments: list[str]) -> tuple[str, list[str]]:
     if word not in ANALYSES:
         raise UserError(f"rtx analyze {word}".rstrip() + f": say {' or '.join(ANALYSES)}; usage: {USAGE['analyze']}")
     return word, arguments[1:]
+
+
+def benchmark(arguments: list[str]) -> list[str]:
+    """Return the arguments behind the word that says what `rtx bench` is to time.
+
+    Raises:
+        UserError: none, or one that there is not.
+    """
+    word = arguments[0] if arguments else ""
+    if word not in BENCHMARKS:
+        said, known = f"rtx bench {word}".rstrip(), " or ".join(BENCHMARKS)
+        raise UserError(f"{said}: say {known}{nearest(word, BENCHMARKS)}, as in: rtx bench steps experiment=pg19_steps")
+    return arguments[1:]

@@ -12,9 +12,11 @@ from rtx.compose import compose_unresolved
 from rtx.config import Config, LoggerConfig
 from rtx.errors import RunFailed, UserError
 from rtx.report.cells import collect
+from rtx.report.cells import run_folders as run_dirs
 from rtx.report.formats import comma_separated, latex, markdown, terminal
 from rtx.report.page import html
 from rtx.report.report import Report, build
+from rtx.report.steps import add_steps, read_records, recorded
 from rtx.training.files import replace_file
 from rtx.training.runs import outputs_root, shown
 
@@ -35,10 +37,12 @@ def main(arguments: list[str]) -> int:
     config = read_options(overrides)
     if not folders:
         return list_tables(config)
-    found = collect(folders)
-    if not found.cells:
-        raise UserError("\n".join(found.empty))
+    found = collect(folder for folder in folders if run_dirs(folder) or not recorded(folder))
+    timed = read_records(folders, found)
+    if not found.cells and not timed:
+        raise UserError("\n".join([*found.empty, *found.problems]))
     report = build(found, title_of(folders))
+    add_steps(report, timed)
     for problem in report.problems:
         print(f"note: {problem}")
     for view in report.views:
@@ -67,9 +71,10 @@ def list_tables(config: Config) -> int:
         raise UserError(f"output={config.report.output}: which runs? usage: {USAGE['report']}")
     root = outputs_root()
     found = collect(sorted(path for path in root.glob("*") if path.is_dir())) if root.is_dir() else collect([])
-    view = build(found, "").tables
-    assert view is not None
-    print(terminal(view, width=120))
+    report = build(found, "")
+    add_steps(report, read_records([root], found))
+    assert report.tables is not None
+    print(terminal(report.tables, width=120))
     return 0
 
 

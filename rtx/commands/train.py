@@ -15,7 +15,6 @@ import torch
 
 from rtx.analysis.telemetry import read_telemetry
 from rtx.analysis.turnover import read_memberships, turnover
-from rtx.attention.kmeans import initialise_from_data
 from rtx.commands.eval import measured
 from rtx.compose import compose, to_dict, to_yaml, with_absolute_path
 from rtx.config import Config
@@ -36,10 +35,10 @@ from rtx.report.text import printable
 from rtx.training.checkpoints import Checkpoint, check_shapes, newest_checkpoint
 from rtx.training.files import replace_file
 from rtx.training.fit import Outcome, fit, loader_process_starts
+from rtx.training.fresh import fresh_model
 from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware
 from rtx.training.job import Job, Validation, nothing_left
 from rtx.training.records import Records
-from rtx.training.rng import seed_everything
 from rtx.training.runs import (
     machine_changes,
     new_run_folder,
@@ -241,12 +240,9 @@ def training_items(config: Config, store: Store) -> Items:
 
 def build_model(config: Config, store: Store, items: Items, start: Checkpoint | None) -> Transformer:
     """Return the model with its first weights, the same on every rank; those of a checkpoint are loaded by the fit."""
-    seed_everything(config.seed)
-    model = Transformer(config, store.vocabulary)
+    model = fresh_model(config, store.vocabulary, None if start else lambda: items.item(0, 0))
     if start:
         check_shapes(model, start, to_dict(config))
-    elif config.routing.init == "data":
-        initialise_from_data(model, items.item(0, 0)[None])
     return model
 
 

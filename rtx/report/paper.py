@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,8 +85,17 @@ def read_table(values: dict[str, Any]) -> PaperTable:
 
 def table_of(config: Mapping[str, Any]) -> PaperTable | None:
     """Return the table of scores that a run belongs to: by the name of its preset, else by its data."""
-    scored = [table for table in paper_tables() if table.split]
-    for table in scored:
+    return belonging(config, [table for table in paper_tables() if table.split])
+
+
+def timed_table_of(config: Mapping[str, Any]) -> PaperTable | None:
+    """Return the table with steps per second that a configuration belongs to, told as in `table_of`."""
+    return belonging(config, [table for table in paper_tables() if table.speed])
+
+
+def belonging(config: Mapping[str, Any], tables: Sequence[PaperTable]) -> PaperTable | None:
+    """Return the first of these tables that has the preset of a configuration, else the first with its data."""
+    for table in tables:
         if config.get("model.name") in table.presets:
             return table
-    return next((table for table in scored if config.get("data.name") in table.data), None)
+    return next((table for table in tables if config.get("data.name") in table.data), None)

@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,6 +19,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
+from rtx.config import Config
 from rtx.errors import RunFailed
 from rtx.training.evaluate import Score
 from rtx.training.hardware import Hardware
@@ -66,7 +68,7 @@ def fit(job: Job) -> Outcome:
     steps = 0 if job.nothing_left else job.config.trainer.steps - job.first_step
     fetches = Fetches(job.batches, steps * job.hardware.accumulate)
     loop = Loop(job, module, fetches)
-    trainer = make_trainer(job, loop)
+    trainer = make_trainer(job.config, job.hardware, job.folder, [loop])
     job.signals.at_once = lambda code: leave_at_once(code, job, loop, trainer)
     job.signals.acknowledge = job.records.progress.say
     try:
@@ -85,9 +87,8 @@ def fit(job: Job) -> Outcome:
     return Outcome(module.step, loop.clock.seconds, loop.time_up, loop.best, loop.final)
 
 
-def make_trainer(job: Job, loop: Loop) -> pl.Trainer:
+def make_trainer(config: Config, hardware: Hardware, folder: Path, callbacks: list[pl.Callback]) -> pl.Trainer:
     """Return a Trainer that only steps: no loggers, checkpoints, bars, summaries, samplers or validation of its own."""
-    hardware = job.hardware
     strategy: Any = "auto"
     if hardware.distributed:
         strategy = DDPStrategy(broadcast_buffers=False)  # centroids are kept equal by update_centroids
@@ -96,9 +97,9 @@ def make_trainer(job: Job, loop: Loop) -> pl.Trainer:
         devices=hardware.devices,
         num_nodes=hardware.nodes,
         strategy=strategy,
-        precision=PRECISIONS[job.config.hardware.precision],  # type: ignore[arg-type]
+        precision=PRECISIONS[config.hardware.precision],  # type: ignore[arg-type]
         plugins=[cluster_environment(hardware)],
-        callbacks=[loop],
+        callbacks=callbacks,
         accumulate_grad_batches=hardware.accumulate,
         max_epochs=1,
         logger=False,
@@ -109,7 +110,7 @@ def make_trainer(job: Job, loop: Loop) -> pl.Trainer:
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
         inference_mode=False,
-        default_root_dir=job.folder,
+        default_root_dir=folder,
     )
 
 

@@ -157,9 +157,13 @@ def started_by_another() -> bool:
     return os.environ.get("LOCAL_RANK", "0") != "0" and os.environ.get(PARENT_VARIABLE) == str(os.getppid())
 
 
-def go_with_parent() -> None:
-    """End this process within a second of the end of the one that announced itself, even while it waits for it."""
-    parent = int(os.environ[PARENT_VARIABLE])
+def go_with_parent(parent: int | None = None) -> None:
+    """End this process within a second of the end of its parent, even while it waits for it.
+
+    Args:
+        parent: its number; None: that of the process that announced itself.
+    """
+    parent = parent or int(os.environ[PARENT_VARIABLE])
 
     def watch() -> None:
         while os.getppid() == parent:

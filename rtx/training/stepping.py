@@ -1,0 +1,144 @@
+"""The process of one row of `rtx bench steps`: training steps as a fit takes them, as many as it is asked for.
+
+Through its pipe it gets a number of steps, and answers with what they took; so the rows of a table can take turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rtx.config import Config
+from rtx.errors import UserError
+from rtx.training.fit import make_trainer, quiet, silence_lightning
+from rtx.training.fresh import fresh_model
+from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware
+from rtx.training.module import NotFinite, TrainingModule
+from rtx.training.pace import Fetches
+from rtx.training.progress import peak_memory
+from rtx.training.signals import go_with_parent, ignore_signals
+
+ENDLESS = 10**12
+"""Batches that the fit is told of; it ends when nobody asks for more."""
+
+MEMORY_SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed", "bad_alloc")
+"""What torch and the system say where memory is short."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the process of a row needs to know."""
+
+    config: Config
+    vocabulary: int
+    answers: np.ndarray | None = None
+    """Positions of each sequence whose units alone are trained on; None: all of them."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the steps of a turn took."""
+
+    milliseconds: float
+    """Of a step: forward, backward, clipping, optimizer and centroids; the mean of the turn."""
+    peak_bytes: int
+    """The most memory that the process, or its GPU, has held so far."""
+    parameters: int
+    device: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a row takes no more steps."""
+
+    reason: str
+
+
+def serve(door: Connection, work: Work) -> None:
+    """Be the process of a row: for each number of steps that comes, send a `Turn`, or the `Failure` that ends it.
+
+    It leaves when the pipe is closed or its parent is gone; signals are left to the process that asks.
+    """
+    ignore_signals()
+    go_with_parent(os.getppid())
+    be_killed_first()
+    with contextlib.suppress(EOFError, ConnectionError):
+        try:
+            take_turns(door, work)
+        except (EOFError, ConnectionError):
+            raise
+        except Exception as error:
+            door.send(Failure(reason_of(error)))
+
+
+def take_turns(door: Connection, work: Work) -> None:
+    """Fit a fresh model to ids drawn at random, with the Trainer of `rtx train`, for as long as steps are asked for.
+
+    Raises:
+        EOFError: nobody asks any more.
+    """
+    config = work.config
+    hardware = resolve_hardware(config)
+    prepare_torch(config, hardware)
+    silence_lightning()
+    generator = torch.Generator().manual_seed(config.seed)
+    model = fresh_model(config, work.vocabulary, lambda: draw(work, 1, generator)[0])
+    module = TrainingModule(model, config, work.answers)
+    batches = Fetches(asked_for(door, work, module, hardware, generator), ENDLESS)
+    trainer = make_trainer(config, hardware, Path.cwd(), [])
+    with quiet():
+        trainer.fit(module, train_dataloaders=batches)
+
+
+def asked_for(
+    door: Connection, work: Work, module: TrainingModule, hardware: Hardware, generator: torch.Generator
+) -> Iterator[Tensor]:
+    """Yield the micro-batches of as many steps as are asked for; when the fit comes for more, their time is taken.
+
+    The clock is read once a turn: a GPU works on while the next step is prepared, as it does in training.
+
+    Raises:
+        NotFinite: the loss or the gradient of a step is not a number.
+    """
+    device = torch.cuda.get_device_name() if hardware.accelerator == "gpu" else "CPU"
+    parameters = sum(parameter.numel() for parameter in module.model.parameters())
+    while True:
+        steps = door.recv()
+        turn = [draw(work, hardware.micro_batch_size, generator) for _ in range(steps * hardware.accumulate)]
+        began = time.perf_counter()
+        yield from turn
+        module.read_back()  # waits for the device
+        if hardware.accelerator == "gpu":
+            torch.cuda.synchronize()
+        milliseconds = 1e3 * (time.perf_counter() - began) / steps
+        door.send(Turn(milliseconds, peak_memory(), parameters, device, torch.get_num_threads()))
+
+
+def draw(work: Work, count: int, generator: torch.Generator) -> Tensor:
+    """Return sequences of ids drawn at random, `[count, N]`: a step takes as long for them as for any others."""
+    return torch.randint(0, work.vocabulary, (count, work.config.data.length), generator=generator)
+
+
+def be_killed_first() -> None:
+    """Ask Linux to end this process before others where memory runs out: its row fails, and nothing else does."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def reason_of(error: Exception) -> str:
+    """Return why a row failed, in a line."""
+    lines = str(error).strip().splitlines()
+    said = lines[0].strip() if lines else type(error).__name__
+    if isinstance(error, MemoryError) or any(sign in said.lower() for sign in MEMORY_SIGNS):
+        return f"out of memory: {said}"
+    return said if isinstance(error, UserError | NotFinite) else f"{type(error).__name__}: {said}"
