@@ -72,10 +72,8 @@ def lay_out_rows(overrides: Sequence[str]) -> list[Cell]:
     if launcher := [str(entry) for entry in checked if entry.key.startswith(("hydra.", "hydra/"))]:
         raise UserError(f"{launcher[0]}: has no effect; rtx bench takes its rows in turn, on this machine")
     rows, _ = lay_out(checked)
-    for row in rows:
-        hardware = row.config.hardware
-        if hardware.name == "ddp" or (hardware.devices or 1) * hardware.nodes > 1:
-            raise UserError("rtx bench times a row on one device: hardware takes auto, cpu or gpu")
+    if any(row.config.hardware.name == "ddp" for row in rows):
+        raise UserError("hardware=ddp: rtx bench times a row on one device; hardware takes auto, cpu or gpu")
     return rows
 
 
@@ -120,7 +118,8 @@ def measure_rows(rows: Sequence[Cell], work: Sequence[Work], timings: Sequence[T
 
     def show(turn: int, row: int) -> None:
         nonlocal visits
-        left = sum(not timing.reason for timing in timings) * bench.turns - visits
+        able = [not timing.reason for timing in timings]
+        left = sum(able[row - 1 :]) + sum(able) * (bench.turns - turn)
         pace = (time.monotonic() - began) / visits if visits else 0.0
         about = f" | about {clock(pace * left)} left" if visits else ""
         line.show(f"turn {turn}/{bench.turns} | row {row}/{len(rows)}{about}")

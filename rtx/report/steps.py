@@ -38,7 +38,7 @@ COLUMNS = (
     Column("peak_bytes", "peak GiB", True),
     Column("parameters", "parameters", True),
     Column("turns", "turns", True),
-    Column("notes", "notes"),
+    Column("notes", "why not"),
 )
 
 SHORT_NAME = 22
@@ -176,7 +176,9 @@ def steps_view(record: StepRecord, table: PaperTable | None, rows: Sequence[Time
         view.lines.append(f"x local: speed over the local row's; paper: {table.speed}; paper x: over its local row's.")
         shared = common([settings_changed(row.config, table) for row in rows])
         view.lines += [f"Not the paper's setting: {'; '.join(shared)}."] if shared else []
-    view.lines += [f"Failed: {name}: {row.reason}." for row, name in zip(rows, names, strict=True) if row.reason]
+    for reason in dict.fromkeys(row.reason for row in rows if row.reason):
+        which = [name for row, name in zip(rows, names, strict=True) if row.reason == reason]
+        view.lines.append(f"Failed: {', '.join(which)}: {reason}.")
     return view.without_empty()
 
 

@@ -114,9 +114,9 @@ def asked_for(
     parameters = sum(parameter.numel() for parameter in module.model.parameters())
     while True:
         steps = door.recv()
-        turn = [draw(work, hardware.micro_batch_size, generator) for _ in range(steps * hardware.accumulate)]
         began = time.perf_counter()
-        yield from turn
+        for _ in range(steps * hardware.accumulate):
+            yield draw(work, hardware.micro_batch_size, generator)
         module.read_back()  # waits for the device
         if hardware.accelerator == "gpu":
             torch.cuda.synchronize()
