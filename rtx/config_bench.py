@@ -13,7 +13,7 @@ class BenchConfig:
 
     turns: int = ranged(5, low=1, high=10_000)
     """Turns: in each of them every row takes its steps, one row after the other, so that drift reaches all alike."""
-    steps: int = ranged(2, low=1, high=10_000)
+    per_turn: int = ranged(2, low=1, high=10_000)
     """Timed steps of a row in each turn; a time is the mean of a turn, and the median over turns counts."""
     warmup: int = ranged(2, low=0, high=10_000)
     """Steps of a row, not timed, when its process begins."""

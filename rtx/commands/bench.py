@@ -113,7 +113,7 @@ def measure_rows(rows: Sequence[Cell], work: Sequence[Work], timings: Sequence[T
     from rtx.training.turns import measure
 
     bench = rows[0].config.bench
-    print(f"{plural(len(rows), 'row')}, {plural(bench.turns, 'turn')} of {plural(bench.steps, 'step')}", flush=True)
+    print(f"{plural(len(rows), 'row')}, {plural(bench.turns, 'turn')} of {plural(bench.per_turn, 'step')}", flush=True)
     line, began, visits = Progress(sys.stderr), time.monotonic(), 0
 
     def show(turn: int, row: int) -> None:

@@ -81,7 +81,7 @@ class StepRecord:
         """Say how the times came about, in a line."""
         bench, facts = self.facts.get("bench") or {}, self.facts
         done = max((len(row.turns) for row in self.rows), default=0)
-        steps, warmup = (plural(int(bench.get(key) or 0), "step") for key in ("steps", "warmup"))
+        steps, warmup = (plural(int(bench.get(key) or 0), "step") for key in ("per_turn", "warmup"))
         versions = facts.get("versions")
         torch = f"torch {versions.get('torch')}" if isinstance(versions, Mapping) else ""
         where = [str(facts.get("device") or ""), torch, str(facts.get("time") or "")[:10]]

@@ -119,7 +119,7 @@ def measure(
                 if timing.reason:
                     continue
                 show(turn + 1, number + 1)
-                answer = row.take(bench.steps)
+                answer = row.take(bench.per_turn)
                 if isinstance(answer, Turn):
                     timing.turns.append(answer)
                 else:

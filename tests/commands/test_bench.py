@@ -18,7 +18,7 @@ SIZES = (
     *("experiment=cifar10_grid,cifar10_baselines", "data.size=4", "model.layers=3", "model.hidden=16"),
     *("model.ffn_hidden=16", "model.window=8", "routing.window=8", "routing.clusters=6", "trainer.batch_size=2"),
     *("hardware=cpu", "hardware.threads=1", "optimizer.schedule=constant", "optimizer.warmup=0"),
-    *("routing.layers=2", "routing.heads=4", "bench.turns=2", "bench.steps=1", "bench.warmup=1"),
+    *("routing.layers=2", "routing.heads=4", "bench.turns=2", "bench.per_turn=1", "bench.warmup=1"),
 )
 """A routing row, full attention, local heads and random members; the routing row is the 4 x 8 of 8 x 12."""
 
@@ -39,7 +39,7 @@ def test_rows_are_timed_in_turn_and_stand_beside_the_papers(workshop: Workshop) 
     assert "data.length=48 (paper: 3072)" in " ".join(said.split())
     record = record_of(workshop, "timed")
     assert record["what"] == WHAT and record["device"] == "CPU, 1 thread" and record["versions"]["torch"]
-    assert record["bench"] == {"turns": 2, "steps": 1, "warmup": 1, "together": True}
+    assert record["bench"] == {"turns": 2, "per_turn": 1, "warmup": 1, "together": True}
     assert [len(row["ms_turns"]) for row in record["rows"]] == [2, 2, 2, 2]
     for row in record["rows"]:
         assert row["ms"] == pytest.approx(sum(row["ms_turns"]) / 2) and row["parameters"] > 0 and not row["reason"]

@@ -22,7 +22,7 @@ def row(made: dict[str, Any], *times: float, reason: str | None = None) -> dict[
 
 def record(*rows: dict[str, Any]) -> dict[str, Any]:
     """A record of these rows."""
-    bench = {"turns": 3, "steps": 2, "warmup": 1, "together": True}
+    bench = {"turns": 3, "per_turn": 2, "warmup": 1, "together": True}
     facts = {"what": WHAT, "bench": bench, "device": "CPU, 2 threads", "versions": {"torch": "2.11.0"}}
     return {**facts, "time": "2026-11-21T00:00:00Z", "rows": list(rows)}
 
