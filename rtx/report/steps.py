@@ -165,21 +165,44 @@ def steps_view(record: StepRecord, table: PaperTable | None, rows: Sequence[Time
     title = f"{table.name}. {table.title}: measured training steps" if table else "Measured training steps"
     narrow = max(map(len, names)) <= SHORT_NAME
     columns = [dataclasses.replace(one, brief=narrow) if one.key == "spread" else one for one in COLUMNS]
-    view = View(title, columns, [], [record.how()], table.footnotes if table else ())
+    view = View(title, columns, [], [record.how()])
+    if table and not table.split:  # the footnotes of other tables are about their scores
+        view.footnotes = table.footnotes
     for row, name in zip(rows, names, strict=True):
         view.rows.append(values(row, name, local_row(row, record.rows), table))
-    if not any(local_row(row, record.rows) for row in rows):
-        view.lines.append(
-            "No ratios: they are to a row of local heads alone (routing.heads=0) of the same N and batch."
-        )
+    view.lines += lines_below(rows, names, any(local_row(row, record.rows) for row in rows), table)
+    return view.without_empty()
+
+
+def lines_below(rows: Sequence[TimedRow], names: Sequence[str], ratios: bool, table: PaperTable | None) -> list[str]:
+    """Return what to know of a table: what its ratios are, what is not the paper's, and what failed."""
+    lines = []
+    if not ratios:
+        lines.append("No ratios: they are to a row of local heads alone (routing.heads=0) of the same N and batch.")
     elif table:
-        view.lines.append(f"x local: speed over the local row's; paper: {table.speed}; paper x: over its local row's.")
-        shared = common([settings_changed(row.config, table) for row in rows])
-        view.lines += [f"Not the paper's setting: {'; '.join(shared)}."] if shared else []
+        lines.append(f"x local: speed over the local row's; paper: {table.speed}; paper x: over its local row's.")
+    if table:
+        changes = [changes_of(row, table) for row in rows]
+        shared = common(changes)
+        lines += [f"Not the paper's setting: {'; '.join(shared)}."] if shared else []
+        own = dict.fromkeys(change for each in changes for change in each if change not in shared)
+        for change in own:
+            which = [name for name, each in zip(names, changes, strict=True) if change in each]
+            lines.append(f"Not the paper's row: {', '.join(which)}: {change}.")
     for reason in dict.fromkeys(row.reason for row in rows if row.reason):
         which = [name for row, name in zip(rows, names, strict=True) if row.reason == reason]
-        view.lines.append(f"Failed: {', '.join(which)}: {reason}.")
-    return view.without_empty()
+        lines.append(f"Failed: {', '.join(which)}: {reason}.")
+    return lines
+
+
+def changes_of(row: TimedRow, table: PaperTable) -> list[str]:
+    """Return what of a row is not as the paper has it, each as `key=ours (paper: theirs)`."""
+    printed, layers = paper_row(row.config, table), row.config.get("model.layers")
+    other = printed is not None and printed.layers not in (None, layers)
+    return [
+        *settings_changed(row.config, table),
+        *([f"model.layers={layers} (paper: {printed.layers})"] if other and printed else []),
+    ]
 
 
 def values(row: TimedRow, name: str, local: TimedRow | None, table: PaperTable | None) -> list[Value]:
@@ -244,6 +267,8 @@ def names_of(rows: Sequence[TimedRow]) -> list[str]:
 def add_steps(report: Report, records: Sequence[StepRecord]) -> None:
     """Put the tables of step times behind those of scores, and their rows into the list of the paper's tables."""
     report.views += [view for record in records for view in views(record)]
+    mine = [str(command) for record in records if (command := record.facts.get("command"))]
+    report.commands = list(dict.fromkeys([*report.commands, *mine]))
     if report.tables:
         count_timed(report.tables, records)
 

@@ -66,6 +66,8 @@ def test_a_folder_with_nothing_but_a_record(tmp_path: Path, capsys: pytest.Captu
     assert cli.main(["report", str(tmp_path / "pg19")]) == 0
     said = capsys.readouterr().out
     assert "Table 7. PG-19: steps per second" in said and "0.59" in said and "the median of 1 turn of 3" in said
+    assert "Not the paper's row: Local: model.layers=22 (paper: 24)." in said
+    assert "The local model has 24 layers" in (tmp_path / "pg19" / "report" / "report.md").read_text()
 
 
 def test_the_list_of_the_papers_tables_counts_what_was_timed(
