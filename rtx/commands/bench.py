@@ -18,7 +18,7 @@ from rtx.commandline.vocabulary import benchmark
 from rtx.compose import to_dict
 from rtx.errors import RunFailed, UserError
 from rtx.report.formats import terminal
-from rtx.report.steps import SHORT_NAME, WHAT, plural, read_record, record_path, views
+from rtx.report.steps import DRAWN, MADE, SHORT_NAME, WHAT, plural, read_record, record_path, views
 from rtx.report.views import View
 from rtx.training.files import write_json
 from rtx.training.runs import environment, outputs_root, shown, unwritable
@@ -89,8 +89,10 @@ def work_of(row: Cell) -> Work:
     from rtx.training.stepping import Work
 
     resolve_hardware(row.config)
-    answers = RecallStore(row.data).answers if row.data.name == "recall" else None
-    return Work(row.config, vocabulary(row.data), answers)
+    if row.data.name == "recall":
+        store = RecallStore(row.data)
+        return Work(row.config, store.vocabulary, store.answers, store.sequence)
+    return Work(row.config, vocabulary(row.data))
 
 
 def make_room(rows: Sequence[Cell]) -> None:
@@ -166,6 +168,7 @@ def record_of(rows: Sequence[tuple[Cell, Timing]], arguments: Sequence[str]) -> 
         "what": WHAT,
         "command": shlex.join(["rtx", "bench", *arguments]),
         "bench": dataclasses.asdict(rows[0][0].config.bench),
+        "ids": MADE if all(row.data.name == "recall" for row, _ in rows) else DRAWN,
         "device": device,
         "threads": max(threads, default=None),
     }

@@ -24,6 +24,16 @@ from rtx.report.views import Column, Value, View, count, number, text
 WHAT = "training steps in turn"
 """What a record says it is."""
 
+DRAWN = "ids drawn at random, no data read"
+MADE = "sequences made by the task"
+"""Where the ids of a record came from."""
+
+FOLLOWS_COUNTS = (
+    "selection=causal and nearest: a step takes the longer the less even clusters are filled, so that real data may "
+    "take longer than ids drawn at random"
+)
+"""What such ids cannot tell."""
+
 PLACES = ("bench/steps-*.json", "*/bench/steps-*.json")
 """Where records are below a folder."""
 
@@ -88,7 +98,7 @@ class StepRecord:
         of = f" of {bench['turns']}" if bench.get("turns") and done < bench["turns"] else ""
         return (
             f"Rows in turn, each in a process of its own: the median of {plural(done, 'turn')}{of} of {steps}, "
-            f"after {warmup} of warm-up; ids drawn at random, no data read; {', '.join(filter(None, where))}."
+            f"after {warmup} of warm-up; {facts.get('ids')}; {', '.join(filter(None, where))}."
         )
 
 
@@ -170,17 +180,22 @@ def steps_view(record: StepRecord, table: PaperTable | None, rows: Sequence[Time
         view.footnotes = table.footnotes
     for row, name in zip(rows, names, strict=True):
         view.rows.append(values(row, name, local_row(row, record.rows), table))
-    view.lines += lines_below(rows, names, any(local_row(row, record.rows) for row in rows), table)
+    ratios, ids = any(local_row(row, record.rows) for row in rows), record.facts.get("ids")
+    view.lines += lines_below(rows, names, ratios, ids, table)
     return view.without_empty()
 
 
-def lines_below(rows: Sequence[TimedRow], names: Sequence[str], ratios: bool, table: PaperTable | None) -> list[str]:
+def lines_below(
+    rows: Sequence[TimedRow], names: Sequence[str], ratios: bool, ids: str | None, table: PaperTable | None
+) -> list[str]:
     """Return what to know of a table: what its ratios are, what is not the paper's, and what failed."""
     lines = []
     if not ratios:
         lines.append("No ratios: they are to a row of local heads alone (routing.heads=0) of the same N and batch.")
     elif table:
         lines.append(f"x local: speed over the local row's; paper: {table.speed}; paper x: over its local row's.")
+    if ids == DRAWN and any(kind_of(row.config) == "routing" and by_itself(row.config) for row in rows):
+        lines.append(f"{FOLLOWS_COUNTS}.")
     if table:
         changes = [changes_of(row, table) for row in rows]
         shared = common(changes)
@@ -193,6 +208,11 @@ def lines_below(rows: Sequence[TimedRow], names: Sequence[str], ratios: bool, ta
         which = [name for row, name in zip(rows, names, strict=True) if row.reason == reason]
         lines.append(f"Failed: {', '.join(which)}: {reason}.")
     return lines
+
+
+def by_itself(config: Mapping[str, Any]) -> bool:
+    """Tell whether each position chooses its clusters by itself, so that the data decide how many members one has."""
+    return config.get("routing.selection") in ("causal", "nearest")
 
 
 def changes_of(row: TimedRow, table: PaperTable) -> list[str]:

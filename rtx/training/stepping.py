@@ -6,9 +6,10 @@ Through its pipe it gets a number of steps, and answers with what they took; so 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -42,6 +43,8 @@ class Work:
     vocabulary: int
     answers: np.ndarray | None = None
     """Positions of each sequence whose units alone are trained on; None: all of them."""
+    sequence: Callable[[int, int], np.ndarray] | None = None
+    """Makes a training sequence `[N]` from the seed and its number; None: ids are drawn at random."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def serve(door: Connection, work: Work) -> None:
 
 
 def take_turns(door: Connection, work: Work) -> None:
-    """Fit a fresh model to ids drawn at random, with the Trainer of `rtx train`, for as long as steps are asked for.
+    """Fit a fresh model, with the Trainer of `rtx train`, for as long as steps are asked for.
 
     Raises:
         EOFError: nobody asks any more.
@@ -91,17 +94,27 @@ def take_turns(door: Connection, work: Work) -> None:
     hardware = resolve_hardware(config)
     prepare_torch(config, hardware)
     silence_lightning()
-    generator = torch.Generator().manual_seed(config.seed)
-    model = fresh_model(config, work.vocabulary, lambda: draw(work, 1, generator)[0])
+    sequences = endless(work)
+    model = fresh_model(config, work.vocabulary, lambda: next(sequences))
     module = TrainingModule(model, config, work.answers)
-    batches = Fetches(asked_for(door, work, module, hardware, generator), ENDLESS)
+    batches = Fetches(asked_for(door, sequences, module, hardware), ENDLESS)
     trainer = make_trainer(config, hardware, Path.cwd(), [])
     with quiet():
         trainer.fit(module, train_dataloaders=batches)
 
 
+def endless(work: Work) -> Iterator[Tensor]:
+    """Yield training sequences, ids `[N]`: made where the task makes them, else drawn at random."""
+    generator = torch.Generator().manual_seed(work.config.seed)
+    for number in itertools.count():
+        if work.sequence:
+            yield torch.from_numpy(work.sequence(work.config.seed, number).astype(np.int64))
+        else:
+            yield torch.randint(0, work.vocabulary, (work.config.data.length,), generator=generator)
+
+
 def asked_for(
-    door: Connection, work: Work, module: TrainingModule, hardware: Hardware, generator: torch.Generator
+    door: Connection, sequences: Iterator[Tensor], module: TrainingModule, hardware: Hardware
 ) -> Iterator[Tensor]:
     """Yield the micro-batches of as many steps as are asked for; when the fit comes for more, their time is taken.
 
@@ -116,17 +129,12 @@ def asked_for(
         steps = door.recv()
         began = time.perf_counter()
         for _ in range(steps * hardware.accumulate):
-            yield draw(work, hardware.micro_batch_size, generator)
+            yield torch.stack([next(sequences) for _ in range(hardware.micro_batch_size)])
         module.read_back()  # waits for the device
         if hardware.accelerator == "gpu":
             torch.cuda.synchronize()
         milliseconds = 1e3 * (time.perf_counter() - began) / steps
         door.send(Turn(milliseconds, peak_memory(), parameters, device, torch.get_num_threads()))
-
-
-def draw(work: Work, count: int, generator: torch.Generator) -> Tensor:
-    """Return sequences of ids drawn at random, `[count, N]`: a step takes as long for them as for any others."""
-    return torch.randint(0, work.vocabulary, (count, work.config.data.length), generator=generator)
 
 
 def be_killed_first() -> None:

@@ -11,7 +11,7 @@ import pytest
 from records import config, write_run
 
 from rtx import cli
-from rtx.report.steps import WHAT, read_record, record_path, recorded, views
+from rtx.report.steps import DRAWN, WHAT, read_record, record_path, recorded, views
 from rtx.report.views import DASH, View
 
 
@@ -23,7 +23,7 @@ def row(made: dict[str, Any], *times: float, reason: str | None = None) -> dict[
 def record(*rows: dict[str, Any]) -> dict[str, Any]:
     """A record of these rows."""
     bench = {"turns": 3, "per_turn": 2, "warmup": 1, "together": True}
-    facts = {"what": WHAT, "bench": bench, "device": "CPU, 2 threads", "versions": {"torch": "2.11.0"}}
+    facts = {"what": WHAT, "bench": bench, "ids": DRAWN, "device": "CPU, 2 threads", "versions": {"torch": "2.11.0"}}
     return {**facts, "time": "2026-11-21T00:00:00Z", "rows": list(rows)}
 
 
@@ -109,6 +109,13 @@ def test_failed_rows_and_rows_without_a_local_one() -> None:
     assert view.lines[-1] == "Failed: Local (3), Routing 4x8 W=512: NaN."
     assert texts(view, "row") == ["Local (1)", "Local (3)", "Routing 4x8 W=512"]
     assert texts(view, "milliseconds") == ["10.0", "20.0", "failed"]
+
+
+def test_what_random_ids_cannot_tell_is_said() -> None:
+    causal = config(routing__selection="causal", routing__heads=4, routing__layers=8, routing__window=512)
+    for made, said in ((ROUTING, False), (causal, True)):
+        (view,) = views(read_record(record(row(LOCAL, 10.0), row(made, 10.0))))
+        assert any("real data may take longer" in line for line in view.lines) == said
 
 
 def test_the_local_row_with_the_fewest_other_differences_counts() -> None:

@@ -14,7 +14,7 @@ from rtx.attention.kmeans import all_centroids
 from rtx.commandline.overrides import check_overrides
 from rtx.compose import compose
 from rtx.config_bench import BenchConfig
-from rtx.data.recall import RecallStore, vocabulary
+from rtx.data.recall import RecallStore
 from rtx.errors import UserError
 from rtx.training import stepping
 from rtx.training.stepping import Failure, Turn, Work, reason_of, take_turns
@@ -52,7 +52,8 @@ class Asking:
 def test_a_step_is_that_of_a_fit(extra: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     given = work(*extra)
     if given.config.data.name == "recall":
-        given = Work(given.config, vocabulary(given.config.data), RecallStore(given.config.data).answers)
+        store = RecallStore(given.config.data)
+        given = Work(given.config, store.vocabulary, store.answers, store.sequence)
     made: list[torch.nn.Module] = []
 
     def keep(*arguments: Any) -> Any:
