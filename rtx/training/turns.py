@@ -58,10 +58,9 @@ class Row:
         """Start the process."""
         context = starting_point()
         self.door, far = context.Pipe()
-        process = context.Process(target=serve, args=(far, self.work), daemon=True)
+        process = self.process = context.Process(target=serve, args=(far, self.work), daemon=True)
         process.start()
         far.close()
-        self.process = process
 
     def ask(self, steps: int) -> Turn | Failure:
         """Ask for steps, and wait for the answer."""
@@ -85,10 +84,11 @@ class Row:
     def end(self) -> None:
         """End the process, whatever it does, and wait until its memory is free."""
         if self.process is not None:
-            self.process.kill()
-            self.process.join()
-            self.process.close()
             self.door.close()
+            if self.process.pid:  # it did start
+                self.process.kill()
+                self.process.join()
+                self.process.close()
             self.process = None
 
 
