@@ -8,22 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
-
-def one_of(default: str, *choices: str) -> Any:
-    """A text field with a closed list of values."""
-    return field(default=default, metadata={"choices": (default, *choices)})
-
-
-def parts_of(default: str, *choices: str) -> Any:
-    """A text field with one or more of a closed list of values, joined by +."""
-    return field(default=default, metadata={"parts": (default, *choices)})
-
-
-def ranged(default: Any, low: float | None = None, high: float | None = None, *, above: float | None = None) -> Any:
-    """A number with `low <= value <= high` and `value > above`, each where given; None passes where allowed."""
-    return field(default=default, metadata={"low": low, "high": high, "above": above})
+from rtx.config_pictures import PicturesConfig
+from rtx.schema import one_of, parts_of, ranged
 
 
 @dataclass
@@ -322,7 +309,7 @@ class AuditConfig:
 
 @dataclass
 class AnalyzeConfig:
-    """What the heads of a run read."""
+    """What a run is looked into for: its sequences, and the pairs of heads of the divergence."""
 
     split: str = one_of("valid", "test", "train")
     """Part of the data to take sequences from."""
@@ -377,6 +364,7 @@ class Config:
     sample: SampleConfig = field(default_factory=SampleConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     analyze: AnalyzeConfig = field(default_factory=AnalyzeConfig)
+    pictures: PicturesConfig = field(default_factory=PicturesConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     report: ReportConfig = field(default_factory=ReportConfig)

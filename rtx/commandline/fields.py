@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rtx import config
+from rtx import config, config_pictures
 
 KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
@@ -87,10 +87,8 @@ def plain_type(hint: Any) -> tuple[type, bool]:
 @functools.cache
 def docstrings() -> dict[tuple[str, str], str]:
     """Return the docstring of each class (field name "") and below each field of the schema's source."""
-    assert config.__file__ is not None
-    tree = ast.parse(Path(config.__file__).read_text(encoding="utf-8"))
     found = {}
-    for node in tree.body:
+    for node in (node for module in (config, config_pictures) for node in ast.parse(source(module)).body):
         if isinstance(node, ast.ClassDef):
             found[node.name, ""] = ast.get_docstring(node) or ""
             for statement, below in zip(node.body, node.body[1:], strict=False):
@@ -98,6 +96,12 @@ def docstrings() -> dict[tuple[str, str], str]:
                     case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                         found[node.name, name] = " ".join(text.split())
     return found
+
+
+def source(module: types.ModuleType) -> str:
+    """Return the text of a module."""
+    assert module.__file__ is not None
+    return Path(module.__file__).read_text(encoding="utf-8")
 
 
 @functools.cache
