@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rtx.analysis.weights import MAX_WEIGHTS, Head, read_values
+from rtx.analysis.weights import Head, read_values
 from rtx.attention.hashing import hash_positions
 from rtx.attention.heads import Heads
 from rtx.attention.lsh import LshHeads
@@ -24,6 +24,9 @@ from rtx.attention.random import RandomHeads
 from rtx.attention.routing import RoutingHeads
 from rtx.attention.shaw import Distances
 from rtx.model.multihead import MultiheadAttention
+
+MAX_WEIGHTS = 1 << 25
+"""Weights of a group's heads held at once, at all positions; those at the positions looked at are kept."""
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,12 +25,13 @@ from rtx.data.tokenizers import encode_text
 from rtx.data.windows import windows
 from rtx.errors import UserError
 from rtx.model.multihead import MultiheadAttention
+from rtx.model.patterns import ROUTED
 from rtx.report.attention_page import Sheet, Text, attention_page
-from rtx.report.maps import SIDE, attention_map, png, read_on_image, sheet
+from rtx.report.maps import SIDE, attention_map, png, read_on_image, shades, sheet
 from rtx.report.patterns import patterns_table, row_of, shown_units
 from rtx.sets import IMAGE_SETS
 from rtx.training.metrics import utc_now
-from rtx.training.progress import Progress, clock
+from rtx.training.progress import Progress
 from rtx.training.trained import Trained, load_trained, run_config
 
 IMAGE_POSITIONS = 4
@@ -63,17 +65,24 @@ def main(arguments: list[str]) -> int:
     begin = time.monotonic()
     is_image = config.data.name in IMAGE_SETS
     asked_P = asked_positions(config, at, len(sequence.units_N))
-    readings = read(trained, sequence, layers or [config.model.layers - 1], heads, asked_P)
     place = folder / "analysis" / f"patterns-{trained.name}-step{trained.checkpoint['step']}-{sequence.name}"
-    rows = [row_of(*key, reading.weight_PN.numpy(), reading.at_P.numpy()) for key, reading in readings.items()]
+    rows, sheets = [], []
+    for layer, readings in read(trained, sequence, layers or [config.model.layers - 1], heads, asked_P):
+        for (group, head), reading in readings.items():
+            rows.append(row_of(layer, group, head, reading.weight_PN.numpy(), reading.at_P.numpy()))
+            save(place / f"map-layer{layer}-head{head}.png", png(map_of(reading, len(sequence.units_N))))
+            kind = f"routing, {config.routing.selection}" if group == ROUTED else group
+            sheets.append(sheet_of(layer, f"head {head}: {kind}", reading, asked_P))
+        if is_image:
+            image = image_shape(config.data, trained.checkpoint["data"])
+            save(place / f"image-layer{layer}.png", png(on_image(readings, sequence, image, asked_P)))
     print("\n".join(patterns_table(rows)))
-    for (layer, _, head), reading in readings.items():
-        save(place / f"map-layer{layer}-head{head}.png", png(map_of(reading, len(sequence.units_N))))
     print(f"{place}/map-layer*-head*.png: rows are queries, columns keys")
     if is_image:
-        draw_images(place, readings, sequence, image_shape(config.data, trained.checkpoint["data"]), asked_P)
+        print(f"{place}/image-layer*.png: a row for each head")
+        print(f"columns for positions {', '.join(map(str, asked_P))}; the framed pixel is predicted")
     else:
-        write_page(place / "page.html", folder, trained, readings, sequence, asked_P, at)
+        write_page(place / "page.html", folder, trained, sheets, sequence, asked_P, at)
     result = {
         "what": "patterns",
         "sequence": sequence.said,
@@ -147,31 +156,32 @@ def asked_positions(config: Config, at: list[int], length: int) -> np.ndarray:
     return np.arange(first, first + count)
 
 
-Key = tuple[int, str, int]
-"""Layer, group, and number of a head among those of its layer."""
-
-
 def read(
     trained: Trained, sequence: Sequence, layers: list[int], heads: list[int], asked_P: np.ndarray
-) -> dict[Key, Reading]:
-    """Return what the chosen heads read: at the positions asked for, and at those that the rows of a map show."""
+) -> Iterator[tuple[int, dict[Head, Reading]]]:
+    """Yield each chosen layer with what its chosen heads read: by group, and number among the heads of the layer.
+
+    They are read at the positions asked for, and at those that the rows of a map show.
+    """
     length = len(sequence.units_N)
-    rows_P = np.linspace(0, length - 1, min(SIDE, length)).round().astype(np.int64)
-    at_P = torch.from_numpy(np.union1d(asked_P, rows_P))
+    at_P = torch.from_numpy(np.union1d(asked_P, map_rows(length)))
     tokens_1N = torch.from_numpy(sequence.units_N)[None].to(trained.model.output_VS.device)
-    progress, begin = Progress(sys.stderr), time.monotonic()
-    found: dict[Key, Reading] = {}
+    progress = Progress(sys.stderr)
     with trained.arithmetic(), torch.no_grad():
         for layer, (attention, x_1NE) in enumerate(layer_inputs(trained.model, tokens_1N)):
             if layer in layers:
-                progress.show(f"layer {layer} | {clock(time.monotonic() - begin)}")
+                progress.show(f"layer {layer}, the {layers.index(layer) + 1}. of {len(layers)}")
                 named = names(attention, heads)
                 readings = read_heads(attention, x_1NE, at_P, set(named))
-                found |= {(layer, name[0], number): readings[name] for name, number in named.items()}
+                yield layer, {(name[0], number): readings[name] for name, number in named.items()}
             if layer == max(layers):
                 break
     progress.clear()
-    return found
+
+
+def map_rows(length: int) -> np.ndarray:
+    """Return the positions that the rows of a map show, evenly spaced."""
+    return np.linspace(0, length - 1, min(SIDE, length)).round().astype(np.int64)
 
 
 def names(attention: MultiheadAttention, heads: list[int]) -> dict[Head, int]:
@@ -183,36 +193,39 @@ def names(attention: MultiheadAttention, heads: list[int]) -> dict[Head, int]:
 
 def map_of(reading: Reading, length: int) -> np.ndarray:
     """Return a head's map, of evenly spaced positions of the whole sequence."""
-    rows_P = np.linspace(0, length - 1, min(SIDE, length)).round().astype(np.int64)
+    rows_P = map_rows(length)
     at = np.searchsorted(reading.at_P.numpy(), rows_P)
     return attention_map(reading.weight_PN.numpy()[at], reading.cluster_PN.numpy()[at], rows_P, reading.clusters)
 
 
-def draw_images(
-    place: Path, readings: dict[Key, Reading], sequence: Sequence, image: tuple[int, int], asked_P: np.ndarray
-) -> None:
-    """Write a picture for each layer: a row for each head, a column for each position."""
-    shown = ", ".join(map(str, asked_P))
-    for layer in dict.fromkeys(layer for layer, _, _ in readings):
-        rows = []
-        for reading in (reading for key, reading in readings.items() if key[0] == layer):
-            cells = []
-            for position in asked_P:
-                p = int(np.searchsorted(reading.at_P.numpy(), position))
-                weight_N, cluster_N = reading.weight_PN[p].numpy(), reading.cluster_PN[p].numpy()
-                given = (sequence.units_N, image, weight_N, cluster_N, int(position), reading.clusters)
-                cells.append(read_on_image(*given))
-            rows.append(cells)
-        path = place / f"image-layer{layer}.png"
-        save(path, png(sheet(rows)))
-        print(f"{path}: a row for each head, columns for positions {shown}; the framed pixel is predicted")
+def sheet_of(layer: int, name: str, reading: Reading, asked_P: np.ndarray) -> Sheet:
+    """Return what the page shows of a head."""
+    at = np.searchsorted(reading.at_P.numpy(), asked_P)
+    shade_PN = shades(reading.weight_PN.numpy()[at])
+    return Sheet(layer, name, shade_PN, reading.cluster_PN.numpy()[at], reading.clusters)
+
+
+def on_image(
+    readings: dict[Head, Reading], sequence: Sequence, image: tuple[int, int], asked_P: np.ndarray
+) -> np.ndarray:
+    """Return a picture of a layer: a row for each head, a column for each position asked for."""
+    rows = []
+    for reading in readings.values():
+        cells = []
+        for position in asked_P:
+            p = int(np.searchsorted(reading.at_P.numpy(), position))
+            weight_N, cluster_N = reading.weight_PN[p].numpy(), reading.cluster_PN[p].numpy()
+            given = (sequence.units_N, image, weight_N, cluster_N, int(position), reading.clusters)
+            cells.append(read_on_image(*given))
+        rows.append(cells)
+    return sheet(rows)
 
 
 def write_page(
     path: Path,
     folder: Path,
     trained: Trained,
-    readings: dict[Key, Reading],
+    sheets: list[Sheet],
     sequence: Sequence,
     asked_P: np.ndarray,
     at: list[int],
@@ -221,12 +234,6 @@ def write_page(
     config, length = trained.config, len(sequence.units_N)
     units = shown_units(tokenizer_of(folder, trained), sequence.units_N) if config.data.name != "recall" else None
     units = units or [f"{unit} " for unit in sequence.units_N]
-    sheets = []
-    for (layer, group, head), reading in readings.items():
-        p = np.searchsorted(reading.at_P.numpy(), asked_P)
-        weight_PN, cluster_PN = reading.weight_PN.numpy()[p], reading.cluster_PN.numpy()[p]
-        kind = f"routing, {config.routing.selection}" if group == "routed" else group
-        sheets.append(Sheet(layer, f"head {head}: {kind}", weight_PN, cluster_PN, reading.clusters))
     text = Text(units, int(asked_P[0]), at[0] if at else length - 1, trained.checkpoint["data"]["unit"])
     lines = [
         f"{folder.name}, {trained.name}.ckpt, step {trained.checkpoint['step']:,}; {sequence.said}, {length:,} "

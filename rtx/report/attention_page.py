@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rtx.report.maps import GOLDEN, PLAIN_HUE, SHADES, shades
+from rtx.report.maps import GOLDEN, PLAIN_HUE, SHADES
 from rtx.report.page import PAGE
 
 MOST_BYTES = 2_000_000
@@ -43,7 +43,8 @@ class Sheet:
     layer: int
     name: str
     """Such as "head 5: routing"."""
-    weight_PN: np.ndarray
+    shade_PN: np.ndarray
+    """Uint8, as `maps.shades` gives them; 0: not read."""
     cluster_PN: np.ndarray
     """-1: not read, or the pattern has no clusters."""
     clusters: int
@@ -72,9 +73,9 @@ def attention_page(title: str, lines: Sequence[str], text: Text, sheets: Sequenc
         text: what is looked at; the sheets are of `text.first` on.
         sheets: one for each head; the first with clusters is shown at the start.
     """
-    count = len(sheets[0].weight_PN)
+    count = positions = len(sheets[0].shade_PN)
     while True:
-        keep = around(text, len(sheets[0].weight_PN), count)
+        keep = around(text, positions, count)
         data = {
             "units": list(text.units),
             "first": text.first + keep.start,
@@ -87,9 +88,10 @@ def attention_page(title: str, lines: Sequence[str], text: Text, sheets: Sequenc
             "sheets": [packed(sheet, keep) for sheet in sheets],
         }
         page = filled(title, lines, data)
-        if len(page.encode()) <= MOST_BYTES or count == 1:
+        size = len(page.encode())
+        if size <= MOST_BYTES or count == 1:
             return page, range(text.first + keep.start, text.first + keep.stop)
-        count = max(1, count * 3 // 4)
+        count = max(1, min(count - 1, int(0.97 * count * MOST_BYTES / size)))
 
 
 def around(text: Text, positions: int, count: int) -> slice:
@@ -114,21 +116,21 @@ def packed(sheet: Sheet, keep: slice) -> dict[str, Any]:
 
     Both are bytes `[P, N]`, deflated, in base64. A row that reads in more than 255 clusters has the rest in the last.
     """
-    weight_PN, cluster_PN = sheet.weight_PN[keep], sheet.cluster_PN[keep]
-    place_PN, rows = np.zeros(weight_PN.shape, np.uint8), []
+    shade_PN, cluster_PN = sheet.shade_PN[keep], sheet.cluster_PN[keep]
+    place_PN, rows = np.zeros(shade_PN.shape, np.uint8), []
     for p, cluster_N in enumerate(cluster_PN if sheet.clusters else []):
-        used, inverse_N = np.unique(cluster_N[weight_PN[p] > 0], return_inverse=True)
-        place_PN[p, weight_PN[p] > 0] = np.minimum(inverse_N, 254)
+        used, inverse_N = np.unique(cluster_N[shade_PN[p] > 0], return_inverse=True)
+        place_PN[p, shade_PN[p] > 0] = np.minimum(inverse_N, 254)
         rows.append(used.tolist())
     found = {
         "layer": sheet.layer,
         "name": sheet.name,
         "clusters": sheet.clusters,
-        "shades": deflated(shades(weight_PN)),
+        "shades": deflated(shade_PN),
     }
     return found | ({"rows": rows, "places": deflated(place_PN)} if sheet.clusters else {})
 
 
 def deflated(values: np.ndarray) -> str:
     """Return bytes as base64 of a zlib stream."""
-    return base64.b64encode(zlib.compress(values.tobytes(), 9)).decode()
+    return base64.b64encode(zlib.compress(values.tobytes(), 6)).decode()

@@ -57,12 +57,12 @@ def example(positions: int = 4, length: int = 6, heads: int = 2, seed: int = 0) 
     at_P = np.arange(length - positions, length)
     local_PN = np.zeros((positions, length), np.float32)
     local_PN[np.arange(positions), at_P] = local_PN[np.arange(positions), at_P - 1] = 0.5
-    sheets = [Sheet(0, "head 0: local", local_PN, np.full((positions, length), -1), 0)]
+    sheets = [Sheet(0, "head 0: local", shades(local_PN), np.full((positions, length), -1), 0)]
     for head in range(1, heads):
         draw = np.random.default_rng(seed + head)
         weight_PN = draw.random((positions, length)).astype(np.float32) * (np.arange(length) <= at_P[:, None])
         cluster_PN = np.where(weight_PN > 0, draw.integers(300, size=weight_PN.shape), -1)
-        sheets.append(Sheet(0, f"head {head}: routing, causal", weight_PN, cluster_PN, 300))
+        sheets.append(Sheet(0, f"head {head}: routing, causal", shades(weight_PN), cluster_PN, 300))
     return Text(units, int(at_P[0]), length - 1, "byte"), sheets
 
 
@@ -80,10 +80,10 @@ def test_the_page_holds_shades_and_clusters_of_every_pair() -> None:
     assert "a &lt;title&gt;" in page and "a line &amp; more" in page and "http" not in page
     for sheet, packed in zip(sheets, data["sheets"], strict=True):
         shown = np.frombuffer(zlib.decompress(base64.b64decode(packed["shades"])), np.uint8).reshape(4, 6)
-        assert (shown == shades(sheet.weight_PN)).all()
+        assert (shown == sheet.shade_PN).all()
         if sheet.clusters:
             places = np.frombuffer(zlib.decompress(base64.b64decode(packed["places"])), np.uint8).reshape(4, 6)
-            for p, n in zip(*np.nonzero(sheet.weight_PN), strict=True):
+            for p, n in zip(*np.nonzero(sheet.shade_PN), strict=True):
                 assert packed["rows"][p][places[p, n]] == sheet.cluster_PN[p, n]
 
 
@@ -103,7 +103,7 @@ def test_a_tap_shows_what_a_position_reads(tmp_path: Path) -> None:
     text, sheets = example(positions=6, length=6)
     weight_PN = np.array([[1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0], *np.zeros((3, 6)), [0.5, 0, 0.25, 0, 0, 0.25]])
     cluster_PN = np.array([[7, *[-1] * 5], *[[-1] * 6] * 4, [7, -1, 2, -1, -1, 7]])
-    sheets[1] = Sheet(3, "head 1: routing, causal", weight_PN.astype(np.float32), cluster_PN, 9)
+    sheets[1] = Sheet(3, "head 1: routing, causal", shades(weight_PN.astype(np.float32)), cluster_PN, 9)
     page, _ = attention_page("What heads read", ["a line"], Text(text.units, 0, 5, "byte"), sheets)
     path = tmp_path / "page.html"
     path.write_text(page.replace("<head>", "<head>" + WATCH).replace("</body>", ACT + "</body>"), encoding="utf-8")
