@@ -15,13 +15,13 @@ class PicturesConfig:
     """Text to look at instead of one from the split (patterns)."""
     start: int | None = ranged(None, low=0)
     """Unit of the split that the text begins with, or number of the image (patterns); unset: drawn by analyze.seed."""
-    layers: str | None = None
+    layer: str | None = None
     """Layers to draw, 0 the lowest, joined by + (patterns); unset: the topmost."""
-    heads: str | None = None
+    head: str | None = None
     """Heads of these layers, counted from 0, joined by + (patterns); unset: all."""
     at: str | None = None
     """Positions to look at, joined by + (patterns); unset: the last one of a text, four of an image."""
-    positions: int = ranged(512, low=1, high=2048)
+    asked: int = ranged(512, low=1, high=2048)
     """Positions of a text that the page can be asked about, the first of `at` amid them (patterns)."""
     windows: int | None = ranged(None, low=1)
     """Windows scored (context; unset: 64), or images completed (samples; unset: 4)."""

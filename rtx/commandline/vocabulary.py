@@ -31,7 +31,7 @@ ANALYSES = {
     "divergence": ("analyze.*",),
     "patterns": (
         *("analyze.split", "analyze.seed", "analyze.checkpoint"),
-        *(f"pictures.{key}" for key in ("text", "start", "layers", "heads", "at", "positions")),
+        *(f"pictures.{key}" for key in ("text", "start", "layer", "head", "at", "asked")),
     ),
     "context": (
         *("analyze.split", "analyze.seed", "analyze.checkpoint"),

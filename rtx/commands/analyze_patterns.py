@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
     """
     folder, overrides = run_folder(arguments, "analyze patterns")
     config = run_config(folder, overrides, "analyze patterns")
-    layers, heads = numbers(config, "layers", config.model.layers), numbers(config, "heads", config.model.heads)
+    layers, heads = numbers(config, "layer", config.model.layers), numbers(config, "head", config.model.heads)
     if config.pictures.text and config.pictures.start is not None:
         raise UserError("pictures.start chooses a place in the split, pictures.text a text of its own: say one of them")
     trained, sequence = opened(folder, config)
@@ -150,7 +150,7 @@ def asked_positions(config: Config, at: list[int], length: int) -> np.ndarray:
     if config.data.name in IMAGE_SETS:
         spread = [length * part // (IMAGE_POSITIONS + 1) for part in range(1, IMAGE_POSITIONS + 1)]
         return np.array(sorted(at) or spread)
-    count = min(config.pictures.positions, length)
+    count = min(config.pictures.asked, length)
     middle = at[0] if at else length - 1
     first = min(max(0, middle - count // 2), length - count)
     return np.arange(first, first + count)
@@ -170,7 +170,7 @@ def read(
     with trained.arithmetic(), torch.no_grad():
         for layer, (attention, x_1NE) in enumerate(layer_inputs(trained.model, tokens_1N)):
             if layer in layers:
-                progress.show(f"layer {layer}, the {layers.index(layer) + 1}. of {len(layers)}")
+                progress.show(f"{layers.index(layer)}/{len(layers)} layers", force=True)
                 named = names(attention, heads)
                 readings = read_heads(attention, x_1NE, at_P, set(named))
                 yield layer, {(name[0], number): readings[name] for name, number in named.items()}
@@ -248,4 +248,4 @@ def write_page(
     save(path, page.encode())
     print(f"{path}: answers for positions {answered[0]:,} to {answered[-1]:,}")
     if len(answered) < len(asked_P):
-        print(f"{len(asked_P):,} positions of {len(sheets)} heads would be too much for a page; heads= chooses fewer")
+        print(f"{len(asked_P):,} positions of {len(sheets)} heads would be too much for a page; head= chooses fewer")

@@ -71,7 +71,7 @@ def test_heads_of_one_pattern_alone_diverge_from_each_other(workshop: Workshop, 
 
 
 def test_patterns_are_a_page_maps_and_a_table(workshop: Workshop, run: Path) -> None:
-    printed = workshop.command("analyze", "patterns", str(run), "layers=0+1", "start=5", "positions=9", "at=20")
+    printed = workshop.command("analyze", "patterns", str(run), "layer=0+1", "start=5", "asked=9", "at=20")
     folder = run / "analysis" / "patterns-best-step12-valid5"
     assert f"{folder}/page.html: answers for positions 16 to 24" in printed
     maps = {path.name: size(path) for path in folder.glob("*.png")}
@@ -88,7 +88,7 @@ def test_patterns_are_a_page_maps_and_a_table(workshop: Workshop, run: Path) -> 
 
 
 def test_patterns_of_a_text_of_ones_own(workshop: Workshop, run: Path) -> None:
-    printed = workshop.command("analyze", "patterns", str(run), "text=a b c ü", "heads=1")
+    printed = workshop.command("analyze", "patterns", str(run), "text=a b c ü", "head=1")
     assert "patterns-best-step12-text/page.html: answers for positions 0 to 7" in printed
     page = (run / "analysis" / "patterns-best-step12-text" / "page.html").read_text()
     assert '"units":["a"," ","b"," ","c"," ","·","ü"]' in page
@@ -97,15 +97,15 @@ def test_patterns_of_a_text_of_ones_own(workshop: Workshop, run: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("layers=2",), "pictures.layers=2: must be numbers from 0 to 1, joined by +"),
-        (("heads=0+x",), "pictures.heads=0+x: must be numbers from 0 to 1, joined by +"),
+        (("layer=2",), "pictures.layer=2: must be numbers from 0 to 1, joined by +"),
+        (("head=0+x",), "pictures.head=0+x: must be numbers from 0 to 1, joined by +"),
         (("at=32",), "pictures.at=32: must be numbers from 0 to 31, joined by +"),
         (("start=150",), "pictures.start=150: the last unit that 32 units of split valid can begin with is 118"),
         (("text=a",), "pictures.text has 1 units: must have from 2 to data.length=32"),
         (("text=abc", "start=1"), "pictures.start chooses a place in the split, pictures.text a text of its own"),
         (("windows=3",), "unknown key 'windows'"),
         (("pictures.windows=3",), "rtx analyze patterns does not read pictures.windows; it reads analyze.split"),
-        (("lyers=1",), "unknown key 'lyers' (did you mean 'layers'?)"),
+        (("lyer=1",), "unknown key 'lyer' (did you mean 'layer'?)"),
     ],
 )
 def test_wishes_for_patterns_that_have_no_place(
@@ -207,7 +207,7 @@ def test_what_is_not_there_to_analyze_is_said(workshop: Workshop, run: Path, ima
     said = workshop.command("analyze", "diverge", str(run), code=2)
     assert "say divergence, patterns, context, samples (did you mean 'divergence'?)" in said
     assert "needs the run's folder" in workshop.command("analyze", "divergence", code=2)
-    assert "needs the run's folder" in workshop.command("analyze", "patterns", "layers=1", code=2)
+    assert "needs the run's folder" in workshop.command("analyze", "patterns", "layer=1", code=2)
     assert "unknown key 'draw'" in workshop.command("analyze", "divergence", str(run), "draw=3", code=2)
     said = workshop.command("analyze", "samples", str(run), str(image_run), code=2)
     assert "was trained on other data than" in said
