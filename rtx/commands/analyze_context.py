@@ -17,7 +17,7 @@ from rtx.commandline.vocabulary import run_folder
 from rtx.commands.analyze import keep, save
 from rtx.commands.eval import check_fingerprint, is_own
 from rtx.config import Config
-from rtx.data.catalog import data_root, open_data
+from rtx.data.catalog import Store, data_root, open_data
 from rtx.data.windows import Window, windows
 from rtx.errors import UserError
 from rtx.report.context import context_chart, context_table
@@ -45,24 +45,37 @@ def main(arguments: list[str]) -> int:
     store = open_data(config.data, data_root())
     trained = load_trained(folder, config, config.analyze.checkpoint, store.vocabulary)
     check_fingerprint(store, trained)
-    tokens, length, mode = store.split(config.analyze.split), config.data.length, config.eval.mode
+    tokens, length = store.split(config.analyze.split), config.data.length
     if len(tokens) < length:
         raise UserError(f"split {config.analyze.split} has {len(tokens):,} units: fewer than data.length={length:,}")
     count = config.pictures.windows or WINDOWS
     chosen = list(sample_windows(windows(len(tokens), length), count, config.analyze.seed))
     begin = time.monotonic()
     bits_KN, gains = scored(trained, config, tokens, chosen)
-    units, split = int(bits_KN.size), config.analyze.split
+    result = record(trained, store, bits_KN, gains) | {"seconds": time.monotonic() - begin, "time": utc_now()}
+    print("\n".join(context_table(result)))
+    path = result_path(folder, result)
+    save(path.with_suffix(".svg"), context_chart(result).encode())
+    print(path.with_suffix(".svg"))
+    keep(path, result)
+    return 0
+
+
+def record(trained: Trained, store: Store, bits_KN: np.ndarray, gains: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return all that the figures mean."""
+    config = trained.config
+    split, mode = config.analyze.split, config.eval.mode
     tiled = dataclasses.replace(config, eval=dataclasses.replace(config.eval, stride=None))
     other = "" if is_own(store, trained) else store.name
-    result = {
+    units = int(bits_KN.size)
+    return {
         "what": "context",
         "unit": store.unit,
         "positions": by_position(bits_KN, config.pictures.bins),
         "gains": gains,
         "no_gains": "" if gains else why_none(config),
-        "windows": len(chosen),
-        "length": length,
+        "windows": len(bits_KN),
+        "length": config.data.length,
         "split": split,
         "mode": mode,
         "selection_sees_future": sees_future(config, mode),
@@ -70,15 +83,7 @@ def main(arguments: list[str]) -> int:
         "checkpoint": {"name": trained.name, "step": trained.checkpoint["step"]},
         "data": store.describe(),
         "analyze": dataclasses.asdict(config.analyze),
-        "seconds": time.monotonic() - begin,
-        "time": utc_now(),
     }
-    print("\n".join(context_table(result)))
-    path = result_path(folder, result)
-    save(path.with_suffix(".svg"), context_chart(result).encode())
-    print(path.with_suffix(".svg"))
-    keep(path, result)
-    return 0
 
 
 def why_none(config: Config) -> str:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,19 +84,23 @@ def main(arguments: list[str]) -> int:
         print(f"columns for positions {', '.join(map(str, asked_P))}; the framed pixel is predicted")
     else:
         write_page(place / "page.html", folder, trained, sheets, sequence, asked_P, at)
-    result = {
+    keep(place / "patterns.json", record(trained, sequence, rows) | {"seconds": time.monotonic() - begin})
+    return 0
+
+
+def record(trained: Trained, sequence: Sequence, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures with how they came about."""
+    return {
         "what": "patterns",
         "sequence": sequence.said,
         "positions": len(sequence.units_N),
         "heads": rows,
         "checkpoint": {"name": trained.name, "step": trained.checkpoint["step"]},
-        "analyze": dataclasses.asdict(config.analyze),
-        "pictures": dataclasses.asdict(config.pictures),
-        "seconds": time.monotonic() - begin,
+        "data": trained.checkpoint["data"],
+        "analyze": dataclasses.asdict(trained.config.analyze),
+        "pictures": dataclasses.asdict(trained.config.pictures),
         "time": utc_now(),
     }
-    keep(place / "patterns.json", result)
-    return 0
 
 
 def numbers(config: Config, name: str, count: int) -> list[int]:
@@ -232,9 +237,12 @@ def write_page(
 ) -> None:
     """Write the page that answers for each of the positions asked for."""
     config, length = trained.config, len(sequence.units_N)
-    units = shown_units(tokenizer_of(folder, trained), sequence.units_N) if config.data.name != "recall" else None
-    units = units or [f"{unit} " for unit in sequence.units_N]
-    text = Text(units, int(asked_P[0]), at[0] if at else length - 1, trained.checkpoint["data"]["unit"])
+    if config.data.name == "recall":  # its units are numbers; those of an answer are what is scored
+        unit, units = "unit", [f"{number} " for number in sequence.units_N]
+    else:
+        unit = trained.checkpoint["data"]["unit"]
+        units = shown_units(tokenizer_of(folder, trained), sequence.units_N)
+    text = Text(units, int(asked_P[0]), at[0] if at else length - 1, unit)
     lines = [
         f"{folder.name}, {trained.name}.ckpt, step {trained.checkpoint['step']:,}; {sequence.said}, {length:,} "
         f"{text.unit}s, one teacher-forced pass.",

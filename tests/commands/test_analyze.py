@@ -127,6 +127,18 @@ def test_patterns_of_images_are_drawn_on_them(workshop: Workshop, image_run: Pat
     assert "pictures.text has no place in a run on data=images" in said
 
 
+def test_recall_shows_its_units_as_numbers_and_has_nothing_else_to_look_at(workshop: Workshop) -> None:
+    recall = ("data=recall", "data.length=32", "data.pairs=3", "data.keys=5", "data.values=4", "data.sequences=9")
+    run = workshop.folder / "recall"
+    workshop.command("train", *IMAGES, *recall, "model.base=lsh", "routing=random", run=run)
+    printed = workshop.command("analyze", "patterns", str(run), "start=32")
+    assert "1    0  lsh" in printed and "1    1  routing" in printed
+    page = (run / "analysis" / "patterns-best-step12-valid32" / "page.html").read_text()
+    assert "32 units, one teacher-forced pass" in page and "head 1: routing, random" in page
+    assert "there is no loss by position" in workshop.command("analyze", "context", str(run), code=2)
+    assert "has no text to write" in workshop.command("analyze", "samples", str(run), code=2)
+
+
 def test_loss_by_position_and_by_context(workshop: Workshop, run: Path) -> None:
     printed = workshop.command("analyze", "context", str(run), "windows=3", "bins=4")
     result = kept(run, "context-valid-parallel-N32-3windows-best-step12.json")
