@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 from rtx.config_pictures import PicturesConfig
-from rtx.schema import one_of, parts_of, ranged
+from rtx.limits import one_of, parts_of, ranged
 
 
 @dataclass

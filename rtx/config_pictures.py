@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rtx.schema import ranged
+from rtx.limits import ranged
 
 
 @dataclass

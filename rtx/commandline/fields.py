@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import difflib
 import functools
+import sys
 import types
 import typing
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rtx import config, config_pictures
+from rtx import config
 
 KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
@@ -86,9 +87,12 @@ def plain_type(hint: Any) -> tuple[type, bool]:
 
 @functools.cache
 def docstrings() -> dict[tuple[str, str], str]:
-    """Return the docstring of each class (field name "") and below each field of the schema's source."""
+    """Return the docstring of each class (field name "") and below each field of the schema's sources."""
+    parts = [part for part in typing.get_type_hints(config.Config).values() if dataclasses.is_dataclass(part)]
+    sources = dict.fromkeys(str(sys.modules[part.__module__].__file__) for part in (config.Config, *parts))
+    trees = [ast.parse(Path(source).read_text(encoding="utf-8")) for source in sources]
     found = {}
-    for node in (node for module in (config, config_pictures) for node in ast.parse(source(module)).body):
+    for node in (node for tree in trees for node in tree.body):
         if isinstance(node, ast.ClassDef):
             found[node.name, ""] = ast.get_docstring(node) or ""
             for statement, below in zip(node.body, node.body[1:], strict=False):
@@ -96,12 +100,6 @@ def docstrings() -> dict[tuple[str, str], str]:
                     case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                         found[node.name, name] = " ".join(text.split())
     return found
-
-
-def source(module: types.ModuleType) -> str:
-    """Return the text of a module."""
-    assert module.__file__ is not None
-    return Path(module.__file__).read_text(encoding="utf-8")
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The kinds of fields that a configuration has, with what each allows in its metadata."""
+"""Fields of the schema with what they allow: the metadata that `rtx.checks.violated` and the help pages read."""
 
 from __future__ import annotations
 
