@@ -27,7 +27,7 @@ COMMANDS = {
     "resume": "continue a run exactly where it stopped",
     "eval": "score a run on a split, every unit exactly once",
     "audit": "change the future and see what of the past moves, and its price in bits",
-    "analyze": "what the heads of a run read: the divergence of their attention",
+    "analyze": "what a run reads, what far context is worth to it, what it writes",
     "sample": "generate from a run",
     "export": "write a run's model as safetensors with a card, for others to load",
     "report": "set runs and sweeps beside the paper's tables",
@@ -161,9 +161,11 @@ def check_first(word: str, overrides: list[str]) -> None:
     elif word == "analyze":
         from rtx.commandline.vocabulary import analysis
 
-        _, overrides = analysis(overrides)
-        folder, own = run_folder(overrides, word)
-        merge(load_run_config(folder), own, word)
+        what, overrides = analysis(overrides)
+        run_folder(overrides, f"{word} {what}")
+        folders, own = run_folders(overrides)
+        for folder in folders:
+            merge(load_run_config(folder), own, f"{word} {what}")
     elif word in READING:
         folder, own = run_folder(overrides, word)
         if word == "resume":

@@ -36,7 +36,7 @@ CONFIG_NAME = "config"
 RUN_CONFIG = "config.yaml"
 # What cannot change a bit of the result, and so does not tell two cells of a sweep apart.
 NAMELIKE = ("name", "model.name", "hardware.workers")
-OUTSIDE = ("logger.", "sweep.", "report.", "export.", "bench.")
+OUTSIDE = ("logger.", "sweep.", "report.", "export.", "pictures.", "bench.")
 
 
 def compose(overrides: Iterable[str]) -> Config:
@@ -205,8 +205,8 @@ def merge(config: Config, overrides: Iterable[str], command: str = "resume") -> 
 def config_hash(config: Config) -> str:
     """Return 12 hexadecimal digits that two configurations share exactly where all that can change results is equal.
 
-    The run's name, the preset's name, the logger, sweeps, reports, benchmarks and the number of loading processes are
-    left out. A path counts from the current folder: the same words in another folder may mean other files.
+    Names, the logger, the number of loading processes, and what is done beside training (OUTSIDE) are left out. A path
+    counts from the current folder: the same words in another folder may mean other files.
     """
     config = with_absolute_path(config)
     values = {key: get(config, key) for key in all_fields() if key not in NAMELIKE and not key.startswith(OUTSIDE)}

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 from rtx.config_bench import BenchConfig
+from rtx.config_pictures import PicturesConfig
 from rtx.limits import one_of, parts_of, ranged
 
 
@@ -309,7 +310,7 @@ class AuditConfig:
 
 @dataclass
 class AnalyzeConfig:
-    """What the heads of a run read."""
+    """What a run is looked into for: its sequences, and the pairs of heads of the divergence."""
 
     split: str = one_of("valid", "test", "train")
     """Part of the data to take sequences from."""
@@ -364,6 +365,7 @@ class Config:
     sample: SampleConfig = field(default_factory=SampleConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     analyze: AnalyzeConfig = field(default_factory=AnalyzeConfig)
+    pictures: PicturesConfig = field(default_factory=PicturesConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)

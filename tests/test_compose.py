@@ -213,8 +213,8 @@ def test_a_command_takes_what_it_reads(default: Any) -> None:
 def test_the_hash_tells_cells_apart_by_what_changes_results(default: Any) -> None:
     reference = config_hash(default)
     assert len(reference) == 12
-    same = compose(["name=other", "logger=jsonl", "logger.group=g", "hardware.workers=2", "model.name=mine"])
-    assert config_hash(same) == reference
+    same = ["name=other", "logger=jsonl", "logger.group=g", "hardware.workers=2", "model.name=mine", "pictures.bins=3"]
+    assert config_hash(compose(same)) == reference
     seen = {reference}
     for override in ("seed=1", "routing.window=32", "trainer.steps=5", "hardware.threads=1", "optimizer.lr=0.1"):
         seen.add(config_hash(compose([override])))

@@ -1,8 +1,8 @@
 """Do routing heads read elsewhere than local ones? The Jensen-Shannon divergence of their attention (paper, Table 6).
 
-A head's weights are asked of the pattern itself: with unit vectors as values, the output of a position is its weight on
-each key. Unit vectors of a block of keys at a time give the weights on that block, and the divergence of two heads is a
-sum over the keys that both read, so no matrix of N x N is held. Natural logarithm: at most ln 2 = 0.6931.
+A head's weights are asked of the pattern itself, a block of keys at a time (`rtx.analysis.weights`), and the divergence
+of two heads is a sum over the keys that both read, so no matrix of N x N is held. Natural logarithm: at most
+ln 2 = 0.6931.
 
 Shapes: B sequences, N positions, E hidden width, H heads of a group, D head size, M keys of a block.
 """
@@ -11,24 +11,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rtx.attention.shaw import Distances
-from rtx.model.block import Block
+from rtx.analysis.weights import Head, layer_inputs, weight_blocks
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.patterns import ROUTED
 from rtx.model.transformer import Transformer
-
-MAX_WEIGHTS = 1 << 27
-"""Weights of a layer's heads held at once."""
-
-Head = tuple[str, int]
-"""A head of a layer: its group, and its number in it."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +65,10 @@ def divergences(
         seed: of the draws.
         on_progress: called with layers done and layers in all.
     """
-    x_BNE = model.embedding(tokens_BN)
     results = []
-    for layer, block in enumerate(model.blocks):
-        assert isinstance(block, Block)
-        read_BNE = block.attention_norm(x_BNE) if block.pre else x_BNE
-        pairs = drawn_pairs(block.attention, draws, np.random.default_rng([seed, layer]))
-        results += layer_divergences(block.attention, read_BNE, pairs, layer)
-        x_BNE, _ = block(x_BNE)
+    for layer, (attention, read_BNE) in enumerate(layer_inputs(model, tokens_BN)):
+        pairs = drawn_pairs(attention, draws, np.random.default_rng([seed, layer]))
+        results += layer_divergences(attention, read_BNE, pairs, layer)
         on_progress(layer + 1, len(model.blocks))
     return results
 
@@ -138,23 +127,3 @@ def add_shared(sum_N: Tensor, p_NM: Tensor, q_NM: Tensor) -> None:
     p_X, q_X = p_NM[row_X, key_X].double(), q_NM[row_X, key_X].double()
     sum_X = p_X + q_X
     sum_N.index_add_(0, row_X, (p_X * torch.log(p_X / sum_X) + q_X * torch.log(q_X / sum_X)) / 2)
-
-
-def weight_blocks(attention: MultiheadAttention, x_BNE: Tensor, kept: set[Head]) -> Iterator[dict[Head, Tensor]]:
-    """Yield, for one block of keys after the other, the weights `[B, N, M]` that each head in `kept` puts on them."""
-    B, N, _ = x_BNE.shape
-    split = attention.split(x_BNE)
-    block = max(1, MAX_WEIGHTS // (B * N * sum(q_BHND.shape[1] for q_BHND, _, _ in split)))
-    for first in range(0, N, block):
-        size = min(block, N - first)
-        unit_NM = x_BNE.new_zeros(N, size)
-        unit_NM[first : first + size] = torch.eye(size, dtype=x_BNE.dtype, device=x_BNE.device)
-        weights: dict[Head, Tensor] = {}
-        groups = zip(attention.groups, attention.each(), attention.relative(), split, strict=True)
-        for name, heads, relative, (q_BHND, k_BHND, _) in groups:
-            if relative is not None:  # values of distances are no weights
-                relative = Distances(relative.keys_MD, relative.keys_MD.new_zeros(len(relative.keys_MD), size))
-            unit_BHNM = unit_NM.expand(*q_BHND.shape[:2], N, size)
-            out_BHNM, _ = heads(q_BHND, k_BHND, unit_BHNM, rotate=attention.rotary, relative=relative)
-            weights |= {(name, h): out_BHNM[:, h] for n, h in kept if n == name}
-        yield weights

@@ -36,9 +36,13 @@ ABOUT = {
         each. Without a run it audits a fresh model of the configuration that the words compose, or with
         audit.module=package.module:callable the model that the callable returns. Behind a run, keys of audit may be
         written short.""",
-    "analyze": """Looks at what the heads of a run read. divergence: the Jensen-Shannon divergence between the attention
-        of heads of one layer, local and routing, drawn at random (the paper's Table 6). Keys of analyze may be written
-        short: draws=20 is analyze.draws=20.""",
+    "analyze": """Looks into a run. divergence: the Jensen-Shannon divergence between the attention of heads of one
+        layer, local and routing, drawn at random (the paper's Table 6). patterns: which positions every head reads in
+        one sequence, as a page that answers for any position of a text, as pictures of images, and as maps in the
+        manner of the paper's Figure 1. context: the loss by position in the window, and what the same units gain from
+        farther context. samples: texts of one run or of two side by side, with the share of words that the training
+        text does not have, or images completed from their upper half. Results are kept in analysis/ of the run. Keys
+        may be written short: draws=20 is analyze.draws=20.""",
     "sample": """Generates from a run's checkpoint, one unit after the other, and prints as it goes. Keys of sample may
         be written short: length=2000 is sample.length=2000.""",
     "export": """Writes the model of a run into a folder of its own: model.safetensors, config.yaml, export.json with
@@ -69,15 +73,16 @@ SWEEPING = (
     "run every combination of listed values (seed=1,2,3, range(1,4), glob(rt*)), one process each",
 )
 FLAGS = {"train": (SWEEPING, *SHOWING), "plan": SHOWING}
+SECTIONS = ("trainer", "eval", "audit", "analyze", "pictures", "sample", "export", "bench", "sweep", "report")
 # The groups and sections whose options and keys a command takes; "" stands for the keys outside all sections.
 PARTS = {
-    "train": (*GROUPS, "trainer", "eval", "audit", "analyze", "sample", "export", "bench", "sweep", "report", ""),
-    "plan": (*GROUPS, "trainer", "eval", "audit", "analyze", "sample", "export", "bench", "sweep", "report", ""),
+    "train": (*GROUPS, *SECTIONS, ""),
+    "plan": (*GROUPS, *SECTIONS, ""),
     "bench": (*GROUPS, "bench", "trainer", "sweep", ""),
     "resume": ("trainer", "hardware", "logger"),
     "eval": ("eval", "data", "hardware", ""),
     "audit": ("audit", "data", "hardware"),
-    "analyze": ("analyze", "data", "hardware"),
+    "analyze": ("analyze", "pictures", "sample", "eval", "data", "hardware"),
     "sample": ("sample", "hardware"),
     "export": ("export",),
     "report": ("report", "logger"),
@@ -140,7 +145,8 @@ def composed_values(overrides: Sequence[str]) -> dict[str, Any]:
 
 def run_values(word: str) -> dict[str, Any]:
     """Return the defaults of a command's own keys; all others are those of the run."""
-    return {key: field.default for key, field in all_fields().items() if key.startswith(f"{word}.")}
+    own = (f"{word}.", "pictures.") if word == "analyze" else (f"{word}.",)
+    return {key: field.default for key, field in all_fields().items() if key.startswith(own)}
 
 
 def narrow(topics: Sequence[str], groups: list[str], keys: list[Field]) -> tuple[list[str], list[Field]]:

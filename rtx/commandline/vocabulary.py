@@ -20,14 +20,29 @@ USAGE = {
     "eval": "rtx eval <run> [split=test] [mode=streaming] [stride=...] [limit=...] [ablate=routing] [key=value ...]",
     "audit": "rtx audit <run ...> [windows=32] [positions=32] [key=value ...] | [group=option ...] [key=value ...]",
     "report": "rtx report [<run or sweep folder> ...] [output=...] [logger=offline] [key=value ...]",
-    "analyze": "rtx analyze divergence <run> [draws=10] [sequences=1] [split=test] [key=value ...]",
+    "analyze": "rtx analyze divergence|patterns|context <run> [split=test] [key=value ...] | "
+    "samples <run> [<other run>] [length=1000] [key=value ...]",
     "export": "rtx export <run> [checkpoint=last] [output=...]",
     "sample": "rtx sample <run> [length=2000] [temperature=0.9] [top_k=...] [top_p=...] [prompt=...] [key=value ...]",
 }
 """The commands on a run."""
 
-ANALYSES = ("divergence",)
-"""What `rtx analyze` can do."""
+ANALYSES = {
+    "divergence": ("analyze.*",),
+    "patterns": (
+        *("analyze.split", "analyze.seed", "analyze.checkpoint"),
+        *(f"pictures.{key}" for key in ("text", "start", "layer", "head", "at", "asked")),
+    ),
+    "context": (
+        *("analyze.split", "analyze.seed", "analyze.checkpoint"),
+        *("pictures.windows", "pictures.bins", "eval.mode"),
+    ),
+    "samples": (
+        *(f"sample.{key}" for key in ("length", "temperature", "top_k", "top_p", "prompt", "seed", "checkpoint")),
+        *("analyze.split", "pictures.windows", "pictures.samples", "pictures.given"),
+    ),
+}
+"""What `rtx analyze` can do, and the keys that each reads beside those of data and device; all may be written short."""
 
 BENCHMARKS = ("steps",)
 """What `rtx bench` can time."""
@@ -37,11 +52,12 @@ READS = {
     "resume": (*(f"{section}.*" for section in ("trainer", *GROUPS) if section != "experiment"), "seed"),
     "eval": ("eval.*", "data.*", *ONE_DEVICE, "seed"),
     "audit": ("audit.*", "data.*", *ONE_DEVICE),
-    "analyze": ("analyze.*", "data.*", *ONE_DEVICE),
+    "analyze": (*dict.fromkeys(key for keys in ANALYSES.values() for key in keys), "data.*", *ONE_DEVICE),
     "sample": ("sample.*", *ONE_DEVICE),
     "export": ("export.*",),
     "report": ("report.*", "logger.*"),
     "data": ("data.*",),
+    **{f"analyze {what}": (*keys, "data.*", *ONE_DEVICE) for what, keys in ANALYSES.items()},
 }
 """The keys that a command reads that does not read them all: any other would have no effect."""
 
@@ -67,12 +83,17 @@ class Vocabulary:
     groups: tuple[str, ...]
     keys: tuple[str, ...]
     command: str = ""
-    """The command, if it does not read every key."""
+    """The command, if it does not read every key; `analyze` with what is to be analyzed."""
+
+    @property
+    def word(self) -> str:
+        """The command without what it is to analyze."""
+        return self.command.partition(" ")[0]
 
     @property
     def one_device(self) -> bool:
         """Whether the command never takes more than one device."""
-        return self.command in ("eval", "audit", "analyze", "sample")
+        return self.word in ("eval", "audit", "analyze", "sample")
 
     def near(self, key: str) -> str:
         """Return " (did you mean 'x'?)" for what is understood and nearest to `key`, or an empty string."""
@@ -89,7 +110,7 @@ class Vocabulary:
         """Return why a group or key of the schema cannot stand behind this command, or an empty string."""
         if key in self.groups or key in self.keys:
             return ""
-        if key in GROUPS and self.command in USAGE:
+        if key in GROUPS and self.word in USAGE:
             return f"a run keeps its {key}; {' and '.join(f'{group}=' for group in self.groups)} can be chosen anew"
         return f"rtx {self.command} does not read {key}; it reads {', '.join(READS[self.command])}"
 
@@ -98,25 +119,32 @@ class Vocabulary:
 def vocabulary(command: str = "") -> Vocabulary:
     """Return what may stand behind a command on a run, or behind `data`; behind any other: every group and key.
 
-    Keys of `eval`, `audit`, `analyze` and `sample` may be written short behind the command of that name (`split=test`).
+    Keys of `eval`, `audit`, `analyze` and `sample` may be written short behind the command of that name (`split=test`),
+    and behind `analyze` with what is to be analyzed all that `ANALYSES` lists.
     """
     if command not in READS:
         return Vocabulary({}, GROUPS, tuple(all_fields()))
     keys = tuple(key for key in all_fields() if any(fnmatchcase(key, pattern) for pattern in READS[command]))
-    own = [key for key in keys if command in USAGE and key.startswith(f"{command}.")]
+    word, _, what = command.partition(" ")
+    mine = ANALYSES[what] if what else (f"{word}.*",) if word in USAGE else ()
+    own = [key for key in keys if any(fnmatchcase(key, pattern) for pattern in mine)]
     short = {key.partition(".")[2]: key for key in own}
-    return Vocabulary(short, CHOSEN_ANEW[command], keys, command)
+    return Vocabulary(short, CHOSEN_ANEW[word], keys, command)
 
 
 def run_folder(arguments: list[str], command: str) -> tuple[Path, list[str]]:
     """Return the run folder that the arguments of a command begin with, and the overrides behind it.
+
+    Args:
+        command: with what is to be analyzed behind `analyze`.
 
     Raises:
         UserError: there is no folder in front.
     """
     if not arguments or "=" in arguments[0]:
         found = f", not {arguments[0]!r}" if arguments else ""
-        raise UserError(f"rtx {command} needs the run's folder first{found}; usage: {USAGE[command]}")
+        usage = USAGE.get(command, f"rtx {command} <run> [key=value ...]")
+        raise UserError(f"rtx {command} needs the run's folder first{found}; usage: {usage}")
     return Path(arguments[0]), arguments[1:]
 
 
@@ -134,7 +162,8 @@ def analysis(arguments: list[str]) -> tuple[str, list[str]]:
     """
     word = arguments[0] if arguments else ""
     if word not in ANALYSES:
-        raise UserError(f"rtx analyze {word}".rstrip() + f": say {' or '.join(ANALYSES)}; usage: {USAGE['analyze']}")
+        said = f"rtx analyze {word}".rstrip() + f": say {', '.join(ANALYSES)}"
+        raise UserError(said + (nearest(word, ANALYSES) if word else "") + f"; usage: {USAGE['analyze']}")
     return word, arguments[1:]
 
 

@@ -1,7 +1,9 @@
-"""`rtx analyze divergence RUN`: how far apart local and routing heads of a layer read (the paper's Table 6)."""
+"""`rtx analyze WHAT RUN`: finds what is asked for; and `divergence`, how far apart heads of a layer read (Table 6)."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import sys
 import time
 from dataclasses import asdict
@@ -20,22 +22,29 @@ from rtx.data.windows import windows
 from rtx.errors import RunFailed, UserError
 from rtx.report.divergence import divergence_table
 from rtx.training.evaluate import sample_windows
-from rtx.training.files import write_json
+from rtx.training.files import replace_file
 from rtx.training.metrics import utc_now
 from rtx.training.progress import Progress, clock
 from rtx.training.trained import Trained, load_trained, run_config
 
 
 def main(arguments: list[str]) -> int:
-    """Run `rtx analyze divergence RUN [overrides]`; the result stands in the run's folder, too.
+    """Run `rtx analyze WHAT RUN [overrides]`; all but divergence have a file of their own beside this one.
 
     Raises:
         UserError: no such analysis or run, a wrong option, a model in which no layer has two heads.
         RunFailed: no checkpoint is whole, or the result cannot be written.
     """
-    _, rest = analysis(arguments)
-    folder, overrides = run_folder(rest, "analyze")
-    config = run_config(folder, overrides, "analyze")
+    what, rest = analysis(arguments)
+    if what == "divergence":
+        return divergence(rest)
+    return importlib.import_module(f"rtx.commands.analyze_{what}").main(rest)
+
+
+def divergence(arguments: list[str]) -> int:
+    """Run `rtx analyze divergence RUN [overrides]`; the result stands in the run's folder, too; raises as `main`."""
+    folder, overrides = run_folder(arguments, "analyze divergence")
+    config = run_config(folder, overrides, "analyze divergence")
     if config.model.heads < 2:
         raise UserError(f"model.heads={config.model.heads}: a divergence is between two heads of a layer")
     store = open_data(config.data, data_root())
@@ -81,14 +90,19 @@ def measure(trained: Trained, config: Config, tokens: np.ndarray) -> list[Diverg
 
 
 def keep(path: Path, result: dict[str, Any]) -> None:
-    """Write a result and say where.
+    """Write a result and say where; raises as `save`."""
+    save(path, (json.dumps(result, indent=2, ensure_ascii=False) + "\n").encode())
+    print(path)
+
+
+def save(path: Path, content: bytes) -> None:
+    """Write a file whole, and the folders above it.
 
     Raises:
         RunFailed: it cannot be written.
     """
     try:
-        path.parent.mkdir(exist_ok=True)
-        write_json(path, result)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, lambda file: file.write(content))
     except OSError as error:
         raise RunFailed(f"cannot write {path}: {error.strerror}") from error
-    print(path)

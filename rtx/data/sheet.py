@@ -37,16 +37,17 @@ def contact_sheet(tokens: np.ndarray, image: tuple[int, int], path: Path, count:
     return path
 
 
-def png_grid(images: list[np.ndarray], image: tuple[int, int]) -> bytes:
-    """Return a PNG with images, each `[height * width * 3]` sub-pixels, in a grid about as wide as high, row by row.
+def png_grid(images: list[np.ndarray], image: tuple[int, int], columns: int | None = None) -> bytes:
+    """Return a PNG with images, each `[height * width * 3]` sub-pixels, in a grid, row by row.
 
-    One image alone stands without a margin, as large as it is.
+    One image alone stands without a margin, as large as it is. `columns` unset: a grid about as wide as high.
     """
     from PIL import Image
 
     height, width = image
-    columns = math.ceil(math.sqrt(len(images) * height / width)) if len(images) > 1 else 1
-    columns = min(len(images), max(1, columns))
+    if columns is None:
+        columns = math.ceil(math.sqrt(len(images) * height / width)) if len(images) > 1 else 1
+        columns = min(len(images), max(1, columns))
     rows = math.ceil(len(images) / columns)
     sheet_HWC = np.full((rows * (height + GAP) - GAP, columns * (width + GAP) - GAP, 3), BACKGROUND, dtype=np.uint8)
     for place, pixels in enumerate(images):

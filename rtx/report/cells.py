@@ -17,7 +17,7 @@ from typing import Any
 from rtx.training.status import run_state
 
 NAMELIKE = ("name", "model.name", "hardware.workers")
-OUTSIDE = ("logger.", "sweep.", "report.", "export.", "bench.")
+OUTSIDE = ("logger.", "sweep.", "report.", "export.", "pictures.", "bench.")
 """What the hash in the name of a cell's folder leaves out, as in `rtx.compose.config_hash`."""
 
 RECORDS = ("config.yaml", "status.json", "environment.json", "metrics.jsonl")

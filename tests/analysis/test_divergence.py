@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from rtx.analysis import divergence
-from rtx.analysis.divergence import add_shared, divergences, drawn_pairs, weight_blocks
+from rtx.analysis.divergence import add_shared, divergences, drawn_pairs
+from rtx.analysis.weights import weight_blocks
 from rtx.model.block import Block
 from rtx.model.transformer import Transformer
 from tests.model.tiny_models import tiny_model, tokens
@@ -63,7 +64,7 @@ def test_each_draw_is_the_mean_over_positions_where_both_read(
 ) -> None:
     model = tiny_model(selection=selection, positions=positions)
     tokens_BN = tokens(batch=2)
-    monkeypatch.setattr(divergence, "MAX_WEIGHTS", 2 * 24 * 4 * 7)  # blocks of 7 keys
+    monkeypatch.setattr("rtx.analysis.weights.MAX_WEIGHTS", 2 * 24 * 4 * 7)  # blocks of 7 keys
     found = {(one.layer, one.kind): one for one in divergences(model, tokens_BN, draws=3, seed=5)}
     assert set(found) == {(0, ("local", "local"))} | {
         (layer, kind) for layer in (1, 2) for kind in (("local", "local"), ("local", "routed"), ("routed", "routed"))
