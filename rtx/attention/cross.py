@@ -19,8 +19,8 @@ from rtx.attention.arguments import (
     check_tensor,
 )
 from rtx.attention.backends import Call, check_backend, choose
-from rtx.attention.clusters import pack
-from rtx.attention.content import masked_scores, members, normalise, without_padding
+from rtx.attention.choice import Rule, Wish, read_scores
+from rtx.attention.content import normalise, without_padding
 from rtx.attention.kmeans import Centroids
 from rtx.attention.separate import attend_lists
 from rtx.attention.weights import logit_scale
@@ -79,14 +79,15 @@ def cross_routing(
         )
     q_BHND = normalise(without_padding(q_BHND, mask_BN))
     k_BHMD = normalise(without_padding(k_BHMD, context_mask_BM))
-    score_BHCN = masked_scores(centroid_HCD, q_BHND, mask_BN)
-    key_score_BHCM = masked_scores(centroid_HCD, k_BHMD, context_mask_BM)
+    queries = read_scores(centroid_HCD, q_BHND, mask_BN, Wish(Rule("topk", window))).members
+    keys = read_scores(centroid_HCD, k_BHMD, context_mask_BM, Wish(Rule("topk", context_window))).members
+    assert queries is not None and keys is not None
     return attend_lists(
         q_BHND.to(v_BHMD.dtype),
         k_BHMD.to(v_BHMD.dtype),
         v_BHMD,
-        pack(members(score_BHCN, window, "topk", None, mask_BN)),
-        pack(members(key_score_BHCM, context_window, "topk", None, context_mask_BM)),
+        queries,
+        keys,
         window=context_window,
         scale=logit_scale(scale, q_BHND.shape[-1]),
         causal=False,
@@ -178,5 +179,5 @@ class CrossRoutingHeads(nn.Module):
         """Gather the statistics of a training batch."""
         q_BHND = normalise(without_padding(q_BHND, mask_BN))
         k_BHMD = normalise(without_padding(k_BHMD, context_mask_BM))
-        self.centroids.observe(q_BHND, self.centroids.scores(q_BHND), mask_BN)
-        self.centroids.observe_keys(k_BHMD, self.centroids.scores(k_BHMD), context_mask_BM)
+        self.centroids.observe(q_BHND, self.centroids.look(q_BHND, mask_BN), mask_BN)
+        self.centroids.observe_keys(k_BHMD, self.centroids.look(k_BHMD, context_mask_BM), context_mask_BM)

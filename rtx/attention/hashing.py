@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention.arguments import check_positive
-from rtx.attention.clusters import Members, blocks
+from rtx.attention.clusters import blocks
+from rtx.attention.lists import Members
 
 MAX_SCORES = 1 << 24
 """Scores of hashes held at once."""

@@ -46,7 +46,8 @@ def test_figures_are_those_of_plain_loops(selection: str, attend_self: bool, key
     model, heads = trained_heads(selection, attend_self, keys)
     told = read_telemetry(model)
     assert heads.snapshot is not None
-    member_HCN, key_member_HCN, nearest_HN, query_HND, key_HND = heads.snapshot
+    members, key_members, nearest_HN, query_HND, key_HND = heads.snapshot
+    member_HCN, key_member_HCN = (x.mask().unflatten(0, (2, CLUSTERS)) for x in (members, key_members))
     times = member_HCN.sum(1).flatten().tolist()
     assert told["routing/in_none"] == pytest.approx(times.count(0) / len(times))
     assert told["routing/in_one"] == pytest.approx(times.count(1) / len(times))

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from triton_cases import DEVICE
 
-from rtx.attention.clusters import attend_members, pack
-from rtx.attention.content import masked_scores, members
+from rtx.attention.choice import Rule, Wish, read_scores
+from rtx.attention.clusters import attend_members
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'rtx[triton]', Linux only)")
 
@@ -30,15 +30,14 @@ def drawn(B: int, H: int, C: int, N: int, D: int, dtype: torch.dtype = torch.flo
 def assert_identical(x_BHND: Tensor, centroid_HCD: Tensor, threshold_HC: Tensor, mask_BN: Tensor | None = None) -> None:
     """Compare lists, counts and nearest centroids with torch's."""
     found, nearest_BHN = select_by_threshold(x_BHND, centroid_HCD, threshold_HC, mask_BN)
-    score_BHCN = masked_scores(centroid_HCD, x_BHND, mask_BN)
-    expected = pack(members(score_BHCN, 1, "causal", threshold_HC, mask_BN))
+    wish = Wish(Rule("causal", 1, threshold_HC), nearest=True)
+    expected, _, nearest_of_torch_BHN, _ = read_scores(centroid_HCD, x_BHND, mask_BN, wish)
+    assert expected is not None and nearest_of_torch_BHN is not None
     assert torch.equal(found.row_M, expected.row_M)
     assert torch.equal(found.count_L, expected.count_L)
     assert found.row_M.dtype == expected.row_M.dtype and found.count_L.dtype == expected.count_L.dtype
     assert found[2:] == expected[2:]
-    # Of equals the first is the nearest, which torch's argmax does not promise.
-    best_BHN = (score_BHCN == score_BHCN.amax(2, keepdim=True)).int().cumsum(2).eq(1).int().argmax(2)
-    assert torch.equal(nearest_BHN, best_BHN)
+    assert torch.equal(nearest_BHN, nearest_of_torch_BHN)
 
 
 @pytest.mark.parametrize(
