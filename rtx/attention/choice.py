@@ -29,6 +29,8 @@ class Rule(NamedTuple):
     window: int
     threshold_HC: Tensor | None = None
     """Read by "causal" alone."""
+    margin_HC: Tensor | None = None
+    """Read by "topk" alone; see `tie_margin`."""
 
 
 class Wish(NamedTuple):
@@ -64,12 +66,14 @@ class Pass:
         self.x_GND = x_BHND.reshape(B * H, N, D)
         self.centroid_GCD = centroid_HCD.expand(shape).reshape(-1, *shape[2:])
         self.real_GN = None if mask_BN is None else mask_BN.repeat_interleave(H, 0)
-        selection, threshold_HC = ("", None) if wish.rule is None else (wish.rule.selection, wish.rule.threshold_HC)
+        selection, _, threshold_HC, margin_HC = wish.rule or Rule("", 0)
         self.by_nearest = selection == "nearest"
-        self.threshold_GC = None
+        self.threshold_GC = self.margin_GC = None
         if selection == "causal":
             assert threshold_HC is not None
             self.threshold_GC = threshold_HC.repeat(B, 1)
+        elif margin_HC is not None:
+            self.margin_GC = margin_HC.repeat(B, 1)
         self.nearest = Nearest(self.x_GND) if wish.nearest or self.by_nearest else None
         self.rows: list[Tensor] = []
         self.counts: list[Tensor] = []
@@ -89,7 +93,8 @@ class Pass:
         if rule is None or self.by_nearest:
             return
         if self.threshold_GC is None:
-            member_GCN = topk_members(score_GCN, rule.window)
+            margin_GC = None if self.margin_GC is None else self.margin_GC[heads, clusters]
+            member_GCN = topk_members(score_GCN, rule.window, margin_GC)
         else:
             member_GCN = threshold_members(score_GCN, self.threshold_GC[heads, clusters])
         if real_GN is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rtx.attention.choice import MAX_SCORES_CPU, MAX_SCORES_GPU
 from rtx.attention.clusters import add_share, take
 from rtx.attention.lists import Members
-from rtx.attention.selection import centroid_scores, prefix_members
+from rtx.attention.selection import centroid_scores, prefix_members, tie_margin
 from rtx.attention.separate import without_self
 from rtx.attention.weights import Distances, attend
 
@@ -44,7 +44,8 @@ def arrivals(centroid_HCD: Tensor, x_BHND: Tensor, mask_BN: Tensor | None, windo
             score_BHCT.masked_fill_(~mask_BN[:, None, None, start : start + step], float("-inf"))
         return score_BHCT.flatten(0, 2)
 
-    list_M, position_M, leaves_M = prefix_members(map(scores, range(0, max(1, N), step)), window)
+    margin_L = tie_margin(centroid_HCD, x_BHND.dtype).repeat(B, 1, 1).flatten()
+    list_M, position_M, leaves_M = prefix_members(map(scores, range(0, max(1, N), step)), window, margin_L)
     count_L = torch.bincount(list_M, minlength=B * H * C)
     return Arrivals(Members(list_M // C * N + position_M, count_L, N, B * H * N), leaves_M)
 

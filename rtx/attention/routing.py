@@ -30,6 +30,7 @@ from rtx.attention.kmeans import Centroids, to_sphere
 from rtx.attention.lists import Members
 from rtx.attention.prefix import Arrivals, arrivals, attend_prefix_topk
 from rtx.attention.routing_state import RoutingState
+from rtx.attention.selection import tie_margin
 from rtx.attention.weights import Distances, logit_scale
 
 __all__ = ["RoutingHeads", "Snapshot", "normalise", "routing"]
@@ -312,23 +313,26 @@ class RoutingHeads(Heads):
         return content
 
     def choose(
-        self, content: Content, mask_BN: Tensor | None, observed: bool = False, scores: bool = False
+        self, content: Content, mask_BN: Tensor | None, observed: bool = False, prompt: bool = False
     ) -> tuple[Found, Found | None]:
         """Return the memberships of queries, and of keys where they have their own.
 
-        `observed`: with what a training batch is observed by; `scores`: with the scores of members.
+        `observed`: with what a training batch is observed by. `prompt`: as single steps leave them, with topk's scores.
         """
         store, both = self.centroids, []
+        best = prompt and self.selection == "topk"
         for x_BHND, threshold_HC in zip(
             (content.routed_BHND, content.routed_keys_BHND), self.thresholds(), strict=True
         ):
-            rule = Rule(self.selection, store.window, threshold_HC)
             if x_BHND is None:
                 both.append(None)
-            elif observed:
+                continue
+            margin_HC = tie_margin(store.centroid_HCD, x_BHND.dtype) if best else None
+            rule = Rule(self.selection, store.window, threshold_HC, margin_HC)
+            if observed:
                 both.append(store.look(x_BHND.detach(), mask_BN, rule))
             else:
-                both.append(read_scores(store.centroid_HCD, x_BHND, mask_BN, Wish(rule, scores)))
+                both.append(read_scores(store.centroid_HCD, x_BHND, mask_BN, Wish(rule, best)))
         return both[0], both[1]
 
     def thresholds(self) -> tuple[Tensor | None, Tensor | None]:

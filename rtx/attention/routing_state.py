@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention.heads import HeadState, Rotate, RotateFrom
-from rtx.attention.selection import BestOfPrefix, centroid_scores, nearest_clusters
+from rtx.attention.selection import BestOfPrefix, centroid_scores, nearest_clusters, tie_margin
 from rtx.attention.state import ClusterState
 from rtx.attention.weights import Distances
 
@@ -35,14 +35,12 @@ class RoutingState(HeadState):
     def fill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, rotate: RotateFrom | None = None) -> None:
         """See `HeadState`."""
         content = self.heads.read(q_BHND, k_BHND)
-        best = self.heads.selection == "topk"
-        found, of_keys = self.heads.choose(content, None, scores=best)
+        found, of_keys = self.heads.choose(content, None, prompt=True)
         members = found.members if of_keys is None else of_keys.members
         assert members is not None
         for what, one in (("queries", found), ("keys", of_keys)):
-            if best and one is not None and one.members is not None and one.score_M is not None:
-                shape = (*v_BHND.shape[:2], self.heads.centroids.centroid_HCD.shape[1])
-                self.best[what] = BestOfPrefix(shape, self.heads.centroids.window, one.score_M)
+            if one is not None and one.members is not None and one.score_M is not None:
+                self.best[what] = self.nothing_yet(len(v_BHND), one.score_M)
                 self.best[what].fill(one.score_M, one.members)
         self.clusters.fill(content.logits(rotate, v_BHND.dtype)[1], v_BHND, members)
 
@@ -75,6 +73,12 @@ class RoutingState(HeadState):
             number_BH = nearest_clusters(score_BHC.flatten(0, 1)[..., None]).view(score_BHC.shape[:2])
             return F.one_hot(number_BH, score_BHC.shape[-1]).bool(), None
         if what not in self.best:
-            self.best[what] = BestOfPrefix(tuple(score_BHC.shape), store.window, score_BHC)
+            self.best[what] = self.nothing_yet(len(score_BHC), score_BHC)
         joins_BHC, slot_BHC, _ = self.best[what].offer(score_BHC, position)
         return joins_BHC, slot_BHC
+
+    def nothing_yet(self, batch: int, like: Tensor) -> BestOfPrefix:
+        """Return the best of no positions, for streaming top-w."""
+        store = self.heads.centroids
+        margin_HC = tie_margin(store.centroid_HCD, like.dtype)
+        return BestOfPrefix((batch, *margin_HC.shape), store.window, like, margin_HC)

@@ -28,17 +28,29 @@ def centroid_scores(centroid_HCD: Tensor, x_BHND: Tensor) -> Tensor:
         return centroid_HCD.to(x_BHND.dtype) @ x_BHND.transpose(-1, -2)
 
 
-def topk_members(score_GCN: Tensor, window: int) -> Tensor:
+def tie_margin(centroid_HCD: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return how far apart scores `[H, C]` of one and the same unit may come out of products of different shapes.
+
+    Streams take scores that are closer for equal: a unit that returns must not push itself out by its rounding. That of
+    the queries, which come out of products themselves, is in it.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    return 64 * torch.finfo(wide).eps * math.sqrt(centroid_HCD.shape[-1]) * centroid_HCD.to(wide).norm(dim=-1)
+
+
+def topk_members(score_GCN: Tensor, window: int, margin_GC: Tensor | None = None) -> Tensor:
     """Return the mask of each centroid's `window` best positions (Algorithm 1, line 13); of equals the earlier wins.
 
-    The choice reads the whole sequence, so it sees the future of every position.
+    The choice reads the whole sequence, so it sees the future of every position. Scores within the margin of the
+    `window`-th best count as equal to it.
     """
     if window >= score_GCN.shape[-1]:
         return torch.ones_like(score_GCN, dtype=torch.bool)
     worst_GC1 = score_GCN.topk(window, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-    member_GCN = score_GCN >= worst_GC1
+    margin_GC1 = 0 if margin_GC is None else margin_GC[..., None]
+    member_GCN = score_GCN >= worst_GC1 - margin_GC1
     if bool((member_GCN.sum(-1) > window).any()):
-        better_GCN = score_GCN > worst_GC1
+        better_GCN = score_GCN > worst_GC1 + margin_GC1
         tied_GCN = member_GCN & ~better_GCN
         places_GC1 = window - better_GCN.sum(-1, keepdim=True)
         member_GCN = better_GCN | (tied_GCN & (tied_GCN.cumsum(-1) <= places_GC1))
@@ -125,10 +137,12 @@ def window_rank(n: int, window: int, length: int) -> int:
 class BestOfPrefix:
     """Streaming top-w: the best `window` scores of each cluster so far, and the position behind each.
 
-    `shape` is that of the clusters, `[B, H, C]` or `[L]`. Equal scores: the earlier position wins.
+    `shape` is that of the clusters, `[B, H, C]` or `[L]`, which `margin` broadcasts to. Equal scores, and those no more
+    than the margin apart: the earlier position wins.
     """
 
-    def __init__(self, shape: tuple[int, ...], window: int, like: Tensor) -> None:
+    def __init__(self, shape: tuple[int, ...], window: int, like: Tensor, margin: Tensor | float = 0.0) -> None:
+        self.margin = torch.as_tensor(margin, dtype=like.dtype, device=like.device)[..., None]
         self.score_W = like.new_full((*shape, window), float("-inf"))
         # An empty slot counts as the latest of all positions, so that empty slots are filled first.
         empty_W = torch.arange(window, device=like.device) + (1 << 40)
@@ -144,16 +158,18 @@ class BestOfPrefix:
     def offer(self, score: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
         """Offer one position to every cluster; return who takes it, the slot it gets (or would get), and its holder."""
         worst = self.score_W.amin(-1, keepdim=True)
-        tied_W = self.score_W == worst
+        tied_W = self.score_W <= worst + self.margin
         slot = torch.where(tied_W, self.position_W, -1).argmax(-1, keepdim=True)
-        joins = score[..., None] > worst
-        self.score_W.scatter_(-1, slot, torch.where(joins, score[..., None], worst))
+        joins = score[..., None] > worst + self.margin
+        self.score_W.scatter_(-1, slot, torch.where(joins, score[..., None], self.score_W.gather(-1, slot)))
         held = self.position_W.gather(-1, slot)
         self.position_W.scatter_(-1, slot, torch.where(joins, position, held))
         return joins[..., 0], slot[..., 0], held[..., 0]
 
 
-def prefix_members(chunks: Iterable[Tensor], window: int) -> tuple[Tensor, Tensor, Tensor]:
+def prefix_members(
+    chunks: Iterable[Tensor], window: int, margin: Tensor | float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return, for streaming top-w of L clusters, who joins on arrival, and until when each of them stays.
 
     Position j of a list is read by i >= j where j joined on arrival and `leaves` of it is greater than i; who is never
@@ -161,13 +177,14 @@ def prefix_members(chunks: Iterable[Tensor], window: int) -> tuple[Tensor, Tenso
 
     Args:
         chunks: scores `[L, T]` of T further positions each.
+        margin: see `BestOfPrefix`.
 
     Returns:
         The members' lists, their positions, and when they leave, `[M]` each, ordered by list and position.
     """
     best, start, joined = None, 0, []
     for score_LT in chunks:
-        best = BestOfPrefix(score_LT.shape[:1], window, score_LT) if best is None else best
+        best = BestOfPrefix(score_LT.shape[:1], window, score_LT, margin) if best is None else best
         offers = [best.offer(score_L, start + t) for t, score_L in enumerate(score_LT.unbind(1))]
         if offers:
             joins_LT, held_LT = (torch.stack([offer[part] for offer in offers], dim=1) for part in (0, 2))

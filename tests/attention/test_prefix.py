@@ -16,7 +16,7 @@ from rtx.attention.lists import Members
 from rtx.attention.prefix import Arrivals, attend_prefix_topk
 from rtx.attention.routing import RoutingHeads
 from rtx.attention.routing_state import RoutingState
-from rtx.attention.selection import BestOfPrefix, prefix_members
+from rtx.attention.selection import BestOfPrefix, prefix_members, topk_members
 from rtx.model.positions import Rotary
 
 STREAM = How(streaming=True)
@@ -122,3 +122,16 @@ def test_a_stream_equals_one_pass(case: Case, selection: str, keys: str, slots: 
     torch.testing.assert_close(out, truth(case, inputs, how), rtol=1e-5, atol=1e-5)
     assert state.clusters.keys_BHCWD is not None
     assert state.clusters.keys_BHCWD.shape == (case.B, case.H, case.C, case.W, case.D)
+
+
+def test_scores_that_are_equal_but_for_rounding_stay_with_the_first() -> None:
+    exact_LN = torch.randint(3, (5, 40), generator=torch.Generator().manual_seed(1)).float()
+    noise_LN = 1e-5 * torch.rand(5, 40, generator=torch.Generator().manual_seed(2))
+    list_M, position_M, leaves_M = prefix_members([exact_LN], 4)
+    for noisy_LN in (exact_LN + noise_LN, exact_LN - noise_LN):
+        found = prefix_members([noisy_LN], 4, torch.full((5,), 1e-4))
+        assert all(torch.equal(*pair) for pair in zip(found, (list_M, position_M, leaves_M), strict=True))
+        # What steps leave is the choice from the whole prefix.
+        member_LN = topk_members(noisy_LN, 4, torch.full((5,), 1e-4))
+        assert torch.equal(member_LN, reference.topk_members(exact_LN, 4))
+    assert not torch.equal(prefix_members([exact_LN + noise_LN], 4)[1], position_M)
