@@ -22,11 +22,11 @@ PROBES = 32
 def read_telemetry(model: nn.Module) -> dict[str, float]:
     """Return means over the routing layers, for the first sequence of the last training batch; empty without any.
 
-    `routing/empty_share`: clusters that are nearest to no position; `usage_entropy`: of the positions' nearest
-    clusters, 1 for even use; `in_none`, `in_one`, `in_many`: share of positions that belong to 0, 1 or more clusters;
-    `member_share`: members of a cluster over W (top-w: 1); `self_weight` and `distance`: mean weight that a position
-    puts on itself, and mean distance it reads at, inside a cluster. `span/mean` and `span/max`: of the spans of all
-    heads that learn one, in positions, the ramp left out.
+    Padding is not counted. `routing/empty_share`: clusters that are nearest to no position; `usage_entropy`: of the
+    positions' nearest clusters, 1 for even use; `in_none`, `in_one`, `in_many`: share of positions that belong to 0, 1
+    or more clusters; `member_share`: members of a cluster over W (top-w: 1); `self_weight` and `distance`: mean weight
+    that a position puts on itself, and mean distance it reads at, inside a cluster. `span/mean` and `span/max`: of the
+    spans of all heads that learn one, in positions, the ramp left out.
     """
     spans = [heads.spans() for heads in model.modules() if isinstance(heads, SpanHeads)]
     told = {"span/mean": float(torch.cat(spans).mean()), "span/max": float(torch.cat(spans).max())} if spans else {}
@@ -40,19 +40,21 @@ def read_telemetry(model: nn.Module) -> dict[str, float]:
 def layer_telemetry(heads: RoutingHeads) -> dict[str, Tensor]:
     """Return the figures of one layer as scalars."""
     assert heads.snapshot is not None
-    members, nearest_HN = heads.snapshot.members, heads.snapshot.nearest_HN
+    members, nearest_HN, real_N = heads.snapshot.members, heads.snapshot.nearest_HN, heads.snapshot.real_N
     H, C, _ = heads.centroids.centroid_HCD.shape
+    times_HN = members.times().view(H, -1)
+    if real_N is not None:  # padding is in no cluster, and near to none
+        nearest_HN, times_HN = nearest_HN[:, real_N], times_HN[:, real_N]
     used_HC = torch.stack([torch.bincount(nearest_N, minlength=C) for nearest_N in nearest_HN]).double()
     share_HC = used_HC / used_HC.sum(-1, keepdim=True)
     entropy_H = -torch.xlogy(share_HC, share_HC).sum(-1)
-    times_R = members.times()
     self_weight, distance = probe(heads.snapshot, heads)
     return {
         "empty_share": (used_HC == 0).double().mean(),
         "usage_entropy": entropy_H.mean() / math.log(C) if C > 1 else entropy_H.new_ones(()),
-        "in_none": (times_R == 0).double().mean(),
-        "in_one": (times_R == 1).double().mean(),
-        "in_many": (times_R > 1).double().mean(),
+        "in_none": (times_HN == 0).double().mean(),
+        "in_one": (times_HN == 1).double().mean(),
+        "in_many": (times_HN > 1).double().mean(),
         "member_share": members.count_L.sum().double() / (H * C * heads.centroids.window),
         "self_weight": self_weight,
         "distance": distance,

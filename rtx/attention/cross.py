@@ -117,6 +117,11 @@ def check_cross(
         check_finite_values(centroid_HCD=centroid_HCD)
 
 
+def first_real(x_BHND: Tensor, mask_BN: Tensor | None) -> Tensor:
+    """Return the normalised vectors of the first sequence, without padding."""
+    return normalise(x_BHND[:1] if mask_BN is None else x_BHND[:1, :, mask_BN[:1].flatten()])
+
+
 class CrossRoutingHeads(nn.Module):
     """H heads of `cross_routing` with their centroids, which count queries and keys both.
 
@@ -156,7 +161,13 @@ class CrossRoutingHeads(nn.Module):
         mask_BN: Tensor | None = None,
         context_mask_BM: Tensor | None = None,
     ) -> Tensor:
-        """Return what `cross_routing` does; in training, gather the statistics of queries and keys."""
+        """Return what `cross_routing` does; in training, gather the statistics of queries and keys.
+
+        Centroids that wait for data (`initialise_from_data`) first start at queries of the first sequence.
+        """
+        if self.centroids.seed_with_next:
+            check_cross(q_BHND, k_BHMD, v_BHMD, self.centroids.centroid_HCD, mask_BN, context_mask_BM, False)
+            self.centroids.seed_from(first_real(q_BHND, mask_BN), first_real(k_BHMD, context_mask_BM))
         out_BHND = cross_routing(
             q_BHND,
             k_BHMD,

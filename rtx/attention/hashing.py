@@ -27,8 +27,9 @@ def rotations(heads: int, rounds: int, size: int, buckets: int, seed: int) -> Te
     """Return the rotations `[H, T, D, F]` in float32, a function of the arguments alone.
 
     Raises:
-        ValueError: an odd number of buckets, or none; a size or number of rounds below 1.
+        ValueError: an odd number of buckets, or none; heads, a size or number of rounds below 1.
     """
+    check_positive("heads", heads)
     check_positive("rounds", rounds)
     check_positive("size", size)
     check_positive("buckets", buckets)

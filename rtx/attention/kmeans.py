@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rtx.attention.arguments import check_positive
+from rtx.attention.arguments import check_number, check_positive
 from rtx.attention.choice import Found, Rule, Wish, read_scores
 from rtx.attention.selection import centroid_scores
 
@@ -105,6 +105,7 @@ class Centroids(nn.Module):
         for name, count in counts.items():
             check_positive(name, count)
         for name, share in (("decay", decay), ("threshold_decay", threshold_decay)):
+            check_number(name, share)
             if not 0 <= share <= 1:
                 raise ValueError(f"{name}={share}: must be from 0 to 1")
         self.keys = keys
@@ -303,7 +304,8 @@ def update_centroids(model: nn.Module) -> None:
 def initialise_from_data(model: nn.Module, tokens_BN: Tensor) -> None:
     """Start every layer's centroids at queries of one sequence (routing.init=data); the same on every rank.
 
-    `model.loss(tokens)` is run once in evaluation mode; each layer seeds itself as the sequence reaches it.
+    `model.loss(tokens)` is run once in evaluation mode; each layer seeds itself as the sequence reaches it. Centroids
+    that it does not reach, or reaches with padding alone, wait for the next sequence that comes.
     """
     for centroids in all_centroids(model):
         centroids.seed_with_next = True

@@ -16,6 +16,7 @@ from rtx.attention.arguments import (
     check_attention,
     check_causal,
     check_centroids,
+    check_number,
     check_numbers,
     check_positive,
     check_routing,
@@ -169,6 +170,8 @@ class Snapshot(NamedTuple):
     nearest_HN: Tensor
     query_HND: Tensor
     key_HND: Tensor
+    real_N: Tensor | None
+    """False at padding, which is in no cluster; None: there is none."""
 
 
 class RoutingHeads(Heads):
@@ -212,6 +215,7 @@ class RoutingHeads(Heads):
         check_numbers(scale, dropout)
         if selection == "causal" and not centroids.thresholds:
             raise ValueError("selection=causal needs centroids with thresholds=True: others never move")
+        check_number("commitment", commitment)
         if not commitment >= 0:
             raise ValueError(f"commitment={commitment}: must be at least 0")
         self.centroids = centroids
@@ -265,7 +269,7 @@ class RoutingHeads(Heads):
         assert queries is not None
         if observed:
             loss = self.observe(content, found, of_keys, mask_BN)
-            self.snapshot = self.first_sequence(found, queries if keys is None else keys, query_BHND, key_BHND)
+            self.snapshot = self.first_sequence(found, keys or queries, query_BHND, key_BHND, mask_BN)
         if chosen == "reference":
             return self.by_reference(q_BHND, k_BHND, v_BHND, rotate, mask_BN, streaming, options), loss
         return attend_content(
@@ -352,14 +356,16 @@ class RoutingHeads(Heads):
         self.centroids.observe_keys(content.routed_keys_BHND.detach(), of_keys, mask_BN)
         return (loss + self.commitment_loss(content.routed_keys_BHND, of_keys.nearest_BHN, mask_BN)) / 2
 
-    def first_sequence(self, found: Found, keys: Members, query_BHND: Tensor, key_BHND: Tensor) -> Snapshot:
+    def first_sequence(
+        self, found: Found, keys: Members, query_BHND: Tensor, key_BHND: Tensor, mask_BN: Tensor | None
+    ) -> Snapshot:
         """Return what the first sequence looked like."""
         assert found.members is not None and found.nearest_BHN is not None
         heads = query_BHND.shape[1]
         of_queries = found.members.of_first_sequence(heads)
         of_keys = of_queries if keys is found.members else keys.of_first_sequence(heads)
         rest = (x[0].detach().clone() for x in (found.nearest_BHN, query_BHND, key_BHND))
-        return Snapshot(of_queries, of_keys, *rest)
+        return Snapshot(of_queries, of_keys, *rest, None if mask_BN is None else mask_BN[0].clone())
 
     def commitment_loss(self, x_BHND: Tensor, nearest_BHN: Tensor, mask_BN: Tensor | None = None) -> Tensor:
         """Return the weighted mean of (x - nearest centroid on the sphere)^2 over real positions."""
