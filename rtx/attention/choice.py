@@ -9,6 +9,7 @@ block), M members of all lists together.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -115,11 +116,16 @@ class Pass:
 
 
 @torch.no_grad()
-def read_scores(centroid_HCD: Tensor, x_BHND: Tensor, mask_BN: Tensor | None, wish: Wish) -> Found:
+def read_scores(
+    centroid_HCD: Tensor, x_BHND: Tensor, mask_BN: Tensor | None, wish: Wish, backend: str = "torch"
+) -> Found:
     """Return what the scores of normalised vectors give; padding (false in the mask) belongs nowhere.
 
-    Nothing is differentiated; neither are the papers' top-k sets.
+    Nothing is differentiated; neither are the papers' top-k sets. With backend="triton" members by thresholds come from
+    a kernel that never writes scores; a score on a threshold may round to its other side there.
     """
+    if backend == "triton" and wish.rule is not None and wish.rule.selection == "causal":
+        return by_kernel(centroid_HCD, x_BHND, mask_BN, wish)
     B, H, N, _ = x_BHND.shape
     C = centroid_HCD.shape[1]
     told = Pass(wish, centroid_HCD, x_BHND, mask_BN)
@@ -131,6 +137,17 @@ def read_scores(centroid_HCD: Tensor, x_BHND: Tensor, mask_BN: Tensor | None, wi
         told.nearest.number_GN.view(B, H, N) if told.nearest is not None else None,
         join(told.window_scores).view(B, H, C) if told.window_scores else None,
     )
+
+
+def by_kernel(centroid_HCD: Tensor, x_BHND: Tensor, mask_BN: Tensor | None, wish: Wish) -> Found:
+    """Return what `read_scores` does, members by thresholds and nearest centroids by the Triton kernel."""
+    assert wish.rule is not None and not wish.scores
+    kernel = importlib.import_module("rtx.attention.triton_select")
+    members, nearest_BHN = kernel.select_by_threshold(x_BHND, centroid_HCD, wish.rule.threshold_HC, mask_BN)
+    window_score_BHC = None
+    if wish.window_of is not None:
+        window_score_BHC = read_scores(centroid_HCD, x_BHND, mask_BN, Wish(window_of=wish.window_of)).window_score_BHC
+    return Found(members, None, nearest_BHN, window_score_BHC)
 
 
 def cuts(heads: int, clusters: int, length: int, most: int) -> Iterator[tuple[slice, slice]]:

@@ -165,11 +165,12 @@ class Centroids(nn.Module):
         return found.window_score_BHC
 
     def look(
-        self, x_BHND: Tensor, mask_BN: Tensor | None = None, rule: Rule | None = None, scores: bool = False
+        self, x_BHND: Tensor, mask_BN: Tensor | None = None, rule: Rule | None = None, backend: str = "torch"
     ) -> Found:
         """Return what a training batch is observed by, and members by a rule; see `read_scores`."""
         window_of = (self.window, self.length) if self.thresholds and not _paused.get() else None
-        return read_scores(self.centroid_HCD, x_BHND, mask_BN, Wish(rule, scores, nearest=True, window_of=window_of))
+        wish = Wish(rule, nearest=True, window_of=window_of)
+        return read_scores(self.centroid_HCD, x_BHND, mask_BN, wish, backend)
 
     def observe(self, q_BHND: Tensor, found: Found, mask_BN: Tensor | None = None) -> None:
         """Gather statistics of a training batch, which `look` has seen (unless paused).

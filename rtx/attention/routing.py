@@ -131,7 +131,7 @@ def routing(
             q_BHND, k_BHND, v_BHND, *both_arrivals(centroid_HCD, content, window, mask_BN), **options
         )
     wish = Wish(Rule(selection, window, threshold_HC))
-    queries = read_scores(centroid_HCD, content.routed_BHND, mask_BN, wish).members
+    queries = read_scores(centroid_HCD, content.routed_BHND, mask_BN, wish, chosen).members
     assert queries is not None
     keys = None
     if content.routed_keys_BHND is not None:
@@ -264,7 +264,7 @@ class RoutingHeads(Heads):
             chosen_BHN = both_arrivals(self.centroids.centroid_HCD, content, self.centroids.window, mask_BN)
             return attend_prefix_topk(query_BHND, key_BHND, v_BHND, *chosen_BHN, **options), loss
         observed = self.training and len(q_BHND) > 0 and q_BHND.shape[2] > 0
-        found, of_keys = self.choose(content, mask_BN, observed)
+        found, of_keys = self.choose(content, mask_BN, observed, backend=chosen)
         queries, keys = found.members, None if of_keys is None else of_keys.members
         assert queries is not None
         if observed:
@@ -317,7 +317,12 @@ class RoutingHeads(Heads):
         return content
 
     def choose(
-        self, content: Content, mask_BN: Tensor | None, observed: bool = False, prompt: bool = False
+        self,
+        content: Content,
+        mask_BN: Tensor | None,
+        observed: bool = False,
+        prompt: bool = False,
+        backend: str = "torch",
     ) -> tuple[Found, Found | None]:
         """Return the memberships of queries, and of keys where they have their own.
 
@@ -334,9 +339,9 @@ class RoutingHeads(Heads):
             margin_HC = tie_margin(store.centroid_HCD, x_BHND.dtype) if best else None
             rule = Rule(self.selection, store.window, threshold_HC, margin_HC)
             if observed:
-                both.append(store.look(x_BHND.detach(), mask_BN, rule))
+                both.append(store.look(x_BHND.detach(), mask_BN, rule, backend))
             else:
-                both.append(read_scores(store.centroid_HCD, x_BHND, mask_BN, Wish(rule, best)))
+                both.append(read_scores(store.centroid_HCD, x_BHND, mask_BN, Wish(rule, best), backend))
         return both[0], both[1]
 
     def thresholds(self) -> tuple[Tensor | None, Tensor | None]:
@@ -364,8 +369,9 @@ class RoutingHeads(Heads):
         heads = query_BHND.shape[1]
         of_queries = found.members.of_first_sequence(heads)
         of_keys = of_queries if keys is found.members else keys.of_first_sequence(heads)
-        rest = (x[0].detach().clone() for x in (found.nearest_BHN, query_BHND, key_BHND))
-        return Snapshot(of_queries, of_keys, *rest, None if mask_BN is None else mask_BN[0].clone())
+        nearest_HN, query_HND, key_HND = (x[0].detach().clone() for x in (found.nearest_BHN, query_BHND, key_BHND))
+        real_N = None if mask_BN is None else mask_BN[0].clone()
+        return Snapshot(of_queries, of_keys, nearest_HN, query_HND, key_HND, real_N)
 
     def commitment_loss(self, x_BHND: Tensor, nearest_BHN: Tensor, mask_BN: Tensor | None = None) -> Tensor:
         """Return the weighted mean of (x - nearest centroid on the sphere)^2 over real positions."""
