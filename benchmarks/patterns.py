@@ -83,8 +83,8 @@ def cluster_sizes(attention: Attention) -> dict[str, float]:
     heads = attention.heads if isinstance(attention, Ours) else None
     if not isinstance(heads, RoutingHeads) or heads.selection != "causal" or heads.snapshot is None:
         return {}
-    count_HC = heads.snapshot.member_HCN.sum(-1).double()
-    return {"min": int(count_HC.min()), "mean": round(float(count_HC.mean()), 1), "max": int(count_HC.max())}
+    count_L = heads.snapshot.members.count_L.double()
+    return {"min": int(count_L.min()), "mean": round(float(count_L.mean()), 1), "max": int(count_L.max())}
 
 
 def routed(size: Size, args: argparse.Namespace, selection: str, backend: str) -> RoutingHeads:

@@ -3,7 +3,7 @@
 A picture is asked of the pattern itself: with the unit vectors as values, the output of a position is its weight on
 each key. Rows are queries from the top, columns are keys; two rows share a line of text.
 
-Shapes: N positions, D head size.
+Shapes: N positions, M of them as the keys of another sequence, D head size.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rtx.attention import adaptive_span, fixed, full, local, lsh, random, rotations, routing, strided
+from rtx.attention import adaptive_span, cross_routing, fixed, full, local, lsh, random, rotations, routing, strided
 from rtx.attention.kmeans import to_sphere
 
 N, D, W, C = 32, 8, 8, 4
+M, PADDED = 24, 4
+"""Keys of the other sequence, and how many of them, the last, are padding."""
+
+WITHOUT_MASK = ("separate-unmasked", "cross")
+"""Pictures of patterns that read later positions, too, or another sequence."""
 
 Pattern = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -38,6 +43,9 @@ def patterns() -> dict[str, Pattern]:
     """Return what is drawn, by name."""
     centroid_HCD = sequence()[0]
     routed = {"window": W, "threshold_HC": torch.full((1, C), 0.55 * D)}
+    crossed = {"window": W, "context_window": M // C, "context_mask_BM": torch.arange(M)[None] < M - PADDED}
+    draw_HDD = torch.randn(1, D, D, generator=torch.Generator().manual_seed(5))
+    projected = {"window": W, "projection_HDD": torch.linalg.qr(draw_HDD).Q}
     hashed = {"rotation_HTDF": rotations(1, 1, D, C, seed=2), "window": W}
     return {
         "full": full,
@@ -48,6 +56,9 @@ def patterns() -> dict[str, Pattern]:
         "causal": lambda q, k, v: routing(q, None, v, centroid_HCD, selection="causal", **routed),
         "nearest": lambda q, k, v: routing(q, None, v, centroid_HCD, selection="nearest", window=W),
         "separate": lambda q, k, v: routing(q, k, v, centroid_HCD, selection="topk", window=W),
+        "separate-unmasked": lambda q, k, v: routing(q, k, v, centroid_HCD, selection="topk", window=W, causal=False),
+        "cross": lambda q, k, v: cross_routing(q, k[:, :, :M], v[:, :, :M, :M], centroid_HCD, **crossed),
+        "projected": lambda q, k, v: routing(q, k, v, centroid_HCD, selection="topk", **projected),
         "random": lambda q, k, v: random(q, None, v, clusters=C, window=W, seed=0),
         "lsh-causal": lambda q, k, v: lsh(q, v, variant="causal", **hashed),
         "lsh-reformer": lambda q, k, v: lsh(q, v, variant="reformer", **hashed),
@@ -56,7 +67,7 @@ def patterns() -> dict[str, Pattern]:
 
 
 def reads(pattern: Pattern) -> Tensor:
-    """Return the mask `[N, N]` of which query reads which key."""
+    """Return the mask `[N, N]` (`[N, M]` where keys are another sequence's) of which query reads which key."""
     _, q_BHND, k_BHND = sequence()
     return pattern(q_BHND, k_BHND, torch.eye(N)[None, None])[0, 0] != 0
 
@@ -83,8 +94,10 @@ def redraw(page: str) -> str:
         if name not in known:
             raise ValueError(f"picture: {name}: must be one of {', '.join(known)}")
         seen_NN = reads(known[name])
-        share = seen_NN.sum() / math.comb(N + 1, 2)
-        return f"<!-- picture: {name} -->\n```text\n{draw(seen_NN)}\n{share:.0%} of all pairs j <= i\n```"
+        causal = name not in WITHOUT_MASK
+        share = seen_NN.sum() / (math.comb(N + 1, 2) if causal else seen_NN.numel())
+        pairs = "all pairs j <= i" if causal else "all pairs"
+        return f"<!-- picture: {name} -->\n```text\n{draw(seen_NN)}\n{share:.0%} of {pairs}\n```"
 
     return re.sub(r"<!-- picture: (\S+) -->\n```text\n.*?\n```", block, page, flags=re.DOTALL)
 

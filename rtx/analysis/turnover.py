@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rtx.attention.lists import Members
 from rtx.attention.routing import RoutingHeads
 
 
@@ -30,9 +31,17 @@ def read_memberships(model: nn.Module, tokens_BN: Tensor) -> list[Tensor]:
     def note(heads: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         assert isinstance(heads, RoutingHeads)
         q_BHND, k_BHND, _ = given
-        own = [member for member in heads.members(heads.read(q_BHND, k_BHND), None) if member is not None]
-        both_HX = torch.cat([member_BHCN[0].flatten(1) for member_BHCN in own], dim=1)
-        noted.extend(member_X.nonzero()[:, 0].to("cpu", torch.int32) for member_X in both_HX)
+        content = heads.read(q_BHND, k_BHND)
+        own = [found.members for found in heads.choose(content, None) if found is not None]
+        of_heads = [
+            head_numbers(members.of_first_sequence(q_BHND.shape[1]), q_BHND.shape[1])
+            for members in own
+            if members is not None
+        ]
+        cells = heads.centroids.centroid_HCD.shape[1] * q_BHND.shape[2]
+        for each in zip(*of_heads, strict=True):
+            joined_X = torch.cat([number_X + which * cells for which, number_X in enumerate(each)])
+            noted.append(joined_X.to("cpu", torch.int32))
 
     routed = [heads for heads in model.modules() if isinstance(heads, RoutingHeads)]
     if not routed:
@@ -47,6 +56,13 @@ def read_memberships(model: nn.Module, tokens_BN: Tensor) -> list[Tensor]:
         for hook in hooks:
             hook.remove()
     return noted
+
+
+def head_numbers(members: Members, heads: int) -> list[Tensor]:
+    """Return c * N + i for each cluster c and each of its members i, of each head of one sequence."""
+    clusters = len(members.count_L) // heads
+    number_M = members.list_M() % clusters * members.length + members.position_M()
+    return list(number_M.split(members.count_L.view(heads, clusters).sum(-1).tolist()))
 
 
 def turnover(before: Sequence[Tensor], after: Sequence[Tensor]) -> dict[str, float]:

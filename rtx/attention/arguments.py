@@ -107,8 +107,17 @@ def check_positive(name: str, value: int) -> None:
         raise ValueError(f"{name}={value}: must be at least 1")
 
 
+def check_number(name: str, value: object) -> None:
+    """Refuse what is not a number, such as one that is written as text."""
+    if not hasattr(value, "__float__"):
+        raise ValueError(f"{name}={value!r}: must be a number")
+
+
 def check_numbers(scale: float | None, dropout: float) -> None:
     """Refuse a factor that is not above 0 (torch's kernel gives NaN) or infinite, and a dropout that leaves nothing."""
+    check_number("dropout", dropout)
+    if scale is not None:
+        check_number("scale", scale)
     if scale is not None and not 0 < scale < math.inf:
         raise ValueError(f"scale={scale}: must be finite and above 0")
     if not 0 <= dropout < 1:

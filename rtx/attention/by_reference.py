@@ -46,6 +46,7 @@ def widened(x_BHND: Tensor, mask_BN: Tensor | None) -> Tensor:
     return without_padding(x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32)), mask_BN)
 
 
+@without_autocast
 def read_heads(
     q_BHND: Tensor,
     k_BHMD: Tensor,
@@ -56,7 +57,10 @@ def read_heads(
     distances: HeadSets | None = None,
     mask_BN: Tensor | None = None,
 ) -> Tensor:
-    """Return the outputs `[B, H, N, D]` of all heads; with a mask, padding is read by nobody and gets zero."""
+    """Return the outputs `[B, H, N, D]` of all heads; with a mask, padding is read by nobody and gets zero.
+
+    Patterns that choose by position come here with a rule of `reference`.
+    """
     B, H, N, D = q_BHND.shape
     if not B * H * N:
         return v_BHMD.new_zeros(B, H, N, v_BHMD.shape[-1])
@@ -86,75 +90,6 @@ def turned(q_BHND: Tensor, k_BHND: Tensor, rotate: Rotate | None) -> tuple[Tenso
 def without_padded(sets: Sets, real_N: list[bool]) -> Sets:
     """Return the rule that reads no padding, and nothing where it stands itself."""
     return lambda i: [[j for j in keys if real_N[j]] for keys in sets(i)] if real_N[i] else []
-
-
-@without_autocast
-def full(
-    q_BHND: Tensor,
-    k_BHND: Tensor,
-    v_BHND: Tensor,
-    *,
-    scale: float | None,
-    relative: Distances | None,
-    mask_BN: Tensor | None,
-    causal: bool,
-) -> Tensor:
-    """See `rtx.attention.full`."""
-    N = q_BHND.shape[2]
-    sets = reference.full_sets if causal else lambda i: [list(range(N))]
-    return read_heads(q_BHND, k_BHND, v_BHND, lambda b, h: sets, scale, relative, mask_BN=mask_BN)
-
-
-@without_autocast
-def local(
-    q_BHND: Tensor,
-    k_BHND: Tensor,
-    v_BHND: Tensor,
-    *,
-    scale: float | None,
-    relative: Distances | None,
-    mask_BN: Tensor | None,
-    window: int,
-) -> Tensor:
-    """See `rtx.attention.local`."""
-    sets = partial(reference.local_sets, window=window)
-    return read_heads(q_BHND, k_BHND, v_BHND, lambda b, h: sets, scale, relative, mask_BN=mask_BN)
-
-
-@without_autocast
-def strided(
-    q_BHND: Tensor,
-    k_BHND: Tensor,
-    v_BHND: Tensor,
-    *,
-    scale: float | None,
-    relative: Distances | None,
-    mask_BN: Tensor | None,
-    stride: int,
-) -> Tensor:
-    """See `rtx.attention.strided`."""
-    sets = partial(reference.strided_sets, stride=stride)
-    return read_heads(q_BHND, k_BHND, v_BHND, lambda b, h: sets, scale, relative, mask_BN=mask_BN)
-
-
-@without_autocast
-def fixed(
-    q_BHND: Tensor,
-    k_BHND: Tensor,
-    v_BHND: Tensor,
-    *,
-    scale: float | None,
-    relative: Distances | None,
-    mask_BN: Tensor | None,
-    block: int,
-    summary: int,
-) -> Tensor:
-    """See `rtx.attention.fixed`."""
-
-    def sets(b: int, h: int) -> Sets:
-        return partial(reference.fixed_sets, block=block, summary=summary, head=h)
-
-    return read_heads(q_BHND, k_BHND, v_BHND, sets, scale, relative, mask_BN=mask_BN)
 
 
 @without_autocast

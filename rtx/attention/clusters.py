@@ -1,7 +1,7 @@
 """Attention inside clusters of any size: each member reads the last W members up to and including itself.
 
-A membership mask is turned into packed lists of positions, one list for each sequence, head and cluster. A list is cut
-into blocks: a head of up to W members, where every earlier member is visible and the mask is a triangle, and tails,
+Memberships are packed lists of positions (`lists.py`), one for each sequence, head and cluster. A list is cut into
+blocks: a head of up to W members, where every earlier member is visible and the mask is a triangle, and tails,
 which read the W members before each query through a band. The work follows the counts; nothing is dropped but by the
 window.
 
@@ -17,25 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rtx.attention.lists import Members
 from rtx.attention.shaw import Distances, Sorted
 from rtx.attention.weights import attend
-
-
-class Members(NamedTuple):
-    """All lists, packed one behind the other, each in order of position."""
-
-    row_M: Tensor
-    """Which row of the flattened `[B * H * N]` positions each member is."""
-    count_L: Tensor
-    """Members of each list."""
-    length: int
-    """N."""
-    rows: int
-    """B * H * N."""
-
-    def times(self) -> Tensor:
-        """Return in how many clusters each row is, `[B * H * N]`."""
-        return torch.bincount(self.row_M, minlength=self.rows)
 
 
 class Block(NamedTuple):
@@ -47,13 +31,6 @@ class Block(NamedTuple):
     """False for query slots behind the end of a list; they repeat a member and their output is thrown away."""
     distance_QK: Tensor
     """Query slot minus key slot inside the list."""
-
-
-def pack(member_BHCN: Tensor) -> Members:
-    """Return the packed lists of a membership mask."""
-    B, H, C, N = member_BHCN.shape
-    list_M, position_M = member_BHCN.flatten(0, 2).nonzero(as_tuple=True)
-    return Members(list_M // C * N + position_M, member_BHCN.sum(-1).flatten(), N, B * H * N)
 
 
 def blocks(count_L: Tensor, window: int) -> Iterator[Block]:

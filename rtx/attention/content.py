@@ -1,6 +1,6 @@
-"""What routing heads read of queries and keys: normalised vectors, scores of centroids, and memberships.
+"""What routing heads read of queries and keys: normalised vectors, and attention inside chosen clusters.
 
-Shapes: B sequences, H routing heads, C clusters, N positions, D head size, W attention window.
+Shapes: B sequences, H routing heads, N positions, D head size.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention.backends import attend_packed
-from rtx.attention.clusters import pack
 from rtx.attention.heads import Rotate
-from rtx.attention.selection import centroid_scores, nearest_members, threshold_members, topk_members
+from rtx.attention.lists import Members
 from rtx.attention.separate import attend_lists
 from rtx.attention.weights import Distances, without_padding
 
@@ -33,10 +32,8 @@ class Content(NamedTuple):
     """Normalised keys; None: the queries."""
     routed_BHND: Tensor
     """What the memberships of queries are chosen by: the queries, or W_R (q + k)."""
-    score_BHCN: Tensor
-    """Dot products of centroids with `routed_BHND`; -inf at padding."""
-    key_score_BHCN: Tensor | None
-    """The same of keys with memberships of their own; None: a position's key belongs where its query does."""
+    routed_keys_BHND: Tensor | None
+    """Keys with memberships of their own; None: a position's key belongs where its query does."""
 
     def logits(self, rotate: Rotate | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return queries and keys as the logits use them (the same tensor where keys are shared)."""
@@ -47,55 +44,30 @@ class Content(NamedTuple):
 
 
 def read_content(
-    q_BHND: Tensor,
-    k_BHND: Tensor | None,
-    centroid_HCD: Tensor,
-    projection_HDD: Tensor | None = None,
-    mask_BN: Tensor | None = None,
+    q_BHND: Tensor, k_BHND: Tensor | None, projection_HDD: Tensor | None = None, mask_BN: Tensor | None = None
 ) -> Content:
-    """Return normalised queries and keys with their scores.
+    """Return normalised queries and keys.
 
     Without keys the queries stand for them. With keys and `projection_HDD` (W_R) each position has one routing vector
-    W_R (q + k), which is not normalised again; with keys alone, queries and keys are scored apart.
+    W_R (q + k), which is not normalised again; with keys alone, queries and keys have memberships apart.
     """
     q_BHND = normalise(without_padding(q_BHND, mask_BN))
-    k_BHND = None if k_BHND is None else normalise(without_padding(k_BHND, mask_BN))
-    routed_BHND, key_score_BHCN = q_BHND, None
-    if k_BHND is not None and projection_HDD is not None:
-        with torch.autocast(q_BHND.device.type, enabled=False):
-            routed_BHND = (q_BHND + k_BHND) @ projection_HDD.to(q_BHND.dtype).transpose(-1, -2)
-    elif k_BHND is not None:
-        key_score_BHCN = masked_scores(centroid_HCD, k_BHND, mask_BN)
-    return Content(q_BHND, k_BHND, routed_BHND, masked_scores(centroid_HCD, routed_BHND, mask_BN), key_score_BHCN)
-
-
-def masked_scores(centroid_HCD: Tensor, x_BHND: Tensor, mask_BN: Tensor | None) -> Tensor:
-    """Return the scores of centroids, -inf at padding."""
-    score_BHCN = centroid_scores(centroid_HCD, x_BHND)
-    return score_BHCN if mask_BN is None else score_BHCN.masked_fill(~mask_BN[:, None, None], float("-inf"))
-
-
-@torch.no_grad()
-def members(
-    score_BHCN: Tensor, window: int, selection: str, threshold_HC: Tensor | None, mask_BN: Tensor | None = None
-) -> Tensor:
-    """Return the membership mask `[B, H, C, N]` of a selection; padding belongs nowhere."""
-    if selection == "topk":
-        member_BHCN = topk_members(score_BHCN, window)
-    elif selection == "nearest":
-        member_BHCN = nearest_members(score_BHCN)
-    else:
-        assert threshold_HC is not None
-        member_BHCN = threshold_members(score_BHCN, threshold_HC)
-    return member_BHCN if mask_BN is None else member_BHCN & mask_BN[:, None, None]
+    if k_BHND is None:
+        return Content(q_BHND, None, q_BHND, None)
+    k_BHND = normalise(without_padding(k_BHND, mask_BN))
+    if projection_HDD is None:
+        return Content(q_BHND, k_BHND, q_BHND, k_BHND)
+    with torch.autocast(q_BHND.device.type, enabled=False):
+        routed_BHND = (q_BHND + k_BHND) @ projection_HDD.to(q_BHND.dtype).transpose(-1, -2)
+    return Content(q_BHND, k_BHND, routed_BHND, None)
 
 
 def attend_content(
     q_BHND: Tensor,
     k_BHND: Tensor,
     v_BHND: Tensor,
-    member_BHCN: Tensor,
-    key_member_BHCN: Tensor | None,
+    queries: Members,
+    keys: Members | None,
     *,
     window: int,
     scale: float,
@@ -106,7 +78,7 @@ def attend_content(
     slot_distance: bool = False,
     backend: str = "torch",
 ) -> Tensor:
-    """Return attention inside the clusters; `key_member_BHCN` is None where the members' keys are what they read."""
+    """Return attention inside the clusters; `keys` is None where the members' keys are what they read."""
     options = {
         "window": window,
         "scale": scale,
@@ -115,8 +87,6 @@ def attend_content(
         "relative": relative,
         "slot_distance": slot_distance,
     }
-    queries = pack(member_BHCN)
-    if causal and key_member_BHCN is None:
+    if causal and keys is None:
         return attend_packed(backend)(q_BHND, k_BHND, v_BHND, queries, **options)
-    keys = queries if key_member_BHCN is None else pack(key_member_BHCN)
-    return attend_lists(q_BHND, k_BHND, v_BHND, queries, keys, causal=causal, **options)
+    return attend_lists(q_BHND, k_BHND, v_BHND, queries, queries if keys is None else keys, causal=causal, **options)

@@ -19,8 +19,8 @@ from rtx.attention.arguments import (
     check_tensor,
 )
 from rtx.attention.backends import Call, check_backend, choose
-from rtx.attention.clusters import pack
-from rtx.attention.content import masked_scores, members, normalise, without_padding
+from rtx.attention.choice import Rule, Wish, read_scores
+from rtx.attention.content import normalise, without_padding
 from rtx.attention.kmeans import Centroids
 from rtx.attention.separate import attend_lists
 from rtx.attention.weights import logit_scale
@@ -79,14 +79,15 @@ def cross_routing(
         )
     q_BHND = normalise(without_padding(q_BHND, mask_BN))
     k_BHMD = normalise(without_padding(k_BHMD, context_mask_BM))
-    score_BHCN = masked_scores(centroid_HCD, q_BHND, mask_BN)
-    key_score_BHCM = masked_scores(centroid_HCD, k_BHMD, context_mask_BM)
+    queries = read_scores(centroid_HCD, q_BHND, mask_BN, Wish(Rule("topk", window))).members
+    keys = read_scores(centroid_HCD, k_BHMD, context_mask_BM, Wish(Rule("topk", context_window))).members
+    assert queries is not None and keys is not None
     return attend_lists(
         q_BHND.to(v_BHMD.dtype),
         k_BHMD.to(v_BHMD.dtype),
         v_BHMD,
-        pack(members(score_BHCN, window, "topk", None, mask_BN)),
-        pack(members(key_score_BHCM, context_window, "topk", None, context_mask_BM)),
+        queries,
+        keys,
         window=context_window,
         scale=logit_scale(scale, q_BHND.shape[-1]),
         causal=False,
@@ -114,6 +115,11 @@ def check_cross(
         check_finite_values(mask_BN, q_BHND=q_BHND)
         check_finite_values(context_mask_BM, k_BHMD=k_BHMD, v_BHMD=v_BHMD)
         check_finite_values(centroid_HCD=centroid_HCD)
+
+
+def first_real(x_BHND: Tensor, mask_BN: Tensor | None) -> Tensor:
+    """Return the normalised vectors of the first sequence, without padding."""
+    return normalise(x_BHND[:1] if mask_BN is None else x_BHND[:1, :, mask_BN[:1].flatten()])
 
 
 class CrossRoutingHeads(nn.Module):
@@ -155,7 +161,13 @@ class CrossRoutingHeads(nn.Module):
         mask_BN: Tensor | None = None,
         context_mask_BM: Tensor | None = None,
     ) -> Tensor:
-        """Return what `cross_routing` does; in training, gather the statistics of queries and keys."""
+        """Return what `cross_routing` does; in training, gather the statistics of queries and keys.
+
+        Centroids that wait for data (`initialise_from_data`) first start at queries of the first sequence.
+        """
+        if self.centroids.seed_with_next:
+            check_cross(q_BHND, k_BHMD, v_BHMD, self.centroids.centroid_HCD, mask_BN, context_mask_BM, False)
+            self.centroids.seed_from(first_real(q_BHND, mask_BN), first_real(k_BHMD, context_mask_BM))
         out_BHND = cross_routing(
             q_BHND,
             k_BHMD,
@@ -178,5 +190,5 @@ class CrossRoutingHeads(nn.Module):
         """Gather the statistics of a training batch."""
         q_BHND = normalise(without_padding(q_BHND, mask_BN))
         k_BHMD = normalise(without_padding(k_BHMD, context_mask_BM))
-        self.centroids.observe(q_BHND, self.centroids.scores(q_BHND), mask_BN)
-        self.centroids.observe_keys(k_BHMD, self.centroids.scores(k_BHMD), context_mask_BM)
+        self.centroids.observe(q_BHND, self.centroids.look(q_BHND, mask_BN), mask_BN)
+        self.centroids.observe_keys(k_BHMD, self.centroids.look(k_BHMD, context_mask_BM), context_mask_BM)

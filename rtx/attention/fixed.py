@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rtx.attention import by_flex, by_reference
+from rtx.attention import by_flex, by_reference, reference
 from rtx.attention.arguments import check_attention, check_positive
 from rtx.attention.backends import Call, check_backend, choose
 from rtx.attention.heads import HeadState, PositionHeads, Rotate, turn_step
@@ -72,7 +72,8 @@ def fixed(
     chosen = choose(backend, Call("fixed", q_BHND, k_BHND, v_BHND, dropout, relative))
     if chosen == "reference":
         options = {"scale": scale, "relative": relative, "mask_BN": mask_BN}
-        return by_reference.fixed(q_BHND, k_BHND, v_BHND, block=block, summary=summary, **options)
+        rule = functools.partial(reference.fixed_sets, block=block, summary=summary)
+        return by_reference.read_heads(q_BHND, k_BHND, v_BHND, lambda b, h: functools.partial(rule, head=h), **options)
     if chosen == "flex":
         return by_flex.fixed(q_BHND, k_BHND, v_BHND, block=block, summary=summary, scale=scale, mask_BN=mask_BN)
     _, H, N, _ = q_BHND.shape

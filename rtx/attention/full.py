@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtx.attention import by_flex, by_reference
+from rtx.attention import by_flex, by_reference, reference
 from rtx.attention.arguments import check_attention
 from rtx.attention.backends import Call, check_backend, choose
 from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, turn_step
@@ -49,8 +49,10 @@ def full(
         raise ValueError("causal=False: relative terms count how far back a key stands; they need causal=True")
     chosen = choose(backend, Call("full", q_BHND, k_BHND, v_BHND, dropout, relative))
     if chosen == "reference":
+        every = range(q_BHND.shape[2])
+        sets = reference.full_sets if causal else lambda i: [list(every)]
         options = {"scale": scale, "relative": relative, "mask_BN": mask_BN}
-        return by_reference.full(q_BHND, k_BHND, v_BHND, causal=causal, **options)
+        return by_reference.read_heads(q_BHND, k_BHND, v_BHND, lambda b, h: sets, **options)
     if chosen == "flex":
         return by_flex.full(q_BHND, k_BHND, v_BHND, causal=causal, scale=scale, mask_BN=mask_BN)
     B, H, N, D = q_BHND.shape

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention.arguments import check_positive
-from rtx.attention.clusters import Members, blocks
+from rtx.attention.clusters import blocks
+from rtx.attention.lists import Members
 
 MAX_SCORES = 1 << 24
 """Scores of hashes held at once."""
@@ -26,8 +27,9 @@ def rotations(heads: int, rounds: int, size: int, buckets: int, seed: int) -> Te
     """Return the rotations `[H, T, D, F]` in float32, a function of the arguments alone.
 
     Raises:
-        ValueError: an odd number of buckets, or none; a size or number of rounds below 1.
+        ValueError: an odd number of buckets, or none; heads, a size or number of rounds below 1.
     """
+    check_positive("heads", heads)
     check_positive("rounds", rounds)
     check_positive("size", size)
     check_positive("buckets", buckets)

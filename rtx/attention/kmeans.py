@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rtx.attention.arguments import check_positive
-from rtx.attention.selection import centroid_scores, nearest_clusters, window_scores
+from rtx.attention.arguments import check_number, check_positive
+from rtx.attention.choice import Found, Rule, Wish, read_scores
+from rtx.attention.selection import centroid_scores
 
 KEYS = ("shared", "separate", "projected")
 """What the keys of routing heads are; see `Centroids`."""
@@ -104,6 +105,7 @@ class Centroids(nn.Module):
         for name, count in counts.items():
             check_positive(name, count)
         for name, share in (("decay", decay), ("threshold_decay", threshold_decay)):
+            check_number(name, share)
             if not 0 <= share <= 1:
                 raise ValueError(f"{name}={share}: must be from 0 to 1")
         self.keys = keys
@@ -156,32 +158,43 @@ class Centroids(nn.Module):
         """Return the dot products `[B, H, C, N]` of centroids with normalised queries, float32 or wider."""
         return centroid_scores(self.centroid_HCD, q_BHND)
 
-    @torch.no_grad()
-    def observe(self, q_BHND: Tensor, score_BHCN: Tensor, mask_BN: Tensor | None = None) -> Tensor:
-        """Gather statistics of a training batch (unless paused); return the nearest centroids `[B, H, N]`.
+    def window_scores(self, x_BHND: Tensor) -> Tensor:
+        """Return the scores `[B, H, C]` that keep `window` of `length` vectors."""
+        found = read_scores(self.centroid_HCD, x_BHND, None, Wish(window_of=(self.window, self.length)))
+        assert found.window_score_BHC is not None
+        return found.window_score_BHC
+
+    def look(
+        self, x_BHND: Tensor, mask_BN: Tensor | None = None, rule: Rule | None = None, backend: str = "torch"
+    ) -> Found:
+        """Return what a training batch is observed by, and members by a rule; see `read_scores`."""
+        window_of = (self.window, self.length) if self.thresholds and not _paused.get() else None
+        wish = Wish(rule, nearest=True, window_of=window_of)
+        return read_scores(self.centroid_HCD, x_BHND, mask_BN, wish, backend)
+
+    def observe(self, q_BHND: Tensor, found: Found, mask_BN: Tensor | None = None) -> None:
+        """Gather statistics of a training batch, which `look` has seen (unless paused).
 
         `mask_BN` is true at real positions; padding is not counted.
         """
-        nearest_BHN = nearest_clusters(score_BHCN)
         if not _paused.get():
-            self.add_members(q_BHND, nearest_BHN, mask_BN)
+            self.add(q_BHND, found, mask_BN, self.window_score_HC)
             self.sequences += len(q_BHND) if mask_BN is None else mask_BN.any(-1).sum()
-            if self.thresholds:
-                best_BHC = window_scores(score_BHCN, self.window, self.length, mask_BN)
-                self.window_score_HC += best_BHC.double().sum(0)
-        return nearest_BHN
 
-    @torch.no_grad()
-    def observe_keys(self, k_BHND: Tensor, score_BHCN: Tensor, mask_BN: Tensor | None = None) -> Tensor:
+    def observe_keys(self, k_BHND: Tensor, found: Found, mask_BN: Tensor | None = None) -> None:
         """As `observe`, for the keys of the sequences whose queries are observed (keys=separate)."""
         assert self.keys == "separate"
-        nearest_BHN = nearest_clusters(score_BHCN)
         if not _paused.get():
-            self.add_members(k_BHND, nearest_BHN, mask_BN)
-            if self.thresholds:
-                best_BHC = window_scores(score_BHCN, self.window, self.length, mask_BN)
-                self.key_window_score_HC += best_BHC.double().sum(0)
-        return nearest_BHN
+            self.add(k_BHND, found, mask_BN, self.key_window_score_HC)
+
+    @torch.no_grad()
+    def add(self, x_BHND: Tensor, found: Found, mask_BN: Tensor | None, window_score_HC: Tensor) -> None:
+        """Add vectors to the sum and the count of their nearest centroids, and their window scores to a sum."""
+        assert found.nearest_BHN is not None
+        self.add_members(x_BHND, found.nearest_BHN, mask_BN)
+        if self.thresholds:
+            assert found.window_score_BHC is not None
+            window_score_HC += found.window_score_BHC.double().sum(0)
 
     def add_members(self, x_BHND: Tensor, nearest_BHN: Tensor, mask_BN: Tensor | None) -> None:
         """Add vectors to the sum and the count of their nearest centroids."""
@@ -212,11 +225,11 @@ class Centroids(nn.Module):
         draw_HC = torch.stack([torch.randperm(max(N, C), generator=generator)[:C] % N for _ in range(H)])
         head_H1 = torch.arange(H)[:, None]
         self.centroid_HCD.copy_(to_sphere(q_1HND[0][head_H1, draw_HC.to(q_BHND.device)].float()))
-        self.threshold_HC.copy_(window_scores(self.scores(q_1HND), self.window, self.length)[0])
+        self.threshold_HC.copy_(self.window_scores(q_1HND)[0])
         if self.key_threshold_HC is not None:
             assert k_BHND is not None
             k_1HND = k_BHND[:1] if mask_BN is None else k_BHND[:1, :, mask_BN[0]]
-            self.key_threshold_HC.copy_(window_scores(self.scores(k_1HND), self.window, self.length)[0])
+            self.key_threshold_HC.copy_(self.window_scores(k_1HND)[0])
         self.seed_with_next = False
 
     @torch.no_grad()
@@ -292,7 +305,8 @@ def update_centroids(model: nn.Module) -> None:
 def initialise_from_data(model: nn.Module, tokens_BN: Tensor) -> None:
     """Start every layer's centroids at queries of one sequence (routing.init=data); the same on every rank.
 
-    `model.loss(tokens)` is run once in evaluation mode; each layer seeds itself as the sequence reaches it.
+    `model.loss(tokens)` is run once in evaluation mode; each layer seeds itself as the sequence reaches it. Centroids
+    that it does not reach, or reaches with padding alone, wait for the next sequence that comes.
     """
     for centroids in all_centroids(model):
         centroids.seed_with_next = True

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention import by_flex, by_reference
+from rtx.attention import by_flex, by_reference, reference
 from rtx.attention.arguments import check_attention, check_positive
 from rtx.attention.backends import Call, check_backend, choose
 from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, last_slots, turn_step
@@ -53,7 +53,8 @@ def local(
     chosen = choose(backend, Call("local", q_BHND, k_BHND, v_BHND, dropout, relative))
     if chosen == "reference":
         options = {"scale": scale, "relative": relative, "mask_BN": mask_BN}
-        return by_reference.local(q_BHND, k_BHND, v_BHND, window=window, **options)
+        sets = functools.partial(reference.local_sets, window=window)
+        return by_reference.read_heads(q_BHND, k_BHND, v_BHND, lambda b, h: sets, **options)
     if chosen == "flex":
         return by_flex.local(q_BHND, k_BHND, v_BHND, window=window, scale=scale, mask_BN=mask_BN)
     B, H, N, _ = q_BHND.shape

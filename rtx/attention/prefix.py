@@ -6,11 +6,15 @@ arrival, and that output is never revised.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from rtx.attention.clusters import Members, add_share, pack, take
-from rtx.attention.selection import prefix_members
+from rtx.attention.choice import MAX_SCORES_CPU, MAX_SCORES_GPU
+from rtx.attention.clusters import add_share, take
+from rtx.attention.lists import Members
+from rtx.attention.selection import centroid_scores, prefix_members, tie_margin
 from rtx.attention.separate import without_self
 from rtx.attention.weights import Distances, attend
 
@@ -18,12 +22,40 @@ MAX_SCORES = 1 << 24
 """Attention scores held at once."""
 
 
+class Arrivals(NamedTuple):
+    """Who is among the best W of its own prefix."""
+
+    members: Members
+    leaves_M: Tensor
+    """The position at which each is no longer among the best; N: never."""
+
+
+@torch.no_grad()
+def arrivals(centroid_HCD: Tensor, x_BHND: Tensor, mask_BN: Tensor | None, window: int) -> Arrivals:
+    """Return who joins each cluster on arrival; padding (false in the mask) never does."""
+    B, H, N, _ = x_BHND.shape
+    C = centroid_HCD.shape[1]
+    most = MAX_SCORES_CPU if x_BHND.device.type == "cpu" else MAX_SCORES_GPU
+    step = max(1, most // max(1, B * H * C))
+
+    def scores(start: int) -> Tensor:
+        score_BHCT = centroid_scores(centroid_HCD, x_BHND[:, :, start : start + step])
+        if mask_BN is not None:
+            score_BHCT.masked_fill_(~mask_BN[:, None, None, start : start + step], float("-inf"))
+        return score_BHCT.flatten(0, 2)
+
+    margin_L = tie_margin(centroid_HCD, x_BHND.dtype).repeat(B, 1, 1).flatten()
+    list_M, position_M, leaves_M = prefix_members(map(scores, range(0, max(1, N), step)), window, margin_L)
+    count_L = torch.bincount(list_M, minlength=B * H * C)
+    return Arrivals(Members(list_M // C * N + position_M, count_L, N, B * H * N), leaves_M)
+
+
 def attend_prefix_topk(
     q_BHND: Tensor,
     k_BHND: Tensor,
     v_BHND: Tensor,
-    score_BHCN: Tensor,
-    key_score_BHCN: Tensor | None = None,
+    queries: Arrivals,
+    keys: Arrivals,
     *,
     window: int,
     scale: float,
@@ -33,21 +65,15 @@ def attend_prefix_topk(
 ) -> Tensor:
     """Return streaming top-w attention, `[B, H, N, D]`; for evaluation only.
 
-    With `key_score_BHCN` a cluster keeps the best W queries and the best W keys of the prefix apart: position i gets an
-    output from each cluster whose best queries it joins, and reads its best keys of 0..i there. A score of -inf
-    (padding) never joins.
+    A cluster keeps the best W queries and, where they are chosen apart, the best W keys of the prefix: position i gets
+    an output from each cluster whose best queries it joins, and reads its best keys of 0..i there.
     """
-    joins_LN, leaves_LN = prefix_members(score_BHCN.flatten(0, 2), window)
-    queries = keys = pack(joins_LN.view(score_BHCN.shape))
-    leaves_M = leaves_LN[joins_LN]
-    if key_score_BHCN is not None:
-        joins_LN, leaves_LN = prefix_members(key_score_BHCN.flatten(0, 2), window)
-        keys, leaves_M = pack(joins_LN.view(score_BHCN.shape)), leaves_LN[joins_LN]
+    readers, (members, leaves_M) = queries.members, keys
     q_RD, k_RD, v_RD = (x.flatten(0, 2) for x in (q_BHND, k_BHND, v_BHND))
-    total_RD, times_R = torch.zeros_like(v_RD), queries.times()
-    for (query_GQ, real_GQ), (key_GK, real_GK) in padded_lists(queries, keys):
-        row_GQ, row_GK = queries.row_M[query_GQ], keys.row_M[key_GK]
-        position_GQ1 = (row_GQ % queries.length)[..., None]
+    total_RD, times_R = torch.zeros_like(v_RD), readers.times()
+    for (query_GQ, real_GQ), (key_GK, real_GK) in padded_lists(readers, members):
+        row_GQ, row_GK = readers.row_M[query_GQ], members.row_M[key_GK]
+        position_GQ1 = (row_GQ % readers.length)[..., None]
         distance_GQK = row_GQ[..., None] - row_GK[:, None]
         mask_GQK = real_GK[:, None] & (distance_GQK >= 0) & (leaves_M[key_GK][:, None] > position_GQ1)
         # The last of the visible keys has slot distance 0.

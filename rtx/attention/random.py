@@ -8,10 +8,10 @@ from torch import Tensor
 from rtx.attention import by_reference
 from rtx.attention.arguments import check_attention, check_numbers, check_positive
 from rtx.attention.backends import Call, attend_packed, check_backend, choose
-from rtx.attention.clusters import pack
 from rtx.attention.content import normalise, without_padding
 from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom, turn_step
-from rtx.attention.selection import random_members
+from rtx.attention.lists import Members
+from rtx.attention.selection import random_positions
 from rtx.attention.state import ClusterState
 from rtx.attention.weights import Distances, logit_scale
 
@@ -77,7 +77,8 @@ class RandomHeads(Heads):
     Where keys are given they are read, normalised as queries are; else the queries stand for them.
     """
 
-    member_HCN: Tensor
+    position_HCW: Tensor
+    """The members of each cluster, ascending; further positions repeat them with the period N."""
 
     def __init__(
         self,
@@ -96,18 +97,28 @@ class RandomHeads(Heads):
         super().__init__()
         check_backend(backend)
         self.backend = backend
+        if heads != 0:  # tensors without heads are a shape like others
+            check_positive("heads", heads)
         check_positive("clusters", clusters)
         check_positive("window", window)
         check_positive("length", length)
         check_numbers(scale, dropout)
         self.window, self.scale, self.attend_self, self.dropout = window, scale, attend_self, dropout
-        self.slot_distance = slot_distance
-        self.register_buffer("member_HCN", random_members(heads, clusters, length, window, seed), persistent=False)
+        self.slot_distance, self.length = slot_distance, length
+        position_HCW = random_positions(heads, clusters, length, window, seed)
+        self.register_buffer("position_HCW", position_HCW, persistent=False)
 
-    def members(self, length: int) -> Tensor:
-        """Return the mask `[H, C, length]`."""
-        N = self.member_HCN.shape[-1]
-        return self.member_HCN.repeat(1, 1, -(-length // N))[..., :length]
+    def members(self, batch: int, length: int, mask_BN: Tensor | None = None) -> Members:
+        """Return the lists of sequences of some length; padding belongs nowhere."""
+        H, device = len(self.position_HCW), self.position_HCW.device
+        turn_T1 = torch.arange(-(-length // self.length), device=device)[:, None]
+        position_HCP = (turn_T1 * self.length + self.position_HCW[:, :, None]).flatten(2)
+        real_BHCP = (position_HCP < length).expand(batch, *position_HCP.shape)
+        if mask_BN is not None:
+            real_BHCP = real_BHCP & mask_BN[:, position_HCP.clamp(max=length - 1)]
+        first_BH = torch.arange(batch * H, device=device).view(batch, H) * length
+        row_BHCP = first_BH[..., None, None] + position_HCP
+        return Members(row_BHCP[real_BHCP], real_BHCP.sum(-1).flatten(), length, batch * H * length)
 
     def forward(
         self,
@@ -122,9 +133,9 @@ class RandomHeads(Heads):
     ) -> tuple[Tensor, Tensor]:
         """See `Heads.forward`; `mask_BN` is true at real positions, padding is not read and gets zero."""
         check_attention(q_BHND, k_BHND, v_BHND, mask_BN=mask_BN, relative=relative)
-        if q_BHND.shape[1] != len(self.member_HCN):
+        if q_BHND.shape[1] != len(self.position_HCW):
             raise ValueError(
-                f"q_BHND has {q_BHND.shape[1]} heads: must have {len(self.member_HCN)}, as the memberships"
+                f"q_BHND has {q_BHND.shape[1]} heads: must have {len(self.position_HCW)}, as the memberships"
             )
         options = {
             "scale": self.scale,
@@ -136,16 +147,15 @@ class RandomHeads(Heads):
         dropout = self.dropout if self.training else 0.0
         packed = {**options, "dropout": dropout}
         chosen = choose(self.backend, Call("random", q_BHND, k_BHND, v_BHND, dropout, relative, in_clusters=True))
-        member_HCN = self.members(q_BHND.shape[2])
         loss = q_BHND.new_zeros((), dtype=torch.promote_types(q_BHND.dtype, torch.float32))
         if chosen == "reference":
+            member_HCN = self.members(1, q_BHND.shape[2]).mask().unflatten(0, self.position_HCW.shape[:2])
             given = {"rotate": rotate, "mask_BN": mask_BN}
             return by_reference.random(q_BHND, k_BHND, v_BHND, member_HCN, **given, **options), loss
         query_BHND = key_BHND = self.logits(without_padding(q_BHND, mask_BN), rotate, v_BHND)
         if k_BHND is not None:
             key_BHND = self.logits(without_padding(k_BHND, mask_BN), rotate, v_BHND)
-        member_BHCN = member_HCN.expand(q_BHND.shape[0], -1, -1, -1)
-        members = pack(member_BHCN if mask_BN is None else member_BHCN & mask_BN[:, None, None])
+        members = self.members(len(q_BHND), q_BHND.shape[2], mask_BN)
         return attend_packed(chosen)(query_BHND, key_BHND, v_BHND, members, **packed), loss
 
     def logits(self, x_BHND: Tensor, rotate: Rotate | None, v_BHND: Tensor) -> Tensor:
@@ -164,12 +174,22 @@ class RandomState(HeadState):
     def __init__(self, heads: RandomHeads, relative: Distances | None) -> None:
         self.heads = heads
         self.clusters = ClusterState(heads.window, heads.scale, heads.attend_self, relative, heads.slot_distance)
+        self.sorted_M, self.order_M = heads.position_HCW.flatten().sort()
+
+    def joins(self, position: int) -> Tensor:
+        """Return the clusters that have a position, `[H, C]`."""
+        H, C, W = self.heads.position_HCW.shape
+        position %= self.heads.length
+        bounds = torch.tensor([position, position + 1], device=self.sorted_M.device)
+        first, last = torch.searchsorted(self.sorted_M, bounds).tolist()
+        joins_L = torch.zeros(H * C, dtype=torch.bool, device=self.sorted_M.device)
+        joins_L[self.order_M[first:last] // W] = True
+        return joins_L.view(H, C)
 
     def fill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, rotate: RotateFrom | None = None) -> None:
         """See `HeadState`."""
         key_BHND = self.heads.logits(q_BHND if k_BHND is None else k_BHND, rotate, v_BHND)
-        member_BHCN = self.heads.members(v_BHND.shape[2]).expand(len(v_BHND), -1, -1, -1)
-        self.clusters.fill(key_BHND, v_BHND, member_BHCN)
+        self.clusters.fill(key_BHND, v_BHND, self.heads.members(len(v_BHND), v_BHND.shape[2]))
 
     def step(
         self, q_BHD: Tensor, k_BHD: Tensor | None, v_BHD: Tensor, position: int, rotate: Rotate | None = None
@@ -177,7 +197,6 @@ class RandomState(HeadState):
         """Take in the next position of each stream and return its output `[B, H, D]`."""
         query_BHD = turn_step(normalise(q_BHD), rotate).to(v_BHD.dtype)
         key_BHD = query_BHD if k_BHD is None else turn_step(normalise(k_BHD), rotate).to(v_BHD.dtype)
-        member_HCN = self.heads.member_HCN
-        joins_BHC = member_HCN[..., position % member_HCN.shape[-1]].expand(q_BHD.shape[0], -1, -1)
+        joins_BHC = self.joins(position).expand(q_BHD.shape[0], -1, -1)
         slot_BHC = self.clusters.oldest_slot(joins_BHC)
         return self.clusters.step(query_BHD, key_BHD, v_BHD, joins_BHC, slot_BHC, position)

@@ -16,6 +16,7 @@ from rtx.attention.arguments import (
     check_attention,
     check_causal,
     check_centroids,
+    check_number,
     check_numbers,
     check_positive,
     check_routing,
@@ -23,15 +24,17 @@ from rtx.attention.arguments import (
     check_streaming,
 )
 from rtx.attention.backends import Call, check_backend, choose
-from rtx.attention.content import Content, attend_content, members, normalise, read_content
-from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom
+from rtx.attention.choice import Found, Rule, Wish, read_scores
+from rtx.attention.content import Content, attend_content, normalise, read_content
+from rtx.attention.heads import Heads, Rotate
 from rtx.attention.kmeans import Centroids, to_sphere
-from rtx.attention.prefix import attend_prefix_topk
-from rtx.attention.selection import BestOfPrefix, nearest_members
-from rtx.attention.state import ClusterState
+from rtx.attention.lists import Members
+from rtx.attention.prefix import Arrivals, arrivals, attend_prefix_topk
+from rtx.attention.routing_state import RoutingState
+from rtx.attention.selection import tie_margin
 from rtx.attention.weights import Distances, logit_scale
 
-__all__ = ["RoutingHeads", "RoutingState", "Snapshot", "normalise", "routing"]
+__all__ = ["RoutingHeads", "Snapshot", "normalise", "routing"]
 
 
 def routing(
@@ -121,15 +124,30 @@ def routing(
     if chosen == "reference":
         rest = {"causal": causal, "rotate": rotate, "mask_BN": mask_BN, "streaming": streaming}
         return by_reference.routing(q_BHND, k_BHND, v_BHND, centroid_HCD, **choice, **rest, **options)
-    content = read_content(q_BHND, k_BHND, centroid_HCD, projection_HDD, mask_BN)
+    content = read_content(q_BHND, k_BHND, projection_HDD, mask_BN)
     q_BHND, k_BHND = content.logits(rotate, v_BHND.dtype)
     if streaming and selection == "topk":
-        return attend_prefix_topk(q_BHND, k_BHND, v_BHND, content.score_BHCN, content.key_score_BHCN, **options)
-    member_BHCN = members(content.score_BHCN, window, selection, threshold_HC, mask_BN)
-    key_member_BHCN = None
-    if content.key_score_BHCN is not None:
-        key_member_BHCN = members(content.key_score_BHCN, window, selection, key_threshold_HC, mask_BN)
-    return attend_content(q_BHND, k_BHND, v_BHND, member_BHCN, key_member_BHCN, causal=causal, backend=chosen, **packed)
+        return attend_prefix_topk(
+            q_BHND, k_BHND, v_BHND, *both_arrivals(centroid_HCD, content, window, mask_BN), **options
+        )
+    wish = Wish(Rule(selection, window, threshold_HC))
+    queries = read_scores(centroid_HCD, content.routed_BHND, mask_BN, wish, chosen).members
+    assert queries is not None
+    keys = None
+    if content.routed_keys_BHND is not None:
+        wish = Wish(Rule(selection, window, key_threshold_HC))
+        keys = read_scores(centroid_HCD, content.routed_keys_BHND, mask_BN, wish).members
+    return attend_content(q_BHND, k_BHND, v_BHND, queries, keys, causal=causal, backend=chosen, **packed)
+
+
+def both_arrivals(
+    centroid_HCD: Tensor, content: Content, window: int, mask_BN: Tensor | None
+) -> tuple[Arrivals, Arrivals]:
+    """Return who joins on arrival in streaming top-w: of queries, and of keys (the same where they are not apart)."""
+    queries = arrivals(centroid_HCD, content.routed_BHND, mask_BN, window)
+    if content.routed_keys_BHND is None:
+        return queries, queries
+    return queries, arrivals(centroid_HCD, content.routed_keys_BHND, mask_BN, window)
 
 
 def unpacked_by(
@@ -146,12 +164,14 @@ def unpacked_by(
 class Snapshot(NamedTuple):
     """What the first sequence of the last training batch looked like to some heads, for telemetry."""
 
-    member_HCN: Tensor
-    key_member_HCN: Tensor
-    """The memberships of keys; the same as `member_HCN` but where keys have their own."""
+    members: Members
+    key_members: Members
+    """The memberships of keys; the same as `members` but where keys have their own."""
     nearest_HN: Tensor
     query_HND: Tensor
     key_HND: Tensor
+    real_N: Tensor | None
+    """False at padding, which is in no cluster; None: there is none."""
 
 
 class RoutingHeads(Heads):
@@ -195,6 +215,7 @@ class RoutingHeads(Heads):
         check_numbers(scale, dropout)
         if selection == "causal" and not centroids.thresholds:
             raise ValueError("selection=causal needs centroids with thresholds=True: others never move")
+        check_number("commitment", commitment)
         if not commitment >= 0:
             raise ValueError(f"commitment={commitment}: must be at least 0")
         self.centroids = centroids
@@ -240,18 +261,19 @@ class RoutingHeads(Heads):
         if streaming and self.selection == "topk":
             if chosen == "reference":
                 return self.by_reference(q_BHND, k_BHND, v_BHND, rotate, mask_BN, streaming, options), loss
-            scores = content.score_BHCN, content.key_score_BHCN
-            return attend_prefix_topk(query_BHND, key_BHND, v_BHND, *scores, **options), loss
-        member_BHCN, key_member_BHCN = self.members(content, mask_BN)
-        if self.training and len(q_BHND) and q_BHND.shape[2]:
-            nearest_BHN, loss = self.observe(content, mask_BN)
-            key_member_HCN = (member_BHCN if key_member_BHCN is None else key_member_BHCN)[0]
-            seen = member_BHCN[0], key_member_HCN, nearest_BHN[0], query_BHND[0].detach(), key_BHND[0].detach()
-            self.snapshot = Snapshot(*(x.clone() for x in seen))
+            chosen_BHN = both_arrivals(self.centroids.centroid_HCD, content, self.centroids.window, mask_BN)
+            return attend_prefix_topk(query_BHND, key_BHND, v_BHND, *chosen_BHN, **options), loss
+        observed = self.training and len(q_BHND) > 0 and q_BHND.shape[2] > 0
+        found, of_keys = self.choose(content, mask_BN, observed, backend=chosen)
+        queries, keys = found.members, None if of_keys is None else of_keys.members
+        assert queries is not None
+        if observed:
+            loss = self.observe(content, found, of_keys, mask_BN)
+            self.snapshot = self.first_sequence(found, keys or queries, query_BHND, key_BHND, mask_BN)
         if chosen == "reference":
             return self.by_reference(q_BHND, k_BHND, v_BHND, rotate, mask_BN, streaming, options), loss
         return attend_content(
-            query_BHND, key_BHND, v_BHND, member_BHCN, key_member_BHCN, causal=self.causal, backend=chosen, **packed
+            query_BHND, key_BHND, v_BHND, queries, keys, causal=self.causal, backend=chosen, **packed
         ), loss
 
     def by_reference(
@@ -289,20 +311,38 @@ class RoutingHeads(Heads):
         if (k_BHND is None) != (store.keys == "shared"):
             given = "k_BHND=None" if k_BHND is None else "k_BHND is given"
             raise ValueError(f"{given}, but keys={store.keys!r}: it must be given but for shared keys")
-        content = read_content(q_BHND, k_BHND, store.centroid_HCD, store.projection_HDD, mask_BN)
-        if not store.seed_with_next:
-            return content
-        store.seed_from(content.routed_BHND, content.k_BHND if store.keys == "separate" else None, mask_BN)
-        return read_content(q_BHND, k_BHND, store.centroid_HCD, store.projection_HDD, mask_BN)
+        content = read_content(q_BHND, k_BHND, store.projection_HDD, mask_BN)
+        if store.seed_with_next:
+            store.seed_from(content.routed_BHND, content.routed_keys_BHND, mask_BN)
+        return content
 
-    def members(self, content: Content, mask_BN: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the memberships of queries, and of keys where they have their own."""
-        threshold_HC, key_threshold_HC = self.thresholds()
-        window = self.centroids.window
-        member_BHCN = members(content.score_BHCN, window, self.selection, threshold_HC, mask_BN)
-        if content.key_score_BHCN is None:
-            return member_BHCN, None
-        return member_BHCN, members(content.key_score_BHCN, window, self.selection, key_threshold_HC, mask_BN)
+    def choose(
+        self,
+        content: Content,
+        mask_BN: Tensor | None,
+        observed: bool = False,
+        prompt: bool = False,
+        backend: str = "torch",
+    ) -> tuple[Found, Found | None]:
+        """Return the memberships of queries, and of keys where they have their own.
+
+        `observed`: with what a training batch is observed by. `prompt`: as single steps leave them, with topk's scores.
+        """
+        store, both = self.centroids, []
+        best = prompt and self.selection == "topk"
+        for x_BHND, threshold_HC in zip(
+            (content.routed_BHND, content.routed_keys_BHND), self.thresholds(), strict=True
+        ):
+            if x_BHND is None:
+                both.append(None)
+                continue
+            margin_HC = tie_margin(store.centroid_HCD, x_BHND.dtype) if best else None
+            rule = Rule(self.selection, store.window, threshold_HC, margin_HC)
+            if observed:
+                both.append(store.look(x_BHND.detach(), mask_BN, rule, backend))
+            else:
+                both.append(read_scores(store.centroid_HCD, x_BHND, mask_BN, Wish(rule, best), backend))
+        return both[0], both[1]
 
     def thresholds(self) -> tuple[Tensor | None, Tensor | None]:
         """The thresholds `[H, C]` of queries and keys; None for selections without."""
@@ -310,15 +350,28 @@ class RoutingHeads(Heads):
             return None, None
         return self.centroids.threshold_HC, self.centroids.key_threshold_HC
 
-    def observe(self, content: Content, mask_BN: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Gather the statistics of a training batch; return the queries' nearest centroids and the commitment loss."""
-        nearest_BHN = self.centroids.observe(content.routed_BHND.detach(), content.score_BHCN, mask_BN)
-        loss = self.commitment_loss(content.routed_BHND, nearest_BHN, mask_BN)
-        if content.key_score_BHCN is not None:
-            assert content.k_BHND is not None
-            of_keys_BHN = self.centroids.observe_keys(content.k_BHND.detach(), content.key_score_BHCN, mask_BN)
-            loss = (loss + self.commitment_loss(content.k_BHND, of_keys_BHN, mask_BN)) / 2
-        return nearest_BHN, loss
+    def observe(self, content: Content, found: Found, of_keys: Found | None, mask_BN: Tensor | None) -> Tensor:
+        """Gather the statistics of a training batch; return the commitment loss."""
+        assert found.nearest_BHN is not None
+        self.centroids.observe(content.routed_BHND.detach(), found, mask_BN)
+        loss = self.commitment_loss(content.routed_BHND, found.nearest_BHN, mask_BN)
+        if of_keys is None:
+            return loss
+        assert content.routed_keys_BHND is not None and of_keys.nearest_BHN is not None
+        self.centroids.observe_keys(content.routed_keys_BHND.detach(), of_keys, mask_BN)
+        return (loss + self.commitment_loss(content.routed_keys_BHND, of_keys.nearest_BHN, mask_BN)) / 2
+
+    def first_sequence(
+        self, found: Found, keys: Members, query_BHND: Tensor, key_BHND: Tensor, mask_BN: Tensor | None
+    ) -> Snapshot:
+        """Return what the first sequence looked like."""
+        assert found.members is not None and found.nearest_BHN is not None
+        heads = query_BHND.shape[1]
+        of_queries = found.members.of_first_sequence(heads)
+        of_keys = of_queries if keys is found.members else keys.of_first_sequence(heads)
+        nearest_HN, query_HND, key_HND = (x[0].detach().clone() for x in (found.nearest_BHN, query_BHND, key_BHND))
+        real_N = None if mask_BN is None else mask_BN[0].clone()
+        return Snapshot(of_queries, of_keys, nearest_HN, query_HND, key_HND, real_N)
 
     def commitment_loss(self, x_BHND: Tensor, nearest_BHN: Tensor, mask_BN: Tensor | None = None) -> Tensor:
         """Return the weighted mean of (x - nearest centroid on the sphere)^2 over real positions."""
@@ -340,60 +393,3 @@ class RoutingHeads(Heads):
         """
         check_causal(self.causal, self.selection, relative, streaming=True)
         return RoutingState(self, relative)
-
-
-class RoutingState(HeadState):
-    """Streaming routing heads: for each cluster its last W members (causal, nearest) or best W of the prefix (topk).
-
-    Members are keys; where these have memberships of their own, topk also keeps the scores of the prefix's best W
-    queries, which say whether the next query joins.
-    """
-
-    def __init__(self, heads: RoutingHeads, relative: Distances | None) -> None:
-        self.heads = heads
-        window = heads.centroids.window
-        self.clusters = ClusterState(window, heads.scale, heads.attend_self, relative, heads.slot_distance)
-        self.best: dict[str, BestOfPrefix] = {}
-
-    def fill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, rotate: RotateFrom | None = None) -> None:
-        """See `HeadState`."""
-        content = self.heads.read(q_BHND, k_BHND)
-        member_BHCN, key_member_BHCN = self.heads.members(content, None)
-        scores = {"queries": (content.score_BHCN, member_BHCN)}
-        if content.key_score_BHCN is not None and key_member_BHCN is not None:
-            scores["keys"] = content.key_score_BHCN, key_member_BHCN
-        for what, (score_BHCN, of_BHCN) in scores.items() if self.heads.selection == "topk" else ():
-            self.best[what] = BestOfPrefix(tuple(score_BHCN.shape[:3]), self.heads.centroids.window, score_BHCN)
-            self.best[what].fill(score_BHCN, of_BHCN)
-        key_BHND = content.logits(rotate, v_BHND.dtype)[1]
-        self.clusters.fill(key_BHND, v_BHND, member_BHCN if key_member_BHCN is None else key_member_BHCN)
-
-    def step(
-        self, q_BHD: Tensor, k_BHD: Tensor | None, v_BHD: Tensor, position: int, rotate: Rotate | None = None
-    ) -> Tensor:
-        """Take in the next position of each stream and return its output `[B, H, D]`."""
-        content = self.heads.read(q_BHD[:, :, None], None if k_BHD is None else k_BHD[:, :, None])
-        query_BH1D, key_BH1D = content.logits(rotate, v_BHD.dtype)
-        threshold_HC, key_threshold_HC = self.heads.thresholds()
-        joins_BHC, slot_BHC = self.join("queries", content.score_BHCN[..., 0], threshold_HC, position)
-        query_joins_BHC = None
-        if content.key_score_BHCN is not None:
-            query_joins_BHC = joins_BHC
-            joins_BHC, slot_BHC = self.join("keys", content.key_score_BHCN[..., 0], key_threshold_HC, position)
-        if slot_BHC is None:
-            slot_BHC = self.clusters.oldest_slot(joins_BHC)
-        query_BHD, key_BHD = query_BH1D[:, :, 0], key_BH1D[:, :, 0]
-        return self.clusters.step(query_BHD, key_BHD, v_BHD, joins_BHC, slot_BHC, position, query_joins_BHC)
-
-    def join(
-        self, what: str, score_BHC: Tensor, threshold_HC: Tensor | None, position: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return which clusters a position joins, and with topk the slot it takes there."""
-        if threshold_HC is not None:
-            return score_BHC >= threshold_HC, None
-        if self.heads.selection == "nearest":
-            return nearest_members(score_BHC[..., None])[..., 0], None
-        if what not in self.best:
-            self.best[what] = BestOfPrefix(tuple(score_BHC.shape), self.heads.centroids.window, score_BHC)
-        joins_BHC, slot_BHC, _ = self.best[what].offer(score_BHC, position)
-        return joins_BHC, slot_BHC

@@ -1,17 +1,23 @@
 """Membership: which positions belong to which cluster, and how the choice looks when only the prefix may be read.
 
-Shapes: B sequences, H heads, C clusters, N positions, W attention window. Scores are dot products of a centroid with a
-normalised query. Nothing here is differentiated; neither are the papers' top-k sets.
+Shapes: B sequences, H heads, G heads of all sequences, C clusters, N positions, W attention window, L lists, M members
+of all lists together. Scores are dot products of a centroid with a normalised query. Nothing here is differentiated;
+neither are the papers' top-k sets. Memory: who holds all scores of a long sequence is `choice.py`'s matter.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from rtx.attention.lists import Members, last_members
 from rtx.attention.products import wide_products
+
+MAX_DRAWS = 1 << 23
+"""Random numbers held at once, but for those of one cluster."""
 
 
 @torch.no_grad()
@@ -22,71 +28,105 @@ def centroid_scores(centroid_HCD: Tensor, x_BHND: Tensor) -> Tensor:
         return centroid_HCD.to(x_BHND.dtype) @ x_BHND.transpose(-1, -2)
 
 
-def topk_members(score_BHCN: Tensor, window: int) -> Tensor:
+def tie_margin(centroid_HCD: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return how far apart scores `[H, C]` of one and the same unit may come out of products of different shapes.
+
+    Streams take scores that are closer for equal: a unit that returns must not push itself out by its rounding. That of
+    the queries, which come out of products themselves, is in it.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    return 64 * torch.finfo(wide).eps * math.sqrt(centroid_HCD.shape[-1]) * centroid_HCD.to(wide).norm(dim=-1)
+
+
+def topk_members(score_GCN: Tensor, window: int, margin_GC: Tensor | None = None) -> Tensor:
     """Return the mask of each centroid's `window` best positions (Algorithm 1, line 13); of equals the earlier wins.
 
-    The choice reads the whole sequence, so it sees the future of every position.
+    The choice reads the whole sequence, so it sees the future of every position. Scores within the margin of the
+    `window`-th best count as equal to it.
     """
-    if window >= score_BHCN.shape[-1]:
-        return torch.ones_like(score_BHCN, dtype=torch.bool)
-    worst_BHC1 = score_BHCN.topk(window, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-    member_BHCN = score_BHCN >= worst_BHC1
-    if bool((member_BHCN.sum(-1) > window).any()):
-        better_BHCN = score_BHCN > worst_BHC1
-        tied_BHCN = member_BHCN & ~better_BHCN
-        places_BHC1 = window - better_BHCN.sum(-1, keepdim=True)
-        member_BHCN = better_BHCN | (tied_BHCN & (tied_BHCN.cumsum(-1) <= places_BHC1))
-    return member_BHCN
+    if window >= score_GCN.shape[-1]:
+        return torch.ones_like(score_GCN, dtype=torch.bool)
+    worst_GC1 = score_GCN.topk(window, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    margin_GC1 = 0 if margin_GC is None else margin_GC[..., None]
+    member_GCN = score_GCN >= worst_GC1 - margin_GC1
+    if bool((member_GCN.sum(-1) > window).any()):
+        better_GCN = score_GCN > worst_GC1 + margin_GC1
+        tied_GCN = member_GCN & ~better_GCN
+        places_GC1 = window - better_GCN.sum(-1, keepdim=True)
+        member_GCN = better_GCN | (tied_GCN & (tied_GCN.cumsum(-1) <= places_GC1))
+    return member_GCN
 
 
-def threshold_members(score_BHCN: Tensor, threshold_HC: Tensor) -> Tensor:
+def threshold_members(score_GCN: Tensor, threshold_GC: Tensor) -> Tensor:
     """Return the mask of positions that a centroid scores at or above its threshold: decided by each position alone."""
-    return score_BHCN >= threshold_HC[None, :, :, None]
+    return score_GCN >= threshold_GC[..., None]
 
 
-def nearest_clusters(score_BHCN: Tensor) -> Tensor:
-    """Return the number `[B, H, N]` of the centroid that scores each position highest; of equals the first wins."""
-    if score_BHCN.device.type != "cpu":
-        return score_BHCN.argmax(2)
-    # One cluster after the other reads memory in order; argmax over a dimension in the middle takes 3 times as long.
-    best_BHN = score_BHCN[:, :, 0]
-    nearest_BHN = torch.zeros_like(best_BHN, dtype=torch.int64)
-    for c in range(1, score_BHCN.shape[2]):
-        nearest_BHN.masked_fill_(score_BHCN[:, :, c] > best_BHN, c)
-        best_BHN = torch.maximum(best_BHN, score_BHCN[:, :, c])
-    return nearest_BHN
+class Nearest:
+    """The centroid that scores each position highest, of those whose scores were offered; of equals the first wins."""
+
+    def __init__(self, like_GND: Tensor) -> None:
+        G, N, _ = like_GND.shape
+        self.number_GN = torch.zeros(G, N, dtype=torch.int64, device=like_GND.device)
+        dtype = torch.promote_types(like_GND.dtype, torch.float32)
+        self.best_GN = like_GND.new_full((G, N), float("-inf"), dtype=dtype)
+
+    def offer(self, score_GCN: Tensor, heads: slice, first: int) -> None:
+        """Take in the scores that some heads' centroids give, from number `first` on, in the order of numbers."""
+        number_GN, best_GN = self.number_GN[heads], self.best_GN[heads]
+        if score_GCN.device.type != "cpu":
+            higher_GN, which_GN = score_GCN.max(1)
+            number_GN.copy_(torch.where(higher_GN > best_GN, which_GN + first, number_GN))
+            torch.maximum(best_GN, higher_GN, out=best_GN)
+            return
+        # One cluster after the other reads memory in order: argmax over a dimension in the middle takes thrice as long.
+        for c in range(score_GCN.shape[1]):
+            number_GN.masked_fill_(score_GCN[:, c] > best_GN, first + c)
+            torch.maximum(best_GN, score_GCN[:, c], out=best_GN)
 
 
-def nearest_members(score_BHCN: Tensor) -> Tensor:
-    """Return the mask that gives each position to the centroid that scores it highest; of equals the first wins."""
-    member_BHCN = torch.zeros_like(score_BHCN, dtype=torch.bool)
-    return member_BHCN.scatter_(2, nearest_clusters(score_BHCN)[:, :, None], True)
+def nearest_clusters(score_GCN: Tensor) -> Tensor:
+    """Return the number `[G, N]` of the centroid that scores each position highest; of equals the first wins."""
+    nearest = Nearest(score_GCN.mT)
+    nearest.offer(score_GCN, slice(None), 0)
+    return nearest.number_GN
 
 
-def random_members(heads: int, clusters: int, length: int, window: int, seed: int) -> Tensor:
-    """Return the mask `[H, C, N]` of `window` random positions for each cluster, a function of the arguments alone."""
+def random_positions(heads: int, clusters: int, length: int, window: int, seed: int) -> Tensor:
+    """Return `window` random positions for each cluster, ascending, `[H, C, W]`: a function of the arguments alone.
+
+    A window over `length` is `length`.
+    """
     generator = torch.Generator().manual_seed(seed)
-    draw_1HCN = torch.rand(1, heads, clusters, length, generator=generator, device="cpu")
-    return topk_members(draw_1HCN, window)[0]
+    lists = heads * clusters
+    step = max(1, MAX_DRAWS // length)
+    # Draws follow one another, however many are made at once.
+    parts = [
+        topk_members(torch.rand(1, min(step, lists - first), length, generator=generator, device="cpu"), window)
+        .nonzero(as_tuple=True)[2]
+        .view(-1, min(window, length))
+        for first in range(0, lists, step)
+    ]
+    empty_LW = torch.zeros(0, min(window, length), dtype=torch.int64, device="cpu")
+    return torch.cat([empty_LW, *parts]).view(heads, clusters, min(window, length))
 
 
-def window_scores(score_BHCN: Tensor, window: int, length: int, mask_BN: Tensor | None = None) -> Tensor:
-    """Return the score `[B, H, C]` that a threshold must have to keep `window` of `length` positions.
+def window_scores(score_GCN: Tensor, window: int, length: int, real_GN: Tensor | None = None) -> Tensor:
+    """Return the score `[G, C]` that a threshold must have to keep `window` of `length` positions.
 
-    Of a sequence with n positions (n real ones under `mask_BN`) it is the ceil(window * n / length)-th best; 0 for a
+    Of a sequence with n positions (n real ones under `real_GN`) it is the ceil(window * n / length)-th best; 0 for a
     sequence of padding alone, or of no positions.
     """
-    if not score_BHCN.shape[-1]:
-        return score_BHCN.new_zeros(score_BHCN.shape[:3])
-    if mask_BN is None:
-        rank = window_rank(score_BHCN.shape[-1], window, length)
-        return score_BHCN.topk(rank, dim=-1, sorted=False).values.amin(-1)
-    real_B = mask_BN.sum(-1).tolist()
-    rank_B = torch.tensor([window_rank(n, window, length) for n in real_B], device=score_BHCN.device)
-    score_BHCN = score_BHCN.masked_fill(~mask_BN[:, None, None], float("-inf"))
-    best_BHCR = score_BHCN.topk(int(rank_B.max()) if real_B else 1, dim=-1).values
-    rank_BHC1 = (rank_B - 1)[:, None, None, None].expand(*best_BHCR.shape[:3], 1)
-    return best_BHCR.gather(-1, rank_BHC1)[..., 0].masked_fill(~mask_BN.any(-1)[:, None, None], 0.0)
+    if not score_GCN.shape[-1]:
+        return score_GCN.new_zeros(score_GCN.shape[:2])
+    if real_GN is None:
+        rank = window_rank(score_GCN.shape[-1], window, length)
+        return score_GCN.topk(rank, dim=-1, sorted=False).values.amin(-1)
+    rank_G = torch.tensor([window_rank(n, window, length) for n in real_GN.sum(-1).tolist()], device=score_GCN.device)
+    score_GCN = score_GCN.masked_fill(~real_GN[:, None], float("-inf"))
+    best_GCR = score_GCN.topk(int(rank_G.max()) if len(rank_G) else 1, dim=-1).values
+    rank_GC1 = (rank_G - 1)[:, None, None].expand(*best_GCR.shape[:2], 1)
+    return best_GCR.gather(-1, rank_GC1)[..., 0].masked_fill(~real_GN.any(-1)[:, None], 0.0)
 
 
 def window_rank(n: int, window: int, length: int) -> int:
@@ -94,57 +134,70 @@ def window_rank(n: int, window: int, length: int) -> int:
     return min(n, math.ceil(window * n / length)) if n else 1
 
 
-def last_members(member_BHCN: Tensor, window: int) -> tuple[Tensor, ...]:
-    """Return the last `window` members of each cluster: sequences, heads, clusters, positions, and slots 0, 1, …"""
-    later_BHCN = member_BHCN.sum(-1, keepdim=True) - member_BHCN.cumsum(-1)
-    kept_BHCN = member_BHCN & (later_BHCN < window)
-    where = kept_BHCN.nonzero(as_tuple=True)
-    return *where, (kept_BHCN.cumsum(-1) - 1)[where]
-
-
 class BestOfPrefix:
     """Streaming top-w: the best `window` scores of each cluster so far, and the position behind each.
 
-    `shape` is that of the clusters, `[B, H, C]` or `[L]`. Equal scores: the earlier position wins.
+    `shape` is that of the clusters, `[B, H, C]` or `[L]`, which `margin` broadcasts to. Equal scores, and those no more
+    than the margin apart: the earlier position wins.
     """
 
-    def __init__(self, shape: tuple[int, ...], window: int, like: Tensor) -> None:
+    def __init__(self, shape: tuple[int, ...], window: int, like: Tensor, margin: Tensor | float = 0.0) -> None:
+        self.margin = torch.as_tensor(margin, dtype=like.dtype, device=like.device)[..., None]
         self.score_W = like.new_full((*shape, window), float("-inf"))
         # An empty slot counts as the latest of all positions, so that empty slots are filled first.
         empty_W = torch.arange(window, device=like.device) + (1 << 40)
         self.position_W = empty_W.expand(self.score_W.shape).clone()
 
-    def fill(self, score_BHCN: Tensor, member_BHCN: Tensor) -> None:
-        """Begin with the best of positions 0 to N - 1, in order of position; `member_BHCN` says which they are."""
-        b_M, h_M, c_M, n_M, slot_M = last_members(member_BHCN, self.score_W.shape[-1])
-        self.score_W[b_M, h_M, c_M, slot_M] = score_BHCN[b_M, h_M, c_M, n_M]
-        self.position_W[b_M, h_M, c_M, slot_M] = n_M
+    def fill(self, score_M: Tensor, members: Members) -> None:
+        """Begin with the best of positions 0 to N - 1 and their scores, in order of position."""
+        W = self.score_W.shape[-1]
+        kept_J, list_J, slot_J = last_members(members, W)
+        self.score_W.view(-1, W)[list_J, slot_J] = score_M[kept_J]
+        self.position_W.view(-1, W)[list_J, slot_J] = members.position_M()[kept_J]
 
     def offer(self, score: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
         """Offer one position to every cluster; return who takes it, the slot it gets (or would get), and its holder."""
         worst = self.score_W.amin(-1, keepdim=True)
-        tied_W = self.score_W == worst
+        tied_W = self.score_W <= worst + self.margin
         slot = torch.where(tied_W, self.position_W, -1).argmax(-1, keepdim=True)
-        joins = score[..., None] > worst
-        self.score_W.scatter_(-1, slot, torch.where(joins, score[..., None], worst))
+        joins = score[..., None] > worst + self.margin
+        self.score_W.scatter_(-1, slot, torch.where(joins, score[..., None], self.score_W.gather(-1, slot)))
         held = self.position_W.gather(-1, slot)
         self.position_W.scatter_(-1, slot, torch.where(joins, position, held))
         return joins[..., 0], slot[..., 0], held[..., 0]
 
 
-def prefix_members(score_LN: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """Return, for streaming top-w of L clusters, who joins on arrival `[L, N]` and until when each stays `[L, N]`.
+def prefix_members(
+    chunks: Iterable[Tensor], window: int, margin: Tensor | float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return, for streaming top-w of L clusters, who joins on arrival, and until when each of them stays.
 
-    Position j is read by i >= j where j joined on arrival and `leaves[j] > i`; a position that is never pushed out
-    leaves at N. This is the top-w set of every prefix, found in one pass.
+    Position j of a list is read by i >= j where j joined on arrival and `leaves` of it is greater than i; who is never
+    pushed out leaves at N. This is the top-w set of every prefix, found in one pass.
+
+    Args:
+        chunks: scores `[L, T]` of T further positions each.
+        margin: see `BestOfPrefix`.
+
+    Returns:
+        The members' lists, their positions, and when they leave, `[M]` each, ordered by list and position.
     """
-    L, N = score_LN.shape
-    best = BestOfPrefix((L,), window, score_LN)
-    joins_LN = torch.zeros(L, N, dtype=torch.bool, device=score_LN.device)
-    # The last column takes the departures from slots that were empty.
-    leaves_LN = torch.full((L, N + 1), N, device=score_LN.device)
-    for i in range(N):
-        joins_L, _, held_L = best.offer(score_LN[:, i], i)
-        joins_LN[:, i] = joins_L
-        leaves_LN.scatter_(-1, torch.where(joins_L, held_L.clamp(max=N), N)[:, None], i)
-    return joins_LN, leaves_LN[:, :N]
+    best, start, joined = None, 0, []
+    for score_LT in chunks:
+        best = BestOfPrefix(score_LT.shape[:1], window, score_LT, margin) if best is None else best
+        offers = [best.offer(score_L, start + t) for t, score_L in enumerate(score_LT.unbind(1))]
+        if offers:
+            joins_LT, held_LT = (torch.stack([offer[part] for offer in offers], dim=1) for part in (0, 2))
+            list_J, at_J = joins_LT.nonzero(as_tuple=True)
+            joined.append((list_J, at_J + start, held_LT[list_J, at_J]))
+        start += len(offers)
+    if not joined:
+        none_M = torch.zeros(0, dtype=torch.int64, device=None if best is None else best.score_W.device)
+        return none_M, none_M, none_M
+    list_M, position_M, held_M = (torch.cat(parts) for parts in zip(*joined, strict=True))
+    number_M, order_M = (list_M * start + position_M).sort()
+    leaves_M = torch.full_like(number_M, start)
+    pushed_M = held_M < start  # an empty slot counts as later than all
+    out_J = torch.searchsorted(number_M, (list_M * start + held_M)[pushed_M])
+    leaves_M[out_J] = position_M[pushed_M]
+    return list_M[order_M], position_M[order_M], leaves_M

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rtx.attention.clusters import Members, add_share, take
+from rtx.attention.clusters import add_share, take
+from rtx.attention.lists import Members
 from rtx.attention.weights import Distances, attend
 
 
@@ -53,22 +54,14 @@ class Rows(NamedTuple):
     """0: they read from the first `window` keys; t: their windows end within the t-th `step` keys behind those."""
 
 
-def lists(members: Members) -> Tensor:
-    """Return the list of every member."""
-    return torch.repeat_interleave(
-        torch.arange(len(members.count_L), device=members.row_M.device), members.count_L, output_size=len(members.row_M)
-    )
-
-
 def readers(queries: Members, keys: Members, causal: bool) -> Readers:
     """Return the queries that see a key, with the number of keys at or before each (all keys without a mask)."""
-    list_P = lists(queries)
+    list_P = queries.list_M()
     if causal:
         length = max(queries.length, keys.length)
-        query_P = list_P * length + queries.row_M % queries.length
-        key_order = lists(keys) * length + keys.row_M % keys.length
-        first_L = keys.count_L.cumsum(0) - keys.count_L
-        rank_P = torch.searchsorted(key_order, query_P, right=True) - first_L[list_P]
+        query_P = list_P * length + queries.position_M()
+        key_order = keys.list_M() * length + keys.position_M()
+        rank_P = torch.searchsorted(key_order, query_P, right=True) - keys.first_L()[list_P]
     else:
         rank_P = keys.count_L[list_P]
     sees_P = rank_P > 0

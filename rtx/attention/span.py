@@ -223,6 +223,7 @@ class SpanHeads(PositionHeads):
         backend: str = "auto",
     ) -> None:
         super().__init__()
+        check_positive("heads", heads)
         check_positive("window", window)
         check_positive("ramp", ramp)
         check_backend(backend)

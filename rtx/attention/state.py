@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rtx.attention.selection import last_members
+from rtx.attention.lists import Members, last_members
 from rtx.attention.weights import Distances, attend
 
 
@@ -34,16 +34,18 @@ class ClusterState:
         self.values_BHCWD = v_BHD.new_zeros(B, H, clusters, self.window, D)
         self.position_BHCW = torch.full((B, H, clusters, self.window), -1, device=k_BHD.device)
 
-    def fill(self, k_BHND: Tensor, v_BHND: Tensor, member_BHCN: Tensor) -> None:
+    def fill(self, k_BHND: Tensor, v_BHND: Tensor, members: Members) -> None:
         """Take in the members among positions 0 to N - 1, of each cluster the last `window`, in order of position."""
-        if not member_BHCN.shape[-1]:
+        B, H, N, D = k_BHND.shape
+        if not B * H * N:
             return
-        self.allocate(k_BHND[:, :, 0], v_BHND[:, :, 0], member_BHCN.shape[2])
+        self.allocate(k_BHND[:, :, 0], v_BHND[:, :, 0], len(members.count_L) // (B * H))
         assert self.keys_BHCWD is not None
-        b_M, h_M, c_M, n_M, slot_M = last_members(member_BHCN, self.window)
-        self.keys_BHCWD[b_M, h_M, c_M, slot_M] = k_BHND[b_M, h_M, n_M]
-        self.values_BHCWD[b_M, h_M, c_M, slot_M] = v_BHND[b_M, h_M, n_M]
-        self.position_BHCW[b_M, h_M, c_M, slot_M] = n_M
+        kept_J, list_J, slot_J = last_members(members, self.window)
+        row_J = members.row_M[kept_J]
+        self.keys_BHCWD.flatten(0, 2)[list_J, slot_J] = k_BHND.reshape(-1, D)[row_J]
+        self.values_BHCWD.flatten(0, 2)[list_J, slot_J] = v_BHND.reshape(-1, v_BHND.shape[-1])[row_J]
+        self.position_BHCW.flatten(0, 2)[list_J, slot_J] = row_J % N
 
     def oldest_slot(self, joins_BHC: Tensor) -> Tensor:
         """Return for each cluster the slot that its next member takes: an empty one, else that of its oldest member."""

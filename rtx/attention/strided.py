@@ -8,11 +8,13 @@ X = B * L pairs of a sequence and a remainder.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention import by_flex, by_reference
+from rtx.attention import by_flex, by_reference, reference
 from rtx.attention.arguments import check_attention, check_positive
 from rtx.attention.backends import Call, check_backend, choose
 from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, turn_step
@@ -58,7 +60,8 @@ def strided(
     chosen = choose(backend, Call("strided", q_BHND, k_BHND, v_BHND, dropout, relative))
     if chosen == "reference":
         options = {"scale": scale, "relative": relative, "mask_BN": mask_BN}
-        return by_reference.strided(q_BHND, k_BHND, v_BHND, stride=stride, **options)
+        sets = partial(reference.strided_sets, stride=stride)
+        return by_reference.read_heads(q_BHND, k_BHND, v_BHND, lambda b, h: sets, **options)
     if chosen == "flex":
         return by_flex.strided(q_BHND, k_BHND, v_BHND, stride=stride, scale=scale, mask_BN=mask_BN)
     B, _, N, _ = q_BHND.shape

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rtx.attention.clusters import Members
 from rtx.attention.derivatives import first_alone
+from rtx.attention.lists import Members
 from rtx.attention.shaw import Distances
 
 TYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -128,13 +128,11 @@ def prepare_members(
 
 
 @triton.jit
-def query_gradient(
-    total_QD, q_RD, k_RD, v_RE, grad_RE, row_M, norm_M, share_M, delta_M, first, count, start, window, log_scale,
-    SKIP: tl.constexpr, D: tl.constexpr, WIDE_D: tl.constexpr, E: tl.constexpr, WIDE_E: tl.constexpr,
-    TILE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
+def load_queries(
+    q_RD, grad_RE, row_M, norm_M, share_M, delta_M, first, count, slot_Q,
+    D: tl.constexpr, WIDE_D: tl.constexpr, E: tl.constexpr, WIDE_E: tl.constexpr,
 ):  # fmt: skip
-    """Return `total_QD` plus the gradient `[Q, D]` of a tile of queries, still without the factor on the logits."""
-    slot_Q = start + tl.arange(0, TILE)
+    """Return some queries of a list, the gradients of their outputs, and the forward pass's numbers of them."""
     real_Q = slot_Q < count
     row_Q = tl.load(row_M + first + slot_Q, mask=real_Q, other=0)
     q_QD = load_rows(q_RD, row_Q, real_Q, D, WIDE_D)
@@ -142,6 +140,20 @@ def query_gradient(
     norm_Q = tl.load(norm_M + first + slot_Q, mask=real_Q, other=0.0)
     share_Q = tl.load(share_M + first + slot_Q, mask=real_Q, other=0.0)
     delta_Q = tl.load(delta_M + first + slot_Q, mask=real_Q, other=0.0)
+    return q_QD, grad_QE, norm_Q, share_Q, delta_Q
+
+
+@triton.jit
+def query_gradient(
+    total_QD, q_RD, k_RD, v_RE, grad_RE, row_M, norm_M, share_M, delta_M, first, count, start, window, log_scale,
+    SKIP: tl.constexpr, D: tl.constexpr, WIDE_D: tl.constexpr, E: tl.constexpr, WIDE_E: tl.constexpr,
+    TILE: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return `total_QD` plus the gradient `[Q, D]` of a tile of queries, still without the factor on the logits."""
+    slot_Q = start + tl.arange(0, TILE)
+    q_QD, grad_QE, norm_Q, share_Q, delta_Q = load_queries(
+        q_RD, grad_RE, row_M, norm_M, share_M, delta_M, first, count, slot_Q, D, WIDE_D, E, WIDE_E
+    )
     for key_start in range(tl.maximum(start - window + 1, 0), tl.minimum(start + TILE, count), STEP):
         slot_K = key_start + tl.arange(0, STEP)
         real_K = slot_K < count
@@ -172,13 +184,9 @@ def key_gradients(
     total_KE = tl.zeros([TILE, WIDE_E], tl.float32)
     for query_start in range(start, tl.minimum(start + TILE + window - 1, count), STEP):
         slot_Q = query_start + tl.arange(0, STEP)
-        real_Q = slot_Q < count
-        row_Q = tl.load(row_M + first + slot_Q, mask=real_Q, other=0)
-        q_QD = load_rows(q_RD, row_Q, real_Q, D, WIDE_D)
-        grad_QE = load_rows(grad_RE, row_Q, real_Q, E, WIDE_E)
-        norm_Q = tl.load(norm_M + first + slot_Q, mask=real_Q, other=0.0)
-        share_Q = tl.load(share_M + first + slot_Q, mask=real_Q, other=0.0)
-        delta_Q = tl.load(delta_M + first + slot_Q, mask=real_Q, other=0.0)
+        q_QD, grad_QE, norm_Q, share_Q, delta_Q = load_queries(
+            q_RD, grad_RE, row_M, norm_M, share_M, delta_M, first, count, slot_Q, D, WIDE_D, E, WIDE_E
+        )
         logit_KQ = multiply(k_KD, tl.trans(q_QD), PRECISION) * log_scale - norm_Q[None, :]
         seen_KQ = sees(slot_Q[None, :], slot_K[:, None], count, window, SKIP)
         weight_KQ = tl.exp2(tl.where(seen_KQ, logit_KQ, float("-inf")))

@@ -17,7 +17,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from rtx.attention.clusters import Members
+from rtx.attention.lists import Members
 from rtx.attention.triton_clusters import device_refusal, launch, size_refusal, wide
 
 BLOCK, SPAN, DEPTH = 128, 4096, 32

@@ -66,7 +66,7 @@ def substitute(how: str, count: int, config: Config, layer: int) -> Heads:
     swapped = make_routed(count, dataclasses.replace(config, routing=routing, seed=config.seed + MEMBER_SEED), layer)
     assert isinstance(swapped, RandomHeads)
     if how == "local":  # one cluster of all positions, of which a member reads the last W
-        swapped.member_HCN = torch.ones(count, 1, 1, dtype=torch.bool)
+        swapped.position_HCW, swapped.length = torch.zeros(count, 1, 1, dtype=torch.int64), 1
     return swapped
 
 

@@ -67,9 +67,10 @@ def protocol_line(
     how = "streaming" if mode == "streaming" else "teacher-forced"
     routes = config.routing.heads > 0 and config.routing.layers > 0
     selection = f"selection={config.routing.selection}" if routes else "no routing heads"
+    if ablate != "none":  # what the model was trained with chooses nothing here
+        selection = f"ablated ({ABLATED[ablate]}; trained with {selection})"
     selection += f", lsh={config.model.lsh}" if hashes(config) else ""
     sight = "selection sees the future" if sees_future(config, mode, ablate) else "sees no future"
-    sight += f"; ablated: {ABLATED[ablate]}" if ablate != "none" else ""
     scored = f"{units:,} {unit}s each scored once" + (" (a sample of the windows)" if partial else "")
     scored += f", protocol=released ({released})" if released else ""
     scored += "".join(f", {stamp}" for stamp in stamps)

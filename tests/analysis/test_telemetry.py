@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rtx.analysis.telemetry import PROBES, read_telemetry
+from rtx.attention.kmeans import Centroids
 from rtx.attention.reference import separate_sets
 from rtx.attention.routing import RoutingHeads
 from rtx.attention.span import SpanHeads
@@ -46,7 +47,8 @@ def test_figures_are_those_of_plain_loops(selection: str, attend_self: bool, key
     model, heads = trained_heads(selection, attend_self, keys)
     told = read_telemetry(model)
     assert heads.snapshot is not None
-    member_HCN, key_member_HCN, nearest_HN, query_HND, key_HND = heads.snapshot
+    members, key_members, nearest_HN, query_HND, key_HND, _ = heads.snapshot
+    member_HCN, key_member_HCN = (x.mask().unflatten(0, (2, CLUSTERS)) for x in (members, key_members))
     times = member_HCN.sum(1).flatten().tolist()
     assert told["routing/in_none"] == pytest.approx(times.count(0) / len(times))
     assert told["routing/in_one"] == pytest.approx(times.count(1) / len(times))
@@ -69,6 +71,25 @@ def test_figures_are_those_of_plain_loops(selection: str, attend_self: bool, key
                 distance.append(sum(w * (i - j) for w, j in zip(weights, read, strict=True)))
     assert told["routing/self_weight"] == pytest.approx(sum(own) / len(own), rel=1e-5)
     assert told["routing/distance"] == pytest.approx(sum(distance) / len(distance), rel=1e-5)
+
+
+@pytest.mark.parametrize("selection", ["causal", "topk", "nearest"])
+def test_padding_counts_for_nothing(selection: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    q, v = torch.randn(2, 2, 2, LENGTH, 4, generator=generator)
+    told = []
+    for real in (LENGTH, 15):
+        model, heads = trained_heads(selection, True)
+        mask_BN = None if real == LENGTH else (torch.arange(LENGTH) < real).expand(2, LENGTH)
+        length = 15 if mask_BN is None else LENGTH
+        store = Centroids(2, CLUSTERS, 4, window=WINDOW, length=LENGTH, decay=0.9, thresholds=True)
+        torch.manual_seed(4)
+        heads.centroids = store
+        store.centroid_HCD.normal_()
+        heads.train()(q[:, :, :length], None, v[:, :, :length], mask_BN=mask_BN)
+        told.append(read_telemetry(model))
+    for name in ("empty_share", "usage_entropy", "in_none", "in_one", "in_many", "member_share"):
+        assert told[0][f"routing/{name}"] == pytest.approx(told[1][f"routing/{name}"]), name
 
 
 def test_nothing_to_tell_before_training_or_without_routing() -> None:

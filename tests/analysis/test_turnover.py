@@ -66,11 +66,11 @@ def test_what_is_read_are_the_memberships(selection: str, keys: str) -> None:
     heads_of_layers = [(heads.snapshot, h) for heads in routed(model) for h in range(2)]
     for numbers_X, (snapshot, h) in zip(read, heads_of_layers, strict=True):
         assert snapshot is not None
-        own = [snapshot.member_HCN[h], *([snapshot.key_member_HCN[h]] if keys == "separate" else [])]
+        own = [snapshot.members, *([snapshot.key_members] if keys == "separate" else [])]
         expected = [
             (which * CLUSTERS + c) * LENGTH + i
-            for which, member_CN in enumerate(own)
-            for c, member_N in enumerate(member_CN.tolist())
+            for which, members in enumerate(own)
+            for c, member_N in enumerate(members.mask().unflatten(0, (2, CLUSTERS))[h].tolist())
             for i, is_member in enumerate(member_N)
             if is_member
         ]

@@ -84,6 +84,8 @@ OPTIONS = [
     Bad("a plain pair", "relative", tuple(tables()), "relative is a tuple: must be None or rtx.attention.Distances"),
     Bad("no distances", "relative", tables(distances=0), "relative.keys_MD has the shape (0, 4): must be (1, 4)"),
     Bad("elsewhere", "relative", Distances(*(x.to("meta") for x in tables())), "relative.keys_MD is on meta"),
+    Bad("text", "scale", "0.5", "scale='0.5': must be a number"),
+    Bad("text", "dropout", "0.5", "dropout='0.5': must be a number"),
     Bad("unknown", "selection", "best", "selection='best': must be one of causal, topk, nearest"),
     Bad("unknown", "variant", "linear", "variant='linear': must be one of causal, reformer"),
     Bad("over the block", "summary", 5, "summary=5: must be from 1 to block=4"),
@@ -199,6 +201,12 @@ MODULES: dict[str, tuple[Callable[[], Any], str]] = {
     "fixed": (lambda: FixedHeads(block=3, summary=4), "summary=4: must be from 1 to block=3"),
     "span": (lambda: SpanHeads(2, window=4, ramp=0), "ramp=0: must be at least 1"),
     "lsh": (lambda: LshHeads(2, 4, window=4, rounds=1, buckets=3, seed=0), "buckets=3: must be even"),
+    "lsh heads": (
+        lambda: LshHeads(0, 4, window=4, rounds=1, buckets=2, seed=0),
+        "heads=0: must be at least 1",
+    ),
+    "span heads": (lambda: SpanHeads(-1, window=4), "heads=-1: must be at least 1"),
+    "random heads": (lambda: RandomHeads(-1, 1, window=4, length=9, seed=0, scale=1.0), "heads=-1: must be at least"),
     "lsh rounds": (lambda: LshHeads(2, 4, window=4, rounds=0, buckets=2, seed=0), "rounds=0: must be at least 1"),
     "lsh variant": (
         lambda: LshHeads(2, 4, window=4, rounds=1, buckets=2, seed=0, variant="x"),
@@ -209,6 +217,18 @@ MODULES: dict[str, tuple[Callable[[], Any], str]] = {
     "routing scale": (
         lambda: RoutingHeads(store(), selection="topk", scale=-1.0),
         "scale=-1.0: must be finite and above 0",
+    ),
+    "routing scale as text": (
+        lambda: RoutingHeads(store(), selection="topk", scale="0.5"),  # type: ignore[arg-type]
+        "scale='0.5': must be a number",
+    ),
+    "routing commitment as text": (
+        lambda: RoutingHeads(store(), selection="topk", scale=1.0, commitment="much"),  # type: ignore[arg-type]
+        "commitment='much': must be a number",
+    ),
+    "decay as text": (
+        lambda: Centroids(2, 1, 4, window=1, length=9, decay="0.5"),  # type: ignore[arg-type]
+        "decay='0.5': must be a number",
     ),
     "routing dropout": (
         lambda: RoutingHeads(store(), selection="topk", scale=1.0, dropout=1.0),

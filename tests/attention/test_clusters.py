@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rtx.attention.clusters import attend_members, blocks, pack, visible
+from rtx.attention.clusters import attend_members, blocks, visible
+from rtx.attention.lists import pack
 
 
 def test_pack_lists_positions_in_order() -> None:

@@ -8,9 +8,11 @@ import pytest
 import torch
 from oracle_cases import PLAIN, Case, Leaves, assert_same, cases, leaves
 from routing_cases import centroids
+from torch import nn
 
+from rtx.attention.content import normalise
 from rtx.attention.cross import CrossRoutingHeads, cross_routing
-from rtx.attention.kmeans import Centroids, update_centroids
+from rtx.attention.kmeans import Centroids, initialise_from_data, update_centroids
 
 Masks = tuple[torch.Tensor, torch.Tensor]
 
@@ -59,6 +61,36 @@ def test_the_heads_are_the_function_and_count_both_sequences() -> None:
     assert not torch.equal(store.centroid_HCD, before)
     heads.eval()(x["q"], x["k"], x["v"])
     assert all((total == 0).all() for total in store.sums())
+
+
+class Reader(nn.Module):
+    """The least that `initialise_from_data` asks of a model: a loss of tokens; queries and keys of two lengths."""
+
+    def __init__(self, masked: bool) -> None:
+        super().__init__()
+        store = Centroids(2, 3, 4, window=5, length=13, decay=0.9, keys="separate", thresholds=True)
+        self.heads, self.masked = CrossRoutingHeads(store), masked
+        self.x = inputs_of(PLAIN._replace(B=2, H=2), 21)
+
+    def loss(self, tokens_BN: torch.Tensor) -> torch.Tensor:
+        batch = {name: self.x[name][: len(tokens_BN)] for name in "qkv"}
+        mask_BN, context_BM = (pair[: len(tokens_BN)] for pair in masks(PLAIN._replace(B=2, seed=1), 21))
+        given: dict[str, Any] = {"mask_BN": mask_BN, "context_mask_BM": context_BM} if self.masked else {}
+        return self.heads(*batch.values(), **given).sum()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_data_start_the_centroids(masked: bool) -> None:
+    model = Reader(masked).train()
+    store = model.heads.centroids
+    initialise_from_data(model, torch.zeros(2, 13, dtype=torch.int64))
+    assert not store.seed_with_next and model.training
+    real_N = masks(PLAIN._replace(B=2, seed=1), 21)[0][0] if masked else torch.ones(13, dtype=torch.bool)
+    apart_HCN = torch.cdist(store.centroid_HCD, normalise(model.x["q"][0]).float()[:, real_N])
+    assert (apart_HCN.amin(-1) < 1e-3).all(), "each stands at a real query of the first sequence"
+    before = store.centroid_HCD.clone()
+    model.loss(torch.zeros(2, 13, dtype=torch.int64))
+    assert torch.equal(store.centroid_HCD, before)
 
 
 def test_refusals() -> None:

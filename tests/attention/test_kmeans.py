@@ -32,7 +32,7 @@ def queries(seed: int, batch: int = 2, length: int = N) -> Tensor:
 def watch(centroids: Centroids, *batches: Tensor) -> Centroids:
     """Let centroids observe batches, without an update."""
     for q_BHND in batches:
-        centroids.observe(q_BHND, centroids.scores(q_BHND))
+        centroids.observe(q_BHND, centroids.look(q_BHND))
     return centroids
 
 
@@ -214,8 +214,8 @@ def test_revival() -> None:
 
 def watch_both(centroids: Centroids, q_BHND: Tensor, k_BHND: Tensor, mask_BN: Tensor | None = None) -> Centroids:
     """Let centroids observe queries and keys of one batch, without an update."""
-    centroids.observe(q_BHND, centroids.scores(q_BHND), mask_BN)
-    centroids.observe_keys(k_BHND, centroids.scores(k_BHND), mask_BN)
+    centroids.observe(q_BHND, centroids.look(q_BHND, mask_BN), mask_BN)
+    centroids.observe_keys(k_BHND, centroids.look(k_BHND, mask_BN), mask_BN)
     return centroids
 
 

@@ -12,9 +12,11 @@ from routing_cases import How, centroids, fast, projection, thresholds, truth
 from rtx.attention import prefix, reference
 from rtx.attention.by_reference import read_heads
 from rtx.attention.kmeans import Centroids
-from rtx.attention.prefix import attend_prefix_topk
-from rtx.attention.routing import RoutingHeads, RoutingState
-from rtx.attention.selection import BestOfPrefix, prefix_members
+from rtx.attention.lists import Members
+from rtx.attention.prefix import Arrivals, attend_prefix_topk
+from rtx.attention.routing import RoutingHeads
+from rtx.attention.routing_state import RoutingState
+from rtx.attention.selection import BestOfPrefix, prefix_members, topk_members
 from rtx.model.positions import Rotary
 
 STREAM = How(streaming=True)
@@ -40,16 +42,23 @@ def test_ties(window: int, attend_self: bool) -> None:
     def sets(b: int, h: int) -> reference.Sets:
         return partial(reference.streaming_topk_sets, score_CN=score_BHCN[b, h], **rule)
 
-    out = attend_prefix_topk(q, q, v, score_BHCN, window=window, scale=0.5, attend_self=attend_self)
+    list_M, position_M, leaves_M = prefix_members([score_BHCN.flatten(0, 2)], window)
+    count_L = torch.bincount(list_M, minlength=12)
+    every = Arrivals(Members(list_M // 3 * 33 + position_M, count_L, 33, 4 * 33), leaves_M)
+    out = attend_prefix_topk(q, q, v, every, every, window=window, scale=0.5, attend_self=attend_self)
     torch.testing.assert_close(out, read_heads(q, q, v, sets, 0.5), rtol=1e-10, atol=1e-12)
 
 
 def test_membership_of_every_prefix() -> None:
     score_LN = torch.randint(5, (7, 29), generator=torch.Generator().manual_seed(2)).float()
-    joins_LN, leaves_LN = prefix_members(score_LN, 4)
-    for i in range(29):
-        expected = reference.topk_members(score_LN[:, : i + 1], 4)
-        assert torch.equal(joins_LN[:, : i + 1] & (leaves_LN[:, : i + 1] > i), expected)
+    for parts in ([score_LN], score_LN.split(10, dim=1), score_LN.split(1, dim=1)):
+        list_M, position_M, leaves_M = prefix_members(parts, 4)
+        number_M = list_M * 29 + position_M
+        assert (number_M.diff() > 0).all()
+        for i in range(29):
+            held_M = (position_M <= i) & (leaves_M > i)
+            expected = reference.topk_members(score_LN[:, : i + 1], 4)
+            assert torch.equal(torch.stack([list_M[held_M], position_M[held_M]], dim=1), expected.nonzero())
 
 
 def test_the_best_of_a_prefix_hold_their_positions() -> None:
@@ -113,3 +122,16 @@ def test_a_stream_equals_one_pass(case: Case, selection: str, keys: str, slots: 
     torch.testing.assert_close(out, truth(case, inputs, how), rtol=1e-5, atol=1e-5)
     assert state.clusters.keys_BHCWD is not None
     assert state.clusters.keys_BHCWD.shape == (case.B, case.H, case.C, case.W, case.D)
+
+
+def test_scores_that_are_equal_but_for_rounding_stay_with_the_first() -> None:
+    exact_LN = torch.randint(3, (5, 40), generator=torch.Generator().manual_seed(1)).float()
+    noise_LN = 1e-5 * torch.rand(5, 40, generator=torch.Generator().manual_seed(2))
+    list_M, position_M, leaves_M = prefix_members([exact_LN], 4)
+    for noisy_LN in (exact_LN + noise_LN, exact_LN - noise_LN):
+        found = prefix_members([noisy_LN], 4, torch.full((5,), 1e-4))
+        assert all(torch.equal(*pair) for pair in zip(found, (list_M, position_M, leaves_M), strict=True))
+        # What steps leave is the choice from the whole prefix.
+        member_LN = topk_members(noisy_LN, 4, torch.full((5,), 1e-4))
+        assert torch.equal(member_LN, reference.topk_members(exact_LN, 4))
+    assert not torch.equal(prefix_members([exact_LN + noise_LN], 4)[1], position_M)

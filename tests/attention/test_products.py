@@ -138,5 +138,5 @@ def test_long_causal_attention_agrees_with_torch_s_own(monkeypatch: pytest.Monke
 
 
 def test_nearest_cluster_is_the_first_of_equals() -> None:
-    score_BHCN = torch.randint(0, 3, (2, 3, 5, 40)).float()
-    assert torch.equal(nearest_clusters(score_BHCN), score_BHCN.argmax(2))
+    score_GCN = torch.randint(0, 3, (6, 5, 40)).float()
+    assert torch.equal(nearest_clusters(score_GCN), score_GCN.argmax(1))

@@ -10,8 +10,9 @@ import torch
 from oracle_cases import PLAIN, Case, Leaves, assert_same, cases, leaves, plain_rotate, tables
 from padding_cases import padding
 
+from rtx.attention import reference, selection
 from rtx.attention.random import RandomHeads, random
-from rtx.attention.selection import random_members
+from rtx.attention.selection import random_positions
 from rtx.model.positions import Rotary
 
 
@@ -69,12 +70,21 @@ def test_padding_own_keys_and_slot_distances(case: Case, slots: bool) -> None:
 
 
 def test_memberships_are_a_function_of_seed_head_and_length() -> None:
-    member_HCN = random_members(3, 4, 40, 10, seed=9)
-    assert torch.equal(member_HCN, random_members(3, 4, 40, 10, seed=9))
-    assert (member_HCN.sum(-1) == 10).all()
-    assert torch.equal(member_HCN[:2], random_members(2, 4, 40, 10, seed=9))
-    assert not torch.equal(member_HCN, random_members(3, 4, 40, 10, seed=10))
-    assert not torch.equal(member_HCN[0], member_HCN[1])
+    position_HCW = random_positions(3, 4, 40, 10, seed=9)
+    assert torch.equal(position_HCW, random_positions(3, 4, 40, 10, seed=9))
+    assert position_HCW.shape == (3, 4, 10) and (position_HCW.diff(dim=-1) > 0).all()
+    assert position_HCW.min() >= 0 and position_HCW.max() < 40
+    assert torch.equal(position_HCW[:2], random_positions(2, 4, 40, 10, seed=9))
+    assert not torch.equal(position_HCW, random_positions(3, 4, 40, 10, seed=10))
+    assert not torch.equal(position_HCW[0], position_HCW[1])
+
+
+def test_memberships_are_those_of_one_draw_for_all_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_LN = torch.rand(12, 40, generator=torch.Generator().manual_seed(9))
+    expected = reference.topk_members(draw_LN, 10).nonzero()[:, 1].view(3, 4, 10)
+    for most in (selection.MAX_DRAWS, 100, 1):
+        monkeypatch.setattr(selection, "MAX_DRAWS", most)
+        assert torch.equal(random_positions(3, 4, 40, 10, seed=9), expected)
 
 
 def test_the_function_is_the_heads() -> None:

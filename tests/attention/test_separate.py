@@ -10,8 +10,8 @@ from oracle_cases import PLAIN, Case, assert_same, cases, leaves
 from padding_cases import padding
 from routing_cases import How, fast, truth
 
-from rtx.attention.clusters import pack
 from rtx.attention.kmeans import Centroids, orthonormal
+from rtx.attention.lists import pack
 from rtx.attention.routing import RoutingHeads, normalise, routing
 from rtx.attention.separate import attend_lists, blocks, readers
 

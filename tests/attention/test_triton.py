@@ -13,7 +13,8 @@ from torch import Tensor
 from triton_cases import DEVICE, Lists, cases, inputs, membership, run
 
 from rtx.attention import reference
-from rtx.attention.clusters import attend_members, pack
+from rtx.attention.clusters import attend_members
+from rtx.attention.lists import pack
 from rtx.attention.triton_clusters import attend_members_triton, triton_refusal
 from rtx.attention.weights import Distances
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from triton_cases import DEVICE
 
-from rtx.attention.clusters import attend_members, pack
-from rtx.attention.content import masked_scores, members
+from rtx.attention.choice import Rule, Wish, read_scores
+from rtx.attention.clusters import attend_members
+from rtx.attention.kmeans import Centroids
+from rtx.attention.lists import Members
+from rtx.attention.routing import RoutingHeads, routing
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'rtx[triton]', Linux only)")
 
+from rtx.attention import triton_select
 from rtx.attention.triton_clusters import attend_members_triton
 from rtx.attention.triton_select import select_by_threshold, select_refusal
 
@@ -30,15 +36,14 @@ def drawn(B: int, H: int, C: int, N: int, D: int, dtype: torch.dtype = torch.flo
 def assert_identical(x_BHND: Tensor, centroid_HCD: Tensor, threshold_HC: Tensor, mask_BN: Tensor | None = None) -> None:
     """Compare lists, counts and nearest centroids with torch's."""
     found, nearest_BHN = select_by_threshold(x_BHND, centroid_HCD, threshold_HC, mask_BN)
-    score_BHCN = masked_scores(centroid_HCD, x_BHND, mask_BN)
-    expected = pack(members(score_BHCN, 1, "causal", threshold_HC, mask_BN))
+    wish = Wish(Rule("causal", 1, threshold_HC), nearest=True)
+    expected, _, nearest_of_torch_BHN, _ = read_scores(centroid_HCD, x_BHND, mask_BN, wish)
+    assert expected is not None and nearest_of_torch_BHN is not None
     assert torch.equal(found.row_M, expected.row_M)
     assert torch.equal(found.count_L, expected.count_L)
     assert found.row_M.dtype == expected.row_M.dtype and found.count_L.dtype == expected.count_L.dtype
     assert found[2:] == expected[2:]
-    # Of equals the first is the nearest, which torch's argmax does not promise.
-    best_BHN = (score_BHCN == score_BHCN.amax(2, keepdim=True)).int().cumsum(2).eq(1).int().argmax(2)
-    assert torch.equal(nearest_BHN, best_BHN)
+    assert torch.equal(nearest_BHN, nearest_of_torch_BHN)
 
 
 @pytest.mark.parametrize(
@@ -93,3 +98,43 @@ def test_refusals() -> None:
     assert select_refusal(x_BHND) is None
     with pytest.raises(ValueError, match=r"x_BHND is of torch\.float64"):
         select_by_threshold(x_BHND.double(), centroid_HCD, threshold_HC)
+
+
+@pytest.mark.parametrize("keys", ["shared", "projected"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_heads_with_thresholds_choose_by_the_kernel(masked: bool, keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Tensor] = []
+
+    def counted(x_BHND: Tensor, *rest: Any) -> tuple[Members, Tensor]:
+        calls.append(x_BHND)
+        return select_by_threshold(x_BHND, *rest)
+
+    monkeypatch.setattr(triton_select, "select_by_threshold", counted)
+    q, k, v = torch.randn(3, 2, 2, 40, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    mask_BN = (torch.arange(40) < torch.tensor([[40], [23]])).to(DEVICE) if masked else None
+    told = {}
+    for backend in ("torch", "triton"):
+        torch.manual_seed(0)
+        store = Centroids(2, 5, 8, window=9, length=40, decay=0.9, thresholds=True, keys=keys).to(DEVICE)
+        heads = RoutingHeads(store, selection="causal", scale=0.3, backend=backend).train()
+        out, _ = heads(q, None if keys == "shared" else k, v, mask_BN=mask_BN)
+        assert heads.snapshot is not None
+        given = {"centroid_HCD": store.centroid_HCD, "threshold_HC": store.threshold_HC, "mask_BN": mask_BN}
+        rest = {"window": 9, "scale": 0.3, "backend": backend, "projection_HDD": store.projection_HDD}
+        again = routing(q, None if keys == "shared" else k, v, **given, **rest)  # type: ignore[arg-type]
+        told[backend] = [out, again, *store.sums(), heads.snapshot.members.row_M, heads.snapshot.nearest_HN]
+        assert len(calls) == (2 if backend == "triton" else 0), "once for the heads, once for the function"
+    for of_torch, of_triton in zip(told["torch"], told["triton"], strict=True):
+        torch.testing.assert_close(of_triton, of_torch, rtol=1e-5, atol=1e-5)
+
+
+def test_other_selections_do_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_select, "select_by_threshold", None)
+    x_BHND = drawn(1, 2, 4, 30, 8)[0]
+    for selection in ("topk", "nearest"):
+        store = Centroids(2, 4, 8, window=9, length=30, decay=0.9).to(DEVICE)
+        out, expected = (
+            RoutingHeads(store, selection=selection, scale=0.3, backend=backend)(x_BHND, None, x_BHND)[0]
+            for backend in ("triton", "torch")
+        )
+        torch.testing.assert_close(out, expected)

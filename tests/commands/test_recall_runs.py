@@ -91,7 +91,7 @@ def test_an_ablation_is_named_and_kept_beside_the_plain_score(workshop: Workshop
     ):
         result = results[how]
         assert result["ablate"] == how
-        assert result["protocol"].endswith(f"sees no future; ablated: {said}")
+        assert result["protocol"].endswith(f"; ablated ({said}; trained with selection=topk): sees no future")
         assert not result["selection_sees_future"]
     assert plain["ablate"] == "none" and "ablated" not in plain["protocol"]
     assert plain["selection_sees_future"] == (mode == "parallel")

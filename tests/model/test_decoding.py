@@ -10,6 +10,7 @@ import torch
 from tiny_models import KINDS, SELECTIONS, tiny_model, tokens
 from torch import Tensor
 
+from rtx.attention.routing_state import RoutingState
 from rtx.model.decoding import Decoder, draw, generate
 from rtx.model.transformer import Transformer
 
@@ -58,6 +59,33 @@ def test_a_prompt_in_one_pass_leaves_the_state_of_its_steps(
 def test_a_prompt_for_keys_of_their_own(selection: str, keys: str) -> None:
     model = tiny_model(selection=selection, routing_keys=keys, routing_attend_self=False)
     same_after_a_prompt(model, tokens(length=37), 17)
+
+
+def members_held(decoder: Decoder) -> list[list[list[int]]]:
+    """The positions that each cluster of each layer holds."""
+    groups = [group for states in decoder.states for group in states if isinstance(group, RoutingState)]
+    return [group.clusters.position_BHCW.sort(dim=-1).values.flatten(0, 2).tolist() for group in groups]
+
+
+@pytest.mark.parametrize("units", [[5], [5, 2]])
+@pytest.mark.parametrize("keys", ["shared", "separate"])
+def test_units_that_return_keep_the_members_that_came_first(keys: str, units: list[int]) -> None:
+    """In float32, where the products of one unit in prompts, in steps and in scoring round apart."""
+    sizes = {"hidden": 64, "ffn_hidden": 64, "routing_heads": 4, "routing_layers": 3, "routing_window": 12}
+    model = tiny_model(selection="topk", positions="none", routing_keys=keys, **sizes).float()
+    tokens_BN = torch.tensor([units, [unit + 3 for unit in units]]).repeat(1, 120)[:, :120]
+    quick, slow = Decoder(model, 2), Decoder(model, 2)
+    with torch.no_grad():
+        scored_BN, _ = model.loss(tokens_BN, streaming=True)
+        logits_BV = quick.prefill(tokens_BN[:, :80])
+        for tokens_B in [None, *tokens_BN.T[:80]]:
+            expected_BV = slow.step(tokens_B)
+        torch.testing.assert_close(logits_BV, expected_BV, rtol=1e-4, atol=1e-4)
+        assert members_held(quick) == members_held(slow)
+        for tokens_B in tokens_BN.T[80:-1]:
+            torch.testing.assert_close(quick.step(tokens_B), slow.step(tokens_B), rtol=1e-4, atol=1e-4)
+        assert members_held(quick) == members_held(slow)
+        torch.testing.assert_close(streamed_nats(model, tokens_BN), scored_BN, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("rounds", [1, 2])

@@ -76,9 +76,9 @@ def test_the_logit_scale_is_that_of_the_configuration() -> None:
 
 def test_random_heads_differ_by_layer_and_seed_alone() -> None:
     layers = [routed(tiny_model(selection="random", seed=s), n) for s in (0, 1) for n in (1, 2)]
-    masks = [layer.member_HCN for layer in layers if isinstance(layer, RandomHeads)]
-    assert torch.equal(masks[0], masks[2]) and torch.equal(masks[1], masks[3]), "weights do not matter"
-    assert not torch.equal(masks[0], masks[1])
+    members = [layer.position_HCW for layer in layers if isinstance(layer, RandomHeads)]
+    assert torch.equal(members[0], members[2]) and torch.equal(members[1], members[3]), "weights do not matter"
+    assert not torch.equal(members[0], members[1])
 
 
 def test_all_heads_may_route() -> None:
