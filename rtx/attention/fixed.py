@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from rtx.attention import by_flex, by_reference
 from rtx.attention.arguments import check_attention, check_positive
 from rtx.attention.backends import Call, check_backend, choose
-from rtx.attention.heads import HeadState, PositionHeads, Rotate, turn_step
+from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, turn_step
 from rtx.attention.weights import Distances, attend, logit_scale, without_padding
 
 GROUPS = 16
@@ -230,6 +230,29 @@ class FixedState(HeadState):
         self.block, self.summary, self.scale, self.relative = block, summary, scale, relative
         self.keys_BHKD: Tensor | None = None
         self.values_BHKD: Tensor | None = None
+
+    def fill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, rotate: RotateFrom | None = None) -> None:
+        """See `HeadState`."""
+        assert k_BHND is not None
+        _, H, N, _ = k_BHND.shape
+        if not N:
+            return
+        self.keys_BHKD = self.kept(k_BHND if rotate is None else rotate(k_BHND))
+        self.values_BHKD = self.kept(v_BHND)
+        position_1HN1 = torch.arange(N, device=k_BHND.device).expand(1, H, N)[..., None]
+        self.position_HK = self.kept(position_1HN1)[0, :, :, 0]
+
+    def kept(self, x_BHND: Tensor) -> Tensor:
+        """Return what the state holds of a sequence: the summary columns of finished blocks, and room for a last one.
+
+        The last block is not finished before the position behind it comes, so that it is never empty.
+        """
+        H, N = x_BHND.shape[1:3]
+        finished = (N - 1) // self.block
+        blocks_BHGLD, own_BHLD = x_BHND.split([finished * self.block, N - finished * self.block], dim=2)
+        columns = first_columns(H, self.block, self.summary)
+        past_BHSD = summaries(blocks_BHGLD.unflatten(2, (finished, self.block)), columns, self.summary)
+        return torch.cat([past_BHSD, F.pad(own_BHLD, (0, 0, 0, self.block - own_BHLD.shape[2]))], dim=2)
 
     def step(
         self, q_BHD: Tensor, k_BHD: Tensor | None, v_BHD: Tensor, position: int, rotate: Rotate | None = None

@@ -5,7 +5,6 @@ Shapes: B sequences or streams, H heads of one kind, N positions, D head size.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -25,13 +24,11 @@ class HeadState:
     """What a stream keeps of heads of one kind."""
 
     def fill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, rotate: RotateFrom | None = None) -> None:
-        """Take in positions 0 to N - 1 of each stream, before any step: what N steps would leave behind.
+        """Take in positions 0 to N - 1 of each stream, before any step: what N steps would leave behind, in one pass.
 
-        Patterns that have no quicker way take the steps.
+        The outputs of these positions are those of the heads' forward with `streaming`.
         """
-        for i in range(q_BHND.shape[2]):
-            turn = None if rotate is None else functools.partial(rotate, first=i)
-            self.step(q_BHND[:, :, i], None if k_BHND is None else k_BHND[:, :, i], v_BHND[:, :, i], i, turn)
+        raise NotImplementedError
 
     def step(
         self, q_BHD: Tensor, k_BHD: Tensor | None, v_BHD: Tensor, position: int, rotate: Rotate | None = None

@@ -29,8 +29,9 @@ from rtx.attention.hashing import (
     make_round,
     new_pairs,
     rotations,
+    sort_by_bucket,
 )
-from rtx.attention.heads import Heads, HeadState, Rotate, turn_step
+from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom, turn_step
 from rtx.attention.weights import Distances, attend, logit_scale, without_padding
 
 MAX_SCORES = 1 << 21
@@ -294,6 +295,26 @@ class LshState(HeadState):
         self.position_BHTCW = torch.full(shape, -1, device=device)
         self.code_BHTCWT = torch.zeros(*shape, T, dtype=torch.int64, device=device)
         self.count_BHTC = torch.zeros(shape[:-1], dtype=torch.int64, device=device)
+
+    def fill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, rotate: RotateFrom | None = None) -> None:
+        """See `HeadState`."""
+        B, H, N, _ = q_BHND.shape
+        if not B * H * N:
+            return
+        bucket_BHTN = hash_positions(q_BHND, self.heads.rotation_HTDF).permute(1, 2, 0, 3)
+        key_BHND = unit(q_BHND) if rotate is None else rotate(unit(q_BHND))
+        key_BHND = key_BHND.to(v_BHND.dtype)
+        self.allocate(key_BHND[:, :, 0], v_BHND[:, :, 0])
+        assert self.keys_BHTCWD is not None
+        places = sort_by_bucket(bucket_BHTN.flatten(0, 2), self.count_BHTC.shape[-1])
+        self.count_BHTC = places.count_XC.view(self.count_BHTC.shape)
+        rank_BHTN = places.rank_XN.view(bucket_BHTN.shape)
+        kept_BHTN = rank_BHTN >= self.count_BHTC.gather(-1, bucket_BHTN) - self.slots
+        b, h, t, n = kept_BHTN.nonzero(as_tuple=True)
+        here = b, h, t, bucket_BHTN[kept_BHTN], rank_BHTN[kept_BHTN] % self.slots
+        self.keys_BHTCWD[here], self.values_BHTCWD[here] = key_BHND[b, h, n], v_BHND[b, h, n]
+        self.position_BHTCW[here] = n
+        self.code_BHTCWT[here] = (bucket_BHTN * LONGEST + rank_BHTN)[b, h, :, n]
 
     def step(
         self, q_BHD: Tensor, k_BHD: Tensor | None, v_BHD: Tensor, position: int, rotate: Rotate | None = None

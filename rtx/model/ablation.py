@@ -10,7 +10,7 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
-from rtx.attention.heads import Heads, HeadState, Rotate
+from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom
 from rtx.attention.random import RandomHeads
 from rtx.attention.weights import Distances
 from rtx.config import Config
@@ -93,6 +93,9 @@ class SilentHeads(Heads):
 
 class SilentState(HeadState):
     """Silent heads remember nothing."""
+
+    def fill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, rotate: RotateFrom | None = None) -> None:
+        """See `HeadState`."""
 
     def step(
         self, q_BHD: Tensor, k_BHD: Tensor | None, v_BHD: Tensor, position: int, rotate: Rotate | None = None
