@@ -20,7 +20,7 @@ from torch import Tensor
 from rtx.attention import reference
 from rtx.attention.heads import Rotate
 from rtx.attention.reference import Sets
-from rtx.attention.weights import Distances, logit_scale, without_padding
+from rtx.attention.weights import Distances, in_graph, logit_scale, without_padding
 
 HeadSets = Callable[[int, int], Sets]
 """From sequence and head to the sets of one head."""
@@ -59,7 +59,8 @@ def read_heads(
     """Return the outputs `[B, H, N, D]` of all heads; with a mask, padding is read by nobody and gets zero."""
     B, H, N, D = q_BHND.shape
     if not B * H * N:
-        return v_BHMD.new_zeros(B, H, N, v_BHMD.shape[-1])
+        out_BHND = v_BHMD.new_zeros(B, H, N, v_BHMD.shape[-1])
+        return in_graph(out_BHND, q_BHND, k_BHMD, v_BHMD, *(relative or ()))
     q, k, v = widened(q_BHND, mask_BN), widened(k_BHMD, mask_BN), widened(v_BHMD, mask_BN)
     tables = None if relative is None else Distances(*(x.to(q.dtype) for x in relative))
     heads = [
@@ -75,7 +76,8 @@ def read_heads(
         for b in range(B)
         for h in range(H)
     ]
-    return torch.stack(heads).unflatten(0, (B, H)).to(v_BHMD.dtype)
+    out_BHND = torch.stack(heads).unflatten(0, (B, H)).to(v_BHMD.dtype)
+    return in_graph(out_BHND, q_BHND, k_BHMD, v_BHMD, *(relative or ()))
 
 
 def turned(q_BHND: Tensor, k_BHND: Tensor, rotate: Rotate | None) -> tuple[Tensor, Tensor]:
@@ -173,7 +175,7 @@ def adaptive_span(
     """See `rtx.attention.adaptive_span`; the spans must lie in [0, window]."""
     B, H, N, D = q_BHND.shape
     if not B * H * N:
-        return torch.zeros_like(v_BHND)
+        return in_graph(torch.zeros_like(v_BHND), q_BHND, k_BHND, v_BHND, span_H, *(relative or ()))
     q, k, v = (widened(x, mask_BN) for x in (q_BHND, k_BHND, v_BHND))
     heads = [
         reference.read_span(
@@ -190,7 +192,8 @@ def adaptive_span(
         for b in range(B)
         for h in range(H)
     ]
-    return torch.stack(heads).unflatten(0, (B, H)).to(v_BHND.dtype)
+    out_BHND = torch.stack(heads).unflatten(0, (B, H)).to(v_BHND.dtype)
+    return in_graph(out_BHND, q_BHND, k_BHND, v_BHND, span_H, *(relative or ()))
 
 
 @without_autocast

@@ -22,7 +22,7 @@ from rtx.attention import by_flex, by_reference
 from rtx.attention.arguments import check_attention, check_positive
 from rtx.attention.backends import Call, check_backend, choose
 from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, turn_step
-from rtx.attention.weights import Distances, attend, logit_scale, without_padding
+from rtx.attention.weights import Distances, attend, in_graph, logit_scale, without_padding
 
 GROUPS = 16
 """Parts of a sequence that are attended one after the other: more waste fewer keys, fewer make fewer calls."""
@@ -77,7 +77,7 @@ def fixed(
         return by_flex.fixed(q_BHND, k_BHND, v_BHND, block=block, summary=summary, scale=scale, mask_BN=mask_BN)
     _, H, N, _ = q_BHND.shape
     if not v_BHND.numel():
-        return v_BHND.clone()
+        return in_graph(torch.zeros_like(v_BHND), q_BHND, k_BHND, v_BHND, *(relative or ()))
     q_BHND, k_BHND, v_BHND = (without_padding(x, mask_BN) for x in (q_BHND, k_BHND, v_BHND))
     first_H = first_columns(H, block, summary)
     if block >= N:  # nothing is earlier, and no key need be padded

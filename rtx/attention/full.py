@@ -9,7 +9,7 @@ from rtx.attention import by_flex, by_reference
 from rtx.attention.arguments import check_attention
 from rtx.attention.backends import Call, check_backend, choose
 from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, turn_step
-from rtx.attention.weights import Distances, attend, logit_scale, without_padding
+from rtx.attention.weights import Distances, attend, in_graph, logit_scale, without_padding
 
 MAX_SCORES = 1 << 25
 """Attention scores whose distances are held at once."""
@@ -80,7 +80,9 @@ def full(
                 distance_QK=distance_QK,
             )
         )
-    return without_padding(torch.cat(outputs, dim=2), mask_BN) if outputs else torch.zeros_like(v_BHND)
+    if not outputs:
+        return in_graph(torch.zeros_like(v_BHND), q_BHND, k_BHND, v_BHND, *(relative or ()))
+    return without_padding(torch.cat(outputs, dim=2), mask_BN)
 
 
 class FullHeads(PositionHeads):

@@ -14,7 +14,7 @@ from rtx.attention.arguments import check_attention, check_positive
 from rtx.attention.backends import Call, check_backend, choose
 from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, last_slots, turn_step
 from rtx.attention.shaw import Band
-from rtx.attention.weights import Distances, attend, logit_scale, without_padding
+from rtx.attention.weights import Distances, attend, in_graph, logit_scale, without_padding
 
 
 def local(
@@ -58,7 +58,7 @@ def local(
         return by_flex.local(q_BHND, k_BHND, v_BHND, window=window, scale=scale, mask_BN=mask_BN)
     B, H, N, _ = q_BHND.shape
     if not q_BHND.numel():
-        return torch.zeros_like(v_BHND)
+        return in_graph(torch.zeros_like(v_BHND), q_BHND, k_BHND, v_BHND, *(relative or ()))
     q_BHND, k_BHND, v_BHND = (without_padding(x, mask_BN) for x in (q_BHND, k_BHND, v_BHND))
     scale = logit_scale(scale, q_BHND.shape[-1])
     block = min(window, N)

@@ -32,7 +32,7 @@ from rtx.attention.hashing import (
     sort_by_bucket,
 )
 from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom, turn_step
-from rtx.attention.weights import Distances, attend, logit_scale, without_padding
+from rtx.attention.weights import Distances, attend, in_graph, logit_scale, without_padding
 
 MAX_SCORES = 1 << 21
 """Attention scores held at once where several rounds are joined; about what a CPU's cache holds."""
@@ -102,7 +102,7 @@ def lsh(
     rounds = [make_round(bucket_BHN.flatten(0, 1), buckets + 1, window, rule) for bucket_BHN in bucket_TBHN]
     options = {"scale": logit_scale(scale, q_BHND.shape[-1]), "dropout": dropout, "relative": relative}
     if not v_BHND.numel():
-        out_BHND = torch.zeros_like(v_BHND)
+        out_BHND = in_graph(torch.zeros_like(v_BHND), q_BHND, v_BHND, *(relative or ()))
     elif rule == "causal" and len(rounds) == 1:
         members = rounds[0].members
         out_BHND = attend_members(q_BHND, k_BHND, v_BHND, members, window=window, attend_self=False, **options)

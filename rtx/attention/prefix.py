@@ -12,7 +12,7 @@ from torch import Tensor
 from rtx.attention.clusters import Members, add_share, pack, take
 from rtx.attention.selection import prefix_members
 from rtx.attention.separate import without_self
-from rtx.attention.weights import Distances, attend
+from rtx.attention.weights import Distances, attend, in_graph
 
 MAX_SCORES = 1 << 24
 """Attention scores held at once."""
@@ -65,7 +65,7 @@ def attend_prefix_topk(
             distance_QK=slots_GQK[:, None],
         )[:, 0]
         add_share(total_RD, out_GQD, row_GQ, real_GQ, times_R)
-    return total_RD.view(v_BHND.shape)
+    return in_graph(total_RD.view(v_BHND.shape), q_BHND, k_BHND, v_BHND, *(relative or ()))
 
 
 def padded_lists(queries: Members, keys: Members) -> list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]:

@@ -19,7 +19,7 @@ from rtx.attention import by_reference
 from rtx.attention.arguments import check_attention, check_finite_values, check_floats, check_positive
 from rtx.attention.backends import Call, check_backend, choose
 from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, last_slots, turn_step
-from rtx.attention.weights import Distances, logit_scale, without_padding
+from rtx.attention.weights import Distances, in_graph, logit_scale, without_padding
 
 BLOCK = 512
 """Most queries of a block: a longer reach takes several blocks of keys, so that few keys beyond it are computed."""
@@ -76,7 +76,7 @@ def adaptive_span(
     scale = logit_scale(scale, q_BHND.shape[-1])
     B, H, N = q_BHND.shape[:3]
     if not B * H * N:
-        return torch.zeros_like(v_BHND)
+        return in_graph(torch.zeros_like(v_BHND), q_BHND, k_BHND, v_BHND, span_H, *(relative or ()))
     reach = min(span_reach(span_H, window, ramp), N)
     block = min(reach, BLOCK)
     before = -(-(reach - 1) // block)

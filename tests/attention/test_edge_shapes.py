@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rtx.attention import (
     Centroids,
+    Distances,
     FixedHeads,
     FullHeads,
     LocalHeads,
@@ -97,6 +98,37 @@ def test_nothing_to_attend(name: str, backend: str, size: dict[str, Any]) -> Non
     x_BHND = given["q_BHND"]
     for real in ({}, masks(name, given, lambda mask: mask)):
         assert call(name, given, **real, backend=backend, check_finite=True).shape == x_BHND.shape
+
+
+def unread(name: str) -> list[Arguments]:
+    """Return calls in which nothing is read: of no size, of padding alone, with clusters that nobody joins."""
+    given = arguments(name)
+    found = [arguments(name, B=0), arguments(name, N=0), without_heads(given)]
+    found += [each | masks(name, each, lambda mask: mask) for each in found]
+    found.append(given | masks(name, given, torch.zeros_like))
+    if given.get("selection") == "causal":
+        never = dict.fromkeys(("threshold_HC", "key_threshold_HC"), torch.full((3, 3), float("inf")))
+        found.append(given | never)
+    if name in ("routing, topk", "routing, separate", "lsh, reformer"):
+        found += [each | {"streaming": True} for each in found]
+    if takes(name, "relative") and name != "routing, encoder":
+        found += [each | {"relative": Distances(torch.ones(3, 4), torch.ones(3, 4))} for each in found]
+    return found
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_where_nothing_is_read(name: str, backend: str) -> None:
+    for given in unread(name):
+        inputs = {argument: given[argument] for argument in FLOATS if given.get(argument) is not None}
+        for argument, x in inputs.items():  # each of them alone
+            alone = x.clone().requires_grad_()
+            call(name, given | {argument: alone}, backend=backend).sum().backward()
+            assert alone.grad is not None and (alone.grad == 0).all(), argument
+        others = [x.requires_grad_() for x in (given.get("span_H"), *(given.get("relative") or ())) if x is not None]
+        if others:
+            call(name, given, backend=backend).sum().backward()
+            assert all((x.grad == 0).all() for x in others if x.grad is not None)
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
