@@ -330,7 +330,7 @@ def routing(
 
         return sets
 
-    slots = heads(reference.cluster_slots) if slot_distance else None
+    slots = heads(reference.cluster_slots) if slot_distance and relative is not None else None
     sets = heads(partial(reference.separate_sets, causal=causal))
     return read_heads(*turned(q_BHND, k_BHND, rotate), without_padding(v_BHND, mask_BN), sets, scale, relative, slots)
 
