@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rtx.attention import reference
-from rtx.attention.heads import Rotate
+from rtx.attention.heads import Rotate, turn
 from rtx.attention.reference import Sets
 from rtx.attention.weights import Distances, in_graph, logit_scale, without_padding
 
@@ -82,7 +82,7 @@ def read_heads(
 
 def turned(q_BHND: Tensor, k_BHND: Tensor, rotate: Rotate | None) -> tuple[Tensor, Tensor]:
     """Return queries and keys as the logits use them."""
-    return (q_BHND, k_BHND) if rotate is None else (rotate(q_BHND), rotate(k_BHND))
+    return turn(q_BHND, rotate), turn(k_BHND, rotate)
 
 
 def without_padded(sets: Sets, real_N: list[bool]) -> Sets:

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rtx.attention import by_flex, by_reference
-from rtx.attention.arguments import check_attention, check_positive
+from rtx.attention.arguments import check_attention, check_numbers, check_positive
 from rtx.attention.backends import Call, check_backend, choose
-from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, turn_step
+from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, turn, turn_step
 from rtx.attention.weights import Distances, attend, in_graph, logit_scale, without_padding
 
 GROUPS = 16
@@ -198,6 +198,7 @@ class FixedHeads(PositionHeads):
     ) -> None:
         super().__init__()
         check_sizes(block, summary)
+        check_numbers(scale, dropout)
         check_backend(backend)
         self.block, self.summary, self.scale, self.dropout = block, summary, scale, dropout
         self.backend = backend
@@ -237,7 +238,7 @@ class FixedState(HeadState):
         _, H, N, _ = k_BHND.shape
         if not N:
             return
-        self.keys_BHKD = self.kept(k_BHND if rotate is None else rotate(k_BHND))
+        self.keys_BHKD = self.kept(turn(k_BHND, rotate))
         self.values_BHKD = self.kept(v_BHND)
         position_1HN1 = torch.arange(N, device=k_BHND.device).expand(1, H, N)[..., None]
         self.position_HK = self.kept(position_1HN1)[0, :, :, 0]

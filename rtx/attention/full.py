@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from rtx.attention import by_flex, by_reference
-from rtx.attention.arguments import check_attention
+from rtx.attention.arguments import check_attention, check_numbers
 from rtx.attention.backends import Call, check_backend, choose
-from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, turn_step
+from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, turn, turn_step
 from rtx.attention.weights import Distances, attend, in_graph, logit_scale, without_padding
 
 MAX_SCORES = 1 << 25
@@ -90,6 +90,7 @@ class FullHeads(PositionHeads):
 
     def __init__(self, *, scale: float | None = None, dropout: float = 0.0, backend: str = "auto") -> None:
         super().__init__()
+        check_numbers(scale, dropout)
         check_backend(backend)
         self.scale, self.dropout, self.backend = scale, dropout, backend
 
@@ -116,7 +117,7 @@ class FullState(HeadState):
     def fill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, rotate: RotateFrom | None = None) -> None:
         """See `HeadState`."""
         assert k_BHND is not None
-        self.keys_BHND = k_BHND if rotate is None else rotate(k_BHND)
+        self.keys_BHND = turn(k_BHND, rotate)
         self.values_BHND = v_BHND
 
     def step(

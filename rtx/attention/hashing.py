@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention.arguments import check_positive
+from rtx.attention.arguments import check_positive, check_seed
 from rtx.attention.clusters import Members, blocks
 
 MAX_SCORES = 1 << 24
@@ -26,8 +26,11 @@ def rotations(heads: int, rounds: int, size: int, buckets: int, seed: int) -> Te
     """Return the rotations `[H, T, D, F]` in float32, a function of the arguments alone.
 
     Raises:
-        ValueError: an odd number of buckets, or none; a size or number of rounds below 1.
+        ValueError: an odd number of buckets, or none; heads, a size or a number of rounds below 1; a seed that torch's
+            generators do not take.
     """
+    check_positive("heads", heads)
+    check_seed(seed)
     check_positive("rounds", rounds)
     check_positive("size", size)
     check_positive("buckets", buckets)

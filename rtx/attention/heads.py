@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from rtx.attention.arguments import check_turned
 from rtx.attention.weights import Distances
 
 Rotate = Callable[[Tensor], Tensor]
@@ -92,15 +93,27 @@ class PositionHeads(Heads):
         """See `Heads.forward`."""
         if k_BHND is None:
             raise ValueError("k_BHND=None: these heads need keys of their own")
-        if rotate is not None:
-            q_BHND, k_BHND = rotate(q_BHND), rotate(k_BHND)
+        q_BHND, k_BHND = turn(q_BHND, rotate), turn(k_BHND, rotate)
         dropout = self.dropout if self.training else 0.0
         return self.read(q_BHND, k_BHND, v_BHND, dropout, relative), self.loss(q_BHND)
 
 
+def turn(x_BHND: Tensor, rotate: Rotate | None) -> Tensor:
+    """Return the vectors, turned where there is anything to turn by.
+
+    Raises:
+        ValueError: they have another shape then.
+    """
+    if rotate is None:
+        return x_BHND
+    turned_BHND = rotate(x_BHND)
+    check_turned(turned_BHND, x_BHND)
+    return turned_BHND
+
+
 def turn_step(x_BHD: Tensor, rotate: Rotate | None) -> Tensor:
-    """Return the vectors of one position, turned where there is anything to turn by."""
-    return x_BHD if rotate is None else rotate(x_BHD[:, :, None])[:, :, 0]
+    """As `turn`, for the vectors of one position."""
+    return turn(x_BHD[:, :, None], rotate)[:, :, 0]
 
 
 def last_slots(x_BHND: Tensor, slots: int) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rtx.attention.arguments import check_positive
+from rtx.attention.arguments import check_number, check_positive
 from rtx.attention.selection import centroid_scores, nearest_clusters, window_scores
 
 KEYS = ("shared", "separate", "projected")
@@ -98,14 +98,12 @@ class Centroids(nn.Module):
             raise ValueError(f"keys={keys!r}: must be one of {', '.join(KEYS)}")
         if update not in ("mean", "sum"):
             raise ValueError(f"update={update!r}: must be one of mean, sum")
-        if revive_after < 0:
-            raise ValueError(f"revive_after={revive_after}: must be at least 0")
+        check_positive("revive_after", revive_after, least=0)
         counts = {"heads": heads, "clusters": clusters, "size": size, "window": window, "length": length}
         for name, count in counts.items():
             check_positive(name, count)
         for name, share in (("decay", decay), ("threshold_decay", threshold_decay)):
-            if not 0 <= share <= 1:
-                raise ValueError(f"{name}={share}: must be from 0 to 1")
+            check_number(name, share, "from 0 to 1", lambda x: 0 <= x <= 1)
         self.keys = keys
         self.window, self.length = window, length
         self.decay, self.update_rule = decay, update

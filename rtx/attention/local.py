@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention import by_flex, by_reference
-from rtx.attention.arguments import check_attention, check_positive
+from rtx.attention.arguments import check_attention, check_numbers, check_positive
 from rtx.attention.backends import Call, check_backend, choose
-from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, last_slots, turn_step
+from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, last_slots, turn, turn_step
 from rtx.attention.shaw import Band
 from rtx.attention.weights import Distances, attend, in_graph, logit_scale, without_padding
 
@@ -120,6 +120,7 @@ class LocalHeads(PositionHeads):
     def __init__(self, *, window: int, scale: float | None = None, dropout: float = 0.0, backend: str = "auto") -> None:
         super().__init__()
         check_positive("window", window)
+        check_numbers(scale, dropout)
         check_backend(backend)
         self.window, self.scale, self.dropout, self.backend = window, scale, dropout, backend
 
@@ -146,7 +147,7 @@ class LocalState(HeadState):
     def fill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, rotate: RotateFrom | None = None) -> None:
         """See `HeadState`."""
         assert k_BHND is not None
-        self.keys_BHWD = last_slots(k_BHND if rotate is None else rotate(k_BHND), self.window)
+        self.keys_BHWD = last_slots(turn(k_BHND, rotate), self.window)
         self.values_BHWD = last_slots(v_BHND, self.window)
 
     def step(

@@ -17,7 +17,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rtx.attention import by_reference
-from rtx.attention.arguments import check_attention, check_finite_values, check_positive, check_rotations
+from rtx.attention.arguments import (
+    check_attention,
+    check_finite_values,
+    check_numbers,
+    check_positive,
+    check_rotations,
+)
 from rtx.attention.backends import Call, check_backend, choose
 from rtx.attention.clusters import attend_members, take
 from rtx.attention.hashing import (
@@ -31,7 +37,7 @@ from rtx.attention.hashing import (
     rotations,
     sort_by_bucket,
 )
-from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom, turn_step
+from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom, turn, turn_step
 from rtx.attention.weights import Distances, attend, in_graph, logit_scale, without_padding
 
 MAX_SCORES = 1 << 21
@@ -95,9 +101,7 @@ def lsh(
     if mask_BN is not None:
         # Padding shares a bucket of its own, behind all others.
         bucket_TBHN = bucket_TBHN.masked_fill(~mask_BN[:, None], buckets)
-    k_BHND = unit(q_BHND)
-    if rotate is not None:
-        q_BHND, k_BHND = rotate(q_BHND), rotate(k_BHND)
+    q_BHND, k_BHND = turn(q_BHND, rotate), turn(unit(q_BHND), rotate)
     q_BHND, k_BHND = q_BHND.to(v_BHND.dtype), k_BHND.to(v_BHND.dtype)
     rounds = [make_round(bucket_BHN.flatten(0, 1), buckets + 1, window, rule) for bucket_BHN in bucket_TBHN]
     options = {"scale": logit_scale(scale, q_BHND.shape[-1]), "dropout": dropout, "relative": relative}
@@ -236,6 +240,7 @@ class LshHeads(Heads):
         super().__init__()
         check_variant(variant)
         check_positive("window", window)
+        check_numbers(scale, dropout)
         check_backend(backend)
         self.backend = backend
         self.window, self.variant, self.scale, self.dropout = window, variant, scale, dropout
@@ -302,8 +307,7 @@ class LshState(HeadState):
         if not B * H * N:
             return
         bucket_BHTN = hash_positions(q_BHND, self.heads.rotation_HTDF).permute(1, 2, 0, 3)
-        key_BHND = unit(q_BHND) if rotate is None else rotate(unit(q_BHND))
-        key_BHND = key_BHND.to(v_BHND.dtype)
+        key_BHND = turn(unit(q_BHND), rotate).to(v_BHND.dtype)
         self.allocate(key_BHND[:, :, 0], v_BHND[:, :, 0])
         assert self.keys_BHTCWD is not None
         places = sort_by_bucket(bucket_BHTN.flatten(0, 2), self.count_BHTC.shape[-1])

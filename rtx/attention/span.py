@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rtx.attention import by_reference
-from rtx.attention.arguments import check_attention, check_finite_values, check_floats, check_positive
+from rtx.attention.arguments import check_attention, check_finite_values, check_floats, check_numbers, check_positive
 from rtx.attention.backends import Call, check_backend, choose
-from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, last_slots, turn_step
+from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, last_slots, turn, turn_step
 from rtx.attention.weights import Distances, in_graph, logit_scale, without_padding
 
 BLOCK = 512
@@ -225,6 +225,8 @@ class SpanHeads(PositionHeads):
         super().__init__()
         check_positive("window", window)
         check_positive("ramp", ramp)
+        check_positive("heads", heads)
+        check_numbers(scale, dropout)
         check_backend(backend)
         self.backend = backend
         self.window, self.ramp, self.cost, self.scale, self.dropout = window, ramp, cost, scale, dropout
@@ -274,7 +276,7 @@ class SpanState(HeadState):
     def fill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, rotate: RotateFrom | None = None) -> None:
         """See `HeadState`."""
         assert k_BHND is not None
-        self.keys_BHWD = last_slots(k_BHND if rotate is None else rotate(k_BHND), self.reach)
+        self.keys_BHWD = last_slots(turn(k_BHND, rotate), self.reach)
         self.values_BHWD = last_slots(v_BHND, self.reach)
 
     def step(
