@@ -203,21 +203,9 @@ class FixedHeads(PositionHeads):
         self.block, self.summary, self.scale, self.dropout = block, summary, scale, dropout
         self.backend = backend
 
-    def read(
-        self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, dropout: float, relative: Distances | None
-    ) -> Tensor:
+    def read(self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, **options: Any) -> Tensor:
         """See `PositionHeads`."""
-        return fixed(
-            q_BHND,
-            k_BHND,
-            v_BHND,
-            block=self.block,
-            summary=self.summary,
-            scale=self.scale,
-            dropout=dropout,
-            relative=relative,
-            backend=self.backend,
-        )
+        return fixed(q_BHND, k_BHND, v_BHND, block=self.block, summary=self.summary, **options)
 
     def start(self, relative: Distances | None = None) -> FixedState:
         """See `Heads.start`."""

@@ -6,6 +6,7 @@ Shapes: B sequences or streams, H heads of one kind, N positions, D head size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,10 +54,12 @@ class Heads(nn.Module):
         rotate: Rotate | None = None,
         relative: Distances | None = None,
         streaming: bool = False,
+        mask_BN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the outputs `[B, H, N, D]` and an auxiliary loss, zero where the pattern has none.
 
         `streaming`: every decision is made from the prefix alone, for patterns that would else see the future.
+        `mask_BN`: true at real positions; padding is not read, and its own output is zero. Streams have no padding.
         """
         raise NotImplementedError
 
@@ -68,12 +71,15 @@ class Heads(nn.Module):
 class PositionHeads(Heads):
     """Heads with keys of their own that choose by position alone: queries and keys are turned before all else."""
 
+    scale: float | None
     dropout: float
+    backend: str
 
-    def read(
-        self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, dropout: float, relative: Distances | None
-    ) -> Tensor:
-        """Return the outputs `[B, H, N, D]` for turned queries and keys."""
+    def read(self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, **options: Any) -> Tensor:
+        """Return the outputs `[B, H, N, D]` for turned queries and keys.
+
+        The options are those of all patterns: `scale`, `dropout`, `relative`, `mask_BN` and `backend`.
+        """
         raise NotImplementedError
 
     def loss(self, like_BHND: Tensor) -> Tensor:
@@ -89,13 +95,15 @@ class PositionHeads(Heads):
         rotate: Rotate | None = None,
         relative: Distances | None = None,
         streaming: bool = False,
+        mask_BN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `Heads.forward`."""
         if k_BHND is None:
             raise ValueError("k_BHND=None: these heads need keys of their own")
         q_BHND, k_BHND = turn(q_BHND, rotate), turn(k_BHND, rotate)
-        dropout = self.dropout if self.training else 0.0
-        return self.read(q_BHND, k_BHND, v_BHND, dropout, relative), self.loss(q_BHND)
+        options = {"scale": self.scale, "dropout": self.dropout if self.training else 0.0, "backend": self.backend}
+        out_BHND = self.read(q_BHND, k_BHND, v_BHND, relative=relative, mask_BN=mask_BN, **options)
+        return out_BHND, self.loss(q_BHND)
 
 
 def turn(x_BHND: Tensor, rotate: Rotate | None) -> Tensor:

@@ -124,11 +124,8 @@ class LocalHeads(PositionHeads):
         check_backend(backend)
         self.window, self.scale, self.dropout, self.backend = window, scale, dropout, backend
 
-    def read(
-        self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, dropout: float, relative: Distances | None
-    ) -> Tensor:
+    def read(self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, **options: Any) -> Tensor:
         """See `PositionHeads`."""
-        options = {"scale": self.scale, "dropout": dropout, "relative": relative, "backend": self.backend}
         return local(q_BHND, k_BHND, v_BHND, window=self.window, **options)
 
     def start(self, relative: Distances | None = None) -> LocalState:

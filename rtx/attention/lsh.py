@@ -255,6 +255,7 @@ class LshHeads(Heads):
         rotate: Rotate | None = None,
         relative: Distances | None = None,
         streaming: bool = False,
+        mask_BN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `Heads.forward`; the loss is zero."""
         if k_BHND is not None:
@@ -270,6 +271,7 @@ class LshHeads(Heads):
             relative=relative,
             rotate=rotate,
             streaming=streaming,
+            mask_BN=mask_BN,
             backend=self.backend,
         )
         return out_BHND, q_BHND.new_zeros(())

@@ -236,22 +236,9 @@ class SpanHeads(PositionHeads):
         """The spans in positions, `[H]`, at least in float32."""
         return hold(self.share_H.to(torch.promote_types(self.share_H.dtype, torch.float32)), 1.0) * self.window
 
-    def read(
-        self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, dropout: float, relative: Distances | None
-    ) -> Tensor:
+    def read(self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, **options: Any) -> Tensor:
         """See `PositionHeads`."""
-        return adaptive_span(
-            q_BHND,
-            k_BHND,
-            v_BHND,
-            self.spans(),
-            window=self.window,
-            ramp=self.ramp,
-            scale=self.scale,
-            dropout=dropout,
-            relative=relative,
-            backend=self.backend,
-        )
+        return adaptive_span(q_BHND, k_BHND, v_BHND, self.spans(), window=self.window, ramp=self.ramp, **options)
 
     def loss(self, like_BHND: Tensor) -> Tensor:
         """Return the weighted mean span, zero outside training."""

@@ -8,6 +8,8 @@ X = B * L pairs of a sequence and a remainder.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -102,11 +104,8 @@ class StridedHeads(PositionHeads):
         check_backend(backend)
         self.stride, self.scale, self.dropout, self.backend = stride, scale, dropout, backend
 
-    def read(
-        self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, dropout: float, relative: Distances | None
-    ) -> Tensor:
+    def read(self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, **options: Any) -> Tensor:
         """See `PositionHeads`."""
-        options = {"scale": self.scale, "dropout": dropout, "relative": relative, "backend": self.backend}
         return strided(q_BHND, k_BHND, v_BHND, stride=self.stride, **options)
 
     def start(self, relative: Distances | None = None) -> StridedState:

@@ -82,6 +82,7 @@ class SilentHeads(Heads):
         rotate: Rotate | None = None,
         relative: Distances | None = None,
         streaming: bool = False,
+        mask_BN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `Heads.forward`."""
         return torch.zeros_like(v_BHND), q_BHND.new_zeros(())

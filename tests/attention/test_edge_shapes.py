@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle_cases import assert_same
+from oracle_cases import assert_same, plain_rotate
 from public_calls import FUNCTIONS, Arguments, arguments, call, masks, takes
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from rtx.attention import (
     update_centroids,
 )
 from rtx.attention.heads import Heads
+from rtx.model.positions import Rotary
 
 SHAPES: dict[str, dict[str, Any]] = {
     "one position": {"N": 1},
@@ -174,6 +175,38 @@ def test_heads_learn_nothing_from_nothing(name: str, B: int, N: int) -> None:
     update_centroids(heads)
     assert out_BHND.shape == (B, 3, N, 4) and loss.isfinite()
     assert all(torch.equal(x, before[key]) for key, x in heads.state_dict().items())
+
+
+@pytest.mark.parametrize("rotary", [None, Rotary(4)], ids=["", "rotary"])
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_read_no_padding(name: str, rotary: Rotary | None) -> None:
+    heads = HEADS[name]().double().eval()
+    q, k, v = (None if x is None else x.double() for x in inputs_for(name, 2, 9))
+    assert q is not None and v is not None
+    mask_BN = (torch.arange(9) < torch.tensor([[6], [9]])) & (torch.arange(9) != torch.tensor([[-1], [4]]))
+    spoilt = [None if x is None else x.masked_fill(~mask_BN[:, None, :, None], float("nan")) for x in (q, k, v)]
+    out, _ = heads(*spoilt, mask_BN=mask_BN, rotate=rotary)
+    assert (out.masked_select(~mask_BN[:, None, :, None]) == 0).all() and out.isfinite().all()
+    alone = [None if x is None else x[:1, :, :6] for x in (q, k, v)]
+    torch.testing.assert_close(out[:1, :, :6], heads(*alone, rotate=rotary)[0], rtol=1e-10, atol=1e-12)
+    heads.backend = "reference"  # type: ignore[assignment]
+    slow, _ = heads(*spoilt, mask_BN=mask_BN, rotate=None if rotary is None else plain_rotate)
+    torch.testing.assert_close(out, slow, rtol=1e-9, atol=1e-10)
+
+
+def test_full_heads_of_an_encoder() -> None:
+    heads = FullHeads(causal=False, dropout=0.5).eval()
+    q, k, v = inputs_for("full", 2, 9)
+    mask_BN = torch.arange(9) < torch.tensor([[6], [9]])
+    out, loss = heads(q, k, v, mask_BN=mask_BN)
+    assert k is not None and loss == 0
+    assert torch.equal(out, FUNCTIONS["full"](q, k, v, causal=False, mask_BN=mask_BN))
+    assert not torch.equal(out, FullHeads()(q, k, v, mask_BN=mask_BN)[0])
+    said = "causal=False: a stream has no later positions to read"
+    with pytest.raises(ValueError, match=said):
+        heads(q, k, v, streaming=True)
+    with pytest.raises(ValueError, match=said):
+        heads.start()
 
 
 @pytest.mark.parametrize("name", HEADS)
