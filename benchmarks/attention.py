@@ -5,6 +5,8 @@ a table, then the exponent of the time's growth with N. Peers (extra `peers`) th
 the table says so. A row has: the pattern, its sizes, milliseconds (median), how many times faster than our full
 attention, than torch's (`sdpa`) and than its peer, the peak of memory beyond inputs (allocations seen by torch's
 profiler on a CPU, CUDA's own count on a GPU) and what share of the machine's matrix-product rate its pairs reach.
+Patterns named `_shaw` have Shaw's terms, `_rotary` rotary positions applied after selection; both say how they compare
+with the pattern alone. `lsh_rounds` joins 4 hash rounds, `cross_routing` reads another sequence of the same length.
 `sdpa_blocks` is torch's attention on blocks that are already gathered. Rows of causal selection also say how many
 members their clusters have (fewest, mean, most). On a GPU with Triton the patterns in clusters are timed with its
 kernels, too: rows whose `backend` is `triton`.
@@ -25,7 +27,6 @@ import json
 import math
 import multiprocessing
 import os
-import platform
 import statistics
 import time
 import warnings
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine import code, machine
 from patterns import (
     PEERS,
     Attention,
@@ -45,6 +47,7 @@ from patterns import (
     make_inputs,
     pairs,
     pattern_and_backend,
+    without_positions,
 )
 from torch import Tensor
 
@@ -61,12 +64,15 @@ SIZES = {
 RIVAL = {
     **dict.fromkeys(("routing_topk", "routing_causal", "random", "sdpa_blocks"), "peer_routing"),
     "local": "peer_local",
-    "lsh": "peer_lsh",
+    **dict.fromkeys(("lsh", "lsh_reformer"), "peer_lsh"),
 }
 BOTH = ["full", "local", "routing_topk", "routing_causal"]
 """Rows of every table of the main sizes; with the system's memory only these and the peers are timed."""
 OTHERS = ["random", "routing_nearest", "routing_separate", "strided", "fixed", "lsh", "adaptive_span"]
 SHAW = ["local_shaw", "routing_topk_shaw", "routing_causal_shaw"]
+ROTARY = ["local_rotary", "routing_topk_rotary", "routing_causal_rotary"]
+KINDS = ["routing_projected", "routing_encoder", "cross_routing", "lsh_reformer", "lsh_rounds"]
+"""Further kinds of the patterns; they and rotary positions are timed at the first of the main sizes only."""
 TRITON = ["random_triton", "routing_topk_triton", "routing_causal_triton"]
 
 
@@ -76,6 +82,8 @@ def names_of(size: Size, memory: str, device: str) -> list[str]:
     if size.group != "main":
         return ["local", "routing_topk", "routing_causal", *kernels[1:]]
     ours = BOTH if memory == "system" else [*BOTH, *SHAW, *OTHERS, *kernels]
+    if memory == "kept" and size == SIZES["main"][0]:
+        ours = [*ours, *ROTARY, *KINDS]
     return [*ours, "sdpa", "sdpa_blocks", *(name for name, package in PEERS.items() if installed(package))]
 
 
@@ -167,7 +175,7 @@ def row(
     """Return one row of the results."""
     median = {other: statistics.median(values) for other, values in times.items()}
     pattern, backend = pattern_and_backend(name)
-    plain = pattern.removesuffix("_shaw")
+    plain = without_positions(pattern)
     rivals = [rival for rival in ("full", "sdpa", RIVAL.get(plain)) if rival in median]
     if name != plain:
         rivals.append(plain)
@@ -229,9 +237,9 @@ def work(memory: str, groups: list[str], args: argparse.Namespace, door: Connect
         keep_freed_memory()
     args.rate = product_rate(args)
     rows = [row for group in groups for size in SIZES[group] for row in measure(size, args, memory)]
-    machine = torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()}, {args.threads} threads"
-    versions = {name: version for name in ("torch", *PEERS.values()) if (version := installed(name))}
-    common = {"machine": machine, "matrix_products_gflops": round(args.rate / 1e9, 1), "versions": versions}
+    versions = code() | {name: version for name in PEERS.values() if (version := installed(name))}
+    place = {"machine": machine(args.device, args.threads), "matrix_products_gflops": round(args.rate / 1e9, 1)}
+    common = place | {"versions": versions}
     door.send([row | common for row in rows])
 
 

@@ -14,13 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
+from machine import code, machine
 from omegaconf import OmegaConf
 
 from rtx.analysis.price import DIFFERENCES
@@ -92,15 +91,14 @@ def rows_of(args: argparse.Namespace, selection: str, runs: list[Path]) -> list[
     results = audit(args, runs)
     config = OmegaConf.to_container(OmegaConf.load(runs[0] / "config.yaml"))
     assert isinstance(config, dict)
-    threads = f"{platform.machine()}, {args.threads} threads"
     common = {
         "pattern": "random" if selection == "random" else f"routing_{selection}",
         **{"N": args.length, "W": config["routing"]["window"], "C": config["routing"]["clusters"]},
         **{"steps": args.steps, "batch_size": args.batch_size},
         **{"windows": args.windows, "positions": args.positions, "overrides": args.overrides},
         "settings": {group: config[group] for group in ("data", "model", "routing", "optimizer")},
-        "machine": torch.cuda.get_device_name() if args.hardware == "gpu" else threads,
-        "versions": {"torch": torch.__version__},
+        "machine": machine(args.hardware, args.threads),
+        "versions": code(),
     }
     rows = []
     for run, result in zip(runs, results, strict=True):

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from machine import code, machine
 
 from rtx.data.baselines import baselines
 
@@ -51,8 +52,8 @@ def main() -> None:
         "loader_share_median": statistics.median(shares),
         "loader_share_worst": max(shares),
         "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
-        "versions": {"torch": torch.__version__},
+        "machine": machine("cpu", torch.get_num_threads()),
+        "versions": code(),
     }
     print(json.dumps(result, indent=1))
     path = Path(__file__).parent / "results" / "newcomer-cpu.json"

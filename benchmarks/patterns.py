@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.analysis.cost import fixed_pairs, strided_pairs, triangle, window_pairs
+from rtx.attention.arguments import SELECTIONS
+from rtx.attention.cross import CrossRoutingHeads
 from rtx.attention.fixed import FixedHeads
 from rtx.attention.full import FullHeads
 from rtx.attention.heads import Heads
@@ -28,6 +30,7 @@ from rtx.attention.routing import RoutingHeads
 from rtx.attention.span import SpanHeads
 from rtx.attention.strided import StridedHeads
 from rtx.attention.weights import Distances
+from rtx.model.positions import Rotary
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -41,8 +44,11 @@ class Size(NamedTuple):
     C: int
 
 
-OWN_KEYS = ("full", "local", "strided", "fixed", "adaptive_span", "routing_separate")
+OWN_KEYS = ("full", "local", "strided", "fixed", "adaptive_span", "routing_separate", "routing_projected")
 """Patterns with keys of their own; elsewhere queries stand for keys."""
+
+ROUNDS = 4
+"""Hash rounds of `lsh_rounds`."""
 
 PEERS = {"peer_routing": "routing_transformer", "peer_local": "local-attention", "peer_lsh": "reformer_pytorch"}
 """The distribution behind each peer; `sdpa`, torch's own attention over the whole sequence, is always there."""
@@ -69,12 +75,14 @@ class Ours:
     """A call of one of our head modules."""
 
     heads: Heads
-    relative: Distances | None
     own_keys: bool
+    relative: Distances | None = None
+    rotate: Rotary | None = None
 
     def __call__(self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> Tensor:
         """Return the output, and the loss in it."""
-        out_BHND, loss = self.heads(q_BHND, k_BHND if self.own_keys else None, v_BHND, relative=self.relative)
+        positions: dict[str, Any] = {"relative": self.relative, "rotate": self.rotate}
+        out_BHND, loss = self.heads(q_BHND, k_BHND if self.own_keys else None, v_BHND, **positions)
         return out_BHND + loss
 
 
@@ -88,12 +96,15 @@ def cluster_sizes(attention: Attention) -> dict[str, float]:
 
 
 def routed(size: Size, args: argparse.Namespace, selection: str, backend: str) -> RoutingHeads:
-    """Return routing heads (separate: top-w with keys of their own) whose thresholds have seen one batch."""
-    keys = "separate" if selection == "separate" else "shared"
+    """Return routing heads whose thresholds have seen one batch.
+
+    separate, projected, encoder: top-w with keys of their own, through W_R, without a causal mask.
+    """
+    keys = selection if selection in ("separate", "projected") else "shared"
     options: dict[str, Any] = {"window": size.W, "length": size.N, "decay": 0.999, "thresholds": selection == "causal"}
     centroids = Centroids(args.heads, size.C, args.dim, keys=keys, **options).to(args.device)
-    selected = selection.replace("separate", "topk")
-    heads = RoutingHeads(centroids, selection=selected, scale=args.dim**-0.5, backend=backend)
+    how: dict[str, Any] = {"selection": selection if selection in SELECTIONS else "topk", "backend": backend}
+    heads = RoutingHeads(centroids, scale=args.dim**-0.5, causal=selection != "encoder", **how)
     if selection == "causal":
         with torch.no_grad():
             heads.train()(make_inputs(size, args, seed=1)[0], None, make_inputs(size, args, seed=2)[0])
@@ -105,6 +116,12 @@ def shaw(args: argparse.Namespace) -> Distances:
     """Return Shaw's tables for distances up to 255."""
     keys_MD, values_MD = (torch.randn(256, args.dim, device=args.device) * 0.02 for _ in range(2))
     return Distances(keys_MD.requires_grad_(), values_MD.requires_grad_())
+
+
+def cross_routing(size: Size, args: argparse.Namespace) -> Attention:
+    """Return routing between two sequences, of whose queries and keys each cluster takes W."""
+    centroids = Centroids(args.heads, size.C, args.dim, window=size.W, length=size.N, decay=0.999, keys="separate")
+    return CrossRoutingHeads(centroids).to(args.device).train()
 
 
 def sdpa_blocks(size: Size, args: argparse.Namespace) -> Attention:
@@ -158,21 +175,29 @@ def sdpa(q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> Tensor:
 
 def make(name: str, size: Size, args: argparse.Namespace) -> Attention:
     """Return the attention of one row."""
-    peers = {"peer_routing": peer_routing, "peer_local": peer_local, "peer_lsh": peer_lsh, "sdpa_blocks": sdpa_blocks}
+    others = {"sdpa_blocks": sdpa_blocks, "cross_routing": cross_routing}
+    others |= {"peer_routing": peer_routing, "peer_local": peer_local, "peer_lsh": peer_lsh}
     if name == "sdpa":
         return sdpa
-    if name in peers:
-        return peers[name](size, args)
+    if name in others:
+        return others[name](size, args)
     name, backend = pattern_and_backend(name)
-    kind = name.removesuffix("_shaw")
-    relative = shaw(args) if name != kind else None
-    return Ours(make_heads(kind, size, args, backend).to(args.device).train(), relative, own_keys=kind in OWN_KEYS)
+    kind = without_positions(name)
+    ours = Ours(make_heads(kind, size, args, backend).to(args.device).train(), own_keys=kind in OWN_KEYS)
+    ours.relative = shaw(args) if name.endswith("_shaw") else None
+    ours.rotate = Rotary(args.dim) if name.endswith("_rotary") else None
+    return ours
 
 
 def pattern_and_backend(name: str) -> tuple[str, str]:
     """Return the pattern of a row's name, and what runs it."""
     pattern = name.removesuffix("_triton")
     return pattern, "torch" if pattern == name else "triton"
+
+
+def without_positions(pattern: str) -> str:
+    """Return a pattern's name without its position terms."""
+    return pattern.removesuffix("_shaw").removesuffix("_rotary")
 
 
 def make_heads(kind: str, size: Size, args: argparse.Namespace, backend: str) -> Heads:
@@ -190,8 +215,10 @@ def make_heads(kind: str, size: Size, args: argparse.Namespace, backend: str) ->
         heads = SpanHeads(args.heads, window=window)
         torch.nn.init.ones_(heads.share_H)  # spans as long as they can be
         return heads
-    if kind == "lsh":
-        return LshHeads(args.heads, args.dim, window=window, rounds=1, buckets=2 * (size.C // 2), seed=0)
+    if kind.startswith("lsh"):
+        rounds, variant = ROUNDS if kind == "lsh_rounds" else 1, "reformer" if kind == "lsh_reformer" else "causal"
+        hashed: dict[str, Any] = {"window": window, "buckets": 2 * (size.C // 2), "seed": 0}
+        return LshHeads(args.heads, args.dim, rounds=rounds, variant=variant, **hashed)
     if kind == "random":
         options: dict[str, Any] = {"window": window, "length": size.N, "seed": 0, "scale": scale}
         return RandomHeads(args.heads, size.C, backend=backend, **options)
@@ -201,7 +228,7 @@ def make_heads(kind: str, size: Size, args: argparse.Namespace, backend: str) ->
 def pairs(name: str, size: Size) -> float:
     """Return how many pairs a head reads (routing and hashing heads: with clusters and buckets evenly filled)."""
     N, W = size.N, size.W
-    kind = pattern_and_backend(name)[0].removesuffix("_shaw")
+    kind = without_positions(pattern_and_backend(name)[0])
     if kind in ("full", "sdpa"):
         return triangle(N)
     if kind == "strided":
@@ -210,4 +237,6 @@ def pairs(name: str, size: Size) -> float:
         return fixed_pairs(N, W, 8)
     if kind in ("local", "peer_local", "adaptive_span"):
         return window_pairs(N, W)
-    return size.C * triangle(W)
+    if kind in ("routing_encoder", "cross_routing"):
+        return size.C * W * W
+    return size.C * triangle(W) * (ROUNDS if kind == "lsh_rounds" else 1)

@@ -13,7 +13,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
+from machine import code, machine
 from omegaconf import OmegaConf
 
 from rtx.training.metrics import read_metrics
@@ -82,8 +81,6 @@ def train(args: argparse.Namespace, pattern: str, seed: int) -> dict[str, Any]:
     assert isinstance(config, dict)
     scores = [row for row in rows if row["kind"] == "valid"]
     accuracy = {str(row["step"]): round(row["val_accuracy"], 4) for row in scores}
-    cpu = f"{platform.machine()}, {args.threads} threads"
-    machine = torch.cuda.get_device_name() if args.hardware == "gpu" else cpu
     settings = {group: config[group] for group in ("data", "model", "routing", "optimizer")}
     return {
         "what": "recall",
@@ -102,8 +99,8 @@ def train(args: argparse.Namespace, pattern: str, seed: int) -> dict[str, Any]:
         "seconds": round(seconds, 1),
         "overrides": args.overrides,
         "settings": settings,
-        "machine": machine,
-        "versions": {"torch": torch.__version__},
+        "machine": machine(args.hardware, args.threads),
+        "versions": code(),
     }
 
 

@@ -17,7 +17,6 @@ import importlib.util
 import json
 import multiprocessing
 import os
-import platform
 import statistics
 import time
 import warnings
@@ -26,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+from machine import code, machine
 from torch import Tensor, nn
 
 import rtx.attention.products
@@ -187,11 +187,10 @@ def measure(names: list[str], args: argparse.Namespace) -> dict[str, list[float]
 def rows(times: dict[str, list[float]], args: argparse.Namespace) -> list[dict[str, object]]:
     """Return a row for each model, with its ratios to the peer and to full attention (medians)."""
     median = {name: statistics.median(values) for name, values in times.items()}
-    versions = {name: importlib.metadata.version(name) for name in ("torch",)}
+    versions = code()
     if "peer_routing" in times:
         versions |= {name: importlib.metadata.version(name) for name in ("routing_transformer", "local-attention")}
     sizes = {name: getattr(args, name) for name in ("layers", "hidden", "heads")}
-    machine = torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()}, {args.threads} threads"
     return [
         {
             "what": "training step",
@@ -204,7 +203,7 @@ def rows(times: dict[str, list[float]], args: argparse.Namespace) -> list[dict[s
             "ms": round(median[name], 1),
             "ms_all": [round(value, 1) for value in times[name]],
             "ratio": {other: round(median[other] / median[name], 2) for other in RIVALS if other in median},
-            "machine": machine,
+            "machine": machine(args.device, args.threads),
             "versions": versions,
         }
         for name in times

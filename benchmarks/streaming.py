@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from machine import code, machine
 from torch import Tensor
 
 from rtx.attention.heads import Heads
@@ -197,8 +197,8 @@ def compare(times: dict[str, list[float]], fresh: float, args: argparse.Namespac
         "ms": {"early": round(early, 4), "late": round(late, 4), "fresh_pass": round(fresh, 1)},
         "ratio": round(late / early, 3),
         "fresh_pass": {"position": args.fresh, "times_a_step": round(fresh / early, 1)},
-        "machine": f"{platform.machine()}, {args.threads} threads",
-        "versions": {"torch": torch.__version__},
+        "machine": machine("cpu", args.threads),
+        "versions": code(),
     }
 
 

@@ -3,7 +3,7 @@
 A picture is asked of the pattern itself: with the unit vectors as values, the output of a position is its weight on
 each key. Rows are queries from the top, columns are keys; two rows share a line of text.
 
-Shapes: N positions, M of them as the keys of another sequence, D head size.
+Shapes: N positions, M positions of another sequence, D head size.
 """
 
 from __future__ import annotations
@@ -20,12 +20,7 @@ from torch import Tensor
 from rtx.attention import adaptive_span, cross_routing, fixed, full, local, lsh, random, rotations, routing, strided
 from rtx.attention.kmeans import to_sphere
 
-N, D, W, C = 32, 8, 8, 4
-M, PADDED = 24, 4
-"""Keys of the other sequence, and how many of them, the last, are padding."""
-
-WITHOUT_MASK = ("separate-unmasked", "cross")
-"""Pictures of patterns that read later positions, too, or another sequence."""
+N, M, D, W, C = 32, 24, 8, 8, 4
 
 Pattern = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -43,22 +38,24 @@ def patterns() -> dict[str, Pattern]:
     """Return what is drawn, by name."""
     centroid_HCD = sequence()[0]
     routed = {"window": W, "threshold_HC": torch.full((1, C), 0.55 * D)}
-    crossed = {"window": W, "context_window": M // C, "context_mask_BM": torch.arange(M)[None] < M - PADDED}
-    draw_HDD = torch.randn(1, D, D, generator=torch.Generator().manual_seed(5))
-    projected = {"window": W, "projection_HDD": torch.linalg.qr(draw_HDD).Q}
+    chosen = {"selection": "topk", "window": W}
+    # Orthonormal; not by `kmeans.orthonormal`, which draws from the generator of the process.
+    projection_1DD = torch.linalg.qr(torch.randn(1, D, D, generator=torch.Generator().manual_seed(3))).Q
     hashed = {"rotation_HTDF": rotations(1, 1, D, C, seed=2), "window": W}
     return {
         "full": full,
         "local": lambda q, k, v: local(q, k, v, window=W),
         "strided": lambda q, k, v: strided(q, k, v, stride=W),
         "fixed": lambda q, k, v: fixed(q, k, v, block=W, summary=2),
-        "topk": lambda q, k, v: routing(q, None, v, centroid_HCD, selection="topk", window=W),
+        "topk": lambda q, k, v: routing(q, None, v, centroid_HCD, **chosen),
         "causal": lambda q, k, v: routing(q, None, v, centroid_HCD, selection="causal", **routed),
         "nearest": lambda q, k, v: routing(q, None, v, centroid_HCD, selection="nearest", window=W),
-        "separate": lambda q, k, v: routing(q, k, v, centroid_HCD, selection="topk", window=W),
-        "separate-unmasked": lambda q, k, v: routing(q, k, v, centroid_HCD, selection="topk", window=W, causal=False),
-        "cross": lambda q, k, v: cross_routing(q, k[:, :, :M], v[:, :, :M, :M], centroid_HCD, **crossed),
-        "projected": lambda q, k, v: routing(q, k, v, centroid_HCD, selection="topk", **projected),
+        "separate": lambda q, k, v: routing(q, k, v, centroid_HCD, **chosen),
+        "projected": lambda q, k, v: routing(q, k, v, centroid_HCD, projection_HDD=projection_1DD, **chosen),
+        "encoder": lambda q, k, v: routing(q, None, v, centroid_HCD, causal=False, **chosen),
+        "cross": lambda q, k, v: cross_routing(
+            q, k[:, :, :M], v[:, :, :M, :M], centroid_HCD, window=W, context_window=W // 2
+        ),
         "random": lambda q, k, v: random(q, None, v, clusters=C, window=W, seed=0),
         "lsh-causal": lambda q, k, v: lsh(q, v, variant="causal", **hashed),
         "lsh-reformer": lambda q, k, v: lsh(q, v, variant="reformer", **hashed),
@@ -67,7 +64,7 @@ def patterns() -> dict[str, Pattern]:
 
 
 def reads(pattern: Pattern) -> Tensor:
-    """Return the mask `[N, N]` (`[N, M]` where keys are another sequence's) of which query reads which key."""
+    """Return the mask `[N, N]` of which query reads which key; `[N, M]` for keys of another sequence."""
     _, q_BHND, k_BHND = sequence()
     return pattern(q_BHND, k_BHND, torch.eye(N)[None, None])[0, 0] != 0
 
@@ -79,6 +76,13 @@ def draw(reads_NN: Tensor) -> str:
         pairs = zip(upper_N.tolist(), lower_N.tolist(), strict=True)
         lines.append("".join("·▄▀█"[2 * upper + lower] for upper, lower in pairs))
     return "\n".join(lines)
+
+
+def share(reads_NN: Tensor) -> str:
+    """Return how many of the pairs are read: of those that a causal pattern may read, else of all."""
+    if reads_NN.shape[0] == reads_NN.shape[1] and not reads_NN.triu(1).any():
+        return f"{reads_NN.sum() / math.comb(len(reads_NN) + 1, 2):.0%} of all pairs j <= i"
+    return f"{reads_NN.float().mean():.0%} of all pairs"
 
 
 def redraw(page: str) -> str:
@@ -94,10 +98,7 @@ def redraw(page: str) -> str:
         if name not in known:
             raise ValueError(f"picture: {name}: must be one of {', '.join(known)}")
         seen_NN = reads(known[name])
-        causal = name not in WITHOUT_MASK
-        share = seen_NN.sum() / (math.comb(N + 1, 2) if causal else seen_NN.numel())
-        pairs = "all pairs j <= i" if causal else "all pairs"
-        return f"<!-- picture: {name} -->\n```text\n{draw(seen_NN)}\n{share:.0%} of {pairs}\n```"
+        return f"<!-- picture: {name} -->\n```text\n{draw(seen_NN)}\n{share(seen_NN)}\n```"
 
     return re.sub(r"<!-- picture: (\S+) -->\n```text\n.*?\n```", block, page, flags=re.DOTALL)
 

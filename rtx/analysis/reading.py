@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from rtx.analysis.weights import Head, read_values
 from rtx.attention.hashing import hash_positions
 from rtx.attention.heads import Heads
+from rtx.attention.lists import Members
 from rtx.attention.lsh import LshHeads
 from rtx.attention.random import RandomHeads
 from rtx.attention.routing import RoutingHeads
@@ -162,29 +164,41 @@ def inside(
 def members(heads: RoutingHeads | RandomHeads, q_1HND: Tensor, k_1HND: Tensor | None) -> Tensor:
     """Return which keys each cluster has, `[H, C, N]`, as the heads themselves choose them."""
     if isinstance(heads, RandomHeads):
-        return heads.members(q_1HND.shape[2])
-    of_queries, of_keys = heads.members(heads.read(q_1HND, k_1HND), None)
-    return (of_queries if of_keys is None else of_keys)[0]
+        chosen = heads.members(1, q_1HND.shape[2])
+    else:
+        of_queries, of_keys = heads.choose(heads.read(q_1HND, k_1HND), None)
+        chosen = (of_queries if of_keys is None else of_keys).members
+    assert chosen is not None
+    return chosen.mask().unflatten(0, (q_1HND.shape[1], -1))
 
 
 @contextlib.contextmanager
 def only_cluster(heads: RoutingHeads | RandomHeads, cluster: int) -> Iterator[None]:
     """Empty all clusters of some heads but one, for as long as the context lasts."""
-    chosen = heads.members
+    if isinstance(heads, RandomHeads):
+        of_heads, clusters, name = heads.members, heads.position_HCW.shape[1], "members"
 
-    def alone(member: Tensor) -> Tensor:
-        kept = torch.zeros_like(member)
-        kept[..., cluster, :] = member[..., cluster, :]
-        return kept
+        def chosen(*given: Any, **settings: Any) -> Any:
+            return alone(of_heads(*given, **settings), cluster, clusters)
+    else:
+        both, clusters, name = heads.choose, heads.centroids.centroid_HCD.shape[1], "choose"
 
-    def members_of_one(*given: object) -> object:
-        found = chosen(*given)  # type: ignore[arg-type]
-        if isinstance(found, Tensor):
-            return alone(found)
-        return tuple(None if member is None else alone(member) for member in found)
+        def chosen(*given: Any, **settings: Any) -> Any:
+            every = both(*given, **settings)
+            return tuple(
+                found and found._replace(members=found.members and alone(found.members, cluster, clusters))
+                for found in every
+            )
 
-    heads.members = members_of_one  # type: ignore[method-assign,assignment]
+    setattr(heads, name, chosen)
     try:
         yield
     finally:
-        del heads.members
+        delattr(heads, name)
+
+
+def alone(members: Members, cluster: int, clusters: int) -> Members:
+    """Return the lists with those of all clusters but one emptied."""
+    kept_L = torch.arange(len(members.count_L), device=members.count_L.device) % clusters == cluster
+    row_M = members.row_M[kept_L[members.list_M()]]
+    return members._replace(row_M=row_M, count_L=members.count_L * kept_L)

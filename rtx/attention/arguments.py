@@ -6,7 +6,9 @@ Shapes: B sequences, H heads, C clusters, N query and M key positions, D head si
 from __future__ import annotations
 
 import math
+import numbers
 import operator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -97,31 +99,52 @@ def check_mask(name: str, mask_BN: Tensor | None, batch: int, positions: int, li
         raise ValueError(f"{name} is of {mask_BN.dtype}: must be of torch.bool, true at real positions")
 
 
-def check_positive(name: str, value: int) -> None:
-    """Refuse a count below 1, or a fraction."""
+def check_whole(name: str, value: int, allowed: str) -> None:
+    """Refuse what is not a whole number, True and False among it."""
     try:
         operator.index(value)
     except TypeError:
-        raise ValueError(f"{name}={value!r}: must be a whole number, at least 1") from None
-    if value < 1:
-        raise ValueError(f"{name}={value}: must be at least 1")
+        raise ValueError(f"{name}={value!r}: must be a whole number, {allowed}") from None
+    if isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: must be a whole number, {allowed}")
 
 
-def check_number(name: str, value: object) -> None:
-    """Refuse what is not a number, such as one that is written as text."""
-    if not hasattr(value, "__float__"):
-        raise ValueError(f"{name}={value!r}: must be a number")
+def check_positive(name: str, value: int, least: int = 1) -> None:
+    """Refuse a count below 1, or below `least`, or a fraction."""
+    check_whole(name, value, f"at least {least}")
+    if value < least:
+        raise ValueError(f"{name}={value}: must be at least {least}")
+
+
+def check_seed(seed: int) -> None:
+    """Refuse what torch's generators cannot be seeded with."""
+    allowed = "from -2^63 to 2^64 - 1"
+    check_whole("seed", seed, allowed)
+    if not -(1 << 63) <= seed < 1 << 64:
+        raise ValueError(f"seed={seed}: must be a whole number, {allowed}")
+
+
+def check_number(name: str, value: float, allowed: str, valid: Callable[[float], bool]) -> None:
+    """Refuse what is not a number, True and False among it, or not a valid one."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(f"{name}={value!r}: must be a number, {allowed}")
+    if not valid(value):
+        raise ValueError(f"{name}={value}: must be {allowed}")
 
 
 def check_numbers(scale: float | None, dropout: float) -> None:
     """Refuse a factor that is not above 0 (torch's kernel gives NaN) or infinite, and a dropout that leaves nothing."""
-    check_number("dropout", dropout)
     if scale is not None:
-        check_number("scale", scale)
-    if scale is not None and not 0 < scale < math.inf:
-        raise ValueError(f"scale={scale}: must be finite and above 0")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout={dropout}: must be at least 0 and less than 1")
+        check_number("scale", scale, "finite and above 0", lambda x: 0 < x < math.inf)
+    check_number("dropout", dropout, "at least 0 and less than 1", lambda x: 0 <= x < 1)
+
+
+def check_turned(turned_BHND: Tensor, x_BHND: Tensor) -> None:
+    """Refuse turned queries or keys of another shape than they had."""
+    check_tensor("what rotate returns", turned_BHND)
+    if turned_BHND.shape != x_BHND.shape:
+        given, shape = tuple(turned_BHND.shape), tuple(x_BHND.shape)
+        raise ValueError(f"rotate returns the shape {given}: must return {shape}, what it was given")
 
 
 def check_relative(relative: Distances | None, q_BHND: Tensor, v_BHND: Tensor) -> None:
@@ -131,6 +154,8 @@ def check_relative(relative: Distances | None, q_BHND: Tensor, v_BHND: Tensor) -
     if not isinstance(relative, Distances):
         kind = type(relative).__name__
         raise ValueError(f"relative is a {kind}: must be None or rtx.attention.Distances(keys_MD, values_MD)")
+    for name, table_MD in zip(("relative.keys_MD", "relative.values_MD"), relative, strict=True):
+        check_tensor(name, table_MD)
     distances = max(1, len(relative.keys_MD)) if relative.keys_MD.dim() else 1
     check_floats("relative.keys_MD", relative.keys_MD, (distances, q_BHND.shape[-1]), q_BHND)
     check_floats("relative.values_MD", relative.values_MD, (distances, v_BHND.shape[-1]), q_BHND)

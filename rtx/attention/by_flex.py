@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtx.attention.weights import Distances, logit_scale, without_padding
+from rtx.attention.weights import Distances, in_graph, logit_scale, without_padding
 from rtx.compiler import has_compiler
 
 PATTERNS = ("full", "local", "strided", "fixed")
@@ -81,7 +81,7 @@ def attend(
     `by_head`: the rule differs between heads.
     """
     if not q_BHND.numel() or not v_BHND.numel():
-        return torch.zeros_like(v_BHND)
+        return in_graph(torch.zeros_like(v_BHND), q_BHND, k_BHND, v_BHND)
     from torch.nn.attention.flex_attention import create_block_mask
 
     q_BHND, k_BHND, v_BHND = (without_padding(x, mask_BN) for x in (q_BHND, k_BHND, v_BHND))

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from rtx.attention import reference
-from rtx.attention.heads import Rotate
+from rtx.attention.heads import Rotate, turn
 from rtx.attention.reference import Sets
-from rtx.attention.weights import Distances, logit_scale, without_padding
+from rtx.attention.weights import Distances, in_graph, logit_scale, without_padding
 
 HeadSets = Callable[[int, int], Sets]
 """From sequence and head to the sets of one head."""
@@ -63,7 +63,8 @@ def read_heads(
     """
     B, H, N, D = q_BHND.shape
     if not B * H * N:
-        return v_BHMD.new_zeros(B, H, N, v_BHMD.shape[-1])
+        out_BHND = v_BHMD.new_zeros(B, H, N, v_BHMD.shape[-1])
+        return in_graph(out_BHND, q_BHND, k_BHMD, v_BHMD, *(relative or ()))
     q, k, v = widened(q_BHND, mask_BN), widened(k_BHMD, mask_BN), widened(v_BHMD, mask_BN)
     tables = None if relative is None else Distances(*(x.to(q.dtype) for x in relative))
     heads = [
@@ -79,12 +80,13 @@ def read_heads(
         for b in range(B)
         for h in range(H)
     ]
-    return torch.stack(heads).unflatten(0, (B, H)).to(v_BHMD.dtype)
+    out_BHND = torch.stack(heads).unflatten(0, (B, H)).to(v_BHMD.dtype)
+    return in_graph(out_BHND, q_BHND, k_BHMD, v_BHMD, *(relative or ()))
 
 
 def turned(q_BHND: Tensor, k_BHND: Tensor, rotate: Rotate | None) -> tuple[Tensor, Tensor]:
     """Return queries and keys as the logits use them."""
-    return (q_BHND, k_BHND) if rotate is None else (rotate(q_BHND), rotate(k_BHND))
+    return turn(q_BHND, rotate), turn(k_BHND, rotate)
 
 
 def without_padded(sets: Sets, real_N: list[bool]) -> Sets:
@@ -108,7 +110,7 @@ def adaptive_span(
     """See `rtx.attention.adaptive_span`; the spans must lie in [0, window]."""
     B, H, N, D = q_BHND.shape
     if not B * H * N:
-        return torch.zeros_like(v_BHND)
+        return in_graph(torch.zeros_like(v_BHND), q_BHND, k_BHND, v_BHND, span_H, *(relative or ()))
     q, k, v = (widened(x, mask_BN) for x in (q_BHND, k_BHND, v_BHND))
     heads = [
         reference.read_span(
@@ -125,7 +127,8 @@ def adaptive_span(
         for b in range(B)
         for h in range(H)
     ]
-    return torch.stack(heads).unflatten(0, (B, H)).to(v_BHND.dtype)
+    out_BHND = torch.stack(heads).unflatten(0, (B, H)).to(v_BHND.dtype)
+    return in_graph(out_BHND, q_BHND, k_BHND, v_BHND, span_H, *(relative or ()))
 
 
 @without_autocast
@@ -262,7 +265,7 @@ def routing(
 
         return sets
 
-    slots = heads(reference.cluster_slots) if slot_distance else None
+    slots = heads(reference.cluster_slots) if slot_distance and relative is not None else None
     sets = heads(partial(reference.separate_sets, causal=causal))
     return read_heads(*turned(q_BHND, k_BHND, rotate), without_padding(v_BHND, mask_BN), sets, scale, relative, slots)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rtx.attention.lists import Members
 from rtx.attention.shaw import Distances, Sorted
-from rtx.attention.weights import attend
+from rtx.attention.weights import attend, in_graph
 
 
 class Block(NamedTuple):
@@ -122,7 +122,7 @@ def attend_members(
                 distance_QK=distance_QK,
             )[:, 0]
             add_share(total_RD, out_GQD, row_GQ, block.real_GQ, times_R)
-    return total_RD.view(v_BHND.shape)
+    return in_graph(total_RD.view(v_BHND.shape), q_BHND, k_BHND, v_BHND, *(relative or ()))
 
 
 def take(x_RD: Tensor, rows: list[Tensor]) -> list[Tensor]:

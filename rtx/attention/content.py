@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention.backends import attend_packed
-from rtx.attention.heads import Rotate
+from rtx.attention.heads import Rotate, turn
 from rtx.attention.lists import Members
 from rtx.attention.separate import attend_lists
 from rtx.attention.weights import Distances, without_padding
@@ -37,10 +37,10 @@ class Content(NamedTuple):
 
     def logits(self, rotate: Rotate | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return queries and keys as the logits use them (the same tensor where keys are shared)."""
-        q_BHND = (self.q_BHND if rotate is None else rotate(self.q_BHND)).to(dtype)
+        q_BHND = turn(self.q_BHND, rotate).to(dtype)
         if self.k_BHND is None:
             return q_BHND, q_BHND
-        return q_BHND, (self.k_BHND if rotate is None else rotate(self.k_BHND)).to(dtype)
+        return q_BHND, turn(self.k_BHND, rotate).to(dtype)
 
 
 def read_content(

@@ -149,6 +149,9 @@ class CrossRoutingHeads(nn.Module):
         if centroids.keys != "separate":
             raise ValueError(f"centroids with keys={centroids.keys!r}: must be 'separate' for cross-attention")
         self.centroids = centroids
+        if context_window is not None:
+            check_positive("context_window", context_window)
+        check_numbers(scale, dropout)
         check_backend(backend)
         self.context_window, self.scale, self.dropout, self.backend = context_window, scale, dropout, backend
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rtx.attention import by_flex, by_reference, reference
-from rtx.attention.arguments import check_attention, check_positive
+from rtx.attention.arguments import check_attention, check_numbers, check_positive
 from rtx.attention.backends import Call, check_backend, choose
-from rtx.attention.heads import HeadState, PositionHeads, Rotate, turn_step
-from rtx.attention.weights import Distances, attend, logit_scale, without_padding
+from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, turn, turn_step
+from rtx.attention.weights import Distances, attend, in_graph, logit_scale, without_padding
 
 GROUPS = 16
 """Parts of a sequence that are attended one after the other: more waste fewer keys, fewer make fewer calls."""
@@ -78,7 +78,7 @@ def fixed(
         return by_flex.fixed(q_BHND, k_BHND, v_BHND, block=block, summary=summary, scale=scale, mask_BN=mask_BN)
     _, H, N, _ = q_BHND.shape
     if not v_BHND.numel():
-        return v_BHND.clone()
+        return in_graph(torch.zeros_like(v_BHND), q_BHND, k_BHND, v_BHND, *(relative or ()))
     q_BHND, k_BHND, v_BHND = (without_padding(x, mask_BN) for x in (q_BHND, k_BHND, v_BHND))
     first_H = first_columns(H, block, summary)
     if block >= N:  # nothing is earlier, and no key need be padded
@@ -199,25 +199,14 @@ class FixedHeads(PositionHeads):
     ) -> None:
         super().__init__()
         check_sizes(block, summary)
+        check_numbers(scale, dropout)
         check_backend(backend)
         self.block, self.summary, self.scale, self.dropout = block, summary, scale, dropout
         self.backend = backend
 
-    def read(
-        self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, dropout: float, relative: Distances | None
-    ) -> Tensor:
+    def read(self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, **options: Any) -> Tensor:
         """See `PositionHeads`."""
-        return fixed(
-            q_BHND,
-            k_BHND,
-            v_BHND,
-            block=self.block,
-            summary=self.summary,
-            scale=self.scale,
-            dropout=dropout,
-            relative=relative,
-            backend=self.backend,
-        )
+        return fixed(q_BHND, k_BHND, v_BHND, block=self.block, summary=self.summary, **options)
 
     def start(self, relative: Distances | None = None) -> FixedState:
         """See `Heads.start`."""
@@ -231,6 +220,29 @@ class FixedState(HeadState):
         self.block, self.summary, self.scale, self.relative = block, summary, scale, relative
         self.keys_BHKD: Tensor | None = None
         self.values_BHKD: Tensor | None = None
+
+    def fill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, rotate: RotateFrom | None = None) -> None:
+        """See `HeadState`."""
+        assert k_BHND is not None
+        _, H, N, _ = k_BHND.shape
+        if not N:
+            return
+        self.keys_BHKD = self.kept(turn(k_BHND, rotate))
+        self.values_BHKD = self.kept(v_BHND)
+        position_1HN1 = torch.arange(N, device=k_BHND.device).expand(1, H, N)[..., None]
+        self.position_HK = self.kept(position_1HN1)[0, :, :, 0]
+
+    def kept(self, x_BHND: Tensor) -> Tensor:
+        """Return what the state holds of a sequence: the summary columns of finished blocks, and room for a last one.
+
+        The last block is not finished before the position behind it comes, so that it is never empty.
+        """
+        H, N = x_BHND.shape[1:3]
+        finished = (N - 1) // self.block
+        blocks_BHGLD, own_BHLD = x_BHND.split([finished * self.block, N - finished * self.block], dim=2)
+        columns = first_columns(H, self.block, self.summary)
+        past_BHSD = summaries(blocks_BHGLD.unflatten(2, (finished, self.block)), columns, self.summary)
+        return torch.cat([past_BHSD, F.pad(own_BHLD, (0, 0, 0, self.block - own_BHLD.shape[2]))], dim=2)
 
     def step(
         self, q_BHD: Tensor, k_BHD: Tensor | None, v_BHD: Tensor, position: int, rotate: Rotate | None = None

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from rtx.attention import by_flex, by_reference, reference
-from rtx.attention.arguments import check_attention
+from rtx.attention.arguments import check_attention, check_numbers
 from rtx.attention.backends import Call, check_backend, choose
-from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, turn_step
-from rtx.attention.weights import Distances, attend, logit_scale, without_padding
+from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, turn, turn_step
+from rtx.attention.weights import Distances, attend, in_graph, logit_scale, without_padding
 
 MAX_SCORES = 1 << 25
 """Attention scores whose distances are held at once."""
@@ -82,26 +84,54 @@ def full(
                 distance_QK=distance_QK,
             )
         )
-    return without_padding(torch.cat(outputs, dim=2), mask_BN) if outputs else torch.zeros_like(v_BHND)
+    if not outputs:
+        return in_graph(torch.zeros_like(v_BHND), q_BHND, k_BHND, v_BHND, *(relative or ()))
+    return without_padding(torch.cat(outputs, dim=2), mask_BN)
+
+
+def check_streams(causal: bool) -> None:
+    """Refuse streams through heads that read later positions."""
+    if not causal:
+        raise ValueError("causal=False: a stream has no later positions to read")
 
 
 class FullHeads(PositionHeads):
-    """Heads of `full`; `scale`, `dropout` (in training) and `backend` as there."""
+    """Heads of `full`; `scale`, `dropout` (in training), `causal` and `backend` as there."""
 
-    def __init__(self, *, scale: float | None = None, dropout: float = 0.0, backend: str = "auto") -> None:
+    def __init__(
+        self, *, scale: float | None = None, dropout: float = 0.0, causal: bool = True, backend: str = "auto"
+    ) -> None:
         super().__init__()
+        check_numbers(scale, dropout)
         check_backend(backend)
-        self.scale, self.dropout, self.backend = scale, dropout, backend
+        self.scale, self.dropout, self.causal, self.backend = scale, dropout, causal, backend
 
-    def read(
-        self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, dropout: float, relative: Distances | None
-    ) -> Tensor:
+    def forward(
+        self,
+        q_BHND: Tensor,
+        k_BHND: Tensor | None,
+        v_BHND: Tensor,
+        *,
+        rotate: Rotate | None = None,
+        relative: Distances | None = None,
+        streaming: bool = False,
+        mask_BN: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Heads.forward`."""
+        check_streams(self.causal or not streaming)
+        return super().forward(q_BHND, k_BHND, v_BHND, rotate=rotate, relative=relative, mask_BN=mask_BN)
+
+    def read(self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, **options: Any) -> Tensor:
         """See `PositionHeads`."""
-        options = {"scale": self.scale, "dropout": dropout, "relative": relative, "backend": self.backend}
-        return full(q_BHND, k_BHND, v_BHND, **options)
+        return full(q_BHND, k_BHND, v_BHND, causal=self.causal, **options)
 
     def start(self, relative: Distances | None = None) -> FullState:
-        """See `Heads.start`."""
+        """See `Heads.start`.
+
+        Raises:
+            ValueError: heads without a causal mask.
+        """
+        check_streams(self.causal)
         return FullState(self.scale, relative)
 
 
@@ -116,7 +146,7 @@ class FullState(HeadState):
     def fill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, rotate: RotateFrom | None = None) -> None:
         """See `HeadState`."""
         assert k_BHND is not None
-        self.keys_BHND = k_BHND if rotate is None else rotate(k_BHND)
+        self.keys_BHND = turn(k_BHND, rotate)
         self.values_BHND = v_BHND
 
     def step(

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention.arguments import check_positive
+from rtx.attention.arguments import check_positive, check_seed
 from rtx.attention.clusters import blocks
 from rtx.attention.lists import Members
 
@@ -27,9 +27,11 @@ def rotations(heads: int, rounds: int, size: int, buckets: int, seed: int) -> Te
     """Return the rotations `[H, T, D, F]` in float32, a function of the arguments alone.
 
     Raises:
-        ValueError: an odd number of buckets, or none; heads, a size or number of rounds below 1.
+        ValueError: an odd number of buckets, or none; heads, a size or a number of rounds below 1; a seed that torch's
+            generators do not take.
     """
     check_positive("heads", heads)
+    check_seed(seed)
     check_positive("rounds", rounds)
     check_positive("size", size)
     check_positive("buckets", buckets)
@@ -78,17 +80,36 @@ class Round(NamedTuple):
     """Rows of a chunk where keys are looked up by chunks, None where by lists."""
 
 
+class Places(NamedTuple):
+    """Where positions stand when each of X sequences is sorted by bucket, then position."""
+
+    order_XN: Tensor
+    """The positions in that order."""
+    slot_XN: Tensor
+    """The slot of each position in that order."""
+    rank_XN: Tensor
+    """How many earlier positions share its bucket."""
+    count_XC: Tensor
+    """Positions of each bucket."""
+
+
+def sort_by_bucket(bucket_XN: Tensor, buckets: int) -> Places:
+    """Return the places of positions."""
+    X, N = bucket_XN.shape
+    order_XN = bucket_XN.argsort(dim=-1, stable=True)
+    list_XN = bucket_XN + torch.arange(X, device=bucket_XN.device)[:, None] * buckets
+    count_XC = torch.bincount(list_XN.flatten(), minlength=X * buckets).view(X, buckets)
+    slot_XN = torch.empty_like(order_XN).scatter_(1, order_XN, torch.arange(N, device=order_XN.device).expand(X, N))
+    before_XC = count_XC.cumsum(-1) - count_XC
+    return Places(order_XN, slot_XN, slot_XN - before_XC.gather(1, bucket_XN), count_XC)
+
+
 @torch.no_grad()
 def make_round(bucket_XN: Tensor, buckets: int, window: int, rule: str) -> Round:
     """Return one round of a rule: "causal", "reformer", or "prefix" (reformer, with chunks cut from each prefix)."""
     X, N = bucket_XN.shape
-    order_XN = bucket_XN.argsort(dim=-1, stable=True)
+    order_XN, slot_XN, rank_XN, count_XC = sort_by_bucket(bucket_XN, buckets)
     row_XN = order_XN + torch.arange(X, device=bucket_XN.device)[:, None] * N
-    list_XN = bucket_XN + torch.arange(X, device=bucket_XN.device)[:, None] * buckets
-    count_L = torch.bincount(list_XN.flatten(), minlength=X * buckets)
-    slot_XN = torch.empty_like(order_XN).scatter_(1, order_XN, torch.arange(N, device=order_XN.device).expand(X, N))
-    before_L = (count_L.view(X, buckets).cumsum(-1) - count_L.view(X, buckets)).flatten()
-    rank_XN = slot_XN - before_L[list_XN]
     half = chunk_size(window)
     place_XN = slot_XN // half if rule == "reformer" else rank_XN
     if rule == "prefix":
@@ -99,7 +120,7 @@ def make_round(bucket_XN: Tensor, buckets: int, window: int, rule: str) -> Round
         (bucket_XN * LONGEST + place_XN).flatten(),
         reach_XN.flatten(),
         (rank_XN == 0).flatten(),
-        Members(row_XN.flatten(), count_L, N, X * N),
+        Members(row_XN.flatten(), count_XC.flatten(), N, X * N),
         half if rule == "reformer" else None,
     )
 

@@ -5,12 +5,13 @@ Shapes: B sequences or streams, H heads of one kind, N positions, D head size.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rtx.attention.arguments import check_turned
 from rtx.attention.weights import Distances
 
 Rotate = Callable[[Tensor], Tensor]
@@ -25,13 +26,11 @@ class HeadState:
     """What a stream keeps of heads of one kind."""
 
     def fill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, rotate: RotateFrom | None = None) -> None:
-        """Take in positions 0 to N - 1 of each stream, before any step: what N steps would leave behind.
+        """Take in positions 0 to N - 1 of each stream, before any step: what N steps would leave behind, in one pass.
 
-        Patterns that have no quicker way take the steps.
+        The outputs of these positions are those of the heads' forward with `streaming`.
         """
-        for i in range(q_BHND.shape[2]):
-            turn = None if rotate is None else functools.partial(rotate, first=i)
-            self.step(q_BHND[:, :, i], None if k_BHND is None else k_BHND[:, :, i], v_BHND[:, :, i], i, turn)
+        raise NotImplementedError
 
     def step(
         self, q_BHD: Tensor, k_BHD: Tensor | None, v_BHD: Tensor, position: int, rotate: Rotate | None = None
@@ -55,10 +54,12 @@ class Heads(nn.Module):
         rotate: Rotate | None = None,
         relative: Distances | None = None,
         streaming: bool = False,
+        mask_BN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the outputs `[B, H, N, D]` and an auxiliary loss, zero where the pattern has none.
 
         `streaming`: every decision is made from the prefix alone, for patterns that would else see the future.
+        `mask_BN`: true at real positions; padding is not read, and its own output is zero. Streams have no padding.
         """
         raise NotImplementedError
 
@@ -70,12 +71,15 @@ class Heads(nn.Module):
 class PositionHeads(Heads):
     """Heads with keys of their own that choose by position alone: queries and keys are turned before all else."""
 
+    scale: float | None
     dropout: float
+    backend: str
 
-    def read(
-        self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, dropout: float, relative: Distances | None
-    ) -> Tensor:
-        """Return the outputs `[B, H, N, D]` for turned queries and keys."""
+    def read(self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, **options: Any) -> Tensor:
+        """Return the outputs `[B, H, N, D]` for turned queries and keys.
+
+        The options are those of all patterns: `scale`, `dropout`, `relative`, `mask_BN` and `backend`.
+        """
         raise NotImplementedError
 
     def loss(self, like_BHND: Tensor) -> Tensor:
@@ -91,19 +95,33 @@ class PositionHeads(Heads):
         rotate: Rotate | None = None,
         relative: Distances | None = None,
         streaming: bool = False,
+        mask_BN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `Heads.forward`."""
         if k_BHND is None:
             raise ValueError("k_BHND=None: these heads need keys of their own")
-        if rotate is not None:
-            q_BHND, k_BHND = rotate(q_BHND), rotate(k_BHND)
-        dropout = self.dropout if self.training else 0.0
-        return self.read(q_BHND, k_BHND, v_BHND, dropout, relative), self.loss(q_BHND)
+        q_BHND, k_BHND = turn(q_BHND, rotate), turn(k_BHND, rotate)
+        options = {"scale": self.scale, "dropout": self.dropout if self.training else 0.0, "backend": self.backend}
+        out_BHND = self.read(q_BHND, k_BHND, v_BHND, relative=relative, mask_BN=mask_BN, **options)
+        return out_BHND, self.loss(q_BHND)
+
+
+def turn(x_BHND: Tensor, rotate: Rotate | None) -> Tensor:
+    """Return the vectors, turned where there is anything to turn by.
+
+    Raises:
+        ValueError: they have another shape then.
+    """
+    if rotate is None:
+        return x_BHND
+    turned_BHND = rotate(x_BHND)
+    check_turned(turned_BHND, x_BHND)
+    return turned_BHND
 
 
 def turn_step(x_BHD: Tensor, rotate: Rotate | None) -> Tensor:
-    """Return the vectors of one position, turned where there is anything to turn by."""
-    return x_BHD if rotate is None else rotate(x_BHD[:, :, None])[:, :, 0]
+    """As `turn`, for the vectors of one position."""
+    return turn(x_BHD[:, :, None], rotate)[:, :, 0]
 
 
 def last_slots(x_BHND: Tensor, slots: int) -> Tensor:

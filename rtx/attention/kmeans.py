@@ -99,15 +99,12 @@ class Centroids(nn.Module):
             raise ValueError(f"keys={keys!r}: must be one of {', '.join(KEYS)}")
         if update not in ("mean", "sum"):
             raise ValueError(f"update={update!r}: must be one of mean, sum")
-        if revive_after < 0:
-            raise ValueError(f"revive_after={revive_after}: must be at least 0")
+        check_positive("revive_after", revive_after, least=0)
         counts = {"heads": heads, "clusters": clusters, "size": size, "window": window, "length": length}
         for name, count in counts.items():
             check_positive(name, count)
         for name, share in (("decay", decay), ("threshold_decay", threshold_decay)):
-            check_number(name, share)
-            if not 0 <= share <= 1:
-                raise ValueError(f"{name}={share}: must be from 0 to 1")
+            check_number(name, share, "from 0 to 1", lambda x: 0 <= x <= 1)
         self.keys = keys
         self.window, self.length = window, length
         self.decay, self.update_rule = decay, update

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention import by_flex, by_reference, reference
-from rtx.attention.arguments import check_attention, check_positive
+from rtx.attention.arguments import check_attention, check_numbers, check_positive
 from rtx.attention.backends import Call, check_backend, choose
-from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, last_slots, turn_step
+from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, last_slots, turn, turn_step
 from rtx.attention.shaw import Band
-from rtx.attention.weights import Distances, attend, logit_scale, without_padding
+from rtx.attention.weights import Distances, attend, in_graph, logit_scale, without_padding
 
 
 def local(
@@ -59,7 +59,7 @@ def local(
         return by_flex.local(q_BHND, k_BHND, v_BHND, window=window, scale=scale, mask_BN=mask_BN)
     B, H, N, _ = q_BHND.shape
     if not q_BHND.numel():
-        return torch.zeros_like(v_BHND)
+        return in_graph(torch.zeros_like(v_BHND), q_BHND, k_BHND, v_BHND, *(relative or ()))
     q_BHND, k_BHND, v_BHND = (without_padding(x, mask_BN) for x in (q_BHND, k_BHND, v_BHND))
     scale = logit_scale(scale, q_BHND.shape[-1])
     block = min(window, N)
@@ -121,14 +121,12 @@ class LocalHeads(PositionHeads):
     def __init__(self, *, window: int, scale: float | None = None, dropout: float = 0.0, backend: str = "auto") -> None:
         super().__init__()
         check_positive("window", window)
+        check_numbers(scale, dropout)
         check_backend(backend)
         self.window, self.scale, self.dropout, self.backend = window, scale, dropout, backend
 
-    def read(
-        self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, dropout: float, relative: Distances | None
-    ) -> Tensor:
+    def read(self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, **options: Any) -> Tensor:
         """See `PositionHeads`."""
-        options = {"scale": self.scale, "dropout": dropout, "relative": relative, "backend": self.backend}
         return local(q_BHND, k_BHND, v_BHND, window=self.window, **options)
 
     def start(self, relative: Distances | None = None) -> LocalState:
@@ -147,7 +145,7 @@ class LocalState(HeadState):
     def fill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, rotate: RotateFrom | None = None) -> None:
         """See `HeadState`."""
         assert k_BHND is not None
-        self.keys_BHWD = last_slots(k_BHND if rotate is None else rotate(k_BHND), self.window)
+        self.keys_BHWD = last_slots(turn(k_BHND, rotate), self.window)
         self.values_BHWD = last_slots(v_BHND, self.window)
 
     def step(

@@ -17,7 +17,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rtx.attention import by_reference
-from rtx.attention.arguments import check_attention, check_finite_values, check_positive, check_rotations
+from rtx.attention.arguments import (
+    check_attention,
+    check_finite_values,
+    check_numbers,
+    check_positive,
+    check_rotations,
+)
 from rtx.attention.backends import Call, check_backend, choose
 from rtx.attention.clusters import attend_members, take
 from rtx.attention.hashing import (
@@ -29,9 +35,10 @@ from rtx.attention.hashing import (
     make_round,
     new_pairs,
     rotations,
+    sort_by_bucket,
 )
-from rtx.attention.heads import Heads, HeadState, Rotate, turn_step
-from rtx.attention.weights import Distances, attend, logit_scale, without_padding
+from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom, turn, turn_step
+from rtx.attention.weights import Distances, attend, in_graph, logit_scale, without_padding
 
 MAX_SCORES = 1 << 21
 """Attention scores held at once where several rounds are joined; about what a CPU's cache holds."""
@@ -94,14 +101,12 @@ def lsh(
     if mask_BN is not None:
         # Padding shares a bucket of its own, behind all others.
         bucket_TBHN = bucket_TBHN.masked_fill(~mask_BN[:, None], buckets)
-    k_BHND = unit(q_BHND)
-    if rotate is not None:
-        q_BHND, k_BHND = rotate(q_BHND), rotate(k_BHND)
+    q_BHND, k_BHND = turn(q_BHND, rotate), turn(unit(q_BHND), rotate)
     q_BHND, k_BHND = q_BHND.to(v_BHND.dtype), k_BHND.to(v_BHND.dtype)
     rounds = [make_round(bucket_BHN.flatten(0, 1), buckets + 1, window, rule) for bucket_BHN in bucket_TBHN]
     options = {"scale": logit_scale(scale, q_BHND.shape[-1]), "dropout": dropout, "relative": relative}
     if not v_BHND.numel():
-        out_BHND = torch.zeros_like(v_BHND)
+        out_BHND = in_graph(torch.zeros_like(v_BHND), q_BHND, v_BHND, *(relative or ()))
     elif rule == "causal" and len(rounds) == 1:
         members = rounds[0].members
         out_BHND = attend_members(q_BHND, k_BHND, v_BHND, members, window=window, attend_self=False, **options)
@@ -235,6 +240,7 @@ class LshHeads(Heads):
         super().__init__()
         check_variant(variant)
         check_positive("window", window)
+        check_numbers(scale, dropout)
         check_backend(backend)
         self.backend = backend
         self.window, self.variant, self.scale, self.dropout = window, variant, scale, dropout
@@ -249,6 +255,7 @@ class LshHeads(Heads):
         rotate: Rotate | None = None,
         relative: Distances | None = None,
         streaming: bool = False,
+        mask_BN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `Heads.forward`; the loss is zero."""
         if k_BHND is not None:
@@ -264,6 +271,7 @@ class LshHeads(Heads):
             relative=relative,
             rotate=rotate,
             streaming=streaming,
+            mask_BN=mask_BN,
             backend=self.backend,
         )
         return out_BHND, q_BHND.new_zeros(())
@@ -294,6 +302,25 @@ class LshState(HeadState):
         self.position_BHTCW = torch.full(shape, -1, device=device)
         self.code_BHTCWT = torch.zeros(*shape, T, dtype=torch.int64, device=device)
         self.count_BHTC = torch.zeros(shape[:-1], dtype=torch.int64, device=device)
+
+    def fill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, rotate: RotateFrom | None = None) -> None:
+        """See `HeadState`."""
+        B, H, N, _ = q_BHND.shape
+        if not B * H * N:
+            return
+        bucket_BHTN = hash_positions(q_BHND, self.heads.rotation_HTDF).permute(1, 2, 0, 3)
+        key_BHND = turn(unit(q_BHND), rotate).to(v_BHND.dtype)
+        self.allocate(key_BHND[:, :, 0], v_BHND[:, :, 0])
+        assert self.keys_BHTCWD is not None
+        places = sort_by_bucket(bucket_BHTN.flatten(0, 2), self.count_BHTC.shape[-1])
+        self.count_BHTC = places.count_XC.view(self.count_BHTC.shape)
+        rank_BHTN = places.rank_XN.view(bucket_BHTN.shape)
+        kept_BHTN = rank_BHTN >= self.count_BHTC.gather(-1, bucket_BHTN) - self.slots
+        b, h, t, n = kept_BHTN.nonzero(as_tuple=True)
+        here = b, h, t, bucket_BHTN[kept_BHTN], rank_BHTN[kept_BHTN] % self.slots
+        self.keys_BHTCWD[here], self.values_BHTCWD[here] = key_BHND[b, h, n], v_BHND[b, h, n]
+        self.position_BHTCW[here] = n
+        self.code_BHTCWT[here] = (bucket_BHTN * LONGEST + rank_BHTN)[b, h, :, n]
 
     def step(
         self, q_BHD: Tensor, k_BHD: Tensor | None, v_BHD: Tensor, position: int, rotate: Rotate | None = None

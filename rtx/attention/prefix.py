@@ -16,7 +16,7 @@ from rtx.attention.clusters import add_share, take
 from rtx.attention.lists import Members
 from rtx.attention.selection import centroid_scores, prefix_members, tie_margin
 from rtx.attention.separate import without_self
-from rtx.attention.weights import Distances, attend
+from rtx.attention.weights import Distances, attend, in_graph
 
 MAX_SCORES = 1 << 24
 """Attention scores held at once."""
@@ -91,7 +91,7 @@ def attend_prefix_topk(
             distance_QK=slots_GQK[:, None],
         )[:, 0]
         add_share(total_RD, out_GQD, row_GQ, real_GQ, times_R)
-    return total_RD.view(v_BHND.shape)
+    return in_graph(total_RD.view(v_BHND.shape), q_BHND, k_BHND, v_BHND, *(relative or ()))
 
 
 def padded_lists(queries: Members, keys: Members) -> list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]:

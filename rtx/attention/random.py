@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from rtx.attention import by_reference
-from rtx.attention.arguments import check_attention, check_numbers, check_positive
+from rtx.attention.arguments import check_attention, check_numbers, check_positive, check_seed
 from rtx.attention.backends import Call, attend_packed, check_backend, choose
 from rtx.attention.content import normalise, without_padding
-from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom, turn_step
+from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom, turn, turn_step
 from rtx.attention.lists import Members
 from rtx.attention.selection import random_positions
 from rtx.attention.state import ClusterState
@@ -49,7 +49,7 @@ def random(
     """
     given = {"mask_BN": mask_BN, "scale": scale, "dropout": dropout, "relative": relative}
     check_attention(q_BHND, k_BHND, v_BHND, **given, finite=check_finite)
-    options = {"scale": logit_scale(scale, q_BHND.shape[-1]), "attend_self": attend_self, "dropout": dropout}
+    options = {"scale": scale, "attend_self": attend_self, "dropout": dropout}
     heads = RandomHeads(
         q_BHND.shape[1],
         clusters,
@@ -88,7 +88,7 @@ class RandomHeads(Heads):
         window: int,
         length: int,
         seed: int,
-        scale: float,
+        scale: float | None = None,
         attend_self: bool = True,
         dropout: float = 0.0,
         slot_distance: bool = False,
@@ -102,6 +102,7 @@ class RandomHeads(Heads):
         check_positive("clusters", clusters)
         check_positive("window", window)
         check_positive("length", length)
+        check_seed(seed)
         check_numbers(scale, dropout)
         self.window, self.scale, self.attend_self, self.dropout = window, scale, attend_self, dropout
         self.slot_distance, self.length = slot_distance, length
@@ -138,7 +139,7 @@ class RandomHeads(Heads):
                 f"q_BHND has {q_BHND.shape[1]} heads: must have {len(self.position_HCW)}, as the memberships"
             )
         options = {
-            "scale": self.scale,
+            "scale": logit_scale(self.scale, q_BHND.shape[-1]),
             "window": self.window,
             "attend_self": self.attend_self,
             "relative": relative,
@@ -160,8 +161,7 @@ class RandomHeads(Heads):
 
     def logits(self, x_BHND: Tensor, rotate: Rotate | None, v_BHND: Tensor) -> Tensor:
         """Return queries or keys as the logits use them."""
-        x_BHND = normalise(x_BHND)
-        return (x_BHND if rotate is None else rotate(x_BHND)).to(v_BHND.dtype)
+        return turn(normalise(x_BHND), rotate).to(v_BHND.dtype)
 
     def start(self, relative: Distances | None = None) -> RandomState:
         """See `Heads.start`."""

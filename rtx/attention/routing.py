@@ -180,7 +180,7 @@ class RoutingHeads(Heads):
     Args:
         centroids: the centroids of these heads; their `keys` say what stands for keys (shared, separate, projected).
         selection: "causal", "topk" or "nearest".
-        scale: multiplies the logits.
+        scale: multiplies the logits (default 1 / sqrt(D)).
         attend_self: false: a position reads itself only where it sees nothing else.
         dropout: on attention weights, in training.
         commitment: weight of the mean squared distance between what is clustered (queries; queries and keys; or
@@ -199,7 +199,7 @@ class RoutingHeads(Heads):
         centroids: Centroids,
         *,
         selection: str,
-        scale: float,
+        scale: float | None = None,
         attend_self: bool = True,
         dropout: float = 0.0,
         commitment: float = 0.0,
@@ -215,13 +215,11 @@ class RoutingHeads(Heads):
         check_numbers(scale, dropout)
         if selection == "causal" and not centroids.thresholds:
             raise ValueError("selection=causal needs centroids with thresholds=True: others never move")
-        check_number("commitment", commitment)
-        if not commitment >= 0:
-            raise ValueError(f"commitment={commitment}: must be at least 0")
+        check_number("commitment", commitment, "at least 0", lambda x: x >= 0)
         self.centroids = centroids
-        self.selection, self.scale, self.attend_self = selection, scale, attend_self
-        self.dropout, self.commitment = dropout, commitment
-        self.causal, self.slot_distance = causal, slot_distance
+        self.selection, self.causal, self.dropout, self.commitment = selection, causal, dropout, commitment
+        self.scale = logit_scale(scale, centroids.centroid_HCD.shape[-1])
+        self.attend_self, self.slot_distance = attend_self, slot_distance
         self.snapshot: Snapshot | None = None
 
     def forward(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rtx.attention.clusters import add_share, take
 from rtx.attention.lists import Members
-from rtx.attention.weights import Distances, attend
+from rtx.attention.weights import Distances, attend, in_graph
 
 
 class Block(NamedTuple):
@@ -142,7 +142,8 @@ def attend_lists(
     forms = list(blocks(read, keys.count_L, window))
     total_RD = v_SD.new_zeros(len(q_RD), v_SD.shape[-1])
     if not forms:
-        return total_RD.view(*q_BHND.shape[:3], v_BHMD.shape[-1])
+        out_BHND = total_RD.view(*q_BHND.shape[:3], v_BHMD.shape[-1])
+        return in_graph(out_BHND, q_BHND, k_BHMD, v_BHMD, *(relative or ()))
     query_rows = [read.row_P[block.query_GQ] for block in forms]
     key_rows = [keys.row_M[block.key_GK] for block in forms]
     times_R = torch.bincount(read.row_P, minlength=len(q_RD))

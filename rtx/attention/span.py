@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rtx.attention import by_reference
-from rtx.attention.arguments import check_attention, check_finite_values, check_floats, check_positive
+from rtx.attention.arguments import check_attention, check_finite_values, check_floats, check_numbers, check_positive
 from rtx.attention.backends import Call, check_backend, choose
-from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, last_slots, turn_step
-from rtx.attention.weights import Distances, logit_scale, without_padding
+from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, last_slots, turn, turn_step
+from rtx.attention.weights import Distances, in_graph, logit_scale, without_padding
 
 BLOCK = 512
 """Most queries of a block: a longer reach takes several blocks of keys, so that few keys beyond it are computed."""
@@ -76,7 +76,7 @@ def adaptive_span(
     scale = logit_scale(scale, q_BHND.shape[-1])
     B, H, N = q_BHND.shape[:3]
     if not B * H * N:
-        return torch.zeros_like(v_BHND)
+        return in_graph(torch.zeros_like(v_BHND), q_BHND, k_BHND, v_BHND, span_H, *(relative or ()))
     reach = min(span_reach(span_H, window, ramp), N)
     block = min(reach, BLOCK)
     before = -(-(reach - 1) // block)
@@ -226,6 +226,8 @@ class SpanHeads(PositionHeads):
         check_positive("heads", heads)
         check_positive("window", window)
         check_positive("ramp", ramp)
+        check_positive("heads", heads)
+        check_numbers(scale, dropout)
         check_backend(backend)
         self.backend = backend
         self.window, self.ramp, self.cost, self.scale, self.dropout = window, ramp, cost, scale, dropout
@@ -235,22 +237,9 @@ class SpanHeads(PositionHeads):
         """The spans in positions, `[H]`, at least in float32."""
         return hold(self.share_H.to(torch.promote_types(self.share_H.dtype, torch.float32)), 1.0) * self.window
 
-    def read(
-        self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, dropout: float, relative: Distances | None
-    ) -> Tensor:
+    def read(self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, **options: Any) -> Tensor:
         """See `PositionHeads`."""
-        return adaptive_span(
-            q_BHND,
-            k_BHND,
-            v_BHND,
-            self.spans(),
-            window=self.window,
-            ramp=self.ramp,
-            scale=self.scale,
-            dropout=dropout,
-            relative=relative,
-            backend=self.backend,
-        )
+        return adaptive_span(q_BHND, k_BHND, v_BHND, self.spans(), window=self.window, ramp=self.ramp, **options)
 
     def loss(self, like_BHND: Tensor) -> Tensor:
         """Return the weighted mean span, zero outside training."""
@@ -275,7 +264,7 @@ class SpanState(HeadState):
     def fill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, rotate: RotateFrom | None = None) -> None:
         """See `HeadState`."""
         assert k_BHND is not None
-        self.keys_BHWD = last_slots(k_BHND if rotate is None else rotate(k_BHND), self.reach)
+        self.keys_BHWD = last_slots(turn(k_BHND, rotate), self.reach)
         self.values_BHWD = last_slots(v_BHND, self.reach)
 
     def step(

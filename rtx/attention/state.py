@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rtx.attention.lists import Members, last_members
-from rtx.attention.weights import Distances, attend
+from rtx.attention.weights import Distances, attend, logit_scale
 
 
 class ClusterState:
@@ -18,7 +18,7 @@ class ClusterState:
     def __init__(
         self,
         window: int,
-        scale: float,
+        scale: float | None,
         attend_self: bool,
         relative: Distances | None,
         slot_distance: bool = False,
@@ -86,7 +86,7 @@ class ClusterState:
             q_BHD[b_J, h_J][:, None, None],
             self.keys_BHCWD[b_J, h_J, c_J][:, None],
             self.values_BHCWD[b_J, h_J, c_J][:, None],
-            self.scale,
+            logit_scale(self.scale, q_BHD.shape[-1]),
             mask_QK=self.readable(position_JW, position)[:, None, None],
             relative=self.relative,
             distance_QK=self.distance(position_JW, position)[:, None, None],

@@ -9,15 +9,16 @@ X = B * L pairs of a sequence and a remainder.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention import by_flex, by_reference, reference
-from rtx.attention.arguments import check_attention, check_positive
+from rtx.attention.arguments import check_attention, check_numbers, check_positive
 from rtx.attention.backends import Call, check_backend, choose
-from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, turn_step
+from rtx.attention.heads import HeadState, PositionHeads, Rotate, RotateFrom, turn, turn_step
 from rtx.attention.weights import Distances, attend, logit_scale, without_padding
 
 
@@ -101,14 +102,12 @@ class StridedHeads(PositionHeads):
     def __init__(self, *, stride: int, scale: float | None = None, dropout: float = 0.0, backend: str = "auto") -> None:
         super().__init__()
         check_positive("stride", stride)
+        check_numbers(scale, dropout)
         check_backend(backend)
         self.stride, self.scale, self.dropout, self.backend = stride, scale, dropout, backend
 
-    def read(
-        self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, dropout: float, relative: Distances | None
-    ) -> Tensor:
+    def read(self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, **options: Any) -> Tensor:
         """See `PositionHeads`."""
-        options = {"scale": self.scale, "dropout": dropout, "relative": relative, "backend": self.backend}
         return strided(q_BHND, k_BHND, v_BHND, stride=self.stride, **options)
 
     def start(self, relative: Distances | None = None) -> StridedState:
@@ -135,7 +134,7 @@ class StridedState(HeadState):
         padding = -k_BHND.shape[2] % self.stride
         self.keys_BHLMD, self.values_BHLMD = (
             F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, self.stride)).transpose(2, 3).contiguous()
-            for x in (k_BHND if rotate is None else rotate(k_BHND), v_BHND)
+            for x in (turn(k_BHND, rotate), v_BHND)
         )
 
     def step(

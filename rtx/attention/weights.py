@@ -25,6 +25,18 @@ def logit_scale(scale: float | None, size: int) -> float:
     return 1 / math.sqrt(size) if scale is None else scale
 
 
+def in_graph(out: Tensor, *inputs: Tensor | None) -> Tensor:
+    """Return outputs that belong to the graph of the inputs: zero gradients where no input was read.
+
+    A loss over them alone can then be differentiated, as that of any other batch.
+    """
+    learned = [x for x in inputs if x is not None and x.requires_grad]
+    if out.requires_grad or not learned or not torch.is_grad_enabled():
+        return out
+    # The sum of nothing: what stands in the inputs cannot reach it.
+    return out + sum(x[..., :0].sum() for x in learned)
+
+
 def without_padding(x_BHND: Tensor, mask_BN: Tensor | None) -> Tensor:
     """Return the vectors with zeros at padding, so that what stands there reaches neither outputs nor gradients."""
     return x_BHND if mask_BN is None else x_BHND.masked_fill(~mask_BN[:, None, :, None], 0.0)
@@ -89,4 +101,4 @@ def attend(
         relative=relative,
         rule=distance_QK,
     )
-    return out_GQD.view(*leading, Q, -1)
+    return out_GQD.view(*leading, Q, v_GKD.shape[-1])

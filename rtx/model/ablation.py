@@ -10,7 +10,7 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
-from rtx.attention.heads import Heads, HeadState, Rotate
+from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom
 from rtx.attention.random import RandomHeads
 from rtx.attention.weights import Distances
 from rtx.config import Config
@@ -82,6 +82,7 @@ class SilentHeads(Heads):
         rotate: Rotate | None = None,
         relative: Distances | None = None,
         streaming: bool = False,
+        mask_BN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `Heads.forward`."""
         return torch.zeros_like(v_BHND), q_BHND.new_zeros(())
@@ -93,6 +94,9 @@ class SilentHeads(Heads):
 
 class SilentState(HeadState):
     """Silent heads remember nothing."""
+
+    def fill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, rotate: RotateFrom | None = None) -> None:
+        """See `HeadState`."""
 
     def step(
         self, q_BHD: Tensor, k_BHD: Tensor | None, v_BHD: Tensor, position: int, rotate: Rotate | None = None

@@ -75,11 +75,12 @@ def test_a_key_is_read_in_a_cluster_in_which_the_oracle_reads_it(options: dict[s
     at = list(attention.groups).index("routed")
     q_1HND, k_1HND, _ = attention.split(x_1NE)[at]
     if isinstance(heads, RandomHeads):
-        queries_HCN = keys_HCN = heads.members(24)
+        queries_HCN = keys_HCN = heads.members(1, 24).mask().unflatten(0, (2, -1))
         window = heads.window
     else:
-        queries, keys = heads.members(heads.read(q_1HND, k_1HND), None)
-        queries_HCN, keys_HCN, window = queries[0], (queries if keys is None else keys)[0], heads.centroids.window
+        found_of, of_keys = heads.choose(heads.read(q_1HND, k_1HND), None)
+        chosen = [of.members.mask().unflatten(0, (2, -1)) for of in (found_of, of_keys) if of and of.members]
+        queries_HCN, keys_HCN, window = chosen[0], chosen[-1], heads.centroids.window
     seen = 0
     for head in range(2):
         reading = found["routed", head]

@@ -10,7 +10,18 @@ import pytest
 import torch
 from public_calls import FUNCTIONS, Arguments, arguments, call, masks, takes
 
-from rtx.attention import Centroids, FixedHeads, LshHeads, RandomHeads, RoutingHeads, SpanHeads, StridedHeads
+from rtx.attention import (
+    Centroids,
+    CrossRoutingHeads,
+    FixedHeads,
+    FullHeads,
+    LshHeads,
+    RandomHeads,
+    RoutingHeads,
+    SpanHeads,
+    StridedHeads,
+    rotations,
+)
 from rtx.attention.local import LocalHeads
 from rtx.attention.weights import Distances
 
@@ -51,6 +62,7 @@ def counts(*arguments: str) -> list[Bad]:
             Bad("zero", argument, 0, f"{argument}=0: must be at least 1"),
             Bad("negative", argument, -3, f"{argument}=-3: must be at least 1"),
             Bad("a fraction", argument, 2.5, f"{argument}=2.5: must be a whole number, at least 1"),
+            Bad("a truth", argument, True, f"{argument}=True: must be a whole number, at least 1"),
         ]
     return bad
 
@@ -77,12 +89,29 @@ OPTIONS = [
     Bad("infinite", "scale", float("inf"), "scale=inf: must be finite and above 0"),
     Bad("zero", "scale", 0.0, "scale=0.0: must be finite and above 0"),
     Bad("negative", "scale", -1.0, "scale=-1.0: must be finite and above 0"),
+    Bad("a word", "scale", "x", "scale='x': must be a number, finite and above 0"),
+    Bad("a word", "dropout", "x", "dropout='x': must be a number, at least 0 and less than 1"),
+    Bad("nothing", "dropout", None, "dropout=None: must be a number, at least 0 and less than 1"),
     Bad("everything", "dropout", 1.0, "dropout=1.0: must be at least 0 and less than 1"),
     Bad("negative", "dropout", -0.1, "dropout=-0.1: must be at least 0 and less than 1"),
     Bad("keys of size 5", "relative", tables(keys=5), "relative.keys_MD has the shape (3, 5): must be (3, 4)"),
     Bad("values of size 5", "relative", tables(values=5), "relative.values_MD has the shape (3, 5): must be (3, 4)"),
     Bad("a plain pair", "relative", tuple(tables()), "relative is a tuple: must be None or rtx.attention.Distances"),
     Bad("no distances", "relative", tables(distances=0), "relative.keys_MD has the shape (0, 4): must be (1, 4)"),
+    Bad("lists", "relative", Distances([0.0], [0.0]), "relative.keys_MD is a list: must be a torch.Tensor"),  # type: ignore[arg-type]
+    Bad("no keys", "relative", Distances(None, None), "relative.keys_MD is a NoneType: must be a torch"),  # type: ignore[arg-type]
+    Bad("no values", "relative", tables()._replace(values_MD=None), "relative.values_MD is a NoneType: must be a"),  # type: ignore[arg-type]
+    Bad("nothing", "seed", None, "seed=None: must be a whole number, from -2^63 to 2^64 - 1"),
+    Bad("a word", "seed", "a", "seed='a': must be a whole number, from -2^63 to 2^64 - 1"),
+    Bad("too large", "seed", 1 << 70, f"seed={1 << 70}: must be a whole number, from -2^63 to 2^64 - 1"),
+    Bad(
+        "of 3 dimensions",
+        "rotate",
+        lambda q: lambda x: x[0],
+        "rotate returns the shape (3, 9, 4): must return (2, 3, 9, 4)",
+    ),
+    Bad("of size 2", "rotate", lambda q: lambda x: x[..., :2], "rotate returns the shape (2, 3, 9, 2): must return"),
+    Bad("a list", "rotate", lambda q: lambda x: [x], "what rotate returns is a list: must be a torch.Tensor"),
     Bad("elsewhere", "relative", Distances(*(x.to("meta") for x in tables())), "relative.keys_MD is on meta"),
     Bad("text", "scale", "0.5", "scale='0.5': must be a number"),
     Bad("text", "dropout", "0.5", "dropout='0.5': must be a number"),
@@ -201,16 +230,39 @@ MODULES: dict[str, tuple[Callable[[], Any], str]] = {
     "fixed": (lambda: FixedHeads(block=3, summary=4), "summary=4: must be from 1 to block=3"),
     "span": (lambda: SpanHeads(2, window=4, ramp=0), "ramp=0: must be at least 1"),
     "lsh": (lambda: LshHeads(2, 4, window=4, rounds=1, buckets=3, seed=0), "buckets=3: must be even"),
-    "lsh heads": (
-        lambda: LshHeads(0, 4, window=4, rounds=1, buckets=2, seed=0),
-        "heads=0: must be at least 1",
-    ),
-    "span heads": (lambda: SpanHeads(-1, window=4), "heads=-1: must be at least 1"),
-    "random heads": (lambda: RandomHeads(-1, 1, window=4, length=9, seed=0, scale=1.0), "heads=-1: must be at least"),
     "lsh rounds": (lambda: LshHeads(2, 4, window=4, rounds=0, buckets=2, seed=0), "rounds=0: must be at least 1"),
     "lsh variant": (
         lambda: LshHeads(2, 4, window=4, rounds=1, buckets=2, seed=0, variant="x"),
         "variant='x': must be one of causal, reformer",
+    ),
+    "local truth": (lambda: LocalHeads(window=True), "window=True: must be a whole number, at least 1"),
+    "local dropout": (lambda: LocalHeads(window=2, dropout="x"), "dropout='x': must be a number"),  # type: ignore[arg-type]
+    "full dropout": (lambda: FullHeads(dropout=2.0), "dropout=2.0: must be at least 0 and less than 1"),
+    "strided scale": (lambda: StridedHeads(stride=2, scale=-1.0), "scale=-1.0: must be finite and above 0"),
+    "fixed scale": (lambda: FixedHeads(block=2, summary=1, scale=0.0), "scale=0.0: must be finite and above 0"),
+    "span heads": (lambda: SpanHeads(-1, window=4), "heads=-1: must be at least 1"),
+    "span dropout": (lambda: SpanHeads(1, window=4, dropout=1.0), "dropout=1.0: must be at least 0 and less than 1"),
+    "lsh heads": (lambda: LshHeads(0, 4, window=4, rounds=1, buckets=2, seed=0), "heads=0: must be at least 1"),
+    "lsh scale": (
+        lambda: LshHeads(2, 4, window=4, rounds=1, buckets=2, seed=0, scale=-1.0),
+        "scale=-1.0: must be finite and above 0",
+    ),
+    "rotations": (lambda: rotations(-1, 1, 4, 2, seed=0), "heads=-1: must be at least 1"),
+    "rotations seed": (lambda: rotations(1, 1, 4, 2, seed=None), "seed=None: must be a whole number"),  # type: ignore[arg-type]
+    "rotations word": (lambda: rotations(1, 1, 4, 2, seed="a"), "seed='a': must be a whole number"),  # type: ignore[arg-type]
+    "rotations far": (lambda: rotations(1, 1, 4, 2, seed=1 << 70), f"seed={1 << 70}: must be a whole number"),
+    "cross": (
+        lambda: CrossRoutingHeads(store("separate"), context_window=0),
+        "context_window=0: must be at least 1",
+    ),
+    "cross dropout": (
+        lambda: CrossRoutingHeads(store("separate"), dropout=None),  # type: ignore[arg-type]
+        "dropout=None: must be a number",
+    ),
+    "random heads": (lambda: RandomHeads(-1, 2, window=4, length=9, seed=0), "heads=-1: must be at least 1"),
+    "random seed": (
+        lambda: RandomHeads(1, 2, window=4, length=9, seed=1.5),  # type: ignore[arg-type]
+        "seed=1.5: must be a whole number, from -2^63 to 2^64 - 1",
     ),
     "random": (lambda: RandomHeads(2, 0, window=4, length=9, seed=0, scale=1.0), "clusters=0: must be at least 1"),
     "routing": (lambda: RoutingHeads(store(), selection="x", scale=1.0), "selection='x': must be one of"),
@@ -238,6 +290,10 @@ MODULES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: RoutingHeads(store(), selection="topk", scale=1.0, commitment=-1.0),
         "commitment=-1.0: must be at least 0",
     ),
+    "routing word": (
+        lambda: RoutingHeads(store(), selection="topk", commitment="x"),  # type: ignore[arg-type]
+        "commitment='x': must be a number, at least 0",
+    ),
     "routing thresholds": (
         lambda: RoutingHeads(store(), selection="causal", scale=1.0),
         "selection=causal needs centroids with thresholds=True",
@@ -253,6 +309,14 @@ MODULES: dict[str, tuple[Callable[[], Any], str]] = {
     "revival": (
         lambda: Centroids(2, 1, 4, window=1, length=9, decay=0.5, revive_after=-1),
         "revive_after=-1: must be at least 0",
+    ),
+    "half a revival": (
+        lambda: Centroids(2, 1, 4, window=1, length=9, decay=0.5, revive_after=1.5),  # type: ignore[arg-type]
+        "revive_after=1.5: must be a whole number, at least 0",
+    ),
+    "decay of no number": (
+        lambda: Centroids(2, 1, 4, window=1, length=9, decay="x"),  # type: ignore[arg-type]
+        "decay='x': must be a number, from 0 to 1",
     ),
     "keys": (lambda: store("none"), "keys='none': must be one of shared, separate, projected"),
     "clusters": (lambda: Centroids(2, 0, 4, window=1, length=9, decay=0.9), "clusters=0: must be at least 1"),
@@ -290,6 +354,48 @@ def test_heads_refuse_tensors_that_do_not_fit() -> None:
     for said, use in calls.items():
         with pytest.raises(ValueError, match=re.escape(said)):
             use()
+
+
+def flat(x_BHND: torch.Tensor) -> torch.Tensor:
+    """Forget the last dimension."""
+    return x_BHND[..., 0]
+
+
+def test_heads_and_streams_refuse_turned_vectors_of_another_shape() -> None:
+    q, k, v = torch.zeros(3, 2, 3, 9, 4)
+    said = re.escape("rotate returns the shape (2, 3, 9): must return (2, 3, 9, 4), what it was given")
+    with pytest.raises(ValueError, match=said):
+        LocalHeads(window=2)(q, k, v, rotate=flat)
+    for heads in (
+        LocalHeads(window=2),
+        FixedHeads(block=2, summary=1),
+        RoutingHeads(store("separate"), selection="topk"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            heads.eval().start().fill(q, k, v, flat)
+        with pytest.raises(ValueError, match=re.escape("rotate returns the shape (2, 3, 1): must return (2, 3, 1, 4)")):
+            heads.eval().start().step(q[:, :, 0], k[:, :, 0], v[:, :, 0], 0, flat)
+
+
+@pytest.mark.parametrize("make", [RandomHeads, RoutingHeads])
+def test_no_scale_is_that_of_the_size(make: Callable[..., Any]) -> None:
+    size = 8
+    q, v = torch.randn(2, 1, 2, 300, size, generator=torch.Generator().manual_seed(0))
+
+    def heads(scale: float | None) -> Any:
+        torch.manual_seed(0)
+        if make is RandomHeads:
+            return RandomHeads(2, 3, window=100, length=300, seed=0, scale=scale).eval()
+        centroids = Centroids(2, 3, size, window=100, length=300, decay=0.9, thresholds=True)
+        return RoutingHeads(centroids, selection="causal", scale=scale).eval()
+
+    unset, given = heads(None), heads(size**-0.5)
+    assert torch.equal(unset(q, None, v)[0], given(q, None, v)[0])
+    states = unset.start(), given.start()
+    for state in states:
+        state.fill(q[:, :, :200], None, v[:, :, :200])
+    steps = [state.step(q[:, :, 200], None, v[:, :, 200], 200) for state in states]
+    assert torch.equal(*steps)
 
 
 def test_streaming_top_w_is_for_evaluation() -> None:

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from oracle_cases import assert_same
+from oracle_cases import assert_same, plain_rotate
 from public_calls import FUNCTIONS, Arguments, arguments, call, masks, takes
 from torch import Tensor
 
 from rtx.attention import (
     Centroids,
+    Distances,
     FixedHeads,
     FullHeads,
     LocalHeads,
@@ -26,6 +27,7 @@ from rtx.attention import (
     update_centroids,
 )
 from rtx.attention.heads import Heads
+from rtx.model.positions import Rotary
 
 SHAPES: dict[str, dict[str, Any]] = {
     "one position": {"N": 1},
@@ -99,6 +101,37 @@ def test_nothing_to_attend(name: str, backend: str, size: dict[str, Any]) -> Non
         assert call(name, given, **real, backend=backend, check_finite=True).shape == x_BHND.shape
 
 
+def unread(name: str) -> list[Arguments]:
+    """Return calls in which nothing is read: of no size, of padding alone, with clusters that nobody joins."""
+    given = arguments(name)
+    found = [arguments(name, B=0), arguments(name, N=0), without_heads(given)]
+    found += [each | masks(name, each, lambda mask: mask) for each in found]
+    found.append(given | masks(name, given, torch.zeros_like))
+    if given.get("selection") == "causal":
+        never = dict.fromkeys(("threshold_HC", "key_threshold_HC"), torch.full((3, 3), float("inf")))
+        found.append(given | never)
+    if name in ("routing, topk", "routing, separate", "lsh, reformer"):
+        found += [each | {"streaming": True} for each in found]
+    if takes(name, "relative") and name != "routing, encoder":
+        found += [each | {"relative": Distances(torch.ones(3, 4), torch.ones(3, 4))} for each in found]
+    return found
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_where_nothing_is_read(name: str, backend: str) -> None:
+    for given in unread(name):
+        inputs = {argument: given[argument] for argument in FLOATS if given.get(argument) is not None}
+        for argument, x in inputs.items():  # each of them alone
+            alone = x.clone().requires_grad_()
+            call(name, given | {argument: alone}, backend=backend).sum().backward()
+            assert alone.grad is not None and (alone.grad == 0).all(), argument
+        others = [x.requires_grad_() for x in (given.get("span_H"), *(given.get("relative") or ())) if x is not None]
+        if others:
+            call(name, given, backend=backend).sum().backward()
+            assert all((x.grad == 0).all() for x in others if x.grad is not None)
+
+
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_of_no_size(name: str, backend: str) -> None:
@@ -142,6 +175,38 @@ def test_heads_learn_nothing_from_nothing(name: str, B: int, N: int) -> None:
     update_centroids(heads)
     assert out_BHND.shape == (B, 3, N, 4) and loss.isfinite()
     assert all(torch.equal(x, before[key]) for key, x in heads.state_dict().items())
+
+
+@pytest.mark.parametrize("rotary", [None, Rotary(4)], ids=["", "rotary"])
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_read_no_padding(name: str, rotary: Rotary | None) -> None:
+    heads = HEADS[name]().double().eval()
+    q, k, v = (None if x is None else x.double() for x in inputs_for(name, 2, 9))
+    assert q is not None and v is not None
+    mask_BN = (torch.arange(9) < torch.tensor([[6], [9]])) & (torch.arange(9) != torch.tensor([[-1], [4]]))
+    spoilt = [None if x is None else x.masked_fill(~mask_BN[:, None, :, None], float("nan")) for x in (q, k, v)]
+    out, _ = heads(*spoilt, mask_BN=mask_BN, rotate=rotary)
+    assert (out.masked_select(~mask_BN[:, None, :, None]) == 0).all() and out.isfinite().all()
+    alone = [None if x is None else x[:1, :, :6] for x in (q, k, v)]
+    torch.testing.assert_close(out[:1, :, :6], heads(*alone, rotate=rotary)[0], rtol=1e-10, atol=1e-12)
+    heads.backend = "reference"  # type: ignore[assignment]
+    slow, _ = heads(*spoilt, mask_BN=mask_BN, rotate=None if rotary is None else plain_rotate)
+    torch.testing.assert_close(out, slow, rtol=1e-9, atol=1e-10)
+
+
+def test_full_heads_of_an_encoder() -> None:
+    heads = FullHeads(causal=False, dropout=0.5).eval()
+    q, k, v = inputs_for("full", 2, 9)
+    mask_BN = torch.arange(9) < torch.tensor([[6], [9]])
+    out, loss = heads(q, k, v, mask_BN=mask_BN)
+    assert k is not None and loss == 0
+    assert torch.equal(out, FUNCTIONS["full"](q, k, v, causal=False, mask_BN=mask_BN))
+    assert not torch.equal(out, FullHeads()(q, k, v, mask_BN=mask_BN)[0])
+    said = "causal=False: a stream has no later positions to read"
+    with pytest.raises(ValueError, match=said):
+        heads(q, k, v, streaming=True)
+    with pytest.raises(ValueError, match=said):
+        heads.start()
 
 
 @pytest.mark.parametrize("name", HEADS)

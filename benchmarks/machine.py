@@ -1,0 +1,36 @@
+"""What a row of results says of where it was measured, and with which code."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import torch
+
+from rtx import __version__
+from rtx.training import runs
+
+CPUS = Path("/proc/cpuinfo")
+
+
+def machine(device: str, threads: int) -> str:
+    """Return the name of the GPU, or that of the processor with its architecture and the threads used."""
+    if device in ("cuda", "gpu"):
+        return torch.cuda.get_device_name()
+    return ", ".join([*filter(None, [processor()]), platform.machine(), f"{threads} threads"])
+
+
+def processor() -> str:
+    """Return the processor's name as Linux knows it; elsewhere what Python can tell, maybe nothing."""
+    try:
+        lines = CPUS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+
+
+def code() -> dict[str, str]:
+    """Return the versions of rtx and torch, and the commit of a checkout (marked where files differ from it)."""
+    state = runs.git_state(Path(runs.__file__).parent)
+    commit = {} if state is None else {"commit": state["commit"] + " with changes" * state["changed"]}
+    return {"rtx": __version__} | commit | {"torch": torch.__version__}
