@@ -30,6 +30,7 @@ COMMANDS = {
     "analyze": "what a run reads, what far context is worth to it, what it writes",
     "sample": "generate from a run",
     "export": "write a run's model as safetensors with a card, for others to load",
+    "sweep": "watch a sweep: what is done, runs, failed, waits",
     "report": "set runs and sweeps beside the paper's tables",
     "bench": "time the training steps of a table's rows in turn",
     "plan": "count parameters, FLOPs and memory of a run, and run nothing",

@@ -7,8 +7,6 @@ Hydra composes (through its compose API, which touches no folder, no logging and
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,16 +25,14 @@ from yaml import MarkedYAMLError, YAMLError
 from rtx.checks import check_data, resolve
 from rtx.commandline.fields import all_fields, conf_dir
 from rtx.commandline.overrides import check_overrides
-from rtx.commandline.vocabulary import vocabulary
+from rtx.commandline.vocabulary import LAUNCHED, vocabulary
 from rtx.config import GROUPS, Config, DataConfig
 from rtx.errors import UserError
+from rtx.identity import digest
 from rtx.sets import IMAGE_SETS, image_side
 
 CONFIG_NAME = "config"
 RUN_CONFIG = "config.yaml"
-# What cannot change a bit of the result, and so does not tell two cells of a sweep apart.
-NAMELIKE = ("name", "model.name", "hardware.workers")
-OUTSIDE = ("logger.", "sweep.", "report.", "export.", "pictures.", "bench.")
 
 
 def compose(overrides: Iterable[str]) -> Config:
@@ -188,6 +184,8 @@ def merge(config: Config, overrides: Iterable[str], command: str = "resume") -> 
     understood = vocabulary(command)
     checked = check_overrides(overrides, understood=understood)
     for override in checked:
+        if override.key == "hardware" and override.values[0] in LAUNCHED:
+            raise UserError(f"{override}: makes jobs of the cells of a sweep (rtx train -m), not of rtx {command}")
         if understood.one_device and override.key in ("hardware", "hardware.name") and "ddp" in override.values[0]:
             raise UserError(f"{override}: rtx {command} works on one device; hardware takes auto, cpu or gpu")
     node = OmegaConf.structured(config)
@@ -209,8 +207,7 @@ def config_hash(config: Config) -> str:
     counts from the current folder: the same words in another folder may mean other files.
     """
     config = with_absolute_path(config)
-    values = {key: get(config, key) for key in all_fields() if key not in NAMELIKE and not key.startswith(OUTSIDE)}
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+    return digest({key: get(config, key) for key in all_fields()})
 
 
 def with_absolute_path(config: Config) -> Config:

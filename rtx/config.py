@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from rtx.config_bench import BenchConfig
 from rtx.config_pictures import PicturesConfig
+from rtx.config_sweep import SweepConfig
 from rtx.limits import one_of, parts_of, ranged
 
 
@@ -322,14 +323,6 @@ class AnalyzeConfig:
     """Seed of the sequences and of the draws."""
     checkpoint: str = one_of("best", "last")
     """Checkpoint of the run to look into."""
-
-
-@dataclass
-class SweepConfig:
-    """Sweeps (-m); an experiment's file may also list axes under hydra.sweeper.params."""
-
-    cells: str | None = None
-    """Cells that are no grid: overrides with blanks between, and ; between cells; each goes with every other value."""
 
 
 @dataclass

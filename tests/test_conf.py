@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from rtx.analysis.cost import cost, memory
 from rtx.checks import resolve
 from rtx.commandline.fields import all_fields, conf_dir, options
+from rtx.commandline.vocabulary import LAUNCHED
 from rtx.compose import compose
 from rtx.config import GROUPS
 
@@ -36,7 +37,7 @@ def keys_of(group: str, option: str) -> set[str]:
     for key, value in node.items():
         names = [f"{key}.{name}" for name in value] if isinstance(value, DictConfig) else [str(key)]
         keys |= set(names if "_global_" in text_of(group, option) else (f"{group}.{name}" for name in names))
-    return {key for key in keys if key not in ("defaults", "hydra.sweeper")}
+    return {key for key in keys if key not in ("defaults", "hydra.sweeper", "hydra.launcher")}
 
 
 def files() -> list[tuple[str, str]]:
@@ -56,7 +57,8 @@ def test_every_option_composes_and_sets_keys_of_the_schema(group: str, option: s
 def test_an_option_carries_its_own_name(group: str) -> None:
     for option in options(group):
         extra = ["data.path=here"] if option in ("text", "images") else []
-        assert getattr(compose([f"{group}={option}", *extra]), group).name == option
+        name = getattr(compose([f"{group}={option}", *extra]), group).name
+        assert name == ("auto" if option in LAUNCHED else option)  # a job is to be the same cell wherever it runs
 
 
 @pytest.mark.parametrize("selection", options("routing"))

@@ -7,14 +7,17 @@ each cell; what a listed cell sets is what makes it that cell, so there its own 
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 
 import hydra
 
 from rtx.commandline.overrides import MOST_CELLS, Checked, cells, check_overrides
+from rtx.commandline.vocabulary import LAUNCHED
 from rtx.compose import CONFIG_NAME, hydra_session
 from rtx.errors import UserError
+from rtx.training.signals import SWEEP_VARIABLE
 
 CELLS = "sweep.cells"
 
@@ -91,12 +94,15 @@ def told(words: list[str], where: str, sweep: bool = True) -> list[Checked]:
 
 
 def refuse_half_a_sweep(arguments: Sequence[str]) -> None:
-    """Refuse to train one cell of an experiment that is a sweep, unless the words say which.
+    """Refuse to train one cell of an experiment that is a sweep, unless the words say which, and jobs without a sweep.
 
     Raises:
-        UserError: names the axes that have no value.
+        UserError: names the axes that have no value, or the hardware that is for sweeps.
     """
     checked = check_overrides(arguments)
+    for entry in checked:
+        if entry.key == "hardware" and entry.values[0] in LAUNCHED and SWEEP_VARIABLE not in os.environ:
+            raise UserError(f"{entry}: makes jobs of the cells of a sweep; add -m (one cell is a sweep, too)")
     if not any(entry.key == "experiment" for entry in checked):
         return
     axes, listed = own_axes(checked)

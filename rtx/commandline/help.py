@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rtx.commandline.fields import Field, all_fields, option_doc, options, sections, suggest_key
+from rtx.commandline.vocabulary import LAUNCHED, vocabulary
 from rtx.commandline.vocabulary import USAGE as RUN_USAGE
-from rtx.commandline.vocabulary import vocabulary
 from rtx.config import GROUPS
 from rtx.errors import UserError
 
@@ -57,6 +57,9 @@ ABOUT = {
         experiment=cifar10_grid,cifar10_baselines, Table 7 with experiment=pg19_steps. Lists of values and the cells of
         an experiment are the rows, as in rtx train -m, and any other key reaches them all. Ids are drawn at random, so
         no data set is needed. The record stands in outputs/<name>/bench/, where rtx report finds it.""",
+    "sweep": """Shows how a sweep (rtx train -m) stands, refreshed in place until it is over: cells that are done, that
+        run (step, bits, time left), that failed and why, that wait. It reads records alone; it may be left (Ctrl-C) and
+        called again at any time. Where the output is no terminal, or with once=true, it prints once.""",
     "plan": """Counts parameters, FLOPs and memory of what rtx train would run with the same words; runs nothing.""",
     "data": """Token stores below data/ (or RTX_DATA): prepare makes one, or goes on where a killed preparation ended;
         verify compares every byte with its checksums; info says what is in it and shows examples; list says what is
@@ -86,6 +89,7 @@ PARTS = {
     "sample": ("sample", "hardware"),
     "export": ("export",),
     "report": ("report", "logger"),
+    "sweep": ("sweep",),
     "data": ("data",),
 }
 
@@ -130,7 +134,7 @@ def command_page(word: str, words: Sequence[str]) -> str:
         return "\n".join([*group_lines(groups, values), *key_lines(keys, values)]).strip()
     lines = [usage(USAGE[word]), "", wrapped(ABOUT[word])]
     lines += [""] * (word in FLAGS) + [entry(flag, says) for flag, says in FLAGS.get(word, ())]
-    left_out = ("ddp",) if understood.one_device else ()
+    left_out = (*(("ddp",) if understood.one_device else ()), *(LAUNCHED if word in RUN_USAGE else ()))
     return "\n".join([*lines, *group_lines(groups, values, left_out), *key_lines(keys, values)])
 
 

@@ -7,6 +7,7 @@ out in a form that Hydra reads exactly as it was meant.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
 import random
@@ -22,12 +23,12 @@ from hydra.errors import HydraException
 
 from rtx.checks import violated
 from rtx.commandline.fields import Field, all_fields, options, sections
-from rtx.commandline.vocabulary import Vocabulary, vocabulary
+from rtx.commandline.vocabulary import LAUNCHED, Vocabulary, vocabulary
 from rtx.config import GROUPS
 from rtx.errors import UserError, nearest
 
 # What Hydra itself is told in a sweep; any other hydra key would have no effect.
-SWEEP_KEYS = re.compile(r"hydra/launcher|hydra\.launcher\.[\w.]+|hydra\.sweeper\.max_batch_size")
+SWEEP_KEYS = re.compile(r"hydra/launcher|hydra\.launcher\.[\w.]+")
 GRAMMAR = re.compile(r"[=,\[\]{}()'\"\\]")
 WORDS_OF_TRUTH = {
     "true": True,
@@ -127,10 +128,21 @@ def check_hydra_key(key: str, text: str, shown: str, sweep: bool) -> Checked:
     if not sweep:
         raise UserError(f"{shown}: keys of hydra have an effect in a sweep (-m) only")
     if not SWEEP_KEYS.fullmatch(key):
-        raise UserError(
-            f"{shown}: has no effect; a sweep takes hydra/launcher, hydra.launcher.* and hydra.sweeper.max_batch_size"
-        )
+        hint = "; sweep.parallel=N runs N cells at once" if key == "hydra.sweeper.max_batch_size" else ""
+        raise UserError(f"{shown}: has no effect; a sweep takes hydra/launcher and hydra.launcher.*{hint}")
+    if key == "hydra/launcher" and text.startswith("submitit"):
+        refuse_missing_launcher(shown)
     return Checked(key, (text,))
+
+
+def refuse_missing_launcher(shown: str) -> None:
+    """Refuse what needs submitit's launcher where it is not installed.
+
+    Raises:
+        UserError: says how to install it.
+    """
+    if importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
+        raise UserError(f"{shown}: needs hydra-submitit-launcher and submitit; pip install 'rtx[slurm]' brings them")
 
 
 def check_option(group: str, text: str, sweep: bool) -> Checked:
@@ -146,6 +158,8 @@ def check_option(group: str, text: str, sweep: bool) -> Checked:
                 f"{group}={name}: no such option{nearest(name, known)}; {group} takes {', '.join(known)}"
                 + (" or null" if group == "experiment" else "")
             )
+        if group == "hardware" and plain(value) in LAUNCHED:
+            refuse_missing_launcher(f"hardware={plain(value)}")
     return Checked(group, tuple("null" if value is None else str(plain(value)) for value in values))
 
 

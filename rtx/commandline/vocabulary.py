@@ -20,6 +20,7 @@ USAGE = {
     "eval": "rtx eval <run> [split=test] [mode=streaming] [stride=...] [limit=...] [ablate=routing] [key=value ...]",
     "audit": "rtx audit <run ...> [windows=32] [positions=32] [key=value ...] | [group=option ...] [key=value ...]",
     "report": "rtx report [<run or sweep folder> ...] [output=...] [logger=offline] [key=value ...]",
+    "sweep": "rtx sweep <folder> [once=true]",
     "analyze": "rtx analyze divergence|patterns|context <run> [split=test] [key=value ...] | "
     "samples <run> [<other run>] [length=1000] [key=value ...]",
     "export": "rtx export <run> [checkpoint=last] [output=...]",
@@ -47,6 +48,9 @@ ANALYSES = {
 BENCHMARKS = ("steps",)
 """What `rtx bench` can time."""
 
+LAUNCHED = ("slurm", "submitit_local")
+"""Options of hardware that make jobs of the cells of a sweep."""
+
 ONE_DEVICE = ("hardware.name", "hardware.precision", "hardware.deterministic", "hardware.threads")
 READS = {
     "resume": (*(f"{section}.*" for section in ("trainer", *GROUPS) if section != "experiment"), "seed"),
@@ -56,6 +60,7 @@ READS = {
     "sample": ("sample.*", *ONE_DEVICE),
     "export": ("export.*",),
     "report": ("report.*", "logger.*"),
+    "sweep": ("sweep.once",),
     "data": ("data.*",),
     **{f"analyze {what}": (*keys, "data.*", *ONE_DEVICE) for what, keys in ANALYSES.items()},
 }
@@ -69,6 +74,7 @@ CHOSEN_ANEW = {
     "sample": ("hardware",),
     "export": (),
     "report": ("logger",),
+    "sweep": (),
     "data": ("data",),
 }
 """The groups whose option can be chosen behind such a command; behind one on a run, anew."""
@@ -110,7 +116,7 @@ class Vocabulary:
         """Return why a group or key of the schema cannot stand behind this command, or an empty string."""
         if key in self.groups or key in self.keys:
             return ""
-        if key in GROUPS and self.word in USAGE:
+        if key in GROUPS and self.word in USAGE and self.groups:
             return f"a run keeps its {key}; {' and '.join(f'{group}=' for group in self.groups)} can be chosen anew"
         return f"rtx {self.command} does not read {key}; it reads {', '.join(READS[self.command])}"
 

@@ -48,7 +48,15 @@ from rtx.training.runs import (
     working_in,
 )
 from rtx.training.samples import save_sample
-from rtx.training.signals import Signals, Stopped, announce_parent, go_with_parent, ignore_signals, state_after
+from rtx.training.signals import (
+    Signals,
+    Stopped,
+    announce_parent,
+    go_with_parent,
+    ignore_signals,
+    state_after,
+    stop_with_sweep,
+)
 from rtx.training.status import Status
 
 SAMPLE_LENGTH, SAMPLE_TEMPERATURE, SAMPLE_SEED = 240, 0.8, 0
@@ -96,6 +104,7 @@ def run(config: Config, hardware: Hardware, folder: Path | None = None, resumpti
     announce_parent()
     with Signals() as signals:
         try:
+            stop_with_sweep()
             store = open_data(config.data, data_root())  # before there is a folder for a mistake to leave behind
             signals.holding = True  # until the run has a status to tell about it
             folder = folder or new_run_folder(config.name)

@@ -5,7 +5,6 @@ Nothing here imports torch or Hydra.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -14,11 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rtx.identity import digest
 from rtx.training.status import run_state
-
-NAMELIKE = ("name", "model.name", "hardware.workers")
-OUTSIDE = ("logger.", "sweep.", "report.", "export.", "pictures.", "bench.")
-"""What the hash in the name of a cell's folder leaves out, as in `rtx.compose.config_hash`."""
 
 RECORDS = ("config.yaml", "status.json", "environment.json", "metrics.jsonl")
 
@@ -153,7 +149,7 @@ def suspicions(cell: Cell) -> list[str]:
     changed = [key for row in resumptions(cell.folder) for key in row.get("changed") or {}]
     if changed:
         lines.append(f"{cell.name}: resumed with other values of {', '.join(dict.fromkeys(changed))}")
-    elif re.fullmatch("[0-9a-f]{12}", cell.folder.name) and cell.config and hashed(cell.config) != cell.folder.name:
+    elif re.fullmatch("[0-9a-f]{12}", cell.folder.name) and cell.config and digest(cell.config) != cell.folder.name:
         lines.append(
             f"{cell.name}: its configuration changed under the sweep; the folder's name is the hash of another"
         )
@@ -164,12 +160,6 @@ def resumptions(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of resumes.jsonl, where there is one."""
     path = folder / "resumes.jsonl"
     return read_lines(path, Collection()) if path.is_file() else []
-
-
-def hashed(config: Mapping[str, Any]) -> str:
-    """Return what `rtx.compose.config_hash` made of a configuration when it was written, whatever keys came since."""
-    values = {key: value for key, value in config.items() if key not in NAMELIKE and not key.startswith(OUTSIDE)}
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def read_config(folder: Path, found: Collection) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rtx.report.cells import NAMELIKE, OUTSIDE, Cell
+from rtx.identity import NAMELIKE, OUTSIDE
+from rtx.report.cells import Cell
 from rtx.report.measures import stamp_phrases
 
 WITHOUT_EFFECT = (

@@ -8,8 +8,6 @@ import sys
 import time
 from typing import TextIO
 
-import torch
-
 REDRAW_SECONDS = 0.2
 """Shortest time between two drawings on a terminal."""
 
@@ -86,6 +84,8 @@ def clock(seconds: float) -> str:
 
 def peak_memory() -> int:
     """Return the most memory used so far in bytes: of the GPU if there is one in use, else of this process."""
+    import torch  # takes seconds, and clock times are told without it
+
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     scale = 1 if sys.platform == "darwin" else 1024

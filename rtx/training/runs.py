@@ -20,9 +20,15 @@ from rtx import __version__
 from rtx.disk import is_full
 from rtx.errors import RunFailed, UserError
 from rtx.training.files import remove_leftovers, write_json
+from rtx.training.memory import out_of_memory
 from rtx.training.metrics import utc_now
 from rtx.training.signals import Stopped
 from rtx.training.status import RunLock, Status, boot_id
+
+LESS_MEMORY = (
+    "a smaller trainer.micro_batch_size, or model.recompute=true, needs less with the same result but for rounding"
+)
+"""What helps a run that is out of memory."""
 
 
 def outputs_root() -> Path:
@@ -69,7 +75,7 @@ def working_in(folder: Path, begin: Callable[[], None] = lambda: None) -> Iterat
 
     Raises:
         UserError: another run works in the folder, or it cannot be written.
-        RunFailed: the disk is full.
+        RunFailed: the disk is full, or there was not enough memory.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -90,11 +96,14 @@ def working_in(folder: Path, begin: Callable[[], None] = lambda: None) -> Iterat
             status.withdraw(str(error))
             raise
         except OSError as error:
-            status.end("failed", str(error))
+            status.end("failed", out_of_memory(error) or str(error))
             if is_full(error):
                 raise RunFailed(f"the disk of {folder} is full: {error}") from error
             raise
         except BaseException as error:
+            if reason := out_of_memory(error):
+                status.end("failed", reason)
+                raise RunFailed(f"{reason}\n{LESS_MEMORY}") from error
             status.end("failed", str(error) or type(error).__name__)
             raise
 

@@ -31,6 +31,9 @@ PATIENCE_SECONDS = 1.0
 PARENT_VARIABLE = "RTX_PARENT"
 """Environment variable that holds the number of the first process, for those that it starts."""
 
+SWEEP_VARIABLE = "RTX_SWEEP"
+"""Environment variable that tells the cell of a sweep the number of the process that started it."""
+
 
 class Stopped(BaseException):
     """The run ends because of a signal. Like KeyboardInterrupt, no `except Exception` swallows it."""
@@ -171,3 +174,20 @@ def go_with_parent(parent: int | None = None) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def stop_with_sweep() -> None:
+    """As the cell of a sweep, stop as after SIGTERM within a second of the sweep's end, however that came.
+
+    Call it while the signals of the run are handled. The processes that this one starts are told nothing of a sweep.
+    """
+    sweep = os.environ.pop(SWEEP_VARIABLE, "")
+    if not sweep:
+        return
+
+    def watch() -> None:
+        while os.getppid() == int(sweep):
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="sweep", daemon=True).start()

@@ -114,8 +114,50 @@ def is_running(folder: Path, status: dict[str, Any]) -> bool:
         return True
     if status["state"] != "running" or status["host"] == socket.gethostname():
         return False
+    return silence(status) < SILENCE_SECONDS
+
+
+def seems_running(folder: Path, status: dict[str, Any]) -> bool:
+    """As `is_running`, for an onlooker: the lock is touched only where process and heartbeat do not agree.
+
+    Who asks for the lock holds it for a moment, in which a run that begins would find the folder in use.
+    """
+    if status["state"] != "running":
+        return False
+    if status["host"] != socket.gethostname():
+        return silence(status) < SILENCE_SECONDS
+    if status["boot_id"] != boot_id() or not process_exists(status["pid"]):
+        return False
+    return silence(status) < SILENCE_SECONDS or is_locked(folder)
+
+
+def process_exists(number: int) -> bool:
+    """Tell whether there is a process of this number on this machine."""
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it is somebody else's
+    return True
+
+
+def silence(status: dict[str, Any]) -> float:
+    """Return the seconds since the last heartbeat."""
     beat = datetime.datetime.fromisoformat(status["heartbeat"])
-    return (datetime.datetime.now(datetime.UTC) - beat).total_seconds() < SILENCE_SECONDS
+    return (datetime.datetime.now(datetime.UTC) - beat).total_seconds()
+
+
+def close(folder: Path, state: str, reason: str) -> None:
+    """Write how a run ended whose process could not: the rest of its status stays.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    fields: dict[str, Any] = {"step": 0, "steps": None, "best": None, "final": None, "pid": os.getpid()}
+    fields |= {"host": socket.gethostname(), "boot_id": boot_id(), "started": utc_now(), "heartbeat": utc_now()}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "status.json", {**fields, **(read_status(folder) or {}), "state": state, "reason": reason})
 
 
 held: set[Path] = set()

@@ -45,7 +45,7 @@ def test_every_group_is_a_folder_of_options_that_say_what_they_are() -> None:
         ("eval.ablat", " (did you mean 'eval.ablate'?)"),
         ("eval.stepp", " (did you mean 'optimizer.steps' or 'trainer.steps'?)"),
         ("routing.hiden", " (did you mean 'model.hidden'?)"),
-        ("sweep.retry", ""),
+        ("sweep.retires", " (did you mean 'sweep.retry'?)"),
         ("eval.xyzzy", ""),
         ("datas", " (did you mean 'data'?)"),
         ("modle", " (did you mean 'model'?)"),

@@ -15,52 +15,10 @@ import time
 from pathlib import Path
 
 import pytest
+from stand_ins import ROOT, run, stand_in, started
 
 from rtx import cli
-from rtx.commandline import multirun
 from rtx.compose import compose, config_hash
-
-ROOT = Path(__file__).resolve().parents[2]
-STAND_IN = """#!{python}
-import json, os, pathlib, signal, sys, time
-folder = pathlib.Path(os.environ["RTX_RUN"])
-folder.mkdir(parents=True, exist_ok=True)
-with open({record!r}, "a") as file:
-    file.write(json.dumps([sys.argv[1:], os.environ["RTX_RUN"]]) + "\\n")
-def end(code, state, **fields):
-    (folder / "status.json").write_text(json.dumps(dict(state=state, **fields)))
-    os._exit(code)
-{behaviour}
-"""
-
-
-def stand_in(tmp_path: Path, behaviour: str) -> Path:
-    """Write the program that stands in for Python in a cell."""
-    script = tmp_path / "stand_in"
-    record = str(tmp_path / "record.jsonl")
-    script.write_text(STAND_IN.format(python=sys.executable, record=record, behaviour=behaviour))
-    script.chmod(0o755)
-    return script
-
-
-def started(tmp_path: Path) -> list[tuple[list[str], str]]:
-    """Return arguments and RTX_RUN of each cell that was started."""
-    record = tmp_path / "record.jsonl"
-    return [tuple(json.loads(line)) for line in record.read_text().splitlines()] if record.exists() else []
-
-
-@pytest.fixture
-def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep runs below a folder of the test's own."""
-    monkeypatch.setenv("RTX_OUTPUTS", str(tmp_path / "out puts'"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / "out puts'"
-
-
-def run(monkeypatch: pytest.MonkeyPatch, script: Path, *arguments: str) -> int:
-    """Run `rtx train -m` with the stand-in."""
-    monkeypatch.setattr(sys, "executable", str(script))
-    return cli.main(["train", "-m", *arguments])
 
 
 def test_every_cell_is_a_process_with_its_own_overrides_and_folder(
@@ -114,8 +72,10 @@ end(0, "done")
 """
     script = stand_in(tmp_path, behaviour)
     assert run(monkeypatch, script, "seed=1,2,3") == 1
-    rows = [line.split()[:4] for line in capsys.readouterr().out.splitlines()[-3:]]
-    assert rows == [["1", "seed=1", "failed", "1"], ["2", "seed=2", "killed", "137"], ["3", "seed=3", "done", "0"]]
+    first, reason, *others = capsys.readouterr().out.splitlines()[-4:]
+    assert first.split()[:4] == ["1", "seed=1", "failed", "1"]
+    assert reason == "      exit code 1"
+    assert [row.split()[:4] for row in others] == [["2", "seed=2", "killed", "137"], ["3", "seed=3", "done", "0"]]
 
 
 def test_a_sweep_run_again_skips_what_is_done_and_resumes_what_has_begun(
@@ -214,11 +174,3 @@ def test_real_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyte
     assert f"{folders[0].parent} was done with other data than are there now" in said
     assert "1     seed=1     other data  2" in said
     assert not (tmp_path / "multirun").exists()
-
-
-def test_the_word_for_the_end_of_a_cell() -> None:
-    assert multirun.ending(0, "running") == "done"
-    assert multirun.ending(137, "running") == "killed"
-    assert multirun.ending(1, "failed") == "failed"
-    assert multirun.ending(2, None) == "failed"
-    assert multirun.ending(143, "preempted") == "preempted"

@@ -155,7 +155,7 @@ def test_every_mistake_is_told_at_once() -> None:
         ("routing.clusters=null,8", "routing.clusters=null,8"),
         ("sample.prompt=one, two", "sample.prompt='one, two'"),
         ("hydra/launcher=basic", "hydra/launcher=basic"),
-        ("hydra.sweeper.max_batch_size=2", "hydra.sweeper.max_batch_size=2"),
+        ("hydra.launcher.partition=a", "hydra.launcher.partition=a"),
     ],
 )
 def test_forms_of_a_sweep(argument: str, form: str) -> None:

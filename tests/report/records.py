@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from rtx.compose import compose, to_dict
-from rtx.report.cells import flat, hashed
+from rtx.identity import digest
+from rtx.report.cells import flat
 
 DATA = {"name": "text", "unit": "byte", "fingerprint": "f00d" * 4}
 ENVIRONMENT = {
@@ -55,7 +56,7 @@ def write_run(
     hash_name: bool = True,
 ) -> Path:
     """Write the records of a run below a folder, and return its own folder."""
-    run = folder / (hashed(flat(made)) if hash_name else "run")
+    run = folder / (digest(flat(made)) if hash_name else "run")
     (run / "checkpoints").mkdir(parents=True)
     (run / "checkpoints" / "last.ckpt").touch()
     (run / "samples").mkdir()

@@ -1,0 +1,65 @@
+"""Running out of memory, told from other errors."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rtx.errors import RunFailed
+from rtx.training.memory import OUT_OF_MEMORY, out_of_memory, system_kills
+from rtx.training.runs import working_in
+from rtx.training.status import read_status
+
+
+def refused_by_torch() -> None:
+    """Ask torch for more than any machine has."""
+    torch.empty(1 << 50)
+
+
+def refused_by_numpy() -> None:
+    """Ask NumPy for more than any machine has."""
+    np.empty(1 << 50)
+
+
+@pytest.mark.parametrize("ask", [refused_by_torch, refused_by_numpy])
+def test_a_refusal_is_known(ask: Callable[[], None]) -> None:
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        ask()
+    reason = out_of_memory(caught.value)
+    assert reason.startswith(OUT_OF_MEMORY + ": ")
+    assert "\n" not in reason
+    assert len(reason) < 250
+
+
+@pytest.mark.parametrize(
+    ("error", "known"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (MemoryError(), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_other_errors_are_not_taken_for_it(error: BaseException, known: bool) -> None:
+    assert bool(out_of_memory(error)) == known
+
+
+def test_a_run_that_is_out_of_memory_says_so_and_what_helps(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"out of memory: .*\n.*trainer.micro_batch_size"), working_in(tmp_path):
+        refused_by_torch()
+    status = read_status(tmp_path)
+    assert status is not None
+    assert status["state"] == "failed"
+    assert status["reason"].startswith("out of memory: ")
+
+
+def test_the_systems_count_is_a_number() -> None:
+    assert system_kills() >= 0
