@@ -231,9 +231,14 @@ class Centroids(nn.Module):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Apply the gathered (and reduced) statistics, and forget them. Nothing gathered: nothing changes."""
+        """Apply the gathered (and reduced) statistics, and forget them. Nothing gathered: nothing changes.
+
+        Nor does a head whose statistics are not all finite: its centroids and thresholds would be NaN for good.
+        """
         if self.sequences == 0:
             return
+        sums = [total_HC for total_HC in self.sums() if total_HC.dim()]
+        sound_H1 = torch.stack([total.flatten(1).isfinite().all(-1) for total in sums]).all(0)[:, None]
         sum_HCD, full_HC1 = self.sum_HCD, (self.count_HC > 0)[..., None]
         old_HCD = self.centroid_HCD.double()
         if self.update_rule == "mean":
@@ -244,23 +249,23 @@ class Centroids(nn.Module):
             # Halves of the sums of queries and of keys; where these are the same vectors, one sum.
             halves = 2.0 if self.keys == "separate" else 1.0
             new_HCD = self.decay * old_HCD + (1 - self.decay) * sum_HCD / (halves * self.sequences)
-        self.centroid_HCD.copy_(new_HCD)
+        self.centroid_HCD.copy_(torch.where(sound_H1[..., None], new_HCD, old_HCD))
         if self.thresholds:
-            self.move_threshold(self.threshold_HC, self.window_score_HC)
+            self.move_threshold(self.threshold_HC, self.window_score_HC, sound_H1)
             if self.key_threshold_HC is not None:
-                self.move_threshold(self.key_threshold_HC, self.key_window_score_HC)
+                self.move_threshold(self.key_threshold_HC, self.key_window_score_HC, sound_H1)
         self.steps += 1
         self.idle_HC.copy_(torch.where(full_HC1[..., 0], 0, self.idle_HC + 1))
         if self.revive_after:
             self.revive()
         self.reset_sums()
 
-    def move_threshold(self, threshold_HC: Tensor, window_score_HC: Tensor) -> None:
-        """Take the step's mean W-th best score into the running mean; the first step sets it."""
+    def move_threshold(self, threshold_HC: Tensor, window_score_HC: Tensor, sound_H1: Tensor) -> None:
+        """Take the step's mean W-th best score into the running mean of sound heads; the first step sets it."""
         keep = torch.where(self.steps == 0, 0.0, self.threshold_decay)
         old_HC = torch.where(self.steps == 0, 0.0, threshold_HC.double())
         mean_HC = window_score_HC / self.sequences
-        threshold_HC.copy_(keep * old_HC + (1 - keep) * mean_HC)
+        threshold_HC.copy_(torch.where(sound_H1, keep * old_HC + (1 - keep) * mean_HC, threshold_HC.double()))
 
     def revive(self) -> None:
         """Restart long idle clusters beside the fullest cluster of their head, with its threshold."""

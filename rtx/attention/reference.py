@@ -7,6 +7,7 @@ heads, one for each cluster of i for the others. Its output is the mean over the
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isnan
 
 import torch
 from torch import Tensor
@@ -120,10 +121,11 @@ def cluster_slots(i: int, member_CN: Tensor, key_member_CN: Tensor, window: int,
 
 
 def topk_members(score_CN: Tensor, window: int) -> Tensor:
-    """The `window` best positions of each cluster; equal scores: the earlier position wins."""
+    """The `window` best positions of each cluster; equal scores: the earlier position wins; NaN is the worst."""
     member_CN = torch.zeros(score_CN.shape, dtype=torch.bool)
     for c, score_N in enumerate(score_CN.tolist()):
-        for j in sorted(range(len(score_N)), key=lambda j: (-score_N[j], j))[:window]:
+        worse_N = [(isnan(score), 0.0 if isnan(score) else -score, j) for j, score in enumerate(score_N)]
+        for _, _, j in sorted(worse_N)[:window]:
             member_CN[c, j] = True
     return member_CN
 

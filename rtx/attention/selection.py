@@ -42,14 +42,16 @@ def topk_members(score_GCN: Tensor, window: int, margin_GC: Tensor | None = None
     """Return the mask of each centroid's `window` best positions (Algorithm 1, line 13); of equals the earlier wins.
 
     The choice reads the whole sequence, so it sees the future of every position. Scores within the margin of the
-    `window`-th best count as equal to it.
+    `window`-th best count as equal to it. NaN is worse than every score.
     """
     if window >= score_GCN.shape[-1]:
         return torch.ones_like(score_GCN, dtype=torch.bool)
     worst_GC1 = score_GCN.topk(window, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     margin_GC1 = 0 if margin_GC is None else margin_GC[..., None]
     member_GCN = score_GCN >= worst_GC1 - margin_GC1
-    if bool((member_GCN.sum(-1) > window).any()):
+    if bool((member_GCN.sum(-1) != window).any()):
+        if bool(worst_GC1.isnan().any()):  # torch ranks NaN highest, and nothing compares with it: last instead
+            return topk_members(score_GCN.masked_fill(score_GCN.isnan(), float("-inf")), window, margin_GC)
         better_GCN = score_GCN > worst_GC1 + margin_GC1
         tied_GCN = member_GCN & ~better_GCN
         places_GC1 = window - better_GCN.sum(-1, keepdim=True)

@@ -300,3 +300,21 @@ def test_scores_are_not_rounded_under_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(centroids.scores(q), expected)
     assert centroids.scores(q.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("update", ["mean", "sum"])
+def test_a_batch_that_is_not_finite_moves_the_other_heads_alone(update: str, value: float) -> None:
+    centroids, clean = make(update=update), make(update=update)
+    q, spoilt = queries(1), queries(1)
+    spoilt[0, 0, 3] = value
+    update_centroids(watch(centroids, spoilt))
+    update_centroids(watch(clean, q))
+    before = make(update=update)
+    for name in ("centroid_HCD", "threshold_HC"):
+        ours, theirs, old = (getattr(each, name) for each in (centroids, clean, before))
+        assert torch.equal(ours[0], old[0])
+        assert torch.equal(ours[1], theirs[1]) and not torch.equal(ours[1], old[1])
+    update_centroids(watch(centroids, q))
+    assert centroids.centroid_HCD.isfinite().all() and centroids.threshold_HC.isfinite().all()
+    assert not torch.equal(centroids.centroid_HCD[0], before.centroid_HCD[0])

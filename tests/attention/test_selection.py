@@ -49,3 +49,14 @@ def test_window_scores_of_real_positions() -> None:
     for b in (0, 1, 3):
         assert torch.equal(found[b], window_scores(score_GCN[b : b + 1, :, real_GN[b]], 7, 20)[0])
     assert (found[2] == 0).all()
+
+
+@pytest.mark.parametrize("window", [1, 7, 19])
+def test_a_score_that_is_no_number_is_the_last_and_empties_nothing(window: int) -> None:
+    score_GCN = torch.randn(2, 3, 20, generator=torch.Generator().manual_seed(window))
+    spoilt_GCN = score_GCN.clone()
+    spoilt_GCN[0, :, 4] = float("nan")
+    member_GCN = topk_members(spoilt_GCN, window)
+    assert torch.equal(member_GCN[1], topk_members(score_GCN, window)[1])
+    assert torch.equal(member_GCN[0], reference.topk_members(spoilt_GCN[0], window))
+    assert (member_GCN.sum(-1) == window).all() and not member_GCN[0, :, 4].any()
