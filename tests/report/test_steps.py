@@ -51,7 +51,7 @@ def test_ratios_stand_beside_the_papers(tmp_path: Path, capsys: pytest.CaptureFi
     write_run(folder, ROUTING)
     assert cli.main(["report", str(folder)]) == 0
     said = capsys.readouterr().out
-    assert "the median of 3 turns of 2 steps, after 1 step of warm-up; ids drawn at random" in said
+    assert "the median of 3 turns of 2 steps, after 1 step of warm-up; ids drawn at random" in " ".join(said.split())
     rows = [r for r in csv.DictReader((folder / "report" / "report.csv").read_text().splitlines()) if r["milliseconds"]]
     assert [r["row"] for r in rows] == ["Local", "Routing 4x8 W=512"]
     local, routing = rows
