@@ -77,7 +77,11 @@ def test_the_list_of_the_papers_tables_counts_what_was_timed(
     write(tmp_path / "pg19", record(row(config("pg19"), 20.0)))
     write(tmp_path / "cifar10", record(row(LOCAL, 10.0), row(ROUTING, reason="out of memory")))
     assert cli.main(["report"]) == 0
-    lines = {line[:7]: line for line in capsys.readouterr().out.splitlines() if line.startswith("Table ")}
+    lines = {
+        line[:7]: line
+        for line in capsys.readouterr().out.replace("\n    ", " ").splitlines()
+        if line.startswith("Table ")
+    }
     assert "1 of 2 rows timed" in lines["Table 7"] and "1 of 27 rows timed" in lines["Table 1"]
     assert "rtx bench steps experiment=pg19_steps" in lines["Table 7"] and "not run" in lines["Table 2"]
 
