@@ -330,7 +330,7 @@ class ReportConfig:
     """Tables, plots and pages of finished runs."""
 
     output: str | None = None
-    """Folder to write report.{md,csv,tex,html} to; unset: report/ in the first folder named."""
+    """Folder to write report.{md,csv,tex,html} to; unset: report/ in the first with a run."""
 
 
 @dataclass

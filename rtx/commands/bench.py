@@ -6,7 +6,6 @@ import dataclasses
 import os
 import shlex
 import sys
-import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +16,8 @@ from rtx.commandline.overrides import check_overrides
 from rtx.commandline.vocabulary import benchmark
 from rtx.compose import to_dict
 from rtx.errors import RunFailed, UserError
-from rtx.report.formats import terminal
-from rtx.report.steps import DRAWN, MADE, SHORT_NAME, WHAT, plural, read_record, record_path, views
+from rtx.report.steps import DRAWN, MADE, WHAT, plural, read_record, record_path, views
+from rtx.report.terminal import terminal
 from rtx.report.views import View
 from rtx.training.files import write_json
 from rtx.training.runs import environment, outputs_root, shown, unwritable
@@ -193,13 +192,8 @@ def row_of(row: Cell, timing: Timing) -> dict[str, Any]:
 
 
 def printed(view: View) -> str:
-    """Return a table for the terminal, the lines above it wrapped."""
-    lines = [textwrap.fill(line, WIDTH, break_on_hyphens=False) for line in [view.title, *view.lines]]
-    narrow = dataclasses.replace(view, title=lines[0], lines=lines[1:])
-    for letters in range(WIDTH, SHORT_NAME, -1):
-        if max(map(len, terminal(narrow, letters).splitlines())) <= WIDTH:
-            return terminal(narrow, letters)
-    return terminal(narrow, SHORT_NAME)
+    """Return a table for the terminal."""
+    return terminal(view, WIDTH)
 
 
 def keep(path: Path, record: dict[str, Any]) -> None:

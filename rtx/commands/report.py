@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rtx.commandline.help import terminal_width
 from rtx.commandline.overrides import check_overrides
 from rtx.commandline.vocabulary import USAGE, run_folders, vocabulary
 from rtx.compose import compose_unresolved
@@ -13,10 +14,12 @@ from rtx.config import Config, LoggerConfig
 from rtx.errors import RunFailed, UserError
 from rtx.report.cells import collect
 from rtx.report.cells import run_folders as run_dirs
-from rtx.report.formats import comma_separated, latex, markdown, terminal
+from rtx.report.formats import comma_separated, csv_row, markdown
+from rtx.report.latex import latex
 from rtx.report.page import html
 from rtx.report.report import Report, build
 from rtx.report.steps import add_steps, read_records, recorded
+from rtx.report.terminal import tables_list, terminal
 from rtx.training.files import replace_file
 from rtx.training.runs import outputs_root, shown
 
@@ -43,12 +46,13 @@ def main(arguments: list[str]) -> int:
         raise UserError("\n".join([*found.empty, *found.problems]))
     report = build(found, title_of(folders))
     add_steps(report, timed)
+    output = Path(config.report.output).expanduser() if config.report.output else (found.first or folders[0]) / "report"
+    write(report, output)
     for problem in report.problems:
         print(f"note: {problem}")
     for view in report.views:
-        print(f"\n{terminal(view)}")
-    output = Path(config.report.output).expanduser() if config.report.output else folders[0] / "report"
-    write(report, output)
+        print(f"\n{terminal(view, terminal_width())}")
+    print("", *(shown(output / name) for name in FORMATS), sep="\n")
     track(report, config.logger, output)
     for line in found.empty:
         print(f"rtx: {line}", file=sys.stderr)
@@ -74,7 +78,7 @@ def list_tables(config: Config) -> int:
     report = build(found, "")
     add_steps(report, read_records([root], found))
     assert report.tables is not None
-    print(terminal(report.tables, width=120))
+    print(tables_list(report.tables, terminal_width()))
     return 0
 
 
@@ -89,13 +93,11 @@ def write(report: Report, output: Path) -> None:
     Raises:
         RunFailed: the folder cannot be written.
     """
-    print()
     try:
         output.mkdir(parents=True, exist_ok=True)
         for name, form in FORMATS.items():
             content = form(report).encode("utf-8", "replace")
             replace_file(output / name, lambda file, content=content: file.write(content), durable=False)
-            print(shown(output / name))
     except OSError as error:
         raise RunFailed(f"cannot write to {output}: {error.strerror}; output=<folder> names another") from error
 
@@ -106,8 +108,13 @@ def track(report: Report, config: LoggerConfig, output: Path) -> None:
         return
     from rtx.training.tracker import Tracker
 
-    tracker = Tracker(config, output, {"title": report.title}, f"report-{output.parent.name}", job_type="report")
+    facts = {"title": report.title, "commands": report.commands}
+    tracker = Tracker(config, output, facts, f"report-{output.parent.name}", job_type="report")
     for number, view in enumerate(report.views, 1):
-        rows = [[value.text if value.raw is None else value.raw for value in row] for row in view.rows]
-        tracker.table(f"table_{number}", [column.title for column in view.columns], rows)
+        rows = [csv_row(view, row) for row in view.rows]
+        keys = list(dict.fromkeys(key for row in rows for key in row))
+        gaps = [[None if row.get(key) == "" else row.get(key) for key in keys] for row in rows]
+        tracker.table(f"table_{number}", keys, gaps)
+    if tracker.run is not None and not tracker.run.url:
+        print(f"W&B: tables in {shown(output / 'wandb')} (upload them with: wandb sync)")
     tracker.finish(exit_code=0)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rtx.identity import digest
+from rtx.report.values import real, whole
 from rtx.training.status import run_state
 
 RECORDS = ("config.yaml", "status.json", "environment.json", "metrics.jsonl")
@@ -33,6 +34,8 @@ class Cell:
     final: Mapping[str, Any] | None = None
     """The closing score on the validation split."""
     evals: tuple[Mapping[str, Any], ...] = ()
+    analyses: tuple[Mapping[str, Any], ...] = ()
+    """What `rtx analyze` wrote."""
     metrics: tuple[Mapping[str, Any], ...] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
     title: str = ""
@@ -61,6 +64,8 @@ class Collection:
     """The sweeps' own command lines."""
     empty: list[str] = field(default_factory=list)
     """A line for each folder that holds no run."""
+    first: Path | None = None
+    """The first folder with a run."""
 
 
 def collect(folders: Iterable[Path]) -> Collection:
@@ -76,6 +81,7 @@ def collect(folders: Iterable[Path]) -> Collection:
             read_sweeps(root, {run.name for run in runs}, found)
         if not runs:
             found.empty.append(f"{folder}: holds no run; a run has a config.yaml, as rtx train writes it")
+        found.first = found.first or (folder if runs else None)
         for run in runs:
             if run.resolve() not in seen:
                 seen.add(run.resolve())
@@ -119,19 +125,19 @@ def read_cell(folder: Path, found: Collection) -> Cell:
     config = read_config(folder, found)
     status = read_object(folder / "status.json", found) or {}
     try:
-        state = run_state(folder)
+        state = str(run_state(folder))
     except (KeyError, TypeError, ValueError):
         state = str(status.get("state", "unknown"))
-    step = status.get("step")
     final = status.get("final")
     cell = Cell(
         folder=folder,
         config=config,
         state=state,
         reason=str(status.get("reason") or ""),
-        step=step if isinstance(step, int) else 0,
-        final=final if isinstance(final, dict) and isinstance(final.get("bits"), int | float) else None,
-        evals=tuple(e for path in sorted(folder.glob("eval/*.json")) if (e := read_object(path, found))),
+        step=whole(status.get("step")),
+        final=final if isinstance(final, dict) and real(final.get("bits")) is not None else None,
+        evals=read_objects(folder, "eval/*.json", found),
+        analyses=read_objects(folder, "analysis/*.json", found),
         metrics=tuple(read_rows(folder / "metrics.jsonl", found)),
         environment=read_object(folder / "environment.json", found) or {},
     )
@@ -204,6 +210,11 @@ def read_object(path: Path, found: Collection) -> dict[str, Any] | None:
         return content
     found.problems.append(f"{path}: is not a record")
     return None
+
+
+def read_objects(folder: Path, pattern: str, found: Collection) -> tuple[dict[str, Any], ...]:
+    """Return the JSON objects of the files of a pattern; what is none is told."""
+    return tuple(content for path in sorted(folder.glob(pattern)) if (content := read_object(path, found)))
 
 
 def read_rows(path: Path, found: Collection) -> list[dict[str, Any]]:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rtx.report.matching import differing_keys, kind_of, model_name, paper_row, settings_changed
+from rtx.report.matching import differing_keys, kind_of, model_name, paper_row, settings_changed, shown
+from rtx.report.names import labels_of
 from rtx.report.paper import PaperRow, PaperTable
 from rtx.report.scores import Protocol, Row, standings
 from rtx.report.views import Column, Value, View, count, number, text
 
 LABELS = {
-    "model": Column("model", "model", brief=True),
-    "layers": Column("layers", "layers", True),
-    "heads": Column("heads", "heads", True),
-    "routing_heads": Column("routing_heads", "routing heads", True, brief=True),
-    "routing_layers": Column("routing_layers", "routing layers", True, brief=True),
-    "window": Column("window", "window", True, brief=True),
+    "model": Column("model", "model", brief=True, label=True),
+    "layers": Column("layers", "layers", True, label=True),
+    "heads": Column("heads", "heads", True, label=True),
+    "routing_heads": Column("routing_heads", "routing heads", True, brief=True, label=True),
+    "routing_layers": Column("routing_layers", "routing layers", True, brief=True, label=True),
+    "window": Column("window", "window", True, brief=True, label=True),
 }
 
 NOT_RUN = "not run"
@@ -28,12 +29,12 @@ def paper_view(title: str, table: PaperTable, protocol: Protocol | None, rows: S
     Several rows of ours on one of the paper's stand below each other, each with what tells it apart.
     """
     labels = ["model", *(("routing_heads", "routing_layers", "window") if table.number == 1 else ("layers", "heads"))]
-    words, claim = standings(rows, table.metric)
+    words, claim = standings(rows, table.metric, labels_of(rows))
     standing = {id(row): word for row, word in zip(rows, words, strict=True)}
-    base = next((row.speed for row in rows if kind_of(row.config) == "local" and row.speed), None)
+    bases = base_speeds(rows)
     placed = {id(row): paper_row(row.config, table) for row in rows if row.config}
     shared = common([settings_changed(row.config, table) for row in rows if row.config])
-    lines = protocol_lines(protocol, claim)
+    lines = protocol_lines(protocol, claim, rows)
     if protocol and protocol.split != table.split:
         shared.append(f"split {protocol.split} (paper: {table.split})")
     lines += [f"Not the paper's setting: {'; '.join(shared)}."] if shared else []
@@ -41,12 +42,15 @@ def paper_view(title: str, table: PaperTable, protocol: Protocol | None, rows: S
     for printed in (*table.rows, None):
         mine = [row for row in rows if placed.get(id(row)) is printed]
         for row in mine:
-            tail = our_values(row, printed, table, base, standing[id(row)], shared, differing_keys(mine))
+            view.waiting |= {len(view.rows)} if states_of(row) == "not started" else set()
+            tail = our_values(
+                row, printed, table, bases.get(row.machine), standing[id(row)], shared, differing_keys(mine)
+            )
             view.rows.append([*label_values(row, printed, labels), *tail])
         if not mine and printed is not None:
             view.absent.add(len(view.rows))
             view.rows.append([*printed_labels(printed, labels), *absent_values(printed, table)])
-    return view.without_empty()
+    return view.without_empty(stated=["units"])
 
 
 def columns(table: PaperTable, labels: Sequence[str], protocol: Protocol | None) -> list[Column]:
@@ -66,6 +70,7 @@ def columns(table: PaperTable, labels: Sequence[str], protocol: Protocol | None)
         Column("paper_steps_per_second", f"paper {table.speed or 'steps/s'}", True),
         Column("paper_speed_ratio", "paper x local", True),
         Column("trained", "steps done", True),
+        Column("units", "units scored", True),
         Column("sees_future", "sees future"),
         Column("notes", "notes", brief=True),
     ]
@@ -82,24 +87,26 @@ def our_values(
 ) -> list[Value]:
     """Return the entries of a row of ours behind its labels."""
     ours, theirs = row.mean(table.metric), printed.value if printed else None
+    digits = own_digits(table)
     notes = notes_of(row, variants, [c for c in settings_changed(row.config, table) if c not in shared])
-    difference = number(ours - theirs, sign=True) if ours is not None and theirs is not None else Value()
-    if difference.raw is not None and not comparable(row, table):
-        difference = Value(f"({difference.text})", difference.raw, "not comparable, see the notes")
+    difference = number(ours - theirs, digits, sign=True) if ours is not None and theirs is not None else Value()
+    if difference.raw is not None and (reasons := obstacles(row, table)):
+        difference = Value(f"({difference.text})", difference.raw, f"not comparable: {'; '.join(reasons)}")
     perplexity = table.metric.startswith("perplexity")
     if perplexity and ours is None and row.scores:
         notes.append("no perplexity per word in the records")
     return [
-        number(ours),
+        number(ours, digits) if ours is not None else text(states_of(row)),
         number(row.error(table.metric), 4),
         count(len(row.values(table.metric)) or len(row.scores)) if row.scores else Value(),
-        number(theirs),
+        number(theirs, table.digits),
         difference,
         text(standing),
         number(row.mean()) if perplexity else Value(),
         *speeds(row.speed, base),
         *speeds(printed.steps_per_second if printed else None, table.local_speed()),
         trained(row, table.steps),
+        units_of(row),
         sight(row),
         text("; ".join(notes)),
     ]
@@ -108,8 +115,8 @@ def our_values(
 def absent_values(printed: PaperRow, table: PaperTable) -> list[Value]:
     """Return the entries of a row of the paper that has not been run."""
     speed = speeds(printed.steps_per_second, table.local_speed())
-    front = [Value(NOT_RUN), Value(), Value(), number(printed.value), Value(), Value(), Value(), Value(), Value()]
-    return [*front, *speed, Value(), Value(), Value()]
+    front = [Value(NOT_RUN), Value(), Value(), number(printed.value, table.digits), *[Value()] * 5]
+    return [*front, *speed, Value(), Value(), Value(), Value()]
 
 
 def speeds(speed: float | None, base: float | None) -> list[Value]:
@@ -117,17 +124,39 @@ def speeds(speed: float | None, base: float | None) -> list[Value]:
     return [number(speed), number(speed / base, 2) if speed and base else Value()]
 
 
-def comparable(row: Row, table: PaperTable) -> bool:
-    """Tell whether a number may be set against the paper's: its data, its setting, its split, all its steps."""
+def own_digits(table: PaperTable) -> int:
+    """Return how many digits behind the point our numbers have: of bits three, of perplexities one more than theirs."""
+    return max(3, table.digits) if table.metric.startswith("bits") else table.digits + 1
+
+
+def base_speeds(rows: Sequence[Row]) -> dict[tuple[str, ...], float]:
+    """Return the pace of the local row on each machine, of several the first."""
+    bases: dict[tuple[str, ...], float] = {}
+    for row in rows:
+        if kind_of(row.config) == "local" and row.speed:
+            bases.setdefault(row.machine, row.speed)
+    return bases
+
+
+def obstacles(row: Row, table: PaperTable) -> list[str]:
+    """Return why a number may not be set against the paper's: too few steps, another split, setting or data."""
     protocol = row.scores[0].protocol
-    clean = not protocol.stamps and protocol.split == table.split and not protocol.windows
-    whole = row.step >= (table.steps or int(row.config.get("trainer.steps") or 0))
-    return clean and whole and protocol.ablate == "none" and not settings_changed(row.config, table)
+    reasons = []
+    if row.step < (table.steps or row.steps):
+        reasons.append(f"{row.step:,} of {table.steps or row.steps:,} steps")
+    if protocol.split != table.split:
+        reasons.append(f"split {protocol.split} (paper: {table.split})")
+    if protocol.windows:
+        reasons.append("a sample of the windows")
+    if protocol.ablate != "none":
+        reasons.append(f"ablated: {protocol.ablate}")
+    stamps = [stamp.removesuffix(", not comparable") for stamp in protocol.stamps]
+    return [*reasons, *stamps, *settings_changed(row.config, table)]
 
 
 def trained(row: Row, steps: int | None) -> Value:
     """Return the share of training done: of the paper's steps where it has some, else of the run's own."""
-    whole = steps or int(row.config.get("trainer.steps") or 0)
+    whole = steps or row.steps
     if not row.step or not whole:
         return Value()
     share = row.step / whole
@@ -162,11 +191,9 @@ def notes_of(row: Row, variants: Sequence[str], changed: Sequence[str]) -> list[
     return [*notes, *changed]
 
 
-def shown(value: Any) -> str:
-    """Return a value of the configuration as one would write it."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def states_of(row: Row) -> str:
+    """Return what stands for a number that there is not: how the runs ended."""
+    return ", ".join(dict.fromkeys(cell.state for cell in row.cells if cell.state != "done"))
 
 
 def label_values(row: Row, printed: PaperRow | None, labels: Sequence[str]) -> list[Value]:
@@ -182,7 +209,7 @@ def label_values(row: Row, printed: PaperRow | None, labels: Sequence[str]) -> l
         "window": window_of(config),
     }
     name = printed.model if printed else model_name(config)
-    return [text(name), *(count(own[label]) for label in labels[1:])]
+    return [Value(name, name, short=short_name(name, own, labels)), *(count(own[label]) for label in labels[1:])]
 
 
 def window_of(config: Mapping[str, Any]) -> int | None:
@@ -195,15 +222,27 @@ def window_of(config: Mapping[str, Any]) -> int | None:
 
 def printed_labels(printed: PaperRow, labels: Sequence[str]) -> list[Value]:
     """Return what a row of the paper is."""
-    return [text(printed.model), *(count(getattr(printed, label)) for label in labels[1:])]
+    own = {label: getattr(printed, label) for label in labels[1:]}
+    name = Value(printed.model, printed.model, short=short_name(printed.model, own, labels))
+    return [name, *(count(own[label]) for label in labels[1:])]
+
+
+def short_name(name: str, own: Mapping[str, Any], labels: Sequence[str]) -> str:
+    """Return what a row is called where its model's name and its sizes have no columns of their own."""
+    name = name.removesuffix(" Transformer")
+    if "routing_heads" in labels:
+        return (
+            f"{name} {own['routing_heads']}x{own['routing_layers']} W={own['window']}" if own["routing_heads"] else name
+        )
+    return name
 
 
 def own_view(title: str, protocol: Protocol | None, rows: Sequence[Row]) -> View:
     """Return a table of runs that are no rows of the paper: the keys by which they differ, then what came out."""
     keys = differing_keys(rows)
     rows = sorted(rows, key=lambda row: [order_of(row.config.get(key)) for key in keys])
-    words, claim = standings(rows)
-    base = next((row.speed for row in rows if kind_of(row.config) == "local" and row.speed), None)
+    words, claim = standings(rows, names=labels_of(rows))
+    bases = base_speeds(rows)
     heads = [
         Column("run", "run", brief=True),
         *(Column(key, key, brief=True) for key in keys),
@@ -214,27 +253,31 @@ def own_view(title: str, protocol: Protocol | None, rows: Sequence[Row]) -> View
         Column("steps_per_second", "steps/s", True),
         Column("speed_ratio", "x local", True),
         Column("trained", "steps done", True),
+        Column("units", "units scored", True),
         Column("sees_future", "sees future"),
         Column("notes", "notes", brief=True),
     ]
-    view = View(title, heads, [], protocol_lines(protocol, claim if len(rows) > 1 else ""))
+    view = View(title, heads, [], protocol_lines(protocol, claim if len(rows) > 1 else "", rows))
     for row, word in zip(rows, words, strict=True):
         name = row.cells[0].title or (model_name(row.config) if row.config else row.cells[0].name)
+        view.waiting |= {len(view.rows)} if states_of(row) == "not started" else set()
+        notes = [note for note in notes_of(row, (), ()) if "routing.selection" not in keys or "selection=" not in note]
         view.rows.append(
             [
                 text(name),
                 *(sortable(row.config.get(key)) if row.config else Value() for key in keys),
-                number(row.mean(), 4),
+                number(row.mean(), 4) if row.scores else text(states_of(row)),
                 number(row.error(), 4),
                 count(len(row.scores)) if row.scores else Value(),
                 text(word),
-                *speeds(row.speed, base),
+                *speeds(row.speed, bases.get(row.machine)),
                 trained(row, None),
+                units_of(row),
                 sight(row),
-                text("; ".join(notes_of(row, (), ()))),
+                text("; ".join(notes)),
             ]
         )
-    return view.without_empty()
+    return view.without_empty(stated=["units"])
 
 
 def order_of(value: Any) -> tuple[bool, float, str]:
@@ -249,11 +292,19 @@ def sortable(value: Any) -> Value:
     return Value(shown(value), float(value) if plain else shown(value))
 
 
-def protocol_lines(protocol: Protocol | None, claim: str) -> list[str]:
+def protocol_lines(protocol: Protocol | None, claim: str, rows: Sequence[Row]) -> list[str]:
     """Return the lines above a table: its protocol, and what ordering it claims."""
     if protocol is None:
         return ["No run has a score."]
-    return [f"Protocol: {protocol.line()}.", *([claim] if claim else [])]
+    units = {score.units for row in rows for score in row.scores}
+    line = protocol.line(units.pop() if len(units) == 1 else None)
+    return [f"Protocol: {line}.", *([claim] if claim else [])]
+
+
+def units_of(row: Row) -> Value:
+    """Return how many units were scored in each run of a row."""
+    numbers = sorted({score.units for score in row.scores})
+    return Value(" or ".join(f"{units:,}" for units in numbers), numbers[0]) if numbers else Value()
 
 
 def common(lists: Sequence[Sequence[str]]) -> list[str]:

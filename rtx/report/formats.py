@@ -1,4 +1,4 @@
-"""A report as Markdown, CSV, LaTeX and lines for the terminal."""
+"""A report as Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ import io
 from rtx.report.report import Report
 from rtx.report.views import DASH, Value, View
 
-LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-LATEX |= {mark: f"\\{mark}" for mark in "&%$#_{}"}
-LATEX |= {DASH: "--", "\N{MINUS SIGN}": "$-$", "\N{PLUS-MINUS SIGN}": r"$\pm$"}
-
 
 def markdown(report: Report) -> str:
     """Return the report as Markdown."""
     lines = [f"# {report.title}", ""]
     if report.problems:
-        lines += ["To know:", "", *(f"- {problem}" for problem in report.problems), ""]
+        lines += ["To know:", "", *(f"- {escaped(problem)}" for problem in report.problems), ""]
     for view in report.views:
         lines += markdown_view(view)
     if report.commands:
@@ -34,7 +30,7 @@ def markdown(report: Report) -> str:
 
 def markdown_view(view: View) -> list[str]:
     """Return the lines of a table."""
-    lines = [f"## {view.title}", "", *(line + "  " for line in view.lines), ""]
+    lines = [f"## {view.title}", "", *(escaped(line) + "  " for line in view.lines), ""]
     lines.append("| " + " | ".join(escaped(column.title) for column in view.columns) + " |")
     lines.append("|" + "|".join("---:" if column.number else "---" for column in view.columns) + "|")
     lines += ["| " + " | ".join(escaped(value.text) for value in row) + " |" for row in view.rows]
@@ -49,15 +45,30 @@ def escaped(text: str) -> str:
 
 def comma_separated(report: Report) -> str:
     """Return all tables of scores as one CSV file; numbers as they are, not rounded."""
-    keys = dict.fromkeys(column.key for view in report.views for column in view.columns)
+    rows = [csv_row(view, row) for view in report.views for row in view.rows]
+    keys = dict.fromkeys(key for row in rows for key in row if key != "protocol")
     out = io.StringIO()
-    writer = csv.DictWriter(out, ["table", *keys, "protocol"], restval="", lineterminator="\n")
+    writer = csv.DictWriter(
+        out, [*keys, "protocol"] if keys else ["table", "protocol"], restval="", lineterminator="\n"
+    )
     writer.writeheader()
-    for view in report.views:
-        for row in view.rows:
-            values = {column.key: exported(value) for column, value in zip(view.columns, row, strict=True)}
-            writer.writerow({"table": view.title, **values, "protocol": view.lines[0] if view.lines else ""})
+    writer.writerows(rows)
     return out.getvalue()
+
+
+def csv_row(view: View, row: list[Value]) -> dict[str, float | str]:
+    """Return a row of a table by the keys of its columns.
+
+    What stands behind a ± has a column of its own, and so has what stands in the place of a number: not run, failed.
+    """
+    values: dict[str, float | str] = {"table": view.title}
+    for column, value in zip(view.columns, row, strict=True):
+        values[column.key] = said = exported(value)
+        if column.number and said and isinstance(said, str):
+            values |= {column.key: "", "state": said}
+        if value.error is not None:
+            values[f"{column.key}_deviation"] = value.error
+    return {**values, "protocol": view.lines[0] if view.lines else ""}
 
 
 def exported(value: Value) -> float | str:
@@ -65,45 +76,3 @@ def exported(value: Value) -> float | str:
     if value.raw is not None:
         return value.raw
     return "" if value.text == DASH else value.text
-
-
-def latex(report: Report) -> str:
-    """Return the tables of scores as LaTeX; they need \\usepackage{booktabs}."""
-    parts = ["% written by rtx report; needs \\usepackage{booktabs}"]
-    for view in report.views:
-        columns = "".join("r" if column.number else "l" for column in view.columns)
-        lines = ["\\begin{table}", "\\centering", f"\\caption{{{tex(' '.join([view.title + '.', *view.lines]))}}}"]
-        lines += [f"\\begin{{tabular}}{{{columns}}}", "\\toprule"]
-        lines.append(" & ".join(tex(column.title) for column in view.columns) + r" \\")
-        lines.append("\\midrule")
-        lines += [" & ".join(tex(value.text) for value in row) + r" \\" for row in view.rows]
-        lines += ["\\bottomrule", "\\end{tabular}"]
-        lines += [f"\\par\\footnotesize {tex(note)}" for note in view.footnotes]
-        parts.append("\n".join([*lines, "\\end{table}"]))
-    return "\n\n".join(parts) + "\n"
-
-
-def tex(text: str) -> str:
-    """Return text in which nothing is a command of LaTeX."""
-    return "".join(LATEX.get(letter, letter) for letter in text)
-
-
-def terminal(view: View, width: int = 46) -> str:
-    """Return the columns of a table that a terminal has room for, in even columns."""
-    chosen = [at for at, column in enumerate(view.columns) if column.brief] or list(range(len(view.columns)))
-    rows = [[view.columns[at].title for at in chosen]]
-    rows += [[shortened(row[at].text, width) for at in chosen] for row in view.rows]
-    widths = [max(len(row[at]) for row in rows) for at in range(len(chosen))]
-    lines = []
-    for row in rows:
-        entries = [
-            text.rjust(size) if view.columns[at].number else text.ljust(size)
-            for text, size, at in zip(row, widths, chosen, strict=True)
-        ]
-        lines.append("  ".join(entries).rstrip())
-    return "\n".join([view.title, *view.lines, "", *lines])
-
-
-def shortened(text: str, width: int) -> str:
-    """Return text of at most so many letters."""
-    return text if len(text) <= width else text[: width - 1] + "…"

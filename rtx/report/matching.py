@@ -14,6 +14,10 @@ FULL_SIZE = {"heads": 8, "layers": 12, "length": 3072}
 """Of Table 1: heads, layers and positions that its routing heads, routing layers and windows are out of."""
 
 
+FULL_CONTEXT = ("full", "local", "random", "routing")
+"""Kinds that the paper trained itself; rows of other papers read sequences of their own lengths."""
+
+
 def kind_of(config: Mapping[str, Any]) -> str:
     """Return what heads a model has, in the words of `PaperRow.kind`."""
     if routes(config):
@@ -80,10 +84,20 @@ def by_paper_table(rows: Sequence[Row]) -> list[tuple[PaperTable | None, list[Ro
 
 
 def settings_changed(config: Mapping[str, Any], table: PaperTable) -> list[str]:
-    """Return each value that is not the paper's, as `key=ours (paper: theirs)`; steps have their own column."""
+    """Return each value that is not the paper's, as `key=ours (paper: theirs)`; steps have their own column.
+
+    Layers and heads are those of the row where the table prints them.
+    """
+    if not config:
+        return []
+    setting, printed = dict(table.setting), paper_row(config, table)
+    if printed:
+        setting |= {f"model.{key}": size for key in ("layers", "heads") if (size := getattr(printed, key)) is not None}
+    if kind_of(config) not in FULL_CONTEXT:
+        setting.pop("data.length", None)
     return [
         f"{key}={config.get(key)} (paper: {value})"
-        for key, value in table.setting.items()
+        for key, value in setting.items()
         if key != "trainer.steps" and config.get(key) != value
     ]
 
@@ -98,3 +112,10 @@ def differing_keys(rows: Sequence[Row]) -> list[str]:
     kept = [key for key in differing if key not in UNTOUCHED and not key.startswith(WITHOUT_EFFECT)]
     first = ("routing.", "model.", "data.", "optimizer.", "trainer.")
     return sorted(kept, key=lambda key: next((at for at, part in enumerate(first) if key.startswith(part)), 9))
+
+
+def shown(value: Any) -> str:
+    """Return a value of the configuration as one would write it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 
 from rtx.report import plots
+from rtx.report.divergence import BOUND
 from rtx.report.formats import exported
 from rtx.report.report import Report
 from rtx.report.views import Column, Value, View
@@ -30,10 +31,14 @@ PAGE = """<!DOCTYPE html>
 """
 
 
+MOST_OPEN = 3
+"""Problems that stand open above the tables; more would push these off the first screen."""
+
+
 def html(report: Report) -> str:
     """Return the page."""
     parts = [f"<h1>{escape(report.title)}</h1>", told(report.problems)]
-    parts += [table(view) for view in report.views]
+    parts += [table(view) for view in (report.glance, *report.views) if view]
     parts += [charts(report), samples(report)]
     if report.commands:
         parts.append(f"<h2>To reproduce</h2><pre>{escape(chr(10).join(report.commands))}</pre>")
@@ -48,7 +53,10 @@ def told(problems: list[str]) -> str:
     if not problems:
         return ""
     entries = "".join(f"<li>{escape(problem)}</li>" for problem in problems)
-    return f'<div class="told"><b>To know</b><ul>{entries}</ul></div>'
+    if len(problems) <= MOST_OPEN:
+        return f'<div class="told"><b>To know</b><ul>{entries}</ul></div>'
+    summary = f"<summary><b>To know</b>: {len(problems)} things</summary>"
+    return f'<details class="told">{summary}<ul>{entries}</ul></details>'
 
 
 def table(view: View) -> str:
@@ -62,39 +70,56 @@ def table(view: View) -> str:
     lines = "".join(f'<p class="soft">{escape(line)}</p>' for line in view.lines)
     notes = "".join(f"<li>{escape(note)}</li>" for note in view.footnotes)
     foot = f'<ul class="foot">{notes}</ul>' if notes else ""
+    more = any("more" in classes(column) for column in view.columns)
+    toggle = '<label class="toggle"><input type="checkbox"> all columns</label>' if more else ""
     return (
-        f"<section><h2>{escape(view.title)}</h2>{lines}"
+        f"<section><h2>{escape(view.title)}</h2>{lines}{toggle}"
         f'<div class="wide"><table class="sortable"><thead><tr>{heads}</tr></thead>'
         f"<tbody>\n{chr(10).join(rows)}\n</tbody></table></div>{foot}</section>"
     )
 
 
+def classes(column: Column) -> list[str]:
+    """Return the classes of a column's entries; `more` are those that a phone leaves out until asked for them."""
+    extra = not column.brief or column.key == "seeds" or (column.label and column.key not in ("model", "run", "layer"))
+    return [column.key.replace(".", "_"), *(["number"] if column.number else []), *(["more"] if extra else [])]
+
+
 def head(column: Column) -> str:
     """Return the title of a column, as a button."""
-    kind = ' class="number"' if column.number else ""
+    kind = f' class="{escape(" ".join(classes(column)))}"'
     return f'<th scope="col" aria-sort="none"{kind}><button type="button">{escape(column.title)}</button></th>'
 
 
 def entry(column: Column, value: Value) -> str:
     """Return one entry, with what it is sorted by."""
-    classes = f"{column.key.replace('.', '_')}{' number' if column.number else ''}"
     hint = f' title="{escape(value.hint)}"' if value.hint else ""
-    return f'<td class="{escape(classes)}" data-sort="{escape(str(exported(value)))}"{hint}>{escape(value.text)}</td>'
+    said = escape(value.text)
+    if value.short and value.short != value.text:
+        said = f'<span class="long">{said}</span><span class="short">{escape(value.short)}</span>'
+    kind = escape(" ".join(classes(column)))
+    return f'<td class="{kind}" data-sort="{escape(str(exported(value)))}"{hint}>{said}</td>'
 
 
 def charts(report: Report) -> str:
-    """Return the learning curves, and bits against steps per second beside the paper's."""
+    """Return the learning curves, bits against steps per second beside the paper's, and the divergence of heads."""
     figures = []
-    if report.curves:
-        what = "validation" if report.curve_kind == "valid" else "training"
-        drawing = plots.curves(report.curves, "optimizer steps", f"bits/{report.unit}, {what}")
-        figures.append(figure(drawing, plots.legend([one.label for one in report.curves]), f"Learning curves, {what}"))
-    scatters = [(report.points, f"bits/{report.unit}", "Ours: bits against speed")]
-    scatters += [(report.paper_points, "bits/dim", "The paper: bits against speed on a TPUv3")]
+    for chart in report.curves:
+        drawing = plots.curves(chart.series, "optimizer steps", f"bits/{chart.unit}")
+        figures.append(figure(drawing, plots.legend([one.label for one in chart.series]), chart.caption))
+    scatters = [(report.trade_off.ours, f"bits/{report.unit}", "Ours: bits against speed")]
+    scatters += [(report.trade_off.paper, "bits/dim", "The paper: bits against speed on a TPUv3")]
     for points, label, caption in scatters:
         if points:
             drawing = plots.scatter(points, "steps per second", label)
-            figures.append(figure(drawing, plots.legend([point[0] for point in points], numbered=True), caption))
+            if plots.top_of(points) < max(point.y for point in points):
+                caption += " (triangles: far above)"
+            names = plots.legend([point.label for point in points], True, [point.style for point in points])
+            figures.append(figure(drawing, names, caption))
+    for caption, series in report.divergences:
+        drawing = plots.profile(series, "layer", "nats: mean and deviation (dashed: the paper's)", BOUND)
+        places = [plots.place_of(one, at) for at, one in enumerate(series)]
+        figures.append(figure(drawing, plots.legend([one.label for one in series], places=places), caption))
     return f'<h2 id="plots">Plots</h2><div class="plots">{"".join(figures)}</div>' if figures else ""
 
 

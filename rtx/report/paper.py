@@ -62,6 +62,11 @@ class PaperTable:
         """Optimizer steps of its runs, where the paper says."""
         return self.setting.get("trainer.steps")
 
+    @property
+    def digits(self) -> int:
+        """Digits behind the point that its values are printed with."""
+        return max((len(str(row.value).partition(".")[2]) for row in self.rows if row.value is not None), default=3)
+
     def local_speed(self) -> float | None:
         """Steps per second of the local row, which the others are compared with."""
         return next((row.steps_per_second for row in self.rows if row.kind == "local"), None)
@@ -81,6 +86,11 @@ def read_table(values: dict[str, Any]) -> PaperTable:
     rows = tuple(PaperRow(**row) for row in values["rows"])
     layers = tuple(tuple((mean, spread) for mean, spread in layer) for layer in values.get("divergences", ()))
     return PaperTable(**{**plain, "rows": rows, "divergences": layers})
+
+
+def numbered(number: int) -> PaperTable:
+    """Return a table by its number."""
+    return next(table for table in paper_tables() if table.number == number)
 
 
 def table_of(config: Mapping[str, Any]) -> PaperTable | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -11,6 +12,9 @@ WIDTH, HEIGHT = 720, 340
 LEFT, RIGHT, TOP, BOTTOM = 52, 26, 30, 40
 COLOURS = 8
 """Colours of the page's style, c0 to c7; further series repeat them with other dashes."""
+
+FAR = 3.0
+"""How far above the median a point may stand in a scatter, in distances from the lowest to the median."""
 
 MOST_POINTS = 240
 """Points drawn of a curve; of more, evenly chosen ones."""
@@ -22,6 +26,20 @@ class Series:
 
     label: str
     points: Sequence[tuple[float, float]]
+    errors: Sequence[float] = ()
+    """Half the lengths of the bars through the points, where they have some."""
+    place: int | None = None
+    """Its place among the styles; unset: its place among the series."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A place in a chart with its name, and its colour among those of the page."""
+
+    label: str
+    x: float
+    y: float
+    style: int
 
 
 @dataclass(frozen=True)
@@ -66,29 +84,73 @@ def curves(series: Sequence[Series], x_label: str, y_label: str) -> str:
     return picture(axes(x, y, x_label, y_label) + body, f"{y_label} against {x_label}")
 
 
-def scatter(points: Sequence[tuple[str, float, float]], x_label: str, y_label: str, digits: int = 3) -> str:
-    """Return a chart of points with their names as (name, x, y); the numbers in them are those of the legend."""
+def scatter(points: Sequence[Point], x_label: str, y_label: str, digits: int = 3) -> str:
+    """Return a chart of points; the numbers at them are those of the legend. Lower is better: points far above the
+    others stand at the upper edge as triangles, so that the others can be told.
+    """
     if not points:
         return ""
-    x = Scale(*padded(min(p[1] for p in points), max(p[1] for p in points), 0.08), LEFT, WIDTH - RIGHT)
-    y = Scale(*padded(min(p[2] for p in points), max(p[2] for p in points), 0.08), HEIGHT - BOTTOM, TOP)
+    top = top_of(points)
+    x = Scale(*padded(min(p.x for p in points), max(p.x for p in points), 0.08), LEFT, WIDTH - RIGHT)
+    y = Scale(*padded(min(p.y for p in points), top, 0.08), HEIGHT - BOTTOM, TOP)
     marks = []
-    for index, (label, a, b) in enumerate(points):
-        px, py = x.at(a), y.at(b)
+    for index, point in enumerate(points):
+        above = point.y > top
+        px, py = x.at(point.x), TOP + 6 if above else y.at(point.y)
+        mark = (
+            f"M{px - 5:.1f} {py + 4:.1f}h10l-5 -9z"
+            if above
+            else f"M{px - 5:.1f} {py:.1f}a5 5 0 1 0 10 0a5 5 0 1 0 -10 0z"
+        )
+        said = f"{escape(point.label)}: {point.y:.{digits}f}, {point.x:.3g} steps/s"
         marks.append(
-            f'<g class="series {style(index)}" data-series="{index}"><title>{escape(label)}: {b:.{digits}f}, '
-            f'{a:.3g} steps/s</title><circle class="dot" cx="{px:.1f}" cy="{py:.1f}" r="5"/>'
-            f'<text x="{px + 8:.1f}" y="{py + 4:.1f}">{index + 1}</text></g>'
+            f'<g class="series {style(point.style)}" data-series="{index}"><title>{said}</title>'
+            f'<path class="dot" d="{mark}"/><text x="{px + 8:.1f}" y="{py + 4:.1f}">{index + 1}</text></g>'
         )
     return picture(axes(x, y, x_label, y_label) + "".join(marks), f"{y_label} against {x_label}")
 
 
-def legend(labels: Sequence[str], numbered: bool = False) -> str:
-    """Return the names of the series of a chart in its colours, as a list."""
+def top_of(points: Sequence[Point]) -> float:
+    """Return the largest y that a scatter shows at its place."""
+    middle, most = statistics.median(p.y for p in points), max(p.y for p in points)
+    return min(most, middle + FAR * (middle - min(p.y for p in points))) if len(points) > 2 else most
+
+
+def profile(series: Sequence[Series], x_label: str, y_label: str, bound: float) -> str:
+    """Return a chart of lines with bars through their points from 0 up, and a line for what y is bounded by."""
+    xs = [x for one in series for x, _ in one.points]
+    x = Scale(*padded(min(xs), max(xs), 0.06), LEFT, WIDTH - RIGHT)
+    y = Scale(0.0, 1.06 * bound, HEIGHT - BOTTOM, TOP)
+    body = [f'<path class="bound" d="M{LEFT} {y.at(bound):.1f}H{WIDTH - RIGHT}"/>']
+    for index, one in enumerate(series):
+        aside = 4.0 * (index - (len(series) - 1) / 2)  # so that bars of one x do not hide each other
+        places = [(x.at(a) + aside, b) for a, b in one.points]
+        line = " ".join(f"{px:.1f},{y.at(b):.1f}" for px, b in places)
+        bars = "".join(
+            f"M{px:.1f} {y.at(max(0.0, b - error)):.1f}V{y.at(min(bound, b + error)):.1f}"
+            for (px, b), error in zip(places, one.errors, strict=True)
+        )
+        dots = "".join(f'<circle cx="{px:.1f}" cy="{y.at(b):.1f}" r="2.5"/>' for px, b in places)
+        body.append(
+            f'<g class="series {style(place_of(one, index))}" data-series="{index}"><title>{escape(one.label)}</title>'
+            f'<polyline points="{line}"/><path class="bars" d="{bars}"/>{dots}</g>'
+        )
+    return picture(axes(x, y, x_label, y_label) + "".join(body), f"{y_label} against {x_label}")
+
+
+def place_of(one: Series, index: int) -> int:
+    """Return the place of a series among the styles."""
+    return index if one.place is None else one.place
+
+
+def legend(labels: Sequence[str], numbered: bool = False, places: Sequence[int] | None = None) -> str:
+    """Return the names of the series of a chart in its colours, as a list; `places` are theirs among the styles."""
     entries = []
     for index, label in enumerate(labels):
         mark = f"<b>{index + 1}</b>" if numbered else '<svg viewBox="0 0 22 8"><path d="M0 4H22"/></svg>'
-        entries.append(f'<li class="{style(index)}" data-series="{index}">{mark} {escape(label)}</li>')
+        entries.append(
+            f'<li class="{style(places[index] if places else index)}" data-series="{index}">{mark} {escape(label)}</li>'
+        )
     return f'<ul class="legend">{"".join(entries)}</ul>'
 
 

@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from rtx.report.cells import Cell, Collection
-from rtx.report.compared import own_view, paper_view, shown
-from rtx.report.matching import by_paper_table, differing_keys, kind_of, model_name, paper_row
-from rtx.report.paper import PaperTable, paper_tables, table_of
+from rtx.report.compared import own_view, paper_view
+from rtx.report.divergence import divergence_curves, divergence_views
+from rtx.report.figures import Curves, TradeOff, learning_curves, trade_off
+from rtx.report.glance import glance
+from rtx.report.listing import tables_view
+from rtx.report.matching import by_paper_table, differing_keys, shown
+from rtx.report.names import in_order, labels
 from rtx.report.plots import Series
 from rtx.report.scores import Row, tables_by_protocol
 from rtx.report.text import printable
-from rtx.report.views import Column, View, count, text
+from rtx.report.views import Column, View, text
 
 SAMPLE_LETTERS = 600
 """Of a sample that are shown."""
@@ -31,11 +35,14 @@ class Report:
     title: str
     problems: list[str]
     views: list[View]
-    curves: list[Series] = field(default_factory=list)
-    curve_kind: str = "valid"
-    points: list[tuple[str, float, float]] = field(default_factory=list)
-    """Name, steps per second and bits of each row of the first table."""
-    paper_points: list[tuple[str, float, float]] = field(default_factory=list)
+    """The tables of scores, of divergences and of speeds."""
+    glance: View | None = None
+    """The few rows that answer a table's question, where it is a long one."""
+    curves: list[Curves] = field(default_factory=list)
+    trade_off: TradeOff = field(default_factory=TradeOff)
+    """Of the rows of the first table."""
+    divergences: list[tuple[str, list[Series]]] = field(default_factory=list)
+    """The divergence of heads by layer: a caption and the lines of a chart for each run that has one."""
     unit: str = "unit"
     samples: list[tuple[str, str]] = field(default_factory=list)
     pictures: list[tuple[str, bytes]] = field(default_factory=list)
@@ -58,12 +65,16 @@ def build(found: Collection, title: str) -> Report:
             where += ", streaming" if protocol and protocol.mode == "streaming" else ""
             if table:
                 report.views.append(paper_view(f"{table.name}. {table.title}: {where}", table, protocol, mine))
+                report.glance = report.glance or glance(table, protocol, mine)
             elif mine:
                 report.views.append(own_view(f"Runs: {where}", protocol, mine))
     protocol, rows = by_protocol[0]
+    names = labels(cells)
+    report.views += divergence_views(cells, names)
     report.unit = protocol.unit if protocol else "unit"
-    report.points, report.paper_points = trade_off(rows)
-    report.curves, report.curve_kind = learning_curves(cells)
+    report.trade_off = trade_off(rows)
+    report.curves = learning_curves(cells)
+    report.divergences = divergence_curves(cells, names)
     report.samples = [(cell.name, sample) for cell in cells if (sample := newest_sample(cell.folder))]
     report.pictures = pictures(cells)
     report.differences = differences_view(cells)
@@ -71,15 +82,6 @@ def build(found: Collection, title: str) -> Report:
     report.commands = found.commands or commands_of(cells)
     report.tables = tables_view(cells)
     return report
-
-
-def in_order(cell: Cell) -> tuple[Any, ...]:
-    """Return what runs are sorted by: as the paper's first table, then by seed and folder."""
-    kinds = ("full", "local", "random", "routing")
-    kind = kind_of(cell.config) if cell.config else ""
-    keys = ("routing.window", "routing.layers", "routing.heads", "seed")
-    numbers = [float(cell.config.get(key) or 0) for key in keys]
-    return (kinds.index(kind) if kind in kinds else len(kinds), *numbers, str(cell.folder))
 
 
 def apart_lines(by_protocol: Sequence[tuple[Any, list[Row]]]) -> list[str]:
@@ -91,68 +93,6 @@ def apart_lines(by_protocol: Sequence[tuple[Any, list[Row]]]) -> list[str]:
     differing = [name for name in names if len({repr(getattr(p, name)) for p in protocols}) > 1]
     said = ", ".join({"fingerprint": "data fingerprint"}.get(name, name) for name in differing)
     return [f"scores of {len(protocols)} protocols are set apart, a table each: they differ by {said}"]
-
-
-def label_of(config: Mapping[str, Any], variants: Sequence[str] = ()) -> str:
-    """Return a short name of a configuration: its heads, and what else tells it apart."""
-    name = model_name(config).removesuffix(" Transformer")
-    if name in ("Routing", "Random"):
-        routing = (config.get(f"routing.{key}") for key in ("heads", "layers", "window"))
-        name += " {}x{} W={}".format(*routing)
-    own = ("routing.heads", "routing.layers", "routing.window", "model.base")
-    extra = [f"{key.rpartition('.')[2]}={shown(config.get(key))}" for key in variants if key not in own]
-    return " ".join([name, *extra]) if len(extra) <= 3 else name
-
-
-def labels(cells: Sequence[Cell]) -> dict[Path, str]:
-    """Return a name for each run; runs of the same name are told apart by seed, then by folder."""
-    variants = differing_keys([Row([cell]) for cell in cells])
-    selections = {cell.config.get("routing.selection") for cell in cells if kind_of(cell.config) == "routing"}
-    if len(selections) < 2:  # random members are told by the name
-        variants = [key for key in variants if key != "routing.selection"]
-    table = all(table_of(cell.config) for cell in cells if cell.config)
-    names = {c.folder: label_of(c.config, () if table and len(variants) > 6 else variants) for c in cells if c.config}
-    for extra in (lambda c: f" seed {c.config.get('seed')}", lambda c: f" {c.folder.name}"):
-        taken = list(names.values())
-        for cell in cells:
-            if cell.folder in names and taken.count(names[cell.folder]) > 1:
-                names[cell.folder] += extra(cell)
-    return names
-
-
-def learning_curves(cells: Sequence[Cell]) -> tuple[list[Series], str]:
-    """Return a curve for each run, of validations where they have several, else of training rows; and which."""
-    names = labels(cells)
-    for kind in ("valid", "train"):
-        series = []
-        for cell in cells:
-            rows = [row for row in cell.metrics if row.get("kind") == kind]
-            points = [(float(r["step"]), float(r["bits"])) for r in rows if isinstance(r.get("bits"), int | float)]
-            if points:
-                series.append(Series(names.get(cell.folder, cell.name), points))
-        if any(len(one.points) > 1 for one in series):
-            return series, kind
-    return [], "valid"
-
-
-def trade_off(rows: Sequence[Row]) -> tuple[list[tuple[str, float, float]], list[tuple[str, float, float]]]:
-    """Return name, steps per second and bits of our rows, and of the paper's where they are rows of Table 1."""
-    names = labels([row.cells[0] for row in rows])
-    ours = []
-    for row in rows:
-        speed, bits = row.speed, row.mean()
-        if speed is not None and bits is not None:
-            ours.append((names.get(row.cells[0].folder, row.cells[0].name), speed, bits))
-    theirs = []
-    table = paper_tables()[0]
-    if any(row.config and (t := table_of(row.config)) and t.number == 1 and paper_row(row.config, t) for row in rows):
-        for printed in table.rows:
-            if printed.steps_per_second and printed.value:
-                name = printed.model.removesuffix(" Transformer")
-                if printed.kind in ("routing", "random"):
-                    name += f" {printed.routing_heads}x{printed.routing_layers} W={printed.window}"
-                theirs.append((name, printed.steps_per_second, printed.value))
-    return ours, theirs
 
 
 def newest_sample(folder: Path) -> str:
@@ -237,36 +177,3 @@ def commands_of(cells: Sequence[Cell]) -> list[str]:
                 words = line.split()
             commands.append(shlex.join(["rtx", *words[1:]]))
     return list(dict.fromkeys(commands))
-
-
-def tables_view(cells: Sequence[Cell]) -> View:
-    """Return the paper's tables: how many rows of each have a score here, and the commands for the rest."""
-    columns = [
-        Column("table", "table", brief=True),
-        Column("title", "about", brief=True),
-        Column("rows", "rows", True),
-        Column("run", "run here", brief=True),
-        Column("command", "command", brief=True),
-    ]
-    rows = [
-        [
-            text(table.name),
-            text(table.title),
-            count(len(table.rows) or len(table.divergences)),
-            text(run_of(table, cells)),
-            text("; ".join(table.commands)),
-        ]
-        for table in paper_tables()
-    ]
-    return View("The paper's tables", columns, rows)
-
-
-def run_of(table: PaperTable, cells: Sequence[Cell]) -> str:
-    """Return how many of a table's rows have a score among these runs."""
-    done = set()
-    for cell in cells:
-        scored = cell.final is not None or cell.evals
-        if cell.config and scored and (own := table_of(cell.config)) and own.number == table.number:
-            done.add(paper_row(cell.config, table))
-    done.discard(None)
-    return f"{len(done)} of {len(table.rows)} rows" if done else "not run"

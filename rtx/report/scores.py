@@ -11,6 +11,7 @@ from typing import Any
 from rtx.identity import NAMELIKE, OUTSIDE
 from rtx.report.cells import Cell
 from rtx.report.measures import stamp_phrases
+from rtx.report.values import real, whole
 
 WITHOUT_EFFECT = (
     *OUTSIDE,
@@ -38,7 +39,7 @@ ERRORS = 2.0
 WORD_PERPLEXITY = "perplexity_per_word"
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Protocol:
     """How a number came about; only numbers of one protocol stand in one table."""
 
@@ -54,10 +55,11 @@ class Protocol:
     ablate: str = "none"
     stamps: tuple[str, ...] = ()
 
-    def line(self) -> str:
-        """Say it in a line."""
+    def line(self, units: int | None = None) -> str:
+        """Say it in a line; `units` were scored in every run, where that is one number."""
         how = "streaming" if self.mode == "streaming" else "teacher-forced"
-        which = f"a sample of {self.windows:,} windows" if self.windows else "each unit scored once"
+        which = f"{units:,} {self.unit}s, each scored once" if units else "each unit scored once"
+        which += f", a sample of {self.windows:,} windows" if self.windows else ""
         parts = [f"{self.split} split of {self.data}", f"bits/{self.unit}", how, which]
         parts += [f"windows of {self.length:,}, stride {self.stride:,}"]
         parts += [f"ablated: {self.ablate}"] if self.ablate != "none" else []
@@ -116,6 +118,18 @@ class Row:
         return statistics.fmean(speeds) if speeds else None
 
     @property
+    def machine(self) -> tuple[str, ...]:
+        """What the pace of the first run depends on but the model: paces of two machines give no ratio."""
+        env = self.cells[0].environment
+        facts = [env.get("gpu") or env.get("host"), env.get("cpus"), env.get("threads")]
+        return tuple(map(str, [*facts, self.config.get("hardware.precision")]))
+
+    @property
+    def steps(self) -> int:
+        """Steps that its runs were to take; 0 where that is not known."""
+        return whole(self.config.get("trainer.steps"))
+
+    @property
     def step(self) -> int:
         """Steps that every run with a score has done, else those of the farthest."""
         done = [cell.step for cell in self.cells if cell.state == "done"]
@@ -131,7 +145,7 @@ def scores_of(cell: Cell) -> list[Score]:
             continue
         checkpoint = record.get("checkpoint")
         checkpoint = checkpoint if isinstance(checkpoint, Mapping) else {}
-        rank = (checkpoint.get("name") == "best", int(checkpoint.get("step") or 0))
+        rank = (checkpoint.get("name") == "best", whole(checkpoint.get("step")))
         if score.protocol not in found or rank > found[score.protocol][:2]:
             found[score.protocol] = (*rank, score)
     scores = [score for _, _, score in found.values()]
@@ -145,11 +159,11 @@ def evaluated(cell: Cell, record: Mapping[str, Any]) -> Score | None:
     data = record.get("data") if isinstance(record.get("data"), Mapping) else cell.data
     assert isinstance(data, Mapping)
     unit = str(data.get("unit", "unit"))
-    bits = record.get(f"bits_per_{unit}")
-    if not isinstance(bits, int | float) or not math.isfinite(bits):
+    bits = real(record.get(f"bits_per_{unit}"))
+    if bits is None:
         return None
     split = str(record.get("split", "valid"))
-    length = int(record.get("length") or 0)
+    length = whole(record.get("length"))
     protocol = Protocol(
         split=split,
         mode=str(record.get("mode", "parallel")),
@@ -157,33 +171,29 @@ def evaluated(cell: Cell, record: Mapping[str, Any]) -> Score | None:
         data=str(data.get("name", "")) + ("" if record.get("own_data", True) else " (not the run's own data)"),
         fingerprint=str(data.get("fingerprint", "")),
         length=length,
-        stride=int(record.get("stride") or length),
-        windows=int(record.get("windows") or 0) if record.get("partial") else None,
+        stride=whole(record.get("stride")) or length,
+        windows=whole(record.get("windows")) if record.get("partial") else None,
         ablate=str(record.get("ablate", "none")),
         stamps=stamps_of(data, split),
     )
-    word = record.get(WORD_PERPLEXITY)
-    word = float(word) if isinstance(word, int | float) else None
     sight = bool(record.get("selection_sees_future"))
-    return Score(protocol, float(bits), int(record.get("units") or 0), sight, record.get("standard_error"), word)
+    error, word = real(record.get("standard_error")), real(record.get(WORD_PERPLEXITY))
+    return Score(protocol, bits, whole(record.get("units")), sight, error, word)
 
 
 def closing(cell: Cell, final: Mapping[str, Any]) -> Score:
     """Return the score on the validation split with which a run ends."""
-    length = int(cell.config.get("data.length") or 0)
-    stride = int(cell.config.get("eval.stride") or length)
+    length = whole(cell.config.get("data.length"))
+    stride = whole(cell.config.get("eval.stride")) or length
     name = str(cell.data.get("name") or cell.config.get("data.name") or "")
     protocol = Protocol(
         *("valid", "parallel", str(final.get("unit", "unit")), name, str(cell.data.get("fingerprint", ""))),
         *(length, stride),
         stamps=stamps_of(cell.data, "valid"),
     )
-    word = final.get(WORD_PERPLEXITY)
-    word = float(word) if isinstance(word, int | float) else None
-    error = final.get("se")
     return Score(
-        *(protocol, float(final["bits"]), int(final.get("units") or 0), sees_future(cell.config)),
-        *(error if isinstance(error, int | float) else None, word),
+        *(protocol, float(final["bits"]), whole(final.get("units")), sees_future(cell.config)),
+        *(real(final.get("se")), real(final.get(WORD_PERPLEXITY))),
     )
 
 
@@ -208,9 +218,9 @@ def stamps_of(data: Mapping[str, Any], split: str) -> tuple[str, ...]:
 
 def steps_per_second(cell: Cell) -> float | None:
     """Return the median pace over the rows of metrics.jsonl, without the first one: it warms up."""
-    units = int(cell.config.get("trainer.batch_size") or 0) * int(cell.config.get("data.length") or 0)
-    paces = [row.get("tokens_per_second") for row in cell.metrics if row.get("kind") == "train"]
-    known = [pace for pace in paces if isinstance(pace, int | float) and pace > 0]
+    units = whole(cell.config.get("trainer.batch_size")) * whole(cell.config.get("data.length"))
+    paces = [real(row.get("tokens_per_second")) for row in cell.metrics if row.get("kind") == "train"]
+    known = [pace for pace in paces if pace is not None and pace > 0]
     if not known or not units:
         return None
     return statistics.median(known[1:] or known) / units
@@ -234,7 +244,7 @@ def tables_by_protocol(cells: Sequence[Cell]) -> list[tuple[Protocol | None, lis
     for cell in cells:
         for score in scored[id(cell)]:
             protocols[score.protocol] = protocols.get(score.protocol, 0) + 1
-    order = sorted(protocols, key=lambda p: (p.ablate != "none", -protocols[p], p.split != "test", p))
+    order = sorted(protocols, key=lambda p: (p.ablate != "none", -protocols[p], p.split != "test", repr(p)))
     tables: dict[Protocol | None, dict[Any, Row]] = {protocol: {} for protocol in order or [None]}
     for cell in cells:
         for score in scored[id(cell)]:
@@ -248,8 +258,14 @@ def tables_by_protocol(cells: Sequence[Cell]) -> list[tuple[Protocol | None, lis
     return [(protocol, list(rows.values())) for protocol, rows in tables.items()]
 
 
-def standings(rows: Sequence[Row], metric: str = "bits") -> tuple[list[str], str]:
-    """Return a word for each row, and a line that says what ordering is claimed: none within 2 standard errors."""
+def standings(rows: Sequence[Row], metric: str = "bits", names: Sequence[str] = ()) -> tuple[list[str], str]:
+    """Return a word for each row, and a line that says what ordering is claimed: none within 2 standard errors.
+
+    Args:
+        rows: of one protocol.
+        metric: what the rows are compared by; less is better.
+        names: what the line calls each row; none: it only counts them.
+    """
     ranked = [row for row in rows if len(row.values(metric)) >= SEEDS]
     words = ["" for _ in rows]
     if len(ranked) < 2:
@@ -268,6 +284,7 @@ def standings(rows: Sequence[Row], metric: str = "bits") -> tuple[list[str], str
         else:
             words[place] = "behind"
     line = f"{len(tied)} rows are tied for the best" if len(tied) > 1 else "one row is best"
+    line += f" ({', '.join(name for name, row in zip(names, rows, strict=True) if id(row) in tied)})" if names else ""
     return (
         words,
         f"Of rows with {SEEDS} seeds or more {line}; within {ERRORS:g} standard errors no ordering is claimed.",

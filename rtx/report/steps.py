@@ -16,8 +16,9 @@ from typing import Any
 from rtx.report.cells import Cell, Collection, flat, read_object
 from rtx.report.compared import common, speeds
 from rtx.report.matching import differing_keys, kind_of, paper_row, settings_changed
+from rtx.report.names import label_of
 from rtx.report.paper import PaperTable, paper_tables, timed_table_of
-from rtx.report.report import Report, label_of
+from rtx.report.report import Report
 from rtx.report.scores import Row
 from rtx.report.views import Column, Value, View, count, number, text
 

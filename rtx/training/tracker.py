@@ -110,11 +110,14 @@ class Tracker:
             self.say(f"W&B: {first_line(error)}; going on with metrics.jsonl alone")
 
     def table(self, key: str, columns: list[Any], rows: list[list[Any]]) -> None:
-        """Hand over a table; a column of numbers and texts becomes one of texts, as W&B wants one type."""
+        """Hand over a table, None for a gap; a column of numbers and texts becomes one of texts: W&B wants one type."""
         if self.run is None:
             return
-        mixed = {at for at in range(len(columns)) if len({isinstance(row[at], str) for row in rows}) > 1}
-        even: list[Any] = [[str(value) if at in mixed else value for at, value in enumerate(row)] for row in rows]
+        kinds = [{isinstance(row[at], str) for row in rows if row[at] is not None} for at in range(len(columns))]
+        even: list[Any] = [
+            [str(v) if len(kind) > 1 and v is not None else v for v, kind in zip(row, kinds, strict=True)]
+            for row in rows
+        ]
         try:
             import wandb
 

@@ -103,6 +103,28 @@ def write_eval(run: Path, bits: float, **values: Any) -> None:
     (run / "eval" / f"{len(list((run / 'eval').iterdir()))}.json").write_text(json.dumps(record))
 
 
+def write_divergence(run: Path, layers: int = 10, checkpoint: str = "best", share: float = 1.0, **values: Any) -> None:
+    """Write the record of `rtx analyze divergence` of a run: 0.01 n + 0.1 k nats in layer n for the k-th kind."""
+    kinds = (["local", "local"], ["local", "routed"], ["routed", "routed"])
+    rows = [
+        {"layer": n, "kind": kind, "mean": 0.01 * n + 0.1 * k, "deviation": 0.002, "share": share, "nats_R": [0.1]}
+        for n in range(layers)
+        for k, kind in enumerate(kinds)
+    ]
+    record = {
+        "what": "divergence",
+        "layers": rows,
+        "bound": 0.693147,
+        "checkpoint": {"name": checkpoint, "step": 2000},
+        "analyze": {"split": "test", "draws": 10, "sequences": 1, "seed": 0, "checkpoint": checkpoint},
+        "length": 4096,
+        "data": json.loads((run / "environment.json").read_text())["data"],
+        **values,
+    }
+    (run / "analysis").mkdir(exist_ok=True)
+    (run / "analysis" / f"divergence-{checkpoint}.json").write_text(json.dumps(record))
+
+
 def write_table_1(folder: Path, data: dict[str, Any] | None = None) -> Path:
     """Write the 27 runs of Table 1 with the paper's bits and speeds, 0.1 bits worse."""
     from rtx.report.paper import paper_tables

@@ -10,7 +10,7 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-from records import write_table_1
+from records import write_divergence, write_table_1
 
 from rtx.report.cells import collect
 from rtx.report.page import html
@@ -23,7 +23,7 @@ window.addEventListener("error", (event) => window.faults.push(String(event.mess
 for (const word of ["error", "warn"]) console[word] = (...said) => window.faults.push(said.join(" "));
 </script>"""
 ACT = """<script>
-const table = document.querySelector("table.sortable");
+const table = [...document.querySelectorAll("table.sortable")].find((one) => one.tBodies[0].rows.length === 27);
 const at = [...table.tHead.rows[0].cells].findIndex((head) => head.textContent.startsWith("ours"));
 const button = table.tHead.rows[0].cells[at].firstElementChild;
 const column = () => [...table.tBodies[0].rows].map((row) => row.cells[at].textContent);
@@ -37,7 +37,12 @@ button.click();
 result.down = column();
 result.faults = window.faults;
 result.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
-result.curves = document.querySelectorAll("svg.chart polyline").length;
+const shown = () => [...table.tHead.rows[0].cells].filter((head) => head.offsetParent !== null).length;
+result.columns = [shown()];
+table.closest("section").querySelector(".toggle input").click();
+result.columns.push(shown(), table.tHead.rows[0].cells.length);
+result.names = table.tBodies[0].rows[0].cells[0].innerText;
+result.curves = [...document.querySelectorAll("svg.chart")].map((one) => one.querySelectorAll("polyline").length);
 result.drawn = document.querySelector("svg.chart").getBoundingClientRect().height;
 const out = document.createElement("pre");
 out.id = "result";
@@ -47,11 +52,15 @@ document.body.append(out);
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)")
-def test_it_renders_and_sorts_without_an_error(tmp_path: Path) -> None:
-    page = html(build(collect([write_table_1(tmp_path / "runs")]), "a sweep"))
+@pytest.mark.parametrize(("size", "scheme"), [("800,600", "1"), ("390,844", "0")])
+def test_it_renders_and_sorts_without_an_error(size: str, scheme: str, tmp_path: Path) -> None:
+    runs = write_table_1(tmp_path / "runs")
+    write_divergence(next(path for path in sorted(runs.iterdir()) if path.is_dir()))
+    page = html(build(collect([runs]), "a sweep"))
     path = tmp_path / "page.html"
     path.write_text(page.replace("<head>", "<head>" + WATCH).replace("</body>", ACT + "</body>"), encoding="utf-8")
-    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--window-size=800,600"]
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--window-size={size}"]
+    command += [f"--blink-settings=preferredColorScheme={scheme}"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--dump-dom", path.as_uri()]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert "CONSOLE" not in answer.stderr
@@ -64,6 +73,8 @@ def test_it_renders_and_sorts_without_an_error(tmp_path: Path) -> None:
     assert result["up"] == sorted(result["before"], key=float)
     assert result["said"] == "ascending"
     assert result["down"] == sorted(result["before"], key=float, reverse=True)
-    assert result["curves"] == 27
+    assert result["curves"] == [27, 0, 0, 6]
+    every = result["columns"][-1]
+    assert result["columns"] == [every if size == "800,600" else 4, every, every]
     assert result["drawn"] > 100
     assert result["wide"] <= 0, "the page itself must not scroll sideways; its tables do"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from rtx.commandline.fields import all_fields, options
+from rtx.commandline.axes import lay_out_cells
+from rtx.commandline.fields import all_fields, conf_dir, options
+from rtx.commandline.overrides import check_overrides
 from rtx.compose import compose, to_dict
 from rtx.report.cells import flat
-from rtx.report.matching import paper_row, settings_changed
+from rtx.report.matching import kind_of, paper_row, settings_changed
 from rtx.report.paper import paper_tables, table_of
 
 
@@ -46,3 +48,28 @@ def test_an_experiment_belongs_to_its_table_and_has_the_papers_setting() -> None
             row = paper_row(config, table)
             assert row is not None and row.model == "Routing Transformer"
     assert table_of({"model.name": "tiny", "data.name": "stdlib"}) is None
+
+
+def test_every_experiment_of_the_paper_is_in_a_command_and_every_cell_a_row_of_the_papers_or_one_of_its_own() -> None:
+    named = {
+        name
+        for table in paper_tables()
+        for line in table.commands
+        for word in line.split()
+        if word.startswith("experiment=")
+        for name in word.partition("=")[2].split(",")
+    }
+    headers = {name: (conf_dir() / "experiment" / f"{name}.yaml").read_text() for name in options("experiment")}
+    assert named == {name for name, text in headers.items() if "\n# Table " in text}
+    assert all(table.commands for table in paper_tables() if table.split)
+    missing = {2: {"full"}, 3: {"full"}, 4: {"full", "local"}, 5: {"full"}}  # baselines that the paper does not have
+    for experiment in (name for name in named if name.endswith("_baselines")):
+        laid_out, _ = lay_out_cells(check_overrides([f"experiment={experiment}"], sweep=True))
+        for cell in laid_out:
+            config = flat(to_dict(compose(cell)))
+            table = table_of(config)
+            assert table is not None
+            if paper_row(config, table) is None:
+                assert kind_of(config) in missing[table.number]
+            else:
+                assert settings_changed(config, table) == []

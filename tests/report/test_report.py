@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
-import shutil
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from records import DATA, config, write_eval, write_run, write_table_1
+from records import config, write_eval, write_run, write_table_1
 
 from rtx import cli
 from rtx.report.cells import collect
-from rtx.report.formats import markdown
 from rtx.report.report import Report, build
 from rtx.report.views import DASH, View
 
@@ -35,9 +33,7 @@ def column(view: View, key: str) -> list[str]:
 
 def test_table_1_in_the_papers_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = write_table_1(tmp_path / "runs", {**IMAGES, "stamps": {"lossy": True, "scaled": "16x16"}})
-    began = time.process_time()
     assert cli.main(["report", str(runs)]) == 0
-    assert time.process_time() - began < 10
     said = capsys.readouterr().out
     assert "Table 1. CIFAR-10" in said
     rows = list(csv.DictReader((runs / "report" / "report.csv").read_text().splitlines()))
@@ -150,52 +146,14 @@ def test_a_single_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "rtx train data=text data.path=book.txt" in (tmp_path / "elsewhere" / "report.md").read_text()
 
 
-def test_records_that_are_not_whole_are_told_and_the_rest_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = write_run(tmp_path, config(), data=IMAGES)
-    torn = write_run(tmp_path, config(routing__heads=2), data=IMAGES)
-    with open(torn / "metrics.jsonl", "a") as file:
-        file.write('{"kind": "train", "st')
-    (torn / "status.json").write_text('{"state": "do')
-    gone = write_run(tmp_path, config(routing__heads=8), data=IMAGES)
-    shutil.rmtree(gone / "checkpoints")
-    changed = write_run(tmp_path, config(routing__layers=4), data=IMAGES)
-    (changed / "config.yaml").write_text((changed / "config.yaml").read_text().replace("lr: 0.0002", "lr: 0.5"))
-    resumed = write_run(tmp_path, config(routing__layers=2), data=IMAGES)
-    (resumed / "resumes.jsonl").write_text(json.dumps({"changed": {"trainer.steps": [1, 2]}}) + "\n")
-    bare = write_run(tmp_path, config(routing__layers=12), data=IMAGES)
-    (bare / "config.yaml").write_text("{[")
-    (bare / "environment.json").unlink()
-    killed = write_run(tmp_path, config(routing__heads=2, routing__layers=4), bits=None, state="running")
-    row = {"time": "t", "command": "rtx train -m seed=1,2", "folder": "/", "cells": {"0" * 12: "seed=2"}}
-    (tmp_path / "sweeps.jsonl").write_text(json.dumps(row) + "\n{half")
-    assert cli.main(["report", str(tmp_path), str(tmp_path / "nowhere")]) == 2
-    captured = capsys.readouterr()
-    assert "nowhere: no such folder" in captured.err
-    for part in (
-        f"{torn.name}/metrics.jsonl: 1 broken row left out",
-        f"{torn.name}/status.json: cannot be read; half written, or damaged",
-        f"{gone.name}: no checkpoint is left",
-        f"{changed.name}: its configuration changed under the sweep",
-        f"{resumed.name}: resumed with other values of trainer.steps",
-        f"{bare.name}/config.yaml: cannot be read",
-        f"{bare.name}/environment.json: missing",
-        "sweeps.jsonl: 1 broken row left out",
-    ):
-        assert part in captured.out, part
-    assert f"{whole.name}:" not in captured.out
-    assert "Traceback" not in captured.err
-    page = (tmp_path / "report" / "report.md").read_text()
-    assert "not started" in page and "killed at step 2,000" in page and killed.name in page
-    assert "rtx train -m seed=1,2" in page
-
-
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     assert cli.main(["report", str(tmp_path / "empty"), str(tmp_path / "none")]) == 2
     error = capsys.readouterr().err
     assert "empty: holds no run" in error and "none: no such folder" in error
+    good = write_run(tmp_path / "good", config("smoke"), bits=2.0)
+    assert cli.main(["report", str(tmp_path / "empty"), str(good)]) == 2
+    assert (good / "report" / "report.html").is_file() and not list((tmp_path / "empty").iterdir())
     run = write_run(tmp_path, config("smoke"), bits=2.0)
     assert cli.main(["report", str(run), "outptu=x"]) == 2
     assert "did you mean 'output'" in capsys.readouterr().err
@@ -214,33 +172,38 @@ def test_without_a_folder_the_papers_tables_are_listed(
     assert cli.main(["report"]) == 0
     said = capsys.readouterr().out
     assert said.count("not run") == 7
-    assert "rtx train experiment=enwik8" in said
+    assert "rtx train -m experiment=enwik8,enwik8_baselines" in said
+    assert max(map(len, said.splitlines())) <= 80
 
 
-def test_the_table_goes_to_wandb_where_that_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_goes_to_wandb_where_that_is_asked_for(tmp_path: Path) -> None:
+    for seed, bits in enumerate((2.0, 2.5)):
+        write_run(tmp_path / "runs", config("smoke", seed=seed, name="one"), bits=bits)
+    write_run(tmp_path / "runs", config("smoke", model__layers=1), bits=None, state="failed", reason="NaN")
+    own = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    command = [sys.executable, "-m", "rtx", "report", str(tmp_path / "runs"), "logger=offline"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=300, env=own)
+    assert answer.returncode == 0, answer.stderr
+    folder = tmp_path / "runs" / "report"
+    assert f"W&B: tables in {folder / 'wandb'}" in answer.stdout
+    (path,) = folder.glob("wandb/offline-run-*/files/media/table/*.table.json")
+    table = json.loads(path.read_text())
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    with open(folder / "report.csv", newline="") as file:
+        written = list(csv.DictReader(file))
+    assert [row["ours"] for row in rows] == [None, 2.25]
+    assert [(row["ours"], row["state"]) for row in written] == [("", "failed"), ("2.25", "")]
+    assert [row["notes"] for row in rows] == ["failed at step 2,000: NaN; selection=causal", "selection=causal"]
+
+
+def test_without_a_logger_nothing_goes_to_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rtx.training import tracker
 
-    logged = []
+    def asked(*arguments: object, **named: object) -> None:
+        raise AssertionError("W&B was asked for")
 
-    class Stand:
-        def __init__(self, *arguments: object, job_type: str) -> None:
-            logged.append(job_type)
-
-        def table(self, key: str, columns: list[str], rows: list[list[object]]) -> None:
-            logged.append((key, len(columns), len(rows)))
-
-        def finish(self, exit_code: int) -> None:
-            logged.append(exit_code)
-
-    monkeypatch.setattr(tracker, "Tracker", Stand)
-    run = write_run(tmp_path, config("smoke"), bits=2.0)
-    assert cli.main(["report", str(run)]) == 0
-    assert logged == []
-    assert cli.main(["report", str(run), "logger=offline"]) == 0
-    assert logged[0] == "report" and logged[2] == 0
-    assert logged[1][0] == "table_1" and logged[1][2] == 1
+    monkeypatch.setattr(tracker, "Tracker", asked)
+    assert cli.main(["report", str(write_run(tmp_path, config("smoke"), bits=2.0))]) == 0
 
 
 def test_no_torch_is_imported(tmp_path: Path) -> None:
@@ -248,15 +211,3 @@ def test_no_torch_is_imported(tmp_path: Path) -> None:
     code = "import sys; from rtx import cli; cli.main(['report', sys.argv[1]]); print('torch' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, timeout=300)
     assert answer.stdout.splitlines()[-1] == "False", answer.stderr
-
-
-def test_letters_that_mean_something(tmp_path: Path) -> None:
-    write_run(tmp_path, config("smoke", data__tokenizer="bytes"), bits=None, state="failed", reason="a|b <c> 50% & _x_")
-    report = built(tmp_path)
-    assert "a\\|b &lt;c>" in markdown(report)
-    from rtx.report.formats import latex
-    from rtx.report.page import html
-
-    assert r"50\% \& \_x\_" in latex(report)
-    assert "&lt;c&gt;" in html(report)
-    assert DATA["name"] == "text"

@@ -51,7 +51,7 @@ def test_ratios_stand_beside_the_papers(tmp_path: Path, capsys: pytest.CaptureFi
     write_run(folder, ROUTING)
     assert cli.main(["report", str(folder)]) == 0
     said = capsys.readouterr().out
-    assert "the median of 3 turns of 2 steps, after 1 step of warm-up; ids drawn at random" in said
+    assert "the median of 3 turns of 2 steps, after 1 step of warm-up; ids drawn at random" in " ".join(said.split())
     rows = [r for r in csv.DictReader((folder / "report" / "report.csv").read_text().splitlines()) if r["milliseconds"]]
     assert [r["row"] for r in rows] == ["Local", "Routing 4x8 W=512"]
     local, routing = rows
@@ -77,7 +77,11 @@ def test_the_list_of_the_papers_tables_counts_what_was_timed(
     write(tmp_path / "pg19", record(row(config("pg19"), 20.0)))
     write(tmp_path / "cifar10", record(row(LOCAL, 10.0), row(ROUTING, reason="out of memory")))
     assert cli.main(["report"]) == 0
-    lines = {line[:7]: line for line in capsys.readouterr().out.splitlines() if line.startswith("Table ")}
+    lines = {
+        line[:7]: line
+        for line in capsys.readouterr().out.replace("\n    ", " ").splitlines()
+        if line.startswith("Table ")
+    }
     assert "1 of 2 rows timed" in lines["Table 7"] and "1 of 27 rows timed" in lines["Table 1"]
     assert "rtx bench steps experiment=pg19_steps" in lines["Table 7"] and "not run" in lines["Table 2"]
 
