@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import sys
 import time
 from collections.abc import Iterator
@@ -129,7 +130,8 @@ def opened(folder: Path, config: Config) -> tuple[Trained, Sequence]:
         units_N = encode_text(tokenizer_of(folder, trained), wish.text)
         if not 2 <= len(units_N) <= length:
             raise UserError(f"pictures.text has {len(units_N)} units: must have from 2 to data.length={length}")
-        return trained, Sequence(units_N, "a text of the user's", "text")
+        name = f"text-{hashlib.sha256(units_N.tobytes()).hexdigest()[:8]}"
+        return trained, Sequence(units_N, "a text of the user's", name)
     store = open_data(config.data, data_root())
     trained = load_trained(folder, config, config.analyze.checkpoint, store.vocabulary)
     check_fingerprint(store, trained)

@@ -57,16 +57,14 @@ def main(arguments: list[str]) -> int:
     configs = [dataclasses.replace(config, **asked) for config in configs]
     store = open_data(configs[0].data, data_root())
     assert isinstance(store, TokenStore)
-    runs = {}
+    runs: dict[str, Trained] = {}
     for folder, config in zip(folders, configs, strict=True):
         trained = load_trained(folder, config, config.sample.checkpoint)
-        if trained.checkpoint["data"]["vocabulary"] != store.vocabulary or (
-            runs
-            and trained.checkpoint["data"]["fingerprint"] != next(iter(runs.values())).checkpoint["data"]["fingerprint"]
-        ):
+        if not runs:
+            check_fingerprint(store, trained)
+        elif trained.checkpoint["data"]["fingerprint"] != next(iter(runs.values())).checkpoint["data"]["fingerprint"]:
             raise UserError(f"{folder}: was trained on other data than {folders[0]}; their samples cannot be compared")
         runs[named(folder, runs)] = trained
-    check_fingerprint(store, next(iter(runs.values())))
     draw = complete_images if configs[0].data.name in IMAGE_SETS else write_texts
     return draw(folders[0], runs, store)
 
