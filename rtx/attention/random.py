@@ -97,8 +97,7 @@ class RandomHeads(Heads):
         super().__init__()
         check_backend(backend)
         self.backend = backend
-        if heads != 0:  # tensors without heads are a shape like others
-            check_positive("heads", heads)
+        check_positive("heads", heads, least=0)  # tensors without heads are a shape like others
         check_positive("clusters", clusters)
         check_positive("window", window)
         check_positive("length", length)

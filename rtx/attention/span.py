@@ -226,7 +226,6 @@ class SpanHeads(PositionHeads):
         check_positive("heads", heads)
         check_positive("window", window)
         check_positive("ramp", ramp)
-        check_positive("heads", heads)
         check_numbers(scale, dropout)
         check_backend(backend)
         self.backend = backend
