@@ -112,14 +112,15 @@ def run_cell(order: Order, cell: Cell, children: Children, variables: dict[str, 
     command, note = command_for(order.word, cell)
     say(note)
     before, kills = read_status(cell.folder), system_kills()
-    code, lines = children.run(
+    ended = children.run(
         [sys.executable, "-m", "rtx", *command],
         {**(variables | recorded_threads(cell)), RUN_VARIABLE: str(cell.folder)},
         log_of(cell) if order.side_by_side else None,
     )
-    if code == 2:
+    if ended.code == 2:
         refuse_in_use(cell.folder)  # by one that was begun at the same time
-    outcome = ending(cell, code, lines, system_kills() > kills, before)
+        refuse_overtaken(cell.folder, before, ended.pid)
+    outcome = ending(cell, ended.code, ended.lines, system_kills() > kills, before)
     if order.side_by_side:
         say(outcome.word + (f": {outcome.reason}" if outcome.reason else ""))
     return outcome
@@ -151,6 +152,17 @@ def refuse_in_use(folder: Path) -> None:
             raise InUse(busy(folder, status).partition(";")[0])
     except (KeyError, TypeError, ValueError):
         pass  # no status of ours
+
+
+def refuse_overtaken(folder: Path, before: Any, process: int) -> None:
+    """Look at a cell again that another process has run meanwhile, perhaps to its end: then ours could not.
+
+    Raises:
+        InUse: the status has changed, and not by our process.
+    """
+    status = read_status(folder)
+    if status and status != before and "pid" in status and status["pid"] != process:
+        raise InUse(f"{folder} was run by another process meanwhile")
 
 
 def ended_before(cell: Cell, retry: bool) -> Outcome | None:

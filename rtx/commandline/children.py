@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -32,6 +33,15 @@ KEPT_LINES = 40
 """Of what a cell wrote to stderr: enough to find why it failed."""
 
 
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended: its number, its exit code (128 + N after signal N), its last lines on stderr."""
+
+    pid: int
+    code: int
+    lines: list[str]
+
+
 class Children:
     """The processes of the cells that run now, to which the sweep's signals are passed on.
 
@@ -50,7 +60,7 @@ class Children:
         self.on_signal: Callable[[int], object] = lambda number: None
         """Called with each signal: what else there is to tell."""
 
-    def run(self, command: Sequence[str], variables: Mapping[str, str], output: Path | None) -> tuple[int, list[str]]:
+    def run(self, command: Sequence[str], variables: Mapping[str, str], output: Path | None) -> Ended:
         """Run a command to its end.
 
         Args:
@@ -59,7 +69,7 @@ class Children:
             output: a file that gets, at its end, what the command writes; None: it goes where ours does.
 
         Returns:
-            The exit code, 128 + N where signal N killed it, and the last lines that it wrote to stderr.
+            How it ended.
         """
         environment = {**os.environ, **variables, SWEEP_VARIABLE: str(os.getpid())}
         with contextlib.ExitStack() as stack:
@@ -81,7 +91,7 @@ class Children:
             lines.join(PATIENCE_SECONDS)
         with self.guard:
             self.processes.discard(process)
-        return code if code >= 0 else 128 - code, lines.kept()
+        return Ended(process.pid, code if code >= 0 else 128 - code, lines.kept())
 
     def stop(self, number: int, frame: FrameType | None = None) -> None:
         """Handle a signal: no cell is begun any more, and those that run get the same signal, and obey it first.

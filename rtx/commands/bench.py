@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rtx.commandline.multirun import Cell, lay_out
 from rtx.commandline.overrides import check_overrides
-from rtx.commandline.vocabulary import benchmark
+from rtx.commandline.vocabulary import LAUNCHED, benchmark
 from rtx.compose import to_dict
 from rtx.errors import RunFailed, UserError
 from rtx.report.steps import DRAWN, MADE, WHAT, plural, read_record, record_path, views
@@ -70,6 +70,8 @@ def lay_out_rows(overrides: Sequence[str]) -> list[Cell]:
     checked = check_overrides(overrides, sweep=True)
     if launcher := [str(entry) for entry in checked if entry.key.startswith(("hydra.", "hydra/"))]:
         raise UserError(f"{launcher[0]}: has no effect; rtx bench takes its rows in turn, on this machine")
+    if jobs := [str(entry) for entry in checked if entry.key == "hardware" and set(entry.values) & set(LAUNCHED)]:
+        raise UserError(f"{jobs[0]}: makes jobs of the cells of a sweep; rtx bench takes its rows in turn, here")
     rows, _ = lay_out(checked)
     if any(row.config.hardware.name == "ddp" for row in rows):
         raise UserError("hardware=ddp: rtx bench times a row on one device; hardware takes auto, cpu or gpu")

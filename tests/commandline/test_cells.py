@@ -255,3 +255,13 @@ while True: time.sleep(0.01)
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(timeout=60) == 130
     assert len(started(tmp_path)) == 2
+
+
+def test_a_cell_that_another_process_finished_first_is_done_and_its_status_stands(
+    tmp_path: Path, outputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = stand_in(tmp_path, 'end(2, "done", final=dict(bits=1.5), pid=os.getppid())')
+    assert run(monkeypatch, script, "seed=1") == 0
+    assert "was run by another process meanwhile; the others go first" in capsys.readouterr().out
+    ((_, folder),) = started(tmp_path)
+    assert run_state(Path(folder)) == "done"
