@@ -104,7 +104,7 @@ class ModelConfig:
     hidden: int = ranged(256, low=1)
     """Width of the residual stream; a head has hidden / heads units."""
     base: str = parts_of("local", "full", "lsh", "adaptive_span", "strided", "fixed")
-    """Pattern of all heads that do not route; local+full shares them out evenly."""
+    """Pattern of all heads that do not route; local+full shares them out evenly, local+local+lsh two to one."""
     window: int = ranged(256, low=1)
     """Keys that a local head sees, its own position included."""
     stride: int = ranged(128, low=1)

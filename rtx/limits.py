@@ -12,7 +12,7 @@ def one_of(default: str, *choices: str) -> Any:
 
 
 def parts_of(default: str, *choices: str) -> Any:
-    """A text field with one or more of a closed list of values, joined by +."""
+    """A text field with one or more of a closed list of values, joined by +; one may stand there twice."""
     return field(default=default, metadata={"parts": (default, *choices)})
 
 

@@ -28,7 +28,7 @@ def layer_patterns(config: Config, layer: int) -> dict[str, int]:
     routed = routing_heads(config, layer)
     patterns = base_patterns(config.model)
     share = (config.model.heads - routed) // len(patterns)
-    groups = dict.fromkeys(patterns, share) if share else {}
+    groups = {name: share * patterns.count(name) for name in patterns} if share else {}
     return groups | ({ROUTED: routed} if routed else {})
 
 

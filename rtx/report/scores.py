@@ -199,7 +199,7 @@ def closing(cell: Cell, final: Mapping[str, Any]) -> Score:
 
 def sees_future(config: Mapping[str, Any]) -> bool:
     """Tell whether a teacher-forced score may depend on later units, as `rtx.report.summary.sees_future`."""
-    hashes = config.get("model.base") == "lsh" and config.get("model.lsh") == "reformer"
+    hashes = "lsh" in str(config.get("model.base")).split("+") and config.get("model.lsh") == "reformer"
     return (routes(config) and config.get("routing.selection") == "topk") or hashes
 
 

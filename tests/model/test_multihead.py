@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from tiny_models import tiny_config, tiny_model, tokens
 
@@ -9,6 +10,7 @@ from rtx.attention.heads import Heads
 from rtx.attention.local import local
 from rtx.attention.random import RandomHeads
 from rtx.attention.routing import RoutingHeads, routing
+from rtx.errors import UserError
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.patterns import layer_patterns, routing_heads
 from rtx.model.transformer import Transformer
@@ -31,6 +33,16 @@ def test_base_patterns_share_the_heads_that_do_not_route() -> None:
     assert layer_patterns(config, 0) == {"local": 2, "full": 2}
     assert layer_patterns(config, 1) == {"local": 1, "full": 1, "routed": 2}
     assert tiny_model(base="local+full").loss(tokens())[0].isfinite().all()
+
+
+def test_a_base_pattern_named_twice_takes_two_shares() -> None:
+    sizes = {"base": "local+lsh+local", "heads": 6, "hidden": 24}
+    config = tiny_config(**sizes, routing_heads=3)
+    assert layer_patterns(config, 0) == {"local": 4, "lsh": 2}
+    assert layer_patterns(config, 1) == {"local": 2, "lsh": 1, "routed": 3}
+    assert tiny_model(**sizes, routing_heads=3).loss(tokens())[0].isfinite().all()
+    with pytest.raises(UserError, match="needs a multiple of 3 heads that do not route in every layer, not 4 and 6"):
+        tiny_config(**sizes, routing_heads=2)
 
 
 def test_routing_layers_are_on_top() -> None:
