@@ -282,7 +282,7 @@ class AuditConfig:
     module: str | None = None
     """Audit another model, package.module:callable; called without arguments it returns the nn.Module."""
     length: int | None = ranged(None, low=2)
-    """Positions of the sequences that are changed; unset: N, or 256 with audit.module."""
+    """Positions of the sequences that are changed (with audit.module also of those priced); unset: N, or 256 there."""
     vocabulary: int | None = ranged(None, low=2)
     """Token ids 0 to this less one are drawn for audit.module; unset: 256."""
     double: bool = True

@@ -8,9 +8,42 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from rtx.errors import UserError, nearest
+
+
+class NextUnit(nn.Module):
+    """Somebody else's model as one that scores: its logits at position i are for the unit at i + 1.
+
+    Nothing stands in front of the first unit, so that has no score.
+    """
+
+    def __init__(self, module: nn.Module, vocabulary: int) -> None:
+        super().__init__()
+        self.module, self.vocabulary = module, vocabulary
+
+    def loss(self, tokens_BN: Tensor, streaming: bool = False) -> tuple[Tensor, None]:
+        """Return the nats of every unit `[B, N]`, 0 for the first.
+
+        Raises:
+            ValueError: streaming, or what it returns are no logits of these units.
+        """
+        if streaming:
+            raise ValueError("somebody else's model has no streaming of its own")
+        out = logits_of(self.module(tokens_BN[:, :-1]))
+        rows = tokens_BN[:, 1:]
+        if not isinstance(out, Tensor) or out.shape[:-1] != rows.shape or out.shape[-1] < self.vocabulary:
+            given = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise ValueError(f"must return logits {(*rows.shape, self.vocabulary)}, not {given}")
+        nats_BM = F.cross_entropy(out.flatten(0, 1).float(), rows.flatten(), reduction="none").view(rows.shape)
+        return F.pad(nats_BM, (1, 0)), None
+
+
+def logits_of(out: Any) -> Any:
+    """Return the logits of what a model returned: the first of several things."""
+    return out[0] if isinstance(out, tuple) and out else out
 
 
 def build_module(name: str) -> nn.Module:

@@ -56,13 +56,17 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Price:
-    """Nats of every scored position in each of the three ways, float64 `[K, P]`."""
+    """Nats of every scored position in each of the ways, float64 `[K, P]`."""
 
     nats: dict[str, np.ndarray]
 
     def bits(self, mode: str) -> float:
         """Bits per scored unit of one of the ways."""
         return float(self.nats[mode].mean()) / math.log(2)
+
+    def names(self) -> list[str]:
+        """Return those of `DIFFERENCES` whose ways were both scored."""
+        return [name for name, ways in DIFFERENCES.items() if set(ways) <= set(self.nats)]
 
     def difference(self, name: str) -> Estimate:
         """Return one of `DIFFERENCES`."""
@@ -92,6 +96,7 @@ def price(
     length: int,
     positions_P: np.ndarray,
     *,
+    streams: bool = True,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Price:
     """Score the positions of the windows in the three ways, in evaluation mode.
@@ -101,6 +106,7 @@ def price(
         tokens: the split, unsigned integers `[units]`.
         starts_K: where the windows of `length` units begin.
         positions_P: what is scored in every window, ascending from 0.
+        streams: whether the model streams; else that way is left out.
         on_progress: called with prefixes rerun and prefixes in all.
     """
     # Behind one another by position, so that prefixes of one length share a batch.
@@ -110,8 +116,9 @@ def price(
     nats = {
         PARALLEL: whole_windows(model, tokens, starts_K, length, positions_P, streaming=False),
         RERUN: rerun.nats_K.reshape(len(positions_P), len(starts_K)).T,
-        STREAMING: whole_windows(model, tokens, starts_K, length, positions_P, streaming=True),
     }
+    if streams:
+        nats[STREAMING] = whole_windows(model, tokens, starts_K, length, positions_P, streaming=True)
     return Price(nats)
 
 

@@ -34,8 +34,8 @@ ABOUT = {
         logits, and the heads of each layer by themselves. Behind runs it also prices what teacher-forced scoring gains
         by the future, in bits, with standard errors over positions and over the runs, and writes audit.json beside
         each. Without a run it audits a fresh model of the configuration that the words compose, or with
-        audit.module=package.module:callable the model that the callable returns. Behind a run, keys of audit may be
-        written short.""",
+        audit.module=package.module:callable the model that the callable returns, priced where data are named: its
+        logits at a position are for the unit behind it. Behind a run, keys of audit may be written short.""",
     "analyze": """Looks into a run. divergence: the Jensen-Shannon divergence between the attention of heads of one
         layer, local and routing, drawn at random (the paper's Table 6). patterns: which positions every head reads in
         one sequence, as a page that answers for any position of a text, as pictures of images, and as maps in the

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rtx.analysis.causality import audit_model, audit_outputs, prefix_lengths
-from rtx.analysis.foreign import build_module, told
+from rtx.analysis.foreign import NextUnit, build_module, logits_of, told
 from rtx.analysis.price import DIFFERENCES, PARALLEL, STREAMING, price, sample_positions, standard_error
 from rtx.commandline.overrides import check_overrides
 from rtx.commandline.vocabulary import run_folders
@@ -34,12 +34,12 @@ from rtx.training.files import write_json
 from rtx.training.hardware import prepare_torch, resolve_hardware
 from rtx.training.metrics import utc_now
 from rtx.training.progress import Progress, clock
-from rtx.training.trained import Trained, load_trained, on_one_device, run_config
+from rtx.training.trained import load_trained, on_one_device, run_config
 
 MODULE_LENGTH, MODULE_VOCABULARY = 256, 256
 """Positions and token ids of somebody else's module where the user does not say."""
 
-OF_MODULE = ("audit.", "hardware", "seed")
+OF_MODULE = ("audit.", "hardware", "seed", "data")
 """What keys begin with that mean something behind audit.module."""
 
 OF_RESULTS = ("model.", "routing.", "data.", "optimizer.", "trainer.")
@@ -107,7 +107,8 @@ def audit_run(folder: Path, config: Config) -> Result:
     # A copy: it may become float64, and the price is paid in the arithmetic of the run.
     result["changes"] = change_futures(copy.deepcopy(trained.model), config, ids_BN)
     if store is not None:
-        result["price"] = price_run(trained, store)
+        with trained.arithmetic():
+            result["price"] = price_model(trained.model, config, store)
     return {**result, "time": utc_now()}
 
 
@@ -125,36 +126,56 @@ def audit_configuration(config: Config) -> Result:
 
 
 def audit_module(config: Config, overrides: list[str]) -> Result:
-    """Audit the module that audit.module names on random ids."""
+    """Audit the module that audit.module names on random ids; where data are named, price it on them."""
     wish = config.audit
     assert wish.module is not None
-    for override in check_overrides(overrides):
-        if not override.key.startswith(OF_MODULE):
-            raise UserError(f"{override}: means nothing to audit.module, which reads audit.*, hardware.* and seed")
+    keys = [override.key for override in check_overrides(overrides)]
+    for override, key in zip(overrides, keys, strict=True):
+        if not key.startswith(OF_MODULE) or key == "data.length":
+            reads = "audit.* (audit.length, too), data, hardware.* and seed"
+            raise UserError(f"{override}: means nothing to audit.module, which reads {reads}")
+    store = open_data(config.data, data_root()) if any(key.startswith("data") for key in keys) else None
+    if store and store.answers is not None:
+        raise UserError(f"data={store.name}: audit.module is priced on text or images, all units of a window")
     device = prepare(config)
     module = build_module(wish.module).eval().to(device)
-    module = module.double() if wish.double else module
     parameters = sum(parameter.numel() for parameter in module.parameters())
     print(f"{wish.module}: {type(module).__name__}, {count(parameters, 'parameter')}")
-    size, length = wish.vocabulary or MODULE_VOCABULARY, wish.length or MODULE_LENGTH
+    size = wish.vocabulary or (store.vocabulary if store else MODULE_VOCABULARY)
+    result: Result = {"module": wish.module}
+    try:
+        result["changes"] = change_futures_of(copy.deepcopy(module), config, size, device)
+        if store and wish.windows:
+            result["price"] = price_model(NextUnit(module, store.vocabulary), config, store, streams=False)
+    except UserError:
+        raise
+    except Exception as error:
+        hint = "; audit.double=false keeps its own types" if wish.double and not isinstance(error, ValueError) else ""
+        if store and "changes" in result:
+            hint = f"; the data have {store.vocabulary:,} ids"
+        raise UserError(f"audit.module={wish.module}: {told(error)}{hint}") from error
+    return {**result, "time": utc_now()}
+
+
+def change_futures_of(module: nn.Module, config: Config, size: int, device: str) -> Result:
+    """Audit somebody else's module on random ids, print the table and return the record; it may become float64."""
+    wish = config.audit
+    module = module.double() if wish.double else module
+    length = wish.length or MODULE_LENGTH
     prefixes = prefix_lengths(length, wish.prefixes)
     ids_BN = random_ids(config, length, size).to(device)
     print(changes_line(ids_BN, prefixes, module))
-
-    def logits(ids: Tensor) -> Any:
-        out = module(ids)
-        return out[0] if isinstance(out, tuple) and out else out
-
-    try:
-        audit = audit_outputs(
-            logits, ids_BN, size, prefixes, tolerance=wish.tolerance, seed=wish.seed, on_progress=progress("prefixes")
-        )
-    except Exception as error:
-        hint = "; audit.double=false keeps its own types" if wish.double and not isinstance(error, ValueError) else ""
-        raise UserError(f"audit.module={wish.module}: {told(error)}{hint}") from error
+    audit = audit_outputs(
+        lambda ids: logits_of(module(ids)),
+        ids_BN,
+        size,
+        prefixes,
+        tolerance=wish.tolerance,
+        seed=wish.seed,
+        on_progress=progress("prefixes"),
+    )
     print("\n".join([*audit_table({PARALLEL: audit}, {}), verdict(PARALLEL, audit, wish.tolerance)]))
-    changes = {**changes_facts(ids_BN, prefixes, module), PARALLEL: audit_record(audit, wish.tolerance)}
-    return {"module": wish.module, "changes": changes, "time": utc_now()}
+    return {**changes_facts(ids_BN, prefixes, module), PARALLEL: audit_record(audit, wish.tolerance)}
 
 
 def prepare(config: Config) -> str:
@@ -189,14 +210,14 @@ def real_ids(config: Config, store: Store) -> Tensor:
     """Return windows of a run's data as the ids that positions read: each unit one position behind its own."""
     wish = config.audit
     tokens = store.split(wish.split)
-    chosen = chosen_windows(len(tokens), config, wish.sequences)
+    chosen = chosen_windows(len(tokens), config.data.length, config, wish.sequences)
     rows = np.stack([tokens[window.start : window.stop][: wish.length] for window in chosen]).astype(np.int64)
     return torch.from_numpy(rows).roll(1, dims=1)
 
 
-def chosen_windows(units: int, config: Config, number: int) -> list[Window]:
+def chosen_windows(units: int, length: int, config: Config, number: int) -> list[Window]:
     """Return a seeded sample of the windows of a split, the same ones for every run."""
-    return list(sample_windows(windows(units, config.data.length), number, config.audit.seed))
+    return list(sample_windows(windows(units, length), number, config.audit.seed))
 
 
 def change_futures(model: Transformer, config: Config, ids_BN: Tensor) -> Result:
@@ -247,21 +268,22 @@ def arithmetic(model: nn.Module) -> str:
     return str(parameter.dtype).removeprefix("torch.")
 
 
-def price_run(trained: Trained, store: Store) -> Result:
-    """Price a run on its data, print the table and return the record."""
-    config, wish = trained.config, trained.config.audit
+def price_model(model: nn.Module, config: Config, store: Store, streams: bool = True) -> Result:
+    """Price a model on data, print the table and return the record; one that does not stream scores no first unit."""
+    wish = config.audit
     tokens = store.split(wish.split)
-    chosen = chosen_windows(len(tokens), config, wish.windows)
+    size = config.data.length if streams else wish.length or MODULE_LENGTH
+    chosen = chosen_windows(len(tokens), size, config, wish.windows)
     length = chosen[0].stop - chosen[0].start
-    candidates = np.arange(length) if store.answers is None else store.answers
+    candidates = np.arange(0 if streams else 1, length) if store.answers is None else store.answers
     positions_P = sample_positions(candidates, wish.positions, wish.seed)
     starts_K = [window.start for window in chosen]
     print(
         f"the price on {wish.split}: {count(len(positions_P), 'position')} in each of {count(len(chosen), 'window')} "
-        f"of {length:,}, each scored three ways"
+        f"of {length:,}, each scored {'three' if streams else 'two'} ways"
     )
-    with trained.arithmetic():
-        paid = price(trained.model, tokens, starts_K, length, positions_P, on_progress=progress("prefixes rerun"))
+    shown = progress("prefixes rerun")
+    paid = price(model, tokens, starts_K, length, positions_P, streams=streams, on_progress=shown)
     record = price_record(
         paid,
         unit=store.unit,

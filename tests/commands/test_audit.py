@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,25 @@ class Short(Ahead):
 class Single(Ahead):
     def forward(self, ids):
         return (self.table(ids) @ torch.eye(3),)
+
+
+class Copying(torch.nn.Module):
+    def __init__(self, steps):
+        super().__init__()
+        self.steps = steps
+        self.factor = torch.nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, ids):
+        one_hot = torch.nn.functional.one_hot(ids.roll(-self.steps, dims=1), 256)
+        return self.factor * one_hot
+
+
+def peeking():
+    return Copying(1)
+
+
+def repeating():
+    return Copying(0)
 
 
 class models:
@@ -172,6 +192,25 @@ def test_a_module_of_other_people(workshop: Workshop, modules: None, name: str, 
     assert ("sees the future" in printed) is sees
 
 
+@pytest.mark.parametrize(("name", "sees"), [("peeking", True), ("repeating", False)])
+def test_a_module_of_other_people_has_its_price_on_data(
+    workshop: Workshop, modules: None, name: str, sees: bool
+) -> None:
+    options = ("data=text", workshop.text, "audit.windows=4", "audit.positions=6", "audit.length=20")
+    printed = workshop.command("audit", f"audit.module=their_models:{name}", *options, "audit.output=result.json")
+    price = json.loads(Path("result.json").read_text())["price"]
+    assert set(price["bits"]) == {"teacher_forced", "prefix_rerun"} and 0 not in price["positions"]
+    # Of 256 logits one is 3 and the rest 0; the last position of a window sees no next unit.
+    right, wrong = (math.log2(math.e**3 + 255) - hit * 3 / math.log(2) for hit in (1, 0))
+    assert right - 1e-4 <= price["bits"]["prefix_rerun"] <= wrong + 1e-4
+    if sees:
+        assert price["bits"]["teacher_forced"] < right + (wrong - right) / 4
+        assert price["leak_gives"]["bits"] > 1
+    else:
+        assert price["leak_gives"]["bits"] == pytest.approx(0, abs=1e-6)
+    assert f"{price['leak_gives']['bits']:+.5f}" in printed and "scored two ways" in printed
+
+
 def test_mistakes_are_told_in_a_line(workshop: Workshop, modules: None) -> None:
     run = str(workshop.train("mistaken", "trainer.steps=1"))
     ours = "audit.module=their_models"
@@ -193,6 +232,12 @@ def test_mistakes_are_told_in_a_line(workshop: Workshop, modules: None) -> None:
         ([f"{ours}:broken"], "calling it failed: RuntimeError: no weights"),
         ([f"{ours}:short", "audit.vocabulary=50"], "outputs must be logits [2, 256, vocabulary]"),
         ([f"{ours}:single", "audit.vocabulary=50"], "audit.double=false keeps its own types"),
+        (
+            [f"{ours}:causal", "data=text", workshop.text, "audit.vocabulary=50"],
+            "index out of range in self; the data have 256 ids",
+        ),
+        ([f"{ours}:causal", "data.length=300"], "data.length=300: means nothing to audit.module"),
+        ([f"{ours}:repeating", "data=recall"], "data=recall: audit.module is priced on text or images"),
         ([f"{ours}:causal", "model.layers=3"], "model.layers=3: means nothing to audit.module"),
         ([f"{ours}:causal", "audit.vocabulary=50", "audit.output=no/such/folder.json"], "cannot write"),
     ):
