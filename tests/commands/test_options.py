@@ -17,6 +17,8 @@ from rtx.training.status import read_status
 SMALL = tuple(size for size in SIZES if not size.startswith(("trainer.", "data=")))
 STEP = ("trainer.steps=1", "trainer.batch_size=2", "trainer.val_windows=1")
 NEEDS_A_GPU = {"gpu"}
+MAKES_JOBS = {"slurm", "submitit_local"}
+"""Tested with the sweeps that they are for."""
 NEEDS_A_DOWNLOAD = {"enwik8", "wikitext103", "pg19", "cifar10", "imagenet64", "images"}
 DATA = {"stdlib": (), "text": ("data.path=book.txt",), "recall": ("data.pairs=2", "data.sequences=4")}
 
@@ -27,7 +29,7 @@ def is_done(run: Path, steps: int) -> bool:
     return (status["state"], status["step"]) == ("done", steps) and status["final"]["units"] > 0
 
 
-@pytest.mark.parametrize("hardware", sorted({*options("hardware")} - NEEDS_A_GPU))
+@pytest.mark.parametrize("hardware", sorted({*options("hardware")} - NEEDS_A_GPU - MAKES_JOBS))
 def test_hardware(workshop: Workshop, hardware: str) -> None:
     process = workshop.start(hardware, *STEP, f"hardware={hardware}", "hardware.devices=1", "hardware.threads=1")
     assert process.wait() == 0, process.log.read_text()
