@@ -64,7 +64,7 @@ def random(
 
 
 class RandomHeads(Heads):
-    """H heads whose clusters hold W random positions of N each, fixed by (seed, layer, head, N) for the whole run.
+    """H heads whose clusters hold W random positions of N each, fixed for the run by (seed, layer, head, C, W, N).
 
     A shorter sequence reads the memberships of its prefix; positions beyond N repeat them, and a member then reads the
     last W members of its cluster. The same for training, evaluation and streaming: the pattern is strictly causal.

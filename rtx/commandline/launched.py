@@ -138,6 +138,8 @@ class Signals:
     def __init__(self, root: Path) -> None:
         self.path = root / f".signals-{os.getpid()}-{time.time_ns():x}"
         self.interrupts = 0
+        self.leaving = threading.Timer(GRACE_SECONDS, self.leave)
+        self.leaving.daemon = True
 
     def tell(self, number: int) -> None:
         """Handle a signal: pass it on; the second Ctrl-C leaves soon, whatever still waits in a queue."""
@@ -147,7 +149,7 @@ class Signals:
         if self.interrupts == 1:
             print("the jobs are told to save and end; Ctrl-C again leaves without those that still wait", flush=True)
         if self.interrupts == 2:
-            threading.Timer(GRACE_SECONDS, self.leave).start()
+            self.leaving.start()
 
     def leave(self) -> None:
         """End the sweep; the file stays for the jobs that are still to begin, which then end at once."""
@@ -191,6 +193,7 @@ def run_jobs(
         return run_cells(cells, places, work, children)
     finally:
         children.on_signal = lambda number: None
+        signals.leaving.cancel()
         signals.path.unlink(missing_ok=True)
 
 

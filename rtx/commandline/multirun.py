@@ -199,7 +199,12 @@ def record_sweep(laid_out: Sequence[Cell], swept: Sequence[str], command: Sequen
             root.mkdir(parents=True, exist_ok=True)
             before = last_row(root / "sweeps.jsonl", words)
             with open(root / "sweeps.jsonl", "a") as file:
-                file.write(json.dumps({"time": utc_now(), **words, **process, "cells": mine}) + "\n")
+                # A line break in front: a row that a full disk has cut short must not swallow this one.
+                file.write(
+                    "\n" * torn(root / "sweeps.jsonl")
+                    + json.dumps({"time": utc_now(), **words, **process, "cells": mine})
+                    + "\n"
+                )
         except OSError as error:
             raise UserError(
                 f"cannot write to {root}: {error.strerror}; set RTX_OUTPUTS to a folder that you can write"
@@ -210,6 +215,12 @@ def record_sweep(laid_out: Sequence[Cell], swept: Sequence[str], command: Sequen
                 f"conf/ or rtx has changed since; their runs stay in {os.path.relpath(root)}",
                 flush=True,
             )
+
+
+def torn(path: Path) -> bool:
+    """Tell whether the last row of a file is without its end."""
+    with open(path, "rb") as file:
+        return file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
 
 
 def last_row(path: Path, words: dict[str, str]) -> dict[str, Any] | None:

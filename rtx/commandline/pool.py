@@ -63,7 +63,7 @@ def run_cells(cells: Sequence[Cell], places: int, work: Work, children: Children
                 outcomes.append(work(cell, place))
             except InUse as use:
                 line.put_off(cell, str(use))
-            except UserError as error:
+            except (UserError, OSError) as error:  # a full disk must not end the other cells
                 outcomes.append(Outcome(cell.number, 2, "failed", str(error)))
 
     with ThreadPoolExecutor(places) as pool:

@@ -11,6 +11,7 @@ from rtx.report.card import card
 from rtx.report.cells import collect
 from rtx.training.checkpoints import Checkpoint, load_for_use
 from rtx.training.exports import is_export, write_export
+from rtx.training.files import MARK
 from rtx.training.runs import shown
 
 
@@ -50,7 +51,8 @@ def check_output(output: Path) -> None:
     """
     if output.exists() and not output.is_dir():
         raise UserError(f"output={output}: is a file; name a folder")
-    if output.is_dir() and any(output.iterdir()) and not is_export(output):
+    others = [path for path in output.iterdir() if not path.name.endswith(MARK)] if output.is_dir() else []
+    if others and not is_export(output):
         raise UserError(f"output={output}: the folder holds other files; name a new or an empty one")
 
 

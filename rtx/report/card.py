@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from rtx.report.cells import Cell
 from rtx.report.scores import scores_of
@@ -32,7 +35,7 @@ def card(cell: Cell, step: int, checkpoint: str, numbers: int) -> str:
         "",
         "## Scores",
         "",
-        *scores(cell),
+        *scores(cell, step),
         "",
         "## Use",
         "",
@@ -56,9 +59,10 @@ def card(cell: Cell, step: int, checkpoint: str, numbers: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def scores(cell: Cell) -> list[str]:
-    """Return a line for each score, with its protocol."""
-    found = scores_of(cell)
+def scores(cell: Cell, step: int) -> list[str]:
+    """Return a line for each score of the weights of a step, with its protocol; the closing one is of the last step."""
+    evals = [record for record in cell.evals if step_of(record) == step]
+    found = scores_of(replace(cell, evals=tuple(evals), final=cell.final if step == cell.step else None))
     if not found:
         return ["None yet."]
     return [
@@ -66,6 +70,12 @@ def scores(cell: Cell) -> list[str]:
         + ("selection sees the future" if score.sees_future else "sees no future")
         for score in found
     ]
+
+
+def step_of(record: Mapping[str, Any]) -> Any:
+    """Return the step of the weights that an evaluation scored, None where it does not say."""
+    checkpoint = record.get("checkpoint")
+    return checkpoint.get("step") if isinstance(checkpoint, Mapping) else None
 
 
 def versions(cell: Cell) -> dict[str, str]:

@@ -17,7 +17,7 @@ import safetensors.torch
 
 from rtx.errors import RunFailed, UserError
 from rtx.training.checkpoints import Checkpoint
-from rtx.training.files import replace_file, write_json
+from rtx.training.files import remove_leftovers, replace_file, write_json
 
 WEIGHTS, FACTS = "model.safetensors", "export.json"
 
@@ -34,7 +34,7 @@ def is_export(folder: Path) -> bool:
 
 
 def write_export(folder: Path, checkpoint: Checkpoint, files: Mapping[str, bytes]) -> None:
-    """Write a model into a folder, the facts last: a folder without them is no export.
+    """Write a model into a folder, the facts first: with them it is known for an unfinished export, to be made anew.
 
     Args:
         folder: made if need be.
@@ -48,10 +48,10 @@ def write_export(folder: Path, checkpoint: Checkpoint, files: Mapping[str, bytes
     facts = {"format": FORMAT, "sha256": hashlib.sha256(weights).hexdigest(), **{k: checkpoint[k] for k in KEPT}}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / FACTS).unlink(missing_ok=True)
-        for name, content in {WEIGHTS: weights, **files}.items():
-            replace_file(folder / name, lambda file, content=content: file.write(content))
+        remove_leftovers(folder)
         write_json(folder / FACTS, facts)
+        for name, content in {**files, WEIGHTS: weights}.items():
+            replace_file(folder / name, lambda file, content=content: file.write(content))
     except OSError as error:
         raise RunFailed(f"cannot write to {folder}: {error.strerror}; output=<folder> names another") from error
 

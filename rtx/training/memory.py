@@ -8,7 +8,14 @@ from pathlib import Path
 OUT_OF_MEMORY = "out of memory"
 """How the reason of a run that had too little begins."""
 
-SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed", "not enough memory")
+SIGNS = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "alloc_failed",
+    "not enough memory",
+    "bad_alloc",
+)
 """What torch, CUDA and their libraries say then, in small letters; not all of them have an error of its own for it."""
 
 

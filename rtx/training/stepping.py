@@ -23,6 +23,7 @@ from rtx.errors import UserError
 from rtx.training.fit import make_trainer, quiet, silence_lightning
 from rtx.training.fresh import fresh_model
 from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware
+from rtx.training.memory import out_of_memory
 from rtx.training.module import NotFinite, TrainingModule
 from rtx.training.pace import Fetches
 from rtx.training.progress import peak_memory
@@ -30,9 +31,6 @@ from rtx.training.signals import go_with_parent, ignore_signals
 
 ENDLESS = 10**12
 """Batches that the fit is told of; it ends when nobody asks for more."""
-
-MEMORY_SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed", "bad_alloc")
-"""What torch and the system say where memory is short."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +143,8 @@ def be_killed_first() -> None:
 
 def reason_of(error: Exception) -> str:
     """Return why a row failed, in a line."""
+    if reason := out_of_memory(error):
+        return reason
     lines = str(error).strip().splitlines()
     said = lines[0].strip() if lines else type(error).__name__
-    if isinstance(error, MemoryError) or any(sign in said.lower() for sign in MEMORY_SIGNS):
-        return f"out of memory: {said}"
     return said if isinstance(error, UserError | NotFinite) else f"{type(error).__name__}: {said}"

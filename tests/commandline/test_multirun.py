@@ -108,6 +108,29 @@ def test_a_folder_that_cannot_be_written(
     assert "Traceback" not in error
 
 
+def test_a_row_cut_short_does_not_swallow_the_next_sweeps(
+    tmp_path: Path, outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = stand_in(tmp_path, 'end(0, "done")')
+    (outputs / "torn").mkdir(parents=True)
+    (outputs / "torn" / "sweeps.jsonl").write_text('{"time": "20')
+    for _ in range(2):
+        assert run(monkeypatch, script, "seed=1,2", "name=torn") == 0
+    torn, *rows = (outputs / "torn" / "sweeps.jsonl").read_text().splitlines()
+    assert torn == '{"time": "20' and [len(json.loads(row)["cells"]) for row in rows] == [2, 2]
+
+
+def test_a_cell_whose_output_cannot_be_written_leaves_the_others_running(
+    tmp_path: Path, outputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = stand_in(tmp_path, 'end(0, "done")')
+    (outputs / "a" / config_hash(compose(["seed=1", "sweep.parallel=2"])) / "output.log").mkdir(parents=True)
+    assert run(monkeypatch, script, "seed=1,2,3", "name=a", "sweep.parallel=2") == 1
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err and "Is a directory" in said.out
+    assert [line.split()[2] for line in said.out.splitlines() if "  seed=" in line][-3:] == ["failed", "done", "done"]
+
+
 def test_torchrun_does_not_start_a_sweep_in_every_rank(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
 from test_eval_sample import rtx, train
 
+from rtx.report.card import card
+from rtx.report.cells import collect
+from rtx.training import exports
 from rtx.training.checkpoints import load_for_use
+from rtx.training.files import replace_file
 from rtx.training.trained import load_model
 
 
@@ -57,6 +65,31 @@ def test_the_card_says_what_was_scored_how_and_by_what_command(run: Path, export
     assert "teacher-forced" in card and "sees no future" in card
     assert "`routing.selection=causal`" in card
     assert "after 4 steps" not in card and "for 4 steps" in card
+
+
+def test_the_card_has_no_scores_of_other_weights(run: Path) -> None:
+    cell = collect([run]).cells[0]
+    assert "None yet." not in card(cell, 4, "best", 1) and "bits/byte" in card(cell, 4, "best", 1)
+    assert "None yet." in card(cell, 2, "best", 1)
+
+
+def test_an_export_that_was_cut_short_is_told_and_made_anew(run: Path, tmp_path: Path) -> None:
+    home, output = run.parents[2], tmp_path / "half"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exports, "replace_file", full_disk)
+        assert b"No space left on device" in rtx(home, "export", str(run), f"output={output}", code=1).stderr
+    (output / ".model.safetensors.1.writing").write_bytes(b"x")
+    assert b"model.safetensors is missing" in rtx(home, "sample", str(output), code=1).stderr
+    rtx(home, "export", str(run), f"output={output}")
+    rtx(home, "sample", str(output), "length=4")
+    assert not list(output.glob("*.writing"))
+
+
+def full_disk(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Replace a file, but fail as a write to a full disk does where it is the weights."""
+    if path.name == "model.safetensors":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    replace_file(path, write)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "export.json", "config.yaml"])
