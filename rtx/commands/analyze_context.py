@@ -48,11 +48,16 @@ def main(arguments: list[str]) -> int:
     tokens, length = store.split(config.analyze.split), config.data.length
     if len(tokens) < length:
         raise UserError(f"split {config.analyze.split} has {len(tokens):,} units: fewer than data.length={length:,}")
-    count = config.pictures.windows or WINDOWS
-    chosen = list(sample_windows(windows(len(tokens), length), count, config.analyze.seed))
+    # Whole windows alone: one that ends with the split would score again what the one before it scored.
+    every = windows(len(tokens) // length * length, length)
+    chosen = list(sample_windows(every, config.pictures.windows or WINDOWS, config.analyze.seed))
     begin = time.monotonic()
     bits_KN, gains = scored(trained, config, tokens, chosen)
-    result = record(trained, store, bits_KN, gains) | {"seconds": time.monotonic() - begin, "time": utc_now()}
+    coverage = {"partial": len(chosen) < len(every), "left_out": len(tokens) - every.units}
+    result = record(trained, store, bits_KN, gains, **coverage) | {
+        "seconds": time.monotonic() - begin,
+        "time": utc_now(),
+    }
     print("\n".join(context_table(result)))
     path = result_path(folder, result)
     save(path.with_suffix(".svg"), context_chart(result).encode())
@@ -61,13 +66,23 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def record(trained: Trained, store: Store, bits_KN: np.ndarray, gains: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return all that the figures mean."""
+def record(
+    trained: Trained, store: Store, bits_KN: np.ndarray, gains: list[dict[str, Any]], *, partial: bool, left_out: int
+) -> dict[str, Any]:
+    """Return all that the figures mean.
+
+    Args:
+        bits_KN: of every unit of the windows.
+        gains: a row for each level of context.
+        partial: whether the windows are a sample of the split's whole windows.
+        left_out: units at the split's end that make no whole window.
+    """
     config = trained.config
     split, mode = config.analyze.split, config.eval.mode
     tiled = dataclasses.replace(config, eval=dataclasses.replace(config.eval, stride=None))
     other = "" if is_own(store, trained) else store.name
-    units = int(bits_KN.size)
+    stamps = [f"the split's last {left_out:,} left out"] if left_out and not partial else []
+    protocol = {"mode": mode, "partial": partial, "other_data": other, "stamps": stamps}
     return {
         "what": "context",
         "unit": store.unit,
@@ -75,11 +90,13 @@ def record(trained: Trained, store: Store, bits_KN: np.ndarray, gains: list[dict
         "gains": gains,
         "no_gains": "" if gains else why_none(config),
         "windows": len(bits_KN),
+        "partial": partial,
+        "left_out": left_out,
         "length": config.data.length,
         "split": split,
         "mode": mode,
         "selection_sees_future": sees_future(config, mode),
-        "protocol": protocol_line(tiled, split, store.unit, units, mode=mode, partial=True, other_data=other),
+        "protocol": protocol_line(tiled, split, store.unit, int(bits_KN.size), **protocol),
         "checkpoint": {"name": trained.name, "step": trained.checkpoint["step"]},
         "data": store.describe(),
         "analyze": dataclasses.asdict(config.analyze),

@@ -156,13 +156,20 @@ def test_loss_by_position_and_by_context(workshop: Workshop, run: Path) -> None:
 
 
 def test_selection_that_sees_the_future_is_given_whole_windows(workshop: Workshop, other: Path) -> None:
-    workshop.command("analyze", "context", str(other), "windows=3", "split=train")
-    assert kept(other, "context-train-parallel-*.json")["selection_sees_future"]
-    printed = workshop.command("analyze", "context", str(other), "windows=4", "mode=streaming")
+    workshop.command("analyze", "context", str(other), "windows=84", "split=train")
+    result = kept(other, "context-train-parallel-*.json")
+    assert result["selection_sees_future"] and result["windows"] == 84 and result["left_out"] == 12
+    assert result["gains"][1]["windows"] == 83, "the last window has no room behind it"
+    printed = workshop.command("analyze", "context", str(other), "windows=3", "mode=streaming")
     assert len(kept(other, "context-valid-streaming-*.json")["gains"]) == 2 and "streaming" in printed
-    printed = workshop.command("analyze", "context", str(other), "bins=2")
-    result = kept(other, "context-valid-parallel-*.json")
-    assert result["windows"] == 5 and result["gains"][1]["windows"] == 4, "the last window has no room behind it"
+
+
+def test_every_unit_of_the_whole_windows_is_scored_once(workshop: Workshop, plain: Path) -> None:
+    """150 bytes hold four windows of 32; a fifth that ends with the split would score 10 of them again."""
+    printed = workshop.command("analyze", "context", str(plain), "bins=2")
+    result = kept(plain, "context-valid-*.json")
+    assert (result["windows"], result["partial"], result["left_out"]) == (4, False, 22)
+    assert "128 bytes each scored once, the split's last 22 left out, windows of 32" in " ".join(printed.split())
 
 
 def test_images_have_a_loss_by_position_alone(workshop: Workshop, image_run: Path) -> None:
