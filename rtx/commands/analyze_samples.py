@@ -84,9 +84,10 @@ def write_texts(folder: Path, runs: dict[str, Trained], store: TokenStore) -> in
     prompts_SP = text_prompts(config, store, count)
     for trained in runs.values():
         check_length(trained.config, prompts_SP.shape[1])
+    held_out_SN = held_out_texts(config, store, count, length)
     drawn = {name: drawn_units(name, trained, prompts_SP, length) for name, trained in runs.items()}
     texts = {name: [decoded(store, units_N) for units_N in drawn_SN] for name, drawn_SN in drawn.items()}
-    held_out = [decoded(store, units_N) for units_N in held_out_texts(config, store, count, length)]
+    held_out = [decoded(store, units_N) for units_N in held_out_SN]
     cut_start = prompts_SP.shape[1] > 0
     found = {name: [words(text, cut_start=cut_start) for text in own] for name, own in texts.items()}
     found[f"{config.analyze.split} text"] = [words(text, cut_start=True) for text in held_out]

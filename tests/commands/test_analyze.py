@@ -234,5 +234,11 @@ def test_what_is_not_there_to_analyze_is_said(workshop: Workshop, run: Path, ima
     assert "one run or two, not 3" in workshop.command("analyze", "samples", *[str(run)] * 3, code=2)
     said = workshop.command("analyze", "samples", str(run), "given=3", "prompt=a", code=2)
     assert "say one of them" in said
+
+
+def test_a_split_that_is_too_short_is_said_before_anything_is_drawn(
+    workshop: Workshop, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rtx.commands.analyze_samples.drawn_units", lambda *_: pytest.fail("has begun to draw"))
     said = workshop.command("analyze", "samples", str(run), "length=100", code=2)
     assert "split valid has 150 bytes: too few for 8 texts of 100" in said
