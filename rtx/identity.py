@@ -1,4 +1,4 @@
-"""What tells two configurations apart: the hash that a sweep names its cells by. No torch, no Hydra."""
+"""What tells two configurations apart: hashes that cells of a sweep and results are named by. No torch, no Hydra."""
 
 from __future__ import annotations
 
@@ -37,7 +37,12 @@ keeps its hash, and its folder, in versions that have more to set."""
 def digest(values: Mapping[str, Any]) -> str:
     """Return 12 hexadecimal digits of a configuration's values by their dotted keys, those without effect left out."""
     kept = {key: value for key, value in values.items() if counts(key, value)}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    return short_hash(kept, 12)
+
+
+def short_hash(values: Mapping[str, Any], digits: int = 8) -> str:
+    """Return hexadecimal digits that tell values apart, in whatever order their keys stand; what JSON lacks as text."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:digits]
 
 
 def counts(key: str, value: Any) -> bool:

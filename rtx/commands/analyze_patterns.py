@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import sys
 import time
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from rtx.data.imageset import image_shape
 from rtx.data.tokenizers import encode_text
 from rtx.data.windows import windows
 from rtx.errors import UserError
+from rtx.identity import short_hash
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.patterns import ROUTED
 from rtx.report.attention_page import Sheet, Text, attention_page
@@ -47,7 +47,7 @@ class Sequence:
     said: str
     """Where it is from, in words."""
     name: str
-    """The same for names of files."""
+    """The same for names of files; what follows it there tells texts of the user's apart."""
 
 
 def main(arguments: list[str]) -> int:
@@ -59,7 +59,8 @@ def main(arguments: list[str]) -> int:
     """
     folder, overrides = run_folder(arguments, "analyze patterns")
     config = run_config(folder, overrides, "analyze patterns")
-    layers, heads = numbers(config, "layer", config.model.layers), numbers(config, "head", config.model.heads)
+    layers = numbers(config, "layer", config.model.layers) or [config.model.layers - 1]
+    heads = numbers(config, "head", config.model.heads) or list(range(config.model.heads))
     if config.pictures.text and config.pictures.start is not None:
         raise UserError("pictures.start chooses a place in the split, pictures.text a text of its own: say one of them")
     trained, sequence = opened(folder, config)
@@ -67,9 +68,10 @@ def main(arguments: list[str]) -> int:
     begin = time.monotonic()
     is_image = config.data.name in IMAGE_SETS
     asked_P = asked_positions(config, at, len(sequence.units_N))
-    place = folder / "analysis" / f"patterns-{trained.name}-step{trained.checkpoint['step']}-{sequence.name}"
+    asked = {"layers": layers, "heads": heads, "at": at, "positions": asked_P.tolist()}
+    place = result_folder(folder, trained, sequence, asked)
     rows, sheets = [], []
-    for layer, readings in read(trained, sequence, layers or [config.model.layers - 1], heads, asked_P):
+    for layer, readings in read(trained, sequence, layers, heads, asked_P):
         for (group, head), reading in readings.items():
             rows.append(row_of(layer, group, head, reading.weight_PN.numpy(), reading.at_P.numpy()))
             save(place / f"map-layer{layer}-head{head}.png", png(map_of(reading, len(sequence.units_N))))
@@ -87,6 +89,12 @@ def main(arguments: list[str]) -> int:
         write_page(place / "page.html", folder, trained, sheets, sequence, asked_P, at)
     keep(place / "patterns.json", record(trained, sequence, rows) | {"seconds": time.monotonic() - begin})
     return 0
+
+
+def result_folder(folder: Path, trained: Trained, sequence: Sequence, asked: dict[str, Any]) -> Path:
+    """Return where everything is kept: of another checkpoint or sequence, and asked otherwise, elsewhere."""
+    wish = short_hash({**asked, "units": sequence.units_N.tolist()})
+    return folder / "analysis" / f"patterns-{trained.name}-step{trained.checkpoint['step']}-{sequence.name}-{wish}"
 
 
 def record(trained: Trained, sequence: Sequence, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -130,8 +138,7 @@ def opened(folder: Path, config: Config) -> tuple[Trained, Sequence]:
         units_N = encode_text(tokenizer_of(folder, trained), wish.text)
         if not 2 <= len(units_N) <= length:
             raise UserError(f"pictures.text has {len(units_N)} units: must have from 2 to data.length={length}")
-        name = f"text-{hashlib.sha256(units_N.tobytes()).hexdigest()[:8]}"
-        return trained, Sequence(units_N, "a text of the user's", name)
+        return trained, Sequence(units_N, "a text of the user's", "text")
     store = open_data(config.data, data_root())
     trained = load_trained(folder, config, config.analyze.checkpoint, store.vocabulary)
     check_fingerprint(store, trained)
@@ -192,10 +199,10 @@ def map_rows(length: int) -> np.ndarray:
 
 
 def names(attention: MultiheadAttention, heads: list[int]) -> dict[Head, int]:
-    """Return the chosen heads of a layer (none chosen: all) in order, each with its number in the layer."""
+    """Return the chosen heads of a layer in order, each with its number in the layer."""
     sizes = {name: width // attention.size for name, width in zip(attention.groups, attention.widths, strict=False)}
     every = [(name, head) for name, count in sizes.items() for head in range(count)]
-    return {name: number for number, name in enumerate(every) if not heads or number in heads}
+    return {name: number for number, name in enumerate(every) if number in heads}
 
 
 def map_of(reading: Reading, length: int) -> np.ndarray:

@@ -23,6 +23,7 @@ from rtx.data.store import TokenStore
 from rtx.data.tokenizers import encode_text
 from rtx.data.windows import windows
 from rtx.errors import UserError
+from rtx.identity import short_hash
 from rtx.model.decoding import generate
 from rtx.report.spelling import known_words, samples_page, shares, shares_table, side_by_side, words
 from rtx.report.text import printable
@@ -53,8 +54,8 @@ def main(arguments: list[str]) -> int:
     for folder, config in zip(folders, configs, strict=True):
         if config.data.name == "recall":
             raise UserError(f"{folder}: a run on data=recall has no text to write")
-    asked = {name: getattr(configs[0], name) for name in ("analyze", "pictures", "sample")}
-    configs = [dataclasses.replace(config, **asked) for config in configs]
+    wishes = {name: getattr(configs[0], name) for name in ("analyze", "pictures", "sample")}
+    configs = [dataclasses.replace(config, **wishes) for config in configs]
     store = open_data(configs[0].data, data_root())
     assert isinstance(store, TokenStore)
     runs: dict[str, Trained] = {}
@@ -107,7 +108,7 @@ def write_texts(folder: Path, runs: dict[str, Trained], store: TokenStore) -> in
     if prompts[0]:
         print(f"given: {printable(prompts[0])}\n")
     print("\n".join([*side_by_side([own[0] for own in texts.values()], list(texts)), "", *table]))
-    path = result_path(folder, runs, config.sample.seed)
+    path = result_path(folder, runs, store)
     lines = [said(config, store, count, length, prompts_SP.shape[1])]
     save(path.with_suffix(".md"), samples_page("Samples", lines, table, kept).encode("utf-8", "replace"))
     print(path.with_suffix(".md"))
@@ -224,7 +225,7 @@ def complete_images(folder: Path, runs: dict[str, Trained], store: TokenStore) -
         whole_SN = np.concatenate([prompts_SP.numpy(), drawn_SN], axis=1)
         for i, row in enumerate(rows):
             row.extend(whole_SN[i * completions : (i + 1) * completions])
-    path = result_path(folder, runs, config.sample.seed)
+    path = result_path(folder, runs, store)
     cells = [cell_N.astype(np.uint8) for row in rows for cell_N in row]
     save(path.with_suffix(".png"), png_grid(cells, store.image, columns=len(rows[0])))
     order = ", ".join(f"{completions} by {name}" for name in runs)
@@ -233,11 +234,19 @@ def complete_images(folder: Path, runs: dict[str, Trained], store: TokenStore) -
     return 0
 
 
-def result_path(folder: Path, runs: dict[str, Trained], seed: int) -> Path:
-    """Return where the result is kept in the first run's folder: its checkpoints, and what the other run is called."""
+def result_path(folder: Path, runs: dict[str, Trained], store: TokenStore) -> Path:
+    """Return where the result is kept in the first run's folder: of other checkpoints, runs or wishes elsewhere."""
+    config = next(iter(runs.values())).config
     first, *others = (f"{trained.name}-step{trained.checkpoint['step']}" for trained in runs.values())
     other = "".join(f"-beside-{name.replace('/', '_')}-{one}" for name, one in zip(list(runs)[1:], others, strict=True))
-    return folder / "analysis" / f"samples-{first}{other}-seed{seed}.json"
+    wish = short_hash({**asked(config), "data": store.fingerprint})
+    return folder / "analysis" / f"samples-{first}{other}-seed{config.sample.seed}-{wish}.json"
+
+
+def asked(config: Config) -> dict[str, Any]:
+    """Return all keys that change what is written or drawn."""
+    wishes = {name: dataclasses.asdict(getattr(config, name)) for name in ("sample", "pictures")}
+    return {"split": config.analyze.split, **wishes}
 
 
 def record(what: str, runs: dict[str, Trained], store: TokenStore, begin: float) -> dict[str, Any]:
@@ -248,9 +257,7 @@ def record(what: str, runs: dict[str, Trained], store: TokenStore, begin: float)
         "runs": {
             name: {"checkpoint": trained.name, "step": trained.checkpoint["step"]} for name, trained in runs.items()
         },
-        "split": config.analyze.split,
-        "sample": dataclasses.asdict(config.sample),
-        "pictures": dataclasses.asdict(config.pictures),
+        **asked(config),
         "data": store.describe(),
         "seconds": time.monotonic() - begin,
         "time": utc_now(),

@@ -48,6 +48,12 @@ def kept(run: Path, pattern: str) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+def folder_of(run: Path, pattern: str) -> Path:
+    """Return the one folder of a run's analyses that a pattern names."""
+    (path,) = (run / "analysis").glob(pattern)
+    return path
+
+
 def size(path: Path) -> tuple[int, int]:
     with Image.open(path) as image:
         return image.size
@@ -72,7 +78,7 @@ def test_heads_of_one_pattern_alone_diverge_from_each_other(workshop: Workshop, 
 
 def test_patterns_are_a_page_maps_and_a_table(workshop: Workshop, run: Path) -> None:
     printed = workshop.command("analyze", "patterns", str(run), "layer=0+1", "start=5", "asked=9", "at=20")
-    folder = run / "analysis" / "patterns-best-step12-valid5"
+    folder = folder_of(run, "patterns-best-step12-valid5-????????")
     assert f"{folder}/page.html: answers for positions 16 to 24" in printed
     maps = {path.name: size(path) for path in folder.glob("*.png")}
     assert maps == {f"map-layer{layer}-head{head}.png": (512, 512) for layer in (0, 1) for head in (0, 1)}
@@ -93,6 +99,39 @@ def test_patterns_of_a_text_of_ones_own(workshop: Workshop, run: Path) -> None:
     (path,) = (run / "analysis").glob("patterns-best-step12-text-????????/page.html")
     page = path.read_text()
     assert '"units":["a"," ","b"," ","c"," ","·","ü"]' in page
+
+
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        (
+            "samples samples=1 length=8",
+            "seed=0 prompt=ab temperature=0 length=9 top_k=2 top_p=0.5 split=test samples=2 given=3",
+        ),
+        ("patterns start=3 head=0", "asked=512 layer=0 head=1 at=9 asked=5 start=4 split=test"),
+        ("patterns head=1", "text=abab text=abba"),
+    ],
+)
+def test_what_is_asked_otherwise_is_kept_beside_and_the_same_again_replaces_itself(
+    workshop: Workshop, plain: Path, what: str, options: str
+) -> None:
+    """Compared byte for byte are pages and pictures; the records hold times."""
+
+    def kept_files(suffixes: tuple[str, ...]) -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in (plain / "analysis").rglob("*") if path.suffix in suffixes}
+
+    def ask(option: str) -> int:
+        """Ask, check that nothing kept before has changed, and return how many records are new."""
+        word, *common = what.split()
+        others = [one for one in common if one.partition("=")[0] != option.partition("=")[0]]
+        before, records = kept_files((".md", ".html", ".png")), kept_files((".json",)).keys()
+        workshop.command("analyze", word, str(plain), *others, option)
+        after = kept_files((".md", ".html", ".png"))
+        assert {path: after[path] for path in before} == before, option
+        return len(kept_files((".json",)).keys() - records)
+
+    each = options.split()
+    assert [ask(option) for option in [*each, each[0]]] == [1] * len(each) + [0]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +156,7 @@ def test_wishes_for_patterns_that_have_no_place(
 
 def test_patterns_of_images_are_drawn_on_them(workshop: Workshop, image_run: Path) -> None:
     printed = workshop.command("analyze", "patterns", str(image_run), "at=30+60", "start=2", "split=train")
-    folder = image_run / "analysis" / "patterns-best-step12-train2"
+    folder = folder_of(image_run, "patterns-best-step12-train2-????????")
     assert "columns for positions 30, 60; the framed pixel is predicted" in printed
     width, height = 224 // 6 * 6, 224 // 6 * 4
     assert size(folder / "image-layer1.png") == (2 * width + 6, 2 * height + 6), "two heads by two positions"
@@ -134,7 +173,7 @@ def test_recall_shows_its_units_as_numbers_and_has_nothing_else_to_look_at(works
     workshop.command("train", *IMAGES, *recall, "model.base=lsh", "routing=random", run=run)
     printed = workshop.command("analyze", "patterns", str(run), "start=32")
     assert "1    0  lsh" in printed and "1    1  routing" in printed
-    page = (run / "analysis" / "patterns-best-step12-valid32" / "page.html").read_text()
+    page = (folder_of(run, "patterns-best-step12-valid32-????????") / "page.html").read_text()
     assert "32 units, one teacher-forced pass" in page and "head 1: routing, random" in page
     assert "there is no loss by position" in workshop.command("analyze", "context", str(run), code=2)
     assert "has no text to write" in workshop.command("analyze", "samples", str(run), code=2)
@@ -181,7 +220,7 @@ def test_images_have_a_loss_by_position_alone(workshop: Workshop, image_run: Pat
 def test_samples_stand_side_by_side_with_their_unknown_words(workshop: Workshop, run: Path, other: Path) -> None:
     options = ("samples=3", "length=30", "given=5", "seed=4")
     printed = workshop.command("analyze", "samples", str(run), str(other), *options)
-    result = kept(run, "samples-best-step12-beside-*-seed4.json")
+    result = kept(run, "samples-best-step12-beside-*-seed4-????????.json")
     name, beside, held_out = result["shares"]
     assert name.endswith("/run") and beside.endswith("/other") and held_out == "valid text"
     assert len(result["samples"]) == 3 and "difference" in printed
@@ -202,7 +241,7 @@ def test_samples_stand_side_by_side_with_their_unknown_words(workshop: Workshop,
 def test_one_run_alone_writes_from_a_prompt(workshop: Workshop, run: Path) -> None:
     printed = workshop.command("analyze", "samples", str(run), "samples=2", "length=20", "prompt=abc ", "seed=9")
     assert "given: abc" in printed and "difference" not in printed and " | " not in printed.splitlines()[3]
-    result = kept(run, "samples-best-step12-seed9.json")
+    result = kept(run, "samples-best-step12-seed9-????????.json")
     assert [sample["prompt"] for sample in result["samples"]] == ["abc "] * 2
 
 
