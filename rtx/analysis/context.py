@@ -1,62 +1,16 @@
 """Loss by position in the window, and what the same units gain from farther context.
 
-Shapes: K windows, N units of a window, L levels of context.
+Shapes: N units of a window.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
-
-import numpy as np
-import torch
-
-from rtx.model.transformer import Transformer
-from rtx.training.evaluate import equal_batches
+from rtx.analysis.spans import Span
 
 LEAST_CONTEXT = 8
 """Units of the shortest context that is tried."""
 
 MOST_LEVELS = 8
-
-
-class Span(NamedTuple):
-    """Units `[start, stop)` of a split are read, and of those `[first, last)` are scored."""
-
-    start: int
-    stop: int
-    first: int
-    last: int
-
-
-def unit_nats(
-    model: Transformer,
-    tokens: np.ndarray,
-    spans: Sequence[Span],
-    *,
-    streaming: bool = False,
-    on_progress: Callable[[int], None] = lambda done: None,
-) -> list[np.ndarray]:
-    """Return the nats of every scored unit of each span, float64.
-
-    Args:
-        model: in evaluation mode.
-        tokens: the split, unsigned integers `[units]`.
-        spans: spans of equal length that follow each other are read together.
-        streaming: decisions from the prefix alone, instead of teacher-forced.
-        on_progress: called with the spans done.
-    """
-    device = next(model.parameters()).device
-    found: list[np.ndarray] = []
-    with torch.no_grad():
-        for batch in equal_batches(spans, None):
-            chosen = [spans[k] for k in batch]
-            rows = np.stack([tokens[span.start : span.stop] for span in chosen]).astype(np.int64)
-            nats_BN, _ = model.loss(torch.from_numpy(rows).to(device), streaming=streaming)
-            for span, nats_N in zip(chosen, nats_BN.double().cpu().numpy(), strict=True):
-                found.append(nats_N[span.first - span.start : span.last - span.start])
-            on_progress(len(found))
-    return found
 
 
 def contexts(length: int) -> list[int]:
@@ -92,9 +46,3 @@ def spans_with(context: int, start: int, length: int, whole: bool) -> list[Span]
 def bin_edges(length: int, bins: int) -> list[int]:
     """Return where ranges of position begin, and the end: at most `bins` of about equal size."""
     return sorted({round(length * part / bins) for part in range(bins + 1)})
-
-
-def mean_and_error(values_K: np.ndarray) -> tuple[float, float | None]:
-    """Return the mean of values of windows and its standard error, None for a single window."""
-    error = float(values_K.std(ddof=1) / np.sqrt(len(values_K))) if len(values_K) > 1 else None
-    return float(values_K.mean()), error

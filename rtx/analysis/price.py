@@ -18,13 +18,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import nn
 
-from rtx.training.evaluate import equal_batches, score_windows
+from rtx.analysis.spans import Span, standard_error, unit_nats
+from rtx.training.evaluate import score_windows
 
 PARALLEL, RERUN, STREAMING = "teacher_forced", "prefix_rerun", "streaming"
 DIFFERENCES = {
@@ -33,14 +32,6 @@ DIFFERENCES = {
     "together": (STREAMING, PARALLEL),
 }
 """The first minus the second, in bits: what teacher-forcing gains by the future; what a stream loses to a rerun."""
-
-
-class Span(NamedTuple):
-    """Units `[start, stop)` of a split are read, and of those `[first, stop)` are scored."""
-
-    start: int
-    stop: int
-    first: int
 
 
 @dataclass(frozen=True)
@@ -75,11 +66,6 @@ class Price:
         return Estimate(float(bits_KP.mean()), standard_error(bits_KP.ravel()), standard_error(bits_KP.mean(axis=1)))
 
 
-def standard_error(values: np.ndarray) -> float | None:
-    """Return the standard error of the mean of independent values, None for a single one."""
-    return float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
-
-
 def sample_positions(candidates: np.ndarray, count: int, seed: int) -> np.ndarray:
     """Return `count` of the candidates in order, one drawn from each of `count` equal parts; all if they are fewer."""
     if count >= len(candidates):
@@ -110,30 +96,15 @@ def price(
         on_progress: called with prefixes rerun and prefixes in all.
     """
     # Behind one another by position, so that prefixes of one length share a batch.
-    prefixes = [Span(start, start + int(p) + 1, start + int(p)) for p in positions_P for start in starts_K]
+    ends = [(start, start + int(p)) for p in positions_P for start in starts_K]
+    prefixes = [Span(start, end + 1, end, end + 1) for start, end in ends]
     rerun = score_windows(model, tokens, prefixes, on_progress=on_progress)
     assert rerun is not None, "nobody asks it to stop"
+    whole = [Span(start, start + length, start, start + length) for start in starts_K]
     nats = {
-        PARALLEL: whole_windows(model, tokens, starts_K, length, positions_P, streaming=False),
+        PARALLEL: np.stack(unit_nats(model, tokens, whole))[:, positions_P],
         RERUN: rerun.nats_K.reshape(len(positions_P), len(starts_K)).T,
     }
     if streams:
-        nats[STREAMING] = whole_windows(model, tokens, starts_K, length, positions_P, streaming=True)
+        nats[STREAMING] = np.stack(unit_nats(model, tokens, whole, streaming=True))[:, positions_P]
     return Price(nats)
-
-
-@torch.no_grad()
-def whole_windows(
-    model: nn.Module, tokens: np.ndarray, starts_K: Sequence[int], length: int, positions_P: np.ndarray, streaming: bool
-) -> np.ndarray:
-    """Return the nats of some positions of whole windows, `[K, P]`."""
-    device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
-    parts = []
-    for batch in equal_batches([Span(start, start + length, start) for start in starts_K], None):
-        rows = np.stack([tokens[starts_K[k] : starts_K[k] + length] for k in batch]).astype(np.int64)
-        nats_BN, _ = model.loss(torch.from_numpy(rows).to(device), streaming=streaming)  # type: ignore[operator]
-        parts.append(nats_BN.double().cpu().numpy()[:, positions_P])
-    model.train(was_training)
-    return np.concatenate(parts)

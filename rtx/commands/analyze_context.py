@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from rtx.analysis.context import Span, bin_edges, contexts, mean_and_error, spans_with, unit_nats
+from rtx.analysis.context import bin_edges, contexts, spans_with
+from rtx.analysis.spans import Span, standard_error, unit_nats
 from rtx.commandline.vocabulary import run_folder
 from rtx.commands.analyze import keep, save
 from rtx.commands.eval import check_fingerprint, is_own
@@ -174,14 +175,13 @@ class Meter:
 
 def gain_row(context: int, bits_K: np.ndarray, whole_K: np.ndarray) -> dict[str, Any]:
     """Return the bits of one level of context, and what the whole window gains over it."""
-    bits, error = mean_and_error(bits_K)
-    gain, gain_error = mean_and_error(bits_K - whole_K)
+    gain_K = bits_K - whole_K
     return {
         "context": [context, 2 * context - 1],
-        "bits": bits,
-        "error": error,
-        "gain": gain,
-        "gain_error": gain_error,
+        "bits": float(bits_K.mean()),
+        "error": standard_error(bits_K),
+        "gain": float(gain_K.mean()),
+        "gain_error": standard_error(gain_K),
         "windows": len(bits_K),
     }
 
@@ -190,6 +190,7 @@ def by_position(bits_KN: np.ndarray, bins: int) -> list[dict[str, Any]]:
     """Return the bits of each range of positions."""
     rows = []
     for first, stop in itertools.pairwise(bin_edges(bits_KN.shape[1], bins)):
-        bits, error = mean_and_error(bits_KN[:, first:stop].mean(1))
-        rows.append({"first": first, "last": stop - 1, "bits": bits, "error": error})
+        bits_K = bits_KN[:, first:stop].mean(1)
+        figures = {"bits": float(bits_K.mean()), "error": standard_error(bits_K)}
+        rows.append({"first": first, "last": stop - 1, **figures})
     return rows

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from rtx.analysis.causality import audit_model, audit_outputs, prefix_lengths
 from rtx.analysis.foreign import NextUnit, build_module, logits_of, told
-from rtx.analysis.price import DIFFERENCES, PARALLEL, STREAMING, price, sample_positions, standard_error
+from rtx.analysis.price import DIFFERENCES, PARALLEL, STREAMING, price, sample_positions
+from rtx.analysis.spans import standard_error
 from rtx.commandline.overrides import check_overrides
 from rtx.commandline.vocabulary import run_folders
 from rtx.commands.eval import check_fingerprint

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rtx.analysis.price import PARALLEL, RERUN, STREAMING, Price, price, sample_positions, standard_error
+from rtx.analysis.price import PARALLEL, RERUN, STREAMING, Price, price, sample_positions
 from rtx.checks import resolve
 from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
 from rtx.model.transformer import Transformer
@@ -71,7 +71,6 @@ def test_standard_errors() -> None:
     assert estimate.bits == pytest.approx(4)
     assert estimate.over_positions == pytest.approx(math.sqrt(28 / 5 / 6))
     assert estimate.over_windows == pytest.approx(2)
-    assert standard_error(np.array([1.0])) is None
 
 
 def test_positions_are_spread_and_seeded() -> None:
