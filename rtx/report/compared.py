@@ -98,7 +98,7 @@ def our_values(
     return [
         number(ours, digits) if ours is not None else text(states_of(row)),
         number(row.error(table.metric), 4),
-        count(len(row.values(table.metric)) or len(row.scores)) if row.scores else Value(),
+        count(len(row.values(table.metric)) or len(row.values())) if row.scores else Value(),
         number(theirs, table.digits),
         difference,
         text(standing),
@@ -182,6 +182,7 @@ def notes_of(row: Row, variants: Sequence[str], changed: Sequence[str]) -> list[
             notes.append(f"{seed}{cell.state}{at}{why}")
         elif cell.reason:
             notes.append(cell.reason)
+    notes += [f"seed {seed}: mean of {runs} runs" for seed, runs in row.runs_of_seeds().items() if runs > 1]
     notes += [f"{key}={shown(row.config.get(key))}" for key in variants if key != "data.path"]
     selection = row.config.get("routing.selection")
     if kind_of(row.config) == "routing" and selection != "topk" and "routing.selection" not in variants:
@@ -268,7 +269,7 @@ def own_view(title: str, protocol: Protocol | None, rows: Sequence[Row]) -> View
                 *(sortable(row.config.get(key)) if row.config else Value() for key in keys),
                 number(row.mean(), 4) if row.scores else text(states_of(row)),
                 number(row.error(), 4),
-                count(len(row.scores)) if row.scores else Value(),
+                count(len(row.values())) if row.scores else Value(),
                 text(word),
                 *speeds(row.speed, bases.get(row.machine)),
                 trained(row, None),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,6 +80,8 @@ class Score:
     """Standard error over the windows."""
     perplexity: float | None = None
     """Per word, where the data have a count of words."""
+    seed: str = ""
+    """Of the run that it is of."""
 
     def value(self, metric: str) -> float | None:
         """Return it as a table of the paper has it."""
@@ -98,8 +101,16 @@ class Row:
         return self.cells[0].config
 
     def values(self, metric: str = "bits") -> list[float]:
-        """Return the numbers of the seeds."""
-        return [value for score in self.scores if (value := score.value(metric)) is not None]
+        """Return a number for each seed: of one that was run more than once, say on other threads, the mean."""
+        by_seed: dict[str, list[float]] = {}
+        for score in self.scores:
+            if (value := score.value(metric)) is not None:
+                by_seed.setdefault(score.seed, []).append(value)
+        return [statistics.fmean(values) for values in by_seed.values()]
+
+    def runs_of_seeds(self) -> dict[str, int]:
+        """Return how many runs with a score each seed has."""
+        return Counter(score.seed for score in self.scores)
 
     def mean(self, metric: str = "bits") -> float | None:
         """Return the mean over seeds."""
@@ -178,7 +189,7 @@ def evaluated(cell: Cell, record: Mapping[str, Any]) -> Score | None:
     )
     sight = bool(record.get("selection_sees_future"))
     error, word = real(record.get("standard_error")), real(record.get(WORD_PERPLEXITY))
-    return Score(protocol, bits, whole(record.get("units")), sight, error, word)
+    return Score(protocol, bits, whole(record.get("units")), sight, error, word, seed_of(cell))
 
 
 def closing(cell: Cell, final: Mapping[str, Any]) -> Score:
@@ -193,8 +204,13 @@ def closing(cell: Cell, final: Mapping[str, Any]) -> Score:
     )
     return Score(
         *(protocol, float(final["bits"]), whole(final.get("units")), sees_future(cell.config)),
-        *(real(final.get("se")), real(final.get(WORD_PERPLEXITY))),
+        *(real(final.get("se")), real(final.get(WORD_PERPLEXITY)), seed_of(cell)),
     )
+
+
+def seed_of(cell: Cell) -> str:
+    """Return the seed of a run, as text: a damaged record may hold anything."""
+    return str(cell.config.get("seed", ""))
 
 
 def sees_future(config: Mapping[str, Any]) -> bool:

@@ -84,6 +84,24 @@ def test_seeds_are_one_row_and_ties_are_marked(tmp_path: Path) -> None:
     assert "within 2 standard errors no ordering is claimed" in " ".join(view.lines)
 
 
+def test_runs_of_one_seed_count_once(tmp_path: Path) -> None:
+    for heads, bits in ((4, 2.0), (2, 1.999)):
+        for threads in (1, 2, 3):
+            write_run(tmp_path / "one", config(routing__heads=heads, hardware__threads=threads), bits=bits, data=IMAGES)
+    (view,) = built(tmp_path / "one").views
+    kinds = [column(view, key) for key in ("ours", "seeds", "notes")]
+    rows = {ours: rest for ours, *rest in zip(*kinds, strict=True) if ours != "not run"}
+    assert rows.keys() == {"2.000", "1.999"} and {seeds for seeds, _ in rows.values()} == {"1"}
+    assert all("seed 0: mean of 3 runs" in notes for _, notes in rows.values())
+    assert not {"error", "standing"} & {one.key for one in view.columns}
+    assert "it takes 3 seeds a row, and the rows have 1 seed at the most" in " ".join(view.lines)
+    for seed, threads, bits in ((0, 1, 2.0), (0, 2, 2.2), (1, 1, 2.3)):
+        made = config("smoke", seed=seed, hardware__threads=threads, name="two")
+        write_run(tmp_path / "two", made, bits=bits)
+    (view,) = built(tmp_path / "two").views
+    assert [column(view, key) for key in ("ours", "error", "seeds")] == [["2.2000"], ["0.1000"], ["2"]]
+
+
 def test_protocols_and_data_are_set_apart(tmp_path: Path) -> None:
     first = write_run(tmp_path, config(), data=IMAGES)
     write_eval(first, 3.1)
