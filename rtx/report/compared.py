@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rtx.report.local import local_speed
 from rtx.report.matching import differing_keys, kind_of, model_name, paper_row, settings_changed, shown
 from rtx.report.names import labels_of
 from rtx.report.paper import PaperRow, PaperTable
@@ -31,7 +32,6 @@ def paper_view(title: str, table: PaperTable, protocol: Protocol | None, rows: S
     labels = ["model", *(("routing_heads", "routing_layers", "window") if table.number == 1 else ("layers", "heads"))]
     words, claim = standings(rows, table.metric, labels_of(rows))
     standing = {id(row): word for row, word in zip(rows, words, strict=True)}
-    bases = base_speeds(rows)
     placed = {id(row): paper_row(row.config, table) for row in rows if row.config}
     shared = common([settings_changed(row.config, table) for row in rows if row.config])
     lines = protocol_lines(protocol, claim, rows)
@@ -43,9 +43,8 @@ def paper_view(title: str, table: PaperTable, protocol: Protocol | None, rows: S
         mine = [row for row in rows if placed.get(id(row)) is printed]
         for row in mine:
             view.waiting |= {len(view.rows)} if states_of(row) == "not started" else set()
-            tail = our_values(
-                row, printed, table, bases.get(row.machine), standing[id(row)], shared, differing_keys(mine)
-            )
+            base = local_speed(row, rows)
+            tail = our_values(row, printed, table, base, standing[id(row)], shared, differing_keys(mine))
             view.rows.append([*label_values(row, printed, labels), *tail])
         if not mine and printed is not None:
             view.absent.add(len(view.rows))
@@ -127,15 +126,6 @@ def speeds(speed: float | None, base: float | None) -> list[Value]:
 def own_digits(table: PaperTable) -> int:
     """Return how many digits behind the point our numbers have: of bits three, of perplexities one more than theirs."""
     return max(3, table.digits) if table.metric.startswith("bits") else table.digits + 1
-
-
-def base_speeds(rows: Sequence[Row]) -> dict[tuple[str, ...], float]:
-    """Return the pace of the local row on each machine, of several the first."""
-    bases: dict[tuple[str, ...], float] = {}
-    for row in rows:
-        if kind_of(row.config) == "local" and row.speed:
-            bases.setdefault(row.machine, row.speed)
-    return bases
 
 
 def obstacles(row: Row, table: PaperTable) -> list[str]:
@@ -243,7 +233,6 @@ def own_view(title: str, protocol: Protocol | None, rows: Sequence[Row]) -> View
     keys = differing_keys(rows)
     rows = sorted(rows, key=lambda row: [order_of(row.config.get(key)) for key in keys])
     words, claim = standings(rows, names=labels_of(rows))
-    bases = base_speeds(rows)
     heads = [
         Column("run", "run", brief=True),
         *(Column(key, key, brief=True) for key in keys),
@@ -271,7 +260,7 @@ def own_view(title: str, protocol: Protocol | None, rows: Sequence[Row]) -> View
                 number(row.error(), 4),
                 count(len(row.values())) if row.scores else Value(),
                 text(word),
-                *speeds(row.speed, bases.get(row.machine)),
+                *speeds(row.speed, local_speed(row, rows)),
                 trained(row, None),
                 units_of(row),
                 sight(row),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rtx.report.compared import base_speeds, obstacles, own_digits, speeds, trained
+from rtx.report.compared import obstacles, own_digits, speeds, trained
+from rtx.report.local import local_speed
 from rtx.report.matching import kind_of, paper_row
 from rtx.report.names import label_of, labels_of, printed_label
 from rtx.report.paper import PaperTable
@@ -33,7 +34,6 @@ def glance(table: PaperTable, protocol: Protocol | None, rows: Sequence[Row]) ->
         Column("trained", "steps done", True),
     ]
     view = View("At a glance", columns, [], lines(table, protocol, scored))
-    bases = base_speeds(rows)
     reasons: list[str] = []
     for kind, name in KINDS.items():
         mine = [row for row in scored if kind_of(row.config) == kind]
@@ -50,7 +50,7 @@ def glance(table: PaperTable, protocol: Protocol | None, rows: Sequence[Row]) ->
                 number(best.error(table.metric), 4),
                 count(len(best.values(table.metric))),
                 number(printed.value if printed else None, table.digits),
-                speeds(best.speed, bases.get(best.machine))[1],
+                speeds(best.speed, local_speed(best, rows))[1],
                 speeds(printed.steps_per_second if printed else None, table.local_speed())[1],
                 trained(best, table.steps),
             ]

@@ -130,10 +130,11 @@ class Row:
 
     @property
     def machine(self) -> tuple[str, ...]:
-        """What the pace of the first run depends on but the model: paces of two machines give no ratio."""
+        """What the pace of the first run depends on but the model and the batch."""
         env = self.cells[0].environment
         facts = [env.get("gpu") or env.get("host"), env.get("cpus"), env.get("threads")]
-        return tuple(map(str, [*facts, self.config.get("hardware.precision")]))
+        facts += [self.config.get(f"hardware.{key}") for key in ("devices", "nodes", "precision")]
+        return tuple(map(str, facts))
 
     @property
     def steps(self) -> int:

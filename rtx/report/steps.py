@@ -15,6 +15,7 @@ from typing import Any
 
 from rtx.report.cells import Cell, Collection, flat, read_object
 from rtx.report.compared import common, speeds
+from rtx.report.local import local_row
 from rtx.report.matching import differing_keys, kind_of, paper_row, settings_changed
 from rtx.report.names import label_of
 from rtx.report.paper import PaperTable, paper_tables, timed_table_of
@@ -78,6 +79,11 @@ class TimedRow:
     def speed(self) -> float | None:
         """Steps a second."""
         return 1e3 / self.milliseconds if self.milliseconds else None
+
+    @property
+    def machine(self) -> tuple[str, ...]:
+        """What its pace depends on but the model and the batch; a record is of one machine."""
+        return tuple(str(self.config.get(f"hardware.{key}")) for key in ("name", "threads", "precision"))
 
 
 @dataclass(frozen=True)
@@ -192,7 +198,8 @@ def lines_below(
     """Return what to know of a table: what its ratios are, what is not the paper's, and what failed."""
     lines = []
     if not ratios:
-        lines.append("No ratios: they are to a row of local heads alone (routing.heads=0) of the same N and batch.")
+        same = "the same N, batch and hardware"
+        lines.append(f"No ratios: they are to a row of local heads alone (routing.heads=0) of {same}.")
     elif table:
         lines.append(f"x local: speed over the local row's; paper: {table.speed}; paper x: over its local row's.")
     if ids == DRAWN and any(kind_of(row.config) == "routing" and by_itself(row.config) for row in rows):
@@ -254,25 +261,6 @@ def spread(row: TimedRow, local: TimedRow | None) -> Value:
         return Value()
     ratios = [theirs / ours for ours, theirs in zip(row.turns, local.turns, strict=False)]
     return text(f"{min(ratios):.2f} to {max(ratios):.2f}") if len(ratios) > 1 else Value()
-
-
-def local_row(row: TimedRow, rows: Sequence[TimedRow]) -> TimedRow | None:
-    """Return the timed local row that a row is compared with: same N and batch, and the fewest other differences."""
-    same = ("data.length", "trainer.batch_size")
-    able = [
-        other
-        for other in rows
-        if kind_of(other.config) == "local"
-        and other.turns
-        and all(other.config.get(key) == row.config.get(key) for key in same)
-    ]
-    return min(able, key=lambda other: differences(row, other), default=None)
-
-
-def differences(row: TimedRow, other: TimedRow) -> int:
-    """Return by how many keys two rows differ."""
-    keys = row.config.keys() | other.config.keys()
-    return sum(row.config.get(key) != other.config.get(key) for key in keys)
 
 
 def names_of(rows: Sequence[TimedRow]) -> list[str]:

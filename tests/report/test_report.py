@@ -155,6 +155,33 @@ def test_any_other_sweep_has_its_keys_as_columns(tmp_path: Path) -> None:
     assert "paper" not in [one.key for one in view.columns]
 
 
+@pytest.mark.parametrize("experiment", ["smoke", "cifar10_grid"])
+def test_a_pace_is_set_against_the_local_row_of_its_batch_and_machine(tmp_path: Path, experiment: str) -> None:
+    speeds = {(4, 0): 8.0, (4, 2): 6.0, (16, 0): 2.0, (16, 2): 1.0, (32, 2): 0.5}
+    for (batch, heads), speed in speeds.items():
+        made = config(experiment, trainer__batch_size=batch, routing__heads=heads)
+        write_run(tmp_path, made, bits=2.0, speed=speed, data=IMAGES)
+    exact = config(experiment, trainer__batch_size=16, routing__heads=2, hardware__precision="fp64")
+    write_run(tmp_path, exact, bits=2.0, speed=0.25, data=IMAGES)
+    (view,) = built(tmp_path).views
+    ratios = dict(zip(column(view, "steps_per_second"), column(view, "speed_ratio"), strict=True))
+    ratios.pop(DASH, None)
+    expected = {"8.000": "1.00", "6.000": "0.75", "2.000": "1.00", "1.000": "0.50", "0.500": DASH, "0.250": DASH}
+    assert ratios == expected
+
+
+def test_the_glance_sets_paces_against_the_same_local_rows(tmp_path: Path) -> None:
+    for batch, local in ((4, 8.0), (16, 2.0)):
+        for heads in (0, 2, 4):
+            made = config(trainer__batch_size=batch, routing__heads=heads)
+            bits = 3.0 - heads / 10 + (batch if heads == 0 else -batch) / 100
+            write_run(tmp_path, made, bits=bits, speed=local / (1 + heads), data=IMAGES)
+    view = built(tmp_path).glance
+    assert view is not None
+    ratios = dict(zip(column(view, "ours"), column(view, "speed_ratio"), strict=True))
+    assert ratios == {"3.040": "1.00", "2.440": "0.20"}
+
+
 def test_a_single_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path, config("smoke"), bits=2.0)
     assert cli.main(["report", str(run), f"output={tmp_path / 'elsewhere'}"]) == 0

@@ -139,6 +139,15 @@ def test_the_local_row_with_the_fewest_other_differences_counts() -> None:
     assert DASH in [text for view in views(other) for text in texts(view, "speed_ratio")]
 
 
+def test_rows_of_another_batch_or_arithmetic_give_no_ratio() -> None:
+    made = [config(routing__heads=3, trainer__batch_size=7), config(routing__heads=3, hardware__threads=1)]
+    both = config(routing__heads=3)
+    _, view = views(read_record(record(row(LOCAL, 10.0), *(row(each, 20.0) for each in (*made, both)))))
+    assert texts(view, "speed_ratio") == [DASH, DASH, "0.50"]
+    (view,) = views(read_record(record(row(LOCAL, reason="out of memory"), row(ROUTING, 10.0))))
+    assert "No ratios: they are to a row of local heads alone (routing.heads=0) of the same N, batch" in view.lines[1]
+
+
 def test_rows_that_are_none_of_the_papers_stand_apart() -> None:
     odd = config(routing__heads=3)
     first, second = views(read_record(record(row(odd, 10.0), row(LOCAL, 5.0))))
