@@ -124,17 +124,19 @@ class Row:
 
     @property
     def speed(self) -> float | None:
-        """Optimizer steps a second: the mean of the runs' medians."""
-        speeds = [speed for cell in self.cells if (speed := steps_per_second(cell)) is not None]
+        """Optimizer steps a second: the mean of the medians of the runs on its machine."""
+        machine = self.machine
+        own = [cell for cell in self.cells if machine_of(cell) == machine]
+        speeds = [speed for cell in own if (speed := steps_per_second(cell)) is not None]
         return statistics.fmean(speeds) if speeds else None
 
     @property
     def machine(self) -> tuple[str, ...]:
-        """What the pace of the first run depends on but the model and the batch."""
-        env = self.cells[0].environment
-        facts = [env.get("gpu") or env.get("host"), env.get("cpus"), env.get("threads")]
-        facts += [self.config.get(f"hardware.{key}") for key in ("devices", "nodes", "precision")]
-        return tuple(map(str, facts))
+        """The one that most of its runs with a pace were on, of several the first by name."""
+        counts = Counter(machine_of(cell) for cell in self.cells if cell.metrics) or Counter(
+            [machine_of(self.cells[0])]
+        )
+        return min(counts, key=lambda machine: (-counts[machine], machine))
 
     @property
     def steps(self) -> int:
@@ -241,6 +243,14 @@ def steps_per_second(cell: Cell) -> float | None:
     if not known or not units:
         return None
     return statistics.median(known[1:] or known) / units
+
+
+def machine_of(cell: Cell) -> tuple[str, ...]:
+    """Return what the pace of a run depends on but the model and the batch."""
+    env = cell.environment
+    facts = [env.get("gpu") or env.get("host"), env.get("cpus"), env.get("threads")]
+    facts += [cell.config.get(f"hardware.{key}") for key in ("devices", "nodes", "precision", "compile")]
+    return tuple(map(str, facts))
 
 
 def row_key(cell: Cell) -> tuple[tuple[str, str], ...]:

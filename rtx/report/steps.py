@@ -83,7 +83,7 @@ class TimedRow:
     @property
     def machine(self) -> tuple[str, ...]:
         """What its pace depends on but the model and the batch; a record is of one machine."""
-        return tuple(str(self.config.get(f"hardware.{key}")) for key in ("name", "threads", "precision"))
+        return tuple(str(self.config.get(f"hardware.{key}")) for key in ("name", "threads", "precision", "compile"))
 
 
 @dataclass(frozen=True)

@@ -170,6 +170,17 @@ def test_a_pace_is_set_against_the_local_row_of_its_batch_and_machine(tmp_path: 
     assert ratios == expected
 
 
+def test_a_rows_pace_is_that_of_one_machine(tmp_path: Path) -> None:
+    for heads, paces in ((0, {2: 8.0, 64: 99.0}), (2, {64: 1.0, 2: 4.0})):
+        for seed, (threads, pace) in enumerate(paces.items()):
+            run = write_run(tmp_path, config("smoke", routing__heads=heads, seed=seed), bits=2.0, speed=pace)
+            facts = json.loads((run / "environment.json").read_text())
+            (run / "environment.json").write_text(json.dumps({**facts, "threads": threads}))
+    (view,) = built(tmp_path).views
+    assert column(view, "steps_per_second") == ["8.000", "4.000"]
+    assert column(view, "speed_ratio") == ["1.00", "0.50"] and column(view, "seeds") == ["2", "2"]
+
+
 def test_the_glance_sets_paces_against_the_same_local_rows(tmp_path: Path) -> None:
     for batch, local in ((4, 8.0), (16, 2.0)):
         for heads in (0, 2, 4):
