@@ -12,6 +12,7 @@ from rtx.commandline.vocabulary import LAUNCHED, vocabulary
 from rtx.commandline.vocabulary import USAGE as RUN_USAGE
 from rtx.config import GROUPS
 from rtx.errors import UserError
+from rtx.wording import written
 
 COLUMN = 30
 COMPOSING = "[group=option ...] [key=value ...] [--cfg job] [--info]"
@@ -185,16 +186,9 @@ def key_lines(keys: Sequence[Field], values: Mapping[str, Any]) -> list[str]:
         if field.key.rpartition(".")[0] != section:
             section = field.key.rpartition(".")[0]
             lines += ["", wrapped(f"{section}.<key>: {sections()[section]}" if section else "other keys")]
-        shown = f"{field.key}={show(values[field.key])}" if field.key in values else field.key
+        shown = f"{field.key}={written(values[field.key])}" if field.key in values else field.key
         lines.append(entry(shown, f"{field.doc} [{field.allowed}]"))
     return lines
-
-
-def show(value: Any) -> str:
-    """Return a value as one would write it behind a key."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def entry(left: str, right: str, column: int = COLUMN) -> str:

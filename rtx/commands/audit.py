@@ -20,7 +20,7 @@ from rtx.analysis.spans import standard_error
 from rtx.commandline.overrides import check_overrides
 from rtx.commandline.vocabulary import run_folders
 from rtx.commands.eval import check_fingerprint
-from rtx.commands.plan import count, vocabulary
+from rtx.commands.plan import vocabulary
 from rtx.compose import compose, to_dict
 from rtx.config import Config
 from rtx.data.catalog import Store, data_root, open_data
@@ -36,6 +36,7 @@ from rtx.training.hardware import prepare_torch, resolve_hardware
 from rtx.training.metrics import utc_now
 from rtx.training.progress import Progress, clock
 from rtx.training.trained import load_trained, on_one_device, run_config
+from rtx.wording import plural
 
 MODULE_LENGTH, MODULE_VOCABULARY = 256, 256
 """Positions and token ids of somebody else's module where the user does not say."""
@@ -121,7 +122,7 @@ def audit_configuration(config: Config) -> Result:
     model = Transformer(config, size).eval().to(device)
     if not bool(model.output_VS.any()):
         nn.init.normal_(model.output_VS)  # as initialised, zero, it hides all that moves
-    print(f"{config.model.name}: a fresh model, {count(model.count_parameters(), 'parameter')}, seed {config.seed}")
+    print(f"{config.model.name}: a fresh model, {plural(model.count_parameters(), 'parameter')}, seed {config.seed}")
     ids_BN = random_ids(config, config.audit.length or config.data.length, size)
     return {"config": to_dict(config), "changes": change_futures(model, config, ids_BN), "time": utc_now()}
 
@@ -141,7 +142,7 @@ def audit_module(config: Config, overrides: list[str]) -> Result:
     device = prepare(config)
     module = build_module(wish.module).eval().to(device)
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    print(f"{wish.module}: {type(module).__name__}, {count(parameters, 'parameter')}")
+    print(f"{wish.module}: {type(module).__name__}, {plural(parameters, 'parameter')}")
     size = wish.vocabulary or (store.vocabulary if store else MODULE_VOCABULARY)
     result: Result = {"module": wish.module}
     try:
@@ -252,8 +253,8 @@ def changes_line(ids_BN: Tensor, prefixes: list[int], model: nn.Module) -> str:
     """Return the line that says what is changed."""
     sequences, length = ids_BN.shape
     return (
-        f"changing all behind a prefix: {count(len(prefixes), 'length')} from {prefixes[0]} to {prefixes[-1]:,}, "
-        f"{count(sequences, 'sequence')} of {length:,}, {arithmetic(model)}"
+        f"changing all behind a prefix: {plural(len(prefixes), 'length')} from {prefixes[0]} to {prefixes[-1]:,}, "
+        f"{plural(sequences, 'sequence')} of {length:,}, {arithmetic(model)}"
     )
 
 
@@ -280,7 +281,7 @@ def price_model(model: nn.Module, config: Config, store: Store, streams: bool = 
     positions_P = sample_positions(candidates, wish.positions, wish.seed)
     starts_K = [window.start for window in chosen]
     print(
-        f"the price on {wish.split}: {count(len(positions_P), 'position')} in each of {count(len(chosen), 'window')} "
+        f"the price on {wish.split}: {plural(len(positions_P), 'position')} in each of {plural(len(chosen), 'window')} "
         f"of {length:,}, each scored {'three' if streams else 'two'} ways"
     )
     shown = progress("prefixes rerun")

@@ -16,12 +16,13 @@ from rtx.commandline.overrides import check_overrides
 from rtx.commandline.vocabulary import LAUNCHED, benchmark
 from rtx.compose import to_dict
 from rtx.errors import RunFailed, UserError
-from rtx.report.steps import DRAWN, MADE, WHAT, plural, read_record, record_path, views
+from rtx.report.steps import DRAWN, MADE, WHAT, read_record, record_path, views
 from rtx.report.terminal import terminal
 from rtx.report.views import View
 from rtx.training.files import write_json
 from rtx.training.runs import environment, outputs_root, shown, unwritable
 from rtx.training.signals import Stopped
+from rtx.wording import plural
 
 if TYPE_CHECKING:
     from rtx.training.stepping import Work

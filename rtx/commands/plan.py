@@ -11,6 +11,7 @@ from rtx.data import recall
 from rtx.data.catalog import data_root, prepared_vocabulary
 from rtx.data.published import VOCABULARY
 from rtx.sets import IMAGE_SETS
+from rtx.wording import plural
 
 BYTES = 256
 """Vocabulary of every data set that is read as bytes."""
@@ -40,14 +41,14 @@ def report(config: Config, total: Cost) -> list[str]:
     used = memory(config, total, micro, vocabulary(data))
     units = trainer.batch_size * data.length
     lines = [
-        f"model       {model.name}: {count(model.layers, 'layer')}, {count(model.heads, 'head')}, "
+        f"model       {model.name}: {plural(model.layers, 'layer')}, {plural(model.heads, 'head')}, "
         f"width {model.hidden}, {model.positions} positions",
         f"sequence    N = {data.length:,} {data.name} {units_of(data)}; "
         f"{model.base} heads" + (f" with a window of {model.window:,}" if "local" in base_patterns(model) else ""),
     ]
     if routed:
         lines.append(
-            f"routing     {count(routing.heads, 'head')} in each of the top {count(routing.layers, 'layer')}, "
+            f"routing     {plural(routing.heads, 'head')} in each of the top {plural(routing.layers, 'layer')}, "
             f"selection={routing.selection}, C = {routing.clusters:,} clusters of W = {routing.window:,}"
         )
     lines += [
@@ -56,11 +57,11 @@ def report(config: Config, total: Cost) -> list[str]:
         f"attention {share(total.attention, total)}, selection {share(total.selection, total)}",
         f"            attention with every head full: {short(total.full_attention)}FLOP, "
         f"{total.full_attention / (total.attention + total.selection):.1f} times as much",
-        f"step        {count(trainer.batch_size, 'sequence')}, {units:,} units, {short(total.step(config))}FLOP "
-        f"({processes(config)}, {count(micro, 'sequence')} at a time)",
+        f"step        {plural(trainer.batch_size, 'sequence')}, {units:,} units, {short(total.step(config))}FLOP "
+        f"({processes(config)}, {plural(micro, 'sequence')} at a time)",
         f"memory      about {gib(sum(used.values()))} a device: "
         + ", ".join(f"{name} {gib(size)}" for name, size in used.items()),
-        f"run         {count(trainer.steps, 'step')}, {units * trainer.steps:,} units, "
+        f"run         {plural(trainer.steps, 'step')}, {units * trainer.steps:,} units, "
         f"{short(total.step(config) * trainer.steps)}FLOP: "
         + ", ".join(f"{duration(total.step(config) * trainer.steps / rate)} at {name}" for name, rate in RATES.items()),
     ]
@@ -95,8 +96,8 @@ def processes(config: Config) -> str:
     """Return how many devices share a step, as far as the configuration says."""
     devices = (config.hardware.devices or 1) * config.hardware.nodes
     if config.hardware.name == "ddp" and config.hardware.devices is None:
-        return f"{count(devices, 'process')} (hardware.devices unset)"
-    return count(devices, "device")
+        return f"{plural(devices, 'process')} (hardware.devices unset)"
+    return plural(devices, "device")
 
 
 def duration(seconds: float) -> str:
@@ -110,11 +111,6 @@ def duration(seconds: float) -> str:
                 else f"{number:.1e} {unit}".replace("e+0", "e").replace("e+", "e")
             )
     return f"{seconds:.1f} seconds" if seconds >= 0.1 else "under 0.1 seconds"
-
-
-def count(number: int, word: str) -> str:
-    """Return a number and a word, in the plural where there are several."""
-    return f"{number:,} {word}" + ("" if number == 1 else "es" if word.endswith("s") else "s")
 
 
 def share(part: float, total: Cost) -> str:

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rtx.report.local import local_speed
-from rtx.report.matching import differing_keys, kind_of, model_name, paper_row, settings_changed, shown
+from rtx.report.matching import differing_keys, kind_of, model_name, paper_row, settings_changed
 from rtx.report.names import labels_of
 from rtx.report.paper import PaperRow, PaperTable
 from rtx.report.scores import Protocol, Row, standings
 from rtx.report.views import Column, Value, View, count, number, text
+from rtx.wording import written
 
 LABELS = {
     "model": Column("model", "model", brief=True, label=True),
@@ -173,7 +174,7 @@ def notes_of(row: Row, variants: Sequence[str], changed: Sequence[str]) -> list[
         elif cell.reason:
             notes.append(cell.reason)
     notes += [f"seed {seed}: mean of {runs} runs" for seed, runs in row.runs_of_seeds().items() if runs > 1]
-    notes += [f"{key}={shown(row.config.get(key))}" for key in variants if key != "data.path"]
+    notes += [f"{key}={written(row.config.get(key))}" for key in variants if key != "data.path"]
     selection = row.config.get("routing.selection")
     if kind_of(row.config) == "routing" and selection != "topk" and "routing.selection" not in variants:
         notes.append(f"selection={selection}")
@@ -273,13 +274,13 @@ def own_view(title: str, protocol: Protocol | None, rows: Sequence[Row]) -> View
 def order_of(value: Any) -> tuple[bool, float, str]:
     """Return what values of a key are sorted by: numbers by size, before texts."""
     plain = isinstance(value, int | float)
-    return (not plain, float(value) if plain else 0.0, shown(value))
+    return (not plain, float(value) if plain else 0.0, written(value))
 
 
 def sortable(value: Any) -> Value:
     """Return a value of the configuration, sorted as a number where it is one."""
     plain = isinstance(value, int | float) and not isinstance(value, bool)
-    return Value(shown(value), float(value) if plain else shown(value))
+    return Value(written(value), float(value) if plain else written(value))
 
 
 def protocol_lines(protocol: Protocol | None, claim: str, rows: Sequence[Row]) -> list[str]:

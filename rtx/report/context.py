@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from rtx.report.plots import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Scale, padded, short, ticks
+from rtx.report.plots import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Scale, axes, padded, short, ticks
 from rtx.report.summary import WIDTH as COLUMNS
 
 STYLE = """svg { font: 12px system-ui, "DejaVu Sans", sans-serif; background: #fff; color: #1f6fb4; }
@@ -96,16 +96,7 @@ def chart(
     low, high = (pick(p.y + sign * 2 * p.error for p in points) for pick, sign in ((min, -1), (max, 1)))
     x = Scale(*ends, LEFT, WIDTH - RIGHT)
     y = Scale(*padded(low, high, 0.06), HEIGHT - BOTTOM, TOP)
-    parts = []
-    for value in ticks(y.low, y.high):
-        place = f"{y.at(value):.1f}"
-        parts.append(f'<path class="grid" d="M{LEFT} {place}H{WIDTH - RIGHT}"/>')
-        parts.append(f'<text text-anchor="end" x="{LEFT - 6}" y="{place}" dy="4">{short(value)}</text>')
-    for value, label in marks:
-        parts.append(f'<text text-anchor="middle" x="{x.at(value):.1f}" y="{HEIGHT - BOTTOM + 16}">{label}</text>')
-    parts.append(f'<path class="axis" d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>')
-    parts.append(f'<text class="title" text-anchor="end" x="{WIDTH - RIGHT}" y="{HEIGHT - 6}">{escape(x_label)}</text>')
-    parts.append(f'<text class="title" x="4" y="{TOP - 14}">{escape(y_label)}; bars: 2 standard errors</text>')
+    parts = [axes(x, y, x_label, f"{y_label}; bars: 2 standard errors", marks)]
     line = " ".join(f"{x.at(p.x):.1f},{y.at(p.y):.1f}" for p in points)
     parts.append(f'<polyline class="line" points="{line}"/>')
     for p in points:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rtx.report.cells import Cell
 from rtx.report.matching import settings_changed
+from rtx.report.names import GROUPS
 from rtx.report.paper import numbered
 from rtx.report.plots import COLOURS, Series
 from rtx.report.views import Column, Value, View, count, text
@@ -19,7 +20,6 @@ Kind = tuple[str, str]
 PAPER_KINDS: tuple[Kind, ...] = (("local", "local"), ("local", "routed"), ("routed", "routed"))
 """In the order of the paper's columns."""
 
-NAMES = {"routed": "routing"}
 BOUND = math.log(2)
 
 
@@ -77,7 +77,7 @@ def kinds_of(found: Found) -> list[Kind]:
 
 def name_of(kind: Kind) -> str:
     """Return a kind of pairs in words."""
-    return " ".join(NAMES.get(name, name) for name in kind)
+    return " ".join(GROUPS.get(name, name) for name in kind)
 
 
 def paper_beside(found: Found) -> dict[tuple[int, Kind], Spread]:

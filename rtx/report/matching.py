@@ -112,10 +112,3 @@ def differing_keys(rows: Sequence[Row]) -> list[str]:
     kept = [key for key in differing if key not in UNTOUCHED and not key.startswith(WITHOUT_EFFECT)]
     first = ("routing.", "model.", "data.", "optimizer.", "trainer.")
     return sorted(kept, key=lambda key: next((at for at, part in enumerate(first) if key.startswith(part)), 9))
-
-
-def shown(value: Any) -> str:
-    """Return a value of the configuration as one would write it."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)

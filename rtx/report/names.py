@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from rtx.report.cells import Cell
-from rtx.report.matching import differing_keys, kind_of, model_name, shown
+from rtx.report.matching import differing_keys, kind_of, model_name
 from rtx.report.paper import PaperRow, table_of
 from rtx.report.scores import Row
+from rtx.wording import written
+
+GROUPS = {"routed": "routing"}
+"""What groups of heads are called where a report has another word for them."""
 
 
 def in_order(cell: Cell) -> tuple[Any, ...]:
@@ -28,7 +32,7 @@ def label_of(config: Mapping[str, Any], variants: Sequence[str] = ()) -> str:
         routing = (config.get(f"routing.{key}") for key in ("heads", "layers", "window"))
         name += " {}x{} W={}".format(*routing)
     own = ("routing.heads", "routing.layers", "routing.window", "model.base")
-    extra = [f"{key.rpartition('.')[2]}={shown(config.get(key))}" for key in variants if key not in own]
+    extra = [f"{key.rpartition('.')[2]}={written(config.get(key))}" for key in variants if key not in own]
     return " ".join([name, *extra]) if len(extra) <= 3 else name
 
 

@@ -10,9 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rtx.report.names import GROUPS
 from rtx.report.text import TextStream
-
-NAMES = {"routed": "routing"}
 
 
 class Decodes(Protocol):
@@ -29,7 +28,7 @@ def row_of(layer: int, group: str, head: int, weight_PN: np.ndarray, at_P: np.nd
     distance_PN = at_P[:, None] - np.arange(weight_PN.shape[1])
     mean = weight_PN[reads_P], distance_PN[reads_P]
     self_P = np.take_along_axis(weight_PN, at_P[:, None], 1)[reads_P]
-    found = {"layer": layer, "head": head, "pattern": NAMES.get(group, group), "reads_share": float(reads_P.mean())}
+    found = {"layer": layer, "head": head, "pattern": GROUPS.get(group, group), "reads_share": float(reads_P.mean())}
     if not reads_P.any():
         return found | dict.fromkeys(("keys", "distance", "farthest", "self_weight"))
     return found | {

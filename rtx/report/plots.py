@@ -181,13 +181,13 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     return [step * at for at in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def axes(x: Scale, y: Scale, x_label: str, y_label: str) -> str:
-    """Return grid lines, tick labels and axis titles."""
+def axes(x: Scale, y: Scale, x_label: str, y_label: str, marks: Sequence[tuple[float, str]] = ()) -> str:
+    """Return grid lines, tick labels and axis titles; `marks` are values of x with their labels, else round numbers."""
     parts = []
-    for value in ticks(x.low, x.high):
+    for value, label in marks or [(value, short(value)) for value in ticks(x.low, x.high)]:
         place = f"{x.at(value):.1f}"
         parts.append(
-            f'<text class="tick" text-anchor="middle" x="{place}" y="{HEIGHT - BOTTOM + 16}">{short(value)}</text>'
+            f'<text class="tick" text-anchor="middle" x="{place}" y="{HEIGHT - BOTTOM + 16}">{escape(label)}</text>'
         )
     for value in ticks(y.low, y.high):
         place = f"{y.at(value):.1f}"

@@ -14,12 +14,13 @@ from rtx.report.divergence import divergence_curves, divergence_views
 from rtx.report.figures import Curves, TradeOff, learning_curves, trade_off
 from rtx.report.glance import glance
 from rtx.report.listing import tables_view
-from rtx.report.matching import by_paper_table, differing_keys, shown
+from rtx.report.matching import by_paper_table, differing_keys
 from rtx.report.names import in_order, labels
 from rtx.report.plots import Series
 from rtx.report.scores import Row, tables_by_protocol
 from rtx.report.text import printable
 from rtx.report.views import Column, View, text
+from rtx.wording import written
 
 SAMPLE_LETTERS = 600
 """Of a sample that are shown."""
@@ -128,7 +129,7 @@ def differences_view(cells: Sequence[Cell]) -> View | None:
         keys = [*keys, "seed"]
     if not keys or len(known) < 2:
         return None
-    rows = [[text(cell.name), *(text(shown(cell.config.get(key))) for key in keys)] for cell in known]
+    rows = [[text(cell.name), *(text(written(cell.config.get(key))) for key in keys)] for cell in known]
     return View("Configuration differences", [Column("run", "run"), *(Column(key, key) for key in keys)], rows)
 
 

@@ -22,6 +22,7 @@ from rtx.report.paper import PaperTable, paper_tables, timed_table_of
 from rtx.report.report import Report
 from rtx.report.scores import Row
 from rtx.report.views import Column, Value, View, count, number, text
+from rtx.wording import plural
 
 WHAT = "training steps in turn"
 """What a record says it is."""
@@ -107,11 +108,6 @@ class StepRecord:
             f"Rows in turn, each in a process of its own: the median of {plural(done, 'turn')}{of} of {steps}, "
             f"after {warmup} of warm-up; {facts.get('ids')}; {', '.join(filter(None, where))}."
         )
-
-
-def plural(number: int, word: str) -> str:
-    """Return a number and a word, in the plural where there are several."""
-    return f"{number:,} {word}{'s' * (number != 1)}"
 
 
 def record_path(folder: Path, hashes: Iterable[str], device: str) -> Path:
