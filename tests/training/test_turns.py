@@ -97,7 +97,7 @@ def test_a_killed_row_says_so_and_the_others_go_on() -> None:
 
 def test_reasons_are_one_line() -> None:
     assert reason_of(UserError("hardware=gpu, but")) == "hardware=gpu, but"
-    assert reason_of(RuntimeError("CUDA out of memory. Tried\nmore")) == "out of memory: CUDA out of memory. Tried"
+    assert reason_of(RuntimeError("CUDA out of memory. Tried\nmore")) == "out of memory: CUDA out of memory. Tried more"
     assert reason_of(MemoryError()) == "out of memory: MemoryError"
     assert reason_of(IndexError("at 3")) == "IndexError: at 3"
 
