@@ -68,3 +68,17 @@ def last_members(members: Members, window: int) -> tuple[Tensor, Tensor, Tensor]
     slot_M = rank_M - (members.count_L - window).clamp(min=0)[list_M]
     kept_J = (slot_M >= 0).nonzero()[:, 0]
     return kept_J, list_M[kept_J], slot_M[kept_J]
+
+
+def padded(count_L: Tensor, which_G: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the numbers of the members of some lists (of all) in as many slots as the longest needs, and who is real.
+
+    Slots behind the last member of a list repeat it; those of an empty list point anywhere in 0 to M - 1.
+    """
+    last = max(0, int(count_L.sum()) - 1)
+    first_L = count_L.cumsum(0) - count_L
+    if which_G is not None:
+        first_L, count_L = first_L[which_G], count_L[which_G]
+    slot_1Q = torch.arange(int(count_L.max()) if len(count_L) else 0, device=count_L.device)[None]
+    number_GQ = first_L[:, None] + slot_1Q.minimum((count_L - 1).clamp(min=0)[:, None])
+    return number_GQ.clamp(max=last), slot_1Q < count_L[:, None]

@@ -160,15 +160,16 @@ class LocalState(HeadState):
         self.keys_BHWD[:, :, position % self.window] = k_BHD
         self.values_BHWD[:, :, position % self.window] = v_BHD
         seen = min(position + 1, self.window)
-        # Slot s holds the latest position that leaves the remainder s.
-        slot_K = torch.arange(seen, device=q_BHD.device)
-        distance_1K = ((position - slot_K) % self.window)[None]
+        distance_1K = None
+        if self.relative is not None:
+            # Slot s holds the latest position that leaves the remainder s.
+            distance_1K = ((position - torch.arange(seen, device=q_BHD.device)) % self.window)[None]
         out_BH1D = attend(
             q_BHD[:, :, None],
             self.keys_BHWD[:, :, :seen],
             self.values_BHWD[:, :, :seen],
             logit_scale(self.scale, q_BHD.shape[-1]),
-            mask_QK=distance_1K >= 0,
+            mask_QK=torch.ones(1, seen, dtype=torch.bool, device=q_BHD.device),
             relative=self.relative,
             distance_QK=distance_1K,
         )

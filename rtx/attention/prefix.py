@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rtx.attention.choice import MAX_SCORES_CPU, MAX_SCORES_GPU
 from rtx.attention.clusters import add_share, take
-from rtx.attention.lists import Members
+from rtx.attention.lists import Members, padded
 from rtx.attention.selection import centroid_scores, prefix_members, tie_margin
 from rtx.attention.separate import without_self
 from rtx.attention.weights import Distances, attend, in_graph
@@ -108,11 +108,3 @@ def padded_lists(queries: Members, keys: Members) -> list[tuple[tuple[Tensor, Te
         which_G, order_L = order_L[-group:], order_L[:-group]
         groups.append((padded(queries.count_L, which_G), padded(keys.count_L, which_G)))
     return groups
-
-
-def padded(count_L: Tensor, which_G: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the numbers of some lists' members in as many slots as the longest needs, and which slots are real."""
-    first_L = count_L.cumsum(0) - count_L
-    count_G1 = count_L[which_G][:, None]
-    slot_1Q = torch.arange(int(count_G1.max()), device=count_L.device)[None]
-    return first_L[which_G][:, None] + slot_1Q.minimum(count_G1 - 1), slot_1Q < count_G1

@@ -173,16 +173,17 @@ class RandomState(HeadState):
     def __init__(self, heads: RandomHeads, relative: Distances | None) -> None:
         self.heads = heads
         self.clusters = ClusterState(heads.window, heads.scale, heads.attend_self, relative, heads.slot_distance)
-        self.sorted_M, self.order_M = heads.position_HCW.flatten().sort()
+        position_M, self.order_M = heads.position_HCW.flatten().sort()
+        every_N = torch.arange(heads.length + 1, device=position_M.device)
+        self.first = torch.searchsorted(position_M, every_N).tolist()
+        """Where the clusters of each position begin in `order_M`."""
 
     def joins(self, position: int) -> Tensor:
         """Return the clusters that have a position, `[H, C]`."""
         H, C, W = self.heads.position_HCW.shape
         position %= self.heads.length
-        bounds = torch.tensor([position, position + 1], device=self.sorted_M.device)
-        first, last = torch.searchsorted(self.sorted_M, bounds).tolist()
-        joins_L = torch.zeros(H * C, dtype=torch.bool, device=self.sorted_M.device)
-        joins_L[self.order_M[first:last] // W] = True
+        joins_L = torch.zeros(H * C, dtype=torch.bool, device=self.order_M.device)
+        joins_L[self.order_M[self.first[position] : self.first[position + 1]] // W] = True
         return joins_L.view(H, C)
 
     def fill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, rotate: RotateFrom | None = None) -> None:
@@ -197,5 +198,4 @@ class RandomState(HeadState):
         query_BHD = turn_step(normalise(q_BHD), rotate).to(v_BHD.dtype)
         key_BHD = query_BHD if k_BHD is None else turn_step(normalise(k_BHD), rotate).to(v_BHD.dtype)
         joins_BHC = self.joins(position).expand(q_BHD.shape[0], -1, -1)
-        slot_BHC = self.clusters.oldest_slot(joins_BHC)
-        return self.clusters.step(query_BHD, key_BHD, v_BHD, joins_BHC, slot_BHC, position)
+        return self.clusters.step(query_BHD, key_BHD, v_BHD, joins_BHC, position)

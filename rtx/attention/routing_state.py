@@ -56,10 +56,8 @@ class RoutingState(HeadState):
         if content.routed_keys_BHND is not None:
             query_joins_BHC = joins_BHC
             joins_BHC, slot_BHC = self.join("keys", content.routed_keys_BHND, key_threshold_HC, position)
-        if slot_BHC is None:
-            slot_BHC = self.clusters.oldest_slot(joins_BHC)
         query_BHD, key_BHD = query_BH1D[:, :, 0], key_BH1D[:, :, 0]
-        return self.clusters.step(query_BHD, key_BHD, v_BHD, joins_BHC, slot_BHC, position, query_joins_BHC)
+        return self.clusters.step(query_BHD, key_BHD, v_BHD, joins_BHC, position, slot_BHC, query_joins_BHC)
 
     def join(
         self, what: str, x_BH1D: Tensor, threshold_HC: Tensor | None, position: int

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from rtx.attention.lists import Members, last_members
+from rtx.attention.lists import Members, last_members, padded
 from rtx.attention.products import wide_products
 
 MAX_DRAWS = 1 << 23
@@ -149,6 +149,11 @@ class BestOfPrefix:
         # An empty slot counts as the latest of all positions, so that empty slots are filled first.
         empty_W = torch.arange(window, device=like.device) + (1 << 40)
         self.position_W = empty_W.expand(self.score_W.shape).clone()
+        self.raise_bar()
+
+    def raise_bar(self) -> None:
+        """Set the score that a newcomer must exceed, `[*shape, 1]`; it never falls."""
+        self.bar = self.score_W.amin(-1, keepdim=True) + self.margin
 
     def fill(self, score_M: Tensor, members: Members) -> None:
         """Begin with the best of positions 0 to N - 1 and their scores, in order of position."""
@@ -156,17 +161,37 @@ class BestOfPrefix:
         kept_J, list_J, slot_J = last_members(members, W)
         self.score_W.view(-1, W)[list_J, slot_J] = score_M[kept_J]
         self.position_W.view(-1, W)[list_J, slot_J] = members.position_M()[kept_J]
+        self.raise_bar()
 
-    def offer(self, score: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Offer one position to every cluster; return who takes it, the slot it gets (or would get), and its holder."""
-        worst = self.score_W.amin(-1, keepdim=True)
-        tied_W = self.score_W <= worst + self.margin
-        slot = torch.where(tied_W, self.position_W, -1).argmax(-1, keepdim=True)
-        joins = score[..., None] > worst + self.margin
+    def offer(self, score: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Offer one position to every cluster; return who takes it, and there its slot and who held it."""
+        joins = score[..., None] > self.bar
+        if not joins.any():  # the usual case late in a stream
+            nowhere = torch.zeros_like(joins[..., 0], dtype=torch.int64)
+            return joins[..., 0], nowhere, nowhere
+        slot = torch.where(self.score_W <= self.bar, self.position_W, -1).argmax(-1, keepdim=True)
         self.score_W.scatter_(-1, slot, torch.where(joins, score[..., None], self.score_W.gather(-1, slot)))
         held = self.position_W.gather(-1, slot)
-        self.position_W.scatter_(-1, slot, torch.where(joins, position, held))
+        newcomer = position if isinstance(position, int) else position[..., None]
+        self.position_W.scatter_(-1, slot, torch.where(joins, newcomer, held))
+        self.raise_bar()
         return joins[..., 0], slot[..., 0], held[..., 0]
+
+
+def newcomers(best: BestOfPrefix, score_LT: Tensor, start: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Offer a block of positions; return who joined: lists, positions, and who held the slots before.
+
+    Who fails to pass what was the bar before the block never joins: only the others are offered, each list its own.
+    """
+    list_M, at_M = (score_LT > best.bar).nonzero(as_tuple=True)
+    slots, real_LK = padded(torch.bincount(list_M, minlength=len(score_LT)))
+    joined = []
+    for number_L, real_L in zip(slots.unbind(1), real_LK.unbind(1), strict=True):
+        at_L = at_M[number_L]
+        score_L = score_LT.gather(1, at_L[:, None])[:, 0].masked_fill(~real_L, float("-inf"))
+        joins_L, _, held_L = best.offer(score_L, at_L + start)
+        joined.append((joins_L.nonzero()[:, 0], at_L[joins_L] + start, held_L[joins_L]))
+    return joined
 
 
 def prefix_members(
@@ -185,14 +210,14 @@ def prefix_members(
         The members' lists, their positions, and when they leave, `[M]` each, ordered by list and position.
     """
     best, start, joined = None, 0, []
-    for score_LT in chunks:
-        best = BestOfPrefix(score_LT.shape[:1], window, score_LT, margin) if best is None else best
-        offers = [best.offer(score_L, start + t) for t, score_L in enumerate(score_LT.unbind(1))]
-        if offers:
-            joins_LT, held_LT = (torch.stack([offer[part] for offer in offers], dim=1) for part in (0, 2))
-            list_J, at_J = joins_LT.nonzero(as_tuple=True)
-            joined.append((list_J, at_J + start, held_LT[list_J, at_J]))
-        start += len(offers)
+    for chunk_LT in chunks:
+        best = BestOfPrefix(chunk_LT.shape[:1], window, chunk_LT, margin) if best is None else best
+        end = start + chunk_LT.shape[1]
+        while start < end:
+            # A block of a quarter of the prefix: of N(0, 1) scores about a quarter of W positions may still join.
+            block_LT = chunk_LT[:, start - end :][:, : max(window, start // 4)]
+            joined += newcomers(best, block_LT, start)
+            start += block_LT.shape[1]
     if not joined:
         none_M = torch.zeros(0, dtype=torch.int64, device=None if best is None else best.score_W.device)
         return none_M, none_M, none_M

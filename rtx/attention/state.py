@@ -1,6 +1,7 @@
 """The streaming state of clusters: W slots each, whatever rule fills them.
 
-Shapes: B streams, H heads, C clusters, W slots, D head size, J clusters joined at this position (over all streams).
+Shapes: B streams, H heads, C clusters, W slots, D head size, L = B * H * C lists, R = B * H rows,
+J clusters joined at this position (over all streams).
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ class ClusterState:
     ) -> None:
         self.window, self.scale, self.attend_self, self.relative = window, scale, attend_self, relative
         self.slot_distance = slot_distance
-        self.keys_BHCWD: Tensor | None = None
+        self.keys_LWD: Tensor | None = None
 
     def allocate(self, k_BHD: Tensor, v_BHD: Tensor, clusters: int) -> None:
         """Make room for all streams; empty slots have position -1."""
         B, H, D = k_BHD.shape
-        self.keys_BHCWD = k_BHD.new_zeros(B, H, clusters, self.window, D)
-        self.values_BHCWD = v_BHD.new_zeros(B, H, clusters, self.window, D)
-        self.position_BHCW = torch.full((B, H, clusters, self.window), -1, device=k_BHD.device)
+        lists = B * H * clusters
+        self.keys_LWD = k_BHD.new_zeros(lists, self.window, D)
+        self.values_LWD = v_BHD.new_zeros(lists, self.window, D)
+        self.position_LW = torch.full((lists, self.window), -1, device=k_BHD.device)
+        self.joined_L = torch.zeros(lists, dtype=torch.int64, device=k_BHD.device)
 
     def fill(self, k_BHND: Tensor, v_BHND: Tensor, members: Members) -> None:
         """Take in the members among positions 0 to N - 1, of each cluster the last `window`, in order of position."""
@@ -40,18 +43,13 @@ class ClusterState:
         if not B * H * N:
             return
         self.allocate(k_BHND[:, :, 0], v_BHND[:, :, 0], len(members.count_L) // (B * H))
-        assert self.keys_BHCWD is not None
+        assert self.keys_LWD is not None
         kept_J, list_J, slot_J = last_members(members, self.window)
         row_J = members.row_M[kept_J]
-        self.keys_BHCWD.flatten(0, 2)[list_J, slot_J] = k_BHND.reshape(-1, D)[row_J]
-        self.values_BHCWD.flatten(0, 2)[list_J, slot_J] = v_BHND.reshape(-1, v_BHND.shape[-1])[row_J]
-        self.position_BHCW.flatten(0, 2)[list_J, slot_J] = row_J % N
-
-    def oldest_slot(self, joins_BHC: Tensor) -> Tensor:
-        """Return for each cluster the slot that its next member takes: an empty one, else that of its oldest member."""
-        if self.keys_BHCWD is None:
-            return torch.zeros_like(joins_BHC, dtype=torch.int64)
-        return self.position_BHCW.argmin(-1)
+        self.keys_LWD[list_J, slot_J] = k_BHND.reshape(-1, D)[row_J]
+        self.values_LWD[list_J, slot_J] = v_BHND.reshape(-1, v_BHND.shape[-1])[row_J]
+        self.position_LW[list_J, slot_J] = row_J % N
+        self.joined_L = members.count_L.clamp(max=self.window)  # the slot of the oldest is the next to be taken
 
     def step(
         self,
@@ -59,41 +57,50 @@ class ClusterState:
         k_BHD: Tensor,
         v_BHD: Tensor,
         joins_BHC: Tensor,
-        slot_BHC: Tensor,
         position: int,
+        slot_BHC: Tensor | None = None,
         query_joins_BHC: Tensor | None = None,
     ) -> Tensor:
         """Put the position's key into its clusters, read there, and return the mean over clusters, `[B, H, D]`.
 
-        The query reads the clusters that it joins by `query_joins_BHC` (None: those of its key) and that hold a key.
+        The key takes the slots given, or else an empty one, then that of the oldest member. The query reads the
+        clusters that it joins by `query_joins_BHC` (None: those of its key) and that hold a key.
         """
-        if self.keys_BHCWD is None:
-            self.allocate(k_BHD, v_BHD, joins_BHC.shape[-1])
-        assert self.keys_BHCWD is not None
-        b_J, h_J, c_J = joins_BHC.nonzero(as_tuple=True)
-        slot_J = slot_BHC[b_J, h_J, c_J]
-        self.keys_BHCWD[b_J, h_J, c_J, slot_J] = k_BHD[b_J, h_J]
-        self.values_BHCWD[b_J, h_J, c_J, slot_J] = v_BHD[b_J, h_J]
-        self.position_BHCW[b_J, h_J, c_J, slot_J] = position
+        clusters = joins_BHC.shape[-1]
+        if self.keys_LWD is None:
+            self.allocate(k_BHD, v_BHD, clusters)
+        assert self.keys_LWD is not None
+        joins_L = joins_BHC.flatten()
+        list_J = joins_L.nonzero()[:, 0]
+        if len(list_J):
+            row_J = list_J // clusters
+            slot_J = self.joined_L[list_J] % self.window if slot_BHC is None else slot_BHC.flatten()[list_J]
+            self.joined_L += joins_L
+            self.keys_LWD[list_J, slot_J] = k_BHD.flatten(0, 1)[row_J]
+            self.values_LWD[list_J, slot_J] = v_BHD.flatten(0, 1)[row_J]
+            self.position_LW[list_J, slot_J] = position
         if query_joins_BHC is not None:
-            joins_BHC = query_joins_BHC & (self.position_BHCW >= 0).any(-1)
-            b_J, h_J, c_J = joins_BHC.nonzero(as_tuple=True)
+            joins_L = query_joins_BHC.flatten() & (self.joined_L > 0)
+            list_J = joins_L.nonzero()[:, 0]
         out_BHD = torch.zeros_like(v_BHD)
-        if not len(b_J):
+        if not len(list_J):
             return out_BHD
-        position_JW = self.position_BHCW[b_J, h_J, c_J]
+        row_J = list_J // clusters
+        position_JW = self.position_LW[list_J]
         out_JD = attend(
-            q_BHD[b_J, h_J][:, None, None],
-            self.keys_BHCWD[b_J, h_J, c_J][:, None],
-            self.values_BHCWD[b_J, h_J, c_J][:, None],
+            q_BHD.flatten(0, 1)[row_J][:, None, None],
+            self.keys_LWD[list_J][:, None],
+            self.values_LWD[list_J][:, None],
             logit_scale(self.scale, q_BHD.shape[-1]),
             mask_QK=self.readable(position_JW, position)[:, None, None],
             relative=self.relative,
             distance_QK=self.distance(position_JW, position)[:, None, None],
         )[:, 0, 0]
-        share_J1 = joins_BHC.sum(-1)[b_J, h_J].to(out_JD.dtype).reciprocal()[:, None]
+        out_RD = out_BHD.flatten(0, 1)
+        share_R1 = joins_L.view(len(out_RD), clusters).sum(-1, keepdim=True).clamp(min=1).to(out_JD.dtype).reciprocal()
         # Under autocast the outputs are of another type than the values.
-        return out_BHD.index_put((b_J, h_J), (out_JD * share_J1).to(out_BHD.dtype), accumulate=True)
+        total_RD = out_RD.index_put_((row_J,), out_JD.to(out_RD.dtype), accumulate=True)
+        return (total_RD * share_R1.to(out_RD.dtype)).view_as(v_BHD)
 
     def distance(self, position_JW: Tensor, position: int) -> Tensor:
         """Return the true distances of the slots' positions, or how many of the cluster's members are later."""

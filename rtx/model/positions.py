@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -24,27 +25,26 @@ class Rotary(nn.Module):
     def __init__(self, size: int, base: float = 10_000.0) -> None:
         super().__init__()
         self.size, self.base = size, base
-        self.kept: tuple[object, tuple[Tensor, Tensor]] = (None, (torch.empty(0), torch.empty(0)))
-        """The angles of the last call that began at position 0, and what they were made for."""
-
-    def angles(self, first: int, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines `[count, D / 2]` for positions from `first` on, in the type of `like`."""
-        made_for = (count, like.dtype, like.device)
-        if first == 0 and self.kept[0] == made_for:
-            return self.kept[1]
-        # Not from a buffer of frequencies: `.float()` or `.half()` would round it and turn far positions wrongly.
-        position_N = torch.arange(first, first + count, device=like.device, dtype=torch.float64)
-        exponent_F = torch.arange(0, self.size, 2, device=like.device, dtype=torch.float64) / self.size
-        angle_NF = position_N[:, None] * self.base**-exponent_F
-        made = angle_NF.cos().to(like.dtype), angle_NF.sin().to(like.dtype)
-        if first == 0:
-            self.kept = (made_for, made)
-        return made
 
     def forward(self, x_BHND: Tensor, first: int = 0) -> Tensor:
         """Return rotated vectors; the first of them stands at position `first`."""
-        cos_NF, sin_NF = self.angles(first, x_BHND.shape[-2], x_BHND)
+        cos_NF, sin_NF = angles(self.size, self.base, first, x_BHND.shape[-2], x_BHND.dtype, x_BHND.device)
+        if not (x_BHND.requires_grad and torch.is_grad_enabled()):
+            return turned(x_BHND, cos_NF, sin_NF)
         return Turn.apply(x_BHND, cos_NF, sin_NF)  # type: ignore[no-any-return]
+
+
+@functools.lru_cache(maxsize=4)  # all layers and groups turn by the same
+def angles(
+    size: int, base: float, first: int, count: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines `[count, size / 2]` for positions from `first` on."""
+    # Not from a buffer of frequencies: `.float()` or `.half()` would round it and turn far positions wrongly.
+    with torch.inference_mode(False):
+        position_N = torch.arange(first, first + count, device=device, dtype=torch.float64)
+        exponent_F = torch.arange(0, size, 2, device=device, dtype=torch.float64) / size
+        angle_NF = position_N[:, None] * base**-exponent_F
+        return angle_NF.cos().to(dtype), angle_NF.sin().to(dtype)
 
 
 class Turn(torch.autograd.Function):

@@ -120,8 +120,8 @@ def test_a_stream_equals_one_pass(case: Case, selection: str, keys: str, slots: 
     out, state = stepped(heads, case, inputs)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(out, truth(case, inputs, how), rtol=1e-5, atol=1e-5)
-    assert state.clusters.keys_BHCWD is not None
-    assert state.clusters.keys_BHCWD.shape == (case.B, case.H, case.C, case.W, case.D)
+    assert state.clusters.keys_LWD is not None
+    assert state.clusters.keys_LWD.shape == (case.B * case.H * case.C, case.W, case.D)
 
 
 def test_scores_that_are_equal_but_for_rounding_stay_with_the_first() -> None:

@@ -64,7 +64,7 @@ def test_a_prompt_for_keys_of_their_own(selection: str, keys: str) -> None:
 def members_held(decoder: Decoder) -> list[list[list[int]]]:
     """The positions that each cluster of each layer holds."""
     groups = [group for states in decoder.states for group in states if isinstance(group, RoutingState)]
-    return [group.clusters.position_BHCW.sort(dim=-1).values.flatten(0, 2).tolist() for group in groups]
+    return [group.clusters.position_LW.sort(dim=-1).values.tolist() for group in groups]
 
 
 @pytest.mark.parametrize("units", [[5], [5, 2]])
