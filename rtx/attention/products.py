@@ -19,6 +19,9 @@ from torch import Tensor
 SWITCH: Any = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
 """torch's switch, `fp32_precision`."""
 
+MIN_FACTOR = 2048
+"""Numbers in a factor from which turning the switch pays: a stream's single vectors have fewer."""
+
 _lock = threading.Lock()
 _users: list[int] = []
 """The threads inside `wide_products`."""
@@ -32,7 +35,8 @@ _trusted: bool | None = None
 @contextlib.contextmanager
 def wide_products(like: Tensor) -> Iterator[None]:
     """Let matrix products inside go through oneDNN where that is faster and exact; `like` is one of their factors."""
-    if like.device.type != "cpu" or like.dtype != torch.float32 or not trusted():
+    plain = like.device.type != "cpu" or like.dtype != torch.float32 or like.numel() < MIN_FACTOR
+    if plain or not trusted():
         yield
         return
     turn()

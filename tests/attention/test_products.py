@@ -10,7 +10,7 @@ from torch import Tensor
 import rtx.attention.products
 import rtx.attention.weights
 from rtx.attention.full import full
-from rtx.attention.products import SWITCH, has_wide_kernels, is_exact, trusted, wide_products
+from rtx.attention.products import MIN_FACTOR, SWITCH, has_wide_kernels, is_exact, trusted, wide_products
 from rtx.attention.selection import nearest_clusters
 from rtx.attention.weights import attend
 
@@ -23,12 +23,13 @@ def switch() -> str:
 def test_the_switch_is_turned_inside_alone_and_for_float32_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rtx.attention.products, "_trusted", True)
     before = switch()
-    with wide_products(torch.ones(1)):
+    large = torch.ones(MIN_FACTOR)
+    with wide_products(large):
         assert switch() == "bf16"
-    for like in (torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.bfloat16), torch.ones(1, device="meta")):
+    for like in (large.double(), large.bfloat16(), large.to("meta"), large[1:]):
         with wide_products(like):
             assert switch() == before
-    with pytest.raises(ZeroDivisionError), wide_products(torch.ones(1)):
+    with pytest.raises(ZeroDivisionError), wide_products(large):
         raise ZeroDivisionError
     assert switch() == before
     assert torch.get_float32_matmul_precision() == "highest"
@@ -37,7 +38,7 @@ def test_the_switch_is_turned_inside_alone_and_for_float32_alone(monkeypatch: py
 def test_the_last_of_several_users_turns_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rtx.attention.products, "_trusted", True)
     before = switch()
-    first, second = wide_products(torch.ones(1)), wide_products(torch.ones(1))
+    first, second = wide_products(torch.ones(MIN_FACTOR)), wide_products(torch.ones(MIN_FACTOR))
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -51,7 +52,7 @@ def test_a_precision_that_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) 
     before = switch()
     SWITCH.fp32_precision = "tf32"
     try:
-        with wide_products(torch.ones(1)):
+        with wide_products(torch.ones(MIN_FACTOR)):
             assert switch() == "tf32"
         assert switch() == "tf32"
     finally:
@@ -69,7 +70,7 @@ def test_the_verdict_does_not_depend_on_where_it_is_asked_for() -> None:
 def test_is_left_alone_where_it_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rtx.attention.products, "_trusted", False)
     before = switch()
-    with wide_products(torch.ones(1)):
+    with wide_products(torch.ones(MIN_FACTOR)):
         assert switch() == before
 
 
@@ -94,7 +95,7 @@ def test_trust_needs_both(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not has_wide_kernels(), reason="no processor with AVX-512 and without AMX")
-@pytest.mark.parametrize("shape", [(2, 300, 64, 300), (7, 33, 17, 65), (1, 1024, 128, 512)])
+@pytest.mark.parametrize("shape", [(2, 300, 64, 300), (7, 33, 19, 65), (1, 1024, 128, 512)])
 def test_products_are_float32_s(shape: tuple[int, int, int, int]) -> None:
     G, rows, inner, columns = shape
     x, y = torch.randn(G, rows, inner), torch.randn(G, inner, columns)
