@@ -14,6 +14,7 @@ from rtx.config import Config, LoggerConfig
 from rtx.errors import RunFailed, UserError
 from rtx.report.cells import collect
 from rtx.report.cells import run_folders as run_dirs
+from rtx.report.equal_time import equal_time_views
 from rtx.report.formats import comma_separated, csv_row, markdown
 from rtx.report.latex import latex
 from rtx.report.page import html
@@ -46,6 +47,7 @@ def main(arguments: list[str]) -> int:
         raise UserError("\n".join([*found.empty, *found.problems]))
     report = build(found, title_of(folders))
     add_steps(report, timed)
+    report.views += equal_time_views(found.cells, timed)
     output = Path(config.report.output).expanduser() if config.report.output else (found.first or folders[0]) / "report"
     write(report, output)
     for problem in report.problems:

@@ -44,11 +44,11 @@ def learning_curves(cells: Sequence[Cell]) -> list[Curves]:
 def curves_of(cells: Sequence[Cell]) -> tuple[list[Series], str]:
     """Return a curve for each run, of validations where they have several, else of training rows; and which."""
     names = labels(cells)
-    for kind in ("valid", "train"):
+    for kind, key in (("valid", "val_bits"), ("train", "bits")):
         series = []
         for cell in cells:
             rows = [row for row in cell.metrics if row.get("kind") == kind]
-            points = [(float(r["step"]), bits) for r in rows if (bits := real(r.get("bits"))) is not None]
+            points = [(float(r["step"]), bits) for r in rows if (bits := real(r.get(key))) is not None]
             if points:
                 series.append(Series(names.get(cell.folder, cell.name), points))
         if any(len(one.points) > 1 for one in series):

@@ -74,7 +74,7 @@ def write_run(
         rows.append(
             {"kind": "train", "step": at * 100, "bits": value, "tokens_per_second": speed * units, "seconds": at}
         )
-        rows.append({"kind": "valid", "step": at * 100, "bits": value + 0.02})
+        rows.append({"kind": "valid", "step": at * 100, "val_bits": value + 0.02, "val_units": 500, "val_se": 0.01})
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return run
 

@@ -157,9 +157,10 @@ def test_rows_that_are_none_of_the_papers_stand_apart() -> None:
 
 
 def test_the_same_rows_on_the_same_device_share_a_record(tmp_path: Path) -> None:
-    first = record_path(tmp_path, ["a", "b"], "CPU, 2 threads")
-    assert first == record_path(tmp_path, ["b", "a"], "CPU, 2 threads")
-    assert len({first, record_path(tmp_path, ["a"], "CPU, 2 threads"), record_path(tmp_path, ["a", "b"], "H200")}) == 3
-    first.parent.mkdir()
+    folder = tmp_path / "name"
+    first = record_path(folder, ["a", "b"], "CPU, 2 threads")
+    assert first == record_path(folder, ["b", "a"], "CPU, 2 threads")
+    assert len({first, record_path(folder, ["a"], "CPU, 2 threads"), record_path(folder, ["a", "b"], "H200")}) == 3
+    first.parent.mkdir(parents=True)
     first.touch()
-    assert recorded(tmp_path) == [first] == recorded(tmp_path.parent)[:1]
+    assert recorded(folder) == [first] == recorded(tmp_path)
