@@ -49,10 +49,10 @@ ABOUT = {
     "export": """Writes the model of a run into a folder of its own: model.safetensors, config.yaml, export.json with
         the checksum, a card (README.md) with its scores, and a trained tokenizer's file. rtx eval, rtx sample and
         rtx.training.trained.load_model take such a folder in place of a run. Keys of export may be written short.""",
-    "report": """Sets runs, or the cells of a sweep, beside the paper's tables from their records: report.md, .csv, .tex
-        and a page, report.html, in report/ of the first with a run. Runs of other data or protocol stand in tables of
-        their own. Without a folder it lists the paper's tables and what of them is below outputs/. It speaks to W&B
-        only with logger=online or logger=offline.""",
+    "report": """Sets runs, or the cells of a sweep, beside the paper's tables from their records: report.md, .csv,
+        .json, .tex and a page, report.html, in report/ of the first with a run. Runs of other data or protocol stand in
+        tables of their own. Without a folder it lists the paper's tables and what of them is below outputs/. It speaks
+        to W&B only with logger=online or logger=offline.""",
     "bench": """steps: times real training steps (forward, backward, clipping, optimizer, centroids) of several rows in
         turn, each in a process of its own, and sets their ratios to the local row beside the paper's: Table 1 with
         experiment=cifar10_grid,cifar10_baselines, Table 7 with experiment=pg19_steps. Lists of values and the cells of

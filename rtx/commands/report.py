@@ -15,7 +15,7 @@ from rtx.errors import RunFailed, UserError
 from rtx.report.cells import collect
 from rtx.report.cells import run_folders as run_dirs
 from rtx.report.equal_time import equal_time_views
-from rtx.report.formats import comma_separated, csv_row, markdown
+from rtx.report.formats import as_json, comma_separated, csv_row, markdown
 from rtx.report.latex import latex
 from rtx.report.page import html
 from rtx.report.report import Report, build
@@ -24,7 +24,13 @@ from rtx.report.terminal import tables_list, terminal
 from rtx.training.files import replace_file
 from rtx.training.runs import outputs_root, shown
 
-FORMATS = {"report.md": markdown, "report.csv": comma_separated, "report.tex": latex, "report.html": html}
+FORMATS = {
+    "report.md": markdown,
+    "report.csv": comma_separated,
+    "report.json": as_json,
+    "report.tex": latex,
+    "report.html": html,
+}
 
 
 def main(arguments: list[str]) -> int:

@@ -1,9 +1,11 @@
-"""A report as Markdown and CSV."""
+"""A report as Markdown, CSV and JSON."""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
+from typing import Any
 
 from rtx.report.report import Report
 from rtx.report.views import DASH, Value, View
@@ -54,6 +56,30 @@ def comma_separated(report: Report) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return out.getvalue()
+
+
+def as_json(report: Report) -> str:
+    """Return tables, learning curves, commands and environment as JSON; numbers as they are, not rounded."""
+    content: dict[str, Any] = {
+        "title": report.title,
+        "problems": report.problems,
+        "tables": [table_content(view) for view in report.views],
+        "curves": [
+            {"title": one.caption, "unit": one.unit, "runs": {line.label: list(line.points) for line in one.series}}
+            for one in report.curves
+        ],
+        "commands": report.commands,
+    }
+    for name, view in (("differences", report.differences), ("environment", report.environment)):
+        content |= {name: table_content(view)} if view else {}
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+
+def table_content(view: View) -> dict[str, Any]:
+    """Return a table with its rows by the keys of its columns."""
+    rows = [csv_row(view, row) for row in view.rows]
+    kept = [{key: value for key, value in row.items() if key not in ("table", "protocol")} for row in rows]
+    return {"title": view.title, "lines": view.lines, "footnotes": list(view.footnotes), "rows": kept}
 
 
 def csv_row(view: View, row: list[Value]) -> dict[str, float | str]:

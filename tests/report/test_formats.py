@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from records import config, write_divergence, write_eval, write_run, write_table_1
 
 from rtx.report.cells import collect
-from rtx.report.formats import comma_separated, markdown
+from rtx.report.formats import as_json, comma_separated, markdown
 from rtx.report.latex import latex, mark, tex
 from rtx.report.page import html
 from rtx.report.report import Report, build
@@ -98,3 +99,14 @@ def test_what_was_not_run_is_counted_and_notes_stand_below_their_rows() -> None:
         *("Title", "Lines above.", "All rows: shared.", "", "model", "ours", "    failed: no memory", "other"),
         *("1 cell not started", "1 of the paper's rows not run"),
     ]
+
+
+def test_json_has_every_table_and_curve(report: Report) -> None:
+    content = json.loads(as_json(report))
+    assert [table["title"] for table in content["tables"]] == [view.title for view in report.views]
+    assert [len(table["rows"]) for table in content["tables"]] == [len(view.rows) for view in report.views]
+    table_1 = next(table for table in content["tables"] if table["title"].startswith("Table 1"))
+    ours = [row["ours"] for row in table_1["rows"] if row["seeds"] == 1]
+    assert 2.9 in ours and table_1["lines"][0].startswith("Protocol: valid split of cifar10")
+    assert all(len(points) == 20 for curves in content["curves"] for points in curves["runs"].values())
+    assert content["environment"]["rows"] and content["differences"]["rows"]

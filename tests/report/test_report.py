@@ -197,7 +197,7 @@ def test_a_single_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     run = write_run(tmp_path, config("smoke"), bits=2.0)
     assert cli.main(["report", str(run), f"output={tmp_path / 'elsewhere'}"]) == 0
     assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == [
-        *("report.csv", "report.html", "report.md", "report.tex"),
+        *("report.csv", "report.html", "report.json", "report.md", "report.tex"),
     ]
     assert "rtx train data=text data.path=book.txt" in (tmp_path / "elsewhere" / "report.md").read_text()
 
