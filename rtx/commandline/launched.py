@@ -42,6 +42,9 @@ LOOK_SECONDS = 0.5
 GRACE_SECONDS = 5.0
 """After a second Ctrl-C: time for the jobs that run to leave. Those that wait in a queue are not waited for."""
 
+KILL_SECONDS = 600.0
+"""Time in which Slurm, having sent SIGTERM, kills a job: its setting KillWait, 30 seconds by default."""
+
 KEYBOARD = {signal.SIGINT, signal.SIGHUP}
 """Signals that a terminal sends to all that it runs, a job on this machine among them."""
 
@@ -60,12 +63,20 @@ class Task:
         from hydra.core.hydra_config import HydraConfig
 
         cell = self.cells[HydraConfig.get().job.num]
-        with forwarded_signals((signal.SIGTERM,)) as children, own_signals(children), ThreadPoolExecutor(1) as pool:
+        ending = threading.Event()
+        with (
+            forwarded_signals((signal.SIGTERM,)) as children,
+            own_signals(children, ending),
+            ThreadPoolExecutor(1) as pool,
+        ):
             told = Told(self.signals, children)
             try:
-                return pool.submit(self.run, cell, children).result()
+                outcome = pool.submit(self.run, cell, children).result()
             finally:
                 told.over.set()
+            if ending.is_set() and not outcome.done:
+                time.sleep(KILL_SECONDS)  # an outcome would end the cell for the sweep, though the job may come back
+        return outcome
 
     def run(self, cell: Cell, children: Children) -> Outcome:
         """Run the cell; signals are for the main thread."""
@@ -76,12 +87,18 @@ class Task:
 
 
 @contextlib.contextmanager
-def own_signals(children: Children) -> Any:
-    """In a job: leave the keyboard's signals to the sweep, and let the cell save before submitit requeues the job.
+def own_signals(children: Children, ending: threading.Event) -> Any:
+    """In a job: leave the keyboard's signals to the sweep, and let the cell save before the job ends.
 
     submitit takes SIGUSR2, which comes before the job's time is up, for itself: it submits the job again and exits.
+    SIGTERM is Slurm's word that it will kill the job, be it cancelled or put back into the queue: that sets `ending`.
     """
     former = signal.getsignal(signal.SIGUSR2)
+
+    def save_last(number: int, frame: Any) -> None:
+        if "SLURM_JOB_ID" in os.environ:
+            ending.set()
+        children.stop(number)
 
     def save_first(number: int, frame: Any) -> None:
         children.stop(number)
@@ -92,6 +109,7 @@ def own_signals(children: Children) -> Any:
 
     for number in KEYBOARD:
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which the cell would inherit
+    signal.signal(signal.SIGTERM, save_last)
     signal.signal(signal.SIGUSR2, save_first)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, KEYBOARD)
     try:

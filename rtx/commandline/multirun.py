@@ -143,6 +143,10 @@ def launch(
             print(f"each cell prints into output.log in its folder; to watch: rtx sweep {roots}", flush=True)
         if launcher == BASIC:
             return run_cells(laid_out, places, by_process(order, children, places), children)
+        if launcher.endswith(SLURM):
+            from rtx.commandline.slurm import watch_jobs  # needs submitit, which is an extra
+
+            watch_jobs()
         return run_jobs(order, laid_out, places, by_launcher(hydra, config), children)
 
 
