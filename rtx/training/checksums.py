@@ -36,12 +36,12 @@ def verify(path: Path) -> None:
         raise Damaged(f"{path} is damaged (its checksum does not match)")
 
 
-def any_whole(folder: Path) -> bool:
-    """Whether a run's checkpoints folder holds a file to go on from that is as it was written."""
+def newest_whole(folder: Path) -> str | None:
+    """Return which file of a run's checkpoints folder, last.ckpt or previous.ckpt, is whole; None: neither."""
     for name in ("last.ckpt", "previous.ckpt"):
         try:
             verify(folder / name)
         except (Damaged, OSError):
             continue
-        return True
-    return False
+        return name
+    return None
