@@ -11,7 +11,7 @@ from rtx.config import Config
 from rtx.data.catalog import check_source, data_root
 from rtx.errors import RunFailed, UserError
 from rtx.training.changes import differences
-from rtx.training.checksums import newest_whole
+from rtx.training.checksums import any_whole, is_whole
 from rtx.training.launchers import is_first
 from rtx.training.status import busy, is_running, read_status, run_state
 
@@ -144,12 +144,11 @@ def already_done(folder: Path, config: Config) -> str | None:
     if not status or status["state"] != "done":
         return None
     limit, step, steps = config.trainer.max_minutes, status["step"], config.trainer.steps
-    newest = newest_whole(folder / "checkpoints")
-    if newest is None:
+    if not any_whole(folder / "checkpoints"):
         raise RunFailed(f"{folder} was done after {step:,} steps, but no whole checkpoint is left in it")
     if step > steps:
         raise UserError(f"trainer.steps={steps}: the run is done with {step} steps; give more than that")
-    if step == steps and newest != "last.ckpt":
+    if step == steps and not is_whole(folder / "checkpoints" / "last.ckpt"):
         return None  # the last steps are lost, and taken again from the checkpoint before
     if step == steps:
         longer = f"trainer.steps=N with N above {step:,} continues it"

@@ -36,12 +36,21 @@ def verify(path: Path) -> None:
         raise Damaged(f"{path} is damaged (its checksum does not match)")
 
 
-def newest_whole(folder: Path) -> str | None:
-    """Return which file of a run's checkpoints folder, last.ckpt or previous.ckpt, is whole; None: neither."""
+def any_whole(folder: Path) -> bool:
+    """Whether a run's checkpoints folder holds a file to go on from that is as it was written."""
     for name in ("last.ckpt", "previous.ckpt"):
         try:
             verify(folder / name)
         except (Damaged, OSError):
             continue
-        return name
-    return None
+        return True
+    return False
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a checkpoint is there and as it was written."""
+    try:
+        verify(path)
+    except (Damaged, OSError):
+        return False
+    return True
