@@ -91,15 +91,11 @@ def main() -> None:
     tally, draw = Tally(), random.Random(options.seed)
     while len(tally.kills) < options.kills and time.monotonic() - began < 60 * options.minutes:
         torment(workshop, tally, draw, min(options.each, options.kills - len(tally.kills)), whole, steps, alone.run)
-        print(f"{time.monotonic() - began:6.0f} s: {tally.line()}", flush=True)
-    result = {"what": "SIGKILL at random moments of rtx train and rtx resume", "command": command(options)}
-    result |= tally.result() | {
-        "minutes": round((time.monotonic() - began) / 60, 1),
-        "seconds_of_a_run": round(whole, 1),
-    }
-    result |= {"python": platform.python_version(), "machine": machine("cpu", 1), "versions": code()}
-    print(json.dumps(result, indent=1))
-    options.output.write_text(json.dumps([result], indent=1) + "\n")
+        minutes = (time.monotonic() - began) / 60
+        print(f"{minutes:6.1f} minutes: {tally.line()}", flush=True)
+        result = describe(tally, minutes, whole)
+        options.output.write_text(json.dumps([result], indent=1) + "\n")  # so far, lest this one is stopped
+    print(options.output.read_text())
     if tally.not_resumed or tally.differ:
         sys.exit(1)
     shutil.rmtree(folder)
@@ -121,9 +117,12 @@ def read_options() -> argparse.Namespace:
     return options
 
 
-def command(options: argparse.Namespace) -> str:
-    """Return the command line."""
-    return " ".join(["python benchmarks/faults.py", *sys.argv[1:]])
+def describe(tally: Tally, minutes: float, whole: float) -> dict[str, Any]:
+    """Return the row of results; `whole`: seconds that a run left alone takes."""
+    row: dict[str, Any] = {"what": "SIGKILL at random moments of rtx train and rtx resume"}
+    row |= {"command": " ".join(["python benchmarks/faults.py", *sys.argv[1:]]), **tally.result()}
+    row |= {"minutes": round(minutes, 1), "seconds_of_a_run": round(whole, 1)}
+    return row | {"python": platform.python_version(), "machine": machine("cpu", 1), "versions": code()}
 
 
 def torment(
