@@ -19,6 +19,7 @@ from types import FrameType
 
 from rtx import __version__
 from rtx.errors import RunFailed, UserError, nearest
+from rtx.training.memory import out_of_memory
 from rtx.training.signals import EXIT_CODES, INTERRUPTED, PREEMPTED, Stopped, ignore_signals, started_by_another
 
 # Each command is rtx/commands/<word>.py with `main(arguments: list[str]) -> int`.
@@ -94,6 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and reader_is_gone():
             return 1
+        if reason := out_of_memory(error):
+            return complain(reason, 1)
         traceback.print_exc()
         return 1
     return code

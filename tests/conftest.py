@@ -15,3 +15,7 @@ if not torch.cuda.is_available():
 # A shell ignores Ctrl-C for what it runs in the background, and the commands that tests start would inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+from small_runs import forker, workshop  # the workshop in which small runs are made, for whoever asks for it
+
+__all__ = ["forker", "workshop"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from rtx.config import Config
 from rtx.data.catalog import check_source, data_root
 from rtx.errors import RunFailed, UserError
 from rtx.training.changes import differences
-from rtx.training.checksums import any_whole
+from rtx.training.checksums import any_whole, is_whole
 from rtx.training.launchers import is_first
 from rtx.training.status import busy, is_running, read_status, run_state
 
@@ -113,8 +114,27 @@ def change_lines(changed: dict[str, tuple[Any, Any]], config: Config) -> list[st
     return lines
 
 
+def drifted(saved: Mapping[str, Any], config: Config, changed: Mapping[str, Any], force: bool) -> list[str]:
+    """Return a line for each field that differs from the checkpoint's without being among the `changed` ones.
+
+    It was changed by a resume that saved nothing yet, by an editor, or by a disk.
+
+    Raises:
+        UserError: such a field would make another model, or other data, of the run, and nobody insists.
+    """
+    found = {
+        key: (old, new)
+        for key, (old, new) in differences(saved, to_dict(config)).items()
+        if key not in changed and None not in (old, new)  # a field that only one version of rtx has
+    }
+    refuse_changes(found, force)
+    return change_lines(found, config)
+
+
 def already_done(folder: Path, config: Config) -> str | None:
     """Return the line for a run that has nothing left to do, or None.
+
+    One that is done and whose last checkpoint is damaged has: it makes it anew from the one before.
 
     Raises:
         UserError: trainer.steps asks for less than is done.
@@ -128,6 +148,8 @@ def already_done(folder: Path, config: Config) -> str | None:
         raise RunFailed(f"{folder} was done after {step:,} steps, but no whole checkpoint is left in it")
     if step > steps:
         raise UserError(f"trainer.steps={steps}: the run is done with {step} steps; give more than that")
+    if step == steps and not is_whole(folder / "checkpoints" / "last.ckpt"):
+        return None  # the last steps are lost, and taken again from the checkpoint before
     if step == steps:
         longer = f"trainer.steps=N with N above {step:,} continues it"
     elif limit is not None and status.get("seconds", 0.0) >= 60 * limit:

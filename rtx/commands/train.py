@@ -16,6 +16,7 @@ import torch
 from rtx.analysis.telemetry import read_telemetry
 from rtx.analysis.turnover import read_memberships, turnover
 from rtx.commands.eval import measured
+from rtx.commands.resume import drifted
 from rtx.compose import compose, to_dict, to_yaml, with_absolute_path
 from rtx.config import Config
 from rtx.data.baselines import baselines
@@ -155,7 +156,8 @@ def train(
     start = newest_checkpoint(folder / "checkpoints", set_aside=bool(status), report=say) if resumption else None
     if start and resumption:
         check_target(config, start, resumption.changed)
-    say(beginning(folder, resumption, start))
+    unsaid = drifted(start["config"], config, resumption.changed, resumption.force) if start and resumption else []
+    say("\n".join([beginning(folder, resumption, start), *unsaid]))
     if start and resumption:
         check_data(store, start, resumption.force, say)
     items = training_items(config, store)

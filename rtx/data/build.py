@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rtx.data.checksums import BLOCK
-from rtx.data.disk import Report, disk_errors, install, need_space, remove_leftovers, write_whole
+from rtx.data.disk import Report, disk_errors, install, is_held, need_space, remove_leftovers, write_whole
 from rtx.data.parts import Place, finished_parts, join_parts, work_on_part, write_part
 from rtx.data.progress import Progress
 from rtx.data.recipe import FORMAT, Recipe
@@ -71,7 +71,8 @@ def remove_resting(root: Path, ours: Path) -> None:
     for path in root.glob(".*.work"):
         with contextlib.suppress(FileNotFoundError):
             latest = max(entry.stat().st_mtime for entry in (path, *path.glob("*"), *path.glob("parts/*")))
-            if path != ours and time.time() - latest > RESTING:
+            lock = root / f"{path.name.removesuffix('.work')}.lock"
+            if path != ours and time.time() - latest > RESTING and not is_held(lock):  # clocks jump, locks do not
                 shutil.rmtree(path, ignore_errors=True)
 
 

@@ -18,6 +18,15 @@ class Damaged(Exception):
     """A checkpoint file that is not what was written."""
 
 
+def is_whole(path: Path) -> bool:
+    """Whether a checkpoint is there and as it was written."""
+    try:
+        verify(path)
+    except (Damaged, OSError):
+        return False
+    return True
+
+
 def verify(path: Path) -> None:
     """Check a file against its checksum.
 

@@ -36,6 +36,7 @@ PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp64"
 KNOWN_WARNINGS = (
     r".*`broadcast_buffers` is deprecated.*",  # its successor is not in all versions of torch that we take
     r".*isinstance\(treespec, LeafSpec\).*",  # Lightning's use of a torch name that is to change
+    r"The `srun` command is available on your system but is not used.*",  # Slurm starts sweeps here, not runs
     r".*Total length of .* across ranks is zero.*",  # a resumed run that only has its last score to compute
 )
 """Warnings that mean nothing here."""

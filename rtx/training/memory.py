@@ -18,18 +18,22 @@ SIGNS = (
 )
 """What torch, CUDA and their libraries say then, in small letters; not all of them have an error of its own for it."""
 
+NO_THREAD = "can't start new thread"
+"""What Python says where the system has no memory, or no number, for another thread; it does not say which."""
+
 
 def out_of_memory(error: BaseException) -> str:
     """Return the reason for a run that ended for want of memory, or an empty string where the error is another."""
     known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     if isinstance(error, RuntimeError):
-        known = known or any(sign in str(error).lower() for sign in SIGNS)
+        known = known or any(sign in str(error).lower() for sign in (*SIGNS, NO_THREAD))
     elif isinstance(error, OSError):
         known = error.errno == errno.ENOMEM
     if not known:
         return ""
     said = " ".join(str(error).split()) or type(error).__name__
-    return f"{OUT_OF_MEMORY}: {said if len(said) <= 200 else said[:197] + '...'}"
+    kind = f"{OUT_OF_MEMORY} or threads" if NO_THREAD in said else OUT_OF_MEMORY
+    return f"{kind}: {said if len(said) <= 200 else said[:197] + '...'}"
 
 
 def system_kills() -> int:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ import torch
 from rtx.cli import main
 from rtx.training.checkpoints import read_checkpoint
 from rtx.training.metrics import TIME_FIELDS, read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
 
 SIZES = (
     *("data=text", "data.length=32", "model=tiny", "model.layers=2", "model.hidden=16", "model.heads=2"),
@@ -36,7 +38,7 @@ SIZES = (
 """Dropout on, two forward passes to a step, and rows, validations and checkpoints out of step with each other."""
 
 SERVER = """
-import json, os, resource, signal, sys
+import json, os, signal, sys
 import rtx.commands.train, rtx.commands.resume
 from rtx.cli import main
 rtx.commands.train.SAMPLE_LENGTH = 8
@@ -50,8 +52,7 @@ for line in sys.stdin:
         os.environ.update(ask["environment"])
         log = os.open(ask["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(log, 1), os.dup2(log, 2)
-        if ask["largest_file"]:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (ask["largest_file"],) * 2)
+        exec(ask["inside"])
         code = main(ask["arguments"])
         sys.stdout.flush()
         os._exit(code)
@@ -62,8 +63,10 @@ for line in sys.stdin:
 class Process:
     """A run in a process of its own."""
 
-    def __init__(self, server: subprocess.Popen[str], number: int, run: Path, log: Path) -> None:
-        self.server, self.number, self.run, self.log = server, number, run, log
+    def __init__(self, number: int, run: Path, log: Path, ended: Callable[[], int]) -> None:
+        self.number, self.run, self.log = number, run, log
+        self.ended = ended
+        """Waits for the end, and returns the exit code, negative where a signal killed it."""
 
     def send(self, signal_number: int) -> None:
         """Send a signal, if the process is still there."""
@@ -84,15 +87,21 @@ class Process:
             if not self.alive:
                 break
             self.send(send)
-        return int(asked(self.server, wait=self.number))
+        return self.ended()
 
     def until(self, ready: Callable[[Path], bool]) -> None:
         """Wait until something is seen in the run folder; fails where the process ends, or works on, without it."""
-        for _ in patiently(lambda: self.said("has not shown what was waited for")):
+        assert self.shows(ready), self.said("ended without what was waited for")
+
+    def shows(self, ready: Callable[[Path], bool], pause: float = 0.0005) -> bool:
+        """Wait until something is seen in the run folder, or the process has ended without it: then False."""
+        for _ in patiently(lambda: self.said("has not shown what was waited for"), pause):
             alive = self.alive
             if ready(self.run):
-                return
-            assert alive, self.said("ended without what was waited for")
+                return True
+            if not alive:
+                break
+        return False
 
     def kill_when(self, ready: Callable[[Path], bool], signal_number: int = signal.SIGKILL) -> int:
         """Send a signal as soon as something is seen in the run folder, and return the exit code."""
@@ -127,18 +136,32 @@ def asked(server: subprocess.Popen[str], **question: Any) -> str:
     return server.stdout.readline()
 
 
+@pytest.fixture(scope="session")
+def forker() -> Iterator[subprocess.Popen[str]]:
+    """The process that has imported everything."""
+    with forking_server() as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory, forker: subprocess.Popen[str]) -> Workshop:
+    """A workshop for the tests of a file."""
+    return Workshop(tmp_path_factory.mktemp("workshop"), forker)
+
+
 class Workshop:
     """A folder with a text, and commands that run in it."""
 
-    def __init__(self, folder: Path, server: subprocess.Popen[str]) -> None:
+    def __init__(self, folder: Path, server: subprocess.Popen[str] | None = None) -> None:
         self.folder, self.server = folder, server
+        self.data = folder / "data"
         text = np.random.default_rng(0).choice(list(b"abc \n\xff"), 3_001).astype(np.uint8)
         (folder / "book.txt").write_bytes(text.tobytes())
         self.text = f"data.path={folder / 'book.txt'}"
 
     def environment(self, run: Path | str) -> dict[str, str]:
         """Return the variables of a command: a run `resume`d needs no RTX_RUN."""
-        return {"RTX_DATA": str(self.folder / "data"), "RTX_OUTPUTS": str(self.folder / "out"), "RTX_RUN": str(run)}
+        return {"RTX_DATA": str(self.data), "RTX_OUTPUTS": str(self.folder / "out"), "RTX_RUN": str(run)}
 
     def command(self, *arguments: str, code: int = 0, run: Path | str = "") -> str:
         """Run a command in this process, check its exit code, and return what it printed (stderr behind stdout)."""
@@ -158,21 +181,27 @@ class Workshop:
         self.command("train", self.text, *SIZES, *overrides, run=run)
         return run
 
-    def start(self, name: str, *overrides: str, largest_file: int = 0) -> Process:
+    def start(self, name: str, *overrides: str, inside: str = "") -> Process:
         """Train in a process of its own."""
-        return self.fork(self.folder / name, "train", self.text, *SIZES, *overrides, largest_file=largest_file)
+        return self.fork(self.folder / name, "train", self.text, *SIZES, *overrides, inside=inside)
 
-    def fork(self, run: Path, *arguments: str, largest_file: int = 0) -> Process:
-        """Run a command in a process of its own."""
+    def fork(self, run: Path, *arguments: str, inside: str = "") -> Process:
+        """Run a command in a process of its own, which has its imports behind it and begins with the code `inside`."""
+        assert self.server is not None
+        server, log, environment = self.server, self.folder / f"{run.name}.log", self.environment(run)
+        number = int(asked(server, arguments=arguments, environment=environment, log=str(log), inside=inside))
+        return Process(number, run, log, lambda: int(asked(server, wait=number)))
+
+    def begin(self, run: Path, *arguments: str) -> Process:
+        """Run the command as a user does, from its first import on, which takes seconds."""
         log = self.folder / f"{run.name}.log"
-        number = asked(
-            self.server,
-            arguments=arguments,
-            environment=self.environment(run),
-            log=str(log),
-            largest_file=largest_file,
-        )
-        return Process(self.server, int(number), run, log)
+        environment = {**os.environ, **self.environment(run), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "rtx", *arguments]
+        with open(log, "ab") as stream:
+            process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
+            )
+        return Process(process.pid, run, log, process.wait)
 
 
 @contextlib.contextmanager
@@ -194,19 +223,26 @@ def steps_logged(run: Path) -> int:
     return max((row["step"] for row in rows), default=0)
 
 
-def difference(one: Path, other: Path) -> str:
-    """Return the first thing in which two runs differ, times and number of workers left out, or an empty string."""
-    if found := checkpoint_difference(one, other, "last") or checkpoint_difference(one, other, "best"):
-        return found
+def difference(one: Path, other: Path, ignoring: Sequence[str] = ()) -> str:
+    """Return the first thing in which two runs differ but for times, workers and places, or an empty string.
+
+    `ignoring`: groups of the configuration that may differ.
+    """
+    for name in ("last", "best"):
+        if found := checkpoint_difference(one, other, name, ignoring):
+            return found
     a, b = (counted_rows(run) for run in (one, other))
     return first_difference(a, b, "metrics")
 
 
-def checkpoint_difference(one: Path, other: Path, name: str) -> str:
+def checkpoint_difference(one: Path, other: Path, name: str, ignoring: Sequence[str] = ()) -> str:
     """Return the first thing in which a checkpoint of two runs differs, as `difference`."""
     a, b = (read_checkpoint(run / "checkpoints" / f"{name}.ckpt") for run in (one, other))
     for content in (a, b):
         del content["progress"]["seconds"], content["config"]["hardware"]["workers"]
+        content["data"].pop("folder", None)
+        for group in ignoring:
+            del content["config"][group]
     return first_difference(a, b, name)
 
 
@@ -224,5 +260,31 @@ def first_difference(a: Any, b: Any, where: str) -> str:
         pairs = enumerate(zip(a, b, strict=True))
         return next((found for i, (x, y) in pairs if (found := first_difference(x, y, f"{where}.{i}"))), "")
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return "" if a.dtype == b.dtype and torch.equal(a, b) else f"{where}: tensors differ"
+        alike = (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(as_bytes(a), as_bytes(b))
+        return "" if alike else f"{where}: tensors differ"
     return "" if a == b else f"{where}: {a} and {b}"
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, in which 0 and -0 differ."""
+    return tensor.reshape(-1).contiguous().view(torch.uint8)
+
+
+def largest_file(size: int) -> str:
+    """Return the code for `inside` that lets no file grow beyond so many bytes, as a full disk or a quota would."""
+    return f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size},) * 2)"
+
+
+def exists(name: str) -> Callable[[Path], bool]:
+    """Return what waits for a file of the run."""
+    return lambda run: (run / name).exists()
+
+
+def after(step: int) -> Callable[[Path], bool]:
+    """Return what waits for the row of a step."""
+    return lambda run: steps_logged(run) >= step
+
+
+def saving(run: Path) -> bool:
+    """Whether a checkpoint is being written, after the first."""
+    return (run / "checkpoints" / "last.ckpt").exists() and any((run / "checkpoints").glob(".last*"))

@@ -10,26 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import Workshop, checkpoint_difference, difference, steps_logged
+from small_runs import Workshop, after, checkpoint_difference, difference, exists, largest_file, saving
 
 from rtx.compose import load_run_config
 from rtx.training.metrics import read_metrics
 from rtx.training.status import read_status, run_state
-
-
-def saving(run: Path) -> bool:
-    """Whether a checkpoint is being written, after the first."""
-    return (run / "checkpoints" / "last.ckpt").exists() and any((run / "checkpoints").glob(".last*"))
-
-
-def after(step: int) -> Callable[[Path], bool]:
-    """Return what waits for the row of a step."""
-    return lambda run: steps_logged(run) >= step
-
-
-def exists(name: str) -> Callable[[Path], bool]:
-    """Return what waits for a file of the run."""
-    return lambda run: (run / name).exists()
 
 
 def turnovers(run: Path) -> list[tuple[int, float]]:
@@ -147,7 +132,7 @@ def test_a_checkpoint_cut_in_half_gives_way_to_the_one_before(workshop: Workshop
 def test_a_full_disk_in_mid_checkpoint(workshop: Workshop, undisturbed: Path) -> None:
     run = workshop.train("full", "trainer.steps=6", "optimizer.schedule=constant")
     best = (run / "checkpoints" / "best.ckpt").stat().st_size
-    process = workshop.fork(run, "resume", str(run), "trainer.steps=12", largest_file=best + 1000)
+    process = workshop.fork(run, "resume", str(run), "trainer.steps=12", inside=largest_file(best + 1000))
     assert process.wait() == 1
     printed = process.log.read_text().splitlines()
     last = run / "checkpoints" / "last.ckpt"
@@ -268,6 +253,24 @@ def test_what_would_make_another_run_of_it_is_refused(workshop: Workshop, undist
     assert ((run / "config.yaml").read_text(), (run / "status.json").read_text()) == before
     forced = workshop.command("resume", str(run), longer, other, "seed=1", "optimizer.lr=1e-4", "force=true")
     assert "no longer exact: optimizer.lr, seed, trainer.steps changed on the way" in forced
+
+
+def test_a_configuration_that_is_not_that_of_the_checkpoint(
+    workshop: Workshop, undisturbed: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed, run)
+    path = run / "config.yaml"
+    whole = path.read_text()
+    path.write_text(whole.replace("warmup: 3", "warmup: 2"))
+    said = workshop.command("resume", str(run), "trainer.steps=13")
+    assert "  optimizer.warmup: 3 -> 2\n" in said
+    assert "no longer exact: optimizer.warmup changed on the way" in said
+    path.write_text(whole.replace("seed: 0", "seed: 4"))
+    before = (run / "status.json").read_text()
+    said = workshop.command("resume", str(run), "trainer.steps=14", code=2)
+    assert "seed: 0 -> 4 is refused" in said
+    assert (run / "status.json").read_text() == before
 
 
 def test_a_run_under_way_is_refused(workshop: Workshop) -> None:

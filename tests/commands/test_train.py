@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import Workshop, difference
+from small_runs import Workshop, difference, largest_file
 
 from rtx.compose import load_run_config
 from rtx.data.baselines import baselines
@@ -147,7 +147,7 @@ def test_outputs_that_cannot_be_written(workshop: Workshop, tmp_path: Path) -> N
 
 
 def test_the_full_disk_of_a_first_checkpoint(workshop: Workshop) -> None:
-    process = workshop.start("full", "trainer.val_every=1000", largest_file=50_000)
+    process = workshop.start("full", "trainer.val_every=1000", inside=largest_file(50_000))
     assert process.wait() == 1
     line = process.log.read_text().splitlines()[-1]
     last = process.run / "checkpoints" / "last.ckpt"

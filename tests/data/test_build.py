@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from made_sources import Given, recipe_of
 from rtx.config import DataConfig
 from rtx.data import build
 from rtx.data.build import affordable, build_store, smallest_type, work_folder
+from rtx.data.disk import locked
 from rtx.data.recipe import Recipe
 from rtx.data.source import Source
 from rtx.data.store import open_store, verify_store
@@ -224,7 +226,7 @@ def test_what_may_pass_leaves_what_is_finished(tmp_path, plain, said, fault, mes
     assert left <= {".work"}
 
 
-def test_old_unfinished_preparations_go_and_young_ones_stay(tmp_path):
+def test_old_unfinished_preparations_go_and_young_ones_and_those_under_way_stay(tmp_path):
     for name, age in (("old", 2), ("young", 0)):
         folder = tmp_path / f".text-{name}.work" / "parts"
         folder.mkdir(parents=True)
@@ -232,6 +234,10 @@ def test_old_unfinished_preparations_go_and_young_ones_stay(tmp_path):
         long_ago = time.time() - age * 24 * 3600
         for path in (folder / "train-00000.json", folder, folder.parent):
             os.utime(path, (long_ago, long_ago))
+    with locked(tmp_path / ".text-old.lock", "its preparation", print):  # and the clock has jumped
+        build_store(tmp_path, book())
+    assert (tmp_path / ".text-old.work").exists()
+    shutil.rmtree(book().folder(tmp_path))
     build_store(tmp_path, book())
     assert not (tmp_path / ".text-old.work").exists() and (tmp_path / ".text-young.work").exists()
 

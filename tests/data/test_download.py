@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import http.server
 import os
 import socket
@@ -11,84 +10,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
+from bad_servers import CONTENT, Server, broken, ranged, redirect, refuse, send, serving, whole
 
 from rtx.data import download as module
 from rtx.data.download import Remote, download
 from rtx.errors import RunFailed, UserError
 
-CONTENT = np.random.default_rng(1).integers(0, 256, 1_000_000, dtype=np.uint8).tobytes()
 PART = 300_000
-
-
-@dataclass
-class Server:
-    """A server whose answer to its n-th request is the n-th of `answers`, the last one for ever."""
-
-    address: str
-    answers: list[Callable[[http.server.BaseHTTPRequestHandler], None]] = field(default_factory=list)
-    ranges: list[str | None] = field(default_factory=list)
-
-    @property
-    def remote(self) -> Remote:
-        return Remote(f"{self.address}/file.zip", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            state.ranges.append(self.headers["Range"])
-            answer = state.answers.pop(0) if len(state.answers) > 1 else state.answers[0]
-            answer(self)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Keep the test's output clean."""
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
-        state = Server(f"http://127.0.0.1:{running.server_port}")
-        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with serving() as state:
         yield state
-        running.shutdown()
-        thread.join()
-
-
-def send(handler: http.server.BaseHTTPRequestHandler, status: int, body: bytes, **headers: str | int) -> None:
-    handler.send_response(status)
-    for name, value in ({"Content_Length": len(body)} | headers).items():
-        handler.send_header(name.replace("_", "-"), str(value))
-    handler.end_headers()
-    handler.wfile.write(body)
-
-
-def whole(handler: http.server.BaseHTTPRequestHandler) -> None:
-    send(handler, 200, CONTENT)
-
-
-def ranged(handler: http.server.BaseHTTPRequestHandler, limit: int | None = None) -> None:
-    """Answer a Range request as it should be answered, then end after `limit` bytes."""
-    first = int((handler.headers["Range"] or "bytes=0-").removeprefix("bytes=").rstrip("-"))
-    span = f"bytes {first}-{len(CONTENT) - 1}/{len(CONTENT)}"
-    status = 206 if handler.headers["Range"] else 200
-    rest = CONTENT[first:]
-    send(handler, status, rest[:limit], Content_Length=len(rest), Content_Range=span)
-
-
-def broken(handler: http.server.BaseHTTPRequestHandler) -> None:
-    ranged(handler, 250_000)
-
-
-def refuse(status: int) -> Callable[[http.server.BaseHTTPRequestHandler], None]:
-    return lambda handler: send(handler, status, b"<html>no</html>", Content_Type="text/html")
-
-
-def redirect(target: str) -> Callable[[http.server.BaseHTTPRequestHandler], None]:
-    return lambda handler: send(handler, 302, b"", Location=target)
 
 
 def fetch(remote: Remote, folder: Path, report: Callable[[str], object]) -> Path:

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 import pytest
 import torch
+from disturbances import damage
 from torch import nn
 
 from rtx.errors import RunFailed, UserError
@@ -39,14 +40,6 @@ def checkpoint(step: int, width: int = 4) -> dict[str, Any]:
         "optimizer": {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"betas": (0.9, 0.98)}]},
         "ranks": [{"nats_sum": 1.5}],
     }
-
-
-def damage(path: Path, keep: int | None = None, flip: int | None = None) -> None:
-    """Cut a file off, or flip one of its bits."""
-    content = bytearray(path.read_bytes())[:keep]
-    if flip is not None:
-        content[flip // 8] ^= 1 << flip % 8
-    path.write_bytes(content)
 
 
 def names(folder: Path) -> list[str]:

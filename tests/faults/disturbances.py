@@ -1,0 +1,296 @@
+"""What may happen to a run, done to it from outside: kills at chosen moments, damaged files, full disks, wrong clocks.
+
+The tests beside this file use it, and `benchmarks/faults.py` for as long as it is told to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+import signal
+import subprocess
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from small_runs import SIZES, Process, Workshop, saving, steps_logged
+
+from rtx.errors import RunFailed
+from rtx.training.checkpoints import newest_checkpoint
+from rtx.training.checksums import is_whole
+from rtx.training.metrics import read_metrics
+from rtx.training.status import read_status
+
+
+def setting(key: str) -> int:
+    """Return a number among the options of small runs."""
+    return int(next(word.partition("=")[2] for word in SIZES if word.startswith(f"{key}=")))
+
+
+SAVE_EVERY, VAL_EVERY = setting("trainer.checkpoint_every"), setting("trainer.val_every")
+
+
+# Kills
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What a SIGKILL met, and what it left."""
+
+    asked: str
+    """The moment that was waited for."""
+    met: str
+    """What was under way."""
+    resumed: bool
+    """Whether it met a resume, not the first process of the run."""
+    row: int
+    """Last step with a row."""
+    left: int
+    """Step of the newest whole checkpoint; 0: there is none."""
+    damaged: int
+    """Bytes in checkpoints that are not whole."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether a checkpoint is gone: the row of a step is written after those of all steps before it."""
+        return self.left < (self.row - 1) // SAVE_EVERY * SAVE_EVERY
+
+
+class Ordeal:
+    """A run that is killed again and again, and asked to go on each time.
+
+    Args:
+        workshop: where it runs; its data are prepared by the first process that comes so far.
+        name: of the run folder.
+        begin: starts a process of a command: `workshop.begin`, or `workshop.fork` without its imports.
+        overrides: behind the options of small runs.
+    """
+
+    def __init__(self, workshop: Workshop, name: str, begin: Callable[..., Process], *overrides: str) -> None:
+        self.workshop, self.begin, self.run = workshop, begin, workshop.folder / name
+        self.words = (workshop.text, *SIZES, *overrides)
+        self.rows_before = 0
+
+    def go_on(self) -> Process:
+        """Start as a user would: train again where the kill left no run, else resume."""
+        self.rows_before = self.rows_written
+        if self.has_begun:
+            return self.begin(self.run, "resume", str(self.run))
+        return self.begin(self.run, "train", *self.words)
+
+    def kill(self, moment: str, draw: random.Random, seconds: float) -> Kill | None:
+        """Start it and kill it at a moment of `MOMENTS`, or a little later; None where it came to its end before.
+
+        Args:
+            moment: what is waited for.
+            draw: how much later.
+            seconds: that the whole run takes, for the moment `anywhere`.
+        """
+        resumed = self.has_begun
+        process = self.go_on()
+        ready, later = MOMENTS[moment]
+        wait = draw.uniform(0, seconds if moment == "anywhere" else later)
+        if process.shows(lambda run: ready(self, process), pause=0.002):
+            end = time.monotonic() + wait
+            while process.alive and time.monotonic() < end:
+                time.sleep(0.001)
+        process.send(signal.SIGKILL)
+        code = process.wait()
+        assert code in (0, -signal.SIGKILL), process.said(f"ended with {code}")
+        return None if code == 0 else self.look(moment, process, resumed)
+
+    def look(self, moment: str, process: Process, resumed: bool) -> Kill:
+        """Return what a kill has met and left."""
+        step = steps_logged(self.run)
+        return Kill(moment, self.under_way(process), resumed, step, newest_step(self.run), damaged_bytes(self.run))
+
+    def under_way(self, process: Process) -> str:
+        """Say what a process that was killed was at, by what it has left in the folders."""
+        if preparing(self, process):
+            return "data preparation"
+        if not begun(self, process):
+            return "start-up"
+        if any((self.run / "checkpoints").glob(".*.writing")):
+            return "a checkpoint write"
+        if self.rows_written == self.rows_before:
+            return "building and loading"
+        return "a validation" if validating(self, process) else "a step"
+
+    def finish(self) -> int:
+        """Let it go on to its end, and return the exit code."""
+        return self.go_on().wait()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a run to resume."""
+        return (self.run / "config.yaml").exists()
+
+    @property
+    def rows_written(self) -> int:
+        """Bytes of rows so far."""
+        path = self.run / "metrics.jsonl"
+        return path.stat().st_size if path.exists() else 0
+
+
+def preparing(ordeal: Ordeal, process: Process) -> bool:
+    """Whether this process prepares data: it says so in the lock that it holds, or held."""
+    with contextlib.suppress(FileNotFoundError):
+        locks = ordeal.workshop.data.glob(".*.lock")
+        return any(path.read_text().startswith(f"process {process.number} ") for path in locks)
+    return False
+
+
+def begun(ordeal: Ordeal, process: Process) -> bool:
+    """Whether this process has made the run its own."""
+    return (read_status(ordeal.run) or {}).get("pid") == process.number
+
+
+def stepping(ordeal: Ordeal, process: Process) -> bool:
+    """Whether this process has written a row."""
+    return ordeal.rows_written > ordeal.rows_before
+
+
+def validating(ordeal: Ordeal, process: Process) -> bool:
+    """Whether a validation is under way: the last row is that of its step."""
+    rows = read_metrics(ordeal.run / "metrics.jsonl") if ordeal.rows_written else []
+    last = rows[-1] if rows else {"kind": "", "step": 0}
+    return stepping(ordeal, process) and last["kind"] == "train" and last["step"] % VAL_EVERY == 0
+
+
+MOMENTS: dict[str, tuple[Callable[[Ordeal, Process], bool], float]] = {
+    "anywhere": (lambda ordeal, process: True, 0.0),
+    "preparing": (preparing, 0.01),
+    "begun": (begun, 1.0),
+    "stepping": (stepping, 1.0),
+    "validating": (validating, 0.003),
+    "saving": (lambda ordeal, process: begun(ordeal, process) and saving(ordeal.run), 0.003),
+}
+"""What is waited for before a kill, and how many seconds it may come later."""
+
+
+def newest_step(run: Path) -> int:
+    """Return the step of a run's newest whole checkpoint; 0: there is none."""
+    with contextlib.suppress(RunFailed):
+        found = newest_checkpoint(run / "checkpoints", set_aside=False, report=lambda line: None)
+        return found["step"] if found else 0
+    return 0
+
+
+def damaged_bytes(run: Path) -> int:
+    """Return the bytes of the checkpoints of a run that are not as they were written."""
+    return sum(path.stat().st_size for path in (run / "checkpoints").glob("*.ckpt") if not is_whole(path))
+
+
+# Damaged files
+
+
+def damage(path: Path, keep: int | None = None, flip: int | None = None) -> None:
+    """Cut a file off, or flip one of its bits."""
+    content = bytearray(path.read_bytes())[:keep]
+    if flip is not None:
+        content[flip // 8] ^= 1 << flip % 8
+    path.write_bytes(content)
+
+
+def places(path: Path) -> dict[str, tuple[int, int]]:
+    """Return the first byte and the end of each kind of place in a checkpoint: of a zip file with a comment."""
+    found: dict[str, tuple[int, int]] = {}
+    size = path.stat().st_size
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            name = "the tensors" if "/data/" in entry.filename else entry.filename.rpartition("/")[2]
+            begin = entry.header_offset
+            found.setdefault("the header of " + name, (begin, begin + 30))
+            end = begin + 30 + len(entry.filename)
+            found.setdefault(name, (end, end + max(1, entry.file_size)))
+        comment = size - len(archive.comment)
+        found |= {"the directory": (archive.start_dir, comment - 22), "its end": (comment - 22, comment)}
+    return found | {"the checksum": (comment, size)}
+
+
+# Disks
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: int) -> Iterator[Path]:
+    """Mount a disk of `size` bytes at `folder`; the test is skipped where that is not allowed."""
+    folder.mkdir()
+    if shutil.which("mount") is None:
+        pytest.skip("a small disk needs mount")
+    asked = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    answer = subprocess.run(asked, capture_output=True, text=True)
+    if answer.returncode:
+        pytest.skip(f"a small disk may not be mounted here: {answer.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """Write a file until the disk of a folder is full, and return it."""
+    path = folder / "ballast"
+    with open(path, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        for size in (65536, 4096):
+            with contextlib.suppress(OSError):
+                while file.write(bytes(size)) == size:
+                    pass
+    return path
+
+
+@contextlib.contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Let nobody write to a mounted disk, root neither."""
+    subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
+
+
+# Code that a process begins with (`inside`)
+
+
+def environment(**variables: str) -> str:
+    """Set environment variables."""
+    return f"import os; os.environ.update({variables!r})\n"
+
+
+WRONG_CLOCK = """
+import datetime, itertools, time
+jumps = itertools.cycle([0, 400 * 86_400, -3_600, 86_400, -30 * 365 * 86_400])
+class Jumping(datetime.datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return super().now(tz) + datetime.timedelta(seconds=next(jumps))
+real_time = time.time
+time.time = lambda: real_time() + next(jumps)
+datetime.datetime = Jumping
+"""
+"""Every look at the clock finds another year: by `time.time` and `datetime.now`, all that rtx ever asks."""
+
+
+def nan_gradient(step: int) -> str:
+    """Make a gradient NaN in a step, before it is clipped."""
+    return f"""
+from rtx.training.module import TrainingModule
+real_clipping = TrainingModule.configure_gradient_clipping
+def poisoned(self, *arguments, **options):
+    if self.step + 1 == {step}:
+        next(p.grad for p in self.parameters() if p.grad is not None).view(-1)[0] = float("nan")
+    return real_clipping(self, *arguments, **options)
+TrainingModule.configure_gradient_clipping = poisoned
+"""
+
+
+def more_memory(size: int) -> str:
+    """Let the process take no more than so many bytes beside those that it has."""
+    return f"""
+import resource
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + {size},) * 2)
+"""

@@ -1,0 +1,158 @@
+"""Two hundred damaged files, each one found out; and what the commands do then."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from disturbances import damage, places
+from small_runs import SIZES, Workshop, checkpoint_difference
+
+from rtx.compose import compose
+from rtx.config import DataConfig
+from rtx.data.catalog import open_files
+from rtx.data.store import DamagedStore
+from rtx.training.checkpoints import Damaged, newest_checkpoint, read_checkpoint
+
+
+@pytest.fixture(scope="module")
+def run(workshop: Workshop) -> Path:
+    return workshop.train("run")
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    """A copy of the run, to be spoilt."""
+    return Path(shutil.copytree(run, tmp_path / "run"))
+
+
+def spoilt(whole: Path, count: int, draw: random.Random) -> list[dict[str, int]]:
+    """Return as many ways to damage a checkpoint: cuts and flips in every kind of place, then anywhere."""
+    ways = [
+        {what: (begin if what == "keep" else 8 * begin) + draw.randrange((end - begin) * (1 if what == "keep" else 8))}
+        for begin, end in places(whole).values()
+        for what in ("keep", "flip")
+    ]
+    size = whole.stat().st_size
+    while len(ways) < count:
+        ways.append({"keep": draw.randrange(size)} if len(ways) % 2 else {"flip": draw.randrange(8 * size)})
+    return ways
+
+
+def test_a_hundred_damaged_checkpoints_are_known(copy: Path) -> None:
+    last = copy / "checkpoints" / "last.ckpt"
+    content = last.read_bytes()
+    before = read_checkpoint(copy / "checkpoints" / "previous.ckpt")["step"]
+    ways = spoilt(last, 100, random.Random(1))
+    assert len(ways) == 100
+    for way in ways:
+        last.write_bytes(content)
+        damage(last, **way)
+        with pytest.raises(Damaged, match="its checksum does not match"):
+            read_checkpoint(last)
+        said: list[str] = []
+        found = newest_checkpoint(last.parent, set_aside=True, report=said.append)
+        assert found is not None and found["step"] == before, way
+        assert said[0].endswith("set aside as last.ckpt.damaged") and not last.exists()
+
+
+def data_bytes(path: Path) -> int:
+    """Return how many bytes of a store's file say something of the data: the record ends with when it was made."""
+    return path.read_bytes().index(b'"made"') if path.suffix == ".json" else path.stat().st_size
+
+
+def test_a_hundred_damaged_stores_are_known(workshop: Workshop, run: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(workshop.data, tmp_path / "data"))
+    (folder,) = (path for path in root.iterdir() if path.is_dir())
+    data = store_config(workshop)
+    open_files(data, root)
+    files = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
+    assert {path.suffix for path in files} == {".bin", ".docs", ".json"}
+    draw = random.Random(2)
+    for number in range(100):
+        path = files[number % len(files)]
+        content = path.read_bytes()
+        if number % 3:
+            damage(path, flip=draw.randrange(8 * data_bytes(path)))
+        else:
+            damage(path, keep=draw.randrange(data_bytes(path)))
+        with pytest.raises(DamagedStore, match=r"damaged: expected .*; to rebuild the store: rtx data prepare"):
+            open_files(data, root)
+        path.write_bytes(content)
+    open_files(data, root)
+
+
+def store_config(workshop: Workshop, verify: str = "once") -> DataConfig:
+    """Return the data of small runs."""
+    return compose([workshop.text, *SIZES, f"data.verify={verify}"]).data
+
+
+def test_a_bit_that_rots_without_a_trace_is_found_by_reading_all(workshop: Workshop, run: Path, tmp_path: Path) -> None:
+    (folder,) = (path for path in workshop.data.iterdir() if path.is_dir())
+    path = folder / "train.bin"
+    whole, times = path.read_bytes(), path.stat()
+    damage(path, flip=4242)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    try:
+        words = ("train", workshop.text, *SIZES, "data.verify=always")
+        said = workshop.command(*words, run=tmp_path / "rotten", code=2)
+        assert "train.bin: damaged: expected crc32" in said and len(said.splitlines()) == 1
+        assert not (tmp_path / "rotten").exists()
+        assert said == workshop.command("data", "verify", "data=text", workshop.text, "data.length=32", code=2)
+    finally:
+        path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("word", ["train", "resume", "eval"])
+def test_a_flipped_bit_of_the_data_stops_every_command(
+    workshop: Workshop, copy: Path, tmp_path: Path, word: str
+) -> None:
+    (folder,) = (path for path in workshop.data.iterdir() if path.is_dir())
+    whole = (folder / "valid.bin").read_bytes()
+    damage(folder / "valid.bin", flip=777)
+    words = {"train": [workshop.text, *SIZES], "resume": [str(copy), "trainer.steps=13"], "eval": [str(copy)]}[word]
+    before = (copy / "status.json").read_text()
+    said = workshop.command(word, *words, run=tmp_path / "new" if word == "train" else "", code=2)
+    assert "valid.bin: damaged: expected crc32" in said and "to rebuild the store: rtx data prepare" in said
+    assert (copy / "status.json").read_text() == before and not (tmp_path / "new").exists()
+    mended = workshop.command("data", "prepare", "data=text", workshop.text, "data.length=32")
+    assert "; rebuilding the store" in mended
+    assert (folder / "valid.bin").read_bytes() == whole
+
+
+def cut(path: Path) -> None:
+    """Cut a file in half."""
+    damage(path, keep=path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    """Flip a bit in the middle of a file."""
+    damage(path, flip=4 * path.stat().st_size)
+
+
+@pytest.mark.parametrize("spoil", [cut, flip])
+def test_a_run_goes_on_from_the_checkpoint_before(
+    workshop: Workshop, run: Path, copy: Path, spoil: Callable[[Path], None]
+) -> None:
+    last = copy / "checkpoints" / "last.ckpt"
+    spoil(last)
+    said = workshop.command("resume", str(copy))
+    assert f"{last} is damaged (its checksum does not match); set aside as last.ckpt.damaged" in said
+    assert "going on from" in said and "previous.ckpt (step 9), the checkpoint before it" in said
+    assert checkpoint_difference(copy, run, "last") == "" == checkpoint_difference(copy, run, "best")
+
+
+def test_a_damaged_best_gives_way_and_nothing_whole_is_an_error(workshop: Workshop, copy: Path) -> None:
+    flip(copy / "checkpoints" / "best.ckpt")
+    said = workshop.command("eval", str(copy))
+    assert "best.ckpt is damaged (its checksum does not match); using last.ckpt (step 12)" in said
+    for name in ("last", "previous"):
+        cut(copy / "checkpoints" / f"{name}.ckpt")
+    for word in ("eval", "sample", "export"):
+        said = workshop.command(word, str(copy), code=1)
+        assert len(said.splitlines()) == 3 and said.count("is damaged (its checksum does not match)") == 3
+    assert "no whole checkpoint is left" in workshop.command("resume", str(copy), code=1)

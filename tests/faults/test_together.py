@@ -1,0 +1,67 @@
+"""Two commands at once where there is room for one."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+from small_runs import SIZES, Workshop, after, difference
+
+from rtx.training.status import read_status, run_state
+
+
+def test_two_runs_in_one_folder(workshop: Workshop) -> None:
+    alone = workshop.train("alone")
+    for attempt in range(2):
+        run = workshop.folder / f"shared{attempt}"
+        processes = [workshop.fork(run, "train", workshop.text, *SIZES) for _ in range(2)]
+        codes = [process.wait() for process in processes]
+        said = processes[0].log.read_text()
+        assert sorted(codes) == [0, 2], said
+        refusals = (
+            f"rtx: {run} is in use by .*; wait for it, or stop it first",
+            f"rtx: RTX_RUN={run} holds a run already; ",
+        )
+        assert sum(len(re.findall(refusal, said)) for refusal in refusals) == 1, said
+        assert difference(run, alone) == ""
+
+
+def test_two_resumes_of_one_run(workshop: Workshop) -> None:
+    alone = workshop.train("long", "trainer.steps=30")
+    process = workshop.start("resumed", "trainer.steps=30")
+    process.kill_when(after(10))
+    processes = [workshop.fork(process.run, "resume", str(process.run)) for _ in range(3)]
+    codes = [process.wait() for process in processes]
+    assert sorted(codes) == [0, 2, 2], process.log.read_text()
+    assert difference(process.run, alone) == ""
+
+
+def test_a_preparation_waits_for_another_and_takes_over_from_a_dead_one(workshop: Workshop) -> None:
+    book = workshop.folder / "large.txt"
+    book.write_bytes(bytes(range(256)) * 400_000)
+    words = ("data", "prepare", "data=text", f"data.path={book}")
+    data = workshop.folder / "data"
+
+    def working(run: Path) -> bool:
+        return any(data.glob(".*.work/parts/*"))
+
+    first = workshop.fork(workshop.folder / "first", *words)
+    first.until(working)
+    second, third = (workshop.fork(workshop.folder / name, *words) for name in ("second", "third"))
+    second.until(lambda run: second.log.exists() and "waiting for process" in second.log.read_text())
+    assert first.kill_when(working) == -signal.SIGKILL
+    assert (second.wait(), third.wait()) == (0, 0), second.log.read_text() + third.log.read_text()
+    said = [process.log.read_text().splitlines()[-1] for process in (second, third)]
+    assert said[0] == said[1] and "; fingerprint " in said[0]
+    assert workshop.command("data", "verify", *words[2:]).count("every byte as recorded") == 1
+    assert not [path for path in data.iterdir() if path.name.startswith(".")]
+
+
+def test_a_run_keeps_its_data(workshop: Workshop) -> None:
+    process = workshop.start("reading", "trainer.steps=100000", "trainer.val_every=100000")
+    process.until(after(2))
+    said = workshop.command("data", "remove", "data=text", workshop.text, code=2)
+    assert "in use by another process; nothing was removed" in said
+    assert process.kill_when(after(2), signal.SIGTERM) == 143
+    assert run_state(process.run) == "preempted" == (read_status(process.run) or {})["state"]
