@@ -101,8 +101,8 @@ def test_ranges(key: str, value: Any, said: str) -> None:
         ({"model__hidden": 250, "model__positions": "none"}, "model.hidden=250 must be a multiple of model.heads=8"),
         ({"model__hidden": 264}, "model.positions=rotary needs an even head size, not hidden/heads = 33"),
         ({"hardware__name": "cpu", "hardware__precision": "tf32"}, "hardware.precision=tf32 needs a GPU; a CPU takes"),
-        ({"hardware__devices": 2}, "hardware.devices=2 needs hardware=ddp, not hardware=auto"),
-        ({"hardware__nodes": 2}, "hardware.nodes=2 needs hardware=ddp, not hardware=auto"),
+        ({"hardware__devices": 2}, "hardware.devices=2 needs hardware=ddp or fsdp, not hardware=auto"),
+        ({"hardware__nodes": 2}, "hardware.nodes=2 needs hardware=ddp or fsdp, not hardware=auto"),
         ({"trainer__batch_size": 10, "trainer__micro_batch_size": 4}, "trainer.batch_size=10 must be a multiple of"),
         ({"optimizer__warmup": 0}, "optimizer.schedule=rsqrt needs optimizer.warmup of at least 1"),
         ({"eval__stride": 2000}, "eval.stride=2000 must be at most data.length=1024"),
@@ -146,6 +146,7 @@ def test_what_does_not_fit(values: dict[str, Any], said: str) -> None:
         {"model__positions": "axial", "model__axes": "32x16x2"},
         {"model__axes": "9x9"},
         {"hardware__name": "ddp", "hardware__devices": 2, "hardware__nodes": 2},
+        {"hardware__name": "fsdp", "hardware__devices": 2, "hardware__nodes": 2},
         {"hardware__name": "auto", "hardware__precision": "tf32"},  # known to be wrong only once the device is
         {"optimizer__warmup": 0, "optimizer__schedule": "constant"},
         {"data__name": "text", "data__path": "book.txt"},
