@@ -130,6 +130,8 @@ def cluster_environment(hardware: Hardware) -> ClusterEnvironment:
     if hardware.launcher == "torchrun":
         return TorchElasticEnvironment()
     if hardware.launcher == "srun":
+        # Lightning insists on the tasks of each machine, which srun tells of only where they were asked for.
+        os.environ.setdefault("SLURM_NTASKS_PER_NODE", str(hardware.devices))
         return SLURMEnvironment(auto_requeue=False)
     return LightningEnvironment()
 
