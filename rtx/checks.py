@@ -185,6 +185,10 @@ def training_checks(config: Config) -> list[tuple[bool, str]]:
             f"hardware.devices={hardware.devices} needs hardware=ddp or fsdp, not hardware={hardware.name}",
         ),
         (
+            not hardware.compile or hardware.name != "fsdp",
+            "hardware.compile=true is not for hardware=fsdp, which gathers weights between blocks; use hardware=ddp",
+        ),
+        (
             trainer.batch_size % (micro * devices) == 0,
             f"trainer.batch_size={trainer.batch_size} must be a multiple of trainer.micro_batch_size={micro} "
             f"times {devices} device(s)",

@@ -103,6 +103,7 @@ def test_ranges(key: str, value: Any, said: str) -> None:
         ({"hardware__name": "cpu", "hardware__precision": "tf32"}, "hardware.precision=tf32 needs a GPU; a CPU takes"),
         ({"hardware__devices": 2}, "hardware.devices=2 needs hardware=ddp or fsdp, not hardware=auto"),
         ({"hardware__nodes": 2}, "hardware.nodes=2 needs hardware=ddp or fsdp, not hardware=auto"),
+        ({"hardware__name": "fsdp", "hardware__compile": True}, "hardware.compile=true is not for hardware=fsdp"),
         ({"trainer__batch_size": 10, "trainer__micro_batch_size": 4}, "trainer.batch_size=10 must be a multiple of"),
         ({"optimizer__warmup": 0}, "optimizer.schedule=rsqrt needs optimizer.warmup of at least 1"),
         ({"eval__stride": 2000}, "eval.stride=2000 must be at most data.length=1024"),
