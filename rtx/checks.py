@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from rtx.config import Config, DataConfig, axis_sizes, base_patterns, clusters, hash_buckets
+from rtx.config_training import SPREAD
 from rtx.errors import UserError
 from rtx.sets import HELD_OUT, IMAGE_SETS, TWO_WAYS, USUAL_VOCABULARY, image_side
 
@@ -176,12 +177,16 @@ def training_checks(config: Config) -> list[tuple[bool, str]]:
             "hardware.precision=tf32 needs a GPU; a CPU takes fp32, bf16 or fp64",
         ),
         (
-            hardware.nodes == 1 or hardware.name == "ddp",
-            f"hardware.nodes={hardware.nodes} needs hardware=ddp, not hardware={hardware.name}",
+            hardware.nodes == 1 or hardware.name in SPREAD,
+            f"hardware.nodes={hardware.nodes} needs hardware=ddp or fsdp, not hardware={hardware.name}",
         ),
         (
-            (hardware.devices or 1) == 1 or hardware.name == "ddp",
-            f"hardware.devices={hardware.devices} needs hardware=ddp, not hardware={hardware.name}",
+            (hardware.devices or 1) == 1 or hardware.name in SPREAD,
+            f"hardware.devices={hardware.devices} needs hardware=ddp or fsdp, not hardware={hardware.name}",
+        ),
+        (
+            not hardware.compile or hardware.name != "fsdp",
+            "hardware.compile=true is not for hardware=fsdp, which gathers weights between blocks; use hardware=ddp",
         ),
         (
             trainer.batch_size % (micro * devices) == 0,

@@ -27,6 +27,7 @@ from rtx.commandline.fields import all_fields, conf_dir
 from rtx.commandline.overrides import check_overrides
 from rtx.commandline.vocabulary import LAUNCHED, vocabulary
 from rtx.config import GROUPS, Config, DataConfig
+from rtx.config_training import SPREAD
 from rtx.errors import UserError
 from rtx.identity import digest
 from rtx.sets import IMAGE_SETS, image_side
@@ -186,7 +187,8 @@ def merge(config: Config, overrides: Iterable[str], command: str = "resume") -> 
     for override in checked:
         if override.key == "hardware" and override.values[0] in LAUNCHED:
             raise UserError(f"{override}: makes jobs of the cells of a sweep (rtx train -m), not of rtx {command}")
-        if understood.one_device and override.key in ("hardware", "hardware.name") and "ddp" in override.values[0]:
+        spread = override.key in ("hardware", "hardware.name") and any(name in override.values[0] for name in SPREAD)
+        if understood.one_device and spread:
             raise UserError(f"{override}: rtx {command} works on one device; hardware takes auto, cpu or gpu")
     node = OmegaConf.structured(config)
     parser = OverridesParser.create()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from rtx.config_bench import BenchConfig
 from rtx.config_pictures import PicturesConfig
 from rtx.config_sweep import SweepConfig
+from rtx.config_training import HardwareConfig, TrainerConfig
 from rtx.limits import one_of, parts_of, ranged
 
 
@@ -147,6 +148,8 @@ class ModelConfig:
     """Weights at the start: by fan-in, or as in the Sparse Transformer, smaller, for models of many layers."""
     recompute: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
+    ffn_parts: int = ranged(1, low=1, high=4096)
+    """Parts of the rows that the feed-forward layer takes in turn, and again in the backward pass; 1: all at once."""
 
 
 @dataclass
@@ -172,28 +175,6 @@ class OptimizerConfig:
 
 
 @dataclass
-class HardwareConfig:
-    """Where and with what arithmetic the run computes."""
-
-    name: str = one_of("auto", "cpu", "gpu", "ddp")
-    """Preset: auto takes a GPU if there is one; ddp runs one process per device."""
-    devices: int | None = ranged(None, low=1)
-    """Processes, one per device; unset: one, or with ddp those that a launcher started, else all GPUs."""
-    nodes: int = ranged(1, low=1)
-    """Machines that share the run."""
-    precision: str = one_of("fp32", "bf16", "tf32", "fp64")
-    """Arithmetic: fp32, bf16 (mixed), tf32 (GPU only), fp64 (for tests)."""
-    compile: bool = False
-    """Compile the model with torch.compile (needs a C++ compiler on a CPU)."""
-    deterministic: bool = False
-    """Use only deterministic GPU kernels, so that the same seed gives the same bits."""
-    threads: int | None = ranged(None, low=1, high=1024)
-    """CPU threads of each process; unset: torch's own choice. The bits of a run depend on it."""
-    workers: int = ranged(0, low=0)
-    """Processes that prepare batches ahead; 0: in the training process."""
-
-
-@dataclass
 class LoggerConfig:
     """Where metrics go besides metrics.jsonl."""
 
@@ -205,30 +186,6 @@ class LoggerConfig:
     """Weights & Biases team or user; unset: your default."""
     group: str | None = None
     """Weights & Biases group, to hold the runs of a sweep together."""
-
-
-@dataclass
-class TrainerConfig:
-    """The training loop, counted in optimizer steps."""
-
-    steps: int = ranged(200_000, low=1)
-    """Optimizer steps to train; unset: optimizer.steps."""
-    max_minutes: float | None = ranged(None, above=0.0)
-    """Stop, and save, after this many minutes of training if the steps are not done by then."""
-    batch_size: int = ranged(8, low=1)
-    """Sequences per optimizer step, over all devices and micro-batches."""
-    micro_batch_size: int | None = ranged(None, low=1)
-    """Sequences per device and forward pass; unset: batch_size / devices (no accumulation)."""
-    clip: float = ranged(1.0, low=0.0)
-    """Largest norm of the whole gradient; 0: no clipping."""
-    val_every: int = ranged(250, low=1)
-    """Steps between validations; the last step is always validated."""
-    val_windows: int | None = ranged(64, low=1)
-    """Windows scored in a validation during training (the same ones every time); unset: the whole split."""
-    checkpoint_every: int = ranged(250, low=1)
-    """Steps between checkpoints; one is also written at the end and on a signal."""
-    log_every: int = ranged(10, low=1)
-    """Steps between rows in metrics.jsonl."""
 
 
 @dataclass

@@ -9,7 +9,10 @@ from typing import Any
 
 from rtx.commandline.fields import all_fields
 
-NAMELIKE = ("name", "model.name", "hardware.workers")
+NAMELIKE = (
+    *("name", "model.name", "hardware.workers"),
+    *("trainer.checkpoint_minutes", "trainer.keep_checkpoints"),
+)
 OUTSIDE = ("logger.", "sweep.", "report.", "export.", "pictures.", "bench.")
 """Keys, and what keys begin with, that cannot change a bit of the result: they tell no cells of a sweep apart."""
 

@@ -186,6 +186,7 @@ def test_merge_refuses(default: Any, override: str, said: str) -> None:
         ("eval", "hardware.devices=2", "rtx eval does not read hardware.devices"),
         ("eval", "hardware=ddp", "hardware=ddp: rtx eval works on one device; hardware takes auto, cpu or gpu"),
         ("eval", "hardware.name=ddp", "rtx eval works on one device"),
+        ("eval", "hardware=fsdp", "hardware=fsdp: rtx eval works on one device; hardware takes auto, cpu or gpu"),
         ("eval", "logger=jsonl", "logger=jsonl: a run keeps its logger; hardware= can be chosen anew"),
         ("eval", "force=true", "unknown key 'force'; rtx eval reads"),
         ("sample", "split=test", "unknown key 'split'; rtx sample reads sample.*"),
@@ -213,7 +214,15 @@ def test_a_command_takes_what_it_reads(default: Any) -> None:
 def test_the_hash_tells_cells_apart_by_what_changes_results(default: Any) -> None:
     reference = config_hash(default)
     assert len(reference) == 12
-    same = ["name=other", "logger=jsonl", "logger.group=g", "hardware.workers=2", "model.name=mine", "pictures.bins=3"]
+    same = [
+        "name=other",
+        "logger=jsonl",
+        "logger.group=g",
+        "hardware.workers=2",
+        "trainer.checkpoint_minutes=5",
+        "model.name=mine",
+        "pictures.bins=3",
+    ]
     assert config_hash(compose(same)) == reference
     seen = {reference}
     for override in ("seed=1", "routing.window=32", "trainer.steps=5", "hardware.threads=1", "optimizer.lr=0.1"):

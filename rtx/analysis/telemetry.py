@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rtx.attention.routing import RoutingHeads, Snapshot
 from rtx.attention.separate import readers, without_self
 from rtx.attention.span import SpanHeads
+from rtx.training.sharding import whole
 
 PROBES = 32
 """Positions whose attention weights are worked out."""
@@ -28,7 +29,7 @@ def read_telemetry(model: nn.Module) -> dict[str, float]:
     that a position puts on itself, and mean distance it reads at, inside a cluster. `span/mean` and `span/max`: of the
     spans of all heads that learn one, in positions, the ramp left out.
     """
-    spans = [heads.spans() for heads in model.modules() if isinstance(heads, SpanHeads)]
+    spans = [whole(heads.spans()) for heads in model.modules() if isinstance(heads, SpanHeads)]
     told = {"span/mean": float(torch.cat(spans).mean()), "span/max": float(torch.cat(spans).max())} if spans else {}
     layers = [layer_telemetry(heads) for heads in model.modules() if isinstance(heads, RoutingHeads) and heads.snapshot]
     if not layers:

@@ -11,6 +11,7 @@ from rtx.commandline.fields import Field, all_fields, option_doc, options, secti
 from rtx.commandline.vocabulary import LAUNCHED, vocabulary
 from rtx.commandline.vocabulary import USAGE as RUN_USAGE
 from rtx.config import GROUPS
+from rtx.config_training import SPREAD
 from rtx.errors import UserError
 from rtx.wording import written
 
@@ -135,7 +136,7 @@ def command_page(word: str, words: Sequence[str]) -> str:
         return "\n".join([*group_lines(groups, values), *key_lines(keys, values)]).strip()
     lines = [usage(USAGE[word]), "", wrapped(ABOUT[word])]
     lines += [""] * (word in FLAGS) + [entry(flag, says) for flag, says in FLAGS.get(word, ())]
-    left_out = (*(("ddp",) if understood.one_device else ()), *(LAUNCHED if word in RUN_USAGE else ()))
+    left_out = (*(SPREAD if understood.one_device else ()), *(LAUNCHED if word in RUN_USAGE else ()))
     return "\n".join([*lines, *group_lines(groups, values, left_out), *key_lines(keys, values)])
 
 

@@ -15,6 +15,7 @@ from rtx.commandline.multirun import Cell, lay_out
 from rtx.commandline.overrides import check_overrides
 from rtx.commandline.vocabulary import LAUNCHED, benchmark
 from rtx.compose import to_dict
+from rtx.config_training import SPREAD
 from rtx.errors import RunFailed, UserError
 from rtx.report.steps import DRAWN, MADE, WHAT, read_record, record_path, views
 from rtx.report.terminal import terminal
@@ -74,8 +75,9 @@ def lay_out_rows(overrides: Sequence[str]) -> list[Cell]:
     if jobs := [str(entry) for entry in checked if entry.key == "hardware" and set(entry.values) & set(LAUNCHED)]:
         raise UserError(f"{jobs[0]}: makes jobs of the cells of a sweep; rtx bench takes its rows in turn, here")
     rows, _ = lay_out(checked)
-    if any(row.config.hardware.name == "ddp" for row in rows):
-        raise UserError("hardware=ddp: rtx bench times a row on one device; hardware takes auto, cpu or gpu")
+    if spread := [row for row in rows if row.config.hardware.name in SPREAD]:
+        name = spread[0].config.hardware.name
+        raise UserError(f"hardware={name}: rtx bench times a row on one device; hardware takes auto, cpu or gpu")
     return rows
 
 

@@ -7,6 +7,7 @@ import textwrap
 from rtx.analysis.cost import Cost, cost, memory
 from rtx.compose import compose
 from rtx.config import Config, DataConfig, base_patterns
+from rtx.config_training import SPREAD
 from rtx.data import recall
 from rtx.data.catalog import data_root, prepared_vocabulary
 from rtx.data.published import VOCABULARY
@@ -95,7 +96,7 @@ def units_of(data: DataConfig) -> str:
 def processes(config: Config) -> str:
     """Return how many devices share a step, as far as the configuration says."""
     devices = (config.hardware.devices or 1) * config.hardware.nodes
-    if config.hardware.name == "ddp" and config.hardware.devices is None:
+    if config.hardware.name in SPREAD and config.hardware.devices is None:
         return f"{plural(devices, 'process')} (hardware.devices unset)"
     return plural(devices, "device")
 

@@ -17,7 +17,8 @@ from rtx.training.status import busy, is_running, read_status, run_state
 
 FREE = {
     *("trainer.steps", "trainer.max_minutes", "trainer.val_every", "trainer.val_windows", "optimizer.steps"),
-    *("trainer.checkpoint_every", "trainer.log_every", "hardware.name", "hardware.workers"),
+    *("trainer.checkpoint_every", "trainer.checkpoint_minutes", "trainer.keep_checkpoints", "trainer.log_every"),
+    *("hardware.name", "hardware.workers"),
     *("name", "model.name", "data.path"),
 }
 """Fields that may change without a change of one bit of the weights up to a given step."""
@@ -30,6 +31,7 @@ LEARNING = (
     "attention_dropout",
     "ffn_dropout",
     "recompute",
+    "ffn_parts",
     "decay",
     "threshold_decay",
     "commitment",

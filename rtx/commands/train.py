@@ -33,7 +33,7 @@ from rtx.model.transformer import Transformer
 from rtx.report.measures import further_lines, stamp_phrases
 from rtx.report.summary import answers_line, closing_lines, protocol_line
 from rtx.report.text import printable
-from rtx.training.checkpoints import Checkpoint, check_shapes, newest_checkpoint
+from rtx.training.checkpoints import Checkpoint, check_shapes, load_for_use, load_weights, newest_checkpoint
 from rtx.training.files import replace_file
 from rtx.training.fit import Outcome, fit, loader_process_starts
 from rtx.training.fresh import fresh_model
@@ -55,6 +55,7 @@ from rtx.training.signals import (
     announce_parent,
     go_with_parent,
     ignore_signals,
+    started_by_another,
     state_after,
     stop_with_sweep,
 )
@@ -99,10 +100,11 @@ def run(config: Config, hardware: Hardware, folder: Path | None = None, resumpti
         RunFailed: NaN, a full disk, a lost process.
     """
     prepare_torch(config, hardware)
+    if not started_by_another():
+        announce_parent()
     if hardware.rank > 0:
         # Only the first process writes; the others, whoever started them, need no folder of their own.
         return follow(config, hardware, folder or Path(os.devnull), resumption)
-    announce_parent()
     with Signals() as signals:
         try:
             stop_with_sweep()
@@ -124,13 +126,13 @@ def run(config: Config, hardware: Hardware, folder: Path | None = None, resumpti
 def follow(config: Config, hardware: Hardware, folder: Path, resumption: Resumption | None) -> int:
     """Do the work of a rank that writes nothing; how the run ends is for the first rank to say.
 
-    A child that Lightning started has nothing to do with signals, goes when its parent goes, and always leaves with 0:
-    Lightning kills the parent of one that leaves with an error.
+    A child that the first process of its machine started has nothing to do with signals, goes when its parent goes, and
+    always leaves with 0: any other end is one that the parent does not know of.
     """
-    code = 0
+    code, child = 0, started_by_another()
     try:
         with Signals() as signals:
-            if hardware.launcher == "lightning":
+            if child:
                 ignore_signals()
                 go_with_parent()
             train(config, hardware, folder, open_data(config.data, data_root(), nothing), signals, resumption, None)
@@ -138,7 +140,7 @@ def follow(config: Config, hardware: Hardware, folder: Path, resumption: Resumpt
         code = stop.code
     except (RunFailed, UserError, torch.distributed.DistError):
         code = 1
-    return 0 if hardware.launcher == "lightning" else code
+    return 0 if child else code
 
 
 def train(
@@ -195,7 +197,7 @@ def train(
     if status:
         print(closing(config, store, outcome, folder))
         if isinstance(store, TokenStore):
-            print_sample(model, store, folder, outcome.step)
+            print_sample(whole_model(config, hardware, model, store, folder), store, folder, outcome.step)
 
 
 def beginning(folder: Path, resumption: Resumption | None, start: Checkpoint | None) -> str:
@@ -336,6 +338,21 @@ def final_measures(config: Config, store: Store, outcome: Outcome) -> dict[str, 
     reading = Reading(store.split("valid"))
     every = windows(len(reading.tokens), config.data.length, config.eval.stride)
     return measured(store, "valid", reading, every, outcome.final, partial=False)
+
+
+def whole_model(config: Config, hardware: Hardware, model: Transformer, store: Store, folder: Path) -> Transformer:
+    """Return a model that this process has all of: where a fit has shared it out, that of the last checkpoint.
+
+    Raises:
+        RunFailed: no checkpoint is whole.
+    """
+    if not hardware.sharded:
+        return model
+    whole = Transformer(config, store.vocabulary)
+    if config.hardware.precision == "fp64":
+        whole = whole.double()
+    load_weights(whole, load_for_use(folder / "checkpoints", "last", nothing), to_dict(config))
+    return whole
 
 
 def print_sample(model: Transformer, store: TokenStore, folder: Path, step: int) -> None:

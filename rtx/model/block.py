@@ -1,12 +1,14 @@
 """One decoder block: attention and a feed-forward layer, each inside a residual branch.
 
-Shapes: B sequences, N positions, E hidden width, F feed-forward width.
+Shapes: B sequences, N positions, R = B * N rows, E hidden width, F feed-forward width.
 """
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from rtx.attention.heads import HeadState
 from rtx.config import Config, ModelConfig
@@ -21,12 +23,25 @@ class FeedForward(nn.Module):
         super().__init__()
         self.activation = config.ffn
         self.dropout = config.ffn_dropout
+        self.parts = config.ffn_parts
         gates = 2 if config.ffn == "geglu" else 1
         self.inner = Linear(config.hidden, gates * config.ffn_hidden, bias=config.ffn != "geglu")
         self.outer = Linear(config.ffn_hidden, config.hidden, bias=config.ffn != "geglu")
 
     def forward(self, x_BNE: Tensor) -> Tensor:
-        """Return the layer's output `[B, N, E]`."""
+        """Return the layer's output `[B, N, E]`; in parts, the wide units of one of them are held at a time."""
+        if self.parts == 1:
+            return self.whole(x_BNE)
+        rows_RE = x_BNE.reshape(-1, x_BNE.shape[-1])
+        parts = rows_RE.split(-(-len(rows_RE) // self.parts))
+        if torch.is_grad_enabled():
+            outputs = [checkpoint(self.whole, part_RE, use_reentrant=False) for part_RE in parts]
+        else:
+            outputs = [self.whole(part_RE) for part_RE in parts]
+        return torch.cat(outputs).view(x_BNE.shape)  # type: ignore[arg-type]
+
+    def whole(self, x_BNE: Tensor) -> Tensor:
+        """Return the output of all rows at once; any leading shape."""
         x_BNF = self.inner(x_BNE)
         if self.activation == "relu":
             x_BNF = F.relu(x_BNF)

@@ -1,8 +1,9 @@
 """Checkpoints: plain dicts in a zip file that torch.load reads, with a checksum, replaced only by a whole new one.
 
 A run keeps `checkpoints/last.ckpt` (everything that a resume needs), `previous.ckpt` (the one before it, for the day
-when `last.ckpt` is damaged) and `best.ckpt` (by validation bits; without optimizer and random streams). The SHA-256 of
-the file stands in the comment at its end, so that any flipped bit or missing piece is known before it is trusted.
+when `last.ckpt` is damaged), still older ones as `step_<step>.ckpt` where `trainer.keep_checkpoints` asks for them, and
+`best.ckpt` (by validation bits; without optimizer and random streams). The SHA-256 of the file stands in the comment at
+its end, so that any flipped bit or missing piece is known before it is trusted.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from rtx.disk import sync_folder
 from rtx.errors import RunFailed, UserError
 from rtx.training.changes import differences
-from rtx.training.checksums import COMMENT_BYTES, PIECE, TAG, Damaged, verify
+from rtx.training.checksums import COMMENT_BYTES, PIECE, TAG, Damaged, older, resumable, verify
 from rtx.training.files import write_beside
 
 FORMAT = 1
@@ -36,24 +37,44 @@ class Refused(Exception):
     """A file that is whole but no checkpoint of ours: other objects than plain data, or a later format."""
 
 
-def save_last(folder: Path, checkpoint: Checkpoint) -> None:
+def save_last(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> None:
     """Replace `last.ckpt`; the old one becomes `previous.ckpt`. At every moment one of them is whole.
 
+    Args:
+        folder: the run's checkpoints folder.
+        checkpoint: what to write.
+        keep: checkpoints to go on from that remain, this one included. Above 2 the old `previous.ckpt` stays as
+            `step_<step>.ckpt`, and the oldest of those is deleted.
+
     Raises:
-        RunFailed: the disk is full; both files are as they were.
+        RunFailed: the disk is full; all files are as they were.
     """
     last, previous = folder / "last.ckpt", folder / "previous.ckpt"
     written = write_checkpoint(last, checkpoint)
-    if last.exists():
-        keep = written.with_name(written.name.replace("last", "previous", 1))
+    if keep > 2:
+        name_by_step(previous)
+    if keep > 1 and last.exists():
+        second = written.with_name(written.name.replace("last", "previous", 1))
         try:
-            os.link(last, keep)
+            os.link(last, second)
         except OSError:  # a file system without hard links: for a moment only previous.ckpt is there
             os.replace(last, previous)
         else:
-            os.replace(keep, previous)
+            os.replace(second, previous)
     os.replace(written, last)
     sync_folder(folder)
+    for path in [*older(folder)[max(0, keep - 2) :], *([previous] if keep == 1 else [])]:
+        path.unlink(missing_ok=True)
+
+
+def name_by_step(path: Path) -> None:
+    """Rename a checkpoint to `step_<step>.ckpt`; a damaged one, or none, is left as it is."""
+    try:
+        verify(path)
+        step = torch.load(path, map_location="meta", weights_only=True)["step"]
+    except (OSError, Damaged):
+        return
+    os.replace(path, path.with_name(f"step_{step:07d}.ckpt"))
 
 
 def save_best(folder: Path, checkpoint: Checkpoint) -> None:
@@ -150,13 +171,14 @@ def newest_checkpoint(folder: Path, *, set_aside: bool, report: Any = print) -> 
         RunFailed: there are checkpoints, but none is whole.
         UserError: the newest whole one is refused.
     """
+    paths = resumable(folder)
     missing = []
-    for name in ("last.ckpt", "previous.ckpt"):
-        path = folder / name
+    for path in paths:
+        name = path.name
         try:
             checkpoint = read_checkpoint(path)
         except FileNotFoundError:
-            missing.append(name)
+            missing.append(path)
             continue
         except Damaged as error:
             if set_aside:
@@ -166,10 +188,11 @@ def newest_checkpoint(folder: Path, *, set_aside: bool, report: Any = print) -> 
             continue
         except Refused as error:
             raise UserError(str(error)) from error
-        if name != "last.ckpt":
-            report(f"going on from {path} (step {checkpoint['step']}), the checkpoint before it")
+        if path != paths[0]:
+            which = "the checkpoint" if path == paths[1] else "a checkpoint"
+            report(f"going on from {path} (step {checkpoint['step']}), {which} before it")
         return checkpoint
-    if len(missing) == 2 and not list(folder.glob("*.damaged")):
+    if missing == paths and not list(folder.glob("*.damaged")):
         return None
     raise RunFailed(f"no checkpoint in {folder} is whole; the weights of best.ckpt may still be scored")
 
@@ -183,7 +206,7 @@ def load_for_use(folder: Path, name: str, say: Callable[[str], object] = print) 
         UserError: the run has no checkpoint yet, or the file is refused.
         RunFailed: no checkpoint is whole.
     """
-    others = [other for other in ("best", "last", "previous") if other != name]
+    others = [other for other in ("best", *(path.stem for path in resumable(folder))) if other != name]
     problems = []
     for candidate in (name, *others):
         path = folder / f"{candidate}.ckpt"

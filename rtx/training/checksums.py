@@ -47,10 +47,14 @@ def verify(path: Path) -> None:
 
 def any_whole(folder: Path) -> bool:
     """Whether a run's checkpoints folder holds a file to go on from that is as it was written."""
-    for name in ("last.ckpt", "previous.ckpt"):
-        try:
-            verify(folder / name)
-        except (Damaged, OSError):
-            continue
-        return True
-    return False
+    return any(is_whole(path) for path in resumable(folder))
+
+
+def resumable(folder: Path) -> list[Path]:
+    """Return the files of a run's checkpoints folder that it may go on from, the newest first; some may be missing."""
+    return [folder / "last.ckpt", folder / "previous.ckpt", *older(folder)]
+
+
+def older(folder: Path) -> list[Path]:
+    """Return the checkpoints before `previous.ckpt` that are kept, the newest first."""
+    return sorted(folder.glob("step_[0-9]*.ckpt"), key=lambda path: (len(path.name), path.name), reverse=True)

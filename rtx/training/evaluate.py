@@ -125,10 +125,12 @@ def score_windows(
         for turn in range(0, len(batches), world):
             if should_stop():
                 return None
+            # A rank without a batch of its own in the last turn runs one all the same: where parameters are shared out
+            # (hardware=fsdp) every pass needs all ranks.
+            batch = batches[min(turn + rank, len(batches) - 1)]
+            scored_B2 = score_batch(model, tokens, [windows[k] for k in batch], at_A, streaming, device)
             if turn + rank < len(batches):
-                batch = batches[turn + rank]
-                chosen = [windows[k] for k in batch]
-                sums_K2[batch] = score_batch(model, tokens, chosen, at_A, streaming, device)
+                sums_K2[batch] = scored_B2
             on_progress(min(len(windows), batches[min(turn + world, len(batches)) - 1][-1] + 1), len(windows))
     finally:
         model.train(was_training)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,10 +19,11 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.plugins.precision import DoublePrecision
 
 from rtx.config import Config
 from rtx.errors import RunFailed
+from rtx.training.children import Launcher
 from rtx.training.evaluate import Score
 from rtx.training.hardware import Hardware
 from rtx.training.job import Job
@@ -29,6 +32,7 @@ from rtx.training.module import TrainingModule
 from rtx.training.pace import Fetches
 from rtx.training.runs import shown
 from rtx.training.signals import ignore_signals, state_after
+from rtx.training.strategies import Replicated, Shared
 
 PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp64": "64-true"}
 """Our word for each arithmetic, and Lightning's."""
@@ -72,6 +76,8 @@ def fit(job: Job) -> Outcome:
     trainer = make_trainer(job.config, job.hardware, job.folder, [loop])
     job.signals.at_once = lambda code: leave_at_once(code, job, loop, trainer)
     job.signals.acknowledge = job.records.progress.say
+    if isinstance(trainer.strategy.launcher, Launcher):
+        trainer.strategy.launcher.lost = lambda how: end_without(how, job, loop, trainer)
     try:
         with quiet():
             trainer.fit(module, train_dataloaders=fetches)
@@ -92,14 +98,18 @@ def make_trainer(config: Config, hardware: Hardware, folder: Path, callbacks: li
     """Return a Trainer that only steps: no loggers, checkpoints, bars, summaries, samplers or validation of its own."""
     strategy: Any = "auto"
     if hardware.distributed:
-        strategy = DDPStrategy(broadcast_buffers=False)  # centroids are kept equal by update_centroids
+        strategy = Shared(hardware.world) if hardware.sharded else Replicated()
+    precision: Any = PRECISIONS[config.hardware.precision]
+    plugins: list[Any] = [cluster_environment(hardware)]
+    if hardware.sharded and precision == "64-true":  # Lightning refuses the word, and takes the plugin
+        precision, plugins = None, [*plugins, DoublePrecision()]
     return pl.Trainer(
         accelerator=hardware.accelerator,
         devices=hardware.devices,
         num_nodes=hardware.nodes,
         strategy=strategy,
-        precision=PRECISIONS[config.hardware.precision],  # type: ignore[arg-type]
-        plugins=[cluster_environment(hardware)],
+        precision=precision,
+        plugins=plugins,
         callbacks=callbacks,
         accumulate_grad_batches=hardware.accumulate,
         max_epochs=1,
@@ -120,6 +130,8 @@ def cluster_environment(hardware: Hardware) -> ClusterEnvironment:
     if hardware.launcher == "torchrun":
         return TorchElasticEnvironment()
     if hardware.launcher == "srun":
+        # Lightning insists on the tasks of each machine, which srun tells of only where they were asked for.
+        os.environ.setdefault("SLURM_NTASKS_PER_NODE", str(hardware.devices))
         return SLURMEnvironment(auto_requeue=False)
     return LightningEnvironment()
 
@@ -131,6 +143,22 @@ def leave_at_once(code: int, job: Job, loop: Loop, trainer: pl.Trainer) -> None:
         job.records.progress.say(f"continue with: rtx resume {shown(job.folder)}")
     if job.records.status:
         job.records.status.end(state_after(code), f"stopped at once; {loop.last_good()}")
+    end_children(trainer)
+
+
+def end_without(how: str, job: Job, loop: Loop, trainer: pl.Trainer) -> None:
+    """End the process where it is, because one that it started is gone and it has not noticed; say so."""
+    reason = f"{how}; {loop.last_good()}"
+    job.records.progress.clear()
+    print(f"rtx: {reason}", file=sys.stderr, flush=True)
+    if job.records.status:
+        job.records.status.end("failed", reason)
+    end_children(trainer)
+    os._exit(1)
+
+
+def end_children(trainer: pl.Trainer) -> None:
+    """Kill the processes that this one has started."""
     for child in getattr(trainer.strategy.launcher, "procs", []):
         child.kill()
 

@@ -12,6 +12,7 @@ import torch
 
 from rtx.compiler import has_compiler
 from rtx.config import Config
+from rtx.config_training import SPREAD
 from rtx.errors import UserError
 from rtx.training.launchers import process_rank, started_by
 
@@ -29,7 +30,9 @@ class Hardware:
     rank: int
     """This process among all."""
     distributed: bool
-    """Whether gradients are averaged over processes (hardware=ddp, also with one device)."""
+    """Whether gradients are averaged over processes (hardware=ddp or fsdp, also with one device)."""
+    sharded: bool
+    """Whether parameters and optimizer state are shared out among the processes (hardware=fsdp)."""
     launcher: str
     """Who starts the processes: lightning, torchrun or srun."""
     micro_batch_size: int
@@ -61,7 +64,7 @@ def resolve_hardware(config: Config) -> Hardware:
     if wish.precision == "tf32" and not use_gpu:
         raise UserError("hardware.precision=tf32 needs a GPU and there is none; a CPU takes fp32, bf16 or fp64")
     launcher, started_world, started_devices = started_by()
-    distributed = wish.name == "ddp"
+    distributed = wish.name in SPREAD
     devices, nodes = 1, wish.nodes
     if distributed:
         devices = wish.devices or (started_devices if launcher != "lightning" else gpus) or 1
@@ -70,14 +73,31 @@ def resolve_hardware(config: Config) -> Hardware:
         if use_gpu and devices > gpus:
             raise UserError(f"hardware.devices={devices}, but this machine has {gpus} GPU(s)")
     if launcher != "lightning" and started_world != devices * nodes:
-        hint = "set hardware=ddp" if not distributed else "make them agree"
+        hint = "set hardware=ddp or hardware=fsdp" if not distributed else "make them agree"
         raise UserError(
             f"{launcher} started {started_world} processes, but hardware={wish.name} asks for {devices} on "
             f"{nodes} machine(s); {hint}"
         )
+    if launcher == "lightning" and nodes > 1:
+        check_meeting_point(nodes)
     micro, accumulate = micro_batches(config, devices * nodes)
     rank = process_rank(launcher, devices)
-    return Hardware("gpu" if use_gpu else "cpu", devices, nodes, rank, distributed, launcher, micro, accumulate)
+    accelerator, sharded = "gpu" if use_gpu else "cpu", wish.name == "fsdp"
+    return Hardware(accelerator, devices, nodes, rank, distributed, sharded, launcher, micro, accumulate)
+
+
+def check_meeting_point(nodes: int) -> None:
+    """Check that processes which nobody starts on all machines together know where to meet, and who is who.
+
+    Raises:
+        UserError: names the variables that are missing.
+    """
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if not os.environ.get(name)]
+    if missing:
+        raise UserError(
+            f"hardware.nodes={nodes} without torchrun or srun: the same command on each machine needs MASTER_ADDR and "
+            f"MASTER_PORT (of the first one) and NODE_RANK (0 to {nodes - 1}); not set: {', '.join(missing)}"
+        )
 
 
 def micro_batches(config: Config, world: int) -> tuple[int, int]:

@@ -6,6 +6,7 @@ Everything here happens on all ranks alike; only the first one writes.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from rtx.training.pace import Clock, Fetches
 from rtx.training.progress import peak_memory, training_line
 from rtx.training.ranks import Ranks
 from rtx.training.rng import restore_rng, rng_state, seed_everything
+from rtx.training.sharding import local
 from rtx.training.signals import Stopped
 
 RUNNING_SUMS = ("nats_sum", "right_sum", "passes")
@@ -44,9 +46,11 @@ class Loop(pl.Callback):
         self.memberships = self.kept_memberships(job.start)
         self.grad_norm: float = progress.get("grad_norm", 0.0)
         self.saved = job.start["step"] if job.start else None
+        self.saved_at = time.monotonic()
+        """When the last checkpoint was written, or this process began to step."""
         self.row_step = job.first_step
         self.stopped_by = 0
-        self.time_up = False
+        self.time_up = self.save_up = False
         self.final: Score | None = None
         self.streams_set = False
         self.fetched_before = 0.0
@@ -68,6 +72,7 @@ class Loop(pl.Callback):
         """Start the clock, and make up for a validation that a signal cut short."""
         self.hold_signals(trainer)
         self.clock.start()
+        self.saved_at = time.monotonic()
         self.make_up(trainer)
         if self.stopped_by:
             raise self.stopped()
@@ -108,7 +113,7 @@ class Loop(pl.Callback):
         look = log_due or validation_due or save_due or last or reading_is_free(self.module.device)
         self.agree(look)
         ending = last or self.time_up
-        if (ending or self.stopped_by) and not look:
+        if (ending or self.stopped_by or self.save_up) and not look:
             self.agree(look=True)
         if log_due or ending:
             self.write_row()
@@ -116,12 +121,12 @@ class Loop(pl.Callback):
         pending = validation_due or ending
         if pending and not self.stopped_by:
             pending = not self.validate(trainer)
-        if save_due or ending or self.stopped_by:
+        if save_due or self.save_up or ending or self.stopped_by:
             self.save(trainer, pending)
         trainer.should_stop = bool(ending or self.stopped_by)
 
     def agree(self, look: bool) -> None:
-        """Learn whether any rank is to stop or has failed; `look` reads the last numbers back from the device first.
+        """Learn whether any rank is to stop or to save, or has failed; `look` first reads numbers from the device.
 
         Raises:
             RunFailed: the loss or the gradient is not finite on some rank.
@@ -134,8 +139,12 @@ class Loop(pl.Callback):
                 problem = str(error)
         limit = self.plan.max_minutes
         time_up = limit is not None and self.clock.seconds >= 60 * limit
-        self.stopped_by, up, failed = self.ranks.largest(self.job.signals.requested, int(time_up), int(bool(problem)))
-        self.time_up = bool(up)
+        pause = self.plan.checkpoint_minutes
+        save_up = pause is not None and time.monotonic() - self.saved_at >= 60 * pause
+        self.stopped_by, up, save, failed = self.ranks.largest(
+            self.job.signals.requested, int(time_up), int(save_up), int(bool(problem))
+        )
+        self.time_up, self.save_up = bool(up), bool(save)
         if failed:
             raise RunFailed(f"{problem or 'the loss of another rank is not finite'}; {self.last_good()}")
 
@@ -292,7 +301,8 @@ class Loop(pl.Callback):
             RunFailed: the disk is full, or the weights are not finite; the old checkpoints are as they were.
         """
         with self.clock:
-            if not all(bool(torch.isfinite(p).all()) for p in self.module.model.parameters()):
+            finite = all(bool(torch.isfinite(local(p)).all()) for p in self.module.model.parameters())
+            if self.ranks.largest(int(not finite))[0]:
                 raise RunFailed(f"step {self.module.step}: the weights are not finite; {self.last_good()}")
             content = self.content(trainer)
             content["memberships"] = {"window": self.read_window, "heads": self.memberships}
@@ -301,8 +311,8 @@ class Loop(pl.Callback):
             own = {"rng": rng_state(), **sums}
             content["ranks"] = self.ranks.gather(own)
             content["progress"]["pending_validation"] = pending
-            self.write(lambda: save_last(self.checkpoints, content))
-            self.saved = self.module.step
+            self.write(lambda: save_last(self.checkpoints, content, self.plan.keep_checkpoints))
+            self.saved, self.saved_at, self.save_up = self.module.step, time.monotonic(), False
             self.job.records.update(step=self.module.step, write=True)
 
     def content(self, trainer: pl.Trainer) -> Checkpoint:
@@ -342,7 +352,8 @@ class Loop(pl.Callback):
 
     def load(self, trainer: pl.Trainer, start: Checkpoint) -> None:
         """Put weights, optimizer and the step back, in place."""
-        self.module.model.load_state_dict(start["model"])
+        weights = {f"model.{name}": tensor for name, tensor in start["model"].items()}
+        trainer.strategy.load_model_state_dict({"state_dict": weights})
         trainer.strategy.load_optimizer_state_dict({"optimizer_states": [start["optimizer"]]})
         self.module.step = start["step"]
 

@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from rtx.attention.kmeans import update_centroids
 from rtx.config import Config
 from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
+from rtx.training.sharding import shard, whole
 
 
 class TrainingModule(pl.LightningModule):
@@ -52,6 +53,12 @@ class TrainingModule(pl.LightningModule):
         if config.hardware.compile:
             self.loss = torch.compile(self.loss)
 
+    def configure_model(self) -> None:
+        """Share the parameters out, where the strategy has processes to do so (hardware=fsdp); once, before a fit."""
+        if self.device_mesh is not None:
+            self.trainer.precision_plugin.convert_module(self)  # what is shared out keeps its type
+            shard(self.model, self.device_mesh["data_parallel"])
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Build the optimizer that the configuration names."""
         return build_optimizer(self.model, self.config.optimizer)
@@ -73,7 +80,7 @@ class TrainingModule(pl.LightningModule):
     ) -> None:
         """Measure the norm of the whole gradient, and scale the gradient down to `trainer.clip`."""
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = whole(get_total_norm([p.grad for p in parameters if p.grad is not None]))
         if self.config.trainer.clip:
             clip_grads_with_norm_(parameters, self.config.trainer.clip, norm)
         right = torch.stack(self.step_right) if self.step_right else None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from rtx.config import Config, OptimizerConfig
+from rtx.training.sharding import is_shared, put_whole, whole
 
 ADAFACTOR_EPS = (1e-18, 1e-3)
 """Floors of the gradient's mean square and of the parameter's root mean square; see `build_optimizer`."""
@@ -45,7 +47,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     """
     groups = parameter_groups(model, config.weight_decay)
     if config.name == "adafactor":
-        return torch.optim.Adafactor(groups, lr=config.lr, beta2_decay=-0.8, eps=ADAFACTOR_EPS, d=1.0)
+        adafactor = SharedAdafactor if is_shared(model.parameters()) else torch.optim.Adafactor
+        return adafactor(groups, lr=config.lr, beta2_decay=-0.8, eps=ADAFACTOR_EPS, d=1.0)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name]
     return kind(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
 
@@ -64,6 +67,32 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
             (decaying if is_matrix else exempt).append(parameter)
     groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": exempt, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+class SharedAdafactor(torch.optim.Adafactor):
+    """Adafactor over parameters that are shared out: its means run over whole matrices, so each is gathered in turn.
+
+    Every process takes the whole step and keeps its part. The state, sums over rows and columns, is whole everywhere.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take a step; `closure` works out the gradients."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            options = {name: value for name, value in group.items() if name != "params"}
+            for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
+                stand_in = nn.Parameter(whole(parameter))
+                stand_in.grad = whole(parameter.grad)
+                for_one = torch.optim.Adafactor([{"params": [stand_in], **options}])
+                for_one.state[stand_in] = self.state[parameter]
+                for_one.step()
+                self.state[parameter] = for_one.state[stand_in]
+                put_whole(parameter, stand_in.detach())
+        return loss
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -138,6 +138,7 @@ def machine(environment: dict[str, Any]) -> dict[str, Any]:
         "torch": environment["versions"]["torch"],
         **{name: environment[name] for name in ("threads", "gpu")},
         **{name: environment["hardware"][name] for name in ("accelerator", "devices", "nodes")},
+        "sharded": environment["hardware"].get("sharded", False),
     }
 
 

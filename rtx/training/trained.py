@@ -12,6 +12,7 @@ import torch
 
 from rtx.compose import load_run_config, merge, to_dict
 from rtx.config import Config
+from rtx.config_training import SPREAD
 from rtx.model.transformer import Transformer
 from rtx.training.checkpoints import Checkpoint, load_for_use, load_weights
 from rtx.training.exports import is_export, read_export
@@ -47,7 +48,7 @@ def run_config(folder: Path, overrides: list[str], section: str) -> Config:
 def on_one_device(config: Config) -> Config:
     """Return a configuration for work on one device, not compiled."""
     hardware = dataclasses.replace(config.hardware, devices=None, nodes=1, compile=False)
-    if hardware.name == "ddp":
+    if hardware.name in SPREAD:
         hardware = dataclasses.replace(hardware, name="auto")
     return dataclasses.replace(config, hardware=hardware)
 

@@ -50,7 +50,7 @@ def test_a_command_on_a_run_shows_its_own_defaults_alone() -> None:
     assert "\n  hardware.threads " in page
     assert "model=<option>" not in page
     assert "hardware.workers" not in page
-    assert "\n  ddp" not in page
+    assert "\n  ddp" not in page and "\n  fsdp" not in page
     assert "\n  data.length " in page
     assert page.index("eval.<key>") < page.index("hardware.<key>")
     assert "force=true" in help.command_page("resume", [])

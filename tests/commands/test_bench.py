@@ -100,6 +100,7 @@ def test_ctrl_c_prints_and_keeps_what_is_there(workshop: Workshop, monkeypatch: 
         (("steps", "bench.turns=0"), "bench.turns=0: must be an integer, at least 1"),
         (("steps", "routing.heads=2,4", "hydra/launcher=basic"), "hydra/launcher=basic: has no effect"),
         (("steps", "hardware=ddp"), "hardware takes auto, cpu or gpu"),
+        (("steps", "hardware=fsdp"), "hardware=fsdp: rtx bench times a row on one device"),
         (("steps", "hardware.devices=2"), "needs hardware=ddp"),
         (("steps", "seed=1,1"), "are the same run"),
         (("steps", "routing.heads=2,99"), "routing.heads=99"),

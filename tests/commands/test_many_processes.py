@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from many import TWO, ended, said, start
 from small_runs import SIZES, Workshop, patiently, steps_logged
 
 from rtx.training.checkpoints import read_checkpoint
@@ -21,14 +20,8 @@ EXACT = (
     "model.attention_dropout=0",
     "model.ffn_dropout=0",
 )
-TWO = ("hardware=ddp", "hardware.devices=2", "hardware.threads=1", "trainer.micro_batch_size=1")
-
-
-def started(workshop: Workshop, run: Path, command: list[str]) -> subprocess.Popen[bytes]:
-    """Start a command in a process group of its own; what it says goes to a file beside the run."""
-    with open(run.with_suffix(".log"), "wb") as log:
-        environment = {**os.environ, **workshop.environment(run)}
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, process_group=0)
+MOST = {"fp64": 1e-9, "fp32": 1e-6}
+"""Largest relative difference allowed after 20 steps."""
 
 
 def worst(one: Path, other: Path) -> float:
@@ -39,66 +32,71 @@ def worst(one: Path, other: Path) -> float:
     return max(float((x - y).abs().max() / x.abs().max().clamp_min(1e-9)) for x, y in pairs)
 
 
-@pytest.mark.parametrize(("precision", "most"), [("fp64", 1e-9), ("fp32", 1e-6)])
-def test_two_processes_take_the_steps_of_one_and_resume_on_one(workshop: Workshop, precision: str, most: float) -> None:
-    two, exact = workshop.folder / f"two-{precision}", (*EXACT, f"hardware.precision={precision}")
-    command = [sys.executable, "-m", "rtx", "train", workshop.text, *SIZES, *exact, *TWO, "trainer.steps=20"]
-    process = started(workshop, two, command)
-    one, longer = (
-        workshop.train(f"one-{precision}", *exact, "trainer.steps=20"),
-        workshop.train(f"longer-{precision}", *exact, "trainer.steps=24"),
-    )
-    assert process.wait(timeout=240) == 0, two.with_suffix(".log").read_text()
-    assert worst(two, one) < most
-    status = [(read_status(run) or {})["final"]["bits"] for run in (one, two)]
-    assert abs(status[0] - status[1]) < most
+@pytest.fixture(scope="module")
+def joined(workshop: Workshop) -> dict[tuple[str, int], Path]:
+    """Runs of one process with the whole batch, by precision and number of steps."""
+    return {
+        (precision, steps): workshop.train(
+            f"one-{precision}-{steps}", *EXACT, f"hardware.precision={precision}", f"trainer.steps={steps}"
+        )
+        for precision in MOST
+        for steps in (20, 24)
+    }
+
+
+@pytest.mark.parametrize(
+    ("hardware", "precision", "launcher"),
+    [
+        ("ddp", "fp64", "lightning"),
+        ("ddp", "fp32", "lightning"),
+        ("fsdp", "fp64", "lightning"),
+        ("fsdp", "fp32", "machines"),
+    ],
+)
+def test_two_processes_take_the_steps_of_one_and_resume_on_one(
+    workshop: Workshop, joined: dict[tuple[str, int], Path], hardware: str, precision: str, launcher: str
+) -> None:
+    two, exact = workshop.folder / f"{hardware}-{precision}", (*EXACT, f"hardware.precision={precision}")
+    overrides = (f"hardware={hardware}", *TWO, *exact, "trainer.steps=20")
+    ended(two, start(workshop, launcher, two, "train", workshop.text, *SIZES, *overrides))
+    assert worst(two, joined[precision, 20]) < MOST[precision]
+    status = [(read_status(run) or {})["final"]["bits"] for run in (two, joined[precision, 20])]
+    assert abs(status[0] - status[1]) < MOST[precision]
     changed = ("hardware=cpu", f"hardware.precision={precision}", "hardware.threads=1")
-    said = workshop.command("resume", str(two), *changed, "trainer.micro_batch_size=4", "trainer.steps=24")
-    assert "no longer exact: devices 2 -> 1\n" in said
-    assert worst(two, longer) < most
+    resumed = workshop.command("resume", str(two), *changed, "trainer.micro_batch_size=4", "trainer.steps=24")
+    moved = "nodes 2 -> 1" if launcher == "machines" else "devices 2 -> 1"
+    moved += ", sharded True -> False" if hardware == "fsdp" else ""
+    assert f"no longer exact: {moved}\n" in resumed
+    assert worst(two, joined[precision, 24]) < MOST[precision]
+
+
+def test_a_run_of_one_process_goes_on_shared_out_among_two(
+    workshop: Workshop, joined: dict[tuple[str, int], Path]
+) -> None:
+    run = workshop.train("lengthened", *EXACT, "hardware.precision=fp64", "trainer.steps=20")
+    overrides = ("hardware=fsdp", *TWO, "hardware.precision=fp64", "trainer.steps=24")
+    assert "devices 1 -> 2, sharded False -> True" in ended(
+        run, start(workshop, "torchrun", run, "resume", str(run), *overrides)
+    )
+    assert worst(run, joined["fp64", 24]) < MOST["fp64"]
 
 
 def test_torchrun_shares_a_folder_and_a_signal_to_the_first_stops_all(workshop: Workshop) -> None:
     run = workshop.folder / "torchrun"
-    train = [
-        "-m",
-        "rtx",
-        "train",
-        workshop.text,
-        *SIZES,
-        *TWO,
-        "hardware.precision=fp64",
-        "trainer.steps=1000000",
-        "trainer.val_every=1000000",
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        f"--master-port={free_port()}",
-        *train,
-    ]
-    process = started(workshop, run, command)
-    for _ in patiently(lambda: run.with_suffix(".log").read_text(), pause=0.01):
+    overrides = ("hardware=ddp", *TWO, "hardware.precision=fp64", "trainer.steps=1000000")
+    (process,) = start(
+        workshop, "torchrun", run, "train", workshop.text, *SIZES, *overrides, "trainer.val_every=1000000"
+    )
+    for _ in patiently(lambda: said(run), pause=0.01):
         if steps_logged(run) >= 2:
             break
-        assert process.poll() is None, run.with_suffix(".log").read_text()
+        assert process.poll() is None, said(run)
     status = read_status(run) or {}
     os.kill(status["pid"], signal.SIGTERM)
     process.wait(timeout=120)
     status = read_status(run) or {}
-    assert status["state"] == "preempted", run.with_suffix(".log").read_text()
+    assert status["state"] == "preempted", said(run)
     checkpoint = read_checkpoint(run / "checkpoints" / "last.ckpt")
     assert checkpoint["step"] == status["step"]
     first, second = checkpoint["ranks"]
     assert not torch.equal(first["rng"]["torch"], second["rng"]["torch"])  # each rank drops units of its own
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

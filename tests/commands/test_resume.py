@@ -13,6 +13,7 @@ import torch
 from small_runs import Workshop, after, checkpoint_difference, difference, exists, largest_file, saving
 
 from rtx.compose import load_run_config
+from rtx.training.checksums import resumable
 from rtx.training.metrics import read_metrics
 from rtx.training.status import read_status, run_state
 
@@ -127,6 +128,22 @@ def test_a_checkpoint_cut_in_half_gives_way_to_the_one_before(workshop: Workshop
     assert f"{last} is damaged (its checksum does not match); set aside as last.ckpt.damaged" in printed
     assert "previous.ckpt (step " in printed
     assert difference(process.run, undisturbed) == ""
+
+
+def test_a_resume_gives_the_same_bits_from_whichever_checkpoint(workshop: Workshop) -> None:
+    steady = ("optimizer.schedule=constant", "trainer.keep_checkpoints=4")
+    whole = workshop.train("whole", *steady)
+    nine = workshop.train("nine", *steady, "trainer.steps=9")
+    kept = [path for path in resumable(nine / "checkpoints") if path.exists()]
+    assert [path.name for path in kept] == ["last.ckpt", "previous.ckpt", "step_0000003.ckpt"]
+    for damaged in (0, 1, 2):
+        run = workshop.folder / f"without-{damaged}"
+        shutil.copytree(nine, run)
+        for path in kept[:damaged]:
+            (run / "checkpoints" / path.name).write_bytes(b"damaged")
+        said = workshop.command("resume", str(run), "trainer.steps=12")
+        assert f"from step {9 - 3 * damaged}\n" in said and "no longer exact" not in said
+        assert checkpoint_difference(run, whole, "last") == "" == checkpoint_difference(run, whole, "best")
 
 
 def test_a_full_disk_in_mid_checkpoint(workshop: Workshop, undisturbed: Path) -> None:

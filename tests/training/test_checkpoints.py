@@ -29,6 +29,7 @@ from rtx.training.checkpoints import (
     save_last,
     write_checkpoint,
 )
+from rtx.training.checksums import any_whole, resumable
 
 
 def checkpoint(step: int, width: int = 4) -> dict[str, Any]:
@@ -118,6 +119,47 @@ def test_without_hard_links_the_order_is_the_same(tmp_path: Path, monkeypatch: p
     for step in (1, 2):
         save_last(tmp_path, checkpoint(step))
     assert [read_checkpoint(tmp_path / f"{name}.ckpt")["step"] for name in ("previous", "last")] == [1, 2]
+
+
+def test_as_many_as_asked_for_are_kept_and_all_are_gone_back_to(tmp_path: Path) -> None:
+    for step in range(1, 8):
+        save_last(tmp_path, checkpoint(step), keep=4)
+    assert names(tmp_path) == ["last.ckpt", "previous.ckpt", "step_0000004.ckpt", "step_0000005.ckpt"]
+    lines: list[str] = []
+    for step in (7, 6, 5, 4):
+        found = newest_checkpoint(tmp_path, set_aside=True, report=lines.append)
+        assert found is not None and found["step"] == step
+        assert torch.equal(found["model"]["weight"], torch.full((4, 3), float(step)))
+        assert load_for_use(tmp_path, "best", lines.append)["step"] == step and any_whole(tmp_path)
+        path = next(path for path in resumable(tmp_path) if path.exists())
+        damage(path, flip=4000)
+    assert any("step_0000005.ckpt (step 5), a checkpoint before it" in line for line in lines)
+    assert not any_whole(tmp_path)
+    with pytest.raises(RunFailed, match="is whole"):
+        newest_checkpoint(tmp_path, set_aside=True, report=lines.append)
+    assert names(tmp_path) == [
+        *("last.ckpt.damaged", "previous.ckpt.damaged", "step_0000004.ckpt.damaged", "step_0000005.ckpt.damaged")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"), [(1, ["last"]), (2, ["last", "previous"]), (3, ["last", "previous", "step_0000005"])]
+)
+def test_fewer_can_be_kept_from_now_on(tmp_path: Path, keep: int, left: list[str]) -> None:
+    for step in range(1, 7):
+        save_last(tmp_path, checkpoint(step), keep=5)
+    save_last(tmp_path, checkpoint(7), keep=keep)
+    assert names(tmp_path) == [f"{name}.ckpt" for name in left]
+    assert [read_checkpoint(tmp_path / f"{name}.ckpt")["step"] for name in left] == [7, 6, 5][:keep]
+
+
+def test_a_damaged_previous_is_not_kept_by_its_step(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_last(tmp_path, checkpoint(step), keep=3)
+    damage(tmp_path / "previous.ckpt", flip=4000)
+    save_last(tmp_path, checkpoint(3), keep=3)
+    assert names(tmp_path) == ["last.ckpt", "previous.ckpt"]
+    assert [read_checkpoint(tmp_path / f"{name}.ckpt")["step"] for name in ("previous", "last")] == [2, 3]
 
 
 def test_no_checkpoint_and_no_whole_checkpoint_are_told_apart(tmp_path: Path) -> None:

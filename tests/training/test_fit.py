@@ -20,12 +20,14 @@ from rtx.data.sampler import TrainingItems, training_batches
 from rtx.data.windows import windows
 from rtx.errors import RunFailed
 from rtx.training.checkpoints import read_checkpoint
+from rtx.training.checksums import resumable
 from rtx.training.evaluate import sample_windows
 from rtx.training.fit import Outcome, fit
 from rtx.training.hardware import resolve_hardware
 from rtx.training.job import Job, Validation
 from rtx.training.metrics import read_metrics
 from rtx.training.optimizers import build_optimizer, learning_rate
+from rtx.training.ranks import Ranks
 from rtx.training.records import Records
 from rtx.training.rng import seed_everything
 from rtx.training.runs import working_in
@@ -213,6 +215,35 @@ def test_minutes_that_are_up_end_the_run_validated_and_saved(tmp_path: Path, mod
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [(row["kind"], row["step"]) for row in rows] == [("train", 1), ("valid", 1), ("final", 1)]
     assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["step"] == 1
+
+
+def test_minutes_make_a_checkpoint_due_whatever_the_step(
+    tmp_path: Path, model: Bigram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rare = {"checkpoint_every": 1000, "val_every": 1000, "keep_checkpoints": 10}
+    run_fit(tmp_path, small_config(**rare, checkpoint_minutes=1000.0), model)
+    assert [path.name for path in (tmp_path / "checkpoints").glob("[lps]*")] == ["last.ckpt"]
+    (tmp_path / "checkpoints" / "last.ckpt").unlink()
+    monkeypatch.setattr("rtx.training.loop.reading_is_free", lambda device: False)  # the last numbers are read first
+    seed_everything(3)
+    often = Bigram()
+    run_fit(tmp_path, small_config(**rare, checkpoint_minutes=1e-9), often)
+    steps = [read_checkpoint(path)["step"] for path in resumable(tmp_path / "checkpoints")]
+    assert steps == [6, 5, 4, 3, 2, 1]
+    for mine, other in zip(model.parameters(), often.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_all_ranks_save_when_the_minutes_of_one_are_up(
+    tmp_path: Path, model: Bigram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def largest(ranks: Ranks, *values: int) -> list[int]:
+        return [values[0], values[1], 1, values[3]] if len(values) == 4 else list(values)
+
+    monkeypatch.setattr(Ranks, "largest", largest)
+    run_fit(tmp_path, small_config(checkpoint_every=1000, val_every=1000, checkpoint_minutes=1000.0), model)
+    steps = [read_checkpoint(path)["step"] for path in resumable(tmp_path / "checkpoints")]
+    assert steps == [6, 5]
 
 
 @pytest.mark.parametrize(("passes", "step"), [(4, 3), (5, 3), (6, 4)])

@@ -12,7 +12,16 @@ from rtx.errors import UserError
 from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware
 
 VARIABLES = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "TORCHELASTIC_RUN_ID"),
+    *(
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+    ),
     *("SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID", "SLURM_NNODES"),
 )
 
@@ -81,8 +90,24 @@ def test_srun(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_children_of_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert resolved(name="ddp", devices=2).rank == 1
-    monkeypatch.setenv("NODE_RANK", "2")
+    for name, value in {"NODE_RANK": "2", "MASTER_ADDR": "host", "MASTER_PORT": "9000"}.items():
+        monkeypatch.setenv(name, value)
     assert resolved(name="ddp", devices=2, nodes=4, batch=16).rank == 5
+
+
+def test_machines_that_nobody_joins_need_to_know_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "host")
+    with pytest.raises(
+        UserError, match=r"hardware\.nodes=2 without torchrun or srun: .*not set: MASTER_PORT, NODE_RANK"
+    ):
+        resolved(name="fsdp", devices=2, nodes=2)
+
+
+def test_parameters_are_shared_out_by_fsdp_alone() -> None:
+    found = {name: resolved(name=name) for name in ("cpu", "ddp", "fsdp")}
+    assert [(hardware.distributed, hardware.sharded) for hardware in found.values()] == [
+        *[(False, False), (True, False), (True, True)],
+    ]
 
 
 def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,57 @@
+"""Tensors that are shared out among the processes of a run (hardware=fsdp), and whole ones of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rtx.model.block import Block
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Share out the parameters of a model among the processes of `mesh`, in place.
+
+    Each block is gathered for its own forward and backward pass. What lies outside of the blocks (embedding, output
+    matrix) stays gathered from the forward pass to the end of the backward pass: the loss reads it after `forward`.
+    Buffers, the centroids among them, stay whole on every process.
+    """
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    if mesh.device_type == "cpu":  # gloo adds, and has no mean
+        for module in (*blocks, model):
+            module.set_force_sum_reduction_for_comms(True)  # type: ignore[attr-defined, operator]
+
+
+def whole(value: Any) -> Any:
+    """Return the whole of a shared-out tensor, on every process (all call it); all else as it is."""
+    return value.full_tensor().detach() if isinstance(value, DTensor) else value
+
+
+def local(value: Tensor) -> Tensor:
+    """Return this process's own part of a shared-out tensor, a view of it; all else as it is."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def shared_as(value: Tensor, like: Tensor) -> Tensor:
+    """Return a whole tensor, the same on every process, shared out as `like` is; nothing is sent."""
+    if not isinstance(like, DTensor) or isinstance(value, DTensor):
+        return value
+    return distribute_tensor(value.to(like.dtype), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def is_shared(parameters: Any) -> bool:
+    """Tell whether any of some tensors is shared out."""
+    return any(isinstance(parameter, DTensor) for parameter in parameters)
+
+
+@torch.no_grad()
+def put_whole(target: Tensor, value: Tensor) -> None:
+    """Write this process's part of a whole tensor into a shared-out one, or all of it into any other."""
+    local(target).copy_(local(shared_as(value, target)))

@@ -1,0 +1,83 @@
+"""Runs of two processes that are stopped, or lose one of the two: they go on to the bits of the run never stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from many import TWO, children, ended, said, start
+from small_runs import SIZES, Workshop, difference, patiently, steps_logged
+
+from rtx.training.status import read_status
+
+STEADY = ("optimizer.schedule=constant", "trainer.checkpoint_every=4", "trainer.val_every=4")
+
+
+def train(workshop: Workshop, hardware: str, launcher: str, run: Path, *overrides: str):
+    """Start a run on two processes."""
+    own = (f"hardware={hardware}", *TWO, *STEADY, *overrides)
+    return start(workshop, launcher, run, "train", workshop.text, *SIZES, *own)
+
+
+@pytest.fixture(scope="module")
+def whole(workshop: Workshop) -> dict[str, Path]:
+    """Runs of 24 steps that nothing disturbs."""
+    runs = {hardware: workshop.folder / f"whole-{hardware}" for hardware in ("ddp", "fsdp")}
+    launchers = {"ddp": "lightning", "fsdp": "srun"}
+    started = {run: train(workshop, name, launchers[name], run, "trainer.steps=24") for name, run in runs.items()}
+    for run, processes in started.items():
+        ended(run, processes)
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("hardware", "number", "launcher"),
+    [("ddp", signal.SIGUSR2, "torchrun"), ("fsdp", signal.SIGUSR1, "lightning")],
+    ids=["ddp", "fsdp"],
+)
+def test_a_run_that_is_stopped_and_then_loses_a_process_comes_to_the_same_bits(
+    workshop: Workshop, whole: dict[str, Path], hardware: str, number: signal.Signals, launcher: str
+) -> None:
+    run = workshop.folder / f"stopped-{hardware}"
+    processes = train(workshop, hardware, "lightning", run, "trainer.steps=24")
+    wait_for(run, processes[0], step=2)
+    os.kill(processes[0].pid, number)
+    assert f"stopped by {number.name} at step" in ended(run, processes, 143)
+    status = read_status(run) or {}
+    assert status["state"] == "preempted" and status["step"] < 24
+    processes = start(workshop, "lightning", run, "resume", str(run))
+    wait_for(run, processes[0], step=status["step"] + 2)
+    (child,) = children(processes[0].pid)
+    os.kill(child, signal.SIGKILL)
+    text = ended(run, processes, 1)
+    assert "rtx: another process of the run is gone; the last good checkpoint is" in text
+    assert (read_status(run) or {})["state"] == "failed"
+    text = ended(run, start(workshop, launcher, run, "resume", str(run)))
+    assert text.count(f"resuming {run} (failed) from step") == 1, "one of the two speaks"
+    # The weights, the optimizer, the random streams of both processes, and every row.
+    assert difference(run, whole[hardware]) == ""
+    if launcher == "torchrun":
+        again = ended(run, start(workshop, launcher, run, "resume", str(run)))
+        assert again.count("is done: 24 steps") == 1
+
+
+def wait_for(run: Path, process, step: int) -> None:
+    """Wait until a run has told of a step."""
+    for _ in patiently(lambda: said(run)):
+        if steps_logged(run) >= step:
+            return
+        assert process.poll() is None, said(run)
+
+
+def test_what_was_shared_out_is_scored_sampled_and_exported_as_any_run(
+    workshop: Workshop, whole: dict[str, Path], tmp_path: Path
+) -> None:
+    run = whole["fsdp"]
+    final = (read_status(run) or {})["final"]["bits"]
+    for where in (run, tmp_path / "export"):
+        assert f"{final:.4f}" in workshop.command("eval", str(where), "checkpoint=last")
+        assert workshop.command("sample", str(where), "length=20", "checkpoint=last")
+        if where == run:
+            workshop.command("export", str(run), "checkpoint=last", f"output={tmp_path / 'export'}")

@@ -1,0 +1,37 @@
+"""The processes that the first one of a run starts: one that dies is noticed, whatever the first one is doing."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+
+import pytest
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+
+import rtx.training.children as room
+from rtx.training.children import Launcher
+
+
+def told(monkeypatch: pytest.MonkeyPatch, *commands: str, kill: signal.Signals | None = None) -> list[str]:
+    """Return what is told of shell commands that are watched as children."""
+    monkeypatch.setattr(room, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(room, "LOOK_SECONDS", 0.01)
+    launcher, lines = Launcher(LightningEnvironment(), 2, 1), []
+    launcher.lost = lines.append
+    children = [subprocess.Popen(["sh", "-c", command]) for command in commands]
+    if kill:
+        children[0].send_signal(kill)
+    launcher.watch(children)
+    for child in children:
+        child.kill()
+        child.wait()
+    return [line.partition(" of ")[2] for line in lines]
+
+
+def test_a_child_that_leaves_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert told(monkeypatch, "true", "sleep 0.05") == []
+
+
+def test_a_child_that_ends_otherwise_is_told_of_while_others_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert told(monkeypatch, "exit 3", "exec sleep 60") == ["the run ended with 3"]
+    assert told(monkeypatch, "exec sleep 60", "true", kill=signal.SIGKILL) == ["the run was killed by SIGKILL"]

@@ -1,0 +1,133 @@
+"""Parameters shared out between two processes take the steps of whole ones, whatever the parameters and optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+
+from rtx.analysis.telemetry import read_telemetry
+from rtx.attention.kmeans import update_centroids
+from rtx.attention.span import SpanHeads
+from rtx.checks import resolve
+from rtx.config import Config, DataConfig, ModelConfig, OptimizerConfig, RoutingConfig
+from rtx.model.transformer import Transformer
+from rtx.training.module import TrainingModule
+from rtx.training.optimizers import build_optimizer
+from rtx.training.sharding import is_shared, local, put_whole, shard, shared_as, whole
+
+KINDS: dict[str, dict[str, Any]] = {
+    "tied": {"tie_embeddings": True, "ffn": "geglu"},
+    "adafactor": {"optimizer": "adafactor"},
+    "spans": {"base": "adaptive_span", "positions": "none", "span_cost": 0.1},
+    "recomputed": {"positions": "shaw", "recompute": True, "ffn_parts": 3, "embedding": 7},
+    "learned": {"positions": "learned", "norm": "post", "optimizer": "adamw"},
+    "axial": {"positions": "axial", "axes": "8x3", "base": "lsh"},
+}
+STEPS, VOCABULARY = 4, 11
+
+
+def config_of(kind: str) -> Config:
+    """Return a model of odd sizes, so that parts differ, and its optimizer."""
+    options = {"layers": 2, "heads": 3, "hidden": 18, "window": 5, "ffn_hidden": 13, "max_distance": 8, **KINDS[kind]}
+    name = options.pop("optimizer", "adam")
+    return resolve(
+        Config(
+            data=DataConfig(length=24),
+            model=ModelConfig(**options),
+            routing=RoutingConfig(heads=2, layers=1, window=6, clusters=4),
+            optimizer=OptimizerConfig(name=name, lr=0.01, weight_decay=0.1),
+        )
+    )
+
+
+def trained(config: Config, mesh: Any, rows: slice) -> tuple[TrainingModule, torch.optim.Optimizer]:
+    """Take a few steps with some sequences of each batch, the parameters shared out where there is a mesh."""
+    torch.manual_seed(0)
+    module = TrainingModule(Transformer(config, VOCABULARY).double(), config)
+    for heads in (heads for heads in module.modules() if isinstance(heads, SpanHeads)):
+        heads.share_H.data.fill_(0.5)  # at 0 the gradient of each part of a batch is held by itself, which is no sum
+    if mesh is not None:
+        shard(module.model, mesh)
+    optimizer = build_optimizer(module.model, config.optimizer)
+    for step in range(STEPS):
+        tokens_BN = torch.randint(VOCABULARY, (4, 24), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        module.training_step(tokens_BN[rows], 0).backward()
+        module.configure_gradient_clipping(optimizer)
+        optimizer.step()
+        update_centroids(module.model)
+    return module, optimizer
+
+
+def furthest(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Return the largest relative difference between tensors of the same names; those of `one` may be shared out."""
+    assert one.keys() == other.keys()
+    pairs = [(whole(one[name]).double(), other[name].double()) for name in other]
+    return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-12)) for a, b in pairs)
+
+
+def rank_main(rank: int, folder: str) -> None:
+    """One of two processes: whole parameters with all sequences, then its part of them with every other sequence."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    mesh, found = init_device_mesh("cpu", (2,)), {}
+    for kind in KINDS:
+        config = config_of(kind)
+        (plain, plain_optimizer), (parts, optimizer) = (
+            trained(config, where, rows) for where, rows in ((None, slice(None)), (mesh, slice(rank, None, 2)))
+        )
+        assert is_shared(parts.model.parameters()) and not is_shared(plain.model.parameters())
+        held = sum(local(parameter).numel() for parameter in parts.model.parameters())
+        states, plain_states = (each.state_dict()["state"] for each in (optimizer, plain_optimizer))
+        found[kind] = {
+            "weights": furthest(parts.model.state_dict(), plain.model.state_dict()),
+            "optimizer": max(furthest(states[number], plain_states[number]) for number in plain_states),
+            "norm": abs(float(parts.unread[-1].norm) / float(plain.unread[-1].norm) - 1),
+            "held": held / sum(parameter.numel() for parameter in plain.model.parameters()),
+            "told": len(read_telemetry(parts.model)) - len(read_telemetry(plain.model)),
+            "centroids": [buffer for name, buffer in parts.model.named_buffers() if "centroid_HCD" in name],
+        }
+    torch.save(found, f"{folder}/{rank}.pt")
+    check_parts(mesh)
+    dist.destroy_process_group()
+
+
+def check_parts(mesh: Any) -> None:
+    """A tensor that is shared out and gathered again is what it was; what stands in for it is written in place."""
+    value = torch.arange(15.0).view(5, 3)
+    layer = torch.nn.Linear(3, 5, bias=False)
+    shard(layer, mesh)
+    part = shared_as(value, layer.weight)
+    assert local(part).shape[0] in (2, 3) and torch.equal(whole(part), value)
+    put_whole(layer.weight, value)
+    assert torch.equal(whole(layer.weight), value)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(rank_main, args=(str(folder),), nprocs=2)  # type: ignore[attr-defined]
+    return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_parts_take_the_steps_of_the_whole(ranks: list[dict[str, dict[str, Any]]], kind: str) -> None:
+    for found in (rank[kind] for rank in ranks):
+        assert max(found["weights"], found["optimizer"], found["norm"]) < 1e-9
+        assert found["told"] == 0
+    assert sum(rank[kind]["held"] for rank in ranks) == pytest.approx(1)
+    assert max(rank[kind]["held"] for rank in ranks) < 0.6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_centroids_are_the_same_bits_on_both(ranks: list[dict[str, dict[str, Any]]], kind: str) -> None:
+    first, second = (rank[kind]["centroids"] for rank in ranks)
+    assert len(first) == 1 and not torch.equal(first[0], torch.zeros_like(first[0]))
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
