@@ -34,7 +34,7 @@ import rtx.commands.data
 import rtx.compose
 from rtx import cli
 from rtx.commandline.fields import all_fields
-from rtx.commandline.vocabulary import vocabulary
+from rtx.commandline.vocabulary import benchmark, run_folder, vocabulary
 from rtx.compose import compose, from_dict, get, merge, to_yaml
 from rtx.config import Config
 
@@ -84,13 +84,13 @@ class Stage:
 
     def export(self, arguments: list[str]) -> int:
         """Of `rtx export`."""
-        folder, words = rtx.commandline.vocabulary.run_folder(arguments, "export")
+        folder, words = run_folder(arguments, "export")
         self.reached = [merge(rtx.compose.load_run_config(folder), words, "export")]
         return 0
 
     def bench(self, arguments: list[str]) -> int:
         """Of `rtx bench`."""
-        words = rtx.commandline.vocabulary.benchmark(arguments)
+        words = benchmark(arguments)
         self.reached = [row.config for row in rtx.commands.bench.lay_out_rows(words)]
         return 0
 
