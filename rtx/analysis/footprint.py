@@ -1,7 +1,7 @@
 """How much memory training steps take, counted from the configuration: what one device holds at its fullest moment.
 
 Sizes are in bytes. Counted is what `rtx/attention` and `rtx/model` keep for the backward pass, tensor by tensor, and
-what they work with; the comments say where each term comes from. `benchmarks/memory.py` sets it beside real runs.
+what they work with; the comments say where each term comes from. `benchmarks/footprint.py` sets it beside real runs.
 
 Letters: h values of the residual stream of a position, F of the feed-forward layer, D of a head; N positions.
 """
@@ -31,8 +31,8 @@ HOLES = 0.5
 """What a CPU's process holds beside each byte that comes and goes with a step: holes in the C library's heap.
 
 Freed memory is kept (`rtx.training.hardware`), and what a step leaves lying between its tensors (the optimizer's state,
-oneDNN's kernels) cuts it into pieces that the next step's tensors do not fill. `benchmarks/memory.py` has found a third
-to two thirds, by the sizes of the tensors; torch's allocator on a GPU has no part in it.
+oneDNN's kernels) cuts it into pieces that the next step's tensors do not fill. `benchmarks/footprint.py` has found a
+third to two thirds, by the sizes of the tensors; torch's allocator on a GPU has no part in it.
 """
 
 FIXED = 45 * 2**20
@@ -89,8 +89,8 @@ def footprint(config: Config, total: Cost, micro_batch: int, vocabulary: int) ->
     output = widths.wide * vocabulary * (config.model.embedding or config.model.hidden)
     moments = (
         gradients + kept + loss_bytes(config, micro_batch, vocabulary, 2),
-        # Two of the output matrix's gradients where it adds up over parts of the rows.
-        accumulated + kept + loss_bytes(config, micro_batch, vocabulary, 3) + output * min(2, parts(rows, vocabulary)),
+        # Where the output matrix's gradient adds up over parts of the rows: the sum, a part's, a copy in its layout.
+        accumulated + kept + loss_bytes(config, micro_batch, vocabulary, 3) + output * min(3, parts(rows, vocabulary)),
         accumulated + kept + again + output + rows * max(each.work for each in blocks),
         gradients + (output if config.optimizer.name == "adafactor" else 0.0),
     )
@@ -101,7 +101,7 @@ def footprint(config: Config, total: Cost, micro_batch: int, vocabulary: int) ->
         "optimizer": state,
         "activations": kept,
         "working": working,
-        "heap": 0.0 if on_gpu(config) else FIXED + HOLES * (kept + working),
+        "heap": 0.0 if on_gpu(config) else FIXED + HOLES * (gradients + kept + working),
     }
 
 

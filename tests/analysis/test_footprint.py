@@ -1,4 +1,4 @@
-"""The plan's count of memory against what training keeps, and against the peak of a real process."""
+"""The plan's count of memory against what training keeps."""
 
 from __future__ import annotations
 

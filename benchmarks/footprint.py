@@ -1,10 +1,10 @@
 """Measure the peak memory of real training steps, beside what `rtx plan` predicts for the same words.
 
-Run `python benchmarks/memory.py`; it writes `benchmarks/results/memory-<device>.json` and prints the same rows. Each
-row is a process of its own that imports what `rtx train` imports, and then takes a few steps with the same Trainer and
-module: forward, backward, clipping, optimizer, centroids. On a CPU its peak is the largest resident size of the process
-less what it was after the imports; on a GPU it is what torch's allocator held at the most (as `rtx train` reports it).
-Bytes are those of Python's standard library, read from disk; other units are drawn at random.
+Run `python benchmarks/footprint.py`; it writes `benchmarks/results/footprint-<device>.json` and prints the same rows.
+Each row is a process of its own that imports what `rtx train` imports, and then takes a few steps with the same Trainer
+and module: forward, backward, clipping, optimizer, centroids. On a CPU its peak is the largest resident size of the
+process less what it was after the imports; on a GPU it is what torch's allocator held at the most (as `rtx train` reports
+it). Bytes are those of Python's standard library, read from disk; other units are drawn at random.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def main() -> None:
         peak, planned = (results[-1][key] / 2**30 for key in ("peak_bytes", "planned_bytes"))
         print(f"{name:<46}{peak:>10.2f}{planned:>10.2f}{results[-1]['ratio']:>8.2f}", flush=True)
     if not args.only:
-        path = Path(__file__).parent / "results" / f"memory-{results[0]['device']}.json"
+        path = Path(__file__).parent / "results" / f"footprint-{results[0]['device']}.json"
         path.write_text(json.dumps(results, indent=1) + "\n")
 
 
