@@ -3,8 +3,8 @@
 Run `python benchmarks/footprint.py`; it writes `benchmarks/results/footprint-<device>.json` and prints the same rows.
 Each row is a process of its own that imports what `rtx train` imports, and then takes a few steps with the same Trainer
 and module: forward, backward, clipping, optimizer, centroids. On a CPU its peak is the largest resident size of the
-process less what it was after the imports; on a GPU it is what torch's allocator held at the most (as `rtx train` reports
-it). Bytes are those of Python's standard library, read from disk; other units are drawn at random.
+process less what it was after the imports; on a GPU it is what torch's allocator held at the most (as `rtx train`
+says). Bytes are those of Python's standard library, read from disk; other units are drawn at random.
 """
 
 from __future__ import annotations
