@@ -9,6 +9,7 @@ from typing import Any
 from rtx.config import Config, DataConfig, axis_sizes, base_patterns, clusters, hash_buckets
 from rtx.config_training import SPREAD
 from rtx.errors import UserError
+from rtx.limits import MOST_WHOLE
 from rtx.sets import HELD_OUT, IMAGE_SETS, TWO_WAYS, USUAL_VOCABULARY, image_side
 
 
@@ -63,6 +64,8 @@ def violated(metadata: Any, value: Any) -> str:
         return "a finite number"
     if (low := metadata.get("low")) is not None and value < low:
         return f"at least {low:.12g}"
+    if isinstance(value, int) and value > MOST_WHOLE and metadata.get("high") is None:
+        return f"at most {MOST_WHOLE}"
     if (high := metadata.get("high")) is not None and value > high:
         return f"at most {high:.12g}"
     if (above := metadata.get("above")) is not None and value <= above:

@@ -24,7 +24,7 @@ class DataConfig:
     """Data set: Python's standard library, your own text or images, a benchmark, or associative recall."""
     path: str | None = None
     """File, folder or glob to read (data=text, data=images), or a local copy of what would be downloaded."""
-    length: int = ranged(1024, low=2)
+    length: int = ranged(1024, low=2, high=2**30)
     """Sequence length N in units; an image is one sequence, so image sets fix it to height x width x 3."""
     fetch: str = one_of("hub", "archive")
     """Where a set that has both comes from: its Hugging Face hub files, or the archive its authors published."""
@@ -98,11 +98,11 @@ class ModelConfig:
 
     name: str = "custom"
     """Name of the preset, for records only."""
-    layers: int = ranged(4, low=1)
+    layers: int = ranged(4, low=1, high=10_000)
     """Decoder blocks."""
-    heads: int = ranged(8, low=1)
+    heads: int = ranged(8, low=1, high=2**20)
     """Attention heads in each block."""
-    hidden: int = ranged(256, low=1)
+    hidden: int = ranged(256, low=1, high=2**20)
     """Width of the residual stream; a head has hidden / heads units."""
     base: str = parts_of("local", "full", "lsh", "adaptive_span", "strided", "fixed")
     """Pattern of all heads that do not route; local+full shares them out evenly, local+local+lsh two to one."""
@@ -116,13 +116,13 @@ class ModelConfig:
     """Position terms: rotary angles, Shaw's relative keys and values, a learned table, one for each axis, or none."""
     axes: str | None = None
     """Sizes of the axes of positions=axial, slowest first, such as 32x32x3; their product is data.length."""
-    max_distance: int = ranged(256, low=1)
+    max_distance: int = ranged(256, low=1, high=2**30)
     """Largest distance that positions=shaw tells apart."""
     norm: str = one_of("pre", "post")
     """LayerNorm before each sub-layer, or after its residual sum."""
     ffn: str = one_of("gelu", "relu", "geglu")
     """Activation of the feed-forward layer; geglu gates with a third matrix."""
-    ffn_hidden: int = ranged(1024, low=1)
+    ffn_hidden: int = ranged(1024, low=1, high=2**20)
     """Hidden width of the feed-forward layer."""
     dropout: float = ranged(0.0, low=0.0, high=0.95)
     """Dropout on the embedding and on what each sub-layer adds to the residual stream."""
@@ -130,15 +130,15 @@ class ModelConfig:
     """Dropout on attention weights."""
     ffn_dropout: float = ranged(0.0, low=0.0, high=0.95)
     """Dropout on the feed-forward layer's hidden units (the papers' ReLU dropout)."""
-    embedding: int | None = ranged(None, low=1)
+    embedding: int | None = ranged(None, low=1, high=2**20)
     """Width of token embeddings where it differs from hidden (for large vocabularies)."""
     tie_embeddings: bool = False
     """Use the embedding table as the output matrix."""
     lsh: str = one_of("causal", "reformer")
     """What base=lsh reads: a bucket's last window (causal), or sorted chunks, which see the future (as published)."""
-    hash_rounds: int = ranged(1, low=1)
+    hash_rounds: int = ranged(1, low=1, high=1_000)
     """Hash rounds of base=lsh; a head reads what they show together."""
-    hash_buckets: int | None = ranged(None, low=2)
+    hash_buckets: int | None = ranged(None, low=2, high=2**30)
     """Buckets of each round of base=lsh, an even number; unset: about 2 N / model.window."""
     span_ramp: int = ranged(32, low=1)
     """Positions over which a span of base=adaptive_span fades out."""
@@ -334,7 +334,8 @@ def base_patterns(model: ModelConfig) -> list[str]:
 def axis_sizes(model: ModelConfig) -> tuple[int, ...]:
     """Sizes of the axes of positions=axial, slowest first; none where model.axes is not numbers joined by x."""
     parts = (model.axes or "").split("x")
-    return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else ()
+    whole = all(part.isdecimal() and len(part) < 10 for part in parts)
+    return tuple(int(part) for part in parts) if whole else ()
 
 
 GROUPS = ("data", "routing", "optimizer", "hardware", "logger", "model", "experiment")

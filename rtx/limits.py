@@ -19,3 +19,7 @@ def parts_of(default: str, *choices: str) -> Any:
 def ranged(default: Any, low: float | None = None, high: float | None = None, *, above: float | None = None) -> Any:
     """A number with `low <= value <= high` and `value > above`, each where given; None passes where allowed."""
     return field(default=default, metadata={"low": low, "high": high, "above": above})
+
+
+MOST_WHOLE = 2**53
+"""The largest whole number that a key without a range of its own takes; a float beyond it stands for several."""

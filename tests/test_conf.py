@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from rtx.analysis.cost import cost, memory
+from rtx.analysis.cost import cost
+from rtx.analysis.footprint import footprint
 from rtx.checks import resolve
 from rtx.commandline.fields import all_fields, conf_dir, options
 from rtx.commandline.vocabulary import LAUNCHED
@@ -98,7 +99,7 @@ def test_the_command_of_a_header_composes_and_fits_on_one_device(model: str) -> 
     overrides = [word for word in words[1:] if "=" in word and not word.startswith("(")]
     config = compose([override for override in overrides if not override.endswith(":")])
     micro = config.trainer.micro_batch_size or config.trainer.batch_size
-    planned = sum(memory(config, cost(config, 256), micro, 256).values())
+    planned = sum(footprint(config, cost(config, 256), micro, 256).values())
     assert planned < 40 * 2**30, f"{planned / 2**30:.1f} GiB"
 
 

@@ -1,4 +1,4 @@
-"""What a run costs, from its configuration alone: parameters, floating-point operations and memory.
+"""What a run costs, from its configuration alone: parameters and floating-point operations.
 
 A multiplication and an addition count as two operations. Attention is counted by the pairs of positions that the
 pattern reads, not by what a kernel computes and throws away.
@@ -6,16 +6,11 @@ pattern reads, not by what a kernel computes and throws away.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
 
-from rtx.attention.chunked import MIN_ROWS
-from rtx.attention.products import trusted
-from rtx.attention.weights import MOST_KEYS
 from rtx.config import Config, hash_buckets
-from rtx.model.likelihood import MAX_LOGITS
 from rtx.model.patterns import ROUTED, layer_patterns
 from rtx.model.transformer import Transformer
 
@@ -122,94 +117,3 @@ def fixed_pairs(n: int, block: int, summary: int) -> float:
     """Pairs j <= i among n positions in one block, or with j among the `summary` columns of an earlier block."""
     blocks, rest = divmod(n, block)
     return blocks * triangle(block) + triangle(rest) + summary * (block * triangle(blocks - 1) + rest * blocks)
-
-
-def memory(config: Config, total: Cost, micro_batch: int, vocabulary: int) -> dict[str, float]:
-    """Return an estimate of one device's memory in bytes: weights, gradients, optimizer state, activations, logits."""
-    wide = 8 if config.hardware.precision == "fp64" else 4
-    narrow = 2 if config.hardware.precision == "bf16" else wide
-    moments = 0.01 if config.optimizer.name == "adafactor" else 2.0
-    rows = micro_batch * config.data.length
-    per_layer = [
-        narrow * activations(config, layer) + LISTED * listed_pairs(config, layer)
-        for layer in range(config.model.layers)
-    ]
-    # With recomputation a block keeps its input, and one block at a time is whole.
-    inputs = narrow * len(per_layer) * config.model.hidden
-    kept = inputs + max(per_layer) if config.model.recompute else sum(per_layer)
-    return {
-        "weights": float(wide * total.parameters),
-        "gradients": float(wide * total.parameters),
-        "optimizer": wide * moments * total.parameters,
-        "activations": float(rows * kept),
-        "logits": 3.0 * wide * min(rows * vocabulary, MAX_LOGITS),
-    }
-
-
-def activations(config: Config, layer: int) -> float:
-    """Return how many values one block keeps for the backward pass, per position.
-
-    Attention keeps queries, keys and values, whatever the dropout and Shaw's terms, and torch's kernel its outputs:
-    weights are worked out again.
-    """
-    model = config.model
-    hidden, size = model.hidden, model.hidden // model.heads
-    groups = layer_patterns(config, layer)
-    routed = groups.get(ROUTED, 0)
-    base = model.heads - routed
-    kept = sum(count for name, count in groups.items() if name != ROUTED and not in_tiles(name, config))
-    rotated = 1 if model.positions == "rotary" else 0
-    dropped = sum(rate > 0 for rate in (model.dropout, model.dropout))
-    own_keys = 1 if config.routing.keys != "shared" else 0
-    # Clusters hold copies: a position in two of them is there twice.
-    copies = (4 - in_tiles(ROUTED, config) + 3 * own_keys) * clusters_of_a_position(config)
-    attention = size * (base * (5 + 2 * rotated) + kept + routed * (4 + rotated + own_keys * rotated + copies))
-    inner = model.ffn_hidden * {"gelu": 2, "relu": 1, "geglu": 4}[model.ffn]
-    inner += model.ffn_hidden if model.ffn_dropout else 0
-    return (4 + dropped) * hidden + hidden + attention + inner
-
-
-def in_tiles(name: str, config: Config) -> bool:
-    """Tell whether a group's attention will be worked out in tiles (`rtx.attention.chunked`), which keep no outputs.
-
-    As `rtx.attention.weights.worked_in_tiles` decides for tensors; groups without a name here are taken to keep theirs.
-    """
-    wish, keys = config.hardware, {"full": config.data.length, "local": config.model.window}
-    keys[ROUTED] = config.routing.window
-    if name not in keys or wish.name == "gpu" or (wish.name != "cpu" and torch.cuda.device_count()):
-        return False
-    usual = MIN_ROWS <= keys[name] <= MOST_KEYS
-    return config.model.attention_dropout > 0 or (wish.precision == "fp32" and usual and trusted())
-
-
-def clusters_of_a_position(config: Config) -> float:
-    """Return how many clusters a position is in, on average."""
-    if config.routing.selection == "nearest":
-        return 1.0
-    return (config.routing.clusters or 0) * min(1.0, config.routing.window / config.data.length)
-
-
-LISTED = 16
-"""Bytes of a listed pair: two row numbers."""
-
-
-def listed_pairs(config: Config, layer: int) -> float:
-    """Return the pairs of one block, per position, that Shaw's terms of routing heads list: members of a cluster that
-    are near enough for a row of their own.
-
-    The members are taken to lie evenly: W in N positions, and W / 2 of them before a member on average.
-    """
-    model, routing = config.model, config.routing
-    if model.positions != "shaw" or routing.slot_distance:
-        return 0.0
-    near = min(routing.window / 2, model.max_distance * routing.window / config.data.length)
-    return layer_patterns(config, layer).get(ROUTED, 0) * near
-
-
-def full_attention_twin(config: Config) -> Config:
-    """Return the same configuration with full attention in every head."""
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, base="full"),
-        routing=dataclasses.replace(config.routing, heads=0, layers=0),
-    )

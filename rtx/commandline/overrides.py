@@ -26,6 +26,7 @@ from rtx.commandline.fields import Field, all_fields, options, sections
 from rtx.commandline.vocabulary import LAUNCHED, Vocabulary, vocabulary
 from rtx.config import GROUPS
 from rtx.errors import UserError, nearest
+from rtx.limits import MOST_WHOLE
 
 # What Hydra itself is told in a sweep; any other hydra key would have no effect.
 SWEEP_KEYS = re.compile(r"hydra/launcher|hydra\.launcher\.[\w.]+")
@@ -198,7 +199,7 @@ def values_of(key: str, text: str, sweep: bool) -> list[Any]:
     shown = f"{key}={shorten(text)}"
     try:
         value = OverridesParser.create().parse_override(f"{key}={text}")._value
-    except HydraException:
+    except (HydraException, ValueError, RecursionError):  # digits without end, brackets without end
         if not free_text(key):
             return [text]  # which is no option and no number, as the caller will say
         raise UserError(
@@ -222,6 +223,8 @@ def list_values(value: Sweep | Glob, key: str, shown: str) -> list[Any]:
             return value.filter(list(options(key))) if key in GROUPS else []
         case ChoiceSweep():
             listed = list(value.list)
+        case RangeSweep() if not all(math.isfinite(each or 0) for each in (value.start, value.stop, value.step)):
+            raise UserError(f"{shown}: the ends and the step of a range must be finite")
         case RangeSweep() if value.step == 0:
             raise UserError(f"{shown}: the step of a range must not be 0")
         case RangeSweep():
@@ -259,7 +262,9 @@ def canonical(field: Field, value: Any, shown: str) -> str:
     converted = convert(field.kind, value)
     if converted is None or violated(field.metadata, converted):
         near = nearest(str(plain(value)), field.choices, cutoff=0.8) if field.choices else ""
-        raise UserError(f"{field.key}={shorten(shown)}: must be {field.allowed}{near} ({field.doc.rstrip('.')})")
+        most = f", at most {MOST_WHOLE}" if isinstance(converted, int) and converted > MOST_WHOLE else ""
+        allowed = field.allowed + (most if field.metadata.get("high") is None else "")
+        raise UserError(f"{field.key}={shorten(shown)}: must be {allowed}{near} ({field.doc.rstrip('.')})")
     if isinstance(converted, str):
         return QuotedString(converted, Quote.single).with_quotes()
     return str(converted).lower() if isinstance(converted, bool) else repr(converted)

@@ -1,10 +1,14 @@
-"""`rtx plan`: what a run would cost; nothing is read, allocated or run."""
+"""`rtx plan`: what a run would cost, and whether it fits into this machine; nothing is read, allocated or run."""
 
 from __future__ import annotations
 
 import textwrap
 
-from rtx.analysis.cost import Cost, cost, memory
+import torch
+
+from rtx.analysis.cost import Cost, cost
+from rtx.analysis.footprint import footprint
+from rtx.analysis.switches import fitting, micro_batch
 from rtx.compose import compose
 from rtx.config import Config, DataConfig, base_patterns
 from rtx.config_training import SPREAD
@@ -12,6 +16,8 @@ from rtx.data import recall
 from rtx.data.catalog import data_root, prepared_vocabulary
 from rtx.data.published import VOCABULARY
 from rtx.sets import IMAGE_SETS
+from rtx.training.memory import device_memory
+from rtx.training.progress import peak_memory
 from rtx.wording import plural
 
 BYTES = 256
@@ -36,10 +42,9 @@ def main(arguments: list[str]) -> int:
 def report(config: Config, total: Cost) -> list[str]:
     """Return the lines of the plan, each beginning with a word of its own or with spaces."""
     model, routing, data, trainer = config.model, config.routing, config.data, config.trainer
-    devices = (config.hardware.devices or 1) * config.hardware.nodes
-    micro = trainer.micro_batch_size or max(1, trainer.batch_size // devices)
     routed = routing.layers * routing.heads
-    used = memory(config, total, micro, vocabulary(data))
+    micro, known = micro_batch(config), vocabulary(data)
+    used = footprint(config, total, micro, known)
     units = trainer.batch_size * data.length
     lines = [
         f"model       {model.name}: {plural(model.layers, 'layer')}, {plural(model.heads, 'head')}, "
@@ -62,11 +67,38 @@ def report(config: Config, total: Cost) -> list[str]:
         f"({processes(config)}, {plural(micro, 'sequence')} at a time)",
         f"memory      about {gib(sum(used.values()))} a device: "
         + ", ".join(f"{name} {gib(size)}" for name, size in used.items()),
+        *fit_lines(config, sum(used.values()), known),
         f"run         {plural(trainer.steps, 'step')}, {units * trainer.steps:,} units, "
         f"{short(total.step(config) * trainer.steps)}FLOP: "
         + ", ".join(f"{duration(total.step(config) * trainer.steps / rate)} at {name}" for name, rate in RATES.items()),
     ]
     return lines
+
+
+def fit_lines(config: Config, needed: float, known: int) -> list[str]:
+    """Return whether the peak fits into the memory of this machine, and where not, which switches would make it fit.
+
+    Args:
+        config: the resolved configuration.
+        needed: the peak, in bytes.
+        known: the number of different units.
+    """
+    memory = device_memory(config)
+    if memory is None:
+        return ["fit         hardware=gpu, and this machine has none to compare with"]
+    # What the program takes before the run is the process's on a CPU; a GPU does not hold it.
+    program = 0 if config.hardware.name != "cpu" and torch.cuda.device_count() else peak_memory()
+    beside = f", of which rtx takes {gib(program)} for itself" if program else ""
+    head = f"fit         this machine has {gib(memory)} for it{beside}: it "
+    if needed + program <= memory:
+        return [head + "fits"]
+    found = fitting(config, known, memory - program)
+    if not found:
+        return [head + "does not fit, nor would it with every switch: fewer layers, a smaller width or data.length"]
+    return [
+        head + "does not fit, but would with" + (" one of" if len(found) > 1 else ""),
+        *(f"            {switch.words}: {gib(switch.peak)}" for switch in found),
+    ]
 
 
 def vocabulary(data: DataConfig) -> int:

@@ -1,9 +1,15 @@
-"""Running out of memory: how it is told from other failures, in the run itself and when the system ends the run."""
+"""How much memory there is, and running out of it: how that is told from other failures."""
 
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
+
+from rtx.config import Config
+
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+"""Where Linux says how much a container may use."""
 
 OUT_OF_MEMORY = "out of memory"
 """How the reason of a run that had too little begins."""
@@ -43,3 +49,26 @@ def system_kills() -> int:
         return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
     except (OSError, ValueError, IndexError, StopIteration):
         return 0
+
+
+def device_memory(config: Config) -> int | None:
+    """Return the bytes of memory that a process of a run on this machine may fill: its GPU's, or its share of the
+    machine's; None where the run is for a GPU and there is none here.
+    """
+    import torch  # after a mistake in the configuration has been told
+
+    gpus = torch.cuda.device_count()
+    if config.hardware.name != "cpu" and gpus:
+        return torch.cuda.get_device_properties(0).total_memory
+    if config.hardware.name == "gpu":
+        return None
+    return physical_memory() // (config.hardware.devices or 1)
+
+
+def physical_memory() -> int:
+    """Return the bytes of memory that this machine has, or that its container may use."""
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(installed, int(CONTAINER_LIMIT.read_text()))
+    except (OSError, ValueError):  # no container, or none with a limit: "max"
+        return installed

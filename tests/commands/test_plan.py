@@ -28,6 +28,28 @@ def test_the_figures_of_a_known_model(capsys: pytest.CaptureFixture[str]) -> Non
     assert "1,000 steps, 131,072,000 units" in printed
 
 
+def printed_with(memory: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return the lines of a plan of 15 GiB or more on a machine of so much memory."""
+    monkeypatch.setattr(plan, "device_memory", lambda config: memory)
+    assert plan.main(["data=enwik8", "model=rt12", "trainer.batch_size=2", "hardware=cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    return lines
+
+
+def test_the_plan_says_whether_a_run_fits_and_what_would_make_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    large = " ".join(" ".join(printed_with(500 * 2**30, monkeypatch, capsys)).split())
+    assert "this machine has 500.0 GiB for it" in large and "it fits" in large
+    small = printed_with(30 * 2**30, monkeypatch, capsys)
+    advice = [line.strip() for line in small if "GiB" in line and "=" in line]
+    assert any(line.startswith("model.recompute=true: ") for line in advice)
+    tiny = " ".join(" ".join(printed_with(2**30, monkeypatch, capsys)).split())
+    assert "does not fit, nor would it with every switch" in tiny
+    assert "this machine has none" in " ".join(printed_with(None, monkeypatch, capsys))
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

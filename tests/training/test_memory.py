@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from rtx.compose import compose
 from rtx.errors import RunFailed
-from rtx.training.memory import OUT_OF_MEMORY, out_of_memory, system_kills
+from rtx.training.memory import OUT_OF_MEMORY, device_memory, out_of_memory, physical_memory, system_kills
 from rtx.training.runs import working_in
 from rtx.training.status import read_status
 
@@ -63,3 +64,17 @@ def test_a_run_that_is_out_of_memory_says_so_and_what_helps(tmp_path: Path) -> N
 
 def test_the_systems_count_is_a_number() -> None:
     assert system_kills() >= 0
+
+
+def test_the_memory_of_this_machine_is_shared_by_the_processes_of_a_run(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    whole = physical_memory()
+    assert whole > 2**28
+    assert device_memory(compose(["hardware=cpu"])) == whole
+    assert device_memory(compose(["hardware=ddp", "hardware.devices=2", "trainer.batch_size=2"])) == whole // 2
+    assert device_memory(compose(["hardware=gpu"])) is None
+    monkeypatch.setattr("rtx.training.memory.CONTAINER_LIMIT", tmp_path / "memory.max")
+    (tmp_path / "memory.max").write_text("268435456\n")
+    assert physical_memory() == 2**28
+    (tmp_path / "memory.max").write_text("max\n")
+    assert physical_memory() >= whole

@@ -1,0 +1,274 @@
+"""Generated bad command lines and configuration files: no traceback, no other exit code than the promised ones, and
+what is accepted runs with exactly the values that were named.
+
+The lines are the same in every run of the tests. RTX_BAD_LINES=1000 draws as many of them (each way), and
+RTX_BAD_COMMANDS=50 runs as many as commands of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import named
+import pytest
+import yaml
+from bad_lines import GOOD, RUN, bad_files, bad_lines
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+import rtx.commandline.multirun
+import rtx.commands.bench
+import rtx.commands.data
+import rtx.compose
+from rtx import cli
+from rtx.commandline.fields import all_fields
+from rtx.commandline.vocabulary import benchmark, run_folder, vocabulary
+from rtx.compose import compose, from_dict, get, merge, to_yaml
+from rtx.config import Config
+
+LINES = int(os.environ.get("RTX_BAD_LINES", "120"))
+COMMANDS = int(os.environ.get("RTX_BAD_COMMANDS", "6"))
+SAME_EVERY_TIME = {
+    "derandomize": True,
+    "deadline": None,
+    "database": None,
+    "suppress_health_check": list(HealthCheck),
+}
+CODES = {0, 1, 2, 130, 143}
+ROOT = Path(__file__).resolve().parents[2]
+LONGEST = 2_000
+"""Characters of a line of an error message at the most."""
+
+tally: Counter[str] = Counter()
+
+
+@dataclasses.dataclass
+class Answer:
+    """How rtx answered a line, and the configurations that it would have gone to work with."""
+
+    code: int
+    error: str
+    configs: list[Config]
+
+
+class Stage:
+    """Runs lines in this process up to where a command would begin its work."""
+
+    def __init__(self) -> None:
+        self.reached: list[Config] = []
+        self.last: list[Config] = []
+
+    def module(self, name: str) -> Any:
+        """Stand in for a command's module: note the configuration instead of working with it."""
+        word = name.rpartition(".")[2]
+        if word in ("data", "report", "sweep"):
+            return importlib.import_module(name)
+        return SimpleNamespace(main={"bench": self.bench, "export": self.export}.get(word, self.main))
+
+    def main(self, arguments: list[str]) -> int:
+        """Of a command whose words have been composed and checked before it was imported."""
+        self.reached = self.last[-1:]
+        return 0
+
+    def export(self, arguments: list[str]) -> int:
+        """Of `rtx export`."""
+        folder, words = run_folder(arguments, "export")
+        self.reached = [merge(rtx.compose.load_run_config(folder), words, "export")]
+        return 0
+
+    def bench(self, arguments: list[str]) -> int:
+        """Of `rtx bench`."""
+        words = benchmark(arguments)
+        self.reached = [row.config for row in rtx.commands.bench.lay_out_rows(words)]
+        return 0
+
+    def launch(self, word: str, checked: Any, laid_out: list[Any], *others: Any) -> list[Any]:
+        """Of a sweep: its cells."""
+        self.reached = [cell.config for cell in laid_out]
+        return []
+
+    def data(self, data: Any) -> None:
+        """Of `rtx data`."""
+        self.reached = [Config(data=data)]
+
+    def resolve(self, config: Config) -> Config:
+        """Check a configuration, and note it."""
+        self.last.append(checked := RESOLVE(config))
+        return checked
+
+    def ask(self, words: Sequence[str]) -> Answer:
+        """Run a line."""
+        self.reached, self.last = [], []
+        out, error = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+            code = cli.main(words)
+        if code == 0 and any(word.startswith("--cfg") for word in words):
+            self.reached = self.last[-1:]
+        return Answer(code, error.getvalue(), self.reached)
+
+
+RESOLVE = rtx.compose.resolve
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """A folder with a book and a run, and commands that stop before they do anything."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("lines"))
+        for name in ("RTX_DATA", "RTX_OUTPUTS", "RTX_NOT_SET"):
+            patch.delenv(name, raising=False)
+        Path("book.txt").write_text("It was a dark and stormy night. " * 99)
+        Path(RUN).mkdir(parents=True)
+        Path(RUN, "config.yaml").write_text(to_yaml(compose(["data=recall"])))
+        stage = Stage()
+        patch.setattr(cli, "importlib", SimpleNamespace(import_module=stage.module))
+        patch.setattr(rtx.compose, "resolve", stage.resolve)
+        patch.setattr(rtx.commandline.multirun, "launch", stage.launch)
+        patch.setattr(rtx.commands.data, "ACTIONS", dict.fromkeys(rtx.commands.data.ACTIONS, stage.data))
+        yield stage
+    print(dict(tally))
+
+
+def values(config: Config) -> dict[str, Any]:
+    """Return a configuration by dotted keys."""
+    return {key: get(config, key) for key in all_fields()}
+
+
+def judge_answer(answer: Answer) -> None:
+    """Check exit code and message."""
+    tally[f"exit {answer.code}"] += 1
+    assert answer.code in CODES
+    assert "Traceback" not in answer.error
+    lines = answer.error.splitlines()
+    assert all(line.startswith("rtx: ") and len(line) <= LONGEST for line in lines), answer.error
+    assert bool(lines) == (answer.code in (1, 2)) or not answer.configs
+    assert "HYDRA_FULL_ERROR" not in answer.error
+    if answer.code:
+        assert not answer.configs
+
+
+def judge_values(words: Sequence[str], configs: Sequence[Config], run: Config | None = None) -> None:
+    """Check that what would run is what was named, no more and no less."""
+    word = words[0]
+    short = vocabulary(f"analyze {words[1]}" if word == "analyze" else word).short if word not in ("bench",) else {}
+    said = [(key, text) for key, text in named.overrides(words[1:], short) if key != "force"]
+    of_run = run if len(words) > 1 and "=" not in words[1] and word in ("eval", "sample", "resume", "audit") else None
+    of_run = run if word in ("analyze", "export") else of_run
+    listed = named.cells(said) if word == "bench" or {"-m", "--multirun"} & set(words) else [said]
+    wanted = [named.changed(values(of_run), cell) if of_run else named.fresh(cell) for cell in listed]
+    found = [values(config) for config in configs]
+    if word == "data":
+        wanted, found = (
+            [{k: v for k, v in each.items() if k.startswith("data.")} for each in side] for side in (wanted, found)
+        )
+    assert sorted(map(by_key, wanted)) == sorted(map(by_key, found))
+    tally["composed as named"] += len(found)
+
+
+def by_key(each: dict[str, Any]) -> str:
+    """Return values in a form that can be sorted and compared, types and all."""
+    return "\n".join(f"{key}={value!r}" for key, value in sorted(each.items()))
+
+
+@pytest.mark.parametrize("words", GOOD, ids=" ".join)
+def test_the_lines_mean_something_before_they_go_wrong(stage: Stage, words: tuple[str, ...]) -> None:
+    answer = stage.ask(words)
+    judge_answer(answer)
+    assert answer.code == 0, answer.error
+    if answer.configs:
+        judge_values(words, answer.configs, run_config())
+
+
+def test_another_value_than_the_named_one_would_be_noticed() -> None:
+    words = ["train", "data=recall", "trainer.steps=5", "seed=1"]
+    config = compose(words[1:])
+    judge_values(words, [config])
+    for wrong in (dataclasses.replace(config, seed=2), dataclasses.replace(config, name="other")):
+        with pytest.raises(AssertionError):
+            judge_values(words, [wrong])
+    with pytest.raises(AssertionError):
+        judge_values(words, [config, config])
+
+
+@given(words=bad_lines())
+@settings(max_examples=LINES, **SAME_EVERY_TIME)  # type: ignore[arg-type]
+def test_a_bad_line_is_refused_in_words_or_means_what_it_says(stage: Stage, words: list[str]) -> None:
+    answer = stage.ask(words)
+    judge_answer(answer)
+    if answer.configs:
+        judge_values(words, answer.configs, run_config())
+
+
+def run_config() -> Config:
+    """Return the configuration of the run that lines name."""
+    return from_dict(yaml.safe_load(Path(RUN, "config.yaml").read_text()))
+
+
+@given(content=st.deferred(lambda: bad_files(GOOD_FILE)))
+@settings(max_examples=LINES, **SAME_EVERY_TIME)  # type: ignore[arg-type]
+def test_a_bad_file_is_refused_in_words_or_means_what_it_says(stage: Stage, content: bytes) -> None:
+    folder = Path("outputs/rtx/other")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_bytes(content)
+    answer = stage.ask(["eval", str(folder)])
+    judge_answer(answer)
+    if answer.configs:
+        assert by_key(values(answer.configs[0])) == by_key(named.from_yaml(content.decode()))
+        tally["read as written"] += 1
+
+
+GOOD_FILE = to_yaml(compose(["data=recall"]))
+
+
+@given(words=bad_lines())
+@settings(max_examples=COMMANDS, phases=[Phase.generate], **SAME_EVERY_TIME)  # type: ignore[arg-type]
+def test_a_bad_line_as_a_command(tmp_path_factory: pytest.TempPathFactory, words: list[str]) -> None:
+    if any("\0" in word for word in words):
+        return
+    folder = tmp_path_factory.mktemp("command")
+    (folder / "book.txt").write_text("It was a dark and stormy night. " * 999)
+    (folder / RUN).mkdir(parents=True)
+    (folder / RUN / "config.yaml").write_text(GOOD_FILE)
+    code, error = command(folder, words)
+    tally[f"command's exit {code}"] += 1
+    assert code in CODES, error
+    assert "Traceback" not in error
+    made = [path for path in folder.glob("outputs/*/*/config.yaml") if path != folder / RUN / "config.yaml"]
+    if made:
+        assert words[0] == "train", words
+        judge_values(words, [from_dict(yaml.safe_load(path.read_text())) for path in made])
+
+
+def command(folder: Path, words: list[str], patience: float = 20.0) -> tuple[int, str]:
+    """Run rtx as a user would, and stop it politely if it is at work; returns exit code and what it said to stderr."""
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RTX_", "WANDB_"))}
+    environment = {**kept, **nowhere, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
+    with open(folder / "error", "w+b") as error:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rtx", *words],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=error,
+        )
+        try:
+            code = process.wait(patience)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)
+            code = process.wait(60)
+        error.seek(0)
+        return code, error.read().decode(errors="replace")
