@@ -88,7 +88,7 @@ def test_a_killed_row_says_so_and_the_others_go_on() -> None:
         row.end()
     assert row.process is None
     timings, shown = [Timing(), Timing()], []
-    rows = [work("model.ffn_hidden=1000000000000"), work()]
+    rows = [work("model.hidden=1048576"), work()]
     measure(rows, BenchConfig(turns=2, per_turn=1, warmup=0), timings, lambda turn, row: shown.append((turn, row)))
     assert shown == [(1, 1), (1, 2), (2, 2)]
     assert timings[0].reason.startswith("out of memory: ") and timings[0].reason.endswith(ADVICE)
