@@ -95,8 +95,8 @@ def lines_above(known: Sequence[tuple[Row, str]], first: str, seconds: float, so
     return [
         f"{clock(seconds)} of training: {first} ends first, with all its steps; {source}.",
         f"Bits of {scored} of split valid of {protocol.data}, windows of {protocol.length:,}, teacher-forced; between "
-        "two validations they are taken to fall in a straight line. The learning rate is constant after its warm-up, so "
-        "that these are scores of runs of that length.",
+        "two validations they are taken to fall in a straight line. The learning rate is constant after its warm-up: "
+        "these are scores of runs of that length.",
         claim,
     ]
 
