@@ -96,11 +96,10 @@ class ClusterState:
             relative=self.relative,
             distance_QK=self.distance(position_JW, position)[:, None, None],
         )[:, 0, 0]
-        out_RD = out_BHD.flatten(0, 1)
-        share_R1 = joins_L.view(len(out_RD), clusters).sum(-1, keepdim=True).clamp(min=1).to(out_JD.dtype).reciprocal()
-        # Under autocast the outputs are of another type than the values.
-        total_RD = out_RD.index_put_((row_J,), out_JD.to(out_RD.dtype), accumulate=True)
-        return (total_RD * share_R1.to(out_RD.dtype)).view_as(v_BHD)
+        wide = torch.promote_types(out_JD.dtype, torch.float32)
+        total_RD = out_BHD.flatten(0, 1).to(wide).index_put_((row_J,), out_JD.to(wide), accumulate=True)
+        count_R1 = joins_L.view(len(total_RD), clusters).sum(-1, keepdim=True).clamp(min=1)
+        return (total_RD / count_R1).to(v_BHD.dtype).view_as(v_BHD)
 
     def distance(self, position_JW: Tensor, position: int) -> Tensor:
         """Return the true distances of the slots' positions, or how many of the cluster's members are later."""

@@ -42,8 +42,8 @@ LOOK_SECONDS = 0.5
 GRACE_SECONDS = 5.0
 """After a second Ctrl-C: time for the jobs that run to leave. Those that wait in a queue are not waited for."""
 
-KILL_SECONDS = 600.0
-"""Time in which Slurm, having sent SIGTERM, kills a job: its setting KillWait, 30 seconds by default."""
+KILL_SECONDS = 30.0
+"""Time beyond its KillWait that Slurm, having sent SIGTERM, is given to kill a job."""
 
 KEYBOARD = {signal.SIGINT, signal.SIGHUP}
 """Signals that a terminal sends to all that it runs, a job on this machine among them."""
@@ -72,10 +72,13 @@ class Task:
             told = Told(self.signals, children)
             try:
                 outcome = pool.submit(self.run, cell, children).result()
+                if ending.is_set() and not outcome.done:
+                    # An outcome would end the cell for the sweep, though the job may come back.
+                    from rtx.commandline.slurm import kill_wait
+
+                    told.something.wait(kill_wait() + KILL_SECONDS)
             finally:
                 told.over.set()
-            if ending.is_set() and not outcome.done:
-                time.sleep(KILL_SECONDS)  # an outcome would end the cell for the sweep, though the job may come back
         return outcome
 
     def run(self, cell: Cell, children: Children) -> Outcome:
@@ -96,7 +99,7 @@ def own_signals(children: Children, ending: threading.Event) -> Any:
     former = signal.getsignal(signal.SIGUSR2)
 
     def save_last(number: int, frame: Any) -> None:
-        if "SLURM_JOB_ID" in os.environ:
+        if os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
             ending.set()
         children.stop(number)
 
@@ -124,7 +127,7 @@ class Told(threading.Thread):
     def __init__(self, path: Path, children: Children) -> None:
         super().__init__(name="told", daemon=True)
         self.path, self.children = path, children
-        self.over = threading.Event()
+        self.over, self.something = threading.Event(), threading.Event()
         self.heard = 0
         self.hear()  # a job that waited in the queue may come when all is over
         self.start()
@@ -139,6 +142,7 @@ class Told(threading.Thread):
         numbers = numbers_in(self.path)
         for number in numbers[self.heard :]:
             self.children.stop(number)
+            self.something.set()
         self.heard = len(numbers)
 
 

@@ -1,4 +1,4 @@
-"""Scores at equal time: the last validation that each row had reached when the fastest had taken its last step."""
+"""Scores at equal time: what each row had reached when the first one ended, on a line between its validations."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from rtx.report.equal_time import equal_time_views
 from rtx.report.steps import WHAT, read_records
 from rtx.report.views import View
 
+LOCAL = {"routing__heads": 0}
+FULL = {"routing__heads": 0, "model__base": "full"}
+
 
 def texts(view: View, key: str) -> list[str]:
     """The texts of a column."""
@@ -21,51 +24,99 @@ def texts(view: View, key: str) -> list[str]:
     return [entries[at].text for entries in view.rows]
 
 
+def row(view: View, name: str) -> dict[str, str]:
+    """The texts of a row."""
+    at = texts(view, "run").index(name)
+    return {column.key: view.rows[at][place].text for place, column in enumerate(view.columns)}
+
+
 def made(seed: int = 0, **values: Any) -> dict[str, Any]:
     """A configuration with a constant learning rate."""
-    values = {"optimizer__schedule": "constant", "data__length": 1024, "seed": seed, **values}
-    return config("comparison", **values)
+    return config("comparison", **{"optimizer__schedule": "constant", "data__length": 1024, "seed": seed, **values})
 
 
 def write_three(folder: Path, speed: float, bits: float, **values: Any) -> None:
-    """Write runs of three seeds; at step n they have bits + 500 / n + 0.02."""
+    """Write runs of three seeds; the validation of step n has bits + 500 / n + 0.02."""
     for seed in range(3):
         write_run(folder, made(seed, **values), speed=speed, bits=bits + 0.001 * seed)
 
 
-def test_slow_rows_are_taken_where_the_fast_one_ended(tmp_path: Path) -> None:
-    write_three(tmp_path, 8.0, 3.0, routing__heads=0)
-    write_three(tmp_path, 4.1, 2.9, routing__heads=0, model__base="full")
-    (view,) = equal_time_views(collect([tmp_path]).cells, [])
-    local, full = (texts(view, "run").index(name) for name in ("Local", "Transformer"))
-    assert texts(view, "trained")[local] == "2,000 of 2,000"
-    assert texts(view, "trained")[full] == "1,025 of 2,000"  # 4.1 steps a second for 250 seconds
-    assert float(texts(view, "ours")[local]) == pytest.approx(3.001 + 500 / 2000 + 0.02, abs=1e-4)
-    assert float(texts(view, "ours")[full]) == pytest.approx(2.901 + 500 / 1000 + 0.02, abs=1e-4)
-    assert texts(view, "standing")[local] == "best" and texts(view, "standing")[full] == "behind"
-    said = " ".join(view.lines)
-    assert "4:10 of training" in said and "whatever else their machine did" in said and "500 bytes" in said
-
-
-def test_paces_taken_in_turn_count_more(tmp_path: Path) -> None:
-    write_three(tmp_path, 8.0, 3.0, routing__heads=0)
-    write_three(tmp_path, 8.0, 2.9, routing__heads=0, model__base="full")
-    timed = [
-        {"config": made(routing__heads=0), "ms_turns": [10.0]},
-        {"config": made(routing__heads=0, model__base="full"), "ms_turns": [40.0]},
-    ]
-    (tmp_path / "bench").mkdir()
-    (tmp_path / "bench" / "steps-0.json").write_text(json.dumps({"what": WHAT, "rows": timed}))
+def views(folder: Path) -> list[View]:
+    """The tables of the runs and records below a folder."""
     problems = Collection()
-    (view,) = equal_time_views(collect([tmp_path]).cells, read_records([tmp_path], problems))
+    found = equal_time_views(collect([folder]).cells, read_records([folder], problems))
     assert not problems.problems
-    assert "measured in turn by rtx bench steps" in view.lines[0]
-    assert "500 of 2,000" in texts(view, "trained")
+    return found
 
 
-@pytest.mark.parametrize("other", [{"optimizer__schedule": "rsqrt"}, {}])
-def test_nothing_is_shown_where_it_would_mean_nothing(tmp_path: Path, other: dict[str, Any]) -> None:
-    """A learning rate that falls; a row that had no validation by then."""
-    write_run(tmp_path, made(routing__heads=0), speed=8.0)
-    write_run(tmp_path, made(routing__heads=0, model__base="full", **other), speed=8.0 if other else 0.1)
-    assert equal_time_views(collect([tmp_path]).cells, []) == []
+def write_paces(folder: Path, name: str, device: str, time: str, local: float, full: float) -> None:
+    """Write a record of step times: milliseconds of the local and of the full row."""
+    timed = [{"config": made(**LOCAL), "ms_turns": [local]}, {"config": made(**FULL), "ms_turns": [full]}]
+    (folder / "bench").mkdir(exist_ok=True)
+    content = {"what": WHAT, "device": device, "time": time, "rows": timed}
+    (folder / "bench" / f"steps-{name}.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("pace", [8.0, 5.55, 11.1, 12.21, 14.43])
+def test_slow_rows_are_taken_where_the_first_one_ended(tmp_path: Path, pace: float) -> None:
+    write_three(tmp_path, pace, 3.0, **LOCAL)
+    write_three(tmp_path, pace * 0.5125, 2.9, **FULL)
+    (view,) = views(tmp_path)
+    local, full = row(view, "Local"), row(view, "Transformer")
+    assert local["trained"] == "2,000 of 2,000" and full["trained"] == "1,025 of 2,000"
+    assert float(local["ours"]) == pytest.approx(3.001 + 500 / 2000 + 0.02, abs=1e-4)
+    between = 0.75 * 500 / 1000 + 0.25 * 500 / 1100
+    assert float(full["ours"]) == pytest.approx(2.901 + between + 0.02, abs=1e-4)
+    assert (local["standing"], full["standing"]) == ("best", "behind")
+    said = " ".join(view.lines)
+    assert "Local ends first" in said and "whatever else ran there" in said and "500 bytes of split valid" in said
+
+
+def test_paces_taken_in_turn_count_more_and_the_newest_most(tmp_path: Path) -> None:
+    write_three(tmp_path, 8.0, 3.0, **LOCAL)
+    write_three(tmp_path, 8.0, 2.9, **FULL)
+    write_paces(tmp_path, "0", "H200", "2026-01-01", 10.0, 20.0)
+    write_paces(tmp_path, "1", "CPU, 2 threads", "2026-01-02", 10.0, 40.0)
+    (view,) = views(tmp_path)
+    assert "measured them in turn (CPU, 2 threads)" in view.lines[0]
+    assert row(view, "Transformer")["trained"] == "500 of 2,000"
+
+
+def test_who_sees_the_future_is_marked(tmp_path: Path) -> None:
+    write_three(tmp_path, 8.0, 3.0, routing__selection="topk")
+    write_three(tmp_path, 8.0, 3.1, routing__selection="causal")
+    (view,) = views(tmp_path)
+    names = [name for name in texts(view, "run") if "topk" in name]
+    assert len(names) == 1 and row(view, names[0])["sees_future"] == "yes"
+    assert sorted(texts(view, "sees_future")) == ["no", "yes"]
+
+
+def test_a_row_without_a_validation_by_then_is_left_out_and_named(tmp_path: Path) -> None:
+    write_three(tmp_path, 8.0, 3.0, **LOCAL)
+    write_three(tmp_path, 8.0, 2.9, **FULL)
+    write_three(tmp_path, 0.1, 2.9, routing__selection="causal")
+    (view,) = views(tmp_path)
+    assert len(view.rows) == 2
+    assert "Left out, for want of a validation by then: Routing" in view.lines[-1]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"optimizer__schedule": "rsqrt"}, {"data__length": 2048}, {"trainer__val_windows": 7}],
+    ids=["schedule", "length", "windows"],
+)
+def test_rows_of_other_terms_are_not_compared(tmp_path: Path, other: dict[str, Any]) -> None:
+    write_three(tmp_path, 8.0, 3.0, **LOCAL)
+    write_three(tmp_path, 8.0, 2.9, **FULL, **other)
+    assert views(tmp_path) == []
+
+
+def test_paces_of_two_machines_are_not_compared(tmp_path: Path) -> None:
+    write_three(tmp_path, 8.0, 3.0, **LOCAL)
+    for seed in range(3):
+        run = write_run(tmp_path, made(seed, **FULL), speed=8.0)
+        environment = json.loads((run / "environment.json").read_text())
+        (run / "environment.json").write_text(json.dumps({**environment, "gpu": "H200"}))
+    assert views(tmp_path) == []
+    write_paces(tmp_path, "0", "CPU, 2 threads", "2026-01-02", 10.0, 40.0)
+    assert len(views(tmp_path)) == 1
