@@ -14,7 +14,7 @@ test: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff format --check $(SOURCES)
 	$(VENV)/bin/ruff check $(SOURCES)
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(VENV)/bin/pyright
-	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 format: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff format $(SOURCES)

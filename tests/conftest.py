@@ -16,6 +16,18 @@ if not torch.cuda.is_available():
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import pytest
 from small_runs import forker, workshop  # the workshop in which small runs are made, for whoever asks for it
 
 __all__ = ["forker", "workshop"]
+
+FIRST = (
+    *("test_slurm.py", "test_resume_processes.py", "test_many_processes.py", "test_kills.py", "test_killed_sweep.py"),
+    *("test_multirun.py", "test_sharding.py", "test_network.py", "test_stopped_commands.py", "test_axes.py"),
+)
+"""Files with few tests that take long: at the end one of them would keep one worker busy and the others idle."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest."""
+    items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
