@@ -20,6 +20,7 @@ from rtx.config import Config
 from rtx.data.catalog import data_root, open_data
 from rtx.data.windows import windows
 from rtx.errors import RunFailed, UserError
+from rtx.identity import short_hash
 from rtx.report.divergence import divergence_table
 from rtx.training.evaluate import sample_windows
 from rtx.training.files import replace_file
@@ -65,7 +66,8 @@ def divergence(arguments: list[str]) -> int:
         "time": utc_now(),
     }
     print("\n".join(divergence_table(result)))
-    keep(folder / "analysis" / f"divergence-{trained.name}-step{trained.checkpoint['step']}.json", result)
+    wish = short_hash({key: result[key] for key in ("analyze", "length")} | {"data": store.fingerprint})
+    keep(folder / "analysis" / f"divergence-{trained.name}-step{trained.checkpoint['step']}-{wish}.json", result)
     return 0
 
 

@@ -21,6 +21,7 @@ from rtx.config import Config
 from rtx.data.catalog import Store, data_root, open_data
 from rtx.data.windows import Window, windows
 from rtx.errors import UserError
+from rtx.identity import short_hash
 from rtx.report.context import context_chart, context_table
 from rtx.report.summary import protocol_line, sees_future
 from rtx.sets import IMAGE_SETS
@@ -60,7 +61,7 @@ def main(arguments: list[str]) -> int:
         "time": utc_now(),
     }
     print("\n".join(context_table(result)))
-    path = result_path(folder, result)
+    path = result_path(folder, result, store.fingerprint)
     save(path.with_suffix(".svg"), context_chart(result).encode())
     print(path.with_suffix(".svg"))
     keep(path, result)
@@ -116,11 +117,13 @@ def why_none(config: Config) -> str:
     )
 
 
-def result_path(folder: Path, result: dict[str, Any]) -> Path:
-    """Return where a result is kept: of another split, mode or checkpoint elsewhere."""
+def result_path(folder: Path, result: dict[str, Any], data: str) -> Path:
+    """Return where a result is kept: of another split, mode or checkpoint, and asked otherwise, elsewhere."""
     checkpoint = result["checkpoint"]
     parts = ["context", result["split"], result["mode"], f"N{result['length']}", f"{result['windows']}windows"]
-    return folder / "analysis" / f"{'-'.join(parts)}-{checkpoint['name']}-step{checkpoint['step']}.json"
+    parts += [checkpoint["name"], f"step{checkpoint['step']}"]
+    wish = short_hash({"analyze": result["analyze"], "bins": len(result["positions"]), "data": data})
+    return folder / "analysis" / f"{'-'.join(parts)}-{wish}.json"
 
 
 def scored(

@@ -6,7 +6,6 @@ Shapes: B sequences, N positions, E hidden width, H heads, D = E / H head size.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +16,6 @@ from rtx.config import Config
 from rtx.model.linear import Linear
 from rtx.model.patterns import has_keys, layer_patterns, make_heads
 from rtx.model.positions import Rotary, Shaw
-
-
-@torch.compiler.disable()
-def uncompiled(heads: Heads, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Call heads outside of torch.compile's graphs: the sizes of their blocks depend on data, and they keep statistics.
-
-    What they compute is in kernels of its own already; the matrices, norms and activations around them are compiled.
-    """
-    return heads(*args, **kwargs)
 
 
 class MultiheadAttention(nn.Module):
@@ -76,7 +66,7 @@ class MultiheadAttention(nn.Module):
         for state, (q, k, v) in zip(states or [], split, strict=False):
             state.fill(q, k, v, self.rotary)
         for heads, relative, (q, k, v) in zip(self.each(), self.relative(), split, strict=True):
-            out_BHND, loss = uncompiled(heads, q, k, v, rotate=self.rotary, relative=relative, streaming=streaming)
+            out_BHND, loss = heads(q, k, v, rotate=self.rotary, relative=relative, streaming=streaming)
             outputs.append(out_BHND)
             total = total + loss
         joined_BNE = torch.cat(outputs, dim=1).transpose(1, 2).flatten(2)

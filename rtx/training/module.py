@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rtx.attention.kmeans import update_centroids
 from rtx.config import Config
+from rtx.model.compiled import compile_loss
 from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
 from rtx.training.sharding import shard, whole
 
@@ -51,7 +52,7 @@ class TrainingModule(pl.LightningModule):
         self.register_buffer("at_A", None if answers is None else torch.from_numpy(answers), persistent=False)
         self.loss: Callable[..., tuple[Tensor, ...]] = model.loss if answers is None else model.answers  # type: ignore[assignment]
         if config.hardware.compile:
-            self.loss = torch.compile(self.loss)
+            self.loss = compile_loss(model, self.loss)
 
     def configure_model(self) -> None:
         """Share the parameters out, where the strategy has processes to do so (hardware=fsdp); once, before a fit."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rtx.model.block import Block
+
+# Torch takes a second to import what shares tensors out, and every command that reads a model would wait for it.
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -20,6 +23,8 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     matrix) stays gathered from the forward pass to the end of the backward pass: the loss reads it after `forward`.
     Buffers, the centroids among them, stay whole on every process.
     """
+    from torch.distributed.fsdp import fully_shard
+
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     for block in blocks:
         fully_shard(block, mesh=mesh)
@@ -29,26 +34,34 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
             module.set_force_sum_reduction_for_comms(True)  # type: ignore[attr-defined, operator]
 
 
+def is_part(value: Any) -> TypeGuard[DTensor]:
+    """Tell whether a value is a shared-out tensor; there is none before torch's module of them is imported."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(value, tensors.DTensor)
+
+
 def whole(value: Any) -> Any:
     """Return the whole of a shared-out tensor, on every process (all call it); all else as it is."""
-    return value.full_tensor().detach() if isinstance(value, DTensor) else value
+    return value.full_tensor().detach() if is_part(value) else value
 
 
 def local(value: Tensor) -> Tensor:
     """Return this process's own part of a shared-out tensor, a view of it; all else as it is."""
-    return value.to_local() if isinstance(value, DTensor) else value
+    return value.to_local() if is_part(value) else value
 
 
 def shared_as(value: Tensor, like: Tensor) -> Tensor:
     """Return a whole tensor, the same on every process, shared out as `like` is; nothing is sent."""
-    if not isinstance(like, DTensor) or isinstance(value, DTensor):
+    if not is_part(like) or is_part(value):
         return value
+    from torch.distributed.tensor import distribute_tensor
+
     return distribute_tensor(value.to(like.dtype), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def is_shared(parameters: Any) -> bool:
     """Tell whether any of some tensors is shared out."""
-    return any(isinstance(parameter, DTensor) for parameter in parameters)
+    return any(is_part(parameter) for parameter in parameters)
 
 
 @torch.no_grad()

@@ -2,52 +2,40 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
-from small_runs import Workshop
+from small_runs import Process, Workshop
 
 TWO = ("hardware.devices=2", "hardware.threads=1", "trainer.micro_batch_size=1")
 """Two processes on this machine, which take the four sequences of a step in two passes."""
 
-LAUNCHERS = ("lightning", "torchrun", "srun", "machines")
-"""Who starts the processes: the first of them, torchrun, Slurm's srun, or a user on each of two machines."""
 
-
-def start(workshop: Workshop, launcher: str, run: Path, *arguments: str) -> list[subprocess.Popen[bytes]]:
+def start(workshop: Workshop, launcher: str, run: Path, *arguments: str) -> list[Process]:
     """Start a command on two processes, the first in front; what they say goes to a file beside the run.
 
-    Slurm and the second machine are played by the variables that they would set.
+    Who starts them is `lightning` (the first starts the other) or `torchrun`, each as a user would; or they are forked
+    with their imports behind them, and find the variables that Slurm sets (`srun`), or a user does on each of two
+    `machines`.
     """
+    if launcher == "lightning":
+        return [workshop.begin(run, *arguments)]
+    if launcher == "torchrun":
+        starter = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")
+        return [workshop.begin(run, *arguments, starter=starter)]
     port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    if launcher == "machines":
+        arguments = (*arguments, "hardware.devices=1", "hardware.nodes=2")
+        return [workshop.fork(run, *arguments, **port, NODE_RANK=rank) for rank in "01"]
+    assert launcher == "srun"
     slurm = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_STEP_ID": "0", "SLURM_NODEID": "0"}
-    own: list[dict[str, str]] = {
-        "srun": [port | slurm | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"],
-        "machines": [port | {"NODE_RANK": rank} for rank in "01"],
-    }.get(launcher, [{}])
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")
-    where = ("hardware.devices=1", "hardware.nodes=2") if launcher == "machines" else ()
-    command = [sys.executable, *(torchrun if launcher == "torchrun" else ()), "-m", "rtx", *arguments, *where]
-    with open(run.with_suffix(".log"), "ab") as log:
-        return [
-            subprocess.Popen(
-                command,
-                env={**os.environ, **workshop.environment(run), **variables},
-                stdout=log,
-                stderr=log,
-                process_group=0,
-            )
-            for variables in own
-        ]
+    return [workshop.fork(run, *arguments, **port, **slurm, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in "01"]
 
 
-def ended(run: Path, processes: list[subprocess.Popen[bytes]], *codes: int) -> str:
-    """Wait for processes that end with these codes (or all with 0), and return what they said."""
-    for process, code in zip(processes, codes or [0] * len(processes), strict=True):
-        assert process.wait(timeout=240) == code, said(run)
+def ended(run: Path, processes: list[Process], code: int = 0) -> str:
+    """Wait for processes that all end with this code, and return what they said."""
+    for process in processes:
+        assert process.wait() == code, said(run)
     return said(run)
 
 

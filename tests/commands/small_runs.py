@@ -185,18 +185,18 @@ class Workshop:
         """Train in a process of its own."""
         return self.fork(self.folder / name, "train", self.text, *SIZES, *overrides, inside=inside)
 
-    def fork(self, run: Path, *arguments: str, inside: str = "") -> Process:
+    def fork(self, run: Path, *arguments: str, inside: str = "", **variables: str) -> Process:
         """Run a command in a process of its own, which has its imports behind it and begins with the code `inside`."""
         assert self.server is not None
-        server, log, environment = self.server, self.folder / f"{run.name}.log", self.environment(run)
+        server, log, environment = self.server, self.folder / f"{run.name}.log", self.environment(run) | variables
         number = int(asked(server, arguments=arguments, environment=environment, log=str(log), inside=inside))
         return Process(number, run, log, lambda: int(asked(server, wait=number)))
 
-    def begin(self, run: Path, *arguments: str) -> Process:
-        """Run the command as a user does, from its first import on, which takes seconds."""
+    def begin(self, run: Path, *arguments: str, starter: Sequence[str] = (), **variables: str) -> Process:
+        """Run the command as a user does, from its first import on, which takes seconds; by a `starter` if named."""
         log = self.folder / f"{run.name}.log"
-        environment = {**os.environ, **self.environment(run), "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "rtx", *arguments]
+        environment = {**os.environ, **self.environment(run), "PYTHONPATH": str(ROOT), **variables}
+        command = [sys.executable, *starter, "-m", "rtx", *arguments]
         with open(log, "ab") as stream:
             process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from many import TWO, ended, said, start
-from small_runs import SIZES, Workshop, patiently, steps_logged
+from small_runs import SIZES, Workshop, steps_logged
 
 from rtx.training.checkpoints import read_checkpoint
 from rtx.training.status import read_status
@@ -47,9 +47,9 @@ def joined(workshop: Workshop) -> dict[tuple[str, int], Path]:
 @pytest.mark.parametrize(
     ("hardware", "precision", "launcher"),
     [
-        ("ddp", "fp64", "lightning"),
-        ("ddp", "fp32", "lightning"),
-        ("fsdp", "fp64", "lightning"),
+        ("ddp", "fp64", "srun"),
+        ("ddp", "fp32", "srun"),
+        ("fsdp", "fp64", "srun"),
         ("fsdp", "fp32", "machines"),
     ],
 )
@@ -76,7 +76,7 @@ def test_a_run_of_one_process_goes_on_shared_out_among_two(
     run = workshop.train("lengthened", *EXACT, "hardware.precision=fp64", "trainer.steps=20")
     overrides = ("hardware=fsdp", *TWO, "hardware.precision=fp64", "trainer.steps=24")
     assert "devices 1 -> 2, sharded False -> True" in ended(
-        run, start(workshop, "torchrun", run, "resume", str(run), *overrides)
+        run, start(workshop, "lightning", run, "resume", str(run), *overrides)
     )
     assert worst(run, joined["fp64", 24]) < MOST["fp64"]
 
@@ -87,13 +87,10 @@ def test_torchrun_shares_a_folder_and_a_signal_to_the_first_stops_all(workshop: 
     (process,) = start(
         workshop, "torchrun", run, "train", workshop.text, *SIZES, *overrides, "trainer.val_every=1000000"
     )
-    for _ in patiently(lambda: said(run), pause=0.01):
-        if steps_logged(run) >= 2:
-            break
-        assert process.poll() is None, said(run)
+    process.until(lambda run: steps_logged(run) >= 2)
     status = read_status(run) or {}
     os.kill(status["pid"], signal.SIGTERM)
-    process.wait(timeout=120)
+    process.wait()
     status = read_status(run) or {}
     assert status["state"] == "preempted", said(run)
     checkpoint = read_checkpoint(run / "checkpoints" / "last.ckpt")

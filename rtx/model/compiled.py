@@ -1,0 +1,23 @@
+"""torch.compile around a model: attention stays outside of its graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rtx.attention.heads import Heads
+
+
+def compile_loss(model: nn.Module, loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiled `loss`, a method of `model`; changes the model's heads so that no graph takes them in.
+
+    The sizes of their blocks depend on data, they keep statistics, and what they compute is in kernels of its own
+    already; the matrices, norms and activations around them are compiled.
+    """
+    for heads in model.modules():
+        if isinstance(heads, Heads):
+            heads.forward = torch.compiler.disable(heads.forward)  # type: ignore[method-assign]
+    return torch.compile(loss)
