@@ -146,6 +146,13 @@ def test_a_run_goes_on_from_the_checkpoint_before(
     assert checkpoint_difference(copy, run, "last") == "" == checkpoint_difference(copy, run, "best")
 
 
+def test_a_run_whose_time_is_up_goes_on_from_the_checkpoint_before(workshop: Workshop, copy: Path) -> None:
+    flip(copy / "checkpoints" / "last.ckpt")
+    said = workshop.command("resume", str(copy), "trainer.steps=1000", "trainer.max_minutes=1e-6")
+    assert "set aside as last.ckpt.damaged" in said and "previous.ckpt (step 9), the checkpoint before it" in said
+    assert "trainer.max_minutes=M" in workshop.command("resume", str(copy)), "what it saved is whole"
+
+
 def test_a_damaged_best_gives_way_and_nothing_whole_is_an_error(workshop: Workshop, copy: Path) -> None:
     flip(copy / "checkpoints" / "best.ckpt")
     said = workshop.command("eval", str(copy))
