@@ -150,7 +150,8 @@ def already_done(folder: Path, config: Config) -> str | None:
         raise RunFailed(f"{folder} was done after {step:,} steps, but no whole checkpoint is left in it")
     if step > steps:
         raise UserError(f"trainer.steps={steps}: the run is done with {step} steps; give more than that")
-    if not is_whole(folder / "checkpoints" / "last.ckpt"):
+    last = folder / "checkpoints" / "last.ckpt"
+    if not is_whole(last) and (step == steps or last.exists()):  # (time that was up left no new one: nothing is lost)
         return None  # the last steps are lost, and taken again from the checkpoint before
     if step == steps:
         longer = f"trainer.steps=N with N above {step:,} continues it"
