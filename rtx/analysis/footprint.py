@@ -27,7 +27,7 @@ INDEX = 8
 """Bytes of a row number."""
 
 
-HOLES = 0.5
+HOLES = 0.55
 """What a CPU's process holds beside each byte that comes and goes with a step: holes in the C library's heap.
 
 Freed memory is kept (`rtx.training.hardware`), and what a step leaves lying between its tensors (the optimizer's state,

@@ -38,11 +38,11 @@ def terminal(view: View, width: int = 80) -> str:
         lines += [*([""] if lines else []), *head_lines(some, sizes)]
         for row, rest in zip(entries, own_lines if block[-1] == len(heads) - 1 else [""] * len(entries), strict=True):
             lines.append(even([row[at] for at in block], some, sizes))
-            lines += textwrap.wrap(rest, width, initial_indent=INDENT, subsequent_indent=INDENT)
+            lines += textwrap.wrap(rest, width, break_on_hyphens=False, initial_indent=INDENT, subsequent_indent=INDENT)
     above = [*view.lines, *([f"All rows: {'; '.join(shared)}."] if shared else [])]
     below = [f"{len(view.waiting)} cell{'s' * (len(view.waiting) > 1)} not started"] if view.waiting else []
     below += [f"{len(view.absent)} of the paper's rows not run"] if view.absent else []
-    wrapped = [part for line in [view.title, *above] for part in textwrap.wrap(line, width)]
+    wrapped = [part for line in [view.title, *above] for part in textwrap.wrap(line, width, break_on_hyphens=False)]
     return "\n".join([*wrapped, "", *lines, *below])
 
 
@@ -109,6 +109,6 @@ def tables_list(view: View, width: int = 80) -> str:
     lines = []
     for row in view.rows:
         name, about, run = (row[places[key]].text for key in ("table", "title", "run"))
-        lines += textwrap.wrap(f"{name}  {about}: {run}", width, subsequent_indent=INDENT)
+        lines += textwrap.wrap(f"{name}  {about}: {run}", width, break_on_hyphens=False, subsequent_indent=INDENT)
         lines += [f"{INDENT}{command}" for command in row[places["command"]].text.split("; ")]
     return "\n".join([view.title, "", *lines])

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from small_runs import Workshop
 
 PAUSE = """
-import importlib, sys, time
+import importlib, time
 from rtx import cli
 
 def wait(*_, **__):
     print("ready", flush=True)
     time.sleep(60)
 
-module, name, *words = sys.argv[1:]
-setattr(importlib.import_module(module), name, wait)
-sys.argv = ["rtx", *words]
+os.dup2(os.open({errors!r}, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+setattr(importlib.import_module({module!r}), {name!r}, wait)
+sys.argv = ["rtx", *ask["arguments"]]
 cli.entry()
 """
-"""Runs a command that stands still where it would call a function."""
+"""Runs a command that stands still where it would call a function; its errors go to a file of their own."""
 
 
 @pytest.fixture(scope="module")
@@ -65,23 +62,10 @@ def test_a_stopped_sample_keeps_what_was_written(workshop: Workshop, run: Path, 
 
 def interrupted(workshop: Workshop, words: list[str], number: int) -> tuple[str, str, int]:
     """Run a command that waits where it is told to, send the signal there; returns both streams and the exit code."""
-    environment = {**os.environ, **workshop.environment("")}
-    process = subprocess.Popen(
-        [sys.executable, "-c", PAUSE, *words],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    assert process.stdout is not None
-    printed = ""
-    try:
-        while not (line := process.stdout.readline()).endswith("ready\n"):
-            assert line, process.communicate(timeout=60)[1]
-            printed += line
-        process.send_signal(number)
-        rest, said = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    return printed + line.removesuffix("ready\n") + rest, said, process.returncode
+    module, name, *command = words
+    errors, printed = workshop.folder / "errors.txt", workshop.folder / "printed.log"
+    printed.write_bytes(b"")
+    inside = PAUSE.format(errors=str(errors), module=module, name=name)
+    process = workshop.fork(Path("printed"), *command, inside=inside)
+    code = process.kill_when(lambda _: printed.read_text().endswith("ready\n"), number)
+    return printed.read_text().replace("ready\n", ""), errors.read_text(), code
