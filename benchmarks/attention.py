@@ -26,7 +26,6 @@ import functools
 import json
 import math
 import multiprocessing
-import os
 import statistics
 import time
 import warnings
@@ -53,7 +52,7 @@ from torch import Tensor
 
 from rtx.attention.backends import missing_for_triton
 from rtx.attention.products import wide_products
-from rtx.training.hardware import keep_freed_memory
+from rtx.training.heap import keep_freed_memory
 
 SIZES = {
     "main": [Size("main", 8_192, 256, 32), Size("main", 16_384, 256, 64), Size("main", 3_072, 512, 6)],
@@ -245,7 +244,6 @@ def work(memory: str, groups: list[str], args: argparse.Namespace, door: Connect
 
 def table(memory: str, groups: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the rows of a process of its own."""
-    os.environ["THP_MEM_ALLOC_ENABLE"] = "1" if memory == "kept" else "0"  # read by torch when it starts
     context = multiprocessing.get_context("spawn")
     door, other = context.Pipe()
     process = context.Process(target=work, args=(memory, groups, args, other), daemon=True)

@@ -144,7 +144,7 @@ def row(name: str, overrides: tuple[str, ...], steps: int) -> dict[str, Any]:
     """Measure one row in a process of its own."""
     from machine import code, machine
 
-    environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # as rtx sets them
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}  # as rtx sets it
     command = [sys.executable, __file__, "--steps", str(steps), "--one", json.dumps(overrides)]
     answer = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True).stdout
     found = json.loads(answer.splitlines()[-1])
@@ -162,7 +162,7 @@ def row(name: str, overrides: tuple[str, ...], steps: int) -> dict[str, Any]:
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--only", default="", help="rows whose name holds this text; nothing is written")
     parser.add_argument("--one", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -16,7 +16,6 @@ import importlib.metadata
 import importlib.util
 import json
 import multiprocessing
-import os
 import statistics
 import time
 import warnings
@@ -33,7 +32,7 @@ from rtx.attention.kmeans import update_centroids
 from rtx.checks import resolve
 from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
 from rtx.model.transformer import Transformer
-from rtx.training.hardware import keep_freed_memory
+from rtx.training.heap import keep_freed_memory
 
 RIVALS = ("full", "full_torch", "peer_routing", "peer_routing_kept")
 
@@ -174,7 +173,6 @@ def measure(names: list[str], args: argparse.Namespace) -> dict[str, list[float]
     times: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(args.turns):
         for name in names:
-            os.environ["THP_MEM_ALLOC_ENABLE"] = "0" if name == "peer_routing" else "1"  # 0 is torch's default
             door, other = context.Pipe()
             process = context.Process(target=work, args=(name, args, other), daemon=True)
             process.start()

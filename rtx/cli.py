@@ -103,12 +103,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prepare_environment() -> None:
-    """Set what OpenMP and torch read when they are loaded, unless the user has."""
+    """Set what OpenMP reads when it is loaded, unless the user has."""
     # Threads that wait by spinning made a small model's step 2 to 5 times slower as soon as another program took one
     # of two cores; sleeping costs a quarter or more where nothing else runs.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Huge pages on Linux: large tensors are faulted in 512 pages at a time.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def dispatch(arguments: list[str]) -> int:

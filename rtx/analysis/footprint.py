@@ -27,12 +27,12 @@ INDEX = 8
 """Bytes of a row number."""
 
 
-HOLES = 0.55
+HOLES = 0.35
 """What a CPU's process holds beside each byte that comes and goes with a step: holes in the C library's heap.
 
-Freed memory is kept (`rtx.training.hardware`), and what a step leaves lying between its tensors (the optimizer's state,
-oneDNN's kernels) cuts it into pieces that the next step's tensors do not fill. `benchmarks/footprint.py` has found a
-third to two thirds, by the sizes of the tensors; torch's allocator on a GPU has no part in it.
+Freed memory is kept (`rtx.training.heap`), and what a step leaves lying between its tensors (the optimizer's state,
+oneDNN's kernels) cuts it into pieces that the next step's tensors do not fill. Measured by `benchmarks/footprint.py`;
+torch's allocator on a GPU has no part in it.
 """
 
 FIXED = 45 * 2**20

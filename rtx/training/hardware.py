@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,6 +12,7 @@ from rtx.compiler import has_compiler
 from rtx.config import Config
 from rtx.config_training import SPREAD
 from rtx.errors import UserError
+from rtx.training.heap import keep_freed_memory
 from rtx.training.launchers import process_rank, started_by
 
 
@@ -136,15 +135,3 @@ def prepare_torch(config: Config, hardware: Hardware) -> None:
         raise UserError(
             "hardware.compile=true needs a C++ compiler (g++ or clang++, or CXX); there is none on the PATH"
         )
-
-
-def keep_freed_memory() -> None:
-    """Tell the C library (glibc) to keep what is freed: each training step asks for the same large tensors again.
-
-    Given back to the system, each page of them is faulted in and zeroed anew, about a tenth of a step's time.
-    """
-    trim_threshold, mmap_max = -1, -4  # glibc's numbers for mallopt
-    with contextlib.suppress(AttributeError, OSError):  # another C library
-        library = ctypes.CDLL(None)
-        library.mallopt(mmap_max, 0)
-        library.mallopt(trim_threshold, -1)
