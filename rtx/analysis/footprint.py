@@ -77,6 +77,10 @@ def footprint(config: Config, total: Cost, micro_batch: int, vocabulary: int) ->
     shards = devices(config) if config.hardware.name == "fsdp" else 1
     own = total.parameters / shards
     weights, gradients = widths.wide * own, widths.wide * own
+    # Shared out, the embedding and output matrices stay whole from the forward to the end of the backward pass, one
+    # block is whole at a time, and so are their gradients before they are shared out.
+    outside = total.embedding_parameters
+    gathered = widths.wide * (outside + (total.parameters - outside) / config.model.layers) if shards > 1 else 0.0
     if widths.narrow < widths.wide:  # autocast holds on to the weights that it has narrowed
         weights += widths.narrow * own
     # Adam keeps two moments; Adafactor a row and a column for each matrix, and works with one more copy of the largest.
@@ -88,10 +92,12 @@ def footprint(config: Config, total: Cost, micro_batch: int, vocabulary: int) ->
     accumulated = gradients if trainer.batch_size > micro_batch * devices(config) else 0.0
     output = widths.wide * vocabulary * (config.model.embedding or config.model.hidden)
     moments = (
-        gradients + kept + loss_bytes(config, micro_batch, vocabulary, 2),
+        gradients + kept + gathered + loss_bytes(config, micro_batch, vocabulary, 2),
         # Where the output matrix's gradient adds up over parts of the rows: the sum, a part's, a copy in its layout.
-        accumulated + kept + loss_bytes(config, micro_batch, vocabulary, 3) + output * min(3, parts(rows, vocabulary)),
-        accumulated + kept + again + output + rows * max(each.work for each in blocks),
+        accumulated
+        + (kept + 2 * gathered + loss_bytes(config, micro_batch, vocabulary, 3))
+        + output * min(3, parts(rows, vocabulary)),
+        accumulated + kept + 2 * gathered + again + output + rows * max(each.work for each in blocks),
         gradients + (output if config.optimizer.name == "adafactor" else 0.0),
     )
     working = max(moments) - gradients - kept
@@ -163,12 +169,15 @@ def block(config: Config, layer: int, micro_batch: int) -> Block:
     inner = {"gelu": 2, "relu": 1, "geglu": 4}[model.ffn]
     inner += (2 if model.ffn == "relu" else 1) if model.ffn_dropout else 0
     # Norm before or after: each branch has one wide value of the stream and one that its first product reads.
-    feed_forward = narrow * F * inner + (wide + narrow) * h + dropped
+    # In parts, each is worked out again in the backward pass, and nothing of it is kept.
+    parts, inner = model.ffn_parts, narrow * F * inner
+    feed_forward = (inner if parts == 1 else 0) + (wide + narrow) * h + dropped
     rest = (wide + 2 * narrow) * h + dropped  # with the joined heads
     # Backward, the gradients of the stream and of the branch are there, and of the hidden units two or three copies
     # while the product's own input is freed; later, the feed-forward branch is gone, and every tensor that the heads
     # keep gets a gradient.
-    hidden_work = (wide + narrow) * h + narrow * F * {"gelu": 1, "relu": 2, "geglu": 2}[model.ffn]
+    hidden_work = (wide + narrow) * h + narrow * F * {"gelu": 1, "relu": 2, "geglu": 2}[model.ffn] / parts
+    hidden_work += inner / parts if parts > 1 else 0
     attention_work = (wide + 2 * narrow) * h + attention - feed_forward
     return Block(attention, feed_forward, rest, max(hidden_work, attention_work, 0.0))
 

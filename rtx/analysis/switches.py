@@ -13,6 +13,9 @@ from rtx.commandline.fields import options
 from rtx.config import Config
 from rtx.errors import UserError
 
+MORE_PARTS = (4, 16, 64)
+"""Parts of the feed-forward layers that are thought of."""
+
 MOST_SHARDS = 64
 """Devices up to which sharing the weights out is thought of."""
 
@@ -48,7 +51,7 @@ def fitting(config: Config, vocabulary: int, room: float) -> list[Switch]:
     if alone:
         return alone
     words, changed = [], config
-    for ladder in (smaller_batches, recomputed, narrowed, factored, shared_out):
+    for ladder in LADDERS:
         steps = list(ladder(changed))
         if steps:
             word, changed = steps[-1]
@@ -60,7 +63,7 @@ def fitting(config: Config, vocabulary: int, room: float) -> list[Switch]:
 
 def ladders(config: Config) -> list[Iterator[tuple[str, Config]]]:
     """Return each kind of switch with its settings, the one that changes least first."""
-    return [ladder(config) for ladder in (smaller_batches, recomputed, narrowed, factored, shared_out)]
+    return [ladder(config) for ladder in LADDERS]
 
 
 def smaller_batches(config: Config) -> Iterator[tuple[str, Config]]:
@@ -75,6 +78,13 @@ def recomputed(config: Config) -> Iterator[tuple[str, Config]]:
     """Yield recomputation; the step stays the same and takes about a third longer."""
     if not config.model.recompute:
         yield "model.recompute=true", changed(config, "model", recompute=True)
+
+
+def in_parts(config: Config) -> Iterator[tuple[str, Config]]:
+    """Yield feed-forward layers in more parts; the step stays the same, and their products are taken once more."""
+    for parts in MORE_PARTS:
+        if parts > config.model.ffn_parts:
+            yield f"model.ffn_parts={parts}", changed(config, "model", ffn_parts=parts)
 
 
 def narrowed(config: Config) -> Iterator[tuple[str, Config]]:
@@ -111,3 +121,7 @@ def sound(config: Config) -> bool:
 def changed(config: Config, section: str, **values: Any) -> Config:
     """Return a configuration with other values in a section."""
     return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
+
+
+LADDERS = (smaller_batches, in_parts, recomputed, narrowed, factored, shared_out)
+"""Each kind of switch, in the order in which several are thrown together."""

@@ -38,6 +38,8 @@ CASES = [
     (*LOCAL, "model.base=full", "model.positions=rotary", "trainer.batch_size=1", *NO_DROPOUT),
     (*LOCAL, "model.base=full", "model.positions=none", "data.length=2304", "trainer.batch_size=1", *NO_DROPOUT),
     (*LOCAL, "model.recompute=true"),
+    (*LOCAL, "model.ffn_parts=4"),
+    (*LOCAL, "model.positions=none", "model.ffn=relu", "model.ffn_parts=4", *NO_DROPOUT),
     (*LOCAL, "hardware.precision=bf16"),
     TOPK,
     (*TOPK, "model.positions=rotary", *NO_DROPOUT),
