@@ -122,7 +122,7 @@ def already_done(folder: Path, config: Config) -> str | None:
         RunFailed: nothing is left of what was done.
     """
     status = read_status(folder)
-    if not status or status["state"] != "done" or not status.get("final"):
+    if not status or status["state"] != "done" or not status.get("final") or "step" not in status:
         return None
     limit, step, steps = config.trainer.max_minutes, status["step"], config.trainer.steps
     if not any_whole(folder / "checkpoints"):

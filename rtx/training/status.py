@@ -32,8 +32,7 @@ KINDS = {
 
 NEEDED = {
     "running": ("pid", "host", "heartbeat"),
-    "done": ("step",),
-    **{"failed": (), "preempted": (), "interrupted": ()},
+    **{"done": (), "failed": (), "preempted": (), "interrupted": ()},
 }
 """The states of a run, and the fields without which each of them says nothing."""
 
