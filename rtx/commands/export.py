@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from rtx.commandline.vocabulary import run_folder
-from rtx.compose import load_run_config, merge, to_yaml
+from rtx.compose import RUN_CONFIG, load_run_config, merge, to_dict, to_yaml
 from rtx.errors import RunFailed, UserError
 from rtx.report.card import card
 from rtx.report.cells import collect
-from rtx.training.checkpoints import Checkpoint, load_for_use
+from rtx.training.checkpoints import Checkpoint, check_config, load_for_use
 from rtx.training.exports import is_export, write_export
 from rtx.training.files import MARK
 from rtx.training.runs import shown
@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
     """Run `rtx export RUN [overrides]`.
 
     Raises:
-        UserError: no such run, no checkpoint yet, or a wrong option.
+        UserError: no such run, no checkpoint yet, a wrong option, or a config.yaml that is not what was trained.
         RunFailed: no checkpoint is whole, or the export cannot be written.
     """
     folder, overrides = run_folder(arguments, "export")
@@ -28,6 +28,7 @@ def main(arguments: list[str]) -> int:
     if is_export(folder):
         raise UserError(f"{folder} is an exported model already")
     checkpoint = load_for_use(folder / "checkpoints", wish.checkpoint)
+    check_config(checkpoint, to_dict(own), folder / RUN_CONFIG)
     output = Path(wish.output).expanduser() if wish.output else folder / "export"
     check_output(output)
     cell = collect([folder]).cells[0]

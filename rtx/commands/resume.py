@@ -10,34 +10,13 @@ from rtx.compose import load_run_config, merge, to_dict, with_absolute_path
 from rtx.config import Config
 from rtx.data.catalog import check_source, data_root
 from rtx.errors import RunFailed, UserError
-from rtx.training.changes import differences
+from rtx.training.changes import FREE, differences, makes_another
 from rtx.training.checksums import any_whole, is_whole
 from rtx.training.launchers import is_first
 from rtx.training.status import busy, is_running, read_status, run_state
 
-FREE = {
-    *("trainer.steps", "trainer.max_minutes", "trainer.val_every", "trainer.val_windows", "optimizer.steps"),
-    *("trainer.checkpoint_every", "trainer.checkpoint_minutes", "trainer.keep_checkpoints", "trainer.log_every"),
-    *("hardware.name", "hardware.workers"),
-    *("name", "model.name", "data.path"),
-}
-"""Fields that may change without a change of one bit of the weights up to a given step."""
-
 REFUSED = ("model.", "routing.", "data.", "seed")
 """What makes another model, or other data, of a run."""
-
-LEARNING = (
-    "dropout",
-    "attention_dropout",
-    "ffn_dropout",
-    "recompute",
-    "ffn_parts",
-    "decay",
-    "threshold_decay",
-    "commitment",
-    "revive_after",
-)
-"""Fields of the model and the routing that only say how it learns."""
 
 
 def main(arguments: list[str]) -> int:
@@ -87,7 +66,7 @@ def refuse_running(folder: Path) -> None:
         UserError: it names the process.
     """
     status = read_status(folder)
-    if status and is_running(folder, status):
+    if is_running(folder, status):
         raise UserError(busy(folder, status))
 
 
@@ -100,7 +79,7 @@ def refuse_changes(changed: dict[str, tuple[Any, Any]], force: bool) -> None:
     refused = [
         f"{key}: {old} -> {new} is refused: it would change the run's shapes, data or seed (force=true insists)"
         for key, (old, new) in changed.items()
-        if key not in FREE and key.startswith(REFUSED) and key.rpartition(".")[2] not in LEARNING
+        if makes_another(key, REFUSED)
     ]
     if refused and not force:
         raise UserError("\n".join(refused))
@@ -126,8 +105,8 @@ def drifted(saved: Mapping[str, Any], config: Config, changed: Mapping[str, Any]
     """
     found = {
         key: (old, new)
-        for key, (old, new) in differences(saved, to_dict(config)).items()
-        if key not in changed and None not in (old, new)  # a field that only one version of rtx has
+        for key, (old, new) in differences(saved, to_dict(config), shared=True).items()
+        if key not in changed
     }
     refuse_changes(found, force)
     return change_lines(found, config)
@@ -143,7 +122,7 @@ def already_done(folder: Path, config: Config) -> str | None:
         RunFailed: nothing is left of what was done.
     """
     status = read_status(folder)
-    if not status or status["state"] != "done":
+    if not status or status["state"] != "done" or not status.get("final") or "step" not in status:
         return None
     limit, step, steps = config.trainer.max_minutes, status["step"], config.trainer.steps
     if not any_whole(folder / "checkpoints"):
@@ -160,6 +139,5 @@ def already_done(folder: Path, config: Config) -> str | None:
     else:
         return None
     final = status["final"]
-    return (
-        f"{folder} is done: {step:,} steps, {final['bits']:.4f} bits/{final['unit']} on the validation split; {longer}"
-    )
+    score = f"{final['bits']:.4f} bits/{final.get('unit', 'unit')}"
+    return f"{folder} is done: {step:,} steps, {score} on the validation split; {longer}"

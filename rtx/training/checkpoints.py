@@ -8,7 +8,6 @@ its end, so that any flipped bit or missing piece is known before it is trusted.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import pickle
@@ -21,7 +20,7 @@ import torch
 
 from rtx.disk import sync_folder
 from rtx.errors import RunFailed, UserError
-from rtx.training.changes import differences
+from rtx.training.changes import differences, makes_another
 from rtx.training.checksums import COMMENT_BYTES, PIECE, TAG, Damaged, older, resumable, verify
 from rtx.training.files import write_beside
 
@@ -143,13 +142,17 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Return the checkpoint in a file, its tensors in CPU memory; nothing but plain data is ever unpickled.
 
     Raises:
-        Damaged: it is cut short or altered.
+        Damaged: it is cut short or altered, or the system cannot read it.
         Refused: it holds more than plain data, or comes from a later version.
         FileNotFoundError: there is none.
     """
-    verify(path)
     try:
+        verify(path)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read ({error.strerror})") from error
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
         raise Refused(f"{path} is refused: it holds more than plain tensors and numbers") from error
     if not isinstance(checkpoint, dict) or "format" not in checkpoint:
@@ -174,17 +177,13 @@ def newest_checkpoint(folder: Path, *, set_aside: bool, report: Any = print) -> 
     paths = resumable(folder)
     missing = []
     for path in paths:
-        name = path.name
         try:
             checkpoint = read_checkpoint(path)
         except FileNotFoundError:
             missing.append(path)
             continue
         except Damaged as error:
-            if set_aside:
-                with contextlib.suppress(FileNotFoundError):
-                    path.rename(path.with_name(name + ".damaged"))
-            report(f"{error}; set aside as {name}.damaged")
+            report(f"{error}; {put_aside(path) if set_aside else 'passed over'}")
             continue
         except Refused as error:
             raise UserError(str(error)) from error
@@ -195,6 +194,16 @@ def newest_checkpoint(folder: Path, *, set_aside: bool, report: Any = print) -> 
     if missing == paths and not list(folder.glob("*.damaged")):
         return None
     raise RunFailed(f"no checkpoint in {folder} is whole; the weights of best.ckpt may still be scored")
+
+
+def put_aside(path: Path) -> str:
+    """Rename a damaged file to `<name>.damaged`, where the system lets us, and return what came of it."""
+    damaged = path.with_name(path.name + ".damaged")
+    try:
+        path.rename(damaged)
+    except OSError as error:
+        return f"it cannot be set aside ({error.strerror})"
+    return f"set aside as {damaged.name}"
 
 
 def load_for_use(folder: Path, name: str, say: Callable[[str], object] = print) -> Checkpoint:
@@ -226,6 +235,26 @@ def load_for_use(folder: Path, name: str, say: Callable[[str], object] = print) 
     if all(problem.endswith("does not exist") for problem in problems):
         raise UserError(f"the run has no checkpoint yet: nothing in {folder}")
     raise RunFailed("\n".join(problems))
+
+
+def check_config(checkpoint: Checkpoint, config: Mapping[str, Any], path: Path) -> None:
+    """Check that a configuration file still has the model and the data that were trained; other fields may change.
+
+    Args:
+        checkpoint: from `load_for_use`, or an export.
+        config: what the file says, as plain values, without overrides.
+        path: the file.
+
+    Raises:
+        UserError: a line for each field that differs, with both values.
+    """
+    lines = [
+        f"{path}: {key} is {new}, but {old} in {checkpoint['file']}.ckpt, which was trained so: put that back"
+        for key, (old, new) in differences(checkpoint["config"], config, shared=True).items()
+        if makes_another(key)
+    ]
+    if lines:
+        raise UserError("\n".join(lines))
 
 
 def load_weights(model: torch.nn.Module, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:

@@ -18,13 +18,13 @@ from torch import Tensor
 from rtx.errors import RunFailed
 from rtx.training.checkpoints import Checkpoint, save_best, save_last
 from rtx.training.evaluate import Score, Window, sample_windows, score_windows
+from rtx.training.finite import not_finite
 from rtx.training.job import Job
 from rtx.training.module import NotFinite, TrainingModule
 from rtx.training.pace import Clock, Fetches
 from rtx.training.progress import peak_memory, training_line
 from rtx.training.ranks import Ranks
 from rtx.training.rng import restore_rng, rng_state, seed_everything
-from rtx.training.sharding import local
 from rtx.training.signals import Stopped
 
 RUNNING_SUMS = ("nats_sum", "right_sum", "passes")
@@ -61,6 +61,9 @@ class Loop(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Load the checkpoint onto the devices; where no step is left to take, do what comes after the last."""
         self.ranks.connect()
+        first, latest = self.job.first_step, self.ranks.largest(self.job.first_step)[0]
+        if self.ranks.largest(int(first < latest))[0]:
+            raise RunFailed(f"the processes of the run do not read the same checkpoint: steps {first} and {latest}")
         if self.job.start:
             self.load(trainer, self.job.start)
         if self.job.nothing_left:
@@ -138,7 +141,8 @@ class Loop(pl.Callback):
             except NotFinite as error:
                 problem = str(error)
         limit = self.plan.max_minutes
-        time_up = limit is not None and self.clock.seconds >= 60 * limit
+        left = self.module.step < self.plan.steps  # the last score takes time, too
+        time_up = left and limit is not None and self.clock.seconds >= 60 * limit
         pause = self.plan.checkpoint_minutes
         save_up = pause is not None and time.monotonic() - self.saved_at >= 60 * pause
         self.stopped_by, up, save, failed = self.ranks.largest(
@@ -203,7 +207,7 @@ class Loop(pl.Callback):
         """Score the few windows and keep the best weights; False if a signal came first.
 
         Raises:
-            RunFailed: the loss is not finite, or the best weights cannot be written.
+            RunFailed: the loss or the best weights are not finite, or these cannot be written.
         """
         with self.clock:
             score = self.score(trainer, self.few_windows, "validating")
@@ -217,6 +221,7 @@ class Loop(pl.Callback):
                 self.final = score
             if self.best is None or score.bits < self.best["bits"]:
                 self.best = {"bits": score.bits, "step": step}
+                self.check_finite()
                 content = self.content(trainer)
                 self.write(lambda: save_best(self.checkpoints, content))
             self.job.records.update(step=step, best=self.best)
@@ -298,12 +303,10 @@ class Loop(pl.Callback):
             pending: whether the validation of this step is still to be done.
 
         Raises:
-            RunFailed: the disk is full, or the weights are not finite; the old checkpoints are as they were.
+            RunFailed: the disk is full, or what is to be saved is not finite; the old checkpoints are as they were.
         """
         with self.clock:
-            finite = all(bool(torch.isfinite(local(p)).all()) for p in self.module.model.parameters())
-            if self.ranks.largest(int(not finite))[0]:
-                raise RunFailed(f"step {self.module.step}: the weights are not finite; {self.last_good()}")
+            self.check_finite(trainer.optimizers[0])
             content = self.content(trainer)
             content["memberships"] = {"window": self.read_window, "heads": self.memberships}
             content["optimizer"] = trainer.strategy.optimizer_state(trainer.optimizers[0])
@@ -314,6 +317,17 @@ class Loop(pl.Callback):
             self.write(lambda: save_last(self.checkpoints, content, self.plan.keep_checkpoints))
             self.saved, self.saved_at, self.save_up = self.module.step, time.monotonic(), False
             self.job.records.update(step=self.module.step, write=True)
+
+    def check_finite(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Refuse to save weights, buffers or an optimizer's state that are not finite; all ranks call it.
+
+        Raises:
+            RunFailed: on all ranks.
+        """
+        problem = not_finite(self.module.model, optimizer)
+        if self.ranks.largest(int(bool(problem)))[0]:
+            problem = problem or "the weights of another rank are not finite"
+            raise RunFailed(f"step {self.module.step}: {problem}; {self.last_good()}")
 
     def content(self, trainer: pl.Trainer) -> Checkpoint:
         """Return what every checkpoint holds; all ranks call it."""

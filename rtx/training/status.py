@@ -23,6 +23,20 @@ SILENCE_SECONDS = 120.0
 """A run on another machine that has been silent for this long is taken for dead."""
 
 
+KINDS = {
+    **{"reason": str | None, "step": int, "steps": int | None, "seconds": int | float},
+    **{"best": dict | None, "final": dict | None},
+    **{"pid": int, "host": str, "boot_id": str | None, "started": str, "heartbeat": str},
+}
+"""Types of the fields of a status.json."""
+
+NEEDED = {
+    "running": ("pid", "host", "heartbeat"),
+    **{"done": (), "failed": (), "preempted": (), "interrupted": ()},
+}
+"""The states of a run, and the fields without which each of them says nothing."""
+
+
 class Status:
     """The status.json of a run that this process owns.
 
@@ -90,12 +104,29 @@ class Status:
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
-    """Return what status.json says, or None where there is none that can be read."""
+    """Return what status.json says, or None where there is none that can be read, or its fields make no sense."""
     try:
         content = json.loads((folder / "status.json").read_text())
     except (OSError, ValueError):
         return None
-    return content if isinstance(content, dict) else None
+    return content if isinstance(content, dict) and is_sound(content) else None
+
+
+def is_sound(status: dict[str, Any]) -> bool:
+    """Tell whether a record has a known state, what that needs, and values of the right types."""
+    needed = NEEDED.get(state) if isinstance(state := status.get("state"), str) else None
+    if needed is None or not status.keys() >= set(needed):
+        return False
+    if not all(isinstance(status[key], kind) for key, kind in KINDS.items() if key in status):
+        return False
+    scores = [score for key in ("best", "final") if (score := status.get(key)) is not None]
+    if not all(isinstance(score.get("bits"), int | float) for score in scores):
+        return False
+    try:
+        beat = datetime.datetime.fromisoformat(status.get("heartbeat", utc_now()))
+    except ValueError:
+        return False
+    return beat.tzinfo is not None and 0 < status.get("pid", 1) < 2**31
 
 
 def run_state(folder: Path) -> str:
@@ -108,11 +139,11 @@ def run_state(folder: Path) -> str:
     return status["state"]
 
 
-def is_running(folder: Path, status: dict[str, Any]) -> bool:
+def is_running(folder: Path, status: dict[str, Any] | None) -> bool:
     """Tell whether some process works on a run: it holds the lock, or lately wrote from another machine."""
     if is_locked(folder):
         return True
-    if status["state"] != "running" or status["host"] == socket.gethostname():
+    if status is None or status["state"] != "running" or status["host"] == socket.gethostname():
         return False
     return silence(status) < SILENCE_SECONDS
 
@@ -126,7 +157,7 @@ def seems_running(folder: Path, status: dict[str, Any]) -> bool:
         return False
     if status["host"] != socket.gethostname():
         return silence(status) < SILENCE_SECONDS
-    if status["boot_id"] != boot_id() or not process_exists(status["pid"]):
+    if status.get("boot_id") != boot_id() or not process_exists(status["pid"]):
         return False
     return silence(status) < SILENCE_SECONDS or is_locked(folder)
 
@@ -211,7 +242,8 @@ def is_locked(folder: Path) -> bool:
 
 def busy(folder: Path, status: dict[str, Any] | None) -> str:
     """Return the line that refuses a folder in use."""
-    who = f"process {status['pid']} on {status['host']}" if status else "another process"
+    known = status is not None and status.keys() >= {"pid", "host"}
+    who = f"process {status['pid']} on {status['host']}" if status and known else "another process"
     return f"{folder} is in use by {who}; wait for it, or stop it first"
 
 

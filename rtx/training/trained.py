@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from rtx.compose import load_run_config, merge, to_dict
+from rtx.compose import RUN_CONFIG, load_run_config, merge, to_dict
 from rtx.config import Config
 from rtx.config_training import SPREAD
 from rtx.model.transformer import Transformer
-from rtx.training.checkpoints import Checkpoint, load_for_use, load_weights
+from rtx.training.checkpoints import Checkpoint, check_config, load_for_use, load_weights
 from rtx.training.exports import is_export, read_export
 from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware
 
@@ -59,12 +59,14 @@ def load_trained(
     """Load the checkpoint `name` (best or last) of a run; `vocabulary` of the data that are read, None: the run's own.
 
     Raises:
-        UserError: there is none, it is refused, or its shapes differ from the configuration's.
+        UserError: there is none, it is refused, its shapes differ from the configuration's, or the run's config.yaml
+            is not what was trained.
         RunFailed: no checkpoint of the run is whole, or the export is damaged.
     """
     hardware = resolve_hardware(config)
     prepare_torch(config, hardware)
     checkpoint = read_export(folder) if is_export(folder) else load_for_use(folder / "checkpoints", name, say)
+    check_config(checkpoint, to_dict(load_run_config(folder)), folder / RUN_CONFIG)
     model = Transformer(config, vocabulary or checkpoint["data"]["vocabulary"])
     load_weights(model, checkpoint, to_dict(config))
     if config.hardware.precision == "fp64":

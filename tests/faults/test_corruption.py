@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import random
 import shutil
@@ -12,11 +14,14 @@ import pytest
 from disturbances import damage, places
 from small_runs import SIZES, Workshop, checkpoint_difference
 
-from rtx.compose import compose
+from rtx.commands.resume import already_done, refuse_running
+from rtx.compose import compose, load_run_config
 from rtx.config import DataConfig
 from rtx.data.catalog import open_files
 from rtx.data.store import DamagedStore
+from rtx.errors import RunFailed, UserError
 from rtx.training.checkpoints import Damaged, newest_checkpoint, read_checkpoint
+from rtx.training.status import read_status, run_state
 
 
 @pytest.fixture(scope="module")
@@ -163,3 +168,63 @@ def test_a_damaged_best_gives_way_and_nothing_whole_is_an_error(workshop: Worksh
         said = workshop.command(word, str(copy), code=1)
         assert len(said.splitlines()) == 3 and said.count("is damaged (its checksum does not match)") == 3
     assert "no whole checkpoint is left" in workshop.command("resume", str(copy), code=1)
+
+
+def test_any_flipped_bit_of_a_status_is_told_or_passed_over(run: Path, copy: Path) -> None:
+    path, config, draw = copy / "status.json", load_run_config(copy), random.Random(3)
+    whole = path.read_bytes()
+    passed_over = 0
+    for state in (b"done", b"running", b"failed"):
+        record = whole.replace(b'"done"', b'"' + state + b'"')
+        for at in range(0, len(record), 1 if state == b"done" else 4):
+            path.write_bytes(record[:at] + bytes([record[at] ^ 1 << draw.randrange(8)]) + record[at + 1 :])
+            passed_over += read_status(copy) is None
+            with contextlib.suppress(UserError, RunFailed):
+                run_state(copy)
+                refuse_running(copy)
+                already_done(copy, config)
+    assert passed_over > 100
+
+
+def test_a_run_with_a_damaged_status_resumes(workshop: Workshop, run: Path, copy: Path) -> None:
+    for old, new in (('"state"', '"stale"'), ('"step"', '"stop"'), ('"final"', '"finbl"'), ('"bits"', '"cits"')):
+        whole = (run / "status.json").read_text()
+        (copy / "status.json").write_text(whole.replace(old, new))
+        workshop.command("resume", str(copy))
+        assert (read_status(copy) or {})["final"] == json.loads(whole)["final"]
+    assert checkpoint_difference(copy, run, "last") == ""
+
+
+@pytest.mark.parametrize("word", ["eval", "sample", "export", "analyze divergence"])
+def test_a_model_or_data_other_than_was_trained_are_not_scored(workshop: Workshop, copy: Path, word: str) -> None:
+    path = copy / "config.yaml"
+    whole = path.read_text()
+    command = [*word.split(), str(copy)]
+    for group, old, new in (
+        ("model", "window: 8", "window: 9"),
+        ("routing", "logit_scale: sqrt_d", "logit_scale: none"),
+        ("data", "length: 32", "length: 16"),
+    ):
+        begin = whole.index(f"{group}:\n")
+        path.write_text(whole[:begin] + whole[begin:].replace(old, new, 1))
+        (key, was), is_now = old.split(": "), new.split(": ")[1]
+        said = workshop.command(*command, code=2)
+        assert f"rtx: {path}: {group}.{key} is {is_now}, but {was} in best.ckpt, which was trained so" in said
+    assert not any((copy / name).exists() for name in ("eval", "export", "analysis"))
+    path.write_text(whole.replace("attention_dropout: 0.1", "attention_dropout: 0.2"))  # says how it learned
+    workshop.command(*command, *(["length=9"] if word == "sample" else []))
+
+
+def test_an_export_whose_configuration_was_changed_is_not_scored(
+    workshop: Workshop, copy: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    workshop.command("export", str(copy), f"output={model}")
+    text = (model / "config.yaml").read_text()
+    (model / "config.yaml").write_text(text.replace("window: 8", "window: 9"))
+    said = workshop.command("eval", str(model), code=2)
+    assert f"{model / 'config.yaml'}: model.window is 9, but 8 in best.ckpt" in said and not (model / "eval").exists()
+    (model / "config.yaml").write_text(text)
+    workshop.command("eval", str(model), "data.length=16")
+    (result,) = (model / "eval").glob("*.json")
+    assert "-N16-" in result.name

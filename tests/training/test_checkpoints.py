@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import random
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,6 +18,7 @@ from torch import nn
 
 from rtx.errors import RunFailed, UserError
 from rtx.training import checkpoints as room
+from rtx.training import checksums
 from rtx.training.checkpoints import (
     COMMENT_BYTES,
     FORMAT,
@@ -102,6 +105,60 @@ def test_a_damaged_last_gives_way_to_the_one_before(tmp_path: Path) -> None:
     save_last(tmp_path, checkpoint(4))  # the damaged file must not have taken the place of the good one
     assert names(tmp_path) == ["last.ckpt", "last.ckpt.damaged", "previous.ckpt"]
     assert read_checkpoint(tmp_path / "previous.ckpt")["step"] == 2
+
+
+def a_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Put a folder in place of a file."""
+    path.unlink()
+    path.mkdir()
+    return "Is a directory"
+
+
+def an_error_of_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let a file not be read."""
+    real = checksums.verify
+
+    def verify(asked: Path) -> None:
+        if asked == path:
+            raise OSError(errno.EIO, "Input/output error")
+        real(asked)
+
+    monkeypatch.setattr(room, "verify", verify)
+    return "Input/output error"
+
+
+@pytest.mark.parametrize("spoil", [a_folder, an_error_of_the_disk])
+def test_a_checkpoint_that_cannot_be_read_gives_way_to_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path, pytest.MonkeyPatch], str]
+) -> None:
+    for step in (1, 2):
+        save_last(tmp_path, checkpoint(step))
+    last, lines = tmp_path / "last.ckpt", []
+    why = spoil(last, monkeypatch)
+    assert load_for_use(tmp_path, "last", lines.append)["step"] == 1
+    found = newest_checkpoint(tmp_path, set_aside=True, report=lines.append)
+    assert found is not None and found["step"] == 1
+    assert lines[:2] == [
+        f"{last} cannot be read ({why}); using previous.ckpt (step 1)",
+        f"{last} cannot be read ({why}); set aside as last.ckpt.damaged",
+    ]
+    monkeypatch.undo()
+    save_last(tmp_path, checkpoint(3))
+    assert [read_checkpoint(tmp_path / f"{name}.ckpt")["step"] for name in ("previous", "last")] == [1, 3]
+
+
+def test_checkpoints_of_which_none_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_last(tmp_path, checkpoint(1))
+    a_folder(tmp_path / "last.ckpt", monkeypatch)
+    (tmp_path / "last.ckpt.damaged").write_bytes(b"of before")  # a folder cannot be renamed to it
+    lines: list[str] = []
+    with pytest.raises(RunFailed, match="is whole"):
+        newest_checkpoint(tmp_path, set_aside=True, report=lines.append)
+    assert lines == [
+        f"{tmp_path / 'last.ckpt'} cannot be read (Is a directory); it cannot be set aside (Not a directory)"
+    ]
+    with pytest.raises(RunFailed, match=r"cannot be read \(Is a directory\)"):
+        load_for_use(tmp_path, "last")
 
 
 def test_between_two_renames_there_is_a_checkpoint_too(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from rtx.training.evaluate import sample_windows
 from rtx.training.fit import Outcome, fit
 from rtx.training.hardware import resolve_hardware
 from rtx.training.job import Job, Validation
+from rtx.training.loop import Loop
 from rtx.training.metrics import read_metrics
 from rtx.training.optimizers import build_optimizer, learning_rate
 from rtx.training.ranks import Ranks
@@ -207,6 +208,55 @@ def test_weights_that_are_not_finite_are_not_saved(
     with pytest.raises(RunFailed, match="the weights are not finite"):
         run_fit(tmp_path, small_config(checkpoint_every=1, val_every=100), model)
     assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["step"] == 2
+
+
+@pytest.mark.parametrize("what", ["centroid_HCD", "exp_avg_sq"])
+def test_neither_buffers_nor_the_optimizer_are_saved_that_are_not_finite(
+    tmp_path: Path, model: Bigram, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    model.register_buffer("threshold_HC", torch.full((2,), -math.inf))
+    centroid_HCD = torch.ones(2, 2)
+    model.register_buffer("centroid_HCD", centroid_HCD)
+    seen: list[torch.optim.Optimizer] = []
+
+    def build(*arguments: Any) -> torch.optim.Optimizer:
+        seen.append(build_optimizer(*arguments))
+        return seen[-1]
+
+    def spoil(spoilt: nn.Module) -> None:
+        tensor = centroid_HCD if what == "centroid_HCD" else seen[-1].state[model.table_VS][what]
+        tensor[1] = math.nan
+
+    monkeypatch.setattr(module_room, "build_optimizer", build)
+    run_fit(tmp_path, small_config(steps=2, val_every=1), model)  # with a threshold of -inf
+    best = (tmp_path / "checkpoints" / "best.ckpt").read_bytes()
+    monkeypatch.setattr(module_room, "update_centroids", spoil)
+    never = {"checkpoint_every": 100} if what == "centroid_HCD" else {"val_every": 100}
+    with pytest.raises(RunFailed, match=rf"not finite \(.*{what}"):
+        run_fit(tmp_path, small_config(**{"checkpoint_every": 1, "val_every": 1, **never}), model)
+    assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["step"] == 2
+    assert (tmp_path / "checkpoints" / "best.ckpt").read_bytes() == best
+
+
+def test_ranks_that_read_different_checkpoints_do_not_go_on(
+    tmp_path: Path, model: Bigram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ranks, "largest", lambda self, *values: [max(value, 3) for value in values])
+    with pytest.raises(RunFailed, match="do not read the same checkpoint: steps 0 and 3"):
+        run_fit(tmp_path, small_config(), model)
+
+
+def test_minutes_that_are_up_after_the_last_step_are_not_told(
+    tmp_path: Path, model: Bigram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conclude = Loop.conclude
+
+    def late(loop: Loop, trainer: Any) -> None:
+        loop.clock.before = 1e9
+        conclude(loop, trainer)
+
+    monkeypatch.setattr(Loop, "conclude", late)
+    assert not run_fit(tmp_path, small_config(max_minutes=1e6), model).time_up
 
 
 def test_minutes_that_are_up_end_the_run_validated_and_saved(tmp_path: Path, model: Bigram) -> None:
