@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
     config = with_absolute_path(merge(before, overrides))
     changed = differences(to_dict(before), to_dict(config))
     refuse_changes(changed, force)
-    first = is_first()
+    first = is_first(config.hardware.nodes)
     if first:  # the others find the run in use: by the first one
         refuse_running(folder)
     if (line := already_done(folder, config)) is not None:  # all leave: nobody is to wait for the first one

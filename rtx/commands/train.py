@@ -39,6 +39,7 @@ from rtx.training.fit import Outcome, fit, loader_process_starts
 from rtx.training.fresh import fresh_model
 from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware
 from rtx.training.job import Job, Validation, nothing_left
+from rtx.training.meeting import Meeting
 from rtx.training.records import Records
 from rtx.training.runs import (
     machine_changes,
@@ -105,7 +106,7 @@ def run(config: Config, hardware: Hardware, folder: Path | None = None, resumpti
     if hardware.rank > 0:
         # Only the first process writes; the others, whoever started them, need no folder of their own.
         return follow(config, hardware, folder or Path(os.devnull), resumption)
-    with Signals() as signals:
+    with Signals() as signals, Meeting(hardware) as meeting:
         try:
             stop_with_sweep()
             store = open_data(config.data, data_root())  # before there is a folder for a mistake to leave behind
@@ -114,7 +115,7 @@ def run(config: Config, hardware: Hardware, folder: Path | None = None, resumpti
             begin = nothing if resumption else partial(write_config, config, folder)
             with working_in(folder, begin) as status:
                 signals.at_once = lambda code: status.end(state_after(code), "stopped at once")
-                train(config, hardware, folder, store, signals, resumption, status)
+                train(config, hardware, folder, store, signals, resumption, meeting, status)
             return 0
         except Stopped as stop:
             print(stop, file=sys.stderr)
@@ -124,23 +125,26 @@ def run(config: Config, hardware: Hardware, folder: Path | None = None, resumpti
 
 
 def follow(config: Config, hardware: Hardware, folder: Path, resumption: Resumption | None) -> int:
-    """Do the work of a rank that writes nothing; how the run ends is for the first rank to say.
+    """Do the work of a rank that writes nothing; how a run ends that has begun is for the first rank to say.
 
     A child that the first process of its machine started has nothing to do with signals, goes when its parent goes, and
-    always leaves with 0: any other end is one that the parent does not know of.
+    then leaves with 0: any other end is one that the parent does not know of.
     """
-    code, child = 0, started_by_another()
+    code, child, meeting = 0, started_by_another(), Meeting(hardware)
     try:
-        with Signals() as signals:
+        with Signals() as signals, meeting:
             if child:
                 ignore_signals()
                 go_with_parent()
-            train(config, hardware, folder, open_data(config.data, data_root(), nothing), signals, resumption, None)
+            store = open_data(config.data, data_root(), nothing)
+            train(config, hardware, folder, store, signals, resumption, meeting, None)
     except Stopped as stop:
         code = stop.code
-    except (RunFailed, UserError, torch.distributed.DistError):
-        code = 1
-    return 0 if child else code
+    except (RunFailed, UserError) as error:
+        code = 2 if isinstance(error, UserError) else 1
+        if not meeting.heard:
+            print("\n".join(f"rtx: {line}" for line in str(error).splitlines()), file=sys.stderr)
+    return 0 if child and meeting.complete else code
 
 
 def train(
@@ -150,6 +154,7 @@ def train(
     store: Store,
     signals: Signals,
     resumption: Resumption | None,
+    meeting: Meeting,
     status: Status | None,
 ) -> None:
     """Build the model, fit it and print what came of it; ranks without a `status` write nothing."""
@@ -171,6 +176,7 @@ def train(
             keep_tokenizer(store, folder)
         print(opening_line(config, hardware, store, model))
     held_out = store.split("valid")
+    meeting.wait_for_all()
     with Records(folder, config, to_dict(config), status) as records:
         outcome = fit(
             Job(

@@ -172,7 +172,7 @@ def loader_process_starts(worker: int) -> None:
 def is_lost_peer(error: RuntimeError) -> bool:
     """Tell whether an error means that another process of the run has gone."""
     signs = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL", "ProcessGroup")
-    return dist.is_initialized() and (isinstance(error, dist.DistError) or any(s in str(error) for s in signs))
+    return isinstance(error, dist.DistError) or (dist.is_initialized() and any(s in str(error) for s in signs))
 
 
 def silence_lightning() -> None:

@@ -13,7 +13,7 @@ from rtx.config import Config
 from rtx.config_training import SPREAD
 from rtx.errors import UserError
 from rtx.training.heap import keep_freed_memory
-from rtx.training.launchers import process_rank, started_by
+from rtx.training.launchers import number, process_rank, started_by
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,10 @@ def resolve_hardware(config: Config) -> Hardware:
         )
     if launcher == "lightning" and nodes > 1:
         check_meeting_point(nodes)
+    if distributed and "MASTER_PORT" in os.environ:
+        number("MASTER_PORT", 1, 65535)
     micro, accumulate = micro_batches(config, devices * nodes)
-    rank = process_rank(launcher, devices)
+    rank = process_rank(launcher, devices, nodes)
     accelerator, sharded = "gpu" if use_gpu else "cpu", wish.name == "fsdp"
     return Hardware(accelerator, devices, nodes, rank, distributed, sharded, launcher, micro, accumulate)
 

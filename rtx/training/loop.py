@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rtx.errors import RunFailed
+from rtx.training.alike import check_alike
 from rtx.training.checkpoints import Checkpoint, save_best, save_last
 from rtx.training.evaluate import Score, Window, sample_windows, score_windows
 from rtx.training.finite import not_finite
@@ -58,12 +59,13 @@ class Loop(pl.Callback):
 
     # The hooks of Lightning, in the order of a fit
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Compare what the ranks begin with, before Lightning makes one model of theirs."""
+        self.ranks.connect()
+        check_alike(self.ranks, self.job)
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Load the checkpoint onto the devices; where no step is left to take, do what comes after the last."""
-        self.ranks.connect()
-        first, latest = self.job.first_step, self.ranks.largest(self.job.first_step)[0]
-        if self.ranks.largest(int(first < latest))[0]:
-            raise RunFailed(f"the processes of the run do not read the same checkpoint: steps {first} and {latest}")
         if self.job.start:
             self.load(trainer, self.job.start)
         if self.job.nothing_left:

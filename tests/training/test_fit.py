@@ -238,14 +238,6 @@ def test_neither_buffers_nor_the_optimizer_are_saved_that_are_not_finite(
     assert (tmp_path / "checkpoints" / "best.ckpt").read_bytes() == best
 
 
-def test_ranks_that_read_different_checkpoints_do_not_go_on(
-    tmp_path: Path, model: Bigram, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Ranks, "largest", lambda self, *values: [max(value, 3) for value in values])
-    with pytest.raises(RunFailed, match="do not read the same checkpoint: steps 0 and 3"):
-        run_fit(tmp_path, small_config(), model)
-
-
 def test_minutes_that_are_up_after_the_last_step_are_not_told(
     tmp_path: Path, model: Bigram, monkeypatch: pytest.MonkeyPatch
 ) -> None:

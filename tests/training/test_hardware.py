@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ VARIABLES = (
     *(
         "RANK",
         "LOCAL_RANK",
+        "RTX_PARENT",
         "WORLD_SIZE",
         "LOCAL_WORLD_SIZE",
         "NODE_RANK",
@@ -89,6 +91,7 @@ def test_srun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_children_of_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("RTX_PARENT", str(os.getppid()))
     assert resolved(name="ddp", devices=2).rank == 1
     for name, value in {"NODE_RANK": "2", "MASTER_ADDR": "host", "MASTER_PORT": "9000"}.items():
         monkeypatch.setenv(name, value)
@@ -101,6 +104,44 @@ def test_machines_that_nobody_joins_need_to_know_where_to_meet(monkeypatch: pyte
         UserError, match=r"hardware\.nodes=2 without torchrun or srun: .*not set: MASTER_PORT, NODE_RANK"
     ):
         resolved(name="fsdp", devices=2, nodes=2)
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"NODE_RANK": "1"}, r"NODE_RANK=1: must be 0, by hardware\.nodes=1 .*; unset it if it is a leftover"),
+        ({"NODE_RANK": "x"}, "NODE_RANK=x: must be 0, by"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1: rtx sets it for processes that it starts itself, .*; unset it"),
+        ({"SLURM_NTASKS": "many"}, "SLURM_NTASKS=many: must be 1 or more"),
+        ({"TORCHELASTIC_RUN_ID": "a"}, "WORLD_SIZE=: must be 1 or more"),
+        ({"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2"}, "SLURM_PROCID=2: must be 0 to 1"),
+    ],
+)
+def test_what_another_launcher_left_behind_is_named(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], told: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    name, devices = ("ddp", 2) if "SLURM_NTASKS" in variables else ("auto", None)
+    with pytest.raises(UserError, match=told):
+        resolved(name=name, devices=devices)
+
+
+def test_where_to_meet_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = [("NODE_RANK", "2", "0 to 1, by hardware"), ("MASTER_PORT", "65536", "1 to 65535")]
+    for name, value, allowed in wrong:
+        for right in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK"):
+            monkeypatch.setenv(right, "1")
+        monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match=f"{name}={value}: must be {allowed}"):
+            resolved(name="ddp", devices=1, nodes=2)
+
+
+def test_a_local_rank_of_0_would_keep_lightning_from_starting_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert resolved(name="ddp", devices=1).rank == 0
+    with pytest.raises(UserError, match="LOCAL_RANK=0: "):
+        resolved(name="ddp", devices=2)
 
 
 def test_parameters_are_shared_out_by_fsdp_alone() -> None:
