@@ -1,4 +1,4 @@
-"""Who started this process, and which of a run's processes it is: told by the environment, before torch is imported."""
+"""Who started this process, which of a run's it is, and its cores: told without torch, whose import takes seconds."""
 
 from __future__ import annotations
 
@@ -30,3 +30,8 @@ def process_rank(launcher: str, devices: int) -> int:
 def is_first() -> bool:
     """Whether this is the first process of its run, the one that writes and speaks."""
     return process_rank(started_by()[0], 1) == 0
+
+
+def cores() -> int:
+    """Return the processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
