@@ -10,8 +10,9 @@ in a validation; while a checkpoint is written), the same command or `rtx resume
 all its rows are compared with those of a run that was left alone, bit for bit. After each kill the checkpoints that had
 been written are looked for, and whether they are whole.
 
-It needs the tools of the tests (pip install -e '.[dev]') and writes `benchmarks/results/faults-cpu.json`. Runs that
-failed are kept in the folder that it names.
+It needs the tools of the tests (pip install -e '.[dev]') and writes `benchmarks/results/faults-cpu.json`. A run that
+lost a checkpoint, or found one damaged, is left as the kill left it; it, and runs that do not resume or come to other
+bits, are kept with their data, each named in a line, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Tally:
 
     kills: list[Kill] = field(default_factory=list)
     runs: int = 0
+    lossy: list[str] = field(default_factory=list)
+    """Of the runs that lost a checkpoint, or had a damaged one, after which kill."""
     not_resumed: list[str] = field(default_factory=list)
     """Of the runs that did not come to their end, why."""
     differ: list[str] = field(default_factory=list)
@@ -68,6 +71,7 @@ class Tally:
             "runs": self.runs,
             "checkpoints_lost": sum(kill.lost for kill in self.kills),
             "checkpoint_bytes_lost": sum(kill.damaged for kill in self.kills),
+            "runs_with_losses": self.lossy,
             "runs_not_resumed": self.not_resumed,
             "runs_that_differ": self.differ,
             "killed_in": dict(collections.Counter(kill.met for kill in self.kills).most_common()),
@@ -96,7 +100,7 @@ def main() -> None:
         result = describe(tally, minutes, whole)
         options.output.write_text(json.dumps([result], indent=1) + "\n")  # so far, lest this one is stopped
     print(options.output.read_text())
-    if tally.not_resumed or tally.differ:
+    if tally.lossy or tally.not_resumed or tally.differ:
         sys.exit(1)
     shutil.rmtree(folder)
 
@@ -128,11 +132,16 @@ def describe(tally: Tally, minutes: float, whole: float) -> dict[str, Any]:
 def torment(
     workshop: Workshop, tally: Tally, draw: random.Random, kills: int, seconds: float, steps: str, alone: Path
 ) -> None:
-    """Kill one run up to so many times, let it end, and compare it with the one left alone."""
+    """Kill one run up to so many times, let it end and compare it with the one left alone; keep what went wrong."""
     tally.runs += 1
     name = f"run{tally.runs}"
     workshop.data = workshop.folder / f"{name}-data"
     ordeal = Ordeal(workshop, name, workshop.begin, steps)
+
+    def keep(kind: list[str], what: object) -> None:
+        kind.append(f"{name}: {what}")
+        print(f"{kind[-1]}; kept in {ordeal.run} and {workshop.data}", flush=True)
+
     try:
         for _ in range(draw.randint(1, kills)):
             possible = [m for m in MOMENTS if m != "preparing" or not ordeal.has_begun]
@@ -140,14 +149,14 @@ def torment(
             if kill is None:
                 break
             tally.kills.append(kill)
+            if kill.lost or kill.damaged:
+                return keep(tally.lossy, kill)
         ended = ordeal.finish()
         assert ended == 0, f"ended with {ended}"
     except (AssertionError, pytest.fail.Exception) as error:
-        tally.not_resumed.append(f"{name}: {error}")
-        return
+        return keep(tally.not_resumed, error)
     if found := difference(ordeal.run, alone):
-        tally.differ.append(f"{name}: {found}")
-        return
+        return keep(tally.differ, found)
     shutil.rmtree(ordeal.run)
     shutil.rmtree(workshop.data)
 

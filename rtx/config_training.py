@@ -27,7 +27,7 @@ class HardwareConfig:
     deterministic: bool = False
     """Use only deterministic GPU kernels, so that the same seed gives the same bits."""
     threads: int | None = ranged(None, low=1, high=1024)
-    """CPU threads of each process; unset: torch's own choice. The bits of a run depend on it."""
+    """CPU threads of each process; unset: torch's own choice, or its share of the cores. Bits depend on it."""
     workers: int = ranged(0, low=0)
     """Processes that prepare batches ahead; 0: in the training process."""
 

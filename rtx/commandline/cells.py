@@ -23,10 +23,14 @@ from rtx.identity import counts
 from rtx.training.changes import differences
 from rtx.training.files import replace_file
 from rtx.training.memory import OUT_OF_MEMORY, system_kills
+from rtx.training.signals import EXIT_CODES, state_after
 from rtx.training.status import busy, close, read_status, seems_running
 
 RUN_VARIABLE = "RTX_RUN"
 """Tells a process of a sweep the folder of its run, as an absolute path."""
+
+STOPPED = {128 + number: state_after(code) for number, code in EXIT_CODES.items()}
+"""How a cell ended that a signal stopped, by its exit code: 143 of its handlers, or what it is before there are any."""
 
 OUTPUT = "output.log"
 """What a cell prints, where several run side by side; in its folder."""
@@ -261,13 +265,14 @@ def ending(cell: Cell, code: int, lines: Sequence[str], out_of_memory: bool, bef
     own: dict[str, Any] = status if status and status != before else {}
     if code == 0:
         return Outcome(cell.number, code, "done")
-    if code == 128 + signal.SIGKILL and not out_of_memory:
+    failed = own.get("state") == "failed"
+    if code == 128 + signal.SIGKILL and not out_of_memory and not failed:
         return Outcome(cell.number, code, "killed")  # it goes on when the sweep is asked again
     if own.get("state") in ("interrupted", "preempted"):
         return Outcome(cell.number, code, own["state"])
-    if code in (130, 143):
-        return Outcome(cell.number, code, "interrupted" if code == 130 else "preempted")
-    reason = str(own.get("reason") or "") if own.get("state") == "failed" else ""
+    if code in STOPPED and not failed:
+        return Outcome(cell.number, code, STOPPED[code])
+    reason = str(own.get("reason") or "") if failed else ""
     if not reason:
         reason = by_signal(code, out_of_memory) or last_words(lines) or f"exit code {code}"
         record_failure(cell, reason)

@@ -16,6 +16,7 @@ from rtx.commandline.cells import Cell, InUse, Outcome
 from rtx.commandline.children import Children
 from rtx.config import Config
 from rtx.errors import UserError
+from rtx.training.launchers import cores
 
 LOOK_SECONDS = 1.0
 """Time between two looks at a cell that another process works on."""
@@ -85,11 +86,6 @@ def share(config: Config, place: int, places: int) -> dict[str, str]:
     if len(devices) > 1:
         variables["CUDA_VISIBLE_DEVICES"] = devices[place % len(devices)]
     return variables
-
-
-def cores() -> int:
-    """Return the processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gpus() -> list[str]:

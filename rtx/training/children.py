@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
 LOOK_SECONDS = 0.5
@@ -31,7 +30,6 @@ class Launcher(_SubprocessScriptLauncher):
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
             threading.Thread(target=self.watch, args=(self.procs,), name="children", daemon=True).start()
-        _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
 
     def watch(self, children: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -12,8 +12,12 @@ from rtx.compiler import has_compiler
 from rtx.config import Config
 from rtx.config_training import SPREAD
 from rtx.errors import UserError
+<<<<<<< HEAD
 from rtx.training.heap import keep_freed_memory
 from rtx.training.launchers import number, process_rank, started_by
+=======
+from rtx.training.launchers import cores, process_rank, started_by
+>>>>>>> fix-c
 
 
 @dataclass(frozen=True)
@@ -123,9 +127,9 @@ def prepare_torch(config: Config, hardware: Hardware) -> None:
         UserError: hardware.compile without a compiler.
     """
     wish = config.hardware
-    if wish.threads:
-        os.environ["OMP_NUM_THREADS"] = str(wish.threads)  # Lightning sets its own number where this is missing
-        torch.set_num_threads(wish.threads)
+    if threads := wish.threads or share_of_threads(hardware):
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # for the processes that Lightning starts; and it sets no other
+        torch.set_num_threads(threads)
     if hardware.accelerator == "cpu":
         keep_freed_memory()
     torch.set_float32_matmul_precision("high" if wish.precision == "tf32" else "highest")
@@ -137,3 +141,28 @@ def prepare_torch(config: Config, hardware: Hardware) -> None:
         raise UserError(
             "hardware.compile=true needs a C++ compiler (g++ or clang++, or CXX); there is none on the PATH"
         )
+<<<<<<< HEAD
+=======
+
+
+def share_of_threads(hardware: Hardware) -> int | None:
+    """Return the threads of each process that we start on this machine; None: torch's own choice, or OMP_NUM_THREADS.
+
+    Lightning would take the same number, but only as the fit begins: after the run has recorded its threads.
+    """
+    if not hardware.distributed or hardware.launcher != "lightning" or "OMP_NUM_THREADS" in os.environ:
+        return None
+    return max(1, cores() // hardware.devices)
+
+
+def keep_freed_memory() -> None:
+    """Tell the C library (glibc) to keep what is freed: each training step asks for the same large tensors again.
+
+    Given back to the system, each page of them is faulted in and zeroed anew, about a tenth of a step's time.
+    """
+    trim_threshold, mmap_max = -1, -4  # glibc's numbers for mallopt
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        library = ctypes.CDLL(None)
+        library.mallopt(mmap_max, 0)
+        library.mallopt(trim_threshold, -1)
+>>>>>>> fix-c

@@ -1,4 +1,4 @@
-"""Who started this process, and which of a run's processes it is: told by the environment, before torch is imported."""
+"""Who started this process, which of a run's it is, and its cores: told without torch, whose import takes seconds."""
 
 from __future__ import annotations
 
@@ -65,3 +65,8 @@ def number(name: str, least: int, most: int | None = None, default: str = "", re
         return int(value)
     allowed = f"{least} or more" if most is None else f"{least}" if least == most else f"{least} to {most}"
     raise UserError(f"{name}={value}: must be {allowed}{reason and f', by {reason}'}; unset it if it is a leftover")
+
+
+def cores() -> int:
+    """Return the processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -101,6 +101,43 @@ def test_a_kill_by_the_system_is_out_of_memory_and_any_other_goes_on(
     assert len(started(tmp_path)) == 2
 
 
+@pytest.mark.parametrize(
+    ("number", "word"),
+    [
+        (signal.SIGINT, "interrupted"),
+        *((number, "preempted") for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)),
+    ],
+)
+def test_a_signal_before_a_cell_has_handlers_is_no_failure(
+    tmp_path: Path,
+    outputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+    word: str,
+) -> None:
+    behaviour = f"""
+signal.signal({number:d}, signal.SIG_DFL)
+if len(list(folder.glob("try*"))) == 1: end(0, "done", final=dict(bits=1.5))
+(folder / "try").touch()
+os.kill(os.getpid(), {number:d})
+"""
+    script = stand_in(tmp_path, behaviour)
+    assert run(monkeypatch, script, "seed=1") == 1
+    assert capsys.readouterr().out.splitlines()[-1].split()[3:5] == [word, str(128 + number)]
+    assert run(monkeypatch, script, "seed=1") == 0
+    assert "done" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_cell_that_failed_before_a_signal_came_stays_failed(
+    tmp_path: Path, outputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = stand_in(tmp_path, 'end(143, "failed", reason="the loss is NaN at step 3")')
+    assert run(monkeypatch, script, "seed=1") == 1
+    row, reason = capsys.readouterr().out.splitlines()[-2:]
+    assert row.split()[3:5] == ["failed", "143"] and reason.strip() == "the loss is NaN at step 3"
+
+
 def test_a_cell_whose_configuration_was_changed_is_told_and_left_alone(
     tmp_path: Path, outputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ import torch
 from small_runs import Workshop, after, checkpoint_difference, difference, exists, largest_file, saving
 
 from rtx.compose import load_run_config
-from rtx.training.checksums import resumable
+from rtx.training.checksums import is_whole, resumable
 from rtx.training.metrics import read_metrics
 from rtx.training.status import read_status, run_state
 
@@ -88,13 +88,37 @@ def test_a_signal_saves_and_leaves_with_its_code(
     assert difference(process.run, undisturbed) == ""
 
 
-def test_a_second_interrupt_leaves_at_once(workshop: Workshop, undisturbed: Path) -> None:
-    process = workshop.start("twice", "trainer.batch_size=4000", "trainer.micro_batch_size=2")  # a step takes long
-    process.until(exists("metrics.jsonl"))
+@pytest.mark.parametrize(("step", "saved"), [(1, 0), (5, 3)])
+def test_a_second_interrupt_leaves_at_once(workshop: Workshop, undisturbed: Path, step: int, saved: int) -> None:
+    process = workshop.start(f"twice{step}", inside=endless_step(step))
+    process.until(exists("endless"))
     assert process.wait(send=signal.SIGINT) == 130
+    last = process.run / "checkpoints" / "last.ckpt"
+    good = f"the last good checkpoint is {last} (step {saved})" if saved else "no checkpoint had been written yet"
+    printed = process.log.read_text()
+    assert f"stopped at once; {good}\n" in printed
+    assert (f"continue with: rtx resume {process.run}\n" in printed) == bool(saved)
     status = read_status(process.run) or {}
-    assert status["state"] == "interrupted" and status["step"] == 0
-    assert not list((process.run / "checkpoints").iterdir())
+    assert (status["state"], status["reason"]) == ("interrupted", f"stopped at once; {good}")
+    assert is_whole(last) if saved else not list(last.parent.iterdir())
+    begins = f"from step {saved}\n" if saved else "from the beginning: it has no checkpoint\n"
+    assert f"(interrupted) {begins}" in workshop.command("resume", str(process.run))
+    assert difference(process.run, undisturbed) == ""
+
+
+def endless_step(step: int) -> str:
+    """Return the code for `inside` that makes a step last for a minute; a file of the run tells that it has begun."""
+    return f"""
+import os, pathlib, time
+from rtx.training.module import TrainingModule
+real_clipping = TrainingModule.configure_gradient_clipping
+def slow(self, *arguments, **options):
+    if self.step + 1 == {step}:
+        pathlib.Path(os.environ["RTX_RUN"], "endless").touch()
+        time.sleep(60)
+    return real_clipping(self, *arguments, **options)
+TrainingModule.configure_gradient_clipping = slow
+"""
 
 
 def test_turnover_compares_one_and_the_same_window(workshop: Workshop) -> None:

@@ -23,6 +23,7 @@ SMALL = (
     *("model.ffn_hidden=32", "model.window=16", "trainer.steps=200", "trainer.batch_size=2", "trainer.val_every=100"),
     *("trainer.checkpoint_every=10", "trainer.log_every=10", "hardware.threads=1", "logger=jsonl"),
 )
+SHALLOW = ("model.layers=2", "model.heads=2", "routing.heads=1", "routing.layers=1", "routing.window=16")
 JOBS = (
     *("hardware=slurm", "hydra.launcher.partition=test", "hydra.launcher.cpus_per_task=1"),
     *("hydra.launcher.gpus_per_node=0", "hydra.launcher.mem_gb=1", "hydra.launcher.timeout_min=30"),

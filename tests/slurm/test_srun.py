@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster import why_not
-from slurm_jobs import JOBS, PATIENCE, SMALL, environment, of_job, patiently, rtx, states
+from slurm_jobs import JOBS, PATIENCE, SHALLOW, SMALL, environment, of_job, patiently, rtx, states
 
 from rtx.training.checkpoints import read_checkpoint
 from rtx.training.metrics import read_metrics
@@ -17,7 +17,6 @@ from rtx.training.status import read_status
 
 __all__ = ["environment"]
 
-SHALLOW = ("model.layers=2", "model.heads=2", "routing.heads=1", "routing.layers=1", "routing.window=16")
 SRUN = ("srun", "--ntasks=2", "--cpus-per-task=1", sys.executable, "-m", "rtx")
 TWO = ("hardware=ddp", "hardware.devices=2", "trainer.micro_batch_size=1")
 

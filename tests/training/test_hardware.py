@@ -7,10 +7,13 @@ import os
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from rtx.config import Config, HardwareConfig, TrainerConfig
 from rtx.errors import UserError
+from rtx.training.children import Launcher
 from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware
+from rtx.training.runs import environment
 
 VARIABLES = (
     *(
@@ -157,3 +160,30 @@ def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(hardware=HardwareConfig(compile=True))
     with pytest.raises(UserError, match=r"needs a C\+\+ compiler"):
         prepare_torch(config, resolved())
+
+
+@pytest.mark.parametrize(
+    ("given", "threads"),
+    [((2, None, {}), 3), ((4, None, {}), 1), ((2, 5, {}), 5), ((2, None, {"OMP_NUM_THREADS": "1"}), 2)],
+)
+def test_the_threads_of_each_process_are_those_on_record_before_lightning_starts_it(
+    monkeypatch: pytest.MonkeyPatch, given: tuple[int, int | None, dict[str, str]], threads: int
+) -> None:
+    devices, wished, variables = given
+    monkeypatch.setattr("rtx.training.hardware.cores", lambda: 7)
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)  # torch's own choice
+    try:
+        wish = HardwareConfig(name="ddp", devices=devices, threads=wished)
+        prepare_torch(Config(hardware=wish), resolved(name="ddp", devices=devices))
+        recorded = environment({})["threads"]
+        launcher = Launcher(LightningEnvironment(), devices, 1)
+        monkeypatch.setattr(launcher, "_call_children_scripts", lambda: monkeypatch.setenv("STARTED", "yes"))
+        assert recorded == threads == launcher.launch(torch.get_num_threads)
+        assert os.environ["OMP_NUM_THREADS"] == variables.get("OMP_NUM_THREADS", str(threads))  # of the others
+    finally:
+        torch.set_num_threads(before)
