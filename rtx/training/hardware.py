@@ -12,12 +12,8 @@ from rtx.compiler import has_compiler
 from rtx.config import Config
 from rtx.config_training import SPREAD
 from rtx.errors import UserError
-<<<<<<< HEAD
 from rtx.training.heap import keep_freed_memory
-from rtx.training.launchers import number, process_rank, started_by
-=======
-from rtx.training.launchers import cores, process_rank, started_by
->>>>>>> fix-c
+from rtx.training.launchers import cores, number, process_rank, started_by
 
 
 @dataclass(frozen=True)
@@ -141,8 +137,6 @@ def prepare_torch(config: Config, hardware: Hardware) -> None:
         raise UserError(
             "hardware.compile=true needs a C++ compiler (g++ or clang++, or CXX); there is none on the PATH"
         )
-<<<<<<< HEAD
-=======
 
 
 def share_of_threads(hardware: Hardware) -> int | None:
@@ -153,16 +147,3 @@ def share_of_threads(hardware: Hardware) -> int | None:
     if not hardware.distributed or hardware.launcher != "lightning" or "OMP_NUM_THREADS" in os.environ:
         return None
     return max(1, cores() // hardware.devices)
-
-
-def keep_freed_memory() -> None:
-    """Tell the C library (glibc) to keep what is freed: each training step asks for the same large tensors again.
-
-    Given back to the system, each page of them is faulted in and zeroed anew, about a tenth of a step's time.
-    """
-    trim_threshold, mmap_max = -1, -4  # glibc's numbers for mallopt
-    with contextlib.suppress(AttributeError, OSError):  # another C library
-        library = ctypes.CDLL(None)
-        library.mallopt(mmap_max, 0)
-        library.mallopt(trim_threshold, -1)
->>>>>>> fix-c
