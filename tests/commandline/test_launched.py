@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from stand_ins import ROOT
 
 from rtx import cli
 from rtx.commandline.children import Children
-from rtx.commandline.launched import Signals, Told, numbers_in
+from rtx.commandline.launched import Signals, Told, numbers_in, own_signals
 from rtx.compose import compose, config_hash
 from rtx.training.status import read_status
 
@@ -110,6 +112,28 @@ def test_signals_reach_a_job_through_the_file_whenever_it_begins(tmp_path: Path)
     late = Told(signals.path, Children())
     late.over.set()
     assert early.children.stopped_by == late.children.stopped_by == signal.SIGTERM
+
+
+def test_a_cell_saves_before_submitit_puts_its_job_back_into_the_queue(tmp_path: Path) -> None:
+    numbers = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    former = {number: signal.getsignal(number) for number in numbers}
+    saving = "trap 'sleep 0.3; touch saved; exit 143' USR2; touch ready; for i in $(seq 500); do sleep 0.01; done"
+    found: list[bool] = []
+    signal.signal(signal.SIGUSR2, lambda *_: found.append((tmp_path / "saved").exists()))  # what submitit sets
+    try:
+        children = Children()
+        with own_signals(children, threading.Event()), ThreadPoolExecutor(1) as pool:
+            cell = pool.submit(children.run, ["sh", "-c", f"cd {tmp_path}; {saving}"], {}, None)
+            until = time.monotonic() + 30
+            while not (tmp_path / "ready").exists():
+                assert time.monotonic() < until and not cell.done()
+                time.sleep(0.01)
+            signal.raise_signal(signal.SIGUSR2)
+            assert found == [True]
+            assert cell.result().code == 143
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 def test_a_second_ctrl_c_leaves_what_waits_in_a_queue(tmp_path: Path) -> None:
