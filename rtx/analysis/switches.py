@@ -123,5 +123,5 @@ def changed(config: Config, section: str, **values: Any) -> Config:
     return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
 
 
-LADDERS = (smaller_batches, in_parts, recomputed, narrowed, factored, shared_out)
+LADDERS = (smaller_batches, recomputed, in_parts, narrowed, factored, shared_out)
 """Each kind of switch, in the order in which several are thrown together."""
