@@ -116,7 +116,7 @@ def read_sweeps(root: Path, present: set[str], found: Collection) -> None:
             cells |= row["cells"]
             if row["command"] not in found.commands:
                 found.commands.append(row["command"])
-    for name in sorted(cells.keys() - present):
+    for name in (name for name in cells if name not in present):
         found.cells.append(Cell(root / name, state="not started", title=str(cells[name])))
 
 

@@ -19,7 +19,8 @@ LETTERS |= {
 }
 
 LAST_LETTER = "\N{LATIN SMALL LETTER LONG S}"
-"""Of what pdflatex can set by itself; any later letter would end the run."""
+MISSING = "«»ÐÞðþĄąĐđĘęĦħĮįĸĿŀŉŊŋŦŧŲųſ"
+"""pdflatex sets letters up to the last one but the missing ones in its usual fonts; any other would end its run."""
 
 WIDE = 7
 """Columns from which on a table is scaled to the width of the text."""
@@ -60,5 +61,9 @@ def mark(number: int) -> str:
 
 def tex(text: str) -> str:
     """Return text in which nothing is a command of LaTeX, and that it has letters for."""
-    kept = (LETTERS.get(letter, letter if letter <= LAST_LETTER and letter.isprintable() else "?") for letter in text)
-    return "".join(kept).replace("--", "-{}-")
+    return "".join(LETTERS.get(letter, letter if is_set(letter) else "?") for letter in text).replace("--", "-{}-")
+
+
+def is_set(letter: str) -> bool:
+    """Tell whether pdflatex has a letter."""
+    return letter <= LAST_LETTER and letter.isprintable() and letter not in MISSING

@@ -7,6 +7,8 @@ import io
 import json
 import math
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,19 @@ def test_rows_of_latex_have_as_many_entries_as_columns(report: Report) -> None:
     for columns, body in tables:
         rows = [line for line in body.splitlines() if line.endswith(r" \\")]
         assert rows and {row.count("&") + 1 for row in rows} == {len(columns)}
+
+
+@pytest.mark.skipif(not shutil.which("pdflatex"), reason="pdflatex is not installed")
+def test_pdflatex_sets_every_table_and_every_letter(report: Report, tmp_path: Path) -> None:
+    letters = "".join(letter for letter in map(chr, range(32, 0x250)) if letter.isprintable())
+    (tmp_path / "report.tex").write_text(latex(report) + "\n\\clearpage\n" + "\n\n".join(map(tex, letters)))
+    packages = re.findall(r"needs (\\usepackage\{.*\})", latex(report))
+    whole = ["\\documentclass{article}", *packages, "\\begin{document}", "\\input{report}", "\\end{document}"]
+    (tmp_path / "whole.tex").write_text("\n".join(whole))
+    command = ["pdflatex", "-interaction=nonstopmode", "whole.tex"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, errors="replace")
+    assert ran.returncode == 0, [line for line in ran.stdout.splitlines() if line.startswith("!")]
+    assert (tmp_path / "whole.pdf").is_file()
 
 
 def test_letters_of_latex() -> None:
