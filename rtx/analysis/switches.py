@@ -43,11 +43,11 @@ def fitting(config: Config, vocabulary: int, room: float) -> list[Switch]:
     Where none does it by itself: as many of them together as it takes, or no switch where all together are too few.
     """
     alone = []
-    for choices in ladders(config):
-        found = next(
-            (Switch(words, size) for words, changed in choices if (size := peak(changed, vocabulary)) <= room), None
-        )
-        alone += [found] if found else []
+    for ladder in LADDERS:
+        for words, changed in ladder(config):
+            if (size := peak(changed, vocabulary)) <= room:
+                alone.append(Switch(words, size))
+                break
     if alone:
         return alone
     words, changed = [], config
@@ -59,11 +59,6 @@ def fitting(config: Config, vocabulary: int, room: float) -> list[Switch]:
             if (size := peak(changed, vocabulary)) <= room:
                 return [Switch(" ".join(words), size)]
     return []
-
-
-def ladders(config: Config) -> list[Iterator[tuple[str, Config]]]:
-    """Return each kind of switch with its settings, the one that changes least first."""
-    return [ladder(config) for ladder in LADDERS]
 
 
 def smaller_batches(config: Config) -> Iterator[tuple[str, Config]]:
@@ -124,4 +119,4 @@ def changed(config: Config, section: str, **values: Any) -> Config:
 
 
 LADDERS = (smaller_batches, recomputed, in_parts, narrowed, factored, shared_out)
-"""Each kind of switch, in the order in which several are thrown together."""
+"""Each kind of switch, in the order in which several are thrown together; it yields what changes least first."""
