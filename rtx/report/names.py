@@ -17,12 +17,15 @@ GROUPS = {"routed": "routing"}
 
 
 def in_order(cell: Cell) -> tuple[Any, ...]:
-    """Return what runs are sorted by: as the paper's first table, then by seed and folder."""
+    """Return what runs are sorted by: as the paper's first table, then by seed and folder.
+
+    Those without a configuration, which a sweep has not started yet, stay last and as they come.
+    """
     kinds = ("full", "local", "random", "routing")
     kind = kind_of(cell.config) if cell.config else ""
     values = [cell.config.get(key) for key in ("routing.window", "routing.layers", "routing.heads", "seed")]
     numbers = [float(value) if isinstance(value, int | float) else 0.0 for value in values]
-    return (kinds.index(kind) if kind in kinds else len(kinds), *numbers, str(cell.folder))
+    return (kinds.index(kind) if kind in kinds else len(kinds), *numbers, str(cell.folder) if cell.config else "")
 
 
 def label_of(config: Mapping[str, Any], variants: Sequence[str] = ()) -> str:

@@ -40,7 +40,8 @@ def test_records_that_are_not_whole_are_told_and_the_rest_is_written(
     (bare / "config.yaml").write_text("{[")
     (bare / "environment.json").unlink()
     killed = write_run(tmp_path, config(routing__heads=2, routing__layers=4), bits=None, state="running")
-    row = {"time": "t", "command": "rtx train -m seed=1,2", "folder": "/", "cells": {"0" * 12: "seed=2"}}
+    waiting = {"1" * 12: "seed=2", "0" * 12: "seed=3"}
+    row = {"time": "t", "command": "rtx train -m seed=1,2,3", "folder": "/", "cells": waiting}
     (tmp_path / "sweeps.jsonl").write_text(json.dumps(row) + "\n{half")
     assert cli.main(["report", str(tmp_path), str(tmp_path / "nowhere")]) == 2
     captured = capsys.readouterr()
@@ -60,7 +61,8 @@ def test_records_that_are_not_whole_are_told_and_the_rest_is_written(
     assert "Traceback" not in captured.err
     page = (tmp_path / "report" / "report.md").read_text()
     assert "not started" in page and "killed at step 2,000" in page and killed.name in page
-    assert "rtx train -m seed=1,2" in page
+    assert "rtx train -m seed=1,2,3" in page
+    assert page.index("| seed=2 |") < page.index("| seed=3 |"), "as the sweep has them"
 
 
 ODD = [None, "x", float("nan"), [1, "a"], 10**30]

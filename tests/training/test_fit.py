@@ -139,6 +139,7 @@ def test_a_fit_is_the_plain_loop_bit_for_bit(
     for mine, plain in zip(model.parameters(), plain_loop(config).parameters(), strict=True):
         assert torch.equal(mine, plain)
     assert updates == [model] * 6  # once per optimizer step, not per micro-batch
+    assert all(parameter.grad is None for parameter in model.parameters()), "held no longer than they are read"
     assert outcome.step == 6 and not outcome.time_up
     assert outcome.final.units == len(TOKENS)
 
