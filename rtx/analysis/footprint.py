@@ -27,12 +27,13 @@ INDEX = 8
 """Bytes of a row number."""
 
 
-HOLES = 0.35
-"""What a CPU's process holds beside each byte that comes and goes with a step: holes in the C library's heap.
+HOLES, HOLES_OF_LARGEST = 0.25, 3.0
+"""What a CPU's process holds in holes of the C library's heap: for each byte that comes and goes with a step, and for
+each byte of the step's largest tensor.
 
-Freed memory is kept (`rtx.training.heap`), and what a step leaves lying between its tensors (the optimizer's state,
-oneDNN's kernels) cuts it into pieces that the next step's tensors do not fill. Measured by `benchmarks/footprint.py`;
-torch's allocator on a GPU has no part in it.
+Freed memory is kept (`rtx.training.heap`), and what a step leaves lying between its tensors cuts it into pieces that
+the next step's tensors do not fill, the large ones least of all. Measured by `benchmarks/footprint.py`; torch's
+allocator on a GPU has no part in it.
 """
 
 FIXED = 45 * 2**20
@@ -66,49 +67,79 @@ class Block(NamedTuple):
         return self.attention + self.feed_forward + self.rest
 
 
-def footprint(config: Config, total: Cost, micro_batch: int, vocabulary: int) -> dict[str, float]:
-    """Return the parts of the peak, in bytes on each device; their sum is the peak.
+class Moment(NamedTuple):
+    """What a moment of a step holds beside the weights and the optimizer's state."""
 
-    The fullest moment is one of three. At the end of the forward pass the gradients of the step before are still there
-    (they are freed just before the backward pass). In the backward pass of the topmost parts nearly all activations
-    are; the gradients are not, unless micro-batches have gone before. In the optimizer's step no activations are.
-    """
-    widths, trainer = widths_of(config), config.trainer
-    shards = devices(config) if config.hardware.name == "fsdp" else 1
-    own = total.parameters / shards
+    gradients: float
+    activations: float
+    """Kept for the backward pass."""
+    working: float
+
+
+def footprint(config: Config, total: Cost, micro_batch: int, vocabulary: int) -> dict[str, float]:
+    """Return the parts of the peak, in bytes on each device; their sum is the peak."""
+    widths = widths_of(config)
+    own = total.parameters / shards(config)
     weights, gradients = widths.wide * own, widths.wide * own
+    if widths.narrow < widths.wide:  # autocast holds on to the weights that it has narrowed
+        weights += widths.narrow * own
+    # Adam keeps two moments; Adafactor a row and a column for each matrix.
+    state = 2 * widths.wide * own if config.optimizer.name != "adafactor" else 0.02 * widths.wide * own
+    fullest = max(moments(config, total, gradients, micro_batch, vocabulary), key=sum)
+    holes = HOLES * sum(fullest) + HOLES_OF_LARGEST * largest(config, micro_batch, vocabulary)
+    return {
+        "weights": weights,
+        "gradients": fullest.gradients,
+        "optimizer": state,
+        "activations": fullest.activations,
+        "working": fullest.working,
+        "heap": 0.0 if on_gpu(config) else FIXED + holes,
+    }
+
+
+def moments(config: Config, total: Cost, gradients: float, micro_batch: int, vocabulary: int) -> list[Moment]:
+    """Return the moments of a step of which one is the fullest.
+
+    At the end of the forward pass, and in the backward pass of the topmost parts, nearly all activations are there; the
+    gradients are not, unless micro-batches have gone before. At the end of the backward pass it is the other way round.
+    In the optimizer's step no activations are. The gradients are freed behind it.
+    """
+    widths, model = widths_of(config), config.model
     # Shared out, the embedding and output matrices stay whole from the forward to the end of the backward pass, one
     # block is whole at a time, and so are their gradients before they are shared out.
     outside = total.embedding_parameters
-    gathered = widths.wide * (outside + (total.parameters - outside) / config.model.layers) if shards > 1 else 0.0
-    if widths.narrow < widths.wide:  # autocast holds on to the weights that it has narrowed
-        weights += widths.narrow * own
-    # Adam keeps two moments; Adafactor a row and a column for each matrix, and works with one more copy of the largest.
-    state = 2 * widths.wide * own if config.optimizer.name != "adafactor" else 0.02 * widths.wide * own
+    gathered = widths.wide * (outside + (total.parameters - outside) / model.layers) if shards(config) > 1 else 0.0
     kept = saved(config, micro_batch, vocabulary) - loss_bytes(config, micro_batch, vocabulary, 1)
-    blocks = [block(config, layer, micro_batch) for layer in range(config.model.layers)]
+    blocks = [block(config, layer, micro_batch) for layer in range(model.layers)]
     rows = micro_batch * config.data.length
-    again = max(each.kept for each in blocks) * rows if config.model.recompute else 0.0
-    accumulated = gradients if trainer.batch_size > micro_batch * devices(config) else 0.0
-    output = widths.wide * vocabulary * (config.model.embedding or config.model.hidden)
-    moments = (
-        gradients + kept + gathered + loss_bytes(config, micro_batch, vocabulary, 2),
-        # Where the output matrix's gradient adds up over parts of the rows: the sum, a part's, a copy in its layout.
-        accumulated
-        + (kept + 2 * gathered + loss_bytes(config, micro_batch, vocabulary, 3))
-        + output * min(3, parts(rows, vocabulary)),
-        accumulated + kept + 2 * gathered + again + output + rows * max(each.work for each in blocks),
-        gradients + (output if config.optimizer.name == "adafactor" else 0.0),
-    )
-    working = max(moments) - gradients - kept
-    return {
-        "weights": weights,
-        "gradients": gradients,
-        "optimizer": state,
-        "activations": kept,
-        "working": working,
-        "heap": 0.0 if on_gpu(config) else FIXED + HOLES * (gradients + kept + working),
-    }
+    again = max(each.kept for each in blocks) * rows if model.recompute else 0.0
+    work = max(each.work for each in blocks) * rows
+    earlier = gradients if config.trainer.batch_size > micro_batch * devices(config) else 0.0
+    output = widths.wide * vocabulary * (model.embedding or model.hidden)
+    # Where the output matrix's gradient adds up over parts of the rows: the sum, a part's, a copy in its layout.
+    summed = output * min(3, parts(rows, vocabulary))
+    return [
+        Moment(earlier, kept, gathered + loss_bytes(config, micro_batch, vocabulary, 2)),
+        Moment(earlier, kept, 2 * gathered + loss_bytes(config, micro_batch, vocabulary, 3) + summed),
+        Moment(earlier, kept, 2 * gathered + again + output + work),
+        Moment(gradients, blocks[0].kept * rows, 2 * gathered + work),
+        # Adafactor works with one more copy of the largest weight.
+        Moment(gradients, 0.0, output if config.optimizer.name == "adafactor" else 0.0),
+    ]
+
+
+def largest(config: Config, micro_batch: int, vocabulary: int) -> float:
+    """Return the bytes of the largest tensor of a step: of a feed-forward layer, the logits or the output matrix."""
+    model, (wide, narrow) = config.model, widths_of(config)
+    rows = micro_batch * config.data.length
+    hidden = narrow * rows * model.ffn_hidden * (2 if model.ffn == "geglu" else 1) / model.ffn_parts
+    output = wide * vocabulary * (model.embedding or model.hidden)
+    return max(hidden, output, loss_bytes(config, micro_batch, vocabulary, 2) / 2)
+
+
+def shards(config: Config) -> int:
+    """Return over how many devices weights, gradients and state are shared out."""
+    return devices(config) if config.hardware.name == "fsdp" else 1
 
 
 def on_gpu(config: Config) -> bool:
@@ -166,18 +197,18 @@ def block(config: Config, layer: int, micro_batch: int) -> Block:
     attention = attention_bytes(config, layer, micro_batch)
     # GELU keeps what it reads, ReLU what it gives; the product behind keeps what it reads. GEGLU reads both halves of
     # one tensor, and its product keeps a factor more. Dropout keeps its factors and, behind ReLU, its result.
-    inner = {"gelu": 2, "relu": 1, "geglu": 4}[model.ffn]
-    inner += (2 if model.ffn == "relu" else 1) if model.ffn_dropout else 0
+    factor = {"gelu": 2, "relu": 1, "geglu": 4}[model.ffn]
+    factor += (2 if model.ffn == "relu" else 1) if model.ffn_dropout else 0
     # Norm before or after: each branch has one wide value of the stream and one that its first product reads.
     # In parts, each is worked out again in the backward pass, and nothing of it is kept.
-    parts, inner = model.ffn_parts, narrow * F * inner
-    feed_forward = (inner if parts == 1 else 0) + (wide + narrow) * h + dropped
+    pieces, hidden = model.ffn_parts, narrow * F * factor
+    feed_forward = (hidden if pieces == 1 else 0) + (wide + narrow) * h + dropped
     rest = (wide + 2 * narrow) * h + dropped  # with the joined heads
     # Backward, the gradients of the stream and of the branch are there, and of the hidden units two or three copies
     # while the product's own input is freed; later, the feed-forward branch is gone, and every tensor that the heads
     # keep gets a gradient.
-    hidden_work = (wide + narrow) * h + narrow * F * {"gelu": 1, "relu": 2, "geglu": 2}[model.ffn] / parts
-    hidden_work += inner / parts if parts > 1 else 0
+    hidden_work = (wide + narrow) * h + narrow * F * {"gelu": 1, "relu": 2, "geglu": 2}[model.ffn] / pieces
+    hidden_work += hidden / pieces if pieces > 1 else 0
     attention_work = (wide + 2 * narrow) * h + attention - feed_forward
     return Block(attention, feed_forward, rest, max(hidden_work, attention_work, 0.0))
 

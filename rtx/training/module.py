@@ -93,6 +93,7 @@ class TrainingModule(pl.LightningModule):
         self.rate = learning_rate(self.config, self.step + 1)
         set_learning_rate(optimizer.optimizer, self.rate)
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        optimizer.zero_grad()  # nobody reads them any more; Lightning would keep them through the next forward pass
         update_centroids(self.model)
         self.step += 1
         self.in_step = False
