@@ -9,7 +9,7 @@ from rtx.report.local import local_speed
 from rtx.report.matching import differing_keys, kind_of, model_name, paper_row, settings_changed
 from rtx.report.names import labels_of
 from rtx.report.paper import PaperRow, PaperTable
-from rtx.report.scores import Protocol, Row, standings
+from rtx.report.scores import Protocol, Row, routes, standings
 from rtx.report.views import Column, Value, View, count, number, text
 from rtx.wording import written
 
@@ -232,7 +232,7 @@ def short_name(name: str, own: Mapping[str, Any], labels: Sequence[str]) -> str:
 def own_view(title: str, protocol: Protocol | None, rows: Sequence[Row]) -> View:
     """Return a table of runs that are no rows of the paper: the keys by which they differ, then what came out."""
     keys = differing_keys(rows)
-    rows = sorted(rows, key=lambda row: [order_of(row.config.get(key)) for key in keys])
+    rows = sorted(rows, key=lambda row: (not row.config, [order_of(row.config.get(key)) for key in keys]))
     words, claim = standings(rows, names=labels_of(rows))
     heads = [
         Column("run", "run", brief=True),
@@ -256,7 +256,7 @@ def own_view(title: str, protocol: Protocol | None, rows: Sequence[Row]) -> View
         view.rows.append(
             [
                 text(name),
-                *(sortable(row.config.get(key)) if row.config else Value() for key in keys),
+                *(sortable(row.config.get(key)) if has_effect(key, row.config) else Value() for key in keys),
                 number(row.mean(), 4) if row.scores else text(states_of(row)),
                 number(row.error(), 4),
                 count(len(row.values())) if row.scores else Value(),
@@ -269,6 +269,11 @@ def own_view(title: str, protocol: Protocol | None, rows: Sequence[Row]) -> View
             ]
         )
     return view.without_empty(stated=["units"])
+
+
+def has_effect(key: str, config: Mapping[str, Any]) -> bool:
+    """Tell whether a key says anything of a run: of routing heads only where there are any, and nothing unknown."""
+    return bool(config) and (routes(config) or key == "routing.heads" or not key.startswith("routing."))
 
 
 def order_of(value: Any) -> tuple[bool, float, str]:

@@ -151,7 +151,15 @@ class Row:
 
 
 def scores_of(cell: Cell) -> list[Score]:
-    """Return what was scored: its evaluations (of the best checkpoint before others), else the closing validation."""
+    """Return what was scored: its evaluations, and the closing validation where none of them has its protocol."""
+    found = evaluations(cell)
+    if cell.final is not None and (last := closing(cell, cell.final)).protocol not in {one.protocol for one in found}:
+        found.append(last)
+    return found
+
+
+def evaluations(cell: Cell) -> list[Score]:
+    """Return a score for each protocol that a run was evaluated by: of the best checkpoint before others."""
     found: dict[Protocol, tuple[bool, int, Score]] = {}
     for record in cell.evals:
         score = evaluated(cell, record)
@@ -162,10 +170,7 @@ def scores_of(cell: Cell) -> list[Score]:
         rank = (checkpoint.get("name") == "best", whole(checkpoint.get("step")))
         if score.protocol not in found or rank > found[score.protocol][:2]:
             found[score.protocol] = (*rank, score)
-    scores = [score for _, _, score in found.values()]
-    if not scores and cell.final is not None:
-        scores = [closing(cell, cell.final)]
-    return scores
+    return [score for _, _, score in found.values()]
 
 
 def evaluated(cell: Cell, record: Mapping[str, Any]) -> Score | None:
@@ -266,7 +271,7 @@ def tables_by_protocol(cells: Sequence[Cell]) -> list[tuple[Protocol | None, lis
 
     A run without a score stands in the first table with its data, or in the first.
     """
-    scored = {id(cell): scores_of(cell) for cell in cells}
+    scored = scores_by_run(cells)
     protocols: dict[Protocol, int] = {}
     for cell in cells:
         for score in scored[id(cell)]:
@@ -283,6 +288,28 @@ def tables_by_protocol(cells: Sequence[Cell]) -> list[tuple[Protocol | None, lis
             home = next((p for p in order if mine and p.fingerprint == mine), order[0] if order else None)
             tables[home].setdefault(row_key(cell), Row([])).cells.append(cell)
     return [(protocol, list(rows.values())) for protocol, rows in tables.items()]
+
+
+def scores_by_run(cells: Sequence[Cell]) -> dict[int, list[Score]]:
+    """Return what each run scored, by the number of its object.
+
+    The closing validations of runs on one data set are left out where all of these have been evaluated in the same
+    manner (teacher-forced, whole, nothing ablated) on whatever split; else they stay, for all to stand in one table.
+    """
+    found = {id(cell): evaluations(cell) for cell in cells}
+    lacking = {
+        str(cell.data.get("fingerprint"))
+        for cell in cells
+        if cell.final is not None and not any(is_plain(score.protocol) for score in found[id(cell)])
+    }
+    return {
+        id(cell): scores_of(cell) if str(cell.data.get("fingerprint")) in lacking else found[id(cell)] for cell in cells
+    }
+
+
+def is_plain(protocol: Protocol) -> bool:
+    """Tell whether a score came about as closing validations do, but for the split."""
+    return (protocol.mode, protocol.windows, protocol.ablate) == ("parallel", None, "none")
 
 
 def standings(rows: Sequence[Row], metric: str = "bits", names: Sequence[str] = ()) -> tuple[list[str], str]:

@@ -62,7 +62,8 @@ def test_records_that_are_not_whole_are_told_and_the_rest_is_written(
     page = (tmp_path / "report" / "report.md").read_text()
     assert "not started" in page and "killed at step 2,000" in page and killed.name in page
     assert "rtx train -m seed=1,2,3" in page
-    assert page.index("| seed=2 |") < page.index("| seed=3 |"), "as the sweep has them"
+    assert page.index("| seed=2 |") < page.index("| seed=3 |"), "as the sweep has them, behind all others"
+    assert page.rindex("\n| Routing Transformer | ", 0, page.index("| seed=3 |")) < page.index("| seed=2 |")
 
 
 ODD = [None, "x", float("nan"), [1, "a"], 10**30]

@@ -116,6 +116,19 @@ def test_protocols_and_data_are_set_apart(tmp_path: Path) -> None:
     assert sights == {"yes", "no"}
 
 
+@pytest.mark.parametrize("manner", [{"mode": "streaming"}, {"ablate": "routing"}, {"partial": True}, {}])
+def test_a_run_that_was_evaluated_in_another_way_stays_where_the_others_stand(tmp_path: Path, manner: dict) -> None:
+    first = write_run(tmp_path, config(), bits=3.4, data=IMAGES)
+    write_eval(first, 3.1, split="valid" if manner else "test", **manner)
+    second = write_run(tmp_path, config(routing__heads=2), bits=3.5, data=IMAGES)
+    both, other = built(tmp_path).views
+    assert {"3.400", "3.500"} <= set(column(both, "ours"))
+    assert "3.100" in column(other, "ours") and "3.400" not in column(other, "ours")
+    write_eval(second, 3.2, split="valid" if manner else "test", **manner)
+    views = built(tmp_path).views
+    assert len(views) == (2 if manner else 1), "evaluations of the same manner take the place of closing validations"
+
+
 def test_the_best_checkpoints_score_counts(tmp_path: Path) -> None:
     run = write_run(tmp_path, config(), data=IMAGES)
     write_eval(run, 3.5, checkpoint={"name": "last", "step": 9000})
