@@ -9,7 +9,7 @@ from typing import Any
 from rtx.report.cells import Cell
 from rtx.report.matching import differing_keys, kind_of, model_name
 from rtx.report.paper import PaperRow, table_of
-from rtx.report.scores import Row
+from rtx.report.scores import Row, routes
 from rtx.wording import written
 
 GROUPS = {"routed": "routing"}
@@ -35,7 +35,8 @@ def label_of(config: Mapping[str, Any], variants: Sequence[str] = ()) -> str:
         routing = (config.get(f"routing.{key}") for key in ("heads", "layers", "window"))
         name += " {}x{} W={}".format(*routing)
     own = ("routing.heads", "routing.layers", "routing.window", "model.base")
-    extra = [f"{key.rpartition('.')[2]}={written(config.get(key))}" for key in variants if key not in own]
+    told = [key for key in variants if key not in own and (routes(config) or not key.startswith("routing."))]
+    extra = [f"{key.rpartition('.')[2]}={written(config.get(key))}" for key in told]
     return " ".join([name, *extra]) if len(extra) <= 3 else name
 
 

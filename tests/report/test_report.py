@@ -14,6 +14,7 @@ from records import config, write_eval, write_run, write_table_1
 
 from rtx import cli
 from rtx.report.cells import collect
+from rtx.report.names import label_of
 from rtx.report.report import Report, build
 from rtx.report.views import DASH, View
 
@@ -148,6 +149,20 @@ def test_rows_that_the_paper_does_not_have_stand_below_its_own(tmp_path: Path) -
     assert "routing.selection=causal" in notes["2.600"]
     assert "trainer.batch_size=16 (paper: 32)" in notes["2.700"]
     assert len(view.rows) == 27 + 2
+
+
+def test_a_name_tells_of_routing_heads_only_where_there_are_any() -> None:
+    keys = ("routing.heads", "routing.selection", "data.length")
+    local = {
+        "model.base": "local",
+        "routing.heads": 0,
+        "routing.layers": 2,
+        "routing.selection": "topk",
+        "data.length": 64,
+    }
+    assert label_of(local, keys) == "Local length=64"
+    routing = {**local, "routing.heads": 4, "routing.window": 16}
+    assert label_of(routing, keys) == "Routing 4x2 W=16 selection=topk length=64"
 
 
 def test_a_miniature_has_the_papers_rows(tmp_path: Path) -> None:
