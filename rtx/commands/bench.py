@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rtx.commandline.multirun import Cell, lay_out
 from rtx.commandline.overrides import check_overrides
 from rtx.commandline.vocabulary import LAUNCHED, benchmark
-from rtx.compose import to_dict
+from rtx.compose import config_hash, to_dict
 from rtx.config_training import SPREAD
 from rtx.errors import RunFailed, UserError
 from rtx.report.steps import DRAWN, MADE, WHAT, read_record, record_path, views
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
 
 
 def lay_out_rows(overrides: Sequence[str]) -> list[Cell]:
-    """Return the rows that the overrides lay out, composed and checked.
+    """Return the rows that the overrides lay out, composed and checked; of rows that differ by their seed alone, one.
 
     Raises:
         UserError: one of them is wrong, or asks for more than one device.
@@ -78,7 +78,10 @@ def lay_out_rows(overrides: Sequence[str]) -> list[Cell]:
     if spread := [row for row in rows if row.config.hardware.name in SPREAD]:
         name = spread[0].config.hardware.name
         raise UserError(f"hardware={name}: rtx bench times a row on one device; hardware takes auto, cpu or gpu")
-    return rows
+    unlike: dict[str, Cell] = {}
+    for row in rows:
+        unlike.setdefault(config_hash(dataclasses.replace(row.config, seed=0)), row)
+    return list(unlike.values())
 
 
 def work_of(row: Cell) -> Work:

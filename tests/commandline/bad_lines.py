@@ -33,7 +33,7 @@ GOOD = (
     ("audit", *SMALL, "audit.sequences=1"),
     ("analyze", "context", RUN, "split=valid", "windows=2"),
     ("export", RUN, "checkpoint=last", "output=there"),
-    ("bench", "steps", *SMALL, "routing.heads=0,1", "bench.turns=1"),
+    ("bench", "steps", *SMALL, "routing.heads=0,1", "seed=1,2", "bench.turns=1"),
     ("report", RUN, "logger=jsonl"),
     ("sweep", SWEEP, "once=true"),
     ("data", "info", "data=text", "data.path=book.txt", "data.tokenizer=words"),

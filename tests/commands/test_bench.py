@@ -49,6 +49,12 @@ def test_rows_are_timed_in_turn_and_stand_beside_the_papers(workshop: Workshop) 
     assert "9.023" in page and "over turns" in page
 
 
+def test_rows_that_differ_by_their_seed_alone_are_timed_once(workshop: Workshop) -> None:
+    words = [*SIZES, "name=seeds", "experiment=cifar10_grid", "model.base=full,local", "routing.heads=0"]
+    assert "2 rows, 2 turns of 1 step" in workshop.command("bench", "steps", *words, "seed=1,0,2")
+    assert [row["config"]["seed"] for row in record_of(workshop, "seeds")["rows"]] == [1, 1]
+
+
 def test_a_row_that_fails_leaves_the_others_running(workshop: Workshop) -> None:
     words = [*SIZES, "name=fails", "experiment=cifar10_grid", "optimizer.lr=1e-4,1e38", "bench.together=false"]
     said = workshop.command("bench", "steps", *words, code=1)
