@@ -63,11 +63,19 @@ def compose_checked(overrides: Sequence[str]) -> Config:
 def compose_unresolved(overrides: Sequence[str]) -> tuple[Config, dict[str, str | None]]:
     """As `compose_checked`, before ranges and fit are checked; returns also the option chosen in each group."""
     with hydra_session():
-        node = hydra.compose(CONFIG_NAME, list(overrides), return_hydra_config=True)
+        node = hydra.compose(CONFIG_NAME, for_hydra(overrides), return_hydra_config=True)
         choices = {group: node.hydra.runtime.choices[group] for group in GROUPS}
         with open_dict(node):
             del node["hydra"]
         return with_image_length(to_config(node), overrides), choices
+
+
+def for_hydra(overrides: Iterable[str]) -> list[str]:
+    """Return overrides as Hydra takes them: the last experiment alone; `experiment=null` is unknown to it."""
+    words = list(overrides)
+    chosen = next((word for word in reversed(words) if word.startswith("experiment=")), "")
+    kept = chosen if chosen != "experiment=null" else ""
+    return [word for word in words if not word.startswith("experiment=") or word == kept]
 
 
 def with_image_length(config: Config, overrides: Sequence[str]) -> Config:

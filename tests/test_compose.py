@@ -66,6 +66,13 @@ def test_choices_are_those_hydra_made() -> None:
     assert choices["experiment"] is None
 
 
+def test_no_experiment_undoes_one_that_stands_before_it() -> None:
+    for words in (["experiment=null"], ["experiment=smoke", "experiment=null"]):
+        config, choices = compose_unresolved(words)
+        assert config == compose_unresolved([])[0] and choices["experiment"] is None
+    assert compose(["experiment=null", "experiment=smoke"]).name == "smoke"
+
+
 def test_values_reach_the_configuration_as_they_were_written(tmp_path: Path) -> None:
     config = compose(["sample.prompt=Il était (une) fois, [..]", "name=007", "seed=1e3"])
     assert (config.sample.prompt, config.name, config.seed) == ("Il était (une) fois, [..]", "007", 1000)

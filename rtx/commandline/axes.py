@@ -15,7 +15,7 @@ import hydra
 
 from rtx.commandline.overrides import MOST_CELLS, Checked, cells, check_overrides
 from rtx.commandline.vocabulary import LAUNCHED
-from rtx.compose import CONFIG_NAME, hydra_session
+from rtx.compose import CONFIG_NAME, for_hydra, hydra_session
 from rtx.errors import UserError
 from rtx.training.signals import SWEEP_VARIABLE
 
@@ -67,7 +67,7 @@ def own_axes(checked: Sequence[Checked]) -> tuple[list[Checked], list[list[Check
     if not relevant:
         return [], []
     with hydra_session():
-        node = hydra.compose(CONFIG_NAME, relevant, return_hydra_config=True)
+        node = hydra.compose(CONFIG_NAME, for_hydra(relevant), return_hydra_config=True)
         axes = dict(node.hydra.sweeper.params or {})
         listed = node.sweep.cells
     return (

@@ -28,7 +28,7 @@ from rtx.commandline.launched import Task, run_jobs
 from rtx.commandline.overrides import Checked, check_overrides
 from rtx.commandline.pool import run_cells, share
 from rtx.commandline.vocabulary import LAUNCHED
-from rtx.compose import CONFIG_NAME, compose_checked, config_hash, hydra_session
+from rtx.compose import CONFIG_NAME, compose_checked, config_hash, for_hydra, hydra_session
 from rtx.config import Config
 from rtx.errors import UserError
 from rtx.training.metrics import utc_now
@@ -163,7 +163,7 @@ def compose_launcher(hydra: Any, overrides: Sequence[str]) -> Any:
     """
     from hydra.types import RunMode
 
-    config = hydra.compose_config(CONFIG_NAME, list(overrides), run_mode=RunMode.MULTIRUN)
+    config = hydra.compose_config(CONFIG_NAME, for_hydra(overrides), run_mode=RunMode.MULTIRUN)
     if str(config.hydra.launcher._target_).endswith(SLURM) and shutil.which("srun") is None:
         raise UserError(
             "this machine is no part of a Slurm cluster: there is no srun; hardware=auto runs the cells here"

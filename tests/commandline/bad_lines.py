@@ -17,6 +17,7 @@ SMALL = ("data=recall", "model.layers=1", "model.hidden=16", "model.heads=2", "r
 GOOD = (
     ("train", "data=recall", "routing=topk", "routing.window=16", "trainer.steps=2", "seed=3"),
     ("train", *SMALL, "trainer.steps=1e1", "optimizer.lr=1e-3", "name=a b"),
+    ("train", *SMALL, "experiment=null", "trainer.steps=2"),
     ("train", "experiment=smoke", "data=recall", "hardware.compile=no", "+trainer.clip=0.5"),
     ("train", "data=text", "data.path=book.txt", "model.positions=shaw", "model.base=local+full", "hardware=cpu"),
     ("train", "-m", *SMALL, "routing.window=8,16", "seed=range(1,3)"),

@@ -32,6 +32,10 @@ def test_the_grid_of_table_1_in_the_papers_order() -> None:
     assert {(cell.model.window, cell.routing.clusters, cell.routing.selection) for cell in cells} == {(512, 6, "topk")}
 
 
+def test_no_experiment_is_one_of_several() -> None:
+    assert [config.name for config in configs("experiment=smoke,null", "seed=1,2")] == ["smoke", "smoke", "rtx", "rtx"]
+
+
 def test_the_baselines_of_table_1() -> None:
     full, local, random = configs("experiment=cifar10_baselines")
     assert (full.model.base, full.routing.heads) == ("full", 0)
