@@ -13,7 +13,7 @@ from rtx.report.cells import Cell
 from rtx.report.compared import sight
 from rtx.report.names import labels_of
 from rtx.report.scores import Protocol, Row, Score, row_key, seed_of, sees_future, standings
-from rtx.report.steps import StepRecord
+from rtx.report.steps import DRAWN, StepRecord, follows_counts
 from rtx.report.values import real, whole
 from rtx.report.views import Column, Value, View, count, number, text
 from rtx.training.progress import clock
@@ -39,7 +39,8 @@ def equal_time_views(cells: Sequence[Cell], records: Sequence[StepRecord]) -> li
     Args:
         cells: the runs; only those that are done count.
         records: step times; where some have all rows, the newest gives the paces (they were taken in turn), else the
-            runs' own do, if all were on one machine.
+            runs' own do, if all were on one machine. Ids drawn at random are no measure where the data decide how long
+            a step takes.
     """
     groups: dict[tuple[str, ...], dict[object, Row]] = {}
     for cell in cells:
@@ -103,14 +104,19 @@ def lines_above(known: Sequence[tuple[Row, str]], first: str, seconds: float, so
 
 def paces_of(rows: Sequence[Row], records: Sequence[StepRecord]) -> tuple[list[float | None], str]:
     """Return the steps a second of each row, and where they come from; None for rows that cannot be compared."""
-    for record in sorted(records, key=lambda record: str(record.facts.get("time")), reverse=True):
+    by_data = any(follows_counts(row.cells[0].config) for row in rows)
+    usable = [record for record in records if not (by_data and record.facts.get("ids") == DRAWN)]
+    for record in sorted(usable, key=lambda record: str(record.facts.get("time")), reverse=True):
         keys = [row_key(Cell(Path(), row.config)) for row in record.rows]
         timed = {key: row.speed for key, row in zip(keys, record.rows, strict=True) if keys.count(key) == 1}
         paces = [timed.get(row_key(row.cells[0])) for row in rows]
         if None not in paces:
             return paces, f"paces as rtx bench steps measured them in turn ({record.facts.get('device')})"
     one_machine = len({row.machine for row in rows}) == 1
-    return [row.speed if one_machine else None for row in rows], "paces as the runs had them, whatever else ran there"
+    source = "paces as the runs had them, whatever else ran there"
+    if len(usable) < len(records):
+        source += " (those of rtx bench steps are of ids drawn at random, which fill clusters more evenly than data do)"
+    return [row.speed if one_machine else None for row in rows], source
 
 
 def score_at(cell: Cell, step: float) -> Score | None:

@@ -198,7 +198,7 @@ def lines_below(
         lines.append(f"No ratios: they are to a row of local heads alone (routing.heads=0) of {same}.")
     elif table:
         lines.append(f"x local: speed over the local row's; paper: {table.speed}; paper x: over its local row's.")
-    if ids == DRAWN and any(kind_of(row.config) == "routing" and by_itself(row.config) for row in rows):
+    if ids == DRAWN and any(follows_counts(row.config) for row in rows):
         lines.append(f"{FOLLOWS_COUNTS}.")
     if table:
         changes = [changes_of(row, table) for row in rows]
@@ -214,9 +214,9 @@ def lines_below(
     return lines
 
 
-def by_itself(config: Mapping[str, Any]) -> bool:
+def follows_counts(config: Mapping[str, Any]) -> bool:
     """Tell whether each position chooses its clusters by itself, so that the data decide how many members one has."""
-    return config.get("routing.selection") in ("causal", "nearest")
+    return kind_of(config) == "routing" and config.get("routing.selection") in ("causal", "nearest")
 
 
 def changes_of(row: TimedRow, table: PaperTable) -> list[str]:

@@ -11,7 +11,7 @@ from records import config, write_run
 
 from rtx.report.cells import Collection, collect
 from rtx.report.equal_time import equal_time_views
-from rtx.report.steps import WHAT, read_records
+from rtx.report.steps import DRAWN, WHAT, read_records
 from rtx.report.views import View
 
 LOCAL = {"routing__heads": 0}
@@ -49,9 +49,9 @@ def views(folder: Path) -> list[View]:
     return found
 
 
-def write_paces(folder: Path, name: str, device: str, time: str, local: float, full: float) -> None:
-    """Write a record of step times: milliseconds of the local and of the full row."""
-    timed = [{"config": made(**LOCAL), "ms_turns": [local]}, {"config": made(**FULL), "ms_turns": [full]}]
+def write_paces(folder: Path, name: str, device: str, time: str, local: float, other: float, **values: Any) -> None:
+    """Write a record of step times: milliseconds of the local and of another row, the full one unless values say so."""
+    timed = [{"config": made(**LOCAL), "ms_turns": [local]}, {"config": made(**values or FULL), "ms_turns": [other]}]
     (folder / "bench").mkdir(exist_ok=True)
     content = {"what": WHAT, "device": device, "time": time, "rows": timed}
     (folder / "bench" / f"steps-{name}.json").write_text(json.dumps(content))
@@ -80,6 +80,18 @@ def test_paces_taken_in_turn_count_more_and_the_newest_most(tmp_path: Path) -> N
     (view,) = views(tmp_path)
     assert "measured them in turn (CPU, 2 threads)" in view.lines[0]
     assert row(view, "Transformer")["trained"] == "500 of 2,000"
+
+
+def test_ids_drawn_at_random_give_no_pace_where_the_data_decide_how_long_a_step_takes(tmp_path: Path) -> None:
+    write_three(tmp_path, 8.0, 3.0, **LOCAL)
+    write_three(tmp_path, 4.0, 2.9, routing__selection="causal")
+    write_paces(tmp_path, "0", "CPU, 2 threads", "2026-01-02", 10.0, 40.0, routing__selection="causal")
+    assert "measured them in turn" in views(tmp_path)[0].lines[0]
+    path = tmp_path / "bench" / "steps-0.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "ids": DRAWN}))
+    (view,) = views(tmp_path)
+    assert "as the runs had them" in view.lines[0] and "ids drawn at random" in view.lines[0]
+    assert sorted(texts(view, "trained")) == ["1,000 of 2,000", "2,000 of 2,000"]
 
 
 def test_who_sees_the_future_is_marked(tmp_path: Path) -> None:
