@@ -25,6 +25,7 @@ from rtx.training.files import replace_file
 from rtx.training.memory import OUT_OF_MEMORY, system_kills
 from rtx.training.signals import EXIT_CODES, state_after
 from rtx.training.status import busy, close, read_status, seems_running
+from rtx.wording import plural
 
 RUN_VARIABLE = "RTX_RUN"
 """Tells a process of a sweep the folder of its run, as an absolute path."""
@@ -224,7 +225,7 @@ def command_for(word: str, cell: Cell) -> tuple[list[str], str]:
         return ["resume", str(cell.folder)], again and f"{again}it goes on from its checkpoint"
     step = status.get("step")
     if isinstance(step, int) and step > 0:
-        again += f"its checkpoint is gone, after {step:,} steps; "
+        again += f"no checkpoint is left of its {plural(step, 'step')}; "
     return [word, *cell.overrides], again and f"{again}it begins anew"
 
 

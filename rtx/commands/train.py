@@ -171,7 +171,7 @@ def train(
     model = build_model(config, store, items, start)
     if status:
         facts = {"hardware": hardware.describe(), "data": store.describe(), "parameters": model.count_parameters()}
-        record_start(config, folder, resumption, facts)
+        record_start(config, folder, resumption, start, facts)
         if isinstance(store, TokenStore):
             keep_tokenizer(store, folder)
         print(opening_line(config, hardware, store, model))
@@ -214,12 +214,15 @@ def beginning(folder: Path, resumption: Resumption | None, start: Checkpoint | N
     return "\n".join([f"resuming {shown(folder)} ({resumption.state}) {where}", *resumption.lines])
 
 
-def record_start(config: Config, folder: Path, resumption: Resumption | None, facts: dict[str, Any]) -> None:
+def record_start(
+    config: Config, folder: Path, resumption: Resumption | None, start: Checkpoint | None, facts: dict[str, Any]
+) -> None:
     """Record machine and software, and what a resumed run changes; say what makes it no longer exact.
 
     Only now is the configuration of a resumed run written: it is known to fit the checkpoint.
     """
-    record_environment(folder, facts)
+    if start is None:
+        record_environment(folder, facts)
     if resumption:
         if moved := machine_changes(folder, facts):
             print(f"no longer exact: {', '.join(moved)}")

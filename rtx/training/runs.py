@@ -109,10 +109,8 @@ def working_in(folder: Path, begin: Callable[[], None] = lambda: None) -> Iterat
 
 
 def record_environment(folder: Path, facts: dict[str, Any]) -> None:
-    """Write environment.json, what `environment` returns; once, so that it tells how the run began."""
-    path = folder / "environment.json"
-    if not path.exists():
-        write_json(path, environment(facts))
+    """Write environment.json, what `environment` returns, of a run that takes its first step next."""
+    write_json(folder / "environment.json", environment(facts))
 
 
 def record_resumption(folder: Path, changed: dict[str, tuple[Any, Any]], facts: dict[str, Any]) -> None:

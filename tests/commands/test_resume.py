@@ -102,8 +102,15 @@ def test_a_second_interrupt_leaves_at_once(workshop: Workshop, undisturbed: Path
     assert (status["state"], status["reason"]) == ("interrupted", f"stopped at once; {good}")
     assert is_whole(last) if saved else not list(last.parent.iterdir())
     begins = f"from step {saved}\n" if saved else "from the beginning: it has no checkpoint\n"
+    began = began_at(process.run)
     assert f"(interrupted) {begins}" in workshop.command("resume", str(process.run))
     assert difference(process.run, undisturbed) == ""
+    assert (began_at(process.run) == began) == bool(saved)
+
+
+def began_at(run: Path) -> str:
+    """Return the time of the machine's description: when the first of the steps that count was taken."""
+    return json.loads((run / "environment.json").read_text())["time"]
 
 
 def endless_step(step: int) -> str:
