@@ -159,8 +159,10 @@ def judge_answer(answer: Answer) -> None:
         assert not answer.configs
 
 
-def judge_values(words: Sequence[str], configs: Sequence[Config], run: Config | None = None) -> None:
-    """Check that what would run is what was named, no more and no less."""
+def judge_values(
+    words: Sequence[str], configs: Sequence[Config], run: Config | None = None, stopped: bool = False
+) -> None:
+    """Check that what would run is what was named, no more and, but of a sweep that was stopped, no less."""
     word = words[0]
     short = vocabulary(f"analyze {words[1]}" if word == "analyze" else word).short if word not in ("bench",) else {}
     said = [(key, text) for key, text in named.overrides(words[1:], short) if key != "force"]
@@ -175,7 +177,9 @@ def judge_values(words: Sequence[str], configs: Sequence[Config], run: Config | 
         wanted, found = (
             [{k: v for k, v in each.items() if k.startswith("data.")} for each in side] for side in (wanted, found)
         )
-    assert sorted(map(by_key, wanted)) == sorted(map(by_key, found))
+    missing = Counter(map(by_key, wanted))
+    missing.subtract(map(by_key, found))
+    assert min(missing.values()) >= 0 and (stopped or not any(missing.values())), missing
     tally["composed as named"] += len(found)
 
 
@@ -200,8 +204,12 @@ def test_another_value_than_the_named_one_would_be_noticed() -> None:
     for wrong in (dataclasses.replace(config, seed=2), dataclasses.replace(config, name="other")):
         with pytest.raises(AssertionError):
             judge_values(words, [wrong])
+    for other in ([config, config], []):
+        with pytest.raises(AssertionError):
+            judge_values(words, other)
+    judge_values(words, [], stopped=True)
     with pytest.raises(AssertionError):
-        judge_values(words, [config, config])
+        judge_values(words, [dataclasses.replace(config, seed=2)], stopped=True)
 
 
 @given(words=bad_lines())
@@ -250,7 +258,8 @@ def test_a_bad_line_as_a_command(tmp_path_factory: pytest.TempPathFactory, words
     made = [path for path in folder.glob("outputs/*/*/config.yaml") if path != folder / RUN / "config.yaml"]
     if made:
         assert words[0] == "train", words
-        judge_values(words, [from_dict(yaml.safe_load(path.read_text())) for path in made])
+        configs = [from_dict(yaml.safe_load(path.read_text())) for path in made]
+        judge_values(words, configs, stopped=code == 143)
 
 
 def command(folder: Path, words: list[str], patience: float = 20.0) -> tuple[int, str]:
