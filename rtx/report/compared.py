@@ -11,7 +11,7 @@ from rtx.report.names import labels_of
 from rtx.report.paper import PaperRow, PaperTable
 from rtx.report.scores import Protocol, Row, routes, standings
 from rtx.report.views import Column, Value, View, count, number, text
-from rtx.wording import written
+from rtx.wording import plural, written
 
 LABELS = {
     "model": Column("model", "model", brief=True, label=True),
@@ -294,7 +294,18 @@ def protocol_lines(protocol: Protocol | None, claim: str, rows: Sequence[Row]) -
         return ["No run has a score."]
     units = {score.units for row in rows for score in row.scores}
     line = protocol.line(units.pop() if len(units) == 1 else None)
-    return [f"Protocol: {line}.", *([claim] if claim else [])]
+    return [f"Protocol: {line}.", *earlier_weights(rows), *([claim] if claim else [])]
+
+
+def earlier_weights(rows: Sequence[Row]) -> list[str]:
+    """Return a line where some scores are of a checkpoint before the run's last step, as the best one may be."""
+    scores = [score for row in rows for score in row.scores]
+    steps = sorted({score.earlier for score in scores if score.earlier})
+    if not steps:
+        return []
+    number = sum(score.earlier is not None for score in scores)
+    which = f"step {' or '.join(f'{step:,}' for step in steps)}" if len(steps) <= 3 else "of several steps"
+    return [f"{number} of {plural(len(scores), 'score')} are of a checkpoint before the run's last step ({which})."]
 
 
 def units_of(row: Row) -> Value:

@@ -82,6 +82,8 @@ class Score:
     """Per word, where the data have a count of words."""
     seed: str = ""
     """Of the run that it is of."""
+    earlier: int | None = None
+    """Step of the weights that were scored where it is not the run's last one."""
 
     def value(self, metric: str) -> float | None:
         """Return it as a table of the paper has it."""
@@ -197,7 +199,10 @@ def evaluated(cell: Cell, record: Mapping[str, Any]) -> Score | None:
     )
     sight = bool(record.get("selection_sees_future"))
     error, word = real(record.get("standard_error")), real(record.get(WORD_PERPLEXITY))
-    return Score(protocol, bits, whole(record.get("units")), sight, error, word, seed_of(cell))
+    checkpoint = record.get("checkpoint")
+    step = whole(checkpoint.get("step")) if isinstance(checkpoint, Mapping) else 0
+    earlier = step if 0 < step < cell.step else None
+    return Score(protocol, bits, whole(record.get("units")), sight, error, word, seed_of(cell), earlier)
 
 
 def closing(cell: Cell, final: Mapping[str, Any]) -> Score:
@@ -293,23 +298,26 @@ def tables_by_protocol(cells: Sequence[Cell]) -> list[tuple[Protocol | None, lis
 def scores_by_run(cells: Sequence[Cell]) -> dict[int, list[Score]]:
     """Return what each run scored, by the number of its object.
 
-    The closing validations of runs on one data set are left out where all of these have been evaluated in the same
-    manner (teacher-forced, whole, nothing ablated) on whatever split; else they stay, for all to stand in one table.
+    The closing validations of runs on one data set are left out where all of these have been evaluated by one protocol
+    in the same manner (their own data, teacher-forced, whole, nothing ablated), on whatever split; else they stay, for
+    all to stand in one table.
     """
-    found = {id(cell): evaluations(cell) for cell in cells}
-    lacking = {
-        str(cell.data.get("fingerprint"))
-        for cell in cells
-        if cell.final is not None and not any(is_plain(score.protocol) for score in found[id(cell)])
-    }
+    shared: dict[str, set[Protocol]] = {}
+    for cell in (cell for cell in cells if cell.final is not None):
+        own = str(cell.data.get("fingerprint"))
+        plain = {score.protocol for score in evaluations(cell) if is_plain(score.protocol, own)}
+        shared[own] = shared.get(own, plain) & plain
+    replaced = {own for own, protocols in shared.items() if protocols}
     return {
-        id(cell): scores_of(cell) if str(cell.data.get("fingerprint")) in lacking else found[id(cell)] for cell in cells
+        id(cell): evaluations(cell) if str(cell.data.get("fingerprint")) in replaced else scores_of(cell)
+        for cell in cells
     }
 
 
-def is_plain(protocol: Protocol) -> bool:
-    """Tell whether a score came about as closing validations do, but for the split."""
-    return (protocol.mode, protocol.windows, protocol.ablate) == ("parallel", None, "none")
+def is_plain(protocol: Protocol, fingerprint: str) -> bool:
+    """Tell whether a score came about as closing validations do, but for the split and the stride."""
+    manner = (protocol.mode, protocol.windows, protocol.ablate, protocol.fingerprint)
+    return manner == ("parallel", None, "none", fingerprint)
 
 
 def standings(rows: Sequence[Row], metric: str = "bits", names: Sequence[str] = ()) -> tuple[list[str], str]:

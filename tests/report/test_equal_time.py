@@ -49,9 +49,12 @@ def views(folder: Path) -> list[View]:
     return found
 
 
-def write_paces(folder: Path, name: str, device: str, time: str, local: float, other: float, **values: Any) -> None:
-    """Write a record of step times: milliseconds of the local and of another row, the full one unless values say so."""
-    timed = [{"config": made(**LOCAL), "ms_turns": [local]}, {"config": made(**values or FULL), "ms_turns": [other]}]
+def write_paces(
+    folder: Path, name: str, device: str, time: str, local: float, full: float, causal: float | None = None
+) -> None:
+    """Write a record of step times: milliseconds of the local, the full and perhaps a causal row."""
+    timed = [{"config": made(**LOCAL), "ms_turns": [local]}, {"config": made(**FULL), "ms_turns": [full]}]
+    timed += [{"config": made(routing__selection="causal"), "ms_turns": [causal]}] if causal else []
     (folder / "bench").mkdir(exist_ok=True)
     content = {"what": WHAT, "device": device, "time": time, "rows": timed}
     (folder / "bench" / f"steps-{name}.json").write_text(json.dumps(content))
@@ -82,16 +85,30 @@ def test_paces_taken_in_turn_count_more_and_the_newest_most(tmp_path: Path) -> N
     assert row(view, "Transformer")["trained"] == "500 of 2,000"
 
 
-def test_ids_drawn_at_random_give_no_pace_where_the_data_decide_how_long_a_step_takes(tmp_path: Path) -> None:
+def test_rows_that_data_may_slow_down_are_not_ranked_by_paces_of_drawn_ids(tmp_path: Path) -> None:
     write_three(tmp_path, 8.0, 3.0, **LOCAL)
+    write_three(tmp_path, 8.0, 3.2, **FULL)
     write_three(tmp_path, 4.0, 2.9, routing__selection="causal")
-    write_paces(tmp_path, "0", "CPU, 2 threads", "2026-01-02", 10.0, 40.0, routing__selection="causal")
-    assert "measured them in turn" in views(tmp_path)[0].lines[0]
+    write_paces(tmp_path, "0", "CPU, 2 threads", "2026-01-02", 10.0, 40.0, 5.0)
+    (view,) = views(tmp_path)
+    assert "Routing 2x2 W=256 ends first" in view.lines[0]
     path = tmp_path / "bench" / "steps-0.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "ids": DRAWN}))
     (view,) = views(tmp_path)
-    assert "as the runs had them" in view.lines[0] and "ids drawn at random" in view.lines[0]
-    assert sorted(texts(view, "trained")) == ["1,000 of 2,000", "2,000 of 2,000"]
+    assert "Local ends first" in view.lines[0] and "at the most" in view.lines[-1]
+    assert [row(view, name)["standing"] for name in texts(view, "run")] == ["best", "not ranked", "behind"]
+    assert row(view, "Routing 2x2 W=256")["trained"] == "2,000 of 2,000"
+
+
+def test_without_a_record_each_run_has_come_as_far_as_its_own_steps_took_it(tmp_path: Path) -> None:
+    write_three(tmp_path, 8.0, 3.0, **LOCAL)
+    run = write_run(tmp_path, made(0, **FULL), speed=8.0)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for each in rows:
+        if each["kind"] == "train" and each["step"] <= 1000:
+            each["tokens_per_second"] /= 3
+    (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    assert row(views(tmp_path)[0], "Transformer")["trained"] == "667 of 2,000"
 
 
 def test_who_sees_the_future_is_marked(tmp_path: Path) -> None:

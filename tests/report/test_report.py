@@ -130,6 +130,34 @@ def test_a_run_that_was_evaluated_in_another_way_stays_where_the_others_stand(tm
     assert len(views) == (2 if manner else 1), "evaluations of the same manner take the place of closing validations"
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"stride": 512}, {"stride": 1024}),
+        ({}, {"split": "valid", "stride": 512}),
+        *[({"own_data": False, "data": {**IMAGES, "fingerprint": "beef"}},) * 2],
+    ],
+    ids=["strides", "splits", "other data"],
+)
+def test_runs_without_one_evaluation_in_common_stand_together_by_their_closing_ones(
+    tmp_path: Path, first: dict, second: dict
+) -> None:
+    runs = [write_run(tmp_path, config(routing__heads=heads), bits=3.0 + heads, data=IMAGES) for heads in (2, 4)]
+    for run, values in zip(runs, (first, second), strict=True):
+        write_eval(run, 3.1, **values)
+    assert any({"5.000", "7.000"} <= set(column(view, "ours")) for view in built(tmp_path).views)
+
+
+def test_scores_of_weights_before_the_last_step_are_told(tmp_path: Path) -> None:
+    first = write_run(tmp_path, config(), data=IMAGES)
+    write_eval(first, 3.1)
+    assert not any("before the run's last step" in line for line in built(tmp_path).views[0].lines)
+    second = write_run(tmp_path, config(routing__heads=2), data=IMAGES)
+    write_eval(second, 3.2, checkpoint={"name": "best", "step": 1950})
+    (view,) = built(tmp_path).views
+    assert "1 of 2 scores are of a checkpoint before the run's last step (step 1,950)." in view.lines
+
+
 def test_the_best_checkpoints_score_counts(tmp_path: Path) -> None:
     run = write_run(tmp_path, config(), data=IMAGES)
     write_eval(run, 3.5, checkpoint={"name": "last", "step": 9000})
