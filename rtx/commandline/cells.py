@@ -20,6 +20,7 @@ from rtx.compose import config_hash, load_run_config, to_dict, to_yaml, with_abs
 from rtx.config import Config, DataConfig
 from rtx.errors import RunFailed, UserError
 from rtx.identity import counts
+from rtx.report.cells import Collection, read_rows
 from rtx.training.changes import differences
 from rtx.training.files import replace_file
 from rtx.training.memory import OUT_OF_MEMORY, system_kills
@@ -223,8 +224,8 @@ def command_for(word: str, cell: Cell) -> tuple[list[str], str]:
     again = f"it failed before ({status.get('reason')}); " if status.get("state") == "failed" else ""
     if any((cell.folder / "checkpoints").glob("*.ckpt")):
         return ["resume", str(cell.folder)], again and f"{again}it goes on from its checkpoint"
-    step = status.get("step")
-    if isinstance(step, int) and step > 0:
+    steps = [status.get("step"), *(row["step"] for row in read_rows(cell.folder / "metrics.jsonl", Collection()))]
+    if step := max((step for step in steps if isinstance(step, int)), default=0):
         again += f"no checkpoint is left of its {plural(step, 'step')}; "
     return [word, *cell.overrides], again and f"{again}it begins anew"
 

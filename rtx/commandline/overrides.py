@@ -155,8 +155,9 @@ def check_option(group: str, text: str, sweep: bool) -> Checked:
             continue
         if not isinstance(value, str | QuotedString) or plain(value) not in known:
             name = "null" if value is None else shorten(str(plain(value)))
+            quoted = shorten(value.with_quotes()) if isinstance(value, QuotedString) and name == "null" else name
             raise UserError(
-                f"{group}={name}: no such option{nearest(name, known)}; {group} takes {', '.join(known)}"
+                f"{group}={quoted}: no such option{nearest(name, known)}; {group} takes {', '.join(known)}"
                 + (" or null" if group == "experiment" else "")
             )
         if group == "hardware" and plain(value) in LAUNCHED:

@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
         RunFailed: no row could be timed, or the record cannot be written.
         KeyboardInterrupt, Stopped: a signal came; what was measured by then is printed, and kept.
     """
-    rows = lay_out_rows(benchmark(arguments))
+    rows = without_seeds(lay_out_rows(benchmark(arguments)))
     work = [work_of(row) for row in rows]  # torch takes seconds: only now is it imported
     make_room(rows)
     from rtx.training.turns import Timing
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
 
 
 def lay_out_rows(overrides: Sequence[str]) -> list[Cell]:
-    """Return the rows that the overrides lay out, composed and checked; of rows that differ by their seed alone, one.
+    """Return the rows that the overrides lay out, composed and checked.
 
     Raises:
         UserError: one of them is wrong, or asks for more than one device.
@@ -78,9 +78,16 @@ def lay_out_rows(overrides: Sequence[str]) -> list[Cell]:
     if spread := [row for row in rows if row.config.hardware.name in SPREAD]:
         name = spread[0].config.hardware.name
         raise UserError(f"hardware={name}: rtx bench times a row on one device; hardware takes auto, cpu or gpu")
+    return rows
+
+
+def without_seeds(rows: Sequence[Cell]) -> list[Cell]:
+    """Return the first of the rows that differ by their seed alone, and say so: a step of theirs takes as long."""
     unlike: dict[str, Cell] = {}
     for row in rows:
         unlike.setdefault(config_hash(dataclasses.replace(row.config, seed=0)), row)
+    if len(unlike) < len(rows):
+        print(f"of {plural(len(rows), 'cell')} those that differ by their seed alone are one row")
     return list(unlike.values())
 
 

@@ -221,7 +221,7 @@ def record_start(
 
     Only now is the configuration of a resumed run written: it is known to fit the checkpoint.
     """
-    if start is None:
+    if start is None or not (folder / "environment.json").exists():
         record_environment(folder, facts)
     if resumption:
         if moved := machine_changes(folder, facts):

@@ -132,7 +132,7 @@ def lines_above(known: Sequence[Timed], first: Timed, source: str, claim: str) -
 
 def timed_rows(rows: Sequence[Row], records: Sequence[StepRecord]) -> tuple[list[Timed], str]:
     """Return the rows with the time that their steps take, and where that comes from; none if it cannot be compared."""
-    names = [name.replace(" selection=", " ") for name in labels_of(rows)]
+    names = labels_of(rows)
     for record in sorted(records, key=lambda record: str(record.facts.get("time")), reverse=True):
         keys = [row_key(Cell(Path(), row.config)) for row in record.rows]
         paces = {key: row.speed for key, row in zip(keys, record.rows, strict=True) if row.speed}

@@ -36,6 +36,9 @@ def label_of(config: Mapping[str, Any], variants: Sequence[str] = ()) -> str:
         name += " {}x{} W={}".format(*routing)
     own = ("routing.heads", "routing.layers", "routing.window", "model.base")
     told = [key for key in variants if key not in own and (routes(config) or not key.startswith("routing."))]
+    if "routing.selection" in told:  # random members are told by the name
+        told.remove("routing.selection")
+        name += "" if name.startswith("Random") else f" {config.get('routing.selection')}"
     extra = [f"{key.rpartition('.')[2]}={written(config.get(key))}" for key in told]
     return " ".join([name, *extra]) if len(extra) <= 3 else name
 

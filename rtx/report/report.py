@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rtx.report.cells import Cell, Collection
-from rtx.report.compared import own_view, paper_view
+from rtx.report.compared import has_effect, own_view, paper_view
 from rtx.report.divergence import divergence_curves, divergence_views
 from rtx.report.figures import Curves, TradeOff, learning_curves, trade_off
 from rtx.report.glance import glance
@@ -19,7 +19,7 @@ from rtx.report.names import in_order, labels
 from rtx.report.plots import Series
 from rtx.report.scores import Row, tables_by_protocol
 from rtx.report.text import printable
-from rtx.report.views import Column, View, text
+from rtx.report.views import Column, Value, View, text
 from rtx.wording import written
 
 SAMPLE_LETTERS = 600
@@ -129,7 +129,13 @@ def differences_view(cells: Sequence[Cell]) -> View | None:
         keys = [*keys, "seed"]
     if not keys or len(known) < 2:
         return None
-    rows = [[text(cell.name), *(text(written(cell.config.get(key))) for key in keys)] for cell in known]
+    rows = [
+        [
+            text(cell.name),
+            *(text(written(cell.config.get(key))) if has_effect(key, cell.config) else Value() for key in keys),
+        ]
+        for cell in known
+    ]
     return View("Configuration differences", [Column("run", "run"), *(Column(key, key) for key in keys)], rows)
 
 

@@ -109,7 +109,7 @@ def working_in(folder: Path, begin: Callable[[], None] = lambda: None) -> Iterat
 
 
 def record_environment(folder: Path, facts: dict[str, Any]) -> None:
-    """Write environment.json, what `environment` returns, of a run that takes its first step next."""
+    """Write environment.json, what `environment` returns: of a run that takes its first step next, or has lost it."""
     write_json(folder / "environment.json", environment(facts))
 
 

@@ -171,8 +171,6 @@ def judge_values(
     listed = named.cells(said) if word == "bench" or {"-m", "--multirun"} & set(words) else [said]
     wanted = [named.changed(values(of_run), cell) if of_run else named.fresh(cell) for cell in listed]
     found = [values(config) for config in configs]
-    if word == "bench":  # one row for all of its seeds
-        wanted = list({by_key({**each, "seed": 0}): each for each in reversed(wanted)}.values())
     if word == "data":
         wanted, found = (
             [{k: v for k, v in each.items() if k.startswith("data.")} for each in side] for side in (wanted, found)

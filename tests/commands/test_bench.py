@@ -51,7 +51,8 @@ def test_rows_are_timed_in_turn_and_stand_beside_the_papers(workshop: Workshop) 
 
 def test_rows_that_differ_by_their_seed_alone_are_timed_once(workshop: Workshop) -> None:
     words = [*SIZES, "name=seeds", "experiment=cifar10_grid", "model.base=full,local", "routing.heads=0"]
-    assert "2 rows, 2 turns of 1 step" in workshop.command("bench", "steps", *words, "seed=1,0,2")
+    said = workshop.command("bench", "steps", *words, "seed=1,0,2")
+    assert "of 6 cells those that differ by their seed alone are one row\n2 rows, 2 turns of 1 step" in said
     assert [row["config"]["seed"] for row in record_of(workshop, "seeds")["rows"]] == [1, 1]
 
 

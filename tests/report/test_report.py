@@ -190,7 +190,8 @@ def test_a_name_tells_of_routing_heads_only_where_there_are_any() -> None:
     }
     assert label_of(local, keys) == "Local length=64"
     routing = {**local, "routing.heads": 4, "routing.window": 16}
-    assert label_of(routing, keys) == "Routing 4x2 W=16 selection=topk length=64"
+    assert label_of(routing, keys) == "Routing 4x2 W=16 topk length=64"
+    assert label_of({**routing, "routing.selection": "random"}, keys) == "Random 4x2 W=16 length=64"
 
 
 def test_a_miniature_has_the_papers_rows(tmp_path: Path) -> None:
