@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -150,6 +151,7 @@ def from_dict(values: dict[str, Any], where: str = "") -> Config:
     Raises:
         UserError: an unknown key, a wrong type or range.
     """
+    refuse_numbers_for_truth(values, where)
     with user_errors(where):
         merged = OmegaConf.merge(OmegaConf.structured(Config), values)
         config = to_config(merged)
@@ -157,6 +159,23 @@ def from_dict(values: dict[str, Any], where: str = "") -> Config:
         return resolve(config)
     except UserError as error:
         raise UserError("\n".join(where + line for line in str(error).splitlines())) from None
+
+
+def refuse_numbers_for_truth(values: dict[str, Any], where: str) -> None:
+    """Refuse numbers other than 0 and 1 for what is true or false: OmegaConf takes each but 0 for true.
+
+    Raises:
+        UserError: with a line for each.
+    """
+    wrong = []
+    for key, field in all_fields().items():
+        section, _, name = key.rpartition(".")
+        holder = values.get(section) if section else values
+        value = holder.get(name) if isinstance(holder, dict) else None
+        if field.kind is bool and isinstance(value, int) and value not in (0, 1):
+            wrong.append(f"{where}{key}={value}: must be {field.allowed}")
+    if wrong:
+        raise UserError("\n".join(wrong))
 
 
 def load_run_config(run_dir: str | Path) -> Config:
@@ -169,6 +188,7 @@ def load_run_config(run_dir: str | Path) -> Config:
     try:
         with user_errors(f"{path}: "):
             loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+            written = yaml.load(path.read_text(), Loader=yaml.BaseLoader)
     except FileNotFoundError:
         what = "has no config.yaml" if Path(run_dir).is_dir() else "no such folder"
         raise UserError(f"{run_dir}: {what}; a run is a folder such as outputs/<name>/<run>") from None
@@ -176,7 +196,21 @@ def load_run_config(run_dir: str | Path) -> Config:
         raise UserError(f"{path}: cannot be read ({error})") from None
     if not isinstance(loaded, dict) or not loaded:
         raise UserError(f"{path}: is not the configuration of a run")
-    return from_dict({str(key): value for key, value in loaded.items()}, where=f"{path}: ")
+    values = {str(key): value for key, value in loaded.items()}
+    keep_texts(values, written)
+    return from_dict(values, where=f"{path}: ")
+
+
+def keep_texts(values: dict[str, Any], written: dict[str, Any]) -> None:
+    """Put the letters of the file in the place of numbers where a text is meant: a name of 007 is not 7."""
+    for key, field in all_fields().items():
+        section, _, name = key.rpartition(".")
+        holder, letters = (each.get(section) if section else each for each in (values, written))
+        if field.kind is not str or not isinstance(holder, dict) or not isinstance(letters, dict):
+            continue
+        as_written = letters.get(name)
+        if isinstance(holder.get(name), int | float) and isinstance(as_written, str) and "${" not in as_written:
+            holder[name] = as_written
 
 
 def merge(config: Config, overrides: Iterable[str], command: str = "resume") -> Config:

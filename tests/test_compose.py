@@ -118,6 +118,12 @@ def test_plain_values_and_back(default: Any, tmp_path: Path) -> None:
     assert load_run_config(tmp_path) == small
 
 
+@pytest.mark.parametrize("name", ["007", "-0", "1e3", "0x10", "1_0", "true"])
+def test_a_text_of_a_run_is_taken_as_it_is_written(default: Any, tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(default).replace("\nname: rtx\n", f"\nname: {name}\n"))
+    assert load_run_config(tmp_path).name == name
+
+
 def test_a_key_that_an_older_run_lacks_keeps_the_schemas_default(default: Any) -> None:
     values = to_dict(default)
     del values["routing"]["revive_after"]
@@ -128,6 +134,7 @@ def test_a_key_that_an_older_run_lacks_keeps_the_schemas_default(default: Any) -
     ("text", "said"),
     [
         ("", "is not the configuration of a run"),
+        ("sweep: {retry: -1}", "sweep.retry=-1: must be "),
         ("- a\n", "is not the configuration of a run"),
         ("seed: 1\ndata: [", "config.yaml: not valid YAML, line 2: "),
         ("seed: \x00", "config.yaml: not valid YAML: "),
