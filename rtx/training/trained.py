@@ -15,7 +15,7 @@ from rtx.config import Config
 from rtx.config_training import SPREAD
 from rtx.model.transformer import Transformer
 from rtx.training.checkpoints import Checkpoint, check_config, load_for_use, load_weights
-from rtx.training.exports import is_export, read_export
+from rtx.training.exports import KEPT, is_export, read_export
 from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware
 
 
@@ -27,6 +27,7 @@ class Trained:
     config: Config
     hardware: Hardware
     checkpoint: Checkpoint
+    """What is known of it (exports.KEPT), without its tensors: those of the optimizer are twice the model."""
 
     @property
     def name(self) -> str:
@@ -74,7 +75,7 @@ def load_trained(
     model = model.to("cuda" if hardware.accelerator == "gpu" else "cpu")
     model.eval()
     say(f"{folder}: {checkpoint['file']}.ckpt, step {checkpoint['step']:,}, {model.count_parameters():,} parameters")
-    return Trained(model, config, hardware, checkpoint)
+    return Trained(model, config, hardware, {key: checkpoint[key] for key in KEPT})
 
 
 def load_model(folder: str | Path, checkpoint: str = "best") -> Trained:
