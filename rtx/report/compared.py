@@ -233,7 +233,7 @@ def own_view(title: str, protocol: Protocol | None, rows: Sequence[Row]) -> View
     """Return a table of runs that are no rows of the paper: the keys by which they differ, then what came out."""
     keys = differing_keys(rows)
     told = [{key: row.config.get(key) for key in keys if has_effect(key, row.config)} for row in rows]
-    order = [(not row.config, [order_of(mine.get(key)) for key in keys]) for row, mine in zip(rows, told, strict=True)]
+    order = [(not row.config, [order_of(mine.get(key, "")) for key in keys]) for row, mine in zip(rows, told, strict=True)]
     rows = [rows[at] for at in sorted(range(len(rows)), key=order.__getitem__)]
     words, claim = standings(rows, names=labels_of(rows))
     heads = [
