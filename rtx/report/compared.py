@@ -232,9 +232,7 @@ def short_name(name: str, own: Mapping[str, Any], labels: Sequence[str]) -> str:
 def own_view(title: str, protocol: Protocol | None, rows: Sequence[Row]) -> View:
     """Return a table of runs that are no rows of the paper: the keys by which they differ, then what came out."""
     keys = differing_keys(rows)
-    told = [{key: row.config.get(key) for key in keys if has_effect(key, row.config)} for row in rows]
-    order = [(not row.config, [order_of(mine.get(key, "")) for key in keys]) for row, mine in zip(rows, told, strict=True)]
-    rows = [rows[at] for at in sorted(range(len(rows)), key=order.__getitem__)]
+    rows = sorted(rows, key=lambda row: (not row.config, [order_of(told(key, row.config)) for key in keys]))
     words, claim = standings(rows, names=labels_of(rows))
     heads = [
         Column("run", "run", brief=True),
@@ -276,6 +274,11 @@ def own_view(title: str, protocol: Protocol | None, rows: Sequence[Row]) -> View
 def has_effect(key: str, config: Mapping[str, Any]) -> bool:
     """Tell whether a key says anything of a run: of routing heads only where there are any, and nothing unknown."""
     return bool(config) and (routes(config) or key == "routing.heads" or not key.startswith("routing."))
+
+
+def told(key: str, config: Mapping[str, Any]) -> Any:
+    """Return the value of a key, nothing where it has no effect."""
+    return config.get(key) if has_effect(key, config) else ""
 
 
 def order_of(value: Any) -> tuple[bool, float, str]:
