@@ -74,9 +74,9 @@ def compose_unresolved(overrides: Sequence[str]) -> tuple[Config, dict[str, str 
 def for_hydra(overrides: Iterable[str]) -> list[str]:
     """Return overrides as Hydra takes them: the last experiment alone; `experiment=null` is unknown to it."""
     words = list(overrides)
-    chosen = next((word for word in reversed(words) if word.startswith("experiment=")), "")
-    kept = chosen if chosen != "experiment=null" else ""
-    return [word for word in words if not word.startswith("experiment=") or word == kept]
+    chosen = [word for word in words if word.startswith("experiment=")]
+    kept = [word for word in chosen[-1:] if word != "experiment=null"]
+    return [*kept, *(word for word in words if not word.startswith("experiment="))]
 
 
 def with_image_length(config: Config, overrides: Sequence[str]) -> Config:

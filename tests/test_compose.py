@@ -70,7 +70,8 @@ def test_no_experiment_undoes_one_that_stands_before_it() -> None:
     for words in (["experiment=null"], ["experiment=smoke", "experiment=null"]):
         config, choices = compose_unresolved(words)
         assert config == compose_unresolved([])[0] and choices["experiment"] is None
-    assert compose(["experiment=null", "experiment=smoke"]).name == "smoke"
+    for words in (["experiment=null", "experiment=smoke"], ["experiment=smoke", "experiment=recall"] * 2):
+        assert compose(words).name == words[-1].removeprefix("experiment=")
 
 
 def test_values_reach_the_configuration_as_they_were_written(tmp_path: Path) -> None:

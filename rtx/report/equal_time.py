@@ -70,7 +70,7 @@ def equal_time_views(cells: Sequence[Cell], records: Sequence[StepRecord]) -> li
     """
     groups: dict[tuple[str, ...], dict[object, Row]] = {}
     for cell in cells:
-        if cell.state == "done" and cell.config.get("optimizer.schedule") == "constant":
+        if cell.state == "done" and cell.step and cell.config.get("optimizer.schedule") == "constant":
             data = str(cell.data.get("fingerprint") or cell.config.get("data.name"))
             key = (data, *(str(cell.config.get(name)) for name in SAME))
             groups.setdefault(key, {}).setdefault(row_key(cell), Row([])).cells.append(cell)
@@ -164,7 +164,7 @@ def own_courses(row: Row) -> dict[int, Course]:
             seconds += (step - course[-1][1]) * units / pace
             course.append((seconds, step))
         courses[id(cell)] = course
-    return courses if all(len(course) > 1 for course in courses.values()) else {}
+    return courses if units and all(len(course) > 1 for course in courses.values()) else {}
 
 
 def step_by(course: Course, seconds: float) -> float:

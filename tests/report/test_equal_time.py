@@ -149,3 +149,13 @@ def test_paces_of_two_machines_are_not_compared(tmp_path: Path) -> None:
     assert views(tmp_path) == []
     write_paces(tmp_path, "0", "CPU, 2 threads", "2026-01-02", 10.0, 40.0)
     assert len(views(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("damage", ["step", "batch", "paces"])
+def test_damaged_records_give_no_table(tmp_path: Path, damage: str) -> None:
+    write_three(tmp_path, 8.0, 3.0, **LOCAL)
+    values = {"trainer__batch_size": 0} if damage == "batch" else {}
+    run = write_run(tmp_path, made(0, **FULL, **values), speed=8.0, step=0 if damage == "step" else 2000)
+    if damage == "paces":
+        (run / "metrics.jsonl").write_text("")
+    assert views(tmp_path) == []
