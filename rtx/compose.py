@@ -7,6 +7,7 @@ Hydra composes (through its compose API, which touches no folder, no logging and
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -169,9 +170,7 @@ def refuse_numbers_for_truth(values: dict[str, Any], where: str) -> None:
     """
     wrong = []
     for key, field in all_fields().items():
-        section, _, name = key.rpartition(".")
-        holder = values.get(section) if section else values
-        value = holder.get(name) if isinstance(holder, dict) else None
+        value = nested(values, key)
         if field.kind is bool and isinstance(value, int) and value not in (0, 1):
             wrong.append(f"{where}{key}={value}: must be {field.allowed}")
     if wrong:
@@ -187,8 +186,9 @@ def load_run_config(run_dir: str | Path) -> Config:
     path = Path(run_dir) / RUN_CONFIG
     try:
         with user_errors(f"{path}: "):
-            loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-            written = yaml.load(path.read_text(), Loader=yaml.BaseLoader)
+            text = path.read_text("utf-8")
+            loaded = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=True)
+            written = yaml.load(text, Loader=yaml.BaseLoader)
     except FileNotFoundError:
         what = "has no config.yaml" if Path(run_dir).is_dir() else "no such folder"
         raise UserError(f"{run_dir}: {what}; a run is a folder such as outputs/<name>/<run>") from None
@@ -204,13 +204,17 @@ def load_run_config(run_dir: str | Path) -> Config:
 def keep_texts(values: dict[str, Any], written: dict[str, Any]) -> None:
     """Put the letters of the file in the place of numbers where a text is meant: a name of 007 is not 7."""
     for key, field in all_fields().items():
-        section, _, name = key.rpartition(".")
-        holder, letters = (each.get(section) if section else each for each in (values, written))
-        if field.kind is not str or not isinstance(holder, dict) or not isinstance(letters, dict):
-            continue
-        as_written = letters.get(name)
-        if isinstance(holder.get(name), int | float) and isinstance(as_written, str) and "${" not in as_written:
-            holder[name] = as_written
+        letters, number = nested(written, key), isinstance(nested(values, key), int | float)
+        if field.kind is str and number and isinstance(letters, str) and "${" not in letters:
+            section, _, name = key.rpartition(".")
+            (values[section] if section else values)[name] = letters
+
+
+def nested(values: dict[str, Any], key: str) -> Any:
+    """Return the value at a dotted key of nested dictionaries, None where there is none."""
+    section, _, name = key.rpartition(".")
+    holder = values.get(section) if section else values
+    return holder.get(name) if isinstance(holder, dict) else None
 
 
 def merge(config: Config, overrides: Iterable[str], command: str = "resume") -> Config:

@@ -9,7 +9,7 @@ from rtx.report.local import local_speed
 from rtx.report.matching import differing_keys, kind_of, model_name, paper_row, settings_changed
 from rtx.report.names import labels_of
 from rtx.report.paper import PaperRow, PaperTable
-from rtx.report.scores import Protocol, Row, routes, standings
+from rtx.report.scores import Protocol, Row, has_effect, standings
 from rtx.report.views import Column, Value, View, count, number, text
 from rtx.wording import plural, written
 
@@ -269,11 +269,6 @@ def own_view(title: str, protocol: Protocol | None, rows: Sequence[Row]) -> View
             ]
         )
     return view.without_empty(stated=["units"])
-
-
-def has_effect(key: str, config: Mapping[str, Any]) -> bool:
-    """Tell whether a key says anything of a run: of routing heads only where there are any, and nothing unknown."""
-    return bool(config) and (routes(config) or key == "routing.heads" or not key.startswith("routing."))
 
 
 def told(key: str, config: Mapping[str, Any]) -> Any:

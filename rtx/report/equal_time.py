@@ -55,9 +55,9 @@ class Timed:
         """Seconds after which all of its runs have taken all their steps."""
         return max(course[-1][0] for course in self.courses.values())
 
-    def steps_by(self, seconds: float) -> list[float]:
-        """Return how many steps each of its runs had taken."""
-        return [step_by(course, seconds) for course in self.courses.values()]
+    def steps_by(self, seconds: float) -> dict[int, float]:
+        """Return how many steps each of its runs had taken, by the number of the run's object."""
+        return {key: step_by(course, seconds) for key, course in self.courses.items()}
 
 
 def equal_time_views(cells: Sequence[Cell], records: Sequence[StepRecord]) -> list[View]:
@@ -85,7 +85,7 @@ def equal_time_view(rows: Sequence[Row], records: Sequence[StepRecord]) -> View 
         return None
     first = min([each for each in timed if not each.doubtful] or timed, key=lambda each: each.end)
     for each in timed:
-        by_then = {key: step_by(course, first.end) for key, course in each.courses.items()}
+        by_then = each.steps_by(first.end)
         each.row.scores = [score for cell in each.row.cells if (score := score_at(cell, by_then[id(cell)]))]
     known = [each for each in timed if each.row.scores]
     if len(known) < 2:
@@ -99,7 +99,7 @@ def equal_time_view(rows: Sequence[Row], records: Sequence[StepRecord]) -> View 
     if missing := [each.name for each in timed if not each.row.scores]:
         view.lines.append(f"Left out, for want of a validation by then: {', '.join(missing)}.")
     for each in known:
-        row, steps = each.row, statistics.fmean(each.steps_by(first.end))
+        row, steps = each.row, statistics.fmean(each.steps_by(first.end).values())
         view.rows.append(
             [
                 text(each.name),

@@ -9,7 +9,7 @@ from typing import Any
 from rtx.report.cells import Cell
 from rtx.report.matching import differing_keys, kind_of, model_name
 from rtx.report.paper import PaperRow, table_of
-from rtx.report.scores import Row, routes
+from rtx.report.scores import Row, has_effect
 from rtx.wording import written
 
 GROUPS = {"routed": "routing"}
@@ -35,7 +35,7 @@ def label_of(config: Mapping[str, Any], variants: Sequence[str] = ()) -> str:
         routing = (config.get(f"routing.{key}") for key in ("heads", "layers", "window"))
         name += " {}x{} W={}".format(*routing)
     own = ("routing.heads", "routing.layers", "routing.window", "model.base")
-    told = [key for key in variants if key not in own and (routes(config) or not key.startswith("routing."))]
+    told = [key for key in variants if key not in own and has_effect(key, config)]
     if "routing.selection" in told:  # random members are told by the name
         told.remove("routing.selection")
         name += "" if name.startswith("Random") else f" {config.get('routing.selection')}"

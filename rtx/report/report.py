@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rtx.report.cells import Cell, Collection
-from rtx.report.compared import has_effect, own_view, paper_view
+from rtx.report.compared import own_view, paper_view
 from rtx.report.divergence import divergence_curves, divergence_views
 from rtx.report.figures import Curves, TradeOff, learning_curves, trade_off
 from rtx.report.glance import glance
@@ -17,7 +17,7 @@ from rtx.report.listing import tables_view
 from rtx.report.matching import by_paper_table, differing_keys
 from rtx.report.names import in_order, labels
 from rtx.report.plots import Series
-from rtx.report.scores import Row, tables_by_protocol
+from rtx.report.scores import Row, has_effect, tables_by_protocol
 from rtx.report.text import printable
 from rtx.report.views import Column, Value, View, text
 from rtx.wording import written

@@ -237,6 +237,11 @@ def routes(config: Mapping[str, Any]) -> bool:
     return bool(config.get("routing.heads")) and bool(config.get("routing.layers"))
 
 
+def has_effect(key: str, config: Mapping[str, Any]) -> bool:
+    """Tell whether a key says anything of a run: of routing heads only where there are any, and nothing unknown."""
+    return bool(config) and (routes(config) or key == "routing.heads" or not key.startswith("routing."))
+
+
 def stamps_of(data: Mapping[str, Any], split: str) -> tuple[str, ...]:
     """Return what makes data other than the benchmark's, in words."""
     stamps = data.get("stamps")
