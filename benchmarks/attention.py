@@ -1,15 +1,16 @@
 """Time attention alone: every pattern and public peers, in turn in one process, forward and forward+backward.
 
-Run `python benchmarks/attention.py`; it writes `benchmarks/results/attention-<device>.json` and prints the same rows as
-a table, then the exponent of the time's growth with N. Peers (extra `peers`) that are not installed are left out, and
-the table says so. A row has: the pattern, its sizes, milliseconds (median), how many times faster than our full
+Run `python benchmarks/attention.py`, with `--device cuda` on a GPU. First every row of ours is checked against the
+float64 oracle on a small shape, outputs and gradients (`--check`: nothing else); a row that fails is not timed, and the
+command ends with 1. Then it times, writes `benchmarks/results/attention-<device>.json`, and prints the same rows as a
+table last, with the exponent of the time's growth with N. Peers (extra `peers`) that are not installed are left out,
+and a line says so. A row has: the pattern, its sizes, milliseconds (median), how many times faster than our full
 attention, than torch's (`sdpa`) and than its peer, the peak of memory beyond inputs (allocations seen by torch's
 profiler on a CPU, CUDA's own count on a GPU) and what share of the machine's matrix-product rate its pairs reach.
-Patterns named `_shaw` have Shaw's terms, `_rotary` rotary positions applied after selection; both say how they compare
-with the pattern alone. `lsh_rounds` joins 4 hash rounds, `cross_routing` reads another sequence of the same length.
-`sdpa_blocks` is torch's attention on blocks that are already gathered. Rows of causal selection also say how many
-members their clusters have (fewest, mean, most). On a GPU with Triton the patterns in clusters are timed with its
-kernels, too: rows whose `backend` is `triton`.
+Patterns named `_shaw` have Shaw's terms, `_rotary` rotary positions; what `_native` (compiled, CPU) and `_flex`
+(FlexAttention, GPU) run is torch's kernels in the other rows. All of these say how they compare with the pattern alone.
+`lsh_rounds` joins 4 hash rounds. `sdpa_blocks` is torch's attention on blocks that are already gathered. Rows of causal
+selection also say how many members their clusters have (fewest, mean, most).
 
 On a CPU the peers are timed twice, a process for each group of sizes: with the memory settings of `rtx train`
 ("kept": freed memory kept, huge pages), and with the system's own ("system"), which is what users of an attention
@@ -27,6 +28,7 @@ import json
 import math
 import multiprocessing
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -41,17 +43,17 @@ from patterns import (
     Attention,
     Size,
     cluster_sizes,
+    faster,
     installed,
     make,
     make_inputs,
     pairs,
     pattern_and_backend,
     without_positions,
+    worst,
 )
 from torch import Tensor
 
-from rtx.attention.backends import missing_for_triton
-from rtx.attention.products import wide_products
 from rtx.training.heap import keep_freed_memory
 
 SIZES = {
@@ -70,20 +72,42 @@ BOTH = ["full", "local", "routing_topk", "routing_causal"]
 OTHERS = ["random", "routing_nearest", "routing_separate", "strided", "fixed", "lsh", "adaptive_span"]
 SHAW = ["local_shaw", "routing_topk_shaw", "routing_causal_shaw"]
 ROTARY = ["local_rotary", "routing_topk_rotary", "routing_causal_rotary"]
-KINDS = ["routing_projected", "routing_encoder", "cross_routing", "lsh_reformer", "lsh_rounds"]
+KINDS = ["routing_projected", "lsh_reformer", "lsh_rounds", "exact", "blocks", "indexer"]
 """Further kinds of the patterns; they and rotary positions are timed at the first of the main sizes only."""
-TRITON = ["random_triton", "routing_topk_triton", "routing_causal_triton"]
+TOLERANCE = 1e-4
+"""Largest difference from the oracle, in float32."""
 
 
-def names_of(size: Size, memory: str, device: str) -> list[str]:
+def names_of(size: Size, memory: str, args: argparse.Namespace) -> list[str]:
     """Return the rows that are measured at a size."""
-    kernels = TRITON if device == "cuda" and not missing_for_triton() else []
-    if size.group != "main":
-        return ["local", "routing_topk", "routing_causal", *kernels[1:]]
-    ours = BOTH if memory == "system" else [*BOTH, *SHAW, *OTHERS, *kernels]
+    ours = ["local", "routing_topk", "routing_causal"]
+    if size.group == "main":
+        ours = BOTH if memory == "system" else [*BOTH, *SHAW, *OTHERS]
     if memory == "kept" and size == SIZES["main"][0]:
         ours = [*ours, *ROTARY, *KINDS]
+    ours = [row for name in ours for row in (name, *faster(name, args))]
+    if size.group != "main":
+        return ours
     return [*ours, "sdpa", "sdpa_blocks", *(name for name, package in PEERS.items() if installed(package))]
+
+
+def check(args: argparse.Namespace) -> list[str]:
+    """Hold every row of ours against the oracle, and return those that fail."""
+    sizes = [size for group in args.groups for size in SIZES[group]]
+    names = dict.fromkeys(name for size in sizes for name in names_of(size, "kept", args))
+    wrong = []
+    for name in names:
+        if name.startswith(("sdpa", "peer_")):
+            continue
+        try:
+            difference = worst(name, args)
+            said = f"{difference:.1e}"
+        except Exception as error:  # one row must not cost all others their time on a GPU
+            difference, said = math.inf, f"{type(error).__name__}: {error}"
+        if not difference <= TOLERANCE:
+            wrong.append(name)
+        print(f"{'WRONG' if name in wrong else 'checked'} {name}: {said}", flush=True)
+    return wrong
 
 
 def once(attention: Attention, inputs: list[Tensor], gradient_BHND: Tensor | None) -> None:
@@ -130,16 +154,15 @@ def peak_bytes(run: Callable[[], None], device: str) -> int:
 
 
 def product_rate(args: argparse.Namespace) -> float:
-    """Return the floating-point operations per second of large matrix products, by the faster library of a CPU."""
+    """Return the floating-point operations per second of large matrix products."""
     n = 4096 if args.device == "cpu" else 16_384
     x = torch.randn(n, n, device=args.device, dtype=getattr(torch, args.dtype))
-    with wide_products(x):
-        return 2e3 * n**3 / min(timed(lambda: torch.mm(x, x), args.device) for _ in range(4))
+    return 2e3 * n**3 / min(timed(lambda: torch.mm(x, x), args.device) for _ in range(4))
 
 
 def measure(size: Size, args: argparse.Namespace, memory: str) -> list[dict[str, Any]]:
     """Return the rows of one size: every pattern in turn, `repeats` times."""
-    names = names_of(size, memory, args.device)
+    names = [name for name in names_of(size, memory, args) if name not in args.wrong]
     inputs = make_inputs(size, args)
     gradient_BHND = torch.randn(inputs[0].shape, device=args.device).to(inputs[0].dtype)
     calls = {name: make(name, size, args) for name in names}
@@ -157,8 +180,7 @@ def measure(size: Size, args: argparse.Namespace, memory: str) -> list[dict[str,
         for name in names:
             members = {"cluster_sizes": sizes} if (sizes := cluster_sizes(calls[name])) else {}
             rows.append(row(name, what, size, args, memory, times, peaks[name]) | members)
-        for each in rows[-len(names) :]:
-            print_row(each)
+        print(f"timed: {memory} N={size.N} W={size.W} {what}", flush=True)
     return rows
 
 
@@ -203,7 +225,7 @@ def print_row(row: dict[str, Any]) -> None:
     if sizes := row.get("cluster_sizes"):
         ratios += f"  clusters of {sizes['min']} to {sizes['max']}, mean {sizes['mean']}"
     print(
-        f"{row['memory']:<7}{row['what']:<17}{label(row):<24}{row['N']:>7}{row['W']:>5}{row['C']:>5}"
+        f"{row['memory']:<7}{row['what']:<17}{label(row):<29}{row['N']:>7}{row['W']:>5}{row['C']:>5}"
         f"{row['ms']:>9.1f} ms{per / 1024:>7.2f} KiB{row['rate_share']:>7.1%}  {ratios}",
         flush=True,
     )
@@ -262,7 +284,11 @@ def main() -> None:
     parser.add_argument("--groups", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--check", action="store_true", help="hold the rows against the oracle, and time nothing")
     args = parser.parse_args()
+    args.wrong = check(args)
+    if args.check:
+        sys.exit(bool(args.wrong))
     for package in PEERS.values():
         if not installed(package):
             print(f"no row of {package}: not installed (pip install 'rtx[peers]')")
@@ -271,9 +297,12 @@ def main() -> None:
     if args.device == "cpu" and "main" in args.groups:
         rows += table("system", ["main"], args)
     slopes = exponents(rows)
-    print("growth of time with N:", ", ".join(f"{name} N^{slope:.2f}" for name, slope in slopes.items()))
     path = Path(__file__).parent / "results" / f"attention-{args.device.replace('cuda', 'gpu')}.json"
     path.write_text(json.dumps([row | {"exponents": slopes} for row in rows], indent=1) + "\n")
+    for each in rows:
+        print_row(each)
+    print("growth of time with N:", ", ".join(f"{name} N^{slope:.2f}" for name, slope in slopes.items()))
+    sys.exit(f"not timed, as the oracle differs: {', '.join(args.wrong)}" if args.wrong else 0)
 
 
 if __name__ == "__main__":

@@ -16,20 +16,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.analysis.cost import fixed_pairs, strided_pairs, triangle, window_pairs
-from rtx.attention.arguments import SELECTIONS
-from rtx.attention.cross import CrossRoutingHeads
-from rtx.attention.fixed import FixedHeads
-from rtx.attention.full import FullHeads
-from rtx.attention.heads import Heads
-from rtx.attention.kmeans import Centroids, update_centroids
-from rtx.attention.local import LocalHeads
-from rtx.attention.lsh import LshHeads
-from rtx.attention.random import RandomHeads
-from rtx.attention.routing import RoutingHeads
-from rtx.attention.span import SpanHeads
-from rtx.attention.strided import StridedHeads
-from rtx.attention.weights import Distances
+from rtx.analysis.cost import finished_blocks, fixed_pairs, strided_pairs, triangle, window_pairs
+from rtx.attention import (
+    AdaptiveSpan,
+    Blocks,
+    Centroids,
+    Exact,
+    Fixed,
+    Full,
+    Indexer,
+    Local,
+    Lsh,
+    Pattern,
+    Random,
+    Relative,
+    Routing,
+    Strided,
+    after_step,
+    native,
+    oracle,
+)
 from rtx.model.positions import Rotary
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -44,8 +50,11 @@ class Size(NamedTuple):
     C: int
 
 
-OWN_KEYS = ("full", "local", "strided", "fixed", "adaptive_span", "routing_separate", "routing_projected")
-"""Patterns with keys of their own; elsewhere queries stand for keys."""
+INDEXED = ("lsh_rounds", "exact", "blocks", "indexer")
+"""Patterns whose queries name their keys one by one: not for FlexAttention."""
+
+BLOCK, SUMMARY = 16, 8
+"""Positions of a block of `blocks`, and of the summary of a block of `fixed`."""
 
 ROUNDS = 4
 """Hash rounds of `lsh_rounds`."""
@@ -72,56 +81,58 @@ def make_inputs(size: Size, args: argparse.Namespace, seed: int = 0) -> list[Ten
 
 @dataclass
 class Ours:
-    """A call of one of our head modules."""
+    """A call of one of our patterns."""
 
-    heads: Heads
-    own_keys: bool
-    relative: Distances | None = None
+    pattern: Pattern
+    relative: Relative | None = None
     rotate: Rotary | None = None
 
     def __call__(self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> Tensor:
         """Return the output, and the loss in it."""
-        positions: dict[str, Any] = {"relative": self.relative, "rotate": self.rotate}
-        out_BHND, loss = self.heads(q_BHND, k_BHND if self.own_keys else None, v_BHND, **positions)
+        out_BHND, loss = self.pattern(*self.given(q_BHND, k_BHND, v_BHND), relative=self.relative, rotate=self.rotate)
         return out_BHND + loss
+
+    def oracle(self, *inputs: Tensor) -> Tensor:
+        """Return what the oracle does in float64."""
+        tables = None if self.relative is None else Relative(*(table_MD.double() for table_MD in self.relative))
+        given = self.given(*(x.double() for x in inputs))
+        return oracle.attend(self.pattern, *given, relative=tables, rotate=self.rotate)
+
+    def given(self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return the inputs, without keys where queries stand for them."""
+        return q_BHND, k_BHND if self.pattern.has_keys else None, v_BHND
 
 
 def cluster_sizes(attention: Attention) -> dict[str, float]:
     """Return the fewest, mean and most members of a cluster in the last call; nothing but for causal selection."""
-    heads = attention.heads if isinstance(attention, Ours) else None
-    if not isinstance(heads, RoutingHeads) or heads.selection != "causal" or heads.snapshot is None:
+    pattern = attention.pattern if isinstance(attention, Ours) else None
+    if not isinstance(pattern, Routing) or pattern.selection != "causal" or pattern.snapshot is None:
         return {}
-    count_L = heads.snapshot.members.count_L.double()
+    count_L = pattern.snapshot.reads.query.count_L.double()
     return {"min": int(count_L.min()), "mean": round(float(count_L.mean()), 1), "max": int(count_L.max())}
 
 
-def routed(size: Size, args: argparse.Namespace, selection: str, backend: str) -> RoutingHeads:
-    """Return routing heads whose thresholds have seen one batch.
-
-    separate, projected, encoder: top-w with keys of their own, through W_R, without a causal mask.
-    """
-    keys = selection if selection in ("separate", "projected") else "shared"
-    options: dict[str, Any] = {"window": size.W, "length": size.N, "decay": 0.999, "thresholds": selection == "causal"}
-    centroids = Centroids(args.heads, size.C, args.dim, keys=keys, **options).to(args.device)
-    how: dict[str, Any] = {"selection": selection if selection in SELECTIONS else "topk", "backend": backend}
-    heads = RoutingHeads(centroids, scale=args.dim**-0.5, causal=selection != "encoder", **how)
+def routed(size: Size, args: argparse.Namespace, kind: str, backend: str) -> Routing:
+    """Return routing heads whose thresholds have seen one batch; separate, projected: top-w with keys of their own."""
+    keys = kind if kind in ("separate", "projected") else "shared"
+    selection = "topk" if keys == kind else kind
+    own: dict[str, Any] = {
+        "update": "nearest" if selection == "topk" else "members",
+        "threshold_rate": 0.1 if selection == "causal" else 0.0,
+    }
+    centroids = Centroids(args.heads, size.C, args.dim, window=size.W, length=size.N, decay=0.999, keys=keys, **own)
+    pattern = Routing(centroids, selection=selection, backend=backend).to(args.device)
     if selection == "causal":
         with torch.no_grad():
-            heads.train()(make_inputs(size, args, seed=1)[0], None, make_inputs(size, args, seed=2)[0])
-        update_centroids(heads)
-    return heads
+            pattern.train()(make_inputs(size, args, seed=1)[0], None, make_inputs(size, args, seed=2)[0])
+        after_step(pattern)
+    return pattern
 
 
-def shaw(args: argparse.Namespace) -> Distances:
+def shaw(args: argparse.Namespace) -> Relative:
     """Return Shaw's tables for distances up to 255."""
     keys_MD, values_MD = (torch.randn(256, args.dim, device=args.device) * 0.02 for _ in range(2))
-    return Distances(keys_MD.requires_grad_(), values_MD.requires_grad_())
-
-
-def cross_routing(size: Size, args: argparse.Namespace) -> Attention:
-    """Return routing between two sequences, of whose queries and keys each cluster takes W."""
-    centroids = Centroids(args.heads, size.C, args.dim, window=size.W, length=size.N, decay=0.999, keys="separate")
-    return CrossRoutingHeads(centroids).to(args.device).train()
+    return Relative(keys_MD.requires_grad_(), values_MD.requires_grad_())
 
 
 def sdpa_blocks(size: Size, args: argparse.Namespace) -> Attention:
@@ -175,15 +186,14 @@ def sdpa(q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> Tensor:
 
 def make(name: str, size: Size, args: argparse.Namespace) -> Attention:
     """Return the attention of one row."""
-    others = {"sdpa_blocks": sdpa_blocks, "cross_routing": cross_routing}
+    others = {"sdpa_blocks": sdpa_blocks}
     others |= {"peer_routing": peer_routing, "peer_local": peer_local, "peer_lsh": peer_lsh}
     if name == "sdpa":
         return sdpa
     if name in others:
         return others[name](size, args)
     name, backend = pattern_and_backend(name)
-    kind = without_positions(name)
-    ours = Ours(make_heads(kind, size, args, backend).to(args.device).train(), own_keys=kind in OWN_KEYS)
+    ours = Ours(make_pattern(without_positions(name), size, args, backend).to(args.device).train())
     ours.relative = shaw(args) if name.endswith("_shaw") else None
     ours.rotate = Rotary(args.dim) if name.endswith("_rotary") else None
     return ours
@@ -191,8 +201,8 @@ def make(name: str, size: Size, args: argparse.Namespace) -> Attention:
 
 def pattern_and_backend(name: str) -> tuple[str, str]:
     """Return the pattern of a row's name, and what runs it."""
-    pattern = name.removesuffix("_triton")
-    return pattern, "torch" if pattern == name else "triton"
+    pattern = name.removesuffix("_native").removesuffix("_flex")
+    return pattern, name[len(pattern) + 1 :] or "torch"
 
 
 def without_positions(pattern: str) -> str:
@@ -200,29 +210,56 @@ def without_positions(pattern: str) -> str:
     return pattern.removesuffix("_shaw").removesuffix("_rotary")
 
 
-def make_heads(kind: str, size: Size, args: argparse.Namespace, backend: str) -> Heads:
+def faster(name: str, args: argparse.Namespace) -> list[str]:
+    """Return the row of the same pattern by the backend that a device has beside torch's kernels, where it can run."""
+    if name.endswith("_shaw") or without_positions(name) == "adaptive_span":
+        return []
+    if args.device == "cuda":
+        return [] if without_positions(name) in INDEXED else [f"{name}_flex"]
+    return [f"{name}_native"] if args.dtype == "float32" and native.available() else []
+
+
+def make_pattern(kind: str, size: Size, args: argparse.Namespace, backend: str) -> Pattern:
     """Return the heads of one of our patterns; strides and buckets so that about W keys are read."""
-    scale, window = args.dim**-0.5, size.W
-    if kind == "full":
-        return FullHeads()
-    if kind == "local":
-        return LocalHeads(window=window)
-    if kind == "strided":
-        return StridedHeads(stride=size.C)
-    if kind == "fixed":
-        return FixedHeads(block=window, summary=8)
-    if kind == "adaptive_span":
-        heads = SpanHeads(args.heads, window=window)
-        torch.nn.init.ones_(heads.share_H)  # spans as long as they can be
-        return heads
+    shape, window = (args.heads, args.dim), size.W
     if kind.startswith("lsh"):
         rounds, variant = ROUNDS if kind == "lsh_rounds" else 1, "reformer" if kind == "lsh_reformer" else "causal"
         hashed: dict[str, Any] = {"window": window, "buckets": 2 * (size.C // 2), "seed": 0}
-        return LshHeads(args.heads, args.dim, rounds=rounds, variant=variant, **hashed)
-    if kind == "random":
-        options: dict[str, Any] = {"window": window, "length": size.N, "seed": 0, "scale": scale}
-        return RandomHeads(args.heads, size.C, backend=backend, **options)
-    return routed(size, args, kind.removeprefix("routing_"), backend)
+        return Lsh(*shape, rounds=rounds, variant=variant, backend=backend, **hashed)
+    if kind.startswith("routing"):
+        return routed(size, args, kind.removeprefix("routing_"), backend)
+    if kind == "adaptive_span":
+        pattern = AdaptiveSpan(args.heads, window=window, backend=backend)
+        torch.nn.init.ones_(pattern.share_H)  # spans as long as they can be
+        return pattern
+    makers: dict[str, Callable[[], Pattern]] = {
+        "full": lambda: Full(backend=backend),
+        "local": lambda: Local(window=window, backend=backend),
+        "strided": lambda: Strided(stride=size.C, backend=backend),
+        "fixed": lambda: Fixed(block=window, summary=SUMMARY, backend=backend),
+        "random": lambda: Random(args.heads, size.C, window=window, length=size.N, seed=0, backend=backend),
+        "exact": lambda: Exact(window=window, backend=backend),
+        "blocks": lambda: Blocks(*shape, window=window, block=BLOCK, backend=backend),
+        "indexer": lambda: Indexer(*shape, window=window, backend=backend),
+    }
+    return makers[kind]()
+
+
+def worst(name: str, args: argparse.Namespace) -> float:
+    """Return the largest difference of a row's output and gradients from the oracle's, on a small shape."""
+    torch.manual_seed(0)
+    small = argparse.Namespace(batch=2, heads=2, dim=16, device=args.device, dtype="float32")
+    size = Size("check", 128, 32, 4)
+    ours, inputs = make(name, size, small), make_inputs(size, small)
+    assert isinstance(ours, Ours)
+    ours.pattern.eval()
+    gradient_BHND = torch.randn(inputs[0].shape, device=args.device)
+    found = []
+    for call in (ours, ours.oracle):
+        out = call(*inputs)
+        gradients = torch.autograd.grad(out, inputs, gradient_BHND.to(out.dtype), allow_unused=True)
+        found.append([out.detach(), *(torch.zeros_like(inputs[0]) if x is None else x for x in gradients)])
+    return max(float((mine.double() - theirs).abs().max()) for mine, theirs in zip(*found, strict=True))
 
 
 def pairs(name: str, size: Size) -> float:
@@ -234,9 +271,9 @@ def pairs(name: str, size: Size) -> float:
     if kind == "strided":
         return strided_pairs(N, size.C)
     if kind == "fixed":
-        return fixed_pairs(N, W, 8)
-    if kind in ("local", "peer_local", "adaptive_span"):
+        return fixed_pairs(N, W, SUMMARY)
+    if kind == "blocks":
+        return fixed_pairs(N, BLOCK, 0) + BLOCK * finished_blocks(N, BLOCK, W // BLOCK)
+    if kind in ("local", "peer_local", "adaptive_span", "exact", "indexer"):
         return window_pairs(N, W)
-    if kind in ("routing_encoder", "cross_routing"):
-        return size.C * W * W
     return size.C * triangle(W) * (ROUNDS if kind == "lsh_rounds" else 1)

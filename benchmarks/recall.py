@@ -26,11 +26,11 @@ from omegaconf import OmegaConf
 from rtx.training.metrics import read_metrics
 
 PATTERNS = {
-    "routing_topk": ("routing=topk",),
+    "routing_topk": ("routing=topk", "routing.decay=0.99", "routing.logit_scale=sqrt_d", "routing.attend_self=false"),
     "routing_causal": ("routing=causal",),
+    **{name: (f"routing={name}",) for name in ("blocks", "exact", "indexer", "random")},
     "full": ("model.base=full", "routing.heads=0"),
     "local": ("routing.heads=0",),
-    "random": ("routing=random",),
 }
 """What each pattern changes of experiment=recall."""
 

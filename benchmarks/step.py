@@ -4,7 +4,7 @@ Run `python benchmarks/step.py`; it writes `benchmarks/results/step-<device>.jso
 The peer is the PyPI package routing_transformer (extra `peers`); without it the row is left out and the table says so.
 Every model runs as its users run it: ours with the memory settings of `rtx train` (freed memory kept, huge pages), the
 peer with the system's own; the row `peer_routing_kept` is the peer with ours, which its users would have to find.
-Full attention is timed twice, too: `full` as we compute it, `full_torch` by torch's kernel as it comes.
+Full attention is timed twice, too: `full` as we compute it, `full_torch` by torch's kernels (hardware.attention=torch).
 The row `weights` is the floor: the matrix products with weights, which ours and the peer share, and nothing else.
 Times on a shared machine drift, so only the ratios of one run mean anything.
 """
@@ -27,10 +27,9 @@ import torch
 from machine import code, machine
 from torch import Tensor, nn
 
-import rtx.attention.products
-from rtx.attention.kmeans import update_centroids
+from rtx.attention import after_step
 from rtx.checks import resolve
-from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
+from rtx.config import Config, DataConfig, HardwareConfig, ModelConfig, RoutingConfig
 from rtx.model.transformer import Transformer
 from rtx.training.heap import keep_freed_memory
 
@@ -39,15 +38,17 @@ RIVALS = ("full", "full_torch", "peer_routing", "peer_routing_kept")
 Step = Callable[[], None]
 
 
-def ours(args: argparse.Namespace, selection: str | None) -> Config:
+def ours(args: argparse.Namespace, selection: str | None, backend: str = "auto") -> Config:
     """Return the configuration of one of our rows; no selection: full attention."""
     base = "local" if selection else "full"
     routed = args.heads // 2 if selection else 0
     return resolve(
         Config(
             data=DataConfig(length=args.length),
+            hardware=HardwareConfig(attention=backend),
             routing=RoutingConfig(
                 selection=selection or "causal",
+                update="nearest" if selection == "topk" else "members",
                 heads=routed,
                 layers=args.layers if selection else 0,
                 window=args.window,
@@ -80,17 +81,17 @@ def training_step(model: nn.Module, loss: Callable[[], Tensor], after: Callable[
     return step
 
 
-def our_step(args: argparse.Namespace, selection: str | None, tokens_BN: Tensor) -> Step:
+def our_step(args: argparse.Namespace, selection: str | None, backend: str, tokens_BN: Tensor) -> Step:
     """Return the step of one of our models."""
     torch.manual_seed(0)
-    model = Transformer(ours(args, selection), 256).to(tokens_BN.device)
+    model = Transformer(ours(args, selection, backend), 256).to(tokens_BN.device)
     model.train()
 
     def loss() -> Tensor:
         nats_BN, auxiliary = model.loss(tokens_BN)
         return nats_BN.mean() + auxiliary
 
-    return training_step(model, loss, lambda: update_centroids(model))
+    return training_step(model, loss, lambda: after_step(model))
 
 
 def peer_step(args: argparse.Namespace, tokens_BN: Tensor) -> Step:
@@ -143,11 +144,15 @@ def make_step(name: str, args: argparse.Namespace) -> Step:
         keep_freed_memory()
     if name.startswith("peer_routing"):
         return peer_step(args, tokens_BN)
-    if name == "full_torch":
-        rtx.attention.products._trusted = False
     if name == "weights":
         return weights_step(args, args.device)
-    return our_step(args, None if name.startswith("full") else name.removeprefix("routing_"), tokens_BN)
+    selection = None if name.startswith("full") else name.removeprefix("routing_")
+    return our_step(args, selection, backend_of(name), tokens_BN)
+
+
+def backend_of(name: str) -> str:
+    """Return what runs the attention of one of our rows."""
+    return "torch" if name.endswith("_torch") else "auto"
 
 
 def work(name: str, args: argparse.Namespace, door: Connection) -> None:
@@ -197,7 +202,7 @@ def rows(times: dict[str, list[float]], args: argparse.Namespace) -> list[dict[s
             "W": args.window,
             "C": args.clusters,
             **sizes,
-            "backend": "torch",
+            "backend": backend_of(name),
             "ms": round(median[name], 1),
             "ms_all": [round(value, 1) for value in times[name]],
             "ratio": {other: round(median[other] / median[name], 2) for other in RIVALS if other in median},

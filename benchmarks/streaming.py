@@ -25,13 +25,8 @@ import torch
 from machine import code, machine
 from torch import Tensor
 
-from rtx.attention.heads import Heads
-from rtx.attention.kmeans import Centroids
-from rtx.attention.local import LocalHeads
-from rtx.attention.lsh import LshHeads
-from rtx.attention.random import RandomHeads
-from rtx.attention.routing import RoutingHeads
-from rtx.attention.span import SpanHeads
+from rtx.attention import AdaptiveSpan, Centroids, Local, Lsh, Pattern, Random, Routing
+from rtx.attention.pattern import Inputs
 from rtx.checks import resolve
 from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
 from rtx.data.windows import windows
@@ -70,19 +65,17 @@ def make_model(pattern: str, length: int, window: int) -> Transformer:
     return Transformer(resolve(config), 256).eval()
 
 
-def attention_heads() -> dict[str, Heads]:
+def attention_patterns() -> dict[str, Pattern]:
     """Return groups of 8 heads of size 64."""
     torch.manual_seed(0)
-    routing: dict[str, Any] = {"window": 256, "length": 8192, "decay": 0.999}
-    heads: dict[str, Heads] = {"local": LocalHeads(window=256)}
-    for selection in ("causal", "topk"):
-        centroids = Centroids(8, 32, 64, thresholds=selection == "causal", **routing)
-        heads[f"routing_{selection}"] = RoutingHeads(centroids, selection=selection, scale=64**-0.5)
-    heads["random"] = RandomHeads(8, 32, window=256, length=8192, seed=0, scale=64**-0.5)
-    lsh: dict[str, Any] = {"rounds": 1, "buckets": 32, "seed": 0, "variant": "causal", "scale": 64**-0.5}
-    heads["lsh"] = LshHeads(8, 64, window=256, **lsh)
-    heads["adaptive_span"] = SpanHeads(8, window=256, ramp=32, cost=0.0, scale=64**-0.5)
-    return heads
+    patterns: dict[str, Pattern] = {"local": Local(window=256)}
+    for selection, rate in (("causal", 0.1), ("topk", 0.0)):  # rates and updates are training's: nothing of a step's
+        centroids = Centroids(8, 32, 64, window=256, length=8192, decay=0.999, threshold_rate=rate)
+        patterns[f"routing_{selection}"] = Routing(centroids, selection=selection)
+    patterns["random"] = Random(8, 32, window=256, length=8192, seed=0)
+    patterns["lsh"] = Lsh(8, 64, window=256, rounds=1, buckets=32, seed=0)
+    patterns["adaptive_span"] = AdaptiveSpan(8, window=256)
+    return patterns
 
 
 def model_stream(model: Transformer, position: int) -> Callable[[], object]:
@@ -92,16 +85,20 @@ def model_stream(model: Transformer, position: int) -> Callable[[], object]:
     return lambda: decoder.step(torch.randint(0, 256, (1,), generator=generator))
 
 
-def attention_stream(heads: Heads, position: int, own_keys: bool) -> Callable[[], object]:
+def attention_stream(pattern: Pattern, position: int) -> Callable[[], object]:
     """Return what makes the next step of heads that have taken in `position` random vectors."""
     generator = torch.Generator().manual_seed(position)
-    q, k, v = (torch.randn(1, 8, position, 64, generator=generator) for _ in range(3))
-    state, count = heads.start(), itertools.count(position)
-    state.fill(q, k if own_keys else None, v)
+    cache, count = pattern.start(), itertools.count(position)
+
+    def inputs(length: int, first: int) -> tuple[Inputs, Tensor]:
+        q, k, v = torch.randn(3, 1, 8, length, 64, generator=generator)
+        return pattern.inputs(q, k if pattern.has_keys else None, None, first), v
+
+    cache.prefill(*inputs(position, 0))
 
     def step() -> Tensor:
-        q, k, v = torch.randn(3, 1, 8, 64, generator=generator).unbind(0)
-        return state.step(q, k if own_keys else None, v, next(count))
+        at = next(count)
+        return cache.decode(*inputs(1, at), at)
 
     return step
 
@@ -152,8 +149,8 @@ def main() -> None:
     for pattern in PATTERNS:
         rows.append(measure(pattern, args))
     print(HEADING)
-    for pattern, heads in attention_heads().items():
-        rows.append(measure_attention(pattern, heads.eval(), args))
+    for name, pattern in attention_patterns().items():
+        rows.append(measure_attention(name, pattern.eval(), args))
     path = Path(__file__).parent / "results" / "streaming-cpu.json"
     path.write_text(json.dumps(rows, indent=1) + "\n")
 
@@ -175,13 +172,12 @@ def measure(pattern: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def measure_attention(pattern: str, heads: Heads, args: argparse.Namespace) -> dict[str, Any]:
+def measure_attention(name: str, pattern: Pattern, args: argparse.Namespace) -> dict[str, Any]:
     """Measure one pattern alone, print its line and return its row."""
-    own_keys = pattern in ("local", "adaptive_span")
     q, k, v = (torch.randn(1, 8, args.fresh, 64, generator=torch.Generator().manual_seed(i)) for i in range(3))
-    times = token_times(lambda position: attention_stream(heads, position, own_keys), args)
-    fresh = median_time(lambda: heads(q, k if own_keys else None, v))
-    sizes = {"pattern": pattern, "N": 8192, "W": 256, "C": 32, "B": 1, "H": 8, "D": 64}
+    times = token_times(lambda position: attention_stream(pattern, position), args)
+    fresh = median_time(lambda: pattern(q, k if pattern.has_keys else None, v))
+    sizes = {"pattern": name, "N": 8192, "W": 256, "C": 32, "B": 1, "H": 8, "D": 64}
     row = {"what": "streaming attention", **sizes, **compare(times, fresh, args)}
     print(line(row), flush=True)
     return row
@@ -191,7 +187,7 @@ def compare(times: dict[str, list[float]], fresh: float, args: argparse.Namespac
     """Return medians, their ratios, and where they were taken."""
     early, late = (statistics.median(times[when]) for when in ("early", "late"))
     return {
-        "backend": "torch",
+        "backend": "auto",
         "positions": {when: [first, first + args.span] for when, first in (("early", args.early), ("late", args.late))},
         "steps": args.steps * args.repeats,
         "ms": {"early": round(early, 4), "late": round(late, 4), "fresh_pass": round(fresh, 1)},

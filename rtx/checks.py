@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from rtx.config import Config, DataConfig, axis_sizes, base_patterns, clusters, hash_buckets
+from rtx.config import CLUSTERED, Config, DataConfig, axis_sizes, base_patterns, clusters, hash_buckets
 from rtx.config_training import SPREAD
 from rtx.errors import UserError
 from rtx.limits import MOST_WHOLE
@@ -158,13 +158,26 @@ def routing_checks(config: Config) -> list[tuple[bool, str]]:
             f"routing.clusters={clusters(config)} must be at most data.length={data.length}",
         ),
         (
-            not routes or routing.keys == "shared" or routing.selection != "random",
-            f"routing.keys={routing.keys} needs routing.selection=causal, topk or nearest: random members are the "
-            "control of shared keys",
+            not routes or routing.keys != "projected" or routing.selection in ("causal", "topk", "nearest"),
+            f"routing.keys=projected needs routing.selection=causal, topk or nearest, not {routing.selection}",
         ),
         (
-            not routes or not routing.slot_distance or model.positions == "shaw",
-            f"routing.slot_distance=true needs model.positions=shaw, not model.positions={model.positions}",
+            not routes or routing.keys == "separate" or routing.selection in CLUSTERED,
+            f"routing.selection={routing.selection} needs routing.keys=separate, not routing.keys={routing.keys}; "
+            f"routing={routing.selection} sets both",
+        ),
+        (
+            not routes or routing.keys != "shared" or (routing.key_shift == 0 and routing.key_conv == 1),
+            f"routing.key_shift={routing.key_shift} and routing.key_conv={routing.key_conv} are for keys of their own "
+            "(routing.keys=separate or projected), not for routing.keys=shared",
+        ),
+        (
+            not routes or not routing.selection.startswith("blocks") or routing.block <= routing.window,
+            f"routing.block={routing.block} must be at most routing.window={routing.window}",
+        ),
+        (
+            not routes or not routing.compressed or routing.selection == "blocks",
+            f"routing.compressed=true is for routing.selection=blocks, not for {routing.selection}",
         ),
     ]
 
@@ -179,6 +192,7 @@ def training_checks(config: Config) -> list[tuple[bool, str]]:
             hardware.precision != "tf32" or hardware.name != "cpu",
             "hardware.precision=tf32 needs a GPU; a CPU takes fp32, bf16 or fp64",
         ),
+        *attention_checks(config),
         (
             hardware.nodes == 1 or hardware.name in SPREAD,
             f"hardware.nodes={hardware.nodes} needs hardware=ddp or fsdp, not hardware={hardware.name}",
@@ -199,6 +213,28 @@ def training_checks(config: Config) -> list[tuple[bool, str]]:
         (
             optimizer.schedule != "rsqrt" or optimizer.warmup > 0,
             "optimizer.schedule=rsqrt needs optimizer.warmup of at least 1",
+        ),
+    ]
+
+
+def attention_checks(config: Config) -> list[tuple[bool, str]]:
+    """What an attention asked for by name cannot do, as `model_checks`."""
+    hardware, model = config.hardware, config.model
+    wish = hardware.attention
+    plain = model.attention_dropout == 0 and model.positions != "shaw" and "adaptive_span" not in base_patterns(model)
+    return [
+        (
+            wish not in ("native", "flex") or plain,
+            f"hardware.attention={wish} has no model.attention_dropout, model.positions=shaw or base=adaptive_span; "
+            "hardware.attention=auto takes torch for them",
+        ),
+        (
+            wish != "native" or (hardware.precision == "fp32" and hardware.name in ("auto", "cpu", "ddp")),
+            "hardware.attention=native is for hardware.precision=fp32 on a CPU (hardware=cpu)",
+        ),
+        (
+            wish != "flex" or hardware.name != "cpu",
+            "hardware.attention=flex is for a GPU: on a CPU FlexAttention has no backward pass",
         ),
     ]
 

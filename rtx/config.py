@@ -15,6 +15,31 @@ from rtx.config_sweep import SweepConfig
 from rtx.config_training import HardwareConfig, TrainerConfig
 from rtx.limits import one_of, parts_of, ranged
 
+BASES = {
+    "local": "rtx.attention.patterns.Local",
+    "full": "rtx.attention.patterns.Full",
+    "lsh": "rtx.attention.lsh.Lsh",
+    "adaptive_span": "rtx.attention.span.AdaptiveSpan",
+    "strided": "rtx.attention.patterns.Strided",
+    "fixed": "rtx.attention.patterns.Fixed",
+}
+"""The patterns of model.base, and where they are. A pattern of your own is one line more (docs/attention.md)."""
+
+SELECTIONS = {
+    "causal": "rtx.attention.routing.Routing",
+    "topk": "rtx.attention.routing.Routing",
+    "nearest": "rtx.attention.routing.Routing",
+    "random": "rtx.attention.patterns.Random",
+    "exact": "rtx.attention.choices.Exact",
+    "blocks": "rtx.attention.blocks.Blocks",
+    "blocks_random": "rtx.attention.blocks.RandomBlocks",
+    "indexer": "rtx.attention.choices.Indexer",
+}
+"""The patterns of routing.selection."""
+
+CLUSTERED = ("causal", "topk", "nearest", "random")
+"""The selections by clusters; the others choose keys for each query."""
+
 
 @dataclass
 class DataConfig:
@@ -60,8 +85,9 @@ class DataConfig:
 class RoutingConfig:
     """The content-based heads: how many, where, and how a position chooses its cluster."""
 
-    selection: str = one_of("causal", "topk", "nearest", "random")
-    """Membership: causal (thresholds), nearest (one cluster each), topk (Algorithm 1, sees the future), random."""
+    selection: str = one_of(*SELECTIONS)
+    """What a head reads: clusters by thresholds (causal), by the nearest centroid, topk (Algorithm 1, sees the future)
+    or random; or each query's keys: exact, blocks, blocks_random, indexer."""
     keys: str = one_of("shared", "separate", "projected")
     """Keys: the queries, or their own: clustered apart (separate), or by a fixed random W_R (q + k) (projected)."""
     heads: int = ranged(4, low=0)
@@ -75,21 +101,27 @@ class RoutingConfig:
     logit_scale: str = one_of("sqrt_d", "none")
     """Attention logits divided by sqrt(D), or not at all (as Algorithm 1 prints it)."""
     attend_self: bool = True
-    """Whether a position may always read itself; false: only where it sees nothing else."""
-    slot_distance: bool = False
-    """Shaw's terms count members of the cluster between two positions (the released code), not positions."""
-    update: str = one_of("mean", "sum")
-    """Centroid step: towards the normalised mean of the members (ours), or halves of their sums (Algorithm 1)."""
+    """Whether a position may always read itself; false: only where it sees nothing else (routing=causal, nearest)."""
+    update: str = one_of("members", "nearest", "sum")
+    """Centroid step: to the mean of its members (ours), of those nearest to it (released code), sums (Algorithm 1)."""
     decay: float = ranged(0.999, low=0.0, high=1.0)
     """Share of a centroid that survives one optimizer step."""
-    threshold_decay: float = ranged(0.99, low=0.0, high=1.0)
-    """Share of a threshold's running mean that survives one optimizer step (selection=causal)."""
+    threshold_rate: float = ranged(0.1, low=0.0, high=10.0)
+    """Deviations of the scores by which a threshold moves for each W of members too many (selection=causal)."""
     init: str = one_of("random", "data")
     """Centroids start as random directions, or as queries of the first training sequence."""
     commitment: float = ranged(0.0, low=0.0)
     """Weight of the loss that pulls queries to their centroid (both released codes: 1e-4; the paper: none)."""
-    revive_after: int = ranged(0, low=0)
-    """Steps without a member after which a cluster restarts beside the fullest one of its head; 0: never."""
+    block: int = ranged(16, low=1)
+    """Positions of a block (selection=blocks and blocks_random)."""
+    compressed: bool = False
+    """Attend over the means of blocks, too, joined by gates: gradients train the choice (selection=blocks)."""
+    warmup: int = ranged(0, low=0)
+    """Optimizer steps for which heads of selection=indexer read everything."""
+    key_shift: int = ranged(0, low=0)
+    """Positions by which keys of their own look back: 1 lets a head match "the unit before was A"."""
+    key_conv: int = ranged(1, low=1, high=64)
+    """Keys that a causal convolution adds to keys of their own; 1: none."""
 
 
 @dataclass
@@ -104,7 +136,7 @@ class ModelConfig:
     """Attention heads in each block."""
     hidden: int = ranged(256, low=1, high=2**20)
     """Width of the residual stream; a head has hidden / heads units."""
-    base: str = parts_of("local", "full", "lsh", "adaptive_span", "strided", "fixed")
+    base: str = parts_of(*BASES)
     """Pattern of all heads that do not route; local+full shares them out evenly, local+local+lsh two to one."""
     window: int = ranged(256, low=1)
     """Keys that a local head sees, its own position included."""

@@ -22,6 +22,9 @@ class HardwareConfig:
     """Machines that share the run."""
     precision: str = one_of("fp32", "bf16", "tf32", "fp64")
     """Arithmetic: fp32, bf16 (mixed), tf32 (GPU only), fp64 (for tests)."""
+    attention: str = one_of("auto", "torch", "native", "flex")
+    """Who attends: torch's kernels, a C++ kernel compiled here (CPU, float32), FlexAttention (GPU); auto: native from
+    1,024 positions on where it can run, else torch."""
     compile: bool = False
     """Compile the model with torch.compile (needs a C++ compiler on a CPU)."""
     deterministic: bool = False

@@ -19,8 +19,7 @@ OUTSIDE = ("logger.", "sweep.", "report.", "export.", "pictures.", "bench.")
 FIRST = {
     "data": "name path length fetch tokenizer vocabulary tokenizer_sample newlines size held_out verify processes "
     "pairs keys values fillers sequences",
-    "routing": "selection keys heads layers window clusters logit_scale attend_self slot_distance update decay "
-    "threshold_decay init commitment revive_after",
+    "routing": "selection keys heads layers window clusters logit_scale attend_self update decay init commitment",
     "optimizer": "name lr beta1 beta2 weight_decay schedule warmup steps",
     "hardware": "name devices nodes precision compile deterministic threads",
     "model": "layers heads hidden base window stride summary positions axes max_distance norm ffn ffn_hidden dropout "

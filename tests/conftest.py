@@ -1,4 +1,4 @@
-"""Of all tests: one thread, since tiny tensors only lose by more; Triton's interpreter where no GPU is; and Ctrl-C."""
+"""Of all tests: one thread, since tiny tensors only lose by more; and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ import os
 import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the commands that tests start inherit it
-
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: it decides as kernels are defined
 
 # A shell ignores Ctrl-C for what it runs in the background, and the commands that tests start would inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

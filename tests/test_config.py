@@ -60,7 +60,11 @@ def test_resolve_leaves_its_argument_alone() -> None:
         ("routing__window", 0, "routing.window=0: must be at least 1"),
         ("routing__clusters", 0, "routing.clusters=0: must be at least 1"),
         ("routing__decay", 1.5, "routing.decay=1.5: must be at most 1"),
-        ("routing__selection", "best", "routing.selection=best: must be one of causal, topk, nearest, random"),
+        (
+            *("routing__selection", "best"),
+            "routing.selection=best: must be one of causal, topk, nearest, random, exact, blocks, blocks_random, "
+            "indexer",
+        ),
         ("optimizer__lr", 0.0, "optimizer.lr=0.0: must be greater than 0"),
         ("optimizer__lr", math.nan, "optimizer.lr=nan: must be a finite number"),
         ("optimizer__lr", math.inf, "optimizer.lr=inf: must be a finite number"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rtx.attention.kmeans import all_centroids, update_centroids
+from rtx.attention.centroids import Centroids, after_step
+from rtx.attention.choices import Indexer
 from rtx.commandline.axes import lay_out_cells
 from rtx.commandline.fields import options
 from rtx.commandline.overrides import check_overrides
@@ -33,6 +34,7 @@ def reduced(*overrides: str) -> Config:
             *("model.max_distance=8", "model.stride=4", "model.summary=2", *embedding, *axes),
             *(*size, "trainer.batch_size=2"),
             *(f"routing.layers={min(config.routing.layers, 2)}", "routing.window=8", "routing.clusters=4"),
+            "routing.block=4",
         ]
     )
 
@@ -47,13 +49,13 @@ def take_step(config: Config) -> None:
     (nats_BN.mean() + auxiliary).backward()
     set_learning_rate(optimizer, learning_rate(config, 1))
     optimizer.step()
-    update_centroids(model)
+    after_step(model)
     after = model.state_dict()
     assert nats_BN.shape == (2, config.data.length)
     assert all(torch.isfinite(value).all() for value in after.values())
     assert not torch.equal(before["output_VS"], after["output_VS"])
-    for centroids in all_centroids(model):
-        assert int(centroids.steps) == 1
+    for module in model.modules():
+        assert not isinstance(module, Centroids | Indexer) or int(module.steps) == 1
 
 
 @pytest.mark.parametrize("routing", options("routing"))

@@ -1,1 +1,1 @@
-"""What a model does and what it costs: routing telemetry and turnover, FLOPs and memory."""
+"""What a model does and what it costs: routing telemetry, FLOPs and memory."""

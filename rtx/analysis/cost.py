@@ -14,6 +14,9 @@ from rtx.config import Config, hash_buckets
 from rtx.model.patterns import ROUTED, layer_patterns
 from rtx.model.transformer import Transformer
 
+INDEXER_UNITS = 16
+"""Units of a head's queries and keys by which selection=indexer chooses."""
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -26,7 +29,7 @@ class Cost:
     attention: float
     """Logits and weighted sums of the pairs that are read."""
     selection: float
-    """Scores of every centroid for every position."""
+    """Scores of centroids, of blocks or of keys, as the heads choose what to read (without an indexer's loss)."""
     full_attention: float
     """What `attention` would be if every head read everything before it."""
 
@@ -65,8 +68,15 @@ def pairs(name: str, config: Config) -> float:
     """Return how many pairs of positions a head of a group reads in one sequence (for causal selection, on average)."""
     N = config.data.length
     if name == ROUTED:
-        clusters, window = config.routing.clusters or 0, config.routing.window
-        if config.routing.selection == "nearest":  # evenly filled clusters
+        routing, clusters, window = config.routing, config.routing.clusters or 0, config.routing.window
+        if routing.selection in ("exact", "indexer"):
+            return window_pairs(N, window)
+        if routing.selection in ("blocks", "blocks_random"):
+            chosen = routing.block * finished_blocks(N, routing.block, window // routing.block)
+            # The branch over means reads every finished block as one key.
+            means = finished_blocks(N, routing.block, N) if routing.compressed else 0
+            return fixed_pairs(N, routing.block, 0) + chosen + means
+        if routing.selection == "nearest":  # evenly filled clusters
             return clusters * window_pairs(N / clusters, window)
         return clusters * triangle(min(window, N))
     if name == "lsh":
@@ -83,11 +93,23 @@ def selection(name: str, config: Config) -> float:
     if name == "lsh":  # one product for a bucket and its opposite
         buckets = config.model.hash_rounds * hash_buckets(config)
         return buckets * config.model.hidden / config.model.heads * config.data.length
-    if name != ROUTED or config.routing.selection == "random":
+    routing, N = config.routing, config.data.length
+    if name != ROUTED or routing.selection in ("random", "blocks_random"):
         return 0.0
-    size, clusters = config.model.hidden / config.model.heads, config.routing.clusters or 0
-    products = {"shared": clusters, "separate": 2 * clusters, "projected": clusters + size}[config.routing.keys]
-    return 2.0 * size * config.data.length * products
+    size, clusters = config.model.hidden / config.model.heads, routing.clusters or 0
+    if routing.selection == "exact":
+        return 2.0 * size * triangle(N)
+    if routing.selection == "blocks":
+        return 2.0 * size * finished_blocks(N, routing.block, N)
+    if routing.selection == "indexer":
+        return 2.0 * INDEXER_UNITS * (triangle(N) + 2 * size * N)
+    products = {"shared": clusters, "separate": 2 * clusters, "projected": clusters + size}[routing.keys]
+    return 2.0 * size * N * products
+
+
+def finished_blocks(n: int, block: int, most: int) -> float:
+    """Blocks that end before a position, `most` of them at the most, over n positions."""
+    return float(sum(min(most, i // block) for i in range(n)))
 
 
 def hashed_pairs(config: Config) -> float:

@@ -1,10 +1,9 @@
 """Do routing heads read elsewhere than local ones? The Jensen-Shannon divergence of their attention (paper, Table 6).
 
-A head's weights are asked of the pattern itself, a block of keys at a time (`rtx.analysis.weights`), and the divergence
-of two heads is a sum over the keys that both read, so no matrix of N x N is held. Natural logarithm: at most
-ln 2 = 0.6931.
+A head's weights are worked out for some positions at a time (`rtx.analysis.reading`), so no matrix of N x N is held.
+Natural logarithm: at most ln 2 = 0.6931.
 
-Shapes: B sequences, N positions, E hidden width, H heads of a group, D head size, M keys of a block.
+Shapes: B sequences, N positions, P of them, E hidden width.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rtx.analysis.weights import Head, layer_inputs, weight_blocks
+from rtx.analysis.reading import MAX_PAIRS, Head, groups_of, heads_of, layer_inputs
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.patterns import ROUTED
 from rtx.model.transformer import Transformer
@@ -77,9 +76,8 @@ def drawn_pairs(
     attention: MultiheadAttention, draws: int, generator: np.random.Generator
 ) -> dict[tuple[str, str], list[tuple[Head, Head]]]:
     """Return `draws` pairs of different heads for every kind of pair that a layer has."""
-    sizes = {name: width // attention.size for name, width in zip(attention.groups, attention.widths, strict=False)}
-    heads = {name: [(name, head) for head in range(count)] for name, count in sizes.items()}
-    names = sorted(sizes, key=lambda name: name == ROUTED)
+    heads = {name: [(name, head) for head in range(count)] for name, count in heads_of(attention).items()}
+    names = sorted(heads, key=lambda name: name == ROUTED)
     drawn = {}
     for first, second in itertools.combinations_with_replacement(names, 2):
         every = (
@@ -97,33 +95,34 @@ def layer_divergences(
 ) -> list[Divergence]:
     """Return the divergences of the drawn pairs of a layer that reads `x_BNE`."""
     B, N, _ = x_BNE.shape
-    drawn = [(kind, r, pair) for kind, of_kind in pairs.items() for r, pair in enumerate(of_kind)]
-    jobs = sorted({(*pair, r % B) for _, r, pair in drawn})
-    kept = {head for *pair, _ in jobs for head in pair}
-    shared_N = {job: x_BNE.new_zeros(N, dtype=torch.float64) for job in jobs}
-    read_BN = {head: x_BNE.new_zeros(B, N, dtype=torch.float64) for head in kept}
-    for weights in weight_blocks(attention, x_BNE, kept):
-        for head, weight_BNM in weights.items():
-            read_BN[head] += weight_BNM.sum(-1)
-        for a, b, sequence in jobs:
-            add_shared(shared_N[a, b, sequence], weights[a][sequence], weights[b][sequence])
-    nats: dict[tuple[str, str], list[float]] = {kind: [] for kind in pairs}
-    shares: dict[tuple[str, str], list[float]] = {kind: [] for kind in pairs}
-    for kind, r, (a, b) in drawn:
-        sequence = r % B
-        both_N = (read_BN[a][sequence] > 0.5) & (read_BN[b][sequence] > 0.5)
-        nats[kind].append(math.log(2) + float(shared_N[a, b, sequence][both_N].mean()))
-        shares[kind].append(float(both_N.double().mean()))
-    return [Divergence(layer, kind, nats[kind], float(np.mean(shares[kind]))) for kind in pairs]
+    drawn = [(kind, *pair, r % B) for kind, of_kind in pairs.items() for r, pair in enumerate(of_kind)]
+    of_job: dict[tuple[Head, Head, int], tuple[float, int]] = {}
+    for sequence in sorted({sequence for *_, sequence in drawn}):
+        jobs = sorted({(a, b) for _, a, b, of in drawn if of == sequence})
+        kept = sorted({head for job in jobs for head in job})
+        groups = groups_of(attention, x_BNE[sequence : sequence + 1])
+        for at_P in torch.arange(N).split(max(1, MAX_PAIRS // (N * len(kept)))):
+            weights = {(name, head): groups[name].read(head, at_P)[0] for name, head in kept}
+            for a, b in jobs:
+                nats_X = divergence(weights[a], weights[b])
+                nats, count = of_job.get((a, b, sequence), (0.0, 0))
+                of_job[a, b, sequence] = nats + float(nats_X.sum()), count + len(nats_X)
+    results = []
+    for kind in pairs:
+        found = [of_job[a, b, sequence] for of, a, b, sequence in drawn if of == kind]
+        means = [nats / count if count else math.nan for nats, count in found]
+        results.append(Divergence(layer, kind, means, float(np.mean([count / N for _, count in found]))))
+    return results
 
 
-def add_shared(sum_N: Tensor, p_NM: Tensor, q_NM: Tensor) -> None:
-    """Add to each position what a block's keys change of ln 2, the divergence of weights that share no key.
+def divergence(p_PN: Tensor, q_PN: Tensor) -> Tensor:
+    """Return the divergence at each position where both heads read something.
 
     With m = (p + q) / 2 a key adds (p ln(p / m) + q ln(q / m)) / 2: of a key that one head alone reads that is half its
     weight times ln 2, together ln 2; of a shared one it is p ln(p / (p + q)) / 2 + q ln(q / (p + q)) / 2 on top.
     """
-    row_X, key_X = torch.nonzero((p_NM > 0) & (q_NM > 0), as_tuple=True)
-    p_X, q_X = p_NM[row_X, key_X].double(), q_NM[row_X, key_X].double()
-    sum_X = p_X + q_X
-    sum_N.index_add_(0, row_X, (p_X * torch.log(p_X / sum_X) + q_X * torch.log(q_X / sum_X)) / 2)
+    row_X, key_X = torch.nonzero((p_PN > 0) & (q_PN > 0), as_tuple=True)
+    p_X, q_X = p_PN[row_X, key_X].double(), q_PN[row_X, key_X].double()
+    more_X = (p_X * torch.log(p_X / (p_X + q_X)) + q_X * torch.log(q_X / (p_X + q_X))) / 2
+    nats_P = torch.full_like(p_PN[:, 0], math.log(2), dtype=torch.float64).index_add(0, row_X, more_X)
+    return nats_P[(p_PN.sum(-1) > 0.5) & (q_PN.sum(-1) > 0.5)]

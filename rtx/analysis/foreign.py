@@ -24,13 +24,13 @@ class NextUnit(nn.Module):
         super().__init__()
         self.module, self.vocabulary = module, vocabulary
 
-    def loss(self, tokens_BN: Tensor, streaming: bool = False) -> tuple[Tensor, None]:
+    def loss(self, tokens_BN: Tensor, prefix: bool = False) -> tuple[Tensor, None]:
         """Return the nats of every unit `[B, N]`, 0 for the first.
 
         Raises:
-            ValueError: streaming, or what it returns are no logits of these units.
+            ValueError: with `prefix`, or what it returns are no logits of these units.
         """
-        if streaming:
+        if prefix:
             raise ValueError("somebody else's model has no streaming of its own")
         out = logits_of(self.module(tokens_BN[:, :-1]))
         rows = tokens_BN[:, 1:]

@@ -1,9 +1,8 @@
-"""Pictures of the patterns, drawn by what they read: `python -m rtx.analysis.pictures docs/attention.md`.
+"""Pictures of the patterns, drawn by their own rules: `python -m rtx.analysis.pictures docs/attention.md`.
 
-A picture is asked of the pattern itself: with the unit vectors as values, the output of a position is its weight on
-each key. Rows are queries from the top, columns are keys; two rows share a line of text.
+Rows are queries from the top, columns are keys; two rows share a line of text.
 
-Shapes: N positions, M positions of another sequence, D head size.
+Shapes: N positions, C clusters, D head size, W attention window.
 """
 
 from __future__ import annotations
@@ -11,18 +10,16 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from rtx.attention import adaptive_span, cross_routing, fixed, full, local, lsh, random, rotations, routing, strided
-from rtx.attention.kmeans import to_sphere
+from rtx import attention
+from rtx.attention import Pattern
+from rtx.attention.centroids import to_sphere
 
-N, M, D, W, C = 32, 24, 8, 8, 4
-
-Pattern = Callable[[Tensor, Tensor, Tensor], Tensor]
+N, D, W, C = 32, 8, 8, 4
 
 
 def sequence() -> tuple[Tensor, Tensor, Tensor]:
@@ -34,39 +31,48 @@ def sequence() -> tuple[Tensor, Tensor, Tensor]:
     return centroid_HCD, near[0][None, None], near[1][None, None]
 
 
+def routed(selection: str, keys: str = "shared") -> Pattern:
+    """Return a routing head whose centroids are those of the sequence."""
+    store = attention.Centroids(1, C, D, window=W, length=N, decay=1.0, keys=keys)
+    store.centroid_HCD.copy_(sequence()[0])
+    store.threshold_HC.fill_(0.55 * D)
+    return attention.Routing(store, selection=selection)
+
+
+@torch.no_grad()
 def patterns() -> dict[str, Pattern]:
-    """Return what is drawn, by name."""
-    centroid_HCD = sequence()[0]
-    routed = {"window": W, "threshold_HC": torch.full((1, C), 0.55 * D)}
-    chosen = {"selection": "topk", "window": W}
-    # Orthonormal; not by `kmeans.orthonormal`, which draws from the generator of the process.
-    projection_1DD = torch.linalg.qr(torch.randn(1, D, D, generator=torch.Generator().manual_seed(3))).Q
-    hashed = {"rotation_HTDF": rotations(1, 1, D, C, seed=2), "window": W}
-    return {
-        "full": full,
-        "local": lambda q, k, v: local(q, k, v, window=W),
-        "strided": lambda q, k, v: strided(q, k, v, stride=W),
-        "fixed": lambda q, k, v: fixed(q, k, v, block=W, summary=2),
-        "topk": lambda q, k, v: routing(q, None, v, centroid_HCD, **chosen),
-        "causal": lambda q, k, v: routing(q, None, v, centroid_HCD, selection="causal", **routed),
-        "nearest": lambda q, k, v: routing(q, None, v, centroid_HCD, selection="nearest", window=W),
-        "separate": lambda q, k, v: routing(q, k, v, centroid_HCD, **chosen),
-        "projected": lambda q, k, v: routing(q, k, v, centroid_HCD, projection_HDD=projection_1DD, **chosen),
-        "encoder": lambda q, k, v: routing(q, None, v, centroid_HCD, causal=False, **chosen),
-        "cross": lambda q, k, v: cross_routing(
-            q, k[:, :, :M], v[:, :, :M, :M], centroid_HCD, window=W, context_window=W // 2
-        ),
-        "random": lambda q, k, v: random(q, None, v, clusters=C, window=W, seed=0),
-        "lsh-causal": lambda q, k, v: lsh(q, v, variant="causal", **hashed),
-        "lsh-reformer": lambda q, k, v: lsh(q, v, variant="reformer", **hashed),
-        "span": lambda q, k, v: adaptive_span(q, k, v, torch.tensor([5.0]), window=W, ramp=3),
-    }
+    """Return what is drawn, by name: one head of each."""
+    hashed = {"window": W, "rounds": 1, "buckets": C, "seed": 2}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        span = attention.AdaptiveSpan(1, window=W, ramp=3)
+        span.share_H.fill_(5 / W)
+        return {
+            "full": attention.Full(),
+            "local": attention.Local(window=W),
+            "strided": attention.Strided(stride=W),
+            "fixed": attention.Fixed(block=W, summary=2),
+            "topk": routed("topk"),
+            "causal": routed("causal"),
+            "nearest": routed("nearest"),
+            "separate": routed("topk", "separate"),
+            "projected": routed("topk", "projected"),
+            "random": attention.Random(1, C, window=W, length=N, seed=0),
+            "lsh-causal": attention.Lsh(1, D, variant="causal", **hashed),
+            "lsh-reformer": attention.Lsh(1, D, variant="reformer", **hashed),
+            "span": span,
+            "exact": attention.Exact(window=W),
+            "blocks": attention.Blocks(1, D, window=W, block=W // 2),
+            "indexer": attention.Indexer(1, D, window=W),
+        }
 
 
+@torch.no_grad()
 def reads(pattern: Pattern) -> Tensor:
-    """Return the mask `[N, N]` of which query reads which key; `[N, M]` for keys of another sequence."""
+    """Return the mask `[N, N]` of which query reads which key, in any list."""
     _, q_BHND, k_BHND = sequence()
-    return pattern(q_BHND, k_BHND, torch.eye(N)[None, None])[0, 0] != 0
+    given = pattern.inputs(q_BHND, k_BHND if pattern.has_keys else None, None)
+    return pattern.rule(given, 0, False).any(0)
 
 
 def draw(reads_NN: Tensor) -> str:
@@ -79,10 +85,8 @@ def draw(reads_NN: Tensor) -> str:
 
 
 def share(reads_NN: Tensor) -> str:
-    """Return how many of the pairs are read: of those that a causal pattern may read, else of all."""
-    if reads_NN.shape[0] == reads_NN.shape[1] and not reads_NN.triu(1).any():
-        return f"{reads_NN.sum() / math.comb(len(reads_NN) + 1, 2):.0%} of all pairs j <= i"
-    return f"{reads_NN.float().mean():.0%} of all pairs"
+    """Return how many of the pairs that a causal pattern may read are read."""
+    return f"{reads_NN.sum() / math.comb(len(reads_NN) + 1, 2):.0%} of all pairs j <= i"
 
 
 def redraw(page: str) -> str:

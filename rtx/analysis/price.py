@@ -88,7 +88,7 @@ def price(
     """Score the positions of the windows in the three ways, in evaluation mode.
 
     Args:
-        model: has `loss(tokens_BN, streaming=...) -> (nats_BN, auxiliary)`.
+        model: has `loss(tokens_BN, prefix=...) -> (nats_BN, auxiliary)`.
         tokens: the split, unsigned integers `[units]`.
         starts_K: where the windows of `length` units begin.
         positions_P: what is scored in every window, ascending from 0.

@@ -1,34 +1,51 @@
 """What chosen positions of one sequence read, head by head: the weight on every key, and the cluster it is read in.
 
-Weights are asked of the patterns themselves (`rtx.analysis.weights`). Heads in clusters are asked once for each
-cluster, all others emptied: then the values need be no wider than the cluster has members, and the answer says in which
-cluster a key is read. Nothing here knows a pattern's rule of who reads whom.
+Who reads whom is what the patterns tell the engine (`Pattern.reads`); the weights are worked out here, some positions
+at a time. Of heads with a second branch (blocks with routing.compressed) it is the branch that selects.
 
-Shapes: N positions, P of them looked at, H heads of a group, C clusters, D head size, M members of a cluster.
+Shapes: N positions, P of them looked at, H heads of a group, C clusters, Y pairs of a query and a key in a list.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rtx.analysis.weights import Head, read_values
-from rtx.attention.hashing import hash_positions
-from rtx.attention.heads import Heads
-from rtx.attention.lists import Members
-from rtx.attention.lsh import LshHeads
-from rtx.attention.random import RandomHeads
-from rtx.attention.routing import RoutingHeads
-from rtx.attention.shaw import Distances
+from rtx.attention.lsh import Lsh, hash_positions
+from rtx.attention.packed import Indexed, Part
+from rtx.attention.pattern import Inputs, Pattern
+from rtx.attention.patterns import Random
+from rtx.attention.routing import Routing
+from rtx.attention.softmax import Terms
+from rtx.model.block import Block
 from rtx.model.multihead import MultiheadAttention
+from rtx.model.transformer import Transformer
 
-MAX_WEIGHTS = 1 << 25
-"""Weights of a group's heads held at once, at all positions; those at the positions looked at are kept."""
+MAX_PAIRS = 1 << 22
+"""Pairs of a position and a key worked on at once."""
+
+Head = tuple[str, int]
+"""A head of a layer: its group, and its number in it."""
+
+
+@torch.no_grad()
+def layer_inputs(model: Transformer, tokens_BN: Tensor) -> Iterator[tuple[MultiheadAttention, Tensor]]:
+    """Yield the attention of every layer, the lowest first, with what it reads of the sequences, `[B, N, E]`."""
+    x_BNE = model.embedding(tokens_BN)
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        yield block.attention, block.attention_norm(x_BNE) if block.pre else x_BNE
+        x_BNE, _ = block(x_BNE)
+
+
+def heads_of(attention: MultiheadAttention) -> dict[str, int]:
+    """Return how many heads each group of a layer has."""
+    widths = zip(attention.groups, attention.widths, strict=False)
+    return {name: width // attention.size for name, width in widths}
 
 
 @dataclass
@@ -48,157 +65,132 @@ class Reading:
     """How many clusters the head has; 0: its pattern has none."""
 
 
-def read_heads(attention: MultiheadAttention, x_1NE: Tensor, at_P: Tensor, kept: set[Head]) -> dict[Head, Reading]:
-    """Return what the heads in `kept` of a layer read of one sequence at the positions `at_P`."""
-    found: dict[Head, Reading] = {}
-    groups = zip(attention.groups, attention.each(), attention.relative(), attention.split(x_1NE), strict=True)
-    for name, heads, relative, (q_1HND, k_1HND, _) in groups:
-        mine = sorted(head for group, head in kept if group == name)
-        if not mine:
-            continue
-        group = Group(attention, heads, relative, q_1HND, k_1HND)
-        if isinstance(heads, RoutingHeads | RandomHeads):
-            readings = clustered(group, heads, at_P, mine)
-        else:
-            readings = plain(group, at_P, mine)
-        found |= {(name, head): reading for head, reading in zip(mine, readings, strict=True)}
-    return found
+class Pairs(NamedTuple):
+    """Who reads whom, pair by pair."""
+
+    row_Y: Tensor
+    """The number of the query's row among those that were asked for."""
+    key_Y: Tensor
+    """The key's position."""
+    reader_Y: Tensor
+    """Pairs of one query in one list share a number."""
+    list_Y: Tensor
+
+
+def pairs_of(part: Part, wanted_R: Tensor) -> Pairs:
+    """Return what the wanted rows read; `wanted_R` holds a number for each of them, -1 for the others."""
+    row_P = part.query_row_P if isinstance(part, Indexed) else part.query.row_M
+    reader_X = (wanted_R[row_P] >= 0).nonzero()[:, 0]
+    row_X, N = wanted_R[row_P[reader_X]], part.length
+    if isinstance(part, Indexed):
+        index_XK = part.index_PK[reader_X]
+        x_Y, k_Y = (index_XK >= 0).nonzero(as_tuple=True)
+        return Pairs(row_X[x_Y], index_XK[x_Y, k_Y] % N, x_Y, torch.zeros_like(x_Y))
+    start_X = part.start_P[reader_X]
+    count_X = part.stop_P[reader_X] - start_X
+    x_Y = torch.arange(len(row_X), device=row_X.device).repeat_interleave(count_X)
+    member_Y = (start_X - (count_X.cumsum(0) - count_X))[x_Y] + torch.arange(len(x_Y), device=row_X.device)
+    return Pairs(row_X[x_Y], part.key.row_M[member_Y] % N, x_Y, part.query.list_M()[reader_X][x_Y])
+
+
+def softmax_by(logit_Y: Tensor, group_Y: Tensor) -> Tensor:
+    """Return the softmax of the logits of each group."""
+    most_G = logit_Y.new_full((int(group_Y.max()) + 1 if len(group_Y) else 0,), -torch.inf)
+    share_Y = (logit_Y - most_G.scatter_reduce(0, group_Y, logit_Y, "amax")[group_Y]).exp()
+    return share_Y / torch.zeros_like(most_G).index_add(0, group_Y, share_Y)[group_Y]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Heads of one pattern with the queries and keys of one sequence."""
+    """Heads of one pattern, and what they read of one sequence."""
 
-    attention: MultiheadAttention
-    heads: Heads
-    relative: Distances | None
-    q_1HND: Tensor
-    k_1HND: Tensor | None
+    pattern: Pattern
+    given: Inputs
+    parts: list[Part]
+    terms: Terms
 
-    def read(self, v_1HNM: Tensor) -> Tensor:
-        """Return the outputs for values of any width, `[H, N, M]`."""
-        return read_values(self.attention, self.heads, self.relative, self.q_1HND, self.k_1HND, v_1HNM)[0]
+    @property
+    def clusters(self) -> int:
+        """C, 0 without."""
+        if isinstance(self.pattern, Lsh):
+            return self.pattern.rotation_HTDF.shape[1] * self.pattern.buckets
+        part, H = self.parts[0], self.given.q_BHND.shape[1]
+        if isinstance(part, Indexed) or not isinstance(self.pattern, Routing | Random):
+            return 0
+        return len(part.query.count_L) // H
 
+    @torch.no_grad()
+    def read(self, head: int, at_P: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights `[P, N]` of a head at some positions, float32 or wider, and clusters as in `Reading`."""
+        _, H, N, _ = self.given.q_BHND.shape
+        device = self.given.q_BHND.device
+        at_P = at_P.to(device)
+        wanted_R = torch.full((H * N,), -1, device=device)
+        wanted_R[head * N + at_P] = torch.arange(len(at_P), device=device)
+        # Inside one part a position has a softmax in each list and their mean; several parts share one softmax.
+        found = [pairs_of(part, wanted_R) for part in self.parts]
+        row_Y, key_Y, reader_Y, list_Y = (torch.cat(x) for x in zip(*found, strict=True))
+        logit_Y = self.logits(head, at_P, row_Y, key_Y)
+        weight_Y = softmax_by(logit_Y, reader_Y if len(found) == 1 else row_Y)
+        if len(found) == 1:
+            weight_Y = weight_Y / torch.bincount(row_Y[newly(reader_Y)], minlength=len(at_P))[row_Y]
+        cell_Y, cells = row_Y * N + key_Y, len(at_P) * N
+        weight_PN = weight_Y.new_zeros(cells).index_add(0, cell_Y, weight_Y).view(-1, N)
+        cluster_PN = torch.full_like(weight_PN, -1, dtype=torch.int16)
+        if self.clusters:
+            most_Y = weight_Y.new_zeros(cells).scatter_reduce(0, cell_Y, weight_Y, "amax")[cell_Y]
+            best_Y = (weight_Y == most_Y) & (weight_Y > 0)
+            cluster_Y = self.cluster_of(head, at_P[row_Y], key_Y, list_Y)[best_Y].to(torch.int16)
+            cluster_PN.view(-1).scatter_reduce_(0, cell_Y[best_Y], cluster_Y, "amin", include_self=False)
+        return weight_PN, cluster_PN
 
-def plain(group: Group, at_P: Tensor, mine: list[int]) -> list[Reading]:
-    """Return what heads without clusters, or with buckets, read."""
-    _, H, N, _ = group.q_1HND.shape
-    weight_XPN = torch.zeros(len(mine), len(at_P), N)
-    block = max(1, MAX_WEIGHTS // (N * H))
-    at_device = at_P.to(group.q_1HND.device)
-    for first in range(0, N, block):
-        size = min(block, N - first)
-        unit_NM = group.q_1HND.new_zeros(N, size)
-        unit_NM[first : first + size] = torch.eye(size, dtype=unit_NM.dtype, device=unit_NM.device)
-        out_HNM = group.read(unit_NM.expand(1, H, N, size))
-        weight_XPN[..., first : first + size] = out_HNM[mine][:, at_device].float().cpu()
-    if isinstance(group.heads, LshHeads):
-        return hashed(group.heads, group.q_1HND, at_P, mine, weight_XPN)
-    none_PN = torch.full(weight_XPN.shape[1:], -1, dtype=torch.int16)
-    return [Reading(at_P, weight_PN, none_PN, 0) for weight_PN in weight_XPN]
+    def logits(self, head: int, at_P: Tensor, row_Y: Tensor, key_Y: Tensor) -> Tensor:
+        """Return the logits of pairs."""
+        q_ND, k_ND = (x[0, head] for x in (self.given.turned_q_BHND, self.given.turned_k_BHND))
+        wide = torch.promote_types(q_ND.dtype, torch.float32)
+        relative, bias_HM = self.terms.relative, self.terms.bias_HM
+        with torch.autocast(q_ND.device.type, enabled=False):
+            q_PD = q_ND[at_P].to(wide) * self.terms.scale
+            logit_Y = (q_PD @ k_ND.to(wide).T)[row_Y, key_Y]
+            distance_Y = at_P[row_Y] - key_Y
+            if relative is not None:
+                by_PM = q_PD @ relative.keys_MD.to(wide).T
+                logit_Y = logit_Y + by_PM[row_Y, distance_Y.clamp(max=by_PM.shape[1] - 1)]
+            if bias_HM is not None:
+                logit_Y = logit_Y + bias_HM[head][distance_Y.clamp(max=bias_HM.shape[1] - 1)].to(wide)
+        return logit_Y
 
-
-def hashed(heads: LshHeads, q_1HND: Tensor, at_P: Tensor, mine: list[int], weight_XPN: Tensor) -> list[Reading]:
-    """Return the readings of hashing heads, with the bucket of the first round that shows each pair."""
-    bucket_THN = hash_positions(q_1HND, heads.rotation_HTDF)[:, 0].cpu()
-    rounds, buckets = len(bucket_THN), 2 * heads.rotation_HTDF.shape[-1]
-    readings = []
-    for head, weight_PN in zip(mine, weight_XPN, strict=True):
-        cluster_PN = torch.full(weight_PN.shape, -1, dtype=torch.int16)
-        for t in reversed(range(rounds)):
-            bucket_N = bucket_THN[t, head]
-            mine_P1 = bucket_N[at_P][:, None]
-            cluster_PN = torch.where(bucket_N == mine_P1, (t * buckets + mine_P1).short(), cluster_PN)
-        readings.append(Reading(at_P, weight_PN, cluster_PN.masked_fill(weight_PN == 0, -1), rounds * buckets))
-    return readings
-
-
-def clustered(group: Group, heads: RoutingHeads | RandomHeads, at_P: Tensor, mine: list[int]) -> list[Reading]:
-    """Return what heads in clusters read: the mean over the clusters in which a position sees a key."""
-    N = group.q_1HND.shape[2]
-    key_member_HCN = members(heads, group.q_1HND, group.k_1HND)
-    clusters = key_member_HCN.shape[1]
-    shape = len(mine), len(at_P), N
-    weight_XPN, best_XPN = torch.zeros(shape), torch.zeros(shape)
-    cluster_XPN = torch.full(shape, -1, dtype=torch.int16)
-    times_XP = torch.zeros(shape[:2])
-    for cluster in range(clusters):
-        member_HN = key_member_HCN[:, cluster]
-        total_XP = torch.zeros(shape[:2])
-        for key_HN, inside_XPM in inside(group, heads, cluster, member_HN, at_P, mine):
-            total_XP += inside_XPM.sum(-1)
-            for x, head in enumerate(mine):
-                key_M = key_HN[head].nonzero()[:, 0]
-                inside_PM = inside_XPM[x, :, : len(key_M)]
-                more_PM = inside_PM > best_XPN[x][:, key_M]
-                weight_XPN[x][:, key_M] += inside_PM
-                best_XPN[x][:, key_M] = best_XPN[x][:, key_M].maximum(inside_PM)
-                cluster_XPN[x][:, key_M] = cluster_XPN[x][:, key_M].masked_fill(more_PM, cluster)
-        times_XP += total_XP > 0.5
-    weight_XPN /= times_XP.clamp(min=1)[..., None]
-    return [Reading(at_P, weight_XPN[x], cluster_XPN[x], clusters) for x in range(len(mine))]
+    def cluster_of(self, head: int, query_Y: Tensor, key_Y: Tensor, list_Y: Tensor) -> Tensor:
+        """Return the cluster of pairs in lists."""
+        if not isinstance(self.pattern, Lsh):
+            return list_Y % self.clusters
+        bucket_TN = hash_positions(self.given.q_BHND, self.pattern.rotation_HTDF)[:, 0, head]
+        round_Y = (bucket_TN[:, query_Y] == bucket_TN[:, key_Y]).int().argmax(0)
+        return round_Y * self.pattern.buckets + bucket_TN[round_Y, key_Y]
 
 
-def inside(
-    group: Group, heads: RoutingHeads | RandomHeads, cluster: int, member_HN: Tensor, at_P: Tensor, mine: list[int]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield a cluster's keys part by part, as masks `[H, N]`, with the weights `[X, P, M]` on them inside it.
-
-    The members that a head's mask marks stand in order in its columns; heads with fewer have columns of zeros.
-    """
-    H, N = member_HN.shape
-    rank_HN = member_HN.cumsum(-1) - 1
-    at_device = at_P.to(member_HN.device)
-    block = max(1, MAX_WEIGHTS // (N * H))
-    for first in range(0, int(member_HN.sum(-1).max()), block):
-        key_HN = member_HN & (rank_HN >= first) & (rank_HN < first + block)
-        size = int(key_HN.sum(-1).max())
-        unit_1HNM = group.q_1HND.new_zeros(1, H, N, size)
-        head_K, key_K = key_HN.nonzero(as_tuple=True)
-        unit_1HNM[0, head_K, key_K, rank_HN[head_K, key_K] - first] = 1
-        with only_cluster(heads, cluster):
-            out_HNM = group.read(unit_1HNM)
-        yield key_HN.cpu(), out_HNM[mine][:, at_device].float().cpu()
+def newly(group_Y: Tensor) -> Tensor:
+    """Tell where a group of pairs begins; pairs of one group follow each other."""
+    return torch.cat([torch.ones_like(group_Y[:1], dtype=torch.bool), group_Y[1:] != group_Y[:-1]])
 
 
-def members(heads: RoutingHeads | RandomHeads, q_1HND: Tensor, k_1HND: Tensor | None) -> Tensor:
-    """Return which keys each cluster has, `[H, C, N]`, as the heads themselves choose them."""
-    if isinstance(heads, RandomHeads):
-        chosen = heads.members(1, q_1HND.shape[2])
-    else:
-        of_queries, of_keys = heads.choose(heads.read(q_1HND, k_1HND), None)
-        chosen = (of_queries if of_keys is None else of_keys).members
-    assert chosen is not None
-    return chosen.mask().unflatten(0, (q_1HND.shape[1], -1))
+@torch.no_grad()
+def groups_of(attention: MultiheadAttention, x_1NE: Tensor) -> dict[str, Group]:
+    """Return the groups of a layer, with what they read of one sequence."""
+    groups = {}
+    every = zip(attention.groups, attention.each(), attention.relative(), attention.split(x_1NE), strict=True)
+    for name, pattern, relative, (q_1HND, k_1HND, _) in every:
+        given = pattern.inputs(q_1HND, k_1HND, attention.rotary)
+        groups[name] = Group(pattern, given, pattern.reads(given, None, False), pattern.terms(attention.size, relative))
+    return groups
 
 
-@contextlib.contextmanager
-def only_cluster(heads: RoutingHeads | RandomHeads, cluster: int) -> Iterator[None]:
-    """Empty all clusters of some heads but one, for as long as the context lasts."""
-    if isinstance(heads, RandomHeads):
-        of_heads, clusters, name = heads.members, heads.position_HCW.shape[1], "members"
-
-        def chosen(*given: Any, **settings: Any) -> Any:
-            return alone(of_heads(*given, **settings), cluster, clusters)
-    else:
-        both, clusters, name = heads.choose, heads.centroids.centroid_HCD.shape[1], "choose"
-
-        def chosen(*given: Any, **settings: Any) -> Any:
-            every = both(*given, **settings)
-            return tuple(
-                found and found._replace(members=found.members and alone(found.members, cluster, clusters))
-                for found in every
-            )
-
-    setattr(heads, name, chosen)
-    try:
-        yield
-    finally:
-        delattr(heads, name)
-
-
-def alone(members: Members, cluster: int, clusters: int) -> Members:
-    """Return the lists with those of all clusters but one emptied."""
-    kept_L = torch.arange(len(members.count_L), device=members.count_L.device) % clusters == cluster
-    row_M = members.row_M[kept_L[members.list_M()]]
-    return members._replace(row_M=row_M, count_L=members.count_L * kept_L)
+def read_heads(attention: MultiheadAttention, x_1NE: Tensor, at_P: Tensor, kept: set[Head]) -> dict[Head, Reading]:
+    """Return what the heads in `kept` of a layer read of one sequence at the positions `at_P`."""
+    groups = groups_of(attention, x_1NE)
+    found = {}
+    for name, head in sorted(kept):
+        parts = [groups[name].read(head, at) for at in at_P.split(max(1, MAX_PAIRS // x_1NE.shape[1]))]
+        weight_PN, cluster_PN = (torch.cat(x).cpu() for x in zip(*parts, strict=True))
+        found[name, head] = Reading(at_P, weight_PN.float(), cluster_PN, groups[name].clusters)
+    return found

@@ -37,7 +37,7 @@ def unit_nats(
     """Return the nats of every scored unit of each span, float64, in evaluation mode.
 
     Args:
-        model: has `loss(tokens_BN, streaming=...) -> (nats_BN, auxiliary)`; its mode is put back afterwards.
+        model: has `loss(tokens_BN, prefix=...) -> (nats_BN, auxiliary)`; its mode is put back afterwards.
         tokens: the split, unsigned integers `[units]`.
         spans: spans of equal length that follow each other are read together.
         streaming: decisions from the prefix alone, instead of teacher-forced.
@@ -51,7 +51,7 @@ def unit_nats(
         for batch in equal_batches(spans, None):
             chosen = [spans[k] for k in batch]
             rows = np.stack([tokens[span.start : span.stop] for span in chosen]).astype(np.int64)
-            nats_BN, _ = model.loss(torch.from_numpy(rows).to(device), streaming=streaming)  # type: ignore[operator]
+            nats_BN, _ = model.loss(torch.from_numpy(rows).to(device), prefix=streaming)  # type: ignore[operator]
             for span, nats_N in zip(chosen, nats_BN.double().cpu().numpy(), strict=True):
                 found.append(nats_N[span.first - span.start : span.last - span.start])
             on_progress(len(found))

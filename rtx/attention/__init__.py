@@ -1,39 +1,32 @@
-"""The attention patterns, usable without the rest of rtx: functions on tensors, and heads that own their centroids."""
+"""The attention patterns, usable without the rest of rtx: modules of heads that say who reads whom."""
 
-from rtx.attention.cross import CrossRoutingHeads, cross_routing
-from rtx.attention.fixed import FixedHeads, fixed
-from rtx.attention.full import FullHeads, full
-from rtx.attention.hashing import rotations
-from rtx.attention.kmeans import Centroids, update_centroids
-from rtx.attention.local import LocalHeads, local
-from rtx.attention.lsh import LshHeads, lsh
-from rtx.attention.random import RandomHeads, random
-from rtx.attention.routing import RoutingHeads, routing
-from rtx.attention.span import SpanHeads, adaptive_span
-from rtx.attention.strided import StridedHeads, strided
-from rtx.attention.weights import Distances
+from rtx.attention.blocks import Blocks, RandomBlocks
+from rtx.attention.centroids import Centroids, after_step
+from rtx.attention.choices import Exact, Indexer
+from rtx.attention.lsh import Lsh
+from rtx.attention.pattern import Pattern, PositionPattern, Spread
+from rtx.attention.patterns import Fixed, Full, Local, Random, Strided
+from rtx.attention.routing import Routing
+from rtx.attention.softmax import Relative
+from rtx.attention.span import AdaptiveSpan
 
 __all__ = [
+    "AdaptiveSpan",
+    "Blocks",
     "Centroids",
-    "CrossRoutingHeads",
-    "Distances",
-    "FixedHeads",
-    "FullHeads",
-    "LocalHeads",
-    "LshHeads",
-    "RandomHeads",
-    "RoutingHeads",
-    "SpanHeads",
-    "StridedHeads",
-    "adaptive_span",
-    "cross_routing",
-    "fixed",
-    "full",
-    "local",
-    "lsh",
-    "random",
-    "rotations",
-    "routing",
-    "strided",
-    "update_centroids",
+    "Exact",
+    "Fixed",
+    "Full",
+    "Indexer",
+    "Local",
+    "Lsh",
+    "Pattern",
+    "PositionPattern",
+    "Random",
+    "RandomBlocks",
+    "Relative",
+    "Routing",
+    "Spread",
+    "Strided",
+    "after_step",
 ]

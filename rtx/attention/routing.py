@@ -1,197 +1,74 @@
 """Routing heads: a position reads the positions that share a cluster with it (paper section 4.1, Algorithm 1).
 
-Shapes: B sequences, H routing heads, C clusters, N positions, D head size, W attention window.
+Shapes: B sequences, H routing heads, C clusters, N positions, D head size, W attention window, L = B * H * C lists,
+P query members and A key members of all lists together.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention import by_reference
-from rtx.attention.arguments import (
-    check_attention,
-    check_causal,
-    check_centroids,
-    check_number,
-    check_numbers,
-    check_positive,
-    check_routing,
-    check_selection,
-    check_streaming,
+from rtx.attention import oracle
+from rtx.attention.arguments import check_choice, check_number
+from rtx.attention.cache import ClusterCache
+from rtx.attention.centroids import Centroids, to_sphere
+from rtx.attention.packed import Indexed, Packed, Part, Reads, members_read, queries_read
+from rtx.attention.pattern import Inputs, Pattern, routed_options
+from rtx.attention.selection import (
+    SELECTIONS,
+    Arrivals,
+    Assignment,
+    PrefixTopK,
+    arrivals,
+    assign,
+    centroid_scores,
+    joins,
+    normalise,
+    tie_margin,
 )
-from rtx.attention.backends import Call, check_backend, choose
-from rtx.attention.choice import Found, Rule, Wish, read_scores
-from rtx.attention.content import Content, attend_content, normalise, read_content
-from rtx.attention.heads import Heads, Rotate
-from rtx.attention.kmeans import Centroids, to_sphere
-from rtx.attention.lists import Members
-from rtx.attention.prefix import Arrivals, arrivals, attend_prefix_topk
-from rtx.attention.routing_state import RoutingState
-from rtx.attention.selection import tie_margin
-from rtx.attention.weights import Distances, logit_scale
+from rtx.attention.softmax import Relative
+from rtx.config import Config, clusters
 
-__all__ = ["RoutingHeads", "Snapshot", "normalise", "routing"]
-
-
-def routing(
-    q_BHND: Tensor,
-    k_BHND: Tensor | None,
-    v_BHND: Tensor,
-    centroid_HCD: Tensor,
-    *,
-    window: int,
-    selection: str = "causal",
-    threshold_HC: Tensor | None = None,
-    key_threshold_HC: Tensor | None = None,
-    projection_HDD: Tensor | None = None,
-    causal: bool = True,
-    scale: float | None = None,
-    attend_self: bool = True,
-    dropout: float = 0.0,
-    relative: Distances | None = None,
-    slot_distance: bool = False,
-    rotate: Rotate | None = None,
-    mask_BN: Tensor | None = None,
-    streaming: bool = False,
-    backend: str = "auto",
-    check_finite: bool = False,
-) -> Tensor:
-    """Return routing attention, `[B, H, N, D]`. A position in several clusters gets the mean of their outputs.
-
-    Args:
-        q_BHND: queries before normalisation (LayerNorm without scale or bias), as keys are.
-        k_BHND: keys; None: the queries stand for them (Algorithm 1 with its left-to-right mask). With keys, queries and
-            keys have memberships of their own by the same centroids (TACL version, section 4.1); the mean is over the
-            clusters in which a query sees a key.
-        v_BHND: values.
-        centroid_HCD: centroids, of any norm.
-        selection: "topk": each centroid takes its `window` best positions (of queries and keys apart, where keys are
-            given) of the whole sequence, and a member reads the keys up to itself. It follows Algorithm 1, but masks
-            true positions, averages over the clusters of a position and divides by their count exactly. **It sees the
-            future**: which past positions are members depends on later ones. "causal": a position joins every cluster
-            whose centroid scores it at or above the threshold, and reads the last `window` members up to itself.
-            "nearest": it joins only the cluster whose centroid scores it highest. The last two are strictly causal.
-        threshold_HC, key_threshold_HC: thresholds of queries, and of keys with memberships of their own
-            (selection="causal").
-        projection_HDD: W_R, orthonormal: with keys, the memberships of queries and keys are one, those of
-            W_R (q + k), and logits use q and k (the ICLR and first arXiv versions). They project queries and keys onto
-            the unit ball, which is LayerNorm here; W_R (q + k) is not normalised again.
-        causal: false: no mask inside a cluster, for encoders; selection="topk" only.
-        scale: multiplies the logits (default 1 / sqrt(D); Algorithm 1 prints 1).
-        attend_self: false: a position reads itself only where it sees nothing else.
-        dropout: on attention weights.
-        relative: Shaw's terms by true distance; by the difference of slot ranks inside the cluster with
-            `slot_distance` (how many of the keys that a query may read are later), as in the released code.
-        rotate: applied to the normalised queries and keys after selection (rotary positions).
-        mask_BN: true at real positions. Padding is in no cluster, is read by nobody and gets zero.
-        streaming: with "topk", decide every membership from the prefix alone (evaluation only): at position i a cluster
-            holds the best `window` of 0..i, and no earlier output is revised.
-        backend: "auto", "reference", "torch" or "triton", see `rtx.attention.backends`; up to the
-            rounding of scores the same result from each.
-        check_finite: refuse inputs that hold NaN or infinity (padding may). Without it such a value may spread inside
-            one tile of a fast path; by backend="reference" it never reaches an earlier position (but with
-            selection="topk", which reads the whole sequence). A query or key that holds one joins no cluster by
-            thresholds.
-
-    Raises:
-        ValueError: an unknown selection, missing thresholds, arguments that do not go together, or shapes that differ.
-    """
-    given = {"mask_BN": mask_BN, "scale": scale, "dropout": dropout, "relative": relative}
-    check_attention(q_BHND, k_BHND, v_BHND, **given, finite=check_finite)
-    check_positive("window", window)
-    choice = {
-        "selection": selection,
-        "threshold_HC": threshold_HC,
-        "key_threshold_HC": key_threshold_HC,
-        "projection_HDD": projection_HDD,
-    }
-    check_routing(q_BHND, k_BHND, centroid_HCD, **choice, finite=check_finite)
-    check_causal(causal, selection, relative, streaming)
-    check_streaming(streaming, selection, dropout)
-    options = {
-        "window": window,
-        "scale": logit_scale(scale, q_BHND.shape[-1]),
-        "attend_self": attend_self,
-        "relative": relative,
-        "slot_distance": slot_distance,
-    }
-    packed, by = {**options, "dropout": dropout}, unpacked_by(k_BHND, projection_HDD, causal, selection, streaming)
-    chosen = choose(backend, Call("routing", q_BHND, k_BHND, v_BHND, dropout, relative, True, by))
-    if chosen == "reference":
-        rest = {"causal": causal, "rotate": rotate, "mask_BN": mask_BN, "streaming": streaming}
-        return by_reference.routing(q_BHND, k_BHND, v_BHND, centroid_HCD, **choice, **rest, **options)
-    content = read_content(q_BHND, k_BHND, projection_HDD, mask_BN)
-    q_BHND, k_BHND = content.logits(rotate, v_BHND.dtype)
-    if streaming and selection == "topk":
-        return attend_prefix_topk(
-            q_BHND, k_BHND, v_BHND, *both_arrivals(centroid_HCD, content, window, mask_BN), **options
-        )
-    wish = Wish(Rule(selection, window, threshold_HC))
-    queries = read_scores(centroid_HCD, content.routed_BHND, mask_BN, wish, chosen).members
-    assert queries is not None
-    keys = None
-    if content.routed_keys_BHND is not None:
-        wish = Wish(Rule(selection, window, key_threshold_HC))
-        keys = read_scores(centroid_HCD, content.routed_keys_BHND, mask_BN, wish).members
-    return attend_content(q_BHND, k_BHND, v_BHND, queries, keys, causal=causal, backend=chosen, **packed)
-
-
-def both_arrivals(
-    centroid_HCD: Tensor, content: Content, window: int, mask_BN: Tensor | None
-) -> tuple[Arrivals, Arrivals]:
-    """Return who joins on arrival in streaming top-w: of queries, and of keys (the same where they are not apart)."""
-    queries = arrivals(centroid_HCD, content.routed_BHND, mask_BN, window)
-    if content.routed_keys_BHND is None:
-        return queries, queries
-    return queries, arrivals(centroid_HCD, content.routed_keys_BHND, mask_BN, window)
-
-
-def unpacked_by(
-    k_BHND: Tensor | None, projection_HDD: Tensor | None, causal: bool, selection: str, streaming: bool
-) -> str:
-    """Return the argument for which routing is not causal attention inside clusters of its positions; "" for none."""
-    if not causal:
-        return "causal=False"
-    if streaming and selection == "topk":
-        return "streaming=True"
-    return "k_BHND without projection_HDD" if k_BHND is not None and projection_HDD is None else ""
+MAX_ARRIVALS = 1 << 24
+"""Pairs of a query and an arrival of its cluster that are looked at at once."""
 
 
 class Snapshot(NamedTuple):
     """What the first sequence of the last training batch looked like to some heads, for telemetry."""
 
-    members: Members
-    key_members: Members
-    """The memberships of keys; the same as `members` but where keys have their own."""
-    nearest_HN: Tensor
-    query_HND: Tensor
-    key_HND: Tensor
+    reads: Reads
+    q_HND: Tensor
+    k_HND: Tensor
     real_N: Tensor | None
     """False at padding, which is in no cluster; None: there is none."""
 
 
-class RoutingHeads(Heads):
-    """H routing heads with their centroids: `routing`, plus what training gathers.
+class Routing(Pattern):
+    """H routing heads: each position reads, in every cluster that it is a member of, the last W members up to itself.
+
+    Queries and keys are normalised (LayerNorm without scale or bias); members are chosen by their dot products with the
+    centroids. A position in several clusters gets the mean of their outputs.
 
     Args:
-        centroids: the centroids of these heads; their `keys` say what stands for keys (shared, separate, projected).
-        selection: "causal", "topk" or "nearest".
-        scale: multiplies the logits (default 1 / sqrt(D)).
+        centroids: the centroids of these heads; their `keys` say what stands for keys. "shared": the queries
+            (Algorithm 1 with its left-to-right mask). "separate": queries and keys have memberships of their own by
+            the same centroids (TACL version, section 4.1). "projected": a position has one membership, that of
+            W_R (q + k) (the ICLR and first arXiv versions; W_R (q + k) is not normalised again).
+        selection: "topk": each centroid takes its W best positions of the whole sequence, as Algorithm 1 does (but
+            masked by true positions, and divided by the clusters' count exactly). **It sees the future**: which past
+            positions are members depends on later ones; `prefix` decides each from the prefix alone. "causal": a
+            position joins every cluster that scores it at or above its threshold, and where there is none the one whose
+            threshold it misses by least. "nearest": the cluster alone that scores it highest. The last two are strictly
+            causal.
         attend_self: false: a position reads itself only where it sees nothing else.
-        dropout: on attention weights, in training.
-        commitment: weight of the mean squared distance between what is clustered (queries; queries and keys; or
-            W_R (q + k)) and its nearest centroid.
-        causal: false: no mask inside a cluster, for encoders.
-        slot_distance: Shaw's terms by slot rank.
-        backend: as in `routing`.
+        commitment: weight of the mean squared distance between what is clustered and its nearest centroid.
 
     Raises:
-        ValueError: an unknown selection, one that has no meaning without a causal mask, or one by thresholds that the
-            centroids do not learn; numbers out of range.
+        ValueError: an unknown selection, or a commitment below 0.
     """
 
     def __init__(
@@ -199,195 +76,210 @@ class RoutingHeads(Heads):
         centroids: Centroids,
         *,
         selection: str,
-        scale: float | None = None,
         attend_self: bool = True,
-        dropout: float = 0.0,
         commitment: float = 0.0,
-        causal: bool = True,
-        slot_distance: bool = False,
-        backend: str = "auto",
+        **given: Any,
     ) -> None:
-        super().__init__()
-        check_backend(backend)
-        self.backend = backend
-        check_selection(selection)
-        check_causal(causal, selection)
-        check_numbers(scale, dropout)
-        if selection == "causal" and not centroids.thresholds:
-            raise ValueError("selection=causal needs centroids with thresholds=True: others never move")
+        super().__init__(**given)
+        check_choice("selection", selection, SELECTIONS)
         check_number("commitment", commitment, "at least 0", lambda x: x >= 0)
-        self.centroids = centroids
-        self.selection, self.causal, self.dropout, self.commitment = selection, causal, dropout, commitment
-        self.scale = logit_scale(scale, centroids.centroid_HCD.shape[-1])
-        self.attend_self, self.slot_distance = attend_self, slot_distance
+        self.centroids, self.selection, self.commitment = centroids, selection, commitment
+        self.attend_self = attend_self
+        self.hides_self = not attend_self
+        self.has_keys = centroids.keys != "shared"
+        self.strictly_causal = selection != "topk"
         self.snapshot: Snapshot | None = None
+        self.nearest: list[Tensor] = []
 
-    def forward(
-        self,
-        q_BHND: Tensor,
-        k_BHND: Tensor | None,
-        v_BHND: Tensor,
-        *,
-        rotate: Rotate | None = None,
-        relative: Distances | None = None,
-        streaming: bool = False,
-        mask_BN: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """See `Heads.forward`; the loss is the weighted commitment loss, zero outside training.
-
-        `mask_BN` is true at real positions: padding is in no cluster and in no statistics, and gets zero. `streaming`
-        with top-w is for evaluation: in training it is refused where there is dropout, and gathers nothing.
-        """
-        check_attention(q_BHND, k_BHND, v_BHND, mask_BN=mask_BN, relative=relative)
-        check_centroids(self.centroids.centroid_HCD, q_BHND)
-        check_causal(self.causal, self.selection, relative, streaming)
-        dropout = self.dropout if self.training else 0.0
-        check_streaming(streaming, self.selection, dropout)
-        content = self.read(q_BHND, k_BHND, mask_BN)
-        query_BHND, key_BHND = content.logits(rotate, v_BHND.dtype)
-        options = {
-            "window": self.centroids.window,
-            "scale": self.scale,
-            "attend_self": self.attend_self,
-            "relative": relative,
-            "slot_distance": self.slot_distance,
-        }
-        packed = {**options, "dropout": dropout}
-        by = unpacked_by(k_BHND, self.centroids.projection_HDD, self.causal, self.selection, streaming)
-        chosen = choose(self.backend, Call("routing", q_BHND, k_BHND, v_BHND, dropout, relative, True, by))
-        loss = content.q_BHND.new_zeros(())
-        if streaming and self.selection == "topk":
-            if chosen == "reference":
-                return self.by_reference(q_BHND, k_BHND, v_BHND, rotate, mask_BN, streaming, options), loss
-            chosen_BHN = both_arrivals(self.centroids.centroid_HCD, content, self.centroids.window, mask_BN)
-            return attend_prefix_topk(query_BHND, key_BHND, v_BHND, *chosen_BHN, **options), loss
-        observed = self.training and len(q_BHND) > 0 and q_BHND.shape[2] > 0
-        found, of_keys = self.choose(content, mask_BN, observed, backend=chosen)
-        queries, keys = found.members, None if of_keys is None else of_keys.members
-        assert queries is not None
-        if observed:
-            loss = self.observe(content, found, of_keys, mask_BN)
-            self.snapshot = self.first_sequence(found, keys or queries, query_BHND, key_BHND, mask_BN)
-        if chosen == "reference":
-            return self.by_reference(q_BHND, k_BHND, v_BHND, rotate, mask_BN, streaming, options), loss
-        return attend_content(
-            query_BHND, key_BHND, v_BHND, queries, keys, causal=self.causal, backend=chosen, **packed
-        ), loss
-
-    def by_reference(
-        self,
-        q_BHND: Tensor,
-        k_BHND: Tensor | None,
-        v_BHND: Tensor,
-        rotate: Rotate | None,
-        mask_BN: Tensor | None,
-        streaming: bool,
-        options: dict[str, Any],
-    ) -> Tensor:
-        """Return the outputs by the oracle's loops, `[B, H, N, D]`."""
-        store = self.centroids
-        threshold_HC, key_threshold_HC = self.thresholds()
-        return by_reference.routing(
-            q_BHND,
-            k_BHND,
-            v_BHND,
-            store.centroid_HCD,
-            selection=self.selection,
-            threshold_HC=threshold_HC,
-            key_threshold_HC=key_threshold_HC,
-            projection_HDD=store.projection_HDD,
-            causal=self.causal,
-            rotate=rotate,
-            mask_BN=mask_BN,
-            streaming=streaming,
-            **options,
+    @classmethod
+    def from_config(cls, config: Config, heads: int, layer: int) -> Self:
+        routing, model = config.routing, config.model
+        centroids = Centroids(
+            heads,
+            clusters(config),
+            model.hidden // model.heads,
+            window=routing.window,
+            length=config.data.length,
+            decay=routing.decay,
+            update=routing.update,
+            threshold_rate=routing.threshold_rate if routing.selection == "causal" else 0.0,
+            keys=routing.keys,
         )
+        own = {"selection": routing.selection, "commitment": routing.commitment}
+        return cls(centroids, **own, **routed_options(config))
 
-    def read(self, q_BHND: Tensor, k_BHND: Tensor | None, mask_BN: Tensor | None = None) -> Content:
-        """Return what a sequence offers; centroids that wait for data take it from here."""
-        store = self.centroids
-        if (k_BHND is None) != (store.keys == "shared"):
-            given = "k_BHND=None" if k_BHND is None else "k_BHND is given"
-            raise ValueError(f"{given}, but keys={store.keys!r}: it must be given but for shared keys")
-        content = read_content(q_BHND, k_BHND, store.projection_HDD, mask_BN)
-        if store.seed_with_next:
-            store.seed_from(content.routed_BHND, content.routed_keys_BHND, mask_BN)
-        return content
+    def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> tuple[Tensor, Tensor]:
+        q_BHND = normalise(q_BHND)
+        return q_BHND, q_BHND if k_BHND is None else normalise(k_BHND)
 
-    def choose(
-        self,
-        content: Content,
-        mask_BN: Tensor | None,
-        observed: bool = False,
-        prompt: bool = False,
-        backend: str = "torch",
-    ) -> tuple[Found, Found | None]:
-        """Return the memberships of queries, and of keys where they have their own.
+    def clustered(self, given: Inputs) -> list[Tensor]:
+        """Return what is clustered: one vector of each position, or its query and its key apart."""
+        if self.centroids.keys == "separate":
+            return [given.q_BHND, given.k_BHND]
+        if self.centroids.projection_HDD is None:
+            return [given.q_BHND]
+        with torch.autocast(given.q_BHND.device.type, enabled=False):
+            projection_HDD = self.centroids.projection_HDD.to(given.q_BHND.dtype)
+            return [(given.q_BHND + given.k_BHND) @ projection_HDD.transpose(-1, -2)]
 
-        `observed`: with what a training batch is observed by. `prompt`: as single steps leave them, with topk's scores.
-        """
-        store, both = self.centroids, []
-        best = prompt and self.selection == "topk"
-        for x_BHND, threshold_HC in zip(
-            (content.routed_BHND, content.routed_keys_BHND), self.thresholds(), strict=True
-        ):
-            if x_BHND is None:
-                both.append(None)
-                continue
-            margin_HC = tie_margin(store.centroid_HCD, x_BHND.dtype) if best else None
-            rule = Rule(self.selection, store.window, threshold_HC, margin_HC)
-            if observed:
-                both.append(store.look(x_BHND.detach(), mask_BN, rule, backend))
-            else:
-                both.append(read_scores(store.centroid_HCD, x_BHND, mask_BN, Wish(rule, best), backend))
-        return both[0], both[1]
+    def thresholds(self) -> list[Tensor | None]:
+        """Return the thresholds `[H, C]` of what is clustered."""
+        return [self.centroids.threshold_HC, self.centroids.key_threshold_HC]
 
-    def thresholds(self) -> tuple[Tensor | None, Tensor | None]:
-        """The thresholds `[H, C]` of queries and keys; None for selections without."""
-        if self.selection != "causal":
-            return None, None
-        return self.centroids.threshold_HC, self.centroids.key_threshold_HC
+    def assign(self, given: Inputs, real_BN: Tensor | None) -> list[Assignment]:
+        """Return the members of every cluster: positions, or queries and keys apart."""
+        store, found = self.centroids, []
+        nearest = self.training and (store.update_rule != "members" or self.commitment > 0)
+        for x_BHND, threshold_HC in zip(self.clustered(given), self.thresholds(), strict=False):
+            one = assign(
+                store.centroid_HCD,
+                x_BHND,
+                real_BN,
+                selection=self.selection,
+                window=store.window,
+                threshold_HC=threshold_HC,
+                nearest=nearest,
+                moments=self.training and store.threshold_rate > 0,
+            )
+            found.append(one)
+        return found
 
-    def observe(self, content: Content, found: Found, of_keys: Found | None, mask_BN: Tensor | None) -> Tensor:
-        """Gather the statistics of a training batch; return the commitment loss."""
-        assert found.nearest_BHN is not None
-        self.centroids.observe(content.routed_BHND.detach(), found, mask_BN)
-        loss = self.commitment_loss(content.routed_BHND, found.nearest_BHN, mask_BN)
-        if of_keys is None:
-            return loss
-        assert content.routed_keys_BHND is not None and of_keys.nearest_BHN is not None
-        self.centroids.observe_keys(content.routed_keys_BHND.detach(), of_keys, mask_BN)
-        return (loss + self.commitment_loss(content.routed_keys_BHND, of_keys.nearest_BHN, mask_BN)) / 2
+    def reads(self, given: Inputs, real_BN: Tensor | None, prefix: bool) -> list[Part]:
+        """See `Pattern.reads`; in training the centroids gather their statistics here."""
+        store, N = self.centroids, given.q_BHND.shape[2]
+        if store.seed_with_next and store.training:
+            clustered = [x.detach() for x in self.clustered(given)]
+            store.seed_from(clustered[0], clustered[-1] if len(clustered) > 1 else None, real_BN)
+        if prefix and self.selection == "topk":
+            both = [arrivals(store.centroid_HCD, x, real_BN, store.window) for x in self.clustered(given)]
+            return [prefix_reads(both[0], both[-1], store.window, N, self.attend_self)]
+        found = self.assign(given, real_BN)
+        lists = [one.lists for one in found]
+        read = reads_of(lists, N, store.window, self.attend_self)
+        if self.training:
+            for number, (x_BHND, one) in enumerate(zip(self.clustered(given), found, strict=True)):
+                store.observe(x_BHND.detach(), one, real_BN, of_keys=number == 1)
+            self.nearest = [one.nearest_BHN for one in found if one.nearest_BHN is not None]
+            self.snapshot = self.first_sequence(given, lists, real_BN)
+        return [read]
 
-    def first_sequence(
-        self, found: Found, keys: Members, query_BHND: Tensor, key_BHND: Tensor, mask_BN: Tensor | None
-    ) -> Snapshot:
+    def first_sequence(self, given: Inputs, lists: list[Packed], real_BN: Tensor | None) -> Snapshot | None:
         """Return what the first sequence looked like."""
-        assert found.members is not None and found.nearest_BHN is not None
-        heads = query_BHND.shape[1]
-        of_queries = found.members.of_first_sequence(heads)
-        of_keys = of_queries if keys is found.members else keys.of_first_sequence(heads)
-        nearest_HN, query_HND, key_HND = (x[0].detach().clone() for x in (found.nearest_BHN, query_BHND, key_BHND))
-        real_N = None if mask_BN is None else mask_BN[0].clone()
-        return Snapshot(of_queries, of_keys, nearest_HN, query_HND, key_HND, real_N)
+        B, H, N, _ = given.q_BHND.shape
+        if not B * H * N:
+            return None
+        count = H * self.centroids.centroid_HCD.shape[1]
+        first = [Packed(x.row_M[: int(x.count_L[:count].sum())].clone(), x.count_L[:count].clone()) for x in lists]
+        read = reads_of(first, N, self.centroids.window, self.attend_self)
+        q_HND, k_HND = (x[0].detach().clone() for x in (given.turned_q_BHND, given.turned_k_BHND))
+        return Snapshot(read, q_HND, k_HND, None if real_BN is None else real_BN[0].clone())
 
-    def commitment_loss(self, x_BHND: Tensor, nearest_BHN: Tensor, mask_BN: Tensor | None = None) -> Tensor:
+    def loss(self, given: Inputs, real_BN: Tensor | None) -> Tensor:
+        """Return the weighted commitment loss, zero outside training."""
+        if not self.training or not self.commitment or not given.q_BHND.numel():
+            return super().loss(given, real_BN)
+        pairs = list(zip(self.clustered(given), self.nearest, strict=True))
+        return sum((self.distance(x, n, real_BN) for x, n in pairs), start=given.q_BHND.new_zeros(())) / len(pairs)
+
+    def distance(self, x_BHND: Tensor, nearest_BHN: Tensor, real_BN: Tensor | None) -> Tensor:
         """Return the weighted mean of (x - nearest centroid on the sphere)^2 over real positions."""
-        if not self.commitment:
-            return x_BHND.new_zeros(())
         centroid_HCD = to_sphere(self.centroids.centroid_HCD).to(x_BHND.dtype)
         head_H1 = torch.arange(x_BHND.shape[1], device=x_BHND.device)[:, None]
         target_BHND = centroid_HCD[head_H1, nearest_BHN]
-        if mask_BN is None:
+        if real_BN is None:
             return self.commitment * F.mse_loss(x_BHND, target_BHND)
-        apart_BHND = (x_BHND - target_BHND).square() * mask_BN[:, None, :, None]
-        return self.commitment * apart_BHND.sum() / (mask_BN.sum() * x_BHND[0, :, 0].numel()).clamp(min=1)
+        apart_BHND = (x_BHND - target_BHND).square() * real_BN[:, None, :, None]
+        return self.commitment * apart_BHND.sum() / (real_BN.sum() * x_BHND[0, :, 0].numel()).clamp(min=1)
 
-    def start(self, relative: Distances | None = None) -> RoutingState:
-        """See `Heads.start`.
+    def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
+        centroid_CD = self.centroids.centroid_HCD[head]
+        scores = [centroid_CD.to(x.dtype) @ x[0, head].T for x in self.clustered(given)]
+        window = self.centroids.window
+        if prefix and self.selection == "topk":
+            return oracle.prefix_topk(scores[0], scores[-1], window)
+        if self.selection == "topk":
+            members = [oracle.topk_members(score_CN, window) for score_CN in scores]
+        elif self.selection == "nearest":
+            members = [oracle.nearest_members(score_CN) for score_CN in scores]
+        else:
+            pairs = zip(scores, self.thresholds(), strict=False)
+            members = [oracle.threshold_members(score_CN, t_HC[head]) for score_CN, t_HC in pairs if t_HC is not None]
+        return oracle.last_members(members[0], members[-1], window)
 
-        Raises:
-            ValueError: heads without a causal mask.
-        """
-        check_causal(self.causal, self.selection, relative, streaming=True)
-        return RoutingState(self, relative)
+    def start(self, relative: Relative | None = None) -> RoutingCache:
+        return RoutingCache(self, self.centroids.window, relative)
+
+    def lists_kept(self, given: Inputs, cache: RoutingCache) -> Packed:
+        """Return the key members that a prompt leaves in a stream's cache, and keep the best scores of topk there."""
+        if self.selection != "topk":
+            return self.assign(given, None)[-1].lists
+        store, N = self.centroids, given.q_BHND.shape[2]
+        cache.best = [arrivals(store.centroid_HCD, x, None, store.window).best for x in self.clustered(given)]
+        position_LW = cache.best[-1].position_W
+        list_M, slot_M = (position_LW < N).nonzero(as_tuple=True)
+        rows_M = list_M // store.centroid_HCD.shape[1] * N + position_LW[list_M, slot_M]
+        return Packed(rows_M, torch.bincount(list_M, minlength=len(position_LW)))
+
+    def join(self, given: Inputs, position: int, cache: RoutingCache) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return which clusters a step's query and key join, and with topk the slots that the key takes."""
+        store, joined, slot_BHC = self.centroids, [], None
+        for number, (x, threshold_HC) in enumerate(zip(self.clustered(given), self.thresholds(), strict=False)):
+            score_BHC = centroid_scores(store.centroid_HCD, x)[..., 0]
+            if self.selection == "topk":
+                joins_BHC, slot_BHC = cache.offer(number, score_BHC, position)
+                joined.append(joins_BHC)
+            elif self.selection == "nearest":
+                joined.append(F.one_hot(score_BHC.argmax(-1), score_BHC.shape[-1]).bool())
+            else:
+                assert threshold_HC is not None
+                joins_XC1 = joins(score_BHC.flatten(0, 1)[..., None], threshold_HC.repeat(len(score_BHC), 1))
+                joined.append(joins_XC1.view(score_BHC.shape))
+        return joined[0], joined[-1], slot_BHC
+
+
+class RoutingCache(ClusterCache):
+    """The last W members of every cluster, or with topk the best W of the prefix and their scores."""
+
+    pattern: Routing
+    best: list[PrefixTopK]
+    """Of queries, and of keys with memberships of their own."""
+
+    def __init__(self, pattern: Routing, slots: int, relative: Relative | None = None) -> None:
+        super().__init__(pattern, slots, relative)
+        self.best = []
+
+    def offer(self, number: int, score_BHC: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """Offer a position's scores to the best of queries (number 0) or keys; return where it joins, and its slots."""
+        if number == len(self.best):
+            margin_HC = tie_margin(self.pattern.centroids.centroid_HCD, score_BHC.dtype)
+            margin_L = margin_HC.expand_as(score_BHC).flatten()
+            self.best.append(PrefixTopK((score_BHC.numel(),), self.slots, score_BHC, margin_L))
+        at_L = torch.full((score_BHC.numel(),), position, device=score_BHC.device)
+        joins_L, slot_L, _ = self.best[number].offer(score_BHC.flatten(), at_L)
+        return joins_L.view(score_BHC.shape), slot_L.view(score_BHC.shape)
+
+
+def reads_of(lists: list[Packed], length: int, window: int, attend_self: bool) -> Reads:
+    """Return who reads whom where positions are members, or queries and keys apart."""
+    if len(lists) == 1:
+        return members_read(lists[0], length, window, attend_self)
+    return queries_read(lists[0], lists[1], length, window, attend_self)
+
+
+def prefix_reads(queries: Arrivals, keys: Arrivals, window: int, length: int, attend_self: bool) -> Indexed:
+    """Return what streaming top-w reads: the keys that are among a cluster's best when the query arrives."""
+    row_P, list_P = queries.lists.row_M, queries.lists.list_M()
+    first_L, count_L = keys.lists.first_L(), keys.lists.count_L
+    slot_A = torch.arange(int(count_L.max()) if len(count_L) else 0, device=row_P.device)
+    chosen = []
+    piece = max(1, MAX_ARRIVALS // max(1, len(slot_A)))
+    for row_Q, list_Q in zip(row_P.split(piece), list_P.split(piece), strict=True):
+        number_QA = (first_L[list_Q][:, None] + slot_A).clamp(max=max(0, len(keys.lists.row_M) - 1))
+        row_QA = keys.lists.row_M[number_QA]
+        there_QA = (slot_A < count_L[list_Q][:, None]) & (row_QA <= row_Q[:, None])
+        there_QA &= keys.leaves_M[number_QA] > (row_Q % max(1, length))[:, None]
+        hidden_QA = there_QA & (row_QA == row_Q[:, None]) & (there_QA.sum(-1, keepdim=True) > 1) & (not attend_self)
+        there_QA &= ~hidden_QA
+        chosen.append(torch.where(there_QA, row_QA, -1).topk(min(window, len(slot_A)), dim=-1).values)
+    index_PK = torch.cat(chosen) if chosen else row_P.new_zeros(0, 1)
+    return Indexed(row_P, index_PK, length)

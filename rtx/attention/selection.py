@@ -1,230 +1,247 @@
-"""Membership: which positions belong to which cluster, and how the choice looks when only the prefix may be read.
+"""Which positions belong to which cluster, and how the choice looks when only the prefix may be read.
 
-Shapes: B sequences, H heads, G heads of all sequences, C clusters, N positions, W attention window, L lists, M members
-of all lists together. Scores are dot products of a centroid with a normalised query. Nothing here is differentiated;
-neither are the papers' top-k sets. Memory: who holds all scores of a long sequence is `choice.py`'s matter.
+Scores are dot products of a centroid with a normalised vector, in float32 or wider; nothing here is differentiated. A
+head's scores, 4 N^2 / W bytes at C = N / W clusters, are held at once.
+
+Shapes: B sequences, H heads, X = B * H of them or some of those, C clusters, N positions, D head size, W attention
+window, L = B * H * C lists, M members of all lists together, T positions of a piece.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention.lists import Members, last_members, padded
-from rtx.attention.products import wide_products
+from rtx.attention.packed import Packed, pack
 
-MAX_DRAWS = 1 << 23
-"""Random numbers held at once, but for those of one cluster."""
+SELECTIONS = ("causal", "topk", "nearest")
+MAX_SCORES = 1 << 23
+"""Scores held at once, but for those of one head."""
 
 
-@torch.no_grad()
+def normalise(x_BHND: Tensor) -> Tensor:
+    """Return LayerNorm(x) without scale or bias, at least in float32 (Algorithm 1, line 7)."""
+    return F.layer_norm(x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32)), x_BHND.shape[-1:], eps=1e-6)
+
+
 def centroid_scores(centroid_HCD: Tensor, x_BHND: Tensor) -> Tensor:
     """Return the dot products `[B, H, C, N]` of centroids with normalised vectors, float32 or wider."""
     x_BHND = x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32))
-    with torch.autocast(x_BHND.device.type, enabled=False), wide_products(x_BHND):
+    with torch.autocast(x_BHND.device.type, enabled=False):
         return centroid_HCD.to(x_BHND.dtype) @ x_BHND.transpose(-1, -2)
+
+
+class Assignment(NamedTuple):
+    """What the scores of centroids give."""
+
+    lists: Packed
+    """The members of every cluster."""
+    nearest_BHN: Tensor | None
+    """The centroid that scores each position highest; of equals the first."""
+    mean_HC: Tensor | None
+    """Mean score of each centroid over all real positions, and the mean of its square."""
+    square_HC: Tensor | None
+
+
+@torch.no_grad()
+def assign(
+    centroid_HCD: Tensor,
+    x_BHND: Tensor,
+    real_BN: Tensor | None,
+    *,
+    selection: str,
+    window: int,
+    threshold_HC: Tensor | None = None,
+    nearest: bool = False,
+    moments: bool = False,
+) -> Assignment:
+    """Return the members of every cluster; padding (false in the mask) belongs nowhere.
+
+    "topk": each centroid's `window` best positions of the whole sequence (Algorithm 1, line 13), so that the choice
+    sees the future; of equals the earlier, and NaN is worse than every score. "causal": see `joins`. "nearest": the
+    cluster alone that scores a position highest. `nearest` and `moments` ask for what else is returned.
+    """
+    B, H, N, _ = x_BHND.shape
+    C = centroid_HCD.shape[1]
+    rows, counts, best, sums, squares = [], [], [], [], []
+    x_XND, centroid_XCD = x_BHND.flatten(0, 1), centroid_HCD.repeat(B, 1, 1)
+    real_XN = None if real_BN is None else real_BN.repeat_interleave(H, 0)
+    threshold_XC = None if threshold_HC is None else threshold_HC.repeat(B, 1)
+    piece = max(1, MAX_SCORES // max(1, C * N))
+    for first in range(0, max(1, B * H), piece):
+        here = slice(first, first + piece)
+        score_XCN = centroid_scores(centroid_XCD[here], x_XND[here])
+        real = None if real_XN is None else real_XN[here, None]
+        if moments:
+            kept_XCN = score_XCN if real is None else score_XCN * real
+            sums.append(kept_XCN.sum(-1))
+            squares.append(kept_XCN.square().sum(-1))
+        if nearest or selection == "nearest":
+            best.append(score_XCN.argmax(1) if N else score_XCN.new_zeros(len(score_XCN), 0).long())
+        if selection == "nearest":
+            continue
+        if selection == "topk":
+            position_LW = topk_positions(score_XCN if real is None else score_XCN.masked_fill(~real, -math.inf), window)
+            position_LW = position_LW.flatten(0, 1)
+            list_L1 = torch.arange(len(position_LW), device=position_LW.device)[:, None]
+            row_LW = (first + list_L1 // C) * N + position_LW
+            kept = None if real_XN is None else real_XN.flatten()[row_LW]
+            rows.append(row_LW.flatten() if kept is None else row_LW[kept])
+            width = torch.full_like(list_L1[:, 0], position_LW.shape[1])
+            counts.append(width if kept is None else kept.sum(-1))
+        else:
+            assert threshold_XC is not None
+            member_XCN = joins(score_XCN, threshold_XC[here])
+            member_XCN = member_XCN if real is None else member_XCN & real
+            list_M, position_M = member_XCN.flatten(0, 1).nonzero(as_tuple=True)
+            rows.append((first + list_M // C) * N + position_M)
+            counts.append(member_XCN.sum(-1).flatten())
+    nearest_BHN = torch.cat(best).view(B, H, N) if best else None
+    if selection == "nearest":
+        assert nearest_BHN is not None
+        list_BHN = nearest_BHN if real_BN is None else nearest_BHN.masked_fill(~real_BN[:, None], -1)
+        lists = pack(list_BHN, C)
+    else:
+        lists = Packed(torch.cat(rows), torch.cat(counts))
+    total = max(1, B * N if real_BN is None else int(real_BN.sum()))
+    mean_HC, square_HC = (torch.cat(x).view(B, H, C).sum(0) / total if x else None for x in (sums, squares))
+    return Assignment(lists, nearest_BHN, mean_HC, square_HC)
+
+
+def joins(score_XCN: Tensor, threshold_XC: Tensor) -> Tensor:
+    """Return the memberships by thresholds, `[X, C, N]`, each decided by its position alone.
+
+    A position joins every cluster that scores it at or above its threshold, and where there is none the one whose
+    threshold it misses by least, so that it is never left out; thresholds that follow counts then share positions out.
+    """
+    above_XCN = score_XCN - threshold_XC[..., None]
+    if not above_XCN.numel():
+        return above_XCN >= 0
+    return (above_XCN >= 0).scatter_(1, above_XCN.argmax(1, keepdim=True), True)
+
+
+def topk_positions(score_XCN: Tensor, window: int) -> Tensor:
+    """Return each centroid's `window` best positions, ascending, `[X, C, W]`; of equals the earlier, NaN is worst."""
+    N = score_XCN.shape[-1]
+    if window >= N:
+        return torch.arange(N, device=score_XCN.device).expand(*score_XCN.shape[:2], N)
+    value, at = score_XCN.topk(window + 1, dim=-1)
+    if bool(value[..., :1].isnan().any()):  # torch ranks NaN highest
+        return topk_positions(score_XCN.masked_fill(score_XCN.isnan(), -math.inf), window)
+    tied_XC = value[..., window] == value[..., window - 1]
+    if bool(tied_XC.any()):  # which of equals torch takes is its own affair
+        at[tied_XC] = score_XCN[tied_XC].sort(dim=-1, descending=True, stable=True).indices[:, : window + 1]
+    return at[..., :window].sort(dim=-1).values
 
 
 def tie_margin(centroid_HCD: Tensor, dtype: torch.dtype) -> Tensor:
     """Return how far apart scores `[H, C]` of one and the same unit may come out of products of different shapes.
 
-    Streams take scores that are closer for equal: a unit that returns must not push itself out by its rounding. That of
-    the queries, which come out of products themselves, is in it.
+    Streams take scores that are closer for equal: a unit that returns must not push itself out by its rounding.
     """
     wide = torch.promote_types(dtype, torch.float32)
     return 64 * torch.finfo(wide).eps * math.sqrt(centroid_HCD.shape[-1]) * centroid_HCD.to(wide).norm(dim=-1)
 
 
-def topk_members(score_GCN: Tensor, window: int, margin_GC: Tensor | None = None) -> Tensor:
-    """Return the mask of each centroid's `window` best positions (Algorithm 1, line 13); of equals the earlier wins.
-
-    The choice reads the whole sequence, so it sees the future of every position. Scores within the margin of the
-    `window`-th best count as equal to it. NaN is worse than every score.
-    """
-    if window >= score_GCN.shape[-1]:
-        return torch.ones_like(score_GCN, dtype=torch.bool)
-    worst_GC1 = score_GCN.topk(window, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-    margin_GC1 = 0 if margin_GC is None else margin_GC[..., None]
-    member_GCN = score_GCN >= worst_GC1 - margin_GC1
-    if bool((member_GCN.sum(-1) != window).any()):
-        if bool(worst_GC1.isnan().any()):  # torch ranks NaN highest, and nothing compares with it: last instead
-            return topk_members(score_GCN.masked_fill(score_GCN.isnan(), float("-inf")), window, margin_GC)
-        better_GCN = score_GCN > worst_GC1 + margin_GC1
-        tied_GCN = member_GCN & ~better_GCN
-        places_GC1 = window - better_GCN.sum(-1, keepdim=True)
-        member_GCN = better_GCN | (tied_GCN & (tied_GCN.cumsum(-1) <= places_GC1))
-    return member_GCN
-
-
-def threshold_members(score_GCN: Tensor, threshold_GC: Tensor) -> Tensor:
-    """Return the mask of positions that a centroid scores at or above its threshold: decided by each position alone."""
-    return score_GCN >= threshold_GC[..., None]
-
-
-class Nearest:
-    """The centroid that scores each position highest, of those whose scores were offered; of equals the first wins."""
-
-    def __init__(self, like_GND: Tensor) -> None:
-        G, N, _ = like_GND.shape
-        self.number_GN = torch.zeros(G, N, dtype=torch.int64, device=like_GND.device)
-        dtype = torch.promote_types(like_GND.dtype, torch.float32)
-        self.best_GN = like_GND.new_full((G, N), float("-inf"), dtype=dtype)
-
-    def offer(self, score_GCN: Tensor, heads: slice, first: int) -> None:
-        """Take in the scores that some heads' centroids give, from number `first` on, in the order of numbers."""
-        number_GN, best_GN = self.number_GN[heads], self.best_GN[heads]
-        if score_GCN.device.type != "cpu":
-            higher_GN, which_GN = score_GCN.max(1)
-            number_GN.copy_(torch.where(higher_GN > best_GN, which_GN + first, number_GN))
-            torch.maximum(best_GN, higher_GN, out=best_GN)
-            return
-        # One cluster after the other reads memory in order: argmax over a dimension in the middle takes thrice as long.
-        for c in range(score_GCN.shape[1]):
-            number_GN.masked_fill_(score_GCN[:, c] > best_GN, first + c)
-            torch.maximum(best_GN, score_GCN[:, c], out=best_GN)
-
-
-def nearest_clusters(score_GCN: Tensor) -> Tensor:
-    """Return the number `[G, N]` of the centroid that scores each position highest; of equals the first wins."""
-    nearest = Nearest(score_GCN.mT)
-    nearest.offer(score_GCN, slice(None), 0)
-    return nearest.number_GN
-
-
-def random_positions(heads: int, clusters: int, length: int, window: int, seed: int) -> Tensor:
-    """Return `window` random positions for each cluster, ascending, `[H, C, W]`: a function of the arguments alone.
-
-    A window over `length` is `length`.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    lists = heads * clusters
-    step = max(1, MAX_DRAWS // length)
-    # Draws follow one another, however many are made at once.
-    parts = [
-        topk_members(torch.rand(1, min(step, lists - first), length, generator=generator, device="cpu"), window)
-        .nonzero(as_tuple=True)[2]
-        .view(-1, min(window, length))
-        for first in range(0, lists, step)
-    ]
-    empty_LW = torch.zeros(0, min(window, length), dtype=torch.int64, device="cpu")
-    return torch.cat([empty_LW, *parts]).view(heads, clusters, min(window, length))
-
-
-def window_scores(score_GCN: Tensor, window: int, length: int, real_GN: Tensor | None = None) -> Tensor:
-    """Return the score `[G, C]` that a threshold must have to keep `window` of `length` positions.
-
-    Of a sequence with n positions (n real ones under `real_GN`) it is the ceil(window * n / length)-th best; 0 for a
-    sequence of padding alone, or of no positions.
-    """
-    if not score_GCN.shape[-1]:
-        return score_GCN.new_zeros(score_GCN.shape[:2])
-    if real_GN is None:
-        rank = window_rank(score_GCN.shape[-1], window, length)
-        return score_GCN.topk(rank, dim=-1, sorted=False).values.amin(-1)
-    rank_G = torch.tensor([window_rank(n, window, length) for n in real_GN.sum(-1).tolist()], device=score_GCN.device)
-    score_GCN = score_GCN.masked_fill(~real_GN[:, None], float("-inf"))
-    best_GCR = score_GCN.topk(int(rank_G.max()) if len(rank_G) else 1, dim=-1).values
-    rank_GC1 = (rank_G - 1)[:, None, None].expand(*best_GCR.shape[:2], 1)
-    return best_GCR.gather(-1, rank_GC1)[..., 0].masked_fill(~real_GN.any(-1)[:, None], 0.0)
-
-
-def window_rank(n: int, window: int, length: int) -> int:
-    """Return the rank of the score that keeps `window` of `length` positions among n."""
-    return min(n, math.ceil(window * n / length)) if n else 1
-
-
-class BestOfPrefix:
+class PrefixTopK:
     """Streaming top-w: the best `window` scores of each cluster so far, and the position behind each.
 
-    `shape` is that of the clusters, `[B, H, C]` or `[L]`, which `margin` broadcasts to. Equal scores, and those no more
-    than the margin apart: the earlier position wins.
+    Of scores no more than `margin` (broadcast to `shape`) apart the earlier position wins.
     """
 
     def __init__(self, shape: tuple[int, ...], window: int, like: Tensor, margin: Tensor | float = 0.0) -> None:
         self.margin = torch.as_tensor(margin, dtype=like.dtype, device=like.device)[..., None]
-        self.score_W = like.new_full((*shape, window), float("-inf"))
-        # An empty slot counts as the latest of all positions, so that empty slots are filled first.
-        empty_W = torch.arange(window, device=like.device) + (1 << 40)
+        self.score_W = like.new_full((*shape, window), -math.inf)
+        # An empty slot counts as later than all positions, so that empty slots are filled first, in order.
+        empty_W = (1 << 40) - torch.arange(window, device=like.device)
         self.position_W = empty_W.expand(self.score_W.shape).clone()
-        self.raise_bar()
 
-    def raise_bar(self) -> None:
-        """Set the score that a newcomer must exceed, `[*shape, 1]`; it never falls."""
-        self.bar = self.score_W.amin(-1, keepdim=True) + self.margin
+    def bar(self) -> Tensor:
+        """Return the score that a newcomer must exceed, `[*shape, 1]`; it never falls."""
+        return self.score_W.amin(-1, keepdim=True) + self.margin
 
-    def fill(self, score_M: Tensor, members: Members) -> None:
-        """Begin with the best of positions 0 to N - 1 and their scores, in order of position."""
-        W = self.score_W.shape[-1]
-        kept_J, list_J, slot_J = last_members(members, W)
-        self.score_W.view(-1, W)[list_J, slot_J] = score_M[kept_J]
-        self.position_W.view(-1, W)[list_J, slot_J] = members.position_M()[kept_J]
-        self.raise_bar()
-
-    def offer(self, score: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def offer(self, score: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Offer one position to every cluster; return who takes it, and there its slot and who held it."""
-        joins = score[..., None] > self.bar
-        if not joins.any():  # the usual case late in a stream
-            nowhere = torch.zeros_like(joins[..., 0], dtype=torch.int64)
-            return joins[..., 0], nowhere, nowhere
-        slot = torch.where(self.score_W <= self.bar, self.position_W, -1).argmax(-1, keepdim=True)
+        bar = self.bar()
+        joins = score[..., None] > bar
+        slot = torch.where(self.score_W <= bar, self.position_W, -1).argmax(-1, keepdim=True)
         self.score_W.scatter_(-1, slot, torch.where(joins, score[..., None], self.score_W.gather(-1, slot)))
         held = self.position_W.gather(-1, slot)
-        newcomer = position if isinstance(position, int) else position[..., None]
-        self.position_W.scatter_(-1, slot, torch.where(joins, newcomer, held))
-        self.raise_bar()
+        self.position_W.scatter_(-1, slot, torch.where(joins, position[..., None], held))
         return joins[..., 0], slot[..., 0], held[..., 0]
 
 
-def newcomers(best: BestOfPrefix, score_LT: Tensor, start: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Offer a block of positions; return who joined: lists, positions, and who held the slots before.
+class Arrivals(NamedTuple):
+    """Who is among the best W of its own prefix."""
 
-    Who fails to pass what was the bar before the block never joins: only the others are offered, each list its own.
+    lists: Packed
+    leaves_M: Tensor
+    """The position at which each is no longer among the best; N: never."""
+    best: PrefixTopK
+    """The best of the whole sequence."""
+
+
+@torch.no_grad()
+def arrivals(centroid_HCD: Tensor, x_BHND: Tensor, real_BN: Tensor | None, window: int) -> Arrivals:
+    """Return the top-w sets of every prefix: who joins each cluster on arrival, and until when it stays.
+
+    Position i reads j <= i where j joined on arrival and leaves behind i.
     """
-    list_M, at_M = (score_LT > best.bar).nonzero(as_tuple=True)
-    slots, real_LK = padded(torch.bincount(list_M, minlength=len(score_LT)))
-    joined = []
-    for number_L, real_L in zip(slots.unbind(1), real_LK.unbind(1), strict=True):
-        at_L = at_M[number_L]
-        score_L = score_LT.gather(1, at_L[:, None])[:, 0].masked_fill(~real_L, float("-inf"))
-        joins_L, _, held_L = best.offer(score_L, at_L + start)
-        joined.append((joins_L.nonzero()[:, 0], at_L[joins_L] + start, held_L[joins_L]))
-    return joined
-
-
-def prefix_members(
-    chunks: Iterable[Tensor], window: int, margin: Tensor | float = 0.0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return, for streaming top-w of L clusters, who joins on arrival, and until when each of them stays.
-
-    Position j of a list is read by i >= j where j joined on arrival and `leaves` of it is greater than i; who is never
-    pushed out leaves at N. This is the top-w set of every prefix, found in one pass.
-
-    Args:
-        chunks: scores `[L, T]` of T further positions each.
-        margin: see `BestOfPrefix`.
-
-    Returns:
-        The members' lists, their positions, and when they leave, `[M]` each, ordered by list and position.
-    """
-    best, start, joined = None, 0, []
-    for chunk_LT in chunks:
-        best = BestOfPrefix(chunk_LT.shape[:1], window, chunk_LT, margin) if best is None else best
-        end = start + chunk_LT.shape[1]
-        while start < end:
-            # A block of a quarter of the prefix: of N(0, 1) scores about a quarter of W positions may still join.
-            block_LT = chunk_LT[:, start - end :][:, : max(window, start // 4)]
-            joined += newcomers(best, block_LT, start)
-            start += block_LT.shape[1]
-    if not joined:
-        none_M = torch.zeros(0, dtype=torch.int64, device=None if best is None else best.score_W.device)
-        return none_M, none_M, none_M
+    B, H, N, _ = x_BHND.shape
+    C = centroid_HCD.shape[1]
+    margin_L = tie_margin(centroid_HCD, x_BHND.dtype).repeat(B, 1, 1).flatten()
+    wide = x_BHND.new_zeros(0, dtype=torch.promote_types(x_BHND.dtype, torch.float32))
+    best = PrefixTopK((B * H * C,), window, wide, margin_L)
+    none_M = torch.zeros(0, dtype=torch.int64, device=x_BHND.device)
+    joined = [(none_M, none_M, none_M)]
+    for first, score_LT in prefix_scores(centroid_HCD, x_BHND, real_BN, window):
+        joined += newcomers(best, score_LT, first)
     list_M, position_M, held_M = (torch.cat(parts) for parts in zip(*joined, strict=True))
-    number_M, order_M = (list_M * start + position_M).sort()
-    leaves_M = torch.full_like(number_M, start)
-    pushed_M = held_M < start  # an empty slot counts as later than all
-    out_J = torch.searchsorted(number_M, (list_M * start + held_M)[pushed_M])
-    leaves_M[out_J] = position_M[pushed_M]
-    return list_M[order_M], position_M[order_M], leaves_M
+    number_M, order_M = (list_M * N + position_M).sort()
+    leaves_M = torch.full_like(number_M, N)
+    pushed_M = held_M < N  # an empty slot counts as later than all
+    leaves_M[torch.searchsorted(number_M, (list_M * N + held_M)[pushed_M])] = position_M[pushed_M]
+    list_M, position_M = list_M[order_M], position_M[order_M]
+    lists = Packed(list_M // C * N + position_M, torch.bincount(list_M, minlength=B * H * C))
+    return Arrivals(lists, leaves_M, best)
+
+
+def prefix_scores(
+    centroid_HCD: Tensor, x_BHND: Tensor, real_BN: Tensor | None, window: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the first position and the scores `[L, T]` of one piece of the sequence after the other.
+
+    A piece is at most a quarter of its prefix: of scores that are normal about W / 4 positions of it may still join.
+    """
+    B, H, N, _ = x_BHND.shape
+    first, most = 0, max(1, MAX_SCORES // max(1, B * H * centroid_HCD.shape[1]))
+    while first < N:
+        end = min(N, first + min(most, max(window, first // 4)))
+        score_BHCT = centroid_scores(centroid_HCD, x_BHND[:, :, first:end])
+        if real_BN is not None:
+            score_BHCT = score_BHCT.masked_fill(~real_BN[:, None, None, first:end], -math.inf)
+        yield first, score_BHCT.flatten(0, 2)
+        first = end
+
+
+def newcomers(best: PrefixTopK, score_LT: Tensor, first: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Offer a piece of positions; return who joined: lists, positions, and who held the slots before.
+
+    Who fails to pass what was the bar before the piece never joins: only the others are offered, each list its own.
+    """
+    list_M, at_M = (score_LT > best.bar()).nonzero(as_tuple=True)
+    count_L = torch.bincount(list_M, minlength=len(score_LT))
+    first_L = count_L.cumsum(0) - count_L
+    joined = []
+    for turn in range(int(count_L.max()) if len(count_L) else 0):
+        real_L = turn < count_L
+        at_L = at_M[(first_L + turn).clamp(max=len(at_M) - 1)]
+        score_L = score_LT.gather(1, at_L[:, None])[:, 0].masked_fill(~real_L, -math.inf)
+        joins_L, _, held_L = best.offer(score_L, at_L + first)
+        joined.append((joins_L.nonzero()[:, 0], at_L[joins_L] + first, held_L[joins_L]))
+    return joined

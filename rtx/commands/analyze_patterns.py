@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rtx.analysis.reading import Reading, read_heads
-from rtx.analysis.weights import Head, layer_inputs
+from rtx.analysis.reading import Head, Reading, heads_of, layer_inputs, read_heads
 from rtx.commandline.vocabulary import run_folder
 from rtx.commands.analyze import keep, save
 from rtx.commands.eval import check_fingerprint
@@ -200,8 +199,7 @@ def map_rows(length: int) -> np.ndarray:
 
 def names(attention: MultiheadAttention, heads: list[int]) -> dict[Head, int]:
     """Return the chosen heads of a layer in order, each with its number in the layer."""
-    sizes = {name: width // attention.size for name, width in zip(attention.groups, attention.widths, strict=False)}
-    every = [(name, head) for name, count in sizes.items() for head in range(count)]
+    every = [(name, head) for name, count in heads_of(attention).items() for head in range(count)]
     return {name: number for number, name in enumerate(every) if number in heads}
 
 

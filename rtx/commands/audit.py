@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rtx.analysis.causality import audit_model, audit_outputs, prefix_lengths
+from rtx.analysis.choice_gradients import choice_gradients
 from rtx.analysis.foreign import NextUnit, build_module, logits_of, told
 from rtx.analysis.price import DIFFERENCES, PARALLEL, STREAMING, price, sample_positions
 from rtx.analysis.spans import standard_error
@@ -108,6 +109,7 @@ def audit_run(folder: Path, config: Config) -> Result:
         ids_BN = real_ids(config, store)
     # A copy: it may become float64, and the price is paid in the arithmetic of the run.
     result["changes"] = change_futures(copy.deepcopy(trained.model), config, ids_BN)
+    result["choices"] = train_choices(trained.model, ids_BN)
     if store is not None:
         with trained.arithmetic():
             result["price"] = price_model(trained.model, config, store)
@@ -124,7 +126,8 @@ def audit_configuration(config: Config) -> Result:
         nn.init.normal_(model.output_VS)  # as initialised, zero, it hides all that moves
     print(f"{config.model.name}: a fresh model, {plural(model.count_parameters(), 'parameter')}, seed {config.seed}")
     ids_BN = random_ids(config, config.audit.length or config.data.length, size)
-    return {"config": to_dict(config), "changes": change_futures(model, config, ids_BN), "time": utc_now()}
+    changes = change_futures(model, config, ids_BN)
+    return {"config": to_dict(config), "changes": changes, "choices": train_choices(model, ids_BN), "time": utc_now()}
 
 
 def audit_module(config: Config, overrides: list[str]) -> Result:
@@ -247,6 +250,14 @@ def change_futures(model: Transformer, config: Config, ids_BN: Tensor) -> Result
     print("\n".join(verdict(mode, audit, wish.tolerance) for mode, audit in audits.items()))
     records = {mode: audit_record(audit, wish.tolerance) for mode, audit in audits.items()}
     return {**changes_facts(ids_BN, prefixes, model), **records}
+
+
+def train_choices(model: Transformer, ids_BN: Tensor) -> list[Result]:
+    """Say of every choice by content what trains it, by one training pass over one sequence; return the record."""
+    found = choice_gradients(model, ids_BN[:1].roll(-1, dims=1).to(model.output_VS.device))
+    for choice in found:
+        print(choice.line())
+    return [choice.record() for choice in found]
 
 
 def changes_line(ids_BN: Tensor, prefixes: list[int], model: nn.Module) -> str:

@@ -10,7 +10,7 @@ from rtx.analysis.cost import Cost, cost
 from rtx.analysis.footprint import footprint
 from rtx.analysis.switches import fitting, micro_batch
 from rtx.compose import compose
-from rtx.config import Config, DataConfig, base_patterns
+from rtx.config import CLUSTERED, Config, DataConfig, base_patterns
 from rtx.config_training import SPREAD
 from rtx.data import recall
 from rtx.data.catalog import data_root, prepared_vocabulary
@@ -55,7 +55,7 @@ def report(config: Config, total: Cost) -> list[str]:
     if routed:
         lines.append(
             f"routing     {plural(routing.heads, 'head')} in each of the top {plural(routing.layers, 'layer')}, "
-            f"selection={routing.selection}, C = {routing.clusters:,} clusters of W = {routing.window:,}"
+            f"selection={routing.selection}, {read_by(config)}"
         )
     lines += [
         f"parameters  {total.parameters:,} ({total.embedding_parameters:,} of them embedding and output)",
@@ -73,6 +73,15 @@ def report(config: Config, total: Cost) -> list[str]:
         + ", ".join(f"{duration(total.step(config) * trainer.steps / rate)} at {name}" for name, rate in RATES.items()),
     ]
     return lines
+
+
+def read_by(config: Config) -> str:
+    """Return what routing heads read, in words."""
+    routing = config.routing
+    if routing.selection in CLUSTERED:
+        return f"C = {routing.clusters:,} clusters of W = {routing.window:,}"
+    blocks = f" in blocks of {routing.block:,}" if routing.selection.startswith("blocks") else ""
+    return f"W = {routing.window:,} keys of a query{blocks}"
 
 
 def fit_lines(config: Config, needed: float, known: int) -> list[str]:

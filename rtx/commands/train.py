@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from rtx.analysis.telemetry import read_telemetry
-from rtx.analysis.turnover import read_memberships, turnover
 from rtx.commands.eval import measured
 from rtx.commands.resume import drifted
 from rtx.compose import compose, to_dict, to_yaml, with_absolute_path
@@ -192,8 +191,6 @@ def train(
                 records=records,
                 signals=signals,
                 telemetry=read_telemetry,
-                memberships=read_memberships,
-                turnover=turnover,
                 start=start,
             )
         )

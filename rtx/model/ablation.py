@@ -10,12 +10,11 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
-from rtx.attention.heads import Heads, HeadState, Rotate, RotateFrom
-from rtx.attention.random import RandomHeads
-from rtx.attention.weights import Distances
+from rtx.attention.pattern import Pattern, PositionPattern, Spread
+from rtx.attention.patterns import Random
 from rtx.config import Config
 from rtx.errors import UserError
-from rtx.model.patterns import ROUTED, layer_patterns, make_routed
+from rtx.model.patterns import ROUTED, layer_patterns
 from rtx.model.transformer import Transformer
 
 MEMBER_SEED = 1_000_003
@@ -48,58 +47,42 @@ def ablate(model: Transformer, config: Config) -> None:
         UserError: as `check_ablation`.
     """
     check_ablation(config)
-    how = config.eval.ablate
-    if how == "none":
+    if config.eval.ablate == "none":
         return
     for layer, block in enumerate(model.blocks):
         groups: nn.ModuleDict = block.attention.groups  # type: ignore[union-attr,assignment]
         if ROUTED in groups:
-            swapped = substitute(how, layer_patterns(config, layer)[ROUTED], config, layer)
+            swapped = substitute(groups[ROUTED], layer_patterns(config, layer)[ROUTED], config, layer)  # type: ignore[arg-type]
             groups[ROUTED] = swapped.to(model.output_VS.device).train(model.training)
 
 
-def substitute(how: str, count: int, config: Config, layer: int) -> Heads:
+def substitute(routed: Pattern, heads: int, config: Config, layer: int) -> Pattern:
     """Return what takes the place of the routing heads of a layer."""
-    if how == "routing":
-        return SilentHeads()
-    routing = dataclasses.replace(config.routing, selection="random")
-    swapped = make_routed(count, dataclasses.replace(config, routing=routing, seed=config.seed + MEMBER_SEED), layer)
-    assert isinstance(swapped, RandomHeads)
-    if how == "local":  # one cluster of all positions, of which a member reads the last W
-        swapped.position_HCW, swapped.length = torch.zeros(count, 1, 1, dtype=torch.int64), 1
+    if config.eval.ablate == "routing":
+        return Recent(routed, 0)
+    if config.eval.ablate == "local":
+        return Recent(routed, config.routing.window)
+    swapped = Random.from_config(dataclasses.replace(config, seed=config.seed + MEMBER_SEED), heads, layer)
+    swapped.prepare = routed.prepare  # type: ignore[method-assign]
+    swapped.has_keys = routed.has_keys
     return swapped
 
 
-class SilentHeads(Heads):
-    """Heads that give nothing."""
+class Recent(PositionPattern):
+    """Heads that read the last `window` positions (0: nothing), by the queries and keys of the heads they stand for."""
 
-    def forward(
-        self,
-        q_BHND: Tensor,
-        k_BHND: Tensor | None,
-        v_BHND: Tensor,
-        *,
-        rotate: Rotate | None = None,
-        relative: Distances | None = None,
-        streaming: bool = False,
-        mask_BN: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """See `Heads.forward`."""
-        return torch.zeros_like(v_BHND), q_BHND.new_zeros(())
+    def __init__(self, routed: Pattern, window: int) -> None:
+        super().__init__(scale=routed.scale, backend=routed.backend)
+        self.prepare, self.has_keys = routed.prepare, routed.has_keys  # type: ignore[method-assign]
+        self.window, self.keeps = window, max(1, window)
+        self.attend_self = getattr(routed, "attend_self", True) or window == 1
 
-    def start(self, relative: Distances | None = None) -> HeadState:
-        """See `Heads.start`."""
-        return SilentState()
+    def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
+        """One list, of which the last positions are read."""
+        one_N = torch.zeros_like(position_N)
+        until_N = position_N + 1 if self.attend_self else position_N.clamp(min=1)
+        return [Spread(one_N, one_N, position_N + 1 - self.window, until_N if self.window else one_N)]
 
-
-class SilentState(HeadState):
-    """Silent heads remember nothing."""
-
-    def fill(self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, rotate: RotateFrom | None = None) -> None:
-        """See `HeadState`."""
-
-    def step(
-        self, q_BHD: Tensor, k_BHD: Tensor | None, v_BHD: Tensor, position: int, rotate: Rotate | None = None
-    ) -> Tensor:
-        """Return zeros `[B, H, D]`."""
-        return torch.zeros_like(v_BHD)
+    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
+        """The last positions; itself where it may, or is the first."""
+        return (i - j < self.window) & (self.attend_self | (j < i) | (i == 0))

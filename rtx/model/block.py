@@ -10,10 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rtx.attention.heads import HeadState
 from rtx.config import Config, ModelConfig
-from rtx.model.linear import Linear
-from rtx.model.multihead import MultiheadAttention
+from rtx.model.multihead import MultiheadAttention, Stream
 
 
 class FeedForward(nn.Module):
@@ -25,8 +23,8 @@ class FeedForward(nn.Module):
         self.dropout = config.ffn_dropout
         self.parts = config.ffn_parts
         gates = 2 if config.ffn == "geglu" else 1
-        self.inner = Linear(config.hidden, gates * config.ffn_hidden, bias=config.ffn != "geglu")
-        self.outer = Linear(config.ffn_hidden, config.hidden, bias=config.ffn != "geglu")
+        self.inner = nn.Linear(config.hidden, gates * config.ffn_hidden, bias=config.ffn != "geglu")
+        self.outer = nn.Linear(config.ffn_hidden, config.hidden, bias=config.ffn != "geglu")
 
     def forward(self, x_BNE: Tensor) -> Tensor:
         """Return the layer's output `[B, N, E]`; in parts, the wide units of one of them are held at a time."""
@@ -66,10 +64,10 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(config.model.hidden)
 
     def forward(
-        self, x_BNE: Tensor, streaming: bool = False, states: list[HeadState] | None = None
+        self, x_BNE: Tensor, prefix: bool = False, streams: list[Stream] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the block's output `[B, N, E]` and the auxiliary loss of its attention; fresh `states` are filled."""
-        branch_BNE, loss = self.attention(self.attention_norm(x_BNE) if self.pre else x_BNE, streaming, states)
+        """Return the block's output `[B, N, E]` and the auxiliary loss of its attention; see `MultiheadAttention`."""
+        branch_BNE, loss = self.attention(self.attention_norm(x_BNE) if self.pre else x_BNE, prefix, streams)
         return self.finish(x_BNE, branch_BNE), loss
 
     def finish(self, x_BNE: Tensor, branch_BNE: Tensor) -> Tensor:
@@ -81,7 +79,7 @@ class Block(nn.Module):
         x_BNE = x_BNE + F.dropout(branch_BNE, self.dropout, self.training)
         return x_BNE if self.pre else self.feed_forward_norm(x_BNE)
 
-    def step(self, x_BE: Tensor, states: list[HeadState], position: int) -> Tensor:
-        """Return the block's output `[B, E]` at the next position of each stream."""
-        branch_BE = self.attention.step(self.attention_norm(x_BE) if self.pre else x_BE, states, position)
-        return self.finish(x_BE, branch_BE)
+    def decode(self, x_B1E: Tensor, streams: list[Stream], position: int) -> Tensor:
+        """Return the block's output `[B, 1, E]` at the next position of each stream."""
+        branch_B1E = self.attention.decode(self.attention_norm(x_B1E) if self.pre else x_B1E, streams, position)
+        return self.finish(x_B1E, branch_B1E)

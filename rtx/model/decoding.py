@@ -1,4 +1,4 @@
-"""Streaming: one unit at a time, with the state that each pattern is allowed.
+"""Streaming: one unit at a time, with the KV cache that each pattern needs.
 
 Shapes: B streams, V vocabulary.
 """
@@ -19,7 +19,7 @@ class Decoder:
     def __init__(self, model: Transformer, batch: int = 1) -> None:
         self.model, self.batch = model, batch
         self.position = 0
-        self.states = [block.attention.start() for block in model.blocks]  # type: ignore[union-attr,operator]
+        self.streams = [block.attention.start() for block in model.blocks]  # type: ignore[union-attr,operator]
 
     @torch.no_grad()
     def prefill(self, prompt_BP: Tensor) -> Tensor:
@@ -31,8 +31,8 @@ class Decoder:
         model = self.model
         # The input of the last position is the last unit of the prompt: what stands at that position is not read.
         x_BNE = model.embedding(torch.cat([prompt_BP, prompt_BP.new_zeros(len(prompt_BP), 1)], dim=1))
-        for block, states in zip(model.blocks, self.states, strict=True):
-            x_BNE, _ = block(x_BNE, True, states)
+        for block, streams in zip(model.blocks, self.streams, strict=True):
+            x_BNE, _ = block(x_BNE, True, streams)
         self.position = x_BNE.shape[1]
         return model.logits(model.narrow(model.norm(x_BNE[:, -1])))
 
@@ -40,11 +40,11 @@ class Decoder:
     def step(self, tokens_B: Tensor | None = None) -> Tensor:
         """Take in the last unit of each stream (None at the start) and return the logits `[B, V]` of the next one."""
         assert (tokens_B is None) == (self.position == 0), "the first step, and only it, takes no unit"
-        x_BE = self.model.embedding.step(tokens_B, self.batch, self.position)
-        for block, state in zip(self.model.blocks, self.states, strict=True):
-            x_BE = block.step(x_BE, state, self.position)  # type: ignore[operator]
+        x_B1E = self.model.embedding.step(tokens_B, self.batch, self.position)
+        for block, streams in zip(self.model.blocks, self.streams, strict=True):
+            x_B1E = block.decode(x_B1E, streams, self.position)  # type: ignore[operator]
         self.position += 1
-        return self.model.logits(self.model.narrow(self.model.norm(x_BE)))
+        return self.model.logits(self.model.narrow(self.model.norm(x_B1E[:, 0])))
 
 
 def generate(

@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rtx.model.linear import linear
-
 MAX_LOGITS = 1 << 24
 """Logits held at once; beyond it they are computed in parts, and again in the backward pass."""
 
@@ -31,7 +29,7 @@ def token_nats(hidden_BNE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_BN:
 
 def answer_nats(hidden_BAE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_BA: Tensor) -> tuple[Tensor, Tensor]:
     """Return -log p(target) in nats, float32 or wider, and whether the target is the likeliest, each `[B, A]`."""
-    logits_BAV = linear(hidden_BAE, weight_VE, bias_V)
+    logits_BAV = F.linear(hidden_BAE, weight_VE, bias_V)
     wide = torch.promote_types(logits_BAV.dtype, torch.float32)
     nats_BA = F.cross_entropy(logits_BAV.to(wide).mT, target_BA, reduction="none")
     return nats_BA, logits_BAV.argmax(-1) == target_BA
@@ -39,6 +37,6 @@ def answer_nats(hidden_BAE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_BA
 
 def rows_nats(hidden_RE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_R: Tensor) -> Tensor:
     """Return the nats of some rows."""
-    logits_RV = linear(hidden_RE, weight_VE, bias_V)
+    logits_RV = F.linear(hidden_RE, weight_VE, bias_V)
     wide = torch.promote_types(logits_RV.dtype, torch.float32)
     return F.cross_entropy(logits_RV.to(wide), target_R, reduction="none")

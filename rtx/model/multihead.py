@@ -5,17 +5,26 @@ Shapes: B sequences, N positions, E hidden width, H heads, D = E / H head size.
 
 from __future__ import annotations
 
-import functools
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rtx.attention.heads import Heads, HeadState
-from rtx.attention.weights import Distances
+from rtx.attention.cache import Cache
+from rtx.attention.pattern import Pattern
+from rtx.attention.softmax import Relative
 from rtx.config import Config
-from rtx.model.linear import Linear
-from rtx.model.patterns import has_keys, layer_patterns, make_heads
+from rtx.model.patterns import ROUTED, layer_patterns, make_pattern
 from rtx.model.positions import Rotary, Shaw
+
+
+class Stream(NamedTuple):
+    """What a stream keeps of one group of heads."""
+
+    cache: Cache
+    last_keys: list[Tensor]
+    """The keys before the next position that a key shift or convolution reads, `[B, H, K, D]`, in a list of one."""
 
 
 class MultiheadAttention(nn.Module):
@@ -26,61 +35,100 @@ class MultiheadAttention(nn.Module):
         model = config.model
         self.size = model.hidden // model.heads
         patterns = layer_patterns(config, layer)
-        self.with_keys = [has_keys(name, config) for name in patterns]
+        self.groups = nn.ModuleDict(
+            {name: make_pattern(name, heads, config, layer) for name, heads in patterns.items()}
+        )
+        self.with_keys = [pattern.has_keys for pattern in self.each()]
         counts = list(patterns.values())
         key_counts = [count for count, with_keys in zip(counts, self.with_keys, strict=True) if with_keys]
         self.widths = [count * self.size for count in (*counts, *key_counts, *counts)]
-        self.qkv = Linear(model.hidden, sum(self.widths), bias=False)
-        self.out = Linear(model.hidden, model.hidden, bias=False)
+        self.qkv = nn.Linear(model.hidden, sum(self.widths), bias=False)
+        self.out = nn.Linear(model.hidden, model.hidden, bias=False)
         self.rotary = Rotary(self.size) if model.positions == "rotary" else None
         self.shaw = nn.ModuleDict()
         if model.positions == "shaw":
             self.shaw.update({name: Shaw(model.max_distance, self.size) for name in patterns})
-        self.groups = nn.ModuleDict({name: make_heads(name, count, config, layer) for name, count in patterns.items()})
+        routing, self.mix = config.routing, nn.ModuleDict()
+        if ROUTED in patterns and (routing.key_shift or routing.key_conv > 1):
+            self.mix[ROUTED] = KeyMix(patterns[ROUTED], self.size, routing.key_shift, routing.key_conv)
 
-    def each(self) -> list[Heads]:
+    def each(self) -> list[Pattern]:
         """The groups in order."""
-        groups = list(self.groups.values())
-        assert all(isinstance(heads, Heads) for heads in groups)
-        return groups  # type: ignore[return-value]
+        return list(self.groups.values())  # type: ignore[return-value]
 
-    def split(self, x_BNE: Tensor) -> list[tuple[Tensor, Tensor | None, Tensor]]:
-        """Return each group's queries, keys (None without keys of its own) and values, `[B, heads, N, D]`."""
+    def split(self, x_BNE: Tensor, streams: list[Stream] | None = None) -> list[tuple[Tensor, Tensor | None, Tensor]]:
+        """Return each group's queries, keys (None without keys of its own) and values, `[B, heads, N, D]`.
+
+        Keys are shifted and convolved where that is asked for; streams go on where they are.
+        """
         parts = self.qkv(x_BNE).split(self.widths, dim=-1)
         split = [part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in parts]
         count = len(self.with_keys)
         queries, keys, values = split[:count], iter(split[count:-count]), split[-count:]
-        maybe_keys = [next(keys) if with_keys else None for with_keys in self.with_keys]
-        return list(zip(queries, maybe_keys, values, strict=True))
+        own_keys = [next(keys) if with_keys else None for with_keys in self.with_keys]
+        for number, name in enumerate(self.groups):
+            if name in self.mix:
+                last = streams[number].last_keys if streams is not None else []
+                own_keys[number] = self.mix[name](own_keys[number], last)
+        return list(zip(queries, own_keys, values, strict=True))
 
-    def relative(self) -> list[Distances | None]:
+    def relative(self) -> list[Relative | None]:
         """Shaw's tables of each group, None without."""
         return [self.shaw[name]() if name in self.shaw else None for name in self.groups]
 
     def forward(
-        self, x_BNE: Tensor, streaming: bool = False, states: list[HeadState] | None = None
+        self, x_BNE: Tensor, prefix: bool = False, streams: list[Stream] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the layer's output `[B, N, E]` and its auxiliary loss; fresh `states` are filled with the sequence."""
+        """Return the layer's output `[B, N, E]` and its auxiliary loss; fresh `streams` take the sequence in."""
         outputs, total = [], x_BNE.new_zeros((), dtype=torch.float32)
-        split = self.split(x_BNE)
-        for state, (q, k, v) in zip(states or [], split, strict=False):
-            state.fill(q, k, v, self.rotary)
-        for heads, relative, (q, k, v) in zip(self.each(), self.relative(), split, strict=True):
-            out_BHND, loss = heads(q, k, v, rotate=self.rotary, relative=relative, streaming=streaming)
+        split = self.split(x_BNE, streams)
+        for stream, pattern, (q, k, v) in zip(streams or [], self.each(), split, strict=False):
+            stream.cache.prefill(pattern.inputs(q, k, self.rotary), v)
+        for pattern, relative, (q, k, v) in zip(self.each(), self.relative(), split, strict=True):
+            out_BHND, loss = pattern(q, k, v, rotate=self.rotary, relative=relative, prefix=prefix)
             outputs.append(out_BHND)
             total = total + loss
         joined_BNE = torch.cat(outputs, dim=1).transpose(1, 2).flatten(2)
         return self.out(joined_BNE), total
 
-    def start(self) -> list[HeadState]:
-        """Return the streaming state of every group at position 0."""
-        return [heads.start(relative) for heads, relative in zip(self.each(), self.relative(), strict=True)]
+    def start(self) -> list[Stream]:
+        """Return what a stream keeps of every group, at position 0."""
+        pairs = zip(self.each(), self.relative(), strict=True)
+        return [Stream(pattern.start(relative), []) for pattern, relative in pairs]
 
-    def step(self, x_BE: Tensor, states: list[HeadState], position: int) -> Tensor:
-        """Return the layer's output `[B, E]` at the next position of each stream."""
-        rotate = functools.partial(self.rotary, first=position) if self.rotary is not None else None
-        outputs = []
-        for state, (q, k, v) in zip(states, self.split(x_BE[:, None]), strict=True):
-            k_BHD = None if k is None else k[:, :, 0]
-            outputs.append(state.step(q[:, :, 0], k_BHD, v[:, :, 0], position, rotate))
-        return self.out(torch.cat(outputs, dim=1).flatten(1))
+    def decode(self, x_B1E: Tensor, streams: list[Stream], position: int) -> Tensor:
+        """Return the layer's output `[B, 1, E]` at the next position of each stream."""
+        split = self.split(x_B1E, streams)
+        outputs = [
+            stream.cache.decode(pattern.inputs(q, k, self.rotary, position), v, position)
+            for stream, pattern, (q, k, v) in zip(streams, self.each(), split, strict=True)
+        ]
+        return self.out(torch.cat(outputs, dim=1).transpose(1, 2).flatten(2))
+
+
+class KeyMix(nn.Module):
+    """Keys that look back: the key of position j is that of j - shift, plus a causal convolution over `width` keys.
+
+    With a shift of 1 a head can match "the unit before was A" (an induction head in one layer); the convolution is one
+    for each unit of a head, with SiLU, added to the key (Xiao et al. 2025). It starts at zero.
+    """
+
+    def __init__(self, heads: int, size: int, shift: int, width: int) -> None:
+        super().__init__()
+        self.shift, self.width = shift, width
+        self.taps_HDK = nn.Parameter(torch.zeros(heads, size, width)) if width > 1 else None
+
+    def forward(self, k_BHND: Tensor, last: list[Tensor]) -> Tensor:
+        """Return mixed keys; `last` holds the keys before them (none at the start), and then those before the next."""
+        back = self.shift + self.width - 1
+        before = last.pop() if last else k_BHND.new_zeros(*k_BHND.shape[:2], back, k_BHND.shape[-1])
+        every = torch.cat([before, k_BHND], dim=2)
+        last.append(every[:, :, every.shape[2] - back :])
+        shifted = every[:, :, : every.shape[2] - self.shift]
+        N = k_BHND.shape[2]
+        mixed = shifted[:, :, shifted.shape[2] - N :]
+        if self.taps_HDK is None:
+            return mixed
+        taps = self.taps_HDK.to(k_BHND.dtype).unbind(-1)
+        products = [shifted[:, :, first : first + N] * tap[:, None] for first, tap in enumerate(taps)]
+        return mixed + F.silu(torch.stack(products).sum(0))

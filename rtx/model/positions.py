@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rtx.attention.weights import Distances
+from rtx.attention.softmax import Relative
 
 TABLE_DEVIATION = 0.02
 """Standard deviation of position tables at the start."""
@@ -19,7 +18,8 @@ TABLE_DEVIATION = 0.02
 class Rotary(nn.Module):
     """Rotary position embedding (Su et al. 2021): pairs of units of a head turn by position times a fixed frequency.
 
-    A dot product of two rotated vectors depends on their distance alone. It is defined for every position.
+    Unit f and unit f + D / 2 are a pair. A dot product of two rotated vectors depends on their distance alone. It is
+    defined for every position.
     """
 
     def __init__(self, size: int, base: float = 10_000.0) -> None:
@@ -28,62 +28,22 @@ class Rotary(nn.Module):
 
     def forward(self, x_BHND: Tensor, first: int = 0) -> Tensor:
         """Return rotated vectors; the first of them stands at position `first`."""
-        where = (self.size, self.base, first, x_BHND.shape[-2], x_BHND.dtype, x_BHND.device)
-        if x_BHND.requires_grad and torch.is_grad_enabled():
-            return Turn.apply(x_BHND, *angles(*where))  # type: ignore[no-any-return]
-        if x_BHND.shape[-2] > 1:
-            return turned(x_BHND, *angles(*where))
-        cos_1D, sin_1D = paired_angles(*where)  # of a stream's single vectors half the calls take half the time
-        return torch.addcmul(x_BHND * cos_1D, x_BHND.roll(self.size // 2, -1), sin_1D)
+        cos_ND, sin_ND = angles(self.size, self.base, first, x_BHND.shape[-2], x_BHND.dtype, x_BHND.device)
+        return torch.addcmul(x_BHND * cos_ND, x_BHND.roll(self.size // 2, -1), sin_ND)
 
 
 @functools.lru_cache(maxsize=4)  # all layers and groups turn by the same
 def angles(
     size: int, base: float, first: int, count: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines `[count, size / 2]` for positions from `first` on."""
+    """Return cosines, and sines with a minus for the first of each pair, `[count, size]`, from position `first` on."""
     # Not from a buffer of frequencies: `.float()` or `.half()` would round it and turn far positions wrongly.
     with torch.inference_mode(False):
         position_N = torch.arange(first, first + count, device=device, dtype=torch.float64)
         exponent_F = torch.arange(0, size, 2, device=device, dtype=torch.float64) / size
         angle_NF = position_N[:, None] * base**-exponent_F
-        return angle_NF.cos().to(dtype), angle_NF.sin().to(dtype)
-
-
-@functools.lru_cache(maxsize=4)
-def paired_angles(*where: Any) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines for both units of each pair, `[count, size]`; the low ones get minus the sine."""
-    cos_NF, sin_NF = angles(*where)
-    return torch.cat([cos_NF, cos_NF], dim=-1), torch.cat([-sin_NF, sin_NF], dim=-1)
-
-
-class Turn(torch.autograd.Function):
-    """Turns the pairs (unit f, unit f + D / 2) by angles; the gradient is turned back.
-
-    Written out because autograd's own pass through halves and their concatenation moves four times the memory.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x_BHND: Tensor, cos_NF: Tensor, sin_NF: Tensor) -> Tensor:
-        """Return the turned vectors."""
-        ctx.save_for_backward(cos_NF, sin_NF)
-        return turned(x_BHND, cos_NF, sin_NF)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient turned back."""
-        cos_NF, sin_NF = ctx.saved_tensors
-        return turned(gradients[0], cos_NF, -sin_NF), None, None
-
-
-def turned(x_BHND: Tensor, cos_NF: Tensor, sin_NF: Tensor) -> Tensor:
-    """Return (low cos - high sin, high cos + low sin) for the two halves of each vector."""
-    low_BHNF, high_BHNF = x_BHND.chunk(2, dim=-1)
-    out_BHND = torch.empty_like(x_BHND, memory_format=torch.contiguous_format)
-    out_low_BHNF, out_high_BHNF = out_BHND.chunk(2, dim=-1)
-    torch.mul(low_BHNF, cos_NF, out=out_low_BHNF).addcmul_(high_BHNF, sin_NF, value=-1)
-    torch.mul(high_BHNF, cos_NF, out=out_high_BHNF).addcmul_(low_BHNF, sin_NF)
-    return out_BHND
+        cos_NF, sin_NF = angle_NF.cos().to(dtype), angle_NF.sin().to(dtype)
+        return torch.cat([cos_NF, cos_NF], dim=-1), torch.cat([-sin_NF, sin_NF], dim=-1)
 
 
 class Shaw(nn.Module):
@@ -94,9 +54,9 @@ class Shaw(nn.Module):
         self.keys_MD = nn.Parameter(torch.randn(max_distance + 1, size) * TABLE_DEVIATION)
         self.values_MD = nn.Parameter(torch.randn(max_distance + 1, size) * TABLE_DEVIATION)
 
-    def forward(self) -> Distances:
+    def forward(self) -> Relative:
         """Return the tables."""
-        return Distances(self.keys_MD, self.values_MD)
+        return Relative(self.keys_MD, self.values_MD)
 
 
 class LearnedPositions(nn.Module):

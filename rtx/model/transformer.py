@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rtx.attention.kmeans import statistics_paused
+from rtx.attention.centroids import statistics_paused
 from rtx.config import Config, axis_sizes
 from rtx.model.block import Block
 from rtx.model.likelihood import answer_nats, token_nats
-from rtx.model.linear import Linear, linear
 from rtx.model.positions import TABLE_DEVIATION, AxialPositions, LearnedPositions
 
 
@@ -30,7 +29,7 @@ class Embedding(nn.Module):
         width = model.embedding or model.hidden
         self.table_VS = nn.Parameter(torch.empty(vocabulary, width))
         self.start_S = nn.Parameter(torch.empty(width))
-        self.widen = Linear(width, model.hidden) if width != model.hidden else nn.Identity()
+        self.widen = nn.Linear(width, model.hidden) if width != model.hidden else nn.Identity()
         self.positions: LearnedPositions | AxialPositions | None = None
         if model.positions == "learned":
             self.positions = LearnedPositions(config.data.length, model.hidden)
@@ -52,9 +51,9 @@ class Embedding(nn.Module):
         return F.dropout(x_BNE, self.dropout, self.training)
 
     def step(self, tokens_B: Tensor | None, batch: int, position: int) -> Tensor:
-        """Return the input `[B, E]` at a position, given the unit before it (None at position 0)."""
+        """Return the input `[B, 1, E]` at a position, given the unit before it (None at position 0)."""
         x_BS = self.start_S.expand(batch, -1) if tokens_B is None else F.embedding(tokens_B, self.table_VS)
-        return self.finish(x_BS[:, None], position)[:, 0]
+        return self.finish(x_BS[:, None], position)
 
 
 class Transformer(nn.Module):
@@ -72,7 +71,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(model.layers))
         self.norm = nn.LayerNorm(model.hidden) if model.norm == "pre" else nn.Identity()
         width = model.embedding or model.hidden
-        self.narrow = Linear(model.hidden, width) if width != model.hidden else nn.Identity()
+        self.narrow = nn.Linear(model.hidden, width) if width != model.hidden else nn.Identity()
         tied = model.tie_embeddings
         self.output_VS = self.embedding.table_VS if tied else nn.Parameter(torch.empty(vocabulary, width))
         self.output_bias_V = nn.Parameter(torch.zeros(vocabulary))
@@ -124,10 +123,10 @@ class Transformer(nn.Module):
             for parameter in self.embedding.positions.parameters():
                 parameter.mul_(0.01 / TABLE_DEVIATION)
 
-    def forward(self, tokens_BN: Tensor, streaming: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens_BN: Tensor, prefix: bool = False) -> tuple[Tensor, Tensor]:
         """Return what predicts each unit, `[B, N, S]`, from the units before it, and the auxiliary loss.
 
-        `streaming`: every choice of keys is made from the prefix alone (it matters for top-w and lsh=reformer).
+        `prefix`: every choice of keys is made from the prefix alone (it matters for top-w and lsh=reformer).
         """
         x_BNE = self.embedding(tokens_BN)
         total = x_BNE.new_zeros((), dtype=torch.float32)
@@ -135,27 +134,27 @@ class Transformer(nn.Module):
             if self.recompute and self.training and torch.is_grad_enabled():
                 x_BNE, loss = checkpoint(block, x_BNE, use_reentrant=False, context_fn=recompute_contexts)  # type: ignore[misc]
             else:
-                x_BNE, loss = block(x_BNE, streaming)
+                x_BNE, loss = block(x_BNE, prefix)
             total = total + loss
         return self.narrow(self.norm(x_BNE)), total
 
-    def loss(self, tokens_BN: Tensor, streaming: bool = False) -> tuple[Tensor, Tensor]:
+    def loss(self, tokens_BN: Tensor, prefix: bool = False) -> tuple[Tensor, Tensor]:
         """Return the nats of every unit `[B, N]`, the first included, and the auxiliary loss."""
-        hidden_BNS, auxiliary = self(tokens_BN, streaming)
+        hidden_BNS, auxiliary = self(tokens_BN, prefix)
         return token_nats(hidden_BNS, self.output_VS, self.output_bias_V, tokens_BN), auxiliary
 
-    def answers(self, tokens_BN: Tensor, at_A: Tensor, streaming: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    def answers(self, tokens_BN: Tensor, at_A: Tensor, prefix: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Return the nats of the units at positions `at_A` alone and whether each is the likeliest, `[B, A]`.
 
         The third result is the auxiliary loss, of the whole sequence.
         """
-        hidden_BNS, auxiliary = self(tokens_BN, streaming)
+        hidden_BNS, auxiliary = self(tokens_BN, prefix)
         nats_BA, right_BA = answer_nats(hidden_BNS[:, at_A], self.output_VS, self.output_bias_V, tokens_BN[:, at_A])
         return nats_BA, right_BA, auxiliary
 
     def logits(self, hidden_BS: Tensor) -> Tensor:
         """Return the logits `[B, V]` of a few rows."""
-        return linear(hidden_BS, self.output_VS, self.output_bias_V)
+        return F.linear(hidden_BS, self.output_VS, self.output_bias_V)
 
     def count_parameters(self) -> int:
         """Return the number of trained values."""

@@ -20,9 +20,8 @@ LEARNING = (
     "recompute",
     "ffn_parts",
     "decay",
-    "threshold_decay",
+    "threshold_rate",
     "commitment",
-    "revive_after",
 )
 """Fields of the model and the routing that only say how it learns."""
 

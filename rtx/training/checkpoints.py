@@ -28,8 +28,7 @@ FORMAT = 1
 """Version of the layout below; a file of a later one is refused."""
 
 Checkpoint = dict[str, Any]
-"""Keys: format, step, config, data, model, optimizer, progress, ranks (random streams and running sums of each), and
-memberships (as the last validation read them)."""
+"""Keys: format, step, config, data, model, optimizer, progress and ranks (random streams and running sums of each)."""
 
 
 class Refused(Exception):
@@ -83,7 +82,7 @@ def save_best(folder: Path, checkpoint: Checkpoint) -> None:
         RunFailed: the disk is full; the file is as it was.
     """
     best = folder / "best.ckpt"
-    slim = {k: v for k, v in checkpoint.items() if k not in ("optimizer", "ranks", "memberships")}
+    slim = {k: v for k, v in checkpoint.items() if k not in ("optimizer", "ranks")}
     os.replace(write_checkpoint(best, slim), best)
     sync_folder(folder)
 

@@ -101,11 +101,11 @@ def score_windows(
     """Score windows with `model` in evaluation mode, batches dealt out to ranks, sums joined.
 
     Args:
-        model: has `loss(tokens_BN, streaming=...) -> (nats_BN, auxiliary)`; its mode is put back afterwards.
+        model: has `loss(tokens_BN, prefix=...) -> (nats_BN, auxiliary)`; its mode is put back afterwards.
         tokens: the split, unsigned integers `[units]`.
         windows: what to read and what to score; windows of one batch have the same length.
         answers: positions `[A]` in each window whose units alone are scored; None: all. Windows must then be whole
-            (`first == start`), and the model has `answers(tokens_BN, at_A, streaming=...) -> (nats_BA, right_BA, _)`.
+            (`first == start`), and the model has `answers(tokens_BN, at_A, prefix=...) -> (nats_BA, right_BA, _)`.
         batch_size: windows scored at once; unset: as many as make 16,384 units.
         streaming: decisions from the prefix alone, instead of teacher-forced.
         rank: this process among `world`, which all call this alike.
@@ -171,9 +171,9 @@ def score_batch(
     tokens_BN = torch.from_numpy(rows).to(device)
     if at_A is not None:
         assert all(window.first == window.start for window in windows), "answers are scored in whole windows"
-        nats_BA, right_BA, _ = model.answers(tokens_BN, at_A, streaming=streaming)  # type: ignore[operator]
+        nats_BA, right_BA, _ = model.answers(tokens_BN, at_A, prefix=streaming)  # type: ignore[operator]
         return torch.stack([nats_BA.double().sum(dim=1), right_BA.double().sum(dim=1)], dim=1).cpu()
-    nats_BN, _ = model.loss(tokens_BN, streaming=streaming)  # type: ignore[operator]
+    nats_BN, _ = model.loss(tokens_BN, prefix=streaming)  # type: ignore[operator]
     skipped_B1 = torch.tensor([[window.first - window.start] for window in windows], device=device)
     scored_BN = torch.arange(rows.shape[1], device=device) >= skipped_B1
     nats_B = torch.where(scored_BN, nats_BN.double(), 0.0).sum(dim=1)

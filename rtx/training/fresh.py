@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from rtx.attention.kmeans import initialise_from_data
+from rtx.attention.centroids import initialise_from_data
 from rtx.config import Config
 from rtx.model.transformer import Transformer
 from rtx.training.rng import seed_everything

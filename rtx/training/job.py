@@ -47,10 +47,6 @@ class Job:
     signals: Signals
     telemetry: Callable[[nn.Module], dict[str, float]]
     """Reads numbers of the last training forward pass, to be logged."""
-    memberships: Callable[[nn.Module, Tensor], list[Tensor]]
-    """Reads which clusters the positions of one sequence `[1, N]` are in."""
-    turnover: Callable[[Sequence[Tensor], Sequence[Tensor]], dict[str, float]]
-    """What changed between two such readings, to be logged; nothing where the first is empty."""
     answers: np.ndarray | None = None
     """Positions of each sequence whose units alone are trained on and scored; None: all of them."""
     start: Checkpoint | None = None

@@ -11,9 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
-from torch import Tensor
 
 from rtx.errors import RunFailed
 from rtx.training.alike import check_alike
@@ -44,7 +42,6 @@ class Loop(pl.Callback):
         self.few_windows = sample_windows(job.validation.windows, self.plan.val_windows)
         self.clock = Clock(progress.get("seconds", 0.0))
         self.best: dict[str, Any] | None = progress.get("best")
-        self.memberships = self.kept_memberships(job.start)
         self.grad_norm: float = progress.get("grad_norm", 0.0)
         self.saved = job.start["step"] if job.start else None
         self.saved_at = time.monotonic()
@@ -216,7 +213,7 @@ class Loop(pl.Callback):
             if score is None:
                 return False
             step = self.module.step
-            self.write_score("valid", score, **self.read_turnover(trainer))
+            self.write_score("valid", score)
             if not math.isfinite(score.bits):
                 raise RunFailed(f"step {step}: the validation loss is {score.bits}; {self.last_good()}")
             if len(self.few_windows) == len(self.job.validation.windows):
@@ -270,27 +267,9 @@ class Loop(pl.Callback):
                 on_progress=show,
             )
 
-    def read_turnover(self, trainer: pl.Trainer) -> dict[str, float]:
-        """Return what changed in the clusters of the first window since the last validation, and keep its reading."""
-        before, (start, stop) = self.memberships, self.read_window
-        units_N = torch.from_numpy(self.job.validation.tokens[start:stop].astype(np.int64))
-        with trainer.precision_plugin.val_step_context():
-            self.memberships = self.job.memberships(self.module.model, units_N[None].to(self.module.device))
-        return self.job.turnover(before, self.memberships)
-
-    def kept_memberships(self, start: Checkpoint | None) -> list[Tensor]:
-        """Return the last reading before a checkpoint; empty without one, or where it was of another window."""
-        kept = (start or {}).get("memberships", {})
-        return kept["heads"] if kept.get("window") == self.read_window else []
-
-    @property
-    def read_window(self) -> list[int]:
-        """The units `[start, stop)` whose memberships are compared."""
-        return [self.few_windows[0].start, self.few_windows[0].stop]
-
-    def write_score(self, kind: str, score: Score, **others: float) -> None:
-        """Keep the row of a score, and other values of the same moment."""
-        values = {"val_bits": score.bits, "val_units": score.units, "val_se": score.standard_error, **others}
+    def write_score(self, kind: str, score: Score) -> None:
+        """Keep the row of a score."""
+        values = {"val_bits": score.bits, "val_units": score.units, "val_se": score.standard_error}
         if score.accuracy is not None:
             values["val_accuracy"] = score.accuracy
         self.job.records.row(kind, self.module.step, **values)
@@ -310,7 +289,6 @@ class Loop(pl.Callback):
         with self.clock:
             self.check_finite(trainer.optimizers[0])
             content = self.content(trainer)
-            content["memberships"] = {"window": self.read_window, "heads": self.memberships}
             content["optimizer"] = trainer.strategy.optimizer_state(trainer.optimizers[0])
             sums = {name: getattr(self.module, name) for name in RUNNING_SUMS}
             own = {"rng": rng_state(), **sums}

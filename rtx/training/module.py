@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from rtx.attention.kmeans import update_centroids
+from rtx.attention.centroids import after_step
 from rtx.config import Config
 from rtx.model.compiled import compile_loss
 from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
@@ -94,7 +94,7 @@ class TrainingModule(pl.LightningModule):
         set_learning_rate(optimizer.optimizer, self.rate)
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         optimizer.zero_grad()  # nobody reads them any more; Lightning would keep them through the next forward pass
-        update_centroids(self.model)
+        after_step(self.model)
         self.step += 1
         self.in_step = False
 

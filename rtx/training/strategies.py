@@ -26,7 +26,7 @@ class Replicated(WatchedChildren, DDPStrategy):
     """hardware=ddp: every process has the model, gradients are averaged."""
 
     def __init__(self) -> None:
-        super().__init__(broadcast_buffers=False)  # centroids are kept equal by update_centroids
+        super().__init__(broadcast_buffers=False)  # centroids are kept equal by after_step
 
 
 class Shared(WatchedChildren, ModelParallelStrategy):

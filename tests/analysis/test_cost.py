@@ -10,10 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rtx.analysis.cost import cost, fixed_pairs, pairs, selection, strided_pairs, triangle, window_pairs
 from rtx.analysis.footprint import footprint
-from rtx.attention import reference
+from rtx.attention.choices import Indexer
+from rtx.attention.patterns import Fixed, Strided
 from rtx.checks import resolve
 from rtx.compose import compose
 from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
+from rtx.model.patterns import ROUTED, make_pattern
 from rtx.model.transformer import Transformer
 
 SMALL = resolve(
@@ -49,8 +51,38 @@ def test_pairs_are_those_of_a_loop(n: int, window: int) -> None:
     ("n", "stride", "summary"), [(1, 1, 1), (7, 3, 2), (8, 8, 1), (7, 20, 5), (30, 4, 3), (31, 5, 5)]
 )
 def test_sparse_pairs_are_those_of_the_rules(n: int, stride: int, summary: int) -> None:
-    assert strided_pairs(n, stride) == sum(len(reference.strided_sets(i, stride)[0]) for i in range(n))
-    assert fixed_pairs(n, stride, summary) == sum(len(reference.fixed_sets(i, stride, summary, 1)[0]) for i in range(n))
+    at_N = torch.arange(n)[:, None]
+    for pattern, counted in (
+        (Strided(stride=stride), strided_pairs(n, stride)),
+        (Fixed(block=stride, summary=summary), fixed_pairs(n, stride, summary)),
+    ):
+        assert counted == int((pattern.sees(0, at_N, at_N.T) & (at_N >= at_N.T)).sum())
+
+
+@pytest.mark.parametrize("selection_of", ["exact", "indexer", "blocks", "blocks_random"])
+@pytest.mark.parametrize(("window", "block"), [(8, 8), (9, 4), (31, 5), (32, 3)])
+def test_pairs_of_chosen_keys_are_those_of_the_rules(selection_of: str, window: int, block: int) -> None:
+    routing = RoutingConfig(selection=selection_of, keys="separate", heads=1, layers=1, window=window, block=block)
+    config = resolve(dataclasses.replace(SMALL, routing=routing))
+    pattern = make_pattern(ROUTED, 1, config, 1)
+    q, k = torch.randn(2, 1, 1, 32, 8, generator=torch.Generator().manual_seed(0))
+    assert pairs(ROUTED, config) == int(pattern.rule(pattern.inputs(q, k, None), 0, False).sum())
+
+
+def test_operations_of_a_choice() -> None:
+    def operations(name: str) -> float:
+        routing = RoutingConfig(selection=name, keys="separate", heads=1, layers=1, window=8, block=4)
+        return selection(ROUTED, dataclasses.replace(SMALL, routing=routing))
+
+    assert operations("exact") == 2 * 8 * triangle(32)
+    assert operations("blocks") == 2 * 8 * sum(i // 4 for i in range(32))
+    assert operations("blocks_random") == 0
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        indexer = Indexer(1, 8, window=8)
+        x = torch.randn(1, 1, 32, 8)
+        given = indexer.inputs(x, x, None)
+        _ = indexer.choice_queries(given), indexer.choice_keys(given)
+    assert operations("indexer") == counter.get_total_flops() + 2 * indexer.query_HDE.shape[-1] * triangle(32)
 
 
 def test_routing_costs_less_than_full_attention_and_more_clusters_cost_more_selection() -> None:

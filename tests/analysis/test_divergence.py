@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rtx.analysis import divergence
-from rtx.analysis.divergence import add_shared, divergences, drawn_pairs
-from rtx.analysis.weights import weight_blocks
+from rtx.analysis.divergence import divergences, drawn_pairs
+from rtx.analysis.reading import groups_of, heads_of, layer_inputs
 from rtx.model.block import Block
 from rtx.model.transformer import Transformer
 from tests.model.tiny_models import tiny_model, tokens
@@ -26,21 +26,14 @@ def by_definition(p_NM: Tensor, q_NM: Tensor) -> Tensor:
 @torch.no_grad()
 def whole_weights(model: Transformer, layer: int, tokens_BN: Tensor) -> dict[tuple[str, int], Tensor]:
     """Return the weights `[B, N, N]` of every head of a layer."""
-    x_BNE = model.embedding(tokens_BN)
-    for block in list(model.blocks)[:layer]:
-        x_BNE, _ = block(x_BNE)
-    block = model.blocks[layer]
-    assert isinstance(block, Block)
-    read_BNE = block.attention_norm(x_BNE) if block.pre else x_BNE
-    kept = {(name, head) for name, heads in drawn_heads(block).items() for head in range(heads)}
-    blocks = list(weight_blocks(block.attention, read_BNE, kept))
-    return {head: torch.cat([weights[head] for weights in blocks], dim=-1) for head in kept}
-
-
-def drawn_heads(block: Block) -> dict[str, int]:
-    """Return how many heads each group of a layer has."""
-    widths = zip(block.attention.groups, block.attention.widths, strict=False)
-    return {name: width // block.attention.size for name, width in widths}
+    attention, x_BNE = list(layer_inputs(model, tokens_BN))[layer]
+    every_N = torch.arange(tokens_BN.shape[1])
+    of_sequences = [groups_of(attention, x_1NE) for x_1NE in x_BNE.split(1)]
+    return {
+        (name, head): torch.stack([groups[name].read(head, every_N)[0] for groups in of_sequences])
+        for name, heads in heads_of(attention).items()
+        for head in range(heads)
+    }
 
 
 def test_the_sum_over_shared_keys_is_the_definition() -> None:
@@ -49,12 +42,9 @@ def test_the_sum_over_shared_keys_is_the_definition() -> None:
     p_NM[:, ::3] = 0
     q_NM[2, :6] = 0
     p_NM, q_NM = p_NM / p_NM.sum(-1, keepdim=True), q_NM / q_NM.sum(-1, keepdim=True)
-    sum_N = torch.zeros(7, dtype=torch.float64)
-    for first in (0, 5):  # in two blocks of keys
-        add_shared(
-            sum_N, p_NM[:, first : first + (5 if first == 0 else 7)], q_NM[:, first : first + (5 if first == 0 else 7)]
-        )
-    torch.testing.assert_close(math.log(2) + sum_N, by_definition(p_NM, q_NM), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(divergence.divergence(p_NM, q_NM), by_definition(p_NM, q_NM), rtol=1e-12, atol=1e-12)
+    p_NM[3] = 0  # reads nothing
+    assert len(divergence.divergence(p_NM, q_NM)) == 6
 
 
 @pytest.mark.parametrize("positions", ["rotary", "shaw", "none"])
@@ -64,7 +54,7 @@ def test_each_draw_is_the_mean_over_positions_where_both_read(
 ) -> None:
     model = tiny_model(selection=selection, positions=positions)
     tokens_BN = tokens(batch=2)
-    monkeypatch.setattr("rtx.analysis.weights.MAX_WEIGHTS", 2 * 24 * 4 * 7)  # blocks of 7 keys
+    monkeypatch.setattr(divergence, "MAX_PAIRS", 24 * 4 * 7)  # at least 7 positions at a time
     found = {(one.layer, one.kind): one for one in divergences(model, tokens_BN, draws=3, seed=5)}
     assert set(found) == {(0, ("local", "local"))} | {
         (layer, kind) for layer in (1, 2) for kind in (("local", "local"), ("local", "routed"), ("routed", "routed"))
@@ -93,9 +83,8 @@ def test_weights_of_every_head_that_reads_sum_to_one() -> None:
 def test_equal_heads_do_not_diverge_and_heads_of_other_keys_do_by_ln_2() -> None:
     p_NM = torch.eye(4, dtype=torch.float64)
     for q_NM, expected in ((p_NM, 0.0), (p_NM.roll(1, dims=1), math.log(2))):
-        sum_N = torch.zeros(4, dtype=torch.float64)
-        add_shared(sum_N, p_NM, q_NM)
-        torch.testing.assert_close(math.log(2) + sum_N, torch.full((4,), expected, dtype=torch.float64))
+        told_N = divergence.divergence(p_NM, q_NM)
+        torch.testing.assert_close(told_N, torch.full((4,), expected, dtype=torch.float64))
 
 
 def test_a_layer_of_one_head_has_no_pair() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import rtx.attention
-from rtx.analysis.pictures import M, N, W, draw, patterns, reads, redraw, share
+from rtx.analysis.pictures import N, W, draw, patterns, reads, redraw, share
 
 PAGE = Path(__file__).parents[2] / "docs/attention.md"
 
@@ -27,33 +27,26 @@ def sections() -> dict[str, str]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-def test_every_public_function_has_a_picture_and_a_formula() -> None:
-    functions = {name: f for name in rtx.attention.__all__ if inspect.isfunction(f := getattr(rtx.attention, name))}
-    patterns_of = [name for name, function in functions.items() if "q_BHND" in inspect.signature(function).parameters]
-    assert len(patterns_of) >= 9
-    for name in patterns_of:
+def test_every_pattern_has_a_picture_and_a_formula() -> None:
+    kinds = {type(pattern).__name__ for pattern in patterns().values()}
+    public = {
+        name
+        for name in rtx.attention.__all__
+        if inspect.isclass(kind := getattr(rtx.attention, name)) and issubclass(kind, rtx.attention.Pattern)
+    }
+    assert public - kinds == {"Pattern", "PositionPattern", "RandomBlocks"}
+    for name in kinds:
         own = [text for heading, text in sections().items() if re.search(rf": `{name}[`(]", heading)]
         assert own, f"docs/attention.md has no section of {name}"
         assert all("<!-- picture: " in text and re.search("S_i|[ko]_[ij] = ", text) for text in own), name
-    for name in functions.keys() - set(patterns_of):
-        assert f"`{name}`" in PAGE.read_text(encoding="utf-8"), name
 
 
 def test_every_kind_of_routing_has_a_picture() -> None:
     headings = " ".join(sections())
     for kind in ("topk", "causal", "nearest"):
         assert f'selection="{kind}"' in headings
-    for argument in ("projection_HDD=", "causal=False", "(q, k, v, "):
-        assert argument in headings
-
-
-def test_pictures_without_a_causal_mask() -> None:
-    encoder, across = (reads(patterns()[name]) for name in ("encoder", "cross"))
-    assert encoder.triu(1).any() and torch.equal(encoder, encoder.T)
-    # A cluster has W / 2 of the other sequence's keys; a query in none reads nothing, one in two what both have.
-    assert across.shape == (N, M) and min(set(across.sum(1).tolist()) - {0}) == W // 2
-    assert share(encoder).endswith("% of all pairs") and share(across).endswith("% of all pairs")
-    assert share(reads(patterns()["full"])) == "100% of all pairs j <= i"
+    for kind in ("separate", "projected"):
+        assert f'keys="{kind}"' in headings
 
 
 def test_pictures_of_known_patterns() -> None:
@@ -61,6 +54,9 @@ def test_pictures_of_known_patterns() -> None:
     assert torch.equal(reads(patterns()["full"]), distance_NN >= 0)
     assert torch.equal(reads(patterns()["local"]), (distance_NN >= 0) & (distance_NN < W))
     assert torch.equal(reads(patterns()["strided"]), (distance_NN >= 0) & (distance_NN % W == 0))
+    assert share(reads(patterns()["full"])) == "100% of all pairs j <= i"
+    for name in ("exact", "indexer"):
+        assert torch.equal(reads(patterns()[name]).sum(-1), torch.arange(1, N + 1).clamp(max=W))
     assert draw(torch.eye(4, dtype=torch.bool)) == "▀▄··\n··▀▄"
 
 

@@ -1,4 +1,4 @@
-"""What positions read: the weights of the whole forward pass, and the clusters that the oracle's rules give."""
+"""What positions read: the weights of the oracle by the patterns' own rules, and clusters that show the key."""
 
 from __future__ import annotations
 
@@ -8,136 +8,106 @@ import pytest
 import torch
 from torch import Tensor
 
-from rtx.analysis.reading import Reading, members, only_cluster, read_heads
-from rtx.analysis.weights import Head, layer_inputs, weight_blocks
-from rtx.attention import reference
-from rtx.attention.hashing import hash_positions
-from rtx.attention.lsh import LshHeads
-from rtx.attention.random import RandomHeads
-from rtx.attention.routing import RoutingHeads
-from rtx.model.multihead import MultiheadAttention
+from rtx.analysis import reading
+from rtx.analysis.reading import Reading, groups_of, heads_of, layer_inputs, read_heads
+from rtx.attention import oracle
+from rtx.attention.lsh import Lsh, hash_positions
 from rtx.model.transformer import Transformer
 from tests.model.tiny_models import tiny_model, tokens
 
 AT = torch.tensor([0, 1, 7, 8, 20, 23])
-ROUTED = [
+CLUSTERED: list[dict[str, Any]] = [
     {"selection": "topk"},
     {"selection": "causal"},
     {"selection": "causal", "routing_attend_self": False, "positions": "shaw"},
     {"selection": "nearest"},
     {"selection": "random"},
+    {"selection": "random", "routing_attend_self": False, "positions": "shaw"},
     {"selection": "topk", "routing_keys": "separate"},
+    {"selection": "topk", "routing_keys": "separate", "routing_attend_self": False, "routing_key_shift": 1},
     {"selection": "causal", "routing_keys": "separate", "positions": "shaw"},
     {"selection": "topk", "routing_keys": "projected", "norm": "post"},
 ]
-BASES = ["local+full", "strided+fixed", "adaptive_span", "lsh"]
-
-
-def layer(model: Transformer, number: int) -> tuple[MultiheadAttention, Tensor]:
-    """Return the attention of a layer and what it reads of a sequence."""
-    return list(layer_inputs(model, tokens(batch=1)))[number]
+CHOSEN = [
+    {"selection": selection, "routing_keys": "separate", "routing_block": 3, "routing_attend_self": attend_self}
+    for selection in ("exact", "blocks", "blocks_random", "indexer")
+    for attend_self in (True, False)
+]
+BASES: list[dict[str, Any]] = [
+    {"base": "local+full"},
+    {"base": "strided+fixed", "positions": "shaw"},
+    {"base": "adaptive_span"},
+    {"base": "lsh"},
+    {"base": "lsh", "positions": "shaw", "hash_rounds": 1, "lsh": "reformer"},
+]
 
 
 @torch.no_grad()
-def both(model: Transformer, number: int = 2) -> tuple[dict[Head, Reading], dict[Head, Tensor], MultiheadAttention]:
-    """Return what a layer's heads read at some positions, and their weights `[N, N]` by one pass for all keys."""
-    attention, x_1NE = layer(model, number)
-    widths = zip(attention.groups, attention.widths, strict=False)
-    kept = {(name, head) for name, width in widths for head in range(width // attention.size)}
-    whole = list(weight_blocks(attention, x_1NE, kept))
-    assert len(whole) == 1
-    return read_heads(attention, x_1NE, AT, kept), {head: weight[0] for head, weight in whole[0].items()}, attention
+def both(
+    model: Transformer, number: int = 2
+) -> tuple[dict[tuple[str, int], Reading], dict[tuple[str, int], Tensor], dict[str, reading.Group]]:
+    """Return what a layer's heads read at some positions, by the oracle in every list `[P, N, N]`, and the groups."""
+    attention, x_1NE = list(layer_inputs(model, tokens(batch=1)))[number]
+    kept = {(name, head) for name, heads in heads_of(attention).items() for head in range(heads)}
+    groups, expected = groups_of(attention, x_1NE), {}
+    for name, head in kept:
+        pattern, given, _, terms = (getattr(groups[name], field) for field in ("pattern", "given", "parts", "terms"))
+        q_ND, k_ND = given.turned_q_BHND[0, head], given.turned_k_BHND[0, head]
+        mask_PNN = pattern.rule(given, head, False)
+        _, expected[name, head] = oracle.dense(q_ND, k_ND, k_ND, mask_PNN, terms, head, pattern.hides_self)
+    return read_heads(attention, x_1NE, AT, kept), expected, groups
 
 
-@pytest.mark.parametrize("options", [*ROUTED, *({"base": base} for base in BASES)], ids=str)
-@pytest.mark.parametrize("most", [1 << 27, 24 * 2 * 2])
-def test_weights_are_those_of_the_whole_pass(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], most: int
-) -> None:
-    model = tiny_model(**options)
-    whole = both(model)[1]
-    monkeypatch.setattr("rtx.analysis.reading.MAX_WEIGHTS", most)  # two columns of a cluster at a time
-    found = both(model)[0]
-    assert set(found) == set(whole) and len(found) == 4
-    for head, reading in found.items():
-        torch.testing.assert_close(reading.weight_PN, whole[head][AT].float(), rtol=0, atol=1e-6)
-        assert torch.equal(reading.weight_PN > 0, whole[head][AT] > 0)
+@pytest.mark.parametrize("options", [*CLUSTERED, *CHOSEN, *BASES], ids=str)
+@pytest.mark.parametrize("most", [1 << 22, 24 * 2])
+def test_weights_are_those_of_the_oracle(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], most: int) -> None:
+    monkeypatch.setattr(reading, "MAX_PAIRS", most)  # two positions at a time
+    found, expected, _ = both(tiny_model(**options))
+    assert set(found) == set(expected) and len(found) == 4
+    for head, told in found.items():
+        weight_NN = expected[head].sum(0)
+        torch.testing.assert_close(told.weight_PN, weight_NN[AT].float(), rtol=0, atol=1e-6)
+        assert torch.equal(told.weight_PN > 0, weight_NN[AT] > 0)
 
 
-@pytest.mark.parametrize("options", ROUTED, ids=str)
-@torch.no_grad()
-def test_a_key_is_read_in_a_cluster_in_which_the_oracle_reads_it(options: dict[str, Any]) -> None:
-    model = tiny_model(**options)
-    found, _, attention = both(model)
-    heads = attention.groups["routed"]
-    assert isinstance(heads, RoutingHeads | RandomHeads)
-    _, x_1NE = layer(model, 2)
-    at = list(attention.groups).index("routed")
-    q_1HND, k_1HND, _ = attention.split(x_1NE)[at]
-    if isinstance(heads, RandomHeads):
-        queries_HCN = keys_HCN = heads.members(1, 24).mask().unflatten(0, (2, -1))
-        window = heads.window
-    else:
-        found_of, of_keys = heads.choose(heads.read(q_1HND, k_1HND), None)
-        chosen = [of.members.mask().unflatten(0, (2, -1)) for of in (found_of, of_keys) if of and of.members]
-        queries_HCN, keys_HCN, window = chosen[0], chosen[-1], heads.centroids.window
-    seen = 0
-    for head in range(2):
-        reading = found["routed", head]
-        assert reading.clusters == 4
-        for p, i in enumerate(AT.tolist()):
-            allowed: dict[int, set[int]] = {}
-            for c in range(4):
-                rows = queries_HCN[head, c][None], keys_HCN[head, c][None]
-                for keys_of in reference.separate_sets(i, *rows, window, heads.attend_self):
-                    for j in keys_of:
-                        allowed.setdefault(j, set()).add(c)
-            cluster_N = reading.cluster_PN[p].tolist()
-            assert {j for j, c in enumerate(cluster_N) if c >= 0} == set(allowed)
-            assert all(cluster_N[j] in clusters for j, clusters in allowed.items())
-            seen += len(allowed)
-    assert seen > 10
-
-
-def test_in_several_clusters_a_key_belongs_to_the_one_with_most_weight() -> None:
-    found, _, attention = both(tiny_model(selection="topk", routing_window=12))
-    heads = attention.groups["routed"]
-    assert isinstance(heads, RoutingHeads)
-    _, x_1NE = layer(tiny_model(selection="topk", routing_window=12), 2)
-    _, (q_1HND, k_1HND, v_1HND) = attention.split(x_1NE)
-    member_HCN = members(heads, q_1HND, k_1HND)
-    eye = torch.eye(24, dtype=v_1HND.dtype).expand(1, 2, 24, 24)
-    inside_CNN = []
-    with torch.no_grad():
-        for cluster in range(4):
-            with only_cluster(heads, cluster):
-                inside_CNN.append(heads(q_1HND, k_1HND, eye, rotate=attention.rotary)[0][0, 0])
-    assert torch.equal(members(heads, q_1HND, k_1HND), member_HCN), "the clusters are as before"
-    best_NN = torch.stack(inside_CNN).argmax(0)
-    reading = found["routed", 0]
-    several_N = (torch.stack(inside_CNN)[:, AT] > 0).sum(0) > 1
-    assert several_N.any()
-    assert torch.equal(reading.cluster_PN[several_N].long(), best_NN[AT][several_N])
+@pytest.mark.parametrize("options", CLUSTERED, ids=str)
+def test_a_key_belongs_to_the_cluster_in_which_it_has_most_weight(options: dict[str, Any]) -> None:
+    found, expected, _ = both(tiny_model(**options))
+    several = 0
+    for head in (("routed", 0), ("routed", 1)):
+        told, weight_CPN = found[head], expected[head][:, AT]
+        assert told.clusters == 4
+        most_PN, in_PN = weight_CPN.amax(0), told.cluster_PN.long()
+        assert torch.equal(in_PN >= 0, most_PN > 0)
+        there_PN = weight_CPN.gather(0, in_PN.clamp(min=0)[None])[0]
+        torch.testing.assert_close(there_PN, most_PN, rtol=0, atol=1e-12)  # of equals either
+        several += int(((weight_CPN > 0).sum(0) > 1).sum())
+    assert several or options["selection"] in ("nearest", "random") or options.get("routing_keys") == "separate"
 
 
 def test_hashing_heads_name_the_bucket_of_the_first_round_that_joins_a_pair() -> None:
     model = tiny_model(base="lsh", routing_heads=0, hash_rounds=3, hash_buckets=4)
-    found, _, attention = both(model, number=0)
-    heads = attention.groups["lsh"]
-    assert isinstance(heads, LshHeads)
-    _, x_1NE = layer(model, 0)
-    bucket_THN = hash_positions(attention.split(x_1NE)[0][0], heads.rotation_HTDF)[:, 0]
+    found, _, groups = both(model, number=0)
+    lsh, given = groups["lsh"].pattern, groups["lsh"].given
+    assert isinstance(lsh, Lsh)
+    bucket_THN = hash_positions(given.q_BHND, lsh.rotation_HTDF)[:, 0]
     for head in range(4):
-        reading = found["lsh", head]
-        assert reading.clusters == 12
-        for p, j in (reading.weight_PN > 0).nonzero().tolist():
+        told = found["lsh", head]
+        assert told.clusters == 12
+        for p, j in (told.weight_PN > 0).nonzero().tolist():
             same = [t for t in range(3) if bucket_THN[t, head, j] == bucket_THN[t, head, AT[p]]]
-            assert reading.cluster_PN[p, j] == same[0] * 4 + bucket_THN[same[0], head, j]
-        assert bool((reading.cluster_PN[reading.weight_PN == 0] == -1).all())
+            assert told.cluster_PN[p, j] == same[0] * 4 + bucket_THN[same[0], head, j]
+        assert bool((told.cluster_PN[told.weight_PN == 0] == -1).all())
+
+
+@pytest.mark.parametrize("options", CHOSEN, ids=str)
+def test_selections_of_keys_have_no_clusters(options: dict[str, Any]) -> None:
+    found, _, _ = both(tiny_model(**options))
+    assert all(told.clusters == 0 and bool((told.cluster_PN == -1).all()) for told in found.values())
 
 
 def test_patterns_by_position_have_no_clusters() -> None:
     found, _, _ = both(tiny_model(base="local+full"), number=0)
-    assert all(reading.clusters == 0 and bool((reading.cluster_PN == -1).all()) for reading in found.values())
+    assert all(told.clusters == 0 and bool((told.cluster_PN == -1).all()) for told in found.values())
     assert (found["local", 0].weight_PN > 0).sum(1).tolist() == [1, 2, 5, 5, 5, 5]
     assert (found["full", 0].weight_PN > 0).sum(1).tolist() == [1, 2, 8, 9, 21, 24]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 from rtx.analysis.telemetry import PROBES, read_telemetry
-from rtx.attention.kmeans import Centroids
-from rtx.attention.reference import separate_sets
-from rtx.attention.routing import RoutingHeads
-from rtx.attention.span import SpanHeads
+from rtx.attention.centroids import Centroids
+from rtx.attention.routing import Routing
+from rtx.attention.span import AdaptiveSpan
 from rtx.checks import resolve
 from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
 from rtx.model.transformer import Transformer
@@ -19,7 +16,7 @@ from rtx.model.transformer import Transformer
 LENGTH, WINDOW, CLUSTERS = 24, 5, 4
 
 
-def trained_heads(selection: str, attend_self: bool, keys: str = "shared") -> tuple[Transformer, RoutingHeads]:
+def trained_heads(selection: str, attend_self: bool, keys: str = "shared") -> tuple[Transformer, Routing]:
     """A model with one routing layer that has seen a training batch, and that layer's heads."""
     config = Config(
         data=DataConfig(length=LENGTH),
@@ -37,7 +34,7 @@ def trained_heads(selection: str, attend_self: bool, keys: str = "shared") -> tu
     torch.manual_seed(0)
     model = Transformer(resolve(config), 11).train()
     model.loss(torch.randint(0, 11, (3, LENGTH), generator=torch.Generator().manual_seed(1)))
-    return model, next(heads for heads in model.modules() if isinstance(heads, RoutingHeads))
+    return model, next(heads for heads in model.modules() if isinstance(heads, Routing))
 
 
 @pytest.mark.parametrize("keys", ["shared", "separate", "projected"])
@@ -47,26 +44,28 @@ def test_figures_are_those_of_plain_loops(selection: str, attend_self: bool, key
     model, heads = trained_heads(selection, attend_self, keys)
     told = read_telemetry(model)
     assert heads.snapshot is not None
-    members, key_members, nearest_HN, query_HND, key_HND, _ = heads.snapshot
-    member_HCN, key_member_HCN = (x.mask().unflatten(0, (2, CLUSTERS)) for x in (members, key_members))
-    times = member_HCN.sum(1).flatten().tolist()
+    reads, q_HND, k_HND, _ = heads.snapshot
+    queries, of_keys = (
+        [list_M.tolist() for list_M in x.row_M.split(x.count_L.tolist())] for x in (reads.query, reads.key)
+    )
+    times = [sum(row in members for members in queries) for row in range(2 * LENGTH)]
     assert told["routing/in_none"] == pytest.approx(times.count(0) / len(times))
     assert told["routing/in_one"] == pytest.approx(times.count(1) / len(times))
     assert told["routing/in_many"] == pytest.approx(sum(t > 1 for t in times) / len(times))
-    assert told["routing/member_share"] == pytest.approx(int(member_HCN.sum()) / (2 * CLUSTERS * WINDOW))
-    empty, entropy = 0, 0.0
-    for nearest_N in nearest_HN.tolist():
-        shares = [nearest_N.count(c) / LENGTH for c in range(CLUSTERS)]
-        empty += shares.count(0)
-        entropy -= sum(p * math.log(p) for p in shares if p) / math.log(CLUSTERS) / 2
-    assert told["routing/empty_share"] == pytest.approx(empty / (2 * CLUSTERS))
-    assert told["routing/usage_entropy"] == pytest.approx(entropy)
+    counts = [len(members) for members in of_keys]
+    assert len(counts) == 2 * CLUSTERS
+    assert told["routing/empty_share"] == pytest.approx(counts.count(0) / len(counts))
+    assert told["routing/member_share"] == pytest.approx(sum(counts) / len(counts) / WINDOW)
+    assert told["routing/member_most"] == pytest.approx(max(counts) / WINDOW)
     own, distance = [], []
     assert LENGTH <= PROBES, "every position is probed"
-    for h in range(2):
-        for i in range(LENGTH):
-            for read in separate_sets(i, member_HCN[h], key_member_HCN[h], WINDOW, attend_self):
-                weights = (heads.scale * key_HND[h, read] @ query_HND[h, i]).softmax(0).tolist()
+    for query_rows, key_rows in zip(queries, of_keys, strict=True):
+        for i in query_rows:
+            read = [j for j in key_rows if j <= i][-WINDOW:]
+            read = read if attend_self or len(read) == 1 else [j for j in read if j != i]
+            q_D, k_KD = q_HND.flatten(0, 1)[i], k_HND.flatten(0, 1)[read]
+            weights = (heads.terms(q_HND.shape[-1], None).scale * k_KD @ q_D).softmax(0).tolist()
+            if read:
                 own.append(sum(w for w, j in zip(weights, read, strict=True) if j == i))
                 distance.append(sum(w * (i - j) for w, j in zip(weights, read, strict=True)))
     assert told["routing/self_weight"] == pytest.approx(sum(own) / len(own), rel=1e-5)
@@ -80,15 +79,13 @@ def test_padding_counts_for_nothing(selection: str) -> None:
     told = []
     for real in (LENGTH, 15):
         model, heads = trained_heads(selection, True)
-        mask_BN = None if real == LENGTH else (torch.arange(LENGTH) < real).expand(2, LENGTH)
-        length = 15 if mask_BN is None else LENGTH
-        store = Centroids(2, CLUSTERS, 4, window=WINDOW, length=LENGTH, decay=0.9, thresholds=True)
+        real_BN = None if real == LENGTH else (torch.arange(LENGTH) < real).expand(2, LENGTH)
+        length = 15 if real_BN is None else LENGTH
         torch.manual_seed(4)
-        heads.centroids = store
-        store.centroid_HCD.normal_()
-        heads.train()(q[:, :, :length], None, v[:, :, :length], mask_BN=mask_BN)
+        heads.centroids = Centroids(2, CLUSTERS, 4, window=WINDOW, length=LENGTH, decay=0.9)
+        heads.train()(q[:, :, :length], None, v[:, :, :length], real_BN=real_BN)
         told.append(read_telemetry(model))
-    for name in ("empty_share", "usage_entropy", "in_none", "in_one", "in_many", "member_share"):
+    for name in ("empty_share", "in_none", "in_one", "in_many", "member_share", "member_most"):
         assert told[0][f"routing/{name}"] == pytest.approx(told[1][f"routing/{name}"]), name
 
 
@@ -118,7 +115,7 @@ def test_spans_are_told_in_positions() -> None:
         model=ModelConfig(layers=2, heads=2, hidden=16, window=10, ffn_hidden=16, base="adaptive_span"),
     )
     model = Transformer(resolve(config), 11)
-    spans = [heads for heads in model.modules() if isinstance(heads, SpanHeads)]
+    spans = [heads for heads in model.modules() if isinstance(heads, AdaptiveSpan)]
     with torch.no_grad():
         spans[0].share_H.copy_(torch.tensor([0.1, 0.7]))
         spans[1].share_H.copy_(torch.tensor([-0.2, 0.2]))

@@ -65,7 +65,6 @@ CLASHES = (
     ("data=stdlib", "data.path=book.txt"),
     ("data=cifar10", "data.length=100"),
     ("data.pairs=9000",),
-    ("routing.slot_distance=true",),
     ("data.tokenizer=sentencepiece", "data=recall"),
 )
 """Settings that contradict what stands in most of the lines, or each other; a few fit after all."""

@@ -108,6 +108,8 @@ def test_random_membership_is_the_control(workshop: Workshop) -> None:
     for name in ("leak_gives", "competing_costs", "together"):
         assert abs(result["price"][name]["bits"]) < 1e-5
     assert "teacher-forced: sees no future" in printed
+    assert [(one["layer"], one["norm"]) for one in result["choices"]] == [(2, None)]
+    assert "layer 2 routed: the choice is trained by nothing" in printed
     assert result["changes"]["type"] == "float64" and result["seed"] == 0
     assert result["price"]["precision"] == "fp32"
     assert len(result["price"]["positions"]) == 5 and result["price"]["windows"] == 3
@@ -124,6 +126,8 @@ def test_top_w_is_found_and_priced(workshop: Workshop) -> None:
     assert result["price"]["together"]["bits"] != 0
     assert "teacher-forced: sees the future; arises in layer 2 routed" in printed
     assert "streaming: sees no future" in printed
+    assert result["choices"][0]["norm"] > 0 and not result["choices"][0]["missing"]
+    assert "trained by its queries, by the attention; centroids by k-means" in printed
     lines = printed.splitlines()
     assert all(len(line) <= 100 for line in lines if not line.startswith("/"))
     assert f"{result['price']['leak_gives']['bits']:+.5f}" in printed

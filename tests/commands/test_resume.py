@@ -18,12 +18,6 @@ from rtx.training.metrics import read_metrics
 from rtx.training.status import read_status, run_state
 
 
-def turnovers(run: Path) -> list[tuple[int, float]]:
-    """Return the steps that tell a turnover of memberships, and the turnover."""
-    rows = read_metrics(run / "metrics.jsonl")
-    return [(row["step"], row["routing/turnover"]) for row in rows if "routing/turnover" in row]
-
-
 @pytest.fixture(scope="module")
 def undisturbed(workshop: Workshop) -> Path:
     return workshop.train("undisturbed")
@@ -52,7 +46,6 @@ def test_a_killed_run_resumes_to_the_same_bits(
     assert f"resuming {run} (killed) from " in printed
     assert (read_status(run) or {})["state"] == "done"
     assert difference(run, undisturbed) == ""
-    assert [step for step, _ in turnovers(run)] == [8, 12]
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt", "previous.ckpt"]
 
 
@@ -126,16 +119,6 @@ def slow(self, *arguments, **options):
     return real_clipping(self, *arguments, **options)
 TrainingModule.configure_gradient_clipping = slow
 """
-
-
-def test_turnover_compares_one_and_the_same_window(workshop: Workshop) -> None:
-    run = workshop.train("windows", "trainer.steps=4", "optimizer.schedule=constant")
-    assert turnovers(run) == []
-    workshop.command("resume", str(run), "trainer.steps=8", "trainer.val_windows=4")
-    assert turnovers(run) == [], "the first of 4 windows is not the first of 5"
-    workshop.command("resume", str(run), "trainer.steps=12")
-    ((step, share),) = turnovers(run)
-    assert step == 12 and 0 < share <= 1
 
 
 def test_a_signal_while_data_are_prepared_leaves_no_run(workshop: Workshop, undisturbed: Path) -> None:

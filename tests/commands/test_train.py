@@ -85,7 +85,7 @@ def weight(run: Path) -> torch.Tensor:
 
 def test_numbers_of_the_routing_heads_are_logged(run: Path) -> None:
     row = next(row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "train")
-    assert {"routing/empty_share", "routing/usage_entropy", "routing/self_weight"} <= row.keys()
+    assert {"routing/empty_share", "routing/member_most", "routing/self_weight"} <= row.keys()
 
 
 def test_centroids_may_start_from_the_data(workshop: Workshop, run: Path) -> None:

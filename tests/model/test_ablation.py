@@ -6,15 +6,15 @@ import dataclasses
 
 import pytest
 import torch
-from tiny_models import SELECTIONS, VOCABULARY, tiny_config, tokens
-from torch import Tensor, nn
+from test_decoding import streamed_nats
+from tiny_models import BY_QUERY, EVERY, tiny_config, tiny_model, tokens
+from torch import nn
 
-from rtx.attention.local import local
-from rtx.attention.routing import normalise
+from rtx.attention.patterns import Local
+from rtx.attention.selection import normalise
 from rtx.config import Config
 from rtx.errors import UserError
 from rtx.model.ablation import ablate, check_ablation
-from rtx.model.decoding import Decoder
 from rtx.model.transformer import Transformer
 
 TOKENS_BN = tokens()
@@ -26,47 +26,34 @@ def config_for(how: str, **options: object) -> Config:
     return dataclasses.replace(config, eval=dataclasses.replace(config.eval, ablate=how))
 
 
-def model_for(config: Config, how: str = "none") -> Transformer:
+def ablated(how: str, **options: object) -> Transformer:
     """The same weights for every ablation."""
-    torch.manual_seed(0)
-    model = Transformer(config, VOCABULARY).double().eval()
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for weight in (model.output_VS, model.embedding.table_VS, model.embedding.start_S):
-            weight.normal_()
-    ablate(model, dataclasses.replace(config, eval=dataclasses.replace(config.eval, ablate=how)))
+    model = tiny_model(**options)  # type: ignore[arg-type]
+    ablate(model, config_for(how, **options))
     return model
 
 
-def streamed(model: Transformer, tokens_BN: Tensor) -> Tensor:
-    """Return the nats `[B, N]` of the streaming steps."""
-    decoder = Decoder(model, len(tokens_BN))
-    logits_NBV = torch.stack([decoder.step(unit_B) for unit_B in (None, *tokens_BN[:, :-1].T)])
-    return torch.nn.functional.cross_entropy(logits_NBV.permute(1, 2, 0), tokens_BN, reduction="none")
-
-
-@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("selection", EVERY)
 @pytest.mark.parametrize("how", ["routing", "local", "random"])
 @pytest.mark.parametrize("positions", ["rotary", "shaw"])
 def test_an_ablated_model_streams_as_it_scores(selection: str, how: str, positions: str) -> None:
     if how == selection:
         return
-    config = config_for("none", selection=selection, positions=positions)
-    model = model_for(config, how)
+    options = {"selection": selection, "positions": positions, **BY_QUERY.get(selection, {})}
+    model = ablated(how, **options)
     with torch.no_grad():
         parallel_BN, _ = model.loss(TOKENS_BN)
-        prefix_BN, _ = model.loss(TOKENS_BN, streaming=True)
-        plain_BN, _ = model_for(config).loss(TOKENS_BN)
+        prefix_BN, _ = model.loss(TOKENS_BN, prefix=True)
+        plain_BN, _ = ablated("none", **options).loss(TOKENS_BN)
     torch.testing.assert_close(prefix_BN, parallel_BN, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(streamed(model, TOKENS_BN), parallel_BN, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(streamed_nats(model, TOKENS_BN), parallel_BN, rtol=1e-9, atol=1e-9)
     assert not torch.allclose(plain_BN, parallel_BN)
 
 
 def test_silent_heads_are_the_model_with_the_output_columns_of_routing_heads_zero() -> None:
-    config = config_for("none")
     with torch.no_grad():
-        silent_BN, _ = model_for(config, "routing").loss(TOKENS_BN)
-        by_hand = model_for(config)
+        silent_BN, _ = ablated("routing").loss(TOKENS_BN)
+        by_hand = tiny_model()
         for block in list(by_hand.blocks)[1:]:
             block.attention.out.weight[:, 8:] = 0.0  # type: ignore[union-attr,index] # two of four heads of four units
         expected_BN, _ = by_hand.loss(TOKENS_BN)
@@ -75,14 +62,14 @@ def test_silent_heads_are_the_model_with_the_output_columns_of_routing_heads_zer
 
 @pytest.mark.parametrize("attend_self", [True, False])
 def test_the_local_swap_reads_the_last_window_of_queries(attend_self: bool) -> None:
-    config = config_for("none", routing_attend_self=attend_self)
-    heads: nn.Module = model_for(config, "local").blocks[1].attention.groups["routed"]  # type: ignore
+    model = ablated("local", routing_attend_self=attend_self)
+    heads: nn.Module = model.blocks[1].attention.groups["routed"]  # type: ignore
     torch.manual_seed(0)
     q_BHND, v_BHND = torch.randn(2, 2, 2, 17, 4, dtype=torch.float64)
     out_BHND, _ = heads(q_BHND, None, v_BHND)
     q_BHND = normalise(q_BHND)
     if attend_self:
-        expected_BHND = local(q_BHND, q_BHND, v_BHND, window=6)
+        expected_BHND, _ = Local(window=6)(q_BHND, q_BHND, v_BHND)
     else:
         distance_NN = torch.arange(17)[:, None] - torch.arange(17)
         seen_NN = (distance_NN > 0) & (distance_NN < 6)
@@ -93,8 +80,7 @@ def test_the_local_swap_reads_the_last_window_of_queries(attend_self: bool) -> N
 
 
 def test_only_routing_layers_change_and_none_changes_nothing() -> None:
-    config = config_for("none")
-    plain, untouched, silent = model_for(config), model_for(config, "none"), model_for(config, "routing")
+    plain, untouched, silent = tiny_model(), ablated("none"), ablated("routing")
     assert torch.equal(plain.loss(TOKENS_BN)[0], untouched.loss(TOKENS_BN)[0])
     with torch.no_grad():
         x_BNE = plain.embedding(TOKENS_BN)

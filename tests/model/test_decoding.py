@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import KINDS, SELECTIONS, tiny_model, tokens
+from tiny_models import BY_QUERY, COMMON, EVERY, KINDS, OTHERS, Kind, each_kind, tiny_model, tokens, tokens_for
 from torch import Tensor
 
-from rtx.attention.routing_state import RoutingState
+from rtx.attention import cache
+from rtx.attention.routing import RoutingCache
 from rtx.model.decoding import Decoder, draw, generate
 from rtx.model.transformer import Transformer
 
@@ -23,48 +25,48 @@ def streamed_nats(model: Transformer, tokens_BN: Tensor) -> Tensor:
     return -logits_BNV.log_softmax(-1).gather(-1, tokens_BN[..., None])[..., 0]
 
 
-@pytest.mark.parametrize(("selection", "positions", "norm", "base"), KINDS)
-def test_streaming_equals_parallel(selection: str, positions: str, norm: str, base: str) -> None:
-    model = tiny_model(selection=selection, positions=positions, norm=norm, base=base)
-    # Where the positions allow it, longer than the model was made for.
-    tokens_BN = tokens(length=24 if positions in ("learned", "axial") else 37)
+def streams_as_it_scores(model: Transformer, tokens_BN: Tensor) -> None:
+    """Steps give the nats of one pass in which every choice is made from the prefix."""
     with torch.no_grad():
-        expected, _ = model.loss(tokens_BN, streaming=True)
+        expected, _ = model.loss(tokens_BN, prefix=True)
     torch.testing.assert_close(streamed_nats(model, tokens_BN), expected, rtol=1e-10, atol=1e-10)
 
 
-def same_after_a_prompt(model: Transformer, tokens_BN: Tensor, prompt: int) -> None:
+NARROW: Kind = {"embedding": 6, "ffn": "geglu", "routing_attend_self": False}
+HASHED: Kind = {"base": "lsh", "hash_buckets": 4, "window": 6}
+MORE: list[Kind] = [
+    *({"selection": s, "routing_logit_scale": scale, **NARROW} for s in EVERY for scale in ("none", "sqrt_d")),
+    *({"lsh": variant, "hash_rounds": rounds, **HASHED} for variant in ("causal", "reformer") for rounds in (1, 2)),
+]
+OWN_KEYS = itertools.product(("causal", "topk", "nearest"), ("separate", "projected"))
+
+
+@each_kind(KINDS + MORE)
+def test_streaming_equals_parallel(kind: Kind) -> None:
+    streams_as_it_scores(tiny_model(**kind), tokens_for(kind))
+
+
+def same_after_a_prompt(model: Transformer, tokens_BN: Tensor, *prompts: int) -> None:
     """Steps behind a prompt taken in at once give what they give behind the prompt's own steps."""
-    quick, slow = Decoder(model, len(tokens_BN)), Decoder(model, len(tokens_BN))
-    logits_BV = quick.prefill(tokens_BN[:, :prompt])
-    for tokens_B in [None, *tokens_BN.T[:prompt]]:
-        expected_BV = slow.step(tokens_B)
-    torch.testing.assert_close(logits_BV, expected_BV, rtol=1e-10, atol=1e-10)
-    for tokens_B in tokens_BN.T[prompt:-1]:
-        torch.testing.assert_close(quick.step(tokens_B), slow.step(tokens_B), rtol=1e-10, atol=1e-10)
+    slow, inputs = Decoder(model, len(tokens_BN)), [None, *tokens_BN.T]
+    expected = [slow.step(tokens_B) for tokens_B in inputs[: max(prompts) + 13]]
+    for prompt in prompts:
+        quick = Decoder(model, len(tokens_BN))
+        found = [quick.prefill(tokens_BN[:, :prompt])]
+        found += [quick.step(tokens_B) for tokens_B in inputs[prompt + 1 : prompt + 13]]
+        for mine_BV, expected_BV in zip(found, expected[prompt:], strict=False):
+            torch.testing.assert_close(mine_BV, expected_BV, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(("selection", "positions", "norm", "base"), KINDS[::3])
-def test_a_prompt_in_one_pass_leaves_the_state_of_its_steps(
-    selection: str, positions: str, norm: str, base: str
-) -> None:
-    model = tiny_model(selection=selection, positions=positions, norm=norm, base=base)
-    tokens_BN = tokens(length=24 if positions in ("learned", "axial") else 37)
-    for prompt in (0, 1, 5, 17):
-        same_after_a_prompt(model, tokens_BN, prompt)
-
-
-@pytest.mark.parametrize("keys", ["separate", "projected"])
-@pytest.mark.parametrize("selection", ["causal", "topk", "nearest"])
-def test_a_prompt_for_keys_of_their_own(selection: str, keys: str) -> None:
-    model = tiny_model(selection=selection, routing_keys=keys, routing_attend_self=False)
-    same_after_a_prompt(model, tokens(length=37), 17)
+@each_kind(COMMON[::3] + OTHERS + MORE + [{"selection": s, "routing_keys": keys, **NARROW} for s, keys in OWN_KEYS])
+def test_a_prompt_in_one_pass_leaves_the_caches_of_its_steps(kind: Kind) -> None:
+    same_after_a_prompt(tiny_model(**kind), tokens_for(kind)[:, :23], 0, 1, 5, 17)
 
 
 def members_held(decoder: Decoder) -> list[list[list[int]]]:
     """The positions that each cluster of each layer holds."""
-    groups = [group for states in decoder.states for group in states if isinstance(group, RoutingState)]
-    return [group.clusters.position_LW.sort(dim=-1).values.tolist() for group in groups]
+    caches = [stream.cache for streams in decoder.streams for stream in streams]
+    return [held.position_LS.sort(dim=-1).values.tolist() for held in caches if isinstance(held, RoutingCache)]
 
 
 @pytest.mark.parametrize("units", [[5], [5, 2]])
@@ -76,7 +78,7 @@ def test_units_that_return_keep_the_members_that_came_first(keys: str, units: li
     tokens_BN = torch.tensor([units, [unit + 3 for unit in units]]).repeat(1, 120)[:, :120]
     quick, slow = Decoder(model, 2), Decoder(model, 2)
     with torch.no_grad():
-        scored_BN, _ = model.loss(tokens_BN, streaming=True)
+        scored_BN, _ = model.loss(tokens_BN, prefix=True)
         logits_BV = quick.prefill(tokens_BN[:, :80])
         for tokens_B in [None, *tokens_BN.T[:80]]:
             expected_BV = slow.step(tokens_B)
@@ -88,32 +90,20 @@ def test_units_that_return_keep_the_members_that_came_first(keys: str, units: li
         torch.testing.assert_close(streamed_nats(model, tokens_BN), scored_BN, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("rounds", [1, 2])
-@pytest.mark.parametrize("variant", ["causal", "reformer"])
-def test_streaming_of_hashing_heads(variant: str, rounds: int) -> None:
-    model = tiny_model(base="lsh", lsh=variant, hash_rounds=rounds, hash_buckets=4, window=6)
-    with torch.no_grad():
-        expected, _ = model.loss(tokens(), streaming=True)
-    torch.testing.assert_close(streamed_nats(model, tokens()), expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("selection", SELECTIONS)
-@pytest.mark.parametrize("logit_scale", ["none", "sqrt_d"])
-def test_streaming_without_reading_oneself(selection: str, logit_scale: str) -> None:
-    model = tiny_model(
-        selection=selection, routing_attend_self=False, routing_logit_scale=logit_scale, embedding=6, ffn="geglu"
-    )
-    with torch.no_grad():
-        expected, _ = model.loss(tokens(), streaming=True)
-    torch.testing.assert_close(streamed_nats(model, tokens()), expected, rtol=1e-10, atol=1e-10)
+def test_growing_caches_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "FIRST_SLOTS", 3)
+    for selection in ("causal", *BY_QUERY):
+        model = tiny_model(selection=selection, base="full", routing_compressed=selection == "blocks")
+        streams_as_it_scores(model, tokens(length=37))
+        same_after_a_prompt(model, tokens(length=37), 5)
 
 
 def test_only_top_w_scores_differently_when_it_streams() -> None:
     with torch.no_grad():
-        for selection in SELECTIONS:
+        for selection in EVERY:
             model = tiny_model(selection=selection)
-            parallel, streaming = (model.loss(tokens(), mode)[0] for mode in (False, True))
-            assert torch.equal(parallel, streaming) == (selection != "topk")
+            parallel, prefix = (model.loss(tokens(), mode)[0] for mode in (False, True))
+            assert torch.equal(parallel, prefix) == (selection != "topk")
 
 
 def test_float32_streams_score_the_same_to_1e_4_bits() -> None:
@@ -123,34 +113,30 @@ def test_float32_streams_score_the_same_to_1e_4_bits() -> None:
     assert abs(float(streamed_nats(model, tokens_BN).mean() - parallel.mean())) < 1e-4 * math.log(2)
 
 
-def held(decoder: Decoder) -> int:
-    """Numbers in all tensors of a decoder's state."""
-    total, seen, todo = 0, set(), list(decoder.states)
-    while todo:
-        node = todo.pop()
-        if id(node) in seen or isinstance(node, torch.nn.Module):
-            continue
-        seen.add(id(node))
-        if isinstance(node, Tensor):
-            total += node.numel()
-        elif isinstance(node, list):
-            todo += node
-        elif hasattr(node, "__dict__"):
-            todo += vars(node).values()
-    return total
+def held(node: Any) -> int:
+    """Numbers in all tensors of a decoder's caches."""
+    if isinstance(node, Tensor | torch.nn.Module):
+        return node.numel() if isinstance(node, Tensor) else 0
+    parts = node if isinstance(node, list | tuple) else getattr(node, "__dict__", {}).values()
+    return sum(held(part) for part in parts)
 
 
-@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("selection", EVERY)
 @pytest.mark.parametrize("base", ["local", "full"])
-def test_the_state_is_bounded(selection: str, base: str) -> None:
+def test_caches_grow_only_where_any_position_may_be_read(
+    selection: str, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "FIRST_SLOTS", 1)
     decoder = Decoder(tiny_model(selection=selection, base=base, positions="shaw"), 2)
     sizes = []
     for position in range(60):
         decoder.step(None if position == 0 else torch.tensor([position % 11, 3]))
-        sizes.append(held(decoder))
-    grows = sizes[59] - sizes[29]
+        sizes.append(held(decoder.streams))
     assert sizes[0] > 0
-    assert grows == (0 if base == "local" else 30 * 2 * 8 * 4 * 2), "full: keys and values of 8 heads of 4, 2 streams"
+    if base == "local" and selection not in BY_QUERY:
+        assert sizes[59] == sizes[29]
+    else:
+        assert sizes[29] < sizes[59] < 2.2 * sizes[29]
 
 
 def test_the_first_step_takes_no_unit() -> None:
@@ -215,18 +201,15 @@ def test_draws_follow_the_temperature(temperature: float) -> None:
     assert (frequencies(temperature=temperature) - expected).abs().max() < 0.03
 
 
-def test_top_k_and_top_p_cut_the_tail() -> None:
+CUTS = [({"top_k": 2}, 2), ({"top_k": 9}, 4), ({"top_p": 0.7}, 2), ({"top_p": 0.6}, 1), ({"top_p": 1.0}, 4)]
+
+
+@pytest.mark.parametrize(("options", "kept"), CUTS)
+def test_top_k_and_top_p_cut_the_tail(options: Kind, kept: int) -> None:
     # Shares are 0.64, 0.24, 0.09 and 0.03; the unit that crosses the share of top_p still counts.
-    for options, kept in (
-        ({"top_k": 2}, 2),
-        ({"top_k": 9}, 4),
-        ({"top_p": 0.7}, 2),
-        ({"top_p": 0.6}, 1),
-        ({"top_p": 1.0}, 4),
-    ):
-        expected = LOGITS[0, :kept].softmax(-1)
-        assert (frequencies(**options)[:kept] - expected).abs().max() < 0.03
-        assert frequencies(**options)[kept:].sum() == 0
+    expected = LOGITS[0, :kept].softmax(-1)
+    assert (frequencies(**options)[:kept] - expected).abs().max() < 0.03
+    assert frequencies(**options)[kept:].sum() == 0
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-45, 1e-300])

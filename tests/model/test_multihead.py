@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import tiny_config, tiny_model, tokens
+from tiny_models import BY_QUERY, tiny_config, tiny_model, tokens
 
-from rtx.attention.heads import Heads
-from rtx.attention.local import local
-from rtx.attention.random import RandomHeads
-from rtx.attention.routing import RoutingHeads, routing
+from rtx.attention.pattern import Pattern
+from rtx.attention.patterns import Local, Random
+from rtx.attention.routing import Routing
 from rtx.errors import UserError
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.patterns import layer_patterns, routing_heads
@@ -21,11 +20,9 @@ def attention(model: Transformer, layer: int) -> MultiheadAttention:
     return model.blocks[layer].attention  # type: ignore[union-attr,return-value]
 
 
-def routed(model: Transformer, layer: int) -> Heads:
-    """The routing or random heads of a layer."""
-    heads = attention(model, layer).groups["routed"]
-    assert isinstance(heads, Heads)
-    return heads
+def routed(model: Transformer, layer: int) -> Pattern:
+    """The heads of a layer that `routing` describes."""
+    return attention(model, layer).groups["routed"]  # type: ignore[return-value]
 
 
 def test_base_patterns_share_the_heads_that_do_not_route() -> None:
@@ -54,7 +51,7 @@ def test_routing_heads_have_no_key_matrix() -> None:
     model = tiny_model(routing_heads=3)
     assert attention(model, 0).qkv.weight.shape == (3 * 16, 16)
     assert attention(model, 1).qkv.weight.shape == (16 + 4 + 16, 16)
-    assert isinstance(routed(model, 1), RoutingHeads) and list(attention(model, 0).groups) == ["local"]
+    assert isinstance(routed(model, 1), Routing) and list(attention(model, 0).groups) == ["local"]
 
 
 def test_a_layer_joins_its_heads_in_order() -> None:
@@ -63,32 +60,21 @@ def test_a_layer_joins_its_heads_in_order() -> None:
     x_BNE = torch.randn(2, 24, 16, dtype=torch.float64)
     q, k, v = layer.qkv(x_BNE).split([16, 8, 16], dim=-1)
     q, k, v = (x.unflatten(-1, (-1, 4)).transpose(1, 2) for x in (q, k, v))
-    base = local(q[:, :2], k, v[:, :2], window=5, scale=0.5)
-    assert isinstance(heads, RoutingHeads)
-    store = heads.centroids
-    content = routing(
-        q[:, 2:],
-        None,
-        v[:, 2:],
-        store.centroid_HCD,
-        window=6,
-        selection="causal",
-        threshold_HC=store.threshold_HC,
-        scale=0.5,
-    )
+    base, _ = Local(window=5, scale=0.5)(q[:, :2], k, v[:, :2])
+    content, _ = heads(q[:, 2:], None, v[:, 2:])
     joined = torch.cat([base, content], dim=1).transpose(1, 2).reshape(2, 24, 16)
     torch.testing.assert_close(layer(x_BNE)[0], joined @ layer.out.weight.T)
 
 
 def test_the_logit_scale_is_that_of_the_configuration() -> None:
     for wish, scale in (("none", 1.0), ("sqrt_d", 0.5)):
-        for selection in ("topk", "random"):
+        for selection in ("topk", "random", *BY_QUERY):
             assert routed(tiny_model(selection=selection, routing_logit_scale=wish), 1).scale == scale
 
 
 def test_random_heads_differ_by_layer_and_seed_alone() -> None:
     layers = [routed(tiny_model(selection="random", seed=s), n) for s in (0, 1) for n in (1, 2)]
-    members = [layer.position_HCW for layer in layers if isinstance(layer, RandomHeads)]
+    members = [layer.position_HCW for layer in layers if isinstance(layer, Random)]
     assert torch.equal(members[0], members[2]) and torch.equal(members[1], members[3]), "weights do not matter"
     assert not torch.equal(members[0], members[1])
 
@@ -101,7 +87,7 @@ def test_all_heads_may_route() -> None:
 
 def test_attention_dropout_reaches_every_kind_of_head() -> None:
     x_BNE = torch.randn(1, 24, 16, dtype=torch.float64)
-    for selection in ("causal", "random"):
+    for selection in ("causal", "random", *BY_QUERY):
         layer = attention(tiny_model(attention_dropout=0.5, selection=selection), 1)
         layer.out.weight.data.copy_(torch.eye(16))
         calm = layer.eval()(x_BNE)[0]

@@ -65,14 +65,6 @@ def test_axial_positions_are_as_large_as_learned_ones_and_end() -> None:
         positions(768, 1)
 
 
-@pytest.mark.parametrize("positions", ["learned", "axial"])
-def test_a_model_with_learned_positions_refuses_longer_sequences(positions: str) -> None:
-    model = tiny_model(positions=positions)
-    model.loss(tokens(length=24))
-    with pytest.raises(ValueError, match="position 24: learned positions cover 0 to 23"):
-        model.loss(tokens(length=25))
-
-
 @pytest.mark.parametrize("positions", POSITIONS)
 def test_positions_matter(positions: str) -> None:
     # Without position terms and with full attention, a permutation of the past changes nothing at the last position.

@@ -1,4 +1,4 @@
-"""Models whose routing heads have keys of their own, one cluster each, or slot distances: streaming and the future."""
+"""Models whose routing heads have keys of their own, or one cluster each: streaming and the future."""
 
 from __future__ import annotations
 
@@ -7,58 +7,53 @@ from typing import Any
 
 import pytest
 import torch
-from test_decoding import streamed_nats
+from test_decoding import streams_as_it_scores
 from tiny_models import gradients, tiny_config, tiny_model, tokens
 
-from rtx.attention.routing import RoutingHeads
+from rtx.attention.centroids import all_centroids
 from rtx.errors import UserError
-from rtx.model.patterns import has_keys
 
-KINDS = list(
-    itertools.product(
-        ("causal", "topk", "nearest"),
-        ("shared", "separate", "projected"),
-        ({"positions": "rotary"}, {"positions": "shaw", "routing_slot_distance": True}),
-    )
-)
+KINDS = list(itertools.product(("causal", "topk", "nearest"), ("shared", "separate", "projected"), ("rotary", "shaw")))
 
 
-@pytest.mark.parametrize(("selection", "keys", "options"), KINDS)
-def test_streaming_equals_parallel(selection: str, keys: str, options: dict[str, Any]) -> None:
-    model = tiny_model(selection=selection, routing_keys=keys, **options)
-    tokens_BN = tokens(length=37)
-    with torch.no_grad():
-        expected, _ = model.loss(tokens_BN, streaming=True)
-    torch.testing.assert_close(streamed_nats(model, tokens_BN), expected, rtol=1e-10, atol=1e-10)
+@pytest.mark.parametrize(("selection", "keys", "positions"), KINDS)
+def test_streaming_equals_parallel(selection: str, keys: str, positions: str) -> None:
+    streams_as_it_scores(tiny_model(selection=selection, routing_keys=keys, positions=positions), tokens(length=37))
 
 
-@pytest.mark.parametrize(("selection", "keys", "options"), KINDS)
-def test_only_top_w_sees_the_future(selection: str, keys: str, options: dict[str, Any]) -> None:
-    model = tiny_model(selection=selection, routing_keys=keys, **options)
+@pytest.mark.parametrize(("selection", "keys", "positions"), KINDS)
+def test_only_top_w_sees_the_future(selection: str, keys: str, positions: str) -> None:
+    model = tiny_model(selection=selection, routing_keys=keys, positions=positions)
     before_BN = tokens(length=44)
     after_BN = torch.cat([before_BN[:, :31], tokens(length=44, seed=1)[:, 31:]], dim=1)
     with torch.no_grad():
-        for streaming in (False, True):
-            nats, other = (model.loss(x, streaming)[0][:, :31] for x in (before_BN, after_BN))
-            moved = float((other / nats - 1).abs().max())
-            assert moved > 1e-3 if selection == "topk" and not streaming else moved <= 1e-12
+        for prefix in (False, True):
+            before, after = (model(x, prefix)[0][:, :32] for x in (before_BN, after_BN))
+            moved = float((after - before).abs().max())
+            assert moved > 1e-3 if selection == "topk" and not prefix else moved <= 1e-12
 
 
 @pytest.mark.parametrize("keys", ["separate", "projected"])
 def test_keys_of_their_own_are_learned_and_counted(keys: str) -> None:
-    model = tiny_model(routing_keys=keys, routing_heads=4, routing_commitment=0.1, selection="topk").train()
-    assert has_keys("routed", tiny_config(routing_keys=keys)) and not has_keys("routed", tiny_config())
+    options: dict[str, Any] = {"routing_heads": 4, "routing_commitment": 0.1, "routing_update": "nearest"}
+    model = tiny_model(selection="topk", routing_keys=keys, **options).train()
     found = gradients(model, tokens())["blocks.2.attention.qkv.weight"]
     assert found.shape == (3 * 16, 16)
     assert (found[16:32] != 0).any(-1).all()
     counted = 2 if keys == "separate" else 1
-    for heads in model.modules():
-        if isinstance(heads, RoutingHeads):
-            assert heads.centroids.count_HC.sum() == counted * 4 * 2 * 24
+    assert [int(store.count_HC.sum()) for store in all_centroids(model)] == 2 * [counted * 4 * 2 * 24]
 
 
-def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(UserError, match=r"routing\.keys=separate needs routing\.selection=causal, topk or nearest"):
-        tiny_config(selection="random", routing_keys="separate")
-    with pytest.raises(UserError, match=r"routing\.slot_distance=true needs model\.positions=shaw"):
-        tiny_config(routing_slot_distance=True, positions="rotary")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"selection": "random", "routing_keys": "projected"}, r"keys=projected needs .*selection=causal, topk or"),
+        ({"selection": "exact", "routing_keys": "shared"}, r"selection=exact needs routing\.keys=separate"),
+        ({"routing_key_shift": 1}, r"key_shift=1 .* for routing\.keys=shared"),
+        ({"selection": "blocks", "routing_block": 7}, r"block=7 must be at most routing\.window=6"),
+        ({"selection": "blocks_random", "routing_compressed": True}, r"compressed=true is for .*=blocks"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=r"routing\." + message):
+        tiny_config(**options)

@@ -5,23 +5,56 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from rtx.checks import resolve
-from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
+from rtx.config import CLUSTERED, Config, DataConfig, ModelConfig, RoutingConfig
 from rtx.model.transformer import Transformer
+
+Kind = dict[str, Any]
+"""Options of `tiny_config`."""
 
 VOCABULARY = 11
 SELECTIONS = ("causal", "topk", "random")
 POSITIONS = ("rotary", "shaw", "learned", "axial", "none")
-KINDS = list(itertools.product(SELECTIONS, POSITIONS, ("pre", "post"), ("local", "full", "local+full")))
-KINDS += [(*kind, "lsh+adaptive_span") for kind in (("causal", "rotary", "pre"), ("topk", "shaw", "post"))]
-KINDS += [(*kind, "lsh+adaptive_span") for kind in (("random", "none", "post"), ("causal", "shaw", "pre"))]
-KINDS += [
+BY_QUERY: dict[str, Kind] = {
+    "exact": {"routing_key_shift": 1, "routing_key_conv": 3},
+    "blocks": {"routing_block": 2, "routing_key_conv": 3},
+    "blocks_random": {"routing_block": 3, "routing_key_shift": 2},
+    "indexer": {},
+}
+"""The selections in which each query chooses its keys, and options that two rows of each get."""
+EVERY = (*SELECTIONS, *BY_QUERY)
+
+PLAIN = list(itertools.product(SELECTIONS, POSITIONS, ("pre", "post"), ("local", "full", "local+full")))
+PLAIN += [(*kind, "lsh+adaptive_span") for kind in (("causal", "rotary", "pre"), ("topk", "shaw", "post"))]
+PLAIN += [(*kind, "lsh+adaptive_span") for kind in (("random", "none", "post"), ("causal", "shaw", "pre"))]
+PLAIN += [
     ("causal", positions, "pre", base) for positions in POSITIONS for base in ("strided", "fixed", "strided+fixed")
 ]
-"""Selection, positions, norm and base pattern."""
+COMMON: list[Kind] = [dict(zip(("selection", "positions", "norm", "base"), kind, strict=True)) for kind in PLAIN]
+"""Selection by shared keys, positions, norm and base pattern."""
+
+MIXED: Kind = {"norm": "post", "base": "local+full", "routing_attend_self": False}
+OTHERS: list[Kind] = [
+    *({"selection": s, "positions": p, **own} for s, own in BY_QUERY.items() for p in ("rotary", "shaw")),
+    *({"selection": s, "positions": "none", "routing_keys": "separate", **BY_QUERY["exact"]} for s in CLUSTERED),
+    {"selection": "causal", "positions": "shaw", "routing_keys": "projected", "routing_key_shift": 1, **MIXED},
+    {"selection": "exact", "positions": "axial", "routing_window": 1, **MIXED},
+    {"selection": "blocks", "positions": "shaw", "routing_block": 4, "routing_compressed": True, **MIXED},
+    {"selection": "blocks", "positions": "learned", "routing_compressed": True, "routing_key_conv": 2, **MIXED},
+    {"selection": "indexer", "positions": "rotary", "routing_warmup": 3, "routing_key_conv": 2, **MIXED},
+]
+"""Each query's own choice, keys that look back, and both branches of blocks."""
+
+KINDS = COMMON + OTHERS
+
+
+def each_kind(kinds: list[Kind]) -> pytest.MarkDecorator:
+    """Run a test on each of these kinds."""
+    return pytest.mark.parametrize("kind", kinds, ids=lambda kind: "-".join(map(str, kind.values())))
 
 
 def tiny_config(length: int = 24, selection: str = "causal", **options: Any) -> Config:
@@ -29,9 +62,10 @@ def tiny_config(length: int = 24, selection: str = "causal", **options: Any) -> 
 
     `options` are fields of the model, or of the routing behind `routing_`.
     """
-    sizes: dict[str, Any] = {"layers": 3, "heads": 4, "hidden": 16, "window": 5, "ffn_hidden": 24, "max_distance": 9}
+    sizes: Kind = {"layers": 3, "heads": 4, "hidden": 16, "window": 5, "ffn_hidden": 24, "max_distance": 9}
     sizes |= {"stride": 7, "summary": 3, "axes": f"{length // 2}x2" if options.get("positions") == "axial" else None}
-    clusters: dict[str, Any] = {"selection": selection, "heads": 2, "layers": 2, "window": 6, "clusters": 4}
+    clusters: Kind = {"selection": selection, "heads": 2, "layers": 2, "window": 6, "clusters": 4, "block": 3}
+    clusters |= {"keys": "separate"} if selection in BY_QUERY else {}
     for name, value in options.items():
         group = clusters if name.startswith("routing_") else sizes
         group[name.removeprefix("routing_")] = value
@@ -40,19 +74,27 @@ def tiny_config(length: int = 24, selection: str = "causal", **options: Any) -> 
 
 
 def tiny_model(seed: int = 0, vocabulary: int = VOCABULARY, **config: Any) -> Transformer:
-    """A float64 model in evaluation mode. Its output weights are random: as initialised, zero, they hide all else."""
+    """A float64 model in evaluation mode. What starts at zero is random here, so that it does something."""
     torch.manual_seed(seed)
     model = Transformer(tiny_config(**config), vocabulary).double().eval()
     with torch.no_grad():
         model.output_VS.normal_()
         model.embedding.table_VS.normal_()
         model.embedding.start_S.normal_()
+        for name, parameter in model.named_parameters():
+            if name.endswith(("taps_HDK", "gate_H2D")):
+                parameter.normal_()
     return model
 
 
 def tokens(batch: int = 2, length: int = 24, seed: int = 0, vocabulary: int = VOCABULARY) -> Tensor:
     """Random units `[B, N]`."""
     return torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def tokens_for(kind: Kind) -> Tensor:
+    """Random units, where the positions allow it more than the model was made for."""
+    return tokens(length=24 if kind.get("positions") in ("learned", "axial") else 37)
 
 
 def gradients(model: Transformer, tokens_BN: Tensor) -> dict[str, Tensor]:

@@ -21,7 +21,6 @@ from rtx.data.windows import windows
 from rtx.errors import RunFailed
 from rtx.training.checkpoints import read_checkpoint
 from rtx.training.checksums import resumable
-from rtx.training.evaluate import sample_windows
 from rtx.training.fit import Outcome, fit
 from rtx.training.hardware import resolve_hardware
 from rtx.training.job import Job, Validation
@@ -48,7 +47,7 @@ class Bigram(nn.Module):
         self.dropout = 0.2
         self.spoil: Callable[[], bool] = lambda: False
 
-    def loss(self, tokens_BN: Tensor, streaming: bool = False) -> tuple[Tensor, Tensor]:
+    def loss(self, tokens_BN: Tensor, prefix: bool = False) -> tuple[Tensor, Tensor]:
         before_BN = nn.functional.pad(tokens_BN + 1, (1, -1))
         x_BNS = nn.functional.dropout(self.table_VS[before_BN], self.dropout, self.training)
         logits_BNV = self.output(x_BNS)
@@ -96,8 +95,6 @@ def run_fit(folder: Path, config: Config, model: nn.Module, signals: Signals | N
                 records=records,
                 signals=signals or Signals(),
                 telemetry=lambda model: {"routing/x": 1.0},
-                memberships=lambda model, tokens_BN: [tokens_BN],
-                turnover=lambda before, after: {"routing/y": 1.0} if before else {},
             )
         )
 
@@ -132,7 +129,7 @@ def test_a_fit_is_the_plain_loop_bit_for_bit(
     tmp_path: Path, model: Bigram, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     updates: list[nn.Module] = []
-    monkeypatch.setattr(module_room, "update_centroids", updates.append)
+    monkeypatch.setattr(module_room, "after_step", updates.append)
     config = small_config()
     config = dataclasses.replace(config, hardware=dataclasses.replace(config.hardware, workers=workers))
     outcome = run_fit(tmp_path, config, model)
@@ -155,15 +152,11 @@ def test_what_a_run_writes(tmp_path: Path, model: Bigram) -> None:
     assert train["routing/x"] == 1.0
     assert train["lr"] == pytest.approx(0.1 * math.sqrt(3 / 6))
     assert rows[1]["val_units"] == 3 * LENGTH
-    assert "routing/y" not in rows[1] and rows[4]["routing/y"] == 1.0
     assert rows[-1]["val_bits"] == outcome.final.bits
     last, previous = (read_checkpoint(tmp_path / "checkpoints" / f"{name}.ckpt") for name in ("last", "previous"))
     assert (last["step"], previous["step"]) == (6, 4)
     for name, tensor in model.state_dict().items():
         assert torch.equal(last["model"][name], tensor)
-    (first,) = sample_windows(windows(len(TOKENS), LENGTH), 3)[:1]
-    assert last["memberships"]["window"] == [first.start, first.stop]
-    assert last["memberships"]["heads"][0].flatten().tolist() == TOKENS[first.start : first.stop].tolist()
     best = read_checkpoint(tmp_path / "checkpoints" / "best.ckpt")
     scores = {row["step"]: row["val_bits"] for row in rows if row["kind"] == "valid"}
     assert best["step"] == min(scores, key=lambda step: scores[step])
@@ -205,7 +198,7 @@ def test_weights_that_are_not_finite_are_not_saved(
             next(model.parameters())[3] = math.inf
 
     run_fit(tmp_path, small_config(steps=2), model)
-    monkeypatch.setattr(module_room, "update_centroids", spoil)
+    monkeypatch.setattr(module_room, "after_step", spoil)
     with pytest.raises(RunFailed, match="the weights are not finite"):
         run_fit(tmp_path, small_config(checkpoint_every=1, val_every=100), model)
     assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["step"] == 2
@@ -231,7 +224,7 @@ def test_neither_buffers_nor_the_optimizer_are_saved_that_are_not_finite(
     monkeypatch.setattr(module_room, "build_optimizer", build)
     run_fit(tmp_path, small_config(steps=2, val_every=1), model)  # with a threshold of -inf
     best = (tmp_path / "checkpoints" / "best.ckpt").read_bytes()
-    monkeypatch.setattr(module_room, "update_centroids", spoil)
+    monkeypatch.setattr(module_room, "after_step", spoil)
     never = {"checkpoint_every": 100} if what == "centroid_HCD" else {"val_every": 100}
     with pytest.raises(RunFailed, match=rf"not finite \(.*{what}"):
         run_fit(tmp_path, small_config(**{"checkpoint_every": 1, "val_every": 1, **never}), model)
@@ -312,10 +305,10 @@ def test_a_signal_during_validation_saves_and_leaves_it_for_later(
     signals = Signals()
     real = model.loss
 
-    def loss(tokens_BN: Tensor, streaming: bool = False) -> tuple[Tensor, Tensor]:
+    def loss(tokens_BN: Tensor, prefix: bool = False) -> tuple[Tensor, Tensor]:
         if not model.training:
             signals.requested = PREEMPTED
-        return real(tokens_BN, streaming)
+        return real(tokens_BN, prefix)
 
     model.loss = loss  # type: ignore[method-assign]
     with pytest.raises(Stopped, match="at step 3; saved in"):

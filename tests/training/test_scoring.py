@@ -23,10 +23,10 @@ class Counter(nn.Module):
         self.shapes: list[tuple[int, ...]] = []
         self.streamed: set[bool] = set()
 
-    def loss(self, tokens_BN: Tensor, streaming: bool = False) -> tuple[Tensor, Tensor]:
+    def loss(self, tokens_BN: Tensor, prefix: bool = False) -> tuple[Tensor, Tensor]:
         assert not self.training and not torch.is_grad_enabled()
         self.shapes.append(tuple(tokens_BN.shape))
-        self.streamed.add(streaming)
+        self.streamed.add(prefix)
         place_N = torch.arange(tokens_BN.shape[1])
         return tokens_BN.float() + place_N / 1024, torch.zeros(())
 

@@ -12,8 +12,8 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 from rtx.analysis.telemetry import read_telemetry
-from rtx.attention.kmeans import update_centroids
-from rtx.attention.span import SpanHeads
+from rtx.attention.centroids import after_step
+from rtx.attention.span import AdaptiveSpan
 from rtx.checks import resolve
 from rtx.config import Config, DataConfig, ModelConfig, OptimizerConfig, RoutingConfig
 from rtx.model.transformer import Transformer
@@ -50,7 +50,7 @@ def trained(config: Config, mesh: Any, rows: slice) -> tuple[TrainingModule, tor
     """Take a few steps with some sequences of each batch, the parameters shared out where there is a mesh."""
     torch.manual_seed(0)
     module = TrainingModule(Transformer(config, VOCABULARY).double(), config)
-    for heads in (heads for heads in module.modules() if isinstance(heads, SpanHeads)):
+    for heads in (heads for heads in module.modules() if isinstance(heads, AdaptiveSpan)):
         heads.share_H.data.fill_(0.5)  # at 0 the gradient of each part of a batch is held by itself, which is no sum
     if mesh is not None:
         shard(module.model, mesh)
@@ -61,7 +61,7 @@ def trained(config: Config, mesh: Any, rows: slice) -> tuple[TrainingModule, tor
         module.training_step(tokens_BN[rows], 0).backward()
         module.configure_gradient_clipping(optimizer)
         optimizer.step()
-        update_centroids(module.model)
+        after_step(module.model)
     return module, optimizer
 
 

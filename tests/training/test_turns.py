@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from rtx.attention.kmeans import all_centroids
+from rtx.attention.centroids import all_centroids
 from rtx.commandline.overrides import check_overrides
 from rtx.compose import compose
 from rtx.config_bench import BenchConfig
@@ -73,7 +73,9 @@ def test_a_step_is_that_of_a_fit(extra: tuple[str, ...], monkeypatch: pytest.Mon
     (model,) = made
     assert door.answers[0].parameters == sum(parameter.numel() for parameter in model.parameters())
     assert any(not torch.equal(value, first[name]) for name, value in model.state_dict().items())
-    assert {int(centroids.steps) for centroids in all_centroids(model)} == {4}  # two micro-batches are one step
+    # Two micro-batches are one step; thresholds set by the data count as one, too.
+    steps = 4 + (given.config.routing.init == "data")
+    assert {int(centroids.steps) for centroids in all_centroids(model)} == {steps}
 
 
 def test_a_killed_row_says_so_and_the_others_go_on() -> None:

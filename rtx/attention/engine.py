@@ -1,0 +1,311 @@
+"""The engine: softmax attention for every pattern, once it is known who reads whom.
+
+`attend` runs one of three implementations that compute the same: torch's kernels on blocks cut from the lists, the
+compiled kernel (`native.py`, a CPU with a C++ compiler), and FlexAttention (`flex.py`, a GPU).
+
+Shapes: B sequences, H heads, N positions, D head size, R = B * H * N rows, L lists, P query members and M key members
+of all lists together, G blocks of one form, Q query and K key slots of a block.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rtx.attention import flex, native
+from rtx.attention.packed import Indexed, Part, Reads
+from rtx.attention.softmax import Terms, max_scores, recomputed, soft_attend
+
+BACKENDS = ("auto", "torch", "native", "flex")
+MAX_MASK = 1 << 24
+"""Numbers of a mask held at once."""
+MAX_GATHERED = 1 << 24
+"""Numbers of keys gathered at once for queries that each read rows of their own."""
+MIN_NATIVE = 1024
+"""Positions from which `auto` takes the compiled kernel: shorter runs do not wait for a compiler."""
+
+
+def attend(q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, parts: list[Part], terms: Terms, backend: str) -> Tensor:
+    """Return the outputs `[B, H, N, D]`; a position that reads nothing gets zero.
+
+    Inside one part a position gets the mean over the lists in which it reads something (the paper, section 4.1).
+    Several parts, in each of which a position reads at most one list and which share no pair, are joined to one softmax
+    over all that they show.
+    """
+    q_RD, k_RD, v_RD = (x.flatten(0, 2) for x in (q_BHND, k_BHND, v_BHND))
+    if not v_RD.numel() or not q_RD.numel():
+        out_RD = torch.zeros_like(v_RD)
+    elif len(parts) == 1:
+        out_RD, _ = attend_part(q_RD, k_RD, v_RD, parts[0], terms, backend, joined=False)
+    else:
+        found = [attend_part(q_RD, k_RD, v_RD, part, terms, backend, joined=True) for part in parts]
+        out_RD = join([out for out, _ in found], [sums for _, sums in found])
+    out_BHND = out_RD.to(v_RD.dtype).view(*q_BHND.shape[:3], v_BHND.shape[-1])
+    return in_graph(out_BHND, q_BHND, k_BHND, v_BHND, *(terms.relative or ()), terms.bias_HM)
+
+
+def join(outs: list[Tensor], sums: list[Tensor]) -> Tensor:
+    """Return the outputs of parts as one softmax over all of their keys; `sums` are logarithms of summed exponentials.
+
+    Rows that no part shows a key have the sum -inf in all of them.
+    """
+    sum_XR = torch.stack(sums)
+    sum_XR = torch.where((sum_XR == float("-inf")).all(0), torch.zeros_like(sum_XR), sum_XR)
+    return (sum_XR.softmax(0)[..., None] * torch.stack(outs)).sum(0)
+
+
+def attend_part(
+    q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Part, terms: Terms, backend: str, joined: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs `[R, D]` and, where they are `joined`, the logarithms of the summed exponentials `[R]`."""
+    if backend == "auto":
+        usual = part.length >= MIN_NATIVE and native_refusal(q_RD, terms) is None and native.available()
+        backend = "native" if usual else "torch"
+    if backend == "native" and (why := native_refusal(q_RD, terms)):
+        raise ValueError(f"backend='native' cannot run this ({why}): take backend='torch'")
+    if isinstance(part, Indexed):
+        return attend_indexed(q_RD, k_RD, v_RD, part, terms, backend)
+    if backend == "native":
+        return by_native(q_RD, k_RD, v_RD, part, terms)
+    if backend == "flex":
+        return flex.attend(q_RD, k_RD, v_RD, part, terms)
+    return by_blocks(q_RD, k_RD, v_RD, part, terms, joined)
+
+
+def native_refusal(q_RD: Tensor, terms: Terms) -> str | None:
+    """Return why the compiled kernel cannot run this, None where it can."""
+    if q_RD.device.type != "cpu" or q_RD.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+        return "it computes in float32 on a CPU"
+    if terms.by_distance or terms.dropout:
+        return "it has no dropout, Shaw's terms or adaptive spans"
+    return None
+
+
+def mean_weights(part: Reads, rows: int) -> Tensor:
+    """Return the share of each query member in the mean of its row, `[P]`."""
+    return 1 / part.times_R(rows).clamp(min=1)[part.query.row_M].double()
+
+
+def by_native(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Reads, terms: Terms) -> tuple[Tensor, Tensor]:
+    """Return what `attend_part` does, by the compiled kernel."""
+    row_P, heads = part.query.row_M, len(q_RD) // part.length
+    begin_G = torch.searchsorted(row_P // part.length, torch.arange(heads + 1))
+    weight_P = mean_weights(part, len(q_RD)).float()
+    reads = native.Reads(row_P, part.key.row_M, part.start_P, part.stop_P, head_begin=begin_G, weight_P=weight_P)
+    out_RD, sum_P = native.attend_ranges(q_RD, k_RD, v_RD, reads, scale=terms.scale)
+    return out_RD, sum_P.new_full((len(q_RD),), float("-inf")).index_copy(0, row_P, sum_P)
+
+
+class Block(NamedTuple):
+    """Blocks of one form: the members (numbers into P and M) in their query and key slots."""
+
+    query_GQ: Tensor
+    real_GQ: Tensor
+    """False for query slots behind the end of a list and for queries that see nothing."""
+    key_GK: Tensor
+    mask: Tensor | None
+    """True where a key is read, `[G, Q, K]`, or `[Q, K]` for all blocks; None: the plain triangle."""
+
+
+def cut(part: Reads, triangles: bool) -> list[Block]:
+    """Cut the lists into blocks of at most about eight forms.
+
+    With `triangles`, the queries of a square list that read from its beginning are one block each, whose mask is the
+    plain triangle. All others are cut into runs; their keys reach from the first that one of them reads to the last.
+    """
+    count_L, P = part.query.count_L, len(part.start_P)
+    longest = int((part.stop_P - part.start_P).max()) if P else 0
+    if not longest:
+        return []
+    first_L, quarter = part.query.first_L(), -(-longest // 4)
+    head_L = torch.zeros_like(count_L)
+    blocks = []
+    if triangles and part.square:
+        from_first_P = part.start_P == first_L.repeat_interleave(count_L, output_size=P)
+        head_L = from_first_P.long().cumsum(0)
+        head_L = head_L[(first_L + count_L - 1).clamp(min=0)] - torch.where(first_L > 0, head_L[first_L - 1], 0)
+        head_L = torch.where(count_L > 0, head_L, 0)
+        size_L = -(-head_L // quarter) * quarter
+        for size in size_L.unique().tolist():
+            which_G = ((size_L == size) & (head_L > 0)).nonzero()[:, 0]
+            if size and len(which_G):
+                begin_G = first_L[which_G]
+                blocks.append(make_block(part, begin_G, head_L[which_G], begin_G, size, size))
+    step = min(quarter, 512)
+    runs_L = -(-(count_L - head_L) // step)
+    of_G = torch.arange(len(count_L), device=count_L.device).repeat_interleave(runs_L)
+    done_G = head_L[of_G] + (torch.arange(len(of_G), device=of_G.device) - (runs_L.cumsum(0) - runs_L)[of_G]) * step
+    begin_G, left_G = first_L[of_G] + done_G, (count_L[of_G] - done_G).clamp(max=step)
+    low_G = part.start_P[begin_G]
+    width_G = -(-(part.stop_P[begin_G + left_G - 1] - low_G) // step) * step
+    for width in width_G.unique().tolist():
+        which_G = (width_G == width).nonzero()[:, 0]
+        if width:
+            blocks.append(make_block(part, begin_G[which_G], left_G[which_G], low_G[which_G], step, width))
+    return blocks
+
+
+def make_block(part: Reads, begin_G: Tensor, left_G: Tensor, low_G: Tensor, queries: int, keys: int) -> Block:
+    """Return blocks of `left_G` queries from `begin_G` on, over `keys` key slots from `low_G` on."""
+    slot_Q, slot_K = (torch.arange(n, device=begin_G.device) for n in (queries, keys))
+    query_GQ = begin_G[:, None] + slot_Q.minimum(left_G[:, None] - 1)
+    inside_GQ = slot_Q < left_G[:, None]
+    start_GQ, stop_GQ = part.start_P[query_GQ] - low_G[:, None], part.stop_P[query_GQ] - low_G[:, None]
+    real_GQ = inside_GQ & (stop_GQ > start_GQ)
+    key_GK = (low_G[:, None] + slot_K).clamp(max=len(part.key.row_M) - 1)
+    # What one block's queries read is mostly what all do: one mask then serves them.
+    start_Q, stop_Q = (torch.where(inside_GQ, x, -1).amax(0) for x in (start_GQ, stop_GQ))
+    alike = (~inside_GQ | ((start_GQ == start_Q) & (stop_GQ == stop_Q))).all()
+    if bool(alike):
+        start_GQ, stop_GQ = start_Q, stop_Q
+        if queries == keys and bool(((start_Q <= 0) & ((stop_Q == slot_Q + 1) | (stop_Q < 0))).all()):
+            return Block(query_GQ, real_GQ, key_GK, None)
+    mask = (slot_K >= start_GQ[..., None]) & (slot_K < stop_GQ[..., None])
+    mask[..., 0] |= ~mask.any(-1)  # no softmax is empty; what such a query reads is thrown away
+    return Block(query_GQ, real_GQ, key_GK, mask)
+
+
+def by_blocks(
+    q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Reads, terms: Terms, joined: bool
+) -> tuple[Tensor, Tensor]:
+    """Return what `attend_part` does, by torch's kernels, or by our own softmax for what they do not offer."""
+    plain = not joined and not terms.by_distance and not (terms.dropout and q_RD.device.type == "cpu")
+    blocks = cut(part, triangles=plain)
+    rows = len(q_RD)
+    query_rows, key_rows = [part.query.row_M[b.query_GQ] for b in blocks], [part.key.row_M[b.key_GK] for b in blocks]
+    weight_P = mean_weights(part, rows)
+    # One row more takes what is thrown away.
+    total_RD = v_RD.new_zeros(rows + 1, v_RD.shape[-1], dtype=v_RD.dtype if plain else _wide(v_RD))
+    sum_R = total_RD.new_full((rows + 1,), float("-inf"))
+    taken = take(q_RD, query_rows), take(k_RD, key_rows), take(v_RD, key_rows)
+    for block, row_GQ, row_GK, q, k, v in zip(blocks, query_rows, key_rows, *taken, strict=True):
+        if plain:
+            out_GQD, sum_GQ = kernel(q, k, v, block.mask, terms), None
+        else:
+            out_GQD, sum_GQ = soft_block(part, block, row_GQ, row_GK, q, k, v, terms, rows)
+        target_S = torch.where(block.real_GQ, row_GQ, rows).flatten()
+        if joined:
+            assert sum_GQ is not None
+            total_RD = total_RD.index_copy(0, target_S, out_GQD.flatten(0, 1))
+            sum_R = sum_R.index_copy(0, target_S, sum_GQ.flatten())
+        else:
+            share_GQD = out_GQD * weight_P[block.query_GQ][..., None].to(out_GQD.dtype)
+            total_RD.index_add_(0, target_S, share_GQD.flatten(0, 1).to(total_RD.dtype))
+    return total_RD[:rows], sum_R[:rows]
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def kernel(q_GQD: Tensor, k_GKD: Tensor, v_GKD: Tensor, mask: Tensor | None, terms: Terms) -> Tensor:
+    """Return the outputs `[G, Q, D]` by torch's attention kernels."""
+    piece = len(q_GQD) if mask is None or mask.dim() == 2 else max(1, MAX_MASK // mask[0].numel())
+    outs = []
+    for first in range(0, len(q_GQD), piece):
+        q, k, v = (x[first : first + piece, None] for x in (q_GQD, k_GKD, v_GKD))
+        seen = mask if mask is None or mask.dim() == 2 else mask[first : first + piece, None]
+        outs.append(
+            F.scaled_dot_product_attention(
+                q, k, v, attn_mask=seen, is_causal=seen is None, dropout_p=terms.dropout, scale=terms.scale
+            )[:, 0]
+        )
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def soft_block(
+    part: Reads,
+    block: Block,
+    row_GQ: Tensor,
+    row_GK: Tensor,
+    q_GQD: Tensor,
+    k_GKD: Tensor,
+    v_GKD: Tensor,
+    terms: Terms,
+    rows: int,
+) -> tuple[Tensor, Tensor]:
+    """Return what `soft_attend` does for blocks of one form, some at a time; scores are not kept for the gradient."""
+    mask = block.mask
+    if mask is None:
+        mask = torch.ones(q_GQD.shape[1], k_GKD.shape[1], dtype=torch.bool, device=q_GQD.device).tril()
+    head_G = heads_of(row_GQ[:, 0], part.length, terms)
+
+    def read(q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        here = slice(first, first + len(q))
+        distance_GQK = row_GQ[here, :, None] - row_GK[here, None] if terms.by_distance else None
+        seen = (mask if mask.dim() == 2 else mask[here]).expand(len(q), -1, -1)
+        return soft_attend(q, k, v, seen, distance_GQK, head_G[here], terms)
+
+    piece = max(1, max_scores(q_GQD) // (q_GQD.shape[1] * k_GKD.shape[1]))
+    parts = zip(range(0, len(q_GQD), piece), *(x.split(piece) for x in (q_GQD, k_GKD, v_GKD)), strict=True)
+    found = [recomputed(read, q, k, v, first) for first, q, k, v in parts]
+    return torch.cat([out for out, _ in found]), torch.cat([sums for _, sums in found])
+
+
+def heads_of(row_G: Tensor, length: int, terms: Terms) -> Tensor:
+    """Return the head of each row, where terms differ by it."""
+    return row_G // length % (terms.bias_HM.shape[0] if terms.bias_HM is not None else 1)
+
+
+def take(x_RD: Tensor, rows: list[Tensor]) -> list[Tensor]:
+    """Return for each `[G, Q]` of row numbers the rows `[G, Q, D]`, by one gather, so that they share one gradient."""
+    if not rows:
+        return []
+    row_S = torch.cat([row_GQ.flatten() for row_GQ in rows])
+    whole = len(row_S) == len(x_RD) and torch.equal(row_S, torch.arange(len(row_S), device=row_S.device))
+    taken_SD = x_RD if whole else x_RD.index_select(0, row_S)
+    parts = taken_SD.split([row_GQ.numel() for row_GQ in rows])
+    return [part_SD.view(*row_GQ.shape, x_RD.shape[-1]) for part_SD, row_GQ in zip(parts, rows, strict=True)]
+
+
+def attend_indexed(
+    q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Indexed, terms: Terms, backend: str
+) -> tuple[Tensor, Tensor]:
+    """Return what `attend_part` does where every query names the rows that it reads."""
+    rows, N = len(q_RD), part.length
+    row_P, index_PK = part.query_row_P, part.index_PK
+    every = len(row_P) == rows and torch.equal(row_P, torch.arange(rows, device=row_P.device))
+    if backend == "native" and every:
+        return native.attend_index(q_RD, k_RD, v_RD, index_PK, heads=rows // N, scale=terms.scale)
+
+    def read(q_CD: Tensor, k_SD: Tensor, v_SD: Tensor, here: slice, first: int) -> tuple[Tensor, Tensor]:
+        row_C1, index_CK = row_P[here, None], index_PK[here]
+        near_CK, seen_C1K = (index_CK - first).clamp(min=0), (index_CK >= 0)[:, None]
+        distance_C1K, head_C = (row_C1 - index_CK)[:, None], heads_of(row_C1[:, 0], N, terms)
+        return soft_attend(q_CD[:, None], k_SD[near_CK], v_SD[near_CK], seen_C1K, distance_C1K, head_C, terms)
+
+    cells = index_PK.shape[1] * k_RD.shape[1]
+    heads = max(1, MAX_GATHERED // max(1, N * cells))  # heads that are read at once
+    piece = max(1, MAX_GATHERED // max(1, cells))
+    head_X = torch.arange(0, rows // N + heads, heads, device=row_P.device)
+    begin_X = torch.searchsorted(row_P // N, head_X).tolist()
+    outs, sums, q_PD = [], [], q_RD if every else q_RD[row_P]
+    for x, (k_SD, v_SD) in enumerate(zip(k_RD.split(heads * N), v_RD.split(heads * N), strict=True)):
+        for begin in range(begin_X[x], begin_X[x + 1], piece):
+            here = slice(begin, min(begin + piece, begin_X[x + 1]))
+            out_C1D, sum_C1 = recomputed(read, q_PD[here], k_SD, v_SD, here, x * heads * N)
+            outs.append(out_C1D[:, 0])
+            sums.append(sum_C1[:, 0])
+    if not outs:
+        return torch.zeros_like(v_RD), q_RD.new_full((rows,), float("-inf"))
+    out_PD, sum_P = torch.cat(outs), torch.cat(sums)
+    if every:
+        return out_PD, sum_P
+    times_R = torch.bincount(row_P[(index_PK >= 0).any(-1)], minlength=rows).clamp(min=1)
+    out_RD = out_PD.new_zeros(rows, out_PD.shape[1]).index_add(0, row_P, out_PD)
+    return out_RD / times_R[:, None], sum_P.new_full((rows,), float("-inf"))
+
+
+def in_graph(out: Tensor, *inputs: Tensor | None) -> Tensor:
+    """Return outputs that belong to the graph of the inputs: zero gradients where no input was read.
+
+    A loss over them alone can then be differentiated, as that of any other batch.
+    """
+    learned = [x for x in inputs if x is not None and x.requires_grad]
+    if out.requires_grad or not learned or not torch.is_grad_enabled():
+        return out
+    # The sum of nothing: what stands in the inputs cannot reach it.
+    return out + sum(x[..., :0].sum() for x in learned)

@@ -1,0 +1,167 @@
+"""Sparse softmax attention on a CPU by `native.cpp`, which is compiled on first use and kept in the user's cache.
+
+Shapes: G heads of all sequences, N positions, R = G * N rows (row g * N + n is position n of head g), D head size, K
+columns of an index; P query members and M key members of all lists together. `native.cpp` says what is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+TUNING = {"x86_64": "-march=native -mprefer-vector-width=512", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
+FLAGS = ("-O3 -std=c++17 -ffp-contract=fast -w -shared -fPIC -pthread " + TUNING.get(platform.machine(), "")).split()
+FLOATS = ("q", "k", "v", "dout", "dlse", "weight")
+INTS = ("query_row", "key_row", "start", "stop", "head_begin", "index")
+Pair = tuple[Tensor, Tensor]
+
+
+class Reads(NamedTuple):
+    """Who reads what in packed lists: query member p reads the key members start_P[p] <= m < stop_P[p]; int64.
+
+    Inside a list neither start_P nor stop_P should decrease, for speed alone. `head_begin`: each head's first query
+    member, and P behind the last, `[G + 1]`. `weight_P`: multiplies a member's output; float32, without a gradient.
+    """
+
+    query_row_P: Tensor
+    key_row_M: Tensor
+    start_P: Tensor
+    stop_P: Tensor
+    head_begin: Tensor
+    weight_P: Tensor
+
+
+class Problem(ctypes.Structure):
+    """The arguments of the kernel, in its order."""
+
+    _fields_ = (
+        *((field, ctypes.c_void_p) for field in (*FLOATS, *INTS, "out", "lse", "dq", "dk", "dv")),
+        *((field, ctypes.c_int64) for field in ("G", "R", "P", "M", "K", "D", "Dv")),
+        ("scale", ctypes.c_float),
+    )
+
+
+def attend_ranges(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, reads: Reads, *, scale: float) -> Pair:
+    """Return softmax attention of members over ranges, `[R, Dv]`, and the log-sums of their logits, `[P]`."""
+    return Attention.apply(q_RD, k_RD, v_RD, scale, len(reads.head_begin) - 1, *reads)
+
+
+def attend_index(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, index_RK: Tensor, *, heads: int, scale: float) -> Pair:
+    """Return softmax attention of rows over rows of their head, those of the index up to its first -1, and log-sums."""
+    return Attention.apply(q_RD, k_RD, v_RD, scale, heads, index_RK)
+
+
+class Attention(torch.autograd.Function):
+    """Both forms: `reads` are the fields of `Reads`, or an index alone."""
+
+    @staticmethod
+    def forward(ctx: Any, q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, scale: float, heads: int, *reads: Tensor) -> Pair:
+        """Return outputs and log-sums, -inf where nothing is read."""
+        q_RD, k_RD, v_RD = q_RD.contiguous(), k_RD.contiguous(), v_RD.contiguous()
+        out_RD, lse = torch.empty_like(v_RD), q_RD.new_empty(len(reads[0]))
+        call(scale, heads, reads, q=q_RD, k=k_RD, v=v_RD, out=out_RD, lse=lse)
+        ctx.save_for_backward(q_RD, k_RD, v_RD, lse, *reads)
+        ctx.scale, ctx.heads = scale, heads
+        return out_RD, lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of queries, keys and values."""
+        if torch.is_grad_enabled():  # torch's once_differentiable lets torch.autograd.grad for one input pass
+            message = "create_graph=True: this attention has first derivatives alone"
+            raise RuntimeError(f"{message}; the plain engine, hardware.attention=torch, has all of them")
+        q_RD, k_RD, v_RD, lse, *reads = ctx.saved_tensors
+        given = dict(zip(("dout", "dlse"), (x.contiguous() for x in gradients), strict=True))
+        dq_RD, dk_RD, dv_RD = (torch.empty_like(x_RD) for x_RD in (q_RD, k_RD, v_RD))
+        call(ctx.scale, ctx.heads, reads, q=q_RD, k=k_RD, v=v_RD, lse=lse, dq=dq_RD, dk=dk_RD, dv=dv_RD, **given)
+        return dq_RD, dk_RD, dv_RD, *[None] * (2 + len(reads))
+
+
+def call(scale: float, heads: int, reads: Sequence[Tensor], **given: Tensor) -> None:
+    """Let the kernel write the outputs among the given tensors."""
+    given |= dict(zip((*INTS[:-1], "weight") if len(reads) > 1 else INTS[-1:], reads, strict=True))
+    (R, D), Dv = given["q"].shape, given["v"].shape[1]
+    P, M, K = (len(reads[0]), len(reads[1]), -1) if len(reads) > 1 else (R, 0, reads[0].shape[1])
+    lengths = {"v": R, "index": R, "start": P, "stop": P, "weight": P}
+    for name, x in given.items():
+        kind = torch.int64 if name in INTS else torch.float32
+        fits = len(x) == lengths.get(name, len(x)) and (name != "k" or x.shape == (R, D))
+        if not fits or x.dtype != kind or x.device.type != "cpu" or not x.is_contiguous():
+            raise ValueError(f"{name}: {[*x.shape]} of {x.dtype} on {x.device} does not fit queries {[R, D]}")
+    pointers = {name: x.data_ptr() for name, x in given.items()}
+    problem = Problem(**pointers, G=heads, R=R, P=P, M=M, K=K, D=D, Dv=Dv, scale=scale)
+    if (kernel := library()) is None:
+        raise RuntimeError("there is no attention kernel; hardware.attention=torch needs none")
+    if status := kernel.rtx_attend(ctypes.byref(problem), torch.get_num_threads()):
+        raise MemoryError("attention") if status == 2 else ValueError("members or rows are out of range")
+
+
+@functools.cache
+def available() -> bool:
+    """Tell whether the kernel is loaded, or a compiler or a compiled copy promises it; never raises."""
+    try:
+        return library() is not None if library.cache_info().currsize else any(place()[:2])
+    except Exception:
+        return False
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Return the kernel, compiled where there is no copy of it; None, after a line on stderr, where that fails."""
+    try:
+        command, copies, path = place()
+        return ctypes.CDLL(str(copies[0])) if copies else compiled(command, path)
+    except Exception as error:
+        said = str(getattr(error, "stderr", None) or error).split()
+        print("no attention kernel:", " ".join(said)[:200], file=sys.stderr)
+        return None
+
+
+def place() -> tuple[list[str], list[Path], Path]:
+    """Return the command of a C++ compiler, empty without one, the user's compiled copies, and where to put one.
+
+    A copy's name tells source, flags and machine (homes are shared), and the compiler: without one, any will do.
+    """
+    commands = (command.split() for command in (os.environ.get("CXX", ""), "c++", "g++", "clang++"))
+    command = next((command for command in commands if command and shutil.which(command[0])), [])
+    made_by = subprocess.run([*command, "--version"], capture_output=True, timeout=60).stdout if command else b""
+    made_of = f"{SOURCE.read_text()} {FLAGS} {platform.machine()} {platform.libc_ver()}"
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().lower().splitlines()
+        made_of += str(sorted({x for x in lines if x.startswith(("flags", "features", "model name", "cpu part"))}))
+    names = [hashlib.sha256(x).hexdigest()[:16] for x in (made_of.encode(), str(command).encode() + made_by)]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rtx"
+    copies = folder.glob(f"attention-{names[0]}-{names[1] if command else '*'}.so")
+    return command, [x for x in copies if x.stat().st_uid == os.getuid()], folder / f"attention-{'-'.join(names)}.so"
+
+
+def compiled(command: list[str], path: Path) -> ctypes.CDLL:
+    """Compile the kernel and load it, from the cache if that can be written."""
+    if not command:
+        raise RuntimeError("no C++ compiler (CXX, c++, g++, clang++)")
+    print("compiling the attention kernel (once, about 5 s)", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="rtx-") as there:
+        made = Path(there, path.name)
+        command = [*command, *FLAGS, str(SOURCE), "-o", str(made)]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.parent.chmod(0o700)  # fails where it is somebody else's
+            with tempfile.TemporaryDirectory(dir=path.parent) as beside:  # others see a whole file or none
+                made = Path(shutil.copy(made, beside)).replace(path)
+        return ctypes.CDLL(str(made))

@@ -1,0 +1,163 @@
+"""The oracle: dense softmax in float64, by the rules that the patterns state; slow, obvious, differentiable.
+
+The engine, the caches and every kernel are held against it. A rule is a mask `[lists, N, N]`, true where the query
+(first) reads the key (second) in a list; a position's output is the mean over the lists in which it reads something.
+
+Shapes: H heads, N positions, D head size, P lists, C clusters, T hash rounds.
+"""
+
+from __future__ import annotations
+
+from math import isnan
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rtx.attention.softmax import Relative, Terms
+
+if TYPE_CHECKING:
+    from rtx.attention.pattern import Pattern, Rotate
+
+
+def dense(
+    q_ND: Tensor, k_ND: Tensor, v_ND: Tensor, mask_PNN: Tensor, terms: Terms, head: int = 0, hide_self: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs `[N, D]` of one head of one sequence, and its weights in every list, `[P, N, N]`.
+
+    `hide_self`: a query that reads other keys of a list does not read its own. `terms.dropout` is left out.
+    """
+    N = len(q_ND)
+    position_N = torch.arange(N, device=q_ND.device)
+    true_NN = (position_N[:, None] - position_N).clamp(min=0)
+    if hide_self:
+        others_PNN = mask_PNN & (position_N[:, None] != position_N)
+        mask_PNN = torch.where(others_PNN.any(-1, keepdim=True), others_PNN, mask_PNN)
+    logits_PNN = (q_ND @ k_ND.T).expand(mask_PNN.shape) * terms.scale
+    relative = terms.relative
+    if relative is not None:
+        row_NN = true_NN.clamp(max=len(relative.keys_MD) - 1)
+        logits_PNN = logits_PNN + terms.scale * torch.einsum("nd,nmd->nm", q_ND, relative.keys_MD[row_NN])
+    if terms.bias_HM is not None:
+        logits_PNN = logits_PNN + terms.bias_HM[head][true_NN.clamp(max=terms.bias_HM.shape[1] - 1)]
+    mask_PNN = mask_PNN & (logits_PNN > float("-inf"))
+    reads_PN1 = mask_PNN.any(-1, keepdim=True)
+    # Rows that read nothing get the weights of any row, and then none.
+    logits_PNN = torch.where(mask_PNN | ~reads_PN1, logits_PNN, float("-inf"))
+    weight_PNN = logits_PNN.nan_to_num(0.0, neginf=float("-inf")).softmax(-1) * mask_PNN
+    weight_PNN = weight_PNN / reads_PN1.sum(0).clamp(min=1)
+    out_ND = weight_PNN.sum(0) @ v_ND
+    if relative is not None:
+        out_ND = out_ND + torch.einsum("pnm,nmd->nd", weight_PNN, relative.values_MD[row_NN])
+    return out_ND, weight_PNN
+
+
+def attend(
+    pattern: Pattern,
+    q_BHND: Tensor,
+    k_BHND: Tensor | None,
+    v_BHND: Tensor,
+    *,
+    rotate: Rotate | None = None,
+    relative: Relative | None = None,
+    prefix: bool = False,
+) -> Tensor:
+    """Return the outputs `[B, H, N, D]` of a pattern by its own rule, without padding or dropout."""
+    outs = []
+    for b in range(len(q_BHND)):
+        given = pattern.inputs(q_BHND[b : b + 1], None if k_BHND is None else k_BHND[b : b + 1], rotate)
+        terms = pattern.terms(q_BHND.shape[-1], relative)
+        for h in range(q_BHND.shape[1]):
+            q_ND, k_ND = given.turned_q_BHND[0, h], given.turned_k_BHND[0, h]
+            mask_PNN = pattern.rule(given, h, prefix)
+            outs.append(dense(q_ND, k_ND, v_BHND[b, h], mask_PNN, terms, h, pattern.hides_self)[0])
+    return torch.stack(outs).view(v_BHND.shape) if outs else torch.zeros_like(v_BHND)
+
+
+def last_members(query_CN: Tensor, key_CN: Tensor, window: int) -> Tensor:
+    """Each query of a cluster reads its last `window` keys up to itself."""
+    C, N = query_CN.shape
+    mask_CNN = torch.zeros(C, N, N, dtype=torch.bool, device=query_CN.device)
+    for c in range(C):
+        for i in query_CN[c].nonzero()[:, 0].tolist():
+            mask_CNN[c, i, [j for j in key_CN[c].nonzero()[:, 0].tolist() if j <= i][-window:]] = True
+    return mask_CNN
+
+
+def topk_members(score_CN: Tensor, window: int) -> Tensor:
+    """The `window` best positions of each cluster; equal scores: the earlier position wins; NaN is the worst."""
+    member_CN = torch.zeros(score_CN.shape, dtype=torch.bool, device=score_CN.device)
+    for c, score_N in enumerate(score_CN.tolist()):
+        worse_N = [(isnan(score), 0.0 if isnan(score) else -score, j) for j, score in enumerate(score_N)]
+        member_CN[c, [j for _, _, j in sorted(worse_N)[:window]]] = True
+    return member_CN
+
+
+def threshold_members(score_CN: Tensor, threshold_C: Tensor) -> Tensor:
+    """Each position in the clusters that score it at or above their thresholds, else in the one it misses by least."""
+    member_CN = torch.zeros(score_CN.shape, dtype=torch.bool, device=score_CN.device)
+    for i, above_C in enumerate((score_CN - threshold_C[:, None]).T.tolist()):
+        member_CN[[c for c, above in enumerate(above_C) if above >= 0] or above_C.index(max(above_C)), i] = True
+    return member_CN
+
+
+def nearest_members(score_CN: Tensor) -> Tensor:
+    """Each position in the cluster that scores it highest; equal scores: the first cluster wins."""
+    member_CN = torch.zeros(score_CN.shape, dtype=torch.bool, device=score_CN.device)
+    for i, score_C in enumerate(score_CN.T.tolist()):
+        member_CN[score_C.index(max(score_C)), i] = True
+    return member_CN
+
+
+def prefix_topk(query_score_CN: Tensor, key_score_CN: Tensor, window: int) -> Tensor:
+    """Streaming top-w: position i reads a cluster's best keys of 0..i where it is among the best queries of 0..i."""
+    C, N = query_score_CN.shape
+    mask_CNN = torch.zeros(C, N, N, dtype=torch.bool, device=query_score_CN.device)
+    for i in range(N):
+        joins_C = topk_members(query_score_CN[:, : i + 1], window)[:, i]
+        best_CP = topk_members(key_score_CN[:, : i + 1], window)
+        mask_CNN[:, i, : i + 1] = best_CP & joins_C[:, None]
+    return mask_CNN
+
+
+def hashed(bucket_TN: Tensor, window: int, variant: str) -> Tensor:
+    """The union over the rounds of what each shows, `[1, N, N]`; itself only where there is nothing else.
+
+    "causal": the last `window` members of the bucket of i. "reformer": the members in its chunk and the one before, of
+    window // 2 positions sorted by bucket, then position. "prefix": the same with chunks of positions up to i alone.
+    """
+    N, chunk = bucket_TN.shape[1], max(1, window // 2)
+    mask_NN = torch.zeros(N, N, dtype=torch.bool, device=bucket_TN.device)
+    for i in range(N):
+        union = set()
+        for bucket_N in bucket_TN.tolist():
+            members = [j for j in range(i + 1) if bucket_N[j] == bucket_N[i]]
+            if variant == "causal":
+                union |= set(members[-window:])
+                continue
+            order = sorted(range(N if variant == "reformer" else i + 1), key=lambda j, of=bucket_N: (of[j], j))
+            own = order.index(i) // chunk
+            union |= {j for j in members if order.index(j) // chunk in (own - 1, own)}
+        mask_NN[i, sorted(union - {i}) or [i]] = True
+    return mask_NN[None]
+
+
+def best_keys(score_NN: Tensor, window: int, attend_self: bool = True) -> Tensor:
+    """Each position reads its `window` best of the positions up to itself, `[1, N, N]`."""
+    mask_NN = torch.zeros(score_NN.shape, dtype=torch.bool, device=score_NN.device)
+    for i, score_N in enumerate(score_NN.tolist()):
+        among = list(range(i + 1 if attend_self or i == 0 else i))
+        mask_NN[i, sorted(among, key=lambda j, of=score_N: -of[j])[:window]] = True
+    return mask_NN[None]
+
+
+def best_blocks(score_NG: Tensor, block: int, count: int, attend_self: bool = True) -> Tensor:
+    """Each position reads its own block up to itself, and the `count` finished blocks with the best scores."""
+    N = len(score_NG)
+    mask_NN = torch.zeros(N, N, dtype=torch.bool, device=score_NG.device)
+    for i, score_G in enumerate(score_NG.tolist()):
+        own = i // block
+        mask_NN[i, own * block : i + 1 if attend_self or i == 0 else i] = True
+        for g in sorted(range(own), key=lambda g, of=score_G: -of[g])[:count]:
+            mask_NN[i, g * block : (g + 1) * block] = True
+    return mask_NN[None]

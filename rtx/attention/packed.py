@@ -1,0 +1,121 @@
+"""Who reads whom, as packed lists: every query reads a contiguous range of one list of keys.
+
+The rows are the positions of all sequences and heads, row = (b * H + h) * N + n. A list holds rows of one sequence and
+head in order of position; lists stand one behind the other, those of one sequence and head together.
+
+Shapes: B sequences, H heads, C lists of a head, N positions, R = B * H * N rows, L lists, P query members and M key
+members of all lists together, K keys of a query at the most.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Packed(NamedTuple):
+    """Lists of rows."""
+
+    row_M: Tensor
+    count_L: Tensor
+    """Members of each list."""
+
+    def first_L(self) -> Tensor:
+        """Return where in M each list begins."""
+        return self.count_L.cumsum(0) - self.count_L
+
+    def list_M(self) -> Tensor:
+        """Return the list of every member."""
+        number_L = torch.arange(len(self.count_L), device=self.row_M.device)
+        return torch.repeat_interleave(number_L, self.count_L, output_size=len(self.row_M))
+
+    def keep(self, kept_R: Tensor) -> Packed:
+        """Return the lists without the rows that are not kept."""
+        kept_M = kept_R[self.row_M]
+        count_L = torch.bincount(self.list_M()[kept_M], minlength=len(self.count_L))
+        return Packed(self.row_M[kept_M], count_L)
+
+
+class Reads(NamedTuple):
+    """Query member p reads the key members start_P[p] to stop_P[p] - 1; both never fall along a list."""
+
+    query: Packed
+    key: Packed
+    start_P: Tensor
+    stop_P: Tensor
+    length: int
+    """N."""
+
+    @property
+    def square(self) -> bool:
+        """Whether members read members of their own list."""
+        return self.query is self.key
+
+    def times_R(self, rows: int) -> Tensor:
+        """Return in how many lists each row reads something."""
+        return torch.bincount(self.query.row_M[self.stop_P > self.start_P], minlength=rows)
+
+
+class Indexed(NamedTuple):
+    """Query member p reads the rows index_PK[p]; -1 stands for none."""
+
+    query_row_P: Tensor
+    index_PK: Tensor
+    length: int
+
+
+Part = Reads | Indexed
+
+
+def pack(list_BHN: Tensor, lists: int) -> Packed:
+    """Return the lists of positions that each belong to one list of their head, or to none (-1)."""
+    B, H, N = list_BHN.shape
+    head_X1 = torch.arange(B * H, device=list_BHN.device)[:, None]
+    list_XN = list_BHN.reshape(B * H, N)
+    member_R = (list_XN >= 0).flatten()
+    # Positions of no list are sorted behind the others and cut off.
+    order_XN = torch.where(list_XN < 0, lists, list_XN).argsort(dim=-1, stable=True) + head_X1 * N
+    row_M = order_XN.flatten()
+    row_M = row_M[member_R[row_M]]
+    count_L = torch.bincount((list_XN + head_X1 * lists).flatten()[member_R], minlength=B * H * lists)
+    return Packed(row_M, count_L)
+
+
+def pack_mask(member_LN: Tensor, clusters: int) -> Packed:
+    """Return the lists of a membership mask, `clusters` of them for each sequence and head."""
+    list_M, position_M = member_LN.nonzero(as_tuple=True)
+    return Packed(list_M // clusters * member_LN.shape[1] + position_M, member_LN.sum(-1))
+
+
+def members_read(lists: Packed, length: int, window: int, attend_self: bool = True) -> Reads:
+    """Every member reads the last `window` members up to itself; without `attend_self` not itself, but where alone."""
+    number_M = torch.arange(len(lists.row_M), device=lists.row_M.device)
+    first_M = lists.first_L()[lists.list_M()]
+    start_M = first_M.maximum(number_M + 1 - window)
+    stop_M = number_M + 1 if attend_self or window == 1 else number_M.maximum(first_M + 1)
+    return Reads(lists, lists, start_M, stop_M, length)
+
+
+def queries_read(queries: Packed, keys: Packed, length: int, window: int, attend_self: bool = True) -> Reads:
+    """Every query reads the last `window` keys of its list at or before its position; not itself, as `members_read`."""
+    list_P, first_L = queries.list_M(), keys.first_L()
+    key_order_M = keys.list_M() * length + keys.row_M % max(1, length)
+    query_order_P = list_P * length + queries.row_M % max(1, length)
+    stop_P = torch.searchsorted(key_order_M, query_order_P, right=True)
+    start_P = first_L[list_P].maximum(stop_P - window)
+    stop_P = stop_P.maximum(start_P)
+    if not attend_self and len(keys.row_M):
+        last_is_self_P = keys.row_M[(stop_P - 1).clamp(min=0)] == queries.row_M
+        stop_P = stop_P - (last_is_self_P & (stop_P - start_P > 1)).long()
+    return Reads(queries, keys, start_P, stop_P, length)
+
+
+def bounded_read(queries: Packed, keys: Packed, length: int, since_N: Tensor, until_N: Tensor) -> Reads:
+    """Every query at position n reads the keys of its list at the positions since_N[n] to until_N[n] - 1."""
+    key_order_M = keys.list_M() * length + keys.row_M % max(1, length)
+    base_P, position_P = queries.list_M() * length, queries.row_M % max(1, length)
+    start_P = torch.searchsorted(key_order_M, base_P + since_N[position_P].clamp(min=0))
+    stop_P = torch.searchsorted(key_order_M, base_P + until_N[position_P].clamp(min=0))
+    return Reads(queries, keys, start_P, stop_P.maximum(start_P), length)

@@ -1,0 +1,231 @@
+"""What a pattern is: heads that say who reads whom, and by which rule; everything else follows from that.
+
+Shapes: B sequences, H heads of one kind, N positions, D head size, P parts' lists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from rtx.attention.arguments import check_call, check_choice, check_numbers, check_turned
+from rtx.attention.cache import Cache, PositionCache
+from rtx.attention.engine import BACKENDS, attend
+from rtx.attention.packed import Packed, Part, bounded_read, pack
+from rtx.attention.softmax import Relative, Terms
+
+if TYPE_CHECKING:
+    from rtx.config import Config
+
+Rotate = Callable[..., Tensor]
+"""Turns queries or keys by their positions, the first of which is `first`: `rotate(x_BHND, first=0)`."""
+
+
+class Inputs(NamedTuple):
+    """The queries and keys of some positions of each sequence."""
+
+    q_BHND: Tensor
+    k_BHND: Tensor
+    """As a choice by content reads them."""
+    turned_q_BHND: Tensor
+    turned_k_BHND: Tensor
+    """As the logits read them: turned by rotary angles, where there are any."""
+
+
+class Pattern(nn.Module):
+    """H heads of one pattern.
+
+    A pattern implements `reads` and, for the oracle and pictures, `rule`. One that chooses by position alone subclasses
+    `PositionPattern` instead.
+
+    Args:
+        scale: multiplies the logits; None: 1 / sqrt(D).
+        dropout: on attention weights, in training.
+        backend: "auto", "torch", "native" or "flex", see `rtx.attention.engine`; all compute the same.
+    """
+
+    has_keys = True
+    """Whether keys are given; else the queries stand for them."""
+    strictly_causal = True
+    """Whether outputs depend on earlier positions alone, without `prefix`."""
+    hides_self = False
+    """Whether a query that reads other keys of a list does not read its own; rules leave it to the oracle."""
+
+    def __init__(self, *, scale: float | None = None, dropout: float = 0.0, backend: str = "auto") -> None:
+        super().__init__()
+        check_numbers(scale, dropout)
+        check_choice("backend", backend, BACKENDS)
+        self.scale, self.dropout, self.backend = scale, dropout, backend
+
+    @classmethod
+    def from_config(cls, config: Config, heads: int, layer: int) -> Self:
+        """Return `heads` heads of a layer (0 is the lowest), as a resolved configuration describes them."""
+        raise NotImplementedError
+
+    def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return queries and keys as choices and logits use them."""
+        assert k_BHND is not None
+        return q_BHND, k_BHND
+
+    def reads(self, given: Inputs, real_BN: Tensor | None, prefix: bool) -> list[Part]:
+        """Return who reads whom; several parts share no pair, and each shows a position one list at the most.
+
+        `prefix`: every choice is made from the prefix alone. Padding (false in `real_BN`) is left out.
+        """
+        raise NotImplementedError
+
+    def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
+        """Return which keys each position of the first sequence reads in each of a head's lists, `[P, N, N]`, bool.
+
+        Written for the reader, not for speed: the oracle of `rtx.attention.oracle`, and what pictures draw.
+        """
+        raise NotImplementedError
+
+    def start(self, relative: Relative | None = None) -> Cache:
+        """Return the empty KV cache of a stream, or of a batch of them."""
+        raise NotImplementedError
+
+    def loss(self, given: Inputs, real_BN: Tensor | None) -> Tensor:
+        """Return the auxiliary loss of the last forward pass, zero where the pattern has none."""
+        return given.q_BHND.new_zeros((), dtype=torch.promote_types(given.q_BHND.dtype, torch.float32))
+
+    def terms(self, size: int, relative: Relative | None) -> Terms:
+        """Return what logits and weights get besides queries, keys and values."""
+        scale = 1 / math.sqrt(size) if self.scale is None else self.scale
+        return Terms(scale, self.dropout if self.training else 0.0, relative)
+
+    def forward(
+        self,
+        q_BHND: Tensor,
+        k_BHND: Tensor | None,
+        v_BHND: Tensor,
+        *,
+        rotate: Rotate | None = None,
+        relative: Relative | None = None,
+        prefix: bool = False,
+        real_BN: Tensor | None = None,
+        check_finite: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the outputs `[B, H, N, D]` and the auxiliary loss.
+
+        Args:
+            q_BHND, k_BHND, v_BHND: queries, keys (None where the queries stand for them) and values.
+            rotate: applied to queries and keys after any choice by content (rotary positions).
+            relative: Shaw's tables, by true distance.
+            prefix: every choice is made from the prefix alone, as a stream makes it (it matters for patterns that are
+                not strictly causal).
+            real_BN: false at padding, which is not read and gets zero.
+            check_finite: refuse NaN and infinity (padding may hold them). Without it such a value may spread inside a
+                block, into the past, too.
+
+        Raises:
+            ValueError: tensors that do not go together; always with the argument's name.
+        """
+        check_call(self.has_keys, q_BHND, k_BHND, v_BHND, real_BN, relative, check_finite)
+        q_BHND, v_BHND = without_padding(q_BHND, real_BN), without_padding(v_BHND, real_BN)
+        k_BHND = None if k_BHND is None else without_padding(k_BHND, real_BN)
+        given = self.inputs(q_BHND, k_BHND, rotate)
+        with torch.no_grad():
+            parts = self.reads(given, real_BN, prefix)
+        out_BHND = self.attend(given, v_BHND, parts, relative)
+        return without_padding(out_BHND, real_BN), self.loss(given, real_BN)
+
+    def inputs(self, q_BHND: Tensor, k_BHND: Tensor | None, rotate: Rotate | None, first: int = 0) -> Inputs:
+        """Return the queries and keys of positions from `first` on."""
+        q_BHND, k_BHND = self.prepare(q_BHND, k_BHND)
+        turned_q_BHND = turn(q_BHND, rotate, first)
+        return Inputs(q_BHND, k_BHND, turned_q_BHND, turned_q_BHND if k_BHND is q_BHND else turn(k_BHND, rotate, first))
+
+    def attend(self, given: Inputs, v_BHND: Tensor, parts: list[Part], relative: Relative | None) -> Tensor:
+        """Return the outputs for what is read."""
+        dtype = v_BHND.dtype
+        q_BHND, k_BHND = given.turned_q_BHND.to(dtype), given.turned_k_BHND.to(dtype)
+        return attend(q_BHND, k_BHND, v_BHND, parts, self.terms(q_BHND.shape[-1], relative), self.backend)
+
+
+def options(config: Config) -> dict[str, Any]:
+    """Return what all patterns take from a configuration."""
+    size = config.model.hidden // config.model.heads
+    return {
+        "scale": size**-0.5,
+        "dropout": config.model.attention_dropout,
+        "backend": config.hardware.attention,
+    }
+
+
+def routed_options(config: Config) -> dict[str, Any]:
+    """Return what the patterns that `routing` describes take from a configuration."""
+    scale = {} if config.routing.logit_scale == "sqrt_d" else {"scale": 1.0}
+    return {**options(config), **scale, "attend_self": config.routing.attend_self}
+
+
+def turn(x_BHND: Tensor, rotate: Rotate | None, first: int = 0) -> Tensor:
+    """Return the vectors, turned where there is anything to turn by."""
+    if rotate is None:
+        return x_BHND
+    turned_BHND = rotate(x_BHND, first=first)
+    check_turned(turned_BHND, x_BHND)
+    return turned_BHND
+
+
+def without_padding(x_BHND: Tensor, real_BN: Tensor | None) -> Tensor:
+    """Return the vectors with zeros at padding, so that what stands there reaches neither outputs nor gradients."""
+    return x_BHND if real_BN is None else x_BHND.masked_fill(~real_BN[:, None, :, None], 0.0)
+
+
+class Spread(NamedTuple):
+    """Lists chosen by position: the query at n reads the keys of its list at positions since_N[n] to until_N[n] - 1."""
+
+    list_HN: Tensor
+    """The list that the query of each position reads, one for all heads or `[H, N]`."""
+    key_list_HN: Tensor
+    """The list that the key of each position stands in; -1: in none."""
+    since_N: Tensor
+    until_N: Tensor
+
+
+class PositionPattern(Pattern):
+    """A pattern that chooses by position alone: it implements `spreads` and `sees`.
+
+    It gets forward, gradients, padding, a stream's cache, the oracle and pictures from them.
+    """
+
+    keeps: int | None = None
+    """Positions behind which a key is never read again, which bounds a stream's cache; None: never."""
+
+    def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
+        """Return who reads whom at some positions; the keys of several spreads differ for every query."""
+        raise NotImplementedError
+
+    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
+        """Return whether the query at i reads the key at j, for j <= i (tensors that broadcast)."""
+        raise NotImplementedError
+
+    def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
+        i = torch.arange(given.q_BHND.shape[2], device=given.q_BHND.device)[:, None]
+        return ((i >= i.T) & self.sees(head, i, i.T))[None]
+
+    def reads(self, given: Inputs, real_BN: Tensor | None, prefix: bool) -> list[Part]:
+        B, H, N, _ = given.q_BHND.shape
+        real_R = None if real_BN is None else real_BN[:, None].expand(B, H, N).flatten()
+        parts = []
+        for spread in self.spreads(torch.arange(N, device=given.q_BHND.device), H):
+            lists = int(torch.cat([spread.list_HN.flatten(), spread.key_list_HN.flatten()]).max()) + 1 if N else 1
+            keys = packed(spread.key_list_HN, lists, (B, H, N), real_R)
+            same = spread.list_HN is spread.key_list_HN
+            queries = keys if same else packed(spread.list_HN, lists, (B, H, N), real_R)
+            parts.append(bounded_read(queries, keys, N, spread.since_N, spread.until_N))
+        return parts
+
+    def start(self, relative: Relative | None = None) -> Cache:
+        return PositionCache(self, relative)
+
+
+def packed(list_HN: Tensor, lists: int, shape: tuple[int, int, int], real_R: Tensor | None) -> Packed:
+    """Return the lists of every sequence and head, without padding."""
+    found = pack(list_HN.expand(shape), lists)
+    return found if real_R is None else found.keep(real_R)

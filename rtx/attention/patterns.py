@@ -1,0 +1,235 @@
+"""The patterns that choose by position: who reads whom in full, local, strided, fixed and random heads.
+
+Each states its lists for the engine (`spreads`) and its rule for the oracle and pictures (`sees`), in one place.
+
+Shapes: H heads, C clusters, N positions, W attention window.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from rtx.attention.arguments import check_positive, check_seed, check_within
+from rtx.attention.cache import Cache, ClusterCache
+from rtx.attention.oracle import last_members
+from rtx.attention.packed import Packed, Part, members_read
+from rtx.attention.pattern import Inputs, Pattern, PositionPattern, Spread, options, routed_options
+from rtx.attention.selection import normalise
+from rtx.attention.softmax import Relative
+from rtx.config import Config, clusters
+
+
+class Full(PositionPattern):
+    """Every position reads every j <= i. Cost N^2, memory linear in N."""
+
+    @classmethod
+    def from_config(cls, config: Config, heads: int, layer: int) -> Self:
+        return cls(**options(config))
+
+    def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
+        """One list."""
+        one_N = torch.zeros_like(position_N)
+        return [Spread(one_N, one_N, one_N, position_N + 1)]
+
+    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
+        """All."""
+        return j <= i
+
+
+class Local(PositionPattern):
+    """Position i reads i - W < j <= i: exactly `window` keys with its own."""
+
+    def __init__(self, *, window: int, **given: Any) -> None:
+        super().__init__(**given)
+        check_positive("window", window)
+        self.window = self.keeps = window
+
+    @classmethod
+    def from_config(cls, config: Config, heads: int, layer: int) -> Self:
+        return cls(window=config.model.window, **options(config))
+
+    def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
+        """One list, of which the last W positions are read."""
+        one_N = torch.zeros_like(position_N)
+        return [Spread(one_N, one_N, position_N + 1 - self.window, position_N + 1)]
+
+    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
+        """The last W."""
+        return i - j < self.window
+
+
+class Strided(PositionPattern):
+    """Position i reads i, i - stride, i - 2 stride, ...: for data with a period, such as rows of an image.
+
+    Child et al. 2019. Cost N^2 / stride.
+    """
+
+    def __init__(self, *, stride: int, **given: Any) -> None:
+        super().__init__(**given)
+        check_positive("stride", stride)
+        self.stride = stride
+
+    @classmethod
+    def from_config(cls, config: Config, heads: int, layer: int) -> Self:
+        return cls(stride=config.model.stride, **options(config))
+
+    def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
+        """A list for each remainder."""
+        remainder_N = position_N % self.stride
+        return [Spread(remainder_N, remainder_N, torch.zeros_like(position_N), position_N + 1)]
+
+    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
+        """Every multiple of the stride."""
+        return (i - j) % self.stride == 0
+
+
+class Fixed(PositionPattern):
+    """Position i reads its own block up to itself, and the summary columns of every earlier block.
+
+    Child et al. 2019, for data without a period, such as text. Summary columns are `summary` positions of a `block`;
+    head h takes the sub-block s = h mod (block // summary) counted from the block's end. One softmax spans both sets.
+    Cost N (block + N summary / block).
+    """
+
+    def __init__(self, *, block: int, summary: int, **given: Any) -> None:
+        super().__init__(**given)
+        check_positive("block", block)
+        check_within("summary", summary, block, "block")
+        self.block, self.summary = block, summary
+
+    @classmethod
+    def from_config(cls, config: Config, heads: int, layer: int) -> Self:
+        return cls(block=config.model.stride, summary=config.model.summary, **options(config))
+
+    def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
+        """The own block's list, and the list of all summary columns of the head."""
+        own_N, none_N = position_N // self.block, torch.zeros_like(position_N)
+        head_H1 = torch.arange(heads, device=position_N.device)[:, None]
+        column_HN = torch.where(self.is_summary(head_H1, position_N), 0, -1)
+        return [
+            Spread(own_N, own_N, none_N, position_N + 1),
+            Spread(none_N, column_HN, none_N, own_N * self.block),
+        ]
+
+    def is_summary(self, head: int | Tensor, j: Tensor) -> Tensor:
+        """Tell whether j is a summary column of its block."""
+        end = self.block - self.summary * (head % (self.block // self.summary))
+        column = j % self.block
+        return (column >= end - self.summary) & (column < end)
+
+    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
+        """The own block and summaries."""
+        return (i // self.block == j // self.block) | self.is_summary(head, j)
+
+
+class Random(Pattern):
+    """The control of Table 1: clusters whose members read nothing of the sequence.
+
+    Each cluster has `window` random members among `length` positions, a function of (seed, head, `clusters`, `window`,
+    `length`) alone; a member reads the last `window` members up to itself. Later positions go on with the same members
+    over and over. Queries and keys are normalised as in `rtx.attention.routing.Routing`; a position in several clusters
+    gets the mean of their outputs.
+
+    Args:
+        heads: H.
+        keys: whether keys are given, else the queries stand for them.
+        attend_self: false: a position reads itself only where it sees nothing else.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        clusters: int,
+        *,
+        window: int,
+        length: int,
+        seed: int,
+        keys: bool = False,
+        attend_self: bool = True,
+        **given: Any,
+    ) -> None:
+        super().__init__(**given)
+        check_positive("heads", heads, least=0)
+        for name, value in (("clusters", clusters), ("window", window), ("length", length)):
+            check_positive(name, value)
+        check_seed(seed)
+        self.window, self.length, self.attend_self = window, length, attend_self
+        self.has_keys = keys
+        self.hides_self = not attend_self
+        position_HCW = random_positions(heads, clusters, length, window, seed)
+        self.register_buffer("position_HCW", position_HCW, persistent=False)
+        self.position_HCW: Tensor
+
+    @classmethod
+    def from_config(cls, config: Config, heads: int, layer: int) -> Self:
+        routing = config.routing
+        return cls(
+            heads,
+            clusters(config),
+            window=routing.window,
+            length=config.data.length,
+            seed=config.seed * 1_000 + layer,
+            keys=routing.keys != "shared",
+            **routed_options(config),
+        )
+
+    def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> tuple[Tensor, Tensor]:
+        q_BHND = normalise(q_BHND)
+        return q_BHND, q_BHND if k_BHND is None else normalise(k_BHND)
+
+    def lists(self, batch: int, length: int, real_BN: Tensor | None = None) -> Packed:
+        """Return the members of every cluster in sequences of some length."""
+        H, device = len(self.position_HCW), self.position_HCW.device
+        turn_T1 = torch.arange(-(-length // self.length), device=device)[:, None]
+        position_HCT = (turn_T1 * self.length + self.position_HCW[:, :, None]).flatten(2)
+        inside_BHCT = (position_HCT < length).expand(batch, *position_HCT.shape)
+        if real_BN is not None:
+            inside_BHCT = inside_BHCT & real_BN[:, position_HCT.clamp(max=length - 1)]
+        first_BH = torch.arange(batch * H, device=device).view(batch, H) * length
+        row_BHCT = first_BH[..., None, None] + position_HCT
+        return Packed(row_BHCT[inside_BHCT], inside_BHCT.sum(-1).flatten())
+
+    def reads(self, given: Inputs, real_BN: Tensor | None, prefix: bool) -> list[Part]:
+        B, H, N, _ = given.q_BHND.shape
+        if len(self.position_HCW) != H:
+            raise ValueError(f"q_BHND has {H} heads: must have {len(self.position_HCW)}, as the memberships")
+        return [members_read(self.lists(B, N, real_BN), N, self.window, self.attend_self)]
+
+    def member_HCN(self, length: int) -> Tensor:
+        """Return the memberships of positions 0 to `length` - 1."""
+        member_HCN = torch.zeros(*self.position_HCW.shape[:2], self.length, dtype=torch.bool)
+        member_HCN.scatter_(2, self.position_HCW.cpu(), True)
+        return member_HCN.repeat(1, 1, -(-length // self.length))[..., :length].to(self.position_HCW.device)
+
+    def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
+        member_CN = self.member_HCN(given.q_BHND.shape[2])[head]
+        return last_members(member_CN, member_CN, self.window)
+
+    def start(self, relative: Relative | None = None) -> Cache:
+        return ClusterCache(self, self.window, relative)
+
+    def lists_kept(self, given: Inputs, cache: Cache) -> Packed:
+        """Return what a prompt leaves in a stream's cache."""
+        return self.lists(len(given.q_BHND), given.q_BHND.shape[2])
+
+    def join(self, given: Inputs, position: int, cache: Cache) -> tuple[Tensor, Tensor, None]:
+        """Return which clusters the query and the key of a stream's next position join, `[B, H, C]`."""
+        joins_HC = (self.position_HCW == position % self.length).any(-1)
+        joins_BHC = joins_HC.expand(len(given.q_BHND), *joins_HC.shape)
+        return joins_BHC, joins_BHC, None
+
+
+def random_positions(heads: int, clusters: int, length: int, window: int, seed: int) -> Tensor:
+    """Return `window` random positions for each cluster, ascending, `[H, C, W]`: a function of the arguments alone.
+
+    A window over `length` is `length`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    window = min(window, length)
+    # One draw a cluster, however many there are.
+    draws = [torch.rand(length, generator=generator, device="cpu") for _ in range(heads * clusters)]
+    chosen = [draw_N.topk(window).indices.sort().values for draw_N in draws]
+    return torch.stack(chosen).view(heads, clusters, window) if chosen else torch.zeros(heads, clusters, window).long()

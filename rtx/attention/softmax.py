@@ -1,0 +1,98 @@
+"""Softmax attention inside blocks, with what no kernel of PyTorch's offers: terms by distance, and logarithms of sums.
+
+Shapes: G blocks, Q queries, K keys, D head size, M distances.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+MAX_SCORES_CPU, MAX_SCORES_GPU = 1 << 20, 1 << 26
+"""Attention scores worked on at once: few enough for a CPU's cache, enough to fill a GPU."""
+
+
+class Relative(NamedTuple):
+    """Shaw's tables (Shaw et al. 2018, equations 3 and 4), shared by all heads of a kind.
+
+    Row m is for distance m, the last for every distance beyond.
+    """
+
+    keys_MD: Tensor
+    values_MD: Tensor
+
+
+class Terms(NamedTuple):
+    """What the logits and the weights get besides queries, keys and values."""
+
+    scale: float
+    dropout: float = 0.0
+    relative: Relative | None = None
+    bias_HM: Tensor | None = None
+    """Added to the logits by head and distance, as `relative` by the last row beyond; -inf: not read."""
+
+    @property
+    def by_distance(self) -> bool:
+        """Whether anything depends on distances."""
+        return self.relative is not None or self.bias_HM is not None
+
+
+def soft_attend(
+    q_GQD: Tensor,
+    k_GKD: Tensor,
+    v_GKD: Tensor,
+    mask_GQK: Tensor,
+    distance_GQK: Tensor | None,
+    head_G: Tensor | None,
+    terms: Terms,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs `[G, Q, D]` and the logarithms of the summed exponentials `[G, Q]`, in float32 or wider.
+
+    A query that sees no key gets zeros and -inf. The mask broadcasts. `distance_GQK` and the head of each block are
+    read where terms depend on them.
+    """
+    wide = torch.promote_types(q_GQD.dtype, torch.float32)
+    with torch.autocast(q_GQD.device.type, enabled=False):
+        q_GQD, k_GKD, v_GKD = q_GQD.to(wide) * terms.scale, k_GKD.to(wide), v_GKD.to(wide)
+        logits_GQK = q_GQD @ k_GKD.transpose(1, 2)
+        relative, bias_HM = terms.relative, terms.bias_HM
+        if relative is not None:
+            assert distance_GQK is not None
+            row_GQK = distance_GQK.clamp(0, len(relative.keys_MD) - 1).expand_as(logits_GQK)
+            logits_GQK = logits_GQK + (q_GQD @ relative.keys_MD.to(wide).T).gather(-1, row_GQK)
+        if bias_HM is not None:
+            assert distance_GQK is not None and head_G is not None
+            by_GQM = bias_HM.to(wide)[head_G][:, None].expand(-1, logits_GQK.shape[1], -1)
+            logits_GQK = logits_GQK + by_GQM.gather(-1, distance_GQK.clamp(0, bias_HM.shape[-1] - 1))
+        logits_GQK = logits_GQK.masked_fill(~mask_GQK, float("-inf"))
+        # A softmax of nothing has no gradient but NaN: such rows get any logits, and then no weight.
+        none_GQ1 = (logits_GQK == float("-inf")).all(-1, keepdim=True)
+        logits_GQK = logits_GQK.masked_fill(none_GQ1, 0.0)
+        sum_GQ = logits_GQK.logsumexp(-1)
+        weight_GQK = (logits_GQK - sum_GQ[..., None]).exp().masked_fill(none_GQ1, 0.0)
+        sum_GQ = sum_GQ.masked_fill(none_GQ1[..., 0], float("-inf"))
+        weight_GQK = F.dropout(weight_GQK, terms.dropout, training=terms.dropout > 0)
+        out_GQD = weight_GQK @ v_GKD
+        if relative is not None:
+            by_GQM = weight_GQK.new_zeros(*weight_GQK.shape[:2], len(relative.values_MD))
+            out_GQD = out_GQD + by_GQM.scatter_add(-1, row_GQK, weight_GQK) @ relative.values_MD.to(wide)
+    return out_GQD, sum_GQ
+
+
+def recomputed(function, *inputs):
+    """Return function(*inputs); what it computes on the way is computed again in the backward pass, not kept.
+
+    The same dropout mask is drawn again.
+    """
+    if torch.is_grad_enabled():
+        return checkpoint(function, *inputs, use_reentrant=False)
+    return function(*inputs)
+
+
+def max_scores(like: Tensor) -> int:
+    """Return how many attention scores are worked on at once where a tensor is."""
+    return MAX_SCORES_CPU if like.device.type == "cpu" else MAX_SCORES_GPU

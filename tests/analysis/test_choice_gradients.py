@@ -1,0 +1,74 @@
+"""Where the gradient of a choice comes from; and one that gets none is flagged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rtx.analysis.choice_gradients import choice_gradients
+from rtx.attention.choices import Indexer
+from rtx.attention.pattern import Pattern
+from rtx.config import CLUSTERED, SELECTIONS
+from tests.model.tiny_models import tiny_model, tokens
+
+
+def options(selection: str) -> dict[str, Any]:
+    keys = "shared" if selection in CLUSTERED else "separate"
+    return {"selection": selection, "routing_keys": keys, "routing_block": 3, "base": "local+full"}
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_every_choice_that_should_train_gets_a_gradient_and_nothing_changes(selection: str) -> None:
+    model = tiny_model(**options(selection))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    drawn = torch.random.get_rng_state()
+    found = choice_gradients(model, tokens())
+    assert [(one.layer, one.group) for one in found] == [(2, "routed"), (3, "routed")]
+    assert not any(one.missing for one in found)
+    assert all((one.norm is None) == selection.endswith("random") for one in found)
+    assert all("GETS NONE" not in one.line() for one in found)
+    assert not model.training and all(p.grad is None for p in model.parameters())
+    assert torch.equal(drawn, torch.random.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_norm_is_that_of_the_rows_that_make_queries_and_keys() -> None:
+    model = tiny_model(**options("exact"))
+    told = {one.layer: one.norm for one in choice_gradients(model, tokens())}
+    model.train()
+    nats_BN, auxiliary = model.loss(tokens())
+    (nats_BN.mean() + auxiliary).backward()
+    # Queries, then keys, then values of one local, one full and two routing heads of four units.
+    rows = list(range(8, 16)) + list(range(24, 32))
+    grad = model.blocks[2].attention.qkv.weight.grad  # type: ignore[union-attr]
+    assert told[3] == pytest.approx(float(grad[rows].norm()))  # type: ignore[index]
+
+
+def test_an_indexer_without_its_loss_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Indexer, "loss", Pattern.loss)
+    found = choice_gradients(tiny_model(**options("indexer")), tokens())
+    assert all(one.missing and one.norm == 0 and "GETS NONE" in one.line() for one in found)
+
+
+def test_a_gradient_that_is_not_finite_is_flagged() -> None:
+    model = tiny_model(**options("exact"))
+    with torch.no_grad():
+        model.output_VS[0, 0] = torch.nan
+    found = choice_gradients(model, tokens())
+    assert all(one.missing and one.record()["norm"] is None and one.record()["missing"] for one in found)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"selection": "topk"}, "its queries, by the attention; centroids by k-means (update=members)"),
+        ({"selection": "causal", "routing_keys": "separate", "routing_commitment": 0.1}, "commitment to centroids"),
+        ({"selection": "blocks", "routing_keys": "separate", "routing_block": 3, "routing_compressed": True}, "branch"),
+        ({"selection": "indexer", "routing_keys": "separate"}, "the divergence of its scores to the attention"),
+        ({"selection": "random"}, "nothing: it is drawn"),
+    ],
+)
+def test_what_trains_a_choice_is_said(changed: dict[str, Any], said: str) -> None:
+    assert said in choice_gradients(tiny_model(**changed), tokens())[0].source

@@ -1,0 +1,154 @@
+"""Every pattern with options that a test draws, and the tensors it attends over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import hypothesis.strategies as st
+import torch
+from torch import Tensor
+
+from rtx.attention import (
+    AdaptiveSpan,
+    Blocks,
+    Centroids,
+    Exact,
+    Fixed,
+    Full,
+    Indexer,
+    Local,
+    Lsh,
+    Pattern,
+    Random,
+    RandomBlocks,
+    Relative,
+    Routing,
+    Strided,
+)
+from rtx.model.positions import Rotary
+
+KINDS = ("full", "local", "strided", "fixed", "span", "lsh", "reformer", "random", "random-keys")
+KINDS += tuple(f"{how}-{keys}" for how in ("topk", "causal", "nearest") for keys in ("shared", "separate", "projected"))
+KINDS += ("exact", "blocks", "compressed", "blocks_random", "indexer", "indexer-dense")
+CLUSTERED = tuple(kind for kind in KINDS if kind.partition("-")[0] in ("random", "topk", "causal", "nearest"))
+SEES_FUTURE = tuple(kind for kind in KINDS if kind == "reformer" or kind.startswith("topk"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a pattern is made of: sizes, and options that the kinds that have them read."""
+
+    B: int = 2
+    H: int = 2
+    N: int = 17
+    D: int = 4
+    C: int = 3
+    W: int = 5
+    attend_self: bool = True
+    distances: int = 0
+    """Rows of Shaw's tables; 0: none."""
+    rotary: bool = False
+    scaled: bool = False
+    rounds: int = 2
+    seed: int = 0
+
+    def with_(self, **changes: Any) -> Case:
+        """Return a case that differs."""
+        return replace(self, **changes)
+
+
+CASES = st.builds(
+    Case,
+    B=st.integers(1, 2),
+    H=st.integers(1, 3),
+    N=st.integers(1, 30),
+    D=st.sampled_from((2, 4, 6)),
+    C=st.integers(1, 5),
+    W=st.integers(1, 33),
+    attend_self=st.booleans(),
+    distances=st.sampled_from((0, 1, 2, 7, 40)),
+    rotary=st.booleans(),
+    scaled=st.booleans(),
+    rounds=st.integers(1, 3),
+    seed=st.integers(0, 1 << 20),
+)
+
+
+def make(kind: str, case: Case, **options: Any) -> Pattern:
+    """Return a pattern of a kind in evaluation mode, in float64 where it has parameters."""
+    torch.manual_seed(case.seed)
+    options = {"scale": 0.7 if case.scaled else None} | options
+    H, W, D, self_ = case.H, case.W, case.D, {"attend_self": case.attend_self}
+    length, seed = max(1, case.N), case.seed
+    how, _, keys = kind.partition("-")
+    made = {
+        "full": lambda: Full(**options),
+        "local": lambda: Local(window=W, **options),
+        "strided": lambda: Strided(stride=W, **options),
+        "fixed": lambda: Fixed(block=W, summary=1 + case.seed % W, **options),
+        "span": lambda: AdaptiveSpan(H, window=W, ramp=1 + case.C, cost=0.1, **options),
+        "lsh": lambda: Lsh(H, D, window=W, rounds=case.rounds, buckets=4, seed=seed, **options),
+        "reformer": lambda: Lsh(
+            H, D, window=W, rounds=case.rounds, buckets=4, seed=seed, variant="reformer", **options
+        ),
+        "random": lambda: Random(H, case.C, window=W, length=length, seed=seed, keys=bool(keys), **self_, **options),
+        "exact": lambda: Exact(window=W, **self_, **options),
+        "blocks": lambda: Blocks(H, D, window=W, block=1 + case.seed % min(W, 4), **self_, **options),
+        "compressed": lambda: Blocks(
+            H, D, window=W, block=1 + case.seed % min(W, 4), compressed=True, **self_, **options
+        ),
+        "blocks_random": lambda: RandomBlocks(
+            H, D, window=W, block=1 + case.seed % min(W, 4), seed=seed, **self_, **options
+        ),
+        "indexer": lambda: Indexer(H, D, window=W, size=3, warmup=2 if keys else 0, **self_, **options),
+    }
+    if how in made:
+        pattern = made[how]()
+    else:
+        rate = 0.1 if how == "causal" else 0.0
+        store = Centroids(H, case.C, D, window=W, length=length, decay=0.9, threshold_rate=rate, keys=keys)
+        pattern = Routing(store, selection=how, **self_, **options)
+        store.threshold_HC.copy_(0.5 * torch.randn(H, case.C))
+        if store.key_threshold_HC is not None:
+            store.key_threshold_HC.copy_(0.5 * torch.randn(H, case.C))
+    with torch.no_grad():
+        for name, parameter in pattern.named_parameters():
+            parameter.copy_(torch.rand_like(parameter) if name == "share_H" else torch.randn_like(parameter))
+    return pattern.double().eval()
+
+
+def tensors(pattern: Pattern, case: Case, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    """Return queries, keys, values, rotary turning and Shaw's tables for a case; leaves that want gradients."""
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    shape = case.B, case.H, case.N, case.D
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    q, k, v = (draw(*shape).to(dtype).requires_grad_() for _ in range(3))
+    relative = None
+    if case.distances:
+        relative = Relative(*(draw(case.distances, case.D).to(dtype).requires_grad_() for _ in range(2)))
+    rotate = Rotary(case.D) if case.rotary else None
+    return {"q": q, "k": k if pattern.has_keys else None, "v": v, "rotate": rotate, "relative": relative}
+
+
+def run(function: Any, given: dict[str, Any], **more: Any) -> Tensor:
+    """Return the outputs of a pattern, or of the oracle's function, for tensors."""
+    found = function(given["q"], given["k"], given["v"], rotate=given["rotate"], relative=given["relative"], **more)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def leaves(pattern: Pattern, given: dict[str, Any]) -> dict[str, Tensor]:
+    """Return what gets a gradient, by name."""
+    named: dict[str, Tensor] = {name: given[name] for name in ("q", "k", "v") if given[name] is not None}
+    relative = given["relative"]
+    named |= {} if relative is None else {"keys_MD": relative.keys_MD, "values_MD": relative.values_MD}
+    named |= {name: parameter for name, parameter in pattern.named_parameters() if name == "share_H"}
+    return named
+
+
+def gradients(out: Tensor, named: dict[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
+    """Return the gradients of a random projection of the outputs; zeros where there is none."""
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(out.dtype)
+    found = torch.autograd.grad((out * weight).sum(), list(named.values()), allow_unused=True)
+    return {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(named.items(), found, strict=True)}
