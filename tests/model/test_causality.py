@@ -12,7 +12,7 @@ PREFIXES = (1, 2, 6, 31, 32, 42)
 
 
 def moves(prefix: bool = False, **config: Any) -> list[float]:
-    """The largest relative change of what predicts a prefix and the unit behind it, when all units behind it change."""
+    """The largest relative change of what predicts a prefix and the unit behind it when all others change."""
     model = tiny_model(length=44, **config)
     before_BN, other_BN = tokens(length=44), tokens(length=44, seed=1)
     changes = []
