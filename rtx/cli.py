@@ -97,7 +97,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         if reason := out_of_memory(error):
             return complain(reason, 1)
-        traceback.print_exc()
+        try:
+            traceback.print_exc()
+        except MemoryError:  # what ran out first may look like anything (a SystemError, say)
+            return complain("out of memory", 1)
         return 1
     return code
 

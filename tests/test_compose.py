@@ -127,7 +127,7 @@ def test_a_text_of_a_run_is_taken_as_it_is_written(default: Any, tmp_path: Path,
 
 def test_a_key_that_an_older_run_lacks_keeps_the_schemas_default(default: Any) -> None:
     values = to_dict(default)
-    del values["routing"]["revive_after"]
+    del values["routing"]["key_shift"]
     assert from_dict(values) == default
 
 

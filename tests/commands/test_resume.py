@@ -177,7 +177,7 @@ def test_a_full_disk_in_mid_checkpoint(workshop: Workshop, undisturbed: Path) ->
 
 def test_another_pattern_and_optimizer_resume_as_exactly(workshop: Workshop) -> None:
     changes = (
-        *("routing=topk", "routing.init=data", "routing.revive_after=2", "routing.heads=2", "model.positions=shaw"),
+        *("routing=topk", "routing.init=data", "routing.heads=2", "model.positions=shaw"),
         *("model.recompute=true", "optimizer=adafactor", "optimizer.warmup=3", "trainer.steps=12"),
     )
     whole = workshop.train("topk", *changes)
