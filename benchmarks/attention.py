@@ -118,8 +118,10 @@ def once(attention: Attention, inputs: list[Tensor], gradient_BHND: Tensor | Non
         return
     for leaf in inputs:
         leaf.grad = None
-    out = attention(*inputs)
-    out.backward(gradient_BHND.view(out.shape))
+    found = attention(*inputs)
+    out, *losses = found if isinstance(found, tuple) else (found,)
+    losses = [loss.sum() for loss in losses if loss.requires_grad]
+    torch.autograd.backward([out, *losses], [gradient_BHND.view(out.shape), *(torch.ones_like(x) for x in losses)])
 
 
 def timed(run: Callable[[], object], device: str) -> float:

@@ -38,7 +38,8 @@ from rtx.attention import (
 )
 from rtx.model.positions import Rotary
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
+"""From queries, keys and values to outputs, and a loss beside them where there is one."""
 
 
 class Size(NamedTuple):
@@ -87,16 +88,15 @@ class Ours:
     relative: Relative | None = None
     rotate: Rotary | None = None
 
-    def __call__(self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> Tensor:
-        """Return the output, and the loss in it."""
-        out_BHND, loss = self.pattern(*self.given(q_BHND, k_BHND, v_BHND), relative=self.relative, rotate=self.rotate)
-        return out_BHND + loss
+    def __call__(self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output and the loss."""
+        return self.pattern(*self.given(q_BHND, k_BHND, v_BHND), relative=self.relative, rotate=self.rotate)
 
-    def oracle(self, *inputs: Tensor) -> Tensor:
-        """Return what the oracle does in float64."""
+    def oracle(self, *inputs: Tensor) -> tuple[Tensor, None]:
+        """Return the output as the oracle has it in float64."""
         tables = None if self.relative is None else Relative(*(table_MD.double() for table_MD in self.relative))
         given = self.given(*(x.double() for x in inputs))
-        return oracle.attend(self.pattern, *given, relative=tables, rotate=self.rotate)
+        return oracle.attend(self.pattern, *given, relative=tables, rotate=self.rotate), None
 
     def given(self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return the inputs, without keys where queries stand for them."""
@@ -108,7 +108,7 @@ def cluster_sizes(attention: Attention) -> dict[str, float]:
     pattern = attention.pattern if isinstance(attention, Ours) else None
     if not isinstance(pattern, Routing) or pattern.selection != "causal" or pattern.snapshot is None:
         return {}
-    count_L = pattern.snapshot.reads.query.count_L.double()
+    count_L = pattern.snapshot.lists[0].count_L.double()
     return {"min": int(count_L.min()), "mean": round(float(count_L.mean()), 1), "max": int(count_L.max())}
 
 
@@ -152,9 +152,8 @@ def peer_routing(size: Size, args: argparse.Namespace) -> Attention:
 
     module = KmeansAttention(size.C, size.W, args.heads, args.dim, causal=True, shared_qk=True).to(args.device).train()
 
-    def call(q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> Tensor:
-        out_BHND, loss = module(q_BHND, q_BHND, v_BHND)
-        return out_BHND + loss
+    def call(q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> tuple[Tensor, Tensor]:
+        return module(q_BHND, q_BHND, v_BHND)
 
     return call
 
@@ -256,7 +255,7 @@ def worst(name: str, args: argparse.Namespace) -> float:
     gradient_BHND = torch.randn(inputs[0].shape, device=args.device)
     found = []
     for call in (ours, ours.oracle):
-        out = call(*inputs)
+        out, _ = call(*inputs)
         gradients = torch.autograd.grad(out, inputs, gradient_BHND.to(out.dtype), allow_unused=True)
         found.append([out.detach(), *(torch.zeros_like(inputs[0]) if x is None else x for x in gradients)])
     return max(float((mine.double() - theirs).abs().max()) for mine, theirs in zip(*found, strict=True))

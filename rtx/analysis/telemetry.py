@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rtx.analysis.reading import pairs_of, softmax_by
+from rtx.attention.packed import Reads
 from rtx.attention.routing import Routing, Snapshot
 from rtx.attention.span import AdaptiveSpan
 from rtx.training.sharding import whole
@@ -42,13 +43,13 @@ def read_telemetry(model: nn.Module) -> dict[str, float]:
 
 def layer_telemetry(heads: Routing, snapshot: Snapshot) -> dict[str, Tensor]:
     """Return the figures of one layer as scalars."""
-    reads, real_N = snapshot.reads, snapshot.real_N
     H, N, _ = snapshot.q_HND.shape
+    reads, real_N = heads.read_lists(snapshot.lists, N), snapshot.real_N
     times_HN = torch.bincount(reads.query.row_M, minlength=H * N).view(H, N)
     if real_N is not None:  # padding is in no cluster
         times_HN = times_HN[:, real_N]
     filled_L = reads.key.count_L.double() / heads.centroids.window
-    self_weight, distance = probe(heads, snapshot)
+    self_weight, distance = probe(heads, snapshot, reads)
     return {
         "empty_share": (filled_L == 0).double().mean(),
         "in_none": (times_HN == 0).double().mean(),
@@ -61,7 +62,7 @@ def layer_telemetry(heads: Routing, snapshot: Snapshot) -> dict[str, Tensor]:
     }
 
 
-def probe(heads: Routing, snapshot: Snapshot) -> tuple[Tensor, Tensor]:
+def probe(heads: Routing, snapshot: Snapshot, reads: Reads) -> tuple[Tensor, Tensor]:
     """Return the mean weight on self and the mean distance read, over evenly spaced positions and their clusters.
 
     Shaw's terms are left out of the weights; NaN where no probed position reads anything.
@@ -70,7 +71,7 @@ def probe(heads: Routing, snapshot: Snapshot) -> tuple[Tensor, Tensor]:
     at_P = torch.linspace(0, N - 1, min(PROBES, N), device=device).long()
     wanted_HN = torch.full((H, N), -1, device=device)
     wanted_HN[:, at_P] = torch.arange(H * len(at_P), device=device).view(H, -1)
-    row_Y, key_Y, reader_Y, _ = pairs_of(snapshot.reads, wanted_HN.flatten())
+    row_Y, key_Y, reader_Y, _ = pairs_of(reads, wanted_HN.flatten())
     logits_HPN = snapshot.q_HND.float()[:, at_P] @ snapshot.k_HND.float().transpose(-1, -2)
     logit_Y = logits_HPN.flatten(0, 1)[row_Y, key_Y] * heads.terms(D, None).scale
     weight_Y = softmax_by(logit_Y, reader_Y).double()

@@ -7,7 +7,6 @@ query.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from rtx.attention import oracle
 from rtx.attention.arguments import check_positive, check_seed, check_within
-from rtx.attention.cache import Cache, GrowingCache, place
+from rtx.attention.cache import Cache, GrowingCache, RowCache, place
 from rtx.attention.choices import Choice
 from rtx.attention.packed import Part
 from rtx.attention.pattern import Inputs, routed_options
@@ -65,8 +64,13 @@ class Blocks(Choice):
         own_Q1, block_G = position_Q[:, None] // self.block, torch.arange(mean_BHGD.shape[2], device=position_Q.device)
         return (q_BHQD @ mean_BHGD.transpose(-1, -2)).masked_fill(block_G >= own_Q1, -math.inf)
 
-    def positions(self, score_BHQG: Tensor, position_Q: Tensor) -> Tensor:
-        """Return the positions of the best finished blocks and of the own block, `[B, H, Q, K]`, -1 for none."""
+    def choice_keys(self, given: Inputs) -> Tensor:
+        """Return the means of finished blocks."""
+        return self.means(given.k_BHND)
+
+    def best(self, query_BHQE: Tensor, key_BHNE: Tensor, position_Q: Tensor) -> Tensor:
+        """See `Choice.best`: the positions of the best finished blocks and of the own block."""
+        score_BHQG = self.scores(query_BHQE, key_BHNE, position_Q)
         own_Q1, slot_b = position_Q[:, None] // self.block, torch.arange(self.block, device=position_Q.device)
         at = score_BHQG.topk(min(self.count, score_BHQG.shape[-1]), dim=-1).indices
         chosen = (at[..., None] * self.block + slot_b).flatten(-2)
@@ -79,36 +83,25 @@ class Blocks(Choice):
     def most_keys(self, length: int) -> int:
         return min(self.count, length // self.block) * self.block + self.block
 
-    def pieces(self, given: Inputs) -> Iterator[tuple[Tensor, Tensor]]:
-        mean_BHGD = self.means(given.k_BHND)
-        for position_Q in self.split(given, mean_BHGD.shape[2]):
-            score_BHQG = self.scores(given.q_BHND[:, :, position_Q], mean_BHGD, position_Q)
-            yield position_Q, self.positions(score_BHQG, position_Q)
-
     def attend(self, given: Inputs, v_BHND: Tensor, parts: list[Part], relative: Relative | None) -> Tensor:
         out_BHND = super().attend(given, v_BHND, parts, relative)
         if self.gate_H2D is None:
             return out_BHND
-        mean_k, mean_v = self.means(given.k_BHND), self.means(v_BHND)
+        means = self.means(given.k_BHND), self.means(v_BHND)
         pieces = [
-            recomputed(self.compressed, given.q_BHND[:, :, position_Q], mean_k, mean_v, position_Q)
-            for position_Q in self.split(given, mean_k.shape[2])
+            recomputed(self.gated, given.q_BHND[:, :, position_Q], out_BHND[:, :, position_Q], *means, position_Q)
+            for position_Q in self.split(given, means[0].shape[2])
         ]
-        compressed_BHND = torch.cat(pieces, dim=2) if pieces else torch.zeros_like(out_BHND)
-        return self.gated(given.q_BHND, out_BHND, compressed_BHND)
+        return torch.cat(pieces, dim=2) if pieces else out_BHND
 
-    def compressed(self, q_BHQD: Tensor, mean_k: Tensor, mean_v: Tensor, position_Q: Tensor) -> Tensor:
-        """Return softmax attention over the means of finished blocks, zero where there are none, `[B, H, Q, D]`."""
+    def gated(self, q_BHQD: Tensor, out_BHQD: Tensor, mean_k: Tensor, mean_v: Tensor, position_Q: Tensor) -> Tensor:
+        """Return outputs joined, by gates of the query, with softmax attention over the means of finished blocks."""
+        assert self.gate_H2D is not None
         score_BHQG = self.scores(q_BHQD, mean_k, position_Q) * self.terms(q_BHQD.shape[-1], None).scale
         none_Q1 = (position_Q < self.block)[:, None]
         weight_BHQG = score_BHQG.masked_fill(none_Q1, 0.0).softmax(-1).masked_fill(none_Q1, 0.0)
-        return weight_BHQG.to(mean_v.dtype) @ mean_v
-
-    def gated(self, q_BHND: Tensor, selected_BHND: Tensor, compressed_BHND: Tensor) -> Tensor:
-        """Return the two branches joined by their gates."""
-        assert self.gate_H2D is not None
-        gate_BHN2 = (q_BHND @ self.gate_H2D.to(q_BHND.dtype).transpose(-1, -2)).sigmoid().to(selected_BHND.dtype)
-        return gate_BHN2[..., :1] * selected_BHND + gate_BHN2[..., 1:] * compressed_BHND
+        gate_BHQ2 = (q_BHQD @ self.gate_H2D.to(q_BHQD.dtype).mT).sigmoid().to(out_BHQD.dtype)
+        return gate_BHQ2[..., :1] * out_BHQD + gate_BHQ2[..., 1:] * (weight_BHQG.to(mean_v.dtype) @ mean_v)
 
     def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
         """See `Pattern.rule`; of the branch that selects."""
@@ -154,35 +147,24 @@ class BlockCache(GrowingCache):
     """Every key and value so far, and the means of keys and values of finished blocks."""
 
     pattern: Blocks
+    open_k: Tensor | None = None
+    """The unturned keys of the block that is not finished."""
+    mean_v: Tensor | None = None
 
-    def __init__(self, pattern: Blocks, relative: Relative | None = None) -> None:
-        super().__init__(pattern, relative)
-        self.mean_k: Tensor | None = None
-        self.mean_v: Tensor | None = None
-
-    def put(self, given: Inputs, v_BHND: Tensor, first: int) -> None:
-        """See `GrowingCache`: what the choice reads of a position is its unturned key."""
-        super().put(given, v_BHND, first)
-        assert self.choice_BHSE is not None and self.value_BHSD is not None
+    def put(self, given: Inputs, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        rows = RowCache.put(self, given, v_BHND, first)
         b, end = self.pattern.block, first + v_BHND.shape[2]
         begin, stop = first // b, end // b
-        if stop > begin or self.mean_k is None or self.mean_v is None:
-            here = slice(begin * b, stop * b)
-            self.mean_k = place(self.mean_k, self.pattern.means(self.choice_BHSE[:, :, here]), begin)
-            self.mean_v = place(self.mean_v, self.pattern.means(self.value_BHSD[:, :, here]), begin)
-
-    def choose(self, given: Inputs, position: int) -> Tensor:
-        assert self.mean_k is not None
-        position_1 = torch.tensor([position], device=given.q_BHND.device)
-        finished = max(1, position // self.pattern.block)
-        score_BH1G = self.pattern.scores(given.q_BHND, self.mean_k[:, :, :finished], position_1)
-        return self.pattern.positions(score_BH1G, position_1)[:, :, 0]
+        k_BHND = given.k_BHND if self.open_k is None else torch.cat([self.open_k, given.k_BHND], dim=2)
+        self.open_k = k_BHND[:, :, (stop - begin) * b :]
+        self.choice_BHSE = place(self.choice_BHSE, self.pattern.means(k_BHND), begin)
+        self.mean_v = place(self.mean_v, self.pattern.means(rows[1][:, :, begin * b : stop * b]), begin)
+        return rows
 
     def decode(self, given: Inputs, v_BH1D: Tensor, position: int) -> Tensor:
         out_BH1D = super().decode(given, v_BH1D, position)
         if self.pattern.gate_H2D is None:
             return out_BH1D
-        assert self.mean_k is not None and self.mean_v is not None
-        position_1, finished = torch.tensor([position], device=v_BH1D.device), max(1, position // self.pattern.block)
-        means = self.mean_k[:, :, :finished], self.mean_v[:, :, :finished]
-        return self.pattern.gated(given.q_BHND, out_BH1D, self.pattern.compressed(given.q_BHND, *means, position_1))
+        assert self.choice_BHSE is not None and self.mean_v is not None
+        position_1 = torch.tensor([position], device=v_BH1D.device)
+        return self.pattern.gated(given.q_BHND, out_BH1D, self.choice_BHSE, self.mean_v, position_1)

@@ -20,7 +20,7 @@ from rtx.attention.softmax import Relative, Terms, soft_attend
 
 if TYPE_CHECKING:
     from rtx.attention.choices import Choice
-    from rtx.attention.pattern import Inputs, Pattern, PositionPattern, Spread
+    from rtx.attention.pattern import Inputs, Pattern, PositionPattern
 
 FIRST_SLOTS = 256
 """Slots that a growing cache begins with; it doubles when they are full."""
@@ -62,24 +62,51 @@ def attend_step(
     return soft_attend(q, k, v, mask, distance, head_G, terms)[0].to(v.dtype).unflatten(0, (B, H))
 
 
-class GrowingCache(Cache):
-    """Every key and value so far, position n in slot n; for patterns that may read any of them."""
+class RowCache(Cache):
+    """Keys and values by position: position n in slot n modulo their number, which doubles unless it is `ring`."""
 
-    def __init__(self, pattern: Choice, relative: Relative | None = None) -> None:
-        self.pattern, self.relative = pattern, relative
+    def __init__(self, pattern: Pattern, relative: Relative | None = None, ring: int | None = None) -> None:
+        self.pattern, self.relative, self.ring = pattern, relative, ring
         self.key_BHSD: Tensor | None = None
         self.value_BHSD: Tensor | None = None
-        self.choice_BHSE: Tensor | None = None
-        """What the choice of keys reads of each earlier position."""
 
     def prefill(self, given: Inputs, v_BHND: Tensor) -> None:
         self.put(given, v_BHND, 0)
 
-    def put(self, given: Inputs, v_BHND: Tensor, first: int) -> None:
-        """Take in the keys and values of positions from `first` on."""
-        self.key_BHSD = place(self.key_BHSD, given.turned_k_BHND.to(v_BHND.dtype), first)
-        self.value_BHSD = place(self.value_BHSD, v_BHND, first)
+    def put(self, given: Inputs, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """Take in positions from `first` on and return all slots of keys and values."""
+        self.key_BHSD = place(self.key_BHSD, given.turned_k_BHND.to(v_BHND.dtype), first, self.ring)
+        self.value_BHSD = place(self.value_BHSD, v_BHND, first, self.ring)
+        return self.key_BHSD, self.value_BHSD
+
+    def attend(self, given: Inputs, k: Tensor, v: Tensor, mask: Tensor | None, distance: Tensor) -> Tensor:
+        """Return what the newest position reads of keys and values `[B, H, K, D]`."""
+        terms = self.pattern.terms(given.q_BHND.shape[-1], self.relative)
+        return attend_step(given.turned_q_BHND.to(v.dtype), k, v, mask, distance, terms)
+
+
+def place(x_BHSD: Tensor | None, new_BHND: Tensor, first: int, ring: int | None = None) -> Tensor:
+    """Return the slots with new vectors of positions from `first` on, in more room where it is needed."""
+    B, H, N, D = new_BHND.shape
+    if x_BHSD is None:
+        x_BHSD = new_BHND.new_zeros(B, H, ring or max(FIRST_SLOTS, N), D)
+    if not ring and first + N > x_BHSD.shape[2]:
+        x_BHSD = F.pad(x_BHSD, (0, 0, 0, max(first + N - x_BHSD.shape[2], x_BHSD.shape[2])))
+    skipped = max(0, N - x_BHSD.shape[2])
+    slot_N = torch.arange(first + skipped, first + N, device=x_BHSD.device) % x_BHSD.shape[2]
+    return x_BHSD.index_copy_(2, slot_N, new_BHND[:, :, skipped:])
+
+
+class GrowingCache(RowCache):
+    """Every key and value so far, for patterns whose queries choose among all of them by content."""
+
+    pattern: Choice
+    choice_BHSE: Tensor | None = None
+    """What the choice of keys reads of each earlier position."""
+
+    def put(self, given: Inputs, v_BHND: Tensor, first: int) -> tuple[Tensor, Tensor]:
         self.choice_BHSE = place(self.choice_BHSE, self.pattern.choice_keys(given), first)
+        return super().put(given, v_BHND, first)
 
     def choose(self, given: Inputs, position: int) -> Tensor:
         """Return the slots that the newest position reads, `[B, H, K]`, -1 for none."""
@@ -89,102 +116,35 @@ class GrowingCache(Cache):
         return self.pattern.best(self.pattern.choice_queries(given), earlier_BHSE, position_1)[:, :, 0]
 
     def decode(self, given: Inputs, v_BH1D: Tensor, position: int) -> Tensor:
-        self.put(given, v_BH1D, position)
-        assert self.key_BHSD is not None and self.value_BHSD is not None
-        slot_BHK = self.choose(given, position)
-        at_BHK1 = slot_BHK.clamp(min=0)[..., None]
-        return attend_step(
-            given.turned_q_BHND.to(v_BH1D.dtype),
-            self.key_BHSD.take_along_dim(at_BHK1, 2),
-            self.value_BHSD.take_along_dim(at_BHK1, 2),
-            (slot_BHK >= 0)[:, :, None],
-            (position - slot_BHK)[:, :, None],
-            self.pattern.terms(given.q_BHND.shape[-1], self.relative),
-        )
+        rows = self.put(given, v_BH1D, position)
+        slot_BH1K = self.choose(given, position)[:, :, None]
+        k, v = (x.take_along_dim(slot_BH1K.mT.clamp(min=0), 2) for x in rows)
+        return self.attend(given, k, v, slot_BH1K >= 0, position - slot_BH1K)
 
 
-def place(x_BHSD: Tensor | None, new_BHND: Tensor, first: int) -> Tensor:
-    """Return the slots with new vectors from slot `first` on, in more room where it is needed."""
-    B, H, N, D = new_BHND.shape
-    if x_BHSD is None:
-        x_BHSD = new_BHND.new_zeros(B, H, max(FIRST_SLOTS, N), D)
-    if first + N > x_BHSD.shape[2]:
-        x_BHSD = F.pad(x_BHSD, (0, 0, 0, max(first + N - x_BHSD.shape[2], x_BHSD.shape[2])))
-    x_BHSD[:, :, first : first + N] = new_BHND
-    return x_BHSD
+class PositionCache(RowCache):
+    """The cache of a pattern that chooses by position."""
 
-
-class PositionCache(Cache):
-    """The cache of a pattern that chooses by position: its last `keeps` positions, or all where it keeps all."""
-
-    def __init__(self, pattern: PositionPattern, relative: Relative | None = None) -> None:
-        self.pattern, self.relative, self.ring = pattern, relative, pattern.keeps
-        self.key_BHSD: Tensor | None = None
-        self.value_BHSD: Tensor | None = None
-        self.position_S = torch.zeros(0, dtype=torch.int64)
-        self.list_XHS = torch.zeros(0, dtype=torch.int64)
-        """The list of every slot's key in each of the pattern's spreads."""
-
-    def prefill(self, given: Inputs, v_BHND: Tensor) -> None:
-        N = v_BHND.shape[2]
-        first = 0 if self.ring is None else max(0, N - self.ring)
-        k_BHND = given.turned_k_BHND.to(v_BHND.dtype)
-        if N:
-            self.put(k_BHND[:, :, first:], v_BHND[:, :, first:], first)
-
-    def put(self, k_BHND: Tensor, v_BHND: Tensor, first: int) -> list[Spread]:
-        """Take in keys and values of positions from `first` on, and return the spreads of these positions."""
-        H, N = k_BHND.shape[1:3]
-        position_N = torch.arange(first, first + N, device=k_BHND.device)
-        spreads = self.pattern.spreads(position_N, H)
-        list_XHN = torch.stack([spread.key_list_HN.expand(H, N) for spread in spreads])
-        slots = self.ring or max(first + N, len(self.position_S))
-        if self.key_BHSD is None or self.value_BHSD is None or slots > len(self.position_S):
-            self.make_room(k_BHND, v_BHND, slots, len(spreads))
-        assert self.key_BHSD is not None and self.value_BHSD is not None
-        slot_N = position_N % len(self.position_S)
-        self.key_BHSD[:, :, slot_N], self.value_BHSD[:, :, slot_N] = k_BHND, v_BHND
-        self.position_S[slot_N], self.list_XHS[:, :, slot_N] = position_N, list_XHN
-        return spreads
-
-    def make_room(self, k_BHND: Tensor, v_BHND: Tensor, slots: int, spreads: int) -> None:
-        """Have slots for all streams, at least twice as many as before; empty ones have position -1."""
-        before = len(self.position_S)
-        slots = slots if self.ring else max(slots, 2 * before, FIRST_SLOTS)
-        more, device = slots - before, k_BHND.device
-        B, H, _, D = k_BHND.shape
-        if self.key_BHSD is None or self.value_BHSD is None:
-            self.key_BHSD, self.value_BHSD = k_BHND.new_zeros(B, H, 0, D), v_BHND.new_zeros(B, H, 0, v_BHND.shape[-1])
-            self.list_XHS = torch.zeros(spreads, H, 0, dtype=torch.int64, device=device)
-            self.position_S = self.position_S.to(device)
-        self.key_BHSD, self.value_BHSD = (F.pad(x, (0, 0, 0, more)) for x in (self.key_BHSD, self.value_BHSD))
-        self.list_XHS = F.pad(self.list_XHS, (0, more), value=-1)
-        self.position_S = F.pad(self.position_S, (0, more), value=-1)
+    pattern: PositionPattern
 
     def decode(self, given: Inputs, v_BH1D: Tensor, position: int) -> Tensor:
-        spreads = self.put(given.turned_k_BHND.to(v_BH1D.dtype), v_BH1D, position)
-        assert self.key_BHSD is not None and self.value_BHSD is not None
-        k_BHKD, v_BHKD, at_K = self.key_BHSD, self.value_BHSD, self.position_S
-        mask_1H1K = self.seen(spreads)[None, :, None]
-        if self.ring is None:  # most of what is kept is not read: gather what is
-            count_H = mask_1H1K.sum(-1)
-            if bool((count_H == count_H[0, 0]).all()):
-                slot_HK = mask_1H1K[0, :, 0].nonzero()[:, 1].view(mask_1H1K.shape[1], -1)
-                k_BHKD, v_BHKD = (x.take_along_dim(slot_HK[None, :, :, None], 2) for x in (k_BHKD, v_BHKD))
-                at_K = at_K[slot_HK]
-                mask_1H1K = None
-        distance = position - at_K
-        distance_1H1K = distance[None, None, None] if distance.dim() == 1 else distance[None, :, None]
-        terms = self.pattern.terms(given.q_BHND.shape[-1], self.relative)
-        q_BH1D = given.turned_q_BHND.to(v_BH1D.dtype)
-        return attend_step(q_BH1D, k_BHKD, v_BHKD, mask_1H1K, distance_1H1K, terms)
+        k, v = self.put(given, v_BH1D, position)
+        slots = k.shape[2]
+        at_S = position - (position - torch.arange(slots, device=k.device)) % slots
+        seen_HS = self.seen(at_S, position % slots, k.shape[1])
+        if self.ring is None and bool((seen_HS.sum(-1) == seen_HS[0].sum()).all()):
+            # Most of what is kept is not read: gather what is.
+            slot_HK = seen_HS.nonzero()[:, 1].view(len(seen_HS), -1)
+            k, v = (x.take_along_dim(slot_HK[None, :, :, None], 2) for x in (k, v))
+            return self.attend(given, k, v, None, (position - at_S[slot_HK])[None, :, None])
+        return self.attend(given, k, v, seen_HS[None, :, None], (position - at_S)[None, None, None])
 
-    def seen(self, spreads: list[Spread]) -> Tensor:
-        """Return which slots the newest position reads, `[H, S]`."""
-        seen_HS = torch.zeros_like(self.list_XHS[0], dtype=torch.bool)
-        for spread, list_HS in zip(spreads, self.list_XHS, strict=True):
-            between_S = (self.position_S >= spread.since_N.clamp(min=0)) & (self.position_S < spread.until_N)
-            seen_HS |= (list_HS == spread.list_HN) & between_S
+    def seen(self, at_S: Tensor, own: int, heads: int) -> Tensor:
+        """Return which slots the position in slot `own` reads, `[H, S]`, where they hold the positions `at_S`."""
+        seen_HS = torch.zeros(heads, len(at_S), dtype=torch.bool, device=at_S.device)
+        for spread in self.pattern.spreads(at_S.clamp(min=0), heads):
+            between_S = (at_S >= spread.since_N[own].clamp(min=0)) & (at_S < spread.until_N[own])
+            seen_HS |= (spread.key_list_HN == spread.list_HN[..., own, None]) & between_S
         return seen_HS
 
 

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rtx.attention.arguments import check_choice, check_number, check_positive
-from rtx.attention.choices import Indexer
-from rtx.attention.selection import Assignment, centroid_scores
+from rtx.attention.pattern import Pattern
+from rtx.attention.selection import Statistics, centroid_scores
 
 KEYS = ("shared", "separate", "projected")
 UPDATES = ("members", "nearest", "sum")
@@ -134,33 +134,16 @@ class Centroids(nn.Module):
         return self.sum_HCD, self.count_HC, self.seen_XHC, self.positions, self.sequences
 
     @torch.no_grad()
-    def observe(self, x_BHND: Tensor, found: Assignment, real_BN: Tensor | None, of_keys: bool = False) -> None:
-        """Gather statistics of a training batch (unless paused); padding, false in the mask, is not counted."""
-        if _paused.get() or not x_BHND.numel():
+    def observe(self, found: Statistics, positions: int, sequences: int, of_keys: bool = False) -> None:
+        """Gather statistics of a training batch (unless paused): so many real positions, of so many sequences."""
+        if _paused.get() or not positions:
             return
-        B, H, N, D = x_BHND.shape
-        C, cells = self.centroid_HCD.shape[1], self.count_HC.numel()
-        joined_L = found.lists.count_L.view(B, H, C).sum(0).double()
-        positions = B * N if real_BN is None else int(real_BN.sum())
-        if self.update_rule == "members":
-            row_M, cell_M = found.lists.row_M, found.lists.list_M() % cells
-        else:
-            assert found.nearest_BHN is not None
-            number_BHN = found.nearest_BHN + torch.arange(H, device=x_BHND.device)[:, None] * C
-            real_R = None if real_BN is None else real_BN[:, None].expand(B, H, N).flatten()
-            row_M = torch.arange(B * H * N, device=x_BHND.device)
-            row_M = row_M if real_R is None else row_M[real_R]
-            cell_M = number_BHN.flatten()[row_M]
-        sum_CD = torch.zeros(cells, D, dtype=x_BHND.dtype, device=x_BHND.device)
-        self.sum_HCD += sum_CD.index_add_(0, cell_M, x_BHND.reshape(-1, D)[row_M]).view(H, C, D)
-        self.count_HC += torch.bincount(cell_M, minlength=cells).view(H, C)
-        self.seen_XHC[int(of_keys), 0] += joined_L
-        if found.mean_HC is not None and found.square_HC is not None:
-            self.seen_XHC[int(of_keys), 1] += found.mean_HC.double() * positions
-            self.seen_XHC[int(of_keys), 2] += found.square_HC.double() * positions
+        self.sum_HCD += found.sum_HCD
+        self.count_HC += found.count_HC
+        self.seen_XHC[int(of_keys)] += torch.stack([found.joined_HC, found.score_HC, found.square_HC])
         if not of_keys:
             self.positions += positions
-            self.sequences += B if real_BN is None else real_BN.any(-1).sum()
+            self.sequences += sequences
 
     @torch.no_grad()
     def seed_from(self, q_BHND: Tensor, k_BHND: Tensor | None, real_BN: Tensor | None) -> None:
@@ -244,7 +227,7 @@ def all_centroids(model: nn.Module) -> list[Centroids]:
 
 
 def after_step(model: nn.Module) -> None:
-    """Move the centroids and thresholds of every routing layer, and count the step of every indexer.
+    """Move the centroids and thresholds of every routing layer, and let every pattern do what is due.
 
     To be called once after each optimizer step, on every rank. Statistics are summed over ranks first, so that all
     ranks move alike from the joined batch.
@@ -259,8 +242,8 @@ def after_step(model: nn.Module) -> None:
     for centroids in layers:
         centroids.update()
     for module in model.modules():
-        if isinstance(module, Indexer):
-            module.steps += 1
+        if isinstance(module, Pattern):
+            module.after_step()
 
 
 @torch.no_grad()

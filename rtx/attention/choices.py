@@ -7,7 +7,6 @@ a piece.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
@@ -29,7 +28,7 @@ MAX_SCORES = 1 << 22
 class Choice(Pattern):
     """H heads whose queries each choose at most `window` keys of the prefix.
 
-    Subclasses implement `choice_keys`, and `scores_of` or `index_of`.
+    Subclasses say what the choice reads: products of `choice_queries` and `choice_keys` are the scores.
     """
 
     def __init__(self, *, window: int, attend_self: bool = True, **given: Any) -> None:
@@ -46,25 +45,20 @@ class Choice(Pattern):
         return given.k_BHND
 
     def best(self, query_BHQE: Tensor, key_BHNE: Tensor, position_Q: Tensor) -> Tensor:
-        """Return the positions `[B, H, Q, K]` that queries at some positions read, -1 for none.
+        """Return the positions `[B, H, Q, K]` that queries at ascending positions read, -1 for none.
 
         Keys stand for positions 0, 1, ...; those behind a query are not read, whatever stands there.
         """
+        key_BHNE = key_BHNE[:, :, : int(position_Q[-1]) + 1]
         N = key_BHNE.shape[2]
-        score_BHQN = query_BHQE @ key_BHNE.transpose(-1, -2)
-        score, at = score_BHQN.masked_fill(self.hidden(position_Q, N), -math.inf).topk(min(self.window, N), dim=-1)
+        score_BHQN = (query_BHQE @ key_BHNE.mT).masked_fill(self.hidden(position_Q, N), -math.inf)
+        score, at = score_BHQN.topk(self.most_keys(N), dim=-1)
         return at.masked_fill(score == -math.inf, -1)
 
     def hidden(self, position_Q: Tensor, keys: int) -> Tensor:
         """Return which of the first keys queries at some positions may not read, `[Q, N]`."""
         last_Q = position_Q if self.attend_self else (position_Q - 1).clamp(min=0)  # the first has nothing else to read
         return torch.arange(keys, device=position_Q.device) > last_Q[:, None]
-
-    def pieces(self, given: Inputs) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield positions and what they read, `[B, H, Q, K]`, some of them at a time."""
-        queries, keys = self.choice_queries(given), self.choice_keys(given)
-        for position_Q in self.split(given, given.q_BHND.shape[2]):
-            yield position_Q, self.best(queries[:, :, position_Q], keys[:, :, : int(position_Q[-1]) + 1], position_Q)
 
     def split(self, given: Inputs, keys: int) -> tuple[Tensor, ...]:
         """Return the positions in pieces whose scores of so many keys are held at once."""
@@ -76,9 +70,10 @@ class Choice(Pattern):
         B, H, N, _ = given.q_BHND.shape
         if real_BN is not None and not bool(real_BN.all()):
             raise ValueError("real_BN: heads that choose keys query by query take no padding")
-        width = self.most_keys(N)
-        index_BHNK = torch.full((B, H, N, width), -1, device=given.q_BHND.device)
-        for position_Q, at_BHQK in self.pieces(given):
+        queries, keys = self.choice_queries(given), self.choice_keys(given)
+        index_BHNK = torch.full((B, H, N, self.most_keys(N)), -1, device=given.q_BHND.device)
+        for position_Q in self.split(given, keys.shape[2]):
+            at_BHQK = self.best(queries[:, :, position_Q], keys, position_Q)
             index_BHNK[:, :, position_Q, : at_BHQK.shape[-1]] = at_BHQK
         first_BH11 = torch.arange(B * H, device=index_BHNK.device).view(B, H, 1, 1) * N
         index_BHNK = torch.where(index_BHNK >= 0, index_BHNK + first_BH11, -1)
@@ -155,6 +150,10 @@ class Indexer(Choice):
     def choice_keys(self, given: Inputs) -> Tensor:
         return given.k_BHND.detach() @ self.key_HDE.to(given.k_BHND.dtype)
 
+    def after_step(self) -> None:
+        """Count the step."""
+        self.steps += 1
+
     @property
     def dense(self) -> bool:
         """Whether the head still reads every earlier position."""
@@ -162,13 +161,6 @@ class Indexer(Choice):
 
     def most_keys(self, length: int) -> int:
         return length if self.dense else min(self.window, length)
-
-    def best(self, query_BHQE: Tensor, key_BHNE: Tensor, position_Q: Tensor) -> Tensor:
-        if not self.dense:
-            return super().best(query_BHQE, key_BHNE, position_Q)
-        N = key_BHNE.shape[2]
-        at_QN = torch.arange(N, device=position_Q.device).masked_fill(self.hidden(position_Q, N), -1)
-        return at_QN.expand(*query_BHQE.shape[:2], -1, -1)
 
     def loss(self, given: Inputs, real_BN: Tensor | None) -> Tensor:
         """Return the mean divergence over all positions in training."""

@@ -35,7 +35,8 @@ def attend(q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, parts: list[Part], te
     Several parts, in each of which a position reads at most one list and which share no pair, are joined to one softmax
     over all that they show.
     """
-    q_RD, k_RD, v_RD = (x.flatten(0, 2) for x in (q_BHND, k_BHND, v_BHND))
+    q_RD, v_RD = q_BHND.flatten(0, 2), v_BHND.flatten(0, 2)
+    k_RD = q_RD if k_BHND is q_BHND else k_BHND.flatten(0, 2)
     if not v_RD.numel() or not q_RD.numel():
         out_RD = torch.zeros_like(v_RD)
     elif len(parts) == 1:
@@ -69,7 +70,7 @@ def attend_part(
     if isinstance(part, Indexed):
         return attend_indexed(q_RD, k_RD, v_RD, part, terms, backend)
     if backend == "native":
-        return by_native(q_RD, k_RD, v_RD, part, terms)
+        return native.attend_ranges(q_RD, k_RD, v_RD, part, terms.scale)
     if backend == "flex":
         return flex.attend(q_RD, k_RD, v_RD, part, terms)
     return by_blocks(q_RD, k_RD, v_RD, part, terms, joined)
@@ -87,16 +88,6 @@ def native_refusal(q_RD: Tensor, terms: Terms) -> str | None:
 def mean_weights(part: Reads, rows: int) -> Tensor:
     """Return the share of each query member in the mean of its row, `[P]`."""
     return 1 / part.times_R(rows).clamp(min=1)[part.query.row_M].double()
-
-
-def by_native(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Reads, terms: Terms) -> tuple[Tensor, Tensor]:
-    """Return what `attend_part` does, by the compiled kernel."""
-    row_P, heads = part.query.row_M, len(q_RD) // part.length
-    begin_G = torch.searchsorted(row_P // part.length, torch.arange(heads + 1))
-    weight_P = mean_weights(part, len(q_RD)).float()
-    reads = native.Reads(row_P, part.key.row_M, part.start_P, part.stop_P, head_begin=begin_G, weight_P=weight_P)
-    out_RD, sum_P = native.attend_ranges(q_RD, k_RD, v_RD, reads, scale=terms.scale)
-    return out_RD, sum_P.new_full((len(q_RD),), float("-inf")).index_copy(0, row_P, sum_P)
 
 
 class Block(NamedTuple):
@@ -269,7 +260,7 @@ def attend_indexed(
     row_P, index_PK = part.query_row_P, part.index_PK
     every = len(row_P) == rows and torch.equal(row_P, torch.arange(rows, device=row_P.device))
     if backend == "native" and every:
-        return native.attend_index(q_RD, k_RD, v_RD, index_PK, heads=rows // N, scale=terms.scale)
+        return native.attend_index(q_RD, k_RD, v_RD, index_PK, rows // N, terms.scale)
 
     def read(q_CD: Tensor, k_SD: Tensor, v_SD: Tensor, here: slice, first: int) -> tuple[Tensor, Tensor]:
         row_C1, index_CK = row_P[here, None], index_PK[here]

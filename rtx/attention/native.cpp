@@ -8,7 +8,7 @@
 //
 // Rows are [R, D] or [R, Dv], contiguous, and belong to G groups (heads) of R / G rows. Group g has the query members
 // head_begin[g] <= p < head_begin[g + 1] and touches its own rows alone. Threads share out the groups, and everything
-// inside a group happens in one order: no result depends on the number of threads.
+// inside a group happens in one order: no result depends on the number of threads. dk may be dq: then it is their sum.
 //
 // How ranges are read: a segment is a run of queries that read close together, and its keys and values are packed once;
 // a block is QUERIES of them, a tile TALL queries or keys of a block. Only tiles that meet are multiplied. Scores stand
@@ -23,9 +23,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <future>
 #include <numeric>
 #include <stdexcept>
-#include <thread>
 #include <vector>
 
 using Int = std::int64_t;
@@ -48,6 +48,7 @@ constexpr int LANES = 16, WIDE = 4;  // TALL x WIDE vectors of sums take 24 of 3
 constexpr int LANES = 8, WIDE = 2;
 #endif
 constexpr Int TALL = 6, QUERIES = 48, TILES = QUERIES / TALL;  // whole tiles and whole vectors make a block
+constexpr Int AHEAD = 8;
 constexpr Int CHUNK = 96;  // keys, whole tiles, whose packed rows stay in the nearest cache
 constexpr Int SPAN = 768;  // most keys of a segment, if no range is longer
 
@@ -161,9 +162,13 @@ class Worker {
         return {(float*)rooms[which].data(), length};
     }
 
-    Int checked(Int row) const {
-        if (row < low || row >= high) throw std::out_of_range("a row of another group");
-        return row;
+    // Row rows[i] of x. Fetches one of those that come next, as rows lie anywhere and each would wait for memory.
+    template <class T>
+    T* at_row(T* x, Int width, const Int* rows, Int i, Int count) const {
+        const Int next = rows[std::min(i + AHEAD, count - 1)];
+        for (Int d = 0; d < width; d += 16) __builtin_prefetch(x + next * width + d);
+        if (rows[i] < low || rows[i] >= high) throw std::out_of_range("a row of another group");
+        return x + rows[i] * width;
     }
 
     // Copies rows, times a factor each, and puts zeros behind them up to `padded`; tells whether all is finite.
@@ -171,7 +176,7 @@ class Worker {
               Matrix to) const {
         Vec zeros{};
         for (Int i = 0; i < count; i++) {
-            const float *from = x + checked(rows[i]) * width, times = factor ? scale * factor[i] : scale;
+            const float *from = at_row(x, width, rows, i, count), times = factor ? scale * factor[i] : scale;
             for (Int d = 0; d < width; d += LANES) {
                 const Vec y = load(from + d, width - d) * times;
                 zeros += y - y;
@@ -202,7 +207,7 @@ class Worker {
         if (p.dout) std::fill(dK.data, dK.at(keys), 0.f), std::fill(dV.data, dV.at(keys), 0.f);
         for (Int i = first; i < last; i += QUERIES) block(i, std::min(QUERIES, last - i), finite);
         for (Int m = 0; p.dout && m < keys; m++)
-            add(p.dk + rows[m] * p.D, dK.at(m), 1, p.D), add(p.dv + rows[m] * p.Dv, dV.at(m), 1, p.Dv);
+            add(at_row(p.dk, p.D, rows, m, keys), dK.at(m), 1, p.D), add(at_row(p.dv, p.Dv, rows, m, keys), dV.at(m), 1, p.Dv);
         return last;
     }
 
@@ -303,7 +308,7 @@ class Worker {
         for (Int i = 0; i < count; i++) {
             p.lse[first + i] = most[i] + std::log(total[i]);  // -inf where nothing is read
             if (starts[i] == stops[i]) continue;
-            add(p.out + p.query_row[first + i] * p.Dv, O.at(i), p.weight[first + i] / total[i], p.Dv);
+            add(at_row(p.out, p.Dv, p.query_row + first, i, count), O.at(i), p.weight[first + i] / total[i], p.Dv);
         }
     }
 
@@ -329,7 +334,7 @@ class Worker {
             gather(chunk, p.D, dP, K, dQ);
         }
         for (Int i = 0; i < count; i++)
-            if (starts[i] < stops[i]) add(p.dq + p.query_row[first + i] * p.D, dQ.at(i), p.scale, p.D);
+            if (starts[i] < stops[i]) add(at_row(p.dq, p.D, p.query_row + first, i, count), dQ.at(i), p.scale, p.D);
     }
 
     // Either pass of a row that reads by index; rows share no keys that would be worth packing.
@@ -338,7 +343,7 @@ class Worker {
         const Int count = std::find_if(index, index + p.K, [](Int k) { return k < 0; }) - index;
         const float *q = p.q + row * p.D, *dout = p.dout + row * p.Dv;
         float *s = room(0, 1, up(count, LANES)).data, *dp = room(1, 1, up(count, LANES)).data;
-        for (Int j = 0; j < count; j++) s[j] = p.scale * dot(q, p.k + checked(index[j]) * p.D, p.D);
+        for (Int j = 0; j < count; j++) s[j] = p.scale * dot(q, at_row(p.k, p.D, index, j, count), p.D);
         const float less = p.dout ? p.lse[row] : count ? *std::max_element(s, s + count) : 0;
         for (Int j = 0; j < count; j += LANES) store(s + j, exponential(load(s + j) - less));
         if (!p.dout) {
@@ -368,23 +373,19 @@ extern "C" int rtx_attend(const Problem* p, int threads) {
     if (G < 1 || p->R % G) return 1;
     if (p->K < 0 && (heads[0] || heads[G] != p->P || !std::is_sorted(heads, heads + G + 1))) return 1;
     std::atomic<Int> next{0};
-    std::atomic<int> status{0};
     const auto work = [&] {
-        try {
-            Worker worker(*p);
-            for (Int g = next++; g < G && !status; g = next++) worker.group(g);
-        } catch (const std::out_of_range&) {
-            status = 1;
-        } catch (...) {
-            status = 2;
-        }
+        Worker worker(*p);
+        for (Int g = next++; g < G; g = next++) worker.group(g);
     };
-    std::vector<std::thread> crew;
     try {
-        while ((Int)crew.size() + 1 < std::min<Int>(threads, G)) crew.emplace_back(work);
-    } catch (...) {  // then those that there are do it all
+        std::vector<std::future<void>> crew;
+        while ((Int)crew.size() + 1 < std::min<Int>(threads, G)) crew.push_back(std::async(std::launch::async, work));
+        work();
+        for (std::future<void>& each : crew) each.get();
+    } catch (const std::out_of_range&) {
+        return 1;
+    } catch (...) {
+        return 2;
     }
-    work();
-    for (std::thread& thread : crew) thread.join();
-    return status;
+    return 0;
 }

@@ -18,10 +18,12 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from rtx.attention.packed import Reads
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 TUNING = {"x86_64": "-march=native -mprefer-vector-width=512", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
@@ -29,21 +31,6 @@ FLAGS = ("-O3 -std=c++17 -ffp-contract=fast -w -shared -fPIC -pthread " + TUNING
 FLOATS = ("q", "k", "v", "dout", "dlse", "weight")
 INTS = ("query_row", "key_row", "start", "stop", "head_begin", "index")
 Pair = tuple[Tensor, Tensor]
-
-
-class Reads(NamedTuple):
-    """Who reads what in packed lists: query member p reads the key members start_P[p] <= m < stop_P[p]; int64.
-
-    Inside a list neither start_P nor stop_P should decrease, for speed alone. `head_begin`: each head's first query
-    member, and P behind the last, `[G + 1]`. `weight_P`: multiplies a member's output; float32, without a gradient.
-    """
-
-    query_row_P: Tensor
-    key_row_M: Tensor
-    start_P: Tensor
-    stop_P: Tensor
-    head_begin: Tensor
-    weight_P: Tensor
 
 
 class Problem(ctypes.Structure):
@@ -56,40 +43,53 @@ class Problem(ctypes.Structure):
     )
 
 
-def attend_ranges(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, reads: Reads, *, scale: float) -> Pair:
-    """Return softmax attention of members over ranges, `[R, Dv]`, and the log-sums of their logits, `[P]`."""
-    return Attention.apply(q_RD, k_RD, v_RD, scale, len(reads.head_begin) - 1, *reads)
+def attend_ranges(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Reads, scale: float) -> Pair:
+    """Return the means over the ranges that a row reads, `[R, Dv]`, and the log-sums of its logits, `[R]`.
+
+    Inside a list neither starts nor ends should decrease, for speed alone.
+    """
+    rows, heads = len(q_RD), len(q_RD) // part.length
+    row_P = part.query.row_M
+    begin = torch.searchsorted(row_P // part.length, torch.arange(heads + 1))
+    weight_P = 1 / part.times_R(rows).clamp(min=1)[row_P].float()
+    reads = row_P, part.key.row_M, part.start_P, part.stop_P, begin, weight_P
+    out_RD, sum_P = Attention.apply(q_RD, None if k_RD is q_RD else k_RD, v_RD, scale, heads, *reads)
+    return out_RD, sum_P.new_full((rows,), float("-inf")).index_copy(0, row_P, sum_P)
 
 
-def attend_index(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, index_RK: Tensor, *, heads: int, scale: float) -> Pair:
+def attend_index(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, index_RK: Tensor, heads: int, scale: float) -> Pair:
     """Return softmax attention of rows over rows of their head, those of the index up to its first -1, and log-sums."""
-    return Attention.apply(q_RD, k_RD, v_RD, scale, heads, index_RK)
+    return Attention.apply(q_RD, None if k_RD is q_RD else k_RD, v_RD, scale, heads, index_RK)
 
 
 class Attention(torch.autograd.Function):
-    """Both forms: `reads` are the fields of `Reads`, or an index alone."""
+    """Both forms: `reads` are those of `INTS` and the weights of query members, or an index alone."""
 
     @staticmethod
-    def forward(ctx: Any, q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, scale: float, heads: int, *reads: Tensor) -> Pair:
-        """Return outputs and log-sums, -inf where nothing is read."""
-        q_RD, k_RD, v_RD = q_RD.contiguous(), k_RD.contiguous(), v_RD.contiguous()
+    def forward(
+        ctx: Any, q_RD: Tensor, k_RD: Tensor | None, v_RD: Tensor, scale: float, heads: int, *reads: Tensor
+    ) -> Pair:
+        """Return outputs and log-sums, -inf where nothing is read; without keys, queries stand for them."""
+        ctx.shared, ctx.scale, ctx.heads = k_RD is None, scale, heads
+        q_RD, v_RD = q_RD.contiguous(), v_RD.contiguous()
+        k_RD = q_RD if k_RD is None else k_RD.contiguous()
         out_RD, lse = torch.empty_like(v_RD), q_RD.new_empty(len(reads[0]))
         call(scale, heads, reads, q=q_RD, k=k_RD, v=v_RD, out=out_RD, lse=lse)
         ctx.save_for_backward(q_RD, k_RD, v_RD, lse, *reads)
-        ctx.scale, ctx.heads = scale, heads
         return out_RD, lse
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of queries, keys and values."""
+        """Return the gradients of queries, keys and values; one for both where queries stand for keys."""
         if torch.is_grad_enabled():  # torch's once_differentiable lets torch.autograd.grad for one input pass
             message = "create_graph=True: this attention has first derivatives alone"
             raise RuntimeError(f"{message}; the plain engine, hardware.attention=torch, has all of them")
         q_RD, k_RD, v_RD, lse, *reads = ctx.saved_tensors
         given = dict(zip(("dout", "dlse"), (x.contiguous() for x in gradients), strict=True))
-        dq_RD, dk_RD, dv_RD = (torch.empty_like(x_RD) for x_RD in (q_RD, k_RD, v_RD))
+        dq_RD, dv_RD = torch.empty_like(q_RD), torch.empty_like(v_RD)
+        dk_RD = dq_RD if ctx.shared else torch.empty_like(k_RD)
         call(ctx.scale, ctx.heads, reads, q=q_RD, k=k_RD, v=v_RD, lse=lse, dq=dq_RD, dk=dk_RD, dv=dv_RD, **given)
-        return dq_RD, dk_RD, dv_RD, *[None] * (2 + len(reads))
+        return dq_RD, None if ctx.shared else dk_RD, dv_RD, *[None] * (2 + len(reads))
 
 
 def call(scale: float, heads: int, reads: Sequence[Tensor], **given: Tensor) -> None:

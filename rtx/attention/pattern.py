@@ -93,6 +93,9 @@ class Pattern(nn.Module):
         """Return the auxiliary loss of the last forward pass, zero where the pattern has none."""
         return given.q_BHND.new_zeros((), dtype=torch.promote_types(given.q_BHND.dtype, torch.float32))
 
+    def after_step(self) -> None:
+        """Do what is due after each optimizer step, on every rank."""
+
     def terms(self, size: int, relative: Relative | None) -> Terms:
         """Return what logits and weights get besides queries, keys and values."""
         scale = 1 / math.sqrt(size) if self.scale is None else self.scale
@@ -222,7 +225,7 @@ class PositionPattern(Pattern):
         return parts
 
     def start(self, relative: Relative | None = None) -> Cache:
-        return PositionCache(self, relative)
+        return PositionCache(self, relative, self.keeps)
 
 
 def packed(list_HN: Tensor, lists: int, shape: tuple[int, int, int], real_R: Tensor | None) -> Packed:

@@ -40,7 +40,8 @@ MAX_ARRIVALS = 1 << 24
 class Snapshot(NamedTuple):
     """What the first sequence of the last training batch looked like to some heads, for telemetry."""
 
-    reads: Reads
+    lists: list[Packed]
+    """The members, or those of queries and of keys."""
     q_HND: Tensor
     k_HND: Tensor
     real_N: Tensor | None
@@ -128,21 +129,19 @@ class Routing(Pattern):
 
     def assign(self, given: Inputs, real_BN: Tensor | None) -> list[Assignment]:
         """Return the members of every cluster: positions, or queries and keys apart."""
-        store, found = self.centroids, []
-        nearest = self.training and (store.update_rule != "members" or self.commitment > 0)
-        for x_BHND, threshold_HC in zip(self.clustered(given), self.thresholds(), strict=False):
-            one = assign(
+        store = self.centroids
+        return [
+            assign(
                 store.centroid_HCD,
                 x_BHND,
                 real_BN,
                 selection=self.selection,
                 window=store.window,
                 threshold_HC=threshold_HC,
-                nearest=nearest,
-                moments=self.training and store.threshold_rate > 0,
+                update=store.update_rule if self.training else None,
             )
-            found.append(one)
-        return found
+            for x_BHND, threshold_HC in zip(self.clustered(given), self.thresholds(), strict=False)
+        ]
 
     def reads(self, given: Inputs, real_BN: Tensor | None, prefix: bool) -> list[Part]:
         """See `Pattern.reads`; in training the centroids gather their statistics here."""
@@ -155,24 +154,34 @@ class Routing(Pattern):
             return [prefix_reads(both[0], both[-1], store.window, N, self.attend_self)]
         found = self.assign(given, real_BN)
         lists = [one.lists for one in found]
-        read = reads_of(lists, N, store.window, self.attend_self)
         if self.training:
-            for number, (x_BHND, one) in enumerate(zip(self.clustered(given), found, strict=True)):
-                store.observe(x_BHND.detach(), one, real_BN, of_keys=number == 1)
-            self.nearest = [one.nearest_BHN for one in found if one.nearest_BHN is not None]
+            B = len(given.q_BHND)
+            real = (B * N, B) if real_BN is None else (int(real_BN.sum()), int(real_BN.any(-1).sum()))
+            for number, one in enumerate(found):
+                assert one.statistics is not None
+                store.observe(one.statistics, *real, of_keys=number == 1)
+            self.nearest = [one.nearest_BHN for one in found]
             self.snapshot = self.first_sequence(given, lists, real_BN)
-        return [read]
+        return [self.read_lists(lists, N)]
+
+    def read_lists(self, lists: list[Packed], length: int) -> Reads:
+        """Return who reads whom where positions are members, or queries and keys apart."""
+        if len(lists) == 1:
+            return members_read(lists[0], length, self.centroids.window, self.attend_self)
+        return queries_read(lists[0], lists[1], length, self.centroids.window, self.attend_self)
 
     def first_sequence(self, given: Inputs, lists: list[Packed], real_BN: Tensor | None) -> Snapshot | None:
-        """Return what the first sequence looked like."""
+        """Return what the first sequence looked like; a copy, unless it is the only one."""
         B, H, N, _ = given.q_BHND.shape
         if not B * H * N:
             return None
-        count = H * self.centroids.centroid_HCD.shape[1]
-        first = [Packed(x.row_M[: int(x.count_L[:count].sum())].clone(), x.count_L[:count].clone()) for x in lists]
-        read = reads_of(first, N, self.centroids.window, self.attend_self)
-        q_HND, k_HND = (x[0].detach().clone() for x in (given.turned_q_BHND, given.turned_k_BHND))
-        return Snapshot(read, q_HND, k_HND, None if real_BN is None else real_BN[0].clone())
+        q_HND, k_HND, real_N = (None if x is None else x[0].detach() for x in (*given[2:], real_BN))
+        if B > 1:
+            count = H * self.centroids.centroid_HCD.shape[1]
+            lists = [Packed(x.row_M[: int(x.count_L[:count].sum())].clone(), x.count_L[:count].clone()) for x in lists]
+            q_HND, k_HND, real_N = (None if x is None else x.clone() for x in (q_HND, k_HND, real_N))
+        assert q_HND is not None and k_HND is not None
+        return Snapshot(lists, q_HND, k_HND, real_N)
 
     def loss(self, given: Inputs, real_BN: Tensor | None) -> Tensor:
         """Return the weighted commitment loss, zero outside training."""
@@ -257,13 +266,6 @@ class RoutingCache(ClusterCache):
         at_L = torch.full((score_BHC.numel(),), position, device=score_BHC.device)
         joins_L, slot_L, _ = self.best[number].offer(score_BHC.flatten(), at_L)
         return joins_L.view(score_BHC.shape), slot_L.view(score_BHC.shape)
-
-
-def reads_of(lists: list[Packed], length: int, window: int, attend_self: bool) -> Reads:
-    """Return who reads whom where positions are members, or queries and keys apart."""
-    if len(lists) == 1:
-        return members_read(lists[0], length, window, attend_self)
-    return queries_read(lists[0], lists[1], length, window, attend_self)
 
 
 def prefix_reads(queries: Arrivals, keys: Arrivals, window: int, length: int, attend_self: bool) -> Indexed:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention.packed import Packed, pack
+from rtx.attention.packed import Packed
 
 SELECTIONS = ("causal", "topk", "nearest")
 MAX_SCORES = 1 << 23
@@ -36,16 +36,27 @@ def centroid_scores(centroid_HCD: Tensor, x_BHND: Tensor) -> Tensor:
         return centroid_HCD.to(x_BHND.dtype) @ x_BHND.transpose(-1, -2)
 
 
+class Statistics(NamedTuple):
+    """What moves centroids and thresholds, summed over a batch without its padding."""
+
+    sum_HCD: Tensor
+    """The vectors that are counted for each centroid, and how many they are."""
+    count_HC: Tensor
+    joined_HC: Tensor
+    """Members."""
+    score_HC: Tensor
+    """Scores of all positions, and their squares."""
+    square_HC: Tensor
+
+
 class Assignment(NamedTuple):
     """What the scores of centroids give."""
 
     lists: Packed
     """The members of every cluster."""
-    nearest_BHN: Tensor | None
+    nearest_BHN: Tensor
     """The centroid that scores each position highest; of equals the first."""
-    mean_HC: Tensor | None
-    """Mean score of each centroid over all real positions, and the mean of its square."""
-    square_HC: Tensor | None
+    statistics: Statistics | None
 
 
 @torch.no_grad()
@@ -57,60 +68,74 @@ def assign(
     selection: str,
     window: int,
     threshold_HC: Tensor | None = None,
-    nearest: bool = False,
-    moments: bool = False,
+    update: str | None = None,
 ) -> Assignment:
     """Return the members of every cluster; padding (false in the mask) belongs nowhere.
 
     "topk": each centroid's `window` best positions of the whole sequence (Algorithm 1, line 13), so that the choice
     sees the future; of equals the earlier, and NaN is worse than every score. "causal": see `joins`. "nearest": the
-    cluster alone that scores a position highest. `nearest` and `moments` ask for what else is returned.
+    cluster alone that scores a position highest. `update` asks for statistics: of "members", or else of the nearest.
     """
     B, H, N, _ = x_BHND.shape
     C = centroid_HCD.shape[1]
-    rows, counts, best, sums, squares = [], [], [], [], []
     x_XND, centroid_XCD = x_BHND.flatten(0, 1), centroid_HCD.repeat(B, 1, 1)
     real_XN = None if real_BN is None else real_BN.repeat_interleave(H, 0)
     threshold_XC = None if threshold_HC is None else threshold_HC.repeat(B, 1)
     piece = max(1, MAX_SCORES // max(1, C * N))
+    rows, counts, best, statistics = [], [], [], []
     for first in range(0, max(1, B * H), piece):
         here = slice(first, first + piece)
         score_XCN = centroid_scores(centroid_XCD[here], x_XND[here])
-        real = None if real_XN is None else real_XN[here, None]
-        if moments:
-            kept_XCN = score_XCN if real is None else score_XCN * real
-            sums.append(kept_XCN.sum(-1))
-            squares.append(kept_XCN.square().sum(-1))
-        if nearest or selection == "nearest":
-            best.append(score_XCN.argmax(1) if N else score_XCN.new_zeros(len(score_XCN), 0).long())
-        if selection == "nearest":
-            continue
-        if selection == "topk":
-            position_LW = topk_positions(score_XCN if real is None else score_XCN.masked_fill(~real, -math.inf), window)
-            position_LW = position_LW.flatten(0, 1)
-            list_L1 = torch.arange(len(position_LW), device=position_LW.device)[:, None]
-            row_LW = (first + list_L1 // C) * N + position_LW
-            kept = None if real_XN is None else real_XN.flatten()[row_LW]
-            rows.append(row_LW.flatten() if kept is None else row_LW[kept])
-            width = torch.full_like(list_L1[:, 0], position_LW.shape[1])
-            counts.append(width if kept is None else kept.sum(-1))
-        else:
-            assert threshold_XC is not None
-            member_XCN = joins(score_XCN, threshold_XC[here])
-            member_XCN = member_XCN if real is None else member_XCN & real
-            list_M, position_M = member_XCN.flatten(0, 1).nonzero(as_tuple=True)
-            rows.append((first + list_M // C) * N + position_M)
-            counts.append(member_XCN.sum(-1).flatten())
-    nearest_BHN = torch.cat(best).view(B, H, N) if best else None
-    if selection == "nearest":
-        assert nearest_BHN is not None
-        list_BHN = nearest_BHN if real_BN is None else nearest_BHN.masked_fill(~real_BN[:, None], -1)
-        lists = pack(list_BHN, C)
+        real = None if real_XN is None else real_XN[here]
+        # Not argmax, which is four times slower along a dimension that is not the last.
+        nearest_XN = score_XCN.max(1).indices if score_XCN.numel() else score_XCN.new_zeros(len(score_XCN), N).long()
+        threshold = None if threshold_XC is None else threshold_XC[here]
+        list_M, position_M = members(score_XCN, nearest_XN, real, selection, window, threshold)
+        rows.append((first + list_M // C) * N + position_M)
+        counts.append(torch.bincount(list_M, minlength=len(score_XCN) * C))
+        best.append(nearest_XN)
+        if update is not None:
+            counted_XCN = torch.zeros_like(score_XCN)
+            if update == "members":
+                counted_XCN.flatten(0, 1)[list_M, position_M] = 1  # a view
+            else:
+                counted_XCN.scatter_(1, nearest_XN[:, None], 1 if real is None else real[:, None].to(score_XCN.dtype))
+            kept_XCN = score_XCN if real is None else score_XCN * real[:, None]
+            sums = counted_XCN @ x_XND[here].to(score_XCN.dtype), counted_XCN.sum(-1), counts[-1].view(-1, C)
+            statistics.append((*sums, kept_XCN.sum(-1), kept_XCN.square().sum(-1)))
+    found = None
+    if statistics:
+        joined = [torch.cat(parts).unflatten(0, (B, H)).sum(0) for parts in zip(*statistics, strict=True)]
+        found = Statistics(*joined)
+    return Assignment(Packed(torch.cat(rows), torch.cat(counts)), torch.cat(best).view(B, H, N), found)
+
+
+def members(
+    score_XCN: Tensor,
+    nearest_XN: Tensor,
+    real_XN: Tensor | None,
+    selection: str,
+    window: int,
+    threshold_XC: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the number of a list in X * C and the position of every member, list after list."""
+    X, C, N = score_XCN.shape
+    if selection == "topk":
+        hidden = score_XCN if real_XN is None else score_XCN.masked_fill(~real_XN[:, None], -math.inf)
+        position_XCW = topk_positions(hidden, window)
+        list_M = torch.arange(X * C, device=score_XCN.device).repeat_interleave(position_XCW.shape[2])
+        position_M = position_XCW.flatten()
+    elif selection == "nearest":
+        list_R = (nearest_XN + torch.arange(X, device=score_XCN.device)[:, None] * C).flatten()
+        list_M, row_M = list_R.sort(stable=True)
+        position_M = row_M % max(1, N)
     else:
-        lists = Packed(torch.cat(rows), torch.cat(counts))
-    total = max(1, B * N if real_BN is None else int(real_BN.sum()))
-    mean_HC, square_HC = (torch.cat(x).view(B, H, C).sum(0) / total if x else None for x in (sums, squares))
-    return Assignment(lists, nearest_BHN, mean_HC, square_HC)
+        assert threshold_XC is not None
+        list_M, position_M = joins(score_XCN, threshold_XC).flatten(0, 1).nonzero(as_tuple=True)
+    if real_XN is None:
+        return list_M, position_M
+    kept_M = real_XN[list_M // C, position_M]
+    return list_M[kept_M], position_M[kept_M]
 
 
 def joins(score_XCN: Tensor, threshold_XC: Tensor) -> Tensor:
@@ -122,7 +147,7 @@ def joins(score_XCN: Tensor, threshold_XC: Tensor) -> Tensor:
     above_XCN = score_XCN - threshold_XC[..., None]
     if not above_XCN.numel():
         return above_XCN >= 0
-    return (above_XCN >= 0).scatter_(1, above_XCN.argmax(1, keepdim=True), True)
+    return (above_XCN >= 0).scatter_(1, above_XCN.max(1, keepdim=True).indices, True)
 
 
 def topk_positions(score_XCN: Tensor, window: int) -> Tensor:

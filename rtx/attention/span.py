@@ -49,7 +49,12 @@ class AdaptiveSpan(PositionPattern):
 
     def spans(self) -> Tensor:
         """Return the spans in positions, `[H]`, at least in float32."""
-        return hold(self.share_H.to(torch.promote_types(self.share_H.dtype, torch.float32)), 1.0) * self.window
+        return self.share_H.to(torch.promote_types(self.share_H.dtype, torch.float32)).clamp(0, 1) * self.window
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Hold the spans in [0, window], as the released code does: outside, a span would have no gradient."""
+        self.share_H.clamp_(0, 1)
 
     @torch.no_grad()
     def reach(self) -> int:
@@ -86,32 +91,4 @@ class AdaptiveSpan(PositionPattern):
 
     def start(self, relative: Relative | None = None) -> Cache:
         """See `Pattern.start`; the spans stay as they are now."""
-        cache = PositionCache(self, relative)
-        cache.ring = self.reach()
-        return cache
-
-
-def hold(x: Tensor, top: float) -> Tensor:
-    """Return x clamped to [0, top]; the gradient passes but where descending along it would lead farther outside.
-
-    A plain clamp has no gradient outside, so that an optimizer's momentum could push a span out for good.
-    """
-    return Hold.apply(x, top)  # type: ignore[no-any-return]
-
-
-class Hold(torch.autograd.Function):
-    """See `hold`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, top: float) -> Tensor:
-        """Return x clamped."""
-        ctx.save_for_backward(x)
-        ctx.top = top
-        return x.clamp(0, top)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """Stop what points outwards."""
-        (x,) = ctx.saved_tensors
-        outwards = ((x < 0) & (gradients[0] > 0)) | ((x > ctx.top) & (gradients[0] < 0))
-        return gradients[0].masked_fill(outwards, 0), None
+        return PositionCache(self, relative, self.reach())

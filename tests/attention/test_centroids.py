@@ -103,7 +103,7 @@ def test_counts_come_to_the_window_within_100_steps_and_nobody_is_left_out() -> 
     for number in range(140):
         see(pattern, tilt_D + queries(number, batch=4))
         assert pattern.snapshot is not None
-        assert int(pattern.snapshot.reads.times_R(H * N).min()) >= 1
+        assert int(pattern.snapshot.lists[0].row_M.bincount(minlength=H * N).min()) >= 1
         counts.append(pattern.centroids.seen_XHC[0, 0] / 4)
         after_step(pattern)
     late_HC = torch.stack(counts[100:]).mean(0)
@@ -118,7 +118,7 @@ def test_a_batch_is_routed_by_the_thresholds_it_finds() -> None:
     assert torch.equal(pattern.centroids.threshold_HC, before)
     member_LN = joins(centroid_scores(pattern.centroids.centroid_HCD, normalise(q)).flatten(0, 1), before.repeat(2, 1))
     assert pattern.snapshot is not None
-    assert torch.equal(pattern.snapshot.reads.query.count_L, member_LN[:H].sum(-1).flatten())
+    assert torch.equal(pattern.snapshot.lists[0].count_L, member_LN[:H].sum(-1).flatten())
     after_step(pattern)
     assert not torch.equal(pattern.centroids.threshold_HC, before)
 

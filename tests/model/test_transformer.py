@@ -190,7 +190,7 @@ def test_seeded_thresholds_keep_the_window() -> None:
     model.train().loss(tokens(1))
     for heads in (module for module in model.modules() if isinstance(module, Routing)):
         assert heads.snapshot is not None
-        members = heads.snapshot.reads.query
+        members = heads.snapshot.lists[0]
         # Who passes no threshold is in one cluster all the same; and float32 thresholds may round across one score.
         alone = int((members.row_M.bincount() == 1).sum())
         assert members.count_L.min() >= 5 and members.count_L.sum() <= 2 * 4 * 7 + alone
