@@ -19,7 +19,7 @@ BASES = {
     "local": "rtx.attention.patterns.Local",
     "full": "rtx.attention.patterns.Full",
     "lsh": "rtx.attention.lsh.Lsh",
-    "adaptive_span": "rtx.attention.span.AdaptiveSpan",
+    "adaptive_span": "rtx.attention.patterns.AdaptiveSpan",
     "strided": "rtx.attention.patterns.Strided",
     "fixed": "rtx.attention.patterns.Fixed",
 }
@@ -31,8 +31,8 @@ SELECTIONS = {
     "nearest": "rtx.attention.routing.Routing",
     "random": "rtx.attention.patterns.Random",
     "exact": "rtx.attention.choices.Exact",
-    "blocks": "rtx.attention.blocks.Blocks",
-    "blocks_random": "rtx.attention.blocks.RandomBlocks",
+    "blocks": "rtx.attention.choices.Blocks",
+    "blocks_random": "rtx.attention.choices.RandomBlocks",
     "indexer": "rtx.attention.choices.Indexer",
 }
 """The patterns of routing.selection."""

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtx.attention.blocks import Blocks, RandomBlocks
 from rtx.attention.centroids import statistics_paused
-from rtx.attention.choices import Choice, Indexer
+from rtx.attention.choices import Blocks, Choice, Indexer, RandomBlocks
 from rtx.attention.pattern import Pattern
 from rtx.attention.patterns import Random
 from rtx.attention.routing import Routing

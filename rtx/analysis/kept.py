@@ -10,15 +10,13 @@ from typing import NamedTuple
 import torch
 
 from rtx.attention import native
-from rtx.attention.blocks import Blocks
-from rtx.attention.choices import Choice, Indexer
-from rtx.attention.engine import MAX_GATHERED, MIN_NATIVE, cut
+from rtx.attention.choices import Blocks, Choice, Indexer
+from rtx.attention.engine import MAX_GATHERED, MAX_SCORES_CPU, MAX_SCORES_GPU, MIN_NATIVE, cut
 from rtx.attention.lsh import Lsh
 from rtx.attention.packed import Indexed, Part
 from rtx.attention.pattern import Pattern
 from rtx.attention.patterns import Random
 from rtx.attention.routing import Routing
-from rtx.attention.softmax import MAX_SCORES_CPU, MAX_SCORES_GPU
 from rtx.config import Config
 from rtx.model.patterns import ROUTED, layer_patterns, make_pattern
 
@@ -105,7 +103,7 @@ def kept(pattern: Pattern, config: Config) -> Kept:
             others += INDEX * part.index_PK.numel()
             again = 0 if natively else 4.0 * wide * MAX_GATHERED
             continue
-        members, of_keys = len(part.start_P), 0 if part.square else len(part.key.row_M)
+        members, of_keys = len(part.start_P), 0 if part.query is part.key else len(part.key.row_M)
         if isinstance(pattern, Routing):
             once += 2 * wide * size * N + INDEX * (3 * members + of_keys)
         if natively:  # keys that are the normalised queries are there once; lists; a sum and a factor for each query

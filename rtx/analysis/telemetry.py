@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from rtx.analysis.reading import pairs_of, softmax_by
 from rtx.attention.packed import Reads
+from rtx.attention.patterns import AdaptiveSpan
 from rtx.attention.routing import Routing, Snapshot
-from rtx.attention.span import AdaptiveSpan
 from rtx.training.sharding import whole
 
 PROBES = 32

@@ -1,14 +1,12 @@
 """The attention patterns, usable without the rest of rtx: modules of heads that say who reads whom."""
 
-from rtx.attention.blocks import Blocks, RandomBlocks
 from rtx.attention.centroids import Centroids, after_step
-from rtx.attention.choices import Exact, Indexer
+from rtx.attention.choices import Blocks, Exact, Indexer, RandomBlocks
 from rtx.attention.lsh import Lsh
 from rtx.attention.pattern import Pattern, PositionPattern, Spread
-from rtx.attention.patterns import Fixed, Full, Local, Random, Strided
+from rtx.attention.patterns import AdaptiveSpan, Fixed, Full, Local, Random, Strided
 from rtx.attention.routing import Routing
 from rtx.attention.softmax import Relative
-from rtx.attention.span import AdaptiveSpan
 
 __all__ = [
     "AdaptiveSpan",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -27,11 +26,7 @@ def check_call(
     relative: Relative | None,
     finite: bool,
 ) -> None:
-    """Refuse what a pattern cannot attend over; `finite`: values that are NaN or infinite, too.
-
-    Raises:
-        ValueError: always with the argument's name.
-    """
+    """Refuse what a pattern cannot attend over; `finite`: values that are NaN or infinite, too."""
     if has_keys and k_BHND is None:
         raise ValueError("k_BHND=None: this pattern needs keys of their own")
     if not has_keys and k_BHND is not None:
@@ -64,12 +59,12 @@ def check_relative(relative: Relative | None, q_BHND: Tensor, v_BHND: Tensor) ->
     if not isinstance(relative, Relative):
         kind = type(relative).__name__
         raise ValueError(f"relative is a {kind}: must be None or rtx.attention.Relative(keys_MD, values_MD)")
-    for name, table_MD, size in zip(
-        ("keys_MD", "values_MD"), relative, (q_BHND.shape[-1], v_BHND.shape[-1]), strict=True
-    ):
+    for name, table_MD, like in zip(("keys_MD", "values_MD"), relative, (q_BHND, v_BHND), strict=True):
         check_tensor(f"relative.{name}", table_MD)
         distances = max(1, len(relative.keys_MD)) if relative.keys_MD.dim() else 1
-        check_floats(f"relative.{name}", table_MD, (distances, size), q_BHND)
+        check_shape(f"relative.{name}", table_MD, (distances, like.shape[-1]), q_BHND)
+        if not table_MD.is_floating_point():
+            raise ValueError(f"relative.{name} is of {table_MD.dtype}: must be of a float type")
 
 
 def check_tensor(name: str, x: object) -> None:
@@ -89,43 +84,28 @@ def check_shape(name: str, x: Tensor | None, shape: tuple[int, ...], like: Tenso
         raise ValueError(f"{name} is on {x.device}: must be on {like.device}, where q_BHND is")
 
 
-def check_floats(name: str, x: Tensor | None, shape: tuple[int, ...], like: Tensor) -> None:
-    """As `check_shape`; refuse what is not of a float type, too."""
-    check_shape(name, x, shape, like)
-    if x is not None and not x.is_floating_point():
-        raise ValueError(f"{name} is of {x.dtype}: must be of a float type")
-
-
-def check_whole(name: str, value: int, allowed: str) -> None:
-    """Refuse what is not a whole number, True and False among it."""
-    try:
-        operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name}={value!r}: must be a whole number, {allowed}") from None
-    if isinstance(value, bool):
+def check_whole(name: str, value: int, least: int, most: int | None, allowed: str) -> None:
+    """Refuse what is not a whole number, True and False among it, or out of range."""
+    whole = hasattr(value, "__index__") and not isinstance(value, bool)
+    if not whole:
         raise ValueError(f"{name}={value!r}: must be a whole number, {allowed}")
+    if value < least or (most is not None and value > most):
+        raise ValueError(f"{name}={value}: must be {allowed}")
 
 
 def check_positive(name: str, value: int, least: int = 1) -> None:
     """Refuse a count below 1, or below `least`, or a fraction."""
-    check_whole(name, value, f"at least {least}")
-    if value < least:
-        raise ValueError(f"{name}={value}: must be at least {least}")
+    check_whole(name, value, least, None, f"at least {least}")
 
 
 def check_within(name: str, value: int, most: int, whose: str) -> None:
     """Refuse a count that is not from 1 to another argument's."""
-    check_positive(name, value)
-    if value > most:
-        raise ValueError(f"{name}={value}: must be from 1 to {whose}={most}")
+    check_whole(name, value, 1, most, f"from 1 to {whose}={most}")
 
 
 def check_seed(seed: int) -> None:
     """Refuse what torch's generators cannot be seeded with."""
-    allowed = "from -2^63 to 2^64 - 1"
-    check_whole("seed", seed, allowed)
-    if not -(1 << 63) <= seed < 1 << 64:
-        raise ValueError(f"seed={seed}: must be a whole number, {allowed}")
+    check_whole("seed", seed, -(1 << 63), (1 << 64) - 1, "from -2^63 to 2^64 - 1")
 
 
 def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:

@@ -42,12 +42,7 @@ class Cache:
 
 
 def attend_step(
-    q_BH1D: Tensor,
-    k_BHKD: Tensor,
-    v_BHKD: Tensor,
-    mask_BH1K: Tensor | None,
-    distance_BH1K: Tensor | None,
-    terms: Terms,
+    q_BH1D: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, mask_BH1K: Tensor | None, distance_BH1K: Tensor | None, terms: Terms
 ) -> Tensor:
     """Return softmax attention of one query a head, `[B, H, 1, D]`; mask and distances broadcast over B and H."""
     if not terms.by_distance:
@@ -108,16 +103,11 @@ class GrowingCache(RowCache):
         self.choice_BHSE = place(self.choice_BHSE, self.pattern.choice_keys(given), first)
         return super().put(given, v_BHND, first)
 
-    def choose(self, given: Inputs, position: int) -> Tensor:
-        """Return the slots that the newest position reads, `[B, H, K]`, -1 for none."""
-        assert self.choice_BHSE is not None
-        position_1 = torch.tensor([position], device=given.q_BHND.device)
-        earlier_BHSE = self.choice_BHSE[:, :, : position + 1]
-        return self.pattern.best(self.pattern.choice_queries(given), earlier_BHSE, position_1)[:, :, 0]
-
     def decode(self, given: Inputs, v_BH1D: Tensor, position: int) -> Tensor:
         rows = self.put(given, v_BH1D, position)
-        slot_BH1K = self.choose(given, position)[:, :, None]
+        assert self.choice_BHSE is not None
+        position_1 = torch.tensor([position], device=v_BH1D.device)
+        slot_BH1K = self.pattern.best(self.pattern.choice_queries(given), self.choice_BHSE, position_1)
         k, v = (x.take_along_dim(slot_BH1K.mT.clamp(min=0), 2) for x in rows)
         return self.attend(given, k, v, slot_BH1K >= 0, position - slot_BH1K)
 
@@ -169,58 +159,53 @@ class ClusterCache(Cache):
         self.position_LS = torch.full((lists, self.slots), -1, device=device)
         self.joined_L = torch.zeros(lists, dtype=torch.int64, device=device)
 
-    def fill(self, k_BHND: Tensor, v_BHND: Tensor, lists: Packed) -> None:
+    def prefill(self, given: Inputs, v_BHND: Tensor) -> None:
         """Take in the last members of each list; the next to come takes the place of the oldest."""
-        B, H, N, D = k_BHND.shape
+        B, H, N, _ = v_BHND.shape
         if not B * H * N:
             return
-        self.allocate(k_BHND, v_BHND, len(lists.count_L) // (B * H))
-        assert self.key_LSD is not None
+        lists: Packed = self.pattern.lists_kept(given, self)  # type: ignore[operator]
         list_M = lists.list_M()
         rank_M = torch.arange(len(list_M), device=list_M.device) - lists.first_L()[list_M]
         kept_M = rank_M >= lists.count_L[list_M] - self.slots
-        list_J, slot_J, row_J = list_M[kept_M], rank_M[kept_M] % self.slots, lists.row_M[kept_M]
-        self.key_LSD[list_J, slot_J] = k_BHND.reshape(-1, D)[row_J]
-        self.value_LSD[list_J, slot_J] = v_BHND.reshape(-1, v_BHND.shape[-1])[row_J]
-        self.position_LS[list_J, slot_J] = row_J % N
+        list_J, row_J = list_M[kept_M], lists.row_M[kept_M]
+        self.allocate(given.turned_k_BHND.to(v_BHND.dtype), v_BHND, len(lists.count_L) // (B * H))
+        self.write(given, v_BHND, (list_J, rank_M[kept_M] % self.slots), row_J, row_J % N)
         self.joined_L = lists.count_L.clone()
 
-    def prefill(self, given: Inputs, v_BHND: Tensor) -> None:
-        lists: Packed = self.pattern.lists_kept(given, self)  # type: ignore[operator]
-        self.fill(given.turned_k_BHND.to(v_BHND.dtype), v_BHND, lists)
+    def write(self, given: Inputs, v: Tensor, at: tuple[Tensor, Tensor], row_J: Tensor, position: int | Tensor) -> None:
+        """Write the keys and values of some rows of B * H * N into slots."""
+        assert self.key_LSD is not None
+        self.key_LSD[at] = given.turned_k_BHND.to(v.dtype).flatten(0, 2)[row_J]
+        self.value_LSD[at] = v.flatten(0, 2)[row_J]
+        self.position_LS[at] = position  # type: ignore[assignment]
 
-    def put(self, k_BH1D: Tensor, v_BH1D: Tensor, joins_BHC: Tensor, slot_BHC: Tensor | None, position: int) -> None:
+    def put(self, given: Inputs, v_BH1D: Tensor, joins_BHC: Tensor, slot_BHC: Tensor | None, position: int) -> None:
         """Put a position's key and value into the clusters that it joins."""
         if self.key_LSD is None:
-            self.allocate(k_BH1D, v_BH1D, joins_BHC.shape[-1])
-        assert self.key_LSD is not None
+            self.allocate(given.turned_k_BHND.to(v_BH1D.dtype), v_BH1D, joins_BHC.shape[-1])
         list_J = joins_BHC.flatten().nonzero()[:, 0]
-        if len(list_J):
-            slot_J = self.joined_L[list_J] % self.slots if slot_BHC is None else slot_BHC.flatten()[list_J]
-            row_J = list_J // self.clusters
-            self.joined_L[list_J] += 1
-            self.key_LSD[list_J, slot_J] = k_BH1D.flatten(0, 2)[row_J]
-            self.value_LSD[list_J, slot_J] = v_BH1D.flatten(0, 2)[row_J]
-            self.position_LS[list_J, slot_J] = position
+        slot_J = self.joined_L[list_J] % self.slots if slot_BHC is None else slot_BHC.flatten()[list_J]
+        self.write(given, v_BH1D, (list_J, slot_J), list_J // self.clusters, position)
+        self.joined_L[list_J] += 1
 
     def decode(self, given: Inputs, v_BH1D: Tensor, position: int) -> Tensor:
         dtype = v_BH1D.dtype
         query_BHC, key_BHC, slot_BHC = self.pattern.join(given, position, self)  # type: ignore[operator]
-        self.put(given.turned_k_BHND.to(dtype), v_BH1D, key_BHC, slot_BHC, position)
+        self.put(given, v_BH1D, key_BHC, slot_BHC, position)
         assert self.key_LSD is not None
         list_J = (query_BHC.flatten() & (self.joined_L > 0)).nonzero()[:, 0]
         total_RD = torch.zeros_like(v_BH1D.flatten(0, 2), dtype=torch.promote_types(dtype, torch.float32))
         if not len(list_J):
             return torch.zeros_like(v_BH1D)
         row_J, at_JS = list_J // self.clusters, self.position_LS[list_J]
-        terms = self.pattern.terms(given.q_BHND.shape[-1], self.relative)
         out_JD = attend_step(
             given.turned_q_BHND.to(dtype).flatten(0, 2)[row_J][:, None, None],
             self.key_LSD[list_J][:, None],
             self.value_LSD[list_J][:, None],
             self.readable(at_JS, position)[:, None, None],
             (position - at_JS)[:, None, None],
-            terms,
+            self.pattern.terms(given.q_BHND.shape[-1], self.relative),
         )[:, 0, 0]
         total_RD.index_add_(0, row_J, out_JD.to(total_RD.dtype))
         count_R1 = torch.bincount(row_J, minlength=len(total_RD)).clamp(min=1)[:, None]

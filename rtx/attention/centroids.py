@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rtx.attention.arguments import check_choice, check_number, check_positive
 from rtx.attention.pattern import Pattern
-from rtx.attention.selection import Statistics, centroid_scores
+from rtx.attention.selection import Statistics
 
 KEYS = ("shared", "separate", "projected")
 UPDATES = ("members", "nearest", "sum")
@@ -59,8 +59,7 @@ class Centroids(nn.Module):
             ("sum": in halves); "projected": the members are W_R (q + k).
 
     Raises:
-        ValueError: an unknown word, a count below 1, a decay that is not from 0 to 1, or a
-            rate below 0.
+        ValueError: an unknown word, a count below 1, a decay that is not from 0 to 1, or a rate below 0.
     """
 
     centroid_HCD: Tensor
@@ -146,14 +145,9 @@ class Centroids(nn.Module):
             self.sequences += sequences
 
     @torch.no_grad()
-    def seed_from(self, q_BHND: Tensor, k_BHND: Tensor | None, real_BN: Tensor | None) -> None:
-        """Start the centroids at queries of the first sequence, and the thresholds at what keeps W of N of them.
-
-        `k_BHND`: keys that are members of their own, for their thresholds. A first sequence of padding alone seeds
-        nothing.
-        """
-        real_N = slice(None) if real_BN is None else real_BN[:1].flatten()
-        q_HND = q_BHND[:1].flatten(0, 1)[:, real_N]
+    def seed_from(self, q_BHND: Tensor, real_BN: Tensor | None) -> None:
+        """Start the centroids at queries of the first sequence; one of padding alone seeds nothing."""
+        q_HND = q_BHND[0] if real_BN is None else q_BHND[0][:, real_BN[0]]
         if not q_HND.numel():
             return
         H, C, _ = self.centroid_HCD.shape
@@ -162,13 +156,6 @@ class Centroids(nn.Module):
         draw_HC = torch.stack([torch.randperm(max(N, C), generator=generator)[:C] % N for _ in range(H)])
         head_H1 = torch.arange(H, device=q_HND.device)[:, None]
         self.centroid_HCD.copy_(to_sphere(q_HND[head_H1, draw_HC.to(q_HND.device)].float()))
-        for threshold_HC, x_BHND in ((self.threshold_HC, q_BHND), (self.key_threshold_HC, k_BHND)):
-            if threshold_HC is not None and x_BHND is not None:
-                score_HCN = centroid_scores(self.centroid_HCD, x_BHND[0][:, real_N])
-                share = min(1.0, self.window / self.length)
-                least_HC = score_HCN.quantile(1 - share, dim=-1)
-                threshold_HC.copy_(least_HC if share < 1 else torch.full_like(least_HC, -math.inf))
-        self.steps.fill_(1)  # the thresholds are of these data already
         self.seed_with_next = False
 
     @torch.no_grad()
@@ -179,10 +166,7 @@ class Centroids(nn.Module):
         """
         if self.sequences == 0:
             return
-        sound_H1 = (self.sum_HCD.flatten(1).isfinite().all(-1) & self.seen_XHC.isfinite().all(-1).all(0).all(0))[
-            :, None
-        ]
-        full_HC1 = (self.count_HC > 0)[..., None]
+        sound_H = self.sum_HCD.isfinite().all(-1).all(-1) & self.seen_XHC.isfinite().all(-1).all(0).all(0)
         old_HCD = self.centroid_HCD.double()
         if self.update_rule == "sum":
             # Halves of the sums of queries and of keys; where these are the same vectors, one sum.
@@ -191,16 +175,15 @@ class Centroids(nn.Module):
         else:
             mean_HCD = self.sum_HCD / self.count_HC[..., None].clamp_min(1)
             moved_HCD = to_sphere(self.decay * old_HCD + (1 - self.decay) * mean_HCD)
-            new_HCD = torch.where(full_HC1, moved_HCD, old_HCD)
-        self.centroid_HCD.copy_(torch.where(sound_H1[..., None], new_HCD, old_HCD))
-        if self.threshold_rate:
-            for threshold_HC, seen_XHC in zip((self.threshold_HC, self.key_threshold_HC), self.seen_XHC, strict=True):
-                if threshold_HC is not None:
-                    self.move_threshold(threshold_HC, seen_XHC, sound_H1)
+            new_HCD = torch.where(self.count_HC[..., None] > 0, moved_HCD, old_HCD)
+        self.centroid_HCD.copy_(torch.where(sound_H[:, None, None], new_HCD, old_HCD))
+        for threshold_HC, seen_XHC in zip((self.threshold_HC, self.key_threshold_HC), self.seen_XHC, strict=True):
+            if self.threshold_rate and threshold_HC is not None:
+                self.move_threshold(threshold_HC, seen_XHC, sound_H)
         self.steps += 1
         self.reset_sums()
 
-    def move_threshold(self, threshold_HC: Tensor, seen_XHC: Tensor, sound_H1: Tensor) -> None:
+    def move_threshold(self, threshold_HC: Tensor, seen_XHC: Tensor, sound_H: Tensor) -> None:
         """Raise the thresholds of clusters with too many members, lower those of clusters with too few.
 
         The first step sets them by the scores' mean and deviation, as if these were normal.
@@ -212,7 +195,7 @@ class Centroids(nn.Module):
         moved_HC = threshold_HC + self.threshold_rate * excess_HC * deviation_HC
         if int(self.steps) == 0:
             moved_HC = mean_HC + self.quantile() * deviation_HC
-        threshold_HC.copy_(torch.where(sound_H1, moved_HC, threshold_HC.double()))
+        threshold_HC.copy_(torch.where(sound_H[:, None], moved_HC, threshold_HC.double()))
 
 
 def orthonormal(heads: int, size: int) -> Tensor:

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from rtx.attention import flex, native
 from rtx.attention.packed import Indexed, Part, Reads
-from rtx.attention.softmax import Terms, max_scores, recomputed, soft_attend
+from rtx.attention.softmax import Terms, recomputed, soft_attend
 
 BACKENDS = ("auto", "torch", "native", "flex")
+MAX_SCORES_CPU, MAX_SCORES_GPU = 1 << 20, 1 << 26
+"""Scores of our own softmax worked on at once: few enough for a CPU's cache, enough to fill a GPU."""
 MAX_MASK = 1 << 24
 """Numbers of a mask held at once."""
 MAX_GATHERED = 1 << 24
@@ -85,11 +87,6 @@ def native_refusal(q_RD: Tensor, terms: Terms) -> str | None:
     return None
 
 
-def mean_weights(part: Reads, rows: int) -> Tensor:
-    """Return the share of each query member in the mean of its row, `[P]`."""
-    return 1 / part.times_R(rows).clamp(min=1)[part.query.row_M].double()
-
-
 class Block(NamedTuple):
     """Blocks of one form: the members (numbers into P and M) in their query and key slots."""
 
@@ -104,38 +101,31 @@ class Block(NamedTuple):
 def cut(part: Reads, triangles: bool) -> list[Block]:
     """Cut the lists into blocks of at most about eight forms.
 
-    With `triangles`, the queries of a square list that read from its beginning are one block each, whose mask is the
-    plain triangle. All others are cut into runs; their keys reach from the first that one of them reads to the last.
+    With `triangles`, a square list whose members all read from its beginning is one block, whose mask is the plain
+    triangle. All others are cut into runs; their keys reach from the first that one of them reads to the last.
     """
     count_L, P = part.query.count_L, len(part.start_P)
     longest = int((part.stop_P - part.start_P).max()) if P else 0
     if not longest:
         return []
     first_L, quarter = part.query.first_L(), -(-longest // 4)
-    head_L = torch.zeros_like(count_L)
-    blocks = []
-    if triangles and part.square:
-        from_first_P = part.start_P == first_L.repeat_interleave(count_L, output_size=P)
-        head_L = from_first_P.long().cumsum(0)
-        head_L = head_L[(first_L + count_L - 1).clamp(min=0)] - torch.where(first_L > 0, head_L[first_L - 1], 0)
-        head_L = torch.where(count_L > 0, head_L, 0)
-        size_L = -(-head_L // quarter) * quarter
-        for size in size_L.unique().tolist():
-            which_G = ((size_L == size) & (head_L > 0)).nonzero()[:, 0]
-            if size and len(which_G):
-                begin_G = first_L[which_G]
-                blocks.append(make_block(part, begin_G, head_L[which_G], begin_G, size, size))
+    last_L = (first_L + count_L - 1).clamp(min=0)
+    whole_L = (count_L > 0) & (part.start_P[last_L] == first_L) & (triangles and part.query is part.key)
+    size_L, blocks = -(-count_L // quarter) * quarter, []
+    for size in size_L[whole_L].unique().tolist():
+        of_size_L = whole_L & (size_L == size)
+        begin_G = first_L[of_size_L]
+        blocks.append(make_block(part, begin_G, count_L[of_size_L], begin_G, size, size))
     step = min(quarter, 512)
-    runs_L = -(-(count_L - head_L) // step)
+    runs_L = torch.where(whole_L, 0, -(-count_L // step))
     of_G = torch.arange(len(count_L), device=count_L.device).repeat_interleave(runs_L)
-    done_G = head_L[of_G] + (torch.arange(len(of_G), device=of_G.device) - (runs_L.cumsum(0) - runs_L)[of_G]) * step
+    done_G = (torch.arange(len(of_G), device=of_G.device) - (runs_L.cumsum(0) - runs_L)[of_G]) * step
     begin_G, left_G = first_L[of_G] + done_G, (count_L[of_G] - done_G).clamp(max=step)
     low_G = part.start_P[begin_G]
     width_G = -(-(part.stop_P[begin_G + left_G - 1] - low_G) // step) * step
-    for width in width_G.unique().tolist():
-        which_G = (width_G == width).nonzero()[:, 0]
-        if width:
-            blocks.append(make_block(part, begin_G[which_G], left_G[which_G], low_G[which_G], step, width))
+    for width in width_G[width_G > 0].unique().tolist():
+        of = width_G == width
+        blocks.append(make_block(part, begin_G[of], left_G[of], low_G[of], step, width))
     return blocks
 
 
@@ -164,76 +154,60 @@ def by_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Return what `attend_part` does, by torch's kernels, or by our own softmax for what they do not offer."""
     plain = not joined and not terms.by_distance and not (terms.dropout and q_RD.device.type == "cpu")
-    blocks = cut(part, triangles=plain)
-    rows = len(q_RD)
+    blocks, rows = cut(part, triangles=plain), len(q_RD)
     query_rows, key_rows = [part.query.row_M[b.query_GQ] for b in blocks], [part.key.row_M[b.key_GK] for b in blocks]
-    weight_P = mean_weights(part, rows)
+    weight_P = 1 / part.times_R(rows).clamp(min=1)[part.query.row_M].double()
     # One row more takes what is thrown away.
-    total_RD = v_RD.new_zeros(rows + 1, v_RD.shape[-1], dtype=v_RD.dtype if plain else _wide(v_RD))
+    wide = torch.promote_types(v_RD.dtype, torch.float32)
+    total_RD = v_RD.new_zeros(rows + 1, v_RD.shape[-1], dtype=v_RD.dtype if plain else wide)
     sum_R = total_RD.new_full((rows + 1,), float("-inf"))
     taken = take(q_RD, query_rows), take(k_RD, key_rows), take(v_RD, key_rows)
     for block, row_GQ, row_GK, q, k, v in zip(blocks, query_rows, key_rows, *taken, strict=True):
-        if plain:
-            out_GQD, sum_GQ = kernel(q, k, v, block.mask, terms), None
-        else:
-            out_GQD, sum_GQ = soft_block(part, block, row_GQ, row_GK, q, k, v, terms, rows)
         target_S = torch.where(block.real_GQ, row_GQ, rows).flatten()
-        if joined:
-            assert sum_GQ is not None
-            total_RD = total_RD.index_copy(0, target_S, out_GQD.flatten(0, 1))
-            sum_R = sum_R.index_copy(0, target_S, sum_GQ.flatten())
+        if plain:
+            out_GQD = kernel(q, k, v, block.mask, terms)
         else:
-            share_GQD = out_GQD * weight_P[block.query_GQ][..., None].to(out_GQD.dtype)
-            total_RD.index_add_(0, target_S, share_GQD.flatten(0, 1).to(total_RD.dtype))
+            out_GQD, sum_GQ = soft_block(part.length, block, row_GQ, row_GK, q, k, v, terms)
+            if joined:
+                sum_R = sum_R.index_copy(0, target_S, sum_GQ.flatten())
+        share_GQD = out_GQD * weight_P[block.query_GQ][..., None].to(out_GQD.dtype)
+        total_RD.index_add_(0, target_S, share_GQD.flatten(0, 1).to(total_RD.dtype))
     return total_RD[:rows], sum_R[:rows]
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def kernel(q_GQD: Tensor, k_GKD: Tensor, v_GKD: Tensor, mask: Tensor | None, terms: Terms) -> Tensor:
-    """Return the outputs `[G, Q, D]` by torch's attention kernels."""
-    piece = len(q_GQD) if mask is None or mask.dim() == 2 else max(1, MAX_MASK // mask[0].numel())
+    """Return the outputs `[G, Q, D]` by torch's attention kernels, for some blocks at a time where each has a mask."""
+    options = {"is_causal": mask is None, "dropout_p": terms.dropout, "scale": terms.scale}
+    shared = mask is None or mask.dim() == 2
+    piece = max(1, len(q_GQD) if mask is None or shared else MAX_MASK // mask[0].numel())
     outs = []
     for first in range(0, len(q_GQD), piece):
         q, k, v = (x[first : first + piece, None] for x in (q_GQD, k_GKD, v_GKD))
-        seen = mask if mask is None or mask.dim() == 2 else mask[first : first + piece, None]
-        outs.append(
-            F.scaled_dot_product_attention(
-                q, k, v, attn_mask=seen, is_causal=seen is None, dropout_p=terms.dropout, scale=terms.scale
-            )[:, 0]
-        )
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
+        seen = mask if mask is None or shared else mask[first : first + piece, None]
+        outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, **options)[:, 0])
+    return torch.cat(outs)
 
 
 def soft_block(
-    part: Reads,
-    block: Block,
-    row_GQ: Tensor,
-    row_GK: Tensor,
-    q_GQD: Tensor,
-    k_GKD: Tensor,
-    v_GKD: Tensor,
-    terms: Terms,
-    rows: int,
+    length: int, block: Block, row_GQ: Tensor, row_GK: Tensor, q_GQD: Tensor, k_GKD: Tensor, v_GKD: Tensor, terms: Terms
 ) -> tuple[Tensor, Tensor]:
     """Return what `soft_attend` does for blocks of one form, some at a time; scores are not kept for the gradient."""
     mask = block.mask
     if mask is None:
         mask = torch.ones(q_GQD.shape[1], k_GKD.shape[1], dtype=torch.bool, device=q_GQD.device).tril()
-    head_G = heads_of(row_GQ[:, 0], part.length, terms)
+    head_G = heads_of(row_GQ[:, 0], length, terms)
 
     def read(q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor]:
         here = slice(first, first + len(q))
         distance_GQK = row_GQ[here, :, None] - row_GK[here, None] if terms.by_distance else None
-        seen = (mask if mask.dim() == 2 else mask[here]).expand(len(q), -1, -1)
+        seen = mask if mask.dim() == 2 else mask[here]
         return soft_attend(q, k, v, seen, distance_GQK, head_G[here], terms)
 
-    piece = max(1, max_scores(q_GQD) // (q_GQD.shape[1] * k_GKD.shape[1]))
+    most = MAX_SCORES_CPU if q_GQD.device.type == "cpu" else MAX_SCORES_GPU
+    piece = max(1, most // (q_GQD.shape[1] * k_GKD.shape[1]))
     parts = zip(range(0, len(q_GQD), piece), *(x.split(piece) for x in (q_GQD, k_GKD, v_GKD)), strict=True)
-    found = [recomputed(read, q, k, v, first) for first, q, k, v in parts]
-    return torch.cat([out for out, _ in found]), torch.cat([sums for _, sums in found])
+    outs, sums = zip(*(recomputed(read, q, k, v, first) for first, q, k, v in parts), strict=True)
+    return torch.cat(outs), torch.cat(sums)
 
 
 def heads_of(row_G: Tensor, length: int, terms: Terms) -> Tensor:
@@ -283,11 +257,9 @@ def attend_indexed(
     if not outs:
         return torch.zeros_like(v_RD), q_RD.new_full((rows,), float("-inf"))
     out_PD, sum_P = torch.cat(outs), torch.cat(sums)
-    if every:
-        return out_PD, sum_P
     times_R = torch.bincount(row_P[(index_PK >= 0).any(-1)], minlength=rows).clamp(min=1)
     out_RD = out_PD.new_zeros(rows, out_PD.shape[1]).index_add(0, row_P, out_PD)
-    return out_RD / times_R[:, None], sum_P.new_full((rows,), float("-inf"))
+    return out_RD / times_R[:, None], sum_P.new_full((rows,), float("-inf")).index_copy(0, row_P, sum_P)
 
 
 def in_graph(out: Tensor, *inputs: Tensor | None) -> Tensor:

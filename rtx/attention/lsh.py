@@ -28,23 +28,6 @@ MAX_SCORES = 1 << 24
 """Scores of hashes held at once."""
 
 
-def rotations(heads: int, rounds: int, size: int, buckets: int, seed: int) -> Tensor:
-    """Return the rotations `[H, T, D, F]` in float32, a function of the arguments alone.
-
-    Raises:
-        ValueError: an odd number of buckets, or none; another count below 1; a seed that torch does not take.
-    """
-    for name, count in (("heads", heads), ("rounds", rounds), ("size", size), ("buckets", buckets)):
-        check_positive(name, count)
-    check_seed(seed)
-    if buckets % 2:
-        raise ValueError(f"buckets={buckets}: must be even, at least 2")
-    generator = torch.Generator().manual_seed(seed)
-    # One draw for each head, so that it does not depend on how many heads there are.
-    draws = [torch.randn(rounds, size, buckets // 2, generator=generator, device="cpu") for _ in range(heads)]
-    return torch.stack(draws)
-
-
 @torch.no_grad()
 def hash_positions(q_BHND: Tensor, rotation_HTDF: Tensor) -> Tensor:
     """Return the bucket of every position in every round, `[T, B, H, N]`; of equals the first direction wins."""
@@ -92,10 +75,19 @@ class Lsh(Pattern):
     ) -> None:
         super().__init__(**given)
         check_choice("variant", variant, ("causal", "reformer"))
-        check_positive("window", window)
-        self.window, self.variant, self.strictly_causal = window, variant, variant == "causal"
+        counts = {"heads": heads, "size": size, "window": window, "rounds": rounds, "buckets": buckets}
+        for name, count in counts.items():
+            check_positive(name, count)
+        check_seed(seed)
+        if buckets % 2:
+            raise ValueError(f"buckets={buckets}: must be even, at least 2")
+        self.window, self.buckets = window, buckets
+        self.variant, self.strictly_causal = variant, variant == "causal"
         self.chunk = max(1, window // 2)
-        self.register_buffer("rotation_HTDF", rotations(heads, rounds, size, buckets, seed), persistent=False)
+        generator = torch.Generator().manual_seed(seed)
+        # One draw for each head, so that it does not depend on how many heads there are.
+        draws = [torch.randn(rounds, size, buckets // 2, generator=generator, device="cpu") for _ in range(heads)]
+        self.register_buffer("rotation_HTDF", torch.stack(draws), persistent=False)
         self.rotation_HTDF: Tensor
 
     @classmethod
@@ -119,11 +111,6 @@ class Lsh(Pattern):
             raise ValueError(f"q_BHND has the shape {tuple(q_BHND.shape)}: must have {H} heads of size {D}")
         wide_BHND = q_BHND.to(torch.promote_types(q_BHND.dtype, torch.float32))
         return q_BHND, wide_BHND / (wide_BHND.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-
-    @property
-    def buckets(self) -> int:
-        """C."""
-        return 2 * self.rotation_HTDF.shape[-1]
 
     def reads(self, given: Inputs, real_BN: Tensor | None, prefix: bool) -> list[Part]:
         """See `Pattern.reads`: a list for each bucket where there is one round, else the union row by row."""
@@ -155,8 +142,7 @@ class Lsh(Pattern):
             begin_M = number_M // max(1, N) * N
             start_M = begin_M + ((number_M - begin_M) // self.chunk - 1) * self.chunk
         else:
-            lower_R = earlier_in_lower_buckets(bucket_BHN.flatten(0, 1), self.buckets + 1).flatten()
-            place_M = lower_R[lists.row_M] + number_M - first_M
+            place_M = sorted_places(bucket_BHN.flatten(0, 1), self.buckets + 1).flatten()[lists.row_M]
             start_M = number_M - self.chunk - place_M % self.chunk
         return lists, first_M.maximum(start_M)
 
@@ -196,14 +182,12 @@ class LshCache(ClusterCache):
         pattern, dtype = self.pattern, v_BH1D.dtype
         bucket_BHT = hash_positions(given.q_BHND, pattern.rotation_HTDF)[..., 0].permute(1, 2, 0)
         B, H, T = bucket_BHT.shape
-        if self.key_LSD is None:
-            self.allocate(given.turned_k_BHND.to(dtype), v_BH1D, T * pattern.buckets)
+        round_T = torch.arange(T, device=bucket_BHT.device)
+        joins_BHC = torch.zeros(B, H, T * pattern.buckets, dtype=torch.bool, device=bucket_BHT.device)
+        joins_BHC.scatter_(2, round_T * pattern.buckets + bucket_BHT, True)
+        self.put(given, v_BH1D, joins_BHC, None, position)
         assert self.key_LSD is not None
         reach_BHT = self.reach(bucket_BHT)
-        round_T = torch.arange(T, device=bucket_BHT.device)
-        joins_BHC = torch.zeros(B, H, self.clusters, dtype=torch.bool, device=bucket_BHT.device)
-        joins_BHC.scatter_(2, round_T * pattern.buckets + bucket_BHT, True)
-        self.put(given.turned_k_BHND.to(dtype), v_BH1D, joins_BHC, None, position)
         list_J = joins_BHC.flatten().nonzero()[:, 0]
         at_BHTS = self.position_LS[list_J].view(B, H, T, -1)
         # How many members of the bucket have come since, its own place included.
@@ -225,15 +209,13 @@ class LshCache(ClusterCache):
         )
 
     def reach(self, bucket_BHT: Tensor) -> Tensor:
-        """Return how many members of its bucket, its own place included, the next position looks back over."""
+        """Return how many members of its bucket, its own place included, the newest position looks back over."""
         pattern = self.pattern
         if pattern.variant == "causal":
             return torch.full_like(bucket_BHT, pattern.window)
-        count_BHTC = self.joined_L.view(*bucket_BHT.shape, pattern.buckets)
-        at_BHT1 = bucket_BHT[..., None]
-        lower_BHT = (count_BHTC.cumsum(-1) - count_BHTC).gather(-1, at_BHT1)[..., 0]
-        place_BHT = lower_BHT + count_BHTC.gather(-1, at_BHT1)[..., 0]
-        return pattern.chunk + place_BHT % pattern.chunk + 1
+        # Its place among the positions so far, sorted by bucket.
+        place_BHTC = self.joined_L.view(*bucket_BHT.shape, pattern.buckets).cumsum(-1) - 1
+        return pattern.chunk + place_BHTC.gather(-1, bucket_BHT[..., None])[..., 0] % pattern.chunk + 1
 
 
 def distinct(index: Tensor, keep_order: bool = False) -> Tensor:
@@ -247,13 +229,10 @@ def distinct(index: Tensor, keep_order: bool = False) -> Tensor:
     return value.sort(dim=-1, descending=True).values
 
 
-def earlier_in_lower_buckets(bucket_XN: Tensor, buckets: int) -> Tensor:
-    """Return for each position how many before it lie in buckets of lower number."""
-    total_XC = torch.zeros(len(bucket_XN), buckets, dtype=torch.int64, device=bucket_XN.device)
-    pieces = []
-    for bucket_XP in bucket_XN.split(max(1, MAX_SCORES // max(1, total_XC.numel())), dim=1):
-        one_XPC = torch.nn.functional.one_hot(bucket_XP, buckets)
-        before_XPC = total_XC[:, None] + one_XPC.cumsum(1) - one_XPC
-        pieces.append((before_XPC.cumsum(-1) - before_XPC).gather(-1, bucket_XP[..., None])[..., 0])
-        total_XC += one_XPC.sum(1)
-    return torch.cat(pieces, dim=1) if pieces else bucket_XN
+def sorted_places(bucket_XN: Tensor, buckets: int) -> Tensor:
+    """Return the place of each position among itself and those before it, sorted by bucket, then position."""
+    places = torch.empty_like(bucket_XN)
+    for place_N, bucket_N in zip(places, bucket_XN, strict=True):
+        upto_NC = torch.nn.functional.one_hot(bucket_N, buckets).cumsum(0).cumsum(1)
+        place_N.copy_(upto_NC.gather(1, bucket_N[:, None])[:, 0] - 1)
+    return places

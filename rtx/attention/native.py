@@ -155,13 +155,13 @@ def compiled(command: list[str], path: Path) -> ctypes.CDLL:
     if not command:
         raise RuntimeError("no C++ compiler (CXX, c++, g++, clang++)")
     print("compiling the attention kernel (once, about 5 s)", file=sys.stderr)
-    with tempfile.TemporaryDirectory(prefix="rtx-") as there:
+    folder = path.parent
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)  # fails where it is somebody else's
+    except OSError:
+        folder = None
+    with tempfile.TemporaryDirectory(prefix="rtx-", dir=folder) as there:
         made = Path(there, path.name)
-        command = [*command, *FLAGS, str(SOURCE), "-o", str(made)]
-        subprocess.run(command, check=True, capture_output=True, text=True)
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.parent.chmod(0o700)  # fails where it is somebody else's
-            with tempfile.TemporaryDirectory(dir=path.parent) as beside:  # others see a whole file or none
-                made = Path(shutil.copy(made, beside)).replace(path)
-        return ctypes.CDLL(str(made))
+        subprocess.run([*command, *FLAGS, str(SOURCE), "-o", str(made)], check=True, capture_output=True, text=True)
+        return ctypes.CDLL(str(made.replace(path) if folder else made))  # others see a whole file or none

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 def dense(
-    q_ND: Tensor, k_ND: Tensor, v_ND: Tensor, mask_PNN: Tensor, terms: Terms, head: int = 0, hide_self: bool = False
+    q_ND: Tensor, k_ND: Tensor, v_ND: Tensor, mask_PNN: Tensor, terms: Terms, head: int = 0, attend_self: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs `[N, D]` of one head of one sequence, and its weights in every list, `[P, N, N]`.
 
-    `hide_self`: a query that reads other keys of a list does not read its own. `terms.dropout` is left out.
+    Without `attend_self` a query that reads other keys of a list does not read its own. `terms.dropout` is left out.
     """
     N = len(q_ND)
     position_N = torch.arange(N, device=q_ND.device)
     true_NN = (position_N[:, None] - position_N).clamp(min=0)
-    if hide_self:
+    if not attend_self:
         others_PNN = mask_PNN & (position_N[:, None] != position_N)
         mask_PNN = torch.where(others_PNN.any(-1, keepdim=True), others_PNN, mask_PNN)
     logits_PNN = (q_ND @ k_ND.T).expand(mask_PNN.shape) * terms.scale
@@ -70,7 +70,7 @@ def attend(
         for h in range(q_BHND.shape[1]):
             q_ND, k_ND = given.turned_q_BHND[0, h], given.turned_k_BHND[0, h]
             mask_PNN = pattern.rule(given, h, prefix)
-            outs.append(dense(q_ND, k_ND, v_BHND[b, h], mask_PNN, terms, h, pattern.hides_self)[0])
+            outs.append(dense(q_ND, k_ND, v_BHND[b, h], mask_PNN, terms, h, pattern.attend_self)[0])
     return torch.stack(outs).view(v_BHND.shape) if outs else torch.zeros_like(v_BHND)
 
 

@@ -48,11 +48,6 @@ class Reads(NamedTuple):
     length: int
     """N."""
 
-    @property
-    def square(self) -> bool:
-        """Whether members read members of their own list."""
-        return self.query is self.key
-
     def times_R(self, rows: int) -> Tensor:
         """Return in how many lists each row reads something."""
         return torch.bincount(self.query.row_M[self.stop_P > self.start_P], minlength=rows)
@@ -83,12 +78,6 @@ def pack(list_BHN: Tensor, lists: int) -> Packed:
     return Packed(row_M, count_L)
 
 
-def pack_mask(member_LN: Tensor, clusters: int) -> Packed:
-    """Return the lists of a membership mask, `clusters` of them for each sequence and head."""
-    list_M, position_M = member_LN.nonzero(as_tuple=True)
-    return Packed(list_M // clusters * member_LN.shape[1] + position_M, member_LN.sum(-1))
-
-
 def members_read(lists: Packed, length: int, window: int, attend_self: bool = True) -> Reads:
     """Every member reads the last `window` members up to itself; without `attend_self` not itself, but where alone."""
     number_M = torch.arange(len(lists.row_M), device=lists.row_M.device)
@@ -100,11 +89,9 @@ def members_read(lists: Packed, length: int, window: int, attend_self: bool = Tr
 
 def queries_read(queries: Packed, keys: Packed, length: int, window: int, attend_self: bool = True) -> Reads:
     """Every query reads the last `window` keys of its list at or before its position; not itself, as `members_read`."""
-    list_P, first_L = queries.list_M(), keys.first_L()
-    key_order_M = keys.list_M() * length + keys.row_M % max(1, length)
-    query_order_P = list_P * length + queries.row_M % max(1, length)
+    key_order_M, query_order_P = (x.list_M() * length + x.row_M % max(1, length) for x in (keys, queries))
     stop_P = torch.searchsorted(key_order_M, query_order_P, right=True)
-    start_P = first_L[list_P].maximum(stop_P - window)
+    start_P = keys.first_L()[queries.list_M()].maximum(stop_P - window)
     stop_P = stop_P.maximum(start_P)
     if not attend_self and len(keys.row_M):
         last_is_self_P = keys.row_M[(stop_P - 1).clamp(min=0)] == queries.row_M

@@ -52,8 +52,8 @@ class Pattern(nn.Module):
     """Whether keys are given; else the queries stand for them."""
     strictly_causal = True
     """Whether outputs depend on earlier positions alone, without `prefix`."""
-    hides_self = False
-    """Whether a query that reads other keys of a list does not read its own; rules leave it to the oracle."""
+    attend_self = True
+    """Whether a query that reads other keys of a list reads its own, too; rules leave it to the oracle."""
 
     def __init__(self, *, scale: float | None = None, dropout: float = 0.0, backend: str = "auto") -> None:
         super().__init__()
@@ -153,11 +153,7 @@ class Pattern(nn.Module):
 def options(config: Config) -> dict[str, Any]:
     """Return what all patterns take from a configuration."""
     size = config.model.hidden // config.model.heads
-    return {
-        "scale": size**-0.5,
-        "dropout": config.model.attention_dropout,
-        "backend": config.hardware.attention,
-    }
+    return {"scale": size**-0.5, "dropout": config.model.attention_dropout, "backend": config.hardware.attention}
 
 
 def routed_options(config: Config) -> dict[str, Any]:

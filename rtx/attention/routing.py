@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention import oracle
@@ -26,7 +25,6 @@ from rtx.attention.selection import (
     arrivals,
     assign,
     centroid_scores,
-    joins,
     normalise,
     tie_margin,
 )
@@ -73,20 +71,13 @@ class Routing(Pattern):
     """
 
     def __init__(
-        self,
-        centroids: Centroids,
-        *,
-        selection: str,
-        attend_self: bool = True,
-        commitment: float = 0.0,
-        **given: Any,
+        self, centroids: Centroids, *, selection: str, attend_self: bool = True, commitment: float = 0.0, **given: Any
     ) -> None:
         super().__init__(**given)
         check_choice("selection", selection, SELECTIONS)
         check_number("commitment", commitment, "at least 0", lambda x: x >= 0)
         self.centroids, self.selection, self.commitment = centroids, selection, commitment
         self.attend_self = attend_self
-        self.hides_self = not attend_self
         self.has_keys = centroids.keys != "shared"
         self.strictly_causal = selection != "topk"
         self.snapshot: Snapshot | None = None
@@ -147,8 +138,7 @@ class Routing(Pattern):
         """See `Pattern.reads`; in training the centroids gather their statistics here."""
         store, N = self.centroids, given.q_BHND.shape[2]
         if store.seed_with_next and store.training:
-            clustered = [x.detach() for x in self.clustered(given)]
-            store.seed_from(clustered[0], clustered[-1] if len(clustered) > 1 else None, real_BN)
+            store.seed_from(self.clustered(given)[0], real_BN)
         if prefix and self.selection == "topk":
             both = [arrivals(store.centroid_HCD, x, real_BN, store.window) for x in self.clustered(given)]
             return [prefix_reads(both[0], both[-1], store.window, N, self.attend_self)]
@@ -187,18 +177,16 @@ class Routing(Pattern):
         """Return the weighted commitment loss, zero outside training."""
         if not self.training or not self.commitment or not given.q_BHND.numel():
             return super().loss(given, real_BN)
-        pairs = list(zip(self.clustered(given), self.nearest, strict=True))
-        return sum((self.distance(x, n, real_BN) for x, n in pairs), start=given.q_BHND.new_zeros(())) / len(pairs)
+        pairs = zip(self.clustered(given), self.nearest, strict=True)
+        return torch.stack([self.distance(x_BHND, nearest_BHN, real_BN) for x_BHND, nearest_BHN in pairs]).mean()
 
     def distance(self, x_BHND: Tensor, nearest_BHN: Tensor, real_BN: Tensor | None) -> Tensor:
         """Return the weighted mean of (x - nearest centroid on the sphere)^2 over real positions."""
         centroid_HCD = to_sphere(self.centroids.centroid_HCD).to(x_BHND.dtype)
         head_H1 = torch.arange(x_BHND.shape[1], device=x_BHND.device)[:, None]
-        target_BHND = centroid_HCD[head_H1, nearest_BHN]
-        if real_BN is None:
-            return self.commitment * F.mse_loss(x_BHND, target_BHND)
-        apart_BHND = (x_BHND - target_BHND).square() * real_BN[:, None, :, None]
-        return self.commitment * apart_BHND.sum() / (real_BN.sum() * x_BHND[0, :, 0].numel()).clamp(min=1)
+        apart_BN = (x_BHND - centroid_HCD[head_H1, nearest_BHN]).square().mean((1, 3))
+        apart = apart_BN.mean() if real_BN is None else (apart_BN * real_BN).sum() / real_BN.sum().clamp(min=1)
+        return self.commitment * apart
 
     def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
         centroid_CD = self.centroids.centroid_HCD[head]
@@ -231,19 +219,12 @@ class Routing(Pattern):
 
     def join(self, given: Inputs, position: int, cache: RoutingCache) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return which clusters a step's query and key join, and with topk the slots that the key takes."""
-        store, joined, slot_BHC = self.centroids, [], None
-        for number, (x, threshold_HC) in enumerate(zip(self.clustered(given), self.thresholds(), strict=False)):
-            score_BHC = centroid_scores(store.centroid_HCD, x)[..., 0]
-            if self.selection == "topk":
-                joins_BHC, slot_BHC = cache.offer(number, score_BHC, position)
-                joined.append(joins_BHC)
-            elif self.selection == "nearest":
-                joined.append(F.one_hot(score_BHC.argmax(-1), score_BHC.shape[-1]).bool())
-            else:
-                assert threshold_HC is not None
-                joins_XC1 = joins(score_BHC.flatten(0, 1)[..., None], threshold_HC.repeat(len(score_BHC), 1))
-                joined.append(joins_XC1.view(score_BHC.shape))
-        return joined[0], joined[-1], slot_BHC
+        if self.selection != "topk":
+            joined = [one.lists.count_L.view(*given.q_BHND.shape[:2], -1) > 0 for one in self.assign(given, None)]
+            return joined[0], joined[-1], None
+        scores = [centroid_scores(self.centroids.centroid_HCD, x)[..., 0] for x in self.clustered(given)]
+        offers = [cache.offer(number, score_BHC, position) for number, score_BHC in enumerate(scores)]
+        return offers[0][0], *offers[-1]
 
 
 class RoutingCache(ClusterCache):

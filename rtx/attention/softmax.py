@@ -12,9 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-MAX_SCORES_CPU, MAX_SCORES_GPU = 1 << 20, 1 << 26
-"""Attention scores worked on at once: few enough for a CPU's cache, enough to fill a GPU."""
-
 
 class Relative(NamedTuple):
     """Shaw's tables (Shaw et al. 2018, equations 3 and 4), shared by all heads of a kind.
@@ -91,8 +88,3 @@ def recomputed(function, *inputs):
     if torch.is_grad_enabled():
         return checkpoint(function, *inputs, use_reentrant=False)
     return function(*inputs)
-
-
-def max_scores(like: Tensor) -> int:
-    """Return how many attention scores are worked on at once where a tensor is."""
-    return MAX_SCORES_CPU if like.device.type == "cpu" else MAX_SCORES_GPU

@@ -42,11 +42,7 @@ def ablate(model: Transformer, config: Config) -> None:
     routing: the outputs of the routing heads are zero. local: they read the last `routing.window` positions. random:
     they read `routing.window` random members of each cluster. In both swaps queries and keys are normalised and scaled
     as before, so that only the choice of positions differs.
-
-    Raises:
-        UserError: as `check_ablation`.
     """
-    check_ablation(config)
     if config.eval.ablate == "none":
         return
     for layer, block in enumerate(model.blocks):
@@ -78,11 +74,9 @@ class Recent(PositionPattern):
         self.attend_self = getattr(routed, "attend_self", True) or window == 1
 
     def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
-        """One list, of which the last positions are read."""
         one_N = torch.zeros_like(position_N)
         until_N = position_N + 1 if self.attend_self else position_N.clamp(min=1)
         return [Spread(one_N, one_N, position_N + 1 - self.window, until_N if self.window else one_N)]
 
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
-        """The last positions; itself where it may, or is the first."""
         return (i - j < self.window) & (self.attend_self | (j < i) | (i == 0))

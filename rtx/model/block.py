@@ -41,13 +41,11 @@ class FeedForward(nn.Module):
     def whole(self, x_BNE: Tensor) -> Tensor:
         """Return the output of all rows at once; any leading shape."""
         x_BNF = self.inner(x_BNE)
-        if self.activation == "relu":
-            x_BNF = F.relu(x_BNF)
-        elif self.activation == "gelu":
-            x_BNF = F.gelu(x_BNF)
-        else:
+        if self.activation == "geglu":
             x_BNF, gate_BNF = x_BNF.chunk(2, dim=-1)
             x_BNF = F.gelu(gate_BNF, approximate="tanh") * x_BNF
+        else:
+            x_BNF = F.relu(x_BNF) if self.activation == "relu" else F.gelu(x_BNF)
         return self.outer(F.dropout(x_BNF, self.dropout, self.training))
 
 

@@ -65,9 +65,8 @@ def generate(
     positions = model.embedding.positions
     total = prompt_BP.shape[1] + length
     if positions is not None and total > positions.length:
-        raise ValueError(
-            f"prompt and length make {total} units; learned positions end at {positions.length} (data.length)"
-        )
+        end = f"learned positions end at {positions.length} (data.length)"
+        raise ValueError(f"prompt and length make {total} units; {end}")
     model.eval()
     decoder = Decoder(model, len(prompt_BP))
     logits_BV = decoder.prefill(prompt_BP.to(model.output_VS.device))

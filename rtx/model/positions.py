@@ -60,28 +60,11 @@ class Shaw(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """One learned vector for each of `length` positions, added to the embeddings."""
-
-    def __init__(self, length: int, hidden: int) -> None:
-        super().__init__()
-        self.length = length
-        self.table_NE = nn.Parameter(torch.randn(length, hidden) * TABLE_DEVIATION)
-
-    def forward(self, first: int, count: int) -> Tensor:
-        """Return the vectors of positions `first` to `first + count - 1`.
-
-        Raises:
-            ValueError: a position beyond the table.
-        """
-        check_covered(first, count, self.length)
-        return self.table_NE[first : first + count]
-
-
-class AxialPositions(nn.Module):
-    """One learned table for each axis of an image, summed (Child et al. 2019); positions run along the last axis first.
+    """Learned vectors added to the embeddings: one table for each axis of an image, summed (Child et al. 2019).
 
     Args:
-        sizes: positions of each axis, slowest first: rows, columns and colours of an image in raster order.
+        sizes: positions of each axis, slowest first (rows, columns and colours of an image in raster order); one axis
+            is a vector for each position.
         hidden: width of the vectors.
     """
 
@@ -95,15 +78,11 @@ class AxialPositions(nn.Module):
         """Return the vectors of positions `first` to `first + count - 1`.
 
         Raises:
-            ValueError: a position beyond the last of all axes.
+            ValueError: a position beyond the last.
         """
-        check_covered(first, count, self.length)
+        if first + count > self.length:
+            covered = f"learned positions cover 0 to {self.length - 1} (data.length)"
+            raise ValueError(f"position {first + count - 1}: {covered}")
         device = self.tables[0].device
         place_AN = torch.unravel_index(torch.arange(first, first + count, device=device), self.sizes)
         return torch.stack([F.embedding(i, table) for i, table in zip(place_AN, self.tables, strict=True)]).sum(0)
-
-
-def check_covered(first: int, count: int, length: int) -> None:
-    """Raise a ValueError if the last of `count` positions from `first` on lies beyond a table of `length`."""
-    if first + count > length:
-        raise ValueError(f"position {first + count - 1}: learned positions cover 0 to {length - 1} (data.length)")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +16,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rtx.attention.centroids import statistics_paused
+from rtx.attention.pattern import Pattern
 from rtx.config import Config, axis_sizes
 from rtx.model.block import Block
 from rtx.model.likelihood import answer_nats, token_nats
-from rtx.model.positions import TABLE_DEVIATION, AxialPositions, LearnedPositions
+from rtx.model.positions import TABLE_DEVIATION, LearnedPositions
 
 
 class Embedding(nn.Module):
@@ -30,11 +33,10 @@ class Embedding(nn.Module):
         self.table_VS = nn.Parameter(torch.empty(vocabulary, width))
         self.start_S = nn.Parameter(torch.empty(width))
         self.widen = nn.Linear(width, model.hidden) if width != model.hidden else nn.Identity()
-        self.positions: LearnedPositions | AxialPositions | None = None
-        if model.positions == "learned":
-            self.positions = LearnedPositions(config.data.length, model.hidden)
-        elif model.positions == "axial":
-            self.positions = AxialPositions(axis_sizes(model), model.hidden)
+        self.positions: LearnedPositions | None = None
+        if model.positions in ("learned", "axial"):
+            sizes = (config.data.length,) if model.positions == "learned" else axis_sizes(model)
+            self.positions = LearnedPositions(sizes, model.hidden)
         self.dropout = model.dropout
 
     def forward(self, tokens_BN: Tensor) -> Tensor:
@@ -164,3 +166,15 @@ class Transformer(nn.Module):
 def recompute_contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
     """Contexts of the first and the second forward pass of recomputation: the second gathers no statistics."""
     return contextlib.nullcontext(), statistics_paused()
+
+
+def compile_loss(model: nn.Module, loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiled `loss`, a method of `model`; changes the model's patterns so that no graph takes them in.
+
+    The sizes of their blocks depend on data, they keep statistics, and what they compute is in kernels of its own
+    already; the matrices, norms and activations around them are compiled.
+    """
+    for pattern in model.modules():
+        if isinstance(pattern, Pattern):
+            pattern.forward = torch.compiler.disable(pattern.forward)  # type: ignore[method-assign]
+    return torch.compile(loss)

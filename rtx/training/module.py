@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rtx.attention.centroids import after_step
 from rtx.config import Config
-from rtx.model.compiled import compile_loss
+from rtx.model.transformer import compile_loss
 from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
 from rtx.training.sharding import shard, whole
 

@@ -54,7 +54,7 @@ def both(
         pattern, given, _, terms = (getattr(groups[name], field) for field in ("pattern", "given", "parts", "terms"))
         q_ND, k_ND = given.turned_q_BHND[0, head], given.turned_k_BHND[0, head]
         mask_PNN = pattern.rule(given, head, False)
-        _, expected[name, head] = oracle.dense(q_ND, k_ND, k_ND, mask_PNN, terms, head, pattern.hides_self)
+        _, expected[name, head] = oracle.dense(q_ND, k_ND, k_ND, mask_PNN, terms, head, pattern.attend_self)
     return read_heads(attention, x_1NE, AT, kept), expected, groups
 
 

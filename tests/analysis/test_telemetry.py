@@ -7,8 +7,8 @@ import torch
 
 from rtx.analysis.telemetry import PROBES, read_telemetry
 from rtx.attention.centroids import Centroids
+from rtx.attention.patterns import AdaptiveSpan
 from rtx.attention.routing import Routing
-from rtx.attention.span import AdaptiveSpan
 from rtx.checks import resolve
 from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
 from rtx.model.transformer import Transformer
@@ -44,9 +44,9 @@ def test_figures_are_those_of_plain_loops(selection: str, attend_self: bool, key
     model, heads = trained_heads(selection, attend_self, keys)
     told = read_telemetry(model)
     assert heads.snapshot is not None
-    reads, q_HND, k_HND, _ = heads.snapshot
+    lists, q_HND, k_HND, _ = heads.snapshot
     queries, of_keys = (
-        [list_M.tolist() for list_M in x.row_M.split(x.count_L.tolist())] for x in (reads.query, reads.key)
+        [list_M.tolist() for list_M in x.row_M.split(x.count_L.tolist())] for x in (lists[0], lists[-1])
     )
     times = [sum(row in members for members in queries) for row in range(2 * LENGTH)]
     assert told["routing/in_none"] == pytest.approx(times.count(0) / len(times))

@@ -10,7 +10,6 @@ import torch
 from cases import CLUSTERED, KINDS, Case, make, run, tensors
 
 from rtx.attention import Blocks, Exact, Fixed, Full, Indexer, Local, Lsh, Pattern, Random, Relative, Strided
-from rtx.attention.lsh import rotations
 
 CASE = Case(B=2, H=3, N=9, D=4)
 TABLES = Relative(torch.zeros(3, 4), torch.zeros(3, 4))
@@ -94,7 +93,7 @@ def hashing_heads(**options: Any) -> Lsh:
 
 
 OPTIONS: list[Any] = [
-    *((Full, *bad) for bad in (("scale", 0.0, "scale=0.0: must be finite and above 0"),)),
+    (Full, "scale", 0.0, "scale=0.0: must be finite and above 0"),
     (Full, "scale", float("nan"), "scale=nan: must be finite and above 0"),
     (Full, "scale", "0.5", "scale='0.5': must be a number"),
     (Full, "dropout", 1.0, "dropout=1.0: must be at least 0 and less than 1"),
@@ -102,22 +101,18 @@ OPTIONS: list[Any] = [
     (Full, "backend", "cuda", "backend='cuda': must be one of auto, torch, native, flex"),
     *((Local, *bad) for bad in counts("window")),
     *((Strided, *bad) for bad in counts("stride")),
-    *((lambda **o: Fixed(**{"block": 4, "summary": 2} | o), *bad) for bad in counts("block", "summary")),
+    *((lambda **o: Fixed(**{"block": 4, "summary": 2} | o), *bad) for bad in counts("block")),
+    *((lambda **o: Fixed(block=4, **o), "summary", bad, f"summary={bad}: must be") for bad in (0, 2.5, True)),
     (lambda **o: Fixed(block=4, **o), "summary", 5, "summary=5: must be from 1 to block=4"),
     *(
         (random_heads, *bad)
-        for bad in (*counts("clusters", "window", "length"), ("seed", 1 << 70, f"seed={1 << 70}: must be a whole"))
+        for bad in (*counts("clusters", "window", "length"), ("seed", 1 << 70, f"seed={1 << 70}: must be from -2^63"))
     ),
     *((lambda **o: Exact(**o), *bad) for bad in counts("window")),
     (lambda **o: Blocks(2, 4, window=8, **o), "block", 9, "block=9: must be from 1 to window=8"),
     (lambda **o: Indexer(2, 4, window=8, **o), "warmup", -1, "warmup=-1: must be at least 0"),
     (hashing_heads, "buckets", 3, "buckets=3: must be even"),
-    (
-        hashing_heads,
-        "variant",
-        "linear",
-        "variant='linear': must be one of causal, reformer",
-    ),
+    (hashing_heads, "variant", "linear", "variant='linear': must be one of causal, reformer"),
 ]
 
 
@@ -127,9 +122,9 @@ def test_options_out_of_range(of: Any, argument: str, value: Any, said: str) -> 
         of(**{argument: value})
 
 
-def test_rotations_are_checked() -> None:
+def test_lsh_needs_heads() -> None:
     with pytest.raises(ValueError, match="heads=0: must be at least 1"):
-        rotations(0, 1, 4, 4, 0)
+        Lsh(0, 4, window=4, rounds=1, buckets=4, seed=0)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.partition("-")[0] in ("random", "span", "lsh")])

@@ -7,7 +7,7 @@ import torch
 from tiny_models import gradients, tiny_model, tokens
 
 from rtx.compiler import has_compiler
-from rtx.model.compiled import compile_loss
+from rtx.model.transformer import compile_loss
 
 
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler on a CPU")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import POSITIONS, tiny_model, tokens
 
-from rtx.model.positions import AxialPositions, LearnedPositions, Rotary
+from rtx.model.positions import LearnedPositions, Rotary
 
 
 def test_a_rotated_dot_product_depends_on_the_distance_alone() -> None:
@@ -39,15 +39,15 @@ def test_angles_are_exact_whatever_the_precision_around_them(kind: torch.dtype) 
 
 
 def test_learned_positions_end() -> None:
-    positions = LearnedPositions(10, 4)
+    positions = LearnedPositions((10,), 4)
     assert positions.length == 10
-    assert torch.equal(positions(7, 3), positions.table_NE[7:])
+    assert torch.equal(positions(7, 3), positions.tables[0][7:])
     with pytest.raises(ValueError, match=r"position 10: learned positions cover 0 to 9 \(data.length\)"):
         positions(7, 4)
 
 
 def test_axial_positions_add_up_one_vector_for_each_axis() -> None:
-    positions = AxialPositions((2, 4, 3), 5)
+    positions = LearnedPositions((2, 4, 3), 5)
     rows, columns, colours = positions.tables
     expected = torch.stack([rows[r] + columns[c] + colours[d] for r in range(2) for c in range(4) for d in range(3)])
     torch.testing.assert_close(positions(0, 24), expected)
@@ -58,7 +58,7 @@ def test_axial_positions_add_up_one_vector_for_each_axis() -> None:
 
 def test_axial_positions_are_as_large_as_learned_ones_and_end() -> None:
     torch.manual_seed(0)
-    positions = AxialPositions((16, 16, 3), 400)
+    positions = LearnedPositions((16, 16, 3), 400)
     assert positions.length == 768
     assert abs(float(positions(0, 768).detach().std()) - 0.02) < 0.001
     with pytest.raises(ValueError, match=r"position 768: learned positions cover 0 to 767 \(data.length\)"):

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rtx.analysis.telemetry import read_telemetry
 from rtx.attention.centroids import after_step
-from rtx.attention.span import AdaptiveSpan
+from rtx.attention.patterns import AdaptiveSpan
 from rtx.checks import resolve
 from rtx.config import Config, DataConfig, ModelConfig, OptimizerConfig, RoutingConfig
 from rtx.model.transformer import Transformer
