@@ -57,6 +57,9 @@ INDEXED = ("lsh_rounds", "exact", "blocks", "indexer")
 BLOCK, SUMMARY = 16, 8
 """Positions of a block of `blocks`, and of the summary of a block of `fixed`."""
 
+SETTLING = 30
+"""Steps after which thresholds have brought the counts of causal selection near W, as in training."""
+
 ROUNDS = 4
 """Hash rounds of `lsh_rounds`."""
 
@@ -123,9 +126,11 @@ def routed(size: Size, args: argparse.Namespace, kind: str, backend: str) -> Rou
     centroids = Centroids(args.heads, size.C, args.dim, window=size.W, length=size.N, decay=0.999, keys=keys, **own)
     pattern = Routing(centroids, selection=selection, backend=backend).to(args.device)
     if selection == "causal":
-        with torch.no_grad():
-            pattern.train()(make_inputs(size, args, seed=1)[0], None, make_inputs(size, args, seed=2)[0])
-        after_step(pattern)
+        q_BHND, _, v_BHND = make_inputs(size, args, seed=1)
+        for _ in range(SETTLING):
+            with torch.no_grad():
+                pattern.train()(q_BHND, None, v_BHND)
+            after_step(pattern)
     return pattern
 
 

@@ -28,7 +28,8 @@ from rtx.training.metrics import read_metrics
 PATTERNS = {
     "routing_topk": ("routing=topk", "routing.decay=0.99", "routing.logit_scale=sqrt_d", "routing.attend_self=false"),
     "routing_causal": ("routing=causal",),
-    **{name: (f"routing={name}",) for name in ("blocks", "exact", "indexer", "random")},
+    "blocks": ("routing=blocks", "routing.block=4"),
+    **{name: (f"routing={name}",) for name in ("exact", "indexer", "random")},
     "full": ("model.base=full", "routing.heads=0"),
     "local": ("routing.heads=0",),
 }

@@ -8,23 +8,5 @@ from rtx.attention.patterns import AdaptiveSpan, Fixed, Full, Local, Random, Str
 from rtx.attention.routing import Routing
 from rtx.attention.softmax import Relative
 
-__all__ = [
-    "AdaptiveSpan",
-    "Blocks",
-    "Centroids",
-    "Exact",
-    "Fixed",
-    "Full",
-    "Indexer",
-    "Local",
-    "Lsh",
-    "Pattern",
-    "PositionPattern",
-    "Random",
-    "RandomBlocks",
-    "Relative",
-    "Routing",
-    "Spread",
-    "Strided",
-    "after_step",
-]
+__all__ = ["AdaptiveSpan", "Blocks", "Centroids", "Exact", "Fixed", "Full", "Indexer", "Local", "Lsh", "Pattern"]
+__all__ += ["PositionPattern", "Random", "RandomBlocks", "Relative", "Routing", "Spread", "Strided", "after_step"]

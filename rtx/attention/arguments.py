@@ -86,8 +86,7 @@ def check_shape(name: str, x: Tensor | None, shape: tuple[int, ...], like: Tenso
 
 def check_whole(name: str, value: int, least: int, most: int | None, allowed: str) -> None:
     """Refuse what is not a whole number, True and False among it, or out of range."""
-    whole = hasattr(value, "__index__") and not isinstance(value, bool)
-    if not whole:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ValueError(f"{name}={value!r}: must be a whole number, {allowed}")
     if value < least or (most is not None and value > most):
         raise ValueError(f"{name}={value}: must be {allowed}")

@@ -122,7 +122,7 @@ class PositionCache(RowCache):
         slots = k.shape[2]
         at_S = position - (position - torch.arange(slots, device=k.device)) % slots
         seen_HS = self.seen(at_S, position % slots, k.shape[1])
-        if self.ring is None and bool((seen_HS.sum(-1) == seen_HS[0].sum()).all()):
+        if self.ring is None and len(seen_HS) and bool((seen_HS.sum(-1) == seen_HS[0].sum()).all()):
             # Most of what is kept is not read: gather what is.
             slot_HK = seen_HS.nonzero()[:, 1].view(len(seen_HS), -1)
             k, v = (x.take_along_dim(slot_HK[None, :, :, None], 2) for x in (k, v))
@@ -141,8 +141,8 @@ class PositionCache(RowCache):
 class ClusterCache(Cache):
     """The last `slots` members of every cluster, or those that the pattern puts into slots of its choice.
 
-    The pattern's `join(given, position)` returns the clusters that a step's query and its key join, `[B, H, C]`, and
-    the slots that the key takes there (None: that of the oldest member).
+    The pattern's `lists_kept(given, cache)` returns the members that a prompt leaves; `join(given, position, cache)`
+    the clusters that a step's query and key join, `[B, H, C]`, and the key's slots (None: those of the oldest members).
     """
 
     def __init__(self, pattern: Pattern, slots: int, relative: Relative | None = None) -> None:

@@ -19,22 +19,22 @@ from torch import Tensor, nn
 
 from rtx.attention.arguments import check_choice, check_number, check_positive
 from rtx.attention.pattern import Pattern
-from rtx.attention.selection import Statistics
+from rtx.attention.selection import Statistics, centroid_scores
 
 KEYS = ("shared", "separate", "projected")
 UPDATES = ("members", "nearest", "sum")
 
-_paused: ContextVar[bool] = ContextVar("statistics_paused", default=False)
+paused: ContextVar[bool] = ContextVar("statistics_paused", default=False)
 
 
 @contextlib.contextmanager
 def statistics_paused() -> Iterator[None]:
     """Gather nothing inside: for the second forward pass of recomputation."""
-    token = _paused.set(True)
+    token = paused.set(True)
     try:
         yield
     finally:
-        _paused.reset(token)
+        paused.reset(token)
 
 
 def to_sphere(x_HCD: Tensor) -> Tensor:
@@ -134,8 +134,8 @@ class Centroids(nn.Module):
 
     @torch.no_grad()
     def observe(self, found: Statistics, positions: int, sequences: int, of_keys: bool = False) -> None:
-        """Gather statistics of a training batch (unless paused): so many real positions, of so many sequences."""
-        if _paused.get() or not positions:
+        """Gather statistics of a training batch: so many real positions, of so many sequences."""
+        if not positions:
             return
         self.sum_HCD += found.sum_HCD
         self.count_HC += found.count_HC
@@ -145,17 +145,26 @@ class Centroids(nn.Module):
             self.sequences += sequences
 
     @torch.no_grad()
-    def seed_from(self, q_BHND: Tensor, real_BN: Tensor | None) -> None:
-        """Start the centroids at queries of the first sequence; one of padding alone seeds nothing."""
-        q_HND = q_BHND[0] if real_BN is None else q_BHND[0][:, real_BN[0]]
-        if not q_HND.numel():
+    def seed_from(self, clustered: list[Tensor], real_BN: Tensor | None) -> None:
+        """Start at the first sequence, if it is not all padding: centroids at queries, thresholds at what keeps W of N.
+
+        `clustered`: what is clustered, `[B, H, N, D]`: one vector of a position, or its query and its key apart.
+        """
+        first = [x if real_BN is None else x[:, :, real_BN[:1].flatten()] for x in (x[:1] for x in clustered)]
+        if not first[0].numel():
             return
+        q_HND = first[0][0]
         H, C, _ = self.centroid_HCD.shape
         N = q_HND.shape[1]
         generator = torch.Generator().manual_seed(0)
         draw_HC = torch.stack([torch.randperm(max(N, C), generator=generator)[:C] % N for _ in range(H)])
         head_H1 = torch.arange(H, device=q_HND.device)[:, None]
         self.centroid_HCD.copy_(to_sphere(q_HND[head_H1, draw_HC.to(q_HND.device)].float()))
+        z = self.quantile()
+        for threshold_HC, x_BHND in zip((self.threshold_HC, self.key_threshold_HC), first, strict=False):
+            if threshold_HC is not None and math.isfinite(z):
+                score_HCN = centroid_scores(self.centroid_HCD, x_BHND[0])
+                threshold_HC.copy_(score_HCN.quantile(1 - self.window / self.length, dim=-1))
         self.seed_with_next = False
 
     @torch.no_grad()
@@ -193,8 +202,8 @@ class Centroids(nn.Module):
         wanted = self.window * self.positions / self.length
         excess_HC = (count_HC / wanted - 1).clamp(max=3)
         moved_HC = threshold_HC + self.threshold_rate * excess_HC * deviation_HC
-        if int(self.steps) == 0:
-            moved_HC = mean_HC + self.quantile() * deviation_HC
+        if int(self.steps) == 0 and math.isfinite(z := self.quantile()):
+            moved_HC = mean_HC + z * deviation_HC
         threshold_HC.copy_(torch.where(sound_H[:, None], moved_HC, threshold_HC.double()))
 
 

@@ -18,17 +18,15 @@ from rtx.attention.arguments import check_positive, check_seed, check_within
 from rtx.attention.cache import Cache, GrowingCache, RowCache, place
 from rtx.attention.packed import Indexed, Part
 from rtx.attention.pattern import Inputs, Pattern, routed_options
+from rtx.attention.selection import MAX_SCORES, best_places
 from rtx.attention.softmax import Relative, recomputed
 from rtx.config import Config
-
-MAX_SCORES = 1 << 22
-"""Scores of queries and keys held at once."""
 
 
 class Choice(Pattern):
     """H heads whose queries each choose at most `window` keys of the prefix.
 
-    Subclasses say what the choice reads: products of `choice_queries` and `choice_keys` are the scores.
+    Subclasses say what the choice reads, and override `best` where products of these are not the scores of keys.
     """
 
     def __init__(self, *, window: int, attend_self: bool = True, **given: Any) -> None:
@@ -50,11 +48,10 @@ class Choice(Pattern):
         Keys stand for positions 0, 1, ...; those behind a query are not read, whatever stands there.
         """
         key_BHNE = key_BHNE[:, :, : int(position_Q[-1]) + 1]
-        N = key_BHNE.shape[2]
-        hidden_QN = torch.arange(N, device=position_Q.device) > self.last(position_Q)
-        score_BHQN = (query_BHQE @ key_BHNE.mT).masked_fill(hidden_QN, -math.inf)
-        score, at = score_BHQN.topk(self.most_keys(N), dim=-1)
-        return at.masked_fill(score == -math.inf, -1)
+        N, last_Q1 = key_BHNE.shape[2], self.last(position_Q)
+        hidden_QN = torch.arange(N, device=position_Q.device) > last_Q1
+        at = best_places((query_BHQE @ key_BHNE.mT).masked_fill(hidden_QN, -math.inf), self.most_keys(N))
+        return at.masked_fill(at > last_Q1, -1)
 
     def last(self, position_Q: Tensor) -> Tensor:
         """Return the last position that queries at some positions may read, `[Q, 1]`; the first has only itself."""
@@ -113,7 +110,8 @@ class Indexer(Choice):
 
     Scores are products of `size` units of the query and of the key, by matrices of their own. They learn by the
     Kullback-Leibler divergence to the head's attention, with queries and keys detached: over the whole prefix for the
-    first `warmup` steps, in which the head reads everything, then over the keys that are chosen. O(N^2) in scores.
+    first `warmup` steps (`after_step` counts them), in which the head reads everything, then over the keys that are
+    chosen. O(N^2) in scores.
 
     Args:
         heads, size_of_head: H and D.
@@ -168,6 +166,7 @@ class Indexer(Choice):
             return super().loss(given, real_BN)
         scale = self.terms(given.q_BHND.shape[-1], None).scale
         N = given.q_BHND.shape[2]
+        wide = torch.promote_types(given.q_BHND.dtype, torch.float32)
         turned_q, turned_k = given.turned_q_BHND.detach(), given.turned_k_BHND.detach()
         query_BHNE, key_BHNE = self.choice_queries(given), self.choice_keys(given)
 
@@ -178,7 +177,8 @@ class Indexer(Choice):
             at_BHQK = self.best(query_BHQE.detach(), key_BHNE[:, :, :last].detach(), position_Q)
             none_BHQK = at_BHQK < 0
             score, logit = (
-                x.gather(-1, at_BHQK.clamp(min=0)).masked_fill(none_BHQK, -1e9) for x in (score_BHQN, logit_BHQN)
+                x.gather(-1, at_BHQK.clamp(min=0)).to(wide).masked_fill(none_BHQK, -1e9)
+                for x in (score_BHQN, logit_BHQN)
             )
             return F.kl_div(score.log_softmax(-1), logit.log_softmax(-1), reduction="sum", log_target=True)
 
@@ -236,7 +236,7 @@ class Blocks(Choice):
         """See `Choice.best`: the positions of the best finished blocks and of the own block."""
         score_BHQG = self.scores(query_BHQE, key_BHNE, position_Q)
         own_Q1, slot_b = position_Q[:, None] // self.block, torch.arange(self.block, device=position_Q.device)
-        at = score_BHQG.topk(min(self.count, score_BHQG.shape[-1]), dim=-1).indices
+        at = best_places(score_BHQG, self.count)
         chosen = (at[..., None] * self.block + slot_b).flatten(-2)
         every = torch.cat([chosen, (own_Q1 * self.block + slot_b).expand(*chosen.shape[:2], -1, -1)], dim=-1)
         # Where all finished blocks are among the best, everything up to the position is read.
@@ -285,7 +285,7 @@ class RandomBlocks(Blocks):
     def __init__(self, heads: int, size: int, *, seed: int, **given: Any) -> None:
         super().__init__(heads, size, **given)
         check_seed(seed)
-        self.seed, self.heads = seed, heads
+        self.seed = seed
 
     def scores(self, q_BHQD: Tensor, mean_BHGD: Tensor, position_Q: Tensor) -> Tensor:
         """Return drawn numbers, by a hash of position, block, head and seed."""

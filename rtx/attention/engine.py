@@ -22,10 +22,8 @@ from rtx.attention.softmax import Terms, recomputed, soft_attend
 BACKENDS = ("auto", "torch", "native", "flex")
 MAX_SCORES_CPU, MAX_SCORES_GPU = 1 << 20, 1 << 26
 """Scores of our own softmax worked on at once: few enough for a CPU's cache, enough to fill a GPU."""
-MAX_MASK = 1 << 24
-"""Numbers of a mask held at once."""
 MAX_GATHERED = 1 << 24
-"""Numbers of keys gathered at once for queries that each read rows of their own."""
+"""Numbers of a mask, or of keys gathered for queries that each read rows of their own, held at once."""
 MIN_NATIVE = 1024
 """Positions from which `auto` takes the compiled kernel: shorter runs do not wait for a compiler."""
 
@@ -179,7 +177,7 @@ def kernel(q_GQD: Tensor, k_GKD: Tensor, v_GKD: Tensor, mask: Tensor | None, ter
     """Return the outputs `[G, Q, D]` by torch's attention kernels, for some blocks at a time where each has a mask."""
     options = {"is_causal": mask is None, "dropout_p": terms.dropout, "scale": terms.scale}
     shared = mask is None or mask.dim() == 2
-    piece = max(1, len(q_GQD) if mask is None or shared else MAX_MASK // mask[0].numel())
+    piece = max(1, len(q_GQD) if mask is None or shared else MAX_GATHERED // mask[0].numel())
     outs = []
     for first in range(0, len(q_GQD), piece):
         q, k, v = (x[first : first + piece, None] for x in (q_GQD, k_GKD, v_GKD))

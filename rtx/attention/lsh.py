@@ -21,11 +21,9 @@ from rtx.attention.arguments import check_choice, check_positive, check_seed
 from rtx.attention.cache import Cache, ClusterCache, attend_step
 from rtx.attention.packed import Indexed, Packed, Part, Reads, pack
 from rtx.attention.pattern import Inputs, Pattern, options
+from rtx.attention.selection import MAX_SCORES
 from rtx.attention.softmax import Relative
 from rtx.config import Config, hash_buckets
-
-MAX_SCORES = 1 << 24
-"""Scores of hashes held at once."""
 
 
 @torch.no_grad()
@@ -232,7 +230,10 @@ def distinct(index: Tensor, keep_order: bool = False) -> Tensor:
 def sorted_places(bucket_XN: Tensor, buckets: int) -> Tensor:
     """Return the place of each position among itself and those before it, sorted by bucket, then position."""
     places = torch.empty_like(bucket_XN)
-    for place_N, bucket_N in zip(places, bucket_XN, strict=True):
-        upto_NC = torch.nn.functional.one_hot(bucket_N, buckets).cumsum(0).cumsum(1)
-        place_N.copy_(upto_NC.gather(1, bucket_N[:, None])[:, 0] - 1)
+    count_XC = torch.zeros(len(bucket_XN), buckets, dtype=torch.int64, device=bucket_XN.device)
+    piece = max(1, MAX_SCORES // max(1, count_XC.numel()))
+    for place_XP, bucket_XP in zip(places.split(piece, 1), bucket_XN.split(piece, 1), strict=True):
+        upto_XPC = count_XC[:, None] + torch.nn.functional.one_hot(bucket_XP, buckets).cumsum(1)
+        place_XP.copy_(upto_XPC.cumsum(2).gather(2, bucket_XP[..., None])[..., 0] - 1)
+        count_XC = upto_XPC[:, -1] if upto_XPC.shape[1] else count_XC
     return places

@@ -379,7 +379,7 @@ extern "C" int rtx_attend(const Problem* p, int threads) {
     };
     try {
         std::vector<std::future<void>> crew;
-        while ((Int)crew.size() + 1 < std::min<Int>(threads, G)) crew.push_back(std::async(std::launch::async, work));
+        while ((Int)crew.size() + 1 < std::min<Int>(threads, G)) crew.push_back(std::async(work));  // or later, by this thread
         work();
         for (std::future<void>& each : crew) each.get();
     } catch (const std::out_of_range&) {

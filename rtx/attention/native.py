@@ -63,7 +63,7 @@ def attend_index(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, index_RK: Tensor, hea
 
 
 class Attention(torch.autograd.Function):
-    """Both forms: `reads` are those of `INTS` and the weights of query members, or an index alone."""
+    """Both forms: `reads` are all of `INTS` but the last and the weights of query members, or an index alone."""
 
     @staticmethod
     def forward(
@@ -108,7 +108,11 @@ def call(scale: float, heads: int, reads: Sequence[Tensor], **given: Tensor) -> 
     if (kernel := library()) is None:
         raise RuntimeError("there is no attention kernel; hardware.attention=torch needs none")
     if status := kernel.rtx_attend(ctypes.byref(problem), torch.get_num_threads()):
-        raise MemoryError("attention") if status == 2 else ValueError("members or rows are out of range")
+        raise (
+            MemoryError("no memory for the attention kernel")
+            if status == 2
+            else ValueError("members or rows are out of range")
+        )
 
 
 @functools.cache
@@ -155,13 +159,12 @@ def compiled(command: list[str], path: Path) -> ctypes.CDLL:
     if not command:
         raise RuntimeError("no C++ compiler (CXX, c++, g++, clang++)")
     print("compiling the attention kernel (once, about 5 s)", file=sys.stderr)
-    folder = path.parent
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.chmod(0o700)  # fails where it is somebody else's
-    except OSError:
-        folder = None
-    with tempfile.TemporaryDirectory(prefix="rtx-", dir=folder) as there:
+    with tempfile.TemporaryDirectory(prefix="rtx-") as there:
         made = Path(there, path.name)
         subprocess.run([*command, *FLAGS, str(SOURCE), "-o", str(made)], check=True, capture_output=True, text=True)
-        return ctypes.CDLL(str(made.replace(path) if folder else made))  # others see a whole file or none
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.parent.chmod(0o700)  # fails where it is somebody else's
+            with tempfile.TemporaryDirectory(dir=path.parent) as beside:  # others see a whole file or none
+                made = Path(shutil.copy(made, beside)).replace(path)
+        return ctypes.CDLL(str(made))

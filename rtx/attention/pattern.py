@@ -197,7 +197,7 @@ class PositionPattern(Pattern):
     """Positions behind which a key is never read again, which bounds a stream's cache; None: never."""
 
     def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
-        """Return who reads whom at some positions; the keys of several spreads differ for every query."""
+        """Return who reads whom at some positions, in any order; the keys of several spreads differ for every query."""
         raise NotImplementedError
 
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:

@@ -14,10 +14,11 @@ from torch import Tensor
 from rtx.attention import oracle
 from rtx.attention.arguments import check_choice, check_number
 from rtx.attention.cache import ClusterCache
-from rtx.attention.centroids import Centroids, to_sphere
+from rtx.attention.centroids import Centroids, paused, to_sphere
 from rtx.attention.packed import Indexed, Packed, Part, Reads, members_read, queries_read
 from rtx.attention.pattern import Inputs, Pattern, routed_options
 from rtx.attention.selection import (
+    MAX_SCORES,
     SELECTIONS,
     Arrivals,
     Assignment,
@@ -30,9 +31,6 @@ from rtx.attention.selection import (
 )
 from rtx.attention.softmax import Relative
 from rtx.config import Config, clusters
-
-MAX_ARRIVALS = 1 << 24
-"""Pairs of a query and an arrival of its cluster that are looked at at once."""
 
 
 class Snapshot(NamedTuple):
@@ -129,7 +127,7 @@ class Routing(Pattern):
                 selection=self.selection,
                 window=store.window,
                 threshold_HC=threshold_HC,
-                update=store.update_rule if self.training else None,
+                update=store.update_rule if self.training and not paused.get() else None,
             )
             for x_BHND, threshold_HC in zip(self.clustered(given), self.thresholds(), strict=False)
         ]
@@ -138,7 +136,7 @@ class Routing(Pattern):
         """See `Pattern.reads`; in training the centroids gather their statistics here."""
         store, N = self.centroids, given.q_BHND.shape[2]
         if store.seed_with_next and store.training:
-            store.seed_from(self.clustered(given)[0], real_BN)
+            store.seed_from([x.detach() for x in self.clustered(given)], real_BN)
         if prefix and self.selection == "topk":
             both = [arrivals(store.centroid_HCD, x, real_BN, store.window) for x in self.clustered(given)]
             return [prefix_reads(both[0], both[-1], store.window, N, self.attend_self)]
@@ -148,8 +146,8 @@ class Routing(Pattern):
             B = len(given.q_BHND)
             real = (B * N, B) if real_BN is None else (int(real_BN.sum()), int(real_BN.any(-1).sum()))
             for number, one in enumerate(found):
-                assert one.statistics is not None
-                store.observe(one.statistics, *real, of_keys=number == 1)
+                if one.statistics is not None:
+                    store.observe(one.statistics, *real, of_keys=number == 1)
             self.nearest = [one.nearest_BHN for one in found]
             self.snapshot = self.first_sequence(given, lists, real_BN)
         return [self.read_lists(lists, N)]
@@ -220,7 +218,8 @@ class Routing(Pattern):
     def join(self, given: Inputs, position: int, cache: RoutingCache) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return which clusters a step's query and key join, and with topk the slots that the key takes."""
         if self.selection != "topk":
-            joined = [one.lists.count_L.view(*given.q_BHND.shape[:2], -1) > 0 for one in self.assign(given, None)]
+            shape = *given.q_BHND.shape[:2], self.centroids.centroid_HCD.shape[1]
+            joined = [one.lists.count_L.view(shape) > 0 for one in self.assign(given, None)]
             return joined[0], joined[-1], None
         scores = [centroid_scores(self.centroids.centroid_HCD, x)[..., 0] for x in self.clustered(given)]
         offers = [cache.offer(number, score_BHC, position) for number, score_BHC in enumerate(scores)]
@@ -255,7 +254,7 @@ def prefix_reads(queries: Arrivals, keys: Arrivals, window: int, length: int, at
     first_L, count_L = keys.lists.first_L(), keys.lists.count_L
     slot_A = torch.arange(int(count_L.max()) if len(count_L) else 0, device=row_P.device)
     chosen = []
-    piece = max(1, MAX_ARRIVALS // max(1, len(slot_A)))
+    piece = max(1, MAX_SCORES // max(1, len(slot_A)))
     for row_Q, list_Q in zip(row_P.split(piece), list_P.split(piece), strict=True):
         number_QA = (first_L[list_Q][:, None] + slot_A).clamp(max=max(0, len(keys.lists.row_M) - 1))
         row_QA = keys.lists.row_M[number_QA]

@@ -45,7 +45,7 @@ class Statistics(NamedTuple):
     joined_HC: Tensor
     """Members."""
     score_HC: Tensor
-    """Scores of all positions, and their squares."""
+    """Sums of the scores of all positions, and of their squares."""
     square_HC: Tensor
 
 
@@ -101,8 +101,10 @@ def assign(
             else:
                 counted_XCN.scatter_(1, nearest_XN[:, None], 1 if real is None else real[:, None].to(score_XCN.dtype))
             kept_XCN = score_XCN if real is None else score_XCN * real[:, None]
-            sums = counted_XCN @ x_XND[here].to(score_XCN.dtype), counted_XCN.sum(-1), counts[-1].view(-1, C)
-            statistics.append((*sums, kept_XCN.sum(-1), kept_XCN.square().sum(-1)))
+            with torch.autocast(score_XCN.device.type, enabled=False):
+                sum_XCD = counted_XCN @ x_XND[here].to(score_XCN.dtype)
+            sums = sum_XCD, counted_XCN.sum(-1), counts[-1].view(-1, C), kept_XCN.sum(-1), kept_XCN.square().sum(-1)
+            statistics.append(sums)
     found = None
     if statistics:
         joined = [torch.cat(parts).unflatten(0, (B, H)).sum(0) for parts in zip(*statistics, strict=True)]
@@ -152,16 +154,21 @@ def joins(score_XCN: Tensor, threshold_XC: Tensor) -> Tensor:
 
 def topk_positions(score_XCN: Tensor, window: int) -> Tensor:
     """Return each centroid's `window` best positions, ascending, `[X, C, W]`; of equals the earlier, NaN is worst."""
-    N = score_XCN.shape[-1]
-    if window >= N:
-        return torch.arange(N, device=score_XCN.device).expand(*score_XCN.shape[:2], N)
-    value, at = score_XCN.topk(window + 1, dim=-1)
-    if bool(value[..., :1].isnan().any()):  # torch ranks NaN highest
-        return topk_positions(score_XCN.masked_fill(score_XCN.isnan(), -math.inf), window)
-    tied_XC = value[..., window] == value[..., window - 1]
-    if bool(tied_XC.any()):  # which of equals torch takes is its own affair
-        at[tied_XC] = score_XCN[tied_XC].sort(dim=-1, descending=True, stable=True).indices[:, : window + 1]
-    return at[..., :window].sort(dim=-1).values
+    if bool(score_XCN.isnan().any()):  # torch ranks NaN highest
+        score_XCN = score_XCN.masked_fill(score_XCN.isnan(), -math.inf)
+    return best_places(score_XCN, window).sort(dim=-1).values
+
+
+def best_places(score: Tensor, count: int) -> Tensor:
+    """Return the places of the `count` best along the last dimension (all of a shorter one); of equals the earlier."""
+    N = score.shape[-1]
+    if count >= N:
+        return torch.arange(N, device=score.device).expand(score.shape)
+    value, at = score.topk(count + 1, dim=-1)
+    tied = (value[..., count] == value[..., count - 1]) & (value[..., count] > -math.inf)
+    if bool(tied.any()):  # which of equals torch takes is its own affair
+        at[tied] = score[tied].sort(dim=-1, descending=True, stable=True).indices[:, : count + 1]
+    return at[..., :count]
 
 
 def tie_margin(centroid_HCD: Tensor, dtype: torch.dtype) -> Tensor:

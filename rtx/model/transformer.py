@@ -134,7 +134,7 @@ class Transformer(nn.Module):
         total = x_BNE.new_zeros((), dtype=torch.float32)
         for block in self.blocks:
             if self.recompute and self.training and torch.is_grad_enabled():
-                x_BNE, loss = checkpoint(block, x_BNE, use_reentrant=False, context_fn=recompute_contexts)  # type: ignore[misc]
+                x_BNE, loss = checkpoint(block, x_BNE, prefix, use_reentrant=False, context_fn=recompute_contexts)  # type: ignore[misc]
             else:
                 x_BNE, loss = block(x_BNE, prefix)
             total = total + loss

@@ -243,3 +243,13 @@ def test_ranks_move_alike_from_the_joined_batch(tmp_path) -> None:
 def test_bad_options_are_named(changes: dict, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make(**changes)
+
+
+def test_autocast_rounds_no_statistics() -> None:
+    sums = []
+    for enabled in (False, True):
+        pattern = make()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            see(pattern, queries(1))
+        sums.append(pattern.centroids.sum_HCD)
+    assert torch.equal(*sums)

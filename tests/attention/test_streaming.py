@@ -52,3 +52,17 @@ def test_what_a_stream_keeps_is_bounded(kind: str) -> None:
         cache.prefill(pattern.inputs(here["q"][:, :, :length], k, None), here["v"][:, :, :length])
         sizes.append(sum(x.numel() for x in vars(cache).values() if isinstance(x, Tensor)))
     assert sizes[0] == sizes[1] > 0
+
+
+@pytest.mark.parametrize("kind", ["exact", "indexer", "blocks"])
+@torch.no_grad()
+def test_of_equal_keys_the_earlier_is_read_however_long_the_sequence(kind: str) -> None:
+    case = Case(B=1, H=2, N=64, W=8, D=4)
+    pattern = make(kind, case)
+    here = tensors(pattern, case)
+    here |= {name: here[name][:, :, torch.arange(64) % 4].round() for name in ("q", "k")}  # whole numbers: exact ties
+    whole = run(pattern, here)
+    torch.testing.assert_close(
+        run(pattern, {n: x[:, :, :40] if n in "qkv" else x for n, x in here.items()}), whole[:, :, :40]
+    )
+    torch.testing.assert_close(stream(pattern, here, 10), whole)
