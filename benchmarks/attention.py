@@ -80,7 +80,13 @@ TOLERANCE = 1e-4
 
 
 def names_of(size: Size, memory: str, args: argparse.Namespace) -> list[str]:
-    """Return the rows that are measured at a size."""
+    """Return the rows that are measured at a size: those of the patterns that are asked for."""
+    every = all_names(size, memory, args)
+    return [name for name in every if not args.patterns or pattern_and_backend(name)[0] in args.patterns]
+
+
+def all_names(size: Size, memory: str, args: argparse.Namespace) -> list[str]:
+    """Return all rows of a size."""
     ours = ["local", "routing_topk", "routing_causal"]
     if size.group == "main":
         ours = BOTH if memory == "system" else [*BOTH, *SHAW, *OTHERS]
@@ -286,6 +292,7 @@ def main() -> None:
     for name, value in {"batch": 1, "heads": 8, "dim": 64, "threads": 2, "repeats": 5}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--groups", nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--patterns", nargs="+", default=[], help="time these rows alone; default: all")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--check", action="store_true", help="hold the rows against the oracle, and time nothing")

@@ -67,6 +67,13 @@ def check_relative(relative: Relative | None, q_BHND: Tensor, v_BHND: Tensor) ->
             raise ValueError(f"relative.{name} is of {table_MD.dtype}: must be of a float type")
 
 
+def check_heads(q_BHND: Tensor, heads: int | None, size: int | None) -> None:
+    """Refuse another number of heads, or heads of another size, than a pattern has (None: any)."""
+    H, D = q_BHND.shape[1], q_BHND.shape[3]
+    if heads not in (None, H) or size not in (None, D):
+        raise ValueError(f"q_BHND has {H} heads of size {D}: must have {heads} of size {size or D}, as the pattern")
+
+
 def check_tensor(name: str, x: object) -> None:
     """Refuse what is not a tensor."""
     if not isinstance(x, Tensor):

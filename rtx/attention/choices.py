@@ -124,7 +124,7 @@ class Indexer(Choice):
         for name, count in (("heads", heads), ("size_of_head", size_of_head), ("size", size)):
             check_positive(name, count)
         check_positive("warmup", warmup, least=0)
-        self.warmup = warmup
+        self.heads, self.size, self.warmup = heads, size_of_head, warmup
         deviation = size_of_head**-0.5
         self.query_HDE = nn.Parameter(torch.randn(heads, size_of_head, size) * deviation)
         self.key_HDE = nn.Parameter(torch.randn(heads, size_of_head, size) * deviation)
@@ -208,7 +208,7 @@ class Blocks(Choice):
         super().__init__(**given)
         check_positive("heads", heads, least=0)
         check_within("block", block, self.window, "window")
-        self.block, self.count = block, self.window // block
+        self.heads, self.size, self.block, self.count = heads, size, block, self.window // block
         self.gate_H2D = nn.Parameter(torch.zeros(heads, 2, size)) if compressed else None
 
     @classmethod

@@ -79,7 +79,7 @@ class Lsh(Pattern):
         check_seed(seed)
         if buckets % 2:
             raise ValueError(f"buckets={buckets}: must be even, at least 2")
-        self.window, self.buckets = window, buckets
+        self.heads, self.size, self.window, self.buckets = heads, size, window, buckets
         self.variant, self.strictly_causal = variant, variant == "causal"
         self.chunk = max(1, window // 2)
         generator = torch.Generator().manual_seed(seed)
@@ -104,9 +104,6 @@ class Lsh(Pattern):
 
     def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the queries, and as keys the same at unit norm; those far shorter than 1e-3 stay short."""
-        if q_BHND.shape[1:2] + q_BHND.shape[3:] != self.rotation_HTDF.shape[0:3:2]:
-            H, _, D, _ = self.rotation_HTDF.shape
-            raise ValueError(f"q_BHND has the shape {tuple(q_BHND.shape)}: must have {H} heads of size {D}")
         wide_BHND = q_BHND.to(torch.promote_types(q_BHND.dtype, torch.float32))
         return q_BHND, wide_BHND / (wide_BHND.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from rtx.attention.arguments import check_call, check_choice, check_numbers, check_turned
+from rtx.attention.arguments import check_call, check_choice, check_heads, check_numbers, check_turned
 from rtx.attention.cache import Cache, PositionCache
 from rtx.attention.engine import BACKENDS, attend
 from rtx.attention.packed import Packed, Part, bounded_read, pack
@@ -54,6 +54,10 @@ class Pattern(nn.Module):
     """Whether outputs depend on earlier positions alone, without `prefix`."""
     attend_self = True
     """Whether a query that reads other keys of a list reads its own, too; rules leave it to the oracle."""
+
+    heads: int | None = None
+    """H and D of the inputs, where a pattern's own tensors have them."""
+    size: int | None = None
 
     def __init__(self, *, scale: float | None = None, dropout: float = 0.0, backend: str = "auto") -> None:
         super().__init__()
@@ -139,6 +143,7 @@ class Pattern(nn.Module):
 
     def inputs(self, q_BHND: Tensor, k_BHND: Tensor | None, rotate: Rotate | None, first: int = 0) -> Inputs:
         """Return the queries and keys of positions from `first` on."""
+        check_heads(q_BHND, self.heads, self.size)
         q_BHND, k_BHND = self.prepare(q_BHND, k_BHND)
         turned_q_BHND = turn(q_BHND, rotate, first)
         return Inputs(q_BHND, k_BHND, turned_q_BHND, turned_q_BHND if k_BHND is q_BHND else turn(k_BHND, rotate, first))

@@ -138,7 +138,7 @@ class AdaptiveSpan(PositionPattern):
         check_positive("heads", heads)
         check_positive("window", window)
         check_positive("ramp", ramp)
-        self.window, self.ramp, self.cost = window, ramp, cost
+        self.heads, self.window, self.ramp, self.cost = heads, window, ramp, cost
         self.share_H = nn.Parameter(torch.zeros(heads))
 
     @classmethod
@@ -160,11 +160,6 @@ class AdaptiveSpan(PositionPattern):
         """Return how many keys, its own included, the head with the longest span reads: behind them weights are 0."""
         reach = self.ramp + max(float(self.spans().max()), 0.0)
         return math.ceil(reach) if reach < self.window else self.window
-
-    def reads(self, given: Inputs, real_BN: Tensor | None, prefix: bool) -> list[Part]:
-        if given.q_BHND.shape[1] != len(self.share_H):
-            raise ValueError(f"q_BHND has {given.q_BHND.shape[1]} heads: must have {len(self.share_H)}, as the spans")
-        return super().reads(given, real_BN, prefix)
 
     def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
         one_N = torch.zeros_like(position_N)
@@ -223,7 +218,7 @@ class Random(Pattern):
         for name, value in (("clusters", clusters), ("window", window), ("length", length)):
             check_positive(name, value)
         check_seed(seed)
-        self.window, self.length, self.attend_self = window, length, attend_self
+        self.heads, self.window, self.length, self.attend_self = heads, window, length, attend_self
         self.has_keys = keys
         position_HCW = random_positions(heads, clusters, length, window, seed)
         self.register_buffer("position_HCW", position_HCW, persistent=False)
@@ -259,9 +254,7 @@ class Random(Pattern):
         return Packed(row_BHCT[inside_BHCT], inside_BHCT.sum(-1).flatten())
 
     def reads(self, given: Inputs, real_BN: Tensor | None, prefix: bool) -> list[Part]:
-        B, H, N, _ = given.q_BHND.shape
-        if len(self.position_HCW) != H:
-            raise ValueError(f"q_BHND has {H} heads: must have {len(self.position_HCW)}, as the memberships")
+        B, _, N, _ = given.q_BHND.shape
         return [members_read(self.lists(B, N, real_BN), N, self.window, self.attend_self)]
 
     def member_HCN(self, length: int) -> Tensor:

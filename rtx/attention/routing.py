@@ -63,9 +63,6 @@ class Routing(Pattern):
             causal.
         attend_self: false: a position reads itself only where it sees nothing else.
         commitment: weight of the mean squared distance between what is clustered and its nearest centroid.
-
-    Raises:
-        ValueError: an unknown selection, or a commitment below 0.
     """
 
     def __init__(
@@ -76,6 +73,7 @@ class Routing(Pattern):
         check_number("commitment", commitment, "at least 0", lambda x: x >= 0)
         self.centroids, self.selection, self.commitment = centroids, selection, commitment
         self.attend_self = attend_self
+        self.heads, _, self.size = centroids.centroid_HCD.shape
         self.has_keys = centroids.keys != "shared"
         self.strictly_causal = selection != "topk"
         self.snapshot: Snapshot | None = None
@@ -138,6 +136,7 @@ class Routing(Pattern):
         if store.seed_with_next and store.training:
             store.seed_from([x.detach() for x in self.clustered(given)], real_BN)
         if prefix and self.selection == "topk":
+            self.nearest = []
             both = [arrivals(store.centroid_HCD, x, real_BN, store.window) for x in self.clustered(given)]
             return [prefix_reads(both[0], both[-1], store.window, N, self.attend_self)]
         found = self.assign(given, real_BN)
@@ -173,7 +172,7 @@ class Routing(Pattern):
 
     def loss(self, given: Inputs, real_BN: Tensor | None) -> Tensor:
         """Return the weighted commitment loss, zero outside training."""
-        if not self.training or not self.commitment or not given.q_BHND.numel():
+        if not self.training or not self.commitment or not self.nearest or not given.q_BHND.numel():
             return super().loss(given, real_BN)
         pairs = zip(self.clustered(given), self.nearest, strict=True)
         return torch.stack([self.distance(x_BHND, nearest_BHN, real_BN) for x_BHND, nearest_BHN in pairs]).mean()
