@@ -165,6 +165,7 @@ class Centroids(nn.Module):
             if threshold_HC is not None and math.isfinite(z):
                 score_HCN = centroid_scores(self.centroid_HCD, x_BHND[0])
                 threshold_HC.copy_(score_HCN.quantile(1 - self.window / self.length, dim=-1))
+        self.steps.fill_(1)  # the thresholds are of these data already
         self.seed_with_next = False
 
     @torch.no_grad()

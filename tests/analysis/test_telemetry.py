@@ -75,14 +75,14 @@ def test_figures_are_those_of_plain_loops(selection: str, attend_self: bool, key
 @pytest.mark.parametrize("selection", ["causal", "topk", "nearest"])
 def test_padding_counts_for_nothing(selection: str) -> None:
     generator = torch.Generator().manual_seed(3)
-    q, v = torch.randn(2, 2, 2, LENGTH, 4, generator=generator)
+    q, v = torch.randn(2, 2, 2, LENGTH, 8, generator=generator)
     told = []
     for real in (LENGTH, 15):
         model, heads = trained_heads(selection, True)
         real_BN = None if real == LENGTH else (torch.arange(LENGTH) < real).expand(2, LENGTH)
         length = 15 if real_BN is None else LENGTH
         torch.manual_seed(4)
-        heads.centroids = Centroids(2, CLUSTERS, 4, window=WINDOW, length=LENGTH, decay=0.9)
+        heads.centroids = Centroids(2, CLUSTERS, 8, window=WINDOW, length=LENGTH, decay=0.9)
         heads.train()(q[:, :, :length], None, v[:, :, :length], real_BN=real_BN)
         told.append(read_telemetry(model))
     for name in ("empty_share", "in_none", "in_one", "in_many", "member_share", "member_most"):
