@@ -1,15 +1,12 @@
-"""Whether the values of a configuration lie in their ranges and fit together; every check says what to change."""
+"""Whether the values of a configuration fit together; every check says what to change."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
-from rtx.config import CLUSTERED, Config, DataConfig, axis_sizes, base_patterns, clusters, hash_buckets
-from rtx.config_training import SPREAD
+from rtx.config import CLUSTERED, SPREAD, Config, DataConfig, axis_sizes, base_patterns, clusters, hash_buckets
 from rtx.errors import UserError
-from rtx.limits import MOST_WHOLE
 from rtx.sets import HELD_OUT, IMAGE_SETS, TWO_WAYS, USUAL_VOCABULARY, image_side
 
 
@@ -17,9 +14,9 @@ def resolve(config: Config) -> Config:
     """Return a checked copy with routing.clusters frozen, and model.hash_buckets where base=lsh reads it.
 
     Raises:
-        UserError: a value is out of its range, or two values do not fit together; the message has a line for each.
+        UserError: two values do not fit together; the message has a line for each.
     """
-    problems = range_problems(config) or fit_problems(config)
+    problems = fit_problems(config)
     if problems:
         raise UserError("\n".join(problems))
     routing = dataclasses.replace(config.routing, clusters=clusters(config))
@@ -35,42 +32,10 @@ def check_data(config: Config) -> DataConfig:
         UserError: as `resolve`.
     """
     fits = [*source_checks(config), *image_checks(config), *recall_checks(config)]
-    problems = range_problems(config) or [problem for fit, problem in fits if not fit]
+    problems = [problem for fit, problem in fits if not fit]
     if problems:
         raise UserError("\n".join(problems))
     return config.data
-
-
-def range_problems(node: Any, prefix: str = "") -> list[str]:
-    """Return a line for each value of a config dataclass that is out of the range its field states."""
-    problems = []
-    for spec in dataclasses.fields(node):
-        key, value = prefix + spec.name, getattr(node, spec.name)
-        if dataclasses.is_dataclass(value):
-            problems += range_problems(value, key + ".")
-        elif value is not None and (allowed := violated(spec.metadata, value)):
-            problems.append(f"{key}={value}: must be {allowed}")
-    return problems
-
-
-def violated(metadata: Any, value: Any) -> str:
-    """Return what a field allows if `value` is outside it, else an empty string."""
-    if "parts" in metadata:
-        known = all(part in metadata["parts"] for part in value.split("+"))
-        return "" if known else "one or more of " + ", ".join(metadata["parts"]) + ", joined by +"
-    if "choices" in metadata:
-        return "" if value in metadata["choices"] else "one of " + ", ".join(metadata["choices"])
-    if isinstance(value, float) and not math.isfinite(value):
-        return "a finite number"
-    if (low := metadata.get("low")) is not None and value < low:
-        return f"at least {low:.12g}"
-    if isinstance(value, int) and value > MOST_WHOLE and metadata.get("high") is None:
-        return f"at most {MOST_WHOLE}"
-    if (high := metadata.get("high")) is not None and value > high:
-        return f"at most {high:.12g}"
-    if (above := metadata.get("above")) is not None and value <= above:
-        return f"greater than {above:.12g}"
-    return ""
 
 
 def fit_problems(config: Config) -> list[str]:
@@ -244,8 +209,8 @@ def source_checks(config: Config) -> list[tuple[bool, str]]:
     data, name = config.data, config.name
     return [
         (
-            config.eval.stride is None or config.eval.stride <= data.length,
-            f"eval.stride={config.eval.stride} must be at most data.length={data.length}",
+            config.trainer.val_stride is None or config.trainer.val_stride <= data.length,
+            f"trainer.val_stride={config.trainer.val_stride} must be at most data.length={data.length}",
         ),
         (data.name != "text" or data.path is not None, "data=text needs data.path=<file, folder or glob>"),
         (
@@ -261,7 +226,7 @@ def source_checks(config: Config) -> list[tuple[bool, str]]:
 
 def image_checks(config: Config) -> list[tuple[bool, str]]:
     """What image sets ask of sequences, windows and units, and what is theirs alone, as `model_checks`."""
-    data, stride = config.data, config.eval.stride
+    data, stride = config.data, config.trainer.val_stride
     checks = [
         (
             data.newlines == "keep" or data.name == "enwik8",
@@ -285,7 +250,7 @@ def image_checks(config: Config) -> list[tuple[bool, str]]:
         (data.name != "images" or data.path is not None, "data=images needs data.path=<folder with images>"),
         (
             stride in (None, data.length),
-            f"eval.stride={stride} has no place in data={data.name}, whose images are scored whole",
+            f"trainer.val_stride={stride} has no place in data={data.name}, whose images are scored whole",
         ),
         (
             side is None or data.length == 3 * side**2,
@@ -331,8 +296,8 @@ def recall_checks(config: Config) -> list[tuple[bool, str]]:
         return []
     return [
         (
-            config.eval.stride in (None, data.length),
-            f"eval.stride={config.eval.stride} has no place in data=recall, whose sequences are scored whole",
+            config.trainer.val_stride in (None, data.length),
+            f"trainer.val_stride={config.trainer.val_stride} has no place in data=recall: sequences are scored whole",
         ),
         (
             data.pairs <= data.keys,

@@ -8,7 +8,9 @@ Exit codes: 0; 2 a mistake of the user, told in lines that begin with "rtx:"; 1 
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import io
 import os
 import select
 import signal
@@ -16,11 +18,13 @@ import sys
 import traceback
 from collections.abc import Sequence
 from types import FrameType
+from typing import NoReturn
 
 from rtx import __version__
 from rtx.errors import RunFailed, UserError, nearest
 from rtx.training.memory import out_of_memory
 from rtx.training.signals import EXIT_CODES, INTERRUPTED, PREEMPTED, Stopped, ignore_signals, started_by_another
+from rtx.wording import printable
 
 # Each command is rtx/commands/<word>.py with `main(arguments: list[str]) -> int`.
 COMMANDS = {
@@ -37,17 +41,21 @@ COMMANDS = {
     "plan": "count parameters, FLOPs and memory of a run, and run nothing",
     "data": "prepare, verify, look at, list or remove data sets",
 }
-COMPOSING = ("train", "plan")
-"""Commands whose words make a configuration."""
-READING = ("eval", "sample", "resume")
-"""Commands that name a run, and change its configuration for themselves; audit takes runs or a configuration."""
 RUNNING = ("train", "resume")
 """Commands that a scheduler may stop with SIGUSR1 and SIGUSR2 as well."""
+FLAGS = {
+    "train": (("--help", "-h"), ("--cfg", "-c"), ("--package", "-p"), ("--multirun", "-m")),
+    "plan": (("--help", "-h"), ("--cfg", "-c"), ("--package", "-p")),
+    "": (("--help", "-h"),),
+}
+"""The flags of the commands that have more than --help."""
 HELP_FLAGS = ("--help", "-h", "help")
 
 
 def entry() -> None:
     """The `rtx` script and `python -m rtx`."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter is no reason to fail
     try:
         handle_signals(sys.argv[1:2])
         sys.exit(main())
@@ -124,58 +132,98 @@ def dispatch(arguments: list[str]) -> int:
     if word not in COMMANDS:
         hint = nearest(word, [*COMMANDS, "--help", "--version"]) or f"; the commands are {', '.join(COMMANDS)}"
         raise UserError(f"unknown command {word!r}{hint}")
-    from rtx.commandline.flags import parse_flags
-
-    flags, overrides = parse_flags(word, rest)
+    flags, words = parse_flags(word, rest)
     if flags.help:
-        return help_page([word, *overrides], 0)
+        return help_page([word, *words], 0)
     if flags.multirun:
         from rtx.commandline.multirun import sweep
 
-        return sweep(word, overrides)
-    if flags.cfg or flags.info:
-        from rtx.commandline.show import show
-
-        return show(flags, overrides)
-    check_first(word, overrides)
-    return importlib.import_module(f"rtx.commands.{word}").main(overrides)
+        return sweep(word, words)
+    if flags.cfg:
+        return show(words, flags.package)
+    check_first(word, words)
+    return importlib.import_module(f"rtx.commands.{word}").main(words)
 
 
-def check_first(word: str, overrides: list[str]) -> None:
+class FlagParser(argparse.ArgumentParser):
+    """Reads the flags, wherever they stand, and leaves the other words."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `UserError` in place of leaving."""
+        raise UserError(f"{message}; see rtx --help")
+
+
+def parse_flags(word: str, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Take the flags out of the arguments of command `word`; returns them and the rest.
+
+    Raises:
+        UserError: a flag that the command does not have, a value that it does not take, or two that exclude each other.
+    """
+    parser = FlagParser(prog=f"rtx {word}", add_help=False, allow_abbrev=False)
+    parser.set_defaults(multirun=False, cfg="", package="")
+    known = FLAGS.get(word, FLAGS[""])
+    for names in known:
+        switch = names[0] in ("--help", "--multirun")
+        parser.add_argument(*names, **({"action": "store_true"} if switch else {}))
+    flags, words = parser.parse_known_args(arguments)
+    for unknown in (each for each in words if each.startswith("-") and not os.path.isdir(each)):
+        near = nearest(unknown, [name for names in known for name in names])
+        raise UserError(f"{unknown}: unknown flag of rtx {word}{near}; see rtx {word} --help")
+    if flags.cfg not in ("", "job"):
+        raise UserError(f"--cfg {flags.cfg}: must be job")
+    if flags.multirun and flags.cfg:
+        raise UserError("only one of --multirun and --cfg can be given")
+    if flags.package and not flags.cfg:
+        raise UserError("--package goes with --cfg")
+    return flags, words
+
+
+def show(words: list[str], package: str) -> int:
+    """Print the configuration as a run records it, or the part of it at the dotted key `package`.
+
+    Raises:
+        UserError: an override is wrong, or `package` names no part of the configuration.
+    """
+    from omegaconf import OmegaConf
+
+    from rtx.compose import compose, to_dict
+    from rtx.config import all_fields, sections
+    from rtx.keys import suggest_key
+
+    node = OmegaConf.create(to_dict(compose(words)))
+    known = [*sections(), *all_fields()]
+    if package and package not in known:
+        raise UserError(f"--package {package}: no such part of the configuration{suggest_key(package, known)}")
+    part = OmegaConf.select(node, package) if package else node
+    print(OmegaConf.to_yaml(part) if OmegaConf.is_config(part) else f"{part}\n", end="")
+    return 0
+
+
+def check_first(word: str, arguments: list[str]) -> None:
     """Raise `UserError` for a wrong configuration, or for data that are not there, before the imports of the command:
     torch takes seconds.
     """
-    from rtx.commandline.vocabulary import run_folder, run_folders
+    from rtx.options import READS, read_words, what_to_do
+
+    command, words = word, arguments
+    if command not in READS:
+        what, words = what_to_do(word, arguments)
+        command = f"{word} {what}"
+    if command == "bench steps" or word == "data":
+        return  # which read their words themselves, before torch
     from rtx.compose import compose, load_run_config, merge
 
-    if word in COMPOSING:
-        config = compose(overrides)
+    read = read_words(command, words)
+    for run in read.runs if word not in ("report", "sweep") else []:
+        merge(load_run_config(run), read.overrides)
+    if READS[command].composes and not read.runs:
+        config = compose(read.overrides)
         if word == "train":
             from rtx.commandline.axes import refuse_half_a_sweep
-
-            refuse_half_a_sweep(overrides)
             from rtx.data.catalog import check_source, data_root
 
+            refuse_half_a_sweep(read.overrides)
             check_source(config.data, data_root())
-    elif word == "audit":
-        folders, own = run_folders(overrides)
-        for folder in folders:
-            merge(load_run_config(folder), own, word)
-        if not folders:
-            compose(own)
-    elif word == "analyze":
-        from rtx.commandline.vocabulary import analysis
-
-        what, overrides = analysis(overrides)
-        run_folder(overrides, f"{word} {what}")
-        folders, own = run_folders(overrides)
-        for folder in folders:
-            merge(load_run_config(folder), own, f"{word} {what}")
-    elif word in READING:
-        folder, own = run_folder(overrides, word)
-        if word == "resume":
-            own = [override for override in own if not override.startswith("force=")]
-        merge(load_run_config(folder), own, word)
 
 
 def help_page(words: list[str], code: int) -> int:
@@ -193,7 +241,7 @@ def complain(message: str, code: int) -> int:
     """Write each line of an error message to stderr, and return `code`."""
     sys.stdout.flush()
     for line in message.splitlines():
-        print(f"rtx: {line}", file=sys.stderr)
+        print(printable(f"rtx: {line}"), file=sys.stderr)
     return code
 
 

@@ -7,9 +7,9 @@ Hydra composes (through its compose API, which touches no folder, no logging and
 from __future__ import annotations
 
 import dataclasses
-import io
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,22 +20,23 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import OmegaConf, open_dict
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
+from rtx import __version__
 from rtx.checks import check_data, resolve
-from rtx.commandline.fields import all_fields, conf_dir
 from rtx.commandline.overrides import check_overrides
-from rtx.commandline.vocabulary import LAUNCHED, vocabulary
-from rtx.config import GROUPS, Config, DataConfig
-from rtx.config_training import SPREAD
+from rtx.config import GROUPS, Composed, Config, DataConfig, all_fields, sections
 from rtx.errors import UserError
 from rtx.identity import digest
+from rtx.keys import conf_dir, suggest_key
+from rtx.options import read_words
 from rtx.sets import IMAGE_SETS, image_side
 
 CONFIG_NAME = "config"
 RUN_CONFIG = "config.yaml"
+LARGEST = 1 << 20  # bytes of a run's configuration; ours have 4,000
 
 
 def compose(overrides: Iterable[str]) -> Config:
@@ -53,7 +54,7 @@ def compose_data(overrides: Iterable[str]) -> DataConfig:
     Raises:
         UserError: as `compose`, or another key or group.
     """
-    checked = check_overrides(overrides, understood=vocabulary("data"))
+    checked = check_overrides(read_words("data", list(overrides)).overrides)
     return check_data(compose_unresolved([str(override) for override in checked])[0])
 
 
@@ -67,9 +68,9 @@ def compose_unresolved(overrides: Sequence[str]) -> tuple[Config, dict[str, str 
     with hydra_session():
         node = hydra.compose(CONFIG_NAME, for_hydra(overrides), return_hydra_config=True)
         choices = {group: node.hydra.runtime.choices[group] for group in GROUPS}
-        with open_dict(node):
-            del node["hydra"]
-        return with_image_length(to_config(node), overrides), choices
+        values = OmegaConf.to_container(OmegaConf.masked_copy(node, [*sections(), "seed", "name"]), resolve=True)
+    assert isinstance(values, dict)
+    return with_image_length(to_config(values), overrides), choices
 
 
 def for_hydra(overrides: Iterable[str]) -> list[str]:
@@ -92,7 +93,7 @@ def with_image_length(config: Config, overrides: Sequence[str]) -> Config:
 @contextmanager
 def hydra_session() -> Iterator[Any]:
     """Give Hydra the folder `conf/` and the schema; yields its own object, and turns its errors into `UserError`."""
-    ConfigStore.instance().store(name="schema", node=Config)
+    ConfigStore.instance().store(name="schema", node=Composed)
     with user_errors(), hydra.initialize_config_dir(str(conf_dir()), job_name="rtx", version_base="1.3"):
         yield GlobalHydra.instance().hydra
 
@@ -125,13 +126,6 @@ def yaml_problem(error: YAMLError) -> str:
     return f"not valid YAML: {str(error).partition(chr(10))[0]}"
 
 
-def to_config(node: Any) -> Config:
-    """Return the `Config` that a composed OmegaConf node holds, its interpolations resolved and types checked."""
-    config = OmegaConf.to_object(node)
-    assert isinstance(config, Config)
-    return config
-
-
 def to_dict(config: Config) -> dict[str, Any]:
     """Return the configuration as nested dictionaries of plain values."""
     return dataclasses.asdict(config)
@@ -142,7 +136,7 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
 
 
-def from_dict(values: dict[str, Any], where: str = "") -> Config:
+def from_dict(values: Mapping[str, Any], where: str = "") -> Config:
     """Return the checked configuration that `to_dict` took apart.
 
     Args:
@@ -150,109 +144,121 @@ def from_dict(values: dict[str, Any], where: str = "") -> Config:
         where: stands before each line of an error, such as the file the values came from.
 
     Raises:
-        UserError: an unknown key, a wrong type or range.
+        UserError: an unknown key, a wrong type or range, two values that do not fit together.
     """
-    refuse_numbers_for_truth(values, where)
-    with user_errors(where):
-        merged = OmegaConf.merge(OmegaConf.structured(Config), values)
-        config = to_config(merged)
     try:
-        return resolve(config)
+        return resolve(to_config(values))
     except UserError as error:
         raise UserError("\n".join(where + line for line in str(error).splitlines())) from None
 
 
-def refuse_numbers_for_truth(values: dict[str, Any], where: str) -> None:
-    """Refuse numbers other than 0 and 1 for what is true or false: OmegaConf takes each but 0 for true.
+def to_config(values: Mapping[str, Any]) -> Config:
+    """Return the configuration of nested dictionaries, each value in its type and range.
 
     Raises:
-        UserError: with a line for each.
+        UserError: with a line for each key or value that cannot be.
     """
-    wrong = []
-    for key, field in all_fields().items():
-        value = nested(values, key)
-        if field.kind is bool and isinstance(value, int) and value not in (0, 1):
-            wrong.append(f"{where}{key}={value}: must be {field.allowed}")
-    if wrong:
-        raise UserError("\n".join(wrong))
+    known, found, problems = all_fields(), {}, []
+    for key, value in flat(values).items():
+        try:
+            if key not in known:
+                raise UserError(f"unknown key {key!r}{suggest_key(key, known)}")
+            found[key] = known[key].read(value)
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("\n".join(problems))
+    return with_values(Config(), found)
+
+
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested dictionaries as one with dotted keys."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and name in sections():
+            found |= {f"{name}.{key}": each for key, each in value.items()}
+        else:
+            found[name] = value
+    return found
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return a copy of a configuration with other values at some dotted keys."""
+    for section in sections():
+        own = {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{section}.")}
+        config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **own)})
+    return dataclasses.replace(config, **{key: value for key, value in values.items() if "." not in key})
 
 
 def load_run_config(run_dir: str | Path) -> Config:
-    """Return the configuration of a run from its folder.
+    """Return the configuration of a run from its folder; nothing in it is interpolated.
 
     Raises:
-        UserError: there is no such run, or its config.yaml is not one.
+        UserError: there is no such run, its config.yaml is not one, or is of rtx 0.1.
     """
     path = Path(run_dir) / RUN_CONFIG
     try:
+        if not stat.S_ISREG(path.stat().st_mode) or path.stat().st_size > LARGEST:
+            raise UserError(f"{path}: is not the configuration of a run")
         with user_errors(f"{path}: "):
-            text = path.read_text("utf-8")
-            loaded = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=True)
-            written = yaml.load(text, Loader=yaml.BaseLoader)
-    except FileNotFoundError:
+            node = yaml.compose(path.read_text("utf-8"), Loader=yaml.SafeLoader)
+    except (FileNotFoundError, NotADirectoryError):
         what = "has no config.yaml" if Path(run_dir).is_dir() else "no such folder"
         raise UserError(f"{run_dir}: {what}; a run is a folder such as outputs/<name>/<run>") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from None
-    if not isinstance(loaded, dict) or not loaded:
+    except RecursionError:
+        raise UserError(f"{path}: is not the configuration of a run") from None
+    if not isinstance(node, yaml.MappingNode) or not node.value:
         raise UserError(f"{path}: is not the configuration of a run")
-    values = {str(key): value for key, value in loaded.items()}
-    keep_texts(values, written)
+    values = entries(node, f"{path}: ")
+    if "eval" in values and "audit" in values:
+        raise UserError(f"{path}: the run was made by rtx 0.1, which alone can read it; this is {__version__}")
     return from_dict(values, where=f"{path}: ")
 
 
-def keep_texts(values: dict[str, Any], written: dict[str, Any]) -> None:
-    """Put the letters of the file in the place of numbers where a text is meant: a name of 007 is not 7."""
-    for key, field in all_fields().items():
-        letters, number = nested(written, key), isinstance(nested(values, key), int | float)
-        if field.kind is str and number and isinstance(letters, str) and "${" not in letters:
-            section, _, name = key.rpartition(".")
-            (values[section] if section else values)[name] = letters
-
-
-def nested(values: dict[str, Any], key: str) -> Any:
-    """Return the value at a dotted key of nested dictionaries, None where there is none."""
-    section, _, name = key.rpartition(".")
-    holder = values.get(section) if section else values
-    return holder.get(name) if isinstance(holder, dict) else None
-
-
-def merge(config: Config, overrides: Iterable[str], command: str = "resume") -> Config:
-    """Return a run's configuration with overrides on top, checked.
-
-    Args:
-        config: the run's own.
-        overrides: what the user wrote behind the run.
-        command: the command on a run that reads them; `rtx.commandline.vocabulary` says which it takes.
+def entries(node: yaml.MappingNode, where: str, depth: int = 2) -> dict[str, Any]:
+    """Return a mapping of a YAML file with every scalar as its text (None for null), two levels deep at the most.
 
     Raises:
-        UserError: as `compose`, a key that the command does not read, or a group that a run keeps.
+        UserError: a key stands there twice, or there are lists or deeper levels.
     """
-    understood = vocabulary(command)
-    checked = check_overrides(overrides, understood=understood)
-    for override in checked:
-        if override.key == "hardware" and override.values[0] in LAUNCHED:
-            raise UserError(f"{override}: makes jobs of the cells of a sweep (rtx train -m), not of rtx {command}")
-        spread = override.key in ("hardware", "hardware.name") and any(name in override.values[0] for name in SPREAD)
-        if understood.one_device and spread:
-            raise UserError(f"{override}: rtx {command} works on one device; hardware takes auto, cpu or gpu")
-    node = OmegaConf.structured(config)
-    parser = OverridesParser.create()
-    with user_errors():
-        for override in sorted(checked, key=lambda override: override.key not in GROUPS):
-            if override.key in GROUPS:
-                group = getattr(compose_checked([str(override)]), override.key)
-                OmegaConf.update(node, override.key, group, merge=False)
-            else:
-                OmegaConf.update(node, override.key, parser.parse_override(str(override)).value())
-        return resolve(to_config(node))
+    found: dict[str, Any] = {}
+    for key, value in node.value:
+        line = f"line {key.start_mark.line + 1}"
+        if key.value in found:
+            raise UserError(f"{where}{line}: found duplicate key {key.value}")
+        if isinstance(value, yaml.MappingNode) and depth > 1:
+            found[key.value] = entries(value, where, depth - 1)
+        elif isinstance(value, yaml.ScalarNode):
+            found[key.value] = None if value.tag == "tag:yaml.org,2002:null" else value.value
+        else:
+            raise UserError(f"{where}{line}: {key.value} must be one value")
+    return found
+
+
+def merge(config: Config, overrides: Iterable[str]) -> Config:
+    """Return a run's configuration with overrides on top, checked; `rtx.options` says which a command takes.
+
+    Raises:
+        UserError: as `compose`.
+    """
+    parser, values = OverridesParser.create(), {}
+    for override in check_overrides(overrides):
+        if override.key in GROUPS:
+            group = getattr(compose_checked([str(override)]), override.key)
+            config = dataclasses.replace(config, **{override.key: group})
+        else:
+            with user_errors():
+                values[override.key] = parser.parse_override(str(override)).value()
+    return resolve(with_values(config, {key: all_fields()[key].read(value) for key, value in values.items()}))
 
 
 def config_hash(config: Config) -> str:
     """Return 12 hexadecimal digits that two configurations share exactly where all that can change results is equal.
 
-    Names, the logger, the number of loading processes, and what is done beside training (OUTSIDE) are left out. A path
-    counts from the current folder: the same words in another folder may mean other files.
+    Names, the logger, and how often is saved are left out (`rtx.identity`). A path counts from the current folder: the
+    same words in another folder may mean other files.
     """
     config = with_absolute_path(config)
     return digest({key: get(config, key) for key in all_fields()})

@@ -1,19 +1,16 @@
-"""The schema of a run's configuration: one dataclass per group, a docstring per field, and the checks.
+"""The configuration of a training run: one dataclass per group, a docstring per key.
 
-Values live in `conf/`; types, ranges and what fits with what live here. Nothing here imports torch or Hydra, so that a
-configuration error is answered at once. `python -m rtx train --help` prints the field docstrings.
+Values live in `conf/`, types and ranges here, what fits with what in `rtx/checks.py`; what commands that train nothing
+read stands in `rtx/options.py`. No torch, no Hydra. `rtx train --help` prints the docstrings.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
+from typing import get_type_hints
 
-from rtx.config_bench import BenchConfig
-from rtx.config_pictures import PicturesConfig
-from rtx.config_sweep import SweepConfig
-from rtx.config_training import HardwareConfig, TrainerConfig
-from rtx.limits import one_of, parts_of, ranged
+from rtx.keys import Field, about, fields_of, one_of, parts_of, ranged
 
 BASES = {
     "local": "rtx.attention.patterns.Local",
@@ -39,6 +36,9 @@ SELECTIONS = {
 
 CLUSTERED = ("causal", "topk", "nearest", "random")
 """The selections by clusters; the others choose keys for each query."""
+
+SPREAD = ("ddp", "fsdp")
+"""Values of hardware.name that run one process per device."""
 
 
 @dataclass
@@ -207,6 +207,31 @@ class OptimizerConfig:
 
 
 @dataclass
+class HardwareConfig:
+    """Where and with what arithmetic the run computes."""
+
+    name: str = one_of("auto", "cpu", "gpu", "ddp", "fsdp")
+    """auto: a GPU if there is one; ddp: a process per device; fsdp: weights and optimizer shared out, too."""
+    devices: int | None = ranged(None, low=1)
+    """Processes on each machine; unset: one, or with ddp and fsdp those that a launcher started, else all GPUs."""
+    nodes: int = ranged(1, low=1)
+    """Machines that share the run."""
+    precision: str = one_of("fp32", "bf16", "tf32", "fp64")
+    """Arithmetic: fp32, bf16 (mixed), tf32 (GPU only), fp64 (for tests)."""
+    attention: str = one_of("auto", "torch", "native", "flex")
+    """Who attends: torch's kernels, a C++ kernel compiled here (CPU, float32), FlexAttention (GPU); auto: native from
+    1,024 positions on where it can run, else torch."""
+    compile: bool = False
+    """Compile the model with torch.compile (needs a C++ compiler on a CPU)."""
+    deterministic: bool = False
+    """Use only deterministic GPU kernels, so that the same seed gives the same bits."""
+    threads: int | None = ranged(None, low=1, high=1024)
+    """CPU threads of each process; unset: torch's own choice, or its share of the cores. Bits depend on it."""
+    workers: int = ranged(0, low=0)
+    """Processes that prepare batches ahead; 0: in the training process."""
+
+
+@dataclass
 class LoggerConfig:
     """Where metrics go besides metrics.jsonl."""
 
@@ -221,115 +246,33 @@ class LoggerConfig:
 
 
 @dataclass
-class EvalConfig:
-    """Scoring a split: every unit exactly once."""
+class TrainerConfig:
+    """The training loop, counted in optimizer steps."""
 
-    split: str = one_of("valid", "test", "train")
-    """Part of the data to score."""
-    mode: str = one_of("parallel", "streaming")
-    """parallel: one pass over each window (teacher-forced); streaming: every decision from the prefix alone."""
-    stride: int | None = ranged(None, low=1)
-    """Units by which windows advance; unset: N. Smaller gives every unit more context, at more cost."""
-    limit: int | None = ranged(None, low=1)
-    """Score a seeded sample of this many windows only; the result is marked partial."""
-    batch_size: int | None = ranged(None, low=1)
-    """Windows scored at once; unset: as many as make 16,384 units."""
-    protocol: str = one_of("whole", "released")
-    """whole: every unit of the split once; released: the text as the paper's released code reads it, parts left out."""
-    checkpoint: str = one_of("best", "last")
-    """Checkpoint of the run to score."""
-    ablate: str = one_of("none", "routing", "local", "random")
-    """Score without routing: its heads' outputs zero (routing), their keys the last W (local), or random members."""
-
-
-@dataclass
-class SampleConfig:
-    """Generating text or images."""
-
-    length: int | None = ranged(None, low=1)
-    """Units to generate; unset: 1,000 of text, a whole image of N."""
-    count: int = ranged(1, low=1, high=1024)
-    """Images to generate, side by side in one picture (image sets)."""
-    temperature: float = ranged(1.0, low=0.0)
-    """Divides the logits; 0: always the most likely unit."""
-    top_k: int | None = ranged(None, low=1)
-    """Draw from this many most likely units only."""
-    top_p: float | None = ranged(None, above=0.0, high=1.0)
-    """Draw from the most likely units that hold this share of the probability (nucleus)."""
-    prompt: str = ""
-    """Text to continue."""
-    seed: int = ranged(0, low=0)
-    """Seed of the draw."""
-    checkpoint: str = one_of("best", "last")
-    """Checkpoint of the run to sample from."""
-
-
-@dataclass
-class AuditConfig:
-    """The causality audit: what of the past moves when the future changes, and what that is worth in bits."""
-
-    module: str | None = None
-    """Audit another model, package.module:callable; called without arguments it returns the nn.Module."""
-    length: int | None = ranged(None, low=2)
-    """Positions of the sequences that are changed (with audit.module also of those priced); unset: N, or 256 there."""
-    vocabulary: int | None = ranged(None, low=2)
-    """Token ids 0 to this less one are drawn for audit.module; unset: 256."""
-    double: bool = True
-    """Compute the changes in float64; false: in the parameters' own type (audit.tolerance must allow its rounding)."""
-    streaming: bool = True
-    """Change the future of decisions made from the prefix alone, too (not with audit.module)."""
-    sequences: int = ranged(2, low=1)
-    """Sequences whose future is changed."""
-    prefixes: int = ranged(24, low=1)
-    """Prefix lengths behind which everything is changed, one after the other."""
-    tolerance: float = ranged(1e-9, low=0.0)
-    """Relative change from which on an output counts as moved."""
-    split: str = one_of("valid", "test", "train")
-    """Part of a run's data to take sequences from."""
-    windows: int = ranged(32, low=0)
-    """Windows of a run's data that are priced; 0: no price, and the data are not read."""
-    positions: int = ranged(32, low=1)
-    """Positions scored in each window: each is a run of the model on its prefix alone."""
-    checkpoint: str = one_of("best", "last")
-    """Checkpoint of the run to audit."""
-    seed: int = ranged(0, low=0, high=2**31 - 1)
-    """Seed of the windows, positions and changed ids: the same ones for every run."""
-    output: str | None = None
-    """File for the result as JSON, of a configuration or of audit.module; a run gets audit.json in its folder."""
-
-
-@dataclass
-class AnalyzeConfig:
-    """What a run is looked into for: its sequences, and the pairs of heads of the divergence."""
-
-    split: str = one_of("valid", "test", "train")
-    """Part of the data to take sequences from."""
-    sequences: int = ranged(1, low=1)
-    """Sequences read; draws take them in turn."""
-    draws: int = ranged(10, low=1, high=10_000)
-    """Pairs of heads drawn for each layer and kind of pair."""
-    seed: int = ranged(0, low=0, high=2**31 - 1)
-    """Seed of the sequences and of the draws."""
-    checkpoint: str = one_of("best", "last")
-    """Checkpoint of the run to look into."""
-
-
-@dataclass
-class ReportConfig:
-    """Tables, plots and pages of finished runs."""
-
-    output: str | None = None
-    """Folder to write report.{md,csv,tex,html} to; unset: report/ in the first with a run."""
-
-
-@dataclass
-class ExportConfig:
-    """A trained model as files that others load."""
-
-    checkpoint: str = one_of("best", "last")
-    """Weights: of the best validation, or the last."""
-    output: str | None = None
-    """Folder to write to; unset: export/ in the run's folder."""
+    steps: int = ranged(200_000, low=1)
+    """Optimizer steps to train; unset: optimizer.steps."""
+    max_minutes: float | None = ranged(None, above=0.0)
+    """Stop, and save, after this many minutes of training if the steps are not done by then."""
+    batch_size: int = ranged(8, low=1)
+    """Sequences per optimizer step, over all devices and micro-batches."""
+    micro_batch_size: int | None = ranged(None, low=1)
+    """Sequences per device and forward pass; unset: batch_size / devices (no accumulation)."""
+    clip: float = ranged(1.0, low=0.0)
+    """Largest norm of the whole gradient; 0: no clipping."""
+    val_every: int = ranged(250, low=1)
+    """Steps between validations; the last step is always validated."""
+    val_windows: int | None = ranged(64, low=1)
+    """Windows scored in a validation during training (the same ones every time); unset: the whole split."""
+    val_stride: int | None = ranged(None, low=1)
+    """Units by which the windows of a validation advance; unset: N. Smaller gives every unit more context."""
+    checkpoint_every: int = ranged(250, low=1)
+    """Steps between checkpoints; one is also written at the end and on a signal."""
+    checkpoint_minutes: float | None = ranged(None, above=0.0)
+    """Minutes after which a checkpoint is due, if no step of checkpoint_every comes before; unset: by steps alone."""
+    keep_checkpoints: int = ranged(2, low=1, high=10_000)
+    """Whole checkpoints to keep: last.ckpt, previous.ckpt, then step_<step>.ckpt (best.ckpt is one more)."""
+    log_every: int = ranged(10, low=1)
+    """Steps between rows in metrics.jsonl."""
 
 
 @dataclass
@@ -343,19 +286,40 @@ class Config:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    sample: SampleConfig = field(default_factory=SampleConfig)
-    audit: AuditConfig = field(default_factory=AuditConfig)
-    analyze: AnalyzeConfig = field(default_factory=AnalyzeConfig)
-    pictures: PicturesConfig = field(default_factory=PicturesConfig)
-    export: ExportConfig = field(default_factory=ExportConfig)
-    bench: BenchConfig = field(default_factory=BenchConfig)
-    sweep: SweepConfig = field(default_factory=SweepConfig)
-    report: ReportConfig = field(default_factory=ReportConfig)
     seed: int = ranged(0, low=0, high=2**32 - 1)
-    """Seed of everything but sample.seed: weights, batches, dropout, random heads, the windows of eval.limit."""
+    """Seed of weights, batches, dropout, random heads, and of the windows that rtx eval limit= draws."""
     name: str = "rtx"
     """Folder of the run below outputs/, and its name in Weights & Biases."""
+
+
+@dataclass
+class Cells:
+    """Cells of an experiment that are no grid; its file may also list axes under hydra.sweeper.params."""
+
+    cells: str | None = None
+    """Overrides with blanks between, and ; between cells; each goes with every other value (rtx train -m)."""
+
+
+@dataclass
+class Composed(Config):
+    """What the files of `conf/` may set: a run, and the cells of a sweep of it."""
+
+    sweep: Cells = field(default_factory=Cells)
+
+
+def all_fields() -> dict[str, Field]:
+    """Every key of a run's configuration."""
+    return fields_of(Config)
+
+
+def composed_fields() -> dict[str, Field]:
+    """Every key that can be set where a configuration is composed."""
+    return fields_of(Composed)
+
+
+def sections() -> dict[str, str]:
+    """The sections of a run's configuration (data, model, trainer, ...) with the docstring of each."""
+    return {name: about(hint) for name, hint in get_type_hints(Config).items() if is_dataclass(hint)}
 
 
 def base_patterns(model: ModelConfig) -> list[str]:

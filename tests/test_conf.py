@@ -11,10 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 from rtx.analysis.cost import cost
 from rtx.analysis.footprint import footprint
 from rtx.checks import resolve
-from rtx.commandline.fields import all_fields, conf_dir, options
-from rtx.commandline.vocabulary import LAUNCHED
 from rtx.compose import compose
-from rtx.config import GROUPS
+from rtx.config import GROUPS, composed_fields
+from rtx.keys import conf_dir, options
+from rtx.options import LAUNCHED
 
 MODELS = options("model")
 EXPERIMENTS = ("cifar10_grid", "cifar10_baselines", "wikitext103", "enwik8", "imagenet64", "pg19")
@@ -51,7 +51,7 @@ def test_every_option_composes_and_sets_keys_of_the_schema(group: str, option: s
     extra = ["data.path=here"] if (group, option) in (("data", "text"), ("data", "images")) else []
     config = compose([f"{group}={option}", *extra])
     assert resolve(config) == config
-    assert keys_of(group, option) <= set(all_fields())
+    assert keys_of(group, option) <= set(composed_fields())
 
 
 @pytest.mark.parametrize("group", [group for group in GROUPS if group not in ("routing", "experiment")])

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from rtx.attention.centroids import after_step
 from rtx.checks import resolve
-from rtx.config import Config, DataConfig, ModelConfig, OptimizerConfig, RoutingConfig
-from rtx.config_training import TrainerConfig
+from rtx.config import Config, DataConfig, ModelConfig, OptimizerConfig, RoutingConfig, TrainerConfig
 from rtx.data.sampler import TrainingItems
 from rtx.data.tokenizers import ByteTokenizer, encode_text
 from rtx.model.transformer import Transformer

@@ -8,10 +8,10 @@ import torch
 from rtx.attention.centroids import Centroids, after_step
 from rtx.attention.choices import Indexer
 from rtx.commandline.axes import lay_out_cells
-from rtx.commandline.fields import options
 from rtx.commandline.overrides import check_overrides
 from rtx.compose import compose
 from rtx.config import Config
+from rtx.keys import options
 from rtx.model.transformer import Transformer
 from rtx.sets import IMAGE_SETS
 from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from rtx.analysis.cost import cost
 from rtx.analysis.footprint import devices, footprint
 from rtx.checks import resolve
-from rtx.commandline.fields import options
 from rtx.config import Config
 from rtx.errors import UserError
+from rtx.keys import options
 
 MORE_PARTS = (4, 16, 64)
 """Parts of the feed-forward layers that are thought of."""

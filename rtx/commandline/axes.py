@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import hydra
 
 from rtx.commandline.overrides import MOST_CELLS, Checked, cells, check_overrides
-from rtx.commandline.vocabulary import LAUNCHED
 from rtx.compose import CONFIG_NAME, for_hydra, hydra_session
 from rtx.errors import UserError
+from rtx.options import LAUNCHED
 from rtx.training.signals import SWEEP_VARIABLE
 
 CELLS = "sweep.cells"

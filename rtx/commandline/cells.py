@@ -199,7 +199,7 @@ def changed_under(cell: Cell) -> str:
     if config_hash(found) == config_hash(cell.config):
         return ""
     changed = differences(to_dict(with_absolute_path(cell.config)), to_dict(found))
-    said = [f"{key} {old} -> {new}" for key, (old, new) in changed.items() if counts(key, old) or counts(key, new)]
+    said = [f"{key} {old} -> {new}" for key, (old, new) in changed.items() if counts(key)]
     told, more = ", ".join(said[:3]), f" and {len(said) - 3} more" if len(said) > 3 else ""
     return (
         f"{cell.folder} is no longer the run of this cell: {told}{more}; "

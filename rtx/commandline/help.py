@@ -1,28 +1,20 @@
-"""The pages of `--help`: the groups with the options of `conf/`, and the fields of the schema with their docstrings."""
+"""The pages of `--help`: groups with the options of `conf/`, keys and a command's own options with their docstrings."""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
-from rtx.commandline.fields import Field, all_fields, option_doc, options, sections, suggest_key
-from rtx.commandline.vocabulary import LAUNCHED, vocabulary
-from rtx.commandline.vocabulary import USAGE as RUN_USAGE
-from rtx.config import GROUPS
-from rtx.config_training import SPREAD
+from rtx.config import GROUPS, SPREAD, composed_fields, sections
 from rtx.errors import UserError
+from rtx.keys import Field, about, option_doc, options, suggest_key
+from rtx.options import LAUNCHED, READS, Command
 from rtx.wording import written
 
 COLUMN = 30
-COMPOSING = "[group=option ...] [key=value ...] [--cfg job] [--info]"
-USAGE = RUN_USAGE | {
-    "train": f"rtx train {COMPOSING} [-m]",
-    "plan": f"rtx plan {COMPOSING}",
-    "bench": "rtx bench steps [group=option,... ...] [key=value,... ...]",
-    "data": "rtx data prepare|verify|info|remove [data=text] [data.path=book.txt] | list | remove <store>",
-}
 ABOUT = {
     "train": """Trains a model and writes outputs/<name>/<run>/: configuration, metrics, checkpoints, a sample. Every
         option has a default. The configuration is composed from one option of each group, in the order below (a later
@@ -31,25 +23,23 @@ ABOUT = {
         configuration. trainer.steps=N or trainer.max_minutes=M lengthens a run that is done. A key that would change
         shapes, data or seed is refused; force=true goes on all the same and says that the run is no longer exact.""",
     "eval": """Scores a run's checkpoint on a split, every unit exactly once, and writes the score with its protocol
-        beside the run. Keys of eval may be written short: split=test is eval.split=test.""",
+        beside the run. stride= defaults to the run's trainer.val_stride.""",
     "audit": """Changes everything behind a prefix, for many prefixes, and says which outputs of the prefix move: the
         logits, and the heads of each layer by themselves. Behind runs it also prices what teacher-forced scoring gains
         by the future, in bits, with standard errors over positions and over the runs, and writes audit.json beside
         each. Without a run it audits a fresh model of the configuration that the words compose, or with
         audit.module=package.module:callable the model that the callable returns, priced where data are named: its
-        logits at a position are for the unit behind it. Behind a run, keys of audit may be written short.""",
+        logits at a position are for the unit behind it.""",
     "analyze": """Looks into a run. divergence: the Jensen-Shannon divergence between the attention of heads of one
         layer, local and routing, drawn at random (the paper's Table 6). patterns: which positions every head reads in
         one sequence, as a page that answers for any position of a text, as pictures of images, and as maps in the
         manner of the paper's Figure 1. context: the loss by position in the window, and what the same units gain from
         farther context. samples: texts of one run or of two side by side, with the share of words that the training
-        text does not have, or images completed from their upper half. Results are kept in analysis/ of the run. Keys
-        may be written short: draws=20 is analyze.draws=20.""",
-    "sample": """Generates from a run's checkpoint, one unit after the other, and prints as it goes. Keys of sample may
-        be written short: length=2000 is sample.length=2000.""",
+        text does not have, or images completed from their upper half. Results are kept in analysis/ of the run.""",
+    "sample": """Generates from a run's checkpoint, one unit after the other, and prints as it goes.""",
     "export": """Writes the model of a run into a folder of its own: model.safetensors, config.yaml, export.json with
         the checksum, a card (README.md) with its scores, and a trained tokenizer's file. rtx eval, rtx sample and
-        rtx.training.trained.load_model take such a folder in place of a run. Keys of export may be written short.""",
+        rtx.training.trained.load_model take such a folder in place of a run.""",
     "report": """Sets runs, or the cells of a sweep, beside the paper's tables from their records: report.md, .csv,
         .json, .tex and a page, report.html, in report/ of the first with a run. Runs of other data or protocol stand in
         tables of their own. Without a folder it lists the paper's tables and what of them is below outputs/. It speaks
@@ -70,7 +60,6 @@ ABOUT = {
 }
 SHOWING = (
     ("--cfg job", "print the configuration and stop; --package trainer prints a part of it"),
-    ("--info [what]", "print how Hydra composes it: all, config, defaults, defaults-tree, plugins, searchpath"),
     ("--help [word ...]", "this page, or its part on a group, a section or a key (--help routing.window)"),
 )
 SWEEPING = (
@@ -78,22 +67,6 @@ SWEEPING = (
     "run every combination of listed values (seed=1,2,3, range(1,4), glob(rt*)), one process each",
 )
 FLAGS = {"train": (SWEEPING, *SHOWING), "plan": SHOWING}
-SECTIONS = ("trainer", "eval", "audit", "analyze", "pictures", "sample", "export", "bench", "sweep", "report")
-# The groups and sections whose options and keys a command takes; "" stands for the keys outside all sections.
-PARTS = {
-    "train": (*GROUPS, *SECTIONS, ""),
-    "plan": (*GROUPS, *SECTIONS, ""),
-    "bench": (*GROUPS, "bench", "trainer", "sweep", ""),
-    "resume": ("trainer", "hardware", "logger"),
-    "eval": ("eval", "data", "hardware", ""),
-    "audit": ("audit", "data", "hardware"),
-    "analyze": ("analyze", "pictures", "sample", "eval", "data", "hardware"),
-    "sample": ("sample", "hardware"),
-    "export": ("export",),
-    "report": ("report", "logger"),
-    "sweep": ("sweep",),
-    "data": ("data",),
-}
 
 
 def front_page(commands: Mapping[str, str]) -> str:
@@ -125,42 +98,66 @@ def command_page(word: str, words: Sequence[str]) -> str:
     Raises:
         UserError: an override is wrong, or a topic matches nothing.
     """
-    values = run_values(word) if word in RUN_USAGE else composed_values([text for text in words if "=" in text])
-    understood = vocabulary(word)
-    groups = [group for group in understood.groups if group in PARTS[word]]
-    keys = [all_fields()[key] for key in understood.keys if key.rpartition(".")[0] in PARTS[word]]
-    keys.sort(key=lambda field: PARTS[word].index(field.key.rpartition(".")[0]))
+    reads = {name: command for name, command in READS.items() if name.split()[0] == word}
+    first = next(iter(reads.values()))
+    values = composed_values([text for text in words if "=" in text]) if first.composes and not first.runs[1] else {}
+    groups = GROUPS if first.composes else first.groups
+    keys = keys_of(first)
     topics = [text for text in words if "=" not in text] if word in FLAGS else []
     if topics:
         groups, keys = narrow(topics, groups, keys)
         return "\n".join([*group_lines(groups, values), *key_lines(keys, values)]).strip()
-    lines = [usage(USAGE[word]), "", wrapped(ABOUT[word])]
+    left_out = () if word in ("train", "plan", "bench") else (*LAUNCHED, *(SPREAD if word != "resume" else ()))
+    lines = [usage(first.usage), "", wrapped(ABOUT[word])]
     lines += [""] * (word in FLAGS) + [entry(flag, says) for flag, says in FLAGS.get(word, ())]
-    left_out = (*(SPREAD if understood.one_device else ()), *(LAUNCHED if word in RUN_USAGE else ()))
+    for name, command in reads.items():
+        lines += option_lines(name, command)
     return "\n".join([*lines, *group_lines(groups, values, left_out), *key_lines(keys, values)])
+
+
+def keys_of(reads: Command) -> list[Field]:
+    """Return the keys of a configuration that a command reads, in the order of the groups."""
+    order = [*GROUPS, "trainer", "sweep", ""]
+    found = [
+        field
+        for key, field in composed_fields().items()
+        if reads.composes or any(fnmatchcase(key, pattern) for pattern in reads.keys)
+    ]
+    return sorted(found, key=lambda field: order.index(field.section))
+
+
+def option_lines(name: str, command: Command) -> list[str]:
+    """Return a line on each option of a command's own."""
+    if command.options is None:
+        return []
+    lead = "sweep." if name == "train -m" else "bench." if command.composes and not command.runs[1] else ""
+    return [
+        *("", wrapped(f"options of rtx {name}: {about(command.options)}")),
+        *(entry(f"{lead}{key}={written(field.default)}", told(field)) for key, field in command.own.items()),
+    ]
+
+
+def told(field: Field) -> str:
+    """Return the docstring of a key with what it takes."""
+    return f"{field.doc} [{field.allowed}]"
 
 
 def composed_values(overrides: Sequence[str]) -> dict[str, Any]:
     """Return the value of every key, and the option of every group, that these overrides give."""
     from rtx.commandline.overrides import check_overrides
     from rtx.compose import compose_unresolved, get
+    from rtx.config import all_fields
 
     config, choices = compose_unresolved([str(override) for override in check_overrides(overrides)])
     return {key: get(config, key) for key in all_fields()} | choices
 
 
-def run_values(word: str) -> dict[str, Any]:
-    """Return the defaults of a command's own keys; all others are those of the run."""
-    own = (f"{word}.", "pictures.") if word == "analyze" else (f"{word}.",)
-    return {key: field.default for key, field in all_fields().items() if key.startswith(own)}
-
-
-def narrow(topics: Sequence[str], groups: list[str], keys: list[Field]) -> tuple[list[str], list[Field]]:
+def narrow(topics: Sequence[str], groups: Iterable[str], keys: list[Field]) -> tuple[list[str], list[Field]]:
     """Return the groups and keys that the topics name: a group, a section, a key, or the last part of keys."""
     kept_groups, kept_keys = [], []
     for topic in topics:
         by_group = [group for group in groups if group == topic]
-        by_key = [field for field in keys if topic in (field.key, *field.key.split("."))]
+        by_key = [field for field in keys if topic in (field.key, field.section, field.name)]
         if not by_group and not by_key:
             known = [*groups, *sections(), *(field.key for field in keys)]
             raise UserError(f"no help on {topic!r}{suggest_key(topic, known)}")
@@ -169,7 +166,7 @@ def narrow(topics: Sequence[str], groups: list[str], keys: list[Field]) -> tuple
     return kept_groups, kept_keys
 
 
-def group_lines(groups: Sequence[str], values: Mapping[str, Any], left_out: Sequence[str] = ()) -> list[str]:
+def group_lines(groups: Iterable[str], values: Mapping[str, Any], left_out: Sequence[str] = ()) -> list[str]:
     """Return the lines on groups and their options; a star marks the option in force."""
     lines = []
     for group in groups:
@@ -184,11 +181,11 @@ def key_lines(keys: Sequence[Field], values: Mapping[str, Any]) -> list[str]:
     """Return a line on each key, below the title of its section: value, docstring, what is allowed."""
     lines, section = [], None
     for field in keys:
-        if field.key.rpartition(".")[0] != section:
-            section = field.key.rpartition(".")[0]
-            lines += ["", wrapped(f"{section}.<key>: {sections()[section]}" if section else "other keys")]
+        if field.section != section:
+            section = field.section
+            lines += ["", wrapped(f"{section}.<key>: {sections().get(section, 'cells')}" if section else "other keys")]
         shown = f"{field.key}={written(values[field.key])}" if field.key in values else field.key
-        lines.append(entry(shown, f"{field.doc} [{field.allowed}]"))
+        lines.append(entry(shown, told(field)))
     return lines
 
 

@@ -27,10 +27,10 @@ from rtx.commandline.children import STOPPING, Children, forwarded_signals
 from rtx.commandline.launched import Task, run_jobs
 from rtx.commandline.overrides import Checked, check_overrides
 from rtx.commandline.pool import run_cells, share
-from rtx.commandline.vocabulary import LAUNCHED
 from rtx.compose import CONFIG_NAME, compose_checked, config_hash, for_hydra, hydra_session
 from rtx.config import Config
 from rtx.errors import UserError
+from rtx.options import LAUNCHED, SweepOptions, read_words
 from rtx.training.metrics import utc_now
 from rtx.training.status import boot_id, read_status
 
@@ -52,12 +52,13 @@ def sweep(word: str, arguments: Sequence[str]) -> int:
     """
     if "LOCAL_RANK" in os.environ:
         raise UserError("a sweep starts the processes of each cell itself; run it without torchrun")
-    checked = check_overrides(arguments, sweep=True)
+    words = read_words("train -m", arguments)
+    checked = check_overrides(words.overrides, sweep=True)
     refuse_several_launchers(checked)
     laid_out, swept = lay_out(checked)
     print(f"{len(laid_out)} cell{'s' * (len(laid_out) > 1)}, each a run of its own", flush=True)
     with forwarded_signals() as children:
-        outcomes = launch(word, checked, laid_out, children, swept, [word, "-m", *arguments])
+        outcomes = launch(word, checked, laid_out, children, swept, [word, "-m", *arguments], words.options)
     print(table(laid_out, outcomes, swept), flush=True)
     if children.stopped_by:
         return STOPPING[children.stopped_by]
@@ -122,12 +123,12 @@ def launch(
     children: Children,
     swept: Sequence[str],
     command: Sequence[str],
+    asked: SweepOptions,
 ) -> list[Outcome]:
     """Run every cell, on this machine or by one of Hydra's launchers; returns how each ended.
 
     Hydra's sweeper knows grids alone, so it is left out.
     """
-    asked = laid_out[0].config.sweep
     folder = QuotedString(str(laid_out[0].folder.parent), Quote.single).with_quotes()
     own = ["hydra.mode=MULTIRUN", f"hydra.sweep.dir={folder}", "hydra.sweep.subdir='.'"]
     to_launcher = [str(override) for override in checked if override.key.startswith(("hydra.", "hydra/"))]

@@ -21,26 +21,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, FloatRange, Glob, Quote, QuotedString, RangeSweep, Sweep
 from hydra.errors import HydraException
 
-from rtx.checks import violated
-from rtx.commandline.fields import Field, all_fields, options, sections
-from rtx.commandline.vocabulary import LAUNCHED, Vocabulary, vocabulary
-from rtx.config import GROUPS
+from rtx.config import GROUPS, composed_fields
 from rtx.errors import UserError, nearest
-from rtx.limits import MOST_WHOLE
+from rtx.keys import Field, options
+from rtx.options import LAUNCHED, refuse_foreign, split_word
+from rtx.wording import shorten
 
 # What Hydra itself is told in a sweep; any other hydra key would have no effect.
 SWEEP_KEYS = re.compile(r"hydra/launcher|hydra\.launcher\.[\w.]+")
-GRAMMAR = re.compile(r"[=,\[\]{}()'\"\\]")
-WORDS_OF_TRUTH = {
-    "true": True,
-    "yes": True,
-    "on": True,
-    "1": True,
-    "false": False,
-    "no": False,
-    "off": False,
-    "0": False,
-}
+GRAMMAR = re.compile(r"[=,\[\]{}()'\"\\]")  # what has a meaning to Hydra in a value
 MOST_CELLS = 1_000  # each takes a fifth of a second to compose
 
 
@@ -55,15 +44,12 @@ class Checked:
         return f"{self.key}={','.join(self.values)}"
 
 
-def check_overrides(
-    arguments: Iterable[str], *, sweep: bool = False, understood: Vocabulary | None = None
-) -> list[Checked]:
+def check_overrides(arguments: Iterable[str], *, sweep: bool = False) -> list[Checked]:
     """Return the overrides in Hydra's grammar, checked against the schema and the files in `conf/`.
 
     Args:
         arguments: what the user wrote, such as `routing.heads=4` or `model=rt24`.
         sweep: whether lists of values (`a,b`, `range(1,4)`, `glob(*)`) and the launcher's `hydra` keys are allowed.
-        understood: what the command understands in front of "="; unset: every group and key.
 
     Raises:
         UserError: with a line for each override that cannot be.
@@ -71,7 +57,7 @@ def check_overrides(
     checked, problems = [], []
     for argument in arguments:
         try:
-            checked.append(check_override(argument, sweep, understood or vocabulary()))
+            checked.append(check_override(argument, sweep))
         except UserError as error:
             problems.append(str(error))
     if problems:
@@ -79,49 +65,18 @@ def check_overrides(
     return checked
 
 
-def check_override(argument: str, sweep: bool, understood: Vocabulary) -> Checked:
+def check_override(argument: str, sweep: bool) -> Checked:
     """Check one override; see `check_overrides`."""
+    key, text = split_word("train", argument)
     shown = shorten(argument)
-    prefix, key, equals, text = split(argument)
-    if argument.startswith("-"):
-        raise UserError(f"{shown}: unknown flag; see rtx --help")
-    if prefix == "~":
-        raise UserError(f"{shown}: a key or group can be set, not removed")
-    key = understood.short.get(key, key)
-    if not equals or not key:
-        raise UserError(f"{shown!r} is not of the form key=value{completed(key, understood)}")
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
         return check_hydra_key(key, text, shown, sweep)
-    if key in (*GROUPS, *all_fields()) and (refusal := understood.refusal(key)):
-        raise UserError(f"{shown}: {refusal}")
     if key in GROUPS:
         return check_option(key, text, sweep)
-    if key in all_fields():
-        return check_field(all_fields()[key], text, sweep)
-    if key in sections():
-        example = next(field for field in all_fields() if field.startswith(key + "."))
-        raise UserError(f"{shown}: {key} is a section; set its keys one by one, such as {example}=...")
-    raise UserError(f"unknown key {shorten(key)!r}{understood.unknown(key)}")
-
-
-def split(argument: str) -> tuple[str, str, str, str]:
-    """Split `+key=value` into prefix ("", "+", "++" or "~"), key, "=" (or "" where there is none) and value."""
-    key, equals, text = argument.partition("=")
-    prefix = next((mark for mark in ("++", "+", "~") if key.startswith(mark)), "")
-    return prefix, key.removeprefix(prefix).strip(), equals, text
-
-
-def completed(key: str, understood: Vocabulary) -> str:
-    """Return what to add to a word without "=": how to complete a known key, or which key is near."""
-    if key in GROUPS or key in all_fields():
-        return f"; say {key}=<{'option' if key in GROUPS else 'value'}>"
-    return understood.near(key) if key else ""
-
-
-def shorten(text: str, width: int = 100) -> str:
-    """Return `text` on one line and no longer than `width`, for an error message."""
-    line = "".join(letter if letter.isprintable() else "?" for letter in text)
-    return line if len(line) <= width else line[: width - 3] + "..."
+    if key in composed_fields():
+        return check_field(composed_fields()[key], text, sweep)
+    refuse_foreign("train", key, argument, composing=True)
+    raise AssertionError(key)
 
 
 def check_hydra_key(key: str, text: str, shown: str, sweep: bool) -> Checked:
@@ -167,8 +122,6 @@ def check_option(group: str, text: str, sweep: bool) -> Checked:
 
 def check_field(field: Field, text: str, sweep: bool) -> Checked:
     """Check `key=value` against the field's type and range."""
-    if is_literal(field, text):
-        return Checked(field.key, (canonical(field, QuotedString(text, Quote.single), text),))
     values = values_of(field.key, text, sweep)
     several = len(values) > 1
     return Checked(
@@ -176,32 +129,21 @@ def check_field(field: Field, text: str, sweep: bool) -> Checked:
     )
 
 
-def is_literal(field: Field, text: str) -> bool:
-    """Whether a text field takes `text` letter by letter, rather than in Hydra's grammar.
-
-    So it is for text in which nothing has a meaning there (`~/book.txt`, `1e3`), and for a prompt, which is prose with
-    commas and brackets, unless it stands in quotes.
-    """
-    if not free_text(field.key):
-        return False
-    if field.key == "sample.prompt":
-        return not (len(text) > 1 and text[0] == text[-1] and text[0] in "'\"")
-    return not GRAMMAR.search(text) and text.strip().lower() != "null"
-
-
-def free_text(key: str) -> bool:
+def is_text(key: str) -> bool:
     """Whether a key takes any text at all."""
-    field = all_fields().get(key)
-    return field is not None and field.kind is str and not {"choices", "parts"} & set(field.metadata)
+    field = composed_fields().get(key)
+    return field is not None and field.is_free_text
 
 
 def values_of(key: str, text: str, sweep: bool) -> list[Any]:
     """Return the values of an override in Hydra's grammar: one, or in a sweep all that are listed."""
     shown = f"{key}={shorten(text)}"
+    if key in composed_fields() and not GRAMMAR.search(text):  # `~/book.txt` and `1e3` as they stand
+        return [None if text.strip().lower() == "null" else text]
     try:
         value = OverridesParser.create().parse_override(f"{key}={text}")._value
     except (HydraException, ValueError, RecursionError):  # digits without end, brackets without end
-        if not free_text(key):
+        if not is_text(key):
             return [text]  # which is no option and no number, as the caller will say
         raise UserError(
             f"{shown}: a value with any of = , ( [ {{ or quotes in it needs quotes of its own: '{key}=\"...\"'"
@@ -209,7 +151,7 @@ def values_of(key: str, text: str, sweep: bool) -> list[Any]:
     if not isinstance(value, Sweep | Glob):
         return [value]
     if not sweep:
-        quotes = f"; if it is one value, quote it: '{key}=\"...\"'" if free_text(key) else ""
+        quotes = f"; if it is one value, quote it: '{key}=\"...\"'" if is_text(key) else ""
         raise UserError(f"{shown}: several values need -m, which runs each of them{quotes}")
     listed = list_values(value, key, shown)
     if not 0 < len(listed) <= MOST_CELLS:
@@ -258,37 +200,12 @@ def canonical(field: Field, value: Any, shown: str) -> str:
     """
     if isinstance(value, str) and value.startswith("${"):
         return value  # an interpolation: known only when all is composed, and checked then
-    if value is None and field.optional:
+    found = field.read(plain(value), shown)
+    if found is None:
         return "null"
-    converted = convert(field.kind, value)
-    if converted is None or violated(field.metadata, converted):
-        near = nearest(str(plain(value)), field.choices, cutoff=0.8) if field.choices else ""
-        most = f", at most {MOST_WHOLE}" if isinstance(converted, int) and converted > MOST_WHOLE else ""
-        allowed = field.allowed + (most if field.metadata.get("high") is None else "")
-        raise UserError(f"{field.key}={shorten(shown)}: must be {allowed}{near} ({field.doc.rstrip('.')})")
-    if isinstance(converted, str):
-        return QuotedString(converted, Quote.single).with_quotes()
-    return str(converted).lower() if isinstance(converted, bool) else repr(converted)
-
-
-def convert(kind: type, value: Any) -> Any:
-    """Return a parsed value as `kind`, None where it is not of that type; a whole number such as 1e3 is an integer."""
-    value = plain(value)
-    if kind is bool:
-        return value if isinstance(value, bool) else WORDS_OF_TRUTH.get(str(value).lower())
-    if kind is str:
-        return (
-            str(value).lower()
-            if isinstance(value, bool)
-            else str(value)
-            if isinstance(value, str | int | float)
-            else None
-        )
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    if kind is int and isinstance(value, float):
-        return int(value) if math.isfinite(value) and value.is_integer() else None
-    return kind(value)
+    if isinstance(found, str):
+        return QuotedString(found, Quote.single).with_quotes()
+    return str(found).lower() if isinstance(found, bool) else repr(found)
 
 
 def cells(checked: Sequence[Checked]) -> list[list[str]]:

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from rtx.analysis.divergence import Divergence, divergences
-from rtx.commandline.vocabulary import analysis, run_folder
 from rtx.commands.eval import check_fingerprint
 from rtx.config import Config
 from rtx.data.catalog import data_root, open_data
 from rtx.data.windows import windows
 from rtx.errors import RunFailed, UserError
 from rtx.identity import short_hash
+from rtx.options import DivergenceOptions, read_words, what_to_do
 from rtx.report.divergence import divergence_table
 from rtx.training.evaluate import sample_windows
 from rtx.training.files import replace_file
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
         UserError: no such analysis or run, a wrong option, a model in which no layer has two heads.
         RunFailed: no checkpoint is whole, or the result cannot be written.
     """
-    what, rest = analysis(arguments)
+    what, rest = what_to_do("analyze", arguments)
     if what == "divergence":
         return divergence(rest)
     return importlib.import_module(f"rtx.commands.analyze_{what}").main(rest)
@@ -44,36 +44,36 @@ def main(arguments: list[str]) -> int:
 
 def divergence(arguments: list[str]) -> int:
     """Run `rtx analyze divergence RUN [overrides]`; the result stands in the run's folder, too; raises as `main`."""
-    folder, overrides = run_folder(arguments, "analyze divergence")
-    config = run_config(folder, overrides, "analyze divergence")
+    words = read_words("analyze divergence", arguments)
+    folder, wish = words.runs[0], words.options
+    config = run_config(folder, words.overrides)
     if config.model.heads < 2:
         raise UserError(f"model.heads={config.model.heads}: a divergence is between two heads of a layer")
     store = open_data(config.data, data_root())
-    trained = load_trained(folder, config, config.analyze.checkpoint, store.vocabulary)
+    trained = load_trained(folder, config, wish.checkpoint, store.vocabulary)
     check_fingerprint(store, trained)
-    tokens = store.split(config.analyze.split)
+    tokens = store.split(wish.split)
     begin = time.monotonic()
-    found = measure(trained, config, tokens)
+    found = measure(trained, config, wish, tokens)
     result = {
         "what": "divergence",
         "layers": [{**asdict(one), "mean": one.mean, "deviation": one.deviation} for one in found],
         "bound": float(np.log(2)),
         "checkpoint": {"name": trained.name, "step": trained.checkpoint["step"]},
-        "analyze": asdict(config.analyze),
+        "analyze": asdict(wish),
         "length": config.data.length,
         "data": store.describe(),
         "seconds": time.monotonic() - begin,
         "time": utc_now(),
     }
     print("\n".join(divergence_table(result)))
-    wish = short_hash({key: result[key] for key in ("analyze", "length")} | {"data": store.fingerprint})
-    keep(folder / "analysis" / f"divergence-{trained.name}-step{trained.checkpoint['step']}-{wish}.json", result)
+    key = short_hash({name: result[name] for name in ("analyze", "length")} | {"data": store.fingerprint})
+    keep(folder / "analysis" / f"divergence-{trained.name}-step{trained.checkpoint['step']}-{key}.json", result)
     return 0
 
 
-def measure(trained: Trained, config: Config, tokens: np.ndarray) -> list[Divergence]:
+def measure(trained: Trained, config: Config, wish: DivergenceOptions, tokens: np.ndarray) -> list[Divergence]:
     """Return the divergences on seeded sequences of a split, behind a progress line."""
-    wish = config.analyze
     chosen = sample_windows(windows(len(tokens), config.data.length), wish.sequences, wish.seed)
     rows = np.stack([tokens[window.start : window.stop] for window in chosen]).astype(np.int64)
     device = trained.model.output_VS.device

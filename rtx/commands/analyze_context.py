@@ -14,7 +14,6 @@ import numpy as np
 
 from rtx.analysis.context import bin_edges, contexts, spans_with
 from rtx.analysis.spans import Span, standard_error, unit_nats
-from rtx.commandline.vocabulary import run_folder
 from rtx.commands.analyze import keep, save
 from rtx.commands.eval import check_fingerprint, is_own
 from rtx.config import Config
@@ -22,6 +21,7 @@ from rtx.data.catalog import Store, data_root, open_data
 from rtx.data.windows import Window, windows
 from rtx.errors import UserError
 from rtx.identity import short_hash
+from rtx.options import ContextOptions, read_words
 from rtx.report.context import context_chart, context_table
 from rtx.report.summary import protocol_line, sees_future
 from rtx.sets import IMAGE_SETS
@@ -29,8 +29,6 @@ from rtx.training.evaluate import sample_windows
 from rtx.training.metrics import utc_now
 from rtx.training.progress import Progress, clock
 from rtx.training.trained import Trained, load_trained, run_config
-
-WINDOWS = 64
 
 
 def main(arguments: list[str]) -> int:
@@ -40,23 +38,24 @@ def main(arguments: list[str]) -> int:
         UserError: no such run, a wrong option, a run on data=recall, a split shorter than a window.
         RunFailed: no checkpoint is whole, or the result cannot be written.
     """
-    folder, overrides = run_folder(arguments, "analyze context")
-    config = run_config(folder, overrides, "analyze context")
+    words = read_words("analyze context", arguments)
+    folder, wish = words.runs[0], words.options
+    config = run_config(folder, words.overrides)
     if config.data.name == "recall":
         raise UserError("a run on data=recall scores its answers alone; there is no loss by position")
     store = open_data(config.data, data_root())
-    trained = load_trained(folder, config, config.analyze.checkpoint, store.vocabulary)
+    trained = load_trained(folder, config, wish.checkpoint, store.vocabulary)
     check_fingerprint(store, trained)
-    tokens, length = store.split(config.analyze.split), config.data.length
+    tokens, length = store.split(wish.split), config.data.length
     if len(tokens) < length:
-        raise UserError(f"split {config.analyze.split} has {len(tokens):,} units: fewer than data.length={length:,}")
+        raise UserError(f"split {wish.split} has {len(tokens):,} units: fewer than data.length={length:,}")
     # Whole windows alone: one that ends with the split would score again what the one before it scored.
     every = windows(len(tokens) // length * length, length)
-    chosen = list(sample_windows(every, config.pictures.windows or WINDOWS, config.analyze.seed))
+    chosen = list(sample_windows(every, wish.windows, wish.seed))
     begin = time.monotonic()
-    bits_KN, gains = scored(trained, config, tokens, chosen)
+    bits_KN, gains = scored(trained, config, wish.mode, tokens, chosen)
     coverage = {"partial": len(chosen) < len(every), "left_out": len(tokens) - every.units}
-    result = record(trained, store, bits_KN, gains, **coverage) | {
+    result = record(trained, store, wish, bits_KN, gains, **coverage) | {
         "seconds": time.monotonic() - begin,
         "time": utc_now(),
     }
@@ -69,7 +68,14 @@ def main(arguments: list[str]) -> int:
 
 
 def record(
-    trained: Trained, store: Store, bits_KN: np.ndarray, gains: list[dict[str, Any]], *, partial: bool, left_out: int
+    trained: Trained,
+    store: Store,
+    wish: ContextOptions,
+    bits_KN: np.ndarray,
+    gains: list[dict[str, Any]],
+    *,
+    partial: bool,
+    left_out: int,
 ) -> dict[str, Any]:
     """Return all that the figures mean.
 
@@ -80,15 +86,15 @@ def record(
         left_out: units at the split's end that make no whole window.
     """
     config = trained.config
-    split, mode = config.analyze.split, config.eval.mode
-    tiled = dataclasses.replace(config, eval=dataclasses.replace(config.eval, stride=None))
+    split, mode = wish.split, wish.mode
+    tiled = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, val_stride=None))
     other = "" if is_own(store, trained) else store.name
     stamps = [f"the split's last {left_out:,} left out"] if left_out and not partial else []
     protocol = {"mode": mode, "partial": partial, "other_data": other, "stamps": stamps}
     return {
         "what": "context",
         "unit": store.unit,
-        "positions": by_position(bits_KN, config.pictures.bins),
+        "positions": by_position(bits_KN, wish.bins),
         "gains": gains,
         "no_gains": "" if gains else why_none(config),
         "windows": len(bits_KN),
@@ -101,7 +107,7 @@ def record(
         "protocol": protocol_line(tiled, split, store.unit, int(bits_KN.size), **protocol),
         "checkpoint": {"name": trained.name, "step": trained.checkpoint["step"]},
         "data": store.describe(),
-        "analyze": dataclasses.asdict(config.analyze),
+        "analyze": dataclasses.asdict(wish),
     }
 
 
@@ -127,11 +133,11 @@ def result_path(folder: Path, result: dict[str, Any], data: str) -> Path:
 
 
 def scored(
-    trained: Trained, config: Config, tokens: np.ndarray, chosen: list[Window]
+    trained: Trained, config: Config, mode: str, tokens: np.ndarray, chosen: list[Window]
 ) -> tuple[np.ndarray, list[dict[str, Any]]]:
     """Return the bits of every unit of the windows `[K, N]`, and a row for each level of context; none of images."""
-    length, streaming = config.data.length, config.eval.mode == "streaming"
-    whole = sees_future(config, config.eval.mode)
+    length, streaming = config.data.length, mode == "streaming"
+    whole = sees_future(config, mode)
     levels = contexts(length)[1:] if config.data.name not in IMAGE_SETS else []
     starts = [window.start for window in chosen]
     plans = [[spans_with(level, start, length, whole) for start in starts] for level in levels]

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from rtx.analysis.reading import Head, Reading, heads_of, layer_inputs, read_heads
-from rtx.commandline.vocabulary import run_folder
 from rtx.commands.analyze import keep, save
 from rtx.commands.eval import check_fingerprint
 from rtx.commands.sample import tokenizer_of
@@ -27,6 +26,7 @@ from rtx.errors import UserError
 from rtx.identity import short_hash
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.patterns import ROUTED
+from rtx.options import PatternsOptions, read_words
 from rtx.report.attention_page import Sheet, Text, attention_page
 from rtx.report.maps import SIDE, attention_map, png, read_on_image, shades, sheet
 from rtx.report.patterns import patterns_table, row_of, shown_units
@@ -56,17 +56,18 @@ def main(arguments: list[str]) -> int:
         UserError: no such run, layer, head, position or image, or a wrong option.
         RunFailed: no checkpoint is whole, or the pictures cannot be written.
     """
-    folder, overrides = run_folder(arguments, "analyze patterns")
-    config = run_config(folder, overrides, "analyze patterns")
-    layers = numbers(config, "layer", config.model.layers) or [config.model.layers - 1]
-    heads = numbers(config, "head", config.model.heads) or list(range(config.model.heads))
-    if config.pictures.text and config.pictures.start is not None:
-        raise UserError("pictures.start chooses a place in the split, pictures.text a text of its own: say one of them")
-    trained, sequence = opened(folder, config)
-    at = numbers(config, "at", len(sequence.units_N))
+    words = read_words("analyze patterns", arguments)
+    folder, wish = words.runs[0], words.options
+    config = run_config(folder, words.overrides)
+    layers = numbers(wish, "layer", config.model.layers) or [config.model.layers - 1]
+    heads = numbers(wish, "head", config.model.heads) or list(range(config.model.heads))
+    if wish.text and wish.start is not None:
+        raise UserError("start chooses a place in the split, text a text of its own: say one of them")
+    trained, sequence = opened(folder, config, wish)
+    at = numbers(wish, "at", len(sequence.units_N))
     begin = time.monotonic()
     is_image = config.data.name in IMAGE_SETS
-    asked_P = asked_positions(config, at, len(sequence.units_N))
+    asked_P = asked_positions(config, wish.asked, at, len(sequence.units_N))
     asked = {"layers": layers, "heads": heads, "at": at, "positions": asked_P.tolist()}
     place = result_folder(folder, trained, sequence, asked)
     rows, sheets = [], []
@@ -86,7 +87,7 @@ def main(arguments: list[str]) -> int:
         print(f"columns for positions {', '.join(map(str, asked_P))}; the framed pixel is predicted")
     else:
         write_page(place / "page.html", folder, trained, sheets, sequence, asked_P, at)
-    keep(place / "patterns.json", record(trained, sequence, rows) | {"seconds": time.monotonic() - begin})
+    keep(place / "patterns.json", record(trained, wish, sequence, rows) | {"seconds": time.monotonic() - begin})
     return 0
 
 
@@ -96,7 +97,7 @@ def result_folder(folder: Path, trained: Trained, sequence: Sequence, asked: dic
     return folder / "analysis" / f"patterns-{trained.name}-step{trained.checkpoint['step']}-{sequence.name}-{wish}"
 
 
-def record(trained: Trained, sequence: Sequence, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def record(trained: Trained, wish: PatternsOptions, sequence: Sequence, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures with how they came about."""
     return {
         "what": "patterns",
@@ -105,65 +106,64 @@ def record(trained: Trained, sequence: Sequence, rows: list[dict[str, Any]]) -> 
         "heads": rows,
         "checkpoint": {"name": trained.name, "step": trained.checkpoint["step"]},
         "data": trained.checkpoint["data"],
-        "analyze": dataclasses.asdict(trained.config.analyze),
-        "pictures": dataclasses.asdict(trained.config.pictures),
+        "analyze": dataclasses.asdict(wish),
         "time": utc_now(),
     }
 
 
-def numbers(config: Config, name: str, count: int) -> list[int]:
-    """Return the numbers, ascending, that `pictures.<name>` joins by +; none where it is unset.
+def numbers(wish: PatternsOptions, name: str, count: int) -> list[int]:
+    """Return the numbers, ascending, that `name` joins by +; none where it is unset.
 
     Raises:
         UserError: something else, or a number that is not below `count`.
     """
-    value = getattr(config.pictures, name)
+    value = getattr(wish, name)
     if value is None:
         return []
     parts = str(value).split("+")
     if not all(part.isdecimal() and int(part) < count for part in parts):
-        raise UserError(f"pictures.{name}={value}: must be numbers from 0 to {count - 1}, joined by +")
+        raise UserError(f"{name}={value}: must be numbers from 0 to {count - 1}, joined by +")
     found = list(dict.fromkeys(int(part) for part in parts))
     return found if name == "at" else sorted(found)
 
 
-def opened(folder: Path, config: Config) -> tuple[Trained, Sequence]:
+def opened(folder: Path, config: Config, wish: PatternsOptions) -> tuple[Trained, Sequence]:
     """Return the trained model and the sequence that is looked at."""
-    wish, length = config.pictures, config.data.length
+    length = config.data.length
     if wish.text:
         if config.data.name in IMAGE_SETS or config.data.name == "recall":
-            raise UserError(f"pictures.text has no place in a run on data={config.data.name}, which has no text")
-        trained = load_trained(folder, config, config.analyze.checkpoint)
+            raise UserError(f"text has no place in a run on data={config.data.name}, which has no text")
+        trained = load_trained(folder, config, wish.checkpoint)
         units_N = encode_text(tokenizer_of(folder, trained), wish.text)
         if not 2 <= len(units_N) <= length:
-            raise UserError(f"pictures.text has {len(units_N)} units: must have from 2 to data.length={length}")
+            raise UserError(f"text has {len(units_N)} units: must have from 2 to data.length={length}")
         return trained, Sequence(units_N, "a text of the user's", "text")
     store = open_data(config.data, data_root())
-    trained = load_trained(folder, config, config.analyze.checkpoint, store.vocabulary)
+    trained = load_trained(folder, config, wish.checkpoint, store.vocabulary)
     check_fingerprint(store, trained)
-    split = config.analyze.split
+    split = wish.split
     tokens = store.split(split)
     images = config.data.name in IMAGE_SETS
     last = len(tokens) // length - 1 if images else max(0, len(tokens) - length)
     start = wish.start
     if start is None:
-        drawn = np.random.default_rng(config.analyze.seed).integers(len(windows(len(tokens), length)))
+        drawn = np.random.default_rng(wish.seed).integers(len(windows(len(tokens), length)))
         start = int(drawn) if images else windows(len(tokens), length)[int(drawn)].start
     if start > last:
         what = f"image of split {split}" if images else f"unit that {length:,} units of split {split} can begin with"
-        raise UserError(f"pictures.start={start}: the last {what} is {last}")
+        raise UserError(f"start={start}: the last {what} is {last}")
     first = start * length if images else start
     units_N = np.asarray(tokens[first : first + length]).astype(np.int64)
     said = f"image {start} of split {split}" if images else f"split {split} from unit {start:,} on"
     return trained, Sequence(units_N, said, f"{split}{start}")
 
 
-def asked_positions(config: Config, at: list[int], length: int) -> np.ndarray:
+def asked_positions(config: Config, asked: int, at: list[int], length: int) -> np.ndarray:
     """Return the positions that are looked at: around one of a text, those asked for of an image; int64, ascending."""
     if config.data.name in IMAGE_SETS:
         spread = [length * part // (IMAGE_POSITIONS + 1) for part in range(1, IMAGE_POSITIONS + 1)]
         return np.array(sorted(at) or spread)
-    count = min(config.pictures.asked, length)
+    count = min(asked, length)
     middle = at[0] if at else length - 1
     first = min(max(0, middle - count // 2), length - count)
     return np.arange(first, first + count)

@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rtx.commandline.vocabulary import run_folder, run_folders
 from rtx.commands.analyze import keep, save
 from rtx.commands.eval import check_fingerprint
 from rtx.commands.sample import TEXT_LENGTH, check_length
-from rtx.config import Config
 from rtx.data.catalog import data_root, open_data
 from rtx.data.sheet import BACKGROUND, png_grid
 from rtx.data.store import TokenStore
@@ -25,6 +23,7 @@ from rtx.data.windows import windows
 from rtx.errors import UserError
 from rtx.identity import short_hash
 from rtx.model.decoding import generate
+from rtx.options import SamplesOptions, read_words
 from rtx.report.spelling import known_words, samples_page, shares, shares_table, side_by_side, words
 from rtx.report.text import printable
 from rtx.sets import IMAGE_SETS
@@ -33,7 +32,7 @@ from rtx.training.metrics import utc_now
 from rtx.training.progress import Progress, clock
 from rtx.training.trained import Trained, load_trained, run_config
 
-TEXTS, COMPLETIONS, IMAGES = 8, 4, 4
+TEXTS, COMPLETIONS = 8, 4
 
 CHUNK = 1 << 20
 """Units of the training text that are searched at once."""
@@ -46,28 +45,24 @@ def main(arguments: list[str]) -> int:
         UserError: no such run, more than two, runs of different data, or a wrong option.
         RunFailed: no checkpoint is whole, or the result cannot be written.
     """
-    run_folder(arguments, "analyze samples")
-    folders, overrides = run_folders(arguments)
-    if len(folders) > 2:
-        raise UserError(f"rtx analyze samples takes one run or two, not {len(folders)}")
-    configs = [run_config(folder, overrides, "analyze samples") for folder in folders]
+    words = read_words("analyze samples", arguments)
+    folders, wish = words.runs, words.options
+    configs = [run_config(folder, words.overrides) for folder in folders]
     for folder, config in zip(folders, configs, strict=True):
         if config.data.name == "recall":
             raise UserError(f"{folder}: a run on data=recall has no text to write")
-    wishes = {name: getattr(configs[0], name) for name in ("analyze", "pictures", "sample")}
-    configs = [dataclasses.replace(config, **wishes) for config in configs]
     store = open_data(configs[0].data, data_root())
     assert isinstance(store, TokenStore)
     runs: dict[str, Trained] = {}
     for folder, config in zip(folders, configs, strict=True):
-        trained = load_trained(folder, config, config.sample.checkpoint)
+        trained = load_trained(folder, config, wish.checkpoint)
         if not runs:
             check_fingerprint(store, trained)
         elif trained.checkpoint["data"]["fingerprint"] != next(iter(runs.values())).checkpoint["data"]["fingerprint"]:
             raise UserError(f"{folder}: was trained on other data than {folders[0]}; their samples cannot be compared")
         runs[named(folder, runs)] = trained
     draw = complete_images if configs[0].data.name in IMAGE_SETS else write_texts
-    return draw(folders[0], runs, store)
+    return draw(folders[0], runs, store, wish)
 
 
 def named(folder: Path, taken: dict[str, Trained]) -> str:
@@ -77,21 +72,20 @@ def named(folder: Path, taken: dict[str, Trained]) -> str:
     return name if name not in taken else f"{name} (again)"
 
 
-def write_texts(folder: Path, runs: dict[str, Trained], store: TokenStore) -> int:
+def write_texts(folder: Path, runs: dict[str, Trained], store: TokenStore, wish: SamplesOptions) -> int:
     """Write texts with every run from the same prompts by the same seeds, print the first, and keep all."""
-    config = next(iter(runs.values())).config
     begin = time.monotonic()
-    count, length = config.pictures.samples or TEXTS, config.sample.length or TEXT_LENGTH
-    prompts_SP = text_prompts(config, store, count)
+    count, length = wish.samples or TEXTS, wish.length or TEXT_LENGTH
+    prompts_SP = text_prompts(wish, store, count)
     for trained in runs.values():
-        check_length(trained.config, prompts_SP.shape[1])
-    held_out_SN = held_out_texts(config, store, count, length)
-    drawn = {name: drawn_units(name, trained, prompts_SP, length) for name, trained in runs.items()}
+        check_length(trained.config, prompts_SP.shape[1], length)
+    held_out_SN = held_out_texts(wish, store, count, length)
+    drawn = {name: drawn_units(name, trained, wish, prompts_SP, length) for name, trained in runs.items()}
     texts = {name: [decoded(store, units_N) for units_N in drawn_SN] for name, drawn_SN in drawn.items()}
     held_out = [decoded(store, units_N) for units_N in held_out_SN]
     cut_start = prompts_SP.shape[1] > 0
     found = {name: [words(text, cut_start=cut_start) for text in own] for name, own in texts.items()}
-    found[f"{config.analyze.split} text"] = [words(text, cut_start=True) for text in held_out]
+    found[f"{wish.split} text"] = [words(text, cut_start=True) for text in held_out]
     candidates = {word for samples in found.values() for sample in samples for word in sample}
     known = known_words(candidates, training_text(store))
     rows = {name: shares(samples, known) for name, samples in found.items()}
@@ -108,17 +102,16 @@ def write_texts(folder: Path, runs: dict[str, Trained], store: TokenStore) -> in
     if prompts[0]:
         print(f"given: {printable(prompts[0])}\n")
     print("\n".join([*side_by_side([own[0] for own in texts.values()], list(texts)), "", *table]))
-    path = result_path(folder, runs, store)
-    lines = [said(config, store, count, length, prompts_SP.shape[1])]
+    path = result_path(folder, runs, store, wish)
+    lines = [said(wish, store, count, length, prompts_SP.shape[1])]
     save(path.with_suffix(".md"), samples_page("Samples", lines, table, kept).encode("utf-8", "replace"))
     print(path.with_suffix(".md"))
-    keep(path, {**record("samples", runs, store, begin), "length": length, "shares": rows, "samples": kept})
+    keep(path, {**record("samples", runs, store, wish, begin), "length": length, "shares": rows, "samples": kept})
     return 0
 
 
-def said(config: Config, store: TokenStore, count: int, length: int, given: int) -> str:
+def said(wish: SamplesOptions, store: TokenStore, count: int, length: int, given: int) -> str:
     """Return how the samples came about, in a sentence or two."""
-    wish = config.sample
     given_words = f"from {given} given {store.unit}s" if given else "from nothing given"
     cut = "".join(f", {key}={value}" for key, value in (("top_k", wish.top_k), ("top_p", wish.top_p)) if value)
     return (
@@ -128,45 +121,41 @@ def said(config: Config, store: TokenStore, count: int, length: int, given: int)
     )
 
 
-def text_prompts(config: Config, store: TokenStore, count: int) -> torch.Tensor:
+def text_prompts(wish: SamplesOptions, store: TokenStore, count: int) -> torch.Tensor:
     """Return what each text goes on from, `[count, P]`: a prompt of the user's, units of the split, or nothing.
 
     Raises:
         UserError: both are asked for, or the split has fewer units.
     """
-    given, prompt = config.pictures.given or 0, config.sample.prompt
+    given, prompt = wish.given or 0, wish.prompt
     if given and prompt:
-        raise UserError(
-            "pictures.given takes prompts from the split, sample.prompt is one of your own: say one of them"
-        )
+        raise UserError("given takes prompts from the split, prompt is one of your own: say one of them")
     if prompt:
         return torch.from_numpy(encode_text(store.tokenizer, prompt)).expand(count, -1)
     if not given:
         return torch.zeros(count, 0, dtype=torch.int64)
-    return torch.from_numpy(held_out_texts(config, store, count, given))
+    return torch.from_numpy(held_out_texts(wish, store, count, given))
 
 
-def held_out_texts(config: Config, store: TokenStore, count: int, length: int) -> np.ndarray:
+def held_out_texts(wish: SamplesOptions, store: TokenStore, count: int, length: int) -> np.ndarray:
     """Return `count` texts of the split, drawn by the seed, int64 `[count, length]`.
 
     Raises:
         UserError: the split has not that many.
     """
-    tokens = store.split(config.analyze.split)
+    tokens = store.split(wish.split)
     every = windows(len(tokens), length)
     if len(tokens) < length or len(every) < count:
         have = f"{len(tokens):,} {store.unit}s"
         raise UserError(
-            f"split {config.analyze.split} has {have}: too few for {count} texts of {length:,}; make pictures.samples "
-            "or sample.length smaller"
+            f"split {wish.split} has {have}: too few for {count} texts of {length:,}; make samples or length smaller"
         )
-    chosen = sample_windows(every, count, config.sample.seed)
+    chosen = sample_windows(every, count, wish.seed)
     return np.stack([tokens[window.start : window.stop] for window in chosen]).astype(np.int64)
 
 
-def drawn_units(name: str, trained: Trained, prompts_SP: torch.Tensor, length: int) -> np.ndarray:
+def drawn_units(name: str, trained: Trained, wish: SamplesOptions, prompts_SP: torch.Tensor, length: int) -> np.ndarray:
     """Return what a run draws behind the prompts, int64 `[S, length]`, behind a progress line."""
-    wish = trained.config.sample
     progress, begin = Progress(sys.stderr), time.monotonic()
     options = {"temperature": wish.temperature, "top_k": wish.top_k, "top_p": wish.top_p}
     generator = torch.Generator().manual_seed(wish.seed)
@@ -199,7 +188,7 @@ def training_text(store: TokenStore) -> Iterator[str]:
     yield held.decode("utf-8", "replace")
 
 
-def complete_images(folder: Path, runs: dict[str, Trained], store: TokenStore) -> int:
+def complete_images(folder: Path, runs: dict[str, Trained], store: TokenStore, wish: SamplesOptions) -> int:
     """Draw the rest of images of the split, and keep a picture: original, what was given, completions of every run.
 
     Raises:
@@ -209,55 +198,47 @@ def complete_images(folder: Path, runs: dict[str, Trained], store: TokenStore) -
     begin = time.monotonic()
     assert store.image is not None
     (height, width), size = store.image, config.data.length
-    if config.sample.prompt or config.sample.length:
-        raise UserError(
-            "sample.prompt and sample.length have no place here: images go on from pictures.given to the end"
-        )
-    given = height // 2 * width * 3 if config.pictures.given is None else config.pictures.given
+    if wish.prompt or wish.length:
+        raise UserError("prompt and length have no place here: images go on from given to the end")
+    given = height // 2 * width * 3 if wish.given is None else wish.given
     if given >= size:
-        raise UserError(f"pictures.given={given}: an image has {size} units; give fewer")
-    images, completions = config.pictures.windows or IMAGES, config.pictures.samples or COMPLETIONS
-    originals_IN = held_out_texts(config, store, images, size)
+        raise UserError(f"given={given}: an image has {size} units; give fewer")
+    images, completions = wish.windows, wish.samples or COMPLETIONS
+    originals_IN = held_out_texts(wish, store, images, size)
     prompts_SP = torch.from_numpy(originals_IN[:, :given]).repeat_interleave(completions, dim=0)
     rows = [[image_N, np.append(image_N[:given], np.full(size - given, BACKGROUND))] for image_N in originals_IN]
     for name, trained in runs.items():
-        drawn_SN = drawn_units(name, trained, prompts_SP, size - given)
+        drawn_SN = drawn_units(name, trained, wish, prompts_SP, size - given)
         whole_SN = np.concatenate([prompts_SP.numpy(), drawn_SN], axis=1)
         for i, row in enumerate(rows):
             row.extend(whole_SN[i * completions : (i + 1) * completions])
-    path = result_path(folder, runs, store)
+    path = result_path(folder, runs, store, wish)
     cells = [cell_N.astype(np.uint8) for row in rows for cell_N in row]
     save(path.with_suffix(".png"), png_grid(cells, store.image, columns=len(rows[0])))
     order = ", ".join(f"{completions} by {name}" for name in runs)
-    print(f"{path.with_suffix('.png')}: rows are images of split {config.analyze.split}: original, given, {order}")
-    keep(path, {**record("completions", runs, store, begin), "given": given, "images": images})
+    print(f"{path.with_suffix('.png')}: rows are images of split {wish.split}: original, given, {order}")
+    keep(path, {**record("completions", runs, store, wish, begin), "given": given, "images": images})
     return 0
 
 
-def result_path(folder: Path, runs: dict[str, Trained], store: TokenStore) -> Path:
+def result_path(folder: Path, runs: dict[str, Trained], store: TokenStore, wish: SamplesOptions) -> Path:
     """Return where the result is kept in the first run's folder: of other checkpoints, runs or wishes elsewhere."""
-    config = next(iter(runs.values())).config
     first, *others = (f"{trained.name}-step{trained.checkpoint['step']}" for trained in runs.values())
     other = "".join(f"-beside-{name.replace('/', '_')}-{one}" for name, one in zip(list(runs)[1:], others, strict=True))
-    wish = short_hash({**asked(config), "data": store.fingerprint})
-    return folder / "analysis" / f"samples-{first}{other}-seed{config.sample.seed}-{wish}.json"
+    key = short_hash({**dataclasses.asdict(wish), "data": store.fingerprint})
+    return folder / "analysis" / f"samples-{first}{other}-seed{wish.seed}-{key}.json"
 
 
-def asked(config: Config) -> dict[str, Any]:
-    """Return all keys that change what is written or drawn."""
-    wishes = {name: dataclasses.asdict(getattr(config, name)) for name in ("sample", "pictures")}
-    return {"split": config.analyze.split, **wishes}
-
-
-def record(what: str, runs: dict[str, Trained], store: TokenStore, begin: float) -> dict[str, Any]:
+def record(
+    what: str, runs: dict[str, Trained], store: TokenStore, wish: SamplesOptions, begin: float
+) -> dict[str, Any]:
     """Return what a result says of how it came about."""
-    config = next(iter(runs.values())).config
     return {
         "what": what,
         "runs": {
             name: {"checkpoint": trained.name, "step": trained.checkpoint["step"]} for name, trained in runs.items()
         },
-        **asked(config),
+        **dataclasses.asdict(wish),
         "data": store.describe(),
         "seconds": time.monotonic() - begin,
         "time": utc_now(),

@@ -19,7 +19,6 @@ from rtx.analysis.foreign import NextUnit, build_module, logits_of, told
 from rtx.analysis.price import DIFFERENCES, PARALLEL, STREAMING, price, sample_positions
 from rtx.analysis.spans import standard_error
 from rtx.commandline.overrides import check_overrides
-from rtx.commandline.vocabulary import run_folders
 from rtx.commands.eval import check_fingerprint
 from rtx.commands.plan import vocabulary
 from rtx.compose import compose, to_dict
@@ -29,6 +28,7 @@ from rtx.data.windows import Window, windows
 from rtx.errors import RunFailed, UserError
 from rtx.model.patterns import layer_patterns
 from rtx.model.transformer import Transformer
+from rtx.options import AuditOptions, read_words
 from rtx.report.causality import audit_record, audit_table, over_runs_table, price_record, price_table, unlike, verdict
 from rtx.training.changes import differences
 from rtx.training.evaluate import sample_windows
@@ -42,7 +42,7 @@ from rtx.wording import plural
 MODULE_LENGTH, MODULE_VOCABULARY = 256, 256
 """Positions and token ids of somebody else's module where the user does not say."""
 
-OF_MODULE = ("audit.", "hardware", "seed", "data")
+OF_MODULE = ("hardware", "seed", "data")
 """What keys begin with that mean something behind audit.module."""
 
 OF_RESULTS = ("model.", "routing.", "data.", "optimizer.", "trainer.")
@@ -61,25 +61,26 @@ def main(arguments: list[str]) -> int:
         UserError: no such run, a wrong option, a module that cannot be imported, called, or read as logits.
         RunFailed: no checkpoint is whole, or the result cannot be written.
     """
-    folders, overrides = run_folders(arguments)
+    words = read_words("audit", arguments)
+    folders, wish = words.runs, words.options
     if folders:
-        configs = [run_config(folder, overrides, "audit") for folder in folders]
-        audit_runs(folders, configs)
+        configs = [run_config(folder, words.overrides) for folder in folders]
+        audit_runs(folders, configs, wish)
         return 0
-    config = on_one_device(compose(overrides))
-    result = audit_configuration(config) if config.audit.module is None else audit_module(config, overrides)
-    if config.audit.output is not None:
-        save(Path(config.audit.output), result)
+    config = on_one_device(compose(words.overrides))
+    result = audit_module(config, wish, words.overrides) if wish.module else audit_configuration(config, wish)
+    if wish.output is not None:
+        save(Path(wish.output), result)
     return 0
 
 
-def audit_runs(folders: Sequence[Path], configs: Sequence[Config]) -> None:
+def audit_runs(folders: Sequence[Path], configs: Sequence[Config], wish: AuditOptions) -> None:
     """Audit runs one after the other, then the differences over them; writes audit.json beside each."""
+    refuse(wish, "module", "a run is a model already")
+    refuse(wish, "output", "the result of a run is written to audit.json in its folder")
     for config in configs:
-        refuse(config, "module", "a run is a model already")
-        refuse(config, "output", "the result of a run is written to audit.json in its folder")
-        check_own(config)
-    results = [audit_run(folder, config) for folder, config in zip(folders, configs, strict=True)]
+        check_own(config, wish)
+    results = [audit_run(folder, config, wish) for folder, config in zip(folders, configs, strict=True)]
     if len(results) > 1 and all("price" in result for result in results):
         together = over_runs(folders, results)
         print("\n".join(["", *over_runs_table(len(folders), together)]))
@@ -91,9 +92,8 @@ def audit_runs(folders: Sequence[Path], configs: Sequence[Config]) -> None:
         save(folder / "audit.json", result)
 
 
-def audit_run(folder: Path, config: Config) -> Result:
+def audit_run(folder: Path, config: Config, wish: AuditOptions) -> Result:
     """Audit one run, and price it on its data."""
-    wish = config.audit
     store = open_data(config.data, data_root()) if wish.windows else None
     size = store.vocabulary if store else vocabulary(config.data)
     trained = load_trained(folder, config, wish.checkpoint, size)
@@ -103,36 +103,35 @@ def audit_run(folder: Path, config: Config) -> Result:
         "seed": config.seed,
     }
     if store is None:
-        ids_BN = random_ids(config, wish.length or config.data.length, size)
+        ids_BN = random_ids(wish, wish.length or config.data.length, size)
     else:
         check_fingerprint(store, trained)
-        ids_BN = real_ids(config, store)
+        ids_BN = real_ids(config, wish, store)
     # A copy: it may become float64, and the price is paid in the arithmetic of the run.
-    result["changes"] = change_futures(copy.deepcopy(trained.model), config, ids_BN)
+    result["changes"] = change_futures(copy.deepcopy(trained.model), config, wish, ids_BN)
     result["choices"] = train_choices(trained.model, ids_BN)
     if store is not None:
         with trained.arithmetic():
-            result["price"] = price_model(trained.model, config, store)
+            result["price"] = price_model(trained.model, config, wish, store)
     return {**result, "time": utc_now()}
 
 
-def audit_configuration(config: Config) -> Result:
+def audit_configuration(config: Config, wish: AuditOptions) -> Result:
     """Audit a fresh model of a configuration on random units."""
-    check_own(config)
+    check_own(config, wish)
     size = vocabulary(config.data)
     device = prepare(config)
     model = Transformer(config, size).eval().to(device)
     if not bool(model.output_VS.any()):
         nn.init.normal_(model.output_VS)  # as initialised, zero, it hides all that moves
     print(f"{config.model.name}: a fresh model, {plural(model.count_parameters(), 'parameter')}, seed {config.seed}")
-    ids_BN = random_ids(config, config.audit.length or config.data.length, size)
-    changes = change_futures(model, config, ids_BN)
+    ids_BN = random_ids(wish, wish.length or config.data.length, size)
+    changes = change_futures(model, config, wish, ids_BN)
     return {"config": to_dict(config), "changes": changes, "choices": train_choices(model, ids_BN), "time": utc_now()}
 
 
-def audit_module(config: Config, overrides: list[str]) -> Result:
+def audit_module(config: Config, wish: AuditOptions, overrides: list[str]) -> Result:
     """Audit the module that audit.module names on random ids; where data are named, price it on them."""
-    wish = config.audit
     assert wish.module is not None
     keys = [override.key for override in check_overrides(overrides)]
     for override, key in zip(overrides, keys, strict=True):
@@ -149,9 +148,9 @@ def audit_module(config: Config, overrides: list[str]) -> Result:
     size = wish.vocabulary or (store.vocabulary if store else MODULE_VOCABULARY)
     result: Result = {"module": wish.module}
     try:
-        result["changes"] = change_futures_of(copy.deepcopy(module), config, size, device)
+        result["changes"] = change_futures_of(copy.deepcopy(module), wish, size, device)
         if store and wish.windows:
-            result["price"] = price_model(NextUnit(module, store.vocabulary), config, store, streams=False)
+            result["price"] = price_model(NextUnit(module, store.vocabulary), config, wish, store, streams=False)
     except UserError:
         raise
     except Exception as error:
@@ -162,13 +161,12 @@ def audit_module(config: Config, overrides: list[str]) -> Result:
     return {**result, "time": utc_now()}
 
 
-def change_futures_of(module: nn.Module, config: Config, size: int, device: str) -> Result:
+def change_futures_of(module: nn.Module, wish: AuditOptions, size: int, device: str) -> Result:
     """Audit somebody else's module on random ids, print the table and return the record; it may become float64."""
-    wish = config.audit
     module = module.double() if wish.double else module
     length = wish.length or MODULE_LENGTH
     prefixes = prefix_lengths(length, wish.prefixes)
-    ids_BN = random_ids(config, length, size).to(device)
+    ids_BN = random_ids(wish, length, size).to(device)
     print(changes_line(ids_BN, prefixes, module))
     audit = audit_outputs(
         lambda ids: logits_of(module(ids)),
@@ -191,43 +189,41 @@ def prepare(config: Config) -> str:
     return "cuda" if hardware.accelerator == "gpu" else "cpu"
 
 
-def refuse(config: Config, key: str, why: str) -> None:
+def refuse(wish: AuditOptions, key: str, why: str) -> None:
     """Refuse a key of audit that would have no effect."""
-    value = getattr(config.audit, key)
+    value = getattr(wish, key)
     if value is not None:
         raise UserError(f"audit.{key}={value}: {why}")
 
 
-def check_own(config: Config) -> None:
+def check_own(config: Config, wish: AuditOptions) -> None:
     """Refuse what is for audit.module alone, and sequences longer than the model's."""
-    refuse(config, "vocabulary", "is for audit.module; our own models know theirs")
-    if (config.audit.length or 0) > config.data.length:
-        raise UserError(f"audit.length={config.audit.length} must be at most data.length={config.data.length}")
+    refuse(wish, "vocabulary", "is for audit.module; our own models know theirs")
+    if (wish.length or 0) > config.data.length:
+        raise UserError(f"audit.length={wish.length} must be at most data.length={config.data.length}")
 
 
-def random_ids(config: Config, length: int, size: int) -> Tensor:
+def random_ids(wish: AuditOptions, length: int, size: int) -> Tensor:
     """Return random token ids `[B, N]`."""
-    generator = torch.Generator().manual_seed(config.audit.seed)
-    return torch.randint(size, (config.audit.sequences, length), generator=generator)
+    generator = torch.Generator().manual_seed(wish.seed)
+    return torch.randint(size, (wish.sequences, length), generator=generator)
 
 
-def real_ids(config: Config, store: Store) -> Tensor:
+def real_ids(config: Config, wish: AuditOptions, store: Store) -> Tensor:
     """Return windows of a run's data as the ids that positions read: each unit one position behind its own."""
-    wish = config.audit
     tokens = store.split(wish.split)
-    chosen = chosen_windows(len(tokens), config.data.length, config, wish.sequences)
+    chosen = chosen_windows(len(tokens), config.data.length, wish.seed, wish.sequences)
     rows = np.stack([tokens[window.start : window.stop][: wish.length] for window in chosen]).astype(np.int64)
     return torch.from_numpy(rows).roll(1, dims=1)
 
 
-def chosen_windows(units: int, length: int, config: Config, number: int) -> list[Window]:
+def chosen_windows(units: int, length: int, seed: int, number: int) -> list[Window]:
     """Return a seeded sample of the windows of a split, the same ones for every run."""
-    return list(sample_windows(windows(units, length), number, config.audit.seed))
+    return list(sample_windows(windows(units, length), number, seed))
 
 
-def change_futures(model: Transformer, config: Config, ids_BN: Tensor) -> Result:
+def change_futures(model: Transformer, config: Config, wish: AuditOptions, ids_BN: Tensor) -> Result:
     """Audit a model of ours in every reading, print the table and return the record; the model may become float64."""
-    wish = config.audit
     model = model.double() if wish.double else model
     ids_BN = ids_BN.to(model.output_VS.device)
     prefixes = prefix_lengths(ids_BN.shape[1], wish.prefixes)
@@ -281,12 +277,11 @@ def arithmetic(model: nn.Module) -> str:
     return str(parameter.dtype).removeprefix("torch.")
 
 
-def price_model(model: nn.Module, config: Config, store: Store, streams: bool = True) -> Result:
+def price_model(model: nn.Module, config: Config, wish: AuditOptions, store: Store, streams: bool = True) -> Result:
     """Price a model on data, print the table and return the record; one that does not stream scores no first unit."""
-    wish = config.audit
     tokens = store.split(wish.split)
     size = config.data.length if streams else wish.length or MODULE_LENGTH
-    chosen = chosen_windows(len(tokens), size, config, wish.windows)
+    chosen = chosen_windows(len(tokens), size, wish.seed, wish.windows)
     length = chosen[0].stop - chosen[0].start
     candidates = np.arange(0 if streams else 1, length) if store.answers is None else store.answers
     positions_P = sample_positions(candidates, wish.positions, wish.seed)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from rtx.commandline.multirun import Cell, lay_out
 from rtx.commandline.overrides import check_overrides
-from rtx.commandline.vocabulary import LAUNCHED, benchmark
 from rtx.compose import config_hash, to_dict
-from rtx.config_training import SPREAD
+from rtx.config import SPREAD
 from rtx.errors import RunFailed, UserError
+from rtx.options import LAUNCHED, BenchOptions, read_words, what_to_do
 from rtx.report.steps import DRAWN, MADE, WHAT, read_record, record_path, views
 from rtx.report.terminal import terminal
 from rtx.report.views import View
@@ -44,18 +44,20 @@ def main(arguments: list[str]) -> int:
         RunFailed: no row could be timed, or the record cannot be written.
         KeyboardInterrupt, Stopped: a signal came; what was measured by then is printed, and kept.
     """
-    rows = without_seeds(lay_out_rows(benchmark(arguments)))
+    words = read_words("bench steps", what_to_do("bench", arguments)[1])
+    bench = words.options
+    rows = without_seeds(lay_out_rows(words.overrides))
     work = [work_of(row) for row in rows]  # torch takes seconds: only now is it imported
     make_room(rows)
     from rtx.training.turns import Timing
 
     timings = [Timing() for _ in rows]
     try:
-        measure_rows(rows, work, timings)
+        measure_rows(rows, work, timings, bench)
     except (KeyboardInterrupt, Stopped):
-        finish(rows, timings, arguments, whole=False)
+        finish(rows, timings, arguments, bench, whole=False)
         raise
-    finish(rows, timings, arguments, whole=True)
+    finish(rows, timings, arguments, bench, whole=True)
     if not any(timing.turns for timing in timings):
         raise RunFailed("no row could be timed")
     return 1 if any(timing.reason for timing in timings) else 0
@@ -123,12 +125,11 @@ def make_room(rows: Sequence[Cell]) -> None:
             raise UserError(unwritable(folder, error)) from None
 
 
-def measure_rows(rows: Sequence[Cell], work: Sequence[Work], timings: Sequence[Timing]) -> None:
+def measure_rows(rows: Sequence[Cell], work: Sequence[Work], timings: Sequence[Timing], bench: BenchOptions) -> None:
     """Time the rows behind a progress line; `timings` holds what is known at any moment."""
     from rtx.training.progress import Progress, clock
     from rtx.training.turns import measure
 
-    bench = rows[0].config.bench
     print(f"{plural(len(rows), 'row')}, {plural(bench.turns, 'turn')} of {plural(bench.per_turn, 'step')}", flush=True)
     line, began, visits = Progress(sys.stderr), time.monotonic(), 0
 
@@ -147,7 +148,9 @@ def measure_rows(rows: Sequence[Cell], work: Sequence[Work], timings: Sequence[T
         line.clear()
 
 
-def finish(rows: Sequence[Cell], timings: Sequence[Timing], arguments: Sequence[str], whole: bool) -> None:
+def finish(
+    rows: Sequence[Cell], timings: Sequence[Timing], arguments: Sequence[str], bench: BenchOptions, whole: bool
+) -> None:
     """Print the tables, and keep a record for each name of the rows.
 
     What a signal cut short never replaces a record.
@@ -160,7 +163,7 @@ def finish(rows: Sequence[Cell], timings: Sequence[Timing], arguments: Sequence[
         return
     for name in dict.fromkeys(row.config.name for row in rows):
         mine = [(row, timing) for row, timing in zip(rows, timings, strict=True) if row.config.name == name]
-        record = record_of(mine, arguments)
+        record = record_of(mine, arguments, bench)
         for view in views(read_record(record)):
             print("\n" + printed(view))
         if not any(timing.turns for _, timing in mine):
@@ -172,7 +175,7 @@ def finish(rows: Sequence[Cell], timings: Sequence[Timing], arguments: Sequence[
         keep(path, record)
 
 
-def record_of(rows: Sequence[tuple[Cell, Timing]], arguments: Sequence[str]) -> dict[str, Any]:
+def record_of(rows: Sequence[tuple[Cell, Timing]], arguments: Sequence[str], bench: BenchOptions) -> dict[str, Any]:
     """Return what is kept: settings, machine, versions, and each row with its configuration and all its times."""
     turns = [turn for _, timing in rows for turn in timing.turns]
     gpus = {turn.device for turn in turns} - {"CPU"}
@@ -181,7 +184,7 @@ def record_of(rows: Sequence[tuple[Cell, Timing]], arguments: Sequence[str]) -> 
     facts = {
         "what": WHAT,
         "command": shlex.join(["rtx", "bench", *arguments]),
-        "bench": dataclasses.asdict(rows[0][0].config.bench),
+        "bench": dataclasses.asdict(bench),
         "ids": MADE if all(row.data.name == "recall" for row, _ in rows) else DRAWN,
         "device": device,
         "threads": max(threads, default=None),

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from rtx.commandline.vocabulary import run_folder
 from rtx.config import Config
 from rtx.data.catalog import Store, data_root, open_data
 from rtx.data.recall import RecallStore
@@ -21,6 +20,7 @@ from rtx.data.windows import Window, windows
 from rtx.data.wordcount import bytes_scored, words_scored
 from rtx.errors import RunFailed, UserError
 from rtx.model.ablation import ablate, check_ablation
+from rtx.options import EvalOptions, read_words
 from rtx.report.measures import Words, further_lines, measures, stamp_phrases
 from rtx.report.summary import answers_line, protocol_line, sees_future
 from rtx.training.evaluate import Score, equal_batches, sample_windows, score_windows
@@ -29,6 +29,7 @@ from rtx.training.metrics import utc_now
 from rtx.training.progress import Progress, clock
 from rtx.training.signals import INTERRUPTED, Signals
 from rtx.training.trained import Trained, load_trained, run_config
+from rtx.wording import written
 
 
 def main(arguments: list[str]) -> int:
@@ -38,36 +39,38 @@ def main(arguments: list[str]) -> int:
         UserError: no such run, a wrong option, other data than the run's, an ablation of what is not there.
         RunFailed: no checkpoint is whole, or the result cannot be written.
     """
-    folder, overrides = run_folder(arguments, "eval")
-    config = run_config(folder, overrides, "eval")
-    check_ablation(config)
+    words = read_words("eval", arguments)
+    folder, options = words.runs[0], words.options
+    stride = [f"trainer.val_stride={written(options.stride)}"] if "stride" in words.given else []
+    config = run_config(folder, [*words.overrides, *stride])
+    check_ablation(config, options.ablate)
     store = open_data(config.data, data_root())
-    trained = load_trained(folder, config, config.eval.checkpoint, store.vocabulary)
-    ablate(trained.model, config)
+    trained = load_trained(folder, config, options.checkpoint, store.vocabulary)
+    ablate(trained.model, config, options.ablate)
     check_fingerprint(store, trained)
-    reading = reading_of(store, config)
+    reading = reading_of(store, config, options)
     tokens = reading.tokens
-    every = windows(len(tokens), config.data.length, config.eval.stride)
-    chosen = sample_windows(every, config.eval.limit, config.seed)
+    every = windows(len(tokens), config.data.length, config.trainer.val_stride)
+    chosen = sample_windows(every, options.limit, config.seed)
     begin = time.monotonic()
     with Signals("before the first window; nothing is written") as signals, trained.arithmetic():
-        seconds = estimate(trained, store, tokens, chosen)
+        seconds = estimate(trained, store, tokens, chosen, options)
         print(f"{len(chosen):,} of {len(every):,} windows; estimated time {clock(seconds)}")
         signals.holding = True
-        score = scored(trained, store, tokens, chosen, lambda: bool(signals.requested))
+        score = scored(trained, store, tokens, chosen, options, lambda: bool(signals.requested))
     if score is None:
         print("stopped; nothing is written", file=sys.stderr)
         return signals.requested or INTERRUPTED
     partial = len(chosen) < len(every)
-    units = len(tokens) if store.answers is None else store.count(config.eval.split)
+    units = len(tokens) if store.answers is None else store.count(options.split)
     if not partial and score.units != units:
         raise AssertionError(f"scored {score.units} units of a split of {units}")
-    values = measured(store, config.eval.split, reading, chosen, score, partial)
-    result = record(trained, store, score, reading, values, len(chosen), partial, time.monotonic() - begin)
+    values = measured(store, options.split, reading, chosen, score, partial)
+    result = record(trained, store, options, score, reading, values, len(chosen), partial, time.monotonic() - begin)
     path = result_path(folder, result)
     keep(result, path, score)
     print_result(result, path)
-    if config.eval.ablate != "none":
+    if options.ablate != "none":
         print(comparison(result, result_path(folder, {**result, "ablate": "none"})))
     return 0
 
@@ -102,7 +105,7 @@ def _named(tokenizer: dict[str, Any]) -> str:
 
 
 def scored(
-    trained: Trained, store: Store, tokens: np.ndarray, chosen: Sequence[Window], should_stop: Any
+    trained: Trained, store: Store, tokens: np.ndarray, chosen: Sequence[Window], options: EvalOptions, should_stop: Any
 ) -> Score | None:
     """Score the windows behind a progress line; None if stopped."""
     progress, begin = Progress(), time.monotonic()
@@ -118,8 +121,8 @@ def scored(
         tokens,
         chosen,
         answers=store.answers,
-        batch_size=trained.config.eval.batch_size,
-        streaming=trained.config.eval.mode == "streaming",
+        batch_size=options.batch_size,
+        streaming=options.mode == "streaming",
         should_stop=should_stop,
         on_progress=show,
     )
@@ -127,13 +130,15 @@ def scored(
     return score
 
 
-def estimate(trained: Trained, store: Store, tokens: np.ndarray, chosen: Sequence[Window]) -> float:
+def estimate(
+    trained: Trained, store: Store, tokens: np.ndarray, chosen: Sequence[Window], options: EvalOptions
+) -> float:
     """Return the seconds that the windows should take, from one run over some of them.
 
     From the first batch, twice, where there are many: the first run pays for what is loaded and allocated once. Where
     there are few batches, an eighth of the windows is timed: nobody waits for the score twice.
     """
-    batches = equal_batches(chosen, trained.config.eval.batch_size)
+    batches = equal_batches(chosen, options.batch_size)
     many = len(batches) > 8
     count = len(batches[0]) if many else min(len(batches[0]), -(-len(chosen) // 8))
     first = [chosen[k] for k in range(count)]
@@ -145,24 +150,24 @@ def estimate(trained: Trained, store: Store, tokens: np.ndarray, chosen: Sequenc
             tokens,
             first,
             answers=store.answers,
-            batch_size=trained.config.eval.batch_size,
-            streaming=trained.config.eval.mode == "streaming",
+            batch_size=options.batch_size,
+            streaming=options.mode == "streaming",
         )
         seconds = time.monotonic() - begin
     return seconds / len(first) * len(chosen)
 
 
-def reading_of(store: Store, config: Config) -> Reading:
+def reading_of(store: Store, config: Config, options: EvalOptions) -> Reading:
     """Return the split as eval.protocol has it read.
 
     Raises:
         UserError: it is not known how the released code reads such data.
     """
-    if config.eval.protocol == "whole":
-        return Reading(store.split(config.eval.split))
+    if options.protocol == "whole":
+        return Reading(store.split(options.split))
     if isinstance(store, RecallStore):
         raise UserError("eval.protocol=released: data=recall is ours, no released code reads it")
-    return read_as_released(store, config.eval.split, config.data.length)
+    return read_as_released(store, options.split, config.data.length)
 
 
 def measured(
@@ -184,6 +189,7 @@ def measured(
 def record(
     trained: Trained,
     store: Store,
+    wish: EvalOptions,
     score: Score,
     reading: Reading,
     values: dict[str, Any],
@@ -194,7 +200,6 @@ def record(
     """Return everything that the number means."""
     context = facts(trained, store)
     config = trained.config
-    wish = config.eval
     protocol = protocol_line(
         *(config, wish.split, store.unit, score.units),
         mode=wish.mode,
@@ -220,7 +225,7 @@ def record(
         "read_as": wish.protocol,
         "ablate": wish.ablate,
         "length": config.data.length,
-        "stride": wish.stride or config.data.length,
+        "stride": config.trainer.val_stride or config.data.length,
         "selection_sees_future": sees_future(config, wish.mode, wish.ablate),
         "protocol": protocol,
         **context,

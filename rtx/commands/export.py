@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rtx.commandline.vocabulary import run_folder
-from rtx.compose import RUN_CONFIG, load_run_config, merge, to_dict, to_yaml
+from rtx.compose import RUN_CONFIG, load_run_config, to_dict, to_yaml
 from rtx.errors import RunFailed, UserError
+from rtx.options import read_words
 from rtx.report.card import card
 from rtx.report.cells import collect
 from rtx.training.checkpoints import Checkpoint, check_config, load_for_use
@@ -22,9 +22,9 @@ def main(arguments: list[str]) -> int:
         UserError: no such run, no checkpoint yet, a wrong option, or a config.yaml that is not what was trained.
         RunFailed: no checkpoint is whole, or the export cannot be written.
     """
-    folder, overrides = run_folder(arguments, "export")
+    words = read_words("export", arguments)
+    folder, wish = words.runs[0], words.options
     own = load_run_config(folder)
-    wish = merge(own, overrides, "export").export
     if is_export(folder):
         raise UserError(f"{folder} is an exported model already")
     checkpoint = load_for_use(folder / "checkpoints", wish.checkpoint)

@@ -10,8 +10,7 @@ from rtx.analysis.cost import Cost, cost
 from rtx.analysis.footprint import footprint
 from rtx.analysis.switches import fitting, micro_batch
 from rtx.compose import compose
-from rtx.config import CLUSTERED, Config, DataConfig, base_patterns
-from rtx.config_training import SPREAD
+from rtx.config import CLUSTERED, SPREAD, Config, DataConfig, base_patterns
 from rtx.data import recall
 from rtx.data.catalog import data_root, prepared_vocabulary
 from rtx.data.published import VOCABULARY

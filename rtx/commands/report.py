@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rtx.commandline.help import terminal_width
-from rtx.commandline.overrides import check_overrides
-from rtx.commandline.vocabulary import USAGE, run_folders, vocabulary
-from rtx.compose import compose_unresolved
-from rtx.config import Config, LoggerConfig
+from rtx.compose import compose
+from rtx.config import LoggerConfig
 from rtx.errors import RunFailed, UserError
+from rtx.options import READS, read_words
 from rtx.report.cells import collect
 from rtx.report.cells import run_folders as run_dirs
 from rtx.report.equal_time import equal_time_views
@@ -43,10 +42,11 @@ def main(arguments: list[str]) -> int:
         UserError: no folder holds a run, or a wrong option.
         RunFailed: the report cannot be written.
     """
-    folders, overrides = run_folders(arguments)
-    config = read_options(overrides)
+    words = read_words("report", arguments)
+    folders, wish = words.runs, words.options.output
+    logger = compose(["logger=jsonl", *words.overrides]).logger  # W&B is left alone unless it is asked for
     if not folders:
-        return list_tables(config)
+        return list_tables(wish)
     found = collect(folder for folder in folders if run_dirs(folder) or not recorded(folder))
     timed = read_records(folders, found)
     if not found.cells and not timed:
@@ -54,33 +54,27 @@ def main(arguments: list[str]) -> int:
     report = build(found, title_of(folders))
     add_steps(report, timed)
     report.views += equal_time_views(found.cells, timed)
-    output = Path(config.report.output).expanduser() if config.report.output else (found.first or folders[0]) / "report"
+    output = Path(wish).expanduser() if wish else (found.first or folders[0]) / "report"
     write(report, output)
     for problem in report.problems:
         print(f"note: {problem}")
     for view in report.views:
         print(f"\n{terminal(view, terminal_width())}")
     print("", *(shown(output / name) for name in FORMATS), sep="\n")
-    track(report, config.logger, output)
+    track(report, logger, output)
     for line in found.empty:
         print(f"rtx: {line}", file=sys.stderr)
     return 2 if found.empty else 0
 
 
-def read_options(overrides: Sequence[str]) -> Config:
-    """Return the configuration that holds the options; W&B is left alone unless they ask for it."""
-    checked = [str(override) for override in check_overrides(overrides, understood=vocabulary("report"))]
-    return compose_unresolved(["logger=jsonl", *checked])[0]
-
-
-def list_tables(config: Config) -> int:
+def list_tables(output: str | None) -> int:
     """Print the paper's tables, and how much of each the runs below outputs/ cover.
 
     Raises:
         UserError: an output is named, but no run.
     """
-    if config.report.output:
-        raise UserError(f"output={config.report.output}: which runs? usage: {USAGE['report']}")
+    if output:
+        raise UserError(f"output={output}: which runs? usage: {READS['report'].usage}")
     root = outputs_root()
     found = collect(sorted(path for path in root.glob("*") if path.is_dir())) if root.is_dir() else collect([])
     report = build(found, "")

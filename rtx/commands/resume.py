@@ -10,6 +10,7 @@ from rtx.compose import load_run_config, merge, to_dict, with_absolute_path
 from rtx.config import Config
 from rtx.data.catalog import check_source, data_root
 from rtx.errors import RunFailed, UserError
+from rtx.options import read_words
 from rtx.training.changes import FREE, differences, makes_another
 from rtx.training.checksums import any_whole, is_whole
 from rtx.training.launchers import is_first
@@ -21,9 +22,10 @@ REFUSED = ("model.", "routing.", "data.", "seed")
 
 def main(arguments: list[str]) -> int:
     """Run `rtx resume RUN [overrides]` and return the exit code."""
-    folder, overrides, force = read_arguments(arguments)
+    words = read_words("resume", arguments)
+    folder, force = words.runs[0].absolute(), words.options.force
     before = load_run_config(folder)
-    config = with_absolute_path(merge(before, overrides))
+    config = with_absolute_path(merge(before, words.overrides))
     changed = differences(to_dict(before), to_dict(config))
     refuse_changes(changed, force)
     first = is_first(config.hardware.nodes)
@@ -41,22 +43,6 @@ def main(arguments: list[str]) -> int:
 
     resumption = Resumption(run_state(folder), change_lines(changed, config), changed, force)
     return run(config, resolve_hardware(config), folder, resumption)
-
-
-def read_arguments(arguments: list[str]) -> tuple[Path, list[str], bool]:
-    """Return the run folder, the overrides behind it, and whether force=true is among them.
-
-    Raises:
-        UserError: there is no folder in front, or force is neither true nor false.
-    """
-    if not arguments or "=" in arguments[0]:
-        found = f", not {arguments[0]!r}" if arguments else ""
-        raise UserError(f"rtx resume needs the run's folder first{found}; for example: rtx resume outputs/rtx/<run>")
-    first, *rest = arguments
-    forces = [argument.partition("=")[2].lower() for argument in rest if argument.startswith("force=")]
-    if any(value not in ("true", "false") for value in forces):
-        raise UserError(f"force={forces[-1]}: must be true or false")
-    return Path(first).absolute(), [a for a in rest if not a.startswith("force=")], forces[-1:] == ["true"]
 
 
 def refuse_running(folder: Path) -> None:
@@ -89,7 +75,7 @@ def change_lines(changed: dict[str, tuple[Any, Any]], config: Config) -> list[st
     """Return a line for each change, and one more if the run is no longer that of the original configuration."""
     lines = [f"  {key}: {old} -> {new}" for key, (old, new) in changed.items()]
     free = FREE - {"trainer.steps"} if config.optimizer.schedule == "cosine" else FREE
-    bending = [key for key in changed if key not in free and not key.startswith(("logger.", "eval.", "sample."))]
+    bending = [key for key in changed if key not in free and not key.startswith("logger.")]
     if bending:
         lines.append(f"  no longer exact: {', '.join(bending)} changed on the way")
     return lines

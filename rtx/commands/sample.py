@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rtx.commandline.vocabulary import run_folder
 from rtx.config import Config
 from rtx.data.imageset import image_shape
 from rtx.data.sheet import png_grid
@@ -17,6 +16,7 @@ from rtx.data.source import Tokenizer
 from rtx.data.tokenizers import encode_text, load_tokenizer
 from rtx.errors import RunFailed, UserError
 from rtx.model.decoding import generate
+from rtx.options import SampleOptions, read_words
 from rtx.report.text import TextStream
 from rtx.sets import IMAGE_SETS
 from rtx.training.samples import save_sample
@@ -33,28 +33,25 @@ def main(arguments: list[str]) -> int:
         UserError: no such run, a wrong option, a length beyond the learned positions, a run without text.
         RunFailed: no checkpoint is whole, or the sample cannot be written.
     """
-    folder, overrides = run_folder(arguments, "sample")
-    config = run_config(folder, overrides, "sample")
+    words = read_words("sample", arguments)
+    folder, wish = words.runs[0], words.options
+    config = run_config(folder, words.overrides)
     if config.data.name == "recall":
         raise UserError("a run on data=recall has no text to write; rtx eval says how many answers it has right")
     if config.data.name in IMAGE_SETS:
-        return draw_images(folder, config)
-    config = dataclasses.replace(
-        config, sample=dataclasses.replace(config.sample, length=config.sample.length or TEXT_LENGTH)
-    )
-    return write_text(folder, config)
+        return draw_images(folder, config, wish)
+    return write_text(folder, config, dataclasses.replace(wish, length=wish.length or TEXT_LENGTH))
 
 
-def write_text(folder: Path, config: Config) -> int:
+def write_text(folder: Path, config: Config, wish: SampleOptions) -> int:
     """Write text of `sample.length` units, keep it, and return the exit code."""
-    wish = config.sample
     if wish.count != 1:
         raise UserError(f"sample.count={wish.count} is for runs on images; for another text: sample.seed=<number>")
     assert wish.length
     trained = load_trained(folder, config, wish.checkpoint, say=lambda line: print(line, file=sys.stderr))
     tokenizer = tokenizer_of(folder, trained)
     prompt = torch.from_numpy(encode_text(tokenizer, wish.prompt))[None]
-    check_length(config, prompt.shape[1])
+    check_length(config, prompt.shape[1], wish.length)
     units: list[int] = []
     stream = TextStream()
     show(stream.feed(tokenizer.decode(prompt[0])))
@@ -95,13 +92,13 @@ def tokenizer_of(folder: Path, trained: Trained) -> Tokenizer:
         raise RunFailed(str(error)) from error
 
 
-def draw_images(folder: Path, config: Config) -> int:
+def draw_images(folder: Path, config: Config, wish: SampleOptions) -> int:
     """Draw `sample.count` images, keep them as one PNG, print its path, and return the exit code.
 
     Raises:
         UserError: a prompt, or more units than an image has.
     """
-    wish, size = config.sample, config.data.length
+    size = config.data.length
     length = wish.length or size
     if wish.prompt:
         raise UserError("sample.prompt has no place in a run on images, which have no text to continue")
@@ -128,16 +125,16 @@ def draw_images(folder: Path, config: Config) -> int:
     return stopped
 
 
-def check_length(config: Config, prompt: int) -> None:
+def check_length(config: Config, prompt: int, length: int) -> None:
     """Refuse what learned positions do not cover.
 
     Raises:
         UserError: prompt and length reach beyond data.length.
     """
-    total = prompt + (config.sample.length or TEXT_LENGTH)
+    total = prompt + length
     if config.model.positions in ("learned", "axial") and total > config.data.length:
         raise UserError(
-            f"sample.length={config.sample.length}: with a prompt of {prompt} units that is {total}, but "
+            f"sample.length={length}: with a prompt of {prompt} units that is {total}, but "
             f"model.positions={config.model.positions} covers data.length={config.data.length}; "
             f"at most {config.data.length - prompt}"
         )

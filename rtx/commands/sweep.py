@@ -10,9 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rtx.commandline.overrides import check_overrides
-from rtx.commandline.vocabulary import USAGE, run_folders, vocabulary
-from rtx.errors import UserError
+from rtx.options import read_words
 from rtx.report.board import board
 from rtx.report.standing import is_over, read_standing
 from rtx.training.runs import shown
@@ -35,13 +33,9 @@ def main(arguments: list[str]) -> int:
     Raises:
         UserError: not one folder, or none with a sweep.
     """
-    folders, overrides = run_folders(arguments)
-    if len(folders) != 1:
-        found = f", not {len(folders)} of them" if folders else ""
-        raise UserError(f"rtx sweep needs the folder of a sweep{found}; usage: {USAGE['sweep']}")
-    checked = check_overrides(overrides, understood=vocabulary("sweep"))
-    once = any(override.key == "sweep.once" and override.values[-1] == "true" for override in checked)
-    watching = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb") and not once
+    words = read_words("sweep", arguments)
+    folders = words.runs
+    watching = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb") and not words.options.once
     code = watch(folders[0]) if watching and not is_over(read_standing(folders[0])) else 0
     width = shutil.get_terminal_size().columns
     print("\n".join(board(shown(folders[0]), read_standing(folders[0]), width)))

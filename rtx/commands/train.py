@@ -185,7 +185,7 @@ def train(
                 hardware=hardware,
                 model=model,
                 batches=batches_left(config, hardware, items, start),
-                validation=Validation(held_out, windows(len(held_out), config.data.length, config.eval.stride)),
+                validation=Validation(held_out, windows(len(held_out), config.data.length, config.trainer.val_stride)),
                 answers=store.answers,
                 folder=folder,
                 records=records,
@@ -342,7 +342,7 @@ def closing(config: Config, store: Store, outcome: Outcome, folder: Path) -> str
 def final_measures(config: Config, store: Store, outcome: Outcome) -> dict[str, Any]:
     """Return the validation score of a finished run in every measure that its text has."""
     reading = Reading(store.split("valid"))
-    every = windows(len(reading.tokens), config.data.length, config.eval.stride)
+    every = windows(len(reading.tokens), config.data.length, config.trainer.val_stride)
     return measured(store, "valid", reading, every, outcome.final, partial=False)
 
 

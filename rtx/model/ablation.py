@@ -21,13 +21,13 @@ MEMBER_SEED = 1_000_003
 """Keeps swapped-in memberships apart from those that selection=random trained with."""
 
 
-def check_ablation(config: Config) -> None:
+def check_ablation(config: Config, how: str) -> None:
     """Refuse an ablation that the model has nothing for, before anything is loaded.
 
     Raises:
         UserError: no routing heads, or heads that are random already.
     """
-    how, routing = config.eval.ablate, config.routing
+    routing = config.routing
     if how == "none":
         return
     if routing.heads == 0 or routing.layers == 0:
@@ -36,27 +36,27 @@ def check_ablation(config: Config) -> None:
         raise UserError("eval.ablate=random: the heads of selection=random read random members already")
 
 
-def ablate(model: Transformer, config: Config) -> None:
-    """Take routing out of a model in place, as `eval.ablate` says; all weights stay, `none` changes nothing.
+def ablate(model: Transformer, config: Config, how: str) -> None:
+    """Take routing out of a model in place, as `how` (eval.ablate) says; all weights stay, `none` changes nothing.
 
     routing: the outputs of the routing heads are zero. local: they read the last `routing.window` positions. random:
     they read `routing.window` random members of each cluster. In both swaps queries and keys are normalised and scaled
     as before, so that only the choice of positions differs.
     """
-    if config.eval.ablate == "none":
+    if how == "none":
         return
     for layer, block in enumerate(model.blocks):
         groups: nn.ModuleDict = block.attention.groups  # type: ignore[union-attr,assignment]
         if ROUTED in groups:
-            swapped = substitute(groups[ROUTED], layer_patterns(config, layer)[ROUTED], config, layer)  # type: ignore[arg-type]
+            swapped = substitute(groups[ROUTED], layer_patterns(config, layer)[ROUTED], config, layer, how)  # type: ignore[arg-type]
             groups[ROUTED] = swapped.to(model.output_VS.device).train(model.training)
 
 
-def substitute(routed: Pattern, heads: int, config: Config, layer: int) -> Pattern:
+def substitute(routed: Pattern, heads: int, config: Config, layer: int, how: str) -> Pattern:
     """Return what takes the place of the routing heads of a layer."""
-    if config.eval.ablate == "routing":
+    if how == "routing":
         return Recent(routed, 0)
-    if config.eval.ablate == "local":
+    if how == "local":
         return Recent(routed, config.routing.window)
     swapped = Random.from_config(dataclasses.replace(config, seed=config.seed + MEMBER_SEED), heads, layer)
     swapped.prepare = routed.prepare  # type: ignore[method-assign]

@@ -24,7 +24,7 @@ from rtx.training.progress import clock
 Course = Sequence[tuple[float, int]]
 """Seconds of training steps, and how many steps had been taken by then; from the beginning on."""
 
-SAME = ("data.length", "eval.stride", "trainer.val_windows")
+SAME = ("data.length", "trainer.val_stride", "trainer.val_windows")
 """What rows share, beside their data, for their validations to be of the same units in the same context."""
 
 COLUMNS = (
@@ -189,6 +189,6 @@ def score_at(cell: Cell, step: float) -> Score | None:
     share = (step - before) / (after - before) if after > before else 0.0
     bits = (1 - share) * found[before][0] + share * found[after][0]
     unit, length = str(cell.data.get("unit", "unit")), whole(cell.config.get("data.length"))
-    stride = whole(cell.config.get("eval.stride")) or length
+    stride = whole(cell.config.get("trainer.val_stride")) or length
     protocol = Protocol("valid", "parallel", unit, str(cell.data.get("name", "")), "", length, stride)
     return Score(protocol, bits, found[before][1], sees_future(cell.config), seed=seed_of(cell))

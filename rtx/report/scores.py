@@ -16,10 +16,6 @@ from rtx.report.values import real, whole
 
 WITHOUT_EFFECT = (
     *OUTSIDE,
-    "eval.",
-    "sample.",
-    "audit.",
-    "analyze.",
     "hardware.devices",
     "hardware.nodes",
     "hardware.name",
@@ -208,7 +204,7 @@ def evaluated(cell: Cell, record: Mapping[str, Any]) -> Score | None:
 def closing(cell: Cell, final: Mapping[str, Any]) -> Score:
     """Return the score on the validation split with which a run ends."""
     length = whole(cell.config.get("data.length"))
-    stride = whole(cell.config.get("eval.stride")) or length
+    stride = whole(cell.config.get("trainer.val_stride")) or length
     name = str(cell.data.get("name") or cell.config.get("data.name") or "")
     protocol = Protocol(
         *("valid", "parallel", str(final.get("unit", "unit")), name, str(cell.data.get("fingerprint", ""))),

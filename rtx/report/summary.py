@@ -52,7 +52,7 @@ def protocol_line(
     """Return what a likelihood means: split, units scored, context, and whether selection could see the future.
 
     Args:
-        config: the run's configuration; its `eval.stride` counts.
+        config: the run's configuration; its `trainer.val_stride` counts.
         split: train, valid or test.
         unit: what one token is, such as "byte".
         units: how many were scored, each once.
@@ -63,7 +63,7 @@ def protocol_line(
         released: how the released code's reading of the text differs, where it was read so; empty: whole.
         stamps: what else makes the number another than the published ones, as `stamp_phrases` says it.
     """
-    length, stride = config.data.length, config.eval.stride or config.data.length
+    length, stride = config.data.length, config.trainer.val_stride or config.data.length
     how = "streaming" if mode == "streaming" else "teacher-forced"
     routes = config.routing.heads > 0 and config.routing.layers > 0
     selection = f"selection={config.routing.selection}" if routes else "no routing heads"

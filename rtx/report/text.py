@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import codecs
 
-
-def printable(text: str) -> str:
-    """Return text with control characters (all but newline and tab) replaced."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+from rtx.wording import printable
 
 
 class TextStream:

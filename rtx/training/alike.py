@@ -38,7 +38,7 @@ def unlike(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str
     fields = [
         (f"{key} =", a, b)
         for key, (a, b) in differences(first["config"], other["config"]).items()
-        if key != "data.path" and (counts(key, a) or counts(key, b))
+        if key != "data.path" and counts(key)
     ]
     found = [("a checkpoint of step", first["step"], other["step"]), *fields]
     return [entry for entry in [*found, ("data of fingerprint", first["data"], other["data"])] if entry[1] != entry[2]]

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 FREE = {
-    *("trainer.steps", "trainer.max_minutes", "trainer.val_every", "trainer.val_windows", "optimizer.steps"),
+    *("trainer.steps", "trainer.max_minutes", "optimizer.steps"),
+    *("trainer.val_every", "trainer.val_windows", "trainer.val_stride"),
     *("trainer.checkpoint_every", "trainer.checkpoint_minutes", "trainer.keep_checkpoints", "trainer.log_every"),
     *("hardware.name", "hardware.workers"),
     *("name", "model.name", "data.path", "data.verify", "data.processes"),

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from rtx.compiler import has_compiler
-from rtx.config import Config
-from rtx.config_training import SPREAD
+from rtx.config import SPREAD, Config
 from rtx.errors import UserError
 from rtx.training.heap import keep_freed_memory
 from rtx.training.launchers import cores, number, process_rank, started_by

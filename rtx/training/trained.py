@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 
 from rtx.compose import RUN_CONFIG, load_run_config, merge, to_dict
-from rtx.config import Config
-from rtx.config_training import SPREAD
+from rtx.config import SPREAD, Config
 from rtx.model.transformer import Transformer
 from rtx.training.checkpoints import Checkpoint, check_config, load_for_use, load_weights
 from rtx.training.exports import KEPT, is_export, read_export
@@ -41,9 +40,9 @@ class Trained:
         return torch.autocast("cuda" if self.hardware.accelerator == "gpu" else "cpu", dtype=torch.bfloat16)
 
 
-def run_config(folder: Path, overrides: list[str], section: str) -> Config:
+def run_config(folder: Path, overrides: list[str]) -> Config:
     """Return a run's configuration with overrides, for work on one device."""
-    return on_one_device(merge(load_run_config(folder), overrides, section))
+    return on_one_device(merge(load_run_config(folder), overrides))
 
 
 def on_one_device(config: Config) -> Config:
@@ -81,4 +80,4 @@ def load_trained(
 def load_model(folder: str | Path, checkpoint: str = "best") -> Trained:
     """Load a run (its `best` or `last`) or an exported model, for use from Python; errors as `load_trained`."""
     path = Path(folder)
-    return load_trained(path, run_config(path, [], "sample"), checkpoint, say=lambda line: None)
+    return load_trained(path, run_config(path, []), checkpoint, say=lambda line: None)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from rtx.config_bench import BenchConfig
+from rtx.options import BenchOptions
 from rtx.training.stepping import Failure, Turn, Work, serve
 
 ADVICE = "bench.together=false holds one row at a time, a smaller trainer.micro_batch_size needs less"
@@ -102,7 +102,7 @@ def starting_point() -> Any:
 
 
 def measure(
-    work: Sequence[Work], bench: BenchConfig, timings: Sequence[Timing], show: Callable[[int, int], None]
+    work: Sequence[Work], bench: BenchOptions, timings: Sequence[Timing], show: Callable[[int, int], None]
 ) -> None:
     """Let every row take its steps in every turn; what is known at any moment stands in `timings`.
 

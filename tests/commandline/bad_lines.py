@@ -7,8 +7,8 @@ import re
 import hypothesis.strategies as st
 from hypothesis.strategies import DrawFn
 
-from rtx.commandline.fields import Field, all_fields, options
-from rtx.config import GROUPS
+from rtx.config import GROUPS, all_fields
+from rtx.keys import Field, options
 
 RUN, SWEEP = "outputs/rtx/run", "outputs/rtx"
 """A run's folder, which has a configuration and nothing else, and that of its sweep."""
@@ -26,7 +26,7 @@ GOOD = (
     ("train", "--help", "routing", "seed=1"),
     ("plan", "data=enwik8", "model=rt24", "trainer.micro_batch_size=2", "hardware.precision=bf16"),
     ("plan", "data=cifar10", "model=rt12-cifar10", "data.size=16", "routing.clusters=null"),
-    ("plan", "experiment=enwik8", "model.recompute=true", "trainer.steps=${optimizer.warmup}"),
+    ("plan", "experiment=enwik8", "model.recompute=true", "trainer.steps=${optimizer.steps}"),
     ("eval", RUN, "split=test", "mode=streaming", "eval.limit=3", "hardware=cpu"),
     ("sample", RUN, "length=20", "temperature=0.5", "prompt=Once, (upon)", "top_p=0.9"),
     ("resume", RUN, "trainer.steps=2000", "trainer.max_minutes=5", "force=true"),
@@ -61,7 +61,7 @@ CLASHES = (
     ("model.base=fixed", "model.summary=200"),
     ("routing.keys=separate", "routing=random"),
     ("optimizer.schedule=rsqrt", "optimizer.warmup=0"),
-    ("eval.stride=100000",),
+    ("trainer.val_stride=100000",),
     ("data=stdlib", "data.path=book.txt"),
     ("data=cifar10", "data.length=100"),
     ("data.pairs=9000",),

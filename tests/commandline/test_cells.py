@@ -42,7 +42,7 @@ def test_a_failed_cell_is_run_again_only_where_that_is_asked_for(
     assert "it failed before (the loss is NaN at step 3); no checkpoint is left of its 3 steps; it begins anew" in told
     calls = started(tmp_path)
     assert len(calls) == 3
-    assert calls[2] == (["-m", "rtx", "train", "seed=1", "sweep.retry=true"], calls[0][1])
+    assert calls[2] == (["-m", "rtx", "train", "seed=1"], calls[0][1])
 
 
 def test_a_failed_cell_with_a_checkpoint_goes_on_from_it(

@@ -6,8 +6,8 @@ import pytest
 
 from rtx.cli import COMMANDS
 from rtx.commandline import help
-from rtx.commandline.fields import all_fields, option_doc, options
-from rtx.config import GROUPS
+from rtx.config import GROUPS, all_fields
+from rtx.keys import option_doc, options
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +46,14 @@ def test_an_incomplete_configuration_has_its_help() -> None:
 
 def test_a_command_on_a_run_shows_its_own_defaults_alone() -> None:
     page = help.command_page("eval", ["outputs/rtx/run"])
-    assert "\n  eval.split=valid " in page
+    assert "\n  split=valid " in page
     assert "\n  hardware.threads " in page
     assert "model=<option>" not in page
     assert "hardware.workers" not in page
     assert "\n  ddp" not in page and "\n  fsdp" not in page
     assert "\n  data.length " in page
-    assert page.index("eval.<key>") < page.index("hardware.<key>")
-    assert "force=true" in help.command_page("resume", [])
+    assert page.index("options of rtx eval") < page.index("hardware.<key>")
+    assert "\n  force=false " in help.command_page("resume", [])
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])

@@ -124,7 +124,7 @@ def test_a_cell_whose_output_cannot_be_written_leaves_the_others_running(
     tmp_path: Path, outputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = stand_in(tmp_path, 'end(0, "done")')
-    (outputs / "a" / config_hash(compose(["seed=1", "sweep.parallel=2"])) / "output.log").mkdir(parents=True)
+    (outputs / "a" / config_hash(compose(["seed=1"])) / "output.log").mkdir(parents=True)
     assert run(monkeypatch, script, "seed=1,2,3", "name=a", "sweep.parallel=2") == 1
     said = capsys.readouterr()
     assert "Traceback" not in said.err and "Is a directory" in said.out
@@ -182,7 +182,7 @@ def test_real_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyte
     monkeypatch.delenv("RTX_OUTPUTS", raising=False)
     (tmp_path / "book.txt").write_bytes(bytes(range(32, 127)) * 100)
     small = ["model.layers=2", "model.hidden=16", "model.heads=2", "model.ffn_hidden=16", "model.window=16"]
-    small += ["data.length=32", "routing.layers=1", "routing.window=16", "routing.heads=1", "sample.length=8"]
+    small += ["data.length=32", "routing.layers=1", "routing.window=16", "routing.heads=1"]
     short = ["trainer.steps=2", "trainer.batch_size=2", "hardware=cpu", "hardware.threads=1", "logger=jsonl"]
     arguments = ["data=text", "data.path=book.txt", *small, *short]
     assert cli.main(["train", "-m", "seed=1,2", *arguments]) == 0

@@ -137,14 +137,17 @@ def test_what_is_asked_otherwise_is_kept_beside_and_the_same_again_replaces_itse
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("layer=2",), "pictures.layer=2: must be numbers from 0 to 1, joined by +"),
-        (("head=0+x",), "pictures.head=0+x: must be numbers from 0 to 1, joined by +"),
-        (("at=32",), "pictures.at=32: must be numbers from 0 to 31, joined by +"),
-        (("start=150",), "pictures.start=150: the last unit that 32 units of split valid can begin with is 118"),
-        (("text=a",), "pictures.text has 1 units: must have from 2 to data.length=32"),
-        (("text=abc", "start=1"), "pictures.start chooses a place in the split, pictures.text a text of its own"),
+        (("layer=2",), "layer=2: must be numbers from 0 to 1, joined by +"),
+        (("head=0+x",), "head=0+x: must be numbers from 0 to 1, joined by +"),
+        (("at=32",), "at=32: must be numbers from 0 to 31, joined by +"),
+        (("start=150",), "start=150: the last unit that 32 units of split valid can begin with is 118"),
+        (("text=a",), "text has 1 units: must have from 2 to data.length=32"),
+        (("text=abc", "start=1"), "start chooses a place in the split, text a text of its own"),
         (("windows=3",), "unknown key 'windows'"),
-        (("pictures.windows=3",), "rtx analyze patterns does not read pictures.windows; it reads analyze.split"),
+        (
+            ("pictures.windows=3",),
+            "does not read pictures.windows; it is an option of rtx analyze context",
+        ),
         (("lyer=1",), "unknown key 'lyer' (did you mean 'layer'?)"),
     ],
 )
@@ -162,7 +165,7 @@ def test_patterns_of_images_are_drawn_on_them(workshop: Workshop, image_run: Pat
     assert size(folder / "image-layer1.png") == (2 * width + 6, 2 * height + 6), "two heads by two positions"
     assert not (folder / "page.html").exists() and (folder / "map-layer1-head1.png").exists()
     said = workshop.command("analyze", "patterns", str(image_run), "start=1", code=2)
-    assert "pictures.start=1: the last image of split valid is 0" in said
+    assert "start=1: the last image of split valid is 0" in said
     said = workshop.command("analyze", "patterns", str(image_run), "text=cat", code=2)
     assert "pictures.text has no place in a run on data=images" in said
 
@@ -258,7 +261,7 @@ def test_images_go_on_from_their_upper_half(workshop: Workshop, image_run: Path)
         assert all((cell[:2] == original[:2]).all() and (cell[2:] != original[2:]).any() for cell in drawn)
         assert (drawn[0] != drawn[1]).any()
     said = workshop.command("analyze", "samples", str(image_run), "given=72", code=2)
-    assert "pictures.given=72: an image has 72 units" in said
+    assert "given=72: an image has 72 units" in said
     assert "have no place here" in workshop.command("analyze", "samples", str(image_run), "length=9", code=2)
 
 

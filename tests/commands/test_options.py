@@ -9,9 +9,9 @@ from unittest.mock import MagicMock
 import pytest
 from small_runs import SIZES, Workshop, counted_rows
 
-from rtx.commandline.fields import options
 from rtx.compose import load_run_config
 from rtx.data import text
+from rtx.keys import options
 from rtx.training.status import read_status
 
 SMALL = tuple(size for size in SIZES if not size.startswith(("trainer.", "data=")))

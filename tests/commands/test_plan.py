@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rtx.commandline.fields import options
 from rtx.commands import plan
+from rtx.keys import options
 
 
 @pytest.mark.parametrize("preset", sorted(options("model")))

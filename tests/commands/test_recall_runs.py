@@ -112,7 +112,7 @@ def test_what_recall_does_not_have_is_refused_in_a_line(workshop: Workshop, reca
     for arguments, said in (
         (("sample", str(recall_run)), "a run on data=recall has no text to write"),
         (("eval", str(recall_run), "split=train"), "data=recall has no train split"),
-        (("eval", str(recall_run), "stride=5"), "eval.stride=5 has no place in data=recall"),
+        (("eval", str(recall_run), "stride=5"), "trainer.val_stride=5 has no place in data=recall"),
         (("train", "data=recall", "data.pairs=70", "data.keys=70"), "take 280 units, more than data.length=256"),
         (("train", "data=recall", "data.pairs=17"), "data.pairs=17 must be at most data.keys=16"),
         (("train", "data=recall", "data.path=x"), "data.path=x is not read by data=recall"),

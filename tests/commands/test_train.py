@@ -54,7 +54,7 @@ def test_what_a_run_leaves_and_says(workshop: Workshop, tmp_path: Path) -> None:
 
 def test_the_score_is_the_one_that_the_protocol_line_tells_of(workshop: Workshop, tmp_path: Path) -> None:
     run = tmp_path / "cell"
-    said = workshop.command("train", workshop.text, *SHORT, "eval.stride=5", run=run)
+    said = workshop.command("train", workshop.text, *SHORT, "trainer.val_stride=5", run=run)
     assert "windows of 32, stride 5, teacher-forced" in " ".join(said.split())
     workshop.command("eval", str(run), "split=valid", "checkpoint=last")
     (kept,) = (run / "eval").iterdir()

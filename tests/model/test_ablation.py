@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from test_decoding import streamed_nats
@@ -12,7 +10,6 @@ from torch import nn
 
 from rtx.attention.patterns import Local
 from rtx.attention.selection import normalise
-from rtx.config import Config
 from rtx.errors import UserError
 from rtx.model.ablation import ablate, check_ablation
 from rtx.model.transformer import Transformer
@@ -20,16 +17,10 @@ from rtx.model.transformer import Transformer
 TOKENS_BN = tokens()
 
 
-def config_for(how: str, **options: object) -> Config:
-    """A tiny configuration with an ablation."""
-    config = tiny_config(**options)  # type: ignore[arg-type]
-    return dataclasses.replace(config, eval=dataclasses.replace(config.eval, ablate=how))
-
-
 def ablated(how: str, **options: object) -> Transformer:
     """The same weights for every ablation."""
     model = tiny_model(**options)  # type: ignore[arg-type]
-    ablate(model, config_for(how, **options))
+    ablate(model, tiny_config(**options), how)  # type: ignore[arg-type]
     return model
 
 
@@ -92,10 +83,10 @@ def test_only_routing_layers_change_and_none_changes_nothing() -> None:
 @pytest.mark.parametrize("sizes", [{"routing_heads": 0}, {"routing_layers": 0}])
 def test_a_model_without_routing_heads_is_refused(how: str, sizes: dict[str, int]) -> None:
     with pytest.raises(UserError, match=f"eval.ablate={how}: the model has no routing heads"):
-        check_ablation(config_for(how, **sizes))
+        check_ablation(tiny_config(**sizes), how)  # type: ignore[arg-type]
 
 
 def test_random_heads_have_no_random_swap() -> None:
     with pytest.raises(UserError, match="random members already"):
-        check_ablation(config_for("random", selection="random"))
-    check_ablation(config_for("routing", selection="random"))
+        check_ablation(tiny_config(selection="random"), "random")
+    check_ablation(tiny_config(selection="random"), "routing")

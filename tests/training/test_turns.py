@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from rtx.attention.centroids import all_centroids
-from rtx.commandline.overrides import check_overrides
 from rtx.compose import compose
-from rtx.config_bench import BenchConfig
 from rtx.data.recall import RecallStore
 from rtx.errors import UserError
+from rtx.options import BenchOptions
 from rtx.training import stepping
 from rtx.training.stepping import Failure, Turn, Work, reason_of, take_turns
 from rtx.training.turns import ADVICE, Row, Timing, measure
@@ -91,7 +90,7 @@ def test_a_killed_row_says_so_and_the_others_go_on() -> None:
     assert row.process is None
     timings, shown = [Timing(), Timing()], []
     rows = [work("model.hidden=1048576"), work()]
-    measure(rows, BenchConfig(turns=2, per_turn=1, warmup=0), timings, lambda turn, row: shown.append((turn, row)))
+    measure(rows, BenchOptions(turns=2, per_turn=1, warmup=0), timings, lambda turn, row: shown.append((turn, row)))
     assert shown == [(1, 1), (1, 2), (2, 2)]
     assert timings[0].reason.startswith("out of memory: ") and timings[0].reason.endswith(ADVICE)
     assert timings[0].milliseconds is None and len(timings[1].turns) == 2 and timings[1].reason == ""
@@ -102,10 +101,3 @@ def test_reasons_are_one_line() -> None:
     assert reason_of(RuntimeError("CUDA out of memory. Tried\nmore")) == "out of memory: CUDA out of memory. Tried more"
     assert reason_of(MemoryError()) == "out of memory: MemoryError"
     assert reason_of(IndexError("at 3")) == "IndexError: at 3"
-
-
-def test_bench_keys_are_no_part_of_what_a_run_is() -> None:
-    from rtx.compose import config_hash
-
-    assert str(check_overrides(["bench.turns=7"])[0]) == "bench.turns=7"
-    assert config_hash(compose(["bench.turns=7"])) == config_hash(compose([]))

@@ -1,0 +1,268 @@
+"""What can be set: keys with type, range and docstring, and the options of the groups in `conf/`.
+
+Help, errors, the schema for editors and the shell's completion read this. No torch, no Hydra, no YAML.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import functools
+import inspect
+import math
+import sys
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rtx.errors import UserError, nearest
+from rtx.wording import shorten
+
+KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+
+MOST_WHOLE = 2**53
+"""The largest whole number that a key without a range of its own takes; a float beyond it stands for several."""
+
+WORDS_OF_TRUTH = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+
+
+def one_of(default: str, *choices: str) -> Any:
+    """A text field with a closed list of values."""
+    return dataclasses.field(default=default, metadata={"choices": (default, *choices)})
+
+
+def parts_of(default: str, *choices: str) -> Any:
+    """A text field with one or more of a closed list of values, joined by +; one may stand there twice."""
+    return dataclasses.field(default=default, metadata={"parts": (default, *choices)})
+
+
+def ranged(default: Any, low: float | None = None, high: float | None = None, *, above: float | None = None) -> Any:
+    """A number with `low <= value <= high` and `value > above`, each where given; None passes where allowed."""
+    return dataclasses.field(default=default, metadata={"low": low, "high": high, "above": above})
+
+
+@dataclass(frozen=True)
+class Field:
+    """One key that can be set: `key` is its dotted path, `kind` its Python type, `doc` the docstring below it."""
+
+    key: str
+    kind: type
+    optional: bool
+    default: Any
+    metadata: Mapping[str, Any]
+    doc: str
+
+    @property
+    def section(self) -> str:
+        """What stands before the last dot."""
+        return self.key.rpartition(".")[0]
+
+    @property
+    def name(self) -> str:
+        """What stands behind the last dot."""
+        return self.key.rpartition(".")[2]
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The closed list of values, empty where any value of the type will do."""
+        return self.metadata.get("choices", ())
+
+    @property
+    def is_free_text(self) -> bool:
+        """Whether any text at all is a value."""
+        return self.kind is str and not {"choices", "parts"} & set(self.metadata)
+
+    @property
+    def allowed(self) -> str:
+        """What the field takes, to stand behind "must be"."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        if "parts" in self.metadata:
+            return "one or more of " + ", ".join(self.metadata["parts"]) + ", joined by +"
+        limits = [KINDS[self.kind]]
+        for words, bound in (("at least", "low"), ("greater than", "above"), ("at most", "high")):
+            if (limit := self.metadata.get(bound)) is not None:
+                limits.append(f"{words} {limit:.12g}")
+        return ", ".join(limits) + (", or null" if self.optional else "")
+
+    def read(self, value: Any, shown: str | None = None) -> Any:
+        """Return a value (a text as a user writes it, or what a parser made of one) in the field's type.
+
+        Args:
+            value: None only where it is meant as null.
+            shown: how the user wrote it, for the error.
+
+        Raises:
+            UserError: it is of another type or out of range.
+        """
+        if value is None and self.optional:
+            return None
+        found = convert(self.kind, value)
+        if found is not None and not violated(self.metadata, found):
+            return found
+        near = nearest(str(value), self.choices, cutoff=0.8) if self.choices else ""
+        large = isinstance(found, int) and found > MOST_WHOLE and self.metadata.get("high") is None
+        most = f", at most {MOST_WHOLE}" if large else ""
+        text = shorten(shown if shown is not None else "null" if value is None else str(value))
+        raise UserError(f"{self.key}={text}: must be {self.allowed}{most}{near} ({self.doc.rstrip('.')})")
+
+
+def convert(kind: type, value: Any) -> Any:
+    """Return a value as `kind`, None where it is not of that type; a whole number such as 1e3 is an integer."""
+    if kind is str:
+        if isinstance(value, bool):
+            return str(value).lower()
+        return str(value) if isinstance(value, str | int | float) else None
+    if kind is bool:
+        return value if isinstance(value, bool) else WORDS_OF_TRUTH.get(str(value).strip().lower())
+    if isinstance(value, str):
+        value = number(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if kind is int and isinstance(value, float):
+        return int(value) if math.isfinite(value) and value.is_integer() else None
+    try:
+        return kind(value)
+    except OverflowError:  # digits without end
+        return None
+
+
+def number(text: str) -> int | float | None:
+    """Return the number that a text is, or None."""
+    for kind in (int, float) if text.isascii() else ():
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return None
+
+
+def violated(metadata: Mapping[str, Any], value: Any) -> str:
+    """Return what a field allows if `value` is outside it, else an empty string."""
+    if "parts" in metadata:
+        known = all(part in metadata["parts"] for part in value.split("+"))
+        return "" if known else "one or more of " + ", ".join(metadata["parts"]) + ", joined by +"
+    if "choices" in metadata:
+        return "" if value in metadata["choices"] else "one of " + ", ".join(metadata["choices"])
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a finite number"
+    if (low := metadata.get("low")) is not None and value < low:
+        return f"at least {low:.12g}"
+    if isinstance(value, int) and value > MOST_WHOLE and metadata.get("high") is None:
+        return f"at most {MOST_WHOLE}"
+    if (high := metadata.get("high")) is not None and value > high:
+        return f"at most {high:.12g}"
+    if (above := metadata.get("above")) is not None and value <= above:
+        return f"greater than {above:.12g}"
+    return ""
+
+
+@functools.cache
+def fields_of(cls: type, prefix: str = "") -> dict[str, Field]:
+    """Return every field of a dataclass, and of the dataclasses in it, by its dotted key, in their order."""
+    found: dict[str, Field] = {}
+    hints, docs = typing.get_type_hints(cls), docstrings(cls)
+    for spec in dataclasses.fields(cls):
+        key, hint = prefix + spec.name, hints[spec.name]
+        if dataclasses.is_dataclass(hint):
+            found |= fields_of(typing.cast(type, hint), key + ".")
+        else:
+            kind, optional = plain_type(hint)
+            found[key] = Field(key, kind, optional, spec.default, spec.metadata, docs[spec.name])
+    return found
+
+
+def plain_type(hint: Any) -> tuple[type, bool]:
+    """Return the type of `int` or `int | None`, and whether None is allowed."""
+    if isinstance(hint, types.UnionType):
+        (kind,) = (member for member in typing.get_args(hint) if member is not types.NoneType)
+        return kind, True
+    return hint, False
+
+
+def docstrings(cls: type) -> dict[str, str]:
+    """Return the docstring below each field of a dataclass and of those that it extends."""
+    found: dict[str, str] = {}
+    for owner in reversed([each for each in cls.__mro__ if dataclasses.is_dataclass(each)]):
+        for node in parsed(str(sys.modules[owner.__module__].__file__)).body:
+            if isinstance(node, ast.ClassDef) and node.name == owner.__name__:
+                for statement, below in zip(node.body, node.body[1:], strict=False):
+                    match statement, below:
+                        case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                            found[name] = " ".join(text.split())
+    return found
+
+
+@functools.cache
+def parsed(path: str) -> ast.Module:
+    """Return the syntax tree of a source file."""
+    return ast.parse(Path(path).read_text(encoding="utf-8"))
+
+
+def about(cls: type) -> str:
+    """Return the docstring of a dataclass on one line."""
+    return " ".join((inspect.getdoc(cls) or "").split())
+
+
+@functools.cache
+def conf_dir() -> Path:
+    """Return the folder of the Hydra groups: inside the package in a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    inside = package / "conf"
+    return inside if inside.is_dir() else package.parent / "conf"
+
+
+@functools.cache
+def options(group: str) -> tuple[str, ...]:
+    """Return the options of a group in alphabetical order."""
+    return tuple(sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")))
+
+
+def option_doc(group: str, option: str) -> str:
+    """Return the first comment line of an option's file, Hydra's own directive (`# @package`) apart."""
+    lines = (conf_dir() / group / f"{option}.yaml").read_text(encoding="utf-8").splitlines()
+    first = next(line for line in lines if not line.startswith("# @"))
+    return first.removeprefix("#").strip()
+
+
+def suggest_key(word: str, known: Iterable[str]) -> str:
+    """Return " (did you mean 'x' or 'y'?)" for the dotted keys nearest to `word`, or an empty string.
+
+    A key is near when it ends in that very word (`heads`), when it is written alike (`routing.windw`, and before keys a
+    group: `modle`), or when its last part is (`lrr`); behind a section its own keys come first, and others must be
+    nearer than for a word alone.
+    """
+    word, keys = word.lower(), list(known)
+    section, _, leaf = word.rpartition(".")
+    matches = [key for key in keys if leaf and key.rpartition(".")[2] == leaf]
+    if matches and "." in word:
+        matches = difflib.get_close_matches(word, matches, n=1, cutoff=0.0)
+    if not matches and section:
+        own = [key for key in keys if key.startswith(f"{section}.")]
+        near_word = difflib.get_close_matches(word, keys, n=1, cutoff=0.85)
+        matches = by_last_part(leaf, own, 0.6) or near_word or by_last_part(leaf, keys, 0.8)
+    elif not matches:
+        whole = [key for key in keys if "." not in key]
+        near_group = difflib.get_close_matches(word, whole, n=1, cutoff=0.75)
+        matches = near_group or by_last_part(leaf, keys, 0.6) or difflib.get_close_matches(word, keys, n=1, cutoff=0.7)
+    return f" (did you mean {' or '.join(repr(key) for key in matches[:3])}?)" if matches else ""
+
+
+def by_last_part(leaf: str, keys: list[str], cutoff: float) -> list[str]:
+    """Return the keys whose last part is the nearest to `leaf`, none where it is farther than `cutoff`."""
+    parts = sorted({key.rpartition(".")[2] for key in keys})
+    near = difflib.get_close_matches(leaf, parts, n=1, cutoff=cutoff)
+    return [key for key in keys if key.rpartition(".")[2] in near]

@@ -1,0 +1,504 @@
+"""What commands that train nothing read behind their name: a small dataclass of options each, and which keys of a run.
+
+`read_words` takes a command line apart into run folders, options and overrides of a configuration; a word that a
+command does not read is refused with a line that says where it belongs. No torch, no Hydra, no YAML.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from rtx.config import GROUPS, SPREAD, composed_fields
+from rtx.errors import UserError, nearest
+from rtx.keys import Field, fields_of, one_of, ranged, suggest_key
+from rtx.wording import shorten
+
+LAUNCHED = ("slurm", "submitit_local")
+"""Options of hardware that make jobs of the cells of a sweep."""
+
+
+@dataclass
+class EvalOptions:
+    """Scoring a split: every unit exactly once."""
+
+    split: str = one_of("valid", "test", "train")
+    """Part of the data to score."""
+    mode: str = one_of("parallel", "streaming")
+    """parallel: one pass over each window (teacher-forced); streaming: every decision from the prefix alone."""
+    stride: int | None = ranged(None, low=1)
+    """Units by which windows advance; unset: N. Smaller gives every unit more context, at more cost."""
+    limit: int | None = ranged(None, low=1)
+    """Score a seeded sample of this many windows only; the result is marked partial."""
+    batch_size: int | None = ranged(None, low=1)
+    """Windows scored at once; unset: as many as make 16,384 units."""
+    protocol: str = one_of("whole", "released")
+    """whole: every unit of the split once; released: the text as the paper's released code reads it, parts left out."""
+    checkpoint: str = one_of("best", "last")
+    """Checkpoint of the run to score."""
+    ablate: str = one_of("none", "routing", "local", "random")
+    """Score without routing: its heads' outputs zero (routing), their keys the last W (local), or random members."""
+
+
+@dataclass
+class SampleOptions:
+    """Generating text or images."""
+
+    length: int | None = ranged(None, low=1)
+    """Units to generate; unset: 1,000 of text, a whole image of N."""
+    count: int = ranged(1, low=1, high=1024)
+    """Images to generate, side by side in one picture (image sets)."""
+    temperature: float = ranged(1.0, low=0.0)
+    """Divides the logits; 0: always the most likely unit."""
+    top_k: int | None = ranged(None, low=1)
+    """Draw from this many most likely units only."""
+    top_p: float | None = ranged(None, above=0.0, high=1.0)
+    """Draw from the most likely units that hold this share of the probability (nucleus)."""
+    prompt: str = ""
+    """Text to continue."""
+    seed: int = ranged(0, low=0)
+    """Seed of the draw."""
+    checkpoint: str = one_of("best", "last")
+    """Checkpoint of the run to sample from."""
+
+
+@dataclass
+class AuditOptions:
+    """The causality audit: what of the past moves when the future changes, and what that is worth in bits."""
+
+    module: str | None = None
+    """Audit another model, package.module:callable; called without arguments it returns the nn.Module."""
+    length: int | None = ranged(None, low=2)
+    """Positions of the sequences that are changed (with audit.module also of those priced); unset: N, or 256 there."""
+    vocabulary: int | None = ranged(None, low=2)
+    """Token ids 0 to this less one are drawn for audit.module; unset: 256."""
+    double: bool = True
+    """Compute the changes in float64; false: in the parameters' own type (audit.tolerance must allow its rounding)."""
+    streaming: bool = True
+    """Change the future of decisions made from the prefix alone, too (not with audit.module)."""
+    sequences: int = ranged(2, low=1)
+    """Sequences whose future is changed."""
+    prefixes: int = ranged(24, low=1)
+    """Prefix lengths behind which everything is changed, one after the other."""
+    tolerance: float = ranged(1e-9, low=0.0)
+    """Relative change from which on an output counts as moved."""
+    split: str = one_of("valid", "test", "train")
+    """Part of a run's data to take sequences from."""
+    windows: int = ranged(32, low=0)
+    """Windows of a run's data that are priced; 0: no price, and the data are not read."""
+    positions: int = ranged(32, low=1)
+    """Positions scored in each window: each is a run of the model on its prefix alone."""
+    checkpoint: str = one_of("best", "last")
+    """Checkpoint of the run to audit."""
+    seed: int = ranged(0, low=0, high=2**31 - 1)
+    """Seed of the windows, positions and changed ids: the same ones for every run."""
+    output: str | None = None
+    """File for the result as JSON, of a configuration or of audit.module; a run gets audit.json in its folder."""
+
+
+@dataclass
+class AnalyzeOptions:
+    """Looking into a run."""
+
+    split: str = one_of("valid", "test", "train")
+    """Part of the data to take sequences from."""
+    seed: int = ranged(0, low=0, high=2**31 - 1)
+    """Seed of what is drawn."""
+    checkpoint: str = one_of("best", "last")
+    """Checkpoint of the run to look into."""
+
+
+@dataclass
+class DivergenceOptions(AnalyzeOptions):
+    """How far apart heads of a layer read."""
+
+    sequences: int = ranged(1, low=1)
+    """Sequences read; draws take them in turn."""
+    draws: int = ranged(10, low=1, high=10_000)
+    """Pairs of heads drawn for each layer and kind of pair."""
+
+
+@dataclass
+class PatternsOptions(AnalyzeOptions):
+    """Which positions the heads read in one sequence."""
+
+    text: str = ""
+    """Text to look at instead of one from the split."""
+    start: int | None = ranged(None, low=0)
+    """Unit of the split that the text begins with, or number of the image; unset: drawn by the seed."""
+    layer: str | None = None
+    """Layers to draw, 0 the lowest, joined by +; unset: the topmost."""
+    head: str | None = None
+    """Heads of these layers, counted from 0, joined by +; unset: all."""
+    at: str | None = None
+    """Positions to look at, joined by +; unset: the last one of a text, four of an image."""
+    asked: int = ranged(512, low=1, high=2048)
+    """Positions of a text that the page can be asked about, the first of `at` amid them."""
+
+
+@dataclass
+class ContextOptions(AnalyzeOptions):
+    """Loss by position, and what units gain from farther context."""
+
+    windows: int = ranged(64, low=1)
+    """Windows scored."""
+    bins: int = ranged(16, low=1, high=256)
+    """Ranges of position that the loss is averaged over."""
+    mode: str = one_of("parallel", "streaming")
+    """parallel: one pass over each window (teacher-forced); streaming: every decision from the prefix alone."""
+
+
+@dataclass
+class SamplesOptions(AnalyzeOptions):
+    """What runs write from the same prompts, side by side."""
+
+    windows: int = ranged(4, low=1)
+    """Images completed."""
+    samples: int | None = ranged(None, low=1, high=256)
+    """Texts of each run (unset: 8), or completions of each image (unset: 4)."""
+    given: int | None = ranged(None, low=0)
+    """Units of the split that each sample goes on from; unset: none of a text, the upper half of an image."""
+    length: int | None = ranged(None, low=1)
+    """Units of each text; unset: 1,000."""
+    temperature: float = ranged(1.0, low=0.0)
+    """Divides the logits; 0: always the most likely unit."""
+    top_k: int | None = ranged(None, low=1)
+    """Draw from this many most likely units only."""
+    top_p: float | None = ranged(None, above=0.0, high=1.0)
+    """Draw from the most likely units that hold this share of the probability (nucleus)."""
+    prompt: str = ""
+    """Text to continue."""
+
+
+@dataclass
+class ReportOptions:
+    """Tables, plots and pages of finished runs."""
+
+    output: str | None = None
+    """Folder to write report.{md,csv,tex,html} to; unset: report/ in the first with a run."""
+
+
+@dataclass
+class ExportOptions:
+    """A trained model as files that others load."""
+
+    checkpoint: str = one_of("best", "last")
+    """Weights: of the best validation, or the last."""
+    output: str | None = None
+    """Folder to write to; unset: export/ in the run's folder."""
+
+
+@dataclass
+class BenchOptions:
+    """Timing the training steps of several rows in turn."""
+
+    turns: int = ranged(5, low=1, high=10_000)
+    """Turns: in each of them every row takes its steps, one row after the other, so that drift reaches all alike."""
+    per_turn: int = ranged(2, low=1, high=10_000)
+    """Timed steps of a row in each turn; a time is the mean of a turn, and the median over turns counts."""
+    warmup: int = ranged(2, low=0, high=10_000)
+    """Steps of a row, not timed, when its process begins."""
+    together: bool = True
+    """Keep every row's process between its turns; false: one at a time, begun anew each turn, for rows that fill
+    the memory."""
+
+
+@dataclass
+class SweepOptions:
+    """How the cells of a sweep (rtx train -m) run."""
+
+    parallel: int | None = ranged(None, low=1, high=1_000)
+    """Cells side by side; unset: one after the other, or with hardware=slurm all of them, as the queue takes them."""
+    retry: bool = False
+    """Run failed cells again, from their checkpoint if there is one; otherwise they are reported as they failed."""
+
+
+@dataclass
+class WatchOptions:
+    """Watching a sweep."""
+
+    once: bool = False
+    """Print how the sweep stands and leave, instead of watching it until it ends."""
+
+
+@dataclass
+class ResumeOptions:
+    """Going on with a run."""
+
+    force: bool = False
+    """Go on although the model, the data or the seed change; the run says that it is no longer exact."""
+
+
+DEVICE = ("hardware.name", "hardware.precision", "hardware.deterministic", "hardware.threads")
+"""What a command on a run reads of its hardware: it works on one device."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What stands behind the name of a command."""
+
+    usage: str
+    options: type | None = None
+    sections: tuple[str, ...] = ()
+    """What may stand before an option and a dot; behind its command an option needs none."""
+    runs: tuple[int, int] = (0, 0)
+    """Fewest and most run folders in front."""
+    groups: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    """Groups and keys of a run's configuration that may be changed for the command."""
+    composes: bool = False
+    """Whether the words make a configuration, where there is no run: then every group and key is read."""
+
+    @property
+    def own(self) -> dict[str, Field]:
+        """The options by their plain names."""
+        return fields_of(self.options) if self.options else {}
+
+    def option(self, key: str, composing: bool) -> str:
+        """Return the plain name of the option that `key` means, or an empty string."""
+        section, _, name = key.rpartition(".")
+        plain = not section and not (composing and name in composed_fields())  # seed and name are the run's there
+        return name if name in self.own and (plain or section in self.sections) else ""
+
+
+MANY = 10_000
+RUN_KEYS = ("data.*", *DEVICE)
+ANALYSES = {
+    "divergence": DivergenceOptions,
+    "patterns": PatternsOptions,
+    "context": ContextOptions,
+    "samples": SamplesOptions,
+}
+"""What `rtx analyze` can do."""
+
+ANALYZE_USAGE = (
+    "rtx analyze divergence|patterns|context <run> [split=test] [key=value ...] | "
+    "samples <run> [<other run>] [length=1000] [key=value ...]"
+)
+COMPOSING = "[group=option ...] [key=value ...] [--cfg job]"
+READS = {
+    "train": Command(f"rtx train {COMPOSING} [-m]", composes=True),
+    "train -m": Command(f"rtx train -m {COMPOSING}", SweepOptions, ("sweep",), composes=True),
+    "plan": Command(f"rtx plan {COMPOSING}", composes=True),
+    "resume": Command(
+        "rtx resume <run> [key=value ...]",
+        *(ResumeOptions, ("resume",), (1, 1), ("hardware", "logger")),
+        keys=(*(f"{group}.*" for group in (*GROUPS, "trainer")), "seed"),
+    ),
+    "eval": Command(
+        "rtx eval <run> [split=test] [mode=streaming] [stride=...] [limit=...] [ablate=routing] [key=value ...]",
+        *(EvalOptions, ("eval",), (1, 1), ("hardware",), (*RUN_KEYS, "seed")),
+    ),
+    "audit": Command(
+        "rtx audit <run ...> [windows=32] [positions=32] [key=value ...] | [group=option ...] [key=value ...]",
+        *(AuditOptions, ("audit",), (0, MANY), ("hardware",), RUN_KEYS),
+        composes=True,
+    ),
+    **{
+        f"analyze {what}": Command(
+            ANALYZE_USAGE,
+            *(options, ("analyze", "pictures", "sample", "eval"), (1, 2 if what == "samples" else 1)),
+            *(("hardware",), RUN_KEYS),
+        )
+        for what, options in ANALYSES.items()
+    },
+    "sample": Command(
+        "rtx sample <run> [length=2000] [temperature=0.9] [top_k=...] [top_p=...] [prompt=...] [key=value ...]",
+        *(SampleOptions, ("sample",), (1, 1), ("hardware",), DEVICE),
+    ),
+    "export": Command("rtx export <run> [checkpoint=last] [output=...]", *(ExportOptions, ("export",), (1, 1))),
+    "report": Command(
+        "rtx report [<run or sweep folder> ...] [output=...] [logger=offline] [key=value ...]",
+        *(ReportOptions, ("report",), (0, MANY), ("logger",), ("logger.*",)),
+    ),
+    "sweep": Command("rtx sweep <folder> [once=true]", *(WatchOptions, ("sweep",), (1, 1))),
+    "bench steps": Command(
+        "rtx bench steps [group=option,... ...] [key=value,... ...]", BenchOptions, ("bench",), composes=True
+    ),
+    "data": Command(
+        "rtx data prepare|verify|info|remove [data=text] [data.path=book.txt] | list | remove <store>",
+        groups=("data",),
+        keys=("data.*",),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Words:
+    """A command line taken apart."""
+
+    runs: list[Path]
+    options: Any
+    """The command's dataclass."""
+    overrides: list[str]
+    """Of the configuration, as the user wrote them."""
+    given: frozenset[str]
+    """The plain names of the options that the user wrote."""
+
+
+def read_words(command: str, words: Sequence[str]) -> Words:
+    """Take apart what stands behind a command.
+
+    Args:
+        command: its name, with what it is to do behind `analyze` and `bench`, and -m behind `train` for a sweep.
+        words: what stands behind that.
+
+    Raises:
+        UserError: with a line for each word that the command does not read, or a run that is missing.
+    """
+    reads = READS[command]
+    runs, rest = split_runs(words) if reads.runs[1] else ([], list(words))
+    check_runs(command, runs, rest)
+    composing = reads.composes and not runs
+    values, overrides, problems = {}, [], []
+    for word in rest:
+        try:
+            key, text = split_word(command, word)
+            if name := reads.option(key, composing):
+                field = replace(reads.own[name], key=key)  # an error says what the user wrote
+                values[name] = field.read(plain_text(text, field), text)
+                continue
+            refuse_foreign(command, key, word, composing)
+            if runs:
+                refuse_devices(command, key, text)
+            overrides.append(word)
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("\n".join(problems))
+    return Words(runs, reads.options(**values) if reads.options else None, overrides, frozenset(values))
+
+
+def split_runs(words: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Return the folders that words begin with, and the rest; a folder that exists may have any name (a=b, -o)."""
+    count = 0
+    for word in words:
+        if (("=" in word or word.startswith("-")) and not os.path.isdir(word)) or not word:
+            break
+        count += 1
+    return [Path(word) for word in words[:count]], list(words[count:])
+
+
+def check_runs(command: str, runs: Sequence[Path], rest: Sequence[str]) -> None:
+    """Refuse too few and too many run folders.
+
+    Raises:
+        UserError: says how many the command takes.
+    """
+    least, most = READS[command].runs
+    usage = READS[command].usage
+    if len(runs) < least:
+        found = f", not {shorten(rest[0])!r}" if rest else ""
+        raise UserError(f"rtx {command} needs the run's folder first{found}; usage: {usage}")
+    if len(runs) > most:
+        extra = shorten(str(runs[most]))
+        raise UserError(f"rtx {command} takes {'one run' if most == 1 else f'{most} runs'}, not also {extra!r}")
+
+
+def split_word(command: str, word: str) -> tuple[str, str]:
+    """Return key and value of `key=value`.
+
+    Raises:
+        UserError: it is not of that form.
+    """
+    key, equals, text = word.partition("=")
+    shown, key = shorten(word), key.lstrip("+").strip()
+    if word.startswith("-"):
+        raise UserError(f"{shown}: unknown flag; see rtx {command.split()[0]} --help")
+    if word.startswith("~"):
+        raise UserError(f"{shown}: a key or group can be set, not removed")
+    if not equals or not key:
+        raise UserError(f"{shown!r} is not of the form key=value{near_key(command, key)}")
+    return key, text
+
+
+def near_key(command: str, key: str) -> str:
+    """Return how to complete a word without "=", if it is a key, else which key is near."""
+    if key in GROUPS or key in composed_fields():
+        return f"; say {key}=<{'option' if key in GROUPS else 'value'}>"
+    return suggest_key(key, known_keys(command, READS[command].composes)) if key else ""
+
+
+def known_keys(command: str, composing: bool) -> list[str]:
+    """Return everything that may stand before "=" behind a command."""
+    reads = READS[command]
+    if composing:
+        return [
+            *(f"{section}.{name}" for section in reads.sections[:1] for name in reads.own),
+            *GROUPS,
+            *composed_fields(),
+        ]
+    keys = [key for key in composed_fields() if any(fnmatchcase(key, pattern) for pattern in reads.keys)]
+    return [*reads.own, *reads.groups, *keys]
+
+
+def refuse_foreign(command: str, key: str, word: str, composing: bool) -> None:
+    """Refuse a key that the command does not read.
+
+    Raises:
+        UserError: says which command reads it, or which key is near.
+    """
+    known = known_keys(command, composing)
+    if key in known or (composing and key.partition(".")[0].partition("/")[0] == "hydra"):
+        return
+    shown, reads = shorten(word), READS[command]
+    if key in GROUPS and reads.groups:
+        raise UserError(
+            f"{shown}: a run keeps its {key}; {' and '.join(f'{group}=' for group in reads.groups)} can be chosen anew"
+        )
+    if owners := [name for name, other in READS.items() if "." in key and other.option(key, False)]:
+        moved = "; for validations in training: trainer.val_stride" if key == "eval.stride" else ""
+        raise UserError(f"{shown}: rtx {command} does not read {key}; it is an option of rtx {owners[0]}{moved}")
+    if key in GROUPS or key in composed_fields():
+        raise UserError(f"{shown}: rtx {command} does not read {key}; it reads {', '.join(read_by(command))}")
+    sections = {name.partition(".")[0]: name for name in reversed(known) if "." in name}
+    if key in sections:
+        raise UserError(f"{shown}: {key} is a section; set its keys one by one, such as {sections[key]}=...")
+    near = suggest_key(key, known)
+    if not composing:
+        raise UserError(f"unknown key {shorten(key)!r}{near}; rtx {command} reads {', '.join(read_by(command))}")
+    raise UserError(f"unknown key {shorten(key)!r}{near or '; rtx train --help lists them'}")
+
+
+def read_by(command: str) -> Iterator[str]:
+    """Yield the options and keys that a command on a run reads, briefly."""
+    yield from READS[command].own
+    yield from READS[command].keys
+
+
+def refuse_devices(command: str, key: str, text: str) -> None:
+    """Refuse hardware of several devices, and what makes jobs, behind a command on a run.
+
+    Raises:
+        UserError: says what hardware takes.
+    """
+    if key == "hardware" and text in LAUNCHED:
+        raise UserError(f"{key}={text}: makes jobs of the cells of a sweep (rtx train -m), not of rtx {command}")
+    if command != "resume" and key in ("hardware", "hardware.name") and text in SPREAD:
+        raise UserError(f"{key}={text}: rtx {command} works on one device; hardware takes auto, cpu or gpu")
+
+
+def plain_text(text: str, field: Field) -> str | None:
+    """Return the text of an option without quotes around it; None where null is meant."""
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        return text[1:-1]
+    return None if field.optional and text.strip().lower() == "null" else text
+
+
+def what_to_do(word: str, words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return what `rtx analyze` or `rtx bench` is asked to do, and the words behind that.
+
+    Raises:
+        UserError: nothing, or what there is not.
+    """
+    known = [command.partition(" ")[2] for command in READS if command.startswith(f"{word} ")]
+    what = words[0] if words else ""
+    if what in known:
+        return what, list(words[1:])
+    near = nearest(what, known) if what else ""
+    said = f"rtx {word} {shorten(what)}".rstrip()
+    raise UserError(f"{said}: say {' or '.join(known)}{near}; usage: {READS[f'{word} {known[0]}'].usage}")
