@@ -8,7 +8,6 @@ Exit codes: 0; 2 a mistake of the user, told in lines that begin with "rtx:"; 1 
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import io
 import os
@@ -18,7 +17,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from types import FrameType
-from typing import NoReturn
 
 from rtx import __version__
 from rtx.errors import RunFailed, UserError, nearest
@@ -40,15 +38,11 @@ COMMANDS = {
     "bench": "time the training steps of a table's rows in turn",
     "plan": "count parameters, FLOPs and memory of a run, and run nothing",
     "data": "prepare, verify, look at, list or remove data sets",
+    "schema": "print what a file of conf/ may hold, for editors",
+    "completion": "print a script by which bash completes commands, options and keys",
 }
 RUNNING = ("train", "resume")
 """Commands that a scheduler may stop with SIGUSR1 and SIGUSR2 as well."""
-FLAGS = {
-    "train": (("--help", "-h"), ("--cfg", "-c"), ("--package", "-p"), ("--multirun", "-m")),
-    "plan": (("--help", "-h"), ("--cfg", "-c"), ("--package", "-p")),
-    "": (("--help", "-h"),),
-}
-"""The flags of the commands that have more than --help."""
 HELP_FLAGS = ("--help", "-h", "help")
 
 
@@ -132,6 +126,8 @@ def dispatch(arguments: list[str]) -> int:
     if word not in COMMANDS:
         hint = nearest(word, [*COMMANDS, "--help", "--version"]) or f"; the commands are {', '.join(COMMANDS)}"
         raise UserError(f"unknown command {word!r}{hint}")
+    from rtx.commandline.flags import check_first, parse_flags, show
+
     flags, words = parse_flags(word, rest)
     if flags.help:
         return help_page([word, *words], 0)
@@ -145,93 +141,12 @@ def dispatch(arguments: list[str]) -> int:
     return importlib.import_module(f"rtx.commands.{word}").main(words)
 
 
-class FlagParser(argparse.ArgumentParser):
-    """Reads the flags, wherever they stand, and leaves the other words."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise `UserError` in place of leaving."""
-        raise UserError(f"{message}; see rtx --help")
-
-
-def parse_flags(word: str, arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Take the flags out of the arguments of command `word`; returns them and the rest.
-
-    Raises:
-        UserError: a flag that the command does not have, a value that it does not take, or two that exclude each other.
-    """
-    parser = FlagParser(prog=f"rtx {word}", add_help=False, allow_abbrev=False)
-    parser.set_defaults(multirun=False, cfg="", package="")
-    known = FLAGS.get(word, FLAGS[""])
-    for names in known:
-        switch = names[0] in ("--help", "--multirun")
-        parser.add_argument(*names, **({"action": "store_true"} if switch else {}))
-    flags, words = parser.parse_known_args(arguments)
-    for unknown in (each for each in words if each.startswith("-") and not os.path.isdir(each)):
-        near = nearest(unknown, [name for names in known for name in names])
-        raise UserError(f"{unknown}: unknown flag of rtx {word}{near}; see rtx {word} --help")
-    if flags.cfg not in ("", "job"):
-        raise UserError(f"--cfg {flags.cfg}: must be job")
-    if flags.multirun and flags.cfg:
-        raise UserError("only one of --multirun and --cfg can be given")
-    if flags.package and not flags.cfg:
-        raise UserError("--package goes with --cfg")
-    return flags, words
-
-
-def show(words: list[str], package: str) -> int:
-    """Print the configuration as a run records it, or the part of it at the dotted key `package`.
-
-    Raises:
-        UserError: an override is wrong, or `package` names no part of the configuration.
-    """
-    from omegaconf import OmegaConf
-
-    from rtx.compose import compose, to_dict
-    from rtx.config import all_fields, sections
-    from rtx.keys import suggest_key
-
-    node = OmegaConf.create(to_dict(compose(words)))
-    known = [*sections(), *all_fields()]
-    if package and package not in known:
-        raise UserError(f"--package {package}: no such part of the configuration{suggest_key(package, known)}")
-    part = OmegaConf.select(node, package) if package else node
-    print(OmegaConf.to_yaml(part) if OmegaConf.is_config(part) else f"{part}\n", end="")
-    return 0
-
-
-def check_first(word: str, arguments: list[str]) -> None:
-    """Raise `UserError` for a wrong configuration, or for data that are not there, before the imports of the command:
-    torch takes seconds.
-    """
-    from rtx.options import READS, read_words, what_to_do
-
-    command, words = word, arguments
-    if command not in READS:
-        what, words = what_to_do(word, arguments)
-        command = f"{word} {what}"
-    if command == "bench steps" or word == "data":
-        return  # which read their words themselves, before torch
-    from rtx.compose import compose, load_run_config, merge
-
-    read = read_words(command, words)
-    for run in read.runs if word not in ("report", "sweep") else []:
-        merge(load_run_config(run), read.overrides)
-    if READS[command].composes and not read.runs:
-        config = compose(read.overrides)
-        if word == "train":
-            from rtx.commandline.axes import refuse_half_a_sweep
-            from rtx.data.catalog import check_source, data_root
-
-            refuse_half_a_sweep(read.overrides)
-            check_source(config.data, data_root())
-
-
 def help_page(words: list[str], code: int) -> int:
     """Print the page of a command, or of rtx itself, and return `code`."""
     from rtx.commandline import help
 
     if words and words[0] in COMMANDS:
-        print(help.command_page(words[0], words[1:]))
+        print(help.command_page(words[0], words[1:], COMMANDS[words[0]]))
     else:
         print(help.front_page(COMMANDS))
     return code

@@ -33,6 +33,7 @@ from rtx.identity import digest
 from rtx.keys import conf_dir, suggest_key
 from rtx.options import read_words
 from rtx.sets import IMAGE_SETS, image_side
+from rtx.wording import shorten
 
 CONFIG_NAME = "config"
 RUN_CONFIG = "config.yaml"
@@ -103,27 +104,21 @@ def user_errors(where: str = "") -> Iterator[None]:
     """Turn what Hydra, OmegaConf and YAML raise into a `UserError` of one line, `where` in front."""
     try:
         yield
+    except MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{where}not valid YAML{line}: {error.problem}") from error
     except YAMLError as error:
-        raise UserError(where + yaml_problem(error)) from error
+        raise UserError(f"{where}not valid YAML: {first_line(error)}") from error
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(where + first_lines(error)) from error
+        inner = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else None
+        said = ": ".join(first_line(each) for each in (error, inner) if each)
+        key = getattr(inner or error, "full_key", None)
+        raise UserError(f"{where}{key}: {said}" if key and key not in said else where + said) from error
 
 
-def first_lines(error: BaseException) -> str:
-    """Return what an error of Hydra or OmegaConf says, without its advice (`+key=...`, search paths, internals)."""
-    said = [str(error).strip().partition("\n")[0]]
-    if isinstance(error.__cause__, OmegaConfBaseException):
-        said.append(str(error.__cause__).strip().partition("\n")[0])
-    key = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
-    text = ": ".join(line.rstrip(".") for line in said if line)
-    return f"{key}: {text}" if key and key not in text else text
-
-
-def yaml_problem(error: YAMLError) -> str:
-    """Return what a YAML parser found wrong, and where."""
-    if isinstance(error, MarkedYAMLError) and error.problem and error.problem_mark:
-        return f"not valid YAML, line {error.problem_mark.line + 1}: {error.problem}"
-    return f"not valid YAML: {str(error).partition(chr(10))[0]}"
+def first_line(error: BaseException) -> str:
+    """Return what an error says, without the advice on its further lines (`+key=...`, search paths, internals)."""
+    return str(error).strip().partition("\n")[0].rstrip(".")
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -162,7 +157,7 @@ def to_config(values: Mapping[str, Any]) -> Config:
     for key, value in flat(values).items():
         try:
             if key not in known:
-                raise UserError(f"unknown key {key!r}{suggest_key(key, known)}")
+                raise UserError(f"unknown key {shorten(str(key))!r}{suggest_key(key, known)}")
             found[key] = known[key].read(value)
         except UserError as error:
             problems.append(str(error))
@@ -226,14 +221,14 @@ def entries(node: yaml.MappingNode, where: str, depth: int = 2) -> dict[str, Any
     found: dict[str, Any] = {}
     for key, value in node.value:
         line = f"line {key.start_mark.line + 1}"
-        if key.value in found:
-            raise UserError(f"{where}{line}: found duplicate key {key.value}")
+        if not isinstance(key, yaml.ScalarNode) or key.value in found:
+            raise UserError(f"{where}{line}: found duplicate key {shorten(str(key.value))}")
         if isinstance(value, yaml.MappingNode) and depth > 1:
             found[key.value] = entries(value, where, depth - 1)
         elif isinstance(value, yaml.ScalarNode):
             found[key.value] = None if value.tag == "tag:yaml.org,2002:null" else value.value
         else:
-            raise UserError(f"{where}{line}: {key.value} must be one value")
+            raise UserError(f"{where}{line}: {shorten(key.value)} must be one value")
     return found
 
 

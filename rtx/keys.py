@@ -98,6 +98,18 @@ class Field:
                 limits.append(f"{words} {limit:.12g}")
         return ", ".join(limits) + (", or null" if self.optional else "")
 
+    def fits(self, value: Any) -> bool:
+        """Tell whether a value of the field's type is in its range or its list."""
+        if self.kind is str:
+            parts = self.metadata.get("parts")
+            return all(part in parts for part in value.split("+")) if parts else value in (self.choices or [value])
+        low, high, above = (self.metadata.get(bound) for bound in ("low", "high", "above"))
+        if high is None and self.kind is int:
+            high = MOST_WHOLE
+        below = (low is not None and value < low) or (above is not None and value <= above)
+        finite = not isinstance(value, float) or math.isfinite(value)
+        return finite and not below and (high is None or value <= high)
+
     def read(self, value: Any, shown: str | None = None) -> Any:
         """Return a value (a text as a user writes it, or what a parser made of one) in the field's type.
 
@@ -111,7 +123,7 @@ class Field:
         if value is None and self.optional:
             return None
         found = convert(self.kind, value)
-        if found is not None and not violated(self.metadata, found):
+        if found is not None and self.fits(found):
             return found
         near = nearest(str(value), self.choices, cutoff=0.8) if self.choices else ""
         large = isinstance(found, int) and found > MOST_WHOLE and self.metadata.get("high") is None
@@ -148,26 +160,6 @@ def number(text: str) -> int | float | None:
         except ValueError:
             continue
     return None
-
-
-def violated(metadata: Mapping[str, Any], value: Any) -> str:
-    """Return what a field allows if `value` is outside it, else an empty string."""
-    if "parts" in metadata:
-        known = all(part in metadata["parts"] for part in value.split("+"))
-        return "" if known else "one or more of " + ", ".join(metadata["parts"]) + ", joined by +"
-    if "choices" in metadata:
-        return "" if value in metadata["choices"] else "one of " + ", ".join(metadata["choices"])
-    if isinstance(value, float) and not math.isfinite(value):
-        return "a finite number"
-    if (low := metadata.get("low")) is not None and value < low:
-        return f"at least {low:.12g}"
-    if isinstance(value, int) and value > MOST_WHOLE and metadata.get("high") is None:
-        return f"at most {MOST_WHOLE}"
-    if (high := metadata.get("high")) is not None and value > high:
-        return f"at most {high:.12g}"
-    if (above := metadata.get("above")) is not None and value <= above:
-        return f"greater than {above:.12g}"
-    return ""
 
 
 @functools.cache
@@ -241,28 +233,16 @@ def option_doc(group: str, option: str) -> str:
 def suggest_key(word: str, known: Iterable[str]) -> str:
     """Return " (did you mean 'x' or 'y'?)" for the dotted keys nearest to `word`, or an empty string.
 
-    A key is near when it ends in that very word (`heads`), when it is written alike (`routing.windw`, and before keys a
-    group: `modle`), or when its last part is (`lrr`); behind a section its own keys come first, and others must be
-    nearer than for a word alone.
+    The last part counts most: `lrr` is near to optimizer.lr, and `heads` as near to routing.heads as to model.heads.
     """
-    word, keys = word.lower(), list(known)
-    section, _, leaf = word.rpartition(".")
-    matches = [key for key in keys if leaf and key.rpartition(".")[2] == leaf]
-    if matches and "." in word:
-        matches = difflib.get_close_matches(word, matches, n=1, cutoff=0.0)
-    if not matches and section:
-        own = [key for key in keys if key.startswith(f"{section}.")]
-        near_word = difflib.get_close_matches(word, keys, n=1, cutoff=0.85)
-        matches = by_last_part(leaf, own, 0.6) or near_word or by_last_part(leaf, keys, 0.8)
-    elif not matches:
-        whole = [key for key in keys if "." not in key]
-        near_group = difflib.get_close_matches(word, whole, n=1, cutoff=0.75)
-        matches = near_group or by_last_part(leaf, keys, 0.6) or difflib.get_close_matches(word, keys, n=1, cutoff=0.7)
-    return f" (did you mean {' or '.join(repr(key) for key in matches[:3])}?)" if matches else ""
+    section, _, leaf = word.lower().rpartition(".")
 
+    def nearness(key: str) -> float:
+        own, _, name = key.rpartition(".")
+        by_name = difflib.SequenceMatcher(None, leaf, name).ratio()
+        return 0.7 * by_name + 0.3 * difflib.SequenceMatcher(None, section, own).ratio() if section else by_name
 
-def by_last_part(leaf: str, keys: list[str], cutoff: float) -> list[str]:
-    """Return the keys whose last part is the nearest to `leaf`, none where it is farther than `cutoff`."""
-    parts = sorted({key.rpartition(".")[2] for key in keys})
-    near = difflib.get_close_matches(leaf, parts, n=1, cutoff=cutoff)
-    return [key for key in keys if key.rpartition(".")[2] in near]
+    near = {key: nearness(key) for key in known}
+    best = max(near.values(), default=0.0)
+    found = [repr(key) for key, value in near.items() if value == best]
+    return f" (did you mean {' or '.join(found[:3])}?)" if best >= 0.65 else ""

@@ -7,13 +7,13 @@ command does not read is refused with a line that says where it belongs. No torc
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from rtx.config import GROUPS, SPREAD, composed_fields
+from rtx.config import GROUPS, SPREAD, composed_fields, sections
 from rtx.errors import UserError, nearest
 from rtx.keys import Field, fields_of, one_of, ranged, suggest_key
 from rtx.wording import shorten
@@ -24,7 +24,7 @@ LAUNCHED = ("slurm", "submitit_local")
 
 @dataclass
 class EvalOptions:
-    """Scoring a split: every unit exactly once."""
+    """Scores a run's checkpoint on a split, every unit exactly once, and keeps the score with its protocol."""
 
     split: str = one_of("valid", "test", "train")
     """Part of the data to score."""
@@ -46,7 +46,7 @@ class EvalOptions:
 
 @dataclass
 class SampleOptions:
-    """Generating text or images."""
+    """Generates from a run's checkpoint, one unit after the other, and prints as it goes."""
 
     length: int | None = ranged(None, low=1)
     """Units to generate; unset: 1,000 of text, a whole image of N."""
@@ -68,7 +68,11 @@ class SampleOptions:
 
 @dataclass
 class AuditOptions:
-    """The causality audit: what of the past moves when the future changes, and what that is worth in bits."""
+    """Changes everything behind a prefix, for many prefixes, and says which outputs of the prefix move.
+
+    Behind runs it also prices what teacher-forced scoring gains by the future, in bits, and writes audit.json beside
+    each. Without a run it audits a fresh model of the configuration that the words compose, or what audit.module names.
+    """
 
     module: str | None = None
     """Audit another model, package.module:callable; called without arguments it returns the nn.Module."""
@@ -114,7 +118,7 @@ class AnalyzeOptions:
 
 @dataclass
 class DivergenceOptions(AnalyzeOptions):
-    """How far apart heads of a layer read."""
+    """The Jensen-Shannon divergence between the attention of heads of one layer, drawn at random (Table 6)."""
 
     sequences: int = ranged(1, low=1)
     """Sequences read; draws take them in turn."""
@@ -124,7 +128,7 @@ class DivergenceOptions(AnalyzeOptions):
 
 @dataclass
 class PatternsOptions(AnalyzeOptions):
-    """Which positions the heads read in one sequence."""
+    """Which positions every head reads in one sequence: a page that answers for any position, pictures and maps."""
 
     text: str = ""
     """Text to look at instead of one from the split."""
@@ -142,7 +146,7 @@ class PatternsOptions(AnalyzeOptions):
 
 @dataclass
 class ContextOptions(AnalyzeOptions):
-    """Loss by position, and what units gain from farther context."""
+    """Loss by position in the window, and what the same units gain from farther context."""
 
     windows: int = ranged(64, low=1)
     """Windows scored."""
@@ -154,7 +158,7 @@ class ContextOptions(AnalyzeOptions):
 
 @dataclass
 class SamplesOptions(AnalyzeOptions):
-    """What runs write from the same prompts, side by side."""
+    """Texts of one run or of two side by side, or images completed from their upper half."""
 
     windows: int = ranged(4, low=1)
     """Images completed."""
@@ -176,7 +180,11 @@ class SamplesOptions(AnalyzeOptions):
 
 @dataclass
 class ReportOptions:
-    """Tables, plots and pages of finished runs."""
+    """Sets runs, or the cells of a sweep, beside the paper's tables: Markdown, CSV, JSON, LaTeX and a page.
+
+    Without a folder it lists the paper's tables and what of them is below outputs/. It speaks to W&B only with
+    logger=online or logger=offline.
+    """
 
     output: str | None = None
     """Folder to write report.{md,csv,tex,html} to; unset: report/ in the first with a run."""
@@ -184,7 +192,7 @@ class ReportOptions:
 
 @dataclass
 class ExportOptions:
-    """A trained model as files that others load."""
+    """Writes the model of a run as files that others load, and that rtx eval and rtx sample take in place of a run."""
 
     checkpoint: str = one_of("best", "last")
     """Weights: of the best validation, or the last."""
@@ -194,7 +202,11 @@ class ExportOptions:
 
 @dataclass
 class BenchOptions:
-    """Timing the training steps of several rows in turn."""
+    """Times real training steps of several rows in turn, beside the paper's.
+
+    Table 1 with experiment=cifar10_grid,cifar10_baselines, Table 7 with experiment=pg19_steps. Lists of values are the
+    rows, as in rtx train -m. No data set is needed. The record stands in outputs/<name>/bench/ for rtx report.
+    """
 
     turns: int = ranged(5, low=1, high=10_000)
     """Turns: in each of them every row takes its steps, one row after the other, so that drift reaches all alike."""
@@ -209,7 +221,7 @@ class BenchOptions:
 
 @dataclass
 class SweepOptions:
-    """How the cells of a sweep (rtx train -m) run."""
+    """How the cells of a sweep run."""
 
     parallel: int | None = ranged(None, low=1, high=1_000)
     """Cells side by side; unset: one after the other, or with hardware=slurm all of them, as the queue takes them."""
@@ -219,7 +231,7 @@ class SweepOptions:
 
 @dataclass
 class WatchOptions:
-    """Watching a sweep."""
+    """Shows which cells of a sweep are done, run, failed and why, or wait, until it is over or Ctrl-C."""
 
     once: bool = False
     """Print how the sweep stands and leave, instead of watching it until it ends."""
@@ -227,7 +239,10 @@ class WatchOptions:
 
 @dataclass
 class ResumeOptions:
-    """Going on with a run."""
+    """Continues a run from its last checkpoint, bit for bit as if it had never stopped.
+
+    trainer.steps=N or trainer.max_minutes=M lengthens a run that is done.
+    """
 
     force: bool = False
     """Go on although the model, the data or the seed change; the run says that it is no longer exact."""
@@ -235,6 +250,8 @@ class ResumeOptions:
 
 DEVICE = ("hardware.name", "hardware.precision", "hardware.deterministic", "hardware.threads")
 """What a command on a run reads of its hardware: it works on one device."""
+
+MANY = 10_000
 
 
 @dataclass(frozen=True)
@@ -247,7 +264,6 @@ class Command:
     """What may stand before an option and a dot; behind its command an option needs none."""
     runs: tuple[int, int] = (0, 0)
     """Fewest and most run folders in front."""
-    groups: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
     """Groups and keys of a run's configuration that may be changed for the command."""
     composes: bool = False
@@ -264,9 +280,14 @@ class Command:
         plain = not section and not (composing and name in composed_fields())  # seed and name are the run's there
         return name if name in self.own and (plain or section in self.sections) else ""
 
+    def known(self, composing: bool) -> list[str]:
+        """Return the options, groups and keys that the command reads."""
+        keys = [*GROUPS, *composed_fields()]
+        if composing:
+            return [*(f"{self.sections[0]}.{name}" for name in self.own), *keys]
+        return [*self.own, *(key for key in keys if any(fnmatchcase(key, pattern) for pattern in self.keys))]
 
-MANY = 10_000
-RUN_KEYS = ("data.*", *DEVICE)
+
 ANALYSES = {
     "divergence": DivergenceOptions,
     "patterns": PatternsOptions,
@@ -275,55 +296,48 @@ ANALYSES = {
 }
 """What `rtx analyze` can do."""
 
-ANALYZE_USAGE = (
-    "rtx analyze divergence|patterns|context <run> [split=test] [key=value ...] | "
-    "samples <run> [<other run>] [length=1000] [key=value ...]"
-)
-COMPOSING = "[group=option ...] [key=value ...] [--cfg job]"
+WORDS = "[group=option ...] [key=value ...]"
+RUN_KEYS = ("data.*", "hardware", *DEVICE)
 READS = {
-    "train": Command(f"rtx train {COMPOSING} [-m]", composes=True),
-    "train -m": Command(f"rtx train -m {COMPOSING}", SweepOptions, ("sweep",), composes=True),
-    "plan": Command(f"rtx plan {COMPOSING}", composes=True),
+    "train": Command(f"rtx train {WORDS} [--cfg job] [-m]", composes=True),
+    "train -m": Command(f"rtx train -m {WORDS}", SweepOptions, ("sweep",), composes=True),
+    "plan": Command(f"rtx plan {WORDS} [--cfg job]", composes=True),
     "resume": Command(
-        "rtx resume <run> [key=value ...]",
-        *(ResumeOptions, ("resume",), (1, 1), ("hardware", "logger")),
-        keys=(*(f"{group}.*" for group in (*GROUPS, "trainer")), "seed"),
+        *("rtx resume <run> [key=value ...]", ResumeOptions, ("resume",), (1, 1)),
+        ("hardware", "logger", "seed", *(f"{section}.*" for section in (*GROUPS, "trainer"))),
     ),
     "eval": Command(
         "rtx eval <run> [split=test] [mode=streaming] [stride=...] [limit=...] [ablate=routing] [key=value ...]",
-        *(EvalOptions, ("eval",), (1, 1), ("hardware",), (*RUN_KEYS, "seed")),
+        *(EvalOptions, ("eval",), (1, 1), (*RUN_KEYS, "seed")),
     ),
     "audit": Command(
-        "rtx audit <run ...> [windows=32] [positions=32] [key=value ...] | [group=option ...] [key=value ...]",
-        *(AuditOptions, ("audit",), (0, MANY), ("hardware",), RUN_KEYS),
-        composes=True,
+        f"rtx audit <run ...> [windows=32] [positions=32] [key=value ...] | {WORDS}",
+        *(AuditOptions, ("audit",), (0, MANY), RUN_KEYS, True),
     ),
     **{
         f"analyze {what}": Command(
-            ANALYZE_USAGE,
-            *(options, ("analyze", "pictures", "sample", "eval"), (1, 2 if what == "samples" else 1)),
-            *(("hardware",), RUN_KEYS),
+            f"rtx analyze {'|'.join(ANALYSES)} <run> [split=test] [key=value ...]",
+            *(options, ("analyze", "pictures", "sample", "eval"), (1, 2 if what == "samples" else 1), RUN_KEYS),
         )
         for what, options in ANALYSES.items()
     },
     "sample": Command(
         "rtx sample <run> [length=2000] [temperature=0.9] [top_k=...] [top_p=...] [prompt=...] [key=value ...]",
-        *(SampleOptions, ("sample",), (1, 1), ("hardware",), DEVICE),
+        *(SampleOptions, ("sample",), (1, 1), ("hardware", *DEVICE)),
     ),
-    "export": Command("rtx export <run> [checkpoint=last] [output=...]", *(ExportOptions, ("export",), (1, 1))),
+    "export": Command("rtx export <run> [checkpoint=last] [output=...]", ExportOptions, ("export",), (1, 1)),
     "report": Command(
         "rtx report [<run or sweep folder> ...] [output=...] [logger=offline] [key=value ...]",
-        *(ReportOptions, ("report",), (0, MANY), ("logger",), ("logger.*",)),
+        *(ReportOptions, ("report",), (0, MANY), ("logger", "logger.*")),
     ),
-    "sweep": Command("rtx sweep <folder> [once=true]", *(WatchOptions, ("sweep",), (1, 1))),
-    "bench steps": Command(
-        "rtx bench steps [group=option,... ...] [key=value,... ...]", BenchOptions, ("bench",), composes=True
-    ),
+    "sweep": Command("rtx sweep <folder> [once=true]", WatchOptions, ("sweep",), (1, 1)),
+    "bench steps": Command(f"rtx bench steps {WORDS}", BenchOptions, ("bench",), composes=True),
     "data": Command(
         "rtx data prepare|verify|info|remove [data=text] [data.path=book.txt] | list | remove <store>",
-        groups=("data",),
-        keys=("data.*",),
+        keys=("data", "data.*"),
     ),
+    "schema": Command("rtx schema <group>"),
+    "completion": Command("rtx completion bash"),
 }
 
 
@@ -351,13 +365,12 @@ def read_words(command: str, words: Sequence[str]) -> Words:
         UserError: with a line for each word that the command does not read, or a run that is missing.
     """
     reads = READS[command]
-    runs, rest = split_runs(words) if reads.runs[1] else ([], list(words))
-    check_runs(command, runs, rest)
+    runs = leading_runs(command, words) if reads.runs[1] else []
     composing = reads.composes and not runs
     values, overrides, problems = {}, [], []
-    for word in rest:
+    for word in words[len(runs) :]:
         try:
-            key, text = split_word(command, word)
+            key, text = split_word(word)
             if name := reads.option(key, composing):
                 field = replace(reads.own[name], key=key)  # an error says what the user wrote
                 values[name] = field.read(plain_text(text, field), text)
@@ -373,67 +386,41 @@ def read_words(command: str, words: Sequence[str]) -> Words:
     return Words(runs, reads.options(**values) if reads.options else None, overrides, frozenset(values))
 
 
-def split_runs(words: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Return the folders that words begin with, and the rest; a folder that exists may have any name (a=b, -o)."""
-    count = 0
-    for word in words:
-        if (("=" in word or word.startswith("-")) and not os.path.isdir(word)) or not word:
-            break
-        count += 1
-    return [Path(word) for word in words[:count]], list(words[count:])
-
-
-def check_runs(command: str, runs: Sequence[Path], rest: Sequence[str]) -> None:
-    """Refuse too few and too many run folders.
+def leading_runs(command: str, words: Sequence[str]) -> list[Path]:
+    """Return the run folders that words begin with; one that exists may have any name (a=b, -o).
 
     Raises:
-        UserError: says how many the command takes.
+        UserError: there are fewer or more than the command takes.
     """
-    least, most = READS[command].runs
-    usage = READS[command].usage
+    (least, most), usage = READS[command].runs, READS[command].usage
+    setting = (not word or "=" in word or word.startswith("-") for word in words)
+    ends = (k for k, is_set in enumerate(setting) if is_set and not os.path.isdir(words[k]))
+    runs = [Path(word) for word in words[: next(ends, len(words))]]
     if len(runs) < least:
-        found = f", not {shorten(rest[0])!r}" if rest else ""
+        found = f", not {shorten(words[len(runs)])!r}" if len(words) > len(runs) else ""
         raise UserError(f"rtx {command} needs the run's folder first{found}; usage: {usage}")
     if len(runs) > most:
-        extra = shorten(str(runs[most]))
-        raise UserError(f"rtx {command} takes {'one run' if most == 1 else f'{most} runs'}, not also {extra!r}")
+        raise UserError(f"rtx {command} takes {most} run{'s' * (most > 1)}, not also {shorten(str(runs[most]))!r}")
+    return runs
 
 
-def split_word(command: str, word: str) -> tuple[str, str]:
+def split_word(word: str) -> tuple[str, str]:
     """Return key and value of `key=value`.
 
     Raises:
         UserError: it is not of that form.
     """
     key, equals, text = word.partition("=")
-    shown, key = shorten(word), key.lstrip("+").strip()
+    key = key.lstrip("+").strip()
     if word.startswith("-"):
-        raise UserError(f"{shown}: unknown flag; see rtx {command.split()[0]} --help")
+        raise UserError(f"{shorten(word)}: unknown flag; see rtx --help")
     if word.startswith("~"):
-        raise UserError(f"{shown}: a key or group can be set, not removed")
+        raise UserError(f"{shorten(word)}: a key or group can be set, not removed")
     if not equals or not key:
-        raise UserError(f"{shown!r} is not of the form key=value{near_key(command, key)}")
+        known = [*GROUPS, *composed_fields()]
+        near = f"; say {key}=..." if key in known else suggest_key(key, known) if key else ""
+        raise UserError(f"{shorten(word)!r} is not of the form key=value{near}")
     return key, text
-
-
-def near_key(command: str, key: str) -> str:
-    """Return how to complete a word without "=", if it is a key, else which key is near."""
-    if key in GROUPS or key in composed_fields():
-        return f"; say {key}=<{'option' if key in GROUPS else 'value'}>"
-    return suggest_key(key, known_keys(command, READS[command].composes)) if key else ""
-
-
-def known_keys(command: str, composing: bool) -> list[str]:
-    """Return everything that may stand before "=" behind a command."""
-    reads = READS[command]
-    if composing:
-        return [
-            *(f"{section}.{name}" for section in reads.sections[:1] for name in reads.own),
-            *GROUPS,
-            *composed_fields(),
-        ]
-    keys = [key for key in composed_fields() if any(fnmatchcase(key, pattern) for pattern in reads.keys)]
-    return [*reads.own, *reads.groups, *keys]
 
 
 def refuse_foreign(command: str, key: str, word: str, composing: bool) -> None:
@@ -442,32 +429,22 @@ def refuse_foreign(command: str, key: str, word: str, composing: bool) -> None:
     Raises:
         UserError: says which command reads it, or which key is near.
     """
-    known = known_keys(command, composing)
-    if key in known or (composing and key.partition(".")[0].partition("/")[0] == "hydra"):
+    reads = READS[command]
+    known = reads.known(composing)
+    if key in known or (composing and key.startswith(("hydra.", "hydra/"))):
         return
-    shown, reads = shorten(word), READS[command]
-    if key in GROUPS and reads.groups:
-        raise UserError(
-            f"{shown}: a run keeps its {key}; {' and '.join(f'{group}=' for group in reads.groups)} can be chosen anew"
-        )
-    if owners := [name for name, other in READS.items() if "." in key and other.option(key, False)]:
+    refused = f"{shorten(word)}: rtx {command} does not read {key}; it"
+    owners = [name for name, other in READS.items() if "." in key and other.option(key, False)]
+    if owners := sorted(owners, key=lambda name: not key.startswith(READS[name].sections[0])):
         moved = "; for validations in training: trainer.val_stride" if key == "eval.stride" else ""
-        raise UserError(f"{shown}: rtx {command} does not read {key}; it is an option of rtx {owners[0]}{moved}")
+        raise UserError(f"{refused} is an option of rtx {owners[0]}{moved}")
+    reading = ", ".join([*reads.own, *reads.keys])
     if key in GROUPS or key in composed_fields():
-        raise UserError(f"{shown}: rtx {command} does not read {key}; it reads {', '.join(read_by(command))}")
-    sections = {name.partition(".")[0]: name for name in reversed(known) if "." in name}
-    if key in sections:
-        raise UserError(f"{shown}: {key} is a section; set its keys one by one, such as {sections[key]}=...")
-    near = suggest_key(key, known)
-    if not composing:
-        raise UserError(f"unknown key {shorten(key)!r}{near}; rtx {command} reads {', '.join(read_by(command))}")
-    raise UserError(f"unknown key {shorten(key)!r}{near or '; rtx train --help lists them'}")
-
-
-def read_by(command: str) -> Iterator[str]:
-    """Yield the options and keys that a command on a run reads, briefly."""
-    yield from READS[command].own
-    yield from READS[command].keys
+        raise UserError(f"{refused} reads {reading}")
+    if key in sections():
+        raise UserError(f"{shorten(word)}: {key} is a section; set its keys one by one, such as {key}.<key>=...")
+    listed = "rtx train --help lists them" if composing else f"rtx {command} reads {reading}"
+    raise UserError(f"unknown key {shorten(key)!r}{suggest_key(key, known) or f'; {listed}'}")
 
 
 def refuse_devices(command: str, key: str, text: str) -> None:

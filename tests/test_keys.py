@@ -43,7 +43,6 @@ def test_every_group_is_a_folder_of_options_that_say_what_they_are() -> None:
         ("lrr", " (did you mean 'optimizer.lr'?)"),
         ("TRAINER.STEPS", " (did you mean 'trainer.steps'?)"),
         ("heads", " (did you mean 'routing.heads' or 'model.heads'?)"),
-        ("eval.stepp", " (did you mean 'optimizer.steps' or 'trainer.steps'?)"),
         ("routing.hiden", " (did you mean 'model.hidden'?)"),
         ("eval.xyzzy", ""),
         ("modle", " (did you mean 'model'?)"),

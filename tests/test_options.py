@@ -53,7 +53,7 @@ def test_a_folder_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("command", "word", "said"),
     [
-        ("eval", "splt=test", "unknown key 'splt' (did you mean 'split'?); rtx eval reads split, mode"),
+        ("eval", "splt=test", "unknown key 'splt' (did you mean 'split'?)"),
         ("eval", "split=tst", "split=tst: must be one of valid, test, train (did you mean 'test'?)"),
         ("eval", "eval.limit=0", "eval.limit=0: must be an integer, at least 1, or null"),
         ("eval", "limit=1,2", "limit=1,2: must be an integer"),
@@ -63,15 +63,14 @@ def test_a_folder_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("eval", "hardware=ddp", "hardware=ddp: rtx eval works on one device; hardware takes auto, cpu or gpu"),
         ("eval", "hardware.name=fsdp", "rtx eval works on one device"),
         ("eval", "hardware=slurm", "makes jobs of the cells of a sweep (rtx train -m), not of rtx eval"),
-        ("eval", "model=rt24", "model=rt24: a run keeps its model; hardware= can be chosen anew"),
+        ("eval", "model=rt24", "model=rt24: rtx eval does not read model; it reads split, mode"),
         ("eval", "force=true", "unknown key 'force'"),
-        ("eval", "limit", "'limit' is not of the form key=value"),
         ("eval", "-x", "-x: unknown flag"),
         ("sample", "split=test", "unknown key 'split'"),
         ("sample", "data.path=x", "rtx sample does not read data.path"),
         ("resume", "name=x", "name=x: rtx resume does not read name"),
         ("resume", "eval.split=test", "rtx resume does not read eval.split; it is an option of rtx eval"),
-        ("resume", "experiment=smoke", "a run keeps its experiment; hardware= and logger= can be chosen anew"),
+        ("resume", "experiment=smoke", "rtx resume does not read experiment"),
         ("resume", "force=maybe", "force=maybe: must be true or false"),
         ("analyze patterns", "windows=3", "unknown key 'windows'"),
         ("report", "name=x", "rtx report does not read name"),
@@ -90,7 +89,6 @@ def test_a_command_refuses_what_it_does_not_read(command: str, word: str, said: 
         ("sweep.retry=true", "it is an option of rtx train -m"),
         ("eval.stride=9", "it is an option of rtx eval; for validations in training: trainer.val_stride"),
         ("routing.haeds=2", "unknown key 'routing.haeds' (did you mean 'routing.heads'?)"),
-        ("trainer=3", "trainer is a section; set its keys one by one, such as trainer.steps=..."),
         ("stray", "'stray' is not of the form key=value"),
     ],
 )
@@ -101,5 +99,5 @@ def test_training_refuses_the_options_of_other_commands(word: str, said: str) ->
 def test_runs_are_counted_and_every_mistake_is_told_at_once() -> None:
     said = refusal("eval", "split=test")
     assert said.startswith("rtx eval needs the run's folder first, not 'split=test'; usage: rtx eval <run>")
-    assert "takes one run, not also 'b'" in refusal("eval", "a", "b")
+    assert "takes 1 run, not also 'b'" in refusal("eval", "a", "b")
     assert len(refusal("eval", "run", "splt=test", "limit=0", "model=rt24").splitlines()) == 3

@@ -67,7 +67,7 @@ def check_overrides(arguments: Iterable[str], *, sweep: bool = False) -> list[Ch
 
 def check_override(argument: str, sweep: bool) -> Checked:
     """Check one override; see `check_overrides`."""
-    key, text = split_word("train", argument)
+    key, text = split_word(argument)
     shown = shorten(argument)
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
         return check_hydra_key(key, text, shown, sweep)
@@ -103,30 +103,24 @@ def refuse_missing_launcher(shown: str) -> None:
 
 def check_option(group: str, text: str, sweep: bool) -> Checked:
     """Check `group=option` against the files of `conf/<group>/`."""
-    known = list(options(group))
-    values = values_of(group, text, sweep)
-    for value in values:
-        if group == "experiment" and value is None:
-            continue
-        if not isinstance(value, str | QuotedString) or plain(value) not in known:
-            name = "null" if value is None else shorten(str(plain(value)))
-            quoted = shorten(value.with_quotes()) if isinstance(value, QuotedString) and name == "null" else name
-            raise UserError(
-                f"{group}={quoted}: no such option{nearest(name, known)}; {group} takes {', '.join(known)}"
-                + (" or null" if group == "experiment" else "")
-            )
-        if group == "hardware" and plain(value) in LAUNCHED:
-            refuse_missing_launcher(f"hardware={plain(value)}")
-    return Checked(group, tuple("null" if value is None else str(plain(value)) for value in values))
+    known, chosen = options(group), []
+    for value in values_of(group, text, sweep):
+        name = "null" if value is None else str(plain(value))
+        if name not in known and not (group == "experiment" and value is None):
+            also = " or null" if group == "experiment" else ""
+            hint = f"{nearest(name, known)}; {group} takes {', '.join(known)}{also}"
+            raise UserError(f"{group}={shorten(name)}: no such option{hint}")
+        if group == "hardware" and name in LAUNCHED:
+            refuse_missing_launcher(f"hardware={name}")
+        chosen.append(name)
+    return Checked(group, tuple(chosen))
 
 
 def check_field(field: Field, text: str, sweep: bool) -> Checked:
     """Check `key=value` against the field's type and range."""
     values = values_of(field.key, text, sweep)
     several = len(values) > 1
-    return Checked(
-        field.key, tuple(canonical(field, value, str(plain(value)) if several else text) for value in values)
-    )
+    return Checked(field.key, tuple(canonical(field, value, "" if several else text) for value in values))
 
 
 def is_text(key: str) -> bool:
@@ -141,7 +135,7 @@ def values_of(key: str, text: str, sweep: bool) -> list[Any]:
     if key in composed_fields() and not GRAMMAR.search(text):  # `~/book.txt` and `1e3` as they stand
         return [None if text.strip().lower() == "null" else text]
     try:
-        value = OverridesParser.create().parse_override(f"{key}={text}")._value
+        value = OverridesParser.create().parse_override(f"{key}={text}").value()
     except (HydraException, ValueError, RecursionError):  # digits without end, brackets without end
         if not is_text(key):
             return [text]  # which is no option and no number, as the caller will say
@@ -193,14 +187,14 @@ def plain(value: Any) -> Any:
 
 
 def canonical(field: Field, value: Any, shown: str) -> str:
-    """Return a value of `field` in Hydra's grammar; `shown` is how the user wrote it.
+    """Return a value of `field` in Hydra's grammar; `shown` is how the user wrote it, if known.
 
     Raises:
         UserError: the value is of another type or out of range.
     """
     if isinstance(value, str) and value.startswith("${"):
         return value  # an interpolation: known only when all is composed, and checked then
-    found = field.read(plain(value), shown)
+    found = field.read(plain(value), shown or None)
     if found is None:
         return "null"
     if isinstance(found, str):

@@ -52,7 +52,7 @@ def test_a_command_on_a_run_shows_its_own_defaults_alone() -> None:
     assert "hardware.workers" not in page
     assert "\n  ddp" not in page and "\n  fsdp" not in page
     assert "\n  data.length " in page
-    assert page.index("options of rtx eval") < page.index("hardware.<key>")
+    assert page.index("rtx eval: ") < page.index("hardware.<key>")
     assert "\n  force=false " in help.command_page("resume", [])
 
 

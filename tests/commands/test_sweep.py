@@ -42,8 +42,8 @@ def test_it_prints_once_where_the_output_is_no_terminal(folder: Path, capsys: py
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "rtx sweep needs the folder of a sweep; usage: rtx sweep <folder> [once=true]"),
-        (["outputs/grid", "outputs/grid"], "needs the folder of a sweep, not 2 of them"),
+        ([], "rtx sweep needs the run's folder first; usage: rtx sweep <folder> [once=true]"),
+        (["outputs/grid", "outputs/grid"], "rtx sweep takes 1 run, not also"),
         (["outputs/grids"], "no such folder (did you mean 'grid'?)"),
         (["outputs/grid", "onse=true"], "unknown key 'onse' (did you mean 'once'?)"),
         (["outputs/grid", "once=maybe"], "must be true or false"),
