@@ -71,7 +71,7 @@ def compose_unresolved(overrides: Sequence[str]) -> tuple[Config, dict[str, str 
         choices = {group: node.hydra.runtime.choices[group] for group in GROUPS}
         values = OmegaConf.to_container(OmegaConf.masked_copy(node, [*sections(), "seed", "name"]), resolve=True)
     assert isinstance(values, dict)
-    return with_image_length(to_config(values), overrides), choices
+    return with_image_length(to_config({str(key): value for key, value in values.items()}), overrides), choices
 
 
 def for_hydra(overrides: Iterable[str]) -> list[str]:

@@ -319,7 +319,11 @@ def composed_fields() -> dict[str, Field]:
 
 def sections() -> dict[str, str]:
     """The sections of a run's configuration (data, model, trainer, ...) with the docstring of each."""
-    return {name: about(hint) for name, hint in get_type_hints(Config).items() if is_dataclass(hint)}
+    return {
+        name: about(hint)
+        for name, hint in get_type_hints(Config).items()
+        if isinstance(hint, type) and is_dataclass(hint)
+    }
 
 
 def base_patterns(model: ModelConfig) -> list[str]:

@@ -36,8 +36,7 @@ def parse_flags(word: str, arguments: list[str]) -> tuple[argparse.Namespace, li
     parser.set_defaults(multirun=False, cfg="", package="")
     known = FLAGS.get(word, FLAGS[""])
     for names in known:
-        switch = names[0] in ("--help", "--multirun")
-        parser.add_argument(*names, **({"action": "store_true"} if switch else {}))
+        parser.add_argument(*names, action="store_true" if names[0] in ("--help", "--multirun") else "store")
     flags, words = parser.parse_known_args(arguments)
     for unknown in (each for each in words if each.startswith("-") and not os.path.isdir(each)):
         near = nearest(unknown, [name for names in known for name in names])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import typing
-from dataclasses import is_dataclass
 from typing import Any
 
 from rtx.config import GROUPS, Composed, Config
@@ -49,7 +48,7 @@ def of_section(cls: type, title: str) -> dict[str, Any]:
     """Return the schema of a dataclass, and of those in it."""
     hints, fields = typing.get_type_hints(cls), fields_of(cls)
     properties = {
-        name: of_section(hint, name) if is_dataclass(hint) else of_field(fields[name]) for name, hint in hints.items()
+        name: of_section(hint, name) if name not in fields else of_field(fields[name]) for name, hint in hints.items()
     }
     return {
         "title": title,

@@ -50,7 +50,8 @@ def several(key: str, text: str) -> list[str]:
 def disagree(values: Mapping[str, Any], cell: Mapping[str, str]) -> list[str]:
     """Return the keys of a configuration that are not what a cell's words say."""
     fields = all_fields()
-    wrong = [key for key, text in cell.items() if key in fields and values[key] != followed(values, fields[key], text)]
+    said = {key: followed(values, fields[key], text) for key, text in cell.items() if key in fields}
+    wrong = [key for key, value in said.items() if values[key] != value and not (value is None and key in SELF_MADE)]
     for group in GROUPS:
         own = f"{group}.name"
         if group in cell and own in values and own not in cell and cell[group].strip("'\" ") != values[own]:

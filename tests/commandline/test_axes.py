@@ -41,7 +41,6 @@ def test_the_baselines_of_table_1() -> None:
     assert (full.model.base, full.routing.heads) == ("full", 0)
     assert (local.model.base, local.routing.heads, local.model.window) == ("local", 0, 512)
     assert (random.routing.selection, *shape(random)) == ("random", 512, 8, 4)
-    assert full.sweep.cells is None
     assert lay_out_cells(check_overrides(["experiment=cifar10_baselines"], sweep=True))[1] == [
         "model.base",
         "routing.heads",

@@ -38,7 +38,7 @@ def problems(schema: dict[str, Any], value: Any, where: str = "") -> list[str]:
         return [*unknown, *(line for lines in inner for line in lines)]
     fits = (
         value in schema.get("enum", [value])
-        and ("pattern" not in schema or re.search(schema["pattern"], value))
+        and ("pattern" not in schema or re.search(schema["pattern"], str(value)))
         and ("minimum" not in schema or value >= schema["minimum"])
         and ("maximum" not in schema or value <= schema["maximum"])
         and ("exclusiveMinimum" not in schema or value > schema["exclusiveMinimum"])
