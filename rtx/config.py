@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, is_dataclass
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from rtx.keys import Field, about, fields_of, one_of, parts_of, ranged
 
@@ -319,11 +319,8 @@ def composed_fields() -> dict[str, Field]:
 
 def sections() -> dict[str, str]:
     """The sections of a run's configuration (data, model, trainer, ...) with the docstring of each."""
-    return {
-        name: about(hint)
-        for name, hint in get_type_hints(Config).items()
-        if isinstance(hint, type) and is_dataclass(hint)
-    }
+    hints: dict[str, Any] = get_type_hints(Config)
+    return {name: about(hint) for name, hint in hints.items() if is_dataclass(hint)}
 
 
 def base_patterns(model: ModelConfig) -> list[str]:

@@ -478,4 +478,4 @@ def what_to_do(word: str, words: Sequence[str]) -> tuple[str, list[str]]:
         return what, list(words[1:])
     near = nearest(what, known) if what else ""
     said = f"rtx {word} {shorten(what)}".rstrip()
-    raise UserError(f"{said}: say {' or '.join(known)}{near}; usage: {READS[f'{word} {known[0]}'].usage}")
+    raise UserError(f"{said}: say {', '.join(known)}{near}; usage: {READS[f'{word} {known[0]}'].usage}")

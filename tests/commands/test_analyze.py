@@ -167,7 +167,7 @@ def test_patterns_of_images_are_drawn_on_them(workshop: Workshop, image_run: Pat
     said = workshop.command("analyze", "patterns", str(image_run), "start=1", code=2)
     assert "start=1: the last image of split valid is 0" in said
     said = workshop.command("analyze", "patterns", str(image_run), "text=cat", code=2)
-    assert "pictures.text has no place in a run on data=images" in said
+    assert "text has no place in a run on data=images" in said
 
 
 def test_recall_shows_its_units_as_numbers_and_has_nothing_else_to_look_at(workshop: Workshop) -> None:
