@@ -204,7 +204,7 @@ def parsed(path: str) -> ast.Module:
     return ast.parse(Path(path).read_text(encoding="utf-8"))
 
 
-def about(cls: type) -> str:
+def about(cls: object) -> str:
     """Return the docstring of a dataclass on one line."""
     return " ".join((inspect.getdoc(cls) or "").split())
 
