@@ -19,8 +19,7 @@ from rtx.analysis.causality import (
 )
 from rtx.attention.pattern import Pattern
 from rtx.checks import resolve
-from rtx.config import CLUSTERED, SELECTIONS, Config, DataConfig, ModelConfig, RoutingConfig
-from rtx.keys import all_fields
+from rtx.config import CLUSTERED, SELECTIONS, Config, DataConfig, ModelConfig, RoutingConfig, all_fields
 from rtx.model.transformer import Transformer
 
 VOCABULARY, LENGTH = 11, 44

@@ -273,7 +273,7 @@ def test_what_is_not_there_to_analyze_is_said(workshop: Workshop, run: Path, ima
     assert "unknown key 'draw'" in workshop.command("analyze", "divergence", str(run), "draw=3", code=2)
     said = workshop.command("analyze", "samples", str(run), str(image_run), code=2)
     assert "was trained on other data than" in said
-    assert "one run or two, not 3" in workshop.command("analyze", "samples", *[str(run)] * 3, code=2)
+    assert "takes 2 runs, not also" in workshop.command("analyze", "samples", *[str(run)] * 3, code=2)
     said = workshop.command("analyze", "samples", str(run), "given=3", "prompt=a", code=2)
     assert "say one of them" in said
 

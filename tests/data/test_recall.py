@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from rtx.config import DataConfig
+from rtx.config import DataConfig, all_fields
 from rtx.data.catalog import check_source, open_data, prepare_data, verify_data
 from rtx.data.recall import TEST, TRAIN, VALID, RecallStore
 from rtx.data.sampler import MadeItems, training_batches
 from rtx.errors import UserError
-from rtx.keys import all_fields
 
 TASK = DataConfig(name="recall", length=40, pairs=5, keys=9, values=4, fillers=3, sequences=7)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from rtx.commandline.axes import lay_out_cells
 from rtx.commandline.overrides import check_overrides
 from rtx.compose import compose, to_dict
-from rtx.keys import all_fields, conf_dir, options
+from rtx.config import all_fields
+from rtx.keys import conf_dir, options
 from rtx.report.cells import flat
 from rtx.report.matching import kind_of, paper_row, settings_changed
 from rtx.report.paper import paper_tables, table_of
