@@ -30,9 +30,9 @@ from rtx.attention.pattern import Inputs
 from rtx.checks import resolve
 from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
 from rtx.data.windows import windows
+from rtx.evaluation.scores import score_windows
 from rtx.model.decoding import Decoder
 from rtx.model.transformer import Transformer
-from rtx.training.evaluate import score_windows
 from rtx.training.heap import keep_freed_memory
 
 PATTERNS = ("local", "routing_causal", "routing_topk", "random", "full")

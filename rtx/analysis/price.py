@@ -23,7 +23,7 @@ import numpy as np
 from torch import nn
 
 from rtx.analysis.spans import Span, standard_error, unit_nats
-from rtx.training.evaluate import score_windows
+from rtx.evaluation.scores import score_windows
 
 PARALLEL, RERUN, STREAMING = "teacher_forced", "prefix_rerun", "streaming"
 DIFFERENCES = {

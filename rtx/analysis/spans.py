@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rtx.training.evaluate import equal_batches
+from rtx.evaluation.scores import equal_batches
 
 
 class Span(NamedTuple):

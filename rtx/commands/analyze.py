@@ -19,10 +19,10 @@ from rtx.config import Config
 from rtx.data.catalog import data_root, open_data
 from rtx.data.windows import windows
 from rtx.errors import RunFailed, UserError
+from rtx.evaluation.scores import sample_windows
 from rtx.identity import short_hash
 from rtx.options import DivergenceOptions, read_words, what_to_do
 from rtx.report.divergence import divergence_table
-from rtx.training.evaluate import sample_windows
 from rtx.training.files import replace_file
 from rtx.training.metrics import utc_now
 from rtx.training.progress import Progress, clock

@@ -20,12 +20,12 @@ from rtx.config import Config
 from rtx.data.catalog import Store, data_root, open_data
 from rtx.data.windows import Window, windows
 from rtx.errors import UserError
+from rtx.evaluation.scores import sample_windows
 from rtx.identity import short_hash
 from rtx.options import ContextOptions, read_words
 from rtx.report.context import context_chart, context_table
 from rtx.report.summary import protocol_line, sees_future
 from rtx.sets import IMAGE_SETS
-from rtx.training.evaluate import sample_windows
 from rtx.training.metrics import utc_now
 from rtx.training.progress import Progress, clock
 from rtx.training.trained import Trained, load_trained, run_config

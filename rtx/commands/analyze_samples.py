@@ -21,13 +21,13 @@ from rtx.data.store import TokenStore
 from rtx.data.tokenizers import encode_text
 from rtx.data.windows import windows
 from rtx.errors import UserError
+from rtx.evaluation.scores import sample_windows
 from rtx.identity import short_hash
 from rtx.model.decoding import generate
 from rtx.options import SamplesOptions, read_words
 from rtx.report.spelling import known_words, samples_page, shares, shares_table, side_by_side, words
 from rtx.report.text import printable
 from rtx.sets import IMAGE_SETS
-from rtx.training.evaluate import sample_windows
 from rtx.training.metrics import utc_now
 from rtx.training.progress import Progress, clock
 from rtx.training.trained import Trained, load_trained, run_config

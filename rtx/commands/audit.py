@@ -26,12 +26,12 @@ from rtx.config import Config
 from rtx.data.catalog import Store, data_root, open_data
 from rtx.data.windows import Window, windows
 from rtx.errors import RunFailed, UserError
+from rtx.evaluation.scores import sample_windows
 from rtx.model.patterns import layer_patterns
 from rtx.model.transformer import Transformer
 from rtx.options import AuditOptions, read_words
 from rtx.report.causality import audit_record, audit_table, over_runs_table, price_record, price_table, unlike, verdict
 from rtx.training.changes import differences
-from rtx.training.evaluate import sample_windows
 from rtx.training.files import write_json
 from rtx.training.hardware import prepare_torch, resolve_hardware
 from rtx.training.metrics import utc_now

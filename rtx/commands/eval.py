@@ -19,11 +19,11 @@ from rtx.data.released import Reading, read_as_released
 from rtx.data.windows import Window, windows
 from rtx.data.wordcount import bytes_scored, words_scored
 from rtx.errors import RunFailed, UserError
+from rtx.evaluation.scores import Score, equal_batches, sample_windows, score_windows
 from rtx.model.ablation import ablate, check_ablation
 from rtx.options import EvalOptions, read_words
 from rtx.report.measures import Words, further_lines, measures, stamp_phrases
 from rtx.report.summary import answers_line, protocol_line, sees_future
-from rtx.training.evaluate import Score, equal_batches, sample_windows, score_windows
 from rtx.training.files import write_json
 from rtx.training.metrics import utc_now
 from rtx.training.progress import Progress, clock

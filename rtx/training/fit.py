@@ -23,8 +23,8 @@ from lightning.pytorch.plugins.precision import DoublePrecision
 
 from rtx.config import Config
 from rtx.errors import RunFailed
+from rtx.evaluation.scores import Score
 from rtx.training.children import Launcher
-from rtx.training.evaluate import Score
 from rtx.training.hardware import Hardware
 from rtx.training.job import Job
 from rtx.training.loop import Loop

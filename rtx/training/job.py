@@ -11,8 +11,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from rtx.config import Config
+from rtx.evaluation.scores import Window
 from rtx.training.checkpoints import Checkpoint
-from rtx.training.evaluate import Window
 from rtx.training.hardware import Hardware
 from rtx.training.records import Records
 from rtx.training.signals import Signals

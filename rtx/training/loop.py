@@ -14,9 +14,9 @@ import lightning.pytorch as pl
 import torch
 
 from rtx.errors import RunFailed
+from rtx.evaluation.scores import Score, Window, sample_windows, score_windows
 from rtx.training.alike import check_alike
 from rtx.training.checkpoints import Checkpoint, save_best, save_last
-from rtx.training.evaluate import Score, Window, sample_windows, score_windows
 from rtx.training.finite import not_finite
 from rtx.training.job import Job
 from rtx.training.module import NotFinite, TrainingModule

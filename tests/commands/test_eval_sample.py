@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rtx.cli import main
-from rtx.training.evaluate import score_windows
+from rtx.evaluation.scores import score_windows
 
 SIZES = [
     *("data=text", "data.length=32", "model=tiny", "model.layers=2", "model.hidden=16", "model.heads=2"),

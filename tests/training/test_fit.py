@@ -301,7 +301,7 @@ def test_a_signal_inside_a_step_waits_for_its_end(tmp_path: Path, model: Bigram,
 def test_a_signal_during_validation_saves_and_leaves_it_for_later(
     tmp_path: Path, model: Bigram, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rtx.training.evaluate.BATCH_UNITS", 8 * LENGTH)
+    monkeypatch.setattr("rtx.evaluation.scores.BATCH_UNITS", 8 * LENGTH)
     signals = Signals()
     real = model.loss
 

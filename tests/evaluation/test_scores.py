@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rtx.data.windows import windows
-from rtx.training.evaluate import Score, equal_batches, sample_windows, score_windows
+from rtx.evaluation.scores import Score, equal_batches, sample_windows, score_windows
 
 
 class Counter(nn.Module):

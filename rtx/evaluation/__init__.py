@@ -1,0 +1,1 @@
+"""Scoring a split: every unit once, and what the score means."""
