@@ -13,7 +13,7 @@ Patterns named `_shaw` have Shaw's terms, `_rotary` rotary positions; what `_nat
 selection also say how many members their clusters have (fewest, mean, most).
 
 On a CPU the peers are timed twice, a process for each group of sizes: with the memory settings of `rtx train`
-("kept": freed memory kept, huge pages), and with the system's own ("system"), which is what users of an attention
+("kept": freed memory kept), and with the system's own ("system"), which is what users of an attention
 module get who know nothing of allocators.
 
 Times on a shared machine drift, so only the ratios of one run mean anything. Inputs are N(0, 1); modules are in

@@ -1,8 +1,8 @@
 """Measure the peak memory of real training steps, beside what `rtx plan` predicts for the same words.
 
 Run `python benchmarks/footprint.py`; it writes `benchmarks/results/footprint-<device>.json` and prints the same rows.
-Each row is a process of its own that imports what `rtx train` imports, and then takes a few steps with the same Trainer
-and module: forward, backward, clipping, optimizer, centroids. On a CPU its peak is the largest resident size of the
+Each row is a process of its own that imports what `rtx train` imports, and then takes a few steps as `rtx bench
+steps` does: forward, backward, clipping, optimizer, centroids. On a CPU its peak is the largest resident size of the
 process less what it was after the imports; on a GPU it is what torch's allocator held at the most (as `rtx train`
 says). Bytes are those of Python's standard library, read from disk; other units are drawn at random.
 """
@@ -10,17 +10,20 @@ says). Bytes are those of Python's standard library, read from disk; other units
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import torch
 
 DROPOUT = ("model.dropout=0.1", "model.attention_dropout=0.1", "model.ffn_dropout=0.1")
 NO_ROUTING = ("routing.heads=0", "routing.layers=0")
@@ -73,70 +76,59 @@ ROWS: dict[str, tuple[str, ...]] = {
 """What is measured: overrides of `rtx train`."""
 
 
-def sequences(vocabulary: int, length: int) -> Callable[[int, int], np.ndarray]:
+def sequences(vocabulary: int, length: int) -> Callable[[int], torch.Tensor]:
     """Return what makes training sequences: bytes of the standard library, or where units are no bytes random ids."""
+    import torch
+
     from rtx.data.files import library_files
 
     text = np.frombuffer(b"".join(file.path.read_bytes() for file in library_files()[:200]), dtype=np.uint8)
+    generator = np.random.default_rng(0)
 
-    def make(seed: int, number: int) -> np.ndarray:
-        generator = np.random.default_rng((seed, number))
+    def make(rows: int) -> torch.Tensor:
         if vocabulary != 256:
-            return generator.integers(0, vocabulary, length)
-        first = int(generator.integers(0, len(text) - length))
-        return text[first : first + length]
+            return torch.from_numpy(generator.integers(0, vocabulary, (rows, length)))
+        firsts = generator.integers(0, len(text) - length, rows)
+        return torch.from_numpy(np.stack([text[first : first + length] for first in firsts]).astype(np.int64))
 
     return make
 
 
-class Door:
-    """Asks the process of a row for a few steps, and keeps its answer; as the pipe of `rtx bench steps` does."""
-
-    def __init__(self, steps: int) -> None:
-        self.left = [steps]
-        self.answer: Any = None
-
-    def recv(self) -> int:
-        """Ask for the steps, once."""
-        if not self.left:
-            raise EOFError
-        return self.left.pop()
-
-    def send(self, answer: Any) -> None:
-        """Take the answer."""
-        self.answer = answer
-
-
 def measure(overrides: list[str], steps: int) -> dict[str, Any]:
     """Take the steps in this process; returns the peak, what the imports alone took, and the prediction, in bytes."""
+
+    import torch
+
     import rtx.commands.train
     from rtx.analysis.cost import cost
     from rtx.analysis.footprint import footprint
-    from rtx.commands.plan import vocabulary
+    from rtx.commands.bench import training_step
     from rtx.compose import compose
+    from rtx.data.catalog import vocabulary_size
     from rtx.training.hardware import resolve_hardware
-    from rtx.training.stepping import Work, take_turns
+    from rtx.training.inference import prepare_device
+    from rtx.training.progress import peak_memory
 
     assert rtx.commands.train
     imports = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     config = compose(overrides)
-    hardware = resolve_hardware(config)
-    units = vocabulary(config.data)
-    parts = footprint(config, cost(config, units), hardware.micro_batch_size, units)
-    door = Door(steps)
-    with contextlib.suppress(EOFError):
-        take_turns(door, Work(config, units, None, sequences(units, config.data.length)))  # type: ignore[arg-type]
-    gpu = hardware.accelerator == "gpu"
+    units, device = vocabulary_size(config.data), prepare_device(config)
+    parts = footprint(config, cost(config, units), resolve_hardware(config).micro_batch_size, units)
+    step, parameters = training_step(config, units, device, sequences(units, config.data.length))
+    began = time.perf_counter()
+    losses = [float(step()) for _ in range(steps)]
+    assert all(np.isfinite(losses)), losses
+    gpu = device.type == "cuda"
     return {
         "N": config.data.length,
-        "parameters": door.answer.parameters,
+        "parameters": parameters,
         "device": "gpu" if gpu else "cpu",
-        "threads": door.answer.threads,
+        "threads": torch.get_num_threads(),
         "imports_bytes": imports,
-        "peak_bytes": door.answer.peak_bytes - (0 if gpu else imports),
+        "peak_bytes": peak_memory() - (0 if gpu else imports),
         "planned_bytes": round(sum(parts.values())),
         "planned": {name: round(size) for name, size in parts.items()},
-        "step_ms": round(door.answer.milliseconds),
+        "step_ms": round(1e3 * (time.perf_counter() - began) / steps),
     }
 
 

@@ -2,7 +2,7 @@
 
 Run `python benchmarks/step.py`; it writes `benchmarks/results/step-<device>.json` and prints the same rows as a table.
 The peer is the PyPI package routing_transformer (extra `peers`); without it the row is left out and the table says so.
-Every model runs as its users run it: ours with the memory settings of `rtx train` (freed memory kept, huge pages), the
+Every model runs as its users run it: ours with the memory settings of `rtx train` (freed memory kept), the
 peer with the system's own; the row `peer_routing_kept` is the peer with ours, which its users would have to find.
 Full attention is timed twice, too: `full` as we compute it, `full_torch` by torch's kernels (hardware.attention=torch).
 The row `weights` is the floor: the matrix products with weights, which ours and the peer share, and nothing else.

@@ -1,3 +1,18 @@
 """rtx: Routing Transformer experiments from the command line, and its attention patterns as a library."""
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rtx.training.inference import LoadedRun
+
 __version__ = "0.2.0"
+
+
+def load(run: str | Path, checkpoint: str = "best", device: str | None = None) -> LoadedRun:
+    """Load a run, or an exported model: its `model`, `tokenizer` and `config`; see `rtx.training.inference.load`."""
+    from rtx.training import inference  # torch takes seconds, and `rtx --help` needs none of it
+
+    return inference.load(run, checkpoint, device)

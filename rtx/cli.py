@@ -30,7 +30,7 @@ COMMANDS = {
     "resume": "continue a run exactly where it stopped",
     "eval": "score a run on a split, every unit exactly once",
     "audit": "change the future and see what of the past moves, and its price in bits",
-    "analyze": "what a run reads, what far context is worth to it, what it writes",
+    "analyze": "what a run reads, and what far context is worth to it",
     "sample": "generate from a run",
     "export": "write a run's model as safetensors with a card, for others to load",
     "sweep": "watch a sweep: what is done, runs, failed, waits",

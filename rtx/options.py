@@ -71,19 +71,15 @@ class AuditOptions:
     """Changes everything behind a prefix, for many prefixes, and says which outputs of the prefix move.
 
     Behind runs it also prices what teacher-forced scoring gains by the future, in bits, and writes audit.json beside
-    each. Without a run it audits a fresh model of the configuration that the words compose, or what audit.module names.
+    each. Without a run it audits a fresh model of the configuration that the words compose.
     """
 
-    module: str | None = None
-    """Audit another model, package.module:callable; called without arguments it returns the nn.Module."""
     length: int | None = ranged(None, low=2)
-    """Positions of the sequences that are changed (with audit.module also of those priced); unset: N, or 256 there."""
-    vocabulary: int | None = ranged(None, low=2)
-    """Token ids 0 to this less one are drawn for audit.module; unset: 256."""
+    """Positions of the sequences that are changed; unset: N."""
     double: bool = True
     """Compute the changes in float64; false: in the parameters' own type (audit.tolerance must allow its rounding)."""
     streaming: bool = True
-    """Change the future of decisions made from the prefix alone, too (not with audit.module)."""
+    """Change the future of decisions made from the prefix alone, too."""
     sequences: int = ranged(2, low=1)
     """Sequences whose future is changed."""
     prefixes: int = ranged(24, low=1)
@@ -101,7 +97,7 @@ class AuditOptions:
     seed: int = ranged(0, low=0, high=2**31 - 1)
     """Seed of the windows, positions and changed ids: the same ones for every run."""
     output: str | None = None
-    """File for the result as JSON, of a configuration or of audit.module; a run gets audit.json in its folder."""
+    """File for the result as JSON, of a configuration; a run gets audit.json in its folder."""
 
 
 @dataclass
@@ -128,20 +124,14 @@ class DivergenceOptions(AnalyzeOptions):
 
 @dataclass
 class PatternsOptions(AnalyzeOptions):
-    """Which positions every head reads in one sequence: a page that answers for any position, pictures and maps."""
+    """Which positions every head reads in one sequence, as maps in the manner of the paper's Figure 1."""
 
-    text: str = ""
-    """Text to look at instead of one from the split."""
     start: int | None = ranged(None, low=0)
-    """Unit of the split that the text begins with, or number of the image; unset: drawn by the seed."""
+    """Unit of the split that the sequence begins with, or number of the image; unset: drawn by the seed."""
     layer: str | None = None
     """Layers to draw, 0 the lowest, joined by +; unset: the topmost."""
     head: str | None = None
     """Heads of these layers, counted from 0, joined by +; unset: all."""
-    at: str | None = None
-    """Positions to look at, joined by +; unset: the last one of a text, four of an image."""
-    asked: int = ranged(512, low=1, high=2048)
-    """Positions of a text that the page can be asked about, the first of `at` amid them."""
 
 
 @dataclass
@@ -154,28 +144,6 @@ class ContextOptions(AnalyzeOptions):
     """Ranges of position that the loss is averaged over."""
     mode: str = one_of("parallel", "streaming")
     """parallel: one pass over each window (teacher-forced); streaming: every decision from the prefix alone."""
-
-
-@dataclass
-class SamplesOptions(AnalyzeOptions):
-    """Texts of one run or of two side by side, or images completed from their upper half."""
-
-    windows: int = ranged(4, low=1)
-    """Images completed."""
-    samples: int | None = ranged(None, low=1, high=256)
-    """Texts of each run (unset: 8), or completions of each image (unset: 4)."""
-    given: int | None = ranged(None, low=0)
-    """Units of the split that each sample goes on from; unset: none of a text, the upper half of an image."""
-    length: int | None = ranged(None, low=1)
-    """Units of each text; unset: 1,000."""
-    temperature: float = ranged(1.0, low=0.0)
-    """Divides the logits; 0: always the most likely unit."""
-    top_k: int | None = ranged(None, low=1)
-    """Draw from this many most likely units only."""
-    top_p: float | None = ranged(None, above=0.0, high=1.0)
-    """Draw from the most likely units that hold this share of the probability (nucleus)."""
-    prompt: str = ""
-    """Text to continue."""
 
 
 @dataclass
@@ -213,10 +181,7 @@ class BenchOptions:
     per_turn: int = ranged(2, low=1, high=10_000)
     """Timed steps of a row in each turn; a time is the mean of a turn, and the median over turns counts."""
     warmup: int = ranged(2, low=0, high=10_000)
-    """Steps of a row, not timed, when its process begins."""
-    together: bool = True
-    """Keep every row's process between its turns; false: one at a time, begun anew each turn, for rows that fill
-    the memory."""
+    """Steps of a row, not timed, in its first turn."""
 
 
 @dataclass
@@ -292,7 +257,6 @@ ANALYSES = {
     "divergence": DivergenceOptions,
     "patterns": PatternsOptions,
     "context": ContextOptions,
-    "samples": SamplesOptions,
 }
 """What `rtx analyze` can do."""
 
@@ -317,7 +281,7 @@ READS = {
     **{
         f"analyze {what}": Command(
             f"rtx analyze {'|'.join(ANALYSES)} <run> [split=test] [key=value ...]",
-            *(options, ("analyze", "pictures", "sample", "eval"), (1, 2 if what == "samples" else 1), RUN_KEYS),
+            *(options, ("analyze", "pictures", "eval"), (1, 1), RUN_KEYS),
         )
         for what, options in ANALYSES.items()
     },

@@ -55,10 +55,6 @@ class Price:
         """Bits per scored unit of one of the ways."""
         return float(self.nats[mode].mean()) / math.log(2)
 
-    def names(self) -> list[str]:
-        """Return those of `DIFFERENCES` whose ways were both scored."""
-        return [name for name, ways in DIFFERENCES.items() if set(ways) <= set(self.nats)]
-
     def difference(self, name: str) -> Estimate:
         """Return one of `DIFFERENCES`."""
         more, less = DIFFERENCES[name]
@@ -82,7 +78,6 @@ def price(
     length: int,
     positions_P: np.ndarray,
     *,
-    streams: bool = True,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Price:
     """Score the positions of the windows in the three ways, in evaluation mode.
@@ -92,7 +87,6 @@ def price(
         tokens: the split, unsigned integers `[units]`.
         starts_K: where the windows of `length` units begin.
         positions_P: what is scored in every window, ascending from 0.
-        streams: whether the model streams; else that way is left out.
         on_progress: called with prefixes rerun and prefixes in all.
     """
     # Behind one another by position, so that prefixes of one length share a batch.
@@ -104,7 +98,6 @@ def price(
     nats = {
         PARALLEL: np.stack(unit_nats(model, tokens, whole))[:, positions_P],
         RERUN: rerun.nats_K.reshape(len(positions_P), len(starts_K)).T,
+        STREAMING: np.stack(unit_nats(model, tokens, whole, streaming=True))[:, positions_P],
     }
-    if streams:
-        nats[STREAMING] = np.stack(unit_nats(model, tokens, whole, streaming=True))[:, positions_P]
     return Price(nats)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from rtx.errors import RunFailed
 from rtx.evaluation.scores import equal_batches
 
 
@@ -42,6 +43,9 @@ def unit_nats(
         spans: spans of equal length that follow each other are read together.
         streaming: decisions from the prefix alone, instead of teacher-forced.
         on_progress: called with the spans done.
+
+    Raises:
+        RunFailed: what the model gives are no numbers.
     """
     device = next(model.parameters()).device
     was_training = model.training
@@ -52,6 +56,8 @@ def unit_nats(
             chosen = [spans[k] for k in batch]
             rows = np.stack([tokens[span.start : span.stop] for span in chosen]).astype(np.int64)
             nats_BN, _ = model.loss(torch.from_numpy(rows).to(device), prefix=streaming)  # type: ignore[operator]
+            if not bool(nats_BN.isfinite().all()):
+                raise RunFailed("the model gives nats that are no numbers: the run has diverged")
             for span, nats_N in zip(chosen, nats_BN.double().cpu().numpy(), strict=True):
                 found.append(nats_N[span.first - span.start : span.last - span.start])
             on_progress(len(found))

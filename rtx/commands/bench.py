@@ -1,36 +1,59 @@
-"""`rtx bench steps`: the training steps of a table's rows, timed in turn on this machine, beside the paper's."""
+"""`rtx bench steps`: the training steps of a table's rows, timed in turn on this machine, beside the paper's.
+
+Times on a shared machine drift; where every row steps in every turn, drift reaches all alike, and their ratios mean
+something. torch takes seconds, so it is imported once all that can be refused is.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import shlex
-import sys
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rtx.commandline.multirun import Cell, lay_out
+from rtx.commandline.multirun import lay_out
 from rtx.commandline.overrides import check_overrides
 from rtx.compose import config_hash, to_dict
-from rtx.config import SPREAD
+from rtx.config import SPREAD, Config
+from rtx.data.catalog import vocabulary_size
+from rtx.data.recall import RecallStore
 from rtx.errors import RunFailed, UserError
 from rtx.options import LAUNCHED, BenchOptions, read_words, what_to_do
 from rtx.report.steps import DRAWN, MADE, WHAT, read_record, record_path, views
 from rtx.report.terminal import terminal
-from rtx.report.views import View
 from rtx.training.files import write_json
 from rtx.training.runs import environment, outputs_root, shown, unwritable
 from rtx.training.signals import Stopped
 from rtx.wording import plural
 
 if TYPE_CHECKING:
-    from rtx.training.stepping import Work
-    from rtx.training.turns import Timing
+    import torch
+    from torch import Tensor
 
 WIDTH = 80
 """Columns of what is printed."""
+
+
+@dataclass
+class Row:
+    """A configuration, and what is known of its steps so far."""
+
+    config: Config
+    overrides: Sequence[str]
+    vocabulary: int
+    parameters: int | None = None
+    step: Callable[[], Tensor] | None = None
+    """Takes a step and returns its loss; None before the first, and behind a failure."""
+    ms_turns: list[float] = field(default_factory=list)
+    """Milliseconds of a step, the mean of each turn."""
+    reason: str = ""
+    """Why it takes no more steps."""
 
 
 def main(arguments: list[str]) -> int:
@@ -40,188 +63,207 @@ def main(arguments: list[str]) -> int:
         0 if every row was timed, 1 if some failed.
 
     Raises:
-        UserError: an override or a row is wrong, or the machine has not what it asks for; nothing has been started.
+        UserError: an override or a row is wrong; nothing has been started.
         RunFailed: no row could be timed, or the record cannot be written.
         KeyboardInterrupt, Stopped: a signal came; what was measured by then is printed, and kept.
     """
     words = read_words("bench steps", what_to_do("bench", arguments)[1])
-    bench = words.options
-    rows = without_seeds(lay_out_rows(words.overrides))
-    work = [work_of(row) for row in rows]  # torch takes seconds: only now is it imported
-    make_room(rows)
-    from rtx.training.turns import Timing
-
-    timings = [Timing() for _ in rows]
+    rows, options = lay_out_rows(words.overrides), words.options
+    folder = outputs_root() / rows[0].config.name
+    try:  # before hours are spent on what could not be kept
+        (folder / "bench").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(unwritable(folder, error)) from None
+    print(
+        f"{plural(len(rows), 'row')}, {plural(options.turns, 'turn')} of {plural(options.per_turn, 'step')}", flush=True
+    )
     try:
-        measure_rows(rows, work, timings, bench)
+        measure(rows, options)
     except (KeyboardInterrupt, Stopped):
-        finish(rows, timings, arguments, bench, whole=False)
+        finish(rows, options, arguments, folder, whole=False)
         raise
-    finish(rows, timings, arguments, bench, whole=True)
-    if not any(timing.turns for timing in timings):
+    finish(rows, options, arguments, folder, whole=True)
+    if not any(row.ms_turns for row in rows):
         raise RunFailed("no row could be timed")
-    return 1 if any(timing.reason for timing in timings) else 0
+    return 1 if any(row.reason for row in rows) else 0
 
 
-def lay_out_rows(overrides: Sequence[str]) -> list[Cell]:
-    """Return the rows that the overrides lay out, composed and checked.
+def lay_out_rows(words: Sequence[str]) -> list[Row]:
+    """Return the rows that words lay out, composed and checked; of those that differ by their seed alone the first.
 
     Raises:
-        UserError: one of them is wrong, or asks for more than one device.
+        UserError: one of them is wrong, or asks for more than one device or for jobs.
     """
     if "LOCAL_RANK" in os.environ:
-        raise UserError("rtx bench starts the process of each row itself; run it without torchrun")
-    checked = check_overrides(overrides, sweep=True)
-    if launcher := [str(entry) for entry in checked if entry.key.startswith(("hydra.", "hydra/"))]:
-        raise UserError(f"{launcher[0]}: has no effect; rtx bench takes its rows in turn, on this machine")
-    if jobs := [str(entry) for entry in checked if entry.key == "hardware" and set(entry.values) & set(LAUNCHED)]:
-        raise UserError(f"{jobs[0]}: makes jobs of the cells of a sweep; rtx bench takes its rows in turn, here")
-    rows, _ = lay_out(checked)
-    if spread := [row for row in rows if row.config.hardware.name in SPREAD]:
-        name = spread[0].config.hardware.name
-        raise UserError(f"hardware={name}: rtx bench times a row on one device; hardware takes auto, cpu or gpu")
-    return rows
+        raise UserError("rtx bench times one device; run it without torchrun")
+    checked = check_overrides(words, sweep=True)
+    for entry in checked:
+        if entry.key.startswith(("hydra.", "hydra/")) or (
+            entry.key == "hardware" and set(entry.values) & set(LAUNCHED)
+        ):
+            raise UserError(f"{entry}: has no effect; rtx bench takes its rows in turn, on this machine")
+    cells, _ = lay_out(checked)
+    rows: dict[str, Row] = {}
+    for cell in cells:
+        if cell.config.hardware.name in SPREAD:
+            name = cell.config.hardware.name
+            raise UserError(f"hardware={name}: rtx bench times a row on one device; hardware takes auto, cpu or gpu")
+        key = config_hash(dataclasses.replace(cell.config, seed=0))
+        rows.setdefault(key, Row(cell.config, cell.overrides, vocabulary_size(cell.config.data)))
+    if len(rows) < len(cells):
+        print(f"of {plural(len(cells), 'cell')} those that differ by their seed alone are one row")
+    return list(rows.values())
 
 
-def without_seeds(rows: Sequence[Cell]) -> list[Cell]:
-    """Return the first of the rows that differ by their seed alone, and say so: a step of theirs takes as long."""
-    unlike: dict[str, Cell] = {}
-    for row in rows:
-        unlike.setdefault(config_hash(dataclasses.replace(row.config, seed=0)), row)
-    if len(unlike) < len(rows):
-        print(f"of {plural(len(rows), 'cell')} those that differ by their seed alone are one row")
-    return list(unlike.values())
+def measure(rows: Sequence[Row], options: BenchOptions) -> None:
+    """Let every row take its steps in every turn; one that fails is left out from then on."""
+    from rtx.progress_bar import progress_bar
+    from rtx.training.memory import out_of_memory
+
+    with progress_bar("turns of rows") as show:
+        for turn in range(options.turns):
+            for number, row in enumerate(rows):
+                try:
+                    if not row.reason:
+                        take_turn(row, options)
+                except Exception as error:
+                    said = (str(error).strip().splitlines() or [""])[0]
+                    row.reason = out_of_memory(error) or f"{type(error).__name__}: {said}"
+                    row.step = None  # its memory is for the others
+                show(turn * len(rows) + number + 1, options.turns * len(rows))
 
 
-def work_of(row: Cell) -> Work:
-    """Return what the process of a row needs to know: the configuration, and what its data would tell it.
+def take_turn(row: Row, options: BenchOptions) -> None:
+    """Take the steps of a turn, behind a warm-up in the first; the clock is read once, so that a GPU works on."""
+    import torch
 
-    Raises:
-        UserError: words of a text whose store is not prepared, or hardware that is not there.
-    """
-    from rtx.commands.plan import vocabulary
-    from rtx.data.recall import RecallStore
+    from rtx.training.inference import prepare_device
+
+    device = prepare_device(row.config)
+    if row.step is None:
+        row.step, row.parameters = training_step(
+            row.config, row.vocabulary, device, training_ids(row.config, row.vocabulary)
+        )
+        for _ in range(options.warmup):
+            row.step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    losses = torch.stack([row.step() for _ in range(options.per_turn)])
+    if not bool(losses.isfinite().all()):  # which waits for the device
+        raise FloatingPointError(f"the loss is not a number at learning rate {row.config.optimizer.lr:g}")
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    row.ms_turns.append(1e3 * (time.perf_counter() - began) / options.per_turn)
+
+
+def training_ids(config: Config, vocabulary: int) -> Callable[[int], Tensor]:
+    """Return what makes so many training sequences: drawn at random, so that no data are read, or of data=recall."""
+    import torch
+
+    if config.data.name == "recall":
+        task, numbers = RecallStore(config.data), itertools.count()
+
+        def made(rows: int) -> Tensor:
+            ids = [task.sequence(config.seed, next(numbers)).astype("int64") for _ in range(rows)]
+            return torch.stack([torch.from_numpy(ids_N) for ids_N in ids])
+
+        return made
+    generator = torch.Generator().manual_seed(config.seed)
+    return lambda rows: torch.randint(0, vocabulary, (rows, config.data.length), generator=generator)
+
+
+def training_step(
+    config: Config, vocabulary: int, device: torch.device, ids: Callable[[int], Tensor]
+) -> tuple[Callable[[], Tensor], int]:
+    """Return what takes one optimizer step, as `rtx train` does, and returns its loss; and the number of parameters."""
+    import torch
+
+    from rtx.attention.centroids import after_step
+    from rtx.model.transformer import compile_loss
+    from rtx.training.fresh import fresh_model
     from rtx.training.hardware import resolve_hardware
-    from rtx.training.stepping import Work
+    from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
 
-    resolve_hardware(row.config)
-    if row.data.name == "recall":
-        store = RecallStore(row.data)
-        return Work(row.config, store.vocabulary, store.answers, store.sequence)
-    return Work(row.config, vocabulary(row.data))
+    hardware, numbers = resolve_hardware(config), itertools.count(1)
+    model = fresh_model(config, vocabulary, lambda: ids(1)[0])
+    model = (model.double() if config.hardware.precision == "fp64" else model).to(device).train()
+    optimizer = build_optimizer(model, config.optimizer)
+    loss: Callable[..., Any] = model.loss
+    at: list[Tensor] = []
+    if config.data.name == "recall":
+        loss, at = model.answers, [torch.from_numpy(RecallStore(config.data).answers).to(device)]
+    if config.hardware.compile:
+        loss = compile_loss(model, loss)
 
+    def step() -> Tensor:
+        for _ in range(hardware.accumulate):
+            tokens_BN = ids(hardware.micro_batch_size).to(device)
+            with torch.autocast(device.type, torch.bfloat16, enabled=config.hardware.precision == "bf16"):
+                nats, *_, auxiliary = loss(tokens_BN, *at)
+                mean = nats.mean() + auxiliary
+            (mean / hardware.accumulate).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.trainer.clip or float("inf"))
+        set_learning_rate(optimizer, learning_rate(config, next(numbers)))
+        optimizer.step()
+        optimizer.zero_grad()
+        after_step(model)
+        return mean.detach()
 
-def make_room(rows: Sequence[Cell]) -> None:
-    """Make the folders of the records, before hours are spent on what could not be kept.
-
-    Raises:
-        UserError: a folder cannot be written.
-    """
-    for name in dict.fromkeys(row.config.name for row in rows):
-        folder = outputs_root() / name / "bench"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(unwritable(folder, error)) from None
-
-
-def measure_rows(rows: Sequence[Cell], work: Sequence[Work], timings: Sequence[Timing], bench: BenchOptions) -> None:
-    """Time the rows behind a progress line; `timings` holds what is known at any moment."""
-    from rtx.training.progress import Progress, clock
-    from rtx.training.turns import measure
-
-    print(f"{plural(len(rows), 'row')}, {plural(bench.turns, 'turn')} of {plural(bench.per_turn, 'step')}", flush=True)
-    line, began, visits = Progress(sys.stderr), time.monotonic(), 0
-
-    def show(turn: int, row: int) -> None:
-        nonlocal visits
-        able = [not timing.reason for timing in timings]
-        left = sum(able[row - 1 :]) + sum(able) * (bench.turns - turn)
-        pace = (time.monotonic() - began) / visits if visits else 0.0
-        about = f" | about {clock(pace * left)} left" if visits else ""
-        line.show(f"turn {turn}/{bench.turns} | row {row}/{len(rows)}{about}")
-        visits += 1
-
-    try:
-        measure(work, bench, timings, show)
-    finally:
-        line.clear()
+    return step, model.count_parameters()
 
 
-def finish(
-    rows: Sequence[Cell], timings: Sequence[Timing], arguments: Sequence[str], bench: BenchOptions, whole: bool
-) -> None:
-    """Print the tables, and keep a record for each name of the rows.
-
-    What a signal cut short never replaces a record.
+def finish(rows: Sequence[Row], options: BenchOptions, arguments: Sequence[str], folder: Path, whole: bool) -> None:
+    """Print the tables and keep the record; one that a signal cut short replaces none.
 
     Raises:
-        RunFailed: a record cannot be written.
+        RunFailed: the record cannot be written.
     """
-    if not whole and not any(timing.turns for timing in timings):
-        print("no row had been timed yet")
+    record = record_of(rows, options, arguments)
+    for view in views(read_record(record)):
+        print("\n" + terminal(view, WIDTH))
+    path = record_path(folder, [row["hash"] for row in record["rows"]], record["device"])
+    if not any(row.ms_turns for row in rows):
         return
-    for name in dict.fromkeys(row.config.name for row in rows):
-        mine = [(row, timing) for row, timing in zip(rows, timings, strict=True) if row.config.name == name]
-        record = record_of(mine, arguments, bench)
-        for view in views(read_record(record)):
-            print("\n" + printed(view))
-        if not any(timing.turns for _, timing in mine):
-            continue
-        path = record_path(outputs_root() / name, [row.folder.name for row, _ in mine], record["device"])
-        if not whole and path.exists():
-            print(f"\n{shown(path)} stays as it was")
-            continue
-        keep(path, record)
-
-
-def record_of(rows: Sequence[tuple[Cell, Timing]], arguments: Sequence[str], bench: BenchOptions) -> dict[str, Any]:
-    """Return what is kept: settings, machine, versions, and each row with its configuration and all its times."""
-    turns = [turn for _, timing in rows for turn in timing.turns]
-    gpus = {turn.device for turn in turns} - {"CPU"}
-    threads = {turn.threads for turn in turns}
-    device = ", ".join(sorted(gpus)) or f"CPU, {' or '.join(plural(number, 'thread') for number in sorted(threads))}"
-    facts = {
-        "what": WHAT,
-        "command": shlex.join(["rtx", "bench", *arguments]),
-        "bench": dataclasses.asdict(bench),
-        "ids": MADE if all(row.data.name == "recall" for row, _ in rows) else DRAWN,
-        "device": device,
-        "threads": max(threads, default=None),
-    }
-    return {**environment(facts), "rows": [row_of(row, timing) for row, timing in rows]}
-
-
-def row_of(row: Cell, timing: Timing) -> dict[str, Any]:
-    """Return what is kept of a row."""
-    last = timing.turns[-1] if timing.turns else None
-    milliseconds = timing.milliseconds
-    return {
-        "hash": row.folder.name,
-        "overrides": list(row.overrides),
-        "ms": milliseconds,
-        "ms_turns": [turn.milliseconds for turn in timing.turns],
-        "steps_per_second": 1e3 / milliseconds if milliseconds else None,
-        "peak_bytes": last.peak_bytes if last else None,
-        "parameters": last.parameters if last else None,
-        "reason": timing.reason or None,
-        "config": to_dict(row.config),
-    }
-
-
-def printed(view: View) -> str:
-    """Return a table for the terminal."""
-    return terminal(view, WIDTH)
-
-
-def keep(path: Path, record: dict[str, Any]) -> None:
-    """Write a record and say where.
-
-    Raises:
-        RunFailed: it cannot be written.
-    """
+    if path.exists() and not whole:
+        print(f"\n{shown(path)} stays as it was")
+        return
     try:
         write_json(path, record)
     except OSError as error:
         raise RunFailed(f"cannot write {path}: {error.strerror}") from error
-    print(f"\n{shown(path)}\nin a report: rtx report {shown(path.parent.parent)}")
+    print(f"\n{shown(path)}\nin a report: rtx report {shown(folder)}")
+
+
+def record_of(rows: Sequence[Row], options: BenchOptions, arguments: Sequence[str]) -> dict[str, Any]:
+    """Return what is kept: settings, machine, versions, and each row with its configuration and all its times."""
+    facts = environment(
+        {
+            "what": WHAT,
+            "command": shlex.join(["rtx", "bench", *arguments]),
+            "bench": dataclasses.asdict(options),
+            "ids": MADE if all(row.config.data.name == "recall" for row in rows) else DRAWN,
+        }
+    )
+    gpu = facts["gpu"] if rows[0].config.hardware.name != "cpu" else None
+    return {
+        **facts,
+        "device": gpu or f"CPU, {plural(facts['threads'], 'thread')}",
+        "rows": [row_record(row) for row in rows],
+    }
+
+
+def row_record(row: Row) -> dict[str, Any]:
+    """Return what is kept of a row: the median over turns counts, with the standard error of their mean beside it."""
+    ms, turns = statistics.median(row.ms_turns) if row.ms_turns else None, len(row.ms_turns)
+    return {
+        "hash": config_hash(row.config),
+        "overrides": list(row.overrides),
+        "ms": ms,
+        "ms_error": statistics.stdev(row.ms_turns) / turns**0.5 if turns > 1 else None,
+        "ms_turns": row.ms_turns,
+        "steps_per_second": 1e3 / ms if ms else None,
+        "parameters": row.parameters,
+        "reason": row.reason or None,
+        "config": to_dict(row.config),
+    }

@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rtx.config import DataConfig
-from rtx.data.catalog import (
-    data_root,
-    make_recipe,
-    open_files,
-    prepare_data,
-    prepared_folder,
-    verify_data,
-)
+from rtx.data.catalog import data_root, make_recipe, open_files, prepare_data, prepared_folder, verify_data
 from rtx.data.inventory import listing, named_store, remove_store
 from rtx.data.look import summary
 from rtx.data.recall import HELD_OUT, RecallStore
@@ -28,7 +21,9 @@ def main(arguments: list[str]) -> int:
     """
     word, words = (arguments[0], arguments[1:]) if arguments else ("", [])
     if word == "list":
-        list_data(words)
+        if words:
+            raise UserError(f"rtx data list {words[0]}: takes no words; rtx data info says more of one store")
+        print("\n".join(listing(data_root())))
     elif word == "remove" and words and not any("=" in name for name in words):
         for folder in [named_store(data_root(), name) for name in words]:
             remove_store(data_root(), folder)
@@ -37,8 +32,7 @@ def main(arguments: list[str]) -> int:
 
         ACTIONS[word](compose_data(words))
     else:
-        known = [*ACTIONS, "list"]
-        said = f"rtx data {word}".rstrip()
+        known, said = [*ACTIONS, "list"], f"rtx data {word}".rstrip()
         raise UserError(f"{said}: say {', '.join(known[:-1])} or {known[-1]}{nearest(word, known)}")
     return 0
 
@@ -47,8 +41,7 @@ def prepare(data: DataConfig) -> None:
     """Make the store, or make sure of every byte of the one that is there."""
     store = prepare_data(data, data_root())
     if isinstance(store, RecallStore):
-        sizes = ", ".join(f"{name} {store.count(name):,}" for name in HELD_OUT)
-        print(f"data=recall: made on the fly, nothing to prepare; {sizes} answers; fingerprint {store.fingerprint}")
+        print(f"data=recall: made on the fly, nothing to prepare; {answers(store)}; fingerprint {store.fingerprint}")
     else:
         sizes = ", ".join(f"{name} {len(tokens):,}" for name, tokens in store.splits.items())
         print(f"{store.folder}: {sizes} {store.unit}s; fingerprint {store.fingerprint}")
@@ -61,15 +54,19 @@ def verify(data: DataConfig) -> None:
 
 def info(data: DataConfig) -> None:
     """Say what is in a store that is there."""
-    root = data_root()
     if data.name == "recall":
         store = RecallStore(data)
-        sizes = ", ".join(f"{name} {store.count(name):,}" for name in HELD_OUT)
-        print(f"data=recall: made on the fly; {sizes} answers; {store.vocabulary} ids; chance {store.chance:.4g}")
+        print(f"data=recall: made on the fly; {answers(store)}; {store.vocabulary} ids; chance {store.chance:.4g}")
         print(f"fingerprint {store.fingerprint}")
         return
+    root = data_root()
     prepared_folder(make_recipe(data, root), root)
     print("\n".join(summary(open_files(data, root), root)))
+
+
+def answers(store: RecallStore) -> str:
+    """Return how many answers the held-out splits have."""
+    return ", ".join(f"{name} {store.count(name):,}" for name in HELD_OUT) + " answers"
 
 
 def remove(data: DataConfig) -> None:
@@ -77,17 +74,6 @@ def remove(data: DataConfig) -> None:
     if data.name == "recall":
         raise UserError("data=recall: made on the fly, nothing on disk to remove")
     remove_store(data_root(), make_recipe(data, data_root()).folder(data_root()))
-
-
-def list_data(words: list[str]) -> None:
-    """Say what lies below the folder of the stores.
-
-    Raises:
-        UserError: there are words behind it.
-    """
-    if words:
-        raise UserError(f"rtx data list {words[0]}: takes no words; rtx data info says more of one store")
-    print("\n".join(listing(data_root())))
 
 
 ACTIONS: dict[str, Callable[[DataConfig], None]] = {

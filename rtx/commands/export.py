@@ -10,7 +10,7 @@ from rtx.options import read_words
 from rtx.report.card import card
 from rtx.report.cells import collect
 from rtx.training.checkpoints import Checkpoint, check_config, load_for_use
-from rtx.training.exports import is_export, write_export
+from rtx.training.exported import is_export, write_export
 from rtx.training.files import MARK
 from rtx.training.runs import shown
 
@@ -23,33 +23,27 @@ def main(arguments: list[str]) -> int:
         RunFailed: no checkpoint is whole, or the export cannot be written.
     """
     words = read_words("export", arguments)
-    folder, wish = words.runs[0], words.options
-    own = load_run_config(folder)
+    folder, options = words.runs[0], words.options
+    config = load_run_config(folder)
     if is_export(folder):
         raise UserError(f"{folder} is an exported model already")
-    checkpoint = load_for_use(folder / "checkpoints", wish.checkpoint)
-    check_config(checkpoint, to_dict(own), folder / RUN_CONFIG)
-    output = Path(wish.output).expanduser() if wish.output else folder / "export"
+    checkpoint = load_for_use(folder / "checkpoints", options.checkpoint)
+    check_config(checkpoint, to_dict(config), folder / RUN_CONFIG)
+    output = Path(options.output).expanduser() if options.output else folder / "export"
     check_output(output)
-    cell = collect([folder]).cells[0]
-    files = {
-        "config.yaml": to_yaml(own).encode(),
-        "README.md": card(cell, checkpoint["step"], checkpoint["file"], parameters(checkpoint)).encode(),
-        **tokenizer_file(folder, checkpoint),
-    }
-    write_export(output, checkpoint, files)
-    size = sum(path.stat().st_size for path in output.iterdir())
-    print(f"{shown(output)}: {', '.join(sorted(path.name for path in output.iterdir()))} ({size / 1e6:,.1f} MB)")
+    numbers = sum(tensor.numel() for tensor in checkpoint["model"].values())
+    page = card(collect([folder]).cells[0], checkpoint["step"], checkpoint["file"], numbers)
+    files = {"config.yaml": to_yaml(config).encode(), "README.md": page.encode()}
+    write_export(output, checkpoint, {**files, **tokenizer_file(folder, checkpoint)})
+    written = sorted(output.iterdir())
+    size = sum(path.stat().st_size for path in written) / 1e6
+    print(f"{shown(output)}: {', '.join(path.name for path in written)} ({size:,.1f} MB)")
     print(f"next: rtx eval {shown(output)} split=test")
     return 0
 
 
 def check_output(output: Path) -> None:
-    """Refuse a folder that holds something else than an export.
-
-    Raises:
-        UserError: says so.
-    """
+    """Raise `UserError` for a folder that holds something else than an export."""
     if output.exists() and not output.is_dir():
         raise UserError(f"output={output}: is a file; name a folder")
     others = [path for path in output.iterdir() if not path.name.endswith(MARK)] if output.is_dir() else []
@@ -57,23 +51,12 @@ def check_output(output: Path) -> None:
         raise UserError(f"output={output}: the folder holds other files; name a new or an empty one")
 
 
-def parameters(checkpoint: Checkpoint) -> int:
-    """Return how many numbers the model's weights and buffers are."""
-    return sum(tensor.numel() for tensor in checkpoint["model"].values())
-
-
 def tokenizer_file(folder: Path, checkpoint: Checkpoint) -> dict[str, bytes]:
-    """Return the file of a trained tokenizer by its name, if the data have one.
-
-    Raises:
-        RunFailed: it is gone.
-    """
+    """Return the file of a trained tokenizer by its name, where the data have one; `RunFailed` where it is gone."""
     name = (checkpoint["data"].get("tokenizer") or {}).get("file")
-    if not name:
+    if name is None:
         return {}
     try:
         return {name: (folder / name).read_bytes()}
     except OSError as error:
-        raise RunFailed(
-            f"{folder / name}: {error.strerror}; the run's tokenizer is needed to read its units"
-        ) from error
+        raise RunFailed(f"{folder / name}: {error.strerror}; without it nobody can read the run's units") from error

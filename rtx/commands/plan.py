@@ -11,16 +11,11 @@ from rtx.analysis.footprint import footprint
 from rtx.analysis.switches import fitting, micro_batch
 from rtx.compose import compose
 from rtx.config import CLUSTERED, SPREAD, Config, DataConfig, base_patterns
-from rtx.data import recall
-from rtx.data.catalog import data_root, prepared_vocabulary
-from rtx.data.published import VOCABULARY
+from rtx.data.catalog import vocabulary_size
 from rtx.sets import IMAGE_SETS
 from rtx.training.memory import device_memory
 from rtx.training.progress import peak_memory
 from rtx.wording import plural
-
-BYTES = 256
-"""Vocabulary of every data set that is read as bytes."""
 
 RATES = {"1 TFLOP/s": 1e12, "100 TFLOP/s": 1e14}
 """Rates that the time is given for: what a run really reaches is for a benchmark to say."""
@@ -33,7 +28,7 @@ WIDTH, INDENT = 80, 12
 def main(arguments: list[str]) -> int:
     """Run `rtx plan <overrides>`."""
     config = compose(arguments)
-    for line in report(config, cost(config, vocabulary(config.data))):
+    for line in report(config, cost(config, vocabulary_size(config.data))):
         print(textwrap.fill(line, WIDTH, subsequent_indent=" " * INDENT, break_on_hyphens=False))
     return 0
 
@@ -42,7 +37,7 @@ def report(config: Config, total: Cost) -> list[str]:
     """Return the lines of the plan, each beginning with a word of its own or with spaces."""
     model, routing, data, trainer = config.model, config.routing, config.data, config.trainer
     routed = routing.layers * routing.heads
-    micro, known = micro_batch(config), vocabulary(data)
+    micro, known = micro_batch(config), vocabulary_size(data)
     used = footprint(config, total, micro, known)
     units = trainer.batch_size * data.length
     lines = [
@@ -107,21 +102,6 @@ def fit_lines(config: Config, needed: float, known: int) -> list[str]:
         head + "does not fit, but would with" + (" one of" if len(found) > 1 else ""),
         *(f"            {switch.words}: {gib(switch.peak)}" for switch in found),
     ]
-
-
-def vocabulary(data: DataConfig) -> int:
-    """Return the number of different units of a data set.
-
-    Raises:
-        UserError: words of a text whose store is not prepared.
-    """
-    if data.name == "recall":
-        return recall.vocabulary(data)
-    if data.tokenizer == "sentencepiece":
-        return data.vocabulary
-    if data.tokenizer == "words":
-        return VOCABULARY.get(data.name) or prepared_vocabulary(data, data_root())
-    return BYTES
 
 
 def units_of(data: DataConfig) -> str:

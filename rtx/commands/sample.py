@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -12,16 +11,15 @@ import torch
 from rtx.config import Config
 from rtx.data.imageset import image_shape
 from rtx.data.sheet import png_grid
-from rtx.data.source import Tokenizer
-from rtx.data.tokenizers import encode_text, load_tokenizer
-from rtx.errors import RunFailed, UserError
+from rtx.data.tokenizers import encode_text
+from rtx.errors import UserError
 from rtx.model.decoding import generate
 from rtx.options import SampleOptions, read_words
 from rtx.report.text import TextStream
 from rtx.sets import IMAGE_SETS
+from rtx.training.inference import LoadedRun, load_run, prepare_device, run_config
 from rtx.training.samples import save_sample
 from rtx.training.signals import INTERRUPTED, Stopped
-from rtx.training.trained import Trained, load_trained, run_config
 
 TEXT_LENGTH = 1000
 
@@ -34,113 +32,97 @@ def main(arguments: list[str]) -> int:
         RunFailed: no checkpoint is whole, or the sample cannot be written.
     """
     words = read_words("sample", arguments)
-    folder, wish = words.runs[0], words.options
+    folder, options = words.runs[0], words.options
     config = run_config(folder, words.overrides)
     if config.data.name == "recall":
         raise UserError("a run on data=recall has no text to write; rtx eval says how many answers it has right")
-    if config.data.name in IMAGE_SETS:
-        return draw_images(folder, config, wish)
-    return write_text(folder, config, dataclasses.replace(wish, length=wish.length or TEXT_LENGTH))
+    is_image = config.data.name in IMAGE_SETS
+    length = options.length or (config.data.length if is_image else TEXT_LENGTH)
+    check_options(options, config, is_image, length)
+    run = load_run(folder, config, options.checkpoint, prepare_device(config), say=tell)
+    return draw_images(run, options, length) if is_image else write_text(run, options, length)
 
 
-def write_text(folder: Path, config: Config, wish: SampleOptions) -> int:
-    """Write text of `sample.length` units, keep it, and return the exit code."""
-    if wish.count != 1:
-        raise UserError(f"sample.count={wish.count} is for runs on images; for another text: sample.seed=<number>")
-    assert wish.length
-    trained = load_trained(folder, config, wish.checkpoint, say=lambda line: print(line, file=sys.stderr))
-    tokenizer = tokenizer_of(folder, trained)
-    prompt = torch.from_numpy(encode_text(tokenizer, wish.prompt))[None]
-    check_length(config, prompt.shape[1], wish.length)
-    units: list[int] = []
-    stream = TextStream()
-    show(stream.feed(tokenizer.decode(prompt[0])))
-    generator = torch.Generator().manual_seed(wish.seed)
-    stopped = 0
-    try:
-        with trained.arithmetic():
-            for unit_B in generate(
-                trained.model,
-                prompt,
-                wish.length,
-                temperature=wish.temperature,
-                top_k=wish.top_k,
-                top_p=wish.top_p,
-                generator=generator,
-            ):
-                units.append(int(unit_B))
-                show(stream.feed(tokenizer.decode(units[-1:])))
-    except (KeyboardInterrupt, Stopped) as stop:
-        stopped = stop.code if isinstance(stop, Stopped) else INTERRUPTED
+def check_options(options: SampleOptions, config: Config, is_image: bool, length: int) -> None:
+    """Raise `UserError` for what an image, or a text, does not have."""
+    size = config.data.length
+    if is_image and options.prompt:
+        raise UserError("sample.prompt has no place in a run on images, which have no text to continue")
+    if is_image and length > size:
+        raise UserError(f"sample.length={length}: an image has {size} units; for several images: sample.count=<number>")
+    if not is_image and options.count != 1:
+        raise UserError(f"sample.count={options.count} is for runs on images; for another text: sample.seed=<number>")
+
+
+def write_text(run: LoadedRun, options: SampleOptions, length: int) -> int:
+    """Write a text behind the prompt, keep it, and return the exit code.
+
+    Raises:
+        UserError: prompt and length reach beyond the learned positions.
+    """
+    tokenizer, model, data = run.tokenizer, run.config.model, run.config.data
+    prompt_1P = torch.from_numpy(encode_text(tokenizer, options.prompt))[None]
+    given = prompt_1P.shape[1]
+    if model.positions in ("learned", "axial") and given + length > data.length:
+        raise UserError(
+            f"sample.length={length}: with a prompt of {given} units that is {given + length}, but model.positions="
+            f"{model.positions} covers data.length={data.length}; at most {data.length - given}"
+        )
+    text, stream = bytearray(tokenizer.decode(prompt_1P[0])), TextStream()
+    show(stream.feed(bytes(text)))
+
+    def write(unit_1: torch.Tensor) -> None:
+        written = tokenizer.decode(unit_1.tolist())
+        text.extend(written)
+        show(stream.feed(written))
+
+    done, stopped = draw(run, options, prompt_1P, length, write)
     show(stream.feed(b"", final=True) + "\n")
-    text = tokenizer.decode(prompt[0]) + tokenizer.decode(units)
     if stopped:
-        print(f"stopped after {len(units):,} of {wish.length:,} units", file=sys.stderr)
-    print(save_sample(folder, trained.checkpoint["step"], wish.seed, text), file=sys.stderr)
+        tell(f"stopped after {done:,} of {length:,} units")
+    tell(save_sample(run.folder, run.checkpoint["step"], options.seed, bytes(text)))
     return stopped
 
 
-def tokenizer_of(folder: Path, trained: Trained) -> Tokenizer:
-    """Return the tokenizer that a run was trained with; the file of a trained one lies in its folder.
-
-    Raises:
-        RunFailed: that file is gone, or another.
-    """
-    try:
-        return load_tokenizer(trained.checkpoint["data"]["tokenizer"], folder)
-    except ValueError as error:
-        raise RunFailed(str(error)) from error
-
-
-def draw_images(folder: Path, config: Config, wish: SampleOptions) -> int:
-    """Draw `sample.count` images, keep them as one PNG, print its path, and return the exit code.
-
-    Raises:
-        UserError: a prompt, or more units than an image has.
-    """
-    size = config.data.length
-    length = wish.length or size
-    if wish.prompt:
-        raise UserError("sample.prompt has no place in a run on images, which have no text to continue")
-    if length > size:
-        raise UserError(f"sample.length={length}: an image has {size} units; for several images: sample.count=<number>")
-    trained = load_trained(folder, config, wish.checkpoint, say=lambda line: print(line, file=sys.stderr))
-    image = image_shape(config.data, trained.checkpoint["data"])
-    canvas = np.zeros((wish.count, size), dtype=np.uint8)
-    empty = torch.empty(wish.count, 0, dtype=torch.int64)
-    draw = {"temperature": wish.temperature, "top_k": wish.top_k, "top_p": wish.top_p}
-    generator = torch.Generator().manual_seed(wish.seed)
-    stopped = done = 0
-    try:
-        with trained.arithmetic():
-            for unit_B in generate(trained.model, empty, length, **draw, generator=generator):
-                canvas[:, done] = unit_B.numpy()
-                done += 1
-    except (KeyboardInterrupt, Stopped) as stop:
-        stopped = stop.code if isinstance(stop, Stopped) else INTERRUPTED
+def draw_images(run: LoadedRun, options: SampleOptions, length: int) -> int:
+    """Draw `sample.count` images, keep them as one PNG, print its path, and return the exit code."""
+    size = run.config.data.length
+    columns: list[np.ndarray] = []
+    empty = torch.empty(options.count, 0, dtype=torch.int64)
+    done, stopped = draw(run, options, empty, length, lambda unit_B: columns.append(unit_B.numpy()))
     if done < size:
         why = f"stopped after {done:,} of {length:,} units" if stopped else f"{done:,} units"
-        print(f"{why}; an image has {size:,}: the rest is black", file=sys.stderr)
-    print(save_sample(folder, trained.checkpoint["step"], wish.seed, png_grid(list(canvas), image), "png"))
+        tell(f"{why}; an image has {size:,}: the rest is black")
+    images_BN = np.zeros((options.count, size), dtype=np.uint8)
+    for n, unit_B in enumerate(columns):
+        images_BN[:, n] = unit_B
+    picture = png_grid(list(images_BN), image_shape(run.config.data, run.checkpoint["data"]))
+    print(save_sample(run.folder, run.checkpoint["step"], options.seed, picture, "png"))
     return stopped
 
 
-def check_length(config: Config, prompt: int, length: int) -> None:
-    """Refuse what learned positions do not cover.
-
-    Raises:
-        UserError: prompt and length reach beyond data.length.
-    """
-    total = prompt + length
-    if config.model.positions in ("learned", "axial") and total > config.data.length:
-        raise UserError(
-            f"sample.length={length}: with a prompt of {prompt} units that is {total}, but "
-            f"model.positions={config.model.positions} covers data.length={config.data.length}; "
-            f"at most {config.data.length - prompt}"
-        )
+def draw(
+    run: LoadedRun, options: SampleOptions, prompt_BP: torch.Tensor, length: int, write: Callable[[torch.Tensor], None]
+) -> tuple[int, int]:
+    """Draw units, handing each `[B]` to `write`; returns how many, and the exit code of a signal that came, or 0."""
+    generator = torch.Generator().manual_seed(options.seed)
+    choice = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
+    done = 0
+    try:
+        with run.autocast():
+            for unit_B in generate(run.model, prompt_BP, length, **choice, generator=generator):
+                write(unit_B)
+                done += 1
+    except (KeyboardInterrupt, Stopped) as stop:
+        return done, stop.code if isinstance(stop, Stopped) else INTERRUPTED
+    return done, 0
 
 
 def show(text: str) -> None:
     """Print a piece of the text at once."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    print(text, end="", flush=True)
+
+
+def tell(line: object) -> None:
+    """Print a line beside the text, on stderr."""
+    print(line, file=sys.stderr)

@@ -9,12 +9,16 @@ from pathlib import Path
 from rtx.config import DataConfig
 from rtx.data.build import build_store
 from rtx.data.disk import Report, disk_errors, locked
-from rtx.data.recall import RecallStore
+from rtx.data.published import VOCABULARY
+from rtx.data.recall import RecallStore, vocabulary
 from rtx.data.recipe import Recipe
 from rtx.data.store import DamagedStore, TokenStore, is_verified, open_store, verify_store
 from rtx.errors import UserError, nearest
 
 Store = TokenStore | RecallStore
+
+BYTES = 256
+"""Vocabulary of every data set that is read as bytes."""
 
 # Each module has `source(data: DataConfig, root: Path, report: Report) -> Source`.
 MODULES = {
@@ -101,6 +105,21 @@ def verify_files(data: DataConfig, root: Path, report: Report = print) -> TokenS
     store = verify_store(folder, recipe.options)
     report(f"{folder}: every byte as recorded; fingerprint {store.fingerprint}")
     return store
+
+
+def vocabulary_size(data: DataConfig) -> int:
+    """Return the number of different units of `data`, without preparing anything.
+
+    Raises:
+        UserError: words of a text whose store is not prepared.
+    """
+    if data.name == "recall":
+        return vocabulary(data)
+    if data.tokenizer == "sentencepiece":
+        return data.vocabulary
+    if data.tokenizer == "words":
+        return VOCABULARY.get(data.name) or prepared_vocabulary(data, data_root())
+    return BYTES
 
 
 def prepared_vocabulary(data: DataConfig, root: Path) -> int:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rtx.analysis.causality import Audit, Moves
-from rtx.analysis.price import PARALLEL, RERUN, STREAMING, Price
+from rtx.analysis.price import DIFFERENCES, PARALLEL, RERUN, STREAMING, Price
 
 NAMES = {PARALLEL: "teacher-forced", RERUN: "prefix rerun", STREAMING: "streaming"}
 
@@ -83,8 +83,8 @@ def price_record(price: Price, **facts: Any) -> dict[str, Any]:
     """Return a price as JSON values, `facts` in front."""
     return {
         **facts,
-        "bits": {mode: price.bits(mode) for mode in NAMES if mode in price.nats},
-        **{name: asdict(price.difference(name)) for name in price.names()},
+        "bits": {mode: price.bits(mode) for mode in NAMES},
+        **{name: asdict(price.difference(name)) for name in DIFFERENCES},
     }
 
 
@@ -94,8 +94,6 @@ def price_table(record: Mapping[str, Any]) -> list[str]:
     lines = [f"{NAMES[mode]:<14}  {bits:.5f} bits/{unit}" for mode, bits in record["bits"].items()]
     lines.append(f"{'':{LABEL}}  {'bits':>9}  {'± positions':>11}  {'± windows':>9}")
     for name, meaning in MEANINGS.items():
-        if name not in record:
-            continue
         estimate = record[name]
         errors = [shown_error(estimate[over]) for over in ("over_positions", "over_windows")]
         lines.append(f"{meaning:<{LABEL}}  {estimate['bits']:+9.5f}  {errors[0]:>11}  {errors[1]:>9}")

@@ -1,4 +1,4 @@
-"""Attention as pictures: maps of queries by keys in the manner of the paper's Figure 1, and read pixels on an image.
+"""Attention as pictures: maps of queries by keys in the manner of the paper's Figure 1.
 
 Colours are those of clusters; the lighter, the less weight: each halving of a weight is one of fifteen shades.
 
@@ -79,34 +79,6 @@ def blended(below: np.ndarray, above: np.ndarray, opacity_YX: np.ndarray) -> np.
 def enlarged(picture: np.ndarray, times: int) -> np.ndarray:
     """Return a picture whose every pixel is a square of `times` by `times`."""
     return picture.repeat(times, axis=0).repeat(times, axis=1)
-
-
-def read_on_image(
-    units_N: np.ndarray, image: tuple[int, int], weight_N: np.ndarray, cluster_N: np.ndarray, at: int, clusters: int
-) -> np.ndarray:
-    """Return an image `[Y, X, 3]` with the pixels marked that position `at` reads, and the one that it predicts framed.
-
-    Position j holds unit j - 1. A pixel shows the one of its three units that is read with most weight. The image is
-    drawn grey below the colours, and dark from the predicted pixel on: those the model has not seen.
-    """
-    height, width = image
-    of_unit, of_cluster = np.append(weight_N[1:], 0.0), np.append(cluster_N[1:], -1)
-    best = of_unit.reshape(-1, 3).argmax(1)[:, None]
-    weight_YX = np.take_along_axis(of_unit.reshape(-1, 3), best, 1).reshape(height, width)
-    cluster_YX = np.take_along_axis(of_cluster.reshape(-1, 3), best, 1).reshape(height, width)
-    grey_YX1 = units_N.reshape(height, width, 3).mean(-1, keepdims=True)
-    seen_YX1 = (np.arange(height * width) < at // 3).reshape(height, width, 1)
-    base = np.where(seen_YX1, 70 + 0.65 * grey_YX1, 0.3 * grey_YX1).repeat(3, axis=-1)
-    times = max(2, 224 // max(height, width))
-    picture = enlarged(blended(base, palette(clusters)[cluster_YX + 1], opacity(weight_YX)), times)
-    top, left = at // 3 // width * times, at // 3 % width * times
-    thick = max(1, times // 4)
-    frame = picture[top : top + times, left : left + times]
-    inner = frame[thick:-thick, thick:-thick].copy()
-    frame[:] = (255, 255, 255)
-    if inner.size:
-        frame[thick:-thick, thick:-thick] = inner
-    return picture
 
 
 def sheet(rows: list[list[np.ndarray]], gap: int = 6) -> np.ndarray:

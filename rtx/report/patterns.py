@@ -1,4 +1,4 @@
-"""What heads read, as a table; and units of a text, as a page shows them one by one.
+"""What heads read, as a table.
 
 Shapes: P positions looked at, N positions of the sequence.
 """
@@ -6,20 +6,11 @@ Shapes: P positions looked at, N positions of the sequence.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from rtx.report.names import GROUPS
-from rtx.report.text import TextStream
-
-
-class Decodes(Protocol):
-    """What a tokenizer offers here."""
-
-    def decode(self, ids: Any) -> bytes:
-        """Return the bytes that units stand for."""
-        ...
 
 
 def row_of(layer: int, group: str, head: int, weight_PN: np.ndarray, at_P: np.ndarray) -> dict[str, Any]:
@@ -51,11 +42,3 @@ def patterns_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         share = "" if row["reads_share"] > 0.995 else f"  reads at {row['reads_share']:.0%}"
         lines.append(f"{start} {figures}{share}")
     return [*lines, "means over the positions: keys read, distance by weight, weight on itself"]
-
-
-def shown_units(tokenizer: Decodes, units_N: np.ndarray) -> list[str]:
-    """Return each unit as it is shown: a character stands at its last byte, a dot at those before."""
-    stream = TextStream()
-    shown = [stream.feed(tokenizer.decode([int(unit)])) for unit in units_N]
-    shown[-1] += stream.feed(b"", final=True)
-    return [text.replace("\n", "↵\n").replace("\t", "→\t") or "·" for text in shown]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from small_runs import Workshop
 
 from rtx import cli
+from rtx.attention.centroids import all_centroids
+from rtx.commands import bench
+from rtx.compose import compose
+from rtx.data.catalog import vocabulary_size
 from rtx.report.steps import WHAT
-from rtx.training import turns
-from rtx.training.stepping import Failure, Turn
+from rtx.training.fresh import fresh_model
 
 SIZES = (
     *("experiment=cifar10_grid,cifar10_baselines", "data.size=4", "model.layers=3", "model.hidden=16"),
@@ -39,14 +42,42 @@ def test_rows_are_timed_in_turn_and_stand_beside_the_papers(workshop: Workshop) 
     assert "data.length=48 (paper: 3072)" in " ".join(said.split())
     record = record_of(workshop, "timed")
     assert record["what"] == WHAT and record["device"] == "CPU, 1 thread" and record["versions"]["torch"]
-    assert record["bench"] == {"turns": 2, "per_turn": 1, "warmup": 1, "together": True}
-    assert [len(row["ms_turns"]) for row in record["rows"]] == [2, 2, 2, 2]
+    assert record["bench"] == {"turns": 2, "per_turn": 1, "warmup": 1}
     for row in record["rows"]:
-        assert row["ms"] == pytest.approx(sum(row["ms_turns"]) / 2) and row["parameters"] > 0 and not row["reason"]
+        first, second = row["ms_turns"]
+        assert row["ms"] == pytest.approx((first + second) / 2) and row["ms_error"] == pytest.approx(
+            abs(first - second) / 2
+        )
+        assert row["parameters"] > 0 and not row["reason"]
     report = workshop.command("report", str(workshop.folder / "out" / "timed"))
     assert "measured training steps" in " ".join(report.split()) and "Random" in report
     page = (workshop.folder / "out" / "timed" / "report" / "report.html").read_text()
     assert "9.023" in page and "over turns" in page
+
+
+@pytest.mark.parametrize("extra", [(), ("routing.init=data",), ("experiment=recall", "data.length=64")])
+def test_a_step_trains_the_model_in_micro_batches(extra: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = ("data.length=32", "model.layers=2", "model.hidden=16", "model.heads=2", "model.ffn_hidden=16")
+    heads = ("model.window=8", "routing.heads=1", "routing.layers=1", "routing.window=8", "hardware=cpu")
+    config = compose([*sizes, *heads, "trainer.batch_size=4", "trainer.micro_batch_size=2", *extra])
+    made: list[torch.nn.Module] = []
+    fresh = fresh_model
+
+    def keep(*arguments: Any) -> Any:
+        made.append(fresh(*arguments))
+        return made[0]
+
+    monkeypatch.setattr("rtx.training.fresh.fresh_model", keep)
+    size = vocabulary_size(config.data)
+    step, parameters = bench.training_step(config, size, torch.device("cpu"), bench.training_ids(config, size))
+    first = {name: value.clone() for name, value in made[0].state_dict().items()}
+    losses = [step() for _ in range(3)]
+    assert all(bool(loss.isfinite()) for loss in losses)
+    assert parameters == sum(parameter.numel() for parameter in made[0].parameters())
+    assert any(not torch.equal(value, first[name]) for name, value in made[0].state_dict().items())
+    # Thresholds set by the data count as a step, too.
+    steps = 3 + (config.routing.init == "data")
+    assert {int(centroids.steps) for centroids in all_centroids(made[0])} == {steps}
 
 
 def test_rows_that_differ_by_their_seed_alone_are_timed_once(workshop: Workshop) -> None:
@@ -57,36 +88,29 @@ def test_rows_that_differ_by_their_seed_alone_are_timed_once(workshop: Workshop)
 
 
 def test_a_row_that_fails_leaves_the_others_running(workshop: Workshop) -> None:
-    words = [*SIZES, "name=fails", "experiment=cifar10_grid", "optimizer.lr=1e-4,1e38", "bench.together=false"]
-    said = workshop.command("bench", "steps", *words, code=1)
+    words = [*SIZES, "name=fails", "experiment=cifar10_grid"]
+    said = workshop.command("bench", "steps", *words, "optimizer.lr=1e-4,1e38", code=1)
     good, bad = record_of(workshop, "fails")["rows"]
     assert len(good["ms_turns"]) == 2 and good["reason"] is None
     assert bad["ms_turns"] == [] and " at learning rate 1e+38" in bad["reason"]
-    assert "Failed: Routing 4x2 W=8 lr=1e+38: step " in said
-    assert "No ratios:" in said
-
-
-def test_no_row_could_be_timed(workshop: Workshop) -> None:
-    words = [*SIZES, "name=none", "experiment=cifar10_grid", "optimizer.lr=1e38"]
-    assert "rtx: no row could be timed" in workshop.command("bench", "steps", *words, code=1)
+    assert "Failed: Routing 4x2 W=8 lr=1e+38: " in said and "No ratios:" in said
+    said = workshop.command("bench", "steps", *words, "name=none", "optimizer.lr=1e38", code=1)
+    assert "rtx: no row could be timed" in said
     assert not list((workshop.folder / "out" / "none" / "bench").iterdir())
 
 
 def test_ctrl_c_prints_and_keeps_what_is_there(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
-    after = 0
+    taken: list[bench.Row] = []
+    after = 6
 
-    def take(self: turns.Row, steps: int) -> Turn | Failure:
-        taken.append(steps)
+    def take(row: bench.Row, options: Any) -> None:
+        taken.append(row)
         if len(taken) > after:
             raise KeyboardInterrupt
-        return Turn(10.0 + len(taken), 1000, 10, "CPU", 1)
+        row.ms_turns.append(10.0 + len(taken))
 
-    monkeypatch.setattr(turns.Row, "take", take)
+    monkeypatch.setattr(bench, "take_turn", take)
     words = [*SIZES, "name=stopped"]
-    said = workshop.command("bench", "steps", *words, code=130)
-    assert "no row had been timed yet" in said and "stopped by SIGINT" in said
-    taken, after = [], 6
     said = workshop.command("bench", "steps", *words, code=130)
     assert "2 turns of 1 step" in said and "stopped by SIGINT" in said
     assert [len(row["ms_turns"]) for row in record_of(workshop, "stopped")["rows"]] == [2, 2, 1, 1]
@@ -103,12 +127,10 @@ def test_ctrl_c_prints_and_keeps_what_is_there(workshop: Workshop, monkeypatch: 
         ((), "rtx bench: say steps"),
         (("stpes",), "did you mean 'steps'"),
         (("steps", "experiment=cifar10_gird"), "did you mean 'cifar10_grid'"),
-        (("steps", "routing.heds=2"), "did you mean 'routing.heads'"),
         (("steps", "bench.turns=0"), "bench.turns=0: must be an integer, at least 1"),
         (("steps", "routing.heads=2,4", "hydra/launcher=basic"), "hydra/launcher=basic: has no effect"),
         (("steps", "hardware=ddp"), "hardware takes auto, cpu or gpu"),
-        (("steps", "hardware=fsdp"), "hardware=fsdp: rtx bench times a row on one device"),
-        (("steps", "hardware.devices=2"), "needs hardware=ddp"),
+        (("steps", "hardware=slurm"), "hardware=slurm: has no effect"),
         (("steps", "seed=1,1"), "are the same run"),
         (("steps", "routing.heads=2,99"), "routing.heads=99"),
         (("steps", "-m"), "unknown flag"),
@@ -119,14 +141,7 @@ def test_what_a_user_may_get_wrong(words: tuple[str, ...], said: str, capsys: py
     assert said in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_written(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written(workshop: Workshop) -> None:
     (workshop.folder / "out").mkdir(exist_ok=True)
     (workshop.folder / "out" / "taken").write_text("a file")
-    said = workshop.command("bench", "steps", *SIZES, "name=taken", code=2)
-    assert "set RTX_OUTPUTS" in said
-
-
-def test_inside_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert cli.main(["bench", "steps"]) == 2
-    assert "without torchrun" in capsys.readouterr().err
+    assert "set RTX_OUTPUTS" in workshop.command("bench", "steps", *SIZES, "name=taken", code=2)

@@ -6,15 +6,22 @@ import contextlib
 import io
 import json
 import math
+import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import rtx as rtx_package
 from rtx.cli import main
-from rtx.evaluation.scores import score_windows
+from rtx.data.tokenizers import encode_text
+from rtx.errors import UserError
+from rtx.training.checkpoints import load_for_use
+from rtx.training.exported import write_export
 
 SIZES = [
     *("data=text", "data.length=32", "model=tiny", "model.layers=2", "model.hidden=16", "model.heads=2"),
@@ -73,12 +80,11 @@ def score(run: Path, *overrides: str) -> dict[str, Any]:
     result = json.loads(path.read_text())
     assert f"{result['bits_per_byte']:.5f} bits/byte" in printed
     assert result["protocol"] in printed
-    assert "estimated time" in printed
     path.unlink()
     return result
 
 
-def test_every_byte_of_each_split_is_scored_once(causal_run: Path) -> None:
+def test_every_byte_of_a_split_is_scored_once_or_the_result_is_marked(causal_run: Path) -> None:
     for split, units in (("train", 3_600), ("valid", 200), ("test", 201)):
         result = score(causal_run, f"split={split}")
         assert abs(result["units"] - units) <= 1
@@ -86,6 +92,11 @@ def test_every_byte_of_each_split_is_scored_once(causal_run: Path) -> None:
         assert result["bits_per_byte"] == pytest.approx(result["nats"] / result["units"] / math.log(2))
         assert not result["partial"]
         assert not result["selection_sees_future"]
+    result = score(causal_run, "stride=5")
+    assert result["units"] == result["split_units"] and "stride 5" in result["protocol"]
+    result = score(causal_run, "limit=3")
+    assert result["partial"] and result["windows"] == 3 and result["standard_error"] > 0
+    assert "sample of the windows" in result["protocol"]
 
 
 def test_causal_selection_scores_the_same_in_both_modes(causal_run: Path) -> None:
@@ -101,44 +112,6 @@ def test_topk_is_marked_and_streaming_differs(topk_run: Path) -> None:
     assert parallel["bits_per_byte"] != streaming["bits_per_byte"]
 
 
-def test_a_shorter_stride_scores_the_same_bytes_with_more_context(causal_run: Path) -> None:
-    result = score(causal_run, "stride=5")
-    assert result["units"] == result["split_units"]
-    assert "stride 5" in result["protocol"]
-
-
-def test_a_limit_is_marked_partial_with_its_error(causal_run: Path) -> None:
-    result = score(causal_run, "limit=3")
-    assert result["partial"]
-    assert result["windows"] == 3
-    assert result["standard_error"] > 0
-    assert "sample of the windows" in result["protocol"]
-
-
-def test_the_estimate_takes_a_small_part_of_the_time(causal_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scored: list[int] = []
-
-    def counted(model: Any, tokens: Any, windows: Any, **rest: Any) -> Any:
-        scored.append(len(windows))
-        return score_windows(model, tokens, windows, **rest)
-
-    monkeypatch.setattr("rtx.commands.eval.score_windows", counted)
-    total = score(causal_run, "split=train")["windows"]
-    assert sum(scored[:-1]) <= total / 7 and scored[-1] == total  # a single batch
-    scored.clear()
-    score(causal_run, "split=train", "eval.batch_size=2")
-    assert scored == [2, 2, total]
-
-
-def test_a_fallback_is_named_for_what_it_is(causal_run: Path) -> None:
-    best, kept = causal_run / "checkpoints" / "best.ckpt", causal_run / "checkpoints" / "kept"
-    best.rename(kept)
-    try:
-        assert score(causal_run, "limit=1")["checkpoint"]["name"] == "last"
-    finally:
-        kept.rename(best)
-
-
 def test_results_of_other_protocols_do_not_replace_each_other(causal_run: Path) -> None:
     folder = causal_run.parents[2]
     others = [folder / "second.txt", folder / "third.txt"]
@@ -150,7 +123,8 @@ def test_results_of_other_protocols_do_not_replace_each_other(causal_run: Path) 
         *((f"data.path={other}",) for other in others),
     )
     for overrides in protocols:
-        rtx(folder, "eval", str(causal_run), *overrides)
+        printed = rtx(folder, "eval", str(causal_run), *overrides).stdout.decode()
+        assert ("these are not the data of the run" in printed) == any("txt" in word for word in overrides)
     results = sorted(causal_run.glob("eval/*.json"))
     assert len(results) == len(protocols)
     foreign = 0
@@ -175,11 +149,43 @@ def test_mistakes_are_told_in_a_line(causal_run: Path, tmp_path: Path) -> None:
         assert said in rtx(folder, *arguments, code=2).stderr.decode()
 
 
-def test_other_data_than_the_runs_are_named(causal_run: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other.txt"
-    other.write_bytes(b"xyz" * 1_500)
-    printed = rtx(causal_run.parents[2], "eval", str(causal_run), f"data.path={other}", "eval.limit=1").stdout.decode()
-    assert "these are not the data of the run" in printed
+def test_weights_that_are_no_numbers_are_told_and_nothing_is_written(causal_run: Path, tmp_path: Path) -> None:
+    """A checkpoint that is whole, of a run that has diverged; or one whose products leave the range of its numbers."""
+    for value, said in ((math.nan, "best.ckpt (step 4) holds NaN, first in"), (1e30, "scores nan nats")):
+        run = shutil.copytree(causal_run, tmp_path / str(value))
+        shutil.rmtree(run / "eval", ignore_errors=True)
+        exported = tmp_path / f"export-{value}"
+        broken = load_for_use(run / "checkpoints", "best")
+        for name, tensor in broken["model"].items():
+            if "qkv" in name:
+                tensor.fill_(value)
+        write_export(exported, broken, {"config.yaml": (run / "config.yaml").read_bytes()})
+        answer = rtx(causal_run.parents[2], "eval", str(exported), code=1)
+        assert said in answer.stderr.decode() and "bits/byte" not in answer.stdout.decode()
+        assert not list(exported.glob("eval/*"))
+    for command in (["sample"], ["audit"], ["analyze", "context"]):
+        assert b"holds NaN" in rtx(causal_run.parents[2], *command, str(tmp_path / "export-nan"), code=1).stderr
+
+
+def test_a_run_is_loaded_for_python_without_a_change_of_its_process(causal_run: Path) -> None:
+    def state() -> tuple[Any, ...]:
+        settings = (torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.get_default_dtype())
+        return (
+            *settings,
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_rng_state().tolist(),
+            dict(os.environ),
+        )
+
+    before = state()
+    run = rtx_package.load(causal_run)
+    ids_1N = torch.from_numpy(encode_text(run.tokenizer, "abc abc"))[None]
+    nats_1N, _ = run.model.loss(ids_1N)
+    assert state() == before
+    assert nats_1N.shape == ids_1N.shape and run.config.data.length == 32 and not run.model.training
+    assert str(rtx_package.load(causal_run, "last", device="cpu").device) == "cpu"
+    with pytest.raises(UserError, match="no such folder"):
+        rtx_package.load(causal_run / "nowhere")
 
 
 def test_a_sample_is_reproducible_and_kept_byte_for_byte(causal_run: Path) -> None:

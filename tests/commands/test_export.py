@@ -14,12 +14,12 @@ import pytest
 import torch
 from test_eval_sample import rtx, train
 
+from rtx import load
 from rtx.report.card import card
 from rtx.report.cells import collect
-from rtx.training import exports
+from rtx.training import exported as export_files
 from rtx.training.checkpoints import load_for_use
 from rtx.training.files import replace_file
-from rtx.training.trained import load_model
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_the_weights_are_those_of_the_run_bit_for_bit(run: Path, exported: Path)
         "config.yaml",
         "README.md",
     }
-    ours, theirs = load_model(exported).model.state_dict(), load_for_use(run / "checkpoints", "best")["model"]
+    ours, theirs = load(exported).model.state_dict(), load_for_use(run / "checkpoints", "best")["model"]
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -76,7 +76,7 @@ def test_the_card_has_no_scores_of_other_weights(run: Path) -> None:
 def test_an_export_that_was_cut_short_is_told_and_made_anew(run: Path, tmp_path: Path) -> None:
     home, output = run.parents[2], tmp_path / "half"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exports, "replace_file", full_disk)
+        patch.setattr(export_files, "replace_file", full_disk)
         assert b"No space left on device" in rtx(home, "export", str(run), f"output={output}", code=1).stderr
     (output / ".model.safetensors.1.writing").write_bytes(b"x")
     assert b"model.safetensors is missing" in rtx(home, "sample", str(output), code=1).stderr
@@ -96,11 +96,11 @@ def full_disk(path: Path, write: Callable[[BinaryIO], object]) -> None:
 def test_any_flipped_bit_is_told_or_changes_nothing(exported: Path, name: str) -> None:
     path = exported / name
     whole = path.read_bytes()
-    before = load_model(exported).model.state_dict()
+    before = load(exported).model.state_dict()
     for at in range(0, len(whole), max(1, len(whole) // 40)):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         try:
-            after = load_model(exported).model.state_dict()
+            after = load(exported).model.state_dict()
         except Exception as error:
             assert type(error).__name__ in ("RunFailed", "UserError"), error
             continue

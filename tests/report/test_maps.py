@@ -14,7 +14,6 @@ from rtx.report.maps import (
     hue,
     palette,
     png,
-    read_on_image,
     shades,
     sheet,
 )
@@ -53,20 +52,6 @@ def test_keys_that_share_a_column_show_the_strongest() -> None:
     picture = attention_map(weight_PN, cluster_PN, np.array([1023]), clusters=2)
     assert picture.shape == (1, 512, 3)
     assert (picture[0, 5] == palette(2)[2]).all() and (picture[0, 4] == UNREAD).all()
-
-
-def test_a_read_pixel_is_the_one_whose_unit_the_position_holds() -> None:
-    units_N = np.arange(2 * 3 * 3) * 10  # 2 x 3 pixels
-    weight_N, cluster_N = np.zeros(18, np.float32), np.full(18, -1)
-    weight_N[[0, 5]], cluster_N[[0, 5]] = (0.5, 0.5), (2, 1)  # position 0 holds the start, position 5 unit 4: pixel 1
-    picture = read_on_image(units_N, (2, 3), weight_N, cluster_N, at=12, clusters=3)
-    times = 224 // 3
-    middle = picture[times // 2 :: times, times // 2 :: times][:2, :3].astype(int)
-    assert middle.shape == (2, 3, 3)
-    greys = [(y, x) for y in range(2) for x in range(3) if np.ptp(middle[y, x]) == 0]
-    assert (0, 1) not in greys and len(greys) == 5, "one pixel is coloured"
-    assert (picture[times, times] == 255).all(), "pixel 4, of units 12 to 14, is framed"
-    assert middle[1, 1, 0] < middle[1, 0, 0], "what has not been seen is darker"
 
 
 def test_pictures_stand_in_rows() -> None:

@@ -1,9 +1,4 @@
-"""Exported models: weights as safetensors, the configuration, what is known of the data, and a card, in one folder.
-
-`model.safetensors` holds the state of the model and nothing of the optimizer. `export.json` holds what else a
-checkpoint knows, and the SHA-256 of the weights, so that any flipped bit or missing piece is known before they are
-trusted.
-"""
+"""Exported models: weights as safetensors, and `export.json` with what else a checkpoint knows and their SHA-256."""
 
 from __future__ import annotations
 
@@ -22,10 +17,10 @@ from rtx.training.files import remove_leftovers, replace_file, write_json
 WEIGHTS, FACTS = "model.safetensors", "export.json"
 
 FORMAT = 1
-"""Version of the layout below; a folder of a later one is refused."""
+"""Version of the layout; a folder of a later one is refused."""
 
 KEPT = ("step", "config", "data", "file")
-"""Keys of a checkpoint that an export keeps."""
+"""Keys of a checkpoint that an export keeps, beside the model's state."""
 
 
 def is_export(folder: Path) -> bool:

@@ -1,0 +1,45 @@
+"""How far a long piece of work is: tqdm's bar on a terminal or in a notebook, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from tqdm.auto import tqdm
+
+QUIET_SECONDS = 3.0
+"""Work that is done by then shows no bar."""
+
+PLAIN_SECONDS = 15.0
+"""Time between two lines where there is no terminal."""
+
+
+@contextlib.contextmanager
+def progress_bar(unit: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield what is called with how many are done and how many there are; on stderr, and gone at the end.
+
+    Args:
+        unit: what is counted, in the plural, such as "windows".
+    """
+    began = shown = time.monotonic()
+    bar: tqdm | None = None
+    plain = not sys.stderr.isatty() and "ipykernel" not in sys.modules
+
+    def show(done: int, total: int) -> None:
+        nonlocal bar, shown
+        if not plain:
+            if bar is None:
+                bar = tqdm(total=total, unit=f" {unit}", delay=QUIET_SECONDS, leave=False, file=sys.stderr)
+            bar.update(done - bar.n)
+        elif time.monotonic() - shown > PLAIN_SECONDS:
+            shown = time.monotonic()
+            line = tqdm.format_meter(done, total, shown - began, ncols=79, ascii=True, unit=f" {unit}")
+            print(line, file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        if bar is not None:
+            bar.close()

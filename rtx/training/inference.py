@@ -1,0 +1,157 @@
+"""A trained model from its run folder or from an export of it, on one device: to score, to sample, to look into."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rtx.compose import RUN_CONFIG, load_run_config, merge, to_dict
+from rtx.config import SPREAD, Config
+from rtx.data.catalog import Store, data_root, open_data
+from rtx.data.source import Tokenizer
+from rtx.data.tokenizers import load_tokenizer
+from rtx.errors import RunFailed, UserError
+from rtx.model.transformer import Transformer
+from rtx.training.checkpoints import Checkpoint, check_config, load_for_use, load_weights
+from rtx.training.exported import KEPT, is_export, read_export
+from rtx.training.hardware import prepare_torch, resolve_hardware
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A model in evaluation mode, and what is known of it."""
+
+    folder: Path
+    model: Transformer
+    config: Config
+    checkpoint: Checkpoint
+    """What is known of the weights (exported.KEPT), without tensors: those of the optimizer are twice the model."""
+
+    @property
+    def name(self) -> str:
+        """Which checkpoint this is: best, last or previous."""
+        return self.checkpoint["file"]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.model.output_VS.device
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """What makes units of bytes, and bytes of units; the file of a trained one lies in the run's folder.
+
+        Raises:
+            UserError: the run has none, for it made its data on the fly (data=recall).
+            RunFailed: its file is gone, or another.
+        """
+        described = self.checkpoint["data"]["tokenizer"]
+        if described is None:
+            raise UserError(f"{self.folder}: a run on data={self.config.data.name} has no tokenizer")
+        try:
+            return load_tokenizer(described, self.folder)
+        except ValueError as error:
+            raise RunFailed(str(error)) from error
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context that the model computes in: bfloat16 where hardware.precision=bf16."""
+        if self.config.hardware.precision != "bf16":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def facts(self) -> dict[str, Any]:
+        """Return which weights these are, for a result."""
+        return {"name": self.name, "step": self.checkpoint["step"]}
+
+    def has_data(self, store: Store) -> bool:
+        """Tell whether the data are those that the run was trained on."""
+        return self.checkpoint["data"]["fingerprint"] == store.fingerprint
+
+
+def load(folder: str | Path, checkpoint: str = "best", device: str | None = None) -> LoadedRun:
+    """Load a run, or an exported model, for use from Python; nothing of the process changes, random streams included.
+
+    Args:
+        folder: the run's, such as outputs/rtx/<run>.
+        checkpoint: best or last.
+        device: where to, such as cpu; unset: the GPU, if there is one.
+
+    Raises:
+        UserError: there is no such run or checkpoint, or its config.yaml is not what was trained.
+        RunFailed: no checkpoint of the run is whole, or its weights are not numbers.
+    """
+    config = on_one_device(load_run_config(folder))
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return load_run(Path(folder), config, checkpoint, where, say=lambda line: None)
+
+
+def load_run(
+    folder: Path,
+    config: Config,
+    checkpoint: str,
+    device: torch.device,
+    vocabulary: int | None = None,
+    say: Callable[[str], object] = print,
+) -> LoadedRun:
+    """Load best or last of a run; `vocabulary` of the data that are read, unset: the run's. Errors as `load`."""
+    found = read_export(folder) if is_export(folder) else load_for_use(folder / "checkpoints", checkpoint, say)
+    check_config(found, to_dict(load_run_config(folder)), folder / RUN_CONFIG)
+    if broken := [name for name, tensor in found["model"].items() if bool(tensor.isnan().any())]:
+        raise RunFailed(f"{folder}: {found['file']}.ckpt (step {found['step']:,}) holds NaN, first in {broken[0]}")
+    with torch.random.fork_rng(devices=[]):
+        model = Transformer(config, vocabulary or found["data"]["vocabulary"])
+    load_weights(model, found, to_dict(config))
+    if config.hardware.precision == "fp64":
+        model = model.double()
+    model = model.to(device).eval()
+    say(f"{folder}: {found['file']}.ckpt, step {found['step']:,}, {model.count_parameters():,} parameters")
+    return LoadedRun(folder, model, config, {key: found[key] for key in KEPT})
+
+
+def open_run(folder: Path, config: Config, checkpoint: str) -> tuple[LoadedRun, Store]:
+    """Load a run for a command, with the data that its configuration names.
+
+    Raises:
+        UserError, RunFailed: as `load`; and the data are not there, or their units are of another tokenizer.
+    """
+    store = open_data(config.data, data_root())
+    run = load_run(folder, config, checkpoint, prepare_device(config), store.vocabulary)
+    theirs, ours = (data.get("tokenizer") or {} for data in (run.checkpoint["data"], store.describe()))
+    if any(theirs.get(key) != ours.get(key) for key in ("name", "sha256")):
+        names = [f"{one.get('name')} {one.get('sha256', '')[:12]}".strip() for one in (theirs, ours)]
+        raise UserError(
+            f"{store.name}: expected the run's tokenizer ({names[0]}), found a store of another one ({names[1]}); "
+            "name the data and the settings of data.* that the run was trained with"
+        )
+    if not run.has_data(store):
+        print(
+            f"note: these are not the data of the run: {store.name} has fingerprint {store.fingerprint}, the run "
+            f"{run.checkpoint['data']['fingerprint']}; parts of this split may have been trained on"
+        )
+    return run, store
+
+
+def prepare_device(config: Config) -> torch.device:
+    """Set up torch for a command as `hardware` says, before any tensor is made, and return where to compute."""
+    hardware = resolve_hardware(config)
+    prepare_torch(config, hardware)
+    return torch.device("cuda" if hardware.accelerator == "gpu" else "cpu")
+
+
+def run_config(folder: Path, overrides: list[str]) -> Config:
+    """Return a run's configuration with overrides, for work on one device."""
+    return on_one_device(merge(load_run_config(folder), overrides))
+
+
+def on_one_device(config: Config) -> Config:
+    """Return a configuration for work on one device, not compiled."""
+    hardware = dataclasses.replace(config.hardware, devices=None, nodes=1, compile=False)
+    if hardware.name in SPREAD:
+        hardware = dataclasses.replace(hardware, name="auto")
+    return dataclasses.replace(config, hardware=hardware)
