@@ -23,7 +23,7 @@ from machine import code, machine
 from omegaconf import OmegaConf
 
 from rtx.analysis.price import DIFFERENCES
-from rtx.training.status import read_status
+from rtx.training.run_folder import read_status
 
 SELECTIONS = ("topk", "causal", "random")
 

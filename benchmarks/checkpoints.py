@@ -21,19 +21,19 @@ from machine import code, machine
 from rtx.cli import main as rtx
 from rtx.compose import compose
 from rtx.config import TrainerConfig
-from rtx.training.loop import Loop
+from rtx.training.callbacks import Last
 
 
 def timed(seconds: list[float]) -> None:
     """Let every checkpoint of a fit leave its seconds."""
-    save = Loop.save
+    save = Last.save
 
-    def watched(loop: Loop, *arguments: Any) -> None:
+    def watched(last: Last, *arguments: Any) -> None:
         began = time.perf_counter()
-        save(loop, *arguments)
+        save(last, *arguments)
         seconds.append(time.perf_counter() - began)
 
-    Loop.save = watched  # type: ignore[method-assign]
+    Last.save = watched  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from rtx import __version__
-from rtx.training import runs
+from rtx.training import run_folder
 
 CPUS = Path("/proc/cpuinfo")
 
@@ -31,6 +31,6 @@ def processor() -> str:
 
 def code() -> dict[str, str]:
     """Return the versions of rtx and torch, and the commit of a checkout (marked where files differ from it)."""
-    state = runs.git_state(Path(runs.__file__).parent)
+    state = run_folder.git_state(Path(run_folder.__file__).parent)
     commit = {} if state is None else {"commit": state["commit"] + " with changes" * state["changed"]}
     return {"rtx": __version__} | commit | {"torch": torch.__version__}

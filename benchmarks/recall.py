@@ -23,7 +23,7 @@ from typing import Any
 from machine import code, machine
 from omegaconf import OmegaConf
 
-from rtx.training.metrics import read_metrics
+from rtx.training.loggers import read_metrics
 
 PATTERNS = {
     "routing_topk": ("routing=topk", "routing.decay=0.99", "routing.logit_scale=sqrt_d", "routing.attend_self=false"),

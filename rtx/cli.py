@@ -67,6 +67,8 @@ def handle_signals(words: list[str]) -> None:
         return
     runs = words and words[0] in RUNNING
     for number, code in EXIT_CODES.items():
+        if signal.getsignal(number) is signal.SIG_IGN:  # as by nohup
+            continue
         if code == PREEMPTED and (runs or number == signal.SIGTERM):
             signal.signal(number, stop)
 

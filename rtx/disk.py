@@ -1,10 +1,13 @@
-"""What writing to a disk needs wherever it is done: names that last, and the errors of a full disk."""
+"""What writing to a disk needs wherever it is done: whole files, names that last, and the errors of a full disk."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, BinaryIO
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a disk that is full, a quota that is spent, and a file over its size limit."""
@@ -22,3 +25,53 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# Files that are either the old one or the new one, whatever happens in between
+
+MARK = ".writing"
+"""Ends the name of a file that is being written; whoever finds one without its writer may delete it."""
+
+
+def replace_file(path: Path, write: Callable[[BinaryIO], object], *, durable: bool = True) -> None:
+    """Write a file beside `path`, then rename it onto `path`; on any error `path` stays as it was.
+
+    Args:
+        path: the file to replace; its folder must exist.
+        write: writes the content to a binary file, opened for reading and writing.
+        durable: wait until content and name are on the disk.
+
+    Raises:
+        OSError: the folder cannot be written or is full.
+    """
+    temporary = write_beside(path, write, durable=durable)
+    os.replace(temporary, path)
+    if durable:
+        sync_folder(path.parent)
+
+
+def write_beside(path: Path, write: Callable[[BinaryIO], object], *, durable: bool = True) -> Path:
+    """Write a temporary file in the folder of `path` and return its path; nothing is left behind on an error."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{MARK}")
+    try:
+        with open(temporary, "w+b") as file:
+            write(file)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return temporary
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what writers that were killed have left in a folder."""
+    for leftover in folder.glob(f".*{MARK}"):
+        leftover.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Any, *, durable: bool = True) -> None:
+    """Replace a file with `content` as indented JSON."""
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    replace_file(path, lambda file: file.write(text.encode()), durable=durable)

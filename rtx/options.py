@@ -206,11 +206,9 @@ class WatchOptions:
 class ResumeOptions:
     """Continues a run from its last checkpoint, bit for bit as if it had never stopped.
 
-    trainer.steps=N or trainer.max_minutes=M lengthens a run that is done.
+    trainer.steps=N or trainer.max_minutes=M lengthens a run that is done. Intervals, micro-batches, hardware and logger
+    may change, too; whatever else would make another run is refused.
     """
-
-    force: bool = False
-    """Go on although the model, the data or the seed change; the run says that it is no longer exact."""
 
 
 DEVICE = ("hardware.name", "hardware.precision", "hardware.deterministic", "hardware.threads")

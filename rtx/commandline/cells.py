@@ -18,14 +18,14 @@ from typing import Any
 from rtx.commandline.children import Children
 from rtx.compose import config_hash, load_run_config, to_dict, to_yaml, with_absolute_path
 from rtx.config import Config, DataConfig
+from rtx.disk import replace_file
 from rtx.errors import RunFailed, UserError
 from rtx.identity import counts
 from rtx.report.cells import Collection, read_rows
-from rtx.training.changes import differences
-from rtx.training.files import replace_file
+from rtx.training.config_diff import differences
 from rtx.training.memory import OUT_OF_MEMORY, system_kills
+from rtx.training.run_folder import busy, close, read_status, seems_running
 from rtx.training.signals import EXIT_CODES, state_after
-from rtx.training.status import busy, close, read_status, seems_running
 from rtx.wording import plural
 
 RUN_VARIABLE = "RTX_RUN"

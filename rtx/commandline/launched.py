@@ -34,7 +34,7 @@ from rtx.commandline.children import STOPPING, Children, forwarded_signals
 from rtx.commandline.pool import run_cells
 from rtx.errors import UserError
 from rtx.training.memory import OUT_OF_MEMORY
-from rtx.training.status import read_status
+from rtx.training.run_folder import read_status
 
 LOOK_SECONDS = 0.5
 """Time between two looks at the file that tells the jobs of signals."""

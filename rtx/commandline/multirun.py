@@ -31,8 +31,7 @@ from rtx.compose import CONFIG_NAME, compose_checked, config_hash, for_hydra, hy
 from rtx.config import Config
 from rtx.errors import UserError
 from rtx.options import LAUNCHED, SweepOptions, read_words
-from rtx.training.metrics import utc_now
-from rtx.training.status import boot_id, read_status
+from rtx.training.run_folder import boot_id, read_status, utc_now
 
 BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 """Hydra's own launcher: its cells run on this machine, without its help."""
@@ -104,7 +103,7 @@ def in_folders(configs: list[tuple[list[str], Config]], swept: Sequence[str]) ->
     Raises:
         UserError: two cells are the same run.
     """
-    from rtx.training.runs import outputs_root
+    from rtx.training.run_folder import outputs_root
 
     laid_out: dict[Path, Cell] = {}
     for number, (overrides, config) in enumerate(configs, 1):

@@ -18,15 +18,15 @@ import torch
 
 from rtx.analysis.divergence import divergences
 from rtx.data.windows import windows
+from rtx.disk import replace_file
 from rtx.errors import RunFailed, UserError
 from rtx.evaluation.scores import sample_windows
 from rtx.identity import short_hash
 from rtx.options import read_words, what_to_do
 from rtx.progress_bar import progress_bar
 from rtx.report.divergence import divergence_table
-from rtx.training.files import replace_file
 from rtx.training.inference import open_run, run_config
-from rtx.training.metrics import utc_now
+from rtx.training.run_folder import utc_now
 
 
 def main(arguments: list[str]) -> int:

@@ -28,7 +28,7 @@ from rtx.progress_bar import progress_bar
 from rtx.report.summary import WIDTH, protocol_line, sees_future
 from rtx.sets import IMAGE_SETS
 from rtx.training.inference import LoadedRun, open_run, run_config
-from rtx.training.metrics import utc_now
+from rtx.training.run_folder import utc_now
 
 
 def main(arguments: list[str]) -> int:

@@ -23,7 +23,7 @@ from rtx.report.maps import SIDE, attention_map, png, sheet
 from rtx.report.patterns import patterns_table, row_of
 from rtx.sets import IMAGE_SETS
 from rtx.training.inference import LoadedRun, open_run, run_config
-from rtx.training.metrics import utc_now
+from rtx.training.run_folder import utc_now
 
 
 @dataclass(frozen=True)

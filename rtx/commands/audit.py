@@ -19,6 +19,7 @@ from rtx.compose import compose, to_dict
 from rtx.config import Config
 from rtx.data.catalog import Store, vocabulary_size
 from rtx.data.windows import Window, windows
+from rtx.disk import write_json
 from rtx.errors import RunFailed, UserError
 from rtx.evaluation.scores import sample_windows
 from rtx.model.patterns import layer_patterns
@@ -26,10 +27,9 @@ from rtx.model.transformer import Transformer
 from rtx.options import AuditOptions, read_words
 from rtx.progress_bar import progress_bar
 from rtx.report.causality import audit_record, audit_table, over_runs_table, price_record, price_table, unlike, verdict
-from rtx.training.changes import differences
-from rtx.training.files import write_json
+from rtx.training.config_diff import differences
 from rtx.training.inference import LoadedRun, load_run, on_one_device, open_run, prepare_device, run_config
-from rtx.training.metrics import utc_now
+from rtx.training.run_folder import utc_now
 from rtx.wording import plural
 
 OF_RESULTS = ("model.", "routing.", "data.", "optimizer.", "trainer.")

@@ -23,12 +23,12 @@ from rtx.compose import config_hash, to_dict
 from rtx.config import SPREAD, Config
 from rtx.data.catalog import vocabulary_size
 from rtx.data.recall import RecallStore
+from rtx.disk import write_json
 from rtx.errors import RunFailed, UserError
 from rtx.options import LAUNCHED, BenchOptions, read_words, what_to_do
 from rtx.report.steps import DRAWN, MADE, WHAT, read_record, record_path, views
 from rtx.report.terminal import terminal
-from rtx.training.files import write_json
-from rtx.training.runs import environment, outputs_root, shown, unwritable
+from rtx.training.run_folder import environment, outputs_root, shown, unwritable
 from rtx.training.signals import Stopped
 from rtx.wording import plural
 
@@ -181,12 +181,12 @@ def training_step(
 
     from rtx.attention.centroids import after_step
     from rtx.model.transformer import compile_loss
-    from rtx.training.fresh import fresh_model
     from rtx.training.hardware import resolve_hardware
+    from rtx.training.module import build_model
     from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
 
     hardware, numbers = resolve_hardware(config), itertools.count(1)
-    model = fresh_model(config, vocabulary, lambda: ids(1)[0])
+    model = build_model(config, vocabulary, lambda: ids(1)[0])
     model = (model.double() if config.hardware.precision == "fp64" else model).to(device).train()
     optimizer = build_optimizer(model, config.optimizer)
     loss: Callable[..., Any] = model.loss

@@ -15,6 +15,7 @@ from rtx.data.recall import RecallStore
 from rtx.data.released import Reading, read_as_released
 from rtx.data.windows import Window, windows
 from rtx.data.wordcount import bytes_scored, words_scored
+from rtx.disk import write_json
 from rtx.errors import RunFailed, UserError
 from rtx.evaluation.scores import Score, sample_windows, score_windows
 from rtx.model.ablation import ablate, check_ablation
@@ -22,10 +23,9 @@ from rtx.options import EvalOptions, read_words
 from rtx.progress_bar import progress_bar
 from rtx.report.measures import Words, further_lines, measures, stamp_phrases
 from rtx.report.summary import answers_line, protocol_line, sees_future
-from rtx.training.files import write_json
 from rtx.training.inference import LoadedRun, open_run, run_config
-from rtx.training.metrics import utc_now
 from rtx.training.progress import clock
+from rtx.training.run_folder import utc_now
 
 
 def main(arguments: list[str]) -> int:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from rtx.compose import RUN_CONFIG, load_run_config, to_dict, to_yaml
+from rtx.disk import MARK
 from rtx.errors import RunFailed, UserError
 from rtx.options import read_words
 from rtx.report.card import card
 from rtx.report.cells import collect
-from rtx.training.checkpoints import Checkpoint, check_config, load_for_use
+from rtx.training.checkpoint import Checkpoint, check_config, load_for_use
 from rtx.training.exported import is_export, write_export
-from rtx.training.files import MARK
-from rtx.training.runs import shown
+from rtx.training.run_folder import shown
 
 
 def main(arguments: list[str]) -> int:

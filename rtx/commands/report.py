@@ -9,6 +9,7 @@ from pathlib import Path
 from rtx.commandline.help import terminal_width
 from rtx.compose import compose
 from rtx.config import LoggerConfig
+from rtx.disk import replace_file
 from rtx.errors import RunFailed, UserError
 from rtx.options import READS, read_words
 from rtx.report.cells import collect
@@ -20,8 +21,7 @@ from rtx.report.page import html
 from rtx.report.report import Report, build
 from rtx.report.steps import add_steps, read_records, recorded
 from rtx.report.terminal import tables_list, terminal
-from rtx.training.files import replace_file
-from rtx.training.runs import outputs_root, shown
+from rtx.training.run_folder import outputs_root, shown
 
 FORMATS = {
     "report.md": markdown,
@@ -108,15 +108,17 @@ def track(report: Report, config: LoggerConfig, output: Path) -> None:
     """Log each table of scores to W&B, where that is asked for."""
     if config.name == "jsonl":
         return
-    from rtx.training.tracker import Tracker
+    from rtx.training.loggers import wandb_logger
 
     facts = {"title": report.title, "commands": report.commands}
-    tracker = Tracker(config, output, facts, f"report-{output.parent.name}", job_type="report")
+    logger = wandb_logger(config, output, facts, f"report-{output.parent.name}", job_type="report")
+    if logger is None:
+        return
     for number, view in enumerate(report.views, 1):
         rows = [csv_row(view, row) for row in view.rows]
         keys = list(dict.fromkeys(key for row in rows for key in row))
         gaps = [[None if row.get(key) == "" else row.get(key) for key in keys] for row in rows]
-        tracker.table(f"table_{number}", keys, gaps)
-    if tracker.run is not None and not tracker.run.url:
+        logger.log_rows(f"table_{number}", keys, gaps)
+    if logger.run is not None and not logger.run.url:
         print(f"W&B: tables in {shown(output / 'wandb')} (upload them with: wandb sync)")
-    tracker.finish(exit_code=0)
+    logger.finish(exit_code=0)

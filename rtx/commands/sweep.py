@@ -13,7 +13,7 @@ from pathlib import Path
 from rtx.options import read_words
 from rtx.report.board import board
 from rtx.report.standing import is_over, read_standing
-from rtx.training.runs import shown
+from rtx.training.run_folder import shown
 from rtx.training.signals import INTERRUPTED
 
 REFRESH_SECONDS = 2.0

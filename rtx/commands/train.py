@@ -1,11 +1,12 @@
-"""`rtx train`: from a configuration to a trained model, its score beside simple baselines, and a sample."""
+"""`rtx train`: from a configuration to a trained model, its score beside simple baselines, and a sample.
+
+Where RTX_RUN names the folder of a run, the command goes on with it, and does nothing where it is done.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,35 +16,36 @@ import torch
 
 from rtx.analysis.telemetry import read_telemetry
 from rtx.commands.eval import measured
-from rtx.commands.resume import drifted
-from rtx.compose import compose, to_dict, to_yaml, with_absolute_path
+from rtx.compose import RUN_CONFIG, compose, to_dict, to_yaml, with_absolute_path
 from rtx.config import Config
 from rtx.data.baselines import baselines
 from rtx.data.catalog import Store, data_root, open_data
-from rtx.data.recall import RecallStore
 from rtx.data.released import Reading
-from rtx.data.sampler import Items, MadeItems, TrainingItems, training_batches
 from rtx.data.sheet import png_grid
 from rtx.data.store import TokenStore
-from rtx.data.windows import windows
+from rtx.disk import replace_file, write_json
 from rtx.errors import RunFailed, UserError
 from rtx.model.decoding import generate
 from rtx.model.transformer import Transformer
 from rtx.report.measures import further_lines, stamp_phrases
 from rtx.report.summary import answers_line, closing_lines, protocol_line
 from rtx.report.text import printable
-from rtx.training.checkpoints import Checkpoint, check_shapes, load_for_use, load_weights, newest_checkpoint
-from rtx.training.files import replace_file
-from rtx.training.fit import Outcome, fit, loader_process_starts
-from rtx.training.fresh import fresh_model
+from rtx.training.checkpoint import Checkpoint, check_shapes, load_for_use, load_weights, newest_checkpoint
+from rtx.training.config_diff import differences
+from rtx.training.datamodule import DataModule
+from rtx.training.distributed import Ranks
 from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware
-from rtx.training.job import Job, Validation, nothing_left
-from rtx.training.meeting import Meeting
-from rtx.training.records import Records
-from rtx.training.runs import (
+from rtx.training.launchers import is_first
+from rtx.training.loggers import logging_to
+from rtx.training.module import TrainingModule, build_model
+from rtx.training.progress import say
+from rtx.training.resumption import Resumption, plan_resumption, refuse_changes
+from rtx.training.run_folder import (
+    Status,
+    environment,
+    given_folder,
     machine_changes,
     new_run_folder,
-    record_environment,
     record_resumption,
     shown,
     working_in,
@@ -59,31 +61,24 @@ from rtx.training.signals import (
     state_after,
     stop_with_sweep,
 )
-from rtx.training.status import Status
+from rtx.training.trainer import Outcome, Run
 
 SAMPLE_LENGTH, SAMPLE_TEMPERATURE, SAMPLE_SEED = 240, 0.8, 0
 SAMPLE_UNITS = 3072
 """Sub-pixels of a sample image: all of one of 32 x 32, the upper rows of a larger one."""
 
 
-@dataclass(frozen=True)
-class Resumption:
-    """What `rtx resume` adds to a run."""
-
-    state: str
-    """How the run had ended."""
-    lines: list[str]
-    """What to say about the changed fields."""
-    changed: dict[str, tuple[Any, Any]]
-    """Changed fields with both values."""
-    force: bool
-    """Whether force=true."""
-
-
 def main(arguments: list[str]) -> int:
     """Run `rtx train <overrides>` and return the exit code."""
-    config = with_absolute_path(compose(arguments))
-    return run(config, resolve_hardware(config))
+    config, folder = with_absolute_path(compose(arguments)), given_folder()
+    if folder is None or not (folder / RUN_CONFIG).exists():
+        return run(config, resolve_hardware(config))
+    plan = plan_resumption(folder, config)
+    if isinstance(plan, str):  # all processes leave: nobody is to wait for the first one
+        if is_first(config.hardware.nodes):
+            say(plan)
+        return 0
+    return run(config, resolve_hardware(config), folder, plan)
 
 
 def run(config: Config, hardware: Hardware, folder: Path | None = None, resumption: Resumption | None = None) -> int:
@@ -100,12 +95,11 @@ def run(config: Config, hardware: Hardware, folder: Path | None = None, resumpti
         RunFailed: NaN, a full disk, a lost process.
     """
     prepare_torch(config, hardware)
-    if not started_by_another():
-        announce_parent()
     if hardware.rank > 0:
         # Only the first process writes; the others, whoever started them, need no folder of their own.
         return follow(config, hardware, folder or Path(os.devnull), resumption)
-    with Signals() as signals, Meeting(hardware) as meeting:
+    announce_parent()
+    with Signals() as signals:
         try:
             stop_with_sweep()
             store = open_data(config.data, data_root())  # before there is a folder for a mistake to leave behind
@@ -114,7 +108,7 @@ def run(config: Config, hardware: Hardware, folder: Path | None = None, resumpti
             begin = nothing if resumption else partial(write_config, config, folder)
             with working_in(folder, begin) as status:
                 signals.at_once = lambda code: status.end(state_after(code), "stopped at once")
-                train(config, hardware, folder, store, signals, resumption, meeting, status)
+                train(config, hardware, folder, store, signals, resumption, Ranks(0, hardware.world), status)
             return 0
         except Stopped as stop:
             print(stop, file=sys.stderr)
@@ -129,21 +123,21 @@ def follow(config: Config, hardware: Hardware, folder: Path, resumption: Resumpt
     A child that the first process of its machine started has nothing to do with signals, goes when its parent goes, and
     then leaves with 0: any other end is one that the parent does not know of.
     """
-    code, child, meeting = 0, started_by_another(), Meeting(hardware)
+    code, child, ranks = 0, started_by_another(), Ranks(hardware.rank, hardware.world)
     try:
-        with Signals() as signals, meeting:
+        with Signals() as signals:
             if child:
                 ignore_signals()
                 go_with_parent()
             store = open_data(config.data, data_root(), nothing)
-            train(config, hardware, folder, store, signals, resumption, meeting, None)
+            train(config, hardware, folder, store, signals, resumption, ranks, None)
     except Stopped as stop:
         code = stop.code
     except (RunFailed, UserError) as error:
         code = 2 if isinstance(error, UserError) else 1
-        if not meeting.heard:
+        if not ranks.connected:
             print("\n".join(f"rtx: {line}" for line in str(error).splitlines()), file=sys.stderr)
-    return 0 if child and meeting.complete else code
+    return 0 if child and ranks.connected else code
 
 
 def train(
@@ -153,77 +147,93 @@ def train(
     store: Store,
     signals: Signals,
     resumption: Resumption | None,
-    meeting: Meeting,
+    ranks: Ranks,
     status: Status | None,
 ) -> None:
     """Build the model, fit it and print what came of it; ranks without a `status` write nothing."""
     signals.release()
-    say: Callable[[str], None] = print if status else nothing
-    start = newest_checkpoint(folder / "checkpoints", set_aside=bool(status), report=say) if resumption else None
-    if start and resumption:
-        check_target(config, start, resumption.changed)
-    unsaid = drifted(start["config"], config, resumption.changed, resumption.force) if start and resumption else []
-    say("\n".join([beginning(folder, resumption, start), *unsaid]))
-    if start and resumption:
-        check_data(store, start, resumption.force, say)
-    items = training_items(config, store)
-    model = build_model(config, store, items, start)
+    tell = say if status else nothing
+    start = newest_checkpoint(folder / "checkpoints", set_aside=bool(status), report=tell) if resumption else None
+    changed = changes(config, start, resumption)
+    if status:  # the others are compared with the first one
+        refuse_changes(changed)
+    if start:
+        check_start(config, store, start, changed)
+    tell("\n".join([beginning(folder, resumption, start), *(f"  {k}: {a} -> {b}" for k, (a, b) in changed.items())]))
+    data = DataModule(config, hardware, store)
+    model = build_model(config, store.vocabulary, None if start else lambda: data.items.item(0, 0))
+    if start:
+        check_shapes(model, start, to_dict(config))
+        data.step = start["step"]
     if status:
         facts = {"hardware": hardware.describe(), "data": store.describe(), "parameters": model.count_parameters()}
-        record_start(config, folder, resumption, start, facts)
+        record_start(config, folder, start, changed if resumption else None, facts)
         if isinstance(store, TokenStore):
             keep_tokenizer(store, folder)
-        print(opening_line(config, hardware, store, model))
-    held_out = store.split("valid")
-    meeting.wait_for_all()
-    with Records(folder, config, to_dict(config), status) as records:
-        outcome = fit(
-            Job(
-                config=config,
-                plain_config=to_dict(config),
-                data=store.describe(),
-                hardware=hardware,
-                model=model,
-                batches=batches_left(config, hardware, items, start),
-                validation=Validation(held_out, windows(len(held_out), config.data.length, config.trainer.val_stride)),
-                answers=store.answers,
-                folder=folder,
-                records=records,
-                signals=signals,
-                telemetry=read_telemetry,
-                start=start,
-            )
-        )
+        say(opening_line(config, hardware, store, model))
+    facts = {"config": to_dict(config), "data": store.describe()}
+    module = TrainingModule(model, config, store.answers, ranks, facts)
+    with logging_to(folder if status else None, config, facts["config"], tell) as loggers:
+        work = Run(config, hardware, folder, module, data, signals, read_telemetry, loggers, status, tell)
+        outcome = work.fit(start["path"] if start else None)
         if status:
             record_end(status, outcome, store.unit, final_measures(config, store, outcome))
     signals.release()
     if status:
-        print(closing(config, store, outcome, folder))
+        say(closing(config, store, outcome, folder))
         if isinstance(store, TokenStore):
             print_sample(whole_model(config, hardware, model, store, folder), store, folder, outcome.step)
 
 
+def changes(config: Config, start: Checkpoint | None, resumption: Resumption | None) -> dict[str, tuple[Any, Any]]:
+    """Return the fields in which a run goes on otherwise than its config.yaml or its checkpoint says, with both values.
+
+    They may differ: an editor, or a disk, may have changed config.yaml.
+    """
+    found = dict(resumption.changed) if resumption else {}
+    return {**differences(start["config"], to_dict(config), shared=True), **found} if start else found
+
+
+def check_start(config: Config, store: Store, start: Checkpoint, changed: dict[str, tuple[Any, Any]]) -> None:
+    """Refuse to go on with other data, or towards a length that the run has reached already.
+
+    Raises:
+        UserError: names what is wrong.
+    """
+    steps, step = config.trainer.steps, start["step"]
+    if "trainer.steps" in changed and steps <= step:
+        raise UserError(
+            f"trainer.steps={steps}: the newest checkpoint of the run is of step {step}; give more than that"
+        )
+    if start["data"]["fingerprint"] != store.fingerprint:
+        raise UserError(f"the data of {store.name} are not those that the run began with")
+
+
 def beginning(folder: Path, resumption: Resumption | None, start: Checkpoint | None) -> str:
-    """Return the lines that name the run, and from where it goes on with what changes."""
+    """Return the line that names the run, and from where it goes on."""
     if resumption is None:
         return f"run: {shown(folder)}"
     where = f"from step {start['step']:,}" if start else "from the beginning: it has no checkpoint"
-    return "\n".join([f"resuming {shown(folder)} ({resumption.state}) {where}", *resumption.lines])
+    return f"resuming {shown(folder)} ({resumption.state}) {where}"
 
 
 def record_start(
-    config: Config, folder: Path, resumption: Resumption | None, start: Checkpoint | None, facts: dict[str, Any]
+    config: Config,
+    folder: Path,
+    start: Checkpoint | None,
+    changed: dict[str, tuple[Any, Any]] | None,
+    facts: dict[str, Any],
 ) -> None:
-    """Record machine and software, and what a resumed run changes; say what makes it no longer exact.
+    """Record machine and software, and what a resumed run changes; say where the machine may change its bits.
 
     Only now is the configuration of a resumed run written: it is known to fit the checkpoint.
     """
     if start is None or not (folder / "environment.json").exists():
-        record_environment(folder, facts)
-    if resumption:
+        write_json(folder / "environment.json", environment(facts))
+    if changed is not None:
         if moved := machine_changes(folder, facts):
-            print(f"no longer exact: {', '.join(moved)}")
-        record_resumption(folder, resumption.changed, facts)
+            say(f"no longer exact: {', '.join(moved)}")
+        record_resumption(folder, changed, facts)
         write_config(config, folder)
 
 
@@ -246,67 +256,7 @@ def record_end(status: Status, outcome: Outcome, unit: str, measures: dict[str, 
 
 def write_config(config: Config, folder: Path) -> None:
     """Write config.yaml."""
-    replace_file(folder / "config.yaml", lambda file: file.write(to_yaml(config).encode()))
-
-
-def training_items(config: Config, store: Store) -> Items:
-    """Return the sequences to train on, by their number."""
-    if isinstance(store, RecallStore):
-        return MadeItems(store.sequence, config.seed, config.trainer.batch_size)
-    whole = store.image is not None
-    return TrainingItems(store.split("train"), config.data.length, config.seed, config.trainer.batch_size, whole)
-
-
-def build_model(config: Config, store: Store, items: Items, start: Checkpoint | None) -> Transformer:
-    """Return the model with its first weights, the same on every rank; those of a checkpoint are loaded by the fit."""
-    model = fresh_model(config, store.vocabulary, None if start else lambda: items.item(0, 0))
-    if start:
-        check_shapes(model, start, to_dict(config))
-    return model
-
-
-def batches_left(config: Config, hardware: Hardware, items: Items, start: Checkpoint | None) -> Iterable[torch.Tensor]:
-    """Return this rank's micro-batches of the steps that are left."""
-    first = start["step"] if start else 0
-    loader = training_batches(
-        items,
-        first,
-        first if nothing_left(config, start) else config.trainer.steps,
-        hardware.rank,
-        hardware.world,
-        hardware.micro_batch_size,
-        config.hardware.workers,
-        pin_memory=hardware.accelerator == "gpu",
-    )
-    loader.worker_init_fn = loader_process_starts
-    return loader
-
-
-def check_target(config: Config, start: Checkpoint, changed: dict[str, tuple[Any, Any]]) -> None:
-    """Refuse a new length that the run has reached already: it would be done with more steps than it says.
-
-    Raises:
-        UserError: names both steps.
-    """
-    steps, step = config.trainer.steps, start["step"]
-    if "trainer.steps" in changed and steps <= step:
-        raise UserError(
-            f"trainer.steps={steps}: the newest checkpoint of the run is of step {step}; give more than that"
-        )
-
-
-def check_data(store: Store, start: Checkpoint, force: bool, say: Callable[[str], None]) -> None:
-    """Refuse to go on with other data than the run began with.
-
-    Raises:
-        UserError: the fingerprints differ, and nobody insists.
-    """
-    if start["data"]["fingerprint"] == store.fingerprint:
-        return
-    message = f"the data of {store.name} are not those that the run began with"
-    if not force:
-        raise UserError(f"{message}; force=true goes on all the same (the run is then no longer exact)")
-    say(f"{message}: no longer exact")
+    replace_file(folder / RUN_CONFIG, lambda file: file.write(to_yaml(config).encode()))
 
 
 def opening_line(config: Config, hardware: Hardware, store: Store, model: Transformer) -> str:
@@ -342,7 +292,7 @@ def closing(config: Config, store: Store, outcome: Outcome, folder: Path) -> str
 def final_measures(config: Config, store: Store, outcome: Outcome) -> dict[str, Any]:
     """Return the validation score of a finished run in every measure that its text has."""
     reading = Reading(store.split("valid"))
-    every = windows(len(reading.tokens), config.data.length, config.trainer.val_stride)
+    every = DataModule.every_window(config, reading.tokens)
     return measured(store, "valid", reading, every, outcome.final, partial=False)
 
 
@@ -377,15 +327,15 @@ def print_sample(model: Transformer, store: TokenStore, folder: Path, step: int)
             canvas[place] = int(unit)
         path = save_sample(folder, step, SAMPLE_SEED, png_grid([canvas], image), "png")
         part = "" if rows == image[0] else f", the first {rows} of its {image[0]} rows"
-        print(f"a sample image (temperature {SAMPLE_TEMPERATURE}{part}): {shown(path)}")
+        say(f"a sample image (temperature {SAMPLE_TEMPERATURE}{part}): {shown(path)}")
         return
     positions = model.embedding.positions
     length = SAMPLE_LENGTH if positions is None else min(SAMPLE_LENGTH, positions.length)
     draws = generate(model, empty, length, temperature=SAMPLE_TEMPERATURE, generator=generator)
     text = store.tokenizer.decode([int(unit) for unit in draws])
-    print(f"a sample (temperature {SAMPLE_TEMPERATURE}):")
-    print(printable(text.decode("utf-8", "replace")))
-    print(shown(save_sample(folder, step, SAMPLE_SEED, text)))
+    say(f"a sample (temperature {SAMPLE_TEMPERATURE}):")
+    say(printable(text.decode("utf-8", "replace")))
+    say(shown(save_sample(folder, step, SAMPLE_SEED, text)))
 
 
 def nothing(*_: object) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from rtx.identity import digest
 from rtx.report.values import real, whole
-from rtx.training.status import run_state
+from rtx.training.run_folder import run_state
 
 RECORDS = ("config.yaml", "status.json", "environment.json", "metrics.jsonl")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from rtx.errors import UserError, nearest
 from rtx.report.cells import Collection, is_run, read_lines
-from rtx.training.status import boot_id, process_exists, read_status, seems_running
+from rtx.training.run_folder import boot_id, process_exists, read_status, seems_running
 
 TAIL_BYTES = 1 << 16
 """Of a metrics.jsonl that are read: some dozen rows."""

@@ -10,9 +10,9 @@ from typing import Any
 
 import safetensors.torch
 
+from rtx.disk import remove_leftovers, replace_file, write_json
 from rtx.errors import RunFailed, UserError
-from rtx.training.checkpoints import Checkpoint
-from rtx.training.files import remove_leftovers, replace_file, write_json
+from rtx.training.checkpoint import Checkpoint
 
 WEIGHTS, FACTS = "model.safetensors", "export.json"
 

@@ -18,7 +18,7 @@ from rtx.data.source import Tokenizer
 from rtx.data.tokenizers import load_tokenizer
 from rtx.errors import RunFailed, UserError
 from rtx.model.transformer import Transformer
-from rtx.training.checkpoints import Checkpoint, check_config, load_for_use, load_weights
+from rtx.training.checkpoint import Checkpoint, check_config, load_for_use, load_weights
 from rtx.training.exported import KEPT, is_export, read_export
 from rtx.training.hardware import prepare_torch, resolve_hardware
 

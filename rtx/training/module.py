@@ -1,9 +1,9 @@
-"""One optimizer step, as Lightning runs it: forward, backward, clipping, optimizer, centroids."""
+"""The LightningModule: one optimizer step (forward, backward, clipping, optimizer, centroids) and validation."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,61 +12,88 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from rtx.attention.centroids import after_step
+from rtx.attention.centroids import after_step, initialise_from_data
 from rtx.config import Config
-from rtx.model.transformer import compile_loss
+from rtx.evaluation.scores import Score
+from rtx.model.transformer import Transformer, compile_loss
+from rtx.training.checkpoint import FORMAT
+from rtx.training.distributed import Ranks
 from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
-from rtx.training.sharding import shard, whole
+from rtx.training.rng import seed_everything
+from rtx.training.sharding import is_shared, shard, whole
+
+
+def build_model(config: Config, vocabulary: int, first_N: Callable[[], Tensor] | None) -> Transformer:
+    """Return the model of a configuration with its first weights, the same on every rank.
+
+    Args:
+        config: the resolved configuration.
+        vocabulary: number of different units.
+        first_N: returns the first training sequence, ids `[N]`, which routing.init=data reads; None: the weights are
+            to be replaced anyway.
+    """
+    seed_everything(config.seed)
+    model = Transformer(config, vocabulary)
+    if first_N and config.routing.init == "data":
+        initialise_from_data(model, first_N()[None])
+    return model
 
 
 class TrainingModule(pl.LightningModule):
-    """The model with its optimizer. `step` counts finished optimizer steps; all else that lasts is in the checkpoint.
+    """The model with its optimizer; what a checkpoint holds of it, and the score of a validation.
 
     Args:
-        model: has `loss(tokens_BN) -> (nats_BN, auxiliary)`, or with answers what `score_windows` says.
+        model: has `loss(tokens_BN) -> (nats_BN, auxiliary)`, or with answers
+            `answers(tokens_BN, at_A) -> (nats_BA, right_BA, auxiliary)`; both take `prefix`.
         config: the resolved configuration.
         answers: positions `[A]` of each sequence whose units alone count; None: all of them.
+        ranks: the processes of the run.
+        facts: what else every checkpoint holds: `config` and `data` as plain values.
     """
 
     at_A: Tensor | None
 
-    def __init__(self, model: nn.Module, config: Config, answers: np.ndarray | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        answers: np.ndarray | None = None,
+        ranks: Ranks | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__()
-        self.model = model
-        self.config = config
-        self.step = 0
-        self.rate = 0.0
-        """Learning rate of the last step."""
-        self.in_step = False
-        """Whether micro-batches of an unfinished step have been seen."""
-        self.nats_sum = 0.0
-        self.right_sum = 0.0
-        self.passes = 0
-        """Sums of the mean nats and the share of right answers, and the number, of the forward passes since the last
-        row; summed as float64."""
+        self.model, self.config = model, config
+        self.ranks, self.facts = ranks or Ranks(0, 1), dict(facts or {})
+        self.sums = {"nats": 0.0, "right": 0.0, "passes": 0}
+        """Mean nats and share of right answers, summed in float64 over the forward passes since the last row."""
         self.step_losses: list[Tensor] = []
         self.step_right: list[Tensor] = []
         """Mean nats, and share of right answers, of the forward passes of this step, on the device."""
         self.unread: list[StepRecord] = []
         """What has not been read back from the device yet."""
+        self.scored: list[Tensor] = []
+        """Of each batch of a validation: number, units, nats and right answers of its windows, float64 `[B, 4]`."""
+        self.score: Score | None = None
+        """Of the last validation, the same on all ranks."""
         self.register_buffer("at_A", None if answers is None else torch.from_numpy(answers), persistent=False)
         self.loss: Callable[..., tuple[Tensor, ...]] = model.loss if answers is None else model.answers  # type: ignore[assignment]
         if config.hardware.compile:
             self.loss = compile_loss(model, self.loss)
 
     def configure_model(self) -> None:
-        """Share the parameters out, where the strategy has processes to do so (hardware=fsdp); once, before a fit."""
-        if self.device_mesh is not None:
-            self.trainer.precision_plugin.convert_module(self)  # what is shared out keeps its type
+        """Give the parameters their type, and share them out (hardware=fsdp), before a checkpoint is loaded."""
+        self.trainer.precision_plugin.convert_module(self)
+        if self.device_mesh is not None and not is_shared(self.model.parameters()):
             shard(self.model, self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Build the optimizer that the configuration names."""
         return build_optimizer(self.model, self.config.optimizer)
 
+    # Training
+
     def training_step(self, tokens_BN: Tensor, batch_idx: int) -> Tensor:
         """Return the loss of a micro-batch: mean nats per unit that counts plus the auxiliary loss."""
-        self.in_step = True
         if self.at_A is None:
             nats_BN, auxiliary = self.loss(tokens_BN)
         else:
@@ -85,18 +112,15 @@ class TrainingModule(pl.LightningModule):
         if self.config.trainer.clip:
             clip_grads_with_norm_(parameters, self.config.trainer.clip, norm)
         right = torch.stack(self.step_right) if self.step_right else None
-        self.unread.append(StepRecord(self.step + 1, self.rate, torch.stack(self.step_losses), norm, right))
+        self.unread.append(StepRecord(self.global_step + 1, torch.stack(self.step_losses), norm, right))
         self.step_losses, self.step_right = [], []
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         """Take one step at its learning rate, then move the centroids: once per optimizer step."""
-        self.rate = learning_rate(self.config, self.step + 1)
-        set_learning_rate(optimizer.optimizer, self.rate)
+        set_learning_rate(optimizer.optimizer, learning_rate(self.config, self.global_step + 1))
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         optimizer.zero_grad()  # nobody reads them any more; Lightning would keep them through the next forward pass
         after_step(self.model)
-        self.step += 1
-        self.in_step = False
 
     def read_back(self) -> StepRecord | None:
         """Wait for the device, fold the unread steps into the running sums, and return the last of them.
@@ -108,22 +132,95 @@ class TrainingModule(pl.LightningModule):
         for record in self.unread:
             losses, norm = record.losses.double().cpu(), float(record.norm)
             if not (bool(torch.isfinite(losses).all()) and math.isfinite(norm)):
-                raise NotFinite(record.step, record.rate, float(losses.mean()), norm)
+                rate = learning_rate(self.config, record.step)
+                raise NotFinite(record.step, rate, float(losses.mean()), norm)
             for loss in losses.tolist():
-                self.nats_sum += loss
+                self.sums["nats"] += loss
             if record.right is not None:
-                self.right_sum += float(record.right.double().sum())
-            self.passes += len(losses)
+                self.sums["right"] += float(record.right.double().sum())
+            self.sums["passes"] += len(losses)
             last = record
         self.unread = []
         return last
+
+    # Validation
+
+    def on_validation_epoch_start(self) -> None:
+        """Begin a score."""
+        self.scored = []
+
+    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        """Score windows of equal length: ids `[B, N]`, units before the first that counts `[B]`, their numbers `[B]`.
+
+        A number of -1 marks a window that another rank scores: it keeps this one in step (`data.windows`).
+        """
+        tokens_BN, skipped_B, number_B = batch
+        if self.at_A is None:
+            nats_BN, _ = self.model.loss(tokens_BN)  # type: ignore[operator]
+            counts_BN = torch.arange(tokens_BN.shape[1], device=tokens_BN.device) >= skipped_B[:, None]
+            nats_B = torch.where(counts_BN, nats_BN.double(), 0.0).sum(dim=1)
+            units_B, right_B = counts_BN.sum(dim=1), torch.zeros_like(nats_B)
+        else:
+            nats_BA, right_BA, _ = self.model.answers(tokens_BN, self.at_A)  # type: ignore[operator]
+            nats_B, right_B = nats_BA.double().sum(dim=1), right_BA.double().sum(dim=1)
+            units_B = torch.full_like(number_B, len(self.at_A))
+        found_B4 = torch.stack([number_B.double(), units_B.double(), nats_B, right_B], dim=1).cpu()
+        self.scored.append(found_B4[found_B4[:, 0] >= 0])
+
+    def on_validation_epoch_end(self) -> None:
+        """Join the ranks' windows in their order into one score, the same on any number of ranks."""
+        own_K4 = torch.cat(self.scored).numpy() if self.scored else np.zeros((0, 4))
+        all_K4 = np.concatenate(self.ranks.gather(own_K4))
+        number_K, units_K, nats_K, right_K = all_K4[np.argsort(all_K4[:, 0])].T
+        assert np.array_equal(number_K, np.arange(len(number_K))), "each window once"
+        self.score, self.scored = Score(units_K, nats_K, None if self.at_A is None else right_K), []
+        self.log(
+            "val_bits", self.score.bits, logger=False, sync_dist=True, batch_size=1
+        )  # for callbacks that monitor it
+
+    # Checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what other commands read; the loops' counters are left out: they follow from the step."""
+        weights = checkpoint.pop("state_dict")
+        del checkpoint["loops"]
+        model = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+        checkpoint.update({"format": FORMAT, "step": self.global_step, "model": model, **self.facts})
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Undo `on_save_checkpoint`."""
+        checkpoint["state_dict"] = {f"model.{name}": tensor for name, tensor in checkpoint["model"].items()}
+        checkpoint["loops"] = {"fit_loop": loop_state(checkpoint["step"], self.trainer.accumulate_grad_batches)}
+
+
+def loop_state(step: int, accumulate: int) -> dict[str, Any]:
+    """Return the counters of Lightning's loops after a step whose validation, if one was due, is done.
+
+    Lightning's own would count micro-batches, of which a resumed run may have another number, and would skip a
+    validation that a signal has put off. The keys are those of `FitLoop.state_dict`.
+    """
+
+    def counted(number: int, *names: str) -> dict[str, Any]:
+        return {name: dict.fromkeys(names, number) for name in ("total", "current")}
+
+    began = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+    batches = counted(step * accumulate, "ready", "started", "processed", "completed")
+    optimizer = {
+        "step": counted(step, "ready", "completed"),
+        "zero_grad": counted(step, "ready", "started", "completed"),
+    }
+    return {
+        "epoch_progress": {"total": began, "current": dict(began)},
+        "epoch_loop.batch_progress": {**batches, "is_last_batch": False},
+        "epoch_loop.automatic_optimization.optim_progress": {"optimizer": optimizer},
+    }
 
 
 class StepRecord:
     """A finished step whose numbers are still on the device."""
 
-    def __init__(self, step: int, rate: float, losses: Tensor, norm: Tensor, right: Tensor | None = None) -> None:
-        self.step, self.rate, self.losses, self.norm, self.right = step, rate, losses, norm, right
+    def __init__(self, step: int, losses: Tensor, norm: Tensor, right: Tensor | None = None) -> None:
+        self.step, self.losses, self.norm, self.right = step, losses, norm, right
 
 
 class NotFinite(Exception):

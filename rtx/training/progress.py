@@ -1,66 +1,26 @@
-"""The progress line: rewritten in place on a terminal, a plain line now and then where it is not one."""
+"""The words of a progress line, and a line that stays above the bar."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import resource
-import shutil
 import sys
-import time
-from typing import TextIO
 
-REDRAW_SECONDS = 0.2
-"""Shortest time between two drawings on a terminal."""
+from tqdm import tqdm
 
 PLAIN_SECONDS = 15.0
 """Shortest time between two lines elsewhere."""
 
 
-class Progress:
-    """Shows one line at a time.
-
-    Args:
-        stream: where to write; unset: standard output.
-        quiet: show nothing (all ranks but the first).
-    """
-
-    def __init__(self, stream: TextIO | None = None, *, quiet: bool = False) -> None:
-        self.stream = stream or sys.stdout
-        self.quiet = quiet
-        self.in_place = self.stream.isatty()
-        self.shown_at = -float("inf")
-        self.width = 0
-
-    def show(self, line: str, *, force: bool = False) -> None:
-        """Show a line, unless the last one is too fresh; `force` shows it anyway."""
-        now = time.monotonic()
-        if self.quiet or (not force and now - self.shown_at < (REDRAW_SECONDS if self.in_place else PLAIN_SECONDS)):
-            return
-        self.shown_at = now
-        if not self.in_place:
-            self._write(line + "\n")
-            return
-        line = line[: shutil.get_terminal_size().columns - 1]
-        self._write("\r" + line.ljust(self.width))
-        self.width = len(line)
-
-    def say(self, line: str) -> None:
-        """Print a line that stays."""
-        if not self.quiet:
-            self.clear()
-            self._write(line + "\n")
-
-    def clear(self) -> None:
-        """Take the progress line off the terminal."""
-        if self.width:
-            self._write("\r" + " " * self.width + "\r")
-            self.width = 0
-
-    def _write(self, text: str) -> None:
-        try:
-            self.stream.write(text)
-            self.stream.flush()
-        except OSError:  # nobody reads any more (`rtx train | head`): no reason to end the run
-            self.quiet = True
+def say(line: str) -> None:
+    """Print a line that stays, above a bar if there is one. That nobody reads any more is no reason to end a run."""
+    try:
+        tqdm.write(line)
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def training_line(

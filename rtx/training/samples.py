@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from rtx.disk import replace_file
 from rtx.errors import RunFailed
-from rtx.training.files import replace_file
 
 
 def save_sample(folder: Path, step: int, seed: int, content: bytes, kind: str = "txt") -> Path:

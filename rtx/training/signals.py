@@ -1,7 +1,8 @@
 """What the signals mean to a run: save at the end of the step and leave with the code that schedulers expect.
 
-SIGINT (Ctrl-C): save, exit 130; a second one: at once, 130. SIGTERM, SIGUSR1, SIGUSR2 (preemption): save, exit 143.
-Before the first step, and after the last, there is nothing to save and the first signal ends the work where it is.
+SIGINT (Ctrl-C): save, exit 130; a second one: at once, 130. SIGTERM, SIGUSR1, SIGUSR2 (preemption) and SIGHUP (a lost
+terminal): save, exit 143; a second SIGTERM, some seconds later: at once, 143. Before the first step, and after the
+last, there is nothing to save and the first signal ends the work where it is.
 """
 
 from __future__ import annotations
@@ -15,18 +16,17 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-INTERRUPTED = 130
-PREEMPTED = 143
+INTERRUPTED, PREEMPTED = 130, 143
 EXIT_CODES = {
     signal.SIGINT: INTERRUPTED,
-    signal.SIGTERM: PREEMPTED,
-    signal.SIGUSR1: PREEMPTED,
-    signal.SIGUSR2: PREEMPTED,
+    **dict.fromkeys((signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP), PREEMPTED),
 }
-
 
 PATIENCE_SECONDS = 1.0
 """Time that the main thread is given to react to a signal while no step is under way."""
+
+AGAIN_SECONDS = 3.0
+"""From this time on after a SIGTERM the next one counts as a second: schedulers send the first to many at once."""
 
 PARENT_VARIABLE = "RTX_PARENT"
 """Environment variable that holds the number of the first process, for those that it starts."""
@@ -66,10 +66,8 @@ class Signals:
     def __init__(self, idle: str = "while no step was under way") -> None:
         self.idle = idle
         """What to say of the moment when a signal came that ended the work where it was."""
-        self.requested = 0
-        """Exit code asked for by a signal, or 0."""
-        self.name = "a signal"
-        """What the first signal is called; of one that only another process of the run got, nothing is known."""
+        self.requested, self.name = 0, "a signal"
+        """Exit code and name of the first signal; of one that only another process of the run got, none is known."""
         self.holding = False
         """Whether there is a step to finish first."""
         self.at_once: Callable[[int], object] = lambda code: None
@@ -122,18 +120,22 @@ class Signals:
             raise Stopped(self.requested, f"stopped by {self.name} {self.idle}")
 
     def watch(self) -> None:
-        """Acknowledge a first SIGINT; end the process at a second, or if the main thread, free to, does not react."""
-        interrupts = 0
+        """Acknowledge a first SIGINT; end the process at a second, or if the main thread, free to, does not react.
+
+        A step may take minutes, or wait for ever for a loader process or a rank that is stopped: the second counts.
+        """
+        first: dict[int, float] = {}
         while received := self.wakened.recv(1):
-            if received[0] not in EXIT_CODES:
+            number, now = received[0], time.monotonic()
+            if number not in EXIT_CODES:
                 continue
-            interrupts += received[0] == signal.SIGINT
-            if interrupts > 1:
-                self.leave(INTERRUPTED)
-            if self.holding and received[0] == signal.SIGINT:
+            patience = {signal.SIGINT: 0.0, signal.SIGTERM: AGAIN_SECONDS}.get(signal.Signals(number))
+            again = patience is not None and number in first and now - first[number] >= patience
+            first.setdefault(number, now)
+            if not again and self.holding and number == signal.SIGINT:
                 self.acknowledge("finishing this step; Ctrl-C again stops at once")
-            if not self.holding and not self.seen.wait(PATIENCE_SECONDS):
-                self.leave(EXIT_CODES[signal.Signals(received[0])])
+            if again or (not self.holding and not self.seen.wait(PATIENCE_SECONDS)):
+                self.leave(EXIT_CODES[signal.Signals(number)])
         self.wakened.close()
 
     def leave(self, code: int) -> None:
@@ -156,24 +158,13 @@ def announce_parent() -> None:
 
 
 def started_by_another() -> bool:
-    """Whether the first process of a run, by way of Lightning, has started this one."""
+    """Whether the first process of a run has started this one."""
     return os.environ.get("LOCAL_RANK", "0") != "0" and os.environ.get(PARENT_VARIABLE) == str(os.getppid())
 
 
 def go_with_parent(parent: int | None = None) -> None:
-    """End this process within a second of the end of its parent, even while it waits for it.
-
-    Args:
-        parent: its number; None: that of the process that announced itself.
-    """
-    parent = parent or int(os.environ[PARENT_VARIABLE])
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent", daemon=True).start()
+    """End this process within a second of the end of its parent (None: who announced itself), even while it waits."""
+    when_orphaned(parent or int(os.environ[PARENT_VARIABLE]), lambda: os._exit(1))
 
 
 def stop_with_sweep() -> None:
@@ -181,13 +172,16 @@ def stop_with_sweep() -> None:
 
     Call it while the signals of the run are handled. The processes that this one starts are told nothing of a sweep.
     """
-    sweep = os.environ.pop(SWEEP_VARIABLE, "")
-    if not sweep:
-        return
+    if sweep := os.environ.pop(SWEEP_VARIABLE, ""):
+        when_orphaned(int(sweep), lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def when_orphaned(parent: int, act: Callable[[], object]) -> None:
+    """Act, in a thread, when this process has another parent than `parent`."""
 
     def watch() -> None:
-        while os.getppid() == int(sweep):
+        while os.getppid() == parent:
             time.sleep(1.0)
-        os.kill(os.getpid(), signal.SIGTERM)
+        act()
 
-    threading.Thread(target=watch, name="sweep", daemon=True).start()
+    threading.Thread(target=watch, name="parent", daemon=True).start()

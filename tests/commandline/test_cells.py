@@ -14,7 +14,7 @@ import pytest
 from stand_ins import ROOT, run, stand_in, started
 
 from rtx.compose import compose, config_hash, load_run_config, to_yaml
-from rtx.training.status import read_status, run_state
+from rtx.training.run_folder import read_status, run_state
 
 FAILING = """
 tries = len(list(folder.glob("try*")))
@@ -215,7 +215,7 @@ def test_a_cell_in_use_is_waited_for_behind_the_others(
     folder = outputs / "rtx" / config_hash(compose(["seed=1"]))
     folder.mkdir(parents=True)
     wait = (
-        "import sys, time, pathlib; from rtx.training.runs import working_in\n"
+        "import sys, time, pathlib; from rtx.training.run_folder import working_in\n"
         "folder = pathlib.Path(sys.argv[1])\n"
         "with working_in(folder):\n"
         "    while not (folder.parent / 'other').exists(): time.sleep(0.01)\n"
@@ -242,8 +242,8 @@ def test_a_cell_that_loses_a_race_for_its_folder_is_tried_again(
 ) -> None:
     behaviour = """
 import socket
-from rtx.training.metrics import utc_now
-from rtx.training.status import boot_id
+from rtx.training.run_folder import utc_now
+from rtx.training.run_folder import boot_id
 mine = dict(pid=os.getppid(), host=socket.gethostname(), boot_id=boot_id(), heartbeat=utc_now())
 if not list(folder.glob("lost")):
     (folder / "lost").touch()

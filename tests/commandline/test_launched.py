@@ -18,7 +18,7 @@ from rtx import cli
 from rtx.commandline.children import Children
 from rtx.commandline.launched import Signals, Told, numbers_in, own_signals
 from rtx.compose import compose, config_hash
-from rtx.training.status import read_status
+from rtx.training.run_folder import read_status
 
 SMALL = (
     *("data=text", "data.path=book.txt", "data.length=32", "model.layers=1", "model.hidden=16", "model.heads=2"),

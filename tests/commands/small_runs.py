@@ -22,8 +22,8 @@ import pytest
 import torch
 
 from rtx.cli import main
-from rtx.training.checkpoints import read_checkpoint
-from rtx.training.metrics import TIME_FIELDS, read_metrics
+from rtx.training.checkpoint import read_checkpoint
+from rtx.training.loggers import TIME_FIELDS, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -239,7 +239,8 @@ def checkpoint_difference(one: Path, other: Path, name: str, ignoring: Sequence[
     """Return the first thing in which a checkpoint of two runs differs, as `difference`."""
     a, b = (read_checkpoint(run / "checkpoints" / f"{name}.ckpt") for run in (one, other))
     for content in (a, b):
-        del content["progress"]["seconds"], content["config"]["hardware"]["workers"]
+        content.get("callbacks", {}).get("Metrics", {}).pop("seconds", None)
+        del content["config"]["hardware"]["workers"]
         content["data"].pop("folder", None)
         for group in ignoring:
             del content["config"][group]

@@ -15,7 +15,7 @@ from rtx.commands import bench
 from rtx.compose import compose
 from rtx.data.catalog import vocabulary_size
 from rtx.report.steps import WHAT
-from rtx.training.fresh import fresh_model
+from rtx.training.module import build_model
 
 SIZES = (
     *("experiment=cifar10_grid,cifar10_baselines", "data.size=4", "model.layers=3", "model.hidden=16"),
@@ -61,13 +61,13 @@ def test_a_step_trains_the_model_in_micro_batches(extra: tuple[str, ...], monkey
     heads = ("model.window=8", "routing.heads=1", "routing.layers=1", "routing.window=8", "hardware=cpu")
     config = compose([*sizes, *heads, "trainer.batch_size=4", "trainer.micro_batch_size=2", *extra])
     made: list[torch.nn.Module] = []
-    fresh = fresh_model
+    fresh = build_model
 
     def keep(*arguments: Any) -> Any:
         made.append(fresh(*arguments))
         return made[0]
 
-    monkeypatch.setattr("rtx.training.fresh.fresh_model", keep)
+    monkeypatch.setattr("rtx.training.module.build_model", keep)
     size = vocabulary_size(config.data)
     step, parameters = bench.training_step(config, size, torch.device("cpu"), bench.training_ids(config, size))
     first = {name: value.clone() for name, value in made[0].state_dict().items()}

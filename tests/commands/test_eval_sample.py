@@ -20,7 +20,7 @@ import rtx as rtx_package
 from rtx.cli import main
 from rtx.data.tokenizers import encode_text
 from rtx.errors import UserError
-from rtx.training.checkpoints import load_for_use
+from rtx.training.checkpoint import load_for_use
 from rtx.training.exported import write_export
 
 SIZES = [

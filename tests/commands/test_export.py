@@ -15,11 +15,11 @@ import torch
 from test_eval_sample import rtx, train
 
 from rtx import load
+from rtx.disk import replace_file
 from rtx.report.card import card
 from rtx.report.cells import collect
 from rtx.training import exported as export_files
-from rtx.training.checkpoints import load_for_use
-from rtx.training.files import replace_file
+from rtx.training.checkpoint import load_for_use
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from small_runs import SIZES, Workshop, difference, patiently, steps_logged
 
-from rtx.training.status import read_status
+from rtx.training.run_folder import read_status
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 40

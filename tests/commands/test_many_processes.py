@@ -11,8 +11,8 @@ import torch
 from many import TWO, ended, said, start
 from small_runs import SIZES, Workshop, steps_logged
 
-from rtx.training.checkpoints import read_checkpoint
-from rtx.training.status import read_status
+from rtx.training.checkpoint import read_checkpoint
+from rtx.training.run_folder import read_status
 
 EXACT = (
     "optimizer.schedule=constant",
@@ -95,5 +95,5 @@ def test_torchrun_shares_a_folder_and_a_signal_to_the_first_stops_all(workshop: 
     assert status["state"] == "preempted", said(run)
     checkpoint = read_checkpoint(run / "checkpoints" / "last.ckpt")
     assert checkpoint["step"] == status["step"]
-    first, second = checkpoint["ranks"]
+    first, second = checkpoint["callbacks"]["RandomState"]["ranks"]
     assert not torch.equal(first["rng"]["torch"], second["rng"]["torch"])  # each rank drops units of its own

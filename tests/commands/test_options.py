@@ -12,7 +12,7 @@ from small_runs import SIZES, Workshop, counted_rows
 from rtx.compose import load_run_config
 from rtx.data import text
 from rtx.keys import options
-from rtx.training.status import read_status
+from rtx.training.run_folder import read_status
 
 SMALL = tuple(size for size in SIZES if not size.startswith(("trainer.", "data=")))
 STEP = ("trainer.steps=1", "trainer.batch_size=2", "trainer.val_windows=1")

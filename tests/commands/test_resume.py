@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import Workshop, after, checkpoint_difference, difference, exists, largest_file, saving
+from small_runs import SIZES, Workshop, after, checkpoint_difference, difference, exists, largest_file, saving
 
 from rtx.compose import load_run_config
-from rtx.training.checksums import is_whole, resumable
-from rtx.training.metrics import read_metrics
-from rtx.training.status import read_status, run_state
+from rtx.training.checkpoint import is_whole, resumable
+from rtx.training.loggers import read_metrics
+from rtx.training.run_folder import read_status, run_state
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ import os, pathlib, time
 from rtx.training.module import TrainingModule
 real_clipping = TrainingModule.configure_gradient_clipping
 def slow(self, *arguments, **options):
-    if self.step + 1 == {step}:
+    if self.global_step + 1 == {step}:
         pathlib.Path(os.environ["RTX_RUN"], "endless").touch()
         time.sleep(60)
     return real_clipping(self, *arguments, **options)
@@ -273,17 +273,14 @@ def test_what_would_make_another_run_of_it_is_refused(workshop: Workshop, undist
         "routing.selection=topk": "routing.selection: causal -> topk is refused",
         "data.length=64": "data.length: 32 -> 64 is refused",
         "seed=1": "seed: 0 -> 1 is refused",
+        "optimizer.lr=1e-4": "optimizer.lr: ",
+        "trainer.batch_size=8": "trainer.batch_size: 4 -> 8 is refused",
     }.items():
         assert line in workshop.command("resume", str(run), longer, override, code=2)
-    said = workshop.command("resume", str(run), longer, "model.hidden=32", "force=true", code=2)
-    assert "the checkpoint has another shape: model.hidden is 16 in the checkpoint and 32 here" in said
     (tmp_path / "other.txt").write_bytes((workshop.folder / "book.txt").read_bytes()[::-1])
     other = f"data.path={tmp_path / 'other.txt'}"
     assert "are not those that the run began with" in workshop.command("resume", str(run), longer, other, code=2)
-    assert "force=maybe: must be true or false" in workshop.command("resume", str(run), "force=maybe", code=2)
     assert ((run / "config.yaml").read_text(), (run / "status.json").read_text()) == before
-    forced = workshop.command("resume", str(run), longer, other, "seed=1", "optimizer.lr=1e-4", "force=true")
-    assert "no longer exact: optimizer.lr, seed, trainer.steps changed on the way" in forced
 
 
 def test_a_configuration_that_is_not_that_of_the_checkpoint(
@@ -293,15 +290,24 @@ def test_a_configuration_that_is_not_that_of_the_checkpoint(
     shutil.copytree(undisturbed, run)
     path = run / "config.yaml"
     whole = path.read_text()
-    path.write_text(whole.replace("warmup: 3", "warmup: 2"))
-    said = workshop.command("resume", str(run), "trainer.steps=13")
-    assert "  optimizer.warmup: 3 -> 2\n" in said
-    assert "no longer exact: optimizer.warmup changed on the way" in said
-    path.write_text(whole.replace("seed: 0", "seed: 4"))
     before = (run / "status.json").read_text()
-    said = workshop.command("resume", str(run), "trainer.steps=14", code=2)
-    assert "seed: 0 -> 4 is refused" in said
+    for old, new in (("warmup: 3", "warmup: 2"), ("seed: 0", "seed: 4")):
+        path.write_text(whole.replace(old, new))
+        said = workshop.command("resume", str(run), "trainer.steps=13", code=2)
+        assert f"{old.replace(':', ': ').split()[0]} {old[-1]} -> {new[-1]} is refused" in said
     assert (run / "status.json").read_text() == before
+    path.write_text(whole.replace("log_every: 2", "log_every: 3"))
+    assert "  trainer.log_every: 2 -> 3\n" in workshop.command("resume", str(run), "trainer.steps=13")
+
+
+def test_train_goes_on_in_the_folder_that_it_is_given(workshop: Workshop, undisturbed: Path) -> None:
+    process = workshop.start("idempotent")
+    process.kill_when(after(6))
+    words = ("train", workshop.text, *SIZES)
+    assert "(killed) from step " in workshop.command(*words, run=process.run)
+    assert difference(process.run, undisturbed) == ""
+    assert "is done: 12 steps" in workshop.command(*words, run=process.run)
+    assert "seed: 0 -> 1 is refused" in workshop.command(*words, "seed=1", run=process.run, code=2)
 
 
 def test_a_run_under_way_is_refused(workshop: Workshop) -> None:

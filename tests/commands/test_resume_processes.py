@@ -10,7 +10,7 @@ import pytest
 from many import TWO, children, ended, start
 from small_runs import SIZES, Process, Workshop, difference, steps_logged
 
-from rtx.training.status import read_status
+from rtx.training.run_folder import read_status
 
 STEADY = ("optimizer.schedule=constant", "trainer.checkpoint_every=4", "trainer.val_every=4")
 

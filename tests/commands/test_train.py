@@ -14,9 +14,9 @@ from small_runs import Workshop, difference, largest_file
 from rtx.compose import load_run_config
 from rtx.data.baselines import baselines
 from rtx.data.catalog import open_data
-from rtx.training.checkpoints import read_checkpoint
-from rtx.training.metrics import read_metrics
-from rtx.training.status import read_status
+from rtx.training.checkpoint import read_checkpoint
+from rtx.training.loggers import read_metrics
+from rtx.training.run_folder import read_status
 
 
 @pytest.fixture(scope="module")

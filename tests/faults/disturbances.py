@@ -20,10 +20,9 @@ import pytest
 from small_runs import SIZES, Process, Workshop, saving, steps_logged
 
 from rtx.errors import RunFailed
-from rtx.training.checkpoints import newest_checkpoint
-from rtx.training.checksums import is_whole
-from rtx.training.metrics import read_metrics
-from rtx.training.status import read_status
+from rtx.training.checkpoint import is_whole, newest_checkpoint
+from rtx.training.loggers import read_metrics
+from rtx.training.run_folder import read_status
 
 
 def setting(key: str) -> int:
@@ -280,7 +279,7 @@ def nan_gradient(step: int) -> str:
 from rtx.training.module import TrainingModule
 real_clipping = TrainingModule.configure_gradient_clipping
 def poisoned(self, *arguments, **options):
-    if self.step + 1 == {step}:
+    if self.global_step + 1 == {step}:
         next(p.grad for p in self.parameters() if p.grad is not None).view(-1)[0] = float("nan")
     return real_clipping(self, *arguments, **options)
 TrainingModule.configure_gradient_clipping = poisoned

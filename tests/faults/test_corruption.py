@@ -14,14 +14,14 @@ import pytest
 from disturbances import damage, places
 from small_runs import SIZES, Workshop, checkpoint_difference
 
-from rtx.commands.resume import already_done, refuse_running
 from rtx.compose import compose, load_run_config
 from rtx.config import DataConfig
 from rtx.data.catalog import open_files
 from rtx.data.store import DamagedStore
 from rtx.errors import RunFailed, UserError
-from rtx.training.checkpoints import Damaged, newest_checkpoint, read_checkpoint
-from rtx.training.status import read_status, run_state
+from rtx.training.checkpoint import Damaged, newest_checkpoint, read_checkpoint
+from rtx.training.resumption import already_done, refuse_running
+from rtx.training.run_folder import read_status, run_state
 
 
 @pytest.fixture(scope="module")

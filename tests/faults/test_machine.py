@@ -9,7 +9,7 @@ import pytest
 from disturbances import WRONG_CLOCK, fill, more_memory, nan_gradient, read_only, small_disk
 from small_runs import SIZES, Workshop, after, difference
 
-from rtx.training.status import read_status, run_state
+from rtx.training.run_folder import read_status, run_state
 
 LONG = "trainer.steps=40"
 

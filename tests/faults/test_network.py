@@ -161,7 +161,7 @@ def test_wandb_that_is_down_or_answers_errors_changes_no_bit(workshop: Workshop)
         processes = {}
         for name, address in addresses.items():
             inside = environment(WANDB_BASE_URL=address, WANDB_API_KEY="0" * 40, HOME=str(workshop.folder))
-            inside += "import rtx.training.tracker; rtx.training.tracker.INIT_SECONDS = 4.0\n"
+            inside += "import rtx.training.loggers; rtx.training.loggers.INIT_SECONDS = 4.0\n"
             processes[name] = workshop.start(name, "logger=auto", inside=inside)
         for name, process in processes.items():
             assert process.wait() == 0, process.log.read_text()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from small_runs import SIZES, Workshop, after, difference
 
-from rtx.training.status import read_status, run_state
+from rtx.training.run_folder import read_status, run_state
 
 
 def test_two_runs_in_one_folder(workshop: Workshop) -> None:

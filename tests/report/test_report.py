@@ -310,12 +310,12 @@ def test_the_table_goes_to_wandb_where_that_is_asked_for(tmp_path: Path) -> None
 
 
 def test_without_a_logger_nothing_goes_to_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rtx.training import tracker
+    from rtx.training import loggers
 
     def asked(*arguments: object, **named: object) -> None:
         raise AssertionError("W&B was asked for")
 
-    monkeypatch.setattr(tracker, "Tracker", asked)
+    monkeypatch.setattr(loggers, "begin", asked)
     assert cli.main(["report", str(write_run(tmp_path, config("smoke"), bits=2.0))]) == 0
 
 

@@ -15,8 +15,7 @@ import pytest
 from rtx.errors import UserError
 from rtx.report.board import board
 from rtx.report.standing import Standing, Sweep, is_over, read_standing, time_left
-from rtx.training.metrics import utc_now
-from rtx.training.status import boot_id
+from rtx.training.run_folder import boot_id, utc_now
 
 HERE = {"host": socket.gethostname(), "boot_id": boot_id(), "pid": os.getpid()}
 NOBODY = 2**22 + 1

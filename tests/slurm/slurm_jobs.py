@@ -15,7 +15,7 @@ import pytest
 from cluster import cluster
 from PIL import Image
 
-from rtx.training.status import read_status
+from rtx.training.run_folder import read_status
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (

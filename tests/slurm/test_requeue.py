@@ -10,7 +10,7 @@ import pytest
 from cluster import why_not
 from slurm_jobs import JOBS, PATIENCE, SHALLOW, SMALL, environment, of_job, patiently, rtx, states
 
-from rtx.training.checkpoints import read_checkpoint
+from rtx.training.checkpoint import read_checkpoint
 
 __all__ = ["environment"]
 

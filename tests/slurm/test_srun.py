@@ -11,9 +11,9 @@ import pytest
 from cluster import why_not
 from slurm_jobs import JOBS, PATIENCE, SHALLOW, SMALL, environment, of_job, patiently, rtx, states
 
-from rtx.training.checkpoints import read_checkpoint
-from rtx.training.metrics import read_metrics
-from rtx.training.status import read_status
+from rtx.training.checkpoint import read_checkpoint
+from rtx.training.loggers import read_metrics
+from rtx.training.run_folder import read_status
 
 __all__ = ["environment"]
 

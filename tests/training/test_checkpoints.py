@@ -6,6 +6,7 @@ import errno
 import os
 import pickle
 import random
+import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,33 +18,37 @@ from disturbances import damage
 from torch import nn
 
 from rtx.errors import RunFailed, UserError
-from rtx.training import checkpoints as room
-from rtx.training import checksums
-from rtx.training.checkpoints import (
+from rtx.training import checkpoint as room
+from rtx.training.checkpoint import (
     COMMENT_BYTES,
     FORMAT,
+    CheckpointFiles,
     Damaged,
     Refused,
     check_shapes,
+    is_whole,
     load_for_use,
     newest_checkpoint,
     read_checkpoint,
-    save_best,
-    save_last,
-    write_checkpoint,
+    resumable,
 )
-from rtx.training.checksums import any_whole, resumable
 
 
 def checkpoint(step: int, width: int = 4) -> dict[str, Any]:
     """Return the parts of a checkpoint that matter here."""
     return {
+        "format": room.FORMAT,
         "step": step,
         "config": {"model": {"hidden": width}},
+        "data": {"fingerprint": "x"},
         "model": {"weight": torch.full((width, 3), float(step))},
-        "optimizer": {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"betas": (0.9, 0.98)}]},
-        "ranks": [{"nats_sum": 1.5}],
+        "optimizer_states": [{"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"betas": (0.9, 0.98)}]}],
     }
+
+
+def save_last(folder: Path, content: dict[str, Any], keep: int = 2, files: CheckpointFiles | None = None) -> None:
+    """Save as a run does, by another process each time unless `files` are given."""
+    (files or CheckpointFiles(keep)).save_checkpoint(content, folder / "last.ckpt")
 
 
 def names(folder: Path) -> list[str]:
@@ -54,7 +59,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     save_last(tmp_path, checkpoint(1))
     read = read_checkpoint(tmp_path / "last.ckpt")
     assert torch.equal(read["model"]["weight"], torch.ones(4, 3))
-    assert read["optimizer"]["param_groups"] == [{"betas": (0.9, 0.98)}]
+    assert read["optimizer_states"][0]["param_groups"] == [{"betas": (0.9, 0.98)}]
     assert (read["format"], read["step"]) == (FORMAT, 1)
 
 
@@ -116,7 +121,7 @@ def a_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def an_error_of_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Let a file not be read."""
-    real = checksums.verify
+    real = room.verify
 
     def verify(asked: Path) -> None:
         if asked == path:
@@ -128,7 +133,7 @@ def an_error_of_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("spoil", [a_folder, an_error_of_the_disk])
-def test_a_checkpoint_that_cannot_be_read_gives_way_to_the_one_before(
+def test_a_checkpoint_that_cannot_be_read_stops_a_resume_and_is_left_where_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path, pytest.MonkeyPatch], str]
 ) -> None:
     for step in (1, 2):
@@ -136,29 +141,20 @@ def test_a_checkpoint_that_cannot_be_read_gives_way_to_the_one_before(
     last, lines = tmp_path / "last.ckpt", []
     why = spoil(last, monkeypatch)
     assert load_for_use(tmp_path, "last", lines.append)["step"] == 1
-    found = newest_checkpoint(tmp_path, set_aside=True, report=lines.append)
-    assert found is not None and found["step"] == 1
-    assert lines[:2] == [
-        f"{last} cannot be read ({why}); using previous.ckpt (step 1)",
-        f"{last} cannot be read ({why}); set aside as last.ckpt.damaged",
-    ]
-    monkeypatch.undo()
-    save_last(tmp_path, checkpoint(3))
-    assert [read_checkpoint(tmp_path / f"{name}.ckpt")["step"] for name in ("previous", "last")] == [1, 3]
-
-
-def test_checkpoints_of_which_none_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_last(tmp_path, checkpoint(1))
-    a_folder(tmp_path / "last.ckpt", monkeypatch)
-    (tmp_path / "last.ckpt.damaged").write_bytes(b"of before")  # a folder cannot be renamed to it
-    lines: list[str] = []
-    with pytest.raises(RunFailed, match="is whole"):
+    assert lines == [f"{last} cannot be read ({why}); using previous.ckpt (step 1)"]
+    with pytest.raises(RunFailed, match=rf"cannot be read \({why}\); nothing was changed"):
         newest_checkpoint(tmp_path, set_aside=True, report=lines.append)
-    assert lines == [
-        f"{tmp_path / 'last.ckpt'} cannot be read (Is a directory); it cannot be set aside (Not a directory)"
-    ]
-    with pytest.raises(RunFailed, match=r"cannot be read \(Is a directory\)"):
-        load_for_use(tmp_path, "last")
+    assert names(tmp_path) == ["last.ckpt", "previous.ckpt"]
+
+
+def test_a_whole_file_that_was_set_aside_is_taken_back(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_last(tmp_path, checkpoint(step))
+    (tmp_path / "last.ckpt").rename(tmp_path / "last.ckpt.damaged")
+    lines: list[str] = []
+    found = newest_checkpoint(tmp_path, set_aside=True, report=lines.append)
+    assert found is not None and found["step"] == 2
+    assert names(tmp_path) == ["last.ckpt", "previous.ckpt"] and "it is last.ckpt again" in lines[0]
 
 
 def test_between_two_renames_there_is_a_checkpoint_too(tmp_path: Path) -> None:
@@ -179,19 +175,20 @@ def test_without_hard_links_the_order_is_the_same(tmp_path: Path, monkeypatch: p
 
 
 def test_as_many_as_asked_for_are_kept_and_all_are_gone_back_to(tmp_path: Path) -> None:
+    files = CheckpointFiles(4)
     for step in range(1, 8):
-        save_last(tmp_path, checkpoint(step), keep=4)
+        save_last(tmp_path, checkpoint(step), 4, files)
     assert names(tmp_path) == ["last.ckpt", "previous.ckpt", "step_0000004.ckpt", "step_0000005.ckpt"]
     lines: list[str] = []
     for step in (7, 6, 5, 4):
         found = newest_checkpoint(tmp_path, set_aside=True, report=lines.append)
         assert found is not None and found["step"] == step
-        assert torch.equal(found["model"]["weight"], torch.full((4, 3), float(step)))
-        assert load_for_use(tmp_path, "best", lines.append)["step"] == step and any_whole(tmp_path)
+        used = load_for_use(tmp_path, "best", lines.append)
+        assert torch.equal(used["model"]["weight"], torch.full((4, 3), float(step)))
         path = next(path for path in resumable(tmp_path) if path.exists())
         damage(path, flip=4000)
     assert any("step_0000005.ckpt (step 5), a checkpoint before it" in line for line in lines)
-    assert not any_whole(tmp_path)
+    assert not any(is_whole(path) for path in resumable(tmp_path))
     with pytest.raises(RunFailed, match="is whole"):
         newest_checkpoint(tmp_path, set_aside=True, report=lines.append)
     assert names(tmp_path) == [
@@ -269,7 +266,7 @@ class Evil:
 def test_a_crafted_pickle_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     crafted: Any = {**checkpoint(1), "extra": Evil()}
-    os.replace(write_checkpoint(tmp_path / "last.ckpt", crafted), tmp_path / "last.ckpt")
+    save_last(tmp_path, crafted)
     with pytest.raises(Refused, match="more than plain tensors and numbers"):
         read_checkpoint(tmp_path / "last.ckpt")
     with pytest.raises(UserError, match="refused"):
@@ -284,7 +281,7 @@ def test_a_bare_pickle_and_a_later_format_are_refused(tmp_path: Path, monkeypatc
     monkeypatch.setattr(room, "FORMAT", FORMAT + 1)
     save_last(tmp_path, checkpoint(1))
     monkeypatch.undo()
-    with pytest.raises(Refused, match="update rtx"):
+    with pytest.raises(Refused, match="another version of rtx"):
         read_checkpoint(tmp_path / "last.ckpt")
 
 
@@ -294,9 +291,8 @@ def test_best_is_for_use_and_the_others_stand_in(tmp_path: Path, capsys: pytest.
     save_last(tmp_path, checkpoint(3))
     assert load_for_use(tmp_path, "best")["step"] == 3
     assert "best.ckpt does not exist; using last.ckpt (step 3)" in capsys.readouterr().out
-    save_best(tmp_path, checkpoint(2))
-    best = load_for_use(tmp_path, "best")
-    assert best["step"] == 2 and not {"optimizer", "ranks"} & best.keys()
+    CheckpointFiles().save_checkpoint(checkpoint(2), tmp_path / "best.ckpt")
+    assert load_for_use(tmp_path, "best")["step"] == 2 and not (tmp_path / "previous.ckpt").exists()
     damage(tmp_path / "best.ckpt", flip=999)
     damage(tmp_path / "last.ckpt", flip=999)
     with pytest.raises(RunFailed, match="damaged"):
@@ -308,3 +304,26 @@ def test_another_shape_is_refused_by_the_name_of_the_field() -> None:
     with pytest.raises(UserError, match=r"model\.hidden is 4 in the checkpoint and 5 here \(weight: \(4, 3\) there"):
         check_shapes(model, checkpoint(1), {"model": {"hidden": 5}})
     check_shapes(nn.Linear(3, 4, bias=False), checkpoint(1), {"model": {"hidden": 4}})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"step": -5}, {"step": "5"}, {"data": {}}, {"model": {"weight": 1.0}}, {"config": None}, {"format": "2"}],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_a_file_with_parts_of_other_types_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    save_last(tmp_path, checkpoint(5) | wrong)
+    with pytest.raises(UserError, match="is no checkpoint of rtx"):
+        newest_checkpoint(tmp_path, set_aside=True)
+    with pytest.raises(UserError, match="is no checkpoint of rtx"):
+        load_for_use(tmp_path, "last")
+
+
+def test_a_folder_that_was_removed_is_made_again_and_without_its_run_the_error_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    folder.parent.mkdir()
+    save_last(folder, checkpoint(1))
+    assert names(folder) == ["last.ckpt"]
+    shutil.rmtree(folder.parent)
+    with pytest.raises(RunFailed, match="No such file or directory"):
+        save_last(folder, checkpoint(2))

@@ -7,13 +7,11 @@ import os
 
 import pytest
 import torch
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from rtx.config import Config, HardwareConfig, TrainerConfig
 from rtx.errors import UserError
-from rtx.training.children import Launcher
 from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware
-from rtx.training.runs import environment
+from rtx.training.run_folder import environment
 
 VARIABLES = (
     *(
@@ -181,9 +179,7 @@ def test_the_threads_of_each_process_are_those_on_record_before_lightning_starts
         wish = HardwareConfig(name="ddp", devices=devices, threads=wished)
         prepare_torch(Config(hardware=wish), resolved(name="ddp", devices=devices))
         recorded = environment({})["threads"]
-        launcher = Launcher(LightningEnvironment(), devices, 1)
-        monkeypatch.setattr(launcher, "_call_children_scripts", lambda: monkeypatch.setenv("STARTED", "yes"))
-        assert recorded == threads == launcher.launch(torch.get_num_threads)
+        assert recorded == threads == torch.get_num_threads()
         assert os.environ["OMP_NUM_THREADS"] == variables.get("OMP_NUM_THREADS", str(threads))  # of the others
     finally:
         torch.set_num_threads(before)

@@ -13,8 +13,7 @@ import torch
 from rtx.compose import compose
 from rtx.errors import RunFailed
 from rtx.training.memory import OUT_OF_MEMORY, device_memory, out_of_memory, physical_memory, system_kills
-from rtx.training.runs import working_in
-from rtx.training.status import read_status
+from rtx.training.run_folder import read_status, working_in
 
 
 def refused_by_torch() -> None:

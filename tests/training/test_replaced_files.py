@@ -8,8 +8,7 @@ from typing import BinaryIO
 
 import pytest
 
-from rtx.disk import is_full
-from rtx.training.files import remove_leftovers, replace_file, write_beside, write_json
+from rtx.disk import is_full, remove_leftovers, replace_file, write_beside, write_json
 
 
 def names(folder: Path) -> list[str]:

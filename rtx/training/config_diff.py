@@ -1,18 +1,19 @@
-"""In what two configurations differ."""
+"""In what two configurations differ, and which differences a run that goes on may have."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-FREE = {
-    *("trainer.steps", "trainer.max_minutes", "optimizer.steps"),
+ALLOWED = {
+    *("trainer.steps", "trainer.max_minutes", "trainer.micro_batch_size", "trainer.log_every"),
     *("trainer.val_every", "trainer.val_windows", "trainer.val_stride"),
-    *("trainer.checkpoint_every", "trainer.checkpoint_minutes", "trainer.keep_checkpoints", "trainer.log_every"),
-    *("hardware.name", "hardware.workers"),
+    *("trainer.checkpoint_every", "trainer.checkpoint_minutes", "trainer.keep_checkpoints"),
+    *("optimizer.steps", "model.recompute", "model.ffn_parts"),
     *("name", "model.name", "data.path", "data.verify", "data.processes"),
 }
-"""Fields that may change without a change of one bit of the weights up to a given step."""
+ALLOWED_SECTIONS = ("hardware.", "logger.")
+"""What `rtx resume` may change: how long, where, how often; the rest would make another run of it."""
 
 LEARNING = (
     "dropout",
@@ -27,9 +28,15 @@ LEARNING = (
 """Fields of the model and the routing that only say how it learns."""
 
 
-def makes_another(key: str, of: str | tuple[str, ...] = ("model.", "routing.", "data.")) -> bool:
-    """Tell whether a change of a field makes another model, or other data; `of`: what its name begins with."""
-    return key.startswith(of) and key not in FREE and key.rpartition(".")[2] not in LEARNING
+def may_change(key: str) -> bool:
+    """Tell whether a run may go on with another value of a field."""
+    return key in ALLOWED or key.startswith(ALLOWED_SECTIONS)
+
+
+def makes_another(key: str) -> bool:
+    """Tell whether a change of a field makes another model, or other data."""
+    shaping = key.startswith(("model.", "routing.", "data.")) and not may_change(key)
+    return shaping and key.rpartition(".")[2] not in LEARNING
 
 
 def differences(

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import time
 
 import pytest
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
-import rtx.training.children as room
-from rtx.training.children import Launcher
+import rtx.training.distributed as room
 
 
 def told(monkeypatch: pytest.MonkeyPatch, *commands: str, kill: signal.Signals | None = None) -> list[str]:
-    """Return what is told of shell commands that are watched as children."""
+    """Return what is told of shell commands that are watched as ranks."""
     monkeypatch.setattr(room, "PATIENCE_SECONDS", 0.0)
-    monkeypatch.setattr(room, "LOOK_SECONDS", 0.01)
-    launcher, lines = Launcher(LightningEnvironment(), 2, 1), []
-    launcher.lost = lines.append
-    children = [subprocess.Popen(["sh", "-c", command]) for command in commands]
+    children, lines = [subprocess.Popen(["sh", "-c", command]) for command in commands], []
+    room.watch_ranks(children, lines.append)
     if kill:
         children[0].send_signal(kill)
-    launcher.watch(children)
+    end = time.monotonic() + 3
+    while not lines and time.monotonic() < end:
+        time.sleep(0.01)
     for child in children:
         child.kill()
         child.wait()

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,22 +17,19 @@ import rtx.training.module as module_room
 from rtx.compiler import has_compiler
 from rtx.compose import to_dict
 from rtx.config import Config, DataConfig, LoggerConfig, OptimizerConfig, TrainerConfig
-from rtx.data.sampler import TrainingItems, training_batches
-from rtx.data.windows import windows
+from rtx.data.sampler import TrainingItems
 from rtx.errors import RunFailed
-from rtx.training.checkpoints import read_checkpoint
-from rtx.training.checksums import resumable
-from rtx.training.fit import Outcome, fit
+from rtx.training.checkpoint import newest_checkpoint, read_checkpoint, resumable
+from rtx.training.datamodule import DataModule
+from rtx.training.distributed import Ranks
 from rtx.training.hardware import resolve_hardware
-from rtx.training.job import Job, Validation
-from rtx.training.loop import Loop
-from rtx.training.metrics import read_metrics
+from rtx.training.loggers import logging_to, read_metrics
+from rtx.training.module import TrainingModule
 from rtx.training.optimizers import build_optimizer, learning_rate
-from rtx.training.ranks import Ranks
-from rtx.training.records import Records
 from rtx.training.rng import seed_everything
-from rtx.training.runs import working_in
+from rtx.training.run_folder import working_in
 from rtx.training.signals import PREEMPTED, Signals, Stopped
+from rtx.training.trainer import Outcome, Run
 
 LENGTH = 8
 TOKENS = torch.randint(0, 16, (400,), generator=torch.Generator().manual_seed(0)).numpy().astype("uint8")
@@ -70,33 +68,24 @@ def small_config(**changed: Any) -> Config:
     )
 
 
-def run_fit(folder: Path, config: Config, model: nn.Module, signals: Signals | None = None) -> Outcome:
-    """Fit a model in a run folder of its own."""
+def run_fit(folder: Path, config: Config, model: nn.Module, signals: Signals | None = None, **parts: Any) -> Outcome:
+    """Fit a model in a run folder of its own, from its checkpoint if there is one."""
     (folder / "checkpoints").mkdir(exist_ok=True)
-    items = TrainingItems(TOKENS, LENGTH, config.seed, config.trainer.batch_size)
     hardware = resolve_hardware(config)
-    with working_in(folder) as status, Records(folder, config, {}, status) as records:
-        return fit(
-            Job(
-                config=config,
-                plain_config=to_dict(config),
-                data={"fingerprint": "x"},
-                hardware=hardware,
-                model=model,
-                batches=training_batches(
-                    items,
-                    0,
-                    config.trainer.steps,
-                    micro_batch=hardware.micro_batch_size,
-                    workers=config.hardware.workers,
-                ),
-                validation=Validation(TOKENS, windows(len(TOKENS), LENGTH)),
-                folder=folder,
-                records=records,
-                signals=signals or Signals(),
-                telemetry=lambda model: {"routing/x": 1.0},
-            )
+    store: Any = SimpleNamespace(split=lambda name: TOKENS, image=None)
+    data = DataModule(config, hardware, store)
+    start = newest_checkpoint(folder / "checkpoints", set_aside=True) if parts.pop("resume", False) else None
+    data.step = start["step"] if start else 0
+    plain = to_dict(config)
+    module = TrainingModule(model, config, facts={"config": plain, "data": {"fingerprint": "x"}})
+    with working_in(folder) as status, logging_to(folder, config, plain, print) as loggers:
+        run = Run(
+            *(config, hardware, folder, module, data, signals or Signals()),
+            telemetry=lambda model: {"routing/x": 1.0},
+            loggers=loggers,
+            status=status,
         )
+        return run.fit(start["path"] if start else None)
 
 
 def plain_loop(config: Config) -> nn.Module:
@@ -160,7 +149,7 @@ def test_what_a_run_writes(tmp_path: Path, model: Bigram) -> None:
     best = read_checkpoint(tmp_path / "checkpoints" / "best.ckpt")
     scores = {row["step"]: row["val_bits"] for row in rows if row["kind"] == "valid"}
     assert best["step"] == min(scores, key=lambda step: scores[step])
-    assert outcome.best == {"step": best["step"], "bits": min(scores.values())}
+    assert outcome.best == {"step": best["step"], "bits": min(scores.values()), "windows": 3}
 
 
 def test_a_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path: Path, model: Bigram) -> None:
@@ -179,7 +168,7 @@ def test_where_reading_back_costs_the_rows_are_the_same_and_a_nan_is_found_at_th
     config = small_config(log_every=3, val_every=6, checkpoint_every=100)
     run_fit(tmp_path, config, model)
     usual = [row["bits"] for row in read_metrics(tmp_path / "metrics.jsonl") if row["kind"] == "train"]
-    monkeypatch.setattr("rtx.training.loop.reading_is_free", lambda device: False)
+    monkeypatch.setattr("rtx.training.callbacks.look_steps", lambda device: 1000)
     seed_everything(3)
     run_fit(tmp_path, config, Bigram())
     rows = [row["bits"] for row in read_metrics(tmp_path / "metrics.jsonl") if row["kind"] == "train"]
@@ -232,19 +221,6 @@ def test_neither_buffers_nor_the_optimizer_are_saved_that_are_not_finite(
     assert (tmp_path / "checkpoints" / "best.ckpt").read_bytes() == best
 
 
-def test_minutes_that_are_up_after_the_last_step_are_not_told(
-    tmp_path: Path, model: Bigram, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    conclude = Loop.conclude
-
-    def late(loop: Loop, trainer: Any) -> None:
-        loop.clock.before = 1e9
-        conclude(loop, trainer)
-
-    monkeypatch.setattr(Loop, "conclude", late)
-    assert not run_fit(tmp_path, small_config(max_minutes=1e6), model).time_up
-
-
 def test_minutes_that_are_up_end_the_run_validated_and_saved(tmp_path: Path, model: Bigram) -> None:
     outcome = run_fit(tmp_path, small_config(steps=10_000, max_minutes=1e-9), model)
     assert outcome.time_up and outcome.step == 1
@@ -260,7 +236,7 @@ def test_minutes_make_a_checkpoint_due_whatever_the_step(
     run_fit(tmp_path, small_config(**rare, checkpoint_minutes=1000.0), model)
     assert [path.name for path in (tmp_path / "checkpoints").glob("[lps]*")] == ["last.ckpt"]
     (tmp_path / "checkpoints" / "last.ckpt").unlink()
-    monkeypatch.setattr("rtx.training.loop.reading_is_free", lambda device: False)  # the last numbers are read first
+    monkeypatch.setattr("rtx.training.callbacks.look_steps", lambda device: 1000)  # the last numbers are read first
     seed_everything(3)
     often = Bigram()
     run_fit(tmp_path, small_config(**rare, checkpoint_minutes=1e-9), often)
@@ -314,7 +290,13 @@ def test_a_signal_during_validation_saves_and_leaves_it_for_later(
     with pytest.raises(Stopped, match="at step 3; saved in"):
         run_fit(tmp_path, small_config(checkpoint_every=100, val_windows=None), model, signals)
     last = read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")
-    assert last["step"] == 3 and last["progress"]["pending_validation"] is True
+    assert last["step"] == 3 and last["callbacks"]["Last"]["validated"] == 0
+    signals.requested, model.loss = 0, real  # type: ignore[method-assign]
+    outcome = run_fit(
+        tmp_path, small_config(checkpoint_every=100, val_windows=None), model.train(), signals, resume=True
+    )
+    kinds = [(row["kind"], row["step"]) for row in read_metrics(tmp_path / "metrics.jsonl")]
+    assert outcome.step == 6 and ("valid", 3) in kinds and ("valid", 6) in kinds
 
 
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler on a CPU")

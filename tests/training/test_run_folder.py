@@ -15,14 +15,23 @@ from typing import Any
 import pytest
 
 from rtx.errors import RunFailed, UserError
-from rtx.training.runs import new_run_folder, working_in
+from rtx.training.run_folder import (
+    RunLock,
+    Status,
+    is_locked,
+    new_run_folder,
+    read_status,
+    record_resumption,
+    run_state,
+    utc_now,
+    working_in,
+)
 from rtx.training.signals import INTERRUPTED, PREEMPTED, Stopped
-from rtx.training.status import RunLock, Status, is_locked, read_status, run_state
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from rtx.training.runs import working_in
+from rtx.training.run_folder import working_in
 with working_in(Path(sys.argv[1])) as status:
     print("working", flush=True)
     time.sleep(60)
@@ -63,7 +72,7 @@ def test_a_folder_is_held_once_in_a_process_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("beat", "state"), [("2020-01-01T00:00:00.000Z", "killed"), ("2999-01-01T00:00:00.000Z", "running")]
+    ("beat", "state"), [("2020-01-01T00:00:00.000Z", "killed"), ("2999-01-01T00:00:00.000Z", "killed")]
 )
 def test_on_another_machine_the_heartbeat_tells(tmp_path: Path, beat: str, state: str) -> None:
     written(tmp_path, host="elsewhere", heartbeat=beat)
@@ -97,7 +106,7 @@ def test_a_refused_resume_leaves_the_status_of_before(tmp_path: Path) -> None:
 def test_a_full_disk_is_told_in_one_line_and_the_status_still_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rtx.training import status as room
+    from rtx.training import run_folder as room
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -109,7 +118,7 @@ def test_a_full_disk_is_told_in_one_line_and_the_status_still_written(
 
 
 def test_the_heartbeat_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rtx.training.status.BEAT_SECONDS", 0.01)
+    monkeypatch.setattr("rtx.training.run_folder.BEAT_SECONDS", 0.01)
     status = Status(tmp_path)
     status.update(step=12)  # reaches the disk with the next beat
     end = time.monotonic() + 60
@@ -127,7 +136,7 @@ def test_run_folders_are_unique_and_obey_the_environment(tmp_path: Path, monkeyp
     monkeypatch.setenv("RTX_RUN", str(tmp_path / "cell"))
     assert new_run_folder("mine") == tmp_path / "cell" == new_run_folder("mine")
     (tmp_path / "cell" / "checkpoints" / "last.ckpt").touch()
-    with pytest.raises(UserError, match="rtx resume"):
+    with pytest.raises(UserError, match="holds checkpoints"):
         new_run_folder("mine")
 
 
@@ -146,3 +155,19 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("RTX_OUTPUTS", str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"cannot write to .*set RTX_OUTPUTS"):
         new_run_folder("mine")
+
+
+def test_on_another_machine_a_fresh_heartbeat_says_running(tmp_path: Path) -> None:
+    written(tmp_path, host="elsewhere", heartbeat=utc_now())
+    assert run_state(tmp_path) == "running"
+
+
+@pytest.mark.parametrize("name", ["lock", "resumes.jsonl"])
+def test_a_link_in_place_of_a_file_of_the_run_is_not_followed(tmp_path: Path, name: str) -> None:
+    folder, foreign = tmp_path / "run", tmp_path / "foreign"
+    folder.mkdir()
+    foreign.write_bytes(b"a line of somebody else, without its end")
+    (folder / name).symlink_to(foreign)
+    with pytest.raises((UserError, OSError)), working_in(folder):
+        record_resumption(folder, {}, {})
+    assert foreign.read_bytes() == b"a line of somebody else, without its end"

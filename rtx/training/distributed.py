@@ -1,0 +1,244 @@
+"""Several processes of one run: who starts them, what they tell each other, and how parameters are shared out.
+
+torchrun and srun start processes on one machine or several. Where neither did, the first process starts the others of
+its machine (`start_ranks`), which leave signals and speech to it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from torch.optim import Optimizer
+
+from rtx.errors import UserError
+from rtx.training.hardware import Hardware
+from rtx.training.optimizers import SharedAdafactor
+from rtx.training.sharding import shared_as, whole
+
+PATIENCE_SECONDS = 10.0
+"""Time that the main thread is given to notice by itself that another process is gone, at its next exchange with it."""
+
+
+class Ranks:
+    """What the processes tell each other besides gradients; over CPU memory, so that nobody waits for a GPU."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        self.group: Any = None
+        self.connected = False
+        """Whether they have met: from then on they fail together, and the first one says why."""
+
+    def connect(self) -> None:
+        """Open the channel, once the process group exists; all ranks call it."""
+        if self.world > 1 and not self.connected and dist.get_backend() != "gloo":
+            self.group = dist.new_group(backend="gloo")
+        self.connected = True
+
+    def largest(self, *values: int) -> list[int]:
+        """Return the largest of each value over the ranks."""
+        return self._reduce(torch.tensor(values), dist.ReduceOp.MAX)
+
+    def total(self, *values: float) -> list[float]:
+        """Return the sum of each value over the ranks."""
+        return self._reduce(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.SUM)
+
+    def _reduce(self, values: torch.Tensor, how: Any) -> list[Any]:
+        if self.world > 1:
+            dist.all_reduce(values, how, group=self.group)
+        return values.tolist()
+
+    def gather(self, own: Any) -> list[Any]:
+        """Return what every rank gives, in their order."""
+        everyone: list[Any] = [own] * self.world
+        if self.world > 1:
+            dist.all_gather_object(everyone, own, group=self.group)
+        return everyone
+
+
+def check_ranks_agree(ranks: Ranks, own: Mapping[str, Any]) -> None:
+    """Compare, before the first step, what the processes begin with; all of them call it.
+
+    Args:
+        ranks: all processes.
+        own: what this one begins with, by name: plain values.
+
+    Raises:
+        UserError: on all of them alike; names a process that differs from the first one, and both values.
+    """
+    if ranks.world == 1:
+        return
+    (first, host), *others = ranks.gather((dict(own), socket.gethostname()))
+    for rank, (other, place) in enumerate(others, 1):
+        unlike = [f"{key} is {other.get(key)}, not {value}" for key, value in first.items() if other.get(key) != value]
+        if unlike:
+            raise UserError(
+                f"the processes of the run do not begin alike: with process {rank} (on {place}) "
+                f"{'; '.join(unlike)} as with the first one (on {host})"
+            )
+
+
+def is_lost_peer(error: RuntimeError) -> bool:
+    """Tell whether an error means that another process of the run has gone."""
+    signs = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL", "ProcessGroup")
+    return isinstance(error, dist.DistError) or (dist.is_initialized() and any(s in str(error) for s in signs))
+
+
+# Starting processes
+
+
+class StartedRanks(LightningEnvironment):
+    """The environment of processes that `start_ranks` has started: Lightning is to start none, nor to watch any."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Always true."""
+        return True
+
+
+def cluster_environment(hardware: Hardware) -> ClusterEnvironment:
+    """Return Lightning's view of who started the processes; never its guess, which reads more of the system."""
+    if hardware.launcher == "torchrun":
+        return TorchElasticEnvironment()
+    if hardware.launcher == "srun":
+        # Lightning insists on the tasks of each machine, which srun tells of only where they were asked for.
+        os.environ.setdefault("SLURM_NTASKS_PER_NODE", str(hardware.devices))
+        return SLURMEnvironment(auto_requeue=False)
+    return StartedRanks()
+
+
+def start_ranks(hardware: Hardware, folder: Path) -> list[subprocess.Popen[bytes]]:
+    """Start the other processes of this machine with the words of this one, where nobody else does.
+
+    Lightning's own launcher ends the first process by SIGKILL when another one is gone, and nothing could be said or
+    written then; hence this one. `folder`: of the run, for commands that would make a new one.
+    """
+    if hardware.launcher != "lightning" or hardware.devices == 1:
+        return []
+    environment = StartedRanks()
+    os.environ["MASTER_ADDR"] = environment.main_address
+    os.environ["MASTER_PORT"] = str(environment.main_port)
+    shared = {**os.environ, "RTX_RUN": str(folder), "WORLD_SIZE": str(hardware.world)}
+    node = str(environment.node_rank())
+    command = [sys.executable, "-P", "-m", "rtx", *sys.argv[1:]]
+    return [
+        subprocess.Popen(command, env={**shared, "LOCAL_RANK": str(rank), "NODE_RANK": node})
+        for rank in range(1, hardware.devices)
+    ]
+
+
+def watch_ranks(children: list[subprocess.Popen[bytes]], lost: Callable[[str], object]) -> None:
+    """Look after the processes that this one started: call `lost` with how one ended that should not have.
+
+    It is called from a thread, ten seconds later: the main thread may notice by itself, and say what it knows.
+    """
+
+    def watch() -> None:
+        while any(child.poll() is None for child in children) or any(child.returncode for child in children):
+            if ended := next((child for child in children if child.returncode), None):
+                time.sleep(PATIENCE_SECONDS)
+                lost(how_it_ended(ended))
+                return
+            time.sleep(0.5)
+
+    if children:
+        threading.Thread(target=watch, name="children", daemon=True).start()
+
+
+def how_it_ended(child: subprocess.Popen[bytes]) -> str:
+    """Return who ended how, in words."""
+    code = child.returncode
+    try:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+    except ValueError:
+        how = f"was killed by signal {-code}"
+    return f"process {child.pid} of the run {how}"
+
+
+# Strategies
+
+
+def strategy(hardware: Hardware) -> Strategy | str:
+    """Return how Lightning spreads the run over its processes."""
+    if not hardware.distributed:
+        return "auto"
+    # Centroids, the only buffers that change, are kept equal by after_step.
+    return Shared(hardware.world) if hardware.sharded else DDPStrategy(broadcast_buffers=False)
+
+
+class Shared(ModelParallelStrategy):
+    """hardware=fsdp: parameters, gradients and optimizer state are shared out among the processes (`sharding.shard`).
+
+    A checkpoint is that of any other run: whole tensors in the layout of torch's own optimizers, gathered on the first
+    process for one file. Lightning's own layout names parameters where torch's numbers them, and its loading wants its
+    own files.
+    """
+
+    def __init__(self, world: int) -> None:
+        super().__init__(data_parallel_size=world, tensor_parallel_size=1, save_distributed_checkpoint=False)
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Lightning hands the optimizer's state to `load_optimizer_state_dict`, as with every other strategy."""
+        return True
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read the file by the run's CheckpointIO, as every other strategy does; all processes read it."""
+        return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=True)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the whole weights and buffers on the first process, nothing on the others; all call it."""
+        assert self.lightning_module is not None
+        return self.gathered(self.lightning_module.state_dict())
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the optimizer's whole state on the first process, its options alone on the others; all call it."""
+        state = optimizer.state_dict()
+        kept = {number: self.gathered(values) for number, values in state["state"].items()}
+        return {"state": kept, "param_groups": state["param_groups"]}
+
+    def gathered(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Gather tensors one after the other; only the first process keeps them, in CPU memory."""
+        kept = {}
+        for name, value in values.items():
+            everything = whole(value)
+            if self.is_global_zero:
+                kept[name] = value if everything is value else everything.cpu()
+        return kept
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load whole weights, which every process has read: each takes its part."""
+        assert self.lightning_module is not None
+        own = self.lightning_module.state_dict()
+        parts = {name: shared_as(value, own[name]) for name, value in checkpoint["state_dict"].items() if name in own}
+        self.lightning_module.load_state_dict({**checkpoint["state_dict"], **parts}, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load a whole optimizer state, which every process has read: each takes its part."""
+        (optimizer,), (state,) = self.optimizers, checkpoint["optimizer_states"]
+        if not isinstance(optimizer, SharedAdafactor):
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            parts = {
+                number: {
+                    name: shared_as(value, parameters[number]) if value.shape == parameters[number].shape else value
+                    for name, value in values.items()
+                }
+                for number, values in state["state"].items()
+            }
+            state = {**state, "state": parts}
+        optimizer.load_state_dict(state)

@@ -1,0 +1,97 @@
+"""Whether a run may go on, with what, and whether there is anything left to do: told without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rtx.compose import load_run_config, to_dict
+from rtx.config import Config
+from rtx.errors import RunFailed, UserError
+from rtx.training.config_diff import differences, may_change
+from rtx.training.launchers import is_first
+from rtx.training.run_folder import busy, is_running, read_status, run_state
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """How a run had ended, and which fields of its configuration change, from what to what."""
+
+    state: str
+    changed: dict[str, tuple[Any, Any]]
+
+
+def plan_resumption(folder: Path, config: Config) -> Resumption | str:
+    """Return how a run goes on with a configuration, or a line that says why nothing is left to do.
+
+    Raises:
+        UserError: the run is in use, or the configuration is that of another run.
+        RunFailed: nothing is left of what was done.
+    """
+    changed = differences(to_dict(load_run_config(folder)), to_dict(config))
+    if is_first(config.hardware.nodes):  # the others find the run in use by the first one, and compare with that
+        refuse_changes(changed)
+        refuse_running(folder)
+    return already_done(folder, config) or Resumption(run_state(folder), changed)
+
+
+def refuse_changes(changed: Mapping[str, tuple[Any, Any]]) -> None:
+    """Refuse changes that would make another run.
+
+    Raises:
+        UserError: a line for each such field, with its old and new value.
+    """
+    refused = [
+        f"{key}: {old} -> {new} is refused: it would make another run (a run that goes on may change trainer.steps, "
+        "max_minutes, micro_batch_size, the intervals, hardware and logger)"
+        for key, (old, new) in changed.items()
+        if not may_change(key)
+    ]
+    if refused:
+        raise UserError("\n".join(refused))
+
+
+def refuse_running(folder: Path) -> None:
+    """Refuse a run that some process is working on.
+
+    Raises:
+        UserError: it names the process.
+    """
+    status = read_status(folder)
+    if is_running(folder, status):
+        raise UserError(busy(folder, status))
+
+
+def already_done(folder: Path, config: Config) -> str | None:
+    """Return the line for a run that has nothing left to do, or None.
+
+    One that is done and whose last checkpoint is damaged has: it makes it anew from the one before.
+
+    Raises:
+        UserError: trainer.steps asks for less than is done.
+        RunFailed: nothing is left of what was done.
+    """
+    status = read_status(folder)
+    if not status or status["state"] != "done" or not status.get("final") or "step" not in status:
+        return None
+    from rtx.training.checkpoint import is_whole, resumable  # imports torch
+
+    limit, step, steps = config.trainer.max_minutes, status["step"], config.trainer.steps
+    if not any(is_whole(path) for path in resumable(folder / "checkpoints")):
+        raise RunFailed(f"{folder} was done after {step:,} steps, but no whole checkpoint is left in it")
+    if step > steps:
+        raise UserError(f"trainer.steps={steps}: the run is done with {step} steps; give more than that")
+    last = folder / "checkpoints" / "last.ckpt"
+    if not is_whole(last) and (step == steps or last.exists()):  # (time that was up left no new one: nothing is lost)
+        return None  # the last steps are lost, and taken again from the checkpoint before
+    if step == steps:
+        longer = f"trainer.steps=N with N above {step:,} continues it"
+    elif limit is not None and status.get("seconds", 0.0) >= 60 * limit:
+        longer = f"trainer.max_minutes=M with M above {limit:g} continues it"
+    else:
+        return None
+    final = status["final"]
+    score = f"{final['bits']:.4f} bits/{final.get('unit', 'unit')}"
+    return f"{folder} is done: {step:,} steps, {score} on the validation split; {longer}"
