@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,17 +24,8 @@ from rtx.sets import IMAGE_SETS
 from rtx.training.inference import LoadedRun, open_run, run_config
 from rtx.training.run_folder import utc_now
 
-
-@dataclass(frozen=True)
-class HeadReading:
-    """What one head reads at the positions that the rows of its map show."""
-
-    layer: int
-    """0 the lowest."""
-    head: int
-    """Its number in the layer."""
-    group: str
-    reading: Reading
+Found = dict[tuple[int, int], tuple[str, Reading]]
+"""By layer, 0 the lowest, and number of the head in the layer: its group, and what it reads."""
 
 
 def main(arguments: list[str]) -> int:
@@ -52,14 +42,13 @@ def main(arguments: list[str]) -> int:
     heads = numbers(options.head, "head", config.model.heads) or list(range(config.model.heads))
     run, store = open_run(folder, config, options.checkpoint)
     start, units_N = sequence(options, config, store)
-    found = list(read(run, units_N, layers, heads))
-    at_P = map_rows(len(units_N))
-    rows = [row_of(one.layer, one.group, one.head, one.reading.weight_PN.numpy(), at_P) for one in found]
+    found, at_P = read(run, units_N, layers, heads), map_rows(len(units_N))
+    rows = [row_of(*at, group, one.weight_PN.numpy(), at_P) for at, (group, one) in found.items()]
     print("\n".join(patterns_table(rows)))
-    asked = {"layers": layers, "heads": heads, "units": units_N.tolist()}
-    name = f"patterns-{run.name}-step{run.checkpoint['step']}-{options.split}{start}-{short_hash(asked)}"
+    asked = short_hash({"layers": layers, "heads": heads, "units": units_N.tolist()})
+    name = f"patterns-{run.name}-step{run.checkpoint['step']}-{options.split}{start}-{asked}"
     picture = folder / "analysis" / f"{name}.png"
-    save(picture, png(sheet([[map_of(one, at_P) for one in found if one.layer == layer] for layer in layers])))
+    save(picture, png(sheet([[map_of(found[layer, head][1], at_P) for head in heads] for layer in layers])))
     print(f"{picture}: a row for each layer, a column for each head; rows of a map are queries, columns keys")
     keep(picture.with_suffix(".json"), record(run, options, start, len(units_N), rows))
     return 0
@@ -100,25 +89,24 @@ def map_rows(length: int) -> np.ndarray:
     return np.linspace(0, length - 1, min(SIDE, length)).round().astype(np.int64)
 
 
-def read(run: LoadedRun, units_N: np.ndarray, layers: Sequence[int], heads: Sequence[int]) -> Iterator[HeadReading]:
-    """Yield what the chosen heads of the chosen layers read, by layer, then by head."""
-    at_P = torch.from_numpy(map_rows(len(units_N)))
+def read(run: LoadedRun, units_N: np.ndarray, layers: Sequence[int], heads: Sequence[int]) -> Found:
+    """Return what the chosen heads of the chosen layers read at the positions that the rows of a map show."""
+    at_P, found = torch.from_numpy(map_rows(len(units_N))), {}
     ids_1N = torch.from_numpy(units_N)[None].to(run.device)
     with run.autocast(), torch.no_grad(), progress_bar("layers") as show:
         for layer, (attention, x_1NE) in enumerate(layer_inputs(run.model, ids_1N)):
             if layer in layers:
                 every = [(group, head) for group, count in heads_of(attention).items() for head in range(count)]
                 readings = read_heads(attention, x_1NE, at_P, {every[number] for number in heads})
-                for number in heads:
-                    yield HeadReading(layer, number, every[number][0], readings[every[number]])
+                found |= {(layer, number): (every[number][0], readings[every[number]]) for number in heads}
             show(layer + 1, max(layers) + 1)
             if layer == max(layers):
-                return
+                break
+    return found
 
 
-def map_of(head: HeadReading, at_P: np.ndarray) -> np.ndarray:
+def map_of(reading: Reading, at_P: np.ndarray) -> np.ndarray:
     """Return the picture of what a head reads."""
-    reading = head.reading
     return attention_map(reading.weight_PN.numpy(), reading.cluster_PN.numpy(), at_P, reading.clusters)
 
 

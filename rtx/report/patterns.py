@@ -13,7 +13,7 @@ import numpy as np
 from rtx.report.names import GROUPS
 
 
-def row_of(layer: int, group: str, head: int, weight_PN: np.ndarray, at_P: np.ndarray) -> dict[str, Any]:
+def row_of(layer: int, head: int, group: str, weight_PN: np.ndarray, at_P: np.ndarray) -> dict[str, Any]:
     """Return what a head reads on average over the positions at which it reads anything."""
     reads_P = weight_PN.sum(1) > 0.5
     distance_PN = at_P[:, None] - np.arange(weight_PN.shape[1])
