@@ -54,6 +54,11 @@ def ranged(default: Any, low: float | None = None, high: float | None = None, *,
     return dataclasses.field(default=default, metadata={"low": low, "high": high, "above": above})
 
 
+def auto_or(allowed: str, low: float | None = None) -> Any:
+    """A field of type `int | str` or `bool | str` that `auto`, the default, leaves to rtx; `allowed`: all it takes."""
+    return dataclasses.field(default="auto", metadata={"auto": allowed, "low": low})
+
+
 @dataclass(frozen=True)
 class Field:
     """One key that can be set: `key` is its dotted path, `kind` its Python type, `doc` the docstring below it."""
@@ -88,6 +93,8 @@ class Field:
     @property
     def allowed(self) -> str:
         """What the field takes, to stand behind "must be"."""
+        if "auto" in self.metadata:
+            return self.metadata["auto"]
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if "parts" in self.metadata:
@@ -120,8 +127,8 @@ class Field:
         Raises:
             UserError: it is of another type or out of range.
         """
-        if value is None and self.optional:
-            return None
+        if (value is None and self.optional) or (value == "auto" and "auto" in self.metadata):
+            return value
         found = convert(self.kind, value)
         if found is not None and self.fits(found):
             return found
@@ -178,10 +185,10 @@ def fields_of(cls: type, prefix: str = "") -> dict[str, Field]:
 
 
 def plain_type(hint: Any) -> tuple[type, bool]:
-    """Return the type of `int` or `int | None`, and whether None is allowed."""
+    """Return the type of `int`, `int | None` or `int | str` (which may be auto), and whether None is allowed."""
     if isinstance(hint, types.UnionType):
-        (kind,) = (member for member in typing.get_args(hint) if member is not types.NoneType)
-        return kind, True
+        kind, other = typing.get_args(hint)
+        return kind, other is types.NoneType
     return hint, False
 
 

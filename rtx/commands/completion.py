@@ -73,4 +73,5 @@ def values_of(name: str, key: str) -> list[str]:
     field: Field | None = READS[name].own[own] if own else composed_fields().get(key)
     if field is None:
         return []
-    return ["true", "false"] if field.kind is bool else [*field.choices, *field.metadata.get("parts", ())]
+    listed = ["true", "false"] if field.kind is bool else [*field.choices, *field.metadata.get("parts", ())]
+    return [*["auto"] * ("auto" in field.metadata), *listed]

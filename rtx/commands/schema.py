@@ -69,5 +69,6 @@ def of_field(field: Field) -> dict[str, Any]:
     for bound, word in (("low", "minimum"), ("high", "maximum"), ("above", "exclusiveMinimum")):
         if (limit := field.metadata.get(bound)) is not None:
             value[word] = limit
-    null = [{"type": "null"}] if field.optional else []
-    return {"description": field.doc, "default": field.default, "anyOf": [value, *null, REFERENCE]}
+    other = [{"type": "null"}] if field.optional else []
+    other += [{"const": "auto"}] if "auto" in field.metadata else []
+    return {"description": field.doc, "default": field.default, "anyOf": [value, *other, REFERENCE]}
