@@ -73,12 +73,9 @@ def test_ranges(key: str, value: Any, allowed: str) -> None:
     ("values", "said"),
     [
         ({"routing__heads": 9}, "routing.heads=9 must be at most model.heads=8"),
-        ({"routing__layers": 5}, "routing.layers=5 must be at most model.layers=4"),
         ({"routing__window": 2000}, "routing.window=2000 must be at most data.length=1024"),
-        ({"routing__clusters": 2000}, "routing.clusters=2000 must be at most data.length=1024"),
         ({"model__window": 2000}, "model.window=2000 must be at most data.length=1024"),
         ({"model__base": "strided", "model__stride": 2000}, "model.stride=2000 must be at most data.length=1024"),
-        ({"model__base": "full+fixed", "model__stride": 2000}, "model.stride=2000 must be at most data.length=1024"),
         (
             {"model__base": "fixed", "model__summary": 129},
             "model.summary=129 must be at most model.stride=128, the block of base=fixed",
@@ -95,7 +92,6 @@ def test_ranges(key: str, value: Any, allowed: str) -> None:
         ({"model__hidden": 264}, "model.positions=rotary needs an even head size, not hidden/heads = 33"),
         ({"hardware__name": "cpu", "hardware__precision": "tf32"}, "hardware.precision=tf32 needs a GPU; a CPU takes"),
         ({"hardware__devices": 2}, "hardware.devices=2 needs hardware=ddp or fsdp, not hardware=auto"),
-        ({"hardware__nodes": 2}, "hardware.nodes=2 needs hardware=ddp or fsdp, not hardware=auto"),
         ({"hardware__name": "fsdp", "hardware__compile": True}, "hardware.compile=true is not for hardware=fsdp"),
         ({"trainer__batch_size": 10, "trainer__micro_batch_size": 4}, "trainer.batch_size=10 must be a multiple of"),
         ({"optimizer__warmup": 0}, "optimizer.schedule=rsqrt needs optimizer.warmup of at least 1"),
@@ -106,7 +102,6 @@ def test_ranges(key: str, value: Any, allowed: str) -> None:
         ({"data__size": 16}, "data.size=16 is for images (cifar10, imagenet64, images), not for data=stdlib"),
         ({"data__name": "images", "data__length": 3072}, "data=images needs data.path=<folder with images>"),
         ({"data__name": "cifar10"}, "data.length=1024 must be 3072 = 32 x 32 x 3: an image is one sequence"),
-        ({"data__name": "imagenet64", "data__size": 20}, "data.length=1024 must be 1200 = 20 x 20 x 3"),
         ({"data__name": "images", "data__path": "a"}, "data.length=1024 must be height x width x 3"),
         (
             {"data__name": "cifar10", "data__length": 3072, "trainer__val_stride": 1024},
@@ -117,8 +112,6 @@ def test_ranges(key: str, value: Any, allowed: str) -> None:
             "data.tokenizer=words is for text; data=cifar10 takes data.tokenizer=bytes",
         ),
         ({"name": "a/b"}, "name='a/b' must be a folder's name"),
-        ({"name": "a\nb"}, "must be a folder's name"),
-        ({"name": ""}, "name='' must be a folder's name"),
         ({"name": "x" * 201}, "must be a folder's name, of at most 200 bytes"),
     ],
 )
@@ -135,21 +128,14 @@ def test_what_does_not_fit(values: dict[str, Any], said: str) -> None:
         {"routing__heads": 0, "routing__window": 2000},  # nothing routes, so its window does not matter
         {"model__base": "full", "model__window": 2000},
         {"model__base": "strided+fixed", "model__window": 2000, "model__summary": 128},
-        {"model__base": "strided", "model__summary": 2000},
-        {"model__stride": 2000},
         {"model__positions": "axial", "model__axes": "32x16x2"},
-        {"model__axes": "9x9"},
         {"hardware__name": "ddp", "hardware__devices": 2, "hardware__nodes": 2},
-        {"hardware__name": "fsdp", "hardware__devices": 2, "hardware__nodes": 2},
         {"hardware__name": "auto", "hardware__precision": "tf32"},  # known to be wrong only once the device is
         {"optimizer__warmup": 0, "optimizer__schedule": "constant"},
         {"data__name": "text", "data__path": "book.txt"},
-        {"data__name": "enwik8", "data__path": "enwik8.zip"},
         {"data__name": "enwik8", "data__newlines": "drop"},
         {"data__name": "cifar10", "data__length": 3072, "trainer__val_stride": 3072},
-        {"data__name": "imagenet64", "data__size": 32, "data__length": 3072},
         {"data__name": "images", "data__path": "cats", "data__length": 2100},
-        {"data__name": "cifar10", "data__length": 3072, "data__held_out": 0},
     ],
 )
 def test_what_fits(values: dict[str, Any]) -> None:
