@@ -255,8 +255,7 @@ def config_hash(config: Config) -> str:
     Names, the logger, and how often is saved are left out (`rtx.identity`). A path counts from the current folder: the
     same words in another folder may mean other files.
     """
-    config = with_absolute_path(config)
-    return digest({key: get(config, key) for key in all_fields()})
+    return digest(flat(to_dict(with_absolute_path(config))))
 
 
 def with_absolute_path(config: Config) -> Config:
@@ -265,11 +264,3 @@ def with_absolute_path(config: Config) -> Config:
         return config
     path = os.path.abspath(os.path.expanduser(config.data.path))
     return dataclasses.replace(config, data=dataclasses.replace(config.data, path=path))
-
-
-def get(config: Config, key: str) -> Any:
-    """Return the value at a dotted key."""
-    node: Any = config
-    for part in key.split("."):
-        node = getattr(node, part)
-    return node

@@ -14,13 +14,11 @@ from rtx.compose import (
     compose_unresolved,
     config_hash,
     from_dict,
-    get,
     load_run_config,
     merge,
     to_dict,
     to_yaml,
 )
-from rtx.config import all_fields
 from rtx.errors import UserError
 
 
@@ -208,7 +206,3 @@ def test_the_hash_knows_the_folder_that_a_path_counts_from(tmp_path: Path, monke
         seen.add(config_hash(compose(["data=text", "data.path=book.txt"])))
     assert len(seen) == 2
     assert config_hash(compose(["data=text", f"data.path={tmp_path}/other/book.txt"])) in seen
-
-
-def test_get_reaches_every_key(default: Any) -> None:
-    assert {key: get(default, key) for key in all_fields()}["optimizer.beta2"] == default.optimizer.beta2

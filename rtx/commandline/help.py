@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rtx.config import GROUPS, SPREAD, all_fields, composed_fields, sections
+from rtx.config import GROUPS, SPREAD, composed_fields, sections
 from rtx.errors import UserError
 from rtx.keys import Field, about, option_doc, options, suggest_key
 from rtx.options import LAUNCHED, READS, Command
@@ -87,10 +87,10 @@ def told(field: Field) -> str:
 def composed_values(overrides: Sequence[str]) -> dict[str, Any]:
     """Return the value of every key, and the option of every group, that these overrides give."""
     from rtx.commandline.overrides import check_overrides
-    from rtx.compose import compose_unresolved, get
+    from rtx.compose import compose_unresolved, flat, to_dict
 
     config, choices = compose_unresolved([str(override) for override in check_overrides(overrides)])
-    return {key: get(config, key) for key in all_fields()} | choices
+    return flat(to_dict(config)) | choices
 
 
 def narrow(topics: Sequence[str], groups: Iterable[str], keys: list[Field]) -> tuple[list[str], list[Field]]:

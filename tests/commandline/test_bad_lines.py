@@ -33,8 +33,8 @@ import rtx.commands.bench
 import rtx.commands.data
 import rtx.compose
 from rtx import cli
-from rtx.compose import compose, from_dict, get, to_yaml
-from rtx.config import Config, all_fields
+from rtx.compose import compose, flat, from_dict, to_dict, to_yaml
+from rtx.config import Config
 from rtx.options import read_words
 
 LINES = int(os.environ.get("RTX_BAD_LINES", "120"))
@@ -136,7 +136,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 def values(config: Config) -> dict[str, Any]:
     """Return a configuration by dotted keys."""
-    return {key: get(config, key) for key in all_fields()}
+    return flat(to_dict(config))
 
 
 def judge_answer(answer: Answer) -> None:
