@@ -26,7 +26,6 @@ def test_options_are_written_short_or_with_their_section() -> None:
     assert sample.options == SampleOptions(prompt="Once, (upon) a=b", seed=3, temperature=0.5)
     assert read_words("sample", ["run", "prompt='  null '"]).options.prompt == "  null "
     assert read_words("analyze context", ["run", "windows=2", "mode=streaming"]).options.windows == 2
-    assert read_words("analyze samples", ["run", "other", "sample.length=9"]).options.length == 9
     assert read_words("resume", ["run", "force=yes"]).options.force
 
 
