@@ -30,11 +30,12 @@ from rtx.model.transformer import Transformer
 from rtx.report.measures import further_lines, stamp_phrases
 from rtx.report.summary import answers_line, closing_lines, protocol_line
 from rtx.report.text import printable
-from rtx.training.checkpoint import Checkpoint, check_shapes, load_for_use, load_weights, newest_checkpoint
+from rtx.training.checkpoint import Checkpoint, check_shapes, newest_checkpoint
 from rtx.training.config_diff import differences
 from rtx.training.datamodule import DataModule
 from rtx.training.distributed import Ranks
 from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware
+from rtx.training.inference import LoadedRun, load_run, on_one_device
 from rtx.training.launchers import is_first
 from rtx.training.loggers import logging_to
 from rtx.training.module import TrainingModule, build_model
@@ -177,12 +178,14 @@ def train(
         work = Run(config, hardware, folder, module, data, signals, read_telemetry, loggers, status, tell)
         outcome = work.fit(start["path"] if start else None)
         if status:
-            record_end(status, outcome, store.unit, final_measures(config, store, outcome))
+            measures = final_measures(config, store, outcome)
+            record_end(status, outcome, store.unit, measures)
     signals.release()
     if status:
-        say(closing(config, store, outcome, folder))
+        say(closing(config, store, outcome, folder, measures))
         if isinstance(store, TokenStore):
-            print_sample(whole_model(config, hardware, model, store, folder), store, folder, outcome.step)
+            device = torch.device("cuda" if hardware.accelerator == "gpu" else "cpu")
+            print_sample(load_run(folder, on_one_device(config), "last", device, say=nothing), store)
 
 
 def changes(config: Config, start: Checkpoint | None, resumption: Resumption | None) -> dict[str, tuple[Any, Any]]:
@@ -270,7 +273,7 @@ def opening_line(config: Config, hardware: Hardware, store: Store, model: Transf
     )
 
 
-def closing(config: Config, store: Store, outcome: Outcome, folder: Path) -> str:
+def closing(config: Config, store: Store, outcome: Outcome, folder: Path, measures: dict[str, Any]) -> str:
     """Return the summary of a finished run, its score beside baselines on the same split."""
     others = baselines(store.split("train"), store.split("valid")) if store.unit == "byte" else {}
     accuracy = outcome.final.accuracy
@@ -284,7 +287,7 @@ def closing(config: Config, store: Store, outcome: Outcome, folder: Path) -> str
             config, "valid", store.unit, outcome.final.units, stamps=stamp_phrases(store.stamps, "valid")
         ),
         baselines=others,
-        further=further_lines(store.unit, final_measures(config, store, outcome)),
+        further=further_lines(store.unit, measures),
         answers="" if accuracy is None else answers_line(accuracy, 1 / config.data.values),
     )
 
@@ -296,46 +299,32 @@ def final_measures(config: Config, store: Store, outcome: Outcome) -> dict[str, 
     return measured(store, "valid", reading, every, outcome.final, partial=False)
 
 
-def whole_model(config: Config, hardware: Hardware, model: Transformer, store: Store, folder: Path) -> Transformer:
-    """Return a model that this process has all of: where a fit has shared it out, that of the last checkpoint.
-
-    Raises:
-        RunFailed: no checkpoint is whole.
-    """
-    if not hardware.sharded:
-        return model
-    whole = Transformer(config, store.vocabulary)
-    if config.hardware.precision == "fp64":
-        whole = whole.double()
-    load_weights(whole, load_for_use(folder / "checkpoints", "last", nothing), to_dict(config))
-    return whole
-
-
-def print_sample(model: Transformer, store: TokenStore, folder: Path, step: int) -> None:
+def print_sample(run: LoadedRun, store: TokenStore) -> None:
     """Print and keep a short text that the model writes from nothing; of a model of images, keep an image.
 
     Raises:
         RunFailed: it cannot be kept.
     """
-    generator = torch.Generator().manual_seed(SAMPLE_SEED)
-    empty = torch.empty(1, 0, dtype=torch.int64)
-    if image := store.image:
-        canvas = np.zeros(image[0] * image[1] * 3, dtype=np.uint8)
+    length, image = SAMPLE_LENGTH, store.image
+    if image:
         rows = min(image[0], max(1, SAMPLE_UNITS // (3 * image[1])))
-        draws = generate(model, empty, rows * 3 * image[1], temperature=SAMPLE_TEMPERATURE, generator=generator)
-        for place, unit in enumerate(draws):
-            canvas[place] = int(unit)
-        path = save_sample(folder, step, SAMPLE_SEED, png_grid([canvas], image), "png")
+        length = rows * 3 * image[1]
+    elif run.model.embedding.positions is not None:
+        length = min(length, run.model.embedding.positions.length)
+    generator, empty = torch.Generator().manual_seed(SAMPLE_SEED), torch.empty(1, 0, dtype=torch.int64)
+    draws = generate(run.model, empty, length, temperature=SAMPLE_TEMPERATURE, generator=generator)
+    units, keep = [int(unit) for unit in draws], partial(save_sample, run.folder, run.checkpoint["step"], SAMPLE_SEED)
+    if image:
+        canvas = np.zeros(image[0] * image[1] * 3, dtype=np.uint8)
+        canvas[:length] = units
         part = "" if rows == image[0] else f", the first {rows} of its {image[0]} rows"
+        path = keep(png_grid([canvas], image), "png")
         say(f"a sample image (temperature {SAMPLE_TEMPERATURE}{part}): {shown(path)}")
         return
-    positions = model.embedding.positions
-    length = SAMPLE_LENGTH if positions is None else min(SAMPLE_LENGTH, positions.length)
-    draws = generate(model, empty, length, temperature=SAMPLE_TEMPERATURE, generator=generator)
-    text = store.tokenizer.decode([int(unit) for unit in draws])
+    text = store.tokenizer.decode(units)
     say(f"a sample (temperature {SAMPLE_TEMPERATURE}):")
     say(printable(text.decode("utf-8", "replace")))
-    say(shown(save_sample(folder, step, SAMPLE_SEED, text)))
+    say(shown(keep(text)))
 
 
 def nothing(*_: object) -> None:

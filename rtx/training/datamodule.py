@@ -20,7 +20,6 @@ from rtx.data.catalog import Store
 from rtx.data.recall import RecallStore
 from rtx.data.sampler import Items, MadeItems, TrainingItems, training_batches
 from rtx.data.windows import Window, Windows, windows
-from rtx.errors import RunFailed
 from rtx.evaluation.scores import equal_batches, sample_windows
 from rtx.training.hardware import Hardware
 from rtx.training.signals import ignore_signals
@@ -117,12 +116,7 @@ class Batches:
         batches = iter(self.loader)
         while True:
             began = time.perf_counter()
-            try:
-                batch = next(batches, None)
-            except RuntimeError as error:
-                if "DataLoader worker" in str(error):
-                    raise RunFailed(f"a loader process is gone: {str(error).splitlines()[0]}") from error
-                raise
+            batch = next(batches, None)
             self.seconds += time.perf_counter() - began
             if batch is None:
                 return

@@ -93,10 +93,14 @@ def check_ranks_agree(ranks: Ranks, own: Mapping[str, Any]) -> None:
             )
 
 
-def is_lost_peer(error: RuntimeError) -> bool:
-    """Tell whether an error means that another process of the run has gone."""
+def lost_process(error: RuntimeError) -> str:
+    """Return which process of the run has gone, if an error means that, else an empty string."""
+    if "DataLoader worker" in str(error):
+        return f"a loader process is gone: {str(error).splitlines()[0]}"
     signs = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL", "ProcessGroup")
-    return isinstance(error, dist.DistError) or (dist.is_initialized() and any(s in str(error) for s in signs))
+    if isinstance(error, dist.DistError) or (dist.is_initialized() and any(s in str(error) for s in signs)):
+        return "another process of the run is gone"
+    return ""
 
 
 # Starting processes

@@ -169,9 +169,6 @@ class GuardedWandbLogger(WandbLogger):
 
         self.guarded(hand_over, "the table is in the folder alone")
 
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the run has the configuration from its beginning."""
-
     def finalize(self, status: str) -> None:
         """Do nothing: the run goes on with its closing score; see `finish`."""
 

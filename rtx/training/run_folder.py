@@ -373,22 +373,16 @@ def record_resumption(folder: Path, changed: dict[str, tuple[Any, Any]], facts: 
 
 def machine_changes(folder: Path, facts: dict[str, Any]) -> list[str]:
     """Return what about machine and software may change the bits of a run since it began, each as `what old -> new`."""
+
+    def machine(known: dict[str, Any]) -> dict[str, Any]:
+        hardware = {name: known["hardware"].get(name) for name in ("accelerator", "devices", "nodes", "sharded")}
+        return {"torch": known["versions"]["torch"], "threads": known["threads"], "gpu": known["gpu"], **hardware}
+
     try:
-        before = json.loads((folder / "environment.json").read_text())
-        old, new = (machine(environment) for environment in (before, environment(facts)))
-        return [f"{name} {old[name]} -> {new[name]}" for name in old if old[name] != new[name]]
-    except (OSError, ValueError, KeyError, TypeError):
+        old = machine(json.loads((folder / "environment.json").read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
-
-
-def machine(environment: dict[str, Any]) -> dict[str, Any]:
-    """Return what of an environment.json the bits of a run depend on."""
-    return {
-        "torch": environment["versions"]["torch"],
-        **{name: environment[name] for name in ("threads", "gpu")},
-        **{name: environment["hardware"][name] for name in ("accelerator", "devices", "nodes")},
-        "sharded": environment["hardware"].get("sharded", False),
-    }
+    return [f"{name} {old[name]} -> {now}" for name, now in machine(environment(facts)).items() if old[name] != now]
 
 
 def environment(facts: dict[str, Any]) -> dict[str, Any]:
@@ -404,8 +398,8 @@ def environment(facts: dict[str, Any]) -> dict[str, Any]:
         "boot_id": boot_id(),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "versions": {"rtx": __version__} | {name: package_version(name) for name in packages},
-        "git": git_state(Path(__file__).parent),
+        "versions": {"rtx": __version__} | {name: metadata.version(name) for name in packages},
+        "git": git_state(Path(__file__).parents[2]),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -413,25 +407,13 @@ def environment(facts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def package_version(name: str) -> str | None:
-    """Return the version of an installed package, or None."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def git_state(folder: Path) -> dict[str, Any] | None:
+def git_state(checkout: Path) -> dict[str, Any] | None:
     """Return commit and whether files differ from it, where the code stands in a checkout of this project."""
-    if not (folder.parent.parent / ".git").exists():
+    if not (checkout / ".git").exists():
         return None
-    answers = []
-    for question in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
-        try:
-            answer = subprocess.run(["git", "-C", folder, *question], capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        if answer.returncode != 0:
-            return None
-        answers.append(answer.stdout.strip())
-    return {"commit": answers[0], "changed": bool(answers[1])}
+    question = ["git", "-C", checkout, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    try:
+        answer = subprocess.run(question, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": answer.removesuffix("-dirty"), "changed": answer.endswith("-dirty")}

@@ -32,7 +32,7 @@ from rtx.training.distributed import (
     Ranks,
     check_ranks_agree,
     cluster_environment,
-    is_lost_peer,
+    lost_process,
     start_ranks,
     strategy,
     watch_ranks,
@@ -191,8 +191,8 @@ class Run:
         except RunFailed as error:
             raise RunFailed(f"{error}; {self.last.last_good()}") from error
         except RuntimeError as error:
-            if is_lost_peer(error):
-                raise RunFailed(f"another process of the run is gone; {self.last.last_good()}") from error
+            if lost := lost_process(error):
+                raise RunFailed(f"{lost}; {self.last.last_good()}") from error
             raise
         finally:
             if dist.is_initialized():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from many import children
 from small_runs import SIZES, Workshop, after, checkpoint_difference, difference, exists, largest_file, saving
 
 from rtx.compose import load_run_config
@@ -66,6 +68,7 @@ def test_a_run_that_is_killed_again_and_again(workshop: Workshop, undisturbed: P
         (signal.SIGTERM, 143, "preempted"),
         (signal.SIGUSR1, 143, "preempted"),
         (signal.SIGUSR2, 143, "preempted"),
+        (signal.SIGHUP, 143, "preempted"),
     ],
 )
 def test_a_signal_saves_and_leaves_with_its_code(
@@ -106,7 +109,7 @@ def began_at(run: Path) -> str:
     return json.loads((run / "environment.json").read_text())["time"]
 
 
-def endless_step(step: int) -> str:
+def endless_step(step: int, seconds: int = 60) -> str:
     """Return the code for `inside` that makes a step last for a minute; a file of the run tells that it has begun."""
     return f"""
 import os, pathlib, time
@@ -115,10 +118,36 @@ real_clipping = TrainingModule.configure_gradient_clipping
 def slow(self, *arguments, **options):
     if self.global_step + 1 == {step}:
         pathlib.Path(os.environ["RTX_RUN"], "endless").touch()
-        time.sleep(60)
+        time.sleep({seconds})
     return real_clipping(self, *arguments, **options)
 TrainingModule.configure_gradient_clipping = slow
 """
+
+
+def test_a_loader_process_that_is_killed_is_told_in_a_line(workshop: Workshop, undisturbed: Path) -> None:
+    process = workshop.start("loaderless", "hardware.workers=1", inside=endless_step(5, seconds=1))
+    process.until(exists("endless"))
+    for child in children(process.number):
+        os.kill(child, signal.SIGKILL)
+    assert process.wait() == 1
+    line = process.log.read_text().splitlines()[-1]
+    assert line.startswith("rtx: a loader process is gone: DataLoader worker") and "(step 3)" in line
+    workshop.command("resume", str(process.run))
+    assert difference(process.run, undisturbed) == ""
+
+
+SCREENS = {
+    "closed": "import os; read, write = os.pipe(); os.close(read); os.dup2(write, 1)",
+    "full": "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)",
+}
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+def test_a_screen_that_takes_no_more_ends_no_run(workshop: Workshop, undisturbed: Path, screen: str) -> None:
+    process = workshop.start(f"unread-{screen}", inside=SCREENS[screen])
+    process.wait()
+    assert (read_status(process.run) or {})["state"] == "done", process.log.read_text()
+    assert difference(process.run, undisturbed) == ""
 
 
 def test_a_signal_while_data_are_prepared_leaves_no_run(workshop: Workshop, undisturbed: Path) -> None:

@@ -17,6 +17,7 @@ CODES = {
     signal.SIGTERM: PREEMPTED,
     signal.SIGUSR1: PREEMPTED,
     signal.SIGUSR2: PREEMPTED,
+    signal.SIGHUP: PREEMPTED,
 }
 
 
@@ -67,7 +68,9 @@ def test_what_is_ignored_from_outside_stays_ignored() -> None:
 
 BUSY = """
 import hashlib, sys, threading
+import rtx.training.signals as room
 from rtx.training.signals import Signals
+room.AGAIN_SECONDS = 0.3
 with Signals() as signals:
     signals.holding = sys.argv[1] == "holding"
     signals.at_once = lambda code: print("leaving with", code, flush=True)
@@ -94,6 +97,18 @@ def test_a_second_interrupt_ends_the_process_at_once() -> None:
     process.kill()
     assert process.communicate()[0] == b"finishing this step; Ctrl-C again stops at once\nleaving with 130\n"
     assert process.returncode == INTERRUPTED
+
+
+def test_a_second_sigterm_some_time_later_ends_the_process_at_once() -> None:
+    process = busy("holding")
+    for _ in range(3):  # those that come together are one
+        process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    assert process.poll() is None
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=60)[0] == b"leaving with 143\n"
+    assert process.returncode == PREEMPTED
 
 
 def test_a_main_thread_that_does_not_react_is_not_waited_for() -> None:
