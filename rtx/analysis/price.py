@@ -93,7 +93,6 @@ def price(
     ends = [(start, start + int(p)) for p in positions_P for start in starts_K]
     prefixes = [Span(start, end + 1, end, end + 1) for start, end in ends]
     rerun = score_windows(model, tokens, prefixes, on_progress=on_progress)
-    assert rerun is not None, "nobody asks it to stop"
     whole = [Span(start, start + length, start, start + length) for start in starts_K]
     nats = {
         PARALLEL: np.stack(unit_nats(model, tokens, whole))[:, positions_P],

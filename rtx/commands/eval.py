@@ -14,14 +14,13 @@ from rtx.data.catalog import Store
 from rtx.data.recall import RecallStore
 from rtx.data.released import Reading, read_as_released
 from rtx.data.windows import Window, windows
-from rtx.data.wordcount import bytes_scored, words_scored
 from rtx.disk import write_json
 from rtx.errors import RunFailed, UserError
-from rtx.evaluation.scores import Score, sample_windows, score_windows
+from rtx.evaluation.measures import further_lines, stamp_phrases
+from rtx.evaluation.scores import Score, measured, sample_windows, score_windows
 from rtx.model.ablation import ablate, check_ablation
 from rtx.options import EvalOptions, read_words
 from rtx.progress_bar import progress_bar
-from rtx.report.measures import Words, further_lines, measures, stamp_phrases
 from rtx.report.summary import answers_line, protocol_line, sees_future
 from rtx.training.inference import LoadedRun, open_run, run_config
 from rtx.training.progress import clock
@@ -93,29 +92,12 @@ def score_split(
             streaming=options.mode == "streaming",
             on_progress=show,
         )
-    assert score is not None, "nobody asks it to stop"
     if not math.isfinite(score.nats):
         raise RunFailed(
             f"{run.name}.ckpt of {run.folder} scores {score.nats} nats: the run has diverged, or "
             f"hardware.precision={run.config.hardware.precision} is too narrow for it; nothing is written"
         )
     return score
-
-
-def measured(
-    store: Store, split: str, reading: Reading, chosen: Sequence[Window], score: Score, partial: bool
-) -> dict[str, Any]:
-    """Return the score in every measure that its text has; words are no account of the bytes between and in them."""
-    if isinstance(store, RecallStore) or store.image is not None:
-        return measures(store.unit, score.nats, score.units)
-    words = words_scored(store, split, reading, chosen, partial)
-    return measures(
-        store.unit,
-        score.nats,
-        score.units,
-        text_bytes=bytes_scored(store, split, reading, chosen, partial) if store.unit == "subword" else None,
-        words=None if words is None else Words(*words),
-    )
 
 
 def score_facts(score: Score, config: Config, store: Store) -> dict[str, Any]:

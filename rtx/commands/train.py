@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from rtx.analysis.telemetry import read_telemetry
-from rtx.commands.eval import measured
 from rtx.compose import RUN_CONFIG, compose, to_dict, to_yaml, with_absolute_path
 from rtx.config import Config
 from rtx.data.baselines import baselines
@@ -25,9 +24,10 @@ from rtx.data.sheet import png_grid
 from rtx.data.store import TokenStore
 from rtx.disk import replace_file, write_json
 from rtx.errors import RunFailed, UserError
+from rtx.evaluation.measures import further_lines, stamp_phrases
+from rtx.evaluation.scores import measured
 from rtx.model.decoding import generate
 from rtx.model.transformer import Transformer
-from rtx.report.measures import further_lines, stamp_phrases
 from rtx.report.summary import answers_line, closing_lines, protocol_line
 from rtx.report.text import printable
 from rtx.training.checkpoint import Checkpoint, check_shapes, newest_checkpoint

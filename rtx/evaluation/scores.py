@@ -1,4 +1,4 @@
-"""Scoring windows of a split: every unit once, the same sum on any number of devices.
+"""Scoring windows of a split: every unit once.
 
 Shapes: B windows of a batch, N units of a window, A of them that are answers, K windows of the split.
 """
@@ -8,12 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+
+from rtx.data.catalog import Store
+from rtx.data.recall import RecallStore
+from rtx.data.released import Reading
+from rtx.data.windows import Window as DataWindow
+from rtx.data.wordcount import bytes_scored, words_scored
+from rtx.evaluation.measures import Words, measures
 
 W = TypeVar("W")
 
@@ -93,12 +99,9 @@ def score_windows(
     answers: np.ndarray | None = None,
     batch_size: int | None = None,
     streaming: bool = False,
-    rank: int = 0,
-    world: int = 1,
-    should_stop: Callable[[], bool] = lambda: False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Score | None:
-    """Score windows with `model` in evaluation mode, batches dealt out to ranks, sums joined.
+) -> Score:
+    """Score windows with `model` in evaluation mode.
 
     Args:
         model: has `loss(tokens_BN, prefix=...) -> (nats_BN, auxiliary)`; its mode is put back afterwards.
@@ -108,36 +111,19 @@ def score_windows(
             (`first == start`), and the model has `answers(tokens_BN, at_A, prefix=...) -> (nats_BA, right_BA, _)`.
         batch_size: windows scored at once; unset: as many as make 16,384 units.
         streaming: decisions from the prefix alone, instead of teacher-forced.
-        rank: this process among `world`, which all call this alike.
-        should_stop: asked between batches, on all ranks alike; True ends the scoring without a result.
         on_progress: called with windows done and windows in all.
-
-    Returns:
-        The score, the same on every rank, or None if it was stopped.
     """
-    batches = equal_batches(windows, batch_size)
     device = next(model.parameters()).device
     at_A = None if answers is None else torch.from_numpy(answers).to(device)
     sums_K2 = torch.zeros(len(windows), 2, dtype=torch.float64)
     was_training = model.training
     model.eval()
     try:
-        for turn in range(0, len(batches), world):
-            if should_stop():
-                return None
-            # A rank without a batch of its own in the last turn runs one all the same: where parameters are shared out
-            # (hardware=fsdp) every pass needs all ranks.
-            batch = batches[min(turn + rank, len(batches) - 1)]
-            scored_B2 = score_batch(model, tokens, [windows[k] for k in batch], at_A, streaming, device)
-            if turn + rank < len(batches):
-                sums_K2[batch] = scored_B2
-            on_progress(min(len(windows), batches[min(turn + world, len(batches)) - 1][-1] + 1), len(windows))
+        for batch in equal_batches(windows, batch_size):
+            sums_K2[batch] = score_batch(model, tokens, [windows[k] for k in batch], at_A, streaming, device)
+            on_progress(batch[-1] + 1, len(windows))
     finally:
         model.train(was_training)
-    if world > 1:
-        shared_K2 = sums_K2.to(device)
-        dist.all_reduce(shared_K2)
-        sums_K2 = shared_K2.cpu()
     nats_K, right_K = sums_K2.T.contiguous().numpy()
     if answers is not None:
         return Score(np.full(len(windows), len(answers), dtype=np.float64), nats_K, right_K)
@@ -178,3 +164,19 @@ def score_batch(
     scored_BN = torch.arange(rows.shape[1], device=device) >= skipped_B1
     nats_B = torch.where(scored_BN, nats_BN.double(), 0.0).sum(dim=1)
     return torch.stack([nats_B, torch.zeros_like(nats_B)], dim=1).cpu()
+
+
+def measured(
+    store: Store, split: str, reading: Reading, chosen: Sequence[DataWindow], score: Score, partial: bool
+) -> dict[str, Any]:
+    """Return the score in every measure that its text has; words are no account of the bytes between and in them."""
+    if isinstance(store, RecallStore) or store.image is not None:
+        return measures(store.unit, score.nats, score.units)
+    words = words_scored(store, split, reading, chosen, partial)
+    return measures(
+        store.unit,
+        score.nats,
+        score.units,
+        text_bytes=bytes_scored(store, split, reading, chosen, partial) if store.unit == "subword" else None,
+        words=None if words is None else Words(*words),
+    )

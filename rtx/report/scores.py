@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rtx.evaluation.measures import stamp_phrases
 from rtx.identity import NAMELIKE, OUTSIDE
 from rtx.report.cells import Cell
-from rtx.report.measures import stamp_phrases
 from rtx.report.values import real, whole
 
 WITHOUT_EFFECT = (

@@ -50,7 +50,6 @@ def by_hand(cut: list[Window]) -> float:
 def test_each_unit_is_scored_once_and_where_it_stands(stride: int, batch_size: int | None) -> None:
     cut = [Window(*window) for window in windows(len(TOKENS), 64, stride)]
     score = score_windows(Counter(), TOKENS, cut, batch_size=batch_size)
-    assert score is not None
     assert score.units == len(TOKENS)
     assert score.nats == by_hand(cut)
     assert score.bits == pytest.approx(by_hand(cut) / len(TOKENS) / math.log(2), rel=1e-15)
@@ -64,7 +63,7 @@ def test_windows_of_another_length_are_batched_apart() -> None:
     score = score_windows(model, TOKENS, cut, batch_size=8, streaming=True)
     assert model.shapes == [(2, 8), (2, 3)]
     assert model.streamed == {True}
-    assert score is not None and score.nats == by_hand(cut)
+    assert score.nats == by_hand(cut)
 
 
 def test_the_mode_of_the_model_is_put_back() -> None:
@@ -75,16 +74,11 @@ def test_the_mode_of_the_model_is_put_back() -> None:
         assert model.training is training
 
 
-def test_a_stop_between_batches_gives_no_score() -> None:
-    answers = iter([False, False, True])
-    model = Counter()
+def test_progress_is_told_in_windows() -> None:
     seen: list[tuple[int, int]] = []
-    cut = [Window(*window) for window in windows(len(TOKENS), 64)]
-    score = score_windows(
-        model, TOKENS, cut, batch_size=2, should_stop=lambda: next(answers), on_progress=lambda *at: seen.append(at)
-    )
-    assert score is None
-    assert seen == [(2, len(cut)), (4, len(cut))]
+    cut = [Window(*window) for window in windows(len(TOKENS), 512)]
+    score_windows(Counter(), TOKENS, cut, batch_size=1, on_progress=lambda *at: seen.append(at))
+    assert seen == [(1, 2), (2, 2)]
 
 
 def test_a_sample_is_the_same_each_time_and_in_order() -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rtx.report.measures import Words, further_lines, measures, stamp_phrases
+from rtx.evaluation.measures import Words, further_lines, measures, stamp_phrases
 
 
 def test_bytes_have_one_measure_and_subwords_three() -> None:
