@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 from rtx.commandline.multirun import lay_out
 from rtx.commandline.overrides import check_overrides
 from rtx.compose import config_hash, to_dict
-from rtx.config import SPREAD, Config
-from rtx.data.catalog import vocabulary_size
+from rtx.config import SPREAD, Config, DataConfig
+from rtx.data.catalog import Store, data_root, make_recipe, open_data, vocabulary_size
 from rtx.data.recall import RecallStore
 from rtx.disk import write_json
 from rtx.errors import RunFailed, UserError
 from rtx.options import LAUNCHED, BenchOptions, read_words, what_to_do
-from rtx.report.steps import DRAWN, MADE, WHAT, read_record, record_path, views
+from rtx.report.steps import DRAWN, READ, WHAT, read_record, record_path, views
 from rtx.report.terminal import terminal
 from rtx.training.run_folder import environment, outputs_root, shown, unwritable
 from rtx.training.signals import Stopped
@@ -46,6 +46,8 @@ class Row:
 
     config: Config
     overrides: Sequence[str]
+    store: Store | None
+    """Its data, where they are prepared."""
     vocabulary: int
     parameters: int | None = None
     step: Callable[[], Tensor] | None = None
@@ -109,10 +111,23 @@ def lay_out_rows(words: Sequence[str]) -> list[Row]:
             name = cell.config.hardware.name
             raise UserError(f"hardware={name}: rtx bench times a row on one device; hardware takes auto, cpu or gpu")
         key = config_hash(dataclasses.replace(cell.config, seed=0))
-        rows.setdefault(key, Row(cell.config, cell.overrides, vocabulary_size(cell.config.data)))
+        if key not in rows:
+            store, data = prepared_data(cell.config.data), cell.config.data
+            rows[key] = Row(cell.config, cell.overrides, store, store.vocabulary if store else vocabulary_size(data))
     if len(rows) < len(cells):
         print(f"of {plural(len(cells), 'cell')} those that differ by their seed alone are one row")
     return list(rows.values())
+
+
+def prepared_data(data: DataConfig) -> Store | None:
+    """Return the data of a row where they are at hand: nothing is downloaded or prepared for a benchmark."""
+    if data.name == "recall":
+        return RecallStore(data)
+    try:
+        there = make_recipe(data, data_root()).folder(data_root()).exists()
+    except UserError:
+        return None
+    return open_data(data, data_root()) if there else None
 
 
 def measure(rows: Sequence[Row], options: BenchOptions) -> None:
@@ -142,7 +157,7 @@ def take_turn(row: Row, options: BenchOptions) -> None:
     device = prepare_device(row.config)
     if row.step is None:
         row.step, row.parameters = training_step(
-            row.config, row.vocabulary, device, training_ids(row.config, row.vocabulary)
+            row.config, row.vocabulary, device, training_ids(row.config, row.store, row.vocabulary)
         )
         for _ in range(options.warmup):
             row.step()
@@ -157,20 +172,17 @@ def take_turn(row: Row, options: BenchOptions) -> None:
     row.ms_turns.append(1e3 * (time.perf_counter() - began) / options.per_turn)
 
 
-def training_ids(config: Config, vocabulary: int) -> Callable[[int], Tensor]:
-    """Return what makes so many training sequences: drawn at random, so that no data are read, or of data=recall."""
+def training_ids(config: Config, store: Store | None, vocabulary: int) -> Callable[[int], Tensor]:
+    """Return what makes so many training sequences: those of `rtx train`, or without data ids drawn at random."""
     import torch
 
-    if config.data.name == "recall":
-        task, numbers = RecallStore(config.data), itertools.count()
+    from rtx.training.datamodule import training_items
 
-        def made(rows: int) -> Tensor:
-            ids = [task.sequence(config.seed, next(numbers)).astype("int64") for _ in range(rows)]
-            return torch.stack([torch.from_numpy(ids_N) for ids_N in ids])
-
-        return made
-    generator = torch.Generator().manual_seed(config.seed)
-    return lambda rows: torch.randint(0, vocabulary, (rows, config.data.length), generator=generator)
+    if store is None:
+        generator = torch.Generator().manual_seed(config.seed)
+        return lambda rows: torch.randint(0, vocabulary, (rows, config.data.length), generator=generator)
+    items, numbers = training_items(config, store), itertools.count()
+    return lambda rows: torch.stack([items[next(numbers)] for _ in range(rows)])
 
 
 def training_step(
@@ -242,7 +254,7 @@ def record_of(rows: Sequence[Row], options: BenchOptions, arguments: Sequence[st
             "what": WHAT,
             "command": shlex.join(["rtx", "bench", *arguments]),
             "bench": dataclasses.asdict(options),
-            "ids": MADE if all(row.config.data.name == "recall" for row in rows) else DRAWN,
+            "ids": READ if all(row.store for row in rows) else DRAWN,
         }
     )
     gpu = facts["gpu"] if rows[0].config.hardware.name != "cpu" else None

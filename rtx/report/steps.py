@@ -28,7 +28,7 @@ WHAT = "training steps in turn"
 """What a record says it is."""
 
 DRAWN = "ids drawn at random, no data read"
-MADE = "sequences made by the task"
+READ = "training batches of the data"
 """Where the ids of a record came from."""
 
 FOLLOWS_COUNTS = (

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_runs import SIZES as TINY
 from small_runs import Workshop
 
 from rtx import cli
@@ -14,7 +15,7 @@ from rtx.attention.centroids import all_centroids
 from rtx.commands import bench
 from rtx.compose import compose
 from rtx.data.catalog import vocabulary_size
-from rtx.report.steps import WHAT
+from rtx.report.steps import DRAWN, READ, WHAT
 from rtx.training.module import build_model
 
 SIZES = (
@@ -69,7 +70,8 @@ def test_a_step_trains_the_model_in_micro_batches(extra: tuple[str, ...], monkey
 
     monkeypatch.setattr("rtx.training.module.build_model", keep)
     size = vocabulary_size(config.data)
-    step, parameters = bench.training_step(config, size, torch.device("cpu"), bench.training_ids(config, size))
+    ids = bench.training_ids(config, bench.prepared_data(config.data), size)
+    step, parameters = bench.training_step(config, size, torch.device("cpu"), ids)
     first = {name: value.clone() for name, value in made[0].state_dict().items()}
     losses = [step() for _ in range(3)]
     assert all(bool(loss.isfinite()) for loss in losses)
@@ -85,6 +87,15 @@ def test_rows_that_differ_by_their_seed_alone_are_timed_once(workshop: Workshop)
     said = workshop.command("bench", "steps", *words, "seed=1,0,2")
     assert "of 6 cells those that differ by their seed alone are one row\n2 rows, 2 turns of 1 step" in said
     assert [row["config"]["seed"] for row in record_of(workshop, "seeds")["rows"]] == [1, 1]
+
+
+def test_batches_are_those_of_training_where_the_data_are_prepared(workshop: Workshop) -> None:
+    workshop.train("prepares", "trainer.steps=1")
+    words = [workshop.text, *TINY, "bench.turns=2", "bench.per_turn=1", "name=real", "model.base=local,full"]
+    assert "2 rows" in workshop.command("bench", "steps", *words)
+    record = record_of(workshop, "real")
+    assert record["ids"] == READ and record_of(workshop, "timed")["ids"] == DRAWN
+    assert all(row["ms"] > 0 for row in record["rows"])
 
 
 def test_a_row_that_fails_leaves_the_others_running(workshop: Workshop) -> None:
