@@ -95,7 +95,8 @@ def training_problems(config: Config) -> Iterator[str]:
     """Yield what is wrong with devices, batches, schedule and the attention asked for by name."""
     hardware, trainer, optimizer, model = config.hardware, config.trainer, config.optimizer, config.model
     devices = (hardware.devices or 1) * hardware.nodes
-    micro = trainer.micro_batch_size or max(1, trainer.batch_size // devices)
+    asked = trainer.micro_batch_size
+    micro = asked if isinstance(asked, int) else max(1, trainer.batch_size // devices)
     if hardware.precision == "tf32" and hardware.name == "cpu":
         yield "hardware.precision=tf32 needs a GPU; a CPU takes fp32, bf16 or fp64"
     for key in ("nodes", "devices"):
@@ -113,7 +114,7 @@ def training_problems(config: Config) -> Iterator[str]:
     if hardware.attention in ("native", "flex") and not plain:
         lacks = "has no model.attention_dropout, model.positions=shaw or base=adaptive_span"
         yield f"hardware.attention={hardware.attention} {lacks}; hardware.attention=auto takes torch for them"
-    on_cpu = hardware.precision == "fp32" and hardware.name in ("auto", "cpu", "ddp")
+    on_cpu = hardware.precision in ("auto", "fp32") and hardware.name in ("auto", "cpu", "ddp")
     if hardware.attention == "native" and not on_cpu:
         yield "hardware.attention=native is for hardware.precision=fp32 on a CPU (hardware=cpu)"
     if hardware.attention == "flex" and hardware.name == "cpu":

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, get_type_hints
 
-from rtx.keys import Field, about, fields_of, one_of, parts_of, ranged
+from rtx.keys import Field, about, auto_or, fields_of, one_of, parts_of, ranged
 
 BASES = {
     "local": "rtx.attention.patterns.Local",
@@ -178,8 +178,8 @@ class ModelConfig:
     """Weight of each layer's mean span in the loss (base=adaptive_span; released code: 5e-7)."""
     init: str = one_of("fan_in", "depth_scaled")
     """Weights at the start: by fan-in, or as in the Sparse Transformer, smaller, for models of many layers."""
-    recompute: bool = False
-    """Recompute each block in the backward pass instead of keeping its activations."""
+    recompute: bool | str = auto_or("auto, true or false")
+    """Recompute each block in the backward pass instead of keeping its activations; auto: where memory asks for it."""
     ffn_parts: int = ranged(1, low=1, high=4096)
     """Parts of the rows that the feed-forward layer takes in turn, and again in the backward pass; 1: all at once."""
 
@@ -216,8 +216,8 @@ class HardwareConfig:
     """Processes on each machine; unset: one, or with ddp and fsdp those that a launcher started, else all GPUs."""
     nodes: int = ranged(1, low=1)
     """Machines that share the run."""
-    precision: str = one_of("fp32", "bf16", "tf32", "fp64")
-    """Arithmetic: fp32, bf16 (mixed), tf32 (GPU only), fp64 (for tests)."""
+    precision: str = one_of("auto", "fp32", "bf16", "tf32", "fp64")
+    """Arithmetic: bf16 (mixed), fp32, tf32 (GPU only), fp64 (for tests); auto: bf16 on a GPU, fp32 on a CPU."""
     attention: str = one_of("auto", "torch", "native", "flex")
     """Who attends: torch's kernels, a C++ kernel compiled here (CPU, float32), FlexAttention (GPU); auto: native from
     1,024 positions on where it can run, else torch."""
@@ -255,8 +255,8 @@ class TrainerConfig:
     """Stop, and save, after this many minutes of training if the steps are not done by then."""
     batch_size: int = ranged(8, low=1)
     """Sequences per optimizer step, over all devices and micro-batches."""
-    micro_batch_size: int | None = ranged(None, low=1)
-    """Sequences per device and forward pass; unset: batch_size / devices (no accumulation)."""
+    micro_batch_size: int | str = auto_or("auto or an integer, at least 1", low=1)
+    """Sequences per device and forward pass; auto: as many as the device holds, by the count of rtx plan."""
     clip: float = ranged(1.0, low=0.0)
     """Largest norm of the whole gradient; 0: no clipping."""
     val_every: int = ranged(250, low=1)
@@ -321,6 +321,13 @@ def sections() -> dict[str, str]:
     """The sections of a run's configuration (data, model, trainer, ...) with the docstring of each."""
     hints: dict[str, Any] = get_type_hints(Config)
     return {name: about(hint) for name, hint in hints.items() if is_dataclass(hint)}
+
+
+def precision_on(wish: HardwareConfig, gpu: bool) -> str:
+    """The arithmetic on a device: hardware.precision, where auto is bf16 on a GPU and fp32 on a CPU."""
+    if wish.precision != "auto":
+        return wish.precision
+    return "bf16" if gpu else "fp32"
 
 
 def base_patterns(model: ModelConfig) -> list[str]:

@@ -10,9 +10,11 @@ from typing import Any
 NAMELIKE = (
     *("name", "model.name", "optimizer.steps", "hardware.workers", "data.verify", "data.processes"),
     *("trainer.checkpoint_every", "trainer.checkpoint_minutes", "trainer.keep_checkpoints"),
+    *("trainer.micro_batch_size", "model.recompute"),
 )
 OUTSIDE = ("logger.",)
-"""Keys, and what keys begin with, that cannot change a bit of what is trained: they tell no cells of a sweep apart."""
+"""Keys, and what keys begin with, that cannot change a bit of what is trained, or that a machine may choose for itself,
+as they change it by rounding alone: they tell no cells of a sweep apart."""
 
 
 def digest(values: Mapping[str, Any]) -> str:

@@ -189,6 +189,8 @@ def test_the_hash_tells_cells_apart_by_what_changes_results(default: Any) -> Non
         "trainer.checkpoint_minutes=5",
         "model.name=mine",
         "trainer.checkpoint_every=7",
+        "trainer.micro_batch_size=2",
+        "model.recompute=true",
         "data.verify=never",
     ]
     assert config_hash(compose(same)) == reference

@@ -22,9 +22,9 @@ def test_fields_know_what_they_allow() -> None:
     allowed = {key: field.allowed for key, field in all_fields().items()}
     assert allowed["routing.clusters"] == "an integer, at least 1, or null"
     assert allowed["optimizer.lr"] == "a number, greater than 0"
-    assert allowed["hardware.precision"] == "one of fp32, bf16, tf32, fp64"
+    assert allowed["hardware.precision"] == "one of auto, fp32, bf16, tf32, fp64"
     assert allowed["seed"] == "an integer, at least 0, at most 4294967295"
-    assert allowed["model.recompute"] == "true or false"
+    assert allowed["model.recompute"] == "auto, true or false"
     assert allowed["data.path"] == "text, or null"
 
 

@@ -40,7 +40,7 @@ class Cost:
 
     def step(self, config: Config) -> float:
         """Operations of one optimizer step: forward, twice that backward, and once more with model.recompute."""
-        passes = 4 if config.model.recompute else 3
+        passes = 4 if config.model.recompute is True else 3
         return config.trainer.batch_size * (passes * (self.dense + self.attention) + self.selection)
 
 

@@ -112,7 +112,7 @@ def moments(config: Config, total: Cost, gradients: float, micro_batch: int, voc
 def again(config: Config, micro_batch: int) -> float:
     """Return the bytes that model.recompute makes once more, of one block at a time."""
     kept = (block(config, layer, micro_batch).kept for layer in range(config.model.layers))
-    return max(kept) * micro_batch * config.data.length if config.model.recompute else 0.0
+    return max(kept) * micro_batch * config.data.length if config.model.recompute is True else 0.0
 
 
 def largest(config: Config, micro_batch: int, vocabulary: int) -> float:
@@ -140,7 +140,7 @@ def saved(config: Config, micro_batch: int, vocabulary: int) -> float:
     rows = micro_batch * config.data.length
     blocks = [block(config, layer, micro_batch).kept for layer in range(model.layers)]
     # With recomputation a block keeps its input alone.
-    inside = wide * model.hidden * len(blocks) if model.recompute else sum(blocks)
+    inside = wide * model.hidden * len(blocks) if model.recompute is True else sum(blocks)
     # The ids; the last norm's input, and what the output matrix reads; a dropout's factors on the embedding.
     ends = INDEX + (wide * model.hidden if model.norm == "pre" else 0) + narrow * (model.embedding or model.hidden)
     ends += wide * model.hidden if model.dropout else 0

@@ -17,7 +17,7 @@ from rtx.attention.packed import Indexed, Part
 from rtx.attention.pattern import Pattern
 from rtx.attention.patterns import Random
 from rtx.attention.routing import Routing
-from rtx.config import Config
+from rtx.config import Config, precision_on
 from rtx.model.patterns import ROUTED, layer_patterns, make_pattern
 
 INDEX = 8
@@ -55,8 +55,9 @@ def on_gpu(config: Config) -> bool:
 
 def widths_of(config: Config) -> Widths:
     """Return the bytes of values."""
-    wide = 8 if config.hardware.precision == "fp64" else 4
-    return Widths(wide, 2 if config.hardware.precision == "bf16" else wide)
+    precision = precision_on(config.hardware, on_gpu(config))
+    wide = 8 if precision == "fp64" else 4
+    return Widths(wide, 2 if precision == "bf16" else wide)
 
 
 def attention_bytes(config: Config, layer: int, micro_batch: int) -> tuple[float, float]:
@@ -136,6 +137,6 @@ def kept(pattern: Pattern, config: Config) -> Kept:
 def runs_natively(config: Config) -> bool:
     """Tell whether the compiled kernel is taken where it can be, as `rtx.attention.engine.attend_part` decides."""
     wish, long = config.hardware, config.data.length >= MIN_NATIVE
-    if wish.precision != "fp32" or on_gpu(config):
+    if on_gpu(config) or precision_on(wish, gpu=False) != "fp32":
         return False
     return wish.attention == "native" or (wish.attention == "auto" and long and native.available())

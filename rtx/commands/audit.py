@@ -185,7 +185,7 @@ def price_run(run: LoadedRun, options: AuditOptions, store: Store) -> Result:
         windows=len(chosen),
         positions=positions_P.tolist(),
         length=length,
-        precision=run.config.hardware.precision,
+        precision=run.precision,
         data=store.describe(),
     )
     print("\n".join(price_table(record)))

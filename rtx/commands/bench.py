@@ -211,7 +211,7 @@ def training_step(
     def step() -> Tensor:
         for _ in range(hardware.accumulate):
             tokens_BN = ids(hardware.micro_batch_size).to(device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=config.hardware.precision == "bf16"):
+            with torch.autocast(device.type, torch.bfloat16, enabled=hardware.precision == "bf16"):
                 nats, *_, auxiliary = loss(tokens_BN, *at)
                 mean = nats.mean() + auxiliary
             (mean / hardware.accumulate).backward()

@@ -95,7 +95,7 @@ def score_split(
     if not math.isfinite(score.nats):
         raise RunFailed(
             f"{run.name}.ckpt of {run.folder} scores {score.nats} nats: the run has diverged, or "
-            f"hardware.precision={run.config.hardware.precision} is too narrow for it; nothing is written"
+            f"hardware.precision={run.precision} is too narrow for it; nothing is written"
         )
     return score
 
@@ -137,8 +137,8 @@ def protocol_facts(
         "checkpoint": run.facts(),
         "data": data,
         "own_data": own,
-        "precision": config.hardware.precision,
-        "own_precision": run.checkpoint["config"]["hardware"]["precision"],
+        "precision": run.precision,
+        "own_precision": run.own_precision,
         "accelerator": "gpu" if run.device.type == "cuda" else "cpu",
     }
 

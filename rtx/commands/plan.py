@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 
 import torch
 
 from rtx.analysis.cost import Cost, cost
-from rtx.analysis.footprint import footprint
-from rtx.analysis.switches import fitting, micro_batch
+from rtx.analysis.fitting import choose_micro_batch, with_choice
+from rtx.analysis.footprint import devices, footprint
 from rtx.compose import compose
 from rtx.config import CLUSTERED, SPREAD, Config, DataConfig, base_patterns
 from rtx.data.catalog import vocabulary_size
 from rtx.sets import IMAGE_SETS
 from rtx.training.memory import device_memory
-from rtx.training.progress import peak_memory
 from rtx.wording import plural
 
 RATES = {"1 TFLOP/s": 1e12, "100 TFLOP/s": 1e14}
 """Rates that the time is given for: what a run really reaches is for a benchmark to say."""
 
+
+GPUS = (16, 24, 80)
+"""Sizes of the GPUs that a plan is made for, in GiB."""
+
+LESS = "less is needed with optimizer=adafactor, model.ffn_parts=16, hardware=fsdp or a smaller data.length"
+"""What helps where no micro-batch does."""
 
 WIDTH, INDENT = 80, 12
 """Columns of a line, and of the space in front of what continues it."""
@@ -37,7 +43,9 @@ def report(config: Config, total: Cost) -> list[str]:
     """Return the lines of the plan, each beginning with a word of its own or with spaces."""
     model, routing, data, trainer = config.model, config.routing, config.data, config.trainer
     routed = routing.layers * routing.heads
-    micro, known = micro_batch(config), vocabulary_size(data)
+    asked, known = config, vocabulary_size(data)
+    chosen = choose_micro_batch(config, known, device_memory(config) or GPUS[-1] * 2**30, devices(config))
+    micro, config = chosen.micro_batch_size, with_choice(config, chosen.micro_batch_size, chosen.recompute)
     used = footprint(config, total, micro, known)
     units = trainer.batch_size * data.length
     lines = [
@@ -58,10 +66,10 @@ def report(config: Config, total: Cost) -> list[str]:
         f"            attention with every head full: {short(total.full_attention)}FLOP, "
         f"{total.full_attention / (total.attention + total.selection):.1f} times as much",
         f"step        {plural(trainer.batch_size, 'sequence')}, {units:,} units, {short(total.step(config))}FLOP "
-        f"({processes(config)}, {plural(micro, 'sequence')} at a time)",
+        f"({processes(config)}, {plural(micro, 'sequence')} at a time{', recomputed' if chosen.recompute else ''})",
         f"memory      about {gib(sum(used.values()))} a device: "
         + ", ".join(f"{name} {gib(size)}" for name, size in used.items()),
-        *fit_lines(config, sum(used.values()), known),
+        *fit_lines(asked, known),
         f"run         {plural(trainer.steps, 'step')}, {units * trainer.steps:,} units, "
         f"{short(total.step(config) * trainer.steps)}FLOP: "
         + ", ".join(f"{duration(total.step(config) * trainer.steps / rate)} at {name}" for name, rate in RATES.items()),
@@ -78,30 +86,33 @@ def read_by(config: Config) -> str:
     return f"W = {routing.window:,} keys of a query{blocks}"
 
 
-def fit_lines(config: Config, needed: float, known: int) -> list[str]:
-    """Return whether the peak fits into the memory of this machine, and where not, which switches would make it fit.
+def fit_lines(config: Config, known: int) -> list[str]:
+    """Return what `auto` takes, or whether what is asked for fits, on GPUs of the usual sizes and on this machine.
 
     Args:
-        config: the resolved configuration.
-        needed: the peak, in bytes.
+        config: the configuration as it was composed.
         known: the number of different units.
     """
-    memory = device_memory(config)
-    if memory is None:
-        return ["fit         hardware=gpu, and this machine has none to compare with"]
-    # What the program takes before the run is the process's on a CPU; a GPU does not hold it.
-    program = 0 if config.hardware.name != "cpu" and torch.cuda.device_count() else peak_memory()
-    beside = f", of which rtx takes {gib(program)} for itself" if program else ""
-    head = f"fit         this machine has {gib(memory)} for it{beside}: it "
-    if needed + program <= memory:
-        return [head + "fits"]
-    found = fitting(config, known, memory - program)
-    if not found:
-        return [head + "does not fit, nor would it with every switch: fewer layers, a smaller width or data.length"]
-    return [
-        head + "does not fit, but would with" + (" one of" if len(found) > 1 else ""),
-        *(f"            {switch.words}: {gib(switch.peak)}" for switch in found),
-    ]
+    world, gpus = devices(config), torch.cuda.device_count()
+    lines = []
+    if config.hardware.name != "cpu" and (gpus or config.hardware.name != "fsdp"):
+        planned = config if gpus else on_a_gpu(config)
+        lines = [f"a GPU of {size} GiB: {choice_words(planned, known, size * 2**30, world)}" for size in GPUS]
+    if memory := device_memory(config):
+        lines.append(f"this machine ({gib(memory)}): {choice_words(config, known, memory, world)}")
+    return [("" if place else "fit").ljust(INDENT) + line for place, line in enumerate(lines)]
+
+
+def on_a_gpu(config: Config) -> Config:
+    """Return the configuration of a run on GPUs, whatever is here; processes on one device each stay as many."""
+    return dataclasses.replace(config, hardware=dataclasses.replace(config.hardware, name="gpu"))
+
+
+def choice_words(config: Config, known: int, memory: int, world: int) -> str:
+    """Return which micro-batch a device of so much memory would be given, and its peak, or that nothing fits."""
+    size, recompute, peak, fits = choose_micro_batch(config, known, memory, world)
+    what = f"{plural(size, 'sequence')} at a time{', recomputed' if recompute else ''}, {gib(peak)}"
+    return what if fits else f"does not fit ({what}); {LESS}"
 
 
 def units_of(data: DataConfig) -> str:

@@ -14,7 +14,7 @@ def main(arguments: list[str]) -> int:
     words = read_words("resume", arguments)
     folder = words.runs[0].absolute()
     config = with_absolute_path(merge(load_run_config(folder), words.overrides))
-    plan, first = plan_resumption(folder, config), is_first(config.hardware.nodes)
+    plan, first = plan_resumption(folder, config), is_first()
     if isinstance(plan, str):  # all processes leave: nobody is to wait for the first one
         if first:
             print(plan)

@@ -5,8 +5,10 @@ Where RTX_RUN names the folder of a run, the command goes on with it, and does n
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from rtx.analysis.fitting import fit_to_device, with_less_memory
 from rtx.analysis.telemetry import read_telemetry
-from rtx.compose import RUN_CONFIG, compose, to_dict, to_yaml, with_absolute_path
+from rtx.compose import RUN_CONFIG, compose, load_run_config, to_dict, to_yaml, with_absolute_path
 from rtx.config import Config
 from rtx.data.baselines import baselines
 from rtx.data.catalog import Store, data_root, open_data
@@ -34,10 +37,11 @@ from rtx.training.checkpoint import Checkpoint, check_shapes, newest_checkpoint
 from rtx.training.config_diff import differences
 from rtx.training.datamodule import DataModule
 from rtx.training.distributed import Ranks
-from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware
+from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware, with_micro_batches
 from rtx.training.inference import LoadedRun, load_run, on_one_device
 from rtx.training.launchers import is_first
 from rtx.training.loggers import logging_to
+from rtx.training.memory import OUT_OF_MEMORY, as_chosen, device_memory, out_of_memory
 from rtx.training.module import TrainingModule, build_model
 from rtx.training.progress import say
 from rtx.training.resumption import Resumption, plan_resumption, refuse_changes
@@ -74,9 +78,10 @@ def main(arguments: list[str]) -> int:
     config, folder = with_absolute_path(compose(arguments)), given_folder()
     if folder is None or not (folder / RUN_CONFIG).exists():
         return run(config, resolve_hardware(config))
+    config = as_chosen(config, load_run_config(folder))
     plan = plan_resumption(folder, config)
     if isinstance(plan, str):  # all processes leave: nobody is to wait for the first one
-        if is_first(config.hardware.nodes):
+        if is_first():
             say(plan)
         return 0
     return run(config, resolve_hardware(config), folder, plan)
@@ -104,18 +109,61 @@ def run(config: Config, hardware: Hardware, folder: Path | None = None, resumpti
         try:
             stop_with_sweep()
             store = open_data(config.data, data_root())  # before there is a folder for a mistake to leave behind
+            fitted, choice = fit_to_device(config, store.vocabulary, memory_of(config, hardware), hardware.world)
             signals.holding = True  # until the run has a status to tell about it
             folder = folder or new_run_folder(config.name)
-            begin = nothing if resumption else partial(write_config, config, folder)
+            begin = nothing if resumption else partial(write_config, fitted, folder)
             with working_in(folder, begin) as status:
                 signals.at_once = lambda code: status.end(state_after(code), "stopped at once")
-                train(config, hardware, folder, store, signals, resumption, Ranks(0, hardware.world), status)
+                if choice:
+                    say(choice)
+
+                def attempt(fitted: Config, again: Resumption | None) -> None:
+                    machine, ranks = with_micro_batches(hardware, fitted), Ranks(0, hardware.world)
+                    train(fitted, machine, folder, store, signals, again or resumption, ranks, status)
+
+                within_memory(attempt, fitted, config, hardware.world)
             return 0
         except Stopped as stop:
             print(stop, file=sys.stderr)
             if folder:
                 print(f"continue with: rtx resume {shown(folder)}", file=sys.stderr)
             return stop.code
+
+
+def memory_of(config: Config, hardware: Hardware) -> int:
+    """Return the bytes that this process may fill: of a GPU, where the run is for one."""
+    return device_memory(config, hardware.devices) or 0
+
+
+def within_memory(
+    attempt: Callable[[Config, Resumption | None], None], config: Config, asked: Config, world: int
+) -> None:
+    """Train; where memory runs out, go on from the newest checkpoint with smaller micro-batches, or begin again.
+
+    The other processes of a run would wait for one whose memory has run out: of several, none tries again.
+
+    Args:
+        attempt: trains with a configuration; with a resumption, in a folder where a run has begun.
+        config: in which the micro-batch is chosen.
+        asked: as composed: what is `auto` there may change.
+        world: processes of the run.
+
+    Raises:
+        Exception: of the attempt that is the last.
+    """
+    again: Resumption | None = None
+    while True:
+        try:
+            return attempt(config, again)
+        except (RuntimeError, MemoryError) as error:
+            reason, less = out_of_memory(error), with_less_memory(config, asked)
+            if world > 1 or less is None or not reason.startswith(f"{OUT_OF_MEMORY}: "):
+                raise
+        say(reason)
+        config, again = less, Resumption(OUT_OF_MEMORY, differences(to_dict(config), to_dict(less)))
+        gc.collect()  # what the error held of model and step; only now may there be room for others
+        torch.cuda.empty_cache()
 
 
 def follow(config: Config, hardware: Hardware, folder: Path, resumption: Resumption | None) -> int:
@@ -131,6 +179,8 @@ def follow(config: Config, hardware: Hardware, folder: Path, resumption: Resumpt
                 ignore_signals()
                 go_with_parent()
             store = open_data(config.data, data_root(), nothing)
+            config, _ = fit_to_device(config, store.vocabulary, memory_of(config, hardware), hardware.world)
+            hardware = with_micro_batches(hardware, config)
             train(config, hardware, folder, store, signals, resumption, ranks, None)
     except Stopped as stop:
         code = stop.code

@@ -68,7 +68,7 @@ class Transformer(nn.Module):
         super().__init__()
         model = config.model
         self.vocabulary = vocabulary
-        self.recompute = model.recompute
+        self.recompute = model.recompute is True
         self.embedding = Embedding(config, vocabulary)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(model.layers))
         self.norm = nn.LayerNorm(model.hidden) if model.norm == "pre" else nn.Identity()

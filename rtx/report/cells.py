@@ -48,6 +48,13 @@ class Cell:
         return str(self.folder) if short.startswith("..") else short
 
     @property
+    def precision(self) -> str:
+        """The arithmetic that the run was trained in; auto where neither its machine nor its configuration says."""
+        hardware = self.environment.get("hardware")
+        found = hardware.get("precision") if isinstance(hardware, Mapping) else None
+        return str(found or self.config.get("hardware.precision", ""))
+
+    @property
     def data(self) -> Mapping[str, Any]:
         """What the run recorded of its data."""
         data = self.environment.get("data")

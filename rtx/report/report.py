@@ -167,7 +167,7 @@ def facts_of(cell: Cell) -> dict[str, str]:
     facts = {name: str(value) for name, value in versions.items() if value}
     facts |= {"git commit": commit, "device": str(env.get("gpu") or f"CPU, {env.get('threads')} threads")}
     facts |= {key: str(env.get(key) or "") for key in ("python", "platform", "cpus")}
-    facts |= {"precision": str(cell.config.get("hardware.precision", "")), "data": str(cell.data.get("name", ""))}
+    facts |= {"precision": cell.precision, "data": str(cell.data.get("name", ""))}
     facts |= {"data fingerprint": str(cell.data.get("fingerprint", ""))}
     return {key: value for key, value in facts.items() if value}
 

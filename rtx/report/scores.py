@@ -260,7 +260,8 @@ def machine_of(cell: Cell) -> tuple[str, ...]:
     """Return what the pace of a run depends on but the model and the batch."""
     env = cell.environment
     facts = [env.get("gpu") or env.get("host"), env.get("cpus"), env.get("threads")]
-    facts += [cell.config.get(f"hardware.{key}") for key in ("devices", "nodes", "precision", "compile")]
+    facts += [cell.config.get(f"hardware.{key}") for key in ("devices", "nodes", "compile")]
+    facts.append(cell.precision)
     return tuple(map(str, facts))
 
 
@@ -268,7 +269,8 @@ def row_key(cell: Cell) -> tuple[tuple[str, str], ...]:
     """Return what two runs of one row share: all that changes results but the seed."""
     if not cell.config:
         return (("folder", str(cell.folder)),)
-    kept = {key: value for key, value in cell.config.items() if key not in UNTOUCHED}
+    values = {**cell.config, "hardware.precision": cell.precision}
+    kept = {key: value for key, value in values.items() if key not in UNTOUCHED}
     return tuple((key, repr(value)) for key, value in sorted(kept.items()) if not key.startswith(WITHOUT_EFFECT))
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from dataclasses import asdict, dataclass
+import shutil
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rtx.compiler import has_compiler
-from rtx.config import SPREAD, Config
+from rtx.config import SPREAD, Config, HardwareConfig, precision_on
 from rtx.errors import UserError
 from rtx.training.heap import keep_freed_memory
 from rtx.training.launchers import cores, number, process_rank, started_by
@@ -21,6 +22,8 @@ class Hardware:
 
     accelerator: str
     """cpu or gpu."""
+    precision: str
+    """fp32, bf16, tf32 or fp64."""
     devices: int
     """Processes on this machine."""
     nodes: int
@@ -45,7 +48,7 @@ class Hardware:
 
     def describe(self) -> dict[str, Any]:
         """Return the facts for environment.json."""
-        return asdict(self)
+        return dataclasses.asdict(self)
 
 
 def resolve_hardware(config: Config) -> Hardware:
@@ -54,65 +57,77 @@ def resolve_hardware(config: Config) -> Hardware:
     Raises:
         UserError: the machine, or the launcher, does not have what the configuration asks for.
     """
-    wish = config.hardware
-    gpus = torch.cuda.device_count()
+    wish, gpus = config.hardware, torch.cuda.device_count()
     if wish.name == "gpu" and gpus == 0:
         raise UserError("hardware=gpu, but torch finds no GPU on this machine; use hardware=cpu or hardware=auto")
-    use_gpu = gpus > 0 and wish.name != "cpu"
+    use_gpu, distributed = gpus > 0 and wish.name != "cpu", wish.name in SPREAD
     if wish.precision == "tf32" and not use_gpu:
         raise UserError("hardware.precision=tf32 needs a GPU and there is none; a CPU takes fp32, bf16 or fp64")
-    launcher, started_world, started_devices = started_by()
-    distributed = wish.name in SPREAD
-    devices, nodes = 1, wish.nodes
-    if distributed:
-        devices = wish.devices or (started_devices if launcher != "lightning" else gpus) or 1
-        if launcher != "lightning" and wish.nodes == 1:
-            nodes = max(1, started_world // devices)
-        if use_gpu and devices > gpus:
-            raise UserError(f"hardware.devices={devices}, but this machine has {gpus} GPU(s)")
-    if launcher != "lightning" and started_world != devices * nodes:
-        hint = "set hardware=ddp or hardware=fsdp" if not distributed else "make them agree"
-        raise UserError(
-            f"{launcher} started {started_world} processes, but hardware={wish.name} asks for {devices} on "
-            f"{nodes} machine(s); {hint}"
-        )
-    if launcher == "lightning" and nodes > 1:
-        check_meeting_point(nodes)
+    devices, nodes = processes(wish, gpus)
+    if distributed and use_gpu and devices > gpus:
+        raise UserError(f"hardware.devices={devices}, but this machine has {gpus} GPU(s)")
     if distributed and "MASTER_PORT" in os.environ:
         number("MASTER_PORT", 1, 65535)
     micro, accumulate = micro_batches(config, devices * nodes)
-    rank = process_rank(launcher, devices, nodes)
-    accelerator, sharded = "gpu" if use_gpu else "cpu", wish.name == "fsdp"
-    return Hardware(accelerator, devices, nodes, rank, distributed, sharded, launcher, micro, accumulate)
+    return Hardware(
+        accelerator="gpu" if use_gpu else "cpu",
+        precision=precision_on(wish, use_gpu),
+        devices=devices,
+        nodes=nodes,
+        rank=process_rank(devices),
+        distributed=distributed,
+        sharded=wish.name == "fsdp",
+        launcher=started_by()[0],
+        micro_batch_size=micro,
+        accumulate=accumulate,
+    )
 
 
-def check_meeting_point(nodes: int) -> None:
-    """Check that processes which nobody starts on all machines together know where to meet, and who is who.
+def processes(wish: HardwareConfig, gpus: int) -> tuple[int, int]:
+    """Return the processes on each machine, and the machines.
 
     Raises:
-        UserError: names the variables that are missing.
+        UserError: a launcher has started others than the configuration asks for.
     """
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if not os.environ.get(name)]
-    if missing:
+    launcher, world, here = started_by()
+    distributed, devices, nodes = wish.name in SPREAD, 1, wish.nodes
+    if launcher == "lightning":
+        if nodes > 1:
+            raise UserError(f"hardware.nodes={nodes}: start the run on all machines by torchrun or srun")
+        return (wish.devices or gpus or 1) if distributed else 1, 1
+    if distributed:
+        devices = wish.devices or here
+        nodes = nodes if nodes > 1 else max(1, world // devices)
+    if world != devices * nodes:
+        hint = "make them agree" if distributed else "set hardware=ddp or hardware=fsdp"
         raise UserError(
-            f"hardware.nodes={nodes} without torchrun or srun: the same command on each machine needs MASTER_ADDR and "
-            f"MASTER_PORT (of the first one) and NODE_RANK (0 to {nodes - 1}); not set: {', '.join(missing)}"
+            f"{launcher} started {world} processes, but hardware={wish.name} asks for {devices} on {nodes} machine(s); "
+            f"{hint}"
         )
+    return devices, nodes
 
 
 def micro_batches(config: Config, world: int) -> tuple[int, int]:
     """Return the sequences of a forward pass, and the forward passes of a step on each of `world` devices.
 
+    Where trainer.micro_batch_size is still auto, it is all that a device has of the batch.
+
     Raises:
         UserError: the global batch cannot be cut that way.
     """
-    batch = config.trainer.batch_size
-    micro = config.trainer.micro_batch_size or max(1, batch // world)
+    batch, asked = config.trainer.batch_size, config.trainer.micro_batch_size
+    micro = asked if isinstance(asked, int) else max(1, batch // world)
     if batch % (micro * world):
         raise UserError(
             f"trainer.batch_size={batch} must be a multiple of trainer.micro_batch_size={micro} times {world} device(s)"
         )
     return micro, batch // (micro * world)
+
+
+def with_micro_batches(hardware: Hardware, config: Config) -> Hardware:
+    """Return the hardware with the micro-batches of a configuration, once trainer.micro_batch_size is chosen."""
+    micro, accumulate = micro_batches(config, hardware.world)
+    return dataclasses.replace(hardware, micro_batch_size=micro, accumulate=accumulate)
 
 
 def prepare_torch(config: Config, hardware: Hardware) -> None:
@@ -127,7 +142,7 @@ def prepare_torch(config: Config, hardware: Hardware) -> None:
         torch.set_num_threads(threads)
     if hardware.accelerator == "cpu":
         keep_freed_memory()
-    torch.set_float32_matmul_precision("high" if wish.precision == "tf32" else "highest")
+    torch.set_float32_matmul_precision("high" if hardware.precision == "tf32" else "highest")
     if wish.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -146,3 +161,8 @@ def share_of_threads(hardware: Hardware) -> int | None:
     if not hardware.distributed or hardware.launcher != "lightning" or "OMP_NUM_THREADS" in os.environ:
         return None
     return max(1, cores() // hardware.devices)
+
+
+def has_compiler() -> bool:
+    """Tell whether torch.compile finds what it needs to make CPU code."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "g++", "clang++"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from rtx.compose import RUN_CONFIG, load_run_config, merge, to_dict
-from rtx.config import SPREAD, Config
+from rtx.config import SPREAD, Config, precision_on
 from rtx.data.catalog import Store, data_root, open_data
 from rtx.data.source import Tokenizer
 from rtx.data.tokenizers import load_tokenizer
@@ -59,9 +60,24 @@ class LoadedRun:
         except ValueError as error:
             raise RunFailed(str(error)) from error
 
+    @property
+    def precision(self) -> str:
+        """The arithmetic on this device."""
+        return precision_on(self.config.hardware, self.device.type == "cuda")
+
+    @property
+    def own_precision(self) -> str:
+        """The arithmetic that it was trained in: asked for, or recorded; of an export, this device's."""
+        if (asked := self.checkpoint["config"]["hardware"]["precision"]) != "auto":
+            return asked
+        try:
+            return json.loads((self.folder / "environment.json").read_text())["hardware"]["precision"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return self.precision
+
     def autocast(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context that the model computes in: bfloat16 where hardware.precision=bf16."""
-        if self.config.hardware.precision != "bf16":
+        """Return the context that the model computes in: bfloat16 where its precision is bf16."""
+        if self.precision != "bf16":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 

@@ -24,47 +24,49 @@ def started_by() -> tuple[str, int, int]:
     return "lightning", 1, 1
 
 
-def process_rank(launcher: str, devices: int, nodes: int) -> int:
+def process_rank(devices: int = 1) -> int:
     """Return the number of this process among all, known before any process group is.
+
+    Args:
+        devices: processes that rtx starts on this machine, where no launcher has.
 
     Raises:
         UserError: a variable is no number, or not one of a process that the run has.
     """
-    if launcher == "torchrun":
-        return number("RANK", 0, number("WORLD_SIZE", 1) - 1)
-    if launcher == "srun":
-        return number("SLURM_PROCID", 0, number("SLURM_NTASKS", 1) - 1)
-    node = number("NODE_RANK", 0, nodes - 1, "0", f"hardware.nodes={nodes} (set that to run on more machines)")
+    launcher, world, _ = started_by()
+    if launcher != "lightning":
+        return number("RANK" if launcher == "torchrun" else "SLURM_PROCID", 0, world - 1)
     if started_by_another():
-        return node * devices + number("LOCAL_RANK", 0)
+        return number("LOCAL_RANK", 0)
+    number("NODE_RANK", 0, 0, "0")  # Lightning would count this process from there
     local = os.environ.get("LOCAL_RANK")
     if local not in (None, "0") or (local and devices > 1):  # where Lightning finds one it starts no other processes
         raise UserError(
             f"LOCAL_RANK={local}: rtx sets it for processes that it starts itself, and this one is not; unset it"
         )
-    return node * devices
+    return 0
 
 
-def is_first(nodes: int) -> bool:
+def is_first() -> bool:
     """Whether this is the first process of its run, the one that writes and speaks.
 
     Raises:
         UserError: as `process_rank`.
     """
-    return process_rank(started_by()[0], 1, nodes) == 0
+    return process_rank() == 0
 
 
-def number(name: str, least: int, most: int | None = None, default: str = "", reason: str = "") -> int:
+def number(name: str, least: int, most: int | None = None, default: str = "") -> int:
     """Return an environment variable that holds a whole number; unset or empty, it is the default.
 
     Raises:
-        UserError: names the variable, its value and what is allowed, with the reason.
+        UserError: names the variable, its value and what is allowed.
     """
     value = os.environ.get(name) or default
     if value.isdecimal() and least <= int(value) and (most is None or int(value) <= most):
         return int(value)
     allowed = f"{least} or more" if most is None else f"{least}" if least == most else f"{least} to {most}"
-    raise UserError(f"{name}={value}: must be {allowed}{reason and f', by {reason}'}; unset it if it is a leftover")
+    raise UserError(f"{name}={value}: must be {allowed}; unset it if it is a leftover")
 
 
 def cores() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 from pathlib import Path
@@ -51,9 +52,23 @@ def system_kills() -> int:
         return 0
 
 
-def device_memory(config: Config) -> int | None:
+def as_chosen(config: Config, before: Config) -> Config:
+    """Return a configuration in which what is `auto` is as a run has chosen it, by the run's own configuration."""
+    trainer, model = config.trainer, config.model
+    if trainer.micro_batch_size == "auto":
+        trainer = dataclasses.replace(trainer, micro_batch_size=before.trainer.micro_batch_size)
+    if model.recompute == "auto":
+        model = dataclasses.replace(model, recompute=before.model.recompute)
+    return dataclasses.replace(config, trainer=trainer, model=model)
+
+
+def device_memory(config: Config, processes: int = 0) -> int | None:
     """Return the bytes of memory that a process of a run on this machine may fill: its GPU's, or its share of the
     machine's; None where the run is for a GPU and there is none here.
+
+    Args:
+        config: the resolved configuration.
+        processes: those of the run on this machine; 0: as many as the configuration says.
     """
     import torch  # after a mistake in the configuration has been told
 
@@ -62,7 +77,7 @@ def device_memory(config: Config) -> int | None:
         return torch.cuda.get_device_properties(0).total_memory
     if config.hardware.name == "gpu":
         return None
-    return physical_memory() // (config.hardware.devices or 1)
+    return physical_memory() // (processes or config.hardware.devices or 1)
 
 
 def physical_memory() -> int:

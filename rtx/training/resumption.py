@@ -31,7 +31,7 @@ def plan_resumption(folder: Path, config: Config) -> Resumption | str:
         RunFailed: nothing is left of what was done.
     """
     changed = differences(to_dict(load_run_config(folder)), to_dict(config))
-    if is_first(config.hardware.nodes):  # the others find the run in use by the first one, and compare with that
+    if is_first():  # the others find the run in use by the first one, and compare with that
         refuse_changes(changed)
         refuse_running(folder)
     return already_done(folder, config) or Resumption(run_state(folder), changed)

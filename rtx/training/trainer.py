@@ -87,7 +87,7 @@ def make_trainer(
         loggers: where rows go.
         max_steps: of the whole run, those of earlier processes included.
     """
-    precision: Any = PRECISIONS[config.hardware.precision]
+    precision: Any = PRECISIONS[hardware.precision]
     plugins: list[Any] = [cluster_environment(hardware), CheckpointFiles(config.trainer.keep_checkpoints)]
     if hardware.sharded and precision == "64-true":  # Lightning refuses the word, and takes the plugin
         precision, plugins = None, [*plugins, DoublePrecision()]

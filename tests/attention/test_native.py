@@ -12,7 +12,7 @@ from cases import KINDS, Case, gradients, leaves, make, run, tensors
 
 from rtx.attention import flex, native
 from rtx.attention.softmax import Terms
-from rtx.compiler import has_compiler
+from rtx.training.hardware import has_compiler
 
 NATIVE = [kind for kind in KINDS if kind != "span"]
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler on this machine")

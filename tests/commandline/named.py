@@ -82,6 +82,8 @@ def read(field: Field, text: str) -> Any:
         return None
     quotes = re.fullmatch(r"""'[^'\\]*'|"[^"\\]*\"""", word)
     bare = word[1:-1] if quotes else word
+    if "auto" in field.metadata and bare == "auto":
+        return bare
     if field.kind is str:
         if not quotes and SPECIAL.search(text):
             raise Unreadable(f"{field.key}={text}")

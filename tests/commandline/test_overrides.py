@@ -93,7 +93,7 @@ def test_forms(argument: str, form: str) -> None:
         ("routing.heads=2,4", "routing.heads=2,4: several values need -m, which runs each of them"),
         ("name=a,b", "several values need -m, which runs each of them; if it is one value, quote it: 'name=\"...\"'"),
         ("hydra.run.dir=x", "hydra.run.dir=x: keys of hydra have an effect in a sweep (-m) only"),
-        ("hardware.precision=fp16", "must be one of fp32, bf16, tf32, fp64 (Arithmetic"),
+        ("hardware.precision=fp16", "must be one of auto, fp32, bf16, tf32, fp64 (Arithmetic"),
         ("foo=3", "unknown key 'foo'; rtx train --help lists them"),
         ("foo", "'foo' is not of the form key=value"),
         ("data.length", "'data.length' is not of the form key=value; say data.length=..."),

@@ -15,8 +15,7 @@ def start(workshop: Workshop, launcher: str, run: Path, *arguments: str) -> list
     """Start a command on two processes, the first in front; what they say goes to a file beside the run.
 
     Who starts them is `lightning` (the first starts the other) or `torchrun`, each as a user would; or they are forked
-    with their imports behind them, and find the variables that Slurm sets (`srun`), or a user does on each of two
-    `machines`.
+    with their imports behind them, and find the variables that Slurm sets (`srun`).
     """
     if launcher == "lightning":
         return [workshop.begin(run, *arguments)]
@@ -24,9 +23,6 @@ def start(workshop: Workshop, launcher: str, run: Path, *arguments: str) -> list
         starter = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")
         return [workshop.begin(run, *arguments, starter=starter)]
     port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    if launcher == "machines":
-        arguments = (*arguments, "hardware.devices=1", "hardware.nodes=2")
-        return [workshop.fork(run, *arguments, **port, NODE_RANK=rank) for rank in "01"]
     assert launcher == "srun"
     slurm = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_STEP_ID": "0", "SLURM_NODEID": "0"}
     return [workshop.fork(run, *arguments, **port, **slurm, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in "01"]

@@ -50,7 +50,7 @@ def joined(workshop: Workshop) -> dict[tuple[str, int], Path]:
         ("ddp", "fp64", "srun"),
         ("ddp", "fp32", "srun"),
         ("fsdp", "fp64", "srun"),
-        ("fsdp", "fp32", "machines"),
+        ("fsdp", "fp32", "srun"),
     ],
 )
 def test_two_processes_take_the_steps_of_one_and_resume_on_one(
@@ -64,7 +64,7 @@ def test_two_processes_take_the_steps_of_one_and_resume_on_one(
     assert abs(status[0] - status[1]) < MOST[precision]
     changed = ("hardware=cpu", f"hardware.precision={precision}", "hardware.threads=1")
     resumed = workshop.command("resume", str(two), *changed, "trainer.micro_batch_size=4", "trainer.steps=24")
-    moved = "nodes 2 -> 1" if launcher == "machines" else "devices 2 -> 1"
+    moved = "devices 2 -> 1"
     moved += ", sharded True -> False" if hardware == "fsdp" else ""
     assert f"no longer exact: {moved}\n" in resumed
     assert worst(two, joined[precision, 24]) < MOST[precision]

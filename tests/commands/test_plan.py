@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+import torch
 
 from rtx.commands import plan
 from rtx.keys import options
@@ -28,26 +31,29 @@ def test_the_figures_of_a_known_model(capsys: pytest.CaptureFixture[str]) -> Non
     assert "1,000 steps, 131,072,000 units" in printed
 
 
-def printed_with(memory: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Return the lines of a plan of 15 GiB or more on a machine of so much memory."""
-    monkeypatch.setattr(plan, "device_memory", lambda config: memory)
-    assert plan.main(["data=enwik8", "model=rt12", "trainer.batch_size=2", "hardware=cpu"]) == 0
+def fit_lines(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return what a plan says of devices, a line for each, on a machine of 15 GiB without a GPU."""
+    monkeypatch.setattr(plan, "device_memory", lambda config: None if config.hardware.name == "gpu" else 15 * 2**30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert plan.main(["data=enwik8", "model=rt24", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 80 for line in lines)
-    return lines
+    told = " ".join(" ".join(lines[next(i for i, line in enumerate(lines) if line.startswith("fit ")) :]).split())
+    return re.split(r" (?=a GPU of|this machine|run )", told.removeprefix("fit"))[1:-1]
 
 
-def test_the_plan_says_whether_a_run_fits_and_what_would_make_it(
+def test_the_plan_says_what_each_device_is_given(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    large = " ".join(" ".join(printed_with(500 * 2**30, monkeypatch, capsys)).split())
-    assert "this machine has 500.0 GiB for it" in large and "it fits" in large
-    small = printed_with(30 * 2**30, monkeypatch, capsys)
-    advice = [line.strip() for line in small if "GiB" in line and "=" in line]
-    assert any(line.startswith("model.recompute=true: ") for line in advice)
-    tiny = " ".join(" ".join(printed_with(2**30, monkeypatch, capsys)).split())
-    assert "does not fit, nor would it with every switch" in tiny
-    assert "this machine has none" in " ".join(printed_with(None, monkeypatch, capsys))
+    given = fit_lines([], monkeypatch, capsys)
+    assert [line.partition(":")[0] for line in given] == [
+        *("a GPU of 16 GiB", "a GPU of 24 GiB", "a GPU of 80 GiB", "this machine (15.0 GiB)"),
+    ]
+    assert " at a time, recomputed, " in given[0] and "recomputed" not in given[2] and "does not fit" not in given[0]
+    asked = fit_lines(["trainer.micro_batch_size=8", "model.recompute=false"], monkeypatch, capsys)
+    assert "does not fit (8 sequences at a time, " in asked[0] and "optimizer=adafactor" in asked[0]
+    assert len(fit_lines(["hardware=gpu"], monkeypatch, capsys)) == 3
+    assert len(fit_lines(["hardware=cpu"], monkeypatch, capsys)) == 1
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,14 @@ from rtx.training.hardware import resolve_hardware
 from rtx.training.run_folder import read_status
 
 DDP = ("hardware=ddp", *TWO, "optimizer.schedule=constant")
-MACHINES = (*DDP, "hardware.devices=1", "hardware.nodes=2")
 
 
 def two(workshop: Workshop, run: Path, *commands: tuple[str, ...]) -> list[Process]:
-    """Start a command of its own on each of two processes."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return [workshop.fork(run, *words, **place, NODE_RANK=str(rank)) for rank, words in enumerate(commands)]
+    """Start a command of its own on each of two processes, as srun would."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_STEP_ID": "0", "SLURM_NODEID": "0"}
+    place |= {"SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
+    ranks = [{name: str(rank) for name in ("SLURM_PROCID", "SLURM_LOCALID")} for rank in range(2)]
+    return [workshop.fork(run, *words, **place, **rank) for words, rank in zip(commands, ranks, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def six(workshop: Workshop) -> Path:
 
 def test_other_data_and_another_configuration_end_both(workshop: Workshop, other: str) -> None:
     run = workshop.folder / "unlike"
-    begun = ("train", *SIZES, *MACHINES)
+    begun = ("train", *SIZES, *DDP)
     processes = two(workshop, run, (*begun, workshop.text), (*begun, other, "optimizer.lr=0.1", "hardware.workers=1"))
     (line,) = [line for line in ended(run, processes, 2).splitlines() if line.startswith("rtx:")]
     assert "do not begin alike: with process 1 (on " in line
@@ -57,7 +58,7 @@ def test_a_stale_copy_of_a_run_ends_both(workshop: Workshop, six: Path) -> None:
     shutil.copytree(six, run)
     shutil.copytree(six, stale)
     shutil.copy(stale / "checkpoints" / "previous.ckpt", stale / "checkpoints" / "last.ckpt")
-    more = (*MACHINES, "trainer.steps=9")
+    more = (*DDP, "trainer.steps=9")
     processes = two(workshop, run, ("resume", str(run), *more), ("resume", str(stale), *more))
     text = ended(run, processes, 2)
     assert "the checkpoint's step is 3, not 6" in text

@@ -92,6 +92,7 @@ def test_a_run_without_enough_memory(workshop: Workshop) -> None:
     large = (
         "trainer.batch_size=2048",
         "trainer.micro_batch_size=2048",
+        "model.recompute=false",
         "trainer.steps=2",
         "trainer.checkpoint_every=1",
     )

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny_models import gradients, tiny_model, tokens
 
-from rtx.compiler import has_compiler
 from rtx.model.transformer import compile_loss
+from rtx.training.hardware import has_compiler
 
 
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler on a CPU")

@@ -10,23 +10,14 @@ import torch
 
 from rtx.config import Config, HardwareConfig, TrainerConfig
 from rtx.errors import UserError
-from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware
-from rtx.training.run_folder import environment
+from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware, with_micro_batches
 
 VARIABLES = (
-    *(
-        "RANK",
-        "LOCAL_RANK",
-        "RTX_PARENT",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "NODE_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "TORCHELASTIC_RUN_ID",
-    ),
-    *("SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID", "SLURM_NNODES"),
+    *("RANK", "LOCAL_RANK", "RTX_PARENT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID", "SLURM_NNODES"),
 )
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "3"}
+SRUN = {"SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NNODES": "2"}
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +28,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def resolved(batch: int = 8, micro: int | None = None, **wishes: object) -> Hardware:
+def resolved(batch: int = 8, micro: int | str = "auto", **wishes: object) -> Hardware:
     wish = dataclasses.replace(HardwareConfig(), **wishes)  # type: ignore[arg-type]
     return resolve_hardware(Config(hardware=wish, trainer=TrainerConfig(batch_size=batch, micro_batch_size=micro)))
 
@@ -52,6 +43,15 @@ def test_auto_takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
         resolved(name="ddp", devices=8)
 
 
+def test_precision_auto_is_bf16_on_a_gpu_and_fp32_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [resolved(name=name).describe()["precision"] for name in ("auto", "cpu", "ddp")] == ["fp32"] * 3
+    assert resolved(precision="fp64").precision == "fp64"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    found = {name: resolved(name=name).precision for name in ("auto", "cpu", "gpu", "fsdp")}
+    assert found == {"auto": "bf16", "cpu": "fp32", "gpu": "bf16", "fsdp": "bf16"}
+    assert resolved(precision="fp32").precision == "fp32"
+
+
 def test_a_gpu_that_is_not_there_is_refused() -> None:
     with pytest.raises(UserError, match="finds no GPU"):
         resolved(name="gpu")
@@ -60,62 +60,62 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
 
 
 def test_the_global_batch_is_cut_over_devices_and_passes() -> None:
-    one, two = resolved(), resolved(name="ddp", devices=2)
-    assert (one.micro_batch_size, one.accumulate) == (8, 1)
-    assert (two.micro_batch_size, two.accumulate) == (4, 1)
-    many = resolved(name="ddp", devices=2, micro=1)
-    assert (many.micro_batch_size, many.accumulate) == (1, 4)
+    found = [resolved(), resolved(name="ddp", devices=2), resolved(name="ddp", devices=2, micro=1)]
+    assert [(one.micro_batch_size, one.accumulate) for one in found] == [(8, 1), (4, 1), (1, 4)]
+    chosen = with_micro_batches(found[1], Config(trainer=TrainerConfig(batch_size=8, micro_batch_size=2)))
+    assert (chosen.micro_batch_size, chosen.accumulate) == (2, 2)
     with pytest.raises(UserError, match="must be a multiple"):
         resolved(name="ddp", devices=3)
 
 
-def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "3"}.items():
+def test_parameters_are_shared_out_by_fsdp_alone() -> None:
+    found = [resolved(name=name) for name in ("cpu", "ddp", "fsdp")]
+    assert [(one.distributed, one.sharded) for one in found] == [(False, False), (True, False), (True, True)]
+
+
+@pytest.mark.parametrize(("variables", "launcher", "rank"), [(TORCHRUN, "torchrun", 3), (SRUN, "srun", 2)])
+def test_what_a_launcher_started_is_what_runs(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], launcher: str, rank: int
+) -> None:
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    hardware = resolved(name="ddp")
-    assert (hardware.launcher, hardware.devices, hardware.nodes, hardware.rank) == ("torchrun", 2, 2, 3)
-    with pytest.raises(UserError, match="torchrun started 4 processes, but hardware=cpu asks for 1"):
+    for wish in ({}, {"nodes": 2}, {"devices": 2}):
+        hardware = resolved(name="ddp", **wish)
+        assert (hardware.launcher, hardware.devices, hardware.nodes, hardware.rank) == (launcher, 2, 2, rank)
+    with pytest.raises(UserError, match=f"{launcher} started 4 processes, but hardware=cpu asks for 1"):
         resolved(name="cpu")
-    with pytest.raises(UserError, match="torchrun started 4 processes"):
+    with pytest.raises(UserError, match=f"{launcher} started 4 processes"):
         resolved(name="ddp", devices=2, nodes=4, batch=16)
 
 
-def test_srun(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NNODES": "2"}.items():
+def test_one_task_of_slurm_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**SRUN, "SLURM_NTASKS": "1"}.items():
         monkeypatch.setenv(name, value)
-    hardware = resolved(name="ddp")
-    assert (hardware.launcher, hardware.devices, hardware.nodes, hardware.rank) == ("srun", 2, 2, 2)
-    monkeypatch.setenv("SLURM_NTASKS", "1")  # an interactive shell, or one task of a sweep
     assert resolved(name="cpu").launcher == "lightning"
     assert resolved(name="ddp", devices=2).rank == 0
 
 
-def test_children_of_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_machines_need_torchrun_or_srun() -> None:
+    with pytest.raises(UserError, match=r"hardware\.nodes=2: start the run on all machines by torchrun or srun"):
+        resolved(name="fsdp", devices=2, nodes=2)
+
+
+def test_children_of_ours_know_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("RTX_PARENT", str(os.getppid()))
     assert resolved(name="ddp", devices=2).rank == 1
-    for name, value in {"NODE_RANK": "2", "MASTER_ADDR": "host", "MASTER_PORT": "9000"}.items():
-        monkeypatch.setenv(name, value)
-    assert resolved(name="ddp", devices=2, nodes=4, batch=16).rank == 5
-
-
-def test_machines_that_nobody_joins_need_to_know_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "host")
-    with pytest.raises(
-        UserError, match=r"hardware\.nodes=2 without torchrun or srun: .*not set: MASTER_PORT, NODE_RANK"
-    ):
-        resolved(name="fsdp", devices=2, nodes=2)
 
 
 @pytest.mark.parametrize(
     ("variables", "told"),
     [
-        ({"NODE_RANK": "1"}, r"NODE_RANK=1: must be 0, by hardware\.nodes=1 .*; unset it if it is a leftover"),
-        ({"NODE_RANK": "x"}, "NODE_RANK=x: must be 0, by"),
+        ({"NODE_RANK": "1"}, "NODE_RANK=1: must be 0; unset it if it is a leftover"),
         ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1: rtx sets it for processes that it starts itself, .*; unset it"),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK=0: "),  # Lightning would start no other process
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536: must be 1 to 65535"),
         ({"SLURM_NTASKS": "many"}, "SLURM_NTASKS=many: must be 1 or more"),
         ({"TORCHELASTIC_RUN_ID": "a"}, "WORLD_SIZE=: must be 1 or more"),
-        ({"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2"}, "SLURM_PROCID=2: must be 0 to 1"),
+        ({**SRUN, "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}, "SLURM_PROCID=2: must be 0 to 1"),
     ],
 )
 def test_what_another_launcher_left_behind_is_named(
@@ -123,63 +123,34 @@ def test_what_another_launcher_left_behind_is_named(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    name, devices = ("ddp", 2) if "SLURM_NTASKS" in variables else ("auto", None)
     with pytest.raises(UserError, match=told):
-        resolved(name=name, devices=devices)
-
-
-def test_where_to_meet_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = [("NODE_RANK", "2", "0 to 1, by hardware"), ("MASTER_PORT", "65536", "1 to 65535")]
-    for name, value, allowed in wrong:
-        for right in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK"):
-            monkeypatch.setenv(right, "1")
-        monkeypatch.setenv(name, value)
-        with pytest.raises(UserError, match=f"{name}={value}: must be {allowed}"):
-            resolved(name="ddp", devices=1, nodes=2)
-
-
-def test_a_local_rank_of_0_would_keep_lightning_from_starting_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert resolved(name="ddp", devices=1).rank == 0
-    with pytest.raises(UserError, match="LOCAL_RANK=0: "):
         resolved(name="ddp", devices=2)
-
-
-def test_parameters_are_shared_out_by_fsdp_alone() -> None:
-    found = {name: resolved(name=name) for name in ("cpu", "ddp", "fsdp")}
-    assert [(hardware.distributed, hardware.sharded) for hardware in found.values()] == [
-        *[(False, False), (True, False), (True, True)],
-    ]
 
 
 def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    config = Config(hardware=HardwareConfig(compile=True))
     with pytest.raises(UserError, match=r"needs a C\+\+ compiler"):
-        prepare_torch(config, resolved())
+        prepare_torch(Config(hardware=HardwareConfig(compile=True)), resolved())
 
 
 @pytest.mark.parametrize(
-    ("given", "threads"),
-    [((2, None, {}), 3), ((4, None, {}), 1), ((2, 5, {}), 5), ((2, None, {"OMP_NUM_THREADS": "1"}), 2)],
+    ("devices", "wished", "given", "threads"), [(2, None, "", 3), (4, None, "", 1), (2, 5, "", 5), (2, None, "1", 2)]
 )
-def test_the_threads_of_each_process_are_those_on_record_before_lightning_starts_it(
-    monkeypatch: pytest.MonkeyPatch, given: tuple[int, int | None, dict[str, str]], threads: int
+def test_processes_of_one_machine_share_its_cores(
+    monkeypatch: pytest.MonkeyPatch, devices: int, wished: int | None, given: str, threads: int
 ) -> None:
-    devices, wished, variables = given
     monkeypatch.setattr("rtx.training.hardware.cores", lambda: 7)
-    monkeypatch.setenv("OMP_NUM_THREADS", "")
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    if not given:
+        monkeypatch.delenv("OMP_NUM_THREADS")
     before = torch.get_num_threads()
     torch.set_num_threads(2)  # torch's own choice
     try:
         wish = HardwareConfig(name="ddp", devices=devices, threads=wished)
         prepare_torch(Config(hardware=wish), resolved(name="ddp", devices=devices))
-        recorded = environment({})["threads"]
-        assert recorded == threads == torch.get_num_threads()
-        assert os.environ["OMP_NUM_THREADS"] == variables.get("OMP_NUM_THREADS", str(threads))  # of the others
+        assert torch.get_num_threads() == threads
+        assert os.environ["OMP_NUM_THREADS"] == (given or str(threads))  # of the processes that Lightning starts
     finally:
         torch.set_num_threads(before)
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

@@ -12,7 +12,7 @@ import torch
 
 from rtx.compose import compose
 from rtx.errors import RunFailed
-from rtx.training.memory import OUT_OF_MEMORY, device_memory, out_of_memory, physical_memory, system_kills
+from rtx.training.memory import OUT_OF_MEMORY, as_chosen, device_memory, out_of_memory, physical_memory
 from rtx.training.run_folder import read_status, working_in
 
 
@@ -61,8 +61,11 @@ def test_a_run_that_is_out_of_memory_says_so_and_what_helps(tmp_path: Path) -> N
     assert status["reason"].startswith("out of memory: ")
 
 
-def test_the_systems_count_is_a_number() -> None:
-    assert system_kills() >= 0
+def test_what_a_run_has_chosen_is_kept_where_nothing_else_is_asked_for() -> None:
+    before = compose(["trainer.micro_batch_size=2", "model.recompute=true"])
+    assert as_chosen(compose([]), before) == before
+    asked = compose(["trainer.micro_batch_size=1", "model.recompute=false"])
+    assert as_chosen(asked, before) == asked
 
 
 def test_the_memory_of_this_machine_is_shared_by_the_processes_of_a_run(tmp_path: Path, monkeypatch) -> None:
@@ -71,6 +74,7 @@ def test_the_memory_of_this_machine_is_shared_by_the_processes_of_a_run(tmp_path
     assert whole > 2**28
     assert device_memory(compose(["hardware=cpu"])) == whole
     assert device_memory(compose(["hardware=ddp", "hardware.devices=2", "trainer.batch_size=2"])) == whole // 2
+    assert device_memory(compose(["hardware=ddp", "trainer.batch_size=4"]), processes=4) == whole // 4
     assert device_memory(compose(["hardware=gpu"])) is None
     monkeypatch.setattr("rtx.training.memory.CONTAINER_LIMIT", tmp_path / "memory.max")
     (tmp_path / "memory.max").write_text("268435456\n")

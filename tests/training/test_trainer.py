@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import rtx.training.module as module_room
-from rtx.compiler import has_compiler
 from rtx.compose import to_dict
 from rtx.config import Config, DataConfig, LoggerConfig, OptimizerConfig, TrainerConfig
 from rtx.data.sampler import TrainingItems
@@ -22,7 +21,7 @@ from rtx.errors import RunFailed
 from rtx.training.checkpoint import newest_checkpoint, read_checkpoint, resumable
 from rtx.training.datamodule import DataModule
 from rtx.training.distributed import Ranks
-from rtx.training.hardware import resolve_hardware
+from rtx.training.hardware import has_compiler, resolve_hardware
 from rtx.training.loggers import logging_to, read_metrics
 from rtx.training.module import TrainingModule
 from rtx.training.optimizers import build_optimizer, learning_rate

@@ -1,0 +1,112 @@
+"""Which micro-batch a device holds, by the plan's count of bytes: what `auto` stands for in its two keys.
+
+trainer.micro_batch_size and model.recompute change a step's result by rounding alone. A small micro-batch costs little
+time, recomputation about a third: blocks are recomputed only where not even one sequence fits without.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from rtx.analysis.cost import cost
+from rtx.analysis.footprint import footprint
+from rtx.analysis.kept import on_gpu
+from rtx.config import Config, precision_on
+
+FILLED = 0.85
+"""Part of a device's memory that a run is planned to fill: the rest is for what the plan does not count (the GPU's
+context, holes between tensors) and for its error."""
+
+PROGRAM = 768 * 2**20
+"""Bytes that the program takes of a machine's memory beside its steps: what it imports, and pages of the data."""
+
+
+class Choice(NamedTuple):
+    """Values of the two keys, and what they lead to on one device."""
+
+    micro_batch_size: int
+    recompute: bool
+    peak: float
+    """Bytes at the fullest moment of a step."""
+    fits: bool
+
+
+def choose_micro_batch(config: Config, vocabulary: int, device_bytes: float, world: int = 1) -> Choice:
+    """Return the largest micro-batch that fits; where none does, the smallest, with recomputed blocks.
+
+    Args:
+        config: the resolved configuration; of the two keys only what is `auto` is chosen.
+        vocabulary: the number of different units.
+        device_bytes: memory of one device.
+        world: devices that share a step.
+    """
+    wish = dataclasses.replace(config.hardware, devices=world, nodes=1)
+    config = dataclasses.replace(config, hardware=wish)
+    room = FILLED * device_bytes - (0 if on_gpu(config) else PROGRAM)
+    total, choice = cost(config, vocabulary), None
+    switches = (False, True) if config.model.recompute == "auto" else (config.model.recompute is True,)
+    for recompute in switches:
+        for size in micro_batch_sizes(config, world):
+            tried = with_choice(config, size, recompute)
+            peak = sum(footprint(tried, total, size, vocabulary).values())
+            choice = Choice(size, recompute, peak, peak <= room)
+            if choice.fits:
+                return choice
+    assert choice is not None
+    return choice
+
+
+def micro_batch_sizes(config: Config, world: int) -> list[int]:
+    """Return the micro-batches that a device's share of the batch can be cut into, the largest first."""
+    if isinstance(size := config.trainer.micro_batch_size, int):
+        return [size]
+    share = config.trainer.batch_size // world
+    return [size for size in range(share, 0, -1) if share % size == 0]
+
+
+def with_choice(config: Config, micro_batch_size: int, recompute: bool) -> Config:
+    """Return a configuration with these values of the two keys."""
+    return dataclasses.replace(
+        config,
+        trainer=dataclasses.replace(config.trainer, micro_batch_size=micro_batch_size),
+        model=dataclasses.replace(config.model, recompute=recompute),
+    )
+
+
+def is_auto(config: Config) -> bool:
+    """Tell whether one of the two keys is left to rtx."""
+    return "auto" in (config.trainer.micro_batch_size, config.model.recompute)
+
+
+def fit_to_device(config: Config, vocabulary: int, device_bytes: float, world: int = 1) -> tuple[Config, str]:
+    """Return a configuration in which neither of the two keys is `auto`, and a line that says what was chosen.
+
+    Arguments as of `choose_micro_batch`; where nothing was left to choose, the line is empty.
+    """
+    if not is_auto(config):
+        return config, ""
+    size, recompute, peak, fits = choose_micro_batch(config, vocabulary, device_bytes, world)
+    used = f"about {peak / 2**30:.1f} of {device_bytes / 2**30:.1f} GiB, by rtx plan"
+    if not fits:
+        used += "; should it not fit: optimizer=adafactor, model.ffn_parts=16, hardware=fsdp or a smaller data.length"
+    precision = f"hardware.precision={precision_on(config.hardware, on_gpu(config))}"
+    line = f"auto: {precision} trainer.micro_batch_size={size} model.recompute={str(recompute).lower()}: {used}"
+    return with_choice(config, size, recompute), line
+
+
+def with_less_memory(config: Config, asked: Config, world: int = 1) -> Config | None:
+    """Return the configuration of the same steps to go on with when memory has run out, or None where there is none.
+
+    The micro-batch is halved, to the next size that divides the batch; one of a single sequence gets recomputed blocks.
+
+    Args:
+        config: what ran out of memory, with neither key `auto`.
+        asked: the configuration as it was composed: only what is `auto` there may change.
+        world: devices that share a step.
+    """
+    now, recompute = config.trainer.micro_batch_size, config.model.recompute is True
+    assert isinstance(now, int)
+    if smaller := [size for size in micro_batch_sizes(asked, world) if size <= now // 2]:
+        return with_choice(config, smaller[0], recompute)
+    return with_choice(config, now, True) if asked.model.recompute == "auto" and not recompute else None

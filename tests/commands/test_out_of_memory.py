@@ -1,0 +1,99 @@
+"""Memory that runs out in a step: where `auto` left the choice to rtx, the run goes on with less."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import Workshop, counted_rows, difference
+
+from rtx.compose import load_run_config
+from rtx.model.transformer import Transformer
+from rtx.training.run_folder import read_status
+
+SMALL = (
+    *("data=text", "data.length=32", "model=tiny", "model.layers=2", "model.hidden=16", "model.heads=2"),
+    *("model.ffn_hidden=16", "model.window=8", "routing.heads=1", "routing.layers=1", "routing.window=8"),
+    *("trainer.batch_size=4", "trainer.val_windows=5", "trainer.log_every=2", "trainer.checkpoint_every=100"),
+    *("trainer.val_every=100", "optimizer.warmup=3", "logger=jsonl", "hardware=cpu", "hardware.threads=1"),
+)
+"""Four sequences to a step, and no checkpoint before the last."""
+AUTO = ("trainer.micro_batch_size=auto", "trainer.steps=4", "hardware.precision=auto")
+
+
+@pytest.fixture
+def starve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """Return what lets training run out of memory where a micro-batch has more than `most` sequences."""
+
+    def starved(most: int, passes: int = 0, error: Exception | None = None) -> list[int]:
+        whole, seen = Transformer.loss, []
+
+        def loss(self: Transformer, tokens_BN: torch.Tensor, **options: Any) -> Any:
+            if self.training:
+                seen.append(len(tokens_BN))
+                if len(tokens_BN) > most and len(seen) > passes:
+                    raise error or torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return whole(self, tokens_BN, **options)
+
+        monkeypatch.setattr(Transformer, "loss", loss)
+        return seen
+
+    return starved
+
+
+@pytest.mark.parametrize(
+    ("passes", "error"),
+    [(0, None), (1, RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"))],
+)
+def test_the_micro_batch_is_halved_and_the_run_says_and_keeps_it(
+    workshop: Workshop, tmp_path: Path, starve: Callable[..., list[int]], passes: int, error: Exception | None
+) -> None:
+    seen = starve(1, passes, error)
+    run = tmp_path / "run"
+    said = workshop.command("train", workshop.text, *SMALL, *AUTO, run=run)
+    assert seen[passes:][:3] == [4, 2, 1] and set(seen[passes + 2 :]) == {1}
+    assert "auto: hardware.precision=fp32 trainer.micro_batch_size=4 model.recompute=false: about " in said
+    assert "out of memory: " in said
+    assert "  trainer.micro_batch_size: 4 -> 2\n" in said and "  trainer.micro_batch_size: 2 -> 1\n" in said
+    config = load_run_config(run)
+    assert (config.trainer.micro_batch_size, config.model.recompute) == (1, False)
+    environment = json.loads((run / "environment.json").read_text())["hardware"]
+    assert (environment["micro_batch_size"], environment["accumulate"], environment["precision"]) == (1, 4, "fp32")
+    rows = [json.loads(line) for line in (run / "resumes.jsonl").read_text().splitlines()]
+    assert [row["changed"] for row in rows] == [
+        {"trainer.micro_batch_size": [4, 2]},
+        {"trainer.micro_batch_size": [2, 1]},
+    ]
+    plain = tmp_path / "plain"
+    workshop.command("train", workshop.text, *SMALL, *AUTO, "trainer.micro_batch_size=1", run=plain)
+    assert difference(run, plain) == ""
+    said = workshop.command("resume", str(run), "trainer.steps=6")
+    assert "auto:" not in said and set(seen[-8:]) == {1}
+
+
+def test_it_goes_on_from_the_newest_checkpoint(
+    workshop: Workshop, tmp_path: Path, starve: Callable[..., list[int]]
+) -> None:
+    starve(2, passes=2)
+    run = tmp_path / "run"
+    said = workshop.command("train", workshop.text, *SMALL, *AUTO, "trainer.checkpoint_every=1", run=run)
+    assert f"resuming {run} (out of memory) from step 2" in said
+    assert [row["step"] for row in counted_rows(run) if row["kind"] == "train"] == [2, 4]
+
+
+def test_what_is_asked_for_is_not_changed(workshop: Workshop, tmp_path: Path, starve: Callable[..., list[int]]) -> None:
+    starve(1)
+    for words, left in (
+        ((), []),
+        (("model.recompute=auto",), ["  model.recompute: False -> True"]),
+    ):
+        run = tmp_path / str(len(left))
+        asked = ("trainer.micro_batch_size=2", "model.recompute=false", *words)
+        said = workshop.command("train", workshop.text, *SMALL, *asked, run=run, code=1)
+        assert [line for line in said.splitlines() if " -> " in line] == left
+        assert said.splitlines()[-1].startswith("rtx: a smaller trainer.micro_batch_size, or model.recompute=true")
+        assert (read_status(run) or {})["state"] == "failed"
