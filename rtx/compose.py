@@ -101,9 +101,11 @@ def hydra_session() -> Iterator[Any]:
 
 @contextmanager
 def user_errors(where: str = "") -> Iterator[None]:
-    """Turn what Hydra, OmegaConf and YAML raise into a `UserError` of one line, `where` in front."""
+    """Turn what Hydra, OmegaConf and YAML raise into a `UserError` of one line; `where` before each line of any."""
     try:
         yield
+    except UserError as error:
+        raise UserError("\n".join(where + line for line in str(error).splitlines())) from error.__cause__
     except MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{where}not valid YAML{line}: {error.problem}") from error
@@ -131,24 +133,8 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
 
 
-def from_dict(values: Mapping[str, Any], where: str = "") -> Config:
-    """Return the checked configuration that `to_dict` took apart.
-
-    Args:
-        values: nested dictionaries; what is missing keeps the schema's default.
-        where: stands before each line of an error, such as the file the values came from.
-
-    Raises:
-        UserError: an unknown key, a wrong type or range, two values that do not fit together.
-    """
-    try:
-        return resolve(to_config(values))
-    except UserError as error:
-        raise UserError("\n".join(where + line for line in str(error).splitlines())) from None
-
-
 def to_config(values: Mapping[str, Any]) -> Config:
-    """Return the configuration of nested dictionaries, each value in its type and range.
+    """Return the configuration that `to_dict` took apart, each value in its type and range; unset: the default.
 
     Raises:
         UserError: with a line for each key or value that cannot be.
@@ -193,26 +179,31 @@ def load_run_config(run_dir: str | Path) -> Config:
     """
     path = Path(run_dir) / RUN_CONFIG
     try:
-        if not stat.S_ISREG(path.stat().st_mode) or path.stat().st_size > LARGEST:
-            raise UserError(f"{path}: is not the configuration of a run")
         with user_errors(f"{path}: "):
-            node = yaml.compose(path.read_text("utf-8"), Loader=yaml.SafeLoader)
+            values = entries(parsed_run(path))
+            if "eval" in values and "audit" in values:
+                raise UserError(f"the run was made by rtx 0.1, which alone can read it; this is {__version__}")
+            return resolve(to_config(values))
     except (FileNotFoundError, NotADirectoryError):
         what = "has no config.yaml" if Path(run_dir).is_dir() else "no such folder"
         raise UserError(f"{run_dir}: {what}; a run is a folder such as outputs/<name>/<run>") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from None
+
+
+def parsed_run(path: Path) -> yaml.MappingNode:
+    """Return the syntax of a run's config.yaml, aliases unfollowed; raises `UserError` and what reading raises."""
+    try:
+        whole = stat.S_ISREG(path.stat().st_mode) and path.stat().st_size <= LARGEST
+        node = yaml.compose(path.read_text("utf-8"), Loader=yaml.SafeLoader) if whole else None
     except RecursionError:
-        raise UserError(f"{path}: is not the configuration of a run") from None
+        node = None
     if not isinstance(node, yaml.MappingNode) or not node.value:
-        raise UserError(f"{path}: is not the configuration of a run")
-    values = entries(node, f"{path}: ")
-    if "eval" in values and "audit" in values:
-        raise UserError(f"{path}: the run was made by rtx 0.1, which alone can read it; this is {__version__}")
-    return from_dict(values, where=f"{path}: ")
+        raise UserError("is not the configuration of a run")
+    return node
 
 
-def entries(node: yaml.MappingNode, where: str, depth: int = 2) -> dict[str, Any]:
+def entries(node: yaml.MappingNode, depth: int = 2) -> dict[str, Any]:
     """Return a mapping of a YAML file with every scalar as its text (None for null), two levels deep at the most.
 
     Raises:
@@ -220,15 +211,15 @@ def entries(node: yaml.MappingNode, where: str, depth: int = 2) -> dict[str, Any
     """
     found: dict[str, Any] = {}
     for key, value in node.value:
-        line = f"line {key.start_mark.line + 1}"
+        line, name = f"line {key.start_mark.line + 1}", shorten(str(key.value))
         if not isinstance(key, yaml.ScalarNode) or key.value in found:
-            raise UserError(f"{where}{line}: found duplicate key {shorten(str(key.value))}")
+            raise UserError(f"{line}: found duplicate key {name}")
         if isinstance(value, yaml.MappingNode) and depth > 1:
-            found[key.value] = entries(value, where, depth - 1)
+            found[key.value] = entries(value, depth - 1)
         elif isinstance(value, yaml.ScalarNode):
             found[key.value] = None if value.tag == "tag:yaml.org,2002:null" else value.value
         else:
-            raise UserError(f"{where}{line}: {shorten(key.value)} must be one value")
+            raise UserError(f"{line}: {name} must be one value")
     return found
 
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from rtx.checks import resolve
 from rtx.compose import (
     compose,
     compose_unresolved,
     config_hash,
-    from_dict,
     load_run_config,
     merge,
+    to_config,
     to_dict,
     to_yaml,
 )
@@ -109,7 +110,7 @@ def test_composing_leaves_the_process_as_it_was(tmp_path: Path, monkeypatch: pyt
 
 
 def test_plain_values_and_back(default: Any, tmp_path: Path) -> None:
-    assert from_dict(to_dict(default)) == default
+    assert resolve(to_config(to_dict(default))) == default
     (tmp_path / "config.yaml").write_text(to_yaml(default))
     assert load_run_config(tmp_path) == default
     small = compose(["optimizer.lr=1e-5", "trainer.max_minutes=1e-3", "name=1e3", "logger.group='a: [b'"])
@@ -126,7 +127,7 @@ def test_a_text_of_a_run_is_taken_as_it_is_written(default: Any, tmp_path: Path,
 def test_a_key_that_an_older_run_lacks_keeps_the_schemas_default(default: Any) -> None:
     values = to_dict(default)
     del values["routing"]["key_shift"]
-    assert from_dict(values) == default
+    assert resolve(to_config(values)) == default
 
 
 @pytest.mark.parametrize(

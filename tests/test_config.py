@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rtx.checks import resolve
-from rtx.compose import from_dict
+from rtx.compose import to_config
 from rtx.config import Config
 from rtx.errors import UserError
 
@@ -66,7 +66,7 @@ def test_resolve_leaves_its_argument_alone() -> None:
 def test_ranges(key: str, value: Any, allowed: str) -> None:
     section, _, name = key.rpartition(".")
     with pytest.raises(UserError, match=re.escape(f"{key}={value}: must be {allowed}")):
-        from_dict({section: {name: value}} if section else {name: value})
+        to_config({section: {name: value}} if section else {name: value})
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from typing import Any
 
 import named
 import pytest
-import yaml
 from bad_lines import GOOD, RUN, bad_files, bad_lines
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -33,7 +32,7 @@ import rtx.commands.bench
 import rtx.commands.data
 import rtx.compose
 from rtx import cli
-from rtx.compose import compose, flat, from_dict, to_dict, to_yaml
+from rtx.compose import compose, flat, load_run_config, to_dict, to_yaml
 from rtx.config import Config
 from rtx.options import read_words
 
@@ -230,7 +229,7 @@ def test_a_bad_line_as_a_command(tmp_path_factory: pytest.TempPathFactory, words
     made = [path for path in folder.glob("outputs/*/*/config.yaml") if path != folder / RUN / "config.yaml"]
     if made:
         assert words[0] == "train", words
-        configs = [from_dict(yaml.safe_load(path.read_text())) for path in made]
+        configs = [load_run_config(path.parent) for path in made]
         judge_values(words, configs)
 
 
