@@ -27,16 +27,7 @@ KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text
 MOST_WHOLE = 2**53
 """The largest whole number that a key without a range of its own takes; a float beyond it stands for several."""
 
-WORDS_OF_TRUTH = {
-    "true": True,
-    "yes": True,
-    "on": True,
-    "1": True,
-    "false": False,
-    "no": False,
-    "off": False,
-    "0": False,
-}
+TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 def one_of(default: str, *choices: str) -> Any:
@@ -146,7 +137,8 @@ def convert(kind: type, value: Any) -> Any:
             return str(value).lower()
         return str(value) if isinstance(value, str | int | float) else None
     if kind is bool:
-        return value if isinstance(value, bool) else WORDS_OF_TRUTH.get(str(value).strip().lower())
+        word = str(value).strip().lower()
+        return True if word in TRUE else False if word in FALSE else None
     if isinstance(value, str):
         value = number(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
