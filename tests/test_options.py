@@ -26,7 +26,6 @@ def test_options_are_written_short_or_with_their_section() -> None:
     assert sample.options == SampleOptions(prompt="Once, (upon) a=b", seed=3, temperature=0.5)
     assert read_words("sample", ["run", "prompt='  null '"]).options.prompt == "  null "
     assert read_words("analyze context", ["run", "windows=2", "mode=streaming"]).options.windows == 2
-    assert read_words("resume", ["run", "force=yes"]).options.force
 
 
 def test_a_sweep_takes_its_options_and_leaves_the_rest_to_the_cells() -> None:
@@ -70,7 +69,6 @@ def test_a_folder_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("resume", "name=x", "name=x: rtx resume does not read name"),
         ("resume", "eval.split=test", "rtx resume does not read eval.split; it is an option of rtx eval"),
         ("resume", "experiment=smoke", "rtx resume does not read experiment"),
-        ("resume", "force=maybe", "force=maybe: must be true or false"),
         ("analyze patterns", "windows=3", "unknown key 'windows'"),
         ("report", "name=x", "rtx report does not read name"),
     ],
