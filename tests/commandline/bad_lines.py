@@ -29,7 +29,7 @@ GOOD = (
     ("plan", "experiment=enwik8", "model.recompute=true", "trainer.steps=${optimizer.steps}"),
     ("eval", RUN, "split=test", "mode=streaming", "eval.limit=3", "hardware=cpu"),
     ("sample", RUN, "length=20", "temperature=0.5", "prompt=Once, (upon)", "top_p=0.9"),
-    ("resume", RUN, "trainer.steps=2000", "trainer.max_minutes=5", "force=true"),
+    ("resume", RUN, "trainer.steps=2000", "trainer.max_minutes=5"),
     ("audit", RUN, "windows=0", "prefixes=4"),
     ("audit", *SMALL, "audit.sequences=1"),
     ("analyze", "context", RUN, "split=valid", "windows=2"),
