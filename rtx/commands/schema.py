@@ -70,5 +70,5 @@ def of_field(field: Field) -> dict[str, Any]:
         if (limit := field.metadata.get(bound)) is not None:
             value[word] = limit
     other = [{"type": "null"}] if field.optional else []
-    other += [{"const": "auto"}] if "auto" in field.metadata else []
+    other += [{"type": "string", "enum": ["auto"]}] if "auto" in field.metadata else []
     return {"description": field.doc, "default": field.default, "anyOf": [value, *other, REFERENCE]}
