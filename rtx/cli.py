@@ -134,7 +134,7 @@ def dispatch(arguments: list[str]) -> int:
     if flags.help:
         return help_page([word, *words], 0)
     if flags.multirun:
-        from rtx.commandline.multirun import sweep
+        from rtx.sweep.launcher import sweep
 
         return sweep(word, words)
     if flags.cfg:

@@ -27,7 +27,7 @@ from yaml import MarkedYAMLError, YAMLError
 from rtx import __version__
 from rtx.checks import check_data, resolve
 from rtx.commandline.overrides import check_overrides
-from rtx.config import GROUPS, Composed, Config, DataConfig, all_fields, sections
+from rtx.config import GROUPS, Config, DataConfig, all_fields, sections
 from rtx.errors import UserError
 from rtx.identity import digest
 from rtx.keys import conf_dir, suggest_key
@@ -94,7 +94,7 @@ def with_image_length(config: Config, overrides: Sequence[str]) -> Config:
 @contextmanager
 def hydra_session() -> Iterator[Any]:
     """Give Hydra the folder `conf/` and the schema; yields its own object, and turns its errors into `UserError`."""
-    ConfigStore.instance().store(name="schema", node=Composed)
+    ConfigStore.instance().store(name="schema", node=Config)
     with user_errors(), hydra.initialize_config_dir(str(conf_dir()), job_name="rtx", version_base="1.3"):
         yield GlobalHydra.instance().hydra
 

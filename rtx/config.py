@@ -292,29 +292,9 @@ class Config:
     """Folder of the run below outputs/, and its name in Weights & Biases."""
 
 
-@dataclass
-class Cells:
-    """Cells of an experiment that are no grid; its file may also list axes under hydra.sweeper.params."""
-
-    cells: str | None = None
-    """Overrides with blanks between, and ; between cells; each goes with every other value (rtx train -m)."""
-
-
-@dataclass
-class Composed(Config):
-    """What the files of `conf/` may set: a run, and the cells of a sweep of it."""
-
-    sweep: Cells = field(default_factory=Cells)
-
-
 def all_fields() -> dict[str, Field]:
     """Every key of a run's configuration."""
     return fields_of(Config)
-
-
-def composed_fields() -> dict[str, Field]:
-    """Every key that can be set where a configuration is composed."""
-    return fields_of(Composed)
 
 
 def sections() -> dict[str, str]:

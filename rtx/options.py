@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from rtx.config import GROUPS, SPREAD, composed_fields, sections
+from rtx.config import GROUPS, SPREAD, all_fields, sections
 from rtx.errors import UserError, nearest
 from rtx.keys import Field, fields_of, one_of, ranged, suggest_key
 from rtx.wording import shorten
@@ -240,12 +240,12 @@ class Command:
     def option(self, key: str, composing: bool) -> str:
         """Return the plain name of the option that `key` means, or an empty string."""
         section, _, name = key.rpartition(".")
-        plain = not section and not (composing and name in composed_fields())  # seed and name are the run's there
+        plain = not section and not (composing and name in all_fields())  # seed and name are the run's there
         return name if name in self.own and (plain or section in self.sections) else ""
 
     def known(self, composing: bool) -> list[str]:
         """Return the options, groups and keys that the command reads."""
-        keys = [*GROUPS, *composed_fields()]
+        keys = [*GROUPS, *all_fields()]
         if composing:
             return [*(f"{self.sections[0]}.{name}" for name in self.own), *keys]
         return [*self.own, *(key for key in keys if any(fnmatchcase(key, pattern) for pattern in self.keys))]
@@ -379,7 +379,7 @@ def split_word(word: str) -> tuple[str, str]:
     if word.startswith("~"):
         raise UserError(f"{shorten(word)}: a key or group can be set, not removed")
     if not equals or not key:
-        known = [*GROUPS, *composed_fields()]
+        known = [*GROUPS, *all_fields()]
         near = f"; say {key}=..." if key in known else suggest_key(key, known) if key else ""
         raise UserError(f"{shorten(word)!r} is not of the form key=value{near}")
     return key, text
@@ -401,7 +401,7 @@ def refuse_foreign(command: str, key: str, word: str, composing: bool) -> None:
         moved = "; for validations in training: trainer.val_stride" if key == "eval.stride" else ""
         raise UserError(f"{refused} is an option of rtx {owners[0]}{moved}")
     reading = ", ".join([*reads.own, *reads.keys])
-    if key in GROUPS or key in composed_fields():
+    if key in GROUPS or key in all_fields():
         raise UserError(f"{refused} reads {reading}")
     if key in sections():
         raise UserError(f"{shorten(word)}: {key} is a section; set its keys one by one, such as {key}.<key>=...")

@@ -29,9 +29,9 @@ def test_options_are_written_short_or_with_their_section() -> None:
 
 
 def test_a_sweep_takes_its_options_and_leaves_the_rest_to_the_cells() -> None:
-    words = read_words("train -m", ["seed=1,2", "sweep.parallel=2", "sweep.cells='seed=1'", "hydra/launcher=basic"])
+    words = read_words("train -m", ["seed=1,2", "sweep.parallel=2", "hydra/launcher=basic"])
     assert words.options == SweepOptions(parallel=2)
-    assert words.overrides == ["seed=1,2", "sweep.cells='seed=1'", "hydra/launcher=basic"]
+    assert words.overrides == ["seed=1,2", "hydra/launcher=basic"]
 
 
 def test_an_audit_without_a_run_takes_a_whole_configuration() -> None:

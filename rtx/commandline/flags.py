@@ -85,8 +85,8 @@ def check_first(word: str, arguments: list[str]) -> None:
     from rtx.compose import compose, load_run_config, merge
 
     if word == "train":
-        from rtx.commandline.axes import refuse_half_a_sweep
         from rtx.data.catalog import check_source, data_root
+        from rtx.sweep.cells import refuse_half_a_sweep
 
         config = compose(words)
         refuse_half_a_sweep(words)

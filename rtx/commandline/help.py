@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rtx.config import GROUPS, SPREAD, composed_fields, sections
+from rtx.config import GROUPS, SPREAD, all_fields, sections
 from rtx.errors import UserError
 from rtx.keys import Field, about, option_doc, options, suggest_key
 from rtx.options import LAUNCHED, READS, Command
@@ -58,7 +58,7 @@ def command_page(word: str, words: Sequence[str], summary: str = "") -> str:
     values = composed_values([text for text in words if "=" in text]) if fresh else {}
     known = first.known(first.composes)
     groups = [group for group in GROUPS if group in known]
-    keys = [field for key, field in composed_fields().items() if key in known]
+    keys = [field for key, field in all_fields().items() if key in known]
     keys.sort(key=lambda field: [*GROUPS, "trainer", "sweep", ""].index(field.section))
     if word in FLAGS and (topics := [text for text in words if "=" not in text]):
         groups, keys = narrow(topics, groups, keys)
@@ -124,7 +124,7 @@ def key_lines(keys: Sequence[Field], values: Mapping[str, Any]) -> list[str]:
     for field in keys:
         if field.section != section:
             section = field.section
-            lines += ["", wrapped(f"{section}.<key>: {sections().get(section, 'cells')}" if section else "other keys")]
+            lines += ["", wrapped(f"{section}.<key>: {sections()[section]}" if section else "other keys")]
         shown = f"{field.key}={written(values[field.key])}" if field.key in values else field.key
         lines.append(entry(shown, told(field)))
     return lines

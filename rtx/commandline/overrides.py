@@ -12,7 +12,7 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -21,7 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, FloatRange, Glob, Quote, QuotedString, RangeSweep, Sweep
 from hydra.errors import HydraException
 
-from rtx.config import GROUPS, composed_fields
+from rtx.config import GROUPS, all_fields
 from rtx.errors import UserError, nearest
 from rtx.keys import Field, options
 from rtx.options import LAUNCHED, refuse_foreign, split_word
@@ -73,8 +73,8 @@ def check_override(argument: str, sweep: bool) -> Checked:
         return check_hydra_key(key, text, shown, sweep)
     if key in GROUPS:
         return check_option(key, text, sweep)
-    if key in composed_fields():
-        return check_field(composed_fields()[key], text, sweep)
+    if key in all_fields():
+        return check_field(all_fields()[key], text, sweep)
     refuse_foreign("train", key, argument, composing=True)
     raise AssertionError(key)
 
@@ -108,7 +108,7 @@ def check_option(group: str, text: str, sweep: bool) -> Checked:
         name = "null" if value is None else str(plain(value))
         if name not in known and not (group == "experiment" and value is None):
             also = " or null" if group == "experiment" else ""
-            hint = f"{nearest(name, known)}; {group} takes {', '.join(known)}{also}"
+            hint = f"{nearest(name, known)}; {group} takes {shorten(', '.join(known), 240)}{also}"
             raise UserError(f"{group}={shorten(name)}: no such option{hint}")
         if group == "hardware" and name in LAUNCHED:
             refuse_missing_launcher(f"hardware={name}")
@@ -125,14 +125,14 @@ def check_field(field: Field, text: str, sweep: bool) -> Checked:
 
 def is_text(key: str) -> bool:
     """Whether a key takes any text at all."""
-    field = composed_fields().get(key)
+    field = all_fields().get(key)
     return field is not None and field.is_free_text
 
 
 def values_of(key: str, text: str, sweep: bool) -> list[Any]:
     """Return the values of an override in Hydra's grammar: one, or in a sweep all that are listed."""
     shown = f"{key}={shorten(text)}"
-    if key in composed_fields() and not GRAMMAR.search(text):  # `~/book.txt` and `1e3` as they stand
+    if key in all_fields() and not GRAMMAR.search(text):  # `~/book.txt` and `1e3` as they stand
         return [None if text.strip().lower() == "null" else text]
     try:
         value = OverridesParser.create().parse_override(f"{key}={text}").value()
@@ -200,17 +200,3 @@ def canonical(field: Field, value: Any, shown: str) -> str:
     if isinstance(found, str):
         return QuotedString(found, Quote.single).with_quotes()
     return str(found).lower() if isinstance(found, bool) else repr(found)
-
-
-def cells(checked: Sequence[Checked]) -> list[list[str]]:
-    """Return the overrides of each cell of a sweep, the last key changing fastest (the order of Hydra's basic sweeper).
-
-    Raises:
-        UserError: there are too many.
-    """
-    last = {override.key: override for override in checked if not override.key.startswith(("hydra.", "hydra/"))}
-    count = math.prod(len(override.values) for override in last.values())
-    if count > MOST_CELLS:
-        raise UserError(f"the sweep has {count:,} cells; at most {MOST_CELLS:,} are taken at once")
-    texts = [[f"{key}={value}" for value in override.values] for key, override in last.items()]
-    return [list(cell) for cell in itertools.product(*texts)]

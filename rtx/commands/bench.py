@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rtx.commandline.multirun import lay_out
 from rtx.commandline.overrides import check_overrides
 from rtx.compose import config_hash, to_dict
 from rtx.config import SPREAD, Config, DataConfig
@@ -28,6 +27,7 @@ from rtx.errors import RunFailed, UserError
 from rtx.options import LAUNCHED, BenchOptions, read_words, what_to_do
 from rtx.report.steps import DRAWN, READ, WHAT, read_record, record_path, views
 from rtx.report.terminal import terminal
+from rtx.sweep.cells import lay_out
 from rtx.training.run_folder import environment, outputs_root, shown, unwritable
 from rtx.training.signals import Stopped
 from rtx.wording import plural

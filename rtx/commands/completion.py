@@ -5,7 +5,7 @@ To try it: source <(rtx completion bash). The script asks `rtx completion words`
 
 from __future__ import annotations
 
-from rtx.config import GROUPS, composed_fields
+from rtx.config import GROUPS, all_fields
 from rtx.errors import UserError
 from rtx.keys import Field, options
 from rtx.options import READS
@@ -70,7 +70,7 @@ def values_of(name: str, key: str) -> list[str]:
     if key in GROUPS:
         return list(options(key))
     own = READS[name].option(key, READS[name].composes)
-    field: Field | None = READS[name].own[own] if own else composed_fields().get(key)
+    field: Field | None = READS[name].own[own] if own else all_fields().get(key)
     if field is None:
         return []
     listed = ["true", "false"] if field.kind is bool else [*field.choices, *field.metadata.get("parts", ())]

@@ -6,7 +6,7 @@ import json
 import typing
 from typing import Any
 
-from rtx.config import GROUPS, Composed, Config
+from rtx.config import GROUPS, Config
 from rtx.errors import UserError, nearest
 from rtx.keys import Field, about, fields_of
 
@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
 
 def text_of(group: str) -> str:
     """Return the schema of a group's files as the text of a JSON file."""
-    whole = of_section(Composed, f"conf/{group}")
+    whole = of_section(Config, f"conf/{group}")
     whole["properties"] |= {"defaults": {"type": "array", "description": "Options of other groups."}, "hydra": {}}
     if group == "config":
         schema = of_section(Config, "config.yaml")

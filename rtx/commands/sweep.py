@@ -1,27 +1,29 @@
-"""`rtx sweep FOLDER [once=true]`: how a sweep stands, refreshed in place until it is over."""
+"""`rtx sweep FOLDER [once=true]`: how a sweep stands, a table refreshed in place until the sweep is over."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
-import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
 from rtx.options import read_words
-from rtx.report.board import board
-from rtx.report.standing import is_over, read_standing
+from rtx.report.text import printable
+from rtx.sweep.standing import OVER, STATES, Standing, read_standing, time_left
+from rtx.training.progress import clock
 from rtx.training.run_folder import shown
 from rtx.training.signals import INTERRUPTED
 
 REFRESH_SECONDS = 2.0
 
-ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
-"""Onto the terminal's second screen, the cursor hidden, and back to the first as it was."""
-
-HOME, TO_LINE_END, TO_END = "\x1b[H", "\x1b[K", "\x1b[J"
+STYLES = {"done": "green", "running": "cyan", "failed": "red", "waiting": "dim"}
+"""Of states; those of cells that broke off are yellow."""
 
 
 def main(arguments: list[str]) -> int:
@@ -34,41 +36,42 @@ def main(arguments: list[str]) -> int:
         UserError: not one folder, or none with a sweep.
     """
     words = read_words("sweep", arguments)
-    folders = words.runs
-    watching = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb") and not words.options.once
-    code = watch(folders[0]) if watching and not is_over(read_standing(folders[0])) else 0
-    width = shutil.get_terminal_size().columns
-    print("\n".join(board(shown(folders[0]), read_standing(folders[0]), width)))
+    console, code, folder = Console(width=shutil.get_terminal_size().columns, highlight=False), 0, words.runs[0]
+    if console.is_terminal and not console.is_dumb_terminal and not words.options.once:
+        code = watch(folder, console)
+    console.print(board(folder, *read_standing(folder)))
     return code
 
 
-def watch(folder: Path) -> int:
-    """Show the sweep until it is over (0), or until Ctrl-C (130)."""
-    with second_screen():
+def watch(folder: Path, console: Console) -> int:
+    """Show the sweep, cells of interest first, until it is over (0), or until Ctrl-C (130)."""
+    with Live(console=console, screen=True, auto_refresh=False) as live:
         try:
             while True:
-                sweeps = read_standing(folder)
-                if is_over(sweeps):
+                cells, command = read_standing(folder)
+                if all(cell.state in OVER for cell in cells):
                     return 0
-                width, height = shutil.get_terminal_size()
-                lines = [
-                    *board(shown(folder), sweeps, width, height - 2),
-                    "",
-                    "Ctrl-C leaves; the sweep goes on"[:width],
-                ]
-                sys.stdout.write(HOME + "\n".join(line + TO_LINE_END for line in lines) + TO_END)
-                sys.stdout.flush()
+                cells.sort(key=lambda cell: STATES.index(cell.state))
+                leave = Text("\nCtrl-C leaves; the sweep goes on")
+                live.update(Group(board(folder, cells, command), leave), refresh=True)
                 time.sleep(REFRESH_SECONDS)
         except KeyboardInterrupt:
             return INTERRUPTED
 
 
-@contextlib.contextmanager
-def second_screen() -> Iterator[None]:
-    """Use the terminal's second screen; the first comes back however this ends."""
-    sys.stdout.write(ENTER)
-    try:
-        yield
-    finally:
-        sys.stdout.write(LEAVE)
-        sys.stdout.flush()
+def board(folder: Path, cells: Sequence[Standing], command: str) -> Group:
+    """Return how many cells are in each state and when all will be done, a row for each, and how the sweep goes on."""
+    counts, left = Counter(cell.state for cell in cells), time_left(cells)
+    said = ", ".join(f"{counts[state]} {state}" for state in ("done", *STATES[:-2]) if counts[state])
+    tail = f"; about {clock(left)} left" if left is not None else ""
+    table = Table("cell", "state", box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("step", "bits", "left"):
+        table.add_column(name, justify="right")
+    for cell in cells:
+        title = Text(printable(cell.title)).append(printable(f"\n  {cell.reason}") if cell.reason else "", "red")
+        step = f"{cell.step:,}" + (f"/{cell.steps:,}" if cell.steps else "") if cell.step or cell.steps else ""
+        bits = "" if cell.bits is None else f"{cell.bits:.4f}"
+        state = Text(cell.state, STYLES.get(cell.state, "yellow"))
+        table.add_row(title, state, step, bits, "" if cell.left is None else clock(cell.left))
+    goes_on = [Text("nobody works on it; it goes on with:"), Text(f"  {command}")] if command else []
+    return Group(Text(f"{shown(folder)}: {len(cells)} cells: {said}{tail}"), table, *goes_on)

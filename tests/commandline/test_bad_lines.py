@@ -23,14 +23,15 @@ from bad_lines import GOOD, RUN, bad_files, bad_lines
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import rtx.commandline.multirun
 import rtx.commands.bench
 import rtx.commands.data
 import rtx.compose
+import rtx.sweep.launcher
 from rtx import cli
 from rtx.compose import compose, flat, to_dict, to_yaml
 from rtx.config import Config
 from rtx.options import read_words
+from rtx.sweep.cells import Outcome
 
 LINES = int(os.environ.get("RTX_BAD_LINES", "120"))
 SAME_EVERY_TIME = {
@@ -80,10 +81,10 @@ class Stage:
         self.reached = [row.config for row in rtx.commands.bench.lay_out_rows(words.overrides)]
         return 0
 
-    def launch(self, word: str, checked: Any, laid_out: list[Any], *others: Any) -> list[Any]:
+    def launch(self, asked: rtx.sweep.launcher.Sweep, *others: Any) -> tuple[list[Outcome], int]:
         """Of a sweep: its cells."""
-        self.reached = [cell.config for cell in laid_out]
-        return []
+        self.reached = [cell.config for cell in asked.cells]
+        return [Outcome(cell.number, 0, "done") for cell in asked.cells], 0
 
     def data(self, data: Any) -> None:
         """Of `rtx data`."""
@@ -121,7 +122,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         stage = Stage()
         patch.setattr(cli, "importlib", SimpleNamespace(import_module=stage.module))
         patch.setattr(rtx.compose, "resolve", stage.resolve)
-        patch.setattr(rtx.commandline.multirun, "launch", stage.launch)
+        patch.setattr(rtx.sweep.launcher, "launch", stage.launch)
         patch.setattr(rtx.commands.data, "ACTIONS", dict.fromkeys(rtx.commands.data.ACTIONS, stage.data))
         yield stage
     print(dict(tally))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rtx.commandline.axes import lay_out_cells
 from rtx.commandline.overrides import check_overrides
 from rtx.compose import compose, to_dict
 from rtx.config import all_fields
@@ -10,6 +9,7 @@ from rtx.keys import conf_dir, options
 from rtx.report.cells import flat
 from rtx.report.matching import kind_of, paper_row, settings_changed
 from rtx.report.paper import paper_tables, table_of
+from rtx.sweep.cells import lay_out
 
 
 def test_the_tables_and_figures_that_one_remembers() -> None:
@@ -65,9 +65,8 @@ def test_every_experiment_of_the_paper_is_in_a_command_and_every_cell_a_row_of_t
     assert all(table.commands for table in paper_tables() if table.split)
     missing = {2: {"full"}, 3: {"full"}, 4: {"full", "local"}, 5: {"full"}}  # baselines that the paper does not have
     for experiment in (name for name in named if name.endswith("_baselines")):
-        laid_out, _ = lay_out_cells(check_overrides([f"experiment={experiment}"], sweep=True))
-        for cell in laid_out:
-            config = flat(to_dict(compose(cell)))
+        for cell in lay_out(check_overrides([f"experiment={experiment}"], sweep=True))[0]:
+            config = flat(to_dict(cell.config))
             table = table_of(config)
             assert table is not None
             if paper_row(config, table) is None:

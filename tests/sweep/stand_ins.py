@@ -1,0 +1,81 @@
+"""A stand-in for Python in the cells of a sweep: it records how it was started and ends as the test wants."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rtx import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+STAND_IN = """#!{python}
+import json, os, pathlib, signal, sys, time
+folder = pathlib.Path(os.environ["RTX_RUN"])
+folder.mkdir(parents=True, exist_ok=True)
+with open({record!r}, "a") as file:
+    file.write(json.dumps([sys.argv[1:], os.environ["RTX_RUN"]]) + "\\n")
+def end(code, state, **fields):
+    (folder / "status.json").write_text(json.dumps(dict(state=state, **fields)))
+    os._exit(code)
+def done():
+    end(0, "done", final=dict(bits=1.5))
+{behaviour}
+"""
+SMALL = (
+    *("data=text", "data.path=book.txt", "data.length=32", "model.layers=1", "model.hidden=16", "model.heads=2"),
+    *("model.ffn_hidden=16", "model.window=16", "routing.layers=1", "routing.window=16", "routing.heads=1"),
+    *("trainer.steps=2", "trainer.batch_size=2", "hardware.threads=1", "logger=jsonl"),
+)
+"""A run of a second, on a text in the current folder."""
+
+
+def stand_in(tmp_path: Path, behaviour: str) -> Path:
+    """Write the program that stands in for Python in a cell."""
+    script = tmp_path / "stand_in"
+    record = str(tmp_path / "record.jsonl")
+    script.write_text(STAND_IN.format(python=sys.executable, record=record, behaviour=behaviour))
+    script.chmod(0o755)
+    return script
+
+
+def started(tmp_path: Path) -> list[tuple[list[str], Path]]:
+    """Return the arguments, and the folder of the run, of each cell that was started."""
+    record = tmp_path / "record.jsonl"
+    rows = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+    return [(arguments, Path(folder)) for arguments, folder in rows]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, script: Path, *arguments: str) -> int:
+    """Run `rtx train -m` with the stand-in."""
+    monkeypatch.setattr(sys, "executable", str(script))
+    return cli.main(["train", "-m", *arguments])
+
+
+def begin(script: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Run `rtx train -m` with the stand-in in a process and a session of its own."""
+    code = f"import sys; from rtx import cli; sys.executable = {str(script)!r}; cli.entry()"
+    command = [sys.executable, "-c", code, "train", "-m", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def patiently(ready: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    """Wait until something is so, while a process runs."""
+    until = time.monotonic() + 60
+    while not ready():
+        if time.monotonic() > until or process.poll() is not None:
+            process.kill()
+            raise AssertionError("waited in vain")
+        time.sleep(0.02)
+
+
+def table(said: str) -> list[list[str]]:
+    """Return the words of each line of the closing table."""
+    return [line.split() for line in said.partition("\ncell  overrides")[2].splitlines()[1:]]

@@ -1,0 +1,104 @@
+"""The cells that a command stands for: what experiments lay out, and what the command line changes of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from rtx.commandline.overrides import check_overrides
+from rtx.compose import compose
+from rtx.config import Config
+from rtx.errors import UserError
+from rtx.sweep.cells import Cell, lay_out, refuse_half_a_sweep
+
+LOCAL, FULL = ("model.base=local", "routing.heads=0"), ("model.base=full", "routing.heads=0")
+ROWS = {
+    "cifar10_baselines": ("cifar10", [FULL, LOCAL, ("routing.selection=random",)]),
+    "wikitext103_baselines": ("wikitext103", [("model.layers=16", "routing.heads=0"), FULL]),
+    "enwik8_baselines": (
+        "enwik8",
+        [("model=rt24", "routing.heads=0"), FULL, ("model=sparse_transformer",), ("model=adaptive_span",)],
+    ),
+    "imagenet64_baselines": (
+        "imagenet64",
+        [LOCAL, FULL, ("model=sparse_transformer-imagenet64",), ("model=reformer",)],
+    ),
+    "pg19_baselines": ("pg19", [("model.layers=24", "routing.heads=0"), FULL]),
+    "pg19_steps": ("pg19", [("model.layers=24", "routing.heads=0"), ("routing.heads=2",)]),
+}
+"""What each experiment of several others stands for: overrides of a table's own model."""
+
+
+def cells(*words: str) -> list[Cell]:
+    return lay_out(check_overrides(words, sweep=True))[0]
+
+
+def configs(*words: str) -> list[Config]:
+    return [cell.config for cell in cells(*words)]
+
+
+def shape(config: Config) -> tuple[int, int, int]:
+    """What Table 1 varies."""
+    return config.routing.window, config.routing.layers, config.routing.heads
+
+
+@pytest.mark.parametrize("experiment", ROWS)
+def test_the_rows_beside_a_tables_own_model(experiment: str) -> None:
+    base, rows = ROWS[experiment]
+    assert configs(f"experiment={experiment}") == [compose([f"experiment={base}", *row]) for row in rows]
+
+
+def test_the_comparison_has_five_rows_of_three_seeds_with_as_many_parameters() -> None:
+    rows = configs("experiment=comparison")
+    assert [cell.seed for cell in rows] == [0, 1, 2] * 5
+    kinds = [(cell.model.base, cell.routing.heads and cell.routing.selection, cell.model.ffn_hidden) for cell in rows]
+    routed = [("local", kind, 660) for kind in ("random", "topk", "causal")]
+    assert list(dict.fromkeys(kinds)) == [("full", 0, 640), ("local", 0, 640), *routed]
+    assert {cell.name for cell in rows} == {"comparison"}
+
+
+def test_several_experiments_are_one_sweep_and_an_override_reaches_every_cell() -> None:
+    both = "experiment=cifar10_grid,cifar10_baselines"
+    every = configs(both, "trainer.steps=2000", "model.hidden=128", "seed=3")
+    grid = [(w, n, h) for w in (512, 1024) for n in (2, 4, 8, 12) for h in (2, 4, 8)]  # in the paper's order
+    assert [shape(cell) for cell in every[:24]] == grid and len(every) == 27
+    assert {(c.model.window, c.routing.clusters, c.routing.selection) for c in every[:24]} == {(512, 6, "topk")}
+    assert {(cell.trainer.steps, cell.model.hidden, cell.seed, cell.name) for cell in every} == {
+        (2000, 128, 3, "cifar10")
+    }
+    small = configs(both, "routing.layers=1,2", "routing.heads=2", "routing.window=64")  # axes replace the file's
+    assert [shape(cell) for cell in small[:2]] == [(64, 1, 2), (64, 2, 2)]
+    assert {cell.routing.heads for cell in small if cell.model.base == "full"} == {0}  # what makes it that row stands
+    assert [config.name for config in configs("experiment=smoke,null", "seed=1,2")] == ["smoke", "smoke", "rtx", "rtx"]
+    assert len(cells("experiment=glob(enwik8*)")) == 5  # enwik8_baselines stands for four that are there already
+
+
+def test_a_cell_is_named_by_what_is_swept() -> None:
+    laid_out, swept = lay_out(check_overrides(["experiment=pg19_steps", "seed=1,2"], sweep=True))
+    assert swept == ["experiment", "seed"]
+    assert [cell.title(swept) for cell in laid_out] == [
+        f"experiment={name} seed={seed}" for name in ("pg19_local", "pg19") for seed in (1, 2)
+    ]
+    assert set(laid_out[0].overrides) == {"experiment=pg19_local", "seed=1"}
+
+
+def test_one_cell_of_a_sweep_is_trained_only_where_the_words_say_which() -> None:
+    with pytest.raises(UserError, match=r"is a sweep \(routing.window=512,1024 routing.layers=2,4,8,12\): add -m"):
+        refuse_half_a_sweep(["experiment=cifar10_grid", "routing.heads=2"])
+    with pytest.raises(UserError, match=r"is a sweep \(experiment=cifar10_full,cifar10_local,cifar10_random\)"):
+        refuse_half_a_sweep(["experiment=cifar10_baselines"])
+    for experiment in ("cifar10_grid", "cifar10_baselines"):
+        refuse_half_a_sweep(cells(f"experiment={experiment}")[0].overrides)
+    refuse_half_a_sweep(["experiment=smoke"])
+    refuse_half_a_sweep(["seed=1"])
+
+
+def test_the_last_of_a_key_counts_in_the_place_of_the_first() -> None:
+    words = ["routing.heads=2,4", "seed=9", "routing.window=64,32", "routing.heads=1,2", "hydra/launcher=basic"]
+    assert [cell.overrides for cell in cells(*words)] == [
+        (f"routing.heads={heads}", "seed=9", f"routing.window={window}") for heads in (1, 2) for window in (64, 32)
+    ]
+
+
+def test_too_many() -> None:
+    with pytest.raises(UserError, match=r"the sweep has 10,000 cells; at most 1,000 are taken at once"):
+        cells("seed=range(0,100)", "trainer.steps=range(1,101)")

@@ -1,0 +1,317 @@
+"""`rtx train -m`: checked whole, a process a cell, every end of a cell told; asked again, it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from stand_ins import ROOT, SMALL, begin, patiently, run, stand_in, started, table
+
+from rtx import cli
+from rtx.compose import compose, config_hash, load_run_config, to_yaml
+from rtx.training.run_folder import read_status, run_state
+
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+
+
+def cell_folder(outputs: Path, *words: str) -> Path:
+    """The folder of a cell, made."""
+    folder = outputs / "rtx" / config_hash(compose(words))
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_every_cell_is_a_process_with_its_own_overrides_and_folder(
+    tmp_path: Path, outputs: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    script = stand_in(tmp_path, 'print("its own words"); done()')
+    assert run(monkeypatch, script, "routing.heads=2,4", "seed=7", "routing.attend_self=true,false", "name=a b") == 0
+    calls = started(tmp_path)
+    assert [arguments[:4] for arguments, _ in calls] == [["-P", "-m", "rtx", "train"]] * 4
+    assert calls[1][0][4:] == ["routing.heads=2", "seed=7", "routing.attend_self=false", "name='a b'"]
+    folders = [folder for _, folder in calls]
+    assert folders == [outputs / "a b" / config_hash(compose(arguments[4:])) for arguments, _ in calls]
+    assert len(set(folders)) == 4
+    shown = capsys.readouterr().out
+    assert "4 cells, each a run of its own" in shown
+    assert "cell 3 of 4: routing.heads=4 routing.attend_self=true: begins\nits own words\n" in shown
+    assert "2     routing.heads=2 routing.attend_self=false  done   0     1.5000  out puts'/a b/" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["routing.heads=2,9", "routing.window=64,600", "model.window=64"],
+            [
+                "cell 2 (routing.heads=2 routing.window=600): routing.window=600 must be at most data.length=256",
+                "cell 3 (routing.heads=9 routing.window=64): routing.heads=9 must be at most model.heads=4",
+            ],
+        ),
+        (["routing.heads=9"], ["cell 1 (nothing swept): routing.heads=9 must be at most model.heads=4"]),
+        (["seed=1,1"], ["cells 1 and 2 are the same run (seed=1); list values that change the result"]),
+        (["logger=jsonl,offline"], ["cells 1 and 2 are the same run (logger=offline)"]),
+        (["sweep.parallel=1,2"], ["sweep.parallel=1,2: must be"]),
+        (["hardware=slurm,cpu"], ["hardware=slurm,cpu: jobs are made of all cells or of none; give one value"]),
+        (["hydra.launcher.n_jobs=2", "seed=1,2"], ["hydra.launcher.n_jobs"]),
+        (["hydra/launcher=joblib"], ["joblib"]),
+    ],
+)
+def test_nothing_starts_unless_every_cell_is_right(
+    tmp_path: Path, outputs: Path, monkeypatch: Patch, capsys: Capture, words: list[str], said: list[str]
+) -> None:
+    assert run(monkeypatch, stand_in(tmp_path, "done()"), *words) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == len(said) and all(line in error for line in said), error
+    assert started(tmp_path) == [] and not outputs.exists()
+
+
+def test_torchrun_does_not_start_a_sweep_in_every_rank(monkeypatch: Patch, capsys: Capture) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert cli.main(["train", "-m", "seed=1,2"]) == 2
+    assert "run it without torchrun" in capsys.readouterr().err
+
+
+ENDS = """
+seed = next(word for word in sys.argv if word.startswith("seed="))
+if seed == "seed=1": end(1, "failed", reason="the loss is NaN at step 3", step=3)
+if seed == "seed=2": os.kill(os.getpid(), signal.SIGKILL)
+if seed == "seed=3": os.kill(os.getpid(), signal.SIGSEGV)
+if seed == "seed=4":
+    print("rtx: hardware=gpu, but torch finds no GPU", file=sys.stderr, flush=True)
+    os._exit(2)
+if seed == "seed=5": raise ValueError("of ours")
+if seed == "seed=6": os._exit(0)
+if seed == "seed=7": end(0, "done")
+if seed == "seed=8": end(143, "failed", reason="the disk is full")
+if seed == "seed=9":
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGUSR1)
+done()
+"""
+
+
+def test_every_end_of_a_cell_is_told_and_kept(
+    tmp_path: Path, outputs: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    script = stand_in(tmp_path, ENDS)
+    assert run(monkeypatch, script, "seed=range(1,11)") == 1
+    rows = table(capsys.readouterr().out)
+    ends = {row[1]: row[2:4] for row in rows if "seed=" in " ".join(row[1:2])}
+    assert list(ends.values()) == [
+        *(["failed", "1"], ["killed", "137"], ["failed", "139"], ["failed", "2"], ["failed", "1"], ["failed", "0"]),
+        *(["failed", "0"], ["failed", "143"], ["preempted", "138"], ["done", "0"]),
+    ]
+    reasons = [" ".join(row) for row in rows if "seed=" not in " ".join(row[1:2])]
+    no_score = "it ended with exit code 0, but without a score"
+    assert reasons == [
+        *("the loss is NaN at step 3", "ended by SIGSEGV", "hardware=gpu, but torch finds no GPU"),
+        *("ValueError: of ours", no_score, no_score, "the disk is full"),
+    ]
+    for reason, number in zip(reasons, (1, 3, 4, 5, 6, 7, 8), strict=True):
+        folder = started(tmp_path)[number - 1][1]
+        status = read_status(folder) or {}
+        assert (status["state"], status["reason"]) == ("failed", reason)
+        if number != 1 and number != 8:
+            assert config_hash(load_run_config(folder)) == folder.name
+
+
+def test_an_rtx_of_the_current_folder_is_not_run_for_ours(outputs: Path, monkeypatch: Patch, capsys: Capture) -> None:
+    """It would end with 0, and the table said: done."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    Path("rtx.py").write_text("open('attacked', 'w')")
+    assert cli.main(["train", "-m", *SMALL[:1], "data.path=none.txt", *SMALL[2:]]) == 1
+    shown = capsys.readouterr().out
+    assert not Path("attacked").exists()
+    assert table(shown)[0][3:6] == ["failed", "2", table(shown)[0][5]] and "none.txt" in shown
+
+
+def test_asked_again_a_sweep_skips_what_is_done_and_goes_on_with_what_has_begun(
+    tmp_path: Path, outputs: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    behaviour = """
+(folder / "threads").write_text(os.environ.get("OMP_NUM_THREADS", ""))
+if (folder / "begun").exists() or "seed=1" in sys.argv: done()
+(folder / "begun").touch()
+(folder / "environment.json").write_text('{"threads": 3}')
+end(143, "preempted")
+"""
+    script = stand_in(tmp_path, behaviour)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert run(monkeypatch, script, "seed=1,2") == 1
+    assert [row[2] for row in table(capsys.readouterr().out)] == ["done", "preempted"]
+    assert run(monkeypatch, script, "seed=1,2") == 0
+    assert [row[2:5] for row in table(capsys.readouterr().out)] == [["done", "before", "0"], ["done", "0", "1.5000"]]
+    calls = started(tmp_path)
+    assert len(calls) == 3 and calls[2][1] == calls[1][1]
+    assert (calls[2][1] / "threads").read_text() == "3"  # its bits depend on how many it began with
+
+
+def test_a_failed_cell_is_run_again_only_where_that_is_asked_for(
+    tmp_path: Path, outputs: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    behaviour = """
+if (folder / "begun").exists(): done()
+(folder / "begun").touch()
+end(1, "failed", reason="the loss is NaN at step 3")
+"""
+    script = stand_in(tmp_path, behaviour)
+    assert run(monkeypatch, script, "seed=1") == run(monkeypatch, script, "seed=1") == 1
+    assert "failed before: the loss is NaN at step 3; sweep.retry=true runs it again" in capsys.readouterr().out
+    assert len(started(tmp_path)) == 1
+    assert run(monkeypatch, script, "seed=1", "sweep.retry=true") == 0
+    assert len(started(tmp_path)) == 2
+
+
+def test_a_kill_by_the_system_is_out_of_memory(
+    tmp_path: Path, outputs: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    script = stand_in(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
+    counts = iter([7, 8])
+    monkeypatch.setattr("rtx.sweep.launcher.system_kills", lambda: next(counts))
+    assert run(monkeypatch, script, "seed=1") == 1
+    row, reason = table(capsys.readouterr().out)
+    assert row[3:5] == ["failed", "137"] and " ".join(reason) == "out of memory: the system killed it"
+
+
+def test_a_cell_whose_configuration_was_changed_is_told_and_left_alone(
+    tmp_path: Path, outputs: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    script = stand_in(tmp_path, "done()")
+    folder = cell_folder(outputs, "seed=1")
+    for text, said in (
+        (to_yaml(compose(["seed=1", "trainer.steps=7"])), f"{folder} is no longer the run of this cell"),
+        ("trainer: [", f"{folder}/config.yaml: not valid YAML"),
+    ):
+        (folder / "config.yaml").write_text(text)
+        assert run(monkeypatch, script, "seed=1,2") == 1
+        shown = capsys.readouterr().out
+        assert said in shown and "1     seed=1     changed" in shown
+    assert [arguments[-1] for arguments, _ in started(tmp_path)] == ["seed=2"]
+
+
+def test_several_run_side_by_side_with_their_share_of_the_machine(
+    tmp_path: Path, outputs: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    behaviour = """
+print("said by", os.environ["OMP_NUM_THREADS"], os.environ.get("CUDA_VISIBLE_DEVICES"))
+print("to stderr", file=sys.stderr)
+(folder / "here").touch()
+until = time.time() + 30
+while len(list(folder.parent.glob("*/here"))) < 2 and time.time() < until: time.sleep(0.01)
+sys.stdout.flush()
+if time.time() < until: done()
+"""
+    script = stand_in(tmp_path, behaviour)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    monkeypatch.setattr("rtx.sweep.launcher.cores", lambda: 4)
+    assert run(monkeypatch, script, "seed=1,2,3", "sweep.parallel=2") == 0
+    shown = capsys.readouterr().out
+    assert "each cell prints into output.log in its folder; to watch: rtx sweep " in shown
+    assert "cell 3 of 3: seed=3: done\n" in shown
+    assert "said by" not in shown
+    logs = [(folder / "output.log").read_text() for _, folder in started(tmp_path)]
+    assert {line for log in logs for line in log.splitlines()} == {"said by 2 3", "said by 2 5", "to stderr"}
+
+
+def test_what_cannot_be_written(tmp_path: Path, outputs: Path, monkeypatch: Patch, capsys: Capture) -> None:
+    script = stand_in(tmp_path, "done()")
+    (cell_folder(outputs, "seed=1") / "output.log").mkdir()
+    (outputs / "rtx" / "sweeps.jsonl").write_text('{"time": "20')  # a full disk has cut it short
+    assert run(monkeypatch, script, "seed=1,2,3") == 1
+    said = capsys.readouterr()
+    assert "Is a directory" in said.out and "Traceback" not in said.err
+    assert [row[2] for row in table(said.out) if "seed=" in " ".join(row[1:2])] == ["failed", "done", "done"]
+    torn, row = (outputs / "rtx" / "sweeps.jsonl").read_text().splitlines()
+    assert torn == '{"time": "20' and len(json.loads(row)["cells"]) == 3
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RTX_OUTPUTS", str(tmp_path / "file"))
+    assert run(monkeypatch, script, "seed=1,2") == 2
+    error = capsys.readouterr().err
+    assert "set RTX_OUTPUTS to a folder that you can write" in error and "Traceback" not in error
+
+
+def test_a_cell_in_use_is_waited_for_behind_the_others(
+    tmp_path: Path, outputs: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    script = stand_in(tmp_path, '(folder.parent / "other").touch(); done()')
+    folder = cell_folder(outputs, "seed=1")
+    wait = (
+        "import sys, time, pathlib; from rtx.training.run_folder import working_in\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "with working_in(folder) as status:\n"
+        "    while not (folder.parent / 'other').exists(): time.sleep(0.01)\n"
+        "    time.sleep(0.5)\n"
+        "    status.update(final={'bits': 1.25})\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", wait, str(folder)], env=environment, text=True) as one:
+        patiently(lambda: run_state(folder) == "running", one)
+        assert run(monkeypatch, script, "seed=1,2") == 0
+    shown = capsys.readouterr().out
+    assert shown.count("is in use by process") == 1 and "the others go first" in shown
+    assert [row[2] for row in table(shown)] == ["done", "done"] and "1.2500" in shown
+    assert [arguments[-1] for arguments, _ in started(tmp_path)] == ["seed=2"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)])
+def test_a_signal_reaches_the_current_cell_once_and_ends_the_sweep_after_it(
+    tmp_path: Path, outputs: Path, number: int, code: int
+) -> None:
+    behaviour = f"""
+seen = []
+signal.signal({int(number)}, lambda *_: seen.append(1))
+(folder / "ready").touch()
+while not seen: time.sleep(0.01)
+time.sleep(0.2)
+end({code}, "interrupted", seen=len(seen))
+"""
+    with begin(stand_in(tmp_path, behaviour), "seed=1,2,3") as sweep:
+        patiently(lambda: list(outputs.glob("rtx/*/ready")), sweep)
+        os.killpg(sweep.pid, number)
+        shown, _ = sweep.communicate(timeout=60)
+    assert sweep.returncode == code
+    assert [row[2:4] for row in table(shown)] == [["interrupted", str(code)], *[["not", "started"]] * 2]
+    assert json.loads((started(tmp_path)[0][1] / "status.json").read_text())["seen"] == 1
+
+
+def test_a_second_interrupt_is_passed_on_and_a_third_kills(tmp_path: Path, outputs: Path) -> None:
+    behaviour = """
+signal.signal(signal.SIGINT, lambda *_: open(folder / "seen", "a").write("x"))
+(folder / "ready").touch()
+while True: time.sleep(0.01)
+"""
+    with begin(stand_in(tmp_path, behaviour), "seed=1,2,3", "sweep.parallel=2") as sweep:
+        patiently(lambda: len(list(outputs.glob("rtx/*/ready"))) == 2, sweep)
+        for sizes in ([1, 1], [2, 2]):
+            os.killpg(sweep.pid, signal.SIGINT)
+            patiently(lambda sizes=sizes: [p.stat().st_size for p in outputs.glob("rtx/*/seen")] == sizes, sweep)
+        os.killpg(sweep.pid, signal.SIGINT)
+        shown, _ = sweep.communicate(timeout=60)
+    assert sweep.returncode == 130
+    assert [row[2] for row in table(shown)] == ["killed", "killed", "not"]
+
+
+def test_real_cells(tmp_path: Path, outputs: Path, monkeypatch: Patch, capsys: Capture) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("RTX_DATA", str(tmp_path / "data"))
+    (tmp_path / "book.txt").write_bytes(bytes(range(32, 127)) * 100)
+    arguments = ["train", "-m", "seed=1,2", *SMALL, "hardware=cpu"]
+    assert cli.main(arguments) == 0
+    assert [row[2] for row in table(capsys.readouterr().out)] == ["done", "done"]
+    assert len(list((outputs / "rtx").glob("*/config.yaml"))) == 2
+    assert cli.main(arguments) == 0
+    assert [row[2:4] for row in table(capsys.readouterr().out)] == [["done", "before"]] * 2
+    (tmp_path / "book.txt").write_bytes(bytes(range(126, 31, -1)) * 100)
+    assert cli.main(arguments) == 1
+    shown = capsys.readouterr().out
+    assert "was done with other data than are there now" in shown
+    assert not (tmp_path / "multirun").exists() and not (tmp_path / "outputs").exists()
+    assert {path.name for path in outputs.iterdir()} == {"rtx"}
