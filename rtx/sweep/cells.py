@@ -31,7 +31,7 @@ from rtx.compose import (
     to_yaml,
     with_absolute_path,
 )
-from rtx.config import Config, DataConfig
+from rtx.config import Config
 from rtx.disk import replace_file
 from rtx.errors import RunFailed, UserError
 from rtx.keys import conf_dir
@@ -52,11 +52,6 @@ class Cell:
     overrides: tuple[str, ...]
     folder: Path
     config: Config
-
-    @property
-    def data(self) -> DataConfig:
-        """What it is trained on."""
-        return self.config.data
 
     def title(self, keys: Sequence[str]) -> str:
         """Return the overrides of the given keys, as a user would write them."""
@@ -245,7 +240,7 @@ def data_changed(cell: Cell) -> bool:
 
     try:
         before = json.loads((cell.folder / "environment.json").read_text())["data"]["fingerprint"]
-        return open_data(cell.data, data_root()).fingerprint != before
+        return open_data(cell.config.data, data_root()).fingerprint != before
     except (OSError, ValueError, KeyError, TypeError, UserError, RunFailed):
         return False
 
@@ -278,10 +273,11 @@ def ending(cell: Cell, code: int | None, lines: Sequence[str], out_of_memory: bo
         return Outcome(cell.number, code, "done")
     own = status if status != before else {}
     state, killed = own.get("state", ""), code in (None, 128 + signal.SIGKILL)
+    lost = last_words(lines) if code is None else ""
     if state in STOPPED.values():
-        return Outcome(cell.number, code, state)
+        return Outcome(cell.number, code, state, lost)
     if state != "failed" and killed and not out_of_memory:
-        return Outcome(cell.number, code, "killed", "" if code else last_words(lines))
+        return Outcome(cell.number, code, "killed", lost)
     if state != "failed" and code in STOPPED:
         return Outcome(cell.number, code, STOPPED[code])
     reason = own.get("reason") if state == "failed" else ""

@@ -83,45 +83,34 @@ def standing(folder: Path, title: str) -> Standing:
     state = status["state"]
     if state == "running" and not seems_running(folder, status):
         state = "killed"
-    rows = training_rows(folder / "metrics.jsonl")
     step, steps = status.get("step") or 0, status.get("steps")
     if state == "done":
         bits = (status.get("final") or {}).get("bits")
         return Standing(title, state, step, steps, bits, whole=status.get("seconds"))
-    bits, pace, left = None, seconds_per_step(rows), None
-    if rows:
-        step, bits = max(step, rows[-1]["step"]), rows[-1].get("bits")
-    if state == "running" and pace and steps:
-        left = max(0.0, pace * (steps - rows[-1]["step"]) - age(rows[-1].get("time")))
+    row, left = last_row(folder / "metrics.jsonl"), None
+    whole = steps * row["seconds"] / row["step"] if steps and row.get("seconds") and row["step"] else None
+    if state == "running" and whole and steps:
+        left = max(0.0, whole * (1 - row["step"] / steps) - age(row.get("time")))
     reason = str(status.get("reason") or "") if state == "failed" else ""
-    return Standing(title, state, step, steps, bits, left, pace * steps if pace and steps else None, reason)
+    return Standing(title, state, max(step, row.get("step", 0)), steps, row.get("bits"), left, whole, reason)
 
 
-def training_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the last training rows of a metrics.jsonl; those before a step that was taken again are left out."""
+def last_row(path: Path) -> dict[str, Any]:
+    """Return the last training row of a metrics.jsonl, empty where there is none."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
             lines = file.read().splitlines()
     except OSError:
-        return []
-    rows: list[dict[str, Any]] = []
-    for line in lines:
+        return {}
+    for line in reversed(lines):
         try:
             row = json.loads(line)
         except ValueError:
-            continue  # the first one may be cut, the last one half written
+            continue  # half written, or cut
         if isinstance(row, dict) and row.get("kind") == "train" and isinstance(row.get("step"), int):
-            rows = [before for before in rows if before["step"] < row["step"]] + [row]
-    return rows
-
-
-def seconds_per_step(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the seconds that a step takes, validations and checkpoints included; None where too little is known."""
-    timed = [(row["step"], row["seconds"]) for row in rows if isinstance(row.get("seconds"), int | float)]
-    first, last = (timed if len(timed) > 1 else [(0, 0.0), *timed])[0], (timed or [(0, 0.0)])[-1]
-    steps, seconds = last[0] - first[0], last[1] - first[1]
-    return seconds / steps if steps > 0 and seconds > 0 else None
+            return row
+    return {}
 
 
 def age(time: Any) -> float:

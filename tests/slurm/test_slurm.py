@@ -72,7 +72,7 @@ def test_a_table_goes_through_a_queue(tmp_path: Path, environment: dict[str, str
 
     again = rtx(tmp_path, environment, *words)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert again.stdout.count("is a job") == 1
+    assert again.stdout.count(": begins") == 1
     assert sorted(states(again.stdout)["done"]) == sorted([*ended["done"], killed.name])
 
     for run in (back, killed):

@@ -76,7 +76,6 @@ def test_a_job_that_is_cancelled_saves_and_the_others_go_on(tmp_path: Path, envi
     assert sweep.returncode == 1 and "Traceback" not in said, said
     ended = states(said)
     assert ended["preempted"] == [run.name] and len(ended["done"]) == 1, said
-    assert "its job ended: " in said
     status = json.loads((run / "status.json").read_text())
     assert read_checkpoint(run / "checkpoints" / "last.ckpt")["step"] == status["step"]
     again = rtx(tmp_path, environment, *words)
