@@ -6,7 +6,9 @@ they are given, those that save (`Checkpoint`) after all others.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from torch import nn
 
 from rtx.config import Config
@@ -446,13 +449,14 @@ class Bar(TQDMProgressBar, StepCallback):
         super().__init__()
         self.metrics = metrics
 
-    validation_description = "validating"  # type: ignore[assignment]
-
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         """Begin at the step that a checkpoint has reached."""
-        super().on_train_start(trainer)
-        bar = self.train_progress_bar
-        bar.bar_format, bar.total, bar.n = "{bar:12}| {desc}", self.metrics.plan.steps, trainer.global_step
+        plan, step = self.metrics.plan, trainer.global_step
+        self.train_progress_bar = Tqdm(total=plan.steps, initial=step, file=sys.stdout, bar_format="{bar:12}| {desc}")
+
+    def init_validation_tqdm(self) -> Tqdm:
+        """Return the bar of a validation, which goes away."""
+        return Tqdm(file=sys.stdout, leave=False, bar_format="{bar:12}| validating {n_fmt}/{total_fmt}")
 
     def on_train_epoch_start(self, *_: Any) -> None:
         """Do nothing: a run is one epoch."""
@@ -474,9 +478,9 @@ class Bar(TQDMProgressBar, StepCallback):
 
     def on_exception(self, *_: Any) -> None:
         """Leave the line to the message."""
-        for bar in (self._train_progress_bar, self._val_progress_bar):  # the public names raise where there is none
-            if bar is not None:
-                bar.close()
+        with contextlib.suppress(TypeError):  # there is none yet
+            self.train_progress_bar.close()
+            self.val_progress_bar.close()
 
 
 class PlainLines(StepCallback):

@@ -39,6 +39,7 @@ from rtx.training.distributed import (
 )
 from rtx.training.hardware import Hardware
 from rtx.training.module import TrainingModule
+from rtx.training.progress import say
 from rtx.training.run_folder import Status, shown
 from rtx.training.signals import PREEMPTED, Signals, Stopped, state_after
 
@@ -140,7 +141,7 @@ class Run:
         telemetry: Callable[[nn.Module], dict[str, float]] = lambda model: {},
         loggers: Sequence[Logger] = (),
         status: Status | None = None,
-        say: Callable[[str], object] = print,
+        say: Callable[[str], object] = say,
     ) -> None:
         silence_lightning()
         self.hardware, self.folder, self.module, self.data = hardware, folder, module, data

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,6 +151,19 @@ def test_what_a_run_writes(tmp_path: Path, model: Bigram) -> None:
     scores = {row["step"]: row["val_bits"] for row in rows if row["kind"] == "valid"}
     assert best["step"] == min(scores, key=lambda step: scores[step])
     assert outcome.best == {"step": best["step"], "bits": min(scores.values()), "windows": 3}
+
+
+def test_a_terminal_has_a_bar_that_leaves_the_line_to_messages(
+    tmp_path: Path, model: Bigram, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    run_fit(tmp_path, small_config(), model)
+    shown = capsys.readouterr().out
+    assert re.search(r"\r.*\| step 6/6 \| \S+ bits \| lr \S+ \| \S+ units/s \| 0:00 left", shown)
+    assert re.search(r"step 3: validation \S+ bits \(24 units\)\n", shown)
+    model.spoil = lambda: True
+    with pytest.raises(RunFailed, match="the loss is nan"):
+        run_fit(tmp_path, small_config(), model)
 
 
 def test_a_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path: Path, model: Bigram) -> None:
