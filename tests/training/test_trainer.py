@@ -20,7 +20,7 @@ from rtx.compose import to_dict
 from rtx.config import Config, DataConfig, LoggerConfig, OptimizerConfig, TrainerConfig
 from rtx.data.sampler import TrainingItems
 from rtx.errors import RunFailed
-from rtx.training.checkpoint import newest_checkpoint, read_checkpoint, resumable
+from rtx.training.checkpoint import CheckpointFiles, newest_checkpoint, read_checkpoint, resumable
 from rtx.training.datamodule import DataModule
 from rtx.training.distributed import Ranks
 from rtx.training.hardware import has_compiler, resolve_hardware
@@ -164,6 +164,17 @@ def test_a_terminal_has_a_bar_that_leaves_the_line_to_messages(
     model.spoil = lambda: True
     with pytest.raises(RunFailed, match="the loss is nan"):
         run_fit(tmp_path, small_config(), model)
+
+
+def test_scores_of_other_windows_are_not_compared(tmp_path: Path, model: Bigram) -> None:
+    first = run_fit(tmp_path, small_config(steps=3), model).best
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    better = read_checkpoint(path)
+    better["callbacks"]["Best"]["best"]["bits"] = 0.1  # as if the few windows had been easy ones
+    CheckpointFiles().save_checkpoint(better, path)
+    again = run_fit(tmp_path, small_config(steps=6, val_windows=None), Bigram(), resume=True)
+    assert first is not None and first["windows"] == 3
+    assert again.best == {"bits": again.final.bits, "step": 6, "windows": 50}
 
 
 def test_a_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path: Path, model: Bigram) -> None:
