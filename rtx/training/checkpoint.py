@@ -72,20 +72,20 @@ class CheckpointFiles(CheckpointIO):
         try:
             path.parent.mkdir(exist_ok=True)
             written = write_beside(path, lambda file: write_zip(file, checkpoint))
+            if path.name == "last.ckpt":
+                self.move_along(path, written)
+            os.replace(written, path)
+            sync_folder(path.parent)
+            if path.name == "last.ckpt":
+                self.steps = [checkpoint["step"], self.steps[0]]
+                self.delete_oldest(path.parent)
         except OSError as error:
             raise RunFailed(f"cannot write {path}: {error.strerror}") from error
-        if path.name == "last.ckpt":
-            self.move_along(path, written)
-        os.replace(written, path)
-        sync_folder(path.parent)
-        if path.name == "last.ckpt":
-            self.steps = [checkpoint["step"], self.steps[0]]
-            self.delete_oldest(path.parent)
 
     def move_along(self, last: Path, written: Path) -> None:
         """Let `last.ckpt` become `previous.ckpt`, and that one `step_<step>.ckpt`, just before the new one comes."""
         previous = last.with_name("previous.ckpt")
-        if self.keep > 2:
+        if self.keep > 2 and previous.exists():
             step = whole_step(previous) if self.steps[1] is None else self.steps[1]
             if step is not None:
                 os.replace(previous, previous.with_name(f"step_{step:07d}.ckpt"))

@@ -78,16 +78,7 @@ def make_trainer(
     loggers: Sequence[Logger],
     max_steps: int,
 ) -> pl.Trainer:
-    """Return the Trainer of a run; what it does by itself that this project does otherwise is turned off.
-
-    Args:
-        config: the resolved configuration.
-        hardware: what it means on this machine.
-        folder: of the run.
-        callbacks: in their order.
-        loggers: where rows go.
-        max_steps: of the whole run, those of earlier processes included.
-    """
+    """Return the Trainer of a run; what it does by itself that this project does otherwise is turned off."""
     precision: Any = PRECISIONS[hardware.precision]
     plugins: list[Any] = [cluster_environment(hardware), CheckpointFiles(config.trainer.keep_checkpoints)]
     if hardware.sharded and precision == "64-true":  # Lightning refuses the word, and takes the plugin
@@ -150,10 +141,8 @@ class Run:
         checkpoints = folder / "checkpoints"
         self.metrics = Metrics(config, module.ranks, telemetry, lambda: data.seconds, status, say)
         self.watch = Watch(signals, self.metrics)
-        self.best, self.last = (
-            Best(checkpoints / "best.ckpt", status),
-            Last(checkpoints / "last.ckpt", self.watch, status),
-        )
+        self.best = Best(checkpoints / "best.ckpt", status)
+        self.last = Last(checkpoints / "last.ckpt", self.watch, status)
         callbacks = [
             Together(module.ranks, begins_with(module, data.step)),
             RandomState(config.seed, module),
@@ -161,14 +150,8 @@ class Run:
             Bar(self.metrics) if status and sys.stdout.isatty() else PlainLines(self.metrics),
             *(self.best, self.last),
         ]
-        self.trainer = make_trainer(
-            config,
-            hardware,
-            folder,
-            callbacks,
-            loggers,
-            max(config.trainer.steps, data.step + 1),  # with no step left Lightning would not even begin
-        )
+        steps = max(config.trainer.steps, data.step + 1)  # with no step left Lightning would not even begin
+        self.trainer = make_trainer(config, hardware, folder, callbacks, loggers, steps)
 
     def fit(self, checkpoint: Path | None) -> Outcome:
         """Train to the last step, and score the whole validation split.

@@ -327,3 +327,13 @@ def test_a_folder_that_was_removed_is_made_again_and_without_its_run_the_error_i
     shutil.rmtree(folder.parent)
     with pytest.raises(RunFailed, match="No such file or directory"):
         save_last(folder, checkpoint(2))
+
+
+def test_checkpoints_that_others_have_removed_are_not_missed(tmp_path: Path) -> None:
+    files = CheckpointFiles(4)
+    for step in range(1, 4):
+        save_last(tmp_path, checkpoint(step), 4, files)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    save_last(tmp_path, checkpoint(4), 4, files)
+    assert names(tmp_path) == ["last.ckpt"]
