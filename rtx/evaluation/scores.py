@@ -115,19 +115,18 @@ def score_windows(
     """
     device = next(model.parameters()).device
     at_A = None if answers is None else torch.from_numpy(answers).to(device)
-    sums_K2 = torch.zeros(len(windows), 2, dtype=torch.float64)
+    sums_K3 = np.zeros((len(windows), 3))
     was_training = model.training
     model.eval()
     try:
         for batch in equal_batches(windows, batch_size):
-            sums_K2[batch] = score_batch(model, tokens, [windows[k] for k in batch], at_A, streaming, device)
+            tokens_BN, skipped_B = read_windows(tokens, [windows[k] for k in batch])
+            sums_K3[batch] = score_batch(model, tokens_BN.to(device), skipped_B.to(device), at_A, streaming)
             on_progress(batch[-1] + 1, len(windows))
     finally:
         model.train(was_training)
-    nats_K, right_K = sums_K2.T.contiguous().numpy()
-    if answers is not None:
-        return Score(np.full(len(windows), len(answers), dtype=np.float64), nats_K, right_K)
-    return Score(np.array([window.stop - window.first for window in windows], dtype=np.float64), nats_K)
+    units_K, nats_K, right_K = np.ascontiguousarray(sums_K3.T)
+    return Score(units_K, nats_K, None if at_A is None else right_K)
 
 
 def equal_batches(windows: Sequence[Window], batch_size: int | None) -> list[list[int]]:
@@ -144,26 +143,27 @@ def equal_batches(windows: Sequence[Window], batch_size: int | None) -> list[lis
     return batches
 
 
-def score_batch(
-    model: nn.Module,
-    tokens: np.ndarray,
-    windows: Sequence[Window],
-    at_A: Tensor | None,
-    streaming: bool,
-    device: torch.device,
-) -> Tensor:
-    """Return what each of some windows of equal length scores: nats, and right answers; float64 `[B, 2]` on the CPU."""
+def read_windows(tokens: np.ndarray, windows: Sequence[Window]) -> tuple[Tensor, Tensor]:
+    """Return windows of equal length: ids `[B, N]`, and the units before the first that counts `[B]`; int64."""
     rows = np.stack([tokens[window.start : window.stop] for window in windows]).astype(np.int64)
-    tokens_BN = torch.from_numpy(rows).to(device)
-    if at_A is not None:
-        assert all(window.first == window.start for window in windows), "answers are scored in whole windows"
+    return torch.from_numpy(rows), torch.tensor([window.first - window.start for window in windows])
+
+
+def score_batch(
+    model: nn.Module, tokens_BN: Tensor, skipped_B: Tensor, at_A: Tensor | None, streaming: bool = False
+) -> Tensor:
+    """Return what each window of `read_windows` scores: units, nats and right answers; float64 `[B, 3]` on the CPU."""
+    if at_A is None:
+        nats_BN, _ = model.loss(tokens_BN, prefix=streaming)  # type: ignore[operator]
+        counts_BN = torch.arange(tokens_BN.shape[1], device=tokens_BN.device) >= skipped_B[:, None]
+        nats_B = torch.where(counts_BN, nats_BN.double(), 0.0).sum(dim=1)
+        units_B, right_B = counts_BN.sum(dim=1), torch.zeros_like(nats_B)
+    else:
+        assert not skipped_B.any(), "answers are scored in whole windows"
         nats_BA, right_BA, _ = model.answers(tokens_BN, at_A, prefix=streaming)  # type: ignore[operator]
-        return torch.stack([nats_BA.double().sum(dim=1), right_BA.double().sum(dim=1)], dim=1).cpu()
-    nats_BN, _ = model.loss(tokens_BN, prefix=streaming)  # type: ignore[operator]
-    skipped_B1 = torch.tensor([[window.first - window.start] for window in windows], device=device)
-    scored_BN = torch.arange(rows.shape[1], device=device) >= skipped_B1
-    nats_B = torch.where(scored_BN, nats_BN.double(), 0.0).sum(dim=1)
-    return torch.stack([nats_B, torch.zeros_like(nats_B)], dim=1).cpu()
+        nats_B, right_B = nats_BA.double().sum(dim=1), right_BA.double().sum(dim=1)
+        units_B = torch.full_like(nats_B, len(at_A))
+    return torch.stack([units_B.double(), nats_B, right_B], dim=1).cpu()
 
 
 def measured(

@@ -20,7 +20,7 @@ from rtx.data.catalog import Store
 from rtx.data.recall import RecallStore
 from rtx.data.sampler import Items, MadeItems, TrainingItems, training_batches
 from rtx.data.windows import Window, Windows, windows
-from rtx.evaluation.scores import equal_batches, sample_windows
+from rtx.evaluation.scores import equal_batches, read_windows, sample_windows
 from rtx.training.hardware import Hardware
 from rtx.training.signals import ignore_signals
 
@@ -154,10 +154,8 @@ class WindowBatches:
     def batch(self, at: int, counts: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return a batch; its windows are numbered only if they count."""
         numbers = self.batches[at]
-        read = [self.chosen[number] for number in numbers]
-        rows = np.stack([self.tokens[window.start : window.stop] for window in read]).astype(np.int64)
-        skipped = [window.first - window.start for window in read]
-        return torch.from_numpy(rows), torch.tensor(skipped), torch.tensor(numbers if counts else [-1] * len(numbers))
+        read = read_windows(self.tokens, [self.chosen[number] for number in numbers])
+        return (*read, torch.tensor(numbers if counts else [-1] * len(numbers)))
 
 
 def loader_process_starts(worker: int) -> None:

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rtx.attention.centroids import after_step, initialise_from_data
 from rtx.config import Config
-from rtx.evaluation.scores import Score
+from rtx.evaluation.scores import Score, score_batch
 from rtx.model.transformer import Transformer, compile_loss
 from rtx.training.checkpoint import FORMAT
 from rtx.training.distributed import Ranks
@@ -152,20 +152,11 @@ class TrainingModule(pl.LightningModule):
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
         """Score windows of equal length: ids `[B, N]`, units before the first that counts `[B]`, their numbers `[B]`.
 
-        A number of -1 marks a window that another rank scores: it keeps this one in step (`data.windows`).
+        A number of -1 marks a window that another rank scores: it keeps this one in step (`WindowBatches`).
         """
         tokens_BN, skipped_B, number_B = batch
-        if self.at_A is None:
-            nats_BN, _ = self.model.loss(tokens_BN)  # type: ignore[operator]
-            counts_BN = torch.arange(tokens_BN.shape[1], device=tokens_BN.device) >= skipped_B[:, None]
-            nats_B = torch.where(counts_BN, nats_BN.double(), 0.0).sum(dim=1)
-            units_B, right_B = counts_BN.sum(dim=1), torch.zeros_like(nats_B)
-        else:
-            nats_BA, right_BA, _ = self.model.answers(tokens_BN, self.at_A)  # type: ignore[operator]
-            nats_B, right_B = nats_BA.double().sum(dim=1), right_BA.double().sum(dim=1)
-            units_B = torch.full_like(number_B, len(self.at_A))
-        found_B4 = torch.stack([number_B.double(), units_B.double(), nats_B, right_B], dim=1).cpu()
-        self.scored.append(found_B4[found_B4[:, 0] >= 0])
+        scored_B3, number_B = score_batch(self.model, tokens_BN, skipped_B, self.at_A), number_B.cpu()
+        self.scored.append(torch.cat([number_B[:, None], scored_B3], dim=1)[number_B >= 0])
 
     def on_validation_epoch_end(self) -> None:
         """Join the ranks' windows in their order into one score, the same on any number of ranks."""
