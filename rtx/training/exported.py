@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+from safetensors import SafetensorError
 
 from rtx.disk import remove_leftovers, replace_file, write_json
 from rtx.errors import RunFailed, UserError
-from rtx.training.checkpoint import Checkpoint
+from rtx.training.checkpoint import Checkpoint, Refused, check_layout
 
 WEIGHTS, FACTS = "model.safetensors", "export.json"
 
@@ -60,15 +61,17 @@ def read_export(folder: Path) -> Checkpoint:
     """
     try:
         facts: dict[str, Any] = json.loads((folder / FACTS).read_text())
-        known, digest = int(facts["format"]), str(facts["sha256"])
-        checkpoint = {name: facts[name] for name in KEPT}
+        if (known := int(facts["format"])) > FORMAT:
+            raise UserError(f"{folder} has format {known}; this rtx reads up to {FORMAT}: update rtx")
         weights = (folder / WEIGHTS).read_bytes()
+        if hashlib.sha256(weights).hexdigest() != facts["sha256"]:
+            raise RunFailed(f"{folder / WEIGHTS} is cut short or altered: export the run anew")
+        checkpoint = {**{name: facts[name] for name in KEPT}, "model": safetensors.torch.load(weights)}
+        check_layout(folder / FACTS, checkpoint)
     except FileNotFoundError as error:
         raise RunFailed(f"{error.filename} is missing: export the run anew") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except UserError:
+        raise
+    except (OSError, ArithmeticError, ValueError, LookupError, TypeError, Refused, SafetensorError) as error:
         raise RunFailed(f"{folder / FACTS} is damaged ({error}): export the run anew") from error
-    if known > FORMAT:
-        raise UserError(f"{folder} has format {known}; this rtx reads up to {FORMAT}: update rtx")
-    if hashlib.sha256(weights).hexdigest() != digest:
-        raise RunFailed(f"{folder / WEIGHTS} is cut short or altered: export the run anew")
-    return {**checkpoint, "model": safetensors.torch.load(weights)}
+    return checkpoint

@@ -52,13 +52,13 @@ class LoadedRun:
             UserError: the run has none, for it made its data on the fly (data=recall).
             RunFailed: its file is gone, or another.
         """
-        described = self.checkpoint["data"]["tokenizer"]
+        described = self.checkpoint["data"].get("tokenizer")
         if described is None:
             raise UserError(f"{self.folder}: a run on data={self.config.data.name} has no tokenizer")
         try:
             return load_tokenizer(described, self.folder)
-        except ValueError as error:
-            raise RunFailed(str(error)) from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise RunFailed(f"{self.folder}: its tokenizer cannot be read: {error}") from error
 
     @property
     def precision(self) -> str:
@@ -118,10 +118,13 @@ def load_run(
     """Load best or last of a run; `vocabulary` of the data that are read, unset: the run's. Errors as `load`."""
     found = read_export(folder) if is_export(folder) else load_for_use(folder / "checkpoints", checkpoint, say)
     check_config(found, to_dict(load_run_config(folder)), folder / RUN_CONFIG)
+    vocabulary = vocabulary or found["data"].get("vocabulary")
+    if not isinstance(vocabulary, int) or not isinstance(found["data"].get("tokenizer"), dict | None):
+        raise UserError(f"{folder}: {found['file']}.ckpt does not say what the units of its data are")
     if broken := [name for name, tensor in found["model"].items() if bool(tensor.isnan().any())]:
         raise RunFailed(f"{folder}: {found['file']}.ckpt (step {found['step']:,}) holds NaN, first in {broken[0]}")
     with torch.random.fork_rng(devices=[]):
-        model = Transformer(config, vocabulary or found["data"]["vocabulary"])
+        model = Transformer(config, vocabulary)
     load_weights(model, found, to_dict(config))
     if config.hardware.precision == "fp64":
         model = model.double()

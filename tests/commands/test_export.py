@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from test_eval_sample import rtx, train
 
 from rtx import load
 from rtx.disk import replace_file
+from rtx.errors import RunFailed, UserError
 from rtx.report.card import card
 from rtx.report.cells import collect
 from rtx.training import exported as export_files
@@ -126,3 +128,35 @@ def test_what_cannot_be_is_refused(run: Path, exported: Path, tmp_path: Path) ->
     assert b"folder" in rtx(home, "export", str(tmp_path / "nothing"), code=2).stderr
     rtx(home, "export", str(run), f"output={exported}")  # an export is written over
     rtx(home, "sample", str(exported), "length=4")
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        *(
+            {"format": None},
+            {"sha256": None},
+            {"config": None},
+            {"data": None},
+            {"data": {"fingerprint": "x"}},
+            {"step": "4"},
+        ),
+        *({"data": {"fingerprint": "x", "vocabulary": 256, "tokenizer": "bytes"}}, {"format": 1e400}),
+        {"data": {"fingerprint": "x", "vocabulary": 256, "tokenizer": {"name": "words"}}},
+    ],
+)
+def test_facts_that_cannot_be_right_are_told(run: Path, exported: Path, lie: dict[str, object]) -> None:
+    facts = json.loads((exported / "export.json").read_text())
+    (exported / "export.json").write_text(json.dumps({**facts, **lie}))
+    with pytest.raises((RunFailed, UserError)):
+        load(exported).tokenizer  # noqa: B018
+
+
+def test_weights_that_only_their_checksum_takes_for_weights(exported: Path) -> None:
+    content = b"\xff" * 64
+    (exported / "model.safetensors").write_bytes(content)
+    facts = json.loads((exported / "export.json").read_text())
+    facts["sha256"] = hashlib.sha256(content).hexdigest()
+    (exported / "export.json").write_text(json.dumps(facts))
+    with pytest.raises(RunFailed, match="is damaged"):
+        load(exported)
