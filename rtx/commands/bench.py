@@ -156,6 +156,7 @@ def take_turn(row: Row, options: BenchOptions) -> None:
 
     device = prepare_device(row.config)
     if row.step is None:
+        row.config = as_trained(row.config, row.vocabulary)
         row.step, row.parameters = training_step(
             row.config, row.vocabulary, device, training_ids(row.config, row.store, row.vocabulary)
         )
@@ -170,6 +171,17 @@ def take_turn(row: Row, options: BenchOptions) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
     row.ms_turns.append(1e3 * (time.perf_counter() - began) / options.per_turn)
+
+
+def as_trained(config: Config, vocabulary: int) -> Config:
+    """Return a configuration with what `rtx train` would choose for `auto` here: a report compares it with runs."""
+    from rtx.analysis.fitting import fit_to_device
+    from rtx.training.hardware import resolve_hardware
+    from rtx.training.memory import device_memory
+
+    fitted, _ = fit_to_device(config, vocabulary, device_memory(config) or 0)
+    hardware = dataclasses.replace(fitted.hardware, precision=resolve_hardware(fitted).precision)
+    return dataclasses.replace(fitted, hardware=hardware)
 
 
 def training_ids(config: Config, store: Store | None, vocabulary: int) -> Callable[[int], Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from rtx.attention.centroids import all_centroids
 from rtx.commands import bench
 from rtx.compose import compose
 from rtx.data.catalog import vocabulary_size
-from rtx.report.steps import DRAWN, READ, WHAT
+from rtx.report.cells import Cell, collect
+from rtx.report.scores import row_key
+from rtx.report.steps import DRAWN, READ, WHAT, read_record
 from rtx.training.module import build_model
 
 SIZES = (
@@ -89,13 +92,14 @@ def test_rows_that_differ_by_their_seed_alone_are_timed_once(workshop: Workshop)
     assert [row["config"]["seed"] for row in record_of(workshop, "seeds")["rows"]] == [1, 1]
 
 
-def test_batches_are_those_of_training_where_the_data_are_prepared(workshop: Workshop) -> None:
-    workshop.train("prepares", "trainer.steps=1")
-    words = [workshop.text, *TINY, "bench.turns=2", "bench.per_turn=1", "name=real", "model.base=local,full"]
-    assert "2 rows" in workshop.command("bench", "steps", *words)
+def test_batches_are_those_of_training_and_rows_those_of_runs(workshop: Workshop) -> None:
+    run = workshop.train("prepares", "trainer.steps=1", "hardware=auto")
+    words = [workshop.text, *TINY, "trainer.steps=1", "hardware=auto", "bench.turns=2", "bench.per_turn=1", "name=real"]
+    assert "2 rows" in workshop.command("bench", "steps", *words, "routing.window=8,4")
     record = record_of(workshop, "real")
     assert record["ids"] == READ and record_of(workshop, "timed")["ids"] == DRAWN
-    assert all(row["ms"] > 0 for row in record["rows"])
+    same, other = (row_key(Cell(Path(), row.config)) for row in read_record(record).rows)
+    assert row_key(collect([run]).cells[0]) == same != other
 
 
 def test_a_row_that_fails_leaves_the_others_running(workshop: Workshop) -> None:
