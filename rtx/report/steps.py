@@ -105,7 +105,7 @@ class StepRecord:
         where = [str(facts.get("device") or ""), torch, str(facts.get("time") or "")[:10]]
         of = f" of {bench['turns']}" if bench.get("turns") and done < bench["turns"] else ""
         return (
-            f"Rows in turn, each in a process of its own: the median of {plural(done, 'turn')}{of} of {steps}, "
+            f"Rows in turn: the median of {plural(done, 'turn')}{of} of {steps}, "
             f"after {warmup} of warm-up; {facts.get('ids')}; {', '.join(filter(None, where))}."
         )
 
