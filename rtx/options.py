@@ -221,7 +221,6 @@ MANY = 10_000
 class Command:
     """What stands behind the name of a command."""
 
-    usage: str
     options: type | None = None
     sections: tuple[str, ...] = ()
     """What may stand before an option and a dot; behind its command an option needs none."""
@@ -231,6 +230,8 @@ class Command:
     """Groups and keys of a run's configuration that may be changed for the command."""
     composes: bool = False
     """Whether the words make a configuration, where there is no run: then every group and key is read."""
+    words: str = ""
+    """What stands behind its name, where that is neither a run nor a setting."""
 
     @property
     def own(self) -> dict[str, Field]:
@@ -251,56 +252,37 @@ class Command:
         return [*self.own, *(key for key in keys if any(fnmatchcase(key, pattern) for pattern in self.keys))]
 
 
-ANALYSES = {
-    "divergence": DivergenceOptions,
-    "patterns": PatternsOptions,
-    "context": ContextOptions,
-}
-"""What `rtx analyze` can do."""
-
-WORDS = "[group=option ...] [key=value ...]"
 RUN_KEYS = ("data.*", "hardware", *DEVICE)
+RESUMED = ("hardware", "logger", "seed", *(f"{section}.*" for section in (*GROUPS, "trainer")))
 READS = {
-    "train": Command(f"rtx train {WORDS} [--cfg job] [-m]", composes=True),
-    "train -m": Command(f"rtx train -m {WORDS}", SweepOptions, ("sweep",), composes=True),
-    "plan": Command(f"rtx plan {WORDS} [--cfg job]", composes=True),
-    "resume": Command(
-        *("rtx resume <run> [key=value ...]", ResumeOptions, ("resume",), (1, 1)),
-        ("hardware", "logger", "seed", *(f"{section}.*" for section in (*GROUPS, "trainer"))),
-    ),
-    "eval": Command(
-        "rtx eval <run> [split=test] [mode=streaming] [stride=...] [limit=...] [ablate=routing] [key=value ...]",
-        *(EvalOptions, ("eval",), (1, 1), (*RUN_KEYS, "seed")),
-    ),
-    "audit": Command(
-        f"rtx audit <run ...> [windows=32] [positions=32] [key=value ...] | {WORDS}",
-        *(AuditOptions, ("audit",), (0, MANY), RUN_KEYS, True),
-    ),
-    **{
-        f"analyze {what}": Command(
-            f"rtx analyze {'|'.join(ANALYSES)} <run> [split=test] [key=value ...]",
-            *(options, ("analyze", "pictures", "eval"), (1, 1), RUN_KEYS),
-        )
-        for what, options in ANALYSES.items()
-    },
-    "sample": Command(
-        "rtx sample <run> [length=2000] [temperature=0.9] [top_k=...] [top_p=...] [prompt=...] [key=value ...]",
-        *(SampleOptions, ("sample",), (1, 1), ("hardware", *DEVICE)),
-    ),
-    "export": Command("rtx export <run> [checkpoint=last] [output=...]", ExportOptions, ("export",), (1, 1)),
-    "report": Command(
-        "rtx report [<run or sweep folder> ...] [output=...] [logger=offline] [key=value ...]",
-        *(ReportOptions, ("report",), (0, MANY), ("logger", "logger.*")),
-    ),
-    "sweep": Command("rtx sweep <folder> [once=true]", WatchOptions, ("sweep",), (1, 1)),
-    "bench steps": Command(f"rtx bench steps {WORDS}", BenchOptions, ("bench",), composes=True),
-    "data": Command(
-        "rtx data prepare|verify|info|remove [data=text] [data.path=book.txt] | list | remove <store>",
-        keys=("data", "data.*"),
-    ),
-    "schema": Command("rtx schema <group>"),
-    "completion": Command("rtx completion bash"),
+    "train": Command(composes=True),
+    "train -m": Command(SweepOptions, ("sweep",), composes=True),
+    "plan": Command(composes=True),
+    "resume": Command(ResumeOptions, ("resume",), (1, 1), RESUMED),
+    "eval": Command(EvalOptions, ("eval",), (1, 1), (*RUN_KEYS, "seed")),
+    "audit": Command(AuditOptions, ("audit",), (0, MANY), RUN_KEYS, True),
+    "analyze divergence": Command(DivergenceOptions, ("analyze",), (1, 1), RUN_KEYS),
+    "analyze patterns": Command(PatternsOptions, ("analyze", "pictures"), (1, 1), RUN_KEYS),
+    "analyze context": Command(ContextOptions, ("analyze", "pictures", "eval"), (1, 1), RUN_KEYS),
+    "sample": Command(SampleOptions, ("sample",), (1, 1), ("hardware", *DEVICE)),
+    "export": Command(ExportOptions, ("export",), (1, 1)),
+    "report": Command(ReportOptions, ("report",), (0, MANY), ("logger", "logger.*")),
+    "sweep": Command(WatchOptions, ("sweep",), (1, 1)),
+    "bench steps": Command(BenchOptions, ("bench",), composes=True),
+    "data": Command(keys=("data", "data.*"), words="prepare|verify|info|list|remove [<store>] [key=value ...]"),
+    "schema": Command(words="<group>"),
+    "completion": Command(words="bash"),
 }
+
+
+def usage(word: str) -> str:
+    """Return the usage line of a command, or of one of the things that it does."""
+    names = [name for name in READS if name == word or (name.startswith(f"{word} ") and name != "train -m")]
+    reads = READS[names[0]]
+    what = word if word in READS else f"{word} {'|'.join(name.partition(' ')[2] for name in names)}"
+    runs = {0: "", 1: "<run> "}.get(reads.runs[1], "[<run> ...] ")
+    settings = "[group=option ...] [key=value ...]" if reads.composes else "[key=value ...]"
+    return f"rtx {what} {reads.words or runs + settings}"
 
 
 @dataclass(frozen=True)
@@ -354,13 +336,13 @@ def leading_runs(command: str, words: Sequence[str]) -> list[Path]:
     Raises:
         UserError: there are fewer or more than the command takes.
     """
-    (least, most), usage = READS[command].runs, READS[command].usage
+    least, most = READS[command].runs
     setting = (not word or "=" in word or word.startswith("-") for word in words)
     ends = (k for k, is_set in enumerate(setting) if is_set and not os.path.isdir(words[k]))
     runs = [Path(word) for word in words[: next(ends, len(words))]]
     if len(runs) < least:
         found = f", not {shorten(words[len(runs)])!r}" if len(words) > len(runs) else ""
-        raise UserError(f"rtx {command} needs the run's folder first{found}; usage: {usage}")
+        raise UserError(f"rtx {command} needs the run's folder first{found}; usage: {usage(command)}")
     if len(runs) > most:
         raise UserError(f"rtx {command} takes {most} run{'s' * (most > 1)}, not also {shorten(str(runs[most]))!r}")
     return runs
@@ -440,4 +422,4 @@ def what_to_do(word: str, words: Sequence[str]) -> tuple[str, list[str]]:
         return what, list(words[1:])
     near = nearest(what, known) if what else ""
     said = f"rtx {word} {shorten(what)}".rstrip()
-    raise UserError(f"{said}: say {', '.join(known)}{near}; usage: {READS[f'{word} {known[0]}'].usage}")
+    raise UserError(f"{said}: say {', '.join(known)}{near}; usage: {usage(word)}")

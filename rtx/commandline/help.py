@@ -10,7 +10,7 @@ from typing import Any
 from rtx.config import GROUPS, SPREAD, all_fields, sections
 from rtx.errors import UserError
 from rtx.keys import Field, about, option_doc, options, suggest_key
-from rtx.options import LAUNCHED, READS, Command
+from rtx.options import LAUNCHED, READS, Command, usage
 from rtx.wording import written
 
 COLUMN = 30
@@ -63,7 +63,7 @@ def command_page(word: str, words: Sequence[str], summary: str = "") -> str:
     if word in FLAGS and (topics := [text for text in words if "=" not in text]):
         groups, keys = narrow(topics, groups, keys)
         return "\n".join([*group_lines(groups, values), *key_lines(keys, values)]).strip()
-    lines = [usage(first.usage), "", wrapped(f"{summary[:1].upper()}{summary[1:]}.")]
+    lines = [wrapped(f"usage: {usage(word)}"), "", wrapped(f"{summary[:1].upper()}{summary[1:]}.")]
     for each, command in reads.items():
         lines += option_lines(each, command, fresh) if command.options else []
     lines += [""] * (word in FLAGS) + [entry(flag, says) for flag, says in FLAGS.get(word, ())]
@@ -139,13 +139,6 @@ def entry(left: str, right: str, column: int = COLUMN) -> str:
     indent = " " * (column + 4 if width >= 2 * column + 20 else 8)
     head = start if len(start) <= len(indent) else start.rstrip() + "  "
     return textwrap.fill(right, width, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False)
-
-
-def usage(text: str) -> str:
-    """Return a usage line, wrapped for the terminal between its brackets."""
-    whole = text.replace(" ...]", "\N{NO-BREAK SPACE}...]")
-    lines = textwrap.wrap(whole, terminal_width() - 7, break_on_hyphens=False, break_long_words=False)
-    return "usage: " + "\n       ".join(lines).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def wrapped(text: str) -> str:

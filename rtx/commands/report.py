@@ -11,7 +11,7 @@ from rtx.compose import compose
 from rtx.config import LoggerConfig
 from rtx.disk import replace_file
 from rtx.errors import RunFailed, UserError
-from rtx.options import READS, read_words
+from rtx.options import read_words, usage
 from rtx.report.cells import collect
 from rtx.report.cells import run_folders as run_dirs
 from rtx.report.equal_time import equal_time_views
@@ -74,7 +74,7 @@ def list_tables(output: str | None) -> int:
         UserError: an output is named, but no run.
     """
     if output:
-        raise UserError(f"output={output}: which runs? usage: {READS['report'].usage}")
+        raise UserError(f"output={output}: which runs? usage: {usage('report')}")
     root = outputs_root()
     found = collect(sorted(path for path in root.glob("*") if path.is_dir())) if root.is_dir() else collect([])
     report = build(found, "")

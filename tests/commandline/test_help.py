@@ -53,7 +53,6 @@ def test_a_command_on_a_run_shows_its_own_defaults_alone() -> None:
     assert "\n  ddp" not in page and "\n  fsdp" not in page
     assert "\n  data.length " in page
     assert page.index("rtx eval: ") < page.index("hardware.<key>")
-    assert "\n  force=false " in help.command_page("resume", [])
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])

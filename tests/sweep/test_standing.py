@@ -133,7 +133,7 @@ def test_the_time_left_counts_what_waits() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "rtx sweep needs the run's folder first; usage: rtx sweep <folder> [once=true]"),
+        ([], "rtx sweep needs the run's folder first; usage: rtx sweep <run> [key=value ...]"),
         (["outputs/grid", "outputs/grid"], "rtx sweep takes 1 run, not also"),
         (["outputs/grids"], "no such folder (did you mean 'grid'?)"),
         (["outputs"], "holds no sweep; there is one in outputs/grid"),
