@@ -27,7 +27,7 @@ def test_bash_completes_by_the_script() -> None:
     [
         ("rtx tr", ["train "]),
         ("rtx train rou", ["routing=", "routing.selection="]),
-        ("rtx train -m seed=1 model.recompute=", ["true ", "false "]),
+        ("rtx train -m seed=1 model.recompute=", ["auto ", "true ", "false "]),
         ("rtx train -m routing=topk,ca", ["topk,causal "]),
         ("rtx train -m sweep.p", ["sweep.parallel="]),
         ("rtx eval outputs/rtx/run sp", ["split="]),
