@@ -155,19 +155,16 @@ def values_of(key: str, text: str, sweep: bool) -> list[Any]:
 
 def list_values(value: Sweep | Glob, key: str, shown: str) -> list[Any]:
     """Return the values that a sweep stands for, one more than `MOST_CELLS` at the most."""
-    match value:
-        case Glob():
-            return value.filter(list(options(key))) if key in GROUPS else []
-        case ChoiceSweep():
-            listed = list(value.list)
-        case RangeSweep() if not all(math.isfinite(each or 0) for each in (value.start, value.stop, value.step)):
-            raise UserError(f"{shown}: the ends and the step of a range must be finite")
-        case RangeSweep() if value.step == 0:
-            raise UserError(f"{shown}: the step of a range must not be 0")
-        case RangeSweep():
-            listed = list(itertools.islice(numbers(value), MOST_CELLS + 1))
-        case _:
-            raise UserError(f"{shown}: an interval has no end of values; list them, or use range(start,stop,step)")
+    if isinstance(value, Glob):
+        return value.filter(list(options(key))) if key in GROUPS else []
+    if isinstance(value, ChoiceSweep):
+        listed = list(value.list)
+    elif isinstance(value, RangeSweep):
+        if value.step == 0 or not all(math.isfinite(each or 0) for each in (value.start, value.stop, value.step)):
+            raise UserError(f"{shown}: the ends and the step of a range must be finite, and the step not 0")
+        listed = list(itertools.islice(numbers(value), MOST_CELLS + 1))
+    else:
+        raise UserError(f"{shown}: an interval has no end of values; list them, or use range(start,stop,step)")
     if value.shuffle:
         random.shuffle(listed)
     return listed
