@@ -48,7 +48,7 @@ def problems(schema: dict[str, Any], value: Any, where: str = "") -> list[str]:
 
 @pytest.mark.parametrize("group", [*GROUPS, "config"])
 def test_the_committed_schema_is_current(group: str) -> None:
-    path = ROOT / "schema" / f"{group}.json"
+    path = ROOT / "docs" / "schema" / f"{group}.json"
     assert path.read_text() == text_of(group), f"rtx schema {group} > {path.relative_to(ROOT)}"
 
 
