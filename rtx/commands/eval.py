@@ -53,8 +53,7 @@ def main(arguments: list[str]) -> int:
         raise AssertionError(f"scored {score.units} units of a split of {expected}")
     result = {
         **measured(store, options.split, reading, chosen, score, partial),
-        **score_facts(score, config, store),
-        **protocol_facts(run, store, reading, score, options, partial),
+        **facts(run, store, reading, score, options, partial),
         "split_units": expected,
         "windows": len(chosen),
         "seconds": time.monotonic() - began,
@@ -100,22 +99,17 @@ def score_split(
     return score
 
 
-def score_facts(score: Score, config: Config, store: Store) -> dict[str, Any]:
-    """Return the sums behind the score, how sure it is, and of answers how many were right."""
+def facts(
+    run: LoadedRun, store: Store, reading: Reading, score: Score, options: EvalOptions, partial: bool
+) -> dict[str, Any]:
+    """Return all that the number means: its sums, which weights, on what data, read how, in what arithmetic."""
+    config, data, own = run.config, store.describe(), run.has_data(store)
+    answers = {} if score.accuracy is None else {"accuracy": score.accuracy, "chance": 1 / config.data.values}
     return {
         "nats": score.nats,
         "units": score.units,
         "standard_error": score.standard_error if math.isfinite(score.standard_error) else None,
-        **({} if score.accuracy is None else {"accuracy": score.accuracy, "chance": 1 / config.data.values}),
-    }
-
-
-def protocol_facts(
-    run: LoadedRun, store: Store, reading: Reading, score: Score, options: EvalOptions, partial: bool
-) -> dict[str, Any]:
-    """Return all that the number means: which weights, on what data, read how, in what arithmetic."""
-    config, data, own = run.config, store.describe(), run.has_data(store)
-    return {
+        **answers,
         "partial": partial,
         "seed": config.seed if partial else None,
         "split": options.split,

@@ -30,12 +30,9 @@ def is_export(folder: Path) -> bool:
 
 
 def write_export(folder: Path, checkpoint: Checkpoint, files: Mapping[str, bytes]) -> None:
-    """Write a model into a folder, the facts first: with them it is known for an unfinished export, to be made anew.
+    """Write a model and what else belongs to it (`files`, by name) into a folder.
 
-    Args:
-        folder: made if need be.
-        checkpoint: from `load_for_use`.
-        files: what else belongs to it, by name: configuration, card, the file of a trained tokenizer.
+    The facts come first: with them it is known for an unfinished export, to be made anew.
 
     Raises:
         RunFailed: the folder cannot be written.
