@@ -166,7 +166,7 @@ def test_images_have_a_loss_by_position_alone(workshop: Workshop, image_run: Pat
 
 def test_what_is_not_there_to_analyze_is_said(workshop: Workshop, run: Path) -> None:
     said = workshop.command("analyze", "diverge", str(run), code=2)
-    assert "say divergence or patterns or context (did you mean 'divergence'?)" in said
+    assert "say divergence, patterns, context (did you mean 'divergence'?)" in said
     assert "needs the run's folder" in workshop.command("analyze", "divergence", code=2)
     assert "needs the run's folder" in workshop.command("analyze", "patterns", "layer=1", code=2)
     assert "unknown key 'draw'" in workshop.command("analyze", "divergence", str(run), "draw=3", code=2)
