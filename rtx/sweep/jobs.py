@@ -161,7 +161,7 @@ class Attempt:
         """Run the process to its end; returns its exit code, and its last lines."""
         self.launcher = ProcessLauncher()
         signal.signal(signal.SIGTERM, self.save)
-        return self.launcher.process(self.words, self.variables, self.folder, show=False)
+        return self.launcher.process(self.words, self.variables, self.folder, shown=False)
 
     def save(self, *signaled: Any) -> None:
         """Let the cell save and end. A scheduler may have told it, too: a second SIGUSR2 changes nothing."""

@@ -196,7 +196,7 @@ class ProcessLauncher(Launcher):
                 waiting.append(cell)
                 if cell.number not in self.told:
                     self.told.add(cell.number)
-                    print(f"\ncell {cell.number}: {use}; the others go first, then it is waited for", flush=True)
+                    show(f"\ncell {cell.number}: {use}; the others go first, then it is waited for\n")
                 self.stopping.wait(LOOK_SECONDS)
             except (UserError, OSError) as error:  # a full disk must not end the other cells
                 outcomes.append(Outcome(cell.number, 2, "failed", str(error)))
@@ -224,8 +224,7 @@ class ProcessLauncher(Launcher):
     def say(self, cell: Cell, line: str) -> None:
         """Print a line on a cell."""
         title = f"cell {cell.number} of {len(self.asked.cells)}: {cell.title(self.asked.swept)}"
-        sys.stdout.write("\n" * (not self.quiet) + f"{title}: {line}\n")  # in one piece: other threads may print, too
-        sys.stdout.flush()
+        show("\n" * (not self.quiet) + f"{title}: {line}\n")
 
     def attempt(self, cell: Cell, place: int) -> tuple[int | None, list[str], bool]:
         """Run the process of a cell to its end.
@@ -234,10 +233,10 @@ class ProcessLauncher(Launcher):
             Its exit code (128 + N after signal N), its last lines, whether it is known to have wanted memory.
         """
         variables = {**share(cell.config, place, self.places), **recorded_threads(cell)}
-        return *self.process(cell.overrides, variables, cell.folder, show=not self.quiet), False
+        return *self.process(cell.overrides, variables, cell.folder, shown=not self.quiet), False
 
     def process(
-        self, words: Sequence[str], variables: Mapping[str, str], folder: Path, show: bool
+        self, words: Sequence[str], variables: Mapping[str, str], folder: Path, shown: bool
     ) -> tuple[int, list[str]]:
         """Run `rtx train <words>` in the folder of a run, what it prints in a file there, and shown if asked for.
 
@@ -268,9 +267,8 @@ class ProcessLauncher(Launcher):
                 code = process.poll()
                 new = stream.feed(read.read())
                 text = (text + new)[-LAST_WORDS:]
-                if show:
-                    sys.stdout.write(new)
-                    sys.stdout.flush()
+                if shown:
+                    show(new)
         with self.guard:
             self.processes.discard(process)
         return code if code >= 0 else 128 - code, text.splitlines()
@@ -286,6 +284,13 @@ class ProcessLauncher(Launcher):
         with self.guard:
             for process in self.processes:
                 send(process, signal.SIGKILL if self.interrupts > 2 else number)
+
+
+def show(text: str) -> None:
+    """Print text in one piece, for other threads may print, too; that nobody reads any more must not end a cell."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
 
 def send(process: subprocess.Popen[bytes], number: int) -> None:

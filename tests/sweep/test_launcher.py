@@ -238,6 +238,15 @@ def test_what_cannot_be_written(tmp_path: Path, outputs: Path, monkeypatch: Patc
     assert "set RTX_OUTPUTS to a folder that you can write" in error and "Traceback" not in error
 
 
+def test_nobody_who_reads_any_more_is_no_reason_to_end_a_cell(tmp_path: Path, outputs: Path) -> None:
+    script = stand_in(tmp_path, 'print("\\u2026" * 9, flush=True); time.sleep(0.3); print("more", flush=True); done()')
+    with begin(script, "seed=1,2") as sweep:
+        assert sweep.stdout is not None and any("begins" in line for line in sweep.stdout)
+        sweep.stdout.close()
+        sweep.wait(timeout=60)
+    assert [run_state(folder) for _, folder in started(tmp_path)] == ["done", "done"]
+
+
 def test_a_cell_in_use_is_waited_for_behind_the_others(
     tmp_path: Path, outputs: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
