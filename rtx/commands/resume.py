@@ -6,14 +6,20 @@ from rtx.compose import load_run_config, merge, with_absolute_path
 from rtx.data.catalog import check_source, data_root
 from rtx.options import read_words
 from rtx.training.launchers import is_first
+from rtx.training.memory import on_other_devices
 from rtx.training.resumption import plan_resumption
+
+MICRO_BATCH = "trainer.micro_batch_size"
 
 
 def main(arguments: list[str]) -> int:
     """Run `rtx resume RUN [overrides]` and return the exit code."""
     words = read_words("resume", arguments)
     folder = words.runs[0].absolute()
-    config = with_absolute_path(merge(load_run_config(folder), words.overrides))
+    before = load_run_config(folder)
+    config = with_absolute_path(merge(before, words.overrides))
+    if on_other_devices(config, before) and not any(word.startswith(MICRO_BATCH) for word in words.overrides):
+        config = with_absolute_path(merge(config, [f"{MICRO_BATCH}=auto"]))
     plan, first = plan_resumption(folder, config), is_first()
     if isinstance(plan, str):  # all processes leave: nobody is to wait for the first one
         if first:

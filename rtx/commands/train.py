@@ -6,6 +6,7 @@ Where RTX_RUN names the folder of a run, the command goes on with it, and does n
 from __future__ import annotations
 
 import gc
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -300,7 +301,8 @@ def keep_tokenizer(store: TokenStore, folder: Path) -> None:
 def record_end(status: Status, outcome: Outcome, unit: str, measures: dict[str, Any]) -> None:
     """Write the status of a finished run."""
     score = outcome.final
-    final = {"bits": score.bits, "unit": unit, "units": score.units, "se": score.standard_error, **measures}
+    error = score.standard_error if math.isfinite(score.standard_error) else None  # of one window there is none
+    final = {"bits": score.bits, "unit": unit, "units": score.units, "se": error, **measures}
     if score.accuracy is not None:
         final["accuracy"] = score.accuracy
     status.update(step=outcome.step, seconds=outcome.seconds, best=outcome.best, final=final)

@@ -65,7 +65,9 @@ class RandomState(Callback):
         self.are_set = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the streams and sums of all ranks, which all call this."""
+        """Return the streams and sums of all ranks, which all call this; before the first batch those of before."""
+        if self.kept and not self.are_set:
+            return {"ranks": self.kept}
         return {"ranks": self.ranks.gather({"rng": rng_state(), "sums": dict(self.module.sums)})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -250,7 +252,8 @@ class Watch(StepCallback):
         """
         step, plan = trainer.global_step, self.plan
         due = any(step % every == 0 for every in (plan.log_every, plan.val_every, plan.checkpoint_every))
-        if due or step >= plan.steps or step % look_steps(module.device) == 0:
+        asked = self.ranks.world == 1 and self.signals.requested  # of several ranks, others may not know of it yet
+        if due or asked or step >= plan.steps or step % look_steps(module.device) == 0:
             problem = ""
             try:
                 self.metrics.see(module.read_back())
@@ -395,7 +398,7 @@ class Last(StepCallback, Checkpoint):
         began = time.monotonic()
         check_finite(trainer.global_step, trainer.lightning_module, trainer.optimizers[0])  # type: ignore[arg-type]
         trainer.save_checkpoint(self.path)
-        self.saved, self.watch.saved_at = trainer.global_step, time.monotonic()
+        self.saved, self.watch.saved_at, self.watch.save_up = trainer.global_step, time.monotonic(), False
         self.watch.metrics.leave_out(began)
         if self.status:
             self.status.update(step=self.saved, write=True)

@@ -30,6 +30,7 @@ from rtx.errors import UserError
 from rtx.training.hardware import Hardware
 from rtx.training.optimizers import SharedAdafactor
 from rtx.training.sharding import shared_as, whole
+from rtx.training.signals import started_by_another
 
 PATIENCE_SECONDS = 10.0
 """Time that the main thread is given to notice by itself that another process is gone, at its next exchange with it."""
@@ -132,7 +133,7 @@ def start_ranks(hardware: Hardware, folder: Path) -> list[subprocess.Popen[bytes
     Lightning's own launcher ends the first process by SIGKILL when another one is gone, and nothing could be said or
     written then; hence this one. `folder`: of the run, for commands that would make a new one.
     """
-    if hardware.launcher != "lightning" or hardware.devices == 1:
+    if hardware.launcher != "lightning" or hardware.devices == 1 or started_by_another():
         return []
     environment = StartedRanks()
     os.environ["MASTER_ADDR"] = environment.main_address

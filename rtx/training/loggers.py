@@ -63,9 +63,11 @@ def logging_to(
         yield [metrics, *([wandb] if wandb else [])]
         failed = 0
     finally:
-        metrics.close()
-        if wandb:
-            wandb.finish(exit_code=failed)
+        try:
+            metrics.close()
+        finally:
+            if wandb:
+                wandb.finish(exit_code=failed)
 
 
 class JsonlLogger(Logger):

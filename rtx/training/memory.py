@@ -52,8 +52,15 @@ def system_kills() -> int:
         return 0
 
 
+def on_other_devices(config: Config, before: Config) -> bool:
+    """Tell whether a run goes on with another number of devices, so that its micro-batch may not divide their share."""
+    return any(getattr(config.hardware, key) != getattr(before.hardware, key) for key in ("name", "devices", "nodes"))
+
+
 def as_chosen(config: Config, before: Config) -> Config:
     """Return a configuration in which what is `auto` is as a run has chosen it, by the run's own configuration."""
+    if on_other_devices(config, before):
+        return config
     trainer, model = config.trainer, config.model
     if trainer.micro_batch_size == "auto":
         trainer = dataclasses.replace(trainer, micro_batch_size=before.trainer.micro_batch_size)

@@ -165,9 +165,6 @@ class TrainingModule(pl.LightningModule):
         number_K, units_K, nats_K, right_K = all_K4[np.argsort(all_K4[:, 0])].T
         assert np.array_equal(number_K, np.arange(len(number_K))), "each window once"
         self.score, self.scored = Score(units_K, nats_K, None if self.at_A is None else right_K), []
-        self.log(
-            "val_bits", self.score.bits, logger=False, sync_dist=True, batch_size=1
-        )  # for callbacks that monitor it
 
     # Checkpoints
 

@@ -89,7 +89,8 @@ def shown(folder: Path) -> str:
 
 def unwritable(folder: Path, error: OSError) -> str:
     """Return the line for a folder that cannot be written."""
-    return f"cannot write to {folder}: {error.strerror}; set RTX_OUTPUTS to a folder that you can write"
+    name = "RTX_RUN" if given_folder() == folder else "RTX_OUTPUTS"
+    return f"cannot write to {folder}: {error.strerror}; set {name} to a folder that you can write"
 
 
 def open_own(path: Path, mode: str) -> IO[Any]:
