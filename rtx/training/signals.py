@@ -94,6 +94,7 @@ class Signals:
             self.waker.close()
         for number, handler in self.former.items():
             signal.signal(number, handler)
+        self.at_once = self.acknowledge = lambda _: None  # or the thread would keep the run and its data a while
 
     def install(self) -> None:
         """Set our handlers (again: Lightning sets its own for SIGTERM when a fit begins)."""
