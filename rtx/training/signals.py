@@ -94,7 +94,8 @@ class Signals:
             self.waker.close()
         for number, handler in self.former.items():
             signal.signal(number, handler)
-        self.at_once = self.acknowledge = lambda _: None  # or the thread would keep the run and its data a while
+        # Or the thread would keep the run and its data a while.
+        self.at_once, self.acknowledge = lambda code: None, lambda line: None
 
     def install(self) -> None:
         """Set our handlers (again: Lightning sets its own for SIGTERM when a fit begins)."""
