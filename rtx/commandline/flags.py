@@ -93,6 +93,11 @@ def check_first(word: str, arguments: list[str]) -> None:
         check_source(config.data, data_root())
     elif word == "plan":
         compose(words)
+    elif word == "resume":
+        from rtx.commands.resume import changed
+
+        read = read_words(command, words)
+        changed(load_run_config(read.runs[0]), read.overrides)
     elif word not in ("report", "sweep"):
         read = read_words(command, words)
         for run in read.runs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rtx.compose import load_run_config, merge, with_absolute_path
+from rtx.config import Config
 from rtx.data.catalog import check_source, data_root
 from rtx.options import read_words
 from rtx.training.launchers import is_first
@@ -12,14 +13,24 @@ from rtx.training.resumption import plan_resumption
 MICRO_BATCH = "trainer.micro_batch_size"
 
 
+def changed(before: Config, overrides: list[str]) -> Config:
+    """Return a run's configuration with changes; on other devices its micro-batch is chosen anew, unless named.
+
+    Raises:
+        UserError: as `merge`.
+    """
+    if not any(word.startswith(MICRO_BATCH) for word in overrides):
+        config = merge(before, [f"{MICRO_BATCH}=auto", *overrides])  # the old one need not divide a device's share
+        if on_other_devices(config, before):
+            return with_absolute_path(config)
+    return with_absolute_path(merge(before, overrides))
+
+
 def main(arguments: list[str]) -> int:
     """Run `rtx resume RUN [overrides]` and return the exit code."""
     words = read_words("resume", arguments)
     folder = words.runs[0].absolute()
-    before = load_run_config(folder)
-    config = with_absolute_path(merge(before, words.overrides))
-    if on_other_devices(config, before) and not any(word.startswith(MICRO_BATCH) for word in words.overrides):
-        config = with_absolute_path(merge(config, [f"{MICRO_BATCH}=auto"]))
+    config = changed(load_run_config(folder), words.overrides)
     plan, first = plan_resumption(folder, config), is_first()
     if isinstance(plan, str):  # all processes leave: nobody is to wait for the first one
         if first:

@@ -24,7 +24,7 @@ from rtx.training.checkpoint import CheckpointFiles, newest_checkpoint, read_che
 from rtx.training.datamodule import DataModule
 from rtx.training.distributed import Ranks
 from rtx.training.hardware import has_compiler, resolve_hardware
-from rtx.training.loggers import logging_to, read_metrics
+from rtx.training.loggers import TIME_FIELDS, logging_to, read_metrics
 from rtx.training.module import TrainingModule
 from rtx.training.optimizers import build_optimizer, learning_rate
 from rtx.training.rng import seed_everything
@@ -261,12 +261,12 @@ def test_minutes_make_a_checkpoint_due_whatever_the_step(
     run_fit(tmp_path, small_config(**rare, checkpoint_minutes=1000.0), model)
     assert [path.name for path in (tmp_path / "checkpoints").glob("[lps]*")] == ["last.ckpt"]
     (tmp_path / "checkpoints" / "last.ckpt").unlink()
-    monkeypatch.setattr("rtx.training.callbacks.look_steps", lambda device: 1000)  # the last numbers are read first
+    monkeypatch.setattr("rtx.training.callbacks.look_steps", lambda device: 1000)
     seed_everything(3)
     often = Bigram()
     run_fit(tmp_path, small_config(**rare, checkpoint_minutes=1e-9), often)
     steps = [read_checkpoint(path)["step"] for path in resumable(tmp_path / "checkpoints")]
-    assert steps == [6, 5, 4, 3, 2, 1]
+    assert steps == [6, 4, 2, 1], "one after each look: before the first step, and at the rows"
     for mine, other in zip(model.parameters(), often.parameters(), strict=True):
         assert torch.equal(mine, other)
 
@@ -322,6 +322,38 @@ def test_a_signal_during_validation_saves_and_leaves_it_for_later(
     )
     kinds = [(row["kind"], row["step"]) for row in read_metrics(tmp_path / "metrics.jsonl")]
     assert outcome.step == 6 and ("valid", 3) in kinds and ("valid", 6) in kinds
+
+
+def test_a_checkpoint_after_a_pending_validation_keeps_the_streams_and_sums_of_the_one_it_went_on_from(
+    tmp_path: Path, model: Bigram
+) -> None:
+    config, signals = small_config(steps=12, checkpoint_every=4, val_every=4, log_every=3), Signals()
+    (whole := tmp_path / "whole").mkdir()
+    (run := tmp_path / "run").mkdir()
+    run_fit(whole, config, model)
+    seed_everything(3)
+    stopped, passes = Bigram(), iter(range(100))
+
+    def stop_in_step_8() -> bool:
+        signals.requested = PREEMPTED if next(passes) == 14 else signals.requested
+        return False
+
+    stopped.spoil = stop_in_step_8
+    with pytest.raises(Stopped, match="at step 8; saved in"):
+        run_fit(run, config, stopped, signals)
+    killed, signals.requested = Bigram(), 0
+    killed.spoil = lambda: bool(1 / 0)  # in step 9, behind the validation and the checkpoint of step 8
+    with pytest.raises(ZeroDivisionError):
+        run_fit(run, config, killed, signals, resume=True)
+    last = read_checkpoint(run / "checkpoints" / "last.ckpt")
+    assert last["step"] == 8 and last["callbacks"]["Last"]["validated"] == 8
+    resumed = Bigram()
+    run_fit(run, config, resumed, signals, resume=True)
+    for mine, other in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    rows = [read_metrics(folder / "metrics.jsonl") for folder in (whole, run)]
+    one, other = ([{k: v for k, v in row.items() if k not in TIME_FIELDS} for row in found] for found in rows)
+    assert one == other
 
 
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler on a CPU")
