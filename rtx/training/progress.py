@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import sys
@@ -26,9 +27,13 @@ def say(line: str) -> None:
 def training_line(
     step: int, steps: int, bits: float, rate: float, units_per_second: float, seconds_left: float, memory: int
 ) -> str:
-    """Return `step 1,200/4,000 | 2.713 bits | lr 2.9e-03 | 84,210 units/s | 3:21 left | 1.2 GB`."""
+    """Return `step 1,200/4,000 | 2.713 bits | lr 2.9e-03 | 84,210 units/s | 3:21 left | 1.2 GB`.
+
+    `bits` is NaN before the first look at a GPU's numbers, and then left out.
+    """
+    score = "" if math.isnan(bits) else f"{bits:.3f} bits | "
     return (
-        f"step {step:,}/{steps:,} | {bits:.3f} bits | lr {rate:.1e} | {units_per_second:,.0f} units/s | "
+        f"step {step:,}/{steps:,} | {score}lr {rate:.1e} | {units_per_second:,.0f} units/s | "
         f"{clock(seconds_left)} left | {memory / 1e9:.1f} GB"
     )
 

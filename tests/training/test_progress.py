@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import sys
 
 import pytest
@@ -13,6 +14,8 @@ from rtx.training.progress import clock, say, training_line
 def test_the_line() -> None:
     line = training_line(1_200, 4_000, 2.713, 2.9e-3, 84_210, 201, 1_234_567_890)
     assert line == "step 1,200/4,000 | 2.713 bits | lr 2.9e-03 | 84,210 units/s | 3:21 left | 1.2 GB"
+    unknown = training_line(1, 4_000, math.nan, 2.9e-3, 84_210, 201, 1_234_567_890)
+    assert unknown == "step 1/4,000 | lr 2.9e-03 | 84,210 units/s | 3:21 left | 1.2 GB"
 
 
 def test_a_reader_that_has_gone_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
