@@ -3,7 +3,7 @@
 Exit codes: 0; 2 a mistake of the user, told in lines that begin with "rtx:"; 1 a run that failed or a fault of ours;
 130 after SIGINT; 143 after SIGTERM, and after SIGUSR1 and SIGUSR2 where they stop a run.
 
-`sys.argv` stays as it is, command word and all: Lightning starts the other ranks of a run with it.
+`sys.argv` stays as it is, command word and all: the first process of a run starts the other ranks with it.
 """
 
 from __future__ import annotations

@@ -95,18 +95,17 @@ def fit_to_device(config: Config, vocabulary: int, device_bytes: float, world: i
     return with_choice(config, size, recompute), line
 
 
-def with_less_memory(config: Config, asked: Config, world: int = 1) -> Config | None:
+def with_less_memory(config: Config, asked: Config) -> Config | None:
     """Return the configuration of the same steps to go on with when memory has run out, or None where there is none.
 
     The micro-batch is halved, to the next size that divides the batch; one of a single sequence gets recomputed blocks.
 
     Args:
         config: what ran out of memory, with neither key `auto`.
-        asked: the configuration as it was composed: only what is `auto` there may change.
-        world: devices that share a step.
+        asked: the configuration as it was composed, for one device: only what is `auto` there may change.
     """
     now, recompute = config.trainer.micro_batch_size, config.model.recompute is True
     assert isinstance(now, int)
-    if smaller := [size for size in micro_batch_sizes(asked, world) if size <= now // 2]:
+    if smaller := [size for size in micro_batch_sizes(asked, 1) if size <= now // 2]:
         return with_choice(config, smaller[0], recompute)
     return with_choice(config, now, True) if asked.model.recompute == "auto" and not recompute else None

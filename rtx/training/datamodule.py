@@ -134,14 +134,11 @@ class WindowBatches:
         tokens: the split, unsigned integers `[units]`.
         chosen: its windows.
         rank: this process among `world`.
-        batch_size: windows of a batch; unset: as many as make 16,384 units.
     """
 
-    def __init__(
-        self, tokens: np.ndarray, chosen: Sequence[Window], rank: int = 0, world: int = 1, batch_size: int | None = None
-    ) -> None:
+    def __init__(self, tokens: np.ndarray, chosen: Sequence[Window], rank: int = 0, world: int = 1) -> None:
         self.tokens, self.chosen, self.rank, self.world = tokens, chosen, rank, world
-        self.batches = equal_batches(chosen, batch_size)
+        self.batches = equal_batches(chosen, None)
 
     def __len__(self) -> int:
         return -(-len(self.batches) // self.world)

@@ -63,9 +63,7 @@ class Signals:
     ends the process where the main thread does not come round to it.
     """
 
-    def __init__(self, idle: str = "while no step was under way") -> None:
-        self.idle = idle
-        """What to say of the moment when a signal came that ended the work where it was."""
+    def __init__(self) -> None:
         self.requested, self.name = 0, "a signal"
         """Exit code and name of the first signal; of one that only another process of the run got, none is known."""
         self.holding = False
@@ -119,7 +117,7 @@ class Signals:
         """
         self.holding = False
         if self.requested:
-            raise Stopped(self.requested, f"stopped by {self.name} {self.idle}")
+            raise Stopped(self.requested, f"stopped by {self.name} while no step was under way")
 
     def watch(self) -> None:
         """Acknowledge a first SIGINT; end the process at a second, or if the main thread, free to, does not react.
@@ -164,9 +162,9 @@ def started_by_another() -> bool:
     return os.environ.get("LOCAL_RANK", "0") != "0" and os.environ.get(PARENT_VARIABLE) == str(os.getppid())
 
 
-def go_with_parent(parent: int | None = None) -> None:
-    """End this process within a second of the end of its parent (None: who announced itself), even while it waits."""
-    when_orphaned(parent or int(os.environ[PARENT_VARIABLE]), lambda: os._exit(1))
+def go_with_parent() -> None:
+    """End this process within a second of the end of its parent, who announced itself, even while it waits."""
+    when_orphaned(int(os.environ[PARENT_VARIABLE]), lambda: os._exit(1))
 
 
 def stop_with_sweep() -> None:
