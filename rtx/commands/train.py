@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -52,6 +52,7 @@ from rtx.training.run_folder import (
     given_folder,
     machine_changes,
     new_run_folder,
+    read_status,
     record_resumption,
     shown,
     working_in,
@@ -68,6 +69,8 @@ from rtx.training.signals import (
     stop_with_sweep,
 )
 from rtx.training.trainer import Outcome, Run
+
+Result = TypeVar("Result")
 
 SAMPLE_LENGTH, SAMPLE_TEMPERATURE, SAMPLE_SEED = 240, 0.8, 0
 SAMPLE_UNITS = 3072
@@ -119,14 +122,17 @@ def run(config: Config, hardware: Hardware, folder: Path | None = None, resumpti
                 if choice:
                     say(choice)
 
-                def attempt(fitted: Config, again: Resumption | None) -> None:
+                def attempt(fitted: Config, again: Resumption | None) -> Callable[[], object]:
                     machine, ranks = with_micro_batches(hardware, fitted), Ranks(0, hardware.world)
-                    train(fitted, machine, folder, store, signals, again or resumption, ranks, status)
+                    return train(fitted, machine, folder, store, signals, again or resumption, ranks, status)
 
-                within_memory(attempt, fitted, config, hardware.world)
+                tell_end = within_memory(attempt, fitted, config, hardware.world)
+                tell_end()
             return 0
         except Stopped as stop:
             print(stop, file=sys.stderr)
+            if folder and (read_status(folder) or {}).get("state") == "done":
+                return 0  # only an upload, or the closing lines, were cut short
             if folder:
                 print(f"continue with: rtx resume {shown(folder)}", file=sys.stderr)
             return stop.code
@@ -138,11 +144,12 @@ def memory_of(config: Config, hardware: Hardware) -> int:
 
 
 def within_memory(
-    attempt: Callable[[Config, Resumption | None], None], config: Config, asked: Config, world: int
-) -> None:
+    attempt: Callable[[Config, Resumption | None], Result], config: Config, asked: Config, world: int
+) -> Result:
     """Train; where memory runs out, go on from the newest checkpoint with smaller micro-batches, or begin again.
 
-    The other processes of a run would wait for one whose memory has run out: of several, none tries again.
+    The other processes of a run would wait for one whose memory has run out: of several, none tries again. Nor does it
+    help where a score had too little (`RunFailed`).
 
     Args:
         attempt: trains with a configuration; with a resumption, in a folder where a run has begun.
@@ -159,7 +166,7 @@ def within_memory(
             return attempt(config, again)
         except (RuntimeError, MemoryError) as error:
             reason, less = out_of_memory(error), with_less_memory(config, asked)
-            if world > 1 or less is None or not reason.startswith(f"{OUT_OF_MEMORY}: "):
+            if isinstance(error, RunFailed) or world > 1 or less is None or not reason.startswith(f"{OUT_OF_MEMORY}: "):
                 raise
         say(reason)
         config, again = less, Resumption(OUT_OF_MEMORY, differences(to_dict(config), to_dict(less)))
@@ -201,8 +208,8 @@ def train(
     resumption: Resumption | None,
     ranks: Ranks,
     status: Status | None,
-) -> None:
-    """Build the model, fit it and print what came of it; ranks without a `status` write nothing."""
+) -> Callable[[], object]:
+    """Build the model, fit it and return what prints what came of it; ranks without a `status` write nothing."""
     signals.release()
     tell = say if status else nothing
     start = newest_checkpoint(folder / "checkpoints", set_aside=bool(status), report=tell) if resumption else None
@@ -228,15 +235,23 @@ def train(
     with logging_to(folder if status else None, config, facts["config"], tell) as loggers:
         work = Run(config, hardware, folder, module, data, signals, read_telemetry, loggers, status, tell)
         outcome = work.fit(start["path"] if start else None)
+        measures: dict[str, Any] = {}
         if status:
             measures = final_measures(config, store, outcome)
             record_end(status, outcome, store.unit, measures)
+            signals.end()
     signals.release()
-    if status:
-        say(closing(config, store, outcome, folder, measures))
-        if isinstance(store, TokenStore):
-            device = torch.device("cuda" if hardware.accelerator == "gpu" else "cpu")
-            print_sample(load_run(folder, on_one_device(config), "last", device, say=nothing), store)
+    return partial(finish, config, hardware, folder, store, outcome, measures) if status else nothing
+
+
+def finish(
+    config: Config, hardware: Hardware, folder: Path, store: Store, outcome: Outcome, measures: dict[str, Any]
+) -> None:
+    """Print the summary of a finished run, and a sample of its text."""
+    say(closing(config, store, outcome, folder, measures))
+    if isinstance(store, TokenStore):
+        device = torch.device("cuda" if hardware.accelerator == "gpu" else "cpu")
+        print_sample(load_run(folder, on_one_device(config), "last", device, say=nothing), store)
 
 
 def changes(config: Config, start: Checkpoint | None, resumption: Resumption | None) -> dict[str, tuple[Any, Any]]:

@@ -38,7 +38,7 @@ def out_of_memory(error: BaseException) -> str:
         known = error.errno == errno.ENOMEM
     if not known:
         return ""
-    said = " ".join(str(error).split()) or type(error).__name__
+    said = " ".join(str(error).split()).removeprefix(f"{OUT_OF_MEMORY}: ") or type(error).__name__
     kind = f"{OUT_OF_MEMORY} or threads" if NO_THREAD in said else OUT_OF_MEMORY
     return f"{kind}: {said if len(said) <= 200 else said[:197] + '...'}"
 

@@ -14,10 +14,12 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rtx.attention.centroids import after_step, initialise_from_data
 from rtx.config import Config
+from rtx.errors import RunFailed
 from rtx.evaluation.scores import Score, score_batch
 from rtx.model.transformer import Transformer, compile_loss
 from rtx.training.checkpoint import FORMAT
 from rtx.training.distributed import Ranks
+from rtx.training.memory import out_of_memory
 from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
 from rtx.training.rng import seed_everything
 from rtx.training.sharding import is_shared, shard, whole
@@ -153,9 +155,17 @@ class TrainingModule(pl.LightningModule):
         """Score windows of equal length: ids `[B, N]`, units before the first that counts `[B]`, their numbers `[B]`.
 
         A number of -1 marks a window that another rank scores: it keeps this one in step (`WindowBatches`).
+
+        Raises:
+            RunFailed: out of memory; smaller micro-batches would not help here.
         """
         tokens_BN, skipped_B, number_B = batch
-        scored_B3, number_B = score_batch(self.model, tokens_BN, skipped_B, self.at_A), number_B.cpu()
+        try:
+            scored_B3, number_B = score_batch(self.model, tokens_BN, skipped_B, self.at_A), number_B.cpu()
+        except (RuntimeError, MemoryError) as error:
+            if reason := out_of_memory(error):
+                raise RunFailed(reason) from error
+            raise
         self.scored.append(torch.cat([number_B[:, None], scored_B3], dim=1)[number_B >= 0])
 
     def on_validation_epoch_end(self) -> None:

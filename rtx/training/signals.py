@@ -119,6 +119,10 @@ class Signals:
         if self.requested:
             raise Stopped(self.requested, f"stopped by {self.name} while no step was under way")
 
+    def end(self) -> None:
+        """The work is done: a signal that came too late is forgotten, and one from here on is no failure."""
+        self.holding, self.requested, self.at_once = False, 0, lambda code: os._exit(0)
+
     def watch(self) -> None:
         """Acknowledge a first SIGINT; end the process at a second, or if the main thread, free to, does not react.
 

@@ -97,3 +97,20 @@ def test_what_is_asked_for_is_not_changed(workshop: Workshop, tmp_path: Path, st
         assert [line for line in said.splitlines() if " -> " in line] == left
         assert said.splitlines()[-1].startswith("rtx: a smaller trainer.micro_batch_size, or model.recompute=true")
         assert (read_status(run) or {})["state"] == "failed"
+
+
+@pytest.mark.parametrize(("patched", "state"), [("Transformer.loss", "failed"), ("generate", "done")])
+def test_what_follows_the_steps_is_not_tried_again(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patched: str, state: str
+) -> None:
+    whole = Transformer.loss
+
+    def starved(*arguments: Any, **options: Any) -> Any:
+        if patched == "Transformer.loss" and arguments[0].training:
+            return whole(*arguments, **options)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(f"rtx.commands.train.{patched}", starved)
+    said = workshop.command("train", workshop.text, *SMALL, *AUTO, run=tmp_path / "run", code=1)
+    assert "rtx: out of memory: CUDA" in said and " -> " not in said
+    assert (read_status(tmp_path / "run") or {})["state"] == state

@@ -124,6 +124,18 @@ TrainingModule.configure_gradient_clipping = slow
 """
 
 
+@pytest.mark.parametrize("place", ["rtx.training.loggers.JsonlLogger.close", "rtx.commands.train.closing"])
+def test_an_interrupt_after_the_end_does_not_unmake_it(workshop: Workshop, place: str) -> None:
+    interrupt = "lambda *_: signal.raise_signal(signal.SIGINT)"
+    owner, _, name = place.rpartition(".")
+    inside = f"import rtx.commands.train, rtx.training.loggers, signal; {owner}.{name} = {interrupt}"
+    process = workshop.start(f"late-{name}", "trainer.steps=2", inside=inside)
+    assert process.wait() == 0, process.log.read_text()
+    printed = process.log.read_text()
+    assert "stopped by SIGINT" in printed and "continue with" not in printed
+    assert (read_status(process.run) or {})["state"] == "done"
+
+
 def test_a_loader_process_that_is_killed_is_told_in_a_line(workshop: Workshop, undisturbed: Path) -> None:
     process = workshop.start("loaderless", "hardware.workers=1", inside=endless_step(5, seconds=1))
     process.until(exists("endless"))
