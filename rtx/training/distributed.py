@@ -133,7 +133,7 @@ def start_ranks(hardware: Hardware, folder: Path) -> list[subprocess.Popen[bytes
     Lightning's own launcher ends the first process by SIGKILL when another one is gone, and nothing could be said or
     written then; hence this one. `folder`: of the run, for commands that would make a new one.
     """
-    if hardware.launcher != "lightning" or hardware.devices == 1 or started_by_another():
+    if hardware.launcher != "rtx" or hardware.devices == 1 or started_by_another():
         return []
     environment = StartedRanks()
     os.environ["MASTER_ADDR"] = environment.main_address

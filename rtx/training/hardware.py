@@ -35,7 +35,7 @@ class Hardware:
     sharded: bool
     """Whether parameters and optimizer state are shared out among the processes (hardware=fsdp)."""
     launcher: str
-    """Who starts the processes: lightning, torchrun or srun."""
+    """Who starts the processes: rtx, torchrun or srun."""
     micro_batch_size: int
     """Sequences of a forward pass."""
     accumulate: int
@@ -91,7 +91,7 @@ def processes(wish: HardwareConfig, gpus: int) -> tuple[int, int]:
     """
     launcher, world, here = started_by()
     distributed, devices, nodes = wish.name in SPREAD, 1, wish.nodes
-    if launcher == "lightning":
+    if launcher == "rtx":
         if nodes > 1:
             raise UserError(f"hardware.nodes={nodes}: start the run on all machines by torchrun or srun")
         return (wish.devices or gpus or 1) if distributed else 1, 1
@@ -138,7 +138,7 @@ def prepare_torch(config: Config, hardware: Hardware) -> None:
     """
     wish = config.hardware
     if threads := wish.threads or share_of_threads(hardware):
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # for the processes that Lightning starts; and it sets no other
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # for the processes that rtx starts; and Lightning sets no other
         torch.set_num_threads(threads)
     if hardware.accelerator == "cpu":
         keep_freed_memory()
@@ -158,7 +158,7 @@ def share_of_threads(hardware: Hardware) -> int | None:
 
     Lightning would take the same number, but only as the fit begins: after the run has recorded its threads.
     """
-    if not hardware.distributed or hardware.launcher != "lightning" or "OMP_NUM_THREADS" in os.environ:
+    if not hardware.distributed or hardware.launcher != "rtx" or "OMP_NUM_THREADS" in os.environ:
         return None
     return max(1, cores() // hardware.devices)
 

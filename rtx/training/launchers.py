@@ -21,7 +21,7 @@ def started_by() -> tuple[str, int, int]:
     tasks = number("SLURM_NTASKS", 1, default="1")
     if tasks > 1 and "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ:
         return "srun", tasks, tasks // number("SLURM_NNODES", 1, default="1")
-    return "lightning", 1, 1
+    return "rtx", 1, 1
 
 
 def process_rank(devices: int = 1) -> int:
@@ -34,13 +34,13 @@ def process_rank(devices: int = 1) -> int:
         UserError: a variable is no number, or not one of a process that the run has.
     """
     launcher, world, _ = started_by()
-    if launcher != "lightning":
+    if launcher != "rtx":
         return number("RANK" if launcher == "torchrun" else "SLURM_PROCID", 0, world - 1)
     if started_by_another():
         return number("LOCAL_RANK", 0)
     number("NODE_RANK", 0, 0, "0")  # Lightning would count this process from there
     local = os.environ.get("LOCAL_RANK")
-    if local not in (None, "0") or (local and devices > 1):  # where Lightning finds one it starts no other processes
+    if local not in (None, "0") or (local and devices > 1):  # a leftover, which Lightning would read
         raise UserError(
             f"LOCAL_RANK={local}: rtx sets it for processes that it starts itself, and this one is not; unset it"
         )

@@ -14,10 +14,10 @@ TWO = ("hardware.devices=2", "hardware.threads=1", "trainer.micro_batch_size=1")
 def start(workshop: Workshop, launcher: str, run: Path, *arguments: str) -> list[Process]:
     """Start a command on two processes, the first in front; what they say goes to a file beside the run.
 
-    Who starts them is `lightning` (the first starts the other) or `torchrun`, each as a user would; or they are forked
+    Who starts them is `rtx` (the first starts the other) or `torchrun`, each as a user would; or they are forked
     with their imports behind them, and find the variables that Slurm sets (`srun`).
     """
-    if launcher == "lightning":
+    if launcher == "rtx":
         return [workshop.begin(run, *arguments)]
     if launcher == "torchrun":
         starter = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")

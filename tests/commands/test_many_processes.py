@@ -76,7 +76,7 @@ def test_a_run_of_one_process_goes_on_shared_out_among_two(
     whole_batch = "trainer.micro_batch_size=4"  # more than a process has of two
     run = workshop.train("lengthened", *EXACT, "hardware.precision=fp64", "trainer.steps=20", whole_batch)
     devices = ("hardware=fsdp", "hardware.devices=2", "hardware.threads=1", "hardware.precision=fp64")
-    text = ended(run, start(workshop, "lightning", run, "resume", str(run), *devices, "trainer.steps=24"))
+    text = ended(run, start(workshop, "rtx", run, "resume", str(run), *devices, "trainer.steps=24"))
     assert "devices 1 -> 2, sharded False -> True" in text
     assert "LOCAL_RANK" not in text, "the second process starts none of its own"
     assert worst(run, joined["fp64", 24]) < MOST["fp64"]

@@ -32,7 +32,7 @@ def whole(workshop: Workshop) -> dict[str, Path]:
 
 @pytest.mark.parametrize(
     ("hardware", "number", "launcher"),
-    [("ddp", signal.SIGUSR2, "lightning"), ("fsdp", signal.SIGUSR1, "srun")],
+    [("ddp", signal.SIGUSR2, "rtx"), ("fsdp", signal.SIGUSR1, "srun")],
     ids=["ddp", "fsdp"],
 )
 def test_a_run_that_is_stopped_and_then_loses_a_process_comes_to_the_same_bits(

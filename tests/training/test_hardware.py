@@ -91,7 +91,7 @@ def test_what_a_launcher_started_is_what_runs(
 def test_one_task_of_slurm_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**SRUN, "SLURM_NTASKS": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert resolved(name="cpu").launcher == "lightning"
+    assert resolved(name="cpu").launcher == "rtx"
     assert resolved(name="ddp", devices=2).rank == 0
 
 
@@ -150,7 +150,7 @@ def test_processes_of_one_machine_share_its_cores(
         wish = HardwareConfig(name="ddp", devices=devices, threads=wished)
         prepare_torch(Config(hardware=wish), resolved(name="ddp", devices=devices))
         assert torch.get_num_threads() == threads
-        assert os.environ["OMP_NUM_THREADS"] == (given or str(threads))  # of the processes that Lightning starts
+        assert os.environ["OMP_NUM_THREADS"] == (given or str(threads))  # of the processes that rtx starts
     finally:
         torch.set_num_threads(before)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
