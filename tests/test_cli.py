@@ -68,6 +68,17 @@ def test_a_mistake_about_a_run_does_not_import_torch_either(tmp_path: Path) -> N
             assert not modules_after(word, *arguments) & {"torch", "lightning", "wandb"}
 
 
+def test_an_export_is_not_resumed_and_torch_not_imported_for_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(compose([])))
+    (tmp_path / "export.json").write_text("{}")
+    said = f"rtx: {tmp_path} is an exported model; resume the run it came from\n"
+    assert answer(capsys, "resume", str(tmp_path)) == (2, "", said)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "export.json"]
+    assert not modules_after("resume", str(tmp_path)) & {"torch", "lightning", "wandb"}
+
+
 def test_help_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     code, front, error = answer(capsys, "--help")
     assert (code, error) == (0, "")

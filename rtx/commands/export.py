@@ -11,8 +11,8 @@ from rtx.options import read_words
 from rtx.report.card import card
 from rtx.report.cells import collect
 from rtx.training.checkpoint import Checkpoint, check_config, load_for_use
-from rtx.training.exported import is_export, write_export
-from rtx.training.run_folder import shown
+from rtx.training.exported import write_export
+from rtx.training.run_folder import is_export, shown
 
 
 def main(arguments: list[str]) -> int:

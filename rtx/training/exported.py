@@ -14,19 +14,15 @@ from safetensors import SafetensorError
 from rtx.disk import remove_leftovers, replace_file, write_json
 from rtx.errors import RunFailed, UserError
 from rtx.training.checkpoint import Checkpoint, Refused, check_layout
+from rtx.training.run_folder import EXPORT_FACTS
 
-WEIGHTS, FACTS = "model.safetensors", "export.json"
+WEIGHTS = "model.safetensors"
 
 FORMAT = 1
 """Version of the layout; a folder of a later one is refused."""
 
 KEPT = ("step", "config", "data", "file")
 """Keys of a checkpoint that an export keeps, beside the model's state."""
-
-
-def is_export(folder: Path) -> bool:
-    """Tell whether a folder is an exported model."""
-    return (folder / FACTS).is_file()
 
 
 def write_export(folder: Path, checkpoint: Checkpoint, files: Mapping[str, bytes]) -> None:
@@ -42,7 +38,7 @@ def write_export(folder: Path, checkpoint: Checkpoint, files: Mapping[str, bytes
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
-        write_json(folder / FACTS, facts)
+        write_json(folder / EXPORT_FACTS, facts)
         for name, content in {**files, WEIGHTS: weights}.items():
             replace_file(folder / name, lambda file, content=content: file.write(content))
     except OSError as error:
@@ -57,18 +53,18 @@ def read_export(folder: Path) -> Checkpoint:
         UserError: it comes from a later version.
     """
     try:
-        facts: dict[str, Any] = json.loads((folder / FACTS).read_text())
+        facts: dict[str, Any] = json.loads((folder / EXPORT_FACTS).read_text())
         if (known := int(facts["format"])) > FORMAT:
             raise UserError(f"{folder} has format {known}; this rtx reads up to {FORMAT}: update rtx")
         weights = (folder / WEIGHTS).read_bytes()
         if hashlib.sha256(weights).hexdigest() != facts["sha256"]:
             raise RunFailed(f"{folder / WEIGHTS} is cut short or altered: export the run anew")
         checkpoint = {**{name: facts[name] for name in KEPT}, "model": safetensors.torch.load(weights)}
-        check_layout(folder / FACTS, checkpoint)
+        check_layout(folder / EXPORT_FACTS, checkpoint)
     except FileNotFoundError as error:
         raise RunFailed(f"{error.filename} is missing: export the run anew") from error
     except UserError:
         raise
     except (OSError, ArithmeticError, ValueError, LookupError, TypeError, Refused, SafetensorError) as error:
-        raise RunFailed(f"{folder / FACTS} is damaged ({error}): export the run anew") from error
+        raise RunFailed(f"{folder / EXPORT_FACTS} is damaged ({error}): export the run anew") from error
     return checkpoint

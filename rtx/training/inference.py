@@ -20,8 +20,9 @@ from rtx.data.tokenizers import load_tokenizer
 from rtx.errors import RunFailed, UserError
 from rtx.model.transformer import Transformer
 from rtx.training.checkpoint import Checkpoint, check_config, load_for_use, load_weights
-from rtx.training.exported import KEPT, is_export, read_export
+from rtx.training.exported import KEPT, read_export
 from rtx.training.hardware import prepare_torch, resolve_hardware
+from rtx.training.run_folder import is_export
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from rtx.config import Config
 from rtx.errors import RunFailed, UserError
 from rtx.training.config_diff import differences, may_change
 from rtx.training.launchers import is_first
-from rtx.training.run_folder import busy, is_running, read_status, run_state
+from rtx.training.run_folder import busy, is_export, is_running, read_status, run_state
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,11 @@ def plan_resumption(folder: Path, config: Config) -> Resumption | str:
     """Return how a run goes on with a configuration, or a line that says why nothing is left to do.
 
     Raises:
-        UserError: the run is in use, or the configuration is that of another run.
+        UserError: the run is in use, the configuration is that of another run, or the folder is an export.
         RunFailed: nothing is left of what was done.
     """
+    if is_export(folder):
+        raise UserError(f"{folder} is an exported model; resume the run it came from")
     changed = differences(to_dict(load_run_config(folder)), to_dict(config))
     if is_first():  # the others find the run in use by the first one, and compare with that
         refuse_changes(changed)

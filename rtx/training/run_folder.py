@@ -39,6 +39,9 @@ LESS_MEMORY = (
 )
 """What helps a run that is out of memory."""
 
+EXPORT_FACTS = "export.json"
+"""Says of what run a folder has the model, and that it is an export."""
+
 STATES = ("running", "done", "failed", "preempted", "interrupted")
 
 KINDS = {
@@ -79,6 +82,11 @@ def new_run_folder(name: str) -> Path:
     except OSError as error:
         raise UserError(unwritable(folder, error)) from error
     return folder
+
+
+def is_export(folder: Path) -> bool:
+    """Tell whether a folder is an exported model, not a run."""
+    return (folder / EXPORT_FACTS).is_file()
 
 
 def shown(folder: Path) -> str:
