@@ -258,7 +258,9 @@ def recorded_threads(cell: Cell) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads)} if isinstance(threads, int) and threads > 0 and not chosen else {}
 
 
-def ending(cell: Cell, code: int | None, lines: Sequence[str], out_of_memory: bool, before: Any) -> Outcome:
+def ending(
+    cell: Cell, code: int | None, lines: Sequence[str], out_of_memory: bool, before: Any, stopped_by: int = 0
+) -> Outcome:
     """Return how the process of a cell ended; where it could not write that into its status, that is done here.
 
     Args:
@@ -267,6 +269,7 @@ def ending(cell: Cell, code: int | None, lines: Sequence[str], out_of_memory: bo
         lines: its last words.
         out_of_memory: whether the system killed some process for want of memory meanwhile.
         before: its status before it was run.
+        stopped_by: the signal that stopped the sweep and was passed on to the cell, or 0.
     """
     status = read_status(cell.folder) or {}
     if has_score(status) and not code:
@@ -278,6 +281,9 @@ def ending(cell: Cell, code: int | None, lines: Sequence[str], out_of_memory: bo
         return Outcome(cell.number, code, state, lost)
     if state != "failed" and killed and not out_of_memory:
         return Outcome(cell.number, code, "killed", lost)
+    if state != "failed" and stopped_by and code == 128 + signal.SIGABRT:
+        # A signal can find a process where it aborts, as in the import of a native library: the same command goes on.
+        return Outcome(cell.number, code, STOPPED[128 + stopped_by])
     if state != "failed" and code in STOPPED:
         return Outcome(cell.number, code, STOPPED[code])
     reason = own.get("reason") if state == "failed" else ""

@@ -217,7 +217,7 @@ class ProcessLauncher(Launcher):
             code, lines, out_of_memory = self.attempt(cell, place)
             if code == 2:
                 refuse_in_use(cell.folder)  # by one that was begun at the same time
-            outcome = ending(cell, code, lines, out_of_memory or system_kills() > kills, before)
+            outcome = ending(cell, code, lines, out_of_memory or system_kills() > kills, before, self.stopped_by)
         self.say(cell, f"{outcome.word}: {outcome.reason}" if outcome.reason else outcome.word)
         return outcome
 

@@ -291,6 +291,24 @@ end({code}, "interrupted", seen=len(seen))
     assert json.loads((started(tmp_path)[0][1] / "status.json").read_text())["seen"] == 1
 
 
+def test_a_cell_that_aborts_when_the_sweep_is_stopped_is_run_again(tmp_path: Path, outputs: Path) -> None:
+    behaviour = """
+signal.signal(signal.SIGTERM, lambda *_: os.abort())
+if (folder / "ready").exists(): done()
+(folder / "ready").touch()
+while True: time.sleep(0.01)
+"""
+    script = stand_in(tmp_path, behaviour)
+    with begin(script, "seed=1") as sweep:
+        patiently(lambda: list(outputs.glob("rtx/*/ready")), sweep)
+        sweep.send_signal(signal.SIGTERM)
+        shown, _ = sweep.communicate(timeout=60)
+    assert sweep.returncode == 143 and table(shown)[0][3:5] == ["preempted", "134"]
+    with begin(script, "seed=1") as sweep:
+        shown, _ = sweep.communicate(timeout=60)
+    assert sweep.returncode == 0 and table(shown)[0][3] == "done"
+
+
 def test_a_second_interrupt_is_passed_on_and_a_third_kills(tmp_path: Path, outputs: Path) -> None:
     behaviour = """
 signal.signal(signal.SIGINT, lambda *_: open(folder / "seen", "a").write("x"))
