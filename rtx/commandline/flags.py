@@ -60,8 +60,10 @@ def show(words: list[str], package: str) -> int:
 
     from rtx.compose import compose, to_dict
     from rtx.config import all_fields, sections
+    from rtx.sweep.cells import refuse_axes
 
     node = OmegaConf.create(to_dict(compose(words)))
+    refuse_axes(words)
     known = [*sections(), *all_fields()]
     if package and package not in known:
         raise UserError(f"--package {package}: no such part of the configuration{suggest_key(package, known)}")
@@ -83,16 +85,17 @@ def check_first(word: str, arguments: list[str]) -> None:
     if command == "bench steps":
         return  # it reads its words itself, before torch
     from rtx.compose import compose, load_run_config, merge
+    from rtx.sweep.cells import refuse_axes, refuse_half_a_sweep
 
     if word == "train":
         from rtx.data.catalog import check_source, data_root
-        from rtx.sweep.cells import refuse_half_a_sweep
 
         config = compose(words)
         refuse_half_a_sweep(words)
         check_source(config.data, data_root())
     elif word == "plan":
         compose(words)
+        refuse_axes(words)
     elif word == "resume":
         from rtx.commands.resume import changed
 
@@ -104,3 +107,4 @@ def check_first(word: str, arguments: list[str]) -> None:
             merge(load_run_config(run), read.overrides)
         if READS[command].composes and not read.runs:
             compose(read.overrides)
+            refuse_axes(read.overrides)

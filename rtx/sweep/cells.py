@@ -181,12 +181,20 @@ def refuse_half_a_sweep(arguments: Sequence[str]) -> None:
     given = {entry.key: entry for entry in check_overrides(arguments)}
     if (entry := given.get("hardware")) and entry.values[0] in LAUNCHED and SWEEP_VARIABLE not in os.environ:
         raise UserError(f"{entry}: makes jobs of the cells of a sweep; add -m (one cell is a sweep, too)")
+    refuse_axes(arguments, "add -m to run it; for a single cell, give each key one value")
+
+
+def refuse_axes(arguments: Sequence[str], advice: str = "give each key one value") -> None:
+    """Refuse to take one configuration for an experiment that is a sweep, unless the words say which.
+
+    Raises:
+        UserError: names the axes that have no value, and says what to do.
+    """
+    given = {entry.key: entry for entry in check_overrides(arguments)}
     name = given["experiment"].values[0] if "experiment" in given else ""
     axes = [axis for axis in own_axes(name) if axis.key == "experiment" or axis.key not in given]
     if what := " ".join(str(axis) for axis in axes if len(axis.values) > 1):
-        raise UserError(
-            f"experiment={name} is a sweep ({what}): add -m to run it; for a single cell, give each key one value"
-        )
+        raise UserError(f"experiment={name} is a sweep ({what}): {advice}")
 
 
 def refuse_in_use(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rtx.cli import main
 from rtx.commandline.overrides import check_overrides
 from rtx.compose import compose
 from rtx.config import Config
@@ -90,6 +91,13 @@ def test_one_cell_of_a_sweep_is_trained_only_where_the_words_say_which() -> None
         refuse_half_a_sweep(cells(f"experiment={experiment}")[0].overrides)
     refuse_half_a_sweep(["experiment=smoke"])
     refuse_half_a_sweep(["seed=1"])
+
+
+@pytest.mark.parametrize("command", [["plan"], ["audit"], ["train", "--cfg", "job"], ["plan", "--cfg", "job"]])
+def test_no_command_takes_one_configuration_for_a_sweep(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "experiment=cifar10_baselines"]) == 2
+    said = "is a sweep (experiment=cifar10_full,cifar10_local,cifar10_random): give each key one value\n"
+    assert capsys.readouterr() == ("", f"rtx: experiment=cifar10_baselines {said}")
 
 
 def test_the_last_of_a_key_counts_in_the_place_of_the_first() -> None:
