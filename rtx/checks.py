@@ -154,6 +154,9 @@ def idle_problems(data: DataConfig) -> Iterator[str]:
         yield f"data.fetch={data.fetch} is for {' and '.join(TWO_WAYS)}, {elsewhere}"
     if data.held_out != usual.held_out and data.name not in HELD_OUT:
         yield f"data.held_out={data.held_out} is for {' and '.join(HELD_OUT)}, {elsewhere}"
+    for key in ("pairs", "keys", "values", "fillers", "sequences") if data.name != "recall" else ():
+        if (value := getattr(data, key)) != getattr(usual, key):
+            yield f"data.{key}={value} is for data=recall alone, {elsewhere}"
     vocabularies = (usual.vocabulary, USUAL_VOCABULARY.get(data.name))
     if not subwords and data.vocabulary not in vocabularies:
         yield f"data.vocabulary={data.vocabulary} is for data.tokenizer=sentencepiece, not for {data.tokenizer}"

@@ -158,6 +158,8 @@ def test_every_problem_is_told_at_once() -> None:
         ({"data__held_out": 3}, "data.held_out=3 is for cifar10 and imagenet64, not for data=stdlib"),
         ({"data__vocabulary": 500}, "data.vocabulary=500 is for data.tokenizer=sentencepiece, not for bytes"),
         ({"data__tokenizer_sample": 5_000}, "data.tokenizer_sample=5000 is for data.tokenizer=sentencepiece, not for"),
+        ({"data__pairs": 4}, "data.pairs=4 is for data=recall alone, not for data=stdlib"),
+        ({"data__sequences": 9}, "data.sequences=9 is for data=recall alone, not for data=stdlib"),
     ],
 )
 def test_a_setting_that_would_do_nothing_is_refused(values: dict[str, Any], said: str) -> None:
