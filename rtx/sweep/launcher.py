@@ -111,7 +111,8 @@ def launch(asked: Sweep, checked: Sequence[Checked], command: Sequence[str]) -> 
     record_sweep(asked, command)
     if launcher.quiet:
         roots = dict.fromkeys(shlex.quote(os.path.relpath(cell.folder.parent)) for cell in asked.cells)
-        print(f"each cell prints into {OUTPUT} in its folder; to watch: rtx sweep {' '.join(roots)}", flush=True)
+        print(f"each cell prints into {OUTPUT} in its folder; to watch:", flush=True)
+        print("\n".join(f"  rtx sweep {root}" for root in roots), flush=True)
     with forwarded_signals(launcher):
         returns = launcher.launch([cell.overrides for cell in asked.cells], initial_job_idx=0)
     return [each.return_value for each in returns], launcher.stopped_by

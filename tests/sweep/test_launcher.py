@@ -214,11 +214,20 @@ if time.time() < until: done()
     monkeypatch.setattr("rtx.sweep.launcher.cores", lambda: 4)
     assert run(monkeypatch, script, "seed=1,2,3", "sweep.parallel=2") == 0
     shown = capsys.readouterr().out
-    assert "each cell prints into output.log in its folder; to watch: rtx sweep " in shown
+    assert "each cell prints into output.log in its folder; to watch:\n  rtx sweep " in shown
     assert "cell 3 of 3: seed=3: done\n" in shown
     assert "said by" not in shown
     logs = [(folder / "output.log").read_text() for _, folder in started(tmp_path)]
     assert {line for log in logs for line in log.splitlines()} == {"said by 2 3", "said by 2 5", "to stderr"}
+
+
+def test_a_sweep_of_several_names_says_how_each_is_watched(
+    tmp_path: Path, outputs: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("RTX_OUTPUTS", "runs")
+    assert run(monkeypatch, stand_in(tmp_path, "done()"), "name=a,b", "sweep.parallel=2") == 0
+    assert "to watch:\n  rtx sweep runs/a\n  rtx sweep runs/b\n" in capsys.readouterr().out
+    assert cli.main(["sweep", "runs/a", "once=true"]) == 0
 
 
 def test_what_cannot_be_written(tmp_path: Path, outputs: Path, monkeypatch: Patch, capsys: Capture) -> None:
