@@ -16,6 +16,7 @@ from typing import Any
 from rtx.config import GROUPS, SPREAD, all_fields, sections
 from rtx.errors import UserError, nearest
 from rtx.keys import Field, fields_of, one_of, ranged, suggest_key
+from rtx.training.config_diff import may_change
 from rtx.wording import shorten
 
 LAUNCHED = ("slurm", "submitit_local")
@@ -273,6 +274,12 @@ READS = {
     "schema": Command(words="<group>"),
     "completion": Command(words="bash"),
 }
+
+
+def offered(name: str, composing: bool) -> list[str]:
+    """Return what help names of a command: all that it reads, but for what `rtx resume` reads only to refuse it."""
+    known = READS[name].known(composing)
+    return [key for key in known if key in GROUPS or may_change(key)] if name == "resume" else known
 
 
 def usage(word: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from rtx.config import GROUPS, SPREAD, all_fields, sections
 from rtx.errors import UserError
 from rtx.keys import Field, about, option_doc, options, suggest_key
-from rtx.options import LAUNCHED, READS, Command, usage
+from rtx.options import LAUNCHED, READS, Command, offered, usage
 from rtx.wording import written
 
 COLUMN = 30
@@ -56,7 +56,7 @@ def command_page(word: str, words: Sequence[str], summary: str = "") -> str:
     first = next(iter(reads.values()))
     fresh = first.composes and not first.runs[1]
     values = composed_values([text for text in words if "=" in text]) if fresh else {}
-    known = first.known(first.composes)
+    known = offered(next(iter(reads)), first.composes)
     groups = [group for group in GROUPS if group in known]
     keys = [field for key, field in all_fields().items() if key in known]
     keys.sort(key=lambda field: [*GROUPS, "trainer", "sweep", ""].index(field.section))

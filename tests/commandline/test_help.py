@@ -28,7 +28,12 @@ def test_every_group_option_and_key_has_its_line() -> None:
 
 
 def test_the_page_of_resume_says_how_a_run_is_lengthened() -> None:
-    assert "trainer.steps=N or trainer.max_minutes=M lengthens a run that is done" in help.command_page("resume", [])
+    page = help.command_page("resume", [])
+    assert "trainer.steps=N or trainer.max_minutes=M lengthens a run that is done" in page
+    for key in ("trainer.steps", "trainer.max_minutes", "hardware.threads", "logger.name", "data.path", "fsdp"):
+        assert f"\n  {key} " in page, key
+    for key in ("model.hidden", "routing.heads", "data.length", "trainer.batch_size", "seed", "rt24"):
+        assert f"\n  {key} " not in page, key
 
 
 def test_values_and_stars_follow_the_overrides() -> None:
