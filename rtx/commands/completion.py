@@ -8,7 +8,7 @@ from __future__ import annotations
 from rtx.config import GROUPS, all_fields
 from rtx.errors import UserError
 from rtx.keys import Field, options
-from rtx.options import READS
+from rtx.options import READS, offered
 
 SCRIPT = """_rtx() {
   local IFS=$'\\n'
@@ -16,6 +16,9 @@ SCRIPT = """_rtx() {
 }
 complete -o nospace -o default -F _rtx rtx
 """
+
+VALUED = ("--cfg", "-c", "--package", "-p")
+"""Flags that a word belongs to."""
 
 
 def main(arguments: list[str]) -> int:
@@ -50,13 +53,15 @@ def candidates(line: str) -> list[str]:
     if equals:
         listed = start[: start.rfind(",") + 1]  # of a sweep
         return matching(start, [f"{listed}{value} " for value in values_of(name, key)])
-    composing = READS[name].composes and all("=" in word or word.startswith("-") for word in words[2:])
-    return matching(last, [f"{key}=" for key in READS[name].known(composing)])
+    behind = words[1 + len(name.removesuffix(" -m").split()) :]
+    plain = [word for former, word in zip(["", *behind], behind, strict=False) if former not in VALUED]
+    runs = any("=" not in word and not word.startswith("-") for word in plain)
+    return matching(last, [f"{key}=" for key in offered(name, READS[name].composes and not runs)])
 
 
 def command_of(words: list[str]) -> str:
     """Return the name, as `READS` has it, of the command of a line, or an empty string where it says not which."""
-    names = ("train -m" if "-m" in words else "", " ".join(words[1:3]), words[1])
+    names = ("train -m" if {"-m", "--multirun"} & set(words) else "", " ".join(words[1:3]), words[1])
     return next((name for name in names if name in READS and name.split()[0] == words[1]), "")
 
 
