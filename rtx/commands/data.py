@@ -27,6 +27,8 @@ def main(arguments: list[str]) -> int:
     elif word == "remove" and words and not any("=" in name for name in words):
         for folder in [named_store(data_root(), name) for name in words]:
             remove_store(data_root(), folder)
+    elif word == "remove" and not any(name.startswith(("data=", "data.name=")) for name in words):
+        raise UserError("rtx data remove: name a store, as rtx data list has it, or say data=<set>")
     elif word in ACTIONS:
         from rtx.compose import compose_data  # once the action is known to be right: Hydra takes its time
 

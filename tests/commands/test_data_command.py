@@ -71,6 +71,8 @@ def test_only_keys_of_data_are_taken(tmp_path, monkeypatch, capsys):
         (["prepar"], "rtx: rtx data prepar: say prepare, verify, info, remove or list (did you mean 'prepare'?)\n"),
         (["list", "data=text"], "rtx: rtx data list data=text: takes no words; rtx data info says more of one store\n"),
         (["remove", "text-12"], "rtx: text-12: no store of this name in "),
+        (["remove"], "rtx: rtx data remove: name a store, as rtx data list has it, or say data=<set>\n"),
+        (["remove", "data.length=64"], "rtx: rtx data remove: name a store, "),
         (["remove", "data=recall"], "rtx: data=recall: made on the fly, nothing on disk to remove\n"),
         (["info"], "rtx: "),
         (["prepare", "data=text"], "rtx: data=text needs data.path=<file, folder or glob>\n"),
