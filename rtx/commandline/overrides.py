@@ -146,7 +146,7 @@ def values_of(key: str, text: str, sweep: bool) -> list[Any]:
         return [value]
     if not sweep:
         quotes = f"; if it is one value, quote it: '{key}=\"...\"'" if is_text(key) else ""
-        raise UserError(f"{shown}: several values need -m, which runs each of them{quotes}")
+        raise UserError(f"{shown}: takes one value; several make a sweep (rtx train -m){quotes}")
     listed = list_values(value, key, shown)
     if not 0 < len(listed) <= MOST_CELLS:
         raise UserError(f"{shown}: stands for {'no value' if not listed else 'too many values'}")
