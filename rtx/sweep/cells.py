@@ -31,7 +31,7 @@ from rtx.compose import (
     to_yaml,
     with_absolute_path,
 )
-from rtx.config import Config
+from rtx.config import Config, DataConfig
 from rtx.disk import replace_file
 from rtx.errors import RunFailed, UserError
 from rtx.keys import conf_dir
@@ -195,6 +195,28 @@ def refuse_axes(arguments: Sequence[str], advice: str = "give each key one value
     axes = [axis for axis in own_axes(name) if axis.key == "experiment" or axis.key not in given]
     if what := " ".join(str(axis) for axis in axes if len(axis.values) > 1):
         raise UserError(f"experiment={name} is a sweep ({what}): {advice}")
+
+
+def check_sources(cells: Sequence[Cell]) -> None:
+    """Check that there is something to make the data from of every cell that has no score yet.
+
+    Raises:
+        UserError: a line for each set of data that is missing.
+    """
+    from rtx.data.catalog import check_source, data_root
+
+    checked: list[DataConfig] = []
+    problems: list[str] = []
+    for cell in cells:
+        data = cell.config.data
+        if data not in checked and not has_score(read_status(cell.folder) or {}):
+            checked.append(data)
+            try:
+                check_source(data, data_root(), lambda line: None)
+            except UserError as error:
+                problems.append(str(error))
+    if problems:
+        raise UserError("\n".join(dict.fromkeys(problems)))
 
 
 def refuse_in_use(folder: Path) -> None:

@@ -42,6 +42,7 @@ from rtx.sweep.cells import (
     Cell,
     InUse,
     Outcome,
+    check_sources,
     ended_before,
     ending,
     lay_out,
@@ -86,7 +87,7 @@ def sweep(word: str, arguments: Sequence[str]) -> int:
         0 if every cell is done, 1 if not, 130 or 143 after a signal (which the cells that run get, and obey first).
 
     Raises:
-        UserError: an override or a cell is wrong, or two cells are the same run; nothing has been started.
+        UserError: an override, a cell or its data is wrong, or two cells are the same run; nothing has been started.
     """
     if "LOCAL_RANK" in os.environ:
         raise UserError("a sweep starts the processes of each cell itself; run it without torchrun")
@@ -96,6 +97,7 @@ def sweep(word: str, arguments: Sequence[str]) -> int:
         if entry.key == "hardware" and len(entry.values) > 1 and set(entry.values) & set(LAUNCHED):
             raise UserError(f"{entry}: jobs are made of all cells or of none; give one value")
     cells, swept = lay_out(checked)
+    check_sources(cells)
     print(f"{plural(len(cells), 'cell')}, each a run of its own", flush=True)
     outcomes, stopped_by = launch(Sweep(cells, swept, words.options), checked, [word, "-m", *arguments])
     print(closing_table(cells, outcomes, swept), flush=True)

@@ -56,6 +56,7 @@ def test_every_cell_is_a_process_with_its_own_overrides_and_folder(
         ),
         (["routing.heads=9"], ["cell 1 (nothing swept): routing.heads=9 must be at most model.heads=4"]),
         (["seed=1,1"], ["cells 1 and 2 are the same run (seed=1); list values that change the result"]),
+        (["data=text", "data.path=none.txt,no.txt", "seed=1,2"], ["data.path=none.txt: ", "data.path=no.txt: "]),
         (["logger=jsonl,offline"], ["cells 1 and 2 are the same run (logger=offline)"]),
         (["sweep.parallel=1,2"], ["sweep.parallel=1,2: must be"]),
         (["hardware=slurm,cpu"], ["hardware=slurm,cpu: jobs are made of all cells or of none; give one value"]),
@@ -125,6 +126,7 @@ def test_every_end_of_a_cell_is_told_and_kept(
 def test_an_rtx_of_the_current_folder_is_not_run_for_ours(outputs: Path, monkeypatch: Patch, capsys: Capture) -> None:
     """It would end with 0, and the table said: done."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr("rtx.sweep.launcher.check_sources", lambda cells: None)  # the cell is to find it out
     Path("rtx.py").write_text("open('attacked', 'w')")
     assert cli.main(["train", "-m", *SMALL[:1], "data.path=none.txt", *SMALL[2:]]) == 1
     shown = capsys.readouterr().out
