@@ -91,7 +91,10 @@ def test_forms(argument: str, form: str) -> None:
         ("data.path=a=b", "a value with any of = , ( [ { or quotes in it needs quotes of its own: 'data.path=\"...\"'"),
         ("data.path=${", "needs quotes of its own"),
         ("routing.heads=2,4", "routing.heads=2,4: takes one value; several make a sweep (rtx train -m)"),
-        ("name=a,b", "takes one value; several make a sweep (rtx train -m); if it is one value, quote it: 'name=\"...\"'"),
+        (
+            "name=a,b",
+            "takes one value; several make a sweep (rtx train -m); if it is one value, quote it: 'name=\"...\"'",
+        ),
         ("hydra.run.dir=x", "hydra.run.dir=x: keys of hydra have an effect in a sweep (-m) only"),
         ("hardware.precision=fp16", "must be one of auto, fp32, bf16, tf32, fp64 (Arithmetic"),
         ("foo=3", "unknown key 'foo'; rtx train --help lists them"),
