@@ -23,7 +23,7 @@ from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
 
 from rtx.errors import UserError
 from rtx.sweep.cells import Cell, recorded_threads
-from rtx.sweep.launcher import ProcessLauncher
+from rtx.sweep.launcher import Processes, ProcessLauncher, Sweep
 
 QUEUE_SECONDS = 5.0
 """Time between two looks at the queue of a cluster."""
@@ -37,19 +37,15 @@ class LocalLauncher(ProcessLauncher):
 
     cluster = "local"
 
-    def __init__(self, submitit_folder: str, **parameters: Any) -> None:
-        super().__init__()
+    def __init__(self, asked: Sweep, submitit_folder: str, **parameters: Any) -> None:
+        super().__init__(asked)
+        self.quiet = True
         for key in ("nodes", "tasks_per_node"):
             if (value := parameters[key]) != 1:
                 advice = "a cell is one task, which starts the processes of hardware=ddp itself"
                 raise UserError(f"hydra.launcher.{key}={value}: must be 1; {advice}")
         self.parameters = parameters
         self.jobs: set[submitit.Job[Any]] = set()
-
-    def setup(self, **given: Any) -> None:
-        """Take over the sweep."""
-        super().setup(**given)
-        self.quiet = True
 
     def attempt(self, cell: Cell, place: int) -> tuple[int | None, list[str], bool]:
         """Run the job of a cell to its end, whatever comes of it."""
@@ -123,11 +119,11 @@ class SlurmLauncher(LocalLauncher):
 
     cluster = "slurm"
 
-    def __init__(self, **parameters: Any) -> None:
+    def __init__(self, asked: Sweep, **parameters: Any) -> None:
         if shutil.which("srun") is None:
             advice = "there is no srun; hardware=auto runs the cells here"
             raise UserError(f"this machine is no part of a Slurm cluster: {advice}")
-        super().__init__(**parameters)
+        super().__init__(asked, **parameters)
         self.queue: set[str] = set()
         self.looked = float("-inf")
 
@@ -159,13 +155,13 @@ class Attempt:
 
     def __call__(self) -> tuple[int, list[str]]:
         """Run the process to its end; returns its exit code, and its last lines."""
-        self.launcher = ProcessLauncher()
+        self.cell = Processes()
         signal.signal(signal.SIGTERM, self.save)
-        return self.launcher.process(self.words, self.variables, self.folder, shown=False)
+        return self.cell.process(self.words, self.variables, self.folder, shown=False)
 
     def save(self, *signaled: Any) -> None:
         """Let the cell save and end. A scheduler may have told it, too: a second SIGUSR2 changes nothing."""
-        self.launcher.stop(signal.SIGUSR2)
+        self.cell.stop(signal.SIGUSR2)
 
     def checkpoint(self) -> submitit.helpers.DelayedSubmission:
         """Let the cell save, and return what is to be run when the job comes back: its time is nearly up.
@@ -173,7 +169,7 @@ class Attempt:
         submitit calls this in a signal handler, which has interrupted `__call__`.
         """
         self.save()
-        for process in self.launcher.processes:
+        for process in self.cell.processes:
             with contextlib.suppress(ChildProcessError):
                 os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         return submitit.helpers.DelayedSubmission(Attempt(self.words, self.variables, self.folder))

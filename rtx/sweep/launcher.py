@@ -1,4 +1,4 @@
-"""`rtx train -m`: every cell of a sweep in a process of its own, by a launcher plugin of Hydra's.
+"""`rtx train -m`: every cell of a sweep in a process of its own.
 
 So a crash, a kill or memory left behind in one cell touches no other, and the processes of a distributed cell start
 that cell alone (under Hydra's own multirun they would start the sweep again).
@@ -19,7 +19,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +27,7 @@ from types import FrameType
 from typing import Any, cast
 
 import hydra
-from hydra.core.utils import JobReturn, JobStatus
-from hydra.plugins.launcher import Launcher
-from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from rtx.commandline.overrides import Checked, check_overrides
 from rtx.compose import CONFIG_NAME, for_hydra, hydra_session
@@ -116,14 +113,11 @@ def launch(asked: Sweep, checked: Sequence[Checked], command: Sequence[str]) -> 
         print(f"each cell prints into {OUTPUT} in its folder; to watch:", flush=True)
         print("\n".join(f"  rtx sweep {root}" for root in roots), flush=True)
     with forwarded_signals(launcher):
-        returns = launcher.launch([cell.overrides for cell in asked.cells], initial_job_idx=0)
-    return [each.return_value for each in returns], launcher.stopped_by
+        return launcher.launch(), launcher.stopped_by
 
 
 def make_launcher(asked: Sweep, overrides: Sequence[str]) -> ProcessLauncher:
-    """Return the launcher of the cells, set up.
-
-    Hydra's own `instantiate_launcher` takes none from outside the package hydra_plugins, be it registered or not.
+    """Return the launcher of the cells that `hydra/launcher` names, with the parameters that hydra.launcher has for it.
 
     Raises:
         UserError: hydra.launcher.* has no such key, or a value that a launcher of ours does not take.
@@ -132,24 +126,21 @@ def make_launcher(asked: Sweep, overrides: Sequence[str]) -> ProcessLauncher:
         config = hydra.compose(CONFIG_NAME, for_hydra(overrides), return_hydra_config=True)
         chosen = config.hydra.runtime.choices["hydra/launcher"]
         parameters = cast(dict[str, Any], OmegaConf.to_container(config.hydra.launcher, resolve=True))
-    known = {"basic": ProcessLauncher}
+    known: dict[str, Callable[..., ProcessLauncher]] = {"basic": ProcessLauncher}
     if chosen != "basic":
         from rtx.sweep.jobs import LAUNCHERS  # needs submitit, which is an extra
 
         known |= LAUNCHERS
     if chosen not in known:
         raise UserError(f"hydra/launcher={chosen}: a sweep takes {', '.join(known)}")
-    launcher = known[chosen](**{key: value for key, value in parameters.items() if key != "_target_"})
-    launcher.setup(hydra_context=cast(HydraContext, None), task_function=cast(TaskFunction, asked), config=config)
-    return launcher
+    return known[chosen](asked, **{key: value for key, value in parameters.items() if key != "_target_"})
 
 
-class ProcessLauncher(Launcher):
-    """Runs every cell in a process on this machine, one after the other or several side by side, each in a thread.
+class Processes:
+    """The processes of cells, to which signals are passed on.
 
-    Each process leads a process group of its own, so that a signal reaches it (and the other ranks it may have started)
-    once, whether it comes from the keyboard, from a scheduler or from `kill`. The main thread only waits, so that its
-    signal handler can take the lock.
+    Each leads a process group of its own, so that a signal reaches it (and the other ranks it may have started) once,
+    whether it comes from the keyboard, from a scheduler or from `kill`.
     """
 
     def __init__(self) -> None:
@@ -159,32 +150,84 @@ class ProcessLauncher(Launcher):
         self.stopped_by = 0
         """The first signal that came, or 0."""
         self.interrupts = 0
-        self.told: set[int] = set()
-        """Numbers of the cells that another process worked on."""
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Take over the sweep, which stands where Hydra has a function to call with each configuration."""
-        self.asked = cast(Sweep, task_function)
-        self.places = min(self.asked.options.parallel or self.at_once(), len(self.asked.cells))
+    def process(
+        self, words: Sequence[str], variables: Mapping[str, str], folder: Path, shown: bool
+    ) -> tuple[int, list[str]]:
+        """Run `rtx train <words>` in the folder of a run, what it prints in a file there, and shown if asked for.
+
+        Returns:
+            Its exit code (128 + N after signal N) and its last lines.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        # The current folder is the user's: an rtx.py there is not to be run for ours, by what a cell starts either.
+        safe = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", SWEEP_VARIABLE: str(os.getpid())}
+        stream, text = TextStream(), ""
+        with open(folder / OUTPUT, "ab") as written, open(folder / OUTPUT, "rb") as read:
+            read.seek(0, os.SEEK_END)
+            with self.guard:
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "rtx", "train", *words],
+                    env={**os.environ, **safe, **variables, "RTX_RUN": str(folder)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=written,
+                    stderr=subprocess.STDOUT,
+                    process_group=0,
+                )
+                self.processes.add(process)
+                if self.stopped_by:  # a signal came while it was being started
+                    send(process, self.stopped_by)
+            code = None
+            while code is None:
+                time.sleep(0.05)
+                code = process.poll()
+                new = stream.feed(read.read())
+                text = (text + new)[-LAST_WORDS:]
+                if shown:
+                    show(new)
+        with self.guard:
+            self.processes.discard(process)
+        return code if code >= 0 else 128 - code, text.splitlines()
+
+    def stop(self, number: int, frame: FrameType | None = None) -> None:
+        """Handle a signal: no cell is begun any more, and those that run get the same signal, and obey it first.
+
+        A second Ctrl-C makes them leave at once, as it does alone; a third one kills them.
+        """
+        self.stopped_by = self.stopped_by or number
+        self.stopping.set()
+        self.interrupts += number == signal.SIGINT
+        with self.guard:
+            for process in self.processes:
+                send(process, signal.SIGKILL if self.interrupts > 2 else number)
+
+
+class ProcessLauncher(Processes):
+    """Runs every cell in a process on this machine, one after the other or several side by side, each in a thread.
+
+    The main thread only waits, so that its signal handler can take the lock.
+    """
+
+    def __init__(self, asked: Sweep) -> None:
+        super().__init__()
+        self.asked = asked
+        self.places = min(asked.options.parallel or self.at_once(), len(asked.cells))
         self.quiet = self.places > 1
         """Whether what cells print is not shown."""
+        self.told: set[int] = set()
+        """Numbers of the cells that another process worked on."""
 
     def at_once(self) -> int:
         """Return how many cells run side by side where nobody says."""
         return 1
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
-        """Run the cells with these overrides; each returns its `Outcome`."""
-        cells = self.asked.cells[initial_job_idx : initial_job_idx + len(job_overrides)]
-        waiting, outcomes = collections.deque(cells), []
+    def launch(self) -> list[Outcome]:
+        """Run the cells; returns how each ended, in their order."""
+        waiting, outcomes = collections.deque(self.asked.cells), []
         with ThreadPoolExecutor(self.places) as pool:
             for done in [pool.submit(self.work, place, waiting, outcomes) for place in range(self.places)]:
                 done.result()
-        outcomes.sort(key=lambda outcome: outcome.number)
-        returns = [JobReturn(overrides=words, status=JobStatus.COMPLETED) for words in job_overrides]
-        for each, outcome in zip(returns, outcomes, strict=True):
-            each.return_value = outcome
-        return returns
+        return sorted(outcomes, key=lambda outcome: outcome.number)
 
     def work(self, place: int, waiting: collections.deque[Cell], outcomes: list[Outcome]) -> None:
         """Run cells until none waits, in one of the places; one that is in use goes to the end of the line."""
@@ -237,56 +280,6 @@ class ProcessLauncher(Launcher):
         """
         variables = {**share(cell.config, place, self.places), **recorded_threads(cell)}
         return *self.process(cell.overrides, variables, cell.folder, shown=not self.quiet), False
-
-    def process(
-        self, words: Sequence[str], variables: Mapping[str, str], folder: Path, shown: bool
-    ) -> tuple[int, list[str]]:
-        """Run `rtx train <words>` in the folder of a run, what it prints in a file there, and shown if asked for.
-
-        Returns:
-            Its exit code (128 + N after signal N) and its last lines.
-        """
-        folder.mkdir(parents=True, exist_ok=True)
-        # The current folder is the user's: an rtx.py there is not to be run for ours, by what a cell starts either.
-        safe = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", SWEEP_VARIABLE: str(os.getpid())}
-        stream, text = TextStream(), ""
-        with open(folder / OUTPUT, "ab") as written, open(folder / OUTPUT, "rb") as read:
-            read.seek(0, os.SEEK_END)
-            with self.guard:
-                process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "rtx", "train", *words],
-                    env={**os.environ, **safe, **variables, "RTX_RUN": str(folder)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=written,
-                    stderr=subprocess.STDOUT,
-                    process_group=0,
-                )
-                self.processes.add(process)
-                if self.stopped_by:  # a signal came while it was being started
-                    send(process, self.stopped_by)
-            code = None
-            while code is None:
-                time.sleep(0.05)
-                code = process.poll()
-                new = stream.feed(read.read())
-                text = (text + new)[-LAST_WORDS:]
-                if shown:
-                    show(new)
-        with self.guard:
-            self.processes.discard(process)
-        return code if code >= 0 else 128 - code, text.splitlines()
-
-    def stop(self, number: int, frame: FrameType | None = None) -> None:
-        """Handle a signal: no cell is begun any more, and those that run get the same signal, and obey it first.
-
-        A second Ctrl-C makes them leave at once, as it does alone; a third one kills them.
-        """
-        self.stopped_by = self.stopped_by or number
-        self.stopping.set()
-        self.interrupts += number == signal.SIGINT
-        with self.guard:
-            for process in self.processes:
-                send(process, signal.SIGKILL if self.interrupts > 2 else number)
 
 
 def show(text: str) -> None:
