@@ -38,13 +38,13 @@ def program(folder: Path, name: str, does: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_jobs_on_this_machine_and_one_that_fails(book: Path, outputs: Path) -> None:
     (book / "rtx.py").write_text("open('attacked', 'w')")  # none of ours
-    words = [*SMALL, *LOCAL, "data.path=book.txt,none.txt"]
+    words = [*SMALL, *LOCAL, "optimizer.lr=1e-3,1e30"]
     command = [sys.executable, "-P", "-m", "rtx", "train", "-m", *words]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert answer.returncode == 1 and "Traceback" not in answer.stderr, answer.stderr
     done, failed, *reason = table(answer.stdout)
-    assert done[:4] == ["1", "data.path=book.txt", "done", "0"]
-    assert failed[:4] == ["2", "data.path=none.txt", "failed", "2"] and "none.txt" in str(reason)
+    assert done[:4] == ["1", "optimizer.lr=0.001", "done", "0"]
+    assert failed[:4] == ["2", "optimizer.lr=1e+30", "failed", "1"] and reason
     (folder,) = outputs.glob(f"rtx/{Path(done[-1]).name}")
     assert "done after 2 steps" in (folder / "output.log").read_text()
     assert done[4] == f"{(read_status(folder) or {})['final']['bits']:.4f}"
