@@ -46,7 +46,7 @@ def test_a_disk_that_is_full_from_the_start(workshop: Workshop, undisturbed: Pat
         said = workshop.command(*words, run=disk / "run", code=2)
         assert said == (
             f"rtx: cannot write to {disk / 'run'}: No space left on device; "
-            "set RTX_OUTPUTS to a folder that you can write\n"
+            "set RTX_RUN to a folder that you can write\n"
         )
 
 
