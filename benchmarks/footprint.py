@@ -16,14 +16,11 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    import torch
 
 DROPOUT = ("model.dropout=0.1", "model.attention_dropout=0.1", "model.ffn_dropout=0.1")
 NO_ROUTING = ("routing.heads=0", "routing.layers=0")
@@ -76,27 +73,18 @@ ROWS: dict[str, tuple[str, ...]] = {
 """What is measured: overrides of `rtx train`."""
 
 
-def sequences(vocabulary: int, length: int) -> Callable[[int], torch.Tensor]:
-    """Return what makes training sequences: bytes of the standard library, or where units are no bytes random ids."""
-    import torch
-
+def drawn_store(vocabulary: int) -> Any:
+    """Return data to train on: bytes of the standard library, or where units are no bytes ids drawn at random."""
     from rtx.data.files import library_files
 
     text = np.frombuffer(b"".join(file.path.read_bytes() for file in library_files()[:200]), dtype=np.uint8)
-    generator = np.random.default_rng(0)
-
-    def make(rows: int) -> torch.Tensor:
-        if vocabulary != 256:
-            return torch.from_numpy(generator.integers(0, vocabulary, (rows, length)))
-        firsts = generator.integers(0, len(text) - length, rows)
-        return torch.from_numpy(np.stack([text[first : first + length] for first in firsts]).astype(np.int64))
-
-    return make
+    if vocabulary != 256:
+        text = np.random.default_rng(0).integers(0, vocabulary, 1 << 20)
+    return SimpleNamespace(vocabulary=vocabulary, answers=None, image=None, split=lambda name: text)
 
 
 def measure(overrides: list[str], steps: int) -> dict[str, Any]:
     """Take the steps in this process; returns the peak, what the imports alone took, and the prediction, in bytes."""
-
     import torch
 
     import rtx.commands.train
@@ -113,15 +101,16 @@ def measure(overrides: list[str], steps: int) -> dict[str, Any]:
     imports = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     config = compose(overrides)
     units, device = vocabulary_size(config.data), prepare_device(config)
-    parts = footprint(config, cost(config, units), resolve_hardware(config).micro_batch_size, units)
-    step, parameters = training_step(config, units, device, sequences(units, config.data.length))
+    total = cost(config, units)
+    parts = footprint(config, total, resolve_hardware(config).micro_batch_size, units)
+    step = training_step(config, drawn_store(units), device)
     began = time.perf_counter()
     losses = [float(step()) for _ in range(steps)]
     assert all(np.isfinite(losses)), losses
     gpu = device.type == "cuda"
     return {
         "N": config.data.length,
-        "parameters": parameters,
+        "parameters": total.parameters,
         "device": "gpu" if gpu else "cpu",
         "threads": torch.get_num_threads(),
         "imports_bytes": imports,

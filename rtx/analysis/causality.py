@@ -8,12 +8,12 @@ Shapes: B sequences, N positions, P past positions, H heads, D head size, E hidd
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.transformer import Transformer
@@ -21,56 +21,35 @@ from rtx.model.transformer import Transformer
 Outputs = Callable[[Tensor], Tensor]
 """Token ids `[B, N]` to logits `[B, N, V]`."""
 
-
-@dataclass
-class PrefixMoves:
-    """What moved of the past when everything behind a prefix changed."""
-
-    prefix: int
-    """Positions of the prefix; they keep their token ids."""
-    largest: float
-    """Largest relative change of a past position, as `relative_change`."""
-    moved: int
-    """Past positions that changed by more than the tolerance, over all sequences."""
-    past: int
-    """Past positions looked at: prefix times sequences."""
-    first: int | None
-    """First position that moved, None where none did."""
-    last: int | None
-    """Last position that moved."""
+Progress = Callable[[int, int], None]
 
 
 @dataclass
 class Moves:
-    """What moved of one kind of output, over all prefixes."""
+    """What moved of one kind of output, over all prefixes and sequences."""
 
-    prefixes: list[PrefixMoves] = field(default_factory=list)
-
-    @property
-    def largest(self) -> float:
-        """Largest relative change of a past position."""
-        return max((row.largest for row in self.prefixes), default=0.0)
+    largest: float = 0.0
+    """Largest relative change of a past position, as `relative_change`."""
+    moved: int = 0
+    """Past positions that changed by more than the tolerance."""
+    past: int = 0
+    """Past positions looked at."""
+    reach: tuple[int, int] | None = None
+    """First and last position that moved, None where none did."""
 
     @property
     def share(self) -> float:
-        """Share of past positions that moved, over prefixes and sequences."""
-        past = sum(row.past for row in self.prefixes)
-        return sum(row.moved for row in self.prefixes) / past if past else 0.0
+        """Share of past positions that moved."""
+        return self.moved / self.past if self.past else 0.0
 
-    @property
-    def reach(self) -> tuple[int, int] | None:
-        """First and last position that moved, None where none did."""
-        seen = [at for row in self.prefixes for at in (row.first, row.last) if at is not None]
-        return (min(seen), max(seen)) if seen else None
-
-    def add(self, prefix: int, change_BP: Tensor, tolerance: float) -> None:
+    def add(self, change_BP: Tensor, tolerance: float) -> None:
         """Take in the relative changes of the positions of a prefix."""
         moved_BP = change_BP > tolerance
-        at = moved_BP.any(dim=0).nonzero()[:, 0].tolist()
-        first, last = (at[0], at[-1]) if at else (None, None)
-        self.prefixes.append(
-            PrefixMoves(prefix, float(change_BP.max()), int(moved_BP.sum()), moved_BP.numel(), first, last)
-        )
+        at = [*(self.reach or ()), *moved_BP.any(dim=0).nonzero()[:, 0].tolist()]
+        self.reach = (min(at), max(at)) if at else None
+        self.largest = max(self.largest, float(change_BP.max()))
+        self.moved += int(moved_BP.sum())
+        self.past += moved_BP.numel()
 
 
 Group = tuple[int, str]
@@ -89,33 +68,26 @@ class Audit:
     @property
     def sees_future(self) -> bool:
         """Whether an output of the past moved."""
-        return self.logits.share > 0 or bool(self.origins)
+        return self.logits.moved > 0 or bool(self.origins)
 
     @property
     def origins(self) -> list[Group]:
         """The groups in which the past moves though the past of their layer's input does not."""
-        return [group for group, moves in self.groups.items() if moves.share > 0]
+        return [group for group, moves in self.groups.items() if moves.moved]
 
 
 def prefix_lengths(length: int, count: int) -> list[int]:
     """Return up to `count` prefix lengths from 1 to `length` - 1, both included, in order.
 
-    They are 1, 2 and the powers of two with both neighbours (where blocks and windows begin), evenly thinned out where
-    they are too many, and filled up with evenly spaced lengths where they are too few.
-
-    Raises:
-        ValueError: a length below 2, which has no future, or a count below 1.
+    They are the powers of two with both neighbours (where blocks and windows begin), evenly thinned out where they are
+    too many, and filled up with evenly spaced lengths where they are too few. A `length` of 1 has none.
     """
-    if length < 2 or count < 1:
-        raise ValueError(f"length={length}, count={count}: must be at least 2 and at least 1")
     powers = (1 << power for power in range(length.bit_length() + 1))
-    lengths = {near for power in powers for near in (power - 1, power, power + 1) if 0 < near < length} | {length - 1}
+    near = {size for power in powers for size in (power - 1, power, power + 1) if 0 < size < length}
+    lengths = sorted(near | ({length - 1} if length > 1 else set()))
     if len(lengths) > count:
-        ordered = sorted(lengths)
-        steps = max(1, count - 1)
-        return sorted({ordered[(len(ordered) - 1) * step // steps] for step in range(count)})
-    missing = count - len(lengths)
-    return sorted(lengths | {max(1, (length - 1) * step // (missing + 1)) for step in range(1, missing + 1)})
+        return [lengths[at] for at in np.linspace(0, len(lengths) - 1, count).astype(int)]
+    return sorted({*lengths, *np.linspace(1, length - 1, count - len(lengths) + 2).astype(int)[1:-1].tolist()} - {0})
 
 
 def other_future(ids_BN: Tensor, prefix: int, vocabulary: int, seed: int) -> Tensor:
@@ -142,7 +114,8 @@ def audit_outputs(
     *,
     tolerance: float = 1e-9,
     seed: int = 0,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: Progress = lambda done, total: None,
+    look: Callable[[Audit, int], None] = lambda audit, prefix: None,
 ) -> Audit:
     """Change the future of sequences behind each prefix, and see which outputs at its positions move.
 
@@ -154,6 +127,7 @@ def audit_outputs(
         tolerance: relative changes up to here are no move.
         seed: of the other tokens.
         on_progress: called with prefixes done and prefixes in all.
+        look: called when `outputs` has run unchanged (prefix 0), and when it has run on each other future.
 
     Raises:
         ValueError: outputs of another shape, or NaN or infinity among them.
@@ -161,9 +135,11 @@ def audit_outputs(
     run(outputs, ids_BN, seed)  # some modules settle when they are first called
     before_BNV = run(outputs, ids_BN, seed)
     audit = Audit(repeat=float(relative_change(before_BNV, run(outputs, ids_BN, seed)).max()))
+    look(audit, 0)
     for done, prefix in enumerate(prefixes, start=1):
         after_BNV = run(outputs, other_future(ids_BN, prefix, vocabulary, seed), seed)
-        audit.logits.add(prefix, relative_change(before_BNV[:, :prefix], after_BNV[:, :prefix]), tolerance)
+        audit.logits.add(relative_change(before_BNV[:, :prefix], after_BNV[:, :prefix]), tolerance)
+        look(audit, prefix)
         on_progress(done, len(prefixes))
     return audit
 
@@ -171,8 +147,7 @@ def audit_outputs(
 @torch.no_grad()
 def run(outputs: Outputs, ids_BN: Tensor, seed: int) -> Tensor:
     """Return checked outputs, torch's generators seeded before and put back after."""
-    devices = [ids_BN.device] if ids_BN.is_cuda else []
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng([ids_BN.device] if ids_BN.is_cuda else []):
         torch.manual_seed(seed)
         out = outputs(ids_BN)
     if not isinstance(out, Tensor) or out.ndim != 3 or out.shape[:2] != ids_BN.shape or not out.is_floating_point():
@@ -181,20 +156,6 @@ def run(outputs: Outputs, ids_BN: Tensor, seed: int) -> Tensor:
     if not bool(out.isfinite().all()):
         raise ValueError("outputs hold NaN or infinity; nothing can be said of what moves them")
     return out
-
-
-def next_logits(model: Transformer, streaming: bool = False) -> Outputs:
-    """Return the logits of a decoder of ours as a function of the ids that its positions read, `[B, N]`.
-
-    Position 0 of the model reads its start vector and position i the unit before the one it predicts. So `ids[:, i]`
-    stands for what position i reads, and `ids[:, 0]` for nothing.
-    """
-
-    def outputs(ids_BN: Tensor) -> Tensor:
-        hidden_BNS, _ = model(ids_BN.roll(-1, dims=1), streaming)
-        return model.logits(hidden_BNS)
-
-    return outputs
 
 
 @torch.no_grad()
@@ -206,74 +167,62 @@ def audit_model(
     streaming: bool = False,
     tolerance: float = 1e-9,
     seed: int = 0,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: Progress = lambda done, total: None,
 ) -> Audit:
     """As `audit_outputs` for a decoder of ours in evaluation mode, and for each group of heads of each layer alone.
 
-    A layer above a leak moves because its input does. So that a leak is found where it arises, each attention layer is
-    run once more on a mixture: at the positions of the prefix its input from the unchanged sequence, behind it its
-    input from the changed one. What then moves at the positions of the prefix was moved by this layer, and the outputs
-    of its groups (before the layer's output matrix joins them) say by which heads. Everything else in a block works on
-    each position alone. A position of a group counts as moved where the output of any of its heads did.
+    A layer above a leak moves because its input does. So that a leak is found where it arises, the heads of each layer
+    are run once more on a mixture: at the positions of the prefix the layer's input from the unchanged sequence, behind
+    it its input from the changed one. What then moves at the positions of the prefix was moved by these heads;
+    everything else in a block works on each position alone. A position of a group counts as moved where the output of
+    any of its heads did.
 
     Args:
         model: converted to float64 where the smallest changes are to be seen.
-        ids_BN: as `next_logits` takes them.
+        ids_BN: what the positions read. Position 0 of the model reads its start vector and position i the unit before
+            the one it predicts, so `ids[:, i]` is what position i reads, and `ids[:, 0]` stands for nothing.
         streaming: audit the reading in which every decision is made from the prefix alone.
         prefixes, tolerance, seed, on_progress: as `audit_outputs`.
     """
     layers: list[MultiheadAttention] = [block.attention for block in model.blocks]  # type: ignore[misc]
-    outputs = next_logits(model, streaming)
-    with recorded(layers) as record:
-        before_BNV = run(outputs, ids_BN, seed)
-        inputs, heads = dict(record.inputs), dict(record.heads)
-        audit = Audit(repeat=float(relative_change(before_BNV, run(outputs, ids_BN, seed)).max()))
-        audit.groups = {group: Moves() for group in heads}
-        for done, prefix in enumerate(prefixes, start=1):
-            after_BNV = run(outputs, other_future(ids_BN, prefix, model.vocabulary, seed), seed)
-            audit.logits.add(prefix, relative_change(before_BNV[:, :prefix], after_BNV[:, :prefix]), tolerance)
-            run_mixed(layers, inputs, dict(record.inputs), prefix, streaming)
-            for group, moves in audit.groups.items():
-                change_BHP = relative_change(heads[group][:, :, :prefix], record.heads[group][:, :, :prefix])
-                moves.add(prefix, change_BHP.amax(dim=1), tolerance)
-            on_progress(done, len(prefixes))
-    return audit
+    inputs: list[Tensor] = []
+    unchanged: list[tuple[Tensor, dict[str, Tensor]]] = []
 
+    def outputs(ids_BN: Tensor) -> Tensor:
+        inputs.clear()
+        hidden_BNS, _ = model(ids_BN.roll(-1, dims=1), streaming)
+        return model.logits(hidden_BNS)
 
-def run_mixed(
-    layers: Sequence[MultiheadAttention],
-    before: dict[int, Tensor],
-    after: dict[int, Tensor],
-    prefix: int,
-    streaming: bool,
-) -> None:
-    """Run each layer on its input from `before` at the positions of the prefix, and on that from `after` behind it."""
-    for layer, attention in enumerate(layers):
-        attention(torch.cat([before[layer][:, :prefix], after[layer][:, prefix:]], dim=1), streaming)
-
-
-@dataclass
-class Record:
-    """What the attention layers last read, `[B, N, E]`, and what their groups of heads last gave, `[B, H, N, D]`."""
-
-    inputs: dict[int, Tensor] = field(default_factory=dict)
-    heads: dict[Group, Tensor] = field(default_factory=dict)
-
-
-@contextlib.contextmanager
-def recorded(layers: Sequence[MultiheadAttention]) -> Iterator[Record]:
-    """Record the layers while the context lasts."""
-    record = Record()
-
-    def keep_input(layer: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        return lambda module, arguments: record.inputs.__setitem__(layer, arguments[0])
-
-    def keep_heads(group: Group) -> Callable[[nn.Module, tuple[Any, ...], tuple[Tensor, Tensor]], None]:
-        return lambda module, arguments, out: record.heads.__setitem__(group, out[0])
+    def look(audit: Audit, prefix: int) -> None:
+        if not prefix:
+            unchanged.extend((x, head_outputs(layer, x, streaming)) for layer, x in zip(layers, inputs, strict=True))
+            audit.groups = {(at, name): Moves() for at, (_, heads) in enumerate(unchanged) for name in heads}
+            return
+        for at, (layer, changed_BNE, (x_BNE, before)) in enumerate(zip(layers, inputs, unchanged, strict=True)):
+            mixed_BNE = torch.cat([x_BNE[:, :prefix], changed_BNE[:, prefix:]], dim=1)
+            for name, out_BHND in head_outputs(layer, mixed_BNE, streaming).items():
+                change_BHP = relative_change(before[name][:, :, :prefix], out_BHND[:, :, :prefix])
+                audit.groups[at, name].add(change_BHP.amax(dim=1), tolerance)
 
     with contextlib.ExitStack() as hooks:
-        for layer, attention in enumerate(layers):
-            hooks.enter_context(attention.register_forward_pre_hook(keep_input(layer)))
-            for name, group in attention.groups.items():
-                hooks.enter_context(group.register_forward_hook(keep_heads((layer, name))))
-        yield record
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(lambda _, given: inputs.append(given[0])))
+        return audit_outputs(
+            outputs,
+            ids_BN,
+            model.vocabulary,
+            prefixes,
+            tolerance=tolerance,
+            seed=seed,
+            on_progress=on_progress,
+            look=look,
+        )
+
+
+def head_outputs(attention: MultiheadAttention, x_BNE: Tensor, streaming: bool) -> dict[str, Tensor]:
+    """Return what each group of a layer's heads gives, `[B, H, N, D]`, before the layer's output matrix joins them."""
+    every = zip(attention.groups, attention.each(), attention.relative(), attention.split(x_BNE), strict=True)
+    return {
+        name: pattern(q, k, v, rotate=attention.rotary, relative=relative, prefix=streaming)[0]
+        for name, pattern, relative, (q, k, v) in every
+    }

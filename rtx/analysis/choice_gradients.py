@@ -6,10 +6,7 @@ A choice of keys has no gradient of its own. What makes it must be trained by so
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
-import textwrap
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,53 +21,34 @@ from rtx.model.multihead import MultiheadAttention
 from rtx.model.transformer import Transformer
 
 
-@dataclass(frozen=True)
-class ChoiceGradient:
-    """What trains the choice of one group of a layer's heads."""
+def choice_gradients(model: Transformer, tokens_BN: Tensor) -> list[dict[str, Any]]:
+    """Take one training pass, forward and backward, with a copy of the model; nothing of the model changes.
 
-    layer: int
-    """1 the lowest."""
-    group: str
-    source: str
-    norm: float | None
-    """Of the gradient of what should train; None: nothing should."""
-
-    @property
-    def missing(self) -> bool:
-        """Whether something should train and gets no gradient, or none that is finite."""
-        return self.norm is not None and not 0 < self.norm < math.inf
-
-    def record(self) -> dict[str, Any]:
-        """Return what the command keeps; a norm that is not finite is null."""
-        norm = self.norm if self.norm is not None and math.isfinite(self.norm) else None
-        return {**dataclasses.asdict(self), "norm": norm, "missing": self.missing}
-
-    def line(self) -> str:
-        """Return what the command prints."""
-        said = "" if self.norm is None else f"; gradient {self.norm:.1e}"
-        alarm = " BUT GETS NONE: it stays as it is" if self.missing else ""
-        line = f"layer {self.layer} {self.group}: the choice is trained by {self.source}{said}{alarm}"
-        return textwrap.fill(line, 100, subsequent_indent="  ")
-
-
-def choice_gradients(model: Transformer, tokens_BN: Tensor) -> list[ChoiceGradient]:
-    """Take one training pass, forward and backward, with a copy of the model; nothing of the model changes."""
+    Returns:
+        A row for each group of heads that chooses: its layer, 0 the lowest, what trains its choice, the norm of that
+        gradient (None: nothing should train, or it is not finite), and whether it is missing.
+    """
     model = copy.deepcopy(model).train()
     model.zero_grad()
     devices = [tokens_BN.device] if tokens_BN.is_cuda else []
     with statistics_paused(), torch.random.fork_rng(devices), torch.enable_grad():
         nats_BN, auxiliary = model.loss(tokens_BN)
         (nats_BN.mean() + auxiliary).backward()
-    found = []
-    for layer, block in enumerate(model.blocks, start=1):
+    rows = []
+    for layer, block in enumerate(model.blocks):
         attention: MultiheadAttention = block.attention  # type: ignore[assignment]
         for number, (name, pattern) in enumerate(zip(attention.groups, attention.each(), strict=True)):
-            if isinstance(pattern, Routing | Random | Choice):
-                found.append(ChoiceGradient(layer, name, source_of(pattern), norm_of(attention, number, pattern)))
-    return found
+            if not isinstance(pattern, Routing | Random | Choice):
+                continue
+            drawn = isinstance(pattern, Random | RandomBlocks)
+            norm = 0.0 if drawn else gradient_norm(attention, number, pattern)
+            finite, missing = math.isfinite(norm), not drawn and not 0 < norm < math.inf
+            row = {"layer": layer, "heads": name, "trained_by": source(pattern)}
+            rows.append({**row, "gradient": norm if finite and not drawn else None, "missing": missing})
+    return rows
 
 
-def source_of(pattern: Pattern) -> str:
+def source(pattern: Pattern) -> str:
     """Return what trains a choice, in words."""
     if isinstance(pattern, Random | RandomBlocks):
         return "nothing: it is drawn"
@@ -84,10 +62,8 @@ def source_of(pattern: Pattern) -> str:
     return "the attention's own queries and keys" + (", and the compressed branch" if compressed else "")
 
 
-def norm_of(attention: MultiheadAttention, number: int, pattern: Pattern) -> float | None:
+def gradient_norm(attention: MultiheadAttention, number: int, pattern: Pattern) -> float:
     """Return the norm of the gradient of what should train: the indexer, or what makes a group's queries and keys."""
-    if isinstance(pattern, Random | RandomBlocks):
-        return None
     if isinstance(pattern, Indexer):
         gradients = [parameter.grad for parameter in pattern.choice_parameters()]
     else:

@@ -1,49 +1,28 @@
 """Do routing heads read elsewhere than local ones? The Jensen-Shannon divergence of their attention (paper, Table 6).
 
-A head's weights are worked out for some positions at a time (`rtx.analysis.reading`), so no matrix of N x N is held.
-Natural logarithm: at most ln 2 = 0.6931.
-
-Shapes: B sequences, N positions, P of them, E hidden width.
+Natural logarithm: at most ln 2 = 0.6931. Shapes: B sequences, N positions, K keys of a block, E hidden width.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rtx.analysis.reading import MAX_PAIRS, Head, groups_of, heads_of, layer_inputs
+from rtx.analysis.attention_weights import groups_of, layer_inputs, weight_blocks
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.patterns import ROUTED
 from rtx.model.transformer import Transformer
 
+Head = tuple[str, int]
+"""A head of a layer: its group, and its number in it."""
 
-@dataclass(frozen=True)
-class Divergence:
-    """The divergences of the drawn pairs of one layer and kind, each the mean over positions."""
-
-    layer: int
-    kind: tuple[str, str]
-    """The groups that the pair's heads are from, `routed` last."""
-    nats_R: list[float]
-    """One for each draw."""
-    share: float
-    """Positions where both heads read something; the others are left out."""
-
-    @property
-    def mean(self) -> float:
-        """Mean over the draws."""
-        return float(np.mean(self.nats_R))
-
-    @property
-    def deviation(self) -> float:
-        """Standard deviation over the draws; 0 for a single one."""
-        return float(np.std(self.nats_R, ddof=1)) if len(self.nats_R) > 1 else 0.0
+Pair = tuple[Head, Head]
 
 
 @torch.no_grad()
@@ -54,7 +33,7 @@ def divergences(
     draws: int = 10,
     seed: int = 0,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Divergence]:
+) -> list[dict[str, Any]]:
     """Return the divergence between random heads of each layer, by kind of pair: within a group and across two.
 
     Args:
@@ -63,66 +42,74 @@ def divergences(
         draws: pairs of heads drawn for each layer and kind; a kind with a single pair is still drawn that often.
         seed: of the draws.
         on_progress: called with layers done and layers in all.
+
+    Returns:
+        A row for each layer, 0 the lowest, and kind (the groups of the two heads, `routed` last): the nats of each
+        draw, a mean over positions, with their mean and standard deviation; and the share of the positions where both
+        heads read something, which are those that count.
     """
-    results = []
-    for layer, (attention, read_BNE) in enumerate(layer_inputs(model, tokens_BN)):
-        pairs = drawn_pairs(attention, draws, np.random.default_rng([seed, layer]))
-        results += layer_divergences(attention, read_BNE, pairs, layer)
+    rows, B = [], len(tokens_BN)
+    for layer, (attention, x_BNE) in enumerate(layer_inputs(model, tokens_BN)):
+        drawn = drawn_pairs(attention, draws, np.random.default_rng([seed, layer]))
+        pairs = [(r % B, pair) for of_kind in drawn.values() for r, pair in enumerate(of_kind)]
+        found: dict[tuple[int, Pair], Tensor] = {}
+        for sequence in sorted({sequence for sequence, _ in pairs}):
+            mine = sorted({pair for of, pair in pairs if of == sequence})
+            nats = pair_divergences(attention, x_BNE[sequence : sequence + 1], mine)
+            found |= {(sequence, pair): nats_X for pair, nats_X in zip(mine, nats, strict=True)}
+        for kind, of_kind in drawn.items():
+            draws_X = [found[r % B, pair] for r, pair in enumerate(of_kind)]
+            share = float(np.mean([len(nats_X) for nats_X in draws_X])) / x_BNE.shape[1]
+            nats_R = [float(nats_X.mean()) for nats_X in draws_X]
+            rows.append({"layer": layer, "kind": list(kind), **spread(nats_R), "share": share})
         on_progress(layer + 1, len(model.blocks))
-    return results
+    return rows
+
+
+def over_layers(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each kind of pair: its divergence as mean over the layers, draw by draw."""
+    kinds = dict.fromkeys(tuple(row["kind"]) for row in rows)
+    of_kind = {kind: [row["nats_R"] for row in rows if tuple(row["kind"]) == kind] for kind in kinds}
+    return [{"kind": list(kind), **spread(np.mean(nats_LR, axis=0).tolist())} for kind, nats_LR in of_kind.items()]
+
+
+def spread(nats_R: Sequence[float]) -> dict[str, Any]:
+    """Return draws with their mean and standard deviation, which is 0 for a single one."""
+    deviation = float(np.std(nats_R, ddof=1)) if len(nats_R) > 1 else 0.0
+    return {"nats_R": nats_R, "mean": float(np.mean(nats_R)), "deviation": deviation}
 
 
 def drawn_pairs(
     attention: MultiheadAttention, draws: int, generator: np.random.Generator
-) -> dict[tuple[str, str], list[tuple[Head, Head]]]:
+) -> dict[tuple[str, str], list[Pair]]:
     """Return `draws` pairs of different heads for every kind of pair that a layer has."""
-    heads = {name: [(name, head) for head in range(count)] for name, count in heads_of(attention).items()}
-    names = sorted(heads, key=lambda name: name == ROUTED)
+    widths = zip(attention.groups, attention.widths, strict=False)
+    heads = {name: [(name, head) for head in range(width // attention.size)] for name, width in widths}
     drawn = {}
-    for first, second in itertools.combinations_with_replacement(names, 2):
-        every = (
-            list(itertools.combinations(heads[first], 2))
-            if first == second
-            else list(itertools.product(heads[first], heads[second]))
-        )
+    for kind in itertools.combinations_with_replacement(sorted(heads, key=lambda name: name == ROUTED), 2):
+        first, second = (heads[name] for name in kind)
+        every = list(itertools.combinations(first, 2) if first is second else itertools.product(first, second))
         if every:
-            drawn[first, second] = [every[int(k)] for k in generator.integers(len(every), size=draws)]
+            drawn[kind] = [every[int(k)] for k in generator.integers(len(every), size=draws)]
     return drawn
 
 
-def layer_divergences(
-    attention: MultiheadAttention, x_BNE: Tensor, pairs: dict[tuple[str, str], list[tuple[Head, Head]]], layer: int
-) -> list[Divergence]:
-    """Return the divergences of the drawn pairs of a layer that reads `x_BNE`."""
-    B, N, _ = x_BNE.shape
-    drawn = [(kind, *pair, r % B) for kind, of_kind in pairs.items() for r, pair in enumerate(of_kind)]
-    of_job: dict[tuple[Head, Head, int], tuple[float, int]] = {}
-    for sequence in sorted({sequence for *_, sequence in drawn}):
-        jobs = sorted({(a, b) for _, a, b, of in drawn if of == sequence})
-        kept = sorted({head for job in jobs for head in job})
-        groups = groups_of(attention, x_BNE[sequence : sequence + 1])
-        for at_P in torch.arange(N).split(max(1, MAX_PAIRS // (N * len(kept)))):
-            weights = {(name, head): groups[name].read(head, at_P)[0] for name, head in kept}
-            for a, b in jobs:
-                nats_X = divergence(weights[a], weights[b])
-                nats, count = of_job.get((a, b, sequence), (0.0, 0))
-                of_job[a, b, sequence] = nats + float(nats_X.sum()), count + len(nats_X)
-    results = []
-    for kind in pairs:
-        found = [of_job[a, b, sequence] for of, a, b, sequence in drawn if of == kind]
-        means = [nats / count if count else math.nan for nats, count in found]
-        results.append(Divergence(layer, kind, means, float(np.mean([count / N for _, count in found]))))
-    return results
-
-
-def divergence(p_PN: Tensor, q_PN: Tensor) -> Tensor:
-    """Return the divergence at each position where both heads read something.
+def pair_divergences(attention: MultiheadAttention, x_1NE: Tensor, pairs: Sequence[Pair]) -> list[Tensor]:
+    """Return the divergence of each pair of heads at the positions of a sequence where both read something.
 
     With m = (p + q) / 2 a key adds (p ln(p / m) + q ln(q / m)) / 2: of a key that one head alone reads that is half its
     weight times ln 2, together ln 2; of a shared one it is p ln(p / (p + q)) / 2 + q ln(q / (p + q)) / 2 on top.
     """
-    row_X, key_X = torch.nonzero((p_PN > 0) & (q_PN > 0), as_tuple=True)
-    p_X, q_X = p_PN[row_X, key_X].double(), q_PN[row_X, key_X].double()
-    more_X = (p_X * torch.log(p_X / (p_X + q_X)) + q_X * torch.log(q_X / (p_X + q_X))) / 2
-    nats_P = torch.full_like(p_PN[:, 0], math.log(2), dtype=torch.float64).index_add(0, row_X, more_X)
-    return nats_P[(p_PN.sum(-1) > 0.5) & (q_PN.sum(-1) > 0.5)]
+    groups, at_N = groups_of(attention, x_1NE), torch.arange(x_1NE.shape[1])
+    reads_N: dict[Head, Tensor] = {}
+    nats_N = [torch.full(at_N.shape, math.log(2), dtype=torch.float64, device=x_1NE.device) for _ in pairs]
+    for blocks in zip(*(weight_blocks(heads, at_N) for heads in groups.values()), strict=True):
+        weights = dict(zip(groups, blocks, strict=True))
+        for name, head in {head for pair in pairs for head in pair}:
+            reads_N[name, head] = reads_N.get((name, head), 0) + weights[name][head].sum(-1)
+        for nats, ((a, i), (b, j)) in zip(nats_N, pairs, strict=True):
+            p_NK, q_NK = weights[a][i].double(), weights[b][j].double()
+            both_NK = p_NK + q_NK
+            more_NK = torch.xlogy(p_NK, p_NK / both_NK) + torch.xlogy(q_NK, q_NK / both_NK)
+            nats += torch.where((p_NK > 0) & (q_NK > 0), more_NK, 0.0).sum(-1) / 2
+    return [nats[(reads_N[a] > 0.5) & (reads_N[b] > 0.5)] for nats, (a, b) in zip(nats_N, pairs, strict=True)]

@@ -10,16 +10,12 @@ import dataclasses
 from typing import NamedTuple
 
 from rtx.analysis.cost import cost
-from rtx.analysis.footprint import footprint
-from rtx.analysis.kept import on_gpu
+from rtx.analysis.footprint import footprint, on_gpu
 from rtx.config import Config, precision_on
 
-FILLED = 0.85
-"""Part of a device's memory that a run is planned to fill: the rest is for what the plan does not count (the GPU's
-context, holes between tensors) and for its error."""
-
-PROGRAM = 768 * 2**20
-"""Bytes that the program takes of a machine's memory beside its steps: what it imports, and pages of the data."""
+FILLED, FILLED_CPU = 0.85, 0.5
+"""Part of a GPU's or a machine's memory that a run is planned to fill: the rest is for what the plan does not count (a
+GPU's context; the program, and holes in the heap, by which a CPU's process takes up to 1.7 times the plan)."""
 
 
 class Choice(NamedTuple):
@@ -43,7 +39,7 @@ def choose_micro_batch(config: Config, vocabulary: int, device_bytes: float, wor
     """
     wish = dataclasses.replace(config.hardware, devices=world, nodes=1)
     config = dataclasses.replace(config, hardware=wish)
-    room = FILLED * device_bytes - (0 if on_gpu(config) else PROGRAM)
+    room = (FILLED if on_gpu(config) else FILLED_CPU) * device_bytes
     total, choice = cost(config, vocabulary), None
     switches = (False, True) if config.model.recompute == "auto" else (config.model.recompute is True,)
     for recompute in switches:

@@ -1,7 +1,7 @@
 """How much memory training steps take, counted from the configuration: what one device holds at its fullest moment.
 
-Sizes are in bytes. Counted is what `rtx/model` keeps for the backward pass, tensor by tensor, and what it works with;
-the comments say where each term comes from, and `rtx.analysis.kept` counts the heads. `benchmarks/footprint.py` sets it
+Sizes are in bytes. Counted is what `rtx/model` and `rtx.attention.engine` keep for the backward pass, tensor by tensor,
+and what they work with; not what an allocator loses in holes, nor the program itself. `benchmarks/footprint.py` sets it
 beside real runs.
 
 Letters: h values of the residual stream of a position, F of the feed-forward layer; N positions.
@@ -12,40 +12,47 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import torch
+
 from rtx.analysis.cost import Cost
-from rtx.analysis.kept import INDEX, attention_bytes, on_gpu, widths_of
-from rtx.config import Config
+from rtx.attention import native
+from rtx.attention.choices import Blocks, Choice, Indexer
+from rtx.attention.engine import MAX_GATHERED, MAX_SCORES_CPU, MAX_SCORES_GPU, MIN_NATIVE, cut
+from rtx.attention.lsh import Lsh
+from rtx.attention.packed import Indexed, Part
+from rtx.attention.pattern import Pattern
+from rtx.attention.patterns import Random
+from rtx.attention.routing import Routing
+from rtx.config import Config, precision_on
 from rtx.model.likelihood import MAX_LOGITS
+from rtx.model.patterns import ROUTED, layer_patterns, make_pattern
 
-HOLES, HOLES_OF_LARGEST, HOLES_OF_RECOMPUTED = 0.25, 3.0, 0.75
-"""What a CPU's process holds in holes of the C library's heap: for each byte that comes and goes with a step, for each
-byte of the step's largest tensor, and for each that model.recompute makes once more.
+INDEX = 8
+"""Bytes of a row number."""
 
-Freed memory is kept (`rtx.training.heap`), and what a step leaves lying between its tensors cuts it into pieces that
-the next step's tensors do not fill, the large ones least of all. Measured by `benchmarks/footprint.py`; torch's
-allocator on a GPU has no part in it.
-"""
 
-FIXED = 45 * 2**20
-"""Code and kernels that are loaded and made in the first steps of a CPU's process, whatever the model's size."""
+class Kept(NamedTuple):
+    """What one head keeps of one sequence."""
+
+    vectors: float
+    """Queries, keys, values and outputs, each of which gets a gradient."""
+    others: float
+    """Row numbers, masks, sums and factors."""
+    once: float
+    """What telemetry looks at, of the first sequence alone."""
+    again: float
+    """What a piece of the scores that are worked out again holds, for all heads together."""
+    projection: bool
+    """Whether something keeps the product that makes queries, keys and values of all heads."""
 
 
 class Block(NamedTuple):
-    """What a block takes, in bytes for each position of the micro-batch."""
+    """What a block takes, for each position of the micro-batch."""
 
-    attention: float
-    """Kept by the attention heads for the backward pass."""
-    feed_forward: float
-    """Kept by the feed-forward branch, its norm among it."""
-    rest: float
-    """Kept beside: the stream, the attention's norm, its joined heads."""
+    kept: float
+    """All that is kept for the backward pass."""
     work: float
     """The most that the backward pass of the block holds on top of what it has not freed yet."""
-
-    @property
-    def kept(self) -> float:
-        """All that is kept for the backward pass."""
-        return self.attention + self.feed_forward + self.rest
 
 
 class Moment(NamedTuple):
@@ -57,76 +64,16 @@ class Moment(NamedTuple):
     working: float
 
 
-def footprint(config: Config, total: Cost, micro_batch: int, vocabulary: int) -> dict[str, float]:
-    """Return the parts of the peak, in bytes on each device; their sum is the peak."""
-    widths = widths_of(config)
-    own = total.parameters / shards(config)
-    weights, gradients = widths.wide * own, widths.wide * own
-    if widths.narrow < widths.wide:  # autocast holds on to the weights that it has narrowed
-        weights += widths.narrow * own
-    # Adam keeps two moments; Adafactor a row and a column for each matrix.
-    state = 2 * widths.wide * own if config.optimizer.name != "adafactor" else 0.02 * widths.wide * own
-    fullest = max(moments(config, total, gradients, micro_batch, vocabulary), key=sum)
-    holes = HOLES * sum(fullest) + HOLES_OF_LARGEST * largest(config, micro_batch, vocabulary)
-    holes += HOLES_OF_RECOMPUTED * again(config, micro_batch)
-    return {
-        "weights": weights,
-        "gradients": fullest.gradients,
-        "optimizer": state,
-        "activations": fullest.activations,
-        "working": fullest.working,
-        "heap": 0.0 if on_gpu(config) else FIXED + holes,
-    }
+def on_gpu(config: Config) -> bool:
+    """Tell whether a run would compute on a GPU: where it is asked for, or left open and one is here."""
+    return config.hardware.name == "gpu" or (config.hardware.name != "cpu" and torch.cuda.device_count() > 0)
 
 
-def moments(config: Config, total: Cost, gradients: float, micro_batch: int, vocabulary: int) -> list[Moment]:
-    """Return the moments of a step of which one is the fullest.
-
-    At the end of the forward pass, and in the backward pass of the topmost parts, nearly all activations are there; the
-    gradients are not, unless micro-batches have gone before. At the end of the backward pass it is the other way round.
-    In the optimizer's step no activations are. The gradients are freed behind it.
-    """
-    widths, model = widths_of(config), config.model
-    # Shared out, the embedding and output matrices stay whole from the forward to the end of the backward pass, one
-    # block is whole at a time, and so are their gradients before they are shared out.
-    outside = total.embedding_parameters
-    gathered = widths.wide * (outside + (total.parameters - outside) / model.layers) if shards(config) > 1 else 0.0
-    kept = saved(config, micro_batch, vocabulary) - loss_bytes(config, micro_batch, vocabulary, 1)
-    blocks = [block(config, layer, micro_batch) for layer in range(model.layers)]
-    rows = micro_batch * config.data.length
-    work = max(each.work for each in blocks) * rows
-    earlier = gradients if config.trainer.batch_size > micro_batch * devices(config) else 0.0
-    output = widths.wide * vocabulary * (model.embedding or model.hidden)
-    # Where the output matrix's gradient adds up over parts of the rows: the sum, a part's, a copy in its layout.
-    summed = output * min(3, parts(rows, vocabulary))
-    return [
-        Moment(earlier, kept, gathered + loss_bytes(config, micro_batch, vocabulary, 2)),
-        Moment(earlier, kept, 2 * gathered + loss_bytes(config, micro_batch, vocabulary, 3) + summed),
-        Moment(earlier, kept, 2 * gathered + again(config, micro_batch) + output + work),
-        Moment(gradients, blocks[0].kept * rows, 2 * gathered + work),
-        # Adafactor works with one more copy of the largest weight.
-        Moment(gradients, 0.0, output if config.optimizer.name == "adafactor" else 0.0),
-    ]
-
-
-def again(config: Config, micro_batch: int) -> float:
-    """Return the bytes that model.recompute makes once more, of one block at a time."""
-    kept = (block(config, layer, micro_batch).kept for layer in range(config.model.layers))
-    return max(kept) * micro_batch * config.data.length if config.model.recompute is True else 0.0
-
-
-def largest(config: Config, micro_batch: int, vocabulary: int) -> float:
-    """Return the bytes of the largest tensor of a step: of a feed-forward layer, the logits or the output matrix."""
-    model, (wide, narrow) = config.model, widths_of(config)
-    rows = micro_batch * config.data.length
-    hidden = narrow * rows * model.ffn_hidden * (2 if model.ffn == "geglu" else 1) / model.ffn_parts
-    output = wide * vocabulary * (model.embedding or model.hidden)
-    return max(hidden, output, loss_bytes(config, micro_batch, vocabulary, 2) / 2)
-
-
-def shards(config: Config) -> int:
-    """Return over how many devices weights, gradients and state are shared out."""
-    return devices(config) if config.hardware.name == "fsdp" else 1
+def widths_of(config: Config) -> tuple[int, int]:
+    """Return the bytes of a value: of weights, gradients and the residual stream, and of what matrix products read."""
+    precision = precision_on(config.hardware, on_gpu(config))
+    wide = 8 if precision == "fp64" else 4
+    return wide, 2 if precision == "bf16" else wide
 
 
 def devices(config: Config) -> int:
@@ -134,35 +81,77 @@ def devices(config: Config) -> int:
     return (config.hardware.devices or 1) * config.hardware.nodes
 
 
+def footprint(config: Config, total: Cost, micro_batch: int, vocabulary: int) -> dict[str, float]:
+    """Return the parts of the peak, in bytes on each device; their sum is the peak."""
+    wide, narrow = widths_of(config)
+    shares = devices(config) if config.hardware.name == "fsdp" else 1
+    own = total.parameters / shares
+    # Shared out, the embedding and output matrices stay whole from the forward to the end of the backward pass, one
+    # block is whole at a time, and so are their gradients before they are shared out.
+    outside = total.embedding_parameters
+    gathered = wide * (outside + (total.parameters - outside) / config.model.layers) if shares > 1 else 0.0
+    fullest = max(moments(config, wide * own, gathered, micro_batch, vocabulary), key=sum)
+    # Adam keeps two moments; Adafactor a row and a column for each matrix.
+    state = 2 * wide * own if config.optimizer.name != "adafactor" else 0.02 * wide * own
+    # Autocast holds on to the weights that it has narrowed.
+    weights = (wide + (narrow if narrow < wide else 0)) * own
+    return {"weights": weights, "gradients": fullest.gradients, "optimizer": state} | {
+        "activations": fullest.activations,
+        "working": fullest.working,
+    }
+
+
+def moments(config: Config, gradients: float, gathered: float, micro_batch: int, vocabulary: int) -> list[Moment]:
+    """Return the moments of a step of which one is the fullest.
+
+    At the end of the forward pass, and in the backward pass of the topmost parts, nearly all activations are there; the
+    gradients are not, unless micro-batches have gone before. At the end of the backward pass it is the other way round.
+    In the optimizer's step no activations are. The gradients are freed behind it.
+    """
+    (wide, _), model, rows = widths_of(config), config.model, micro_batch * config.data.length
+    blocks = [block(config, layer, micro_batch) for layer in range(model.layers)]
+    again = max(each.kept for each in blocks) * rows if model.recompute is True else 0.0
+    work = max(each.work for each in blocks) * rows
+    earlier = gradients if config.trainer.batch_size > micro_batch * devices(config) else 0.0
+    logits, pieces = logits_bytes(config, rows, vocabulary)
+    loss_kept = logits if pieces == 1 else 0.0
+    kept = saved(config, micro_batch, vocabulary) - loss_kept
+    output = wide * vocabulary * (model.embedding or model.hidden)
+    # Where the output matrix's gradient adds up over pieces of the rows: the sum, a piece's, a copy in its layout.
+    summed = output * min(3, pieces)
+    return [
+        Moment(earlier, kept, gathered + 2 * logits),
+        Moment(earlier, kept, 2 * gathered + 3 * logits + summed),
+        Moment(earlier, kept, 2 * gathered + again + output + work),
+        Moment(gradients, blocks[0].kept * rows, 2 * gathered + work),
+        # Adafactor works with one more copy of the largest weight.
+        Moment(gradients, 0.0, output if config.optimizer.name == "adafactor" else 0.0),
+    ]
+
+
 def saved(config: Config, micro_batch: int, vocabulary: int) -> float:
     """Return the bytes that a forward pass of training leaves for the backward pass."""
-    model, (wide, narrow) = config.model, widths_of(config)
-    rows = micro_batch * config.data.length
-    blocks = [block(config, layer, micro_batch).kept for layer in range(model.layers)]
+    model, (wide, narrow), rows = config.model, widths_of(config), micro_batch * config.data.length
     # With recomputation a block keeps its input alone.
-    inside = wide * model.hidden * len(blocks) if model.recompute is True else sum(blocks)
+    inside = sum(
+        wide * model.hidden if model.recompute is True else block(config, layer, micro_batch).kept
+        for layer in range(model.layers)
+    )
     # The ids; the last norm's input, and what the output matrix reads; a dropout's factors on the embedding.
     ends = INDEX + (wide * model.hidden if model.norm == "pre" else 0) + narrow * (model.embedding or model.hidden)
     ends += wide * model.hidden if model.dropout else 0
-    return rows * (inside + ends) + loss_bytes(config, micro_batch, vocabulary, 1)
+    logits, pieces = logits_bytes(config, rows, vocabulary)
+    return rows * (inside + ends) + (logits if pieces == 1 else 0.0)
 
 
-def parts(rows: int, vocabulary: int) -> int:
-    """Return in how many parts the logits of the rows are worked out."""
-    return math.ceil(rows / max(1, MAX_LOGITS // vocabulary))
+def logits_bytes(config: Config, rows: int, vocabulary: int) -> tuple[float, int]:
+    """Return the bytes of one copy of the logits that are held at once, and in how many pieces they are worked out.
 
-
-def loss_bytes(config: Config, micro_batch: int, vocabulary: int, copies: int) -> float:
-    """Return the bytes of so many copies of the logits that are held at once.
-
-    One is kept (logarithms of the likelihoods); two are there when they are made, three when their gradient is. In more
-    than one part nothing is kept, and each part is worked out again.
+    One copy is kept (logarithms of the likelihoods); two are there when they are made, three when their gradient is. In
+    more than one piece nothing is kept, and each is worked out again.
     """
-    rows = config.data.length * micro_batch
-    many = parts(rows, vocabulary) > 1
-    if many and copies == 1:
-        return 0.0
-    return copies * float(widths_of(config).wide) * (MAX_LOGITS if many else rows * vocabulary)
+    pieces = math.ceil(rows / max(1, MAX_LOGITS // vocabulary))
+    return float(widths_of(config)[0]) * (rows * vocabulary if pieces == 1 else MAX_LOGITS), pieces
 
 
 def block(config: Config, layer: int, micro_batch: int) -> Block:
@@ -179,11 +168,96 @@ def block(config: Config, layer: int, micro_batch: int) -> Block:
     # In parts, each is worked out again in the backward pass, and nothing of it is kept.
     pieces, hidden = model.ffn_parts, narrow * F * factor
     feed_forward = (hidden if pieces == 1 else 0) + (wide + narrow) * h + dropped
-    rest = (wide + 2 * narrow) * h + dropped  # with the joined heads
+    rest = (wide + 2 * narrow) * h + dropped  # the stream, the attention's norm, its joined heads
     # Backward, the gradients of the stream and of the branch are there, and of the hidden units two or three copies
     # while the product's own input is freed; later, the feed-forward branch is gone, and every vector that the heads
     # keep gets a gradient.
     hidden_work = (wide + narrow) * h + narrow * F * {"gelu": 1, "relu": 2, "geglu": 2}[model.ffn] / pieces
     hidden_work += hidden / pieces if pieces > 1 else 0
     attention_work = (wide + 2 * narrow) * h + gradients - feed_forward
-    return Block(attention, feed_forward, rest, max(hidden_work, attention_work, 0.0))
+    return Block(attention + feed_forward + rest, max(hidden_work, attention_work, 0.0))
+
+
+def attention_bytes(config: Config, layer: int, micro_batch: int) -> tuple[float, float]:
+    """Return what the heads of a block keep, and what they hold on top in the backward pass, per position."""
+    N, groups = config.data.length, layer_patterns(config, layer)
+    each = [(count, kept_by(name, config, layer)) for name, count in groups.items()]
+    work = sum(count * head.vectors for count, head in each) / N
+    total = work + sum(count * (head.others + head.once / micro_batch) for count, head in each) / N
+    if any(head.projection for _, head in each):
+        own_keys = {"lsh": False, ROUTED: config.routing.keys != "shared"}
+        columns = sum(count * (2 + own_keys.get(name, True)) for name, count in groups.items())
+        total += columns * widths_of(config)[1] * config.model.hidden // config.model.heads
+    return total, work + max(head.again for _, head in each) / (N * micro_batch)
+
+
+_kept: dict[str, Kept] = {}
+
+
+def kept_by(name: str, config: Config, layer: int) -> Kept:
+    """Return what one head of a group keeps, worked out once for all layers and micro-batches."""
+    key = repr((name, config.model, config.routing, config.data.length, config.hardware, on_gpu(config)))
+    if key not in _kept:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            _kept[key] = kept(make_pattern(name, 1, config, layer).eval(), config)
+    return _kept[key]
+
+
+def kept(pattern: Pattern, config: Config) -> Kept:
+    """Count what a pattern of one head keeps, from what it reads of random vectors; nothing is attended."""
+    model, routing, N, (wide, narrow) = config.model, config.routing, config.data.length, widths_of(config)
+    size, gpu = model.hidden // model.heads, on_gpu(config)
+    if isinstance(pattern, Choice):
+        parts: list[Part] = [Indexed(torch.arange(N), torch.zeros(N, pattern.most_keys(N), dtype=torch.int8), N)]
+    else:
+        q_11ND, k_11ND = torch.randn(2, 1, 1, N, size)
+        parts = pattern.reads(pattern.inputs(q_11ND, k_11ND if pattern.has_keys else None, None), None, False)
+    shaw = model.positions == "shaw"
+    by_distance = shaw or pattern.terms(size, None).by_distance
+    softly = by_distance or len(parts) > 1 or (model.attention_dropout > 0 and not gpu)
+    natively = not by_distance and model.attention_dropout == 0 and runs_natively(config)
+    normalises = isinstance(pattern, Routing | Random)
+    vectors = others = once = again = 0.0
+    for part in parts:
+        if isinstance(part, Indexed):  # a number for each key; keys are gathered some at a time, and again
+            vectors += 3 * N * narrow
+            others += INDEX * part.index_PK.numel()
+            again = 0 if natively else 4.0 * wide * MAX_GATHERED
+            continue
+        members, of_keys = len(part.start_P), 0 if part.query is part.key else len(part.key.row_M)
+        if isinstance(pattern, Routing):
+            once += 2 * wide * size * N + INDEX * (3 * members + of_keys)
+        if natively:  # keys that are the normalised queries are there once; lists; a sum and a factor for each query
+            vectors += (2 + (pattern.has_keys or not normalises)) * N * narrow
+            others += (3 * INDEX + 8) * members + INDEX * of_keys
+            continue
+        blocks = cut(part, triangles=not softly)
+        queries, keys = sum(b.query_GQ.numel() for b in blocks), sum(b.key_GK.numel() for b in blocks)
+        # A mask that serves all blocks of a form is small; the others are kept, by torch as numbers that it adds.
+        masks = sum(b.mask.numel() for b in blocks if b.mask is not None and b.mask.dim() == 3)
+        # The sum over lists keeps what it adds, and where it adds that; gathers keep their row numbers.
+        vectors += (queries + 2 * keys) * narrow + queries * (wide if softly else 2 * narrow)
+        others += (INDEX + wide) * queries + (INDEX * (queries + 2 * keys) if queries != N or keys != N else 0)
+        if softly:  # row numbers, for distances; scores are worked out again
+            others += INDEX * (queries + keys) + masks
+            scores = min(MAX_SCORES_GPU if gpu else MAX_SCORES_CPU, N * N)
+            rows = min(scores // min(b.key_GK.shape[1] for b in blocks), queries * model.heads)
+            again = wide * (6.0 * scores + 3.0 * shaw * rows * model.max_distance)
+        else:
+            others += narrow * masks + 4 * queries
+    compressed = isinstance(pattern, Blocks) and routing.compressed
+    if isinstance(pattern, Choice):  # what a convolution of keys reads and gives; both branches and what gates them
+        vectors += N * narrow * (2 * (routing.key_conv > 1) + 4 * compressed)
+    if normalises and narrow < 4:  # the norm reads a wide copy
+        vectors += 4 * N * (1 + pattern.has_keys)
+    projection = (normalises and narrow >= 4) or compressed or isinstance(pattern, Lsh | Indexer)
+    return Kept(vectors * size, others, once, again, projection)
+
+
+def runs_natively(config: Config) -> bool:
+    """Tell whether the compiled kernel is taken where it can be, as `rtx.attention.engine.attend_part` decides."""
+    wish, long = config.hardware, config.data.length >= MIN_NATIVE
+    if on_gpu(config) or precision_on(wish, gpu=False) != "fp32":
+        return False
+    return wish.attention == "native" or (wish.attention == "auto" and long and native.available())

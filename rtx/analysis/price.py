@@ -16,50 +16,21 @@ Shapes: K windows, N units of a window, P positions scored in each.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from torch import nn
 
-from rtx.analysis.spans import Span, standard_error, unit_nats
-from rtx.evaluation.scores import score_windows
+from rtx.analysis.loss_by_position import Span, estimate, unit_nats, whole_windows
 
-PARALLEL, RERUN, STREAMING = "teacher_forced", "prefix_rerun", "streaming"
+TEACHER_FORCED, RERUN, STREAMING = "teacher_forced", "prefix_rerun", "streaming"
 DIFFERENCES = {
-    "leak_gives": (RERUN, PARALLEL),
+    "leak_gives": (RERUN, TEACHER_FORCED),
     "competing_costs": (STREAMING, RERUN),
-    "together": (STREAMING, PARALLEL),
+    "together": (STREAMING, TEACHER_FORCED),
 }
 """The first minus the second, in bits: what teacher-forcing gains by the future; what a stream loses to a rerun."""
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean in bits with standard errors; None where there is but one of what it would be over."""
-
-    bits: float
-    over_positions: float | None
-    """All positions of all windows taken as independent."""
-    over_windows: float | None
-    """Means of whole windows taken as independent: holds also where the positions of a window move together."""
-
-
-@dataclass(frozen=True)
-class Price:
-    """Nats of every scored position in each of the ways, float64 `[K, P]`."""
-
-    nats: dict[str, np.ndarray]
-
-    def bits(self, mode: str) -> float:
-        """Bits per scored unit of one of the ways."""
-        return float(self.nats[mode].mean()) / math.log(2)
-
-    def difference(self, name: str) -> Estimate:
-        """Return one of `DIFFERENCES`."""
-        more, less = DIFFERENCES[name]
-        bits_KP = (self.nats[more] - self.nats[less]) / math.log(2)
-        return Estimate(float(bits_KP.mean()), standard_error(bits_KP.ravel()), standard_error(bits_KP.mean(axis=1)))
 
 
 def sample_positions(candidates: np.ndarray, count: int, seed: int) -> np.ndarray:
@@ -79,11 +50,11 @@ def price(
     positions_P: np.ndarray,
     *,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Price:
-    """Score the positions of the windows in the three ways, in evaluation mode.
+) -> dict[str, np.ndarray]:
+    """Return the nats of the positions of the windows, float64 `[K, P]`, in each of the three ways.
 
     Args:
-        model: has `loss(tokens_BN, prefix=...) -> (nats_BN, auxiliary)`.
+        model: in evaluation mode, as for `unit_nats`.
         tokens: the split, unsigned integers `[units]`.
         starts_K: where the windows of `length` units begin.
         positions_P: what is scored in every window, ascending from 0.
@@ -92,11 +63,24 @@ def price(
     # Behind one another by position, so that prefixes of one length share a batch.
     ends = [(start, start + int(p)) for p in positions_P for start in starts_K]
     prefixes = [Span(start, end + 1, end, end + 1) for start, end in ends]
-    rerun = score_windows(model, tokens, prefixes, on_progress=on_progress)
-    whole = [Span(start, start + length, start, start + length) for start in starts_K]
-    nats = {
-        PARALLEL: np.stack(unit_nats(model, tokens, whole))[:, positions_P],
-        RERUN: rerun.nats_K.reshape(len(positions_P), len(starts_K)).T,
-        STREAMING: np.stack(unit_nats(model, tokens, whole, streaming=True))[:, positions_P],
+    rerun = np.concatenate(unit_nats(model, tokens, prefixes, on_progress=on_progress))
+    windows = whole_windows(starts_K, length)
+    return {
+        TEACHER_FORCED: np.stack(unit_nats(model, tokens, windows))[:, positions_P],
+        RERUN: rerun.reshape(len(positions_P), len(starts_K)).T,
+        STREAMING: np.stack(unit_nats(model, tokens, windows, streaming=True))[:, positions_P],
     }
-    return Price(nats)
+
+
+def differences(nats: Mapping[str, np.ndarray]) -> dict[str, dict[str, Any]]:
+    """Return `DIFFERENCES` in bits, each with two standard errors, None where they would be over one value.
+
+    `over_positions` takes all positions of all windows as independent; `over_windows` the means of whole windows, which
+    holds also where the positions of a window move together.
+    """
+    found = {}
+    for name, (more, less) in DIFFERENCES.items():
+        bits_KP = (nats[more] - nats[less]) / math.log(2)
+        (bits, positions), (_, windows) = estimate(bits_KP.ravel()), estimate(bits_KP.mean(axis=1))
+        found[name] = {"bits": bits, "over_positions": positions, "over_windows": windows}
+    return found

@@ -1,6 +1,6 @@
 """What the routing heads do: read after a training batch, from a snapshot of its first sequence.
 
-Shapes: H heads, C clusters, N positions, P probed positions, W attention window, Y pairs of a query and a key.
+Shapes: H heads, C clusters, N positions, P probed positions, W attention window, L lists.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rtx.analysis.reading import pairs_of, softmax_by
+from rtx.analysis.attention_weights import read_by
+from rtx.attention.engine import attend
 from rtx.attention.packed import Reads
 from rtx.attention.patterns import AdaptiveSpan
 from rtx.attention.routing import Routing, Snapshot
@@ -25,16 +26,13 @@ def read_telemetry(model: nn.Module) -> dict[str, float]:
     Padding is not counted. `routing/empty_share`: clusters without members; `member_share` and `member_most`: members
     of a cluster over W, the mean and the largest; with keys of their own members are keys. `in_none`, `in_one`,
     `in_many`: share of positions whose queries belong to 0, 1 or more clusters. `self_weight` and `distance`: mean
-    weight that a position puts on itself, and mean distance it reads at, inside a cluster. `span/mean` and `span/max`:
-    of the spans of all heads that learn one, in positions, the ramp left out.
+    weight that a position puts on itself, and mean distance it reads at (`probe`). `span/mean` and `span/max`: of the
+    spans of all heads that learn one, in positions, the ramp left out.
     """
     spans = [whole(heads.spans()) for heads in model.modules() if isinstance(heads, AdaptiveSpan)]
     told = {"span/mean": float(torch.cat(spans).mean()), "span/max": float(torch.cat(spans).max())} if spans else {}
-    layers = [
-        layer_telemetry(heads, heads.snapshot)
-        for heads in model.modules()
-        if isinstance(heads, Routing) and heads.snapshot
-    ]
+    routing = [heads for heads in model.modules() if isinstance(heads, Routing) and heads.snapshot]
+    layers = [layer_telemetry(heads, heads.snapshot) for heads in routing if heads.snapshot]
     if not layers:
         return told
     means = torch.stack([torch.stack(list(layer.values())) for layer in layers]).nanmean(0).tolist()
@@ -44,10 +42,10 @@ def read_telemetry(model: nn.Module) -> dict[str, float]:
 def layer_telemetry(heads: Routing, snapshot: Snapshot) -> dict[str, Tensor]:
     """Return the figures of one layer as scalars."""
     H, N, _ = snapshot.q_HND.shape
-    reads, real_N = heads.read_lists(snapshot.lists, N), snapshot.real_N
+    reads = heads.read_lists(snapshot.lists, N)
     times_HN = torch.bincount(reads.query.row_M, minlength=H * N).view(H, N)
-    if real_N is not None:  # padding is in no cluster
-        times_HN = times_HN[:, real_N]
+    if snapshot.real_N is not None:  # padding is in no cluster
+        times_HN = times_HN[:, snapshot.real_N]
     filled_L = reads.key.count_L.double() / heads.centroids.window
     self_weight, distance = probe(heads, snapshot, reads)
     return {
@@ -63,18 +61,20 @@ def layer_telemetry(heads: Routing, snapshot: Snapshot) -> dict[str, Tensor]:
 
 
 def probe(heads: Routing, snapshot: Snapshot, reads: Reads) -> tuple[Tensor, Tensor]:
-    """Return the mean weight on self and the mean distance read, over evenly spaced positions and their clusters.
+    """Return the mean weight on self and the mean distance read, over evenly spaced positions that read anything.
 
-    Shaw's terms are left out of the weights; NaN where no probed position reads anything.
+    Values that hold a key's position, and 1 at one of the probed, make outputs that hold just that. Shaw's terms are
+    left out; NaN where no probed position reads anything.
     """
     (H, N, D), device = snapshot.q_HND.shape, snapshot.q_HND.device
     at_P = torch.linspace(0, N - 1, min(PROBES, N), device=device).long()
-    wanted_HN = torch.full((H, N), -1, device=device)
-    wanted_HN[:, at_P] = torch.arange(H * len(at_P), device=device).view(H, -1)
-    row_Y, key_Y, reader_Y, _ = pairs_of(reads, wanted_HN.flatten())
-    logits_HPN = snapshot.q_HND.float()[:, at_P] @ snapshot.k_HND.float().transpose(-1, -2)
-    logit_Y = logits_HPN.flatten(0, 1)[row_Y, key_Y] * heads.terms(D, None).scale
-    weight_Y = softmax_by(logit_Y, reader_Y).double()
-    distance_Y = at_P.repeat(H)[row_Y] - key_Y
-    readers = len(reader_Y.unique())
-    return weight_Y[distance_Y == 0].sum() / readers, (weight_Y * distance_Y).sum() / readers
+    position_N = torch.arange(N, device=device)
+    v_NX = torch.cat([position_N[:, None], torch.ones(N, 1, device=device), position_N[:, None] == at_P], dim=1).float()
+    asks_R = torch.isin(position_N, at_P).repeat(H)
+    q, k = snapshot.q_HND[None].float(), snapshot.k_HND[None].float()
+    with torch.autocast(device.type, enabled=False):
+        out_BHNX = attend(q, k, v_NX.expand(1, H, N, -1), [read_by(reads, asks_R)], heads.terms(D, None), "torch")
+    out_HPX = out_BHNX[0][:, at_P].double()
+    reads_HP = out_HPX[..., 1] > 0.5
+    self_HP = out_HPX[..., 2:].diagonal(dim1=1, dim2=2)
+    return self_HP[reads_HP].mean(), (at_P - out_HPX[..., 0])[reads_HP].mean()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rtx.analysis.price import PARALLEL, RERUN, STREAMING, Price, price, sample_positions
+from rtx.analysis.price import RERUN, STREAMING, TEACHER_FORCED, differences, price, sample_positions
 from rtx.checks import resolve
 from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
 from rtx.model.transformer import Transformer
@@ -18,7 +18,7 @@ STARTS = [0, 24, 50]
 POSITIONS = np.array([0, 1, 7, 15, 23])
 
 
-def priced(selection: str) -> tuple[Transformer, np.ndarray, Price]:
+def priced(selection: str) -> tuple[Transformer, np.ndarray, dict[str, np.ndarray]]:
     """A model with random output weights, the units, and the price."""
     config = resolve(
         Config(
@@ -43,34 +43,33 @@ def test_each_way_is_what_it_says(selection: str) -> None:
             whole, streamed = (model.loss(window_BN, streaming)[0][0] for streaming in (False, True))
             for at, p in enumerate(POSITIONS.tolist()):
                 alone = model.loss(window_BN[:, : p + 1])[0][0, p]
-                assert paid.nats[RERUN][k, at] == pytest.approx(float(alone), rel=1e-12)
-                assert paid.nats[PARALLEL][k, at] == pytest.approx(float(whole[p]), rel=1e-12)
-                assert paid.nats[STREAMING][k, at] == pytest.approx(float(streamed[p]), rel=1e-12)
+                assert paid[RERUN][k, at] == pytest.approx(float(alone), rel=1e-12)
+                assert paid[TEACHER_FORCED][k, at] == pytest.approx(float(whole[p]), rel=1e-12)
+                assert paid[STREAMING][k, at] == pytest.approx(float(streamed[p]), rel=1e-12)
 
 
 @pytest.mark.parametrize("selection", ["causal", "random"])
 def test_who_sees_no_future_pays_nothing(selection: str) -> None:
     _, _, paid = priced(selection)
-    for name in ("leak_gives", "competing_costs", "together"):
-        assert abs(paid.difference(name).bits) < 1e-12
+    assert all(abs(found["bits"]) < 1e-12 for found in differences(paid).values())
 
 
 def test_top_w_has_its_price() -> None:
     _, _, paid = priced("topk")
-    assert np.abs(paid.nats[RERUN] - paid.nats[PARALLEL]).max() > 1e-3
-    assert np.abs(paid.nats[STREAMING] - paid.nats[RERUN]).max() > 1e-3
-    parts = paid.difference("leak_gives").bits + paid.difference("competing_costs").bits
-    assert parts == pytest.approx(paid.difference("together").bits)
-    assert paid.bits(STREAMING) - paid.bits(PARALLEL) == pytest.approx(parts)
+    assert np.abs(paid[RERUN] - paid[TEACHER_FORCED]).max() > 1e-3
+    assert np.abs(paid[STREAMING] - paid[RERUN]).max() > 1e-3
+    leak, competing, together = (found["bits"] for found in differences(paid).values())
+    assert leak + competing == pytest.approx(together)
+    assert together == pytest.approx((paid[STREAMING] - paid[TEACHER_FORCED]).mean() / math.log(2))
 
 
 def test_standard_errors() -> None:
     base = np.zeros((2, 3))
-    paid = Price({PARALLEL: base, RERUN: np.log(2.0) * np.array([[1.0, 2, 3], [5, 6, 7]]), STREAMING: base})
-    estimate = paid.difference("leak_gives")
-    assert estimate.bits == pytest.approx(4)
-    assert estimate.over_positions == pytest.approx(math.sqrt(28 / 5 / 6))
-    assert estimate.over_windows == pytest.approx(2)
+    rerun = np.log(2.0) * np.array([[1.0, 2, 3], [5, 6, 7]])
+    estimate = differences({TEACHER_FORCED: base, RERUN: rerun, STREAMING: base})["leak_gives"]
+    assert estimate["bits"] == pytest.approx(4)
+    assert estimate["over_positions"] == pytest.approx(math.sqrt(28 / 5 / 6))
+    assert estimate["over_windows"] == pytest.approx(2)
 
 
 def test_positions_are_spread_and_seeded() -> None:

@@ -57,19 +57,21 @@ def test_figures_are_those_of_plain_loops(selection: str, attend_self: bool, key
     assert told["routing/empty_share"] == pytest.approx(counts.count(0) / len(counts))
     assert told["routing/member_share"] == pytest.approx(sum(counts) / len(counts) / WINDOW)
     assert told["routing/member_most"] == pytest.approx(max(counts) / WINDOW)
-    own, distance = [], []
+    weight_RN = torch.zeros(2 * LENGTH, LENGTH)
     assert LENGTH <= PROBES, "every position is probed"
     for query_rows, key_rows in zip(queries, of_keys, strict=True):
         for i in query_rows:
             read = [j for j in key_rows if j <= i][-WINDOW:]
             read = read if attend_self or len(read) == 1 else [j for j in read if j != i]
-            q_D, k_KD = q_HND.flatten(0, 1)[i], k_HND.flatten(0, 1)[read]
-            weights = (heads.terms(q_HND.shape[-1], None).scale * k_KD @ q_D).softmax(0).tolist()
             if read:
-                own.append(sum(w for w, j in zip(weights, read, strict=True) if j == i))
-                distance.append(sum(w * (i - j) for w, j in zip(weights, read, strict=True)))
-    assert told["routing/self_weight"] == pytest.approx(sum(own) / len(own), rel=1e-5)
-    assert told["routing/distance"] == pytest.approx(sum(distance) / len(distance), rel=1e-5)
+                q_D, k_KD = q_HND.flatten(0, 1)[i], k_HND.flatten(0, 1)[read]
+                weight_K = (heads.terms(q_HND.shape[-1], None).scale * k_KD @ q_D).softmax(0)
+                weight_RN[i, [j % LENGTH for j in read]] += weight_K
+    own_R = weight_RN.sum(1).nonzero()[:, 0]
+    weight_RN = (weight_RN / weight_RN.sum(1, keepdim=True))[own_R]
+    distance_RN = own_R[:, None] % LENGTH - torch.arange(LENGTH)
+    assert told["routing/self_weight"] == pytest.approx(float(weight_RN[distance_RN == 0].mean()), rel=1e-4)
+    assert told["routing/distance"] == pytest.approx(float((weight_RN * distance_RN).sum(1).mean()), rel=1e-4)
 
 
 @pytest.mark.parametrize("selection", ["causal", "topk", "nearest"])

@@ -1,4 +1,4 @@
-"""Pictures of the patterns, drawn by their own rules: `python -m rtx.analysis.pictures docs/attention.md`.
+"""Pictures of the patterns, drawn by their own rules: `python docs/pictures.py docs/attention.md`.
 
 Rows are queries from the top, columns are keys; two rows share a line of text.
 

@@ -1,0 +1,35 @@
+"""Figures of an analysis as a command prints them, and as it keeps them beside a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rtx.disk import replace_file, write_json
+from rtx.errors import RunFailed
+
+
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows of figures, their keys as the heads of the columns."""
+    import pandas
+
+    print(pandas.DataFrame(rows).to_string(index=False, na_rep="-", float_format="{:.4g}".format))
+
+
+def plus_minus(value: float, error: float | None, digits: int = 4, sign: str = "") -> str:
+    """Return a value with its error."""
+    return f"{value:{sign}.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
+
+
+def save(path: Path, content: bytes | Mapping[str, Any]) -> None:
+    """Write a file whole, a mapping as JSON, and say where; `RunFailed` where it cannot be written."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        if isinstance(content, bytes):
+            replace_file(path, lambda file: file.write(content))
+        else:
+            write_json(path, content)
+    except OSError as error:
+        raise RunFailed(f"cannot write {path}: {error.strerror}") from error
+    print(path)
