@@ -2,13 +2,54 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
 
-from rtx.config import CLUSTERED, SPREAD, Config, DataConfig, axis_sizes, base_patterns, clusters, hash_buckets
+from rtx.config import (
+    CLUSTERED,
+    SPREAD,
+    Config,
+    DataConfig,
+    all_fields,
+    axis_sizes,
+    base_patterns,
+    clusters,
+    hash_buckets,
+)
 from rtx.errors import UserError
-from rtx.sets import HELD_OUT, IMAGE_SETS, TWO_WAYS, USUAL_VOCABULARY, image_side
+from rtx.sets import HELD_OUT, IMAGE_SETS, TWO_WAYS, image_side
+from rtx.wording import written
+
+TEXTS = ("text", "stdlib", "enwik8", "wikitext103", "pg19")
+READ_WITH = (
+    ("data.name", ("recall",), "data.pairs data.keys data.values data.fillers data.sequences"),
+    ("data.name", (*TEXTS[:1], *TEXTS[2:], *IMAGE_SETS), "data.path"),
+    ("data.name", TEXTS, "data.tokenizer"),
+    ("data.name", ("enwik8",), "data.newlines"),
+    ("data.name", tuple(IMAGE_SETS), "data.size"),
+    ("data.name", (*TWO_WAYS, "enwik8"), "data.fetch"),
+    ("data.name", HELD_OUT, "data.held_out"),
+    ("data.tokenizer", ("sentencepiece",), "data.vocabulary data.tokenizer_sample"),
+    ("routing.selection", CLUSTERED, "routing.clusters"),
+    ("routing.selection", CLUSTERED[:3], "routing.decay routing.update routing.init routing.commitment"),
+    ("routing.selection", ("causal",), "routing.threshold_rate"),
+    ("routing.selection", ("blocks", "blocks_random"), "routing.block"),
+    ("routing.selection", ("blocks",), "routing.compressed"),
+    ("routing.selection", ("indexer",), "routing.warmup"),
+    ("model.base", ("lsh",), "model.lsh model.hash_rounds model.hash_buckets"),
+    ("model.base", ("adaptive_span",), "model.span_ramp model.span_cost"),
+    ("model.base", ("strided", "fixed"), "model.stride"),
+    ("model.base", ("fixed",), "model.summary"),
+    ("model.positions", ("axial",), "model.axes"),
+    ("optimizer.name", ("adam", "adamw"), "optimizer.beta1 optimizer.beta2"),
+    ("logger.name", ("auto", "online", "offline"), "logger.project logger.entity logger.group"),
+)
+"""A key, its values, or parts of them, and the keys that are read with these alone."""
+OURS = {"local", "full", "lsh", "adaptive_span", "strided", "fixed"}
+"""Values of model.base of which that is known: a pattern of one's own may read any key."""
 
 
 def resolve(config: Config) -> Config:
@@ -18,22 +59,40 @@ def resolve(config: Config) -> Config:
         UserError: two values do not fit together; the message has a line for each problem.
     """
     refuse([*model_problems(config), *routing_problems(config), *training_problems(config), *data_problems(config)])
-    routing = dataclasses.replace(config.routing, clusters=clusters(config))
     buckets = hash_buckets(config) if "lsh" in base_patterns(config.model) else config.model.hash_buckets
-    model = dataclasses.replace(config.model, hash_buckets=buckets)
-    return dataclasses.replace(config, routing=routing, model=model)
+    routing = replace(config.routing, clusters=clusters(config))
+    return replace(config, routing=routing, model=replace(config.model, hash_buckets=buckets))
 
 
 def check_data(config: Config) -> DataConfig:
     """Return the data of a configuration, checked without regard to the model; raises as `resolve`."""
-    refuse(list(data_problems(config)))
+    refuse(data_problems(config))
     return config.data
 
 
-def refuse(problems: list[str]) -> None:
+def refuse(problems: Iterable[str]) -> None:
     """Raise `UserError` if there are problems."""
-    if problems:
-        raise UserError("\n".join(problems))
+    if lines := list(problems):
+        raise UserError("\n".join(lines))
+
+
+def idle(config: Config, keys: Iterable[str]) -> dict[str, str]:
+    """Return a line for each of the keys that was set, not to null, and that nothing reads."""
+    known, lines = all_fields(), {}
+    wanted = {key for key in keys if key in known and value_at(config, key) is not None}
+    for other, values, read in READ_WITH:
+        found = value_at(config, other)
+        parts = set(found.split("+"))
+        if not parts & set(values) and (other != "model.base" or parts <= OURS):
+            for key in wanted.intersection(read.split()):
+                said = f"{key}={written(value_at(config, key))} has no effect with {other}={found}"
+                lines[key] = f"{said}; it is for {', '.join(values)}"
+    return lines
+
+
+def value_at(config: Config, key: str) -> Any:
+    """Return the value at a dotted key."""
+    return functools.reduce(getattr, key.split("."), config)
 
 
 def model_problems(config: Config) -> Iterator[str]:
@@ -77,7 +136,7 @@ def routing_problems(config: Config) -> Iterator[str]:
         yield f"routing.window={routing.window} must be at most data.length={length}"
     if clusters(config) > length:
         yield f"routing.clusters={clusters(config)} must be at most data.length={length}"
-    if keys == "projected" and chosen not in ("causal", "topk", "nearest"):
+    if keys == "projected" and chosen not in CLUSTERED[:3]:
         yield f"routing.keys=projected needs routing.selection=causal, topk or nearest, not {chosen}"
     if keys != "separate" and chosen not in CLUSTERED:
         own = f"routing.selection={chosen} needs routing.keys=separate"
@@ -87,8 +146,6 @@ def routing_problems(config: Config) -> Iterator[str]:
         yield f"{both} are for keys of their own (routing.keys=separate or projected), not for routing.keys=shared"
     if chosen.startswith("blocks") and routing.block > routing.window:
         yield f"routing.block={routing.block} must be at most routing.window={routing.window}"
-    if routing.compressed and chosen != "blocks":
-        yield f"routing.compressed=true is for routing.selection=blocks, not for {chosen}"
 
 
 def training_problems(config: Config) -> Iterator[str]:
@@ -122,68 +179,25 @@ def training_problems(config: Config) -> Iterator[str]:
 
 
 def data_problems(config: Config) -> Iterator[str]:
-    """Yield what is wrong with names, files, windows, images, and settings that a set does not read."""
+    """Yield what is wrong with the run's name, and with files, windows and sequences of the data."""
     data, name, stride = config.data, config.name, config.trainer.val_stride
-    if stride is not None and stride > data.length:
-        yield f"trainer.val_stride={stride} must be at most data.length={data.length}"
+    if name in ("", ".", "..") or "/" in name or not name.isprintable() or len(name.encode()) > 200:
+        yield f"name={name[:40]!r} must be a folder's name, of at most 200 bytes"
     if data.name in ("text", "images") and data.path is None:
         wanted = "file, folder or glob" if data.name == "text" else "folder with images"
         yield f"data={data.name} needs data.path=<{wanted}>"
-    if data.name == "stdlib" and data.path is not None:
-        yield f"data.path={data.path} is not read by data=stdlib; use data=text data.path={data.path}"
-    if name in ("", ".", "..") or "/" in name or not name.isprintable() or len(name.encode()) > 200:
-        yield f"name={name[:40]!r} must be a folder's name, of at most 200 bytes"
-    yield from idle_problems(data)
+    if stride is not None and stride > data.length:
+        yield f"trainer.val_stride={stride} must be at most data.length={data.length}"
+    elif stride not in (None, data.length) and data.name not in TEXTS:
+        yield f"trainer.val_stride={stride} has no place in data={data.name}, whose sequences are scored whole"
     if data.name in IMAGE_SETS:
-        yield from image_problems(data, stride)
-    if data.name == "recall":
-        yield from recall_problems(data, stride)
-
-
-def idle_problems(data: DataConfig) -> Iterator[str]:
-    """Yield settings that a set does not read: nobody is to think that they did something."""
-    usual, subwords = DataConfig(), data.tokenizer == "sentencepiece"
-    elsewhere = f"not for data={data.name}"
-    if data.newlines != "keep" and data.name != "enwik8":
-        yield f"data.newlines={data.newlines} is for data=enwik8 alone, {elsewhere}"
-    if data.tokenizer != "bytes" and data.name in (*IMAGE_SETS, "recall"):
-        yield f"data.tokenizer={data.tokenizer} is for text; data={data.name} takes data.tokenizer=bytes"
-    if data.size is not None and data.name not in IMAGE_SETS:
-        yield f"data.size={data.size} is for images ({', '.join(IMAGE_SETS)}), {elsewhere}"
-    if data.fetch != usual.fetch and data.name not in (*TWO_WAYS, "enwik8"):
-        yield f"data.fetch={data.fetch} is for {' and '.join(TWO_WAYS)}, {elsewhere}"
-    if data.held_out != usual.held_out and data.name not in HELD_OUT:
-        yield f"data.held_out={data.held_out} is for {' and '.join(HELD_OUT)}, {elsewhere}"
-    for key in ("pairs", "keys", "values", "fillers", "sequences") if data.name != "recall" else ():
-        if (value := getattr(data, key)) != getattr(usual, key):
-            yield f"data.{key}={value} is for data=recall alone, {elsewhere}"
-    vocabularies = (usual.vocabulary, USUAL_VOCABULARY.get(data.name))
-    if not subwords and data.vocabulary not in vocabularies:
-        yield f"data.vocabulary={data.vocabulary} is for data.tokenizer=sentencepiece, not for {data.tokenizer}"
-    if not subwords and data.tokenizer_sample != usual.tokenizer_sample:
-        wish = f"data.tokenizer_sample={data.tokenizer_sample}"
-        yield f"{wish} is for data.tokenizer=sentencepiece, not for {data.tokenizer}"
-
-
-def image_problems(data: DataConfig, stride: int | None) -> Iterator[str]:
-    """Yield what is wrong with the sequences and windows of images."""
-    side = image_side(data)
-    if stride not in (None, data.length):
-        yield f"trainer.val_stride={stride} has no place in data={data.name}, whose images are scored whole"
-    if side is not None and data.length != 3 * side**2:
-        yield f"data.length={data.length} must be {3 * side**2} = {side} x {side} x 3: an image is one sequence"
-    if side is None and data.length % 3:
-        yield f"data.length={data.length} must be height x width x 3: an image is one sequence"
-
-
-def recall_problems(data: DataConfig, stride: int | None) -> Iterator[str]:
-    """Yield what is wrong with what data=recall makes its sequences by."""
-    if stride not in (None, data.length):
-        yield f"trainer.val_stride={stride} has no place in data=recall, whose sequences are scored whole"
-    if data.pairs > data.keys:
+        side = image_side(data)
+        if side is not None and data.length != 3 * side**2:
+            yield f"data.length={data.length} must be {3 * side**2} = {side} x {side} x 3: an image is one sequence"
+        elif data.length % 3:
+            yield f"data.length={data.length} must be height x width x 3: an image is one sequence"
+    if data.name == "recall" and data.pairs > data.keys:
         yield f"data.pairs={data.pairs} must be at most data.keys={data.keys}: the keys of a sequence differ"
-    if 4 * data.pairs > data.length:
+    if data.name == "recall" and 4 * data.pairs > data.length:
         taken = f"data.pairs={data.pairs} pairs and their questions take {4 * data.pairs} units"
         yield f"{taken}, more than data.length={data.length}"
-    if data.path is not None:
-        yield f"data.path={data.path} is not read by data=recall, which is made on the fly"

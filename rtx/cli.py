@@ -43,7 +43,11 @@ COMMANDS = {
 }
 RUNNING = ("train", "resume")
 """Commands that a scheduler may stop with SIGUSR1 and SIGUSR2 as well."""
-HELP_FLAGS = ("--help", "-h", "help")
+READS_ITSELF = ("bench", "completion", "data", "report", "schema", "sweep")
+"""Commands that refuse what is wrong with their words before they import torch."""
+HELP = ("--help", "-h", "help")
+FLAGS = {"train": ("--help", "-h", "--multirun", "-m", "--cfg=job"), "plan": ("--help", "-h", "--cfg=job")}
+"""The flags of the commands that have more than --help."""
 
 
 def entry() -> None:
@@ -67,27 +71,22 @@ def handle_signals(words: list[str]) -> None:
         return
     runs = words and words[0] in RUNNING
     for number, code in EXIT_CODES.items():
-        if signal.getsignal(number) is signal.SIG_IGN:  # as by nohup
-            continue
-        if code == PREEMPTED and (runs or number == signal.SIGTERM):
+        ignored = signal.getsignal(number) is signal.SIG_IGN  # as by nohup
+        if code == PREEMPTED and (runs or number == signal.SIGTERM) and not ignored:
             signal.signal(number, stop)
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """Handle a signal that ends the work where it is.
-
-    Raises:
-        Stopped: always.
-    """
+    """Handle a signal that ends the work where it is: raise `Stopped`."""
     raise Stopped(PREEMPTED, f"stopped by {signal.Signals(number).name}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `rtx` with `argv` (`sys.argv[1:]` if None) and return its exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = dispatch(arguments)
+        code = dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
+        return code
     except UserError as error:
         return complain(str(error), 2)
     except RunFailed as error:
@@ -104,23 +103,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             traceback.print_exc()
         except MemoryError:  # what ran out first may look like anything (a SystemError, say)
-            return complain("out of memory", 1)
+            complain("out of memory", 1)
         return 1
-    return code
-
-
-def prepare_environment() -> None:
-    """Set what OpenMP reads when it is loaded, unless the user has."""
-    # Threads that wait by spinning made a small model's step 2 to 5 times slower as soon as another program took one
-    # of two cores; sleeping costs a quarter or more where nothing else runs.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def dispatch(arguments: list[str]) -> int:
     """Run the command that `arguments` begin with."""
-    prepare_environment()
-    if not arguments or arguments[0] in HELP_FLAGS:
-        return help_page(arguments[1:], 0 if arguments else 2)
+    # OpenMP reads this when it is loaded. Threads that wait by spinning made a small model's step 2 to 5 times slower
+    # as soon as another program took one of two cores; sleeping costs a quarter or more where nothing else runs.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not arguments or arguments in [[flag] for flag in HELP]:
+        from rtx.commandline.help import front_page
+
+        print(front_page(COMMANDS))
+        return 0 if arguments else 2
+    if arguments[0] in HELP:
+        arguments = [arguments[1], "--help", *arguments[2:]]
     word, rest = arguments[0], arguments[1:]
     if word in ("--version", "-V"):
         print(f"rtx {__version__}")
@@ -128,30 +126,71 @@ def dispatch(arguments: list[str]) -> int:
     if word not in COMMANDS:
         hint = nearest(word, [*COMMANDS, "--help", "--version"]) or f"; the commands are {', '.join(COMMANDS)}"
         raise UserError(f"unknown command {word!r}{hint}")
-    from rtx.commandline.flags import check_first, parse_flags, show
+    flags, words = split_flags(word, rest)
+    if flags & {"--help", "-h"}:
+        from rtx.commandline.help import command_page
 
-    flags, words = parse_flags(word, rest)
-    if flags.help:
-        return help_page([word, *words], 0)
-    if flags.multirun:
+        print(command_page(word, words, COMMANDS[word]))
+        return 0
+    if flags & {"--multirun", "-m"}:
         from rtx.sweep.launcher import sweep
 
-        return sweep(word, words)
-    if flags.cfg:
-        return show(words, flags.package)
+        return sweep(words)
     check_first(word, words)
+    if "--cfg=job" in flags:
+        from rtx.compose import compose, to_yaml
+
+        print(to_yaml(compose(words)), end="")
+        return 0
     return importlib.import_module(f"rtx.commands.{word}").main(words)
 
 
-def help_page(words: list[str], code: int) -> int:
-    """Print the page of a command, or of rtx itself, and return `code`."""
-    from rtx.commandline import help
+def split_flags(word: str, arguments: list[str]) -> tuple[set[str], list[str]]:
+    """Take the flags out of the arguments of a command; returns them and the rest.
 
-    if words and words[0] in COMMANDS:
-        print(help.command_page(words[0], words[1:], COMMANDS[words[0]]))
-    else:
-        print(help.front_page(COMMANDS))
-    return code
+    Raises:
+        UserError: a flag that the command does not have.
+    """
+    if "--cfg" in arguments:
+        at = arguments.index("--cfg")
+        arguments = [*arguments[:at], "=".join(arguments[at : at + 2]), *arguments[at + 2 :]]
+    known = FLAGS.get(word, HELP[:2])
+    words = [each for each in arguments if each not in known]
+    for each in words:
+        if each.startswith("-") and not os.path.isdir(each):
+            raise UserError(f"{each}: unknown flag of rtx {word}{nearest(each, known)}; see rtx {word} --help")
+    return {*arguments} & {*known}, words
+
+
+def check_first(word: str, words: list[str]) -> None:
+    """Raise `UserError` for a wrong configuration, or for data that are not there, before the imports of the command:
+    torch takes seconds.
+    """
+    if word in READS_ITSELF:
+        return
+    from rtx.compose import compose, load_run_config, merge
+    from rtx.options import actions, read_words, what_to_do
+    from rtx.sweep.cells import refuse_sweep
+
+    runs, overrides = [], words
+    if word not in ("train", "plan"):  # they have no options of their own, and every mistake is told at once
+        what, words = what_to_do(word, words) if actions(word) else ("", words)
+        read = read_words(f"{word} {what}".strip(), words)
+        runs, overrides = read.runs, read.overrides
+    if not runs:
+        config = compose(overrides)
+        refuse_sweep(overrides)
+        if word == "train":
+            from rtx.data.catalog import check_source, data_root
+
+            check_source(config.data, data_root())
+    for run in runs:
+        if word == "resume":
+            from rtx.commands.resume import changed
+
+            changed(load_run_config(run), overrides)
+        else:
+            merge(load_run_config(run), overrides)
 
 
 def complain(message: str, code: int) -> int:

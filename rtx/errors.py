@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class UserError(ValueError):
@@ -18,3 +22,20 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.55) -> str:
     """Return " (did you mean 'x'?)" for the nearest of `known` that is at least `cutoff` alike (1: the same), or ""."""
     match = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f" (did you mean '{match[0]}'?)" if match else ""
+
+
+def collect(check: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Return what `check` gives for each item.
+
+    Raises:
+        UserError: with a line for every problem that `check` raises one of.
+    """
+    found, problems = [], {}
+    for item in items:
+        try:
+            found.append(check(item))
+        except UserError as error:
+            problems |= dict.fromkeys(str(error).splitlines())
+    if problems:
+        raise UserError("\n".join(problems))
+    return found

@@ -19,14 +19,10 @@ as they change it by rounding alone: they tell no cells of a sweep apart."""
 
 def digest(values: Mapping[str, Any]) -> str:
     """Return 12 hexadecimal digits of a configuration's values by their dotted keys, those without effect left out."""
-    return short_hash({key: value for key, value in values.items() if counts(key)}, 12)
+    kept = {key: value for key, value in values.items() if key not in NAMELIKE and not key.startswith(OUTSIDE)}
+    return short_hash(kept, 12)
 
 
 def short_hash(values: Mapping[str, Any], digits: int = 8) -> str:
     """Return hexadecimal digits that tell values apart, in whatever order their keys stand; what JSON lacks as text."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:digits]
-
-
-def counts(key: str) -> bool:
-    """Tell whether a key can change what is trained."""
-    return key not in NAMELIKE and not key.startswith(OUTSIDE)

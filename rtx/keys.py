@@ -6,12 +6,14 @@ Help, errors, the schema for editors and the shell's completion read this. No to
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 import math
-import sys
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -20,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from rtx.errors import UserError, nearest
-from rtx.wording import shorten
+from rtx.wording import shorten, written
 
 KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
 MOST_WHOLE = 2**53
 """The largest whole number that a key without a range of its own takes; a float beyond it stands for several."""
 
-TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+WORDS = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
 
 
 def one_of(default: str, *choices: str) -> Any:
@@ -62,34 +64,18 @@ class Field:
     doc: str
 
     @property
-    def section(self) -> str:
-        """What stands before the last dot."""
-        return self.key.rpartition(".")[0]
-
-    @property
-    def name(self) -> str:
-        """What stands behind the last dot."""
-        return self.key.rpartition(".")[2]
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The closed list of values, empty where any value of the type will do."""
-        return self.metadata.get("choices", ())
-
-    @property
-    def is_free_text(self) -> bool:
-        """Whether any text at all is a value."""
-        return self.kind is str and not {"choices", "parts"} & set(self.metadata)
+    def values(self) -> tuple[str, ...]:
+        """The closed list of values, or of their parts; empty where any value of the type will do."""
+        return self.metadata.get("choices", ()) or self.metadata.get("parts", ())
 
     @property
     def allowed(self) -> str:
         """What the field takes, to stand behind "must be"."""
         if "auto" in self.metadata:
             return self.metadata["auto"]
-        if self.choices:
-            return "one of " + ", ".join(self.choices)
-        if "parts" in self.metadata:
-            return "one or more of " + ", ".join(self.metadata["parts"]) + ", joined by +"
+        if self.values:
+            listed = ", ".join(self.values)
+            return f"one or more of {listed}, joined by +" if "parts" in self.metadata else f"one of {listed}"
         limits = [KINDS[self.kind]]
         for words, bound in (("at least", "low"), ("greater than", "above"), ("at most", "high")):
             if (limit := self.metadata.get(bound)) is not None:
@@ -99,21 +85,18 @@ class Field:
     def fits(self, value: Any) -> bool:
         """Tell whether a value of the field's type is in its range or its list."""
         if self.kind is str:
-            parts = self.metadata.get("parts")
-            return all(part in parts for part in value.split("+")) if parts else value in (self.choices or [value])
+            parts = value.split("+") if "parts" in self.metadata else [value]
+            return set(parts) <= set(self.values or parts)
         low, high, above = (self.metadata.get(bound) for bound in ("low", "high", "above"))
-        if high is None and self.kind is int:
-            high = MOST_WHOLE
-        below = (low is not None and value < low) or (above is not None and value <= above)
-        finite = not isinstance(value, float) or math.isfinite(value)
-        return finite and not below and (high is None or value <= high)
+        most = high if high is not None else MOST_WHOLE if self.kind is int else math.inf
+        return (low is None or value >= low) and (above is None or value > above) and value <= most
 
-    def read(self, value: Any, shown: str | None = None) -> Any:
-        """Return a value (a text as a user writes it, or what a parser made of one) in the field's type.
+    def read(self, value: Any, key: str = "") -> Any:
+        """Return a value, or the text of one, in the field's type; None stands for null.
 
         Args:
-            value: None only where it is meant as null.
-            shown: how the user wrote it, for the error.
+            value: what was found.
+            key: the key as the user wrote it, for the error.
 
         Raises:
             UserError: it is of another type or out of range.
@@ -123,41 +106,38 @@ class Field:
         found = convert(self.kind, value)
         if found is not None and self.fits(found):
             return found
-        near = nearest(str(value), self.choices, cutoff=0.8) if self.choices else ""
-        large = isinstance(found, int) and found > MOST_WHOLE and self.metadata.get("high") is None
-        most = f", at most {MOST_WHOLE}" if large else ""
-        text = shorten(shown if shown is not None else "null" if value is None else str(value))
-        raise UserError(f"{self.key}={text}: must be {self.allowed}{most}{near} ({self.doc.rstrip('.')})")
+        near = nearest(str(value), self.values, cutoff=0.8)
+        large = f", at most {MOST_WHOLE}" if self.kind is int and found and found > MOST_WHOLE else ""
+        said = f"{key or self.key}={shorten(written(value))}: must be {self.allowed}{large}{near}"
+        raise UserError(f"{said} ({self.doc.rstrip('.')})")
+
+    def read_word(self, text: str, key: str = "") -> Any:
+        """As `read`, of what a user wrote: with quotes where it holds a comma or blanks, or is no null but a text."""
+        bare = text.strip()
+        if bare.lower() == "null":
+            return self.read(None, key)
+        free = self.kind is str and not self.values and bare == unquoted(bare)
+        return self.read(text if free else unquoted(bare), key)
+
+
+def unquoted(text: str) -> str:
+    """Return a text without a pair of quotes around it."""
+    return text[1:-1] if re.fullmatch(r"""'[^']*'|"[^"]*\"""", text) else text
 
 
 def convert(kind: type, value: Any) -> Any:
     """Return a value as `kind`, None where it is not of that type; a whole number such as 1e3 is an integer."""
-    if kind is str:
-        if isinstance(value, bool):
-            return str(value).lower()
-        return str(value) if isinstance(value, str | int | float) else None
+    if value is None or kind is str:
+        return None if value is None else written(value)
+    text = str(value).strip().lower()
     if kind is bool:
-        word = str(value).strip().lower()
-        return True if word in TRUE else False if word in FALSE else None
-    if isinstance(value, str):
-        value = number(value)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    if kind is int and isinstance(value, float):
-        return int(value) if math.isfinite(value) and value.is_integer() else None
-    try:
-        return kind(value)
-    except OverflowError:  # digits without end
-        return None
-
-
-def number(text: str) -> int | float | None:
-    """Return the number that a text is, or None."""
-    for kind in (int, float) if text.isascii() else ():
-        try:
-            return kind(text)
-        except ValueError:
-            continue
+        return WORDS.get(text)
+    with contextlib.suppress(ValueError):
+        if kind is int and text.isascii():
+            return int(text)
+    with contextlib.suppress(ValueError):
+        number = float(text) if text.isascii() else math.nan
+        return kind(number) if math.isfinite(number) and (kind is float or number.is_integer()) else None
     return None
 
 
@@ -170,40 +150,26 @@ def fields_of(cls: type, prefix: str = "") -> dict[str, Field]:
         key, hint = prefix + spec.name, hints[spec.name]
         if dataclasses.is_dataclass(hint):
             found |= fields_of(typing.cast(type, hint), key + ".")
-        else:
-            kind, optional = plain_type(hint)
-            found[key] = Field(key, kind, optional, spec.default, spec.metadata, docs[spec.name])
+            continue
+        optional = isinstance(hint, types.UnionType) and types.NoneType in typing.get_args(hint)
+        kind: Any = (typing.get_args(hint) or (hint,))[0]  # of `int | str`, where the text is auto, the integer
+        found[key] = Field(key, kind, optional, spec.default, spec.metadata, docs[spec.name])
     return found
-
-
-def plain_type(hint: Any) -> tuple[type, bool]:
-    """Return the type of `int`, `int | None` or `int | str` (which may be auto), and whether None is allowed."""
-    if isinstance(hint, types.UnionType):
-        kind, other = typing.get_args(hint)
-        return kind, other is types.NoneType
-    return hint, False
 
 
 def docstrings(cls: type) -> dict[str, str]:
     """Return the docstring below each field of a dataclass and of those that it extends."""
     found: dict[str, str] = {}
-    for owner in reversed([each for each in cls.__mro__ if dataclasses.is_dataclass(each)]):
-        for node in parsed(str(sys.modules[owner.__module__].__file__)).body:
-            if isinstance(node, ast.ClassDef) and node.name == owner.__name__:
-                for statement, below in zip(node.body, node.body[1:], strict=False):
-                    match statement, below:
-                        case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                            found[name] = " ".join(text.split())
+    for owner in (each for each in reversed(cls.__mro__) if each is not object):
+        (node,) = ast.parse(inspect.getsource(owner)).body
+        for pair in itertools.pairwise(typing.cast(ast.ClassDef, node).body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = " ".join(text.split())
     return found
 
 
-@functools.cache
-def parsed(path: str) -> ast.Module:
-    """Return the syntax tree of a source file."""
-    return ast.parse(Path(path).read_text(encoding="utf-8"))
-
-
-def about(cls: object) -> str:
+def about(cls: Any) -> str:
     """Return the docstring of a dataclass on one line."""
     return " ".join((inspect.getdoc(cls) or "").split())
 
@@ -212,8 +178,7 @@ def about(cls: object) -> str:
 def conf_dir() -> Path:
     """Return the folder of the Hydra groups: inside the package in a wheel, beside it in a checkout."""
     package = Path(__file__).resolve().parent
-    inside = package / "conf"
-    return inside if inside.is_dir() else package.parent / "conf"
+    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 
 
 @functools.cache
@@ -225,8 +190,7 @@ def options(group: str) -> tuple[str, ...]:
 def option_doc(group: str, option: str) -> str:
     """Return the first comment line of an option's file, Hydra's own directive (`# @package`) apart."""
     lines = (conf_dir() / group / f"{option}.yaml").read_text(encoding="utf-8").splitlines()
-    first = next(line for line in lines if not line.startswith("# @"))
-    return first.removeprefix("#").strip()
+    return next(line for line in lines if not line.startswith("# @")).removeprefix("#").strip()
 
 
 def suggest_key(word: str, known: Iterable[str]) -> str:

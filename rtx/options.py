@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from rtx.config import GROUPS, SPREAD, all_fields, sections
-from rtx.errors import UserError, nearest
+from rtx.errors import UserError, collect, nearest
 from rtx.keys import Field, fields_of, one_of, ranged, suggest_key
-from rtx.training.config_diff import may_change
 from rtx.wording import shorten
 
 LAUNCHED = ("slurm", "submitit_local")
@@ -215,6 +214,8 @@ class ResumeOptions:
 DEVICE = ("hardware.name", "hardware.precision", "hardware.deterministic", "hardware.threads")
 """What a command on a run reads of its hardware: it works on one device."""
 
+RUN_KEYS = ("data.*", "hardware", *DEVICE)
+RESUMED = ("hardware", "logger", "seed", *(f"{section}.*" for section in (*GROUPS, "trainer")))
 MANY = 10_000
 
 
@@ -223,7 +224,7 @@ class Command:
     """What stands behind the name of a command."""
 
     options: type | None = None
-    sections: tuple[str, ...] = ()
+    section: str = ""
     """What may stand before an option and a dot; behind its command an option needs none."""
     runs: tuple[int, int] = (0, 0)
     """Fewest and most run folders in front."""
@@ -243,53 +244,70 @@ class Command:
         """Return the plain name of the option that `key` means, or an empty string."""
         section, _, name = key.rpartition(".")
         plain = not section and not (composing and name in all_fields())  # seed and name are the run's there
-        return name if name in self.own and (plain or section in self.sections) else ""
+        return name if name in self.own and (plain or section == self.section) else ""
 
     def known(self, composing: bool) -> list[str]:
         """Return the options, groups and keys that the command reads."""
         keys = [*GROUPS, *all_fields()]
         if composing:
-            return [*(f"{self.sections[0]}.{name}" for name in self.own), *keys]
+            return [*(f"{self.section}.{name}" for name in self.own), *keys]
         return [*self.own, *(key for key in keys if any(fnmatchcase(key, pattern) for pattern in self.keys))]
 
 
-RUN_KEYS = ("data.*", "hardware", *DEVICE)
-RESUMED = ("hardware", "logger", "seed", *(f"{section}.*" for section in (*GROUPS, "trainer")))
 READS = {
     "train": Command(composes=True),
-    "train -m": Command(SweepOptions, ("sweep",), composes=True),
+    "train -m": Command(SweepOptions, "sweep", composes=True),
     "plan": Command(composes=True),
-    "resume": Command(ResumeOptions, ("resume",), (1, 1), RESUMED),
-    "eval": Command(EvalOptions, ("eval",), (1, 1), (*RUN_KEYS, "seed")),
-    "audit": Command(AuditOptions, ("audit",), (0, MANY), RUN_KEYS, True),
-    "analyze divergence": Command(DivergenceOptions, ("analyze",), (1, 1), RUN_KEYS),
-    "analyze patterns": Command(PatternsOptions, ("analyze", "pictures"), (1, 1), RUN_KEYS),
-    "analyze context": Command(ContextOptions, ("analyze", "pictures", "eval"), (1, 1), RUN_KEYS),
-    "sample": Command(SampleOptions, ("sample",), (1, 1), ("hardware", *DEVICE)),
-    "export": Command(ExportOptions, ("export",), (1, 1)),
-    "report": Command(ReportOptions, ("report",), (0, MANY), ("logger", "logger.*")),
-    "sweep": Command(WatchOptions, ("sweep",), (1, 1)),
-    "bench steps": Command(BenchOptions, ("bench",), composes=True),
+    "resume": Command(ResumeOptions, "resume", (1, 1), RESUMED),
+    "eval": Command(EvalOptions, "eval", (1, 1), (*RUN_KEYS, "seed")),
+    "audit": Command(AuditOptions, "audit", (0, MANY), RUN_KEYS, True),
+    "analyze divergence": Command(DivergenceOptions, "analyze", (1, 1), RUN_KEYS),
+    "analyze patterns": Command(PatternsOptions, "analyze", (1, 1), RUN_KEYS),
+    "analyze context": Command(ContextOptions, "analyze", (1, 1), RUN_KEYS),
+    "sample": Command(SampleOptions, "sample", (1, 1), ("hardware", *DEVICE)),
+    "export": Command(ExportOptions, "export", (1, 1)),
+    "report": Command(ReportOptions, "report", (0, MANY), ("logger", "logger.*")),
+    "sweep": Command(WatchOptions, "sweep", (1, 1)),
+    "bench steps": Command(BenchOptions, "bench", composes=True),
     "data": Command(keys=("data", "data.*"), words="prepare|verify|info|list|remove [<store>] [key=value ...]"),
     "schema": Command(words="<group>"),
     "completion": Command(words="bash"),
 }
 
 
+def actions(word: str) -> list[str]:
+    """Return what `rtx <word>` can be asked to do, where that is said behind it."""
+    return [name.partition(" ")[2] for name in READS if name.startswith(f"{word} ") and word not in READS]
+
+
+def what_to_do(word: str, words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return what `rtx analyze` or `rtx bench` is asked to do, and the words behind that.
+
+    Raises:
+        UserError: nothing, or what there is not.
+    """
+    known, what = actions(word), words[0] if words else ""
+    if what in known:
+        return what, list(words[1:])
+    said = f"rtx {word} {shorten(what)}".rstrip()
+    raise UserError(f"{said}: say {', '.join(known)}{nearest(what, known)}; usage: {usage(word)}")
+
+
 def offered(name: str, composing: bool) -> list[str]:
     """Return what help names of a command: all that it reads, but for what `rtx resume` reads only to refuse it."""
+    from rtx.training.config_diff import may_change
+
     known = READS[name].known(composing)
     return [key for key in known if key in GROUPS or may_change(key)] if name == "resume" else known
 
 
-def usage(word: str) -> str:
+def usage(name: str) -> str:
     """Return the usage line of a command, or of one of the things that it does."""
-    names = [name for name in READS if name == word or (name.startswith(f"{word} ") and name != "train -m")]
-    reads = READS[names[0]]
-    what = word if word in READS else f"{word} {'|'.join(name.partition(' ')[2] for name in names)}"
+    several = actions(name)
+    reads = READS[f"{name} {several[0]}" if several else name]
     runs = {0: "", 1: "<run> "}.get(reads.runs[1], "[<run> ...] ")
     settings = "[group=option ...] [key=value ...]" if reads.composes else "[key=value ...]"
-    return f"rtx {what} {reads.words or runs + settings}"
+    return " ".join(["rtx", name, *["|".join(several)] * bool(several), reads.words or runs + settings])
 
 
 @dataclass(frozen=True)
@@ -318,22 +336,19 @@ def read_words(command: str, words: Sequence[str]) -> Words:
     reads = READS[command]
     runs = leading_runs(command, words) if reads.runs[1] else []
     composing = reads.composes and not runs
-    values, overrides, problems = {}, [], []
-    for word in words[len(runs) :]:
-        try:
-            key, text = split_word(word)
-            if name := reads.option(key, composing):
-                field = replace(reads.own[name], key=key)  # an error says what the user wrote
-                values[name] = field.read(plain_text(text, field), text)
-                continue
-            refuse_foreign(command, key, word, composing)
-            if runs:
-                refuse_devices(command, key, text)
-            overrides.append(word)
-        except UserError as error:
-            problems.append(str(error))
-    if problems:
-        raise UserError("\n".join(problems))
+
+    def read(word: str) -> tuple[str, Any]:
+        key, text = split_word(word)
+        if name := reads.option(key, composing):
+            return name, reads.own[name].read_word(text, key)
+        refuse_foreign(command, key, word, composing)
+        if runs:
+            refuse_devices(command, key, text)
+        return "", word
+
+    found = collect(read, words[len(runs) :])
+    values = {name: value for name, value in found if name}
+    overrides = [word for name, word in found if not name]
     return Words(runs, reads.options(**values) if reads.options else None, overrides, frozenset(values))
 
 
@@ -363,10 +378,8 @@ def split_word(word: str) -> tuple[str, str]:
     """
     key, equals, text = word.partition("=")
     key = key.lstrip("+").strip()
-    if word.startswith("-"):
-        raise UserError(f"{shorten(word)}: unknown flag; see rtx --help")
-    if word.startswith("~"):
-        raise UserError(f"{shorten(word)}: a key or group can be set, not removed")
+    if word.startswith(("-", "~")):
+        raise UserError(f"{shorten(word)}: {'unknown flag' if word[0] == '-' else 'a key can be set, not removed'}")
     if not equals or not key:
         known = [*GROUPS, *all_fields()]
         near = f"; say {key}=..." if key in known else suggest_key(key, known) if key else ""
@@ -386,7 +399,7 @@ def refuse_foreign(command: str, key: str, word: str, composing: bool) -> None:
         return
     refused = f"{shorten(word)}: rtx {command} does not read {key}; it"
     owners = [name for name, other in READS.items() if "." in key and other.option(key, False)]
-    if owners := sorted(owners, key=lambda name: not key.startswith(READS[name].sections[0])):
+    if owners:
         moved = "; for validations in training: trainer.val_stride" if key == "eval.stride" else ""
         raise UserError(f"{refused} is an option of rtx {owners[0]}{moved}")
     reading = ", ".join([*reads.own, *reads.keys])
@@ -408,25 +421,3 @@ def refuse_devices(command: str, key: str, text: str) -> None:
         raise UserError(f"{key}={text}: makes jobs of the cells of a sweep (rtx train -m), not of rtx {command}")
     if command != "resume" and key in ("hardware", "hardware.name") and text in SPREAD:
         raise UserError(f"{key}={text}: rtx {command} works on one device; hardware takes auto, cpu or gpu")
-
-
-def plain_text(text: str, field: Field) -> str | None:
-    """Return the text of an option without quotes around it; None where null is meant."""
-    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
-        return text[1:-1]
-    return None if field.optional and text.strip().lower() == "null" else text
-
-
-def what_to_do(word: str, words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return what `rtx analyze` or `rtx bench` is asked to do, and the words behind that.
-
-    Raises:
-        UserError: nothing, or what there is not.
-    """
-    known = [command.partition(" ")[2] for command in READS if command.startswith(f"{word} ")]
-    what = words[0] if words else ""
-    if what in known:
-        return what, list(words[1:])
-    near = nearest(what, known) if what else ""
-    said = f"rtx {word} {shorten(what)}".rstrip()
-    raise UserError(f"{said}: say {', '.join(known)}{near}; usage: {usage(word)}")

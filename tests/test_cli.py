@@ -102,20 +102,15 @@ def test_no_command_shows_the_help_and_fails(capsys: pytest.CaptureFixture[str])
         (["trian"], "unknown command 'trian' (did you mean 'train'?)"),
         (["--hlep"], "unknown command '--hlep' (did you mean '--help'?)"),
         (["train", "--multrun"], "--multrun: unknown flag of rtx train (did you mean '--multirun'?)"),
-        (["train", "--cfg", "jbo"], "--cfg jbo: must be job"),
-        (["train", "--cfg"], "--cfg/-c: expected one argument"),
-        (["train", "-p", "trainer"], "--package goes with --cfg"),
-        (["train", "-m", "--cfg", "job"], "only one of --multirun and --cfg can be given"),
-        (
-            ["train", "bench.turns=9"],
-            "rtx train does not read bench.turns; it is an option of rtx bench",
-        ),
+        (["train", "--cfg", "jbo"], "--cfg=jbo: unknown flag of rtx train (did you mean '--cfg=job'?)"),
+        (["train", "--cfg"], "--cfg: unknown flag of rtx train (did you mean '--cfg=job'?)"),
+        (["train", "bench.turns=9"], "rtx train does not read bench.turns; it is an option of rtx bench"),
         (["train", "sweep.parallel=2"], "it is an option of rtx train -m"),
-        (
-            ["train", "--cfg", "job", "--package", "trainr"],
-            "no such part of the configuration (did you mean 'trainer'?)",
-        ),
-        (["eval", "outputs/rtx/run", "--cfg", "job"], "--cfg: unknown flag of rtx eval"),
+        (["eval", "outputs/rtx/run", "--cfg", "job"], "--cfg=job: unknown flag of rtx eval"),
+        (["help", "trian"], "unknown command 'trian' (did you mean 'train'?)"),
+        (["--help", "bogus"], "unknown command 'bogus'; the commands are train, "),
+        (["plan", "hardware=slurm"], "hardware=slurm: makes jobs of the cells of a sweep (rtx train -m;"),
+        (["audit", "hardware=submitit_local"], "makes jobs of the cells of a sweep"),
         (["train", "--help", "widow"], "no help on 'widow' (did you mean 'routing.window' or 'model.window'?)"),
     ],
 )
@@ -145,9 +140,6 @@ def test_cfg_job_prints_the_configuration_of_the_run(capsys: pytest.CaptureFixtu
     assert "  clusters: 32\n" in text
     assert "${" not in text
     assert answer(capsys, "train", "model=rt24", "--cfg=job", "trainer.steps=1000")[1] == text
-    part = answer(capsys, "train", "--cfg", "job", "-p", "trainer", "trainer.steps=7")[1]
-    assert part.startswith("steps: 7\n")
-    assert answer(capsys, "plan", "--cfg", "job", "-p", "trainer.steps", "trainer.steps=7")[1] == "7\n"
 
 
 def test_narrow_help_goes_by_the_overrides(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,6 +212,6 @@ def test_an_error_does_not_reach_the_terminal_raw(capsys: pytest.CaptureFixture[
 
 def test_a_terminal_that_lacks_a_letter_is_no_error() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "latin-1"}
-    words = [sys.executable, "-m", "rtx", "train", "--cfg", "job", "-p", "name", "name=\u2603"]
+    words = [sys.executable, "-m", "rtx", "train", "--cfg", "job", "name=\u2603"]
     shown = subprocess.run(words, capture_output=True, env=environment, timeout=120)
-    assert (shown.returncode, shown.stdout, shown.stderr) == (0, b"?\n", b"")
+    assert (shown.returncode, shown.stdout[-8:], shown.stderr) == (0, b"name: ?\n", b"")

@@ -7,8 +7,9 @@ import torch
 
 from rtx.attention.centroids import Centroids, after_step
 from rtx.attention.choices import Indexer
+from rtx.checks import resolve
 from rtx.commandline.overrides import check_overrides
-from rtx.compose import compose
+from rtx.compose import compose, with_values
 from rtx.config import Config
 from rtx.keys import conf_dir, options
 from rtx.model.transformer import Transformer
@@ -22,21 +23,14 @@ VOCABULARY = 256
 def reduced(*overrides: str) -> Config:
     """The composed configuration with a small model and short sequences; all else stays as the preset has it."""
     config = compose(overrides)
-    heads = config.model.heads
-    embedding = ["model.embedding=8"] if config.model.embedding else []
     images = config.data.name in IMAGE_SETS
-    size = ["data.size=4", "data.length=48"] if images else ["data.length=32"]
-    axes = [f"model.axes=4x4x{3 if images else 2}"] if config.model.positions == "axial" else []
-    return compose(
-        [
-            *overrides,
-            *("model.layers=2", f"model.hidden={heads * 4}", "model.ffn_hidden=24", "model.window=8"),
-            *("model.max_distance=8", "model.stride=4", "model.summary=2", *embedding, *axes),
-            *(*size, "trainer.batch_size=2"),
-            *(f"routing.layers={min(config.routing.layers, 2)}", "routing.window=8", "routing.clusters=4"),
-            "routing.block=4",
-        ]
-    )
+    model = {"layers": 2, "hidden": config.model.heads * 4, "ffn_hidden": 24, "window": 8, "max_distance": 8}
+    model |= {"stride": 4, "summary": 2, "embedding": config.model.embedding and 8}
+    model |= {"axes": config.model.axes and f"4x4x{3 if images else 2}"}
+    routing = {"layers": min(config.routing.layers, 2), "window": 8, "clusters": 4, "block": 4}
+    values = {"data.size": 4 if images else None, "data.length": 48 if images else 32, "trainer.batch_size": 2}
+    values |= {f"model.{key}": value for key, value in model.items()}
+    return resolve(with_values(config, values | {f"routing.{key}": value for key, value in routing.items()}))
 
 
 def stands_for_others(experiment: str) -> bool:

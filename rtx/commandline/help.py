@@ -10,12 +10,12 @@ from typing import Any
 from rtx.config import GROUPS, SPREAD, all_fields, sections
 from rtx.errors import UserError
 from rtx.keys import Field, about, option_doc, options, suggest_key
-from rtx.options import LAUNCHED, READS, Command, offered, usage
+from rtx.options import LAUNCHED, READS, offered, usage
 from rtx.wording import written
 
 COLUMN = 30
 SHOWING = (
-    ("--cfg job", "print the configuration and stop; --package trainer prints a part of it"),
+    ("--cfg job", "print the configuration and stop"),
     ("--help [word ...]", "this page, or its part on a group, a section or a key (--help routing.window)"),
 )
 SWEEPING = "run every combination of listed values (seed=1,2,3, range(1,4), glob(rt*)), one process each"
@@ -24,21 +24,19 @@ FLAGS = {"train": (("-m, --multirun", SWEEPING), *SHOWING), "plan": SHOWING}
 
 def front_page(commands: Mapping[str, str]) -> str:
     """Return the page of `rtx --help`."""
-    lines = [
-        "rtx: Routing Transformer experiments",
-        "",
-        "usage: rtx <command> [group=option ...] [key=value ...]",
-        "",
-        *(entry(word, what, column=10) for word, what in commands.items()),
-        "",
-        "  rtx train                                  train on the embedded default",
-        "  rtx train data=text data.path=book.txt     on text of your own",
-        "  rtx train data=enwik8 model=rt24           the paper's enwik-8 model",
-        "  rtx train -m routing.heads=2,4 seed=1,2,3  a sweep",
-        "",
-        "rtx <command> --help lists its options; rtx --version.",
-    ]
-    return "\n".join(lines)
+    listed = "\n".join(entry(word, what, column=10) for word, what in commands.items())
+    return f"""rtx: Routing Transformer experiments
+
+usage: rtx <command> [group=option ...] [key=value ...]
+
+{listed}
+
+  rtx train                                  train on the embedded default
+  rtx train data=text data.path=book.txt     on text of your own
+  rtx train data=enwik8 model=rt24           the paper's enwik-8 model
+  rtx train -m routing.heads=2,4 seed=1,2,3  a sweep
+
+rtx <command> --help lists its options; rtx --version."""
 
 
 def command_page(word: str, words: Sequence[str], summary: str = "") -> str:
@@ -46,65 +44,50 @@ def command_page(word: str, words: Sequence[str], summary: str = "") -> str:
 
     Args:
         word: the command.
-        summary: what it does, in a line.
         words: the rest of the command line: overrides, by which the values shown go, and topics, which narrow the page.
+        summary: what it does, in a line.
 
     Raises:
         UserError: an override is wrong, or a topic matches nothing.
     """
     reads = {name: command for name, command in READS.items() if name.split()[0] == word}
-    first = next(iter(reads.values()))
+    name, first = next(iter(reads.items()))
     fresh = first.composes and not first.runs[1]
     values = composed_values([text for text in words if "=" in text]) if fresh else {}
-    known = offered(next(iter(reads)), first.composes)
+    known = offered(name, first.composes)
     groups = [group for group in GROUPS if group in known]
+    order = [*GROUPS, "trainer", "sweep", ""]
     keys = [field for key, field in all_fields().items() if key in known]
-    keys.sort(key=lambda field: [*GROUPS, "trainer", "sweep", ""].index(field.section))
+    keys.sort(key=lambda field: order.index(section_of(field)))
     if word in FLAGS and (topics := [text for text in words if "=" not in text]):
         groups, keys = narrow(topics, groups, keys)
         return "\n".join([*group_lines(groups, values), *key_lines(keys, values)]).strip()
     lines = [wrapped(f"usage: {usage(word)}"), "", wrapped(f"{summary[:1].upper()}{summary[1:]}.")]
     for each, command in reads.items():
-        lines += option_lines(each, command, fresh) if command.options else []
+        lead = f"{command.section}." if fresh else ""
+        lines += ["", wrapped(f"rtx {each}: {about(command.options)}")] if command.options else []
+        lines += [entry(f"{lead}{key}={written(own.default)}", told(own)) for key, own in command.own.items()]
     lines += [""] * (word in FLAGS) + [entry(flag, says) for flag, says in FLAGS.get(word, ())]
     hidden = () if fresh else (*LAUNCHED, *(SPREAD if word != "resume" else ()))
     return "\n".join([*lines, *group_lines(groups, values, hidden), *key_lines(keys, values)])
 
 
-def option_lines(name: str, command: Command, fresh: bool) -> list[str]:
-    """Return what a command does, and a line on each option of its own."""
-    assert command.options
-    lead = f"{command.sections[0]}." if fresh else ""
-    own = [entry(f"{lead}{key}={written(field.default)}", told(field)) for key, field in command.own.items()]
-    return ["", wrapped(f"rtx {name}: {about(command.options)}"), *own]
-
-
-def told(field: Field) -> str:
-    """Return the docstring of a key with what it takes."""
-    return f"{field.doc} [{field.allowed}]"
-
-
 def composed_values(overrides: Sequence[str]) -> dict[str, Any]:
     """Return the value of every key, and the option of every group, that these overrides give."""
     from rtx.commandline.overrides import check_overrides
-    from rtx.compose import compose_unresolved, flat, to_dict
+    from rtx.compose import chosen, compose_unresolved, composed, flat, to_dict
 
-    config, choices = compose_unresolved([str(override) for override in check_overrides(overrides)])
-    return flat(to_dict(config)) | choices
+    checked = check_overrides(overrides)
+    return flat(to_dict(compose_unresolved(checked))) | dict(composed(chosen(checked)).hydra.runtime.choices)
 
 
-def narrow(topics: Sequence[str], groups: Iterable[str], keys: list[Field]) -> tuple[list[str], list[Field]]:
+def narrow(topics: Sequence[str], groups: Sequence[str], keys: list[Field]) -> tuple[list[str], list[Field]]:
     """Return the groups and keys that the topics name: a group, a section, a key, or the last part of keys."""
-    kept_groups, kept_keys = [], []
+    named = {field.key: {field.key, section_of(field), field.key.rpartition(".")[2]} for field in keys}
     for topic in topics:
-        by_group = [group for group in groups if group == topic]
-        by_key = [field for field in keys if topic in (field.key, field.section, field.name)]
-        if not by_group and not by_key:
-            known = [*groups, *sections(), *(field.key for field in keys)]
-            raise UserError(f"no help on {topic!r}{suggest_key(topic, known)}")
-        kept_groups += by_group
-        kept_keys += by_key
-    return kept_groups, kept_keys
+        if not any(topic in names for names in ({*groups}, *named.values())):
+            raise UserError(f"no help on {topic!r}{suggest_key(topic, [*groups, *sections(), *named])}")
+    return [group for group in groups if group in topics], [key for key in keys if named[key.key] & set(topics)]
 
 
 def group_lines(groups: Iterable[str], values: Mapping[str, Any], hidden: Sequence[str] = ()) -> list[str]:
@@ -122,12 +105,22 @@ def key_lines(keys: Sequence[Field], values: Mapping[str, Any]) -> list[str]:
     """Return a line on each key, below the title of its section: value, docstring, what is allowed."""
     lines, section = [], None
     for field in keys:
-        if field.section != section:
-            section = field.section
+        if section_of(field) != section:
+            section = section_of(field)
             lines += ["", wrapped(f"{section}.<key>: {sections()[section]}" if section else "other keys")]
         shown = f"{field.key}={written(values[field.key])}" if field.key in values else field.key
         lines.append(entry(shown, told(field)))
     return lines
+
+
+def section_of(field: Field) -> str:
+    """Return what stands before the dot of a key."""
+    return field.key.rpartition(".")[0]
+
+
+def told(field: Field) -> str:
+    """Return the docstring of a key with what it takes."""
+    return f"{field.doc} [{field.allowed}]"
 
 
 def entry(left: str, right: str, column: int = COLUMN) -> str:
@@ -143,7 +136,7 @@ def entry(left: str, right: str, column: int = COLUMN) -> str:
 
 def wrapped(text: str) -> str:
     """Return a paragraph, wrapped for the terminal."""
-    return textwrap.fill(" ".join(text.split()), min(terminal_width(), 100))
+    return textwrap.fill(text, min(terminal_width(), 100))
 
 
 def terminal_width() -> int:

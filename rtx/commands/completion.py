@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from rtx.config import GROUPS, all_fields
 from rtx.errors import UserError
-from rtx.keys import Field, options
-from rtx.options import READS, offered
+from rtx.keys import options
+from rtx.options import READS, actions, offered
 
 SCRIPT = """_rtx() {
   local IFS=$'\\n'
@@ -17,16 +17,9 @@ SCRIPT = """_rtx() {
 complete -o nospace -o default -F _rtx rtx
 """
 
-VALUED = ("--cfg", "-c", "--package", "-p")
-"""Flags that a word belongs to."""
-
 
 def main(arguments: list[str]) -> int:
-    """Print the script (`bash`), or what may stand at the end of a line (`words <line>`), one a line.
-
-    Raises:
-        UserError: other words.
-    """
+    """Print the script (`bash`), or what may stand at the end of a line (`words <line>`), one a line."""
     match arguments:
         case ["bash"]:
             print(SCRIPT, end="")
@@ -40,43 +33,32 @@ def main(arguments: list[str]) -> int:
 def candidates(line: str) -> list[str]:
     """Return what the last word of a line may become; bash takes what stands behind its "=" for a word."""
     *before, last = line.split(" ")
-    words = [word for word in before if word]
-    if len(words) < 2:
+    _, *words = filter(None, before)
+    key, equals, start = last.partition("=")
+    listed = start[: start.rfind(",") + 1]  # of a sweep
+    found: list[str] = []
+    if not words:
         from rtx.cli import COMMANDS
 
-        return matching(last, [f"{word} " for word in COMMANDS])
-    name = command_of(words)
-    actions = [each.partition(" ")[2] for each in READS if each.startswith(f"{words[1]} ") and words[1] != "train"]
-    if not name:
-        return matching(last, [f"{action} " for action in actions])
-    key, equals, start = last.partition("=")
-    if equals:
-        listed = start[: start.rfind(",") + 1]  # of a sweep
-        return matching(start, [f"{listed}{value} " for value in values_of(name, key)])
-    behind = words[1 + len(name.removesuffix(" -m").split()) :]
-    plain = [word for former, word in zip(["", *behind], behind, strict=False) if former not in VALUED]
-    runs = any("=" not in word and not word.startswith("-") for word in plain)
-    return matching(last, [f"{key}=" for key in offered(name, READS[name].composes and not runs)])
+        found = [f"{word} " for word in COMMANDS]
+    elif len(words) == 1 and actions(words[0]):
+        found = [f"{action} " for action in actions(words[0])]
+    else:
+        name = "train -m" if {"-m", "--multirun"} & {*words} else " ".join(words[: 1 + bool(actions(words[0]))])
+        if name in READS and not equals:
+            runs = any("=" not in word and not word.startswith("-") for word in words[len(name.split()) :])
+            found = [
+                f"{known}=" for known in offered(name, READS[name].composes and not (runs and READS[name].runs[1]))
+            ]
+        elif name in READS:
+            found = [f"{listed}{value} " for value in values_of(name, key)]
+    return [word for word in found if word.startswith(start if equals else last)]
 
 
-def command_of(words: list[str]) -> str:
-    """Return the name, as `READS` has it, of the command of a line, or an empty string where it says not which."""
-    names = ("train -m" if {"-m", "--multirun"} & set(words) else "", " ".join(words[1:3]), words[1])
-    return next((name for name in names if name in READS and name.split()[0] == words[1]), "")
-
-
-def matching(start: str, known: list[str]) -> list[str]:
-    """Return what begins with `start`."""
-    return [word for word in known if word.startswith(start)]
-
-
-def values_of(name: str, key: str) -> list[str]:
+def values_of(name: str, key: str) -> tuple[str, ...]:
     """Return the options of a group, or the values of a key that has a list of them."""
-    if key in GROUPS:
-        return list(options(key))
     own = READS[name].option(key, READS[name].composes)
-    field: Field | None = READS[name].own[own] if own else all_fields().get(key)
+    field = READS[name].own[own] if own else all_fields().get(key)
     if field is None:
-        return []
-    listed = ["true", "false"] if field.kind is bool else [*field.choices, *field.metadata.get("parts", ())]
-    return [*["auto"] * ("auto" in field.metadata), *listed]
+        return options(key) if key in GROUPS else ()
+    return ("auto",) * ("auto" in field.metadata) + (("true", "false") if field.kind is bool else field.values)

@@ -16,56 +16,42 @@ REFERENCE = {"type": "string", "pattern": r"^\$\{.+\}$"}
 
 
 def main(arguments: list[str]) -> int:
-    """Print the schema of a group's files, or with `config` that of a run's config.yaml.
-
-    Raises:
-        UserError: another word, or none.
-    """
-    known = (*GROUPS, "config")
-    if len(arguments) != 1 or arguments[0] not in known:
-        near = nearest(arguments[0], known) if arguments else ""
-        raise UserError(f"{' '.join(['rtx schema', *arguments])}: say one of {', '.join(known)}{near}")
-    print(text_of(arguments[0]), end="")
+    """Print the schema of a group's files, or with `config` that of a run's config.yaml."""
+    known, word = (*GROUPS, "config"), " ".join(arguments)
+    if word not in known:
+        raise UserError(f"rtx schema {word}: say one of {', '.join(known)}{nearest(word, known)}")
+    print(text_of(word), end="")
     return 0
 
 
 def text_of(group: str) -> str:
     """Return the schema of a group's files as the text of a JSON file."""
-    whole = of_section(Config, f"conf/{group}")
-    whole["properties"] |= {"defaults": {"type": "array", "description": "Options of other groups."}, "hydra": {}}
-    if group == "config":
-        schema = of_section(Config, "config.yaml")
-    elif group in ("model", "experiment"):
-        schema = whole
-    else:
-        schema = of_section(typing.get_type_hints(Config)[group], f"conf/{group}")
-        if group == "hardware":  # a launcher's option sets keys of hydra, too
-            schema = {"title": schema["title"], "anyOf": [schema, whole]}
+    section = typing.get_type_hints(Config).get(group)
+    whole = of_section(Config, f"conf/{group}" if group != "config" else "config.yaml")
+    schema = of_section(section, f"conf/{group}") if section and group != "model" else whole
+    if group != "config":
+        whole["properties"] |= {"defaults": {"type": "array", "description": "Options of other groups."}, "hydra": {}}
+    if group == "hardware":  # a launcher's option sets keys of hydra, too
+        schema = {"title": schema["title"], "anyOf": [schema, whole]}
     return json.dumps({"$schema": "http://json-schema.org/draft-07/schema#", **schema}, indent=1) + "\n"
 
 
 def of_section(cls: type, title: str) -> dict[str, Any]:
     """Return the schema of a dataclass, and of those in it."""
-    hints, fields = typing.get_type_hints(cls), fields_of(cls)
-    properties = {
-        name: of_section(hint, name) if name not in fields else of_field(fields[name]) for name, hint in hints.items()
-    }
-    return {
-        "title": title,
-        "description": about(cls),
-        "type": "object",
-        "additionalProperties": False,
-        "properties": properties,
-    }
+    fields = fields_of(cls)
+    hints = typing.get_type_hints(cls).items()
+    inner = {name: of_field(fields[name]) if name in fields else of_section(hint, name) for name, hint in hints}
+    facts = {"title": title, "description": about(cls), "type": "object"}
+    return {**facts, "additionalProperties": False, "properties": inner}
 
 
 def of_field(field: Field) -> dict[str, Any]:
     """Return the schema of a key: its type and range, or the value of another key."""
     value: dict[str, Any] = {"type": TYPES[field.kind]}
-    if field.choices:
-        value["enum"] = list(field.choices)
-    if parts := field.metadata.get("parts"):
-        value["pattern"] = rf"^({'|'.join(parts)})(\+({'|'.join(parts)}))*$"
+    if "choices" in field.metadata:
+        value["enum"] = list(field.values)
+    elif field.values:
+        value["pattern"] = r"^({0})(\+({0}))*$".format("|".join(field.values))
     for bound, word in (("low", "minimum"), ("high", "maximum"), ("above", "exclusiveMinimum")):
         if (limit := field.metadata.get(bound)) is not None:
             value[word] = limit

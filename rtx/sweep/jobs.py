@@ -22,8 +22,9 @@ import submitit
 from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
 
 from rtx.errors import UserError
+from rtx.options import SweepOptions
 from rtx.sweep.cells import Cell, recorded_threads
-from rtx.sweep.launcher import Processes, ProcessLauncher, Sweep
+from rtx.sweep.launcher import Launcher, Processes
 
 QUEUE_SECONDS = 5.0
 """Time between two looks at the queue of a cluster."""
@@ -32,19 +33,21 @@ RESULT_SECONDS = 15.0
 """Time for what a job returns to appear on a disk that machines share."""
 
 
-class LocalLauncher(ProcessLauncher):
+class LocalLauncher(Launcher):
     """Runs every cell as a job of its own on this machine."""
 
     cluster = "local"
 
-    def __init__(self, asked: Sweep, submitit_folder: str, **parameters: Any) -> None:
-        super().__init__(asked)
+    def __init__(self, cells: Sequence[Cell], options: SweepOptions, at_once: int = 1, **parameters: Any) -> None:
+        super().__init__(cells, options, at_once)
         self.quiet = True
+        del parameters["submitit_folder"]
         for key in ("nodes", "tasks_per_node"):
             if (value := parameters[key]) != 1:
                 advice = "a cell is one task, which starts the processes of hardware=ddp itself"
                 raise UserError(f"hydra.launcher.{key}={value}: must be 1; {advice}")
-        self.parameters = parameters
+        shared = {field.name for field in fields(BaseQueueConf)}
+        self.parameters = {key if key in shared else f"{self.cluster}_{key}": parameters[key] for key in parameters}
         self.jobs: set[submitit.Job[Any]] = set()
 
     def attempt(self, cell: Cell, place: int) -> tuple[int | None, list[str], bool]:
@@ -70,11 +73,15 @@ class LocalLauncher(ProcessLauncher):
         Raises:
             UserError: there is no queue that takes it.
         """
-        attempt = Attempt(cell.overrides, recorded_threads(cell), cell.folder)
+        attempt, asked = Attempt(cell.overrides, recorded_threads(cell), cell.folder), dict(self.parameters)
+        timeouts = {key: asked.pop(key) for key in list(asked) if key.endswith("max_num_timeout")}
         # An rtx.py in the current folder is not to be run for ours.
         with self.guard, submitit.helpers.environment_variables(PYTHONSAFEPATH="1"):
             try:
-                job = self.executor(cell).submit(attempt)
+                folder = cell.folder.parent / ".submitit" / "%j"
+                executor = submitit.AutoExecutor(folder, cluster=self.cluster, **timeouts)
+                executor.update_parameters(**asked)
+                job = executor.submit(attempt)
             except Exception as error:  # by whatever name submitit calls it
                 said = str(error).strip().splitlines() or [type(error).__name__]
                 raise UserError(f"its job cannot be submitted: {said[-1]}") from error
@@ -82,15 +89,6 @@ class LocalLauncher(ProcessLauncher):
             if self.stopped_by:
                 self.cancel(job)
         return job
-
-    def executor(self, cell: Cell) -> submitit.AutoExecutor:
-        """Return what submits jobs with the parameters of hydra.launcher."""
-        shared = {field.name for field in fields(BaseQueueConf)}
-        asked = {key if key in shared else f"{self.cluster}_{key}": self.parameters[key] for key in self.parameters}
-        timeouts = {key: asked.pop(key) for key in list(asked) if key.endswith("max_num_timeout")}
-        executor = submitit.AutoExecutor(cell.folder.parent / ".submitit" / "%j", cluster=self.cluster, **timeouts)
-        executor.update_parameters(**asked)
-        return executor
 
     def is_over(self, job: submitit.Job[Any]) -> bool:
         """Tell whether a job has ended for good."""
@@ -111,7 +109,7 @@ class LocalLauncher(ProcessLauncher):
 
 
 class SlurmLauncher(LocalLauncher):
-    """Runs every cell as a job of Slurm.
+    """Runs every cell as a job of Slurm, all at once: as the queue takes them.
 
     A job is over when the queue no longer has it. submitit asks `sacct`, which on a cluster without accounts never
     tells of the end of a job that was killed; and a job that was put back into the queue has not ended.
@@ -119,17 +117,13 @@ class SlurmLauncher(LocalLauncher):
 
     cluster = "slurm"
 
-    def __init__(self, asked: Sweep, **parameters: Any) -> None:
+    def __init__(self, cells: Sequence[Cell], options: SweepOptions, **parameters: Any) -> None:
         if shutil.which("srun") is None:
             advice = "there is no srun; hardware=auto runs the cells here"
             raise UserError(f"this machine is no part of a Slurm cluster: {advice}")
-        super().__init__(asked, **parameters)
+        super().__init__(cells, options, len(cells), **parameters)
         self.queue: set[str] = set()
         self.looked = float("-inf")
-
-    def at_once(self) -> int:
-        """All: as the queue takes them."""
-        return len(self.asked.cells)
 
     def is_over(self, job: submitit.Job[Any]) -> bool:
         """Look into the queue, for all jobs together."""
@@ -175,5 +169,5 @@ class Attempt:
         return submitit.helpers.DelayedSubmission(Attempt(self.words, self.variables, self.folder))
 
 
-LAUNCHERS = {"submitit_slurm": SlurmLauncher, "submitit_local": LocalLauncher}
-"""By the names that hydra-submitit-launcher gives what does the same."""
+LAUNCHERS = {"slurm": SlurmLauncher, "submitit_local": LocalLauncher}
+"""By the options of hardware."""

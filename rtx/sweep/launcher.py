@@ -6,8 +6,10 @@ that cell alone (under Hydra's own multirun they would start the sweep again).
 
 from __future__ import annotations
 
+import codecs
 import collections
 import contextlib
+import copy
 import json
 import os
 import shlex
@@ -19,38 +21,25 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
-import hydra
 from omegaconf import OmegaConf
 
-from rtx.commandline.overrides import Checked, check_overrides
-from rtx.compose import CONFIG_NAME, for_hydra, hydra_session
+from rtx.commandline.overrides import Override, check_overrides
+from rtx.compose import composed, user_errors
 from rtx.config import Config
 from rtx.errors import UserError
 from rtx.options import LAUNCHED, SweepOptions, read_words
-from rtx.report.text import TextStream
-from rtx.sweep.cells import (
-    Cell,
-    InUse,
-    Outcome,
-    check_sources,
-    ended_before,
-    ending,
-    lay_out,
-    recorded_threads,
-    refuse_in_use,
-)
+from rtx.sweep.cells import Cell, Outcome, check_sources, ended_before, ending, lay_out, recorded_threads
 from rtx.training.launchers import cores
 from rtx.training.memory import system_kills
-from rtx.training.run_folder import boot_id, read_status, utc_now
+from rtx.training.run_folder import boot_id, busy, read_status, seems_running, utc_now
 from rtx.training.signals import SWEEP_VARIABLE
-from rtx.wording import plural
+from rtx.wording import plural, printable
 
 OUTPUT = "output.log"
 """What a cell prints; in its folder."""
@@ -68,16 +57,7 @@ LAST_WORDS = 4096
 """Characters of what a cell printed: enough to find why it failed."""
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """The cells of a command, the keys by which they differ, and what is asked of all of them."""
-
-    cells: Sequence[Cell]
-    swept: Sequence[str]
-    options: SweepOptions
-
-
-def sweep(word: str, arguments: Sequence[str]) -> int:
+def sweep(arguments: Sequence[str]) -> int:
     """Run `rtx train` for every combination of the listed values; failures do not stop the others.
 
     Returns:
@@ -90,50 +70,46 @@ def sweep(word: str, arguments: Sequence[str]) -> int:
         raise UserError("a sweep starts the processes of each cell itself; run it without torchrun")
     words = read_words("train -m", arguments)
     checked = check_overrides(words.overrides, sweep=True)
-    for entry in checked:
-        if entry.key == "hardware" and len(entry.values) > 1 and set(entry.values) & set(LAUNCHED):
-            raise UserError(f"{entry}: jobs are made of all cells or of none; give one value")
-    cells, swept = lay_out(checked)
+    cells, _ = lay_out(checked)
+    launcher = make_launcher(checked, cells, words.options)
     check_sources(cells)
+    record_sweep(cells, arguments)
     print(f"{plural(len(cells), 'cell')}, each a run of its own", flush=True)
-    outcomes, stopped_by = launch(Sweep(cells, swept, words.options), checked, [word, "-m", *arguments])
-    print(closing_table(cells, outcomes, swept), flush=True)
-    if stopped_by:
-        return STOPPING[stopped_by]
-    return 0 if all(outcome.done for outcome in outcomes) else 1
-
-
-def launch(asked: Sweep, checked: Sequence[Checked], command: Sequence[str]) -> tuple[list[Outcome], int]:
-    """Run every cell; returns how each ended, and the signal that stopped the sweep, or 0."""
-    own = [str(entry) for entry in checked if entry.key.startswith(("hydra.", "hydra/"))]
-    launcher = make_launcher(asked, [*asked.cells[0].overrides, *own])
-    record_sweep(asked, command)
     if launcher.quiet:
-        roots = dict.fromkeys(shlex.quote(os.path.relpath(cell.folder.parent)) for cell in asked.cells)
+        roots = dict.fromkeys(shlex.quote(os.path.relpath(cell.folder.parent)) for cell in cells)
         print(f"each cell prints into {OUTPUT} in its folder; to watch:", flush=True)
         print("\n".join(f"  rtx sweep {root}" for root in roots), flush=True)
     with forwarded_signals(launcher):
-        return launcher.launch(), launcher.stopped_by
+        outcomes = launcher.launch()
+    print(closing_table(cells, outcomes), flush=True)
+    if launcher.stopped_by:
+        return STOPPING[launcher.stopped_by]
+    return 0 if all(outcome.done for outcome in outcomes) else 1
 
 
-def make_launcher(asked: Sweep, overrides: Sequence[str]) -> ProcessLauncher:
-    """Return the launcher of the cells that `hydra/launcher` names, with the parameters that hydra.launcher has for it.
+def make_launcher(checked: Sequence[Override], cells: Sequence[Cell], options: SweepOptions) -> Launcher:
+    """Return what runs the cells: processes of this machine, or with hardware=slurm the jobs that hydra.launcher says.
 
     Raises:
         UserError: hydra.launcher.* has no such key, or a value that a launcher of ours does not take.
     """
-    with hydra_session():
-        config = hydra.compose(CONFIG_NAME, for_hydra(overrides), return_hydra_config=True)
-        chosen = config.hydra.runtime.choices["hydra/launcher"]
-        parameters = cast(dict[str, Any], OmegaConf.to_container(config.hydra.launcher, resolve=True))
-    known: dict[str, Callable[..., ProcessLauncher]] = {"basic": ProcessLauncher}
-    if chosen != "basic":
-        from rtx.sweep.jobs import LAUNCHERS  # needs submitit, which is an extra
+    hardware = {entry.key: entry for entry in checked}.get("hardware") or Override("hardware", ("auto",))
+    own = [str(entry) for entry in checked if entry.key.startswith("hydra.")]
+    if not {*hardware.values} & {*LAUNCHED}:
+        if own:
+            raise UserError(f"{own[0]}: has no effect without hardware={LAUNCHED[0]}")
+        return Launcher(cells, options)
+    option, *more = hardware.values
+    if more:
+        raise UserError(f"{hardware}: jobs are made of all cells or of none; give one value")
+    from rtx.sweep.jobs import LAUNCHERS  # needs submitit, which is an extra
 
-        known |= LAUNCHERS
-    if chosen not in known:
-        raise UserError(f"hydra/launcher={chosen}: a sweep takes {', '.join(known)}")
-    return known[chosen](asked, **{key: value for key, value in parameters.items() if key != "_target_"})
+    node = copy.deepcopy(composed((str(hardware), *own)))
+    node.name = cells[0].config.name
+    with user_errors():
+        parameters: Any = OmegaConf.to_container(node.hydra.launcher, resolve=True)
+    del parameters["_target_"]
+    return LAUNCHERS[option](cells, options, **parameters)
 
 
 class Processes:
@@ -162,7 +138,7 @@ class Processes:
         folder.mkdir(parents=True, exist_ok=True)
         # The current folder is the user's: an rtx.py there is not to be run for ours, by what a cell starts either.
         safe = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", SWEEP_VARIABLE: str(os.getpid())}
-        stream, text = TextStream(), ""
+        decoder, text, code = codecs.getincrementaldecoder("utf-8")("replace"), "", None
         with open(folder / OUTPUT, "ab") as written, open(folder / OUTPUT, "rb") as read:
             read.seek(0, os.SEEK_END)
             with self.guard:
@@ -177,11 +153,10 @@ class Processes:
                 self.processes.add(process)
                 if self.stopped_by:  # a signal came while it was being started
                     send(process, self.stopped_by)
-            code = None
             while code is None:
                 time.sleep(0.05)
                 code = process.poll()
-                new = stream.feed(read.read())
+                new = printable(decoder.decode(read.read()))
                 text = (text + new)[-LAST_WORDS:]
                 if shown:
                     show(new)
@@ -202,28 +177,24 @@ class Processes:
                 send(process, signal.SIGKILL if self.interrupts > 2 else number)
 
 
-class ProcessLauncher(Processes):
+class Launcher(Processes):
     """Runs every cell in a process on this machine, one after the other or several side by side, each in a thread.
 
     The main thread only waits, so that its signal handler can take the lock.
     """
 
-    def __init__(self, asked: Sweep) -> None:
+    def __init__(self, cells: Sequence[Cell], options: SweepOptions, at_once: int = 1) -> None:
         super().__init__()
-        self.asked = asked
-        self.places = min(asked.options.parallel or self.at_once(), len(asked.cells))
+        self.cells, self.options = cells, options
+        self.places = min(options.parallel or at_once, len(cells))
         self.quiet = self.places > 1
         """Whether what cells print is not shown."""
         self.told: set[int] = set()
         """Numbers of the cells that another process worked on."""
 
-    def at_once(self) -> int:
-        """Return how many cells run side by side where nobody says."""
-        return 1
-
     def launch(self) -> list[Outcome]:
         """Run the cells; returns how each ended, in their order."""
-        waiting, outcomes = collections.deque(self.asked.cells), []
+        waiting, outcomes = collections.deque(self.cells), []
         with ThreadPoolExecutor(self.places) as pool:
             for done in [pool.submit(self.work, place, waiting, outcomes) for place in range(self.places)]:
                 done.result()
@@ -237,40 +208,46 @@ class ProcessLauncher(Processes):
             except IndexError:
                 return
             try:
-                outcomes.append(self.run(cell, place))
-            except InUse as use:
-                waiting.append(cell)
-                if cell.number not in self.told:
-                    self.told.add(cell.number)
-                    show(f"\ncell {cell.number}: {use}; the others go first, then it is waited for\n")
-                self.stopping.wait(LOOK_SECONDS)
+                outcome = self.run(cell, place)
             except (UserError, OSError) as error:  # a full disk must not end the other cells
-                outcomes.append(Outcome(cell.number, 2, "failed", str(error)))
+                outcome = Outcome(cell.number, 2, "failed", str(error))
+            if outcome:
+                outcomes.append(outcome)
+            else:
+                waiting.append(cell)
+                self.stopping.wait(LOOK_SECONDS)
 
-    def run(self, cell: Cell, place: int) -> Outcome:
-        """Run a cell to its end, unless it has come to one already or the sweep is being stopped.
-
-        Raises:
-            InUse: another process works on it.
+    def run(self, cell: Cell, place: int) -> Outcome | None:
+        """Run a cell to its end, unless it has come to one already or the sweep is being stopped; None: it is in use by
+        another process, and to be asked again.
         """
         if self.stopped_by:
             return Outcome(cell.number, None, "not started")
-        refuse_in_use(cell.folder)
-        outcome = ended_before(cell, self.asked.options.retry)
+        if self.in_use(cell):
+            return None
+        outcome = ended_before(cell, self.options.retry)
         if outcome is None:
             self.say(cell, "begins")
             before, kills = read_status(cell.folder), system_kills()
             code, lines, out_of_memory = self.attempt(cell, place)
-            if code == 2:
-                refuse_in_use(cell.folder)  # by one that was begun at the same time
+            if code == 2 and self.in_use(cell):  # by one that was begun at the same time
+                return None
             outcome = ending(cell, code, lines, out_of_memory or system_kills() > kills, before, self.stopped_by)
         self.say(cell, f"{outcome.word}: {outcome.reason}" if outcome.reason else outcome.word)
         return outcome
 
+    def in_use(self, cell: Cell) -> bool:
+        """Tell whether another process works on a cell, and say so once."""
+        status = read_status(cell.folder)
+        used = status is not None and seems_running(cell.folder, status)
+        if used and cell.number not in self.told:
+            self.told.add(cell.number)
+            self.say(cell, f"{busy(cell.folder, status).partition(';')[0]}; the others go first, then it is waited for")
+        return used
+
     def say(self, cell: Cell, line: str) -> None:
         """Print a line on a cell."""
-        title = f"cell {cell.number} of {len(self.asked.cells)}: {cell.title(self.asked.swept)}"
-        show("\n" * (not self.quiet) + f"{title}: {line}\n")
+        show("\n" * (not self.quiet) + f"cell {cell.number} of {len(self.cells)}: {cell.title}: {line}\n")
 
     def attempt(self, cell: Cell, place: int) -> tuple[int | None, list[str], bool]:
         """Run the process of a cell to its end.
@@ -296,7 +273,7 @@ def send(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 @contextlib.contextmanager
-def forwarded_signals(launcher: ProcessLauncher) -> Iterator[None]:
+def forwarded_signals(launcher: Launcher) -> Iterator[None]:
     """Pass the signals that stop a sweep on to its cells; those ignored from outside (nohup) stay ignored."""
     former = {number: signal.getsignal(number) for number in STOPPING}
     try:
@@ -316,31 +293,25 @@ def share(config: Config, place: int, places: int) -> dict[str, str]:
     """
     variables: dict[str, str] = {}
     if places > 1 and config.hardware.threads is None and "OMP_NUM_THREADS" not in os.environ:
-        threads = cores() // (places * (config.hardware.devices or 1))
-        variables["OMP_NUM_THREADS"] = str(max(1, threads))
-    devices = gpus() if places > 1 and config.hardware.name in ("auto", "gpu") else []
-    if len(devices) > 1:
-        variables["CUDA_VISIBLE_DEVICES"] = devices[place % len(devices)]
+        variables["OMP_NUM_THREADS"] = str(max(1, cores() // (places * (config.hardware.devices or 1))))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    here = [str(number) for number, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
+    gpus = here if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
+    if places > 1 and len(gpus) > 1 and config.hardware.name in ("auto", "gpu"):
+        variables["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
     return variables
 
 
-def gpus() -> list[str]:
-    """Return the names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them."""
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name.strip() for name in visible.split(",") if name.strip()]
-    return [str(number) for number, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
-
-
-def record_sweep(asked: Sweep, command: Sequence[str]) -> None:
+def record_sweep(cells: Sequence[Cell], arguments: Sequence[str]) -> None:
     """Append to sweeps.jsonl, beside the cells, the command and what each cell is; reports and `rtx sweep` read it.
 
     Raises:
         UserError: the folder of the sweep cannot be written.
     """
-    words = {"command": shlex.join(["rtx", *command]), "folder": os.getcwd()}
+    words = {"command": shlex.join(["rtx", "train", "-m", *arguments]), "folder": os.getcwd()}
     process = {"pid": os.getpid(), "host": socket.gethostname(), "boot_id": boot_id()}
-    for root in dict.fromkeys(cell.folder.parent for cell in asked.cells):
-        mine = {cell.folder.name: cell.title(asked.swept) for cell in asked.cells if cell.folder.parent == root}
+    for root in dict.fromkeys(cell.folder.parent for cell in cells):
+        mine = {cell.folder.name: cell.title for cell in cells if cell.folder.parent == root}
         row = json.dumps({"time": utc_now(), **words, **process, "cells": mine})
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -353,16 +324,16 @@ def record_sweep(asked: Sweep, command: Sequence[str]) -> None:
             raise UserError(f"cannot write to {root}: {error.strerror}; {advice}") from None
 
 
-def closing_table(cells: Sequence[Cell], outcomes: Sequence[Outcome], swept: Sequence[str]) -> str:
+def closing_table(cells: Sequence[Cell], outcomes: Sequence[Outcome]) -> str:
     """Return the lines that close a sweep: each cell, how it ended and why, its bits where known, its folder."""
     rows, reasons = [("cell", "overrides", "state", "exit", "bits", "run")], [""]
     for cell, outcome in zip(cells, outcomes, strict=True):
         final = (read_status(cell.folder) or {}).get("final") or {}
         code = "" if outcome.code is None else str(outcome.code)
         bits = f"{final['bits']:.4f}" if outcome.done and "bits" in final else ""
-        rows.append((str(cell.number), cell.title(swept), outcome.word, code, bits, os.path.relpath(cell.folder)))
+        rows.append((str(cell.number), cell.title, outcome.word, code, bits, os.path.relpath(cell.folder)))
         reasons.append(outcome.reason)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     indent, width = " " * (widths[0] + 2), max(60, shutil.get_terminal_size().columns)
     lines = [""]
     for row, reason in zip(rows, reasons, strict=True):

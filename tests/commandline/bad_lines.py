@@ -22,7 +22,7 @@ GOOD = (
     ("train", "data=text", "data.path=book.txt", "model.positions=shaw", "model.base=local+full", "hardware=cpu"),
     ("train", "-m", *SMALL, "routing.window=8,16", "seed=range(1,3)"),
     ("train", "data=recall", "model=glob(t*)", "--multirun", "routing=topk,causal"),
-    ("train", "--cfg", "job", "data=recall", "-p", "trainer", "trainer.steps=5"),
+    ("train", "--cfg", "job", "data=recall", "trainer.steps=5"),
     ("train", "--help", "routing", "seed=1"),
     ("plan", "data=enwik8", "model=rt24", "trainer.micro_batch_size=2", "hardware.precision=bf16"),
     ("plan", "data=cifar10", "model=rt12-cifar10", "data.size=16", "routing.clusters=null"),
@@ -151,7 +151,7 @@ def a_broken_word(draw: DrawFn, words: list[str]) -> list[str]:
 
 def a_flag(draw: DrawFn, words: list[str]) -> list[str]:
     """Put a flag of ours, of Hydra's or of nobody's somewhere behind the command."""
-    ours = ("-m", "--multirun", "--cfg", "--cfg=job", "-c", "--package", "--package=model", "-h")
+    ours = ("-m", "--multirun", "--cfg", "--cfg=job", "-c", "-h")
     others = ("--info", "--resolve", "--hydra-help", "--config-name=x", "-cd", "--version", "-x", "--", "-", "-m=1")
     at = draw(st.integers(1, len(words)))
     return [*words[:at], draw(st.sampled_from((*ours, *others))), *words[at:]]
@@ -172,7 +172,7 @@ def values_of(field: Field) -> st.SearchStrategy[str]:
     """Draw a value for a key: at the ends of its range and beyond, of another kind, of its own list and near it."""
     ends = [field.metadata.get(end) for end in ("low", "high", "above")]
     near = [str(end + step) for end in ends if end is not None for step in (-1, 0, 1)]
-    choices = [*field.choices, *field.metadata.get("parts", ())]
+    choices = field.values
     near += [*choices, *(choice[:-1] for choice in choices), *(choice.title() for choice in choices)]
     usual = ["null" if field.default is None else str(field.default)]
     return st.one_of(st.sampled_from(near or MILD), st.sampled_from(VALUES), st.sampled_from((*usual, *MILD)))

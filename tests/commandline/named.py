@@ -15,10 +15,12 @@ import yaml
 
 from rtx.config import GROUPS, all_fields
 from rtx.keys import Field, options
+from rtx.wording import written
 
 TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 NUMBER = re.compile(r"[+-]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)(e[+-]?\d[\d_]*)?", re.IGNORECASE | re.ASCII)
-SPECIAL = re.compile(r"[=,\[\]{}()'\"\\]")
+QUOTED = r"""'[^']*'|"[^"]*\""""
+REFERENCE = re.compile(r"\$\{((?:oc\.env:)?[\w.]+)\}")
 SELF_MADE = ("data.length", "routing.clusters", "model.hash_buckets")
 """Keys that are worked out from others where nobody names them."""
 
@@ -38,12 +40,12 @@ def cells(words: Sequence[str]) -> list[dict[str, str]]:
 def several(key: str, text: str) -> list[str]:
     """Return the texts of the values that stand behind a key."""
     text = text.strip()
-    if called := re.fullmatch(r"(choice|sort|shuffle|range|glob)\((.*)\)", text, re.DOTALL):
+    if called := re.fullmatch(r"(range|glob)\((.*)\)", text, re.DOTALL):
         inner = [part.strip() for part in called[2].split(",")]
         if called[1] == "glob":
-            return [option for option in options(key) if fnmatchcase(option, inner[0])]
-        return [str(number) for number in range(*map(int, inner))] if called[1] == "range" else inner
-    quoted = re.fullmatch(r"""'[^']*'|"[^"]*\"""", text)
+            return [option for option in options(key) if fnmatchcase(option, inner[0])] if key in GROUPS else [text]
+        return [str(number) for number in range(*map(int, inner))] if all_fields()[key].kind is int else inner
+    quoted = re.fullmatch(QUOTED, text)
     return [text] if quoted or "," not in text else [part.strip() for part in text.split(",")]
 
 
@@ -62,13 +64,19 @@ def disagree(values: Mapping[str, Any], cell: Mapping[str, str]) -> list[str]:
 def followed(values: Mapping[str, Any], field: Field, text: str) -> Any:
     """Return the value of a text, whatever it refers to."""
     word = text.strip()
-    if not (word.startswith("${") and word.endswith("}")):
+    if "${" not in word:
         return read(field, text)
-    inner = word[2:-1].strip()
-    found = os.environ[inner[7:]] if inner.startswith("oc.env:") else values.get(inner, Unreadable)
-    if found is Unreadable:
+    bare = word[1:-1] if re.fullmatch(QUOTED, word) else word
+    found = {
+        inner: os.environ[inner[7:]] if inner.startswith("oc.env:") else values[inner]
+        for inner in REFERENCE.findall(bare)
+    }
+    if bare[2:-1] in found and found[bare[2:-1]] is None:
+        return None
+    filled = REFERENCE.sub(lambda each: written(found[each[1]]), bare)
+    if "${" in filled:
         raise Unreadable(text)
-    return None if found is None else read(field, str(found).lower() if isinstance(found, bool) else str(found))
+    return filled if field.kind is str and not field.values else read(field, filled)
 
 
 def read(field: Field, text: str) -> Any:
@@ -80,14 +88,12 @@ def read(field: Field, text: str) -> Any:
     word = text.strip()
     if word.lower() == "null" and field.optional:
         return None
-    quotes = re.fullmatch(r"""'[^'\\]*'|"[^"\\]*\"""", word)
+    quotes = re.fullmatch(QUOTED, word)
     bare = word[1:-1] if quotes else word
     if "auto" in field.metadata and bare == "auto":
         return bare
     if field.kind is str:
-        if not quotes and SPECIAL.search(text):
-            raise Unreadable(f"{field.key}={text}")
-        return bare if quotes or not field.is_free_text else text
+        return bare if quotes or field.values else text
     if field.kind is bool and bare.strip().lower() in TRUTH:
         return TRUTH[bare.strip().lower()]
     if field.kind is not bool and NUMBER.fullmatch(bare.strip()):

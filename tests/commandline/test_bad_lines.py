@@ -81,10 +81,10 @@ class Stage:
         self.reached = [row.config for row in rtx.commands.bench.lay_out_rows(words.overrides)]
         return 0
 
-    def launch(self, asked: rtx.sweep.launcher.Sweep, *others: Any) -> tuple[list[Outcome], int]:
+    def launch(self, launcher: rtx.sweep.launcher.Launcher) -> list[Outcome]:
         """Of a sweep: its cells."""
-        self.reached = [cell.config for cell in asked.cells]
-        return [Outcome(cell.number, 0, "done") for cell in asked.cells], 0
+        self.reached = [cell.config for cell in launcher.cells]
+        return [Outcome(cell.number, 0, "done") for cell in launcher.cells]
 
     def data(self, data: Any) -> None:
         """Of `rtx data`."""
@@ -122,7 +122,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         stage = Stage()
         patch.setattr(cli, "importlib", SimpleNamespace(import_module=stage.module))
         patch.setattr(rtx.compose, "resolve", stage.resolve)
-        patch.setattr(rtx.sweep.launcher, "launch", stage.launch)
+        patch.setattr(rtx.sweep.launcher.Launcher, "launch", lambda launcher: stage.launch(launcher))
         patch.setattr(rtx.commands.data, "ACTIONS", dict.fromkeys(rtx.commands.data.ACTIONS, stage.data))
         yield stage
     print(dict(tally))

@@ -125,7 +125,7 @@ def test_ctrl_c_prints_and_keeps_what_is_there(workshop: Workshop, monkeypatch: 
         (("stpes",), "did you mean 'steps'"),
         (("steps", "experiment=cifar10_gird"), "did you mean 'cifar10_grid'"),
         (("steps", "bench.turns=0"), "bench.turns=0: must be an integer, at least 1"),
-        (("steps", "routing.heads=2,4", "hydra/launcher=basic"), "hydra/launcher=basic: has no effect"),
+        (("steps", "routing.heads=2,4", "hydra.launcher.x=1"), "hydra.launcher.x=1: has no effect"),
         (("steps", "hardware=ddp"), "hardware takes auto, cpu or gpu"),
         (("steps", "hardware=slurm"), "hardware takes auto, cpu or gpu"),
         (("steps", "seed=1,1"), "are the same run"),

@@ -32,7 +32,6 @@ def test_the_closing_lines_fit_a_narrow_terminal() -> None:
         (["model.base=lsh", "model.lsh=reformer"], True),
         (["model.base=local+lsh", "model.lsh=reformer", "routing.heads=0"], True),
         (["model.base=lsh", "model.lsh=reformer", "routing.heads=4", "routing.layers=4"], False),
-        (["model.lsh=reformer"], False),
     ],
 )
 def test_who_sees_the_future(overrides: list[str], sees: bool) -> None:

@@ -1,0 +1,215 @@
+"""What stands behind a command: run folders, options, overrides; what is taken, and what is refused in which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rtx.commandline.overrides import check_overrides
+from rtx.compose import compose
+from rtx.config import all_fields, sections
+from rtx.errors import UserError
+from rtx.keys import suggest_key
+from rtx.options import READS, EvalOptions, SampleOptions, SweepOptions, read_words
+
+
+def refusal(command: str, *words: str) -> str:
+    """Return what is said of words that are refused, as `rtx` checks them."""
+    with pytest.raises(UserError) as caught:
+        overrides = read_words(command, words).overrides
+        check_overrides(overrides, sweep=command.endswith("-m"))
+    assert all(len(line) < 500 for line in str(caught.value).splitlines())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("trainer.steps=1e3", 1000),
+        ("trainer.steps = 5 ", 5),
+        ("++trainer.steps=${optimizer.warmup}", 50),
+        ("model.layers=1_000", 1000),
+        ("hardware.compile=1", True),
+        ("routing.attend_self=no", False),
+        ("trainer.max_minutes=NULL", None),
+        ("trainer.micro_batch_size=auto", "auto"),
+        ("optimizer.lr=1e-5", 1e-5),
+        ("name=1e3", "1e3"),
+        ("name=007", "007"),
+        ('name="null"', "null"),
+        ("name='a,b'", "a,b"),
+        ("logger.group=a=b", "a=b"),
+        ("logger.group=(x) [y", "(x) [y"),
+        ("logger.group=${name}/x", "rtx/x"),
+        ("logger.group=", ""),
+    ],
+)
+def test_a_value_is_taken_as_it_is_written(word: str, value: object) -> None:
+    section, _, name = word.partition("=")[0].strip("+ ").rpartition(".")
+    config = compose([word])
+    assert getattr(getattr(config, section) if section else config, name) == value
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("routing.windw=3", "unknown key 'routing.windw' (did you mean 'routing.window'?)"),
+        ("+lrr=3", "unknown key 'lrr' (did you mean 'optimizer.lr'?)"),
+        ("heads=3", "unknown key 'heads' (did you mean 'routing.heads' or 'model.heads'?)"),
+        ("~routing.heads", "~routing.heads: a key can be set, not removed"),
+        (
+            "data=enwik9",
+            "data=enwik9: no such option (did you mean 'enwik8'?); data takes cifar10, enwik8, imagenet64,",
+        ),
+        ("data=", "data=: no such option; data takes cifar10, enwik8, imagenet64, images, pg19, recall, stdlib, text,"),
+        ("data=../routing/causal", "data=../routing/causal: no such option"),
+        ("experiment=smok", "(did you mean 'smoke'?); experiment takes cifar10, cifar10_baselines, cifar10_full, "),
+        ("trainer={steps: 3}", "trainer is a section; set its keys one by one, such as trainer.<key>=..."),
+        ("trainer.steps=abc", "trainer.steps=abc: must be an integer, at least 1 (Optimizer steps to train;"),
+        ("trainer.steps=1.5", "trainer.steps=1.5: must be an integer, at least 1"),
+        ("trainer.steps=null", "trainer.steps=null: must be an integer"),
+        ("trainer.steps=٤", "trainer.steps=٤: must be an integer"),
+        ("trainer.steps=1e400", "trainer.steps=1e400: must be an integer"),
+        ("trainer.steps=" + "9" * 5000, "...: must be an integer"),
+        ("trainer.steps=1e300", "trainer.steps=1e300: must be an integer, at least 1, at most 9007199254740992 ("),
+        ("trainer.steps=" + "[" * 2000, "...: must be an integer"),
+        ("optimizer.lr=nan", "optimizer.lr=nan: must be a number, greater than 0"),
+        ("routing.decay=1.5", "routing.decay=1.5: must be a number, at least 0, at most 1 ("),
+        ("routing.clusters=0", "routing.clusters=0: must be an integer, at least 1, or null"),
+        ("hardware.compile=maybe", "hardware.compile=maybe: must be true or false"),
+        ("routing.selection=causl", "blocks, blocks_random, indexer (did you mean 'causal'?)"),
+        ("hardware.precision=fp16", "must be one of auto, fp32, bf16, tf32, fp64 (Arithmetic"),
+        (
+            "model.base=local+none",
+            "must be one or more of local, full, lsh, adaptive_span, strided, fixed, joined",
+        ),
+        ("name=null", "name=null: must be text"),
+        ("routing.heads=2,4", "routing.heads=2,4: takes one value; several make a sweep (rtx train -m)"),
+        ("name=a,b", "several make a sweep (rtx train -m); quote it where it is one: 'name=\"...\"'"),
+        ("hydra.run.dir=x", "hydra.run.dir=x: has no effect"),
+        ("foo=3", "unknown key 'foo'; rtx train --help lists them"),
+        ("foo", "'foo' is not of the form key=value"),
+        ("data.length", "'data.length' is not of the form key=value; say data.length=..."),
+        ("trainer.stps", "'trainer.stps' is not of the form key=value (did you mean 'trainer.steps'?)"),
+        ("", "'' is not of the form key=value"),
+        ("--foo=3", "--foo=3: unknown flag"),
+        ("a\nb=3", "unknown key 'a?b'"),
+        ("bench.turns=9", "bench.turns=9: rtx train does not read bench.turns; it is an option of rtx bench steps"),
+        ("report.output=x", "it is an option of rtx report"),
+        ("sweep.once=true", "it is an option of rtx sweep"),
+        ("sweep.retry=true", "it is an option of rtx train -m"),
+        ("eval.stride=9", "it is an option of rtx eval; for validations in training: trainer.val_stride"),
+    ],
+)
+def test_what_training_refuses(word: str, said: str) -> None:
+    assert said in refusal("train", word)
+
+
+@pytest.mark.parametrize(
+    ("word", "values"),
+    [
+        ("routing.heads=2, 4", ("2", " 4")),
+        ("seed=range(1,4)", ("1", "2", "3")),
+        ("seed=range(3,0,-2)", ("3", "1")),
+        ("data.path=a.txt,'b,c.txt'", ("a.txt", "'b,c.txt'")),
+        ("name=don't", ("don't",)),
+        ("model=glob(rt1*)", ("rt10", "rt12", "rt12-cifar10")),
+        ("hydra.launcher.setup=[a,b]", ("[a,b]",)),
+    ],
+)
+def test_what_a_sweep_lists(word: str, values: tuple[str, ...]) -> None:
+    (override,) = check_overrides([word], sweep=True)
+    assert override.values == values
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("routing.heads=2,x", "routing.heads=x: must be an integer"),
+        ("routing.heads=,2", "routing.heads=: must be an integer"),
+        ("model=rt24,rt25", "model=rt25: no such option (did you mean"),
+        ("model=glob(x*)", "model=glob(x*): stands for no value"),
+        ("seed=range(1,3,0)", "say range(start,stop) or range(start,stop,step)"),
+        ("seed=range(1,nan)", "seed=range(1,nan): say range("),
+        ("seed=range(0,1_000_000)", "stands for too many values"),
+        ("hydra.sweep.dir=x", "hydra.sweep.dir=x: has no effect"),
+    ],
+)
+def test_what_a_sweep_refuses(word: str, said: str) -> None:
+    assert said in refusal("train -m", word)
+
+
+def test_options_are_written_short_or_with_their_section() -> None:
+    words = read_words("eval", ["run", "split=test", "eval.limit=5", "seed=3", "hardware=cpu", "data.path=a=b"])
+    assert (words.runs, words.options) == ([Path("run")], EvalOptions(split="test", limit=5))
+    assert words.overrides == ["seed=3", "hardware=cpu", "data.path=a=b"] and words.given == {"split", "limit"}
+    sample = read_words("sample", ["run", "prompt=Once, (upon) a=b", "seed=3", "top_k=null", "temperature=5e-1"])
+    assert sample.options == SampleOptions(prompt="Once, (upon) a=b", seed=3, temperature=0.5)
+    assert read_words("sample", ["run", "prompt='  null '"]).options.prompt == "  null "
+    swept = read_words("train -m", ["seed=1,2", "sweep.parallel=2"])
+    assert (swept.options, swept.overrides) == (SweepOptions(parallel=2), ["seed=1,2"])
+
+
+def test_an_audit_without_a_run_takes_a_whole_configuration() -> None:
+    words = read_words("audit", ["model=rt24", "seed=3", "audit.seed=4", "windows=0", "model.layers=2"])
+    assert (words.runs, words.options.seed, words.options.windows) == ([], 4, 0)
+    assert words.overrides == ["model=rt24", "seed=3", "model.layers=2"]
+    assert read_words("audit", ["run", "seed=4"]).options.seed == 4
+
+
+def test_a_folder_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a=b", "-o"):
+        Path(name).mkdir()
+        assert read_words("eval", [name, "limit=1"]).runs == [Path(name)]
+
+
+@pytest.mark.parametrize(
+    ("command", "word", "said"),
+    [
+        ("eval", "splt=test", "unknown key 'splt' (did you mean 'split'?)"),
+        ("eval", "split=tst", "split=tst: must be one of valid, test, train (did you mean 'test'?)"),
+        ("eval", "eval.limit=0", "eval.limit=0: must be an integer, at least 1, or null"),
+        ("eval", "optimizer.lr=5", "optimizer.lr=5: rtx eval does not read optimizer.lr; it reads split"),
+        ("eval", "sample.length=5", "rtx eval does not read sample.length; it is an option of rtx sample"),
+        ("eval", "hardware=ddp", "hardware=ddp: rtx eval works on one device; hardware takes auto, cpu or gpu"),
+        ("eval", "hardware.name=fsdp", "rtx eval works on one device"),
+        ("eval", "hardware=slurm", "makes jobs of the cells of a sweep (rtx train -m), not of rtx eval"),
+        ("sample", "data.path=x", "rtx sample does not read data.path"),
+        ("resume", "name=x", "name=x: rtx resume does not read name"),
+        ("analyze patterns", "windows=3", "unknown key 'windows'"),
+        ("report", "name=x", "rtx report does not read name"),
+    ],
+)
+def test_a_command_refuses_what_it_does_not_read(command: str, word: str, said: str) -> None:
+    assert said in refusal(command, "run", word)
+
+
+def test_runs_are_counted_and_every_mistake_is_told_at_once() -> None:
+    said = refusal("eval", "split=test")
+    assert said.startswith("rtx eval needs the run's folder first, not 'split=test'; usage: rtx eval <run>")
+    assert "takes 1 run, not also 'b'" in refusal("eval", "a", "b")
+    assert len(refusal("eval", "run", "splt=test", "limit=0", "model=rt24").splitlines()) == 3
+    assert len(refusal("train", "trainer.steps=abc", "seed=1", "nmae=x", "~data").splitlines()) == 2
+    assert len(refusal("train", "trainer.steps=abc", "seed=1", "data=x").splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("word", "suggested"),
+    [
+        ("TRAINER.STEPS", " (did you mean 'trainer.steps'?)"),
+        ("routing.hiden", " (did you mean 'model.hidden'?)"),
+        ("eval.xyzzy", ""),
+        ("", ""),
+        ("é" * 2000, ""),
+    ],
+)
+def test_suggestions(word: str, suggested: str) -> None:
+    assert suggest_key(word, all_fields()) == suggested
+
+
+def test_every_key_has_a_docstring_of_one_sentence_or_more() -> None:
+    docs = {key: field.doc for key, field in all_fields().items()} | sections()
+    docs |= {f"{name} {key}": own.doc for name, command in READS.items() for key, own in command.own.items()}
+    assert [key for key, doc in docs.items() if not doc.endswith(".")] == []
