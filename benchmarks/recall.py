@@ -23,8 +23,6 @@ from typing import Any
 from machine import code, machine
 from omegaconf import OmegaConf
 
-from rtx.training.loggers import read_metrics
-
 PATTERNS = {
     "routing_topk": ("routing=topk", "routing.decay=0.99", "routing.logit_scale=sqrt_d", "routing.attend_self=false"),
     "routing_causal": ("routing=causal",),
@@ -77,7 +75,7 @@ def train(args: argparse.Namespace, pattern: str, seed: int) -> dict[str, Any]:
         start = time.monotonic()
         subprocess.run([sys.executable, "-m", "rtx", "train", *command(args, pattern, seed)], env=env, check=True)
         seconds = time.monotonic() - start
-        rows = read_metrics(Path(scratch, "run", "metrics.jsonl"))
+        rows = [json.loads(line) for line in Path(scratch, "run", "metrics.jsonl").read_text().splitlines()]
         config = OmegaConf.to_container(OmegaConf.load(Path(scratch, "run", "config.yaml")))
     assert isinstance(config, dict)
     scores = [row for row in rows if row["kind"] == "valid"]

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rtx.config import Config
 from rtx.data.catalog import Store
 from rtx.data.recall import RecallStore
 from rtx.data.released import Reading, read_as_released
@@ -41,24 +40,21 @@ def main(arguments: list[str]) -> int:
     check_ablation(config, options.ablate)
     run, store = open_run(folder, config, options.checkpoint)
     ablate(run.model, config, options.ablate)
-    reading = reading_of(store, config, options)
+    reading = Reading(store.split(options.split))
+    if options.protocol == "released":
+        if isinstance(store, RecallStore):
+            raise UserError("eval.protocol=released: data=recall is ours, no released code reads it")
+        reading = read_as_released(store, options.split, config.data.length)
     every = windows(len(reading.tokens), config.data.length, config.trainer.val_stride)
     chosen = sample_windows(every, options.limit, config.seed)
-    partial = len(chosen) < len(every)
     print(f"{len(chosen):,} of {len(every):,} windows of split {options.split}")
     began = time.monotonic()
     score = score_split(run, store, reading, chosen, options)
     expected = len(reading.tokens) if store.answers is None else store.count(options.split)
-    if not partial and score.units != expected:
+    if len(chosen) == len(every) and score.units != expected:
         raise AssertionError(f"scored {score.units} units of a split of {expected}")
-    result = {
-        **measured(store, options.split, reading, chosen, score, partial),
-        **facts(run, store, reading, score, options, partial),
-        "split_units": expected,
-        "windows": len(chosen),
-        "seconds": time.monotonic() - began,
-        "time": utc_now(),
-    }
+    result = described(run, store, reading, score, options, chosen, partial=len(chosen) < len(every))
+    result |= {"split_units": expected, "seconds": time.monotonic() - began, "time": utc_now()}
     path = result_path(folder, result)
     keep(result, path)
     print_result(result)
@@ -66,15 +62,6 @@ def main(arguments: list[str]) -> int:
     if options.ablate != "none":
         print(comparison(result, result_path(folder, {**result, "ablate": "none"})))
     return 0
-
-
-def reading_of(store: Store, config: Config, options: EvalOptions) -> Reading:
-    """Return the split as `protocol` has it read; `UserError` where nobody knows how the released code reads it."""
-    if options.protocol == "whole":
-        return Reading(store.split(options.split))
-    if isinstance(store, RecallStore):
-        raise UserError("eval.protocol=released: data=recall is ours, no released code reads it")
-    return read_as_released(store, options.split, config.data.length)
 
 
 def score_split(
@@ -99,18 +86,35 @@ def score_split(
     return score
 
 
-def facts(
-    run: LoadedRun, store: Store, reading: Reading, score: Score, options: EvalOptions, partial: bool
+def described(
+    run: LoadedRun,
+    store: Store,
+    reading: Reading,
+    score: Score,
+    options: EvalOptions,
+    chosen: Sequence[Window],
+    partial: bool,
 ) -> dict[str, Any]:
-    """Return all that the number means: its sums, which weights, on what data, read how, in what arithmetic."""
+    """Return the score and all that it means: its sums, which weights, on what data, read how, in what arithmetic."""
     config, data, own = run.config, store.describe(), run.has_data(store)
     answers = {} if score.accuracy is None else {"accuracy": score.accuracy, "chance": 1 / config.data.values}
+    protocol = protocol_line(
+        *(config, options.split, store.unit, score.units),
+        mode=options.mode,
+        partial=partial,
+        ablate=options.ablate,
+        other_data="" if own else store.name,
+        released=reading.habits,
+        stamps=stamp_phrases(data.get("stamps", {}), options.split),
+    )
     return {
+        **measured(store, options.split, reading, chosen, score, partial),
         "nats": score.nats,
         "units": score.units,
         "standard_error": score.standard_error if math.isfinite(score.standard_error) else None,
         **answers,
         "partial": partial,
+        "windows": len(chosen),
         "seed": config.seed if partial else None,
         "split": options.split,
         "mode": options.mode,
@@ -119,15 +123,7 @@ def facts(
         "length": config.data.length,
         "stride": config.trainer.val_stride or config.data.length,
         "selection_sees_future": sees_future(config, options.mode, options.ablate),
-        "protocol": protocol_line(
-            *(config, options.split, store.unit, score.units),
-            mode=options.mode,
-            partial=partial,
-            ablate=options.ablate,
-            other_data="" if own else store.name,
-            released=reading.habits,
-            stamps=stamp_phrases(data.get("stamps", {}), options.split),
-        ),
+        "protocol": protocol,
         "checkpoint": run.facts(),
         "data": data,
         "own_data": own,

@@ -10,7 +10,7 @@ from rtx.errors import RunFailed, UserError
 from rtx.options import read_words
 from rtx.report.card import card
 from rtx.report.cells import collect
-from rtx.training.checkpoint import Checkpoint, check_config, load_for_use
+from rtx.training.checkpoint import check_config, load_for_use
 from rtx.training.exported import write_export
 from rtx.training.run_folder import is_export, shown
 
@@ -30,33 +30,22 @@ def main(arguments: list[str]) -> int:
     checkpoint = load_for_use(folder / "checkpoints", options.checkpoint)
     check_config(checkpoint, to_dict(config), folder / RUN_CONFIG)
     output = Path(options.output).expanduser() if options.output else folder / "export"
-    check_output(output)
+    if output.exists() and not output.is_dir():
+        raise UserError(f"output={output}: is a file; name a folder")
+    if output.is_dir() and not is_export(output) and any(path.suffix != MARK for path in output.iterdir()):
+        raise UserError(f"output={output}: the folder holds other files; name a new or an empty one")
     numbers = sum(tensor.numel() for tensor in checkpoint["model"].values())
     page = card(collect([folder]).cells[0], checkpoint["step"], checkpoint["file"], numbers)
     files = {"config.yaml": to_yaml(config).encode(), "README.md": page.encode()}
-    write_export(output, checkpoint, {**files, **tokenizer_file(folder, checkpoint)})
+    if name := (checkpoint["data"].get("tokenizer") or {}).get("file"):
+        try:
+            files[name] = (folder / name).read_bytes()
+        except OSError as error:
+            problem = f"{folder / name}: {error.strerror}; without it nobody can read the run's units"
+            raise RunFailed(problem) from error
+    write_export(output, checkpoint, files)
     written = sorted(output.iterdir())
     size = sum(path.stat().st_size for path in written) / 1e6
     print(f"{shown(output)}: {', '.join(path.name for path in written)} ({size:,.1f} MB)")
     print(f"next: rtx eval {shown(output)} split=test")
     return 0
-
-
-def check_output(output: Path) -> None:
-    """Raise `UserError` for a folder that holds something else than an export."""
-    if output.exists() and not output.is_dir():
-        raise UserError(f"output={output}: is a file; name a folder")
-    others = [path for path in output.iterdir() if not path.name.endswith(MARK)] if output.is_dir() else []
-    if others and not is_export(output):
-        raise UserError(f"output={output}: the folder holds other files; name a new or an empty one")
-
-
-def tokenizer_file(folder: Path, checkpoint: Checkpoint) -> dict[str, bytes]:
-    """Return the file of a trained tokenizer by its name, where the data have one; `RunFailed` where it is gone."""
-    name = (checkpoint["data"].get("tokenizer") or {}).get("file")
-    if name is None:
-        return {}
-    try:
-        return {name: (folder / name).read_bytes()}
-    except OSError as error:
-        raise RunFailed(f"{folder / name}: {error.strerror}; without it nobody can read the run's units") from error

@@ -5,20 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
-from rtx.config import Config
-from rtx.data.imageset import image_shape
-from rtx.data.sheet import png_grid
 from rtx.data.tokenizers import encode_text
 from rtx.errors import UserError
-from rtx.model.decoding import generate
 from rtx.options import SampleOptions, read_words
 from rtx.report.text import TextStream
 from rtx.sets import IMAGE_SETS
 from rtx.training.inference import LoadedRun, load_run, prepare_device, run_config
-from rtx.training.samples import save_sample
+from rtx.training.samples import draw, save_images, save_sample
 from rtx.training.signals import INTERRUPTED, Stopped
 
 TEXT_LENGTH = 1000
@@ -36,30 +31,20 @@ def main(arguments: list[str]) -> int:
     config = run_config(folder, words.overrides)
     if config.data.name == "recall":
         raise UserError("a run on data=recall has no text to write; rtx eval says how many answers it has right")
-    is_image = config.data.name in IMAGE_SETS
-    length = options.length or (config.data.length if is_image else TEXT_LENGTH)
-    check_options(options, config, is_image, length)
-    run = load_run(folder, config, options.checkpoint, prepare_device(config), say=tell)
-    return draw_images(run, options, length) if is_image else write_text(run, options, length)
-
-
-def check_options(options: SampleOptions, config: Config, is_image: bool, length: int) -> None:
-    """Raise `UserError` for what an image, or a text, does not have."""
-    size = config.data.length
+    is_image, size = config.data.name in IMAGE_SETS, config.data.length
     if is_image and options.prompt:
         raise UserError("sample.prompt has no place in a run on images, which have no text to continue")
-    if is_image and length > size:
-        raise UserError(f"sample.length={length}: an image has {size} units; for several images: sample.count=<number>")
+    if is_image and (options.length or 0) > size:
+        several = "for several images: sample.count=<number>"
+        raise UserError(f"sample.length={options.length}: an image has {size} units; {several}")
     if not is_image and options.count != 1:
         raise UserError(f"sample.count={options.count} is for runs on images; for another text: sample.seed=<number>")
+    run = load_run(folder, config, options.checkpoint, prepare_device(config), say=tell)
+    return draw_images(run, options) if is_image else write_text(run, options, options.length or TEXT_LENGTH)
 
 
 def write_text(run: LoadedRun, options: SampleOptions, length: int) -> int:
-    """Write a text behind the prompt, keep it, and return the exit code.
-
-    Raises:
-        UserError: prompt and length reach beyond the learned positions.
-    """
+    """Write a text behind the prompt, keep it, and return the exit code."""
     tokenizer, model, data = run.tokenizer, run.config.model, run.config.data
     prompt_1P = torch.from_numpy(encode_text(tokenizer, options.prompt))[None]
     given = prompt_1P.shape[1]
@@ -68,59 +53,46 @@ def write_text(run: LoadedRun, options: SampleOptions, length: int) -> int:
             f"sample.length={length}: with a prompt of {given} units that is {given + length}, but model.positions="
             f"{model.positions} covers data.length={data.length}; at most {data.length - given}"
         )
-    text, stream = bytearray(tokenizer.decode(prompt_1P[0])), TextStream()
-    show(stream.feed(bytes(text)))
+    text, stream = bytearray(), TextStream()
 
-    def write(unit_1: torch.Tensor) -> None:
-        written = tokenizer.decode(unit_1.tolist())
-        text.extend(written)
-        show(stream.feed(written))
+    def write(units: torch.Tensor) -> None:
+        text.extend(written := tokenizer.decode(units.tolist()))
+        print(stream.feed(written), end="", flush=True)
 
-    done, stopped = draw(run, options, prompt_1P, length, write)
-    show(stream.feed(b"", final=True) + "\n")
+    write(prompt_1P[0])
+    done, stopped = drawn(run, options, prompt_1P, length, write)
+    print(stream.feed(b"", final=True), flush=True)
     if stopped:
         tell(f"stopped after {done:,} of {length:,} units")
-    tell(save_sample(run.folder, run.checkpoint["step"], options.seed, bytes(text)))
+    tell(save_sample(run, options.seed, bytes(text)))
     return stopped
 
 
-def draw_images(run: LoadedRun, options: SampleOptions, length: int) -> int:
+def draw_images(run: LoadedRun, options: SampleOptions) -> int:
     """Draw `sample.count` images, keep them as one PNG, print its path, and return the exit code."""
     size = run.config.data.length
-    columns: list[np.ndarray] = []
-    empty = torch.empty(options.count, 0, dtype=torch.int64)
-    done, stopped = draw(run, options, empty, length, lambda unit_B: columns.append(unit_B.numpy()))
+    length, empty = options.length or size, torch.empty(options.count, 0, dtype=torch.int64)
+    columns: list[torch.Tensor] = []
+    done, stopped = drawn(run, options, empty, length, columns.append)
     if done < size:
         why = f"stopped after {done:,} of {length:,} units" if stopped else f"{done:,} units"
         tell(f"{why}; an image has {size:,}: the rest is black")
-    images_BN = np.zeros((options.count, size), dtype=np.uint8)
-    for n, unit_B in enumerate(columns):
-        images_BN[:, n] = unit_B
-    picture = png_grid(list(images_BN), image_shape(run.config.data, run.checkpoint["data"]))
-    print(save_sample(run.folder, run.checkpoint["step"], options.seed, picture, "png"))
+    print(save_images(run, options.seed, columns, options.count))
     return stopped
 
 
-def draw(
+def drawn(
     run: LoadedRun, options: SampleOptions, prompt_BP: torch.Tensor, length: int, write: Callable[[torch.Tensor], None]
 ) -> tuple[int, int]:
     """Draw units, handing each `[B]` to `write`; returns how many, and the exit code of a signal that came, or 0."""
-    generator = torch.Generator().manual_seed(options.seed)
-    choice = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     done = 0
     try:
-        with run.autocast():
-            for unit_B in generate(run.model, prompt_BP, length, **choice, generator=generator):
-                write(unit_B)
-                done += 1
+        for unit_B in draw(run, options, prompt_BP, length):
+            write(unit_B)
+            done += 1
     except (KeyboardInterrupt, Stopped) as stop:
         return done, stop.code if isinstance(stop, Stopped) else INTERRUPTED
     return done, 0
-
-
-def show(text: str) -> None:
-    """Print a piece of the text at once."""
-    print(text, end="", flush=True)
 
 
 def tell(line: object) -> None:

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rtx.data.wordcount import WordCount
 
 LARGEST_EXPONENT = 700.0
 """exp of more than this is beyond float64."""
 
 
-@dataclass(frozen=True)
-class Words:
-    """How many words a perplexity is taken over."""
-
-    count: float
-    note: str
-    """Whose count it is."""
-    comparable: bool
-    """Whether published perplexities of this split are over the same words."""
-
-
 def measures(
-    unit: str, nats: float, units: int, *, text_bytes: float | None = None, words: Words | None = None
+    unit: str, nats: float, units: int, *, text_bytes: float | None = None, words: WordCount | None = None
 ) -> dict[str, Any]:
     """Return a score in every measure that its text has, as JSON values.
 
@@ -58,17 +49,12 @@ def further_lines(unit: str, result: Mapping[str, Any]) -> list[str]:
 
 def stamp_phrases(stamps: Mapping[str, Any], split: str) -> list[str]:
     """Return what the facts of protocol that stand on a store mean for a score on a split, in words."""
-    phrases = []
-    if stamps.get("newlines") == "drop":
-        phrases.append("newlines dropped")
-    if stamps.get("lossy"):
-        phrases.append("lossy JPEG, not comparable")
-    if "scaled" in stamps:
-        phrases.append(f"scaled to {stamps['scaled']}, not comparable")
-    if stamps.get("variant") == "other":
-        phrases.append("not the PixelRNN images, not comparable")
-    if stamps.get("complete") is False:
-        phrases.append("not the whole published set, not comparable")
-    if stamps.get("valid") == "test" and split == "valid":
-        phrases.append("valid is the published test split")
-    return phrases
+    phrases = {
+        "newlines dropped": stamps.get("newlines") == "drop",
+        "lossy JPEG, not comparable": stamps.get("lossy"),
+        f"scaled to {stamps.get('scaled')}, not comparable": "scaled" in stamps,
+        "not the PixelRNN images, not comparable": stamps.get("variant") == "other",
+        "not the whole published set, not comparable": stamps.get("complete") is False,
+        "valid is the published test split": stamps.get("valid") == "test" and split == "valid",
+    }
+    return [phrase for phrase, holds in phrases.items() if holds]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,27 +17,14 @@ from torch import Tensor, nn
 from rtx.data.catalog import Store
 from rtx.data.recall import RecallStore
 from rtx.data.released import Reading
-from rtx.data.windows import Window as DataWindow
+from rtx.data.windows import Window
 from rtx.data.wordcount import bytes_scored, words_scored
-from rtx.evaluation.measures import Words, measures
+from rtx.evaluation.measures import measures
 
 W = TypeVar("W")
 
 BATCH_UNITS = 16_384
 """Units scored at once where the user does not say."""
-
-
-class Window(Protocol):
-    """Units `[start, stop)` of a split are read, and of those `[first, stop)` are scored."""
-
-    @property
-    def start(self) -> int: ...
-
-    @property
-    def stop(self) -> int: ...
-
-    @property
-    def first(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -106,7 +93,7 @@ def score_windows(
     Args:
         model: has `loss(tokens_BN, prefix=...) -> (nats_BN, auxiliary)`; its mode is put back afterwards.
         tokens: the split, unsigned integers `[units]`.
-        windows: what to read and what to score; windows of one batch have the same length.
+        windows: units `[start, stop)` are read, and of those `[first, stop)` are scored.
         answers: positions `[A]` in each window whose units alone are scored; None: all. Windows must then be whole
             (`first == start`), and the model has `answers(tokens_BN, at_A, prefix=...) -> (nats_BA, right_BA, _)`.
         batch_size: windows scored at once; unset: as many as make 16,384 units.
@@ -135,8 +122,7 @@ def equal_batches(windows: Sequence[Window], batch_size: int | None) -> list[lis
     length = -1
     for k, window in enumerate(windows):
         size = window.stop - window.start
-        room = batch_size or max(1, BATCH_UNITS // size)
-        if size != length or len(batches[-1]) == room:
+        if size != length or len(batches[-1]) == (batch_size or max(1, BATCH_UNITS // size)):
             batches.append([])
             length = size
         batches[-1].append(k)
@@ -167,16 +153,11 @@ def score_batch(
 
 
 def measured(
-    store: Store, split: str, reading: Reading, chosen: Sequence[DataWindow], score: Score, partial: bool
+    store: Store, split: str, reading: Reading, chosen: Sequence[Window], score: Score, partial: bool
 ) -> dict[str, Any]:
     """Return the score in every measure that its text has; words are no account of the bytes between and in them."""
     if isinstance(store, RecallStore) or store.image is not None:
         return measures(store.unit, score.nats, score.units)
     words = words_scored(store, split, reading, chosen, partial)
-    return measures(
-        store.unit,
-        score.nats,
-        score.units,
-        text_bytes=bytes_scored(store, split, reading, chosen, partial) if store.unit == "subword" else None,
-        words=None if words is None else Words(*words),
-    )
+    text_bytes = bytes_scored(store, split, reading, chosen, partial) if store.unit == "subword" else None
+    return measures(store.unit, score.nats, score.units, text_bytes=text_bytes, words=words)

@@ -12,25 +12,14 @@ ALLOWED = {
     *("optimizer.steps", "model.recompute", "model.ffn_parts"),
     *("name", "model.name", "data.path", "data.verify", "data.processes"),
 }
-ALLOWED_SECTIONS = ("hardware.", "logger.")
 """What `rtx resume` may change: how long, where, how often; the rest would make another run of it."""
-
-LEARNING = (
-    "dropout",
-    "attention_dropout",
-    "ffn_dropout",
-    "recompute",
-    "ffn_parts",
-    "decay",
-    "threshold_rate",
-    "commitment",
-)
+LEARNING = {"dropout", "attention_dropout", "ffn_dropout", "decay", "threshold_rate", "commitment"}
 """Fields of the model and the routing that only say how it learns."""
 
 
 def may_change(key: str) -> bool:
     """Tell whether a run may go on with another value of a field."""
-    return key in ALLOWED or key.startswith(ALLOWED_SECTIONS)
+    return key in ALLOWED or key.startswith(("hardware.", "logger."))
 
 
 def makes_another(key: str) -> bool:

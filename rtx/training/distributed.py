@@ -30,7 +30,7 @@ from rtx.errors import UserError
 from rtx.training.hardware import Hardware
 from rtx.training.optimizers import SharedAdafactor
 from rtx.training.sharding import shared_as, whole
-from rtx.training.signals import started_by_another
+from rtx.training.signals import PARENT_VARIABLE, started_by_another
 
 PATIENCE_SECONDS = 10.0
 """Time that the main thread is given to notice by itself that another process is gone, at its next exchange with it."""
@@ -42,8 +42,7 @@ class Ranks:
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
         self.group: Any = None
-        self.connected = False
-        """Whether they have met: from then on they fail together, and the first one says why."""
+        self.connected = False  # from then on they fail together, and the first one says why
 
     def connect(self) -> None:
         """Open the channel, once the process group exists; all ranks call it."""
@@ -53,13 +52,13 @@ class Ranks:
 
     def largest(self, *values: int) -> list[int]:
         """Return the largest of each value over the ranks."""
-        return self._reduce(torch.tensor(values), dist.ReduceOp.MAX)
+        return self.reduced(torch.tensor(values), dist.ReduceOp.MAX)
 
     def total(self, *values: float) -> list[float]:
         """Return the sum of each value over the ranks."""
-        return self._reduce(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.SUM)
+        return self.reduced(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.SUM)
 
-    def _reduce(self, values: torch.Tensor, how: Any) -> list[Any]:
+    def reduced(self, values: torch.Tensor, how: Any) -> list[Any]:
         if self.world > 1:
             dist.all_reduce(values, how, group=self.group)
         return values.tolist()
@@ -71,27 +70,20 @@ class Ranks:
             dist.all_gather_object(everyone, own, group=self.group)
         return everyone
 
+    def compare(self, own: Mapping[str, Any]) -> None:
+        """Compare what the processes begin with, plain values by name; all of them call it.
 
-def check_ranks_agree(ranks: Ranks, own: Mapping[str, Any]) -> None:
-    """Compare, before the first step, what the processes begin with; all of them call it.
-
-    Args:
-        ranks: all processes.
-        own: what this one begins with, by name: plain values.
-
-    Raises:
-        UserError: on all of them alike; names a process that differs from the first one, and both values.
-    """
-    if ranks.world == 1:
-        return
-    (first, host), *others = ranks.gather((dict(own), socket.gethostname()))
-    for rank, (other, place) in enumerate(others, 1):
-        unlike = [f"{key} is {other.get(key)}, not {value}" for key, value in first.items() if other.get(key) != value]
-        if unlike:
-            raise UserError(
-                f"the processes of the run do not begin alike: with process {rank} (on {place}) "
-                f"{'; '.join(unlike)} as with the first one (on {host})"
-            )
+        Raises:
+            UserError: on all of them alike; names a process that differs from the first one, and both values.
+        """
+        (first, host), *others = self.gather((dict(own), socket.gethostname()))
+        for rank, (other, place) in enumerate(others, 1):
+            unlike = [f"{k} is {other.get(k)}, not {value}" for k, value in first.items() if other.get(k) != value]
+            if unlike:
+                raise UserError(
+                    f"the processes of the run do not begin alike: with process {rank} (on {place}) "
+                    f"{'; '.join(unlike)} as with the first one (on {host})"
+                )
 
 
 def lost_process(error: RuntimeError) -> str:
@@ -104,16 +96,10 @@ def lost_process(error: RuntimeError) -> str:
     return ""
 
 
-# Starting processes
-
-
 class StartedRanks(LightningEnvironment):
     """The environment of processes that `start_ranks` has started: Lightning is to start none, nor to watch any."""
 
-    @property
-    def creates_processes_externally(self) -> bool:
-        """Always true."""
-        return True
+    creates_processes_externally = True  # type: ignore[assignment]
 
 
 def cluster_environment(hardware: Hardware) -> ClusterEnvironment:
@@ -127,8 +113,8 @@ def cluster_environment(hardware: Hardware) -> ClusterEnvironment:
     return StartedRanks()
 
 
-def start_ranks(hardware: Hardware, folder: Path) -> list[subprocess.Popen[bytes]]:
-    """Start the other processes of this machine with the words of this one, where nobody else does.
+def start_ranks(hardware: Hardware, folder: Path, lost: Callable[[str], object]) -> list[subprocess.Popen[bytes]]:
+    """Start the other processes of this machine with the words of this one, where nobody else does, and watch them.
 
     Lightning's own launcher ends the first process by SIGKILL when another one is gone, and nothing could be said or
     written then; hence this one. `folder`: of the run, for commands that would make a new one.
@@ -136,46 +122,36 @@ def start_ranks(hardware: Hardware, folder: Path) -> list[subprocess.Popen[bytes
     if hardware.launcher != "rtx" or hardware.devices == 1 or started_by_another():
         return []
     environment = StartedRanks()
-    os.environ["MASTER_ADDR"] = environment.main_address
-    os.environ["MASTER_PORT"] = str(environment.main_port)
-    shared = {**os.environ, "RTX_RUN": str(folder), "WORLD_SIZE": str(hardware.world)}
-    node = str(environment.node_rank())
+    os.environ |= {"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)}
+    shared = {
+        **os.environ,
+        "RTX_RUN": str(folder),
+        "WORLD_SIZE": str(hardware.world),
+        PARENT_VARIABLE: str(os.getpid()),
+    }
+    shared["NODE_RANK"] = str(environment.node_rank())
     command = [sys.executable, "-P", "-m", "rtx", *sys.argv[1:]]
-    return [
-        subprocess.Popen(command, env={**shared, "LOCAL_RANK": str(rank), "NODE_RANK": node})
-        for rank in range(1, hardware.devices)
-    ]
+    ranks = [subprocess.Popen(command, env={**shared, "LOCAL_RANK": str(rank)}) for rank in range(1, hardware.devices)]
+    threading.Thread(target=watch_ranks, args=(ranks, lost), name="children", daemon=True).start()
+    return ranks
 
 
 def watch_ranks(children: list[subprocess.Popen[bytes]], lost: Callable[[str], object]) -> None:
-    """Look after the processes that this one started: call `lost` with how one ended that should not have.
-
-    It is called from a thread, ten seconds later: the main thread may notice by itself, and say what it knows.
-    """
-
-    def watch() -> None:
-        while any(child.poll() is None for child in children) or any(child.returncode for child in children):
-            if ended := next((child for child in children if child.returncode), None):
-                time.sleep(PATIENCE_SECONDS)
-                lost(how_it_ended(ended))
-                return
-            time.sleep(0.5)
-
-    if children:
-        threading.Thread(target=watch, name="children", daemon=True).start()
+    """Call `lost` with how a process ended that should not have: later, for the main thread may know more by itself."""
+    while any(child.poll() is None for child in children) or any(child.returncode for child in children):
+        if ended := next((child for child in children if child.returncode), None):
+            time.sleep(PATIENCE_SECONDS)
+            lost(f"process {ended.pid} of the run {how_it_ended(ended.returncode)}")
+            return
+        time.sleep(0.5)
 
 
-def how_it_ended(child: subprocess.Popen[bytes]) -> str:
-    """Return who ended how, in words."""
-    code = child.returncode
+def how_it_ended(code: int) -> str:
+    """Return in words how a process with this exit code ended."""
     try:
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
     except ValueError:
-        how = f"was killed by signal {-code}"
-    return f"process {child.pid} of the run {how}"
-
-
-# Strategies
+        return f"was killed by signal {-code}"
 
 
 def strategy(hardware: Hardware) -> Strategy | str:
@@ -194,13 +170,10 @@ class Shared(ModelParallelStrategy):
     own files.
     """
 
+    lightning_restore_optimizer = True  # type: ignore[assignment]  # by `load_optimizer_state_dict`
+
     def __init__(self, world: int) -> None:
         super().__init__(data_parallel_size=world, tensor_parallel_size=1, save_distributed_checkpoint=False)
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """Lightning hands the optimizer's state to `load_optimizer_state_dict`, as with every other strategy."""
-        return True
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read the file by the run's CheckpointIO, as every other strategy does; all processes read it."""
@@ -214,8 +187,7 @@ class Shared(ModelParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's whole state on the first process, its options alone on the others; all call it."""
         state = optimizer.state_dict()
-        kept = {number: self.gathered(values) for number, values in state["state"].items()}
-        return {"state": kept, "param_groups": state["param_groups"]}
+        return {**state, "state": {number: self.gathered(values) for number, values in state["state"].items()}}
 
     def gathered(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Gather tensors one after the other; only the first process keeps them, in CPU memory."""
@@ -229,9 +201,9 @@ class Shared(ModelParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load whole weights, which every process has read: each takes its part."""
         assert self.lightning_module is not None
-        own = self.lightning_module.state_dict()
-        parts = {name: shared_as(value, own[name]) for name, value in checkpoint["state_dict"].items() if name in own}
-        self.lightning_module.load_state_dict({**checkpoint["state_dict"], **parts}, strict=strict)
+        own, stored = self.lightning_module.state_dict(), checkpoint["state_dict"]
+        parts = {name: shared_as(value, own[name]) if name in own else value for name, value in stored.items()}
+        self.lightning_module.load_state_dict(parts, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load a whole optimizer state, which every process has read: each takes its part."""

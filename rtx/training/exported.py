@@ -13,25 +13,20 @@ from safetensors import SafetensorError
 
 from rtx.disk import remove_leftovers, replace_file, write_json
 from rtx.errors import RunFailed, UserError
-from rtx.training.checkpoint import Checkpoint, Refused, check_layout
+from rtx.training.checkpoint import Checkpoint, check_layout
 from rtx.training.run_folder import EXPORT_FACTS
 
 WEIGHTS = "model.safetensors"
-
 FORMAT = 1
 """Version of the layout; a folder of a later one is refused."""
-
 KEPT = ("step", "config", "data", "file")
 """Keys of a checkpoint that an export keeps, beside the model's state."""
 
 
 def write_export(folder: Path, checkpoint: Checkpoint, files: Mapping[str, bytes]) -> None:
-    """Write a model and what else belongs to it (`files`, by name) into a folder.
+    """Write a model and what else belongs to it (`files`, by name) into a folder; RunFailed where that cannot be.
 
     The facts come first: with them it is known for an unfinished export, to be made anew.
-
-    Raises:
-        RunFailed: the folder cannot be written.
     """
     weights = safetensors.torch.save({name: tensor.contiguous() for name, tensor in checkpoint["model"].items()})
     facts = {"format": FORMAT, "sha256": hashlib.sha256(weights).hexdigest(), **{k: checkpoint[k] for k in KEPT}}
@@ -65,6 +60,6 @@ def read_export(folder: Path) -> Checkpoint:
         raise RunFailed(f"{error.filename} is missing: export the run anew") from error
     except UserError:
         raise
-    except (OSError, ArithmeticError, ValueError, LookupError, TypeError, Refused, SafetensorError) as error:
+    except (OSError, ArithmeticError, ValueError, LookupError, TypeError, SafetensorError) as error:
         raise RunFailed(f"{folder / EXPORT_FACTS} is damaged ({error}): export the run anew") from error
     return checkpoint

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import shutil
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -18,45 +17,27 @@ from rtx.training.launchers import cores, number, process_rank, started_by
 
 @dataclass(frozen=True)
 class Hardware:
-    """What `hardware` means on this machine, for this process."""
+    """What `hardware` means on this machine, for this process: the facts of environment.json."""
 
-    accelerator: str
-    """cpu or gpu."""
-    precision: str
-    """fp32, bf16, tf32 or fp64."""
-    devices: int
-    """Processes on this machine."""
-    nodes: int
-    """Machines."""
-    rank: int
-    """This process among all."""
-    distributed: bool
-    """Whether gradients are averaged over processes (hardware=ddp or fsdp, also with one device)."""
-    sharded: bool
-    """Whether parameters and optimizer state are shared out among the processes (hardware=fsdp)."""
-    launcher: str
-    """Who starts the processes: rtx, torchrun or srun."""
-    micro_batch_size: int
-    """Sequences of a forward pass."""
-    accumulate: int
-    """Forward passes of an optimizer step on each device."""
+    accelerator: str  # cpu or gpu
+    precision: str  # fp32, bf16, tf32 or fp64
+    devices: int  # processes on this machine
+    nodes: int  # machines
+    rank: int  # this process among all
+    distributed: bool  # gradients are averaged over processes (hardware=ddp or fsdp, also with one device)
+    sharded: bool  # parameters and optimizer state are shared out among the processes (hardware=fsdp)
+    launcher: str  # who starts the processes: rtx, torchrun or srun
+    micro_batch_size: int  # sequences of a forward pass
+    accumulate: int  # forward passes of an optimizer step on each device
 
     @property
     def world(self) -> int:
         """Processes on all machines."""
         return self.devices * self.nodes
 
-    def describe(self) -> dict[str, Any]:
-        """Return the facts for environment.json."""
-        return dataclasses.asdict(self)
-
 
 def resolve_hardware(config: Config) -> Hardware:
-    """Decide where to compute.
-
-    Raises:
-        UserError: the machine, or the launcher, does not have what the configuration asks for.
-    """
+    """Decide where to compute; `UserError` where machine or launcher do not have what the configuration asks for."""
     wish, gpus = config.hardware, torch.cuda.device_count()
     if wish.name == "gpu" and gpus == 0:
         raise UserError("hardware=gpu, but torch finds no GPU on this machine; use hardware=cpu or hardware=auto")
@@ -84,11 +65,7 @@ def resolve_hardware(config: Config) -> Hardware:
 
 
 def processes(wish: HardwareConfig, gpus: int) -> tuple[int, int]:
-    """Return the processes on each machine, and the machines.
-
-    Raises:
-        UserError: a launcher has started others than the configuration asks for.
-    """
+    """Return the processes on each machine, and the machines: as a launcher has started them, else as configured."""
     launcher, world, here = started_by()
     distributed, devices, nodes = wish.name in SPREAD, 1, wish.nodes
     if launcher == "rtx":
@@ -111,9 +88,6 @@ def micro_batches(config: Config, world: int) -> tuple[int, int]:
     """Return the sequences of a forward pass, and the forward passes of a step on each of `world` devices.
 
     Where trainer.micro_batch_size is still auto, it is all that a device has of the batch.
-
-    Raises:
-        UserError: the global batch cannot be cut that way.
     """
     batch, asked = config.trainer.batch_size, config.trainer.micro_batch_size
     micro = asked if isinstance(asked, int) else max(1, batch // world)
@@ -131,13 +105,12 @@ def with_micro_batches(hardware: Hardware, config: Config) -> Hardware:
 
 
 def prepare_torch(config: Config, hardware: Hardware) -> None:
-    """Set threads, matrix arithmetic and determinism, before any tensor is made.
-
-    Raises:
-        UserError: hardware.compile without a compiler.
-    """
-    wish = config.hardware
-    if threads := wish.threads or share_of_threads(hardware):
+    """Set threads, matrix arithmetic and determinism before any tensor is made; `UserError` without a compiler."""
+    wish, threads = config.hardware, config.hardware.threads
+    if not threads and hardware.distributed and hardware.launcher == "rtx" and "OMP_NUM_THREADS" not in os.environ:
+        # Lightning would take the same number, but only as the fit begins: after the run has recorded its threads.
+        threads = max(1, cores() // hardware.devices)
+    if threads:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # for the processes that rtx starts; and Lightning sets no other
         torch.set_num_threads(threads)
     if hardware.accelerator == "cpu":
@@ -151,16 +124,6 @@ def prepare_torch(config: Config, hardware: Hardware) -> None:
         raise UserError(
             "hardware.compile=true needs a C++ compiler (g++ or clang++, or CXX); there is none on the PATH"
         )
-
-
-def share_of_threads(hardware: Hardware) -> int | None:
-    """Return the threads of each process that we start on this machine; None: torch's own choice, or OMP_NUM_THREADS.
-
-    Lightning would take the same number, but only as the fit begins: after the run has recorded its threads.
-    """
-    if not hardware.distributed or hardware.launcher != "rtx" or "OMP_NUM_THREADS" in os.environ:
-        return None
-    return max(1, cores() // hardware.devices)
 
 
 def has_compiler() -> bool:

@@ -27,13 +27,12 @@ from rtx.training.run_folder import is_export
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A model in evaluation mode, and what is known of it."""
+    """A model in evaluation mode, and what is known of it; `checkpoint`: without tensors (exported.KEPT)."""
 
     folder: Path
     model: Transformer
     config: Config
     checkpoint: Checkpoint
-    """What is known of the weights (exported.KEPT), without tensors: those of the optimizer are twice the model."""
 
     @property
     def name(self) -> str:
@@ -47,12 +46,7 @@ class LoadedRun:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What makes units of bytes, and bytes of units; the file of a trained one lies in the run's folder.
-
-        Raises:
-            UserError: the run has none, for it made its data on the fly (data=recall).
-            RunFailed: its file is gone, or another.
-        """
+        """What makes units of bytes and back; `UserError` where the data have none, `RunFailed` where it is lost."""
         described = self.checkpoint["data"].get("tokenizer")
         if described is None:
             raise UserError(f"{self.folder}: a run on data={self.config.data.name} has no tokenizer")
@@ -78,9 +72,7 @@ class LoadedRun:
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Return the context that the model computes in: bfloat16 where its precision is bf16."""
-        if self.precision != "bf16":
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
 
     def facts(self) -> dict[str, Any]:
         """Return which weights these are, for a result."""
@@ -97,7 +89,7 @@ def load(folder: str | Path, checkpoint: str = "best", device: str | None = None
     Args:
         folder: the run's, such as outputs/rtx/<run>.
         checkpoint: best or last.
-        device: where to, such as cpu; unset: the GPU, if there is one.
+        device: such as cpu; unset: the GPU, if there is one.
 
     Raises:
         UserError: there is no such run or checkpoint, or its config.yaml is not what was trained.
@@ -127,18 +119,16 @@ def load_run(
     with torch.random.fork_rng(devices=[]):
         model = Transformer(config, vocabulary)
     load_weights(model, found, to_dict(config))
-    if config.hardware.precision == "fp64":
-        model = model.double()
-    model = model.to(device).eval()
+    model = model.to(device, torch.float64 if config.hardware.precision == "fp64" else None).eval()
     say(f"{folder}: {found['file']}.ckpt, step {found['step']:,}, {model.count_parameters():,} parameters")
     return LoadedRun(folder, model, config, {key: found[key] for key in KEPT})
 
 
 def open_run(folder: Path, config: Config, checkpoint: str) -> tuple[LoadedRun, Store]:
-    """Load a run for a command, with the data that its configuration names.
+    """Load a run for a command, with the data that its configuration names; errors as `load`.
 
     Raises:
-        UserError, RunFailed: as `load`; and the data are not there, or their units are of another tokenizer.
+        UserError, RunFailed: the data are not there, or their units are of another tokenizer.
     """
     store = open_data(config.data, data_root())
     run = load_run(folder, config, checkpoint, prepare_device(config), store.vocabulary)
@@ -171,7 +161,6 @@ def run_config(folder: Path, overrides: list[str]) -> Config:
 
 def on_one_device(config: Config) -> Config:
     """Return a configuration for work on one device, not compiled."""
-    hardware = dataclasses.replace(config.hardware, devices=None, nodes=1, compile=False)
-    if hardware.name in SPREAD:
-        hardware = dataclasses.replace(hardware, name="auto")
+    name = "auto" if config.hardware.name in SPREAD else config.hardware.name
+    hardware = dataclasses.replace(config.hardware, name=name, devices=None, nodes=1, compile=False)
     return dataclasses.replace(config, hardware=hardware)

@@ -12,9 +12,6 @@ def started_by() -> tuple[str, int, int]:
     """Return who started this process, and how many processes it started in all and on this machine.
 
     srun counts where it runs several tasks; a single task, or an interactive shell inside an allocation, is our own.
-
-    Raises:
-        UserError: a variable is no number.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return "torchrun", number("WORLD_SIZE", 1), number("LOCAL_WORLD_SIZE", 1)
@@ -27,11 +24,7 @@ def started_by() -> tuple[str, int, int]:
 def process_rank(devices: int = 1) -> int:
     """Return the number of this process among all, known before any process group is.
 
-    Args:
-        devices: processes that rtx starts on this machine, where no launcher has.
-
-    Raises:
-        UserError: a variable is no number, or not one of a process that the run has.
+    `devices`: processes that rtx starts on this machine, where no launcher has.
     """
     launcher, world, _ = started_by()
     if launcher != "rtx":
@@ -47,21 +40,8 @@ def process_rank(devices: int = 1) -> int:
     return 0
 
 
-def is_first() -> bool:
-    """Whether this is the first process of its run, the one that writes and speaks.
-
-    Raises:
-        UserError: as `process_rank`.
-    """
-    return process_rank() == 0
-
-
 def number(name: str, least: int, most: int | None = None, default: str = "") -> int:
-    """Return an environment variable that holds a whole number; unset or empty, it is the default.
-
-    Raises:
-        UserError: names the variable, its value and what is allowed.
-    """
+    """Return an environment variable that holds a whole number, else raise `UserError`; unset it is the default."""
     value = os.environ.get(name) or default
     if value.isdecimal() and least <= int(value) and (most is None or int(value) <= most):
         return int(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 from pathlib import Path
@@ -11,29 +10,22 @@ from rtx.config import Config
 
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """Where Linux says how much a container may use."""
-
 OUT_OF_MEMORY = "out of memory"
 """How the reason of a run that had too little begins."""
-
-SIGNS = (
-    "out of memory",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "alloc_failed",
-    "not enough memory",
-    "bad_alloc",
-)
-"""What torch, CUDA and their libraries say then, in small letters; not all of them have an error of its own for it."""
-
 NO_THREAD = "can't start new thread"
 """What Python says where the system has no memory, or no number, for another thread; it does not say which."""
+SIGNS = (
+    *("out of memory", "can't allocate memory", "cannot allocate memory"),
+    *("alloc_failed", "not enough memory", "bad_alloc", NO_THREAD),
+)
+"""What torch, CUDA and their libraries say then, in small letters; not all of them have an error of its own for it."""
 
 
 def out_of_memory(error: BaseException) -> str:
     """Return the reason for a run that ended for want of memory, or an empty string where the error is another."""
     known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     if isinstance(error, RuntimeError):
-        known = known or any(sign in str(error).lower() for sign in (*SIGNS, NO_THREAD))
+        known = known or any(sign in str(error).lower() for sign in SIGNS)
     elif isinstance(error, OSError):
         known = error.errno == errno.ENOMEM
     if not known:
@@ -52,35 +44,13 @@ def system_kills() -> int:
         return 0
 
 
-def on_other_devices(config: Config, before: Config) -> bool:
-    """Tell whether a run goes on with another number of devices, so that its micro-batch may not divide their share."""
-    return any(getattr(config.hardware, key) != getattr(before.hardware, key) for key in ("name", "devices", "nodes"))
-
-
-def as_chosen(config: Config, before: Config) -> Config:
-    """Return a configuration in which what is `auto` is as a run has chosen it, by the run's own configuration."""
-    if on_other_devices(config, before):
-        return config
-    trainer, model = config.trainer, config.model
-    if trainer.micro_batch_size == "auto":
-        trainer = dataclasses.replace(trainer, micro_batch_size=before.trainer.micro_batch_size)
-    if model.recompute == "auto":
-        model = dataclasses.replace(model, recompute=before.model.recompute)
-    return dataclasses.replace(config, trainer=trainer, model=model)
-
-
 def device_memory(config: Config, processes: int = 0) -> int | None:
     """Return the bytes of memory that a process of a run on this machine may fill: its GPU's, or its share of the
-    machine's; None where the run is for a GPU and there is none here.
-
-    Args:
-        config: the resolved configuration.
-        processes: those of the run on this machine; 0: as many as the configuration says.
+    machine's (`processes`: of the run on it; 0: as configured); None where the run is for a GPU and there is none.
     """
     import torch  # after a mistake in the configuration has been told
 
-    gpus = torch.cuda.device_count()
-    if config.hardware.name != "cpu" and gpus:
+    if config.hardware.name != "cpu" and torch.cuda.device_count():
         return torch.cuda.get_device_properties(0).total_memory
     if config.hardware.name == "gpu":
         return None

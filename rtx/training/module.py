@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rtx.attention.centroids import after_step, initialise_from_data
+from rtx.compose import flat
 from rtx.config import Config
 from rtx.errors import RunFailed
 from rtx.evaluation.scores import Score, score_batch
@@ -22,23 +23,32 @@ from rtx.training.distributed import Ranks
 from rtx.training.memory import out_of_memory
 from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
 from rtx.training.rng import seed_everything
-from rtx.training.sharding import is_shared, shard, whole
+from rtx.training.sharding import is_part, shard, whole
+
+OWN_PLACES = ("data.path", "data.verify", "data.processes", "hardware.workers", "logger.", "name")
+"""What may differ between the processes of a run."""
 
 
 def build_model(config: Config, vocabulary: int, first_N: Callable[[], Tensor] | None) -> Transformer:
-    """Return the model of a configuration with its first weights, the same on every rank.
+    """Return the model of a configuration, for a number of different units, with its first weights, on every rank.
 
-    Args:
-        config: the resolved configuration.
-        vocabulary: number of different units.
-        first_N: returns the first training sequence, ids `[N]`, which routing.init=data reads; None: the weights are
-            to be replaced anyway.
+    `first_N` returns the first training sequence, ids `[N]`, which routing.init=data reads; None: the weights are to be
+    replaced anyway.
     """
     seed_everything(config.seed)
     model = Transformer(config, vocabulary)
     if first_N and config.routing.init == "data":
         initialise_from_data(model, first_N()[None])
     return model
+
+
+class StepRecord(NamedTuple):
+    """A finished step whose numbers are still on the device: mean nats and right answers of its forward passes."""
+
+    step: int
+    losses: Tensor
+    norm: Tensor
+    right: Tensor | None
 
 
 class TrainingModule(pl.LightningModule):
@@ -56,43 +66,42 @@ class TrainingModule(pl.LightningModule):
     at_A: Tensor | None
 
     def __init__(
-        self,
-        model: nn.Module,
-        config: Config,
-        answers: np.ndarray | None = None,
-        ranks: Ranks | None = None,
-        facts: Mapping[str, Any] | None = None,
+        self, model: nn.Module, config: Config, answers: Any = None, ranks: Ranks | None = None, facts: Any = None
     ) -> None:
         super().__init__()
         self.model, self.config = model, config
         self.ranks, self.facts = ranks or Ranks(0, 1), dict(facts or {})
+        # Mean nats and share of right answers, summed in float64 over the forward passes since the last row.
         self.sums = {"nats": 0.0, "right": 0.0, "passes": 0}
-        """Mean nats and share of right answers, summed in float64 over the forward passes since the last row."""
+        self.bits = self.norm = math.nan  # of the last step that was read back
         self.step_losses: list[Tensor] = []
         self.step_right: list[Tensor] = []
-        """Mean nats, and share of right answers, of the forward passes of this step, on the device."""
         self.unread: list[StepRecord] = []
-        """What has not been read back from the device yet."""
+        # Of each batch of a validation: number, units, nats and right answers of its windows, float64 `[B, 4]`.
         self.scored: list[Tensor] = []
-        """Of each batch of a validation: number, units, nats and right answers of its windows, float64 `[B, 4]`."""
-        self.score: Score | None = None
-        """Of the last validation, the same on all ranks."""
+        self.score: Score | None = None  # of the last validation, the same on all ranks
         self.register_buffer("at_A", None if answers is None else torch.from_numpy(answers), persistent=False)
         self.loss: Callable[..., tuple[Tensor, ...]] = model.loss if answers is None else model.answers  # type: ignore[assignment]
         if config.hardware.compile:
             self.loss = compile_loss(model, self.loss)
 
+    def setup(self, stage: str) -> None:
+        """Open the channel between the ranks, and compare what they begin with, before they have one model."""
+        self.ranks.connect()
+        values = flat(self.facts.get("config", {}))
+        begins = {key: value for key, value in values.items() if not key.startswith(OWN_PLACES)}
+        step = getattr(getattr(self.trainer, "datamodule", None), "step", None)
+        fingerprint = self.facts.get("data", {}).get("fingerprint")
+        self.ranks.compare({"the checkpoint's step": step, "the data's fingerprint": fingerprint, **begins})
+
     def configure_model(self) -> None:
         """Give the parameters their type, and share them out (hardware=fsdp), before a checkpoint is loaded."""
         self.trainer.precision_plugin.convert_module(self)
-        if self.device_mesh is not None and not is_shared(self.model.parameters()):
+        if self.device_mesh is not None and not any(is_part(parameter) for parameter in self.model.parameters()):
             shard(self.model, self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Build the optimizer that the configuration names."""
         return build_optimizer(self.model, self.config.optimizer)
-
-    # Training
 
     def training_step(self, tokens_BN: Tensor, batch_idx: int) -> Tensor:
         """Return the loss of a micro-batch: mean nats per unit that counts plus the auxiliary loss."""
@@ -124,40 +133,30 @@ class TrainingModule(pl.LightningModule):
         optimizer.zero_grad()  # nobody reads them any more; Lightning would keep them through the next forward pass
         after_step(self.model)
 
-    def read_back(self) -> StepRecord | None:
-        """Wait for the device, fold the unread steps into the running sums, and return the last of them.
-
-        Raises:
-            NotFinite: the loss or the gradient of a step is NaN or infinite; the first such step.
-        """
-        last = None
-        for record in self.unread:
-            losses, norm = record.losses.double().cpu(), float(record.norm)
-            if not (bool(torch.isfinite(losses).all()) and math.isfinite(norm)):
-                rate = learning_rate(self.config, record.step)
-                raise NotFinite(record.step, rate, float(losses.mean()), norm)
+    def read_back(self) -> str:
+        """Wait for the device, fold the unread steps into the sums, and return which loss or gradient is not finite."""
+        records, self.unread = self.unread, []
+        for step, losses, norm, right in records:
+            losses, self.norm = losses.double().cpu(), float(norm)
+            self.bits = float(losses.mean()) / math.log(2)
+            if not (bool(torch.isfinite(losses).all()) and math.isfinite(self.norm)):
+                nats = float(losses.mean())
+                what = f"norm of the gradient is {self.norm}" if math.isfinite(nats) else f"loss is {nats}"
+                return f"step {step}: the {what} at learning rate {learning_rate(self.config, step):g}"
             for loss in losses.tolist():
                 self.sums["nats"] += loss
-            if record.right is not None:
-                self.sums["right"] += float(record.right.double().sum())
+            self.sums["right"] += 0.0 if right is None else float(right.double().sum())
             self.sums["passes"] += len(losses)
-            last = record
-        self.unread = []
-        return last
-
-    # Validation
+        return ""
 
     def on_validation_epoch_start(self) -> None:
-        """Begin a score."""
         self.scored = []
 
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
         """Score windows of equal length: ids `[B, N]`, units before the first that counts `[B]`, their numbers `[B]`.
 
-        A number of -1 marks a window that another rank scores: it keeps this one in step (`WindowBatches`).
-
-        Raises:
-            RunFailed: out of memory; smaller micro-batches would not help here.
+        A number of -1 marks a window that another rank scores: it keeps this one in step (`WindowBatches`). Memory that
+        runs out is `RunFailed`: smaller micro-batches would not help here.
         """
         tokens_BN, skipped_B, number_B = batch
         try:
@@ -175,8 +174,6 @@ class TrainingModule(pl.LightningModule):
         number_K, units_K, nats_K, right_K = all_K4[np.argsort(all_K4[:, 0])].T
         assert np.array_equal(number_K, np.arange(len(number_K))), "each window once"
         self.score, self.scored = Score(units_K, nats_K, None if self.at_A is None else right_K), []
-
-    # Checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what other commands read; the loops' counters are left out: they follow from the step."""
@@ -212,18 +209,3 @@ def loop_state(step: int, accumulate: int) -> dict[str, Any]:
         "epoch_loop.batch_progress": {**batches, "is_last_batch": False},
         "epoch_loop.automatic_optimization.optim_progress": {"optimizer": optimizer},
     }
-
-
-class StepRecord:
-    """A finished step whose numbers are still on the device."""
-
-    def __init__(self, step: int, losses: Tensor, norm: Tensor, right: Tensor | None = None) -> None:
-        self.step, self.losses, self.norm, self.right = step, losses, norm, right
-
-
-class NotFinite(Exception):
-    """A step whose loss or gradient is not a number."""
-
-    def __init__(self, step: int, rate: float, nats: float, norm: float) -> None:
-        what = f"loss is {nats}" if not math.isfinite(nats) else f"norm of the gradient is {norm}"
-        super().__init__(f"step {step}: the {what} at learning rate {rate:g}")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rtx.config import Config, OptimizerConfig
-from rtx.training.sharding import is_shared, put_whole, whole
+from rtx.training.sharding import is_part, local, shared_as, whole
 
 ADAFACTOR_EPS = (1e-18, 1e-3)
 """Floors of the gradient's mean square and of the parameter's root mean square; see `build_optimizer`."""
@@ -37,27 +37,13 @@ def learning_rate(config: Config, step: int) -> float:
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Return the optimizer that `config` names; its learning rate must be set before each step.
 
-    adam is torch's Adam (weight_decay adds to the gradient), adamw decouples it. Adafactor is torch's own, with no
-    first moment, factored second moments, updates clipped at a root mean square of 1 and scaled by that of the
-    parameter (at least 1e-3), as Shazeer and Stern (2018). It differs from theirs in two ways: the step size is
-    min(lr, 1 / sqrt(step)), which leaves the paper's 0.01 over 10,000 steps of warm-up as it is but caps schedules
-    that exceed 1 / sqrt(step); and the mean square of the gradient has a floor (1e-18, with 1e-36 for a single
-    entry) instead of 1e-30 added to each entry. Torch's default floor of 1e-7 would hide the small gradients of
-    large models, and 1e-30 squared is zero in float32, hence ours.
-    """
-    groups = parameter_groups(model, config.weight_decay)
-    if config.name == "adafactor":
-        adafactor = SharedAdafactor if is_shared(model.parameters()) else torch.optim.Adafactor
-        return adafactor(groups, lr=config.lr, beta2_decay=-0.8, eps=ADAFACTOR_EPS, d=1.0)
-    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name]
-    return kind(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Split the parameters into those that decay and those that do not.
-
     Matrices decay: the weights of linear layers, and `output_VS` where it is not the embedding table. Biases, norms,
     embeddings and position tables do not.
+
+    adam is torch's Adam (weight_decay adds to the gradient), adamw decouples it. Adafactor is torch's own, with no
+    first moment, as Shazeer and Stern (2018), but that the step size is min(lr, 1 / sqrt(step)) and that the mean
+    square of the gradient has a floor (1e-18, with 1e-36 for a single entry) instead of 1e-30 added to each entry:
+    torch's default floor of 1e-7 would hide the small gradients of large models, and 1e-30 squared is 0 in float32.
     """
     linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     decaying, exempt = [], []
@@ -65,8 +51,17 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         if parameter.requires_grad:
             is_matrix = id(parameter) in linear or name.rpartition(".")[2] == "output_VS"
             (decaying if is_matrix else exempt).append(parameter)
-    groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": exempt, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    groups = [
+        {"params": parameters, "weight_decay": decay}
+        for parameters, decay in ((decaying, config.weight_decay), (exempt, 0.0))
+        if parameters
+    ]
+    if config.name == "adafactor":
+        shared = any(is_part(parameter) for parameter in model.parameters())
+        adafactor = SharedAdafactor if shared else torch.optim.Adafactor
+        return adafactor(groups, lr=config.lr, beta2_decay=-0.8, eps=ADAFACTOR_EPS, d=1.0)
+    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name]
+    return kind(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
 
 
 class SharedAdafactor(torch.optim.Adafactor):
@@ -78,10 +73,8 @@ class SharedAdafactor(torch.optim.Adafactor):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take a step; `closure` works out the gradients."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
         for group in self.param_groups:
             options = {name: value for name, value in group.items() if name != "params"}
             for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
@@ -91,7 +84,7 @@ class SharedAdafactor(torch.optim.Adafactor):
                 for_one.state[stand_in] = self.state[parameter]
                 for_one.step()
                 self.state[parameter] = for_one.state[stand_in]
-                put_whole(parameter, stand_in.detach())
+                local(parameter).copy_(local(shared_as(stand_in.detach(), parameter)))
         return loss
 
 

@@ -1,17 +1,13 @@
-"""The words of a progress line, and a line that stays above the bar."""
+"""Lines of a run that stay above its bar, and the words for times and memory."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import resource
 import sys
 
 from tqdm import tqdm
-
-PLAIN_SECONDS = 15.0
-"""Shortest time between two lines elsewhere."""
 
 
 def say(line: str) -> None:
@@ -22,20 +18,6 @@ def say(line: str) -> None:
     except OSError:
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def training_line(
-    step: int, steps: int, bits: float, rate: float, units_per_second: float, seconds_left: float, memory: int
-) -> str:
-    """Return `step 1,200/4,000 | 2.713 bits | lr 2.9e-03 | 84,210 units/s | 3:21 left | 1.2 GB`.
-
-    `bits` is NaN before the first look at a GPU's numbers, and then left out.
-    """
-    score = "" if math.isnan(bits) else f"{bits:.3f} bits | "
-    return (
-        f"step {step:,}/{steps:,} | {score}lr {rate:.1e} | {units_per_second:,.0f} units/s | "
-        f"{clock(seconds_left)} left | {memory / 1e9:.1f} GB"
-    )
 
 
 def clock(seconds: float) -> str:

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rtx.compose import load_run_config, to_dict
 from rtx.config import Config
 from rtx.errors import RunFailed, UserError
 from rtx.training.config_diff import differences, may_change
-from rtx.training.launchers import is_first
+from rtx.training.launchers import process_rank
 from rtx.training.run_folder import busy, is_export, is_running, read_status, run_state
 
 
-@dataclass(frozen=True)
-class Resumption:
+class Resumption(NamedTuple):
     """How a run had ended, and which fields of its configuration change, from what to what."""
 
     state: str
     changed: dict[str, tuple[Any, Any]]
 
 
-def plan_resumption(folder: Path, config: Config) -> Resumption | str:
-    """Return how a run goes on with a configuration, or a line that says why nothing is left to do.
+def plan_resumption(folder: Path, config: Config) -> Resumption | None:
+    """Return how a run goes on with a configuration; None where nothing is left to do, which the first process says.
 
     Raises:
         UserError: the run is in use, the configuration is that of another run, or the folder is an export.
@@ -32,19 +31,21 @@ def plan_resumption(folder: Path, config: Config) -> Resumption | str:
     """
     if is_export(folder):
         raise UserError(f"{folder} is an exported model; resume the run it came from")
-    changed = differences(to_dict(load_run_config(folder)), to_dict(config))
-    if is_first():  # the others find the run in use by the first one, and compare with that
+    changed, status = differences(to_dict(load_run_config(folder)), to_dict(config)), read_status(folder)
+    is_first = process_rank() == 0
+    if is_first:  # the others find the run in use by the first one, and compare with that
         refuse_changes(changed)
-        refuse_running(folder)
-    return already_done(folder, config) or Resumption(run_state(folder), changed)
+        if is_running(folder, status):
+            raise UserError(busy(folder, status))
+    if (line := already_done(folder, config)) is None:
+        return Resumption(run_state(folder), changed)
+    if is_first:
+        print(line, flush=True)
+    return None
 
 
 def refuse_changes(changed: Mapping[str, tuple[Any, Any]]) -> None:
-    """Refuse changes that would make another run.
-
-    Raises:
-        UserError: a line for each such field, with its old and new value.
-    """
+    """Raise `UserError` for changes that would make another run, with a line for each such field."""
     refused = [
         f"{key}: {old} -> {new} is refused: it would make another run (a run that goes on may change trainer.steps, "
         "max_minutes, micro_batch_size, the intervals, hardware and logger)"
@@ -53,17 +54,6 @@ def refuse_changes(changed: Mapping[str, tuple[Any, Any]]) -> None:
     ]
     if refused:
         raise UserError("\n".join(refused))
-
-
-def refuse_running(folder: Path) -> None:
-    """Refuse a run that some process is working on.
-
-    Raises:
-        UserError: it names the process.
-    """
-    status = read_status(folder)
-    if is_running(folder, status):
-        raise UserError(busy(folder, status))
 
 
 def already_done(folder: Path, config: Config) -> str | None:
@@ -81,12 +71,12 @@ def already_done(folder: Path, config: Config) -> str | None:
     from rtx.training.checkpoint import is_whole, resumable  # imports torch
 
     limit, step, steps = config.trainer.max_minutes, status["step"], config.trainer.steps
-    if not any(is_whole(path) for path in resumable(folder / "checkpoints")):
+    last, *others = resumable(folder / "checkpoints")
+    if not (last_is_whole := is_whole(last)) and not any(is_whole(path) for path in others):
         raise RunFailed(f"{folder} was done after {step:,} steps, but no whole checkpoint is left in it")
     if step > steps:
         raise UserError(f"trainer.steps={steps}: the run is done with {step} steps; give more than that")
-    last = folder / "checkpoints" / "last.ckpt"
-    if not is_whole(last) and (step == steps or last.exists()):  # (time that was up left no new one: nothing is lost)
+    if not last_is_whole and (step == steps or last.exists()):  # (time that was up left no new one: nothing is lost)
         return None  # the last steps are lost, and taken again from the checkpoint before
     if step == steps:
         longer = f"trainer.steps=N with N above {step:,} continues it"
@@ -97,3 +87,20 @@ def already_done(folder: Path, config: Config) -> str | None:
     final = status["final"]
     score = f"{final['bits']:.4f} bits/{final.get('unit', 'unit')}"
     return f"{folder} is done: {step:,} steps, {score} on the validation split; {longer}"
+
+
+def on_other_devices(config: Config, before: Config) -> bool:
+    """Tell whether a run goes on with another number of devices, so that its micro-batch may not divide their share."""
+    return any(getattr(config.hardware, key) != getattr(before.hardware, key) for key in ("name", "devices", "nodes"))
+
+
+def as_chosen(config: Config, before: Config) -> Config:
+    """Return a configuration in which what is `auto` is as a run has chosen it, by the run's own configuration."""
+    if on_other_devices(config, before):
+        return config
+    trainer, model = config.trainer, config.model
+    if trainer.micro_batch_size == "auto":
+        trainer = dataclasses.replace(trainer, micro_batch_size=before.trainer.micro_batch_size)
+    if model.recompute == "auto":
+        model = dataclasses.replace(model, recompute=before.model.recompute)
+    return dataclasses.replace(config, trainer=trainer, model=model)

@@ -26,33 +26,23 @@ from rtx import __version__
 from rtx.disk import is_full, remove_leftovers, write_json
 from rtx.errors import RunFailed, UserError
 from rtx.training.memory import out_of_memory
-from rtx.training.signals import Stopped
+from rtx.training.signals import Stopped, state_after
 
 BEAT_SECONDS = 15.0
-"""Time between heartbeats."""
-
 SILENCE_SECONDS = 120.0
 """A run on another machine that has been silent for this long is taken for dead."""
-
+EXPORT_FACTS = "export.json"
+"""Says of what run a folder has the model, and that it is an export."""
 LESS_MEMORY = (
     "a smaller trainer.micro_batch_size, or model.recompute=true, needs less with the same result but for rounding"
 )
-"""What helps a run that is out of memory."""
-
-EXPORT_FACTS = "export.json"
-"""Says of what run a folder has the model, and that it is an export."""
-
 STATES = ("running", "done", "failed", "preempted", "interrupted")
-
 KINDS = {
-    **{"reason": str | None, "step": int, "steps": int | None, "seconds": int | float},
+    **{"reason": str | None, "step": int, "steps": int | None, "seconds": int | float, "saved": int | None},
     **{"best": dict | None, "final": dict | None},
     **{"pid": int, "host": str, "boot_id": str | None, "started": str, "heartbeat": str},
 }
 """Types of the fields of a status.json, of which a bit may have rotted."""
-
-
-# Where
 
 
 def outputs_root() -> Path:
@@ -67,13 +57,12 @@ def given_folder() -> Path | None:
 
 
 def new_run_folder(name: str) -> Path:
-    """Make the folder of a new run: outputs/<name>/<UTC date, time and four random digits>, or RTX_RUN where set.
+    """Make the folder of a new run, outputs/<name>/<UTC date, time and four random digits>, or RTX_RUN where set.
 
     Raises:
-        UserError: the folder cannot be written, or RTX_RUN names one with checkpoints.
+        UserError: it cannot be written, or RTX_RUN names one with checkpoints.
     """
-    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
-    given = given_folder()
+    stamp, given = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S"), given_folder()
     folder = given or outputs_root() / name / f"{stamp}-{secrets.token_hex(2)}"
     if any((folder / "checkpoints").glob("*.ckpt")):
         raise UserError(f"RTX_RUN={folder} holds checkpoints but no config.yaml: take them out, or name another folder")
@@ -111,25 +100,20 @@ def utc_now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-# Status
-
-
 class Status:
-    """The status.json of a run that this process owns.
+    """The status.json of a run that this process owns, written by the training thread and by the heartbeat's own.
 
-    Fields: state (running, done, failed, preempted, interrupted), reason, step, steps, best, final, pid, host, boot_id,
-    started, heartbeat. Written by the training thread and by the heartbeat's own.
+    Fields: state (running, done, failed, preempted, interrupted), reason, step, steps, saved (step of the last
+    checkpoint), best, final, pid, host, boot_id, started, heartbeat.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / "status.json"
-        self.before = read_status(folder)
-        previous = self.before or {}
-        self.fields = new_status() | {key: previous[key] for key in ("step", "steps", "best") if key in previous}
-        self.guard = threading.RLock()
-        self.ended = threading.Event()
+        self.path, self.before = folder / "status.json", read_status(folder)
+        carried = {key: (self.before or {}).get(key) for key in ("step", "steps", "best", "saved")}
+        self.fields = new_status() | {key: value for key, value in carried.items() if value is not None}
+        self.guard, self.ended = threading.RLock(), threading.Event()
         self.write()
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        threading.Thread(target=self.beat, name="heartbeat", daemon=True).start()
 
     def update(self, *, write: bool = False, **fields: Any) -> None:
         """Change fields; they reach the disk with the next heartbeat, or at once."""
@@ -159,11 +143,10 @@ class Status:
         """End because there was nothing to begin with: the status of before stands again, or else failed."""
         if self.before and not self.ended.is_set():
             self.ended.set()
-            self.fields = self.before
             write_json(self.path, self.before)
         self.end("failed", reason)
 
-    def _beat(self) -> None:
+    def beat(self) -> None:
         while not self.ended.wait(BEAT_SECONDS):
             self.write()
 
@@ -179,24 +162,15 @@ def new_status() -> dict[str, Any]:
 def read_status(folder: Path) -> dict[str, Any] | None:
     """Return what status.json says, or None where there is none that can be read, or its fields make no sense."""
     try:
-        content = json.loads((folder / "status.json").read_text())
-        return content if is_sound(content) else None
+        status = json.loads((folder / "status.json").read_text())
+        sound = all(isinstance(status[key], kind) for key, kind in KINDS.items() if key in status)
+        scores = [score["bits"] for key in ("best", "final") if (score := status.get(key)) is not None]
+        sound = sound and all(isinstance(bits, int | float) for bits in scores) and 0 < status.get("pid", 1) < 2**31
+        if status["state"] == "running":
+            sound = sound and status.keys() >= {"pid", "host"} and is_fresh(status) in (True, False)
+        return status if sound and status["state"] in STATES else None
     except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return None
-
-
-def is_sound(status: dict[str, Any]) -> bool:
-    """Tell whether a record has a known state, what that needs, and values of the right types."""
-    if status["state"] not in STATES or (status["state"] == "running" and not status.keys() >= {"pid", "host"}):
-        return False
-    if not all(isinstance(status[key], kind) for key, kind in KINDS.items() if key in status):
-        return False
-    scores = [score for key in ("best", "final") if (score := status.get(key)) is not None]
-    if not all(isinstance(score.get("bits"), int | float) for score in scores):
-        return False
-    needs_beat = status["state"] == "running"
-    beat = datetime.datetime.fromisoformat(status["heartbeat"] if needs_beat else status.get("heartbeat", utc_now()))
-    return beat.tzinfo is not None and 0 < status.get("pid", 1) < 2**31
 
 
 def run_state(folder: Path) -> str:
@@ -204,18 +178,13 @@ def run_state(folder: Path) -> str:
     status = read_status(folder)
     if status is None:
         return "unknown"
-    if status["state"] == "running" and not is_running(folder, status):
-        return "killed"
-    return status["state"]
+    return "killed" if status["state"] == "running" and not is_running(folder, status) else status["state"]
 
 
 def is_running(folder: Path, status: dict[str, Any] | None) -> bool:
     """Tell whether some process works on a run: it holds the lock, or lately wrote from another machine."""
-    if is_locked(folder):
-        return True
-    if status is None or status["state"] != "running" or status["host"] == socket.gethostname():
-        return False
-    return is_fresh(status)
+    elsewhere = status if status and status["state"] == "running" and status["host"] != socket.gethostname() else None
+    return is_locked(folder) or bool(elsewhere and is_fresh(elsewhere))
 
 
 def seems_running(folder: Path, status: dict[str, Any]) -> bool:
@@ -223,13 +192,16 @@ def seems_running(folder: Path, status: dict[str, Any]) -> bool:
 
     Who asks for the lock holds it for a moment, in which a run that begins would find the folder in use.
     """
-    if status["state"] != "running":
+    here = status.get("host") == socket.gethostname()
+    if status["state"] != "running" or (here and status.get("boot_id") != boot_id()):
         return False
-    if status["host"] != socket.gethostname():
-        return is_fresh(status)
-    if status.get("boot_id") != boot_id() or not process_exists(status["pid"]):
-        return False
-    return is_fresh(status) or is_locked(folder)
+    return (not here or process_exists(status["pid"])) and (is_fresh(status) or is_locked(folder))
+
+
+def is_fresh(status: dict[str, Any]) -> bool:
+    """Tell whether the last heartbeat is of a short while ago; one of a far future says nothing."""
+    beat = datetime.datetime.fromisoformat(status["heartbeat"])
+    return abs((datetime.datetime.now(datetime.UTC) - beat).total_seconds()) < SILENCE_SECONDS
 
 
 def process_exists(number: int) -> bool:
@@ -243,22 +215,11 @@ def process_exists(number: int) -> bool:
     return True
 
 
-def is_fresh(status: dict[str, Any]) -> bool:
-    """Tell whether the last heartbeat is of a short while ago; one of a far future says nothing."""
-    beat = datetime.datetime.fromisoformat(status["heartbeat"])
-    return abs((datetime.datetime.now(datetime.UTC) - beat).total_seconds()) < SILENCE_SECONDS
-
-
 def close(folder: Path, state: str, reason: str) -> None:
-    """Write how a run ended whose process could not: the rest of its status stays.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Write how a run ended whose process could not: the rest of its status stays; OSError where that cannot be."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(
-        folder / "status.json", {**new_status(), **(read_status(folder) or {}), "state": state, "reason": reason}
-    )
+    status = {**new_status(), **(read_status(folder) or {}), "state": state, "reason": reason}
+    write_json(folder / "status.json", status)
 
 
 def boot_id() -> str | None:
@@ -269,40 +230,31 @@ def boot_id() -> str | None:
         return None
 
 
-# Lock
-
 held: set[Path] = set()
 """Folders that this process has locked. (Opening and closing the file of a held lock would release it.)"""
 
 
-class RunLock:
-    """Keeps two runs out of one folder, as a context; the system releases it however the process ends.
+@contextlib.contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Keep two runs out of one folder; the system releases the lock however the process ends.
 
     Record locks (`lockf`) belong to one process: neither loader processes nor children that outlive it keep them.
+
+    Raises:
+        UserError: another run has the folder.
+        OSError: it cannot be written.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder.resolve()
-        self.file: IO[bytes] | None = None
-
-    def __enter__(self) -> RunLock:
-        status = read_status(self.folder)
-        if self.folder in held or (status is not None and is_running(self.folder, status)):
-            raise UserError(busy(self.folder, status))
-        self.file = open_own(self.folder / "lock", "a+b")
+    folder, status = folder.resolve(), read_status(folder)
+    if is_running(folder, status):
+        raise UserError(busy(folder, status))
+    with open_own(folder / "lock", "a+b") as file:
+        if not try_lock(file, fcntl.LOCK_EX):
+            raise UserError(busy(folder, read_status(folder)))
+        held.add(folder)
         try:
-            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
-            raise UserError(busy(self.folder, read_status(self.folder))) from error
-        except OSError:
-            pass  # a file system without locks: the heartbeat alone tells
-        held.add(self.folder)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.file is not None:
-            self.file.close()
-        held.discard(self.folder)
+            yield
+        finally:
+            held.discard(folder)
 
 
 def is_locked(folder: Path) -> bool:
@@ -311,13 +263,20 @@ def is_locked(folder: Path) -> bool:
         return True
     try:
         with open_own(folder / "lock", "rb") as file:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
-                return True
+            return not try_lock(file, fcntl.LOCK_SH)
     except OSError:
-        pass  # no lock there, or a file system without locks
-    return False
+        return False
+
+
+def try_lock(file: IO[bytes], kind: int) -> bool:
+    """Lock a file, unless another process has; where a file system has no locks, the heartbeat alone tells."""
+    try:
+        fcntl.lockf(file, kind | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def busy(folder: Path, status: dict[str, Any] | None) -> str:
@@ -329,11 +288,10 @@ def busy(folder: Path, status: dict[str, Any] | None) -> str:
 
 @contextlib.contextmanager
 def working_in(folder: Path, begin: Callable[[], object] = lambda: None) -> Iterator[Status]:
-    """Hold a run folder: lock it, keep its status, and write how the work ended.
+    """Hold a run folder: lock it, keep its status, and write how the work ended; `begin` is called before all that.
 
-    A body that ends without a word is `done`, unless it has called `Status.end` itself. `Stopped` is written as
-    interrupted (SIGINT) or preempted (all other signals) and passed on, like every other error. A `UserError` leaves
-    the status that a resumed run had. `begin` is called with the lock held, before there is a status.
+    A body that ends without a word is `done`. `Stopped` and errors are written and passed on; a `UserError` leaves the
+    status that a resumed run had.
 
     Raises:
         UserError: another run works in the folder, or it cannot be written.
@@ -341,7 +299,7 @@ def working_in(folder: Path, begin: Callable[[], object] = lambda: None) -> Iter
     """
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(RunLock(folder))
+            stack.enter_context(run_lock(folder))
             remove_leftovers(folder)
             remove_leftovers(folder / "checkpoints")
             begin()
@@ -352,46 +310,47 @@ def working_in(folder: Path, begin: Callable[[], object] = lambda: None) -> Iter
             yield status
             status.end("done")
         except Stopped as stop:
-            status.end(stop.state, str(stop))
+            status.end(state_after(stop.code), str(stop))
             raise
         except UserError as error:
             status.withdraw(str(error))
             raise
-        except OSError as error:
-            status.end("failed", out_of_memory(error) or str(error))
-            if is_full(error):
+        except BaseException as error:
+            reason = out_of_memory(error)
+            status.end("failed", reason or str(error) or type(error).__name__)
+            if reason:
+                raise RunFailed(f"{reason}\n{LESS_MEMORY}") from error
+            if isinstance(error, OSError) and is_full(error):
                 raise RunFailed(f"the disk of {folder} is full: {error}") from error
             raise
-        except BaseException as error:
-            if reason := out_of_memory(error):
-                status.end("failed", reason)
-                raise RunFailed(f"{reason}\n{LESS_MEMORY}") from error
-            status.end("failed", str(error) or type(error).__name__)
-            raise
 
 
-# Records
+def record_start(
+    folder: Path, facts: dict[str, Any], changed: dict[str, tuple[Any, Any]] | None, anew: bool
+) -> list[str]:
+    """Record machine and software, and in resumes.jsonl which fields a run changes that goes on, from what to what.
 
-
-def record_resumption(folder: Path, changed: dict[str, tuple[Any, Any]], facts: dict[str, Any]) -> None:
-    """Append to resumes.jsonl where and how the run goes on, and which fields changed from what to what."""
-    row = {**environment(facts), "changed": changed}
+    Returns what about machine and software may change the bits of a run since it began, each as `what old -> new`.
+    """
+    now, path = environment(facts), folder / "environment.json"
+    if anew or not path.exists():
+        write_json(path, now)
+    if changed is None:
+        return []
     with open_own(folder / "resumes.jsonl", "a") as file:
-        file.write(json.dumps(row) + "\n")
-
-
-def machine_changes(folder: Path, facts: dict[str, Any]) -> list[str]:
-    """Return what about machine and software may change the bits of a run since it began, each as `what old -> new`."""
-
-    def machine(known: dict[str, Any]) -> dict[str, Any]:
-        hardware = {name: known["hardware"].get(name) for name in ("accelerator", "devices", "nodes", "sharded")}
-        return {"torch": known["versions"]["torch"], "threads": known["threads"], "gpu": known["gpu"], **hardware}
-
+        file.write(json.dumps({**now, "changed": changed}) + "\n")
     try:
-        old = machine(json.loads((folder / "environment.json").read_text()))
+        old, new = exactness(json.loads(path.read_text())), exactness(now)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
-    return [f"{name} {old[name]} -> {now}" for name, now in machine(environment(facts)).items() if old[name] != now]
+    return [f"{name} {old[name]} -> {new[name]}" for name in new if old[name] != new[name]]
+
+
+def exactness(known: dict[str, Any]) -> dict[str, Any]:
+    """Return what of an environment the bits of a run may depend on."""
+    names = ("accelerator", "precision", "devices", "nodes", "sharded")
+    hardware = {name: known["hardware"].get(name) for name in names}
+    return {"torch": known["versions"]["torch"], "threads": known["threads"], "gpu": known["gpu"], **hardware}
 
 
 def environment(facts: dict[str, Any]) -> dict[str, Any]:

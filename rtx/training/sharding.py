@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-import torch
 from torch import Tensor, nn
 
 from rtx.model.block import Block
@@ -57,14 +56,3 @@ def shared_as(value: Tensor, like: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(value.to(like.dtype), like.device_mesh, like.placements, src_data_rank=None)
-
-
-def is_shared(parameters: Any) -> bool:
-    """Tell whether any of some tensors is shared out."""
-    return any(is_part(parameter) for parameter in parameters)
-
-
-@torch.no_grad()
-def put_whole(target: Tensor, value: Tensor) -> None:
-    """Write this process's part of a whole tensor into a shared-out one, or all of it into any other."""
-    local(target).copy_(local(shared_as(value, target)))

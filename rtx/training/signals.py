@@ -1,12 +1,12 @@
 """What the signals mean to a run: save at the end of the step and leave with the code that schedulers expect.
 
 SIGINT (Ctrl-C): save, exit 130; a second one: at once, 130. SIGTERM, SIGUSR1, SIGUSR2 (preemption) and SIGHUP (a lost
-terminal): save, exit 143; a second SIGTERM, some seconds later: at once, 143. Before the first step, and after the
-last, there is nothing to save and the first signal ends the work where it is.
+terminal): save, exit 143; a second SIGTERM, some seconds later: at once, 143.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -21,16 +21,12 @@ EXIT_CODES = {
     signal.SIGINT: INTERRUPTED,
     **dict.fromkeys((signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP), PREEMPTED),
 }
-
 PATIENCE_SECONDS = 1.0
 """Time that the main thread is given to react to a signal while no step is under way."""
-
 AGAIN_SECONDS = 3.0
 """From this time on after a SIGTERM the next one counts as a second: schedulers send the first to many at once."""
-
 PARENT_VARIABLE = "RTX_PARENT"
-"""Environment variable that holds the number of the first process, for those that it starts."""
-
+"""Environment variable that tells a process of a run the number of the first one, which started it."""
 SWEEP_VARIABLE = "RTX_SWEEP"
 """Environment variable that tells the cell of a sweep the number of the process that started it."""
 
@@ -41,12 +37,6 @@ class Stopped(BaseException):
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
         self.code = code
-        """Exit code of the command."""
-
-    @property
-    def state(self) -> str:
-        """The word for status.json."""
-        return state_after(self.code)
 
 
 def state_after(code: int) -> str:
@@ -64,17 +54,10 @@ class Signals:
     """
 
     def __init__(self) -> None:
-        self.requested, self.name = 0, "a signal"
-        """Exit code and name of the first signal; of one that only another process of the run got, none is known."""
-        self.holding = False
-        """Whether there is a step to finish first."""
-        self.at_once: Callable[[int], object] = lambda code: None
-        """Called with the exit code before the process ends at once."""
-        self.acknowledge: Callable[[str], object] = lambda line: None
-        """Called with a line to show as soon as there is a SIGINT that waits for the end of a step."""
+        self.holding, self.requested, self.name = False, 0, "a signal"  # name: of another process's, none is known
+        self.at_once: Callable[[int], object] = lambda code: None  # called before the process ends at once
         self.former: dict[signal.Signals, Any] = {}
-        self.seen = threading.Event()
-        """Set when the main thread has come round to a signal."""
+        self.seen = threading.Event()  # the main thread has come round to a signal
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
@@ -92,14 +75,17 @@ class Signals:
             self.waker.close()
         for number, handler in self.former.items():
             signal.signal(number, handler)
-        # Or the thread would keep the run and its data a while.
-        self.at_once, self.acknowledge = lambda code: None, lambda line: None
+        self.at_once = lambda code: None  # or the thread would keep the run and its data a while
 
     def install(self) -> None:
-        """Set our handlers (again: Lightning sets its own for SIGTERM when a fit begins)."""
         for number in self.former:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self.handle)
+
+    def hold(self) -> None:
+        """From here on a signal waits for the end of the step. (Lightning has set a handler for SIGTERM by now.)"""
+        self.install()
+        self.holding = True
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Note the signal, or raise `Stopped` where nothing is held."""
@@ -110,11 +96,7 @@ class Signals:
             self.release()
 
     def release(self) -> None:
-        """From here on a signal ends the work where it is.
-
-        Raises:
-            Stopped: one has come already.
-        """
+        """From here on a signal ends the work where it is; raises `Stopped` where one has come already."""
         self.holding = False
         if self.requested:
             raise Stopped(self.requested, f"stopped by {self.name} while no step was under way")
@@ -133,21 +115,20 @@ class Signals:
             number, now = received[0], time.monotonic()
             if number not in EXIT_CODES:
                 continue
-            patience = {signal.SIGINT: 0.0, signal.SIGTERM: AGAIN_SECONDS}.get(signal.Signals(number))
-            again = patience is not None and number in first and now - first[number] >= patience
+            code = EXIT_CODES[signal.Signals(number)]
+            patience = {signal.SIGINT: 0.0, signal.SIGTERM: AGAIN_SECONDS}.get(signal.Signals(number), math.inf)
+            again = now - first.get(number, math.inf) >= patience
             first.setdefault(number, now)
             if not again and self.holding and number == signal.SIGINT:
-                self.acknowledge("finishing this step; Ctrl-C again stops at once")
-            if again or (not self.holding and not self.seen.wait(PATIENCE_SECONDS)):
-                self.leave(EXIT_CODES[signal.Signals(number)])
-        self.wakened.close()
+                from rtx.training.progress import say  # tqdm, which `rtx --help` does not wait for
 
-    def leave(self, code: int) -> None:
-        """End the process now."""
-        try:
-            self.at_once(code)
-        finally:
-            os._exit(code)
+                say("finishing this step; Ctrl-C again stops at once")
+            if again or (not self.holding and not self.seen.wait(PATIENCE_SECONDS)):
+                try:
+                    self.at_once(code)
+                finally:
+                    os._exit(code)
+        self.wakened.close()
 
 
 def ignore_signals() -> None:
@@ -156,36 +137,18 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def announce_parent() -> None:
-    """Tell the processes that this one will start who it is; see `go_with_parent`."""
-    os.environ[PARENT_VARIABLE] = str(os.getpid())
-
-
 def started_by_another() -> bool:
     """Whether the first process of a run has started this one."""
     return os.environ.get("LOCAL_RANK", "0") != "0" and os.environ.get(PARENT_VARIABLE) == str(os.getppid())
 
 
-def go_with_parent() -> None:
-    """End this process within a second of the end of its parent, who announced itself, even while it waits."""
-    when_orphaned(int(os.environ[PARENT_VARIABLE]), lambda: os._exit(1))
-
-
-def stop_with_sweep() -> None:
-    """As the cell of a sweep, stop as after SIGTERM within a second of the sweep's end, however that came.
-
-    Call it while the signals of the run are handled. The processes that this one starts are told nothing of a sweep.
-    """
-    if sweep := os.environ.pop(SWEEP_VARIABLE, ""):
-        when_orphaned(int(sweep), lambda: os.kill(os.getpid(), signal.SIGTERM))
-
-
-def when_orphaned(parent: int, act: Callable[[], object]) -> None:
-    """Act, in a thread, when this process has another parent than `parent`."""
+def when_orphaned(parent: str, act: Callable[[], object]) -> None:
+    """Act, in a thread, within a second of the end of the parent process (its number; empty: never)."""
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == int(parent):
             time.sleep(1.0)
         act()
 
-    threading.Thread(target=watch, name="parent", daemon=True).start()
+    if parent:
+        threading.Thread(target=watch, name="parent", daemon=True).start()

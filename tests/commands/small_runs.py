@@ -23,9 +23,11 @@ import torch
 
 from rtx.cli import main
 from rtx.training.checkpoint import read_checkpoint
-from rtx.training.loggers import TIME_FIELDS, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
+
+TIME_FIELDS = frozenset({"time", "seconds", "tokens_per_second", "data_share", "memory_bytes"})
+"""Fields of a row that are measured by clock or machine; all others repeat exactly after a resume."""
 
 SIZES = (
     *("data=text", "data.length=32", "model=tiny", "model.layers=2", "model.hidden=16", "model.heads=2"),
@@ -214,6 +216,17 @@ def forking_server() -> Iterator[subprocess.Popen[str]]:
         server.stdin.close()
 
 
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the rows that count, in the order of their steps: of each kind and step, the last one written."""
+    rows: dict[tuple[int, str], dict[str, Any]] = {}
+    for line in path.read_bytes().splitlines(keepends=True):
+        if line.endswith(b"\n"):  # one cut short by a kill is no row
+            row = json.loads(line)
+            rows[row["step"], row["kind"]] = row
+    order = ("train", "valid", "final")
+    return sorted(rows.values(), key=lambda row: (row["step"], order.index(row["kind"])))
+
+
 def steps_logged(run: Path) -> int:
     """Return the last step with a row."""
     try:
@@ -239,7 +252,7 @@ def checkpoint_difference(one: Path, other: Path, name: str, ignoring: Sequence[
     """Return the first thing in which a checkpoint of two runs differs, as `difference`."""
     a, b = (read_checkpoint(run / "checkpoints" / f"{name}.ckpt") for run in (one, other))
     for content in (a, b):
-        content.get("callbacks", {}).get("Metrics", {}).pop("seconds", None)
+        content.get("callbacks", {}).get("Watch", {}).pop("seconds", None)
         del content["config"]["hardware"]["workers"]
         content["data"].pop("folder", None)
         for group in ignoring:

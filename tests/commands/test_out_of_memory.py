@@ -99,18 +99,26 @@ def test_what_is_asked_for_is_not_changed(workshop: Workshop, tmp_path: Path, st
         assert (read_status(run) or {})["state"] == "failed"
 
 
-@pytest.mark.parametrize(("patched", "state"), [("Transformer.loss", "failed"), ("generate", "done")])
-def test_what_follows_the_steps_is_not_tried_again(
-    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patched: str, state: str
+def out_of_memory(*_: Any, **__: Any) -> Any:
+    """Fail as torch does on a GPU that is full."""
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_a_score_without_enough_memory_is_not_tried_again(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = Transformer.loss
-
-    def starved(*arguments: Any, **options: Any) -> Any:
-        if patched == "Transformer.loss" and arguments[0].training:
-            return whole(*arguments, **options)
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    monkeypatch.setattr(f"rtx.commands.train.{patched}", starved)
+    starved = lambda self, *words, **options: (whole if self.training else out_of_memory)(self, *words, **options)  # noqa: E731
+    monkeypatch.setattr(Transformer, "loss", starved)
     said = workshop.command("train", workshop.text, *SMALL, *AUTO, run=tmp_path / "run", code=1)
     assert "rtx: out of memory: CUDA" in said and " -> " not in said
-    assert (read_status(tmp_path / "run") or {})["state"] == state
+    assert (read_status(tmp_path / "run") or {})["state"] == "failed"
+
+
+def test_a_sample_without_enough_memory_leaves_the_run_done(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rtx.training.samples.generate", out_of_memory)
+    said = workshop.command("train", workshop.text, *SMALL, *AUTO, run=tmp_path / "run")
+    assert "no sample: out of memory: CUDA" in said and " -> " not in said
+    assert (read_status(tmp_path / "run") or {})["state"] == "done"

@@ -12,11 +12,20 @@ from pathlib import Path
 import pytest
 import torch
 from many import children
-from small_runs import SIZES, Workshop, after, checkpoint_difference, difference, exists, largest_file, saving
+from small_runs import (
+    SIZES,
+    Workshop,
+    after,
+    checkpoint_difference,
+    difference,
+    exists,
+    largest_file,
+    read_metrics,
+    saving,
+)
 
 from rtx.compose import load_run_config
 from rtx.training.checkpoint import is_whole, resumable
-from rtx.training.loggers import read_metrics
 from rtx.training.run_folder import read_status, run_state
 
 
@@ -124,7 +133,7 @@ TrainingModule.configure_gradient_clipping = slow
 """
 
 
-@pytest.mark.parametrize("place", ["rtx.training.loggers.JsonlLogger.close", "rtx.commands.train.closing"])
+@pytest.mark.parametrize("place", ["rtx.training.loggers.JsonlLogger.close", "rtx.commands.train.closing_lines"])
 def test_an_interrupt_after_the_end_does_not_unmake_it(workshop: Workshop, place: str) -> None:
     interrupt = "lambda *_: signal.raise_signal(signal.SIGINT)"
     owner, _, name = place.rpartition(".")
@@ -190,7 +199,7 @@ def test_a_resume_gives_the_same_bits_from_whichever_checkpoint(workshop: Worksh
     whole = workshop.train("whole", *steady)
     nine = workshop.train("nine", *steady, "trainer.steps=9")
     kept = [path for path in resumable(nine / "checkpoints") if path.exists()]
-    assert [path.name for path in kept] == ["last.ckpt", "previous.ckpt", "step_0000003.ckpt"]
+    assert [path.name for path in kept] == ["last.ckpt", "previous.ckpt", "previous-2.ckpt"]
     for damaged in (0, 1, 2):
         run = workshop.folder / f"without-{damaged}"
         shutil.copytree(nine, run)
@@ -199,6 +208,23 @@ def test_a_resume_gives_the_same_bits_from_whichever_checkpoint(workshop: Worksh
         said = workshop.command("resume", str(run), "trainer.steps=12")
         assert f"from step {9 - 3 * damaged}\n" in said and "no longer exact" not in said
         assert checkpoint_difference(run, whole, "last") == "" == checkpoint_difference(run, whole, "best")
+
+
+def test_a_best_checkpoint_left_alone_is_not_trained_over(workshop: Workshop, undisturbed: Path) -> None:
+    process = workshop.start("best-alone")
+    process.kill_when(after(8))
+    checkpoints = process.run / "checkpoints"
+    best = (checkpoints / "best.ckpt").read_bytes()
+    for name in ("last", "previous"):
+        (checkpoints / f"{name}.ckpt").unlink()
+    said = workshop.command("resume", str(process.run), code=2)
+    assert said.startswith(
+        f"rtx: {checkpoints} holds best.ckpt alone, last.ckpt (step 6) is gone: the run cannot go on"
+    )
+    assert (checkpoints / "best.ckpt").read_bytes() == best
+    (checkpoints / "best.ckpt").unlink()
+    assert "from the beginning" in workshop.command("resume", str(process.run))
+    assert difference(process.run, undisturbed) == ""
 
 
 def test_a_full_disk_in_mid_checkpoint(workshop: Workshop, undisturbed: Path) -> None:

@@ -80,7 +80,7 @@ def test_a_child_that_cannot_begin_tells_its_parent(
     def refuse(*_: object) -> None:
         raise UserError("no data")
 
-    replaced = {"started_by_another": lambda: True, "go_with_parent": nothing, "ignore_signals": nothing}
+    replaced = {"started_by_another": lambda: True, "when_orphaned": nothing, "ignore_signals": nothing}
     for name, instead in {**replaced, "open_data": refuse}.items():
         monkeypatch.setattr(f"rtx.commands.train.{name}", instead)
     hardware = dataclasses.replace(resolve_hardware(Config()), rank=1, devices=2, distributed=True)

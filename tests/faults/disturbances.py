@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from small_runs import SIZES, Process, Workshop, saving, steps_logged
+from small_runs import SIZES, Process, Workshop, read_metrics, saving, steps_logged
 
 from rtx.errors import RunFailed
 from rtx.training.checkpoint import is_whole, newest_checkpoint
-from rtx.training.loggers import read_metrics
 from rtx.training.run_folder import read_status
 
 

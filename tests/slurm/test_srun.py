@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from cluster import why_not
 from slurm_jobs import JOBS, PATIENCE, SHALLOW, SMALL, environment, of_job, patiently, rtx, states
+from small_runs import counted_rows
 
 from rtx.training.checkpoint import read_checkpoint
-from rtx.training.loggers import read_metrics
 from rtx.training.run_folder import read_status
 
 __all__ = ["environment"]
@@ -53,7 +53,7 @@ def test_a_run_on_two_tasks_is_stopped_and_goes_on(tmp_path: Path, environment: 
     assert again.stdout.count(f"resuming {run} (preempted) from step {status['step']}") == 1
     weights = [read_checkpoint(folder / "checkpoints" / "last.ckpt")["model"] for folder in (run, whole)]
     assert all(bool((weights[0][name] == weights[1][name]).all()) for name in weights[0] | weights[1])
-    assert len(read_metrics(run / "metrics.jsonl")) == len(read_metrics(whole / "metrics.jsonl"))
+    assert len(counted_rows(run)) == len(counted_rows(whole))
 
 
 def test_a_job_that_is_cancelled_saves_and_the_others_go_on(tmp_path: Path, environment: dict[str, str]) -> None:

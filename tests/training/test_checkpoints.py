@@ -24,10 +24,9 @@ from rtx.training.checkpoint import (
     FORMAT,
     CheckpointFiles,
     Damaged,
-    Refused,
-    check_shapes,
     is_whole,
     load_for_use,
+    load_weights,
     newest_checkpoint,
     read_checkpoint,
     resumable,
@@ -46,25 +45,22 @@ def checkpoint(step: int, width: int = 4) -> dict[str, Any]:
     }
 
 
-def save_last(folder: Path, content: dict[str, Any], keep: int = 2, files: CheckpointFiles | None = None) -> None:
-    """Save as a run does, by another process each time unless `files` are given."""
-    (files or CheckpointFiles(keep)).save_checkpoint(content, folder / "last.ckpt")
+def save_last(folder: Path, *steps: int, keep: int = 2) -> None:
+    """Save checkpoints of these steps as a run does."""
+    for step in steps:
+        CheckpointFiles(keep).save_checkpoint(checkpoint(step), folder / "last.ckpt")
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    save_last(tmp_path, checkpoint(1))
+def test_what_is_written_is_read_and_an_ordinary_file_for_torch_and_zip(tmp_path: Path) -> None:
+    save_last(tmp_path, 1)
     read = read_checkpoint(tmp_path / "last.ckpt")
     assert torch.equal(read["model"]["weight"], torch.ones(4, 3))
     assert read["optimizer_states"][0]["param_groups"] == [{"betas": (0.9, 0.98)}]
     assert (read["format"], read["step"]) == (FORMAT, 1)
-
-
-def test_the_file_is_an_ordinary_one_for_torch_and_zip(tmp_path: Path) -> None:
-    save_last(tmp_path, checkpoint(1))
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["step"] == 1
     with zipfile.ZipFile(tmp_path / "last.ckpt") as archive:
         assert archive.testzip() is None
@@ -73,24 +69,18 @@ def test_the_file_is_an_ordinary_one_for_torch_and_zip(tmp_path: Path) -> None:
 
 def test_every_flipped_bit_and_every_cut_is_known(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
-    save_last(tmp_path, checkpoint(1))
+    save_last(tmp_path, 1)
     whole = path.read_bytes()
     draw = random.Random(0)
     edges = [0, 1, COMMENT_BYTES - 1, COMMENT_BYTES, COMMENT_BYTES + 1, COMMENT_BYTES + 22]
-    cuts = [*edges, *(len(whole) - edge for edge in edges if edge), *(draw.randrange(len(whole)) for _ in range(30))]
-    for keep in cuts:
-        path.write_bytes(whole)
-        damage(path, keep=keep)
-        with pytest.raises(Damaged):
-            read_checkpoint(path)
-    bits = [
-        0,
-        *(8 * len(whole) - 8 * edge - 1 for edge in edges),
-        *(draw.randrange(8 * len(whole)) for _ in range(100)),
+    near = [*edges, *(len(whole) - 1 - edge for edge in edges)]
+    ways = [{"keep": keep} for keep in [*near, *(draw.randrange(len(whole)) for _ in range(30))]]
+    ways += [
+        {"flip": flip} for flip in [*(8 * at for at in near), *(draw.randrange(8 * len(whole)) for _ in range(99))]
     ]
-    for bit in bits:
+    for way in ways:
         path.write_bytes(whole)
-        damage(path, flip=bit)
+        damage(path, **way)
         with pytest.raises(Damaged):
             read_checkpoint(path)
     path.write_bytes(whole + b"\0")
@@ -99,15 +89,14 @@ def test_every_flipped_bit_and_every_cut_is_known(tmp_path: Path) -> None:
 
 
 def test_a_damaged_last_gives_way_to_the_one_before(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        save_last(tmp_path, checkpoint(step))
+    save_last(tmp_path, 1, 2, 3)
     assert names(tmp_path) == ["last.ckpt", "previous.ckpt"]
     damage(tmp_path / "last.ckpt", keep=500)
     lines: list[str] = []
     found = newest_checkpoint(tmp_path, set_aside=True, report=lines.append)
     assert found is not None and found["step"] == 2
     assert "last.ckpt is damaged" in lines[0] and "step 2" in lines[1]
-    save_last(tmp_path, checkpoint(4))  # the damaged file must not have taken the place of the good one
+    save_last(tmp_path, 4)  # the damaged file must not have taken the place of the good one
     assert names(tmp_path) == ["last.ckpt", "last.ckpt.damaged", "previous.ckpt"]
     assert read_checkpoint(tmp_path / "previous.ckpt")["step"] == 2
 
@@ -136,8 +125,7 @@ def an_error_of_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_checkpoint_that_cannot_be_read_stops_a_resume_and_is_left_where_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path, pytest.MonkeyPatch], str]
 ) -> None:
-    for step in (1, 2):
-        save_last(tmp_path, checkpoint(step))
+    save_last(tmp_path, 1, 2)
     last, lines = tmp_path / "last.ckpt", []
     why = spoil(last, monkeypatch)
     assert load_for_use(tmp_path, "last", lines.append)["step"] == 1
@@ -148,8 +136,7 @@ def test_a_checkpoint_that_cannot_be_read_stops_a_resume_and_is_left_where_it_is
 
 
 def test_a_whole_file_that_was_set_aside_is_taken_back(tmp_path: Path) -> None:
-    for step in (1, 2):
-        save_last(tmp_path, checkpoint(step))
+    save_last(tmp_path, 1, 2)
     (tmp_path / "last.ckpt").rename(tmp_path / "last.ckpt.damaged")
     lines: list[str] = []
     found = newest_checkpoint(tmp_path, set_aside=True, report=lines.append)
@@ -157,79 +144,54 @@ def test_a_whole_file_that_was_set_aside_is_taken_back(tmp_path: Path) -> None:
     assert names(tmp_path) == ["last.ckpt", "previous.ckpt"] and "it is last.ckpt again" in lines[0]
 
 
-def test_between_two_renames_there_is_a_checkpoint_too(tmp_path: Path) -> None:
-    save_last(tmp_path, checkpoint(1))
-    (tmp_path / "last.ckpt").rename(tmp_path / "previous.ckpt")
-    found = newest_checkpoint(tmp_path, set_aside=True, report=lambda line: None)
-    assert found is not None and found["step"] == 1
-
-
-def test_without_hard_links_the_order_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_between_two_renames_and_without_hard_links_there_is_a_checkpoint_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any) -> None:
         raise OSError("no links here")
 
+    save_last(tmp_path, 1)
+    (tmp_path / "last.ckpt").rename(tmp_path / "previous.ckpt")
+    found = newest_checkpoint(tmp_path, set_aside=True, report=lambda line: None)
+    assert found is not None and found["step"] == 1
     monkeypatch.setattr(os, "link", refuse)
-    for step in (1, 2):
-        save_last(tmp_path, checkpoint(step))
+    save_last(tmp_path, 1, 2)
     assert [read_checkpoint(tmp_path / f"{name}.ckpt")["step"] for name in ("previous", "last")] == [1, 2]
 
 
 def test_as_many_as_asked_for_are_kept_and_all_are_gone_back_to(tmp_path: Path) -> None:
-    files = CheckpointFiles(4)
-    for step in range(1, 8):
-        save_last(tmp_path, checkpoint(step), 4, files)
-    assert names(tmp_path) == ["last.ckpt", "previous.ckpt", "step_0000004.ckpt", "step_0000005.ckpt"]
+    save_last(tmp_path, *range(1, 8), keep=4)
+    assert names(tmp_path) == ["last.ckpt", "previous-2.ckpt", "previous-3.ckpt", "previous.ckpt"]
     lines: list[str] = []
     for step in (7, 6, 5, 4):
         found = newest_checkpoint(tmp_path, set_aside=True, report=lines.append)
         assert found is not None and found["step"] == step
         used = load_for_use(tmp_path, "best", lines.append)
         assert torch.equal(used["model"]["weight"], torch.full((4, 3), float(step)))
-        path = next(path for path in resumable(tmp_path) if path.exists())
-        damage(path, flip=4000)
-    assert any("step_0000005.ckpt (step 5), a checkpoint before it" in line for line in lines)
+        damage(next(path for path in resumable(tmp_path) if path.exists()), flip=4000)
+    assert any("previous-2.ckpt (step 5), a checkpoint before it" in line for line in lines)
     assert not any(is_whole(path) for path in resumable(tmp_path))
-    with pytest.raises(RunFailed, match="is whole"):
-        newest_checkpoint(tmp_path, set_aside=True, report=lines.append)
-    assert names(tmp_path) == [
-        *("last.ckpt.damaged", "previous.ckpt.damaged", "step_0000004.ckpt.damaged", "step_0000005.ckpt.damaged")
-    ]
+    for _ in range(2):
+        with pytest.raises(RunFailed, match="is whole"):
+            newest_checkpoint(tmp_path, set_aside=True, report=lines.append)
+    assert all(name.endswith(".ckpt.damaged") for name in names(tmp_path)) and len(names(tmp_path)) == 4
 
 
 @pytest.mark.parametrize(
-    ("keep", "left"), [(1, ["last"]), (2, ["last", "previous"]), (3, ["last", "previous", "step_0000005"])]
+    ("keep", "left"), [(1, ["last"]), (2, ["last", "previous"]), (3, ["last", "previous", "previous-2"])]
 )
 def test_fewer_can_be_kept_from_now_on(tmp_path: Path, keep: int, left: list[str]) -> None:
-    for step in range(1, 7):
-        save_last(tmp_path, checkpoint(step), keep=5)
-    save_last(tmp_path, checkpoint(7), keep=keep)
-    assert names(tmp_path) == [f"{name}.ckpt" for name in left]
+    save_last(tmp_path, *range(1, 7), keep=5)
+    save_last(tmp_path, 7, keep=keep)
+    assert names(tmp_path) == sorted(f"{name}.ckpt" for name in left)
     assert [read_checkpoint(tmp_path / f"{name}.ckpt")["step"] for name in left] == [7, 6, 5][:keep]
-
-
-def test_a_damaged_previous_is_not_kept_by_its_step(tmp_path: Path) -> None:
-    for step in (1, 2):
-        save_last(tmp_path, checkpoint(step), keep=3)
-    damage(tmp_path / "previous.ckpt", flip=4000)
-    save_last(tmp_path, checkpoint(3), keep=3)
-    assert names(tmp_path) == ["last.ckpt", "previous.ckpt"]
-    assert [read_checkpoint(tmp_path / f"{name}.ckpt")["step"] for name in ("previous", "last")] == [2, 3]
-
-
-def test_no_checkpoint_and_no_whole_checkpoint_are_told_apart(tmp_path: Path) -> None:
-    assert newest_checkpoint(tmp_path, set_aside=True) is None
-    save_last(tmp_path, checkpoint(1))
-    damage(tmp_path / "last.ckpt", flip=4000)
-    for _ in range(2):
-        with pytest.raises(RunFailed, match="is whole"):
-            newest_checkpoint(tmp_path, set_aside=True, report=lambda line: None)
 
 
 @pytest.mark.parametrize("room_left", [0, 10, 700, 2_000])
 def test_a_full_disk_leaves_the_last_good_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room_left: int
 ) -> None:
-    save_last(tmp_path, checkpoint(1))
+    save_last(tmp_path, 1)
 
     class Disk:
         """A file on a disk with `room_left` bytes."""
@@ -251,7 +213,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(
 
     monkeypatch.setattr(room, "write_zip", write_zip)
     with pytest.raises(RunFailed, match=r"last\.ckpt: No space left on device"):
-        save_last(tmp_path, checkpoint(2))
+        save_last(tmp_path, 2)
     assert names(tmp_path) == ["last.ckpt"]
     assert read_checkpoint(tmp_path / "last.ckpt")["step"] == 1
 
@@ -265,30 +227,20 @@ class Evil:
 
 def test_a_crafted_pickle_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    crafted: Any = {**checkpoint(1), "extra": Evil()}
-    save_last(tmp_path, crafted)
-    with pytest.raises(Refused, match="more than plain tensors and numbers"):
-        read_checkpoint(tmp_path / "last.ckpt")
-    with pytest.raises(UserError, match="refused"):
+    CheckpointFiles().save_checkpoint({**checkpoint(1), "extra": Evil()}, tmp_path / "last.ckpt")
+    with pytest.raises(UserError, match="refused: it holds more than plain tensors and numbers"):
         newest_checkpoint(tmp_path, set_aside=True)
     assert names(tmp_path) == ["last.ckpt"]
-
-
-def test_a_bare_pickle_and_a_later_format_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "last.ckpt").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(Damaged):
-        read_checkpoint(tmp_path / "last.ckpt")
-    monkeypatch.setattr(room, "FORMAT", FORMAT + 1)
-    save_last(tmp_path, checkpoint(1))
-    monkeypatch.undo()
-    with pytest.raises(Refused, match="another version of rtx"):
         read_checkpoint(tmp_path / "last.ckpt")
 
 
 def test_best_is_for_use_and_the_others_stand_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert newest_checkpoint(tmp_path, set_aside=True) is None
     with pytest.raises(UserError, match="no checkpoint yet"):
         load_for_use(tmp_path, "best")
-    save_last(tmp_path, checkpoint(3))
+    save_last(tmp_path, 3)
     assert load_for_use(tmp_path, "best")["step"] == 3
     assert "best.ckpt does not exist; using last.ckpt (step 3)" in capsys.readouterr().out
     CheckpointFiles().save_checkpoint(checkpoint(2), tmp_path / "best.ckpt")
@@ -300,40 +252,48 @@ def test_best_is_for_use_and_the_others_stand_in(tmp_path: Path, capsys: pytest.
 
 
 def test_another_shape_is_refused_by_the_name_of_the_field() -> None:
-    model = nn.Linear(3, 5, bias=False)
     with pytest.raises(UserError, match=r"model\.hidden is 4 in the checkpoint and 5 here \(weight: \(4, 3\) there"):
-        check_shapes(model, checkpoint(1), {"model": {"hidden": 5}})
-    check_shapes(nn.Linear(3, 4, bias=False), checkpoint(1), {"model": {"hidden": 4}})
+        load_weights(nn.Linear(3, 5, bias=False), checkpoint(1), {"model": {"hidden": 5}})
+    load_weights(nn.Linear(3, 4, bias=False), checkpoint(1), {"model": {"hidden": 4}})
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"step": -5}, {"step": "5"}, {"data": {}}, {"model": {"weight": 1.0}}, {"config": None}, {"format": "2"}],
-    ids=lambda wrong: next(iter(wrong)),
+    [
+        *({"step": -5}, {"step": "5"}, {"data": {}}, {"model": {"weight": 1.0}}, {"config": None}, {"format": "2"}),
+        {"format": FORMAT + 1},
+    ],
+    ids=str,
 )
-def test_a_file_with_parts_of_other_types_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    save_last(tmp_path, checkpoint(5) | wrong)
-    with pytest.raises(UserError, match="is no checkpoint of rtx"):
+def test_a_file_with_parts_of_other_types_or_of_another_format_is_refused(
+    tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    CheckpointFiles().save_checkpoint(checkpoint(5) | wrong, tmp_path / "last.ckpt")
+    why = "another version of rtx" if wrong.get("format") == FORMAT + 1 else "is no checkpoint of rtx"
+    with pytest.raises(UserError, match=why):
         newest_checkpoint(tmp_path, set_aside=True)
-    with pytest.raises(UserError, match="is no checkpoint of rtx"):
+    with pytest.raises(UserError, match=why):
         load_for_use(tmp_path, "last")
 
 
 def test_a_folder_that_was_removed_is_made_again_and_without_its_run_the_error_is_told(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     folder.parent.mkdir()
-    save_last(folder, checkpoint(1))
+    save_last(folder, 1)
     assert names(folder) == ["last.ckpt"]
     shutil.rmtree(folder.parent)
     with pytest.raises(RunFailed, match="No such file or directory"):
-        save_last(folder, checkpoint(2))
+        save_last(folder, 2)
 
 
 def test_checkpoints_that_others_have_removed_are_not_missed(tmp_path: Path) -> None:
-    files = CheckpointFiles(4)
-    for step in range(1, 4):
-        save_last(tmp_path, checkpoint(step), 4, files)
-    for path in tmp_path.iterdir():
-        path.unlink()
-    save_last(tmp_path, checkpoint(4), 4, files)
-    assert names(tmp_path) == ["last.ckpt"]
+    save_last(tmp_path, 1, 2, 3, keep=4)
+    (tmp_path / "previous.ckpt").unlink()
+    save_last(tmp_path, 4, keep=4)
+    assert names(tmp_path) == ["last.ckpt", "previous-3.ckpt", "previous.ckpt"]
+    assert [path.name for path in resumable(tmp_path)] == [
+        "last.ckpt",
+        "previous.ckpt",
+        "previous-2.ckpt",
+        "previous-3.ckpt",
+    ]

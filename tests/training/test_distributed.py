@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,9 @@ def told(monkeypatch: pytest.MonkeyPatch, *commands: str, kill: signal.Signals |
     """Return what is told of shell commands that are watched as ranks."""
     monkeypatch.setattr(room, "PATIENCE_SECONDS", 0.0)
     children, lines = [subprocess.Popen(["sh", "-c", command]) for command in commands], []
-    room.watch_ranks(children, lines.append)
     if kill:
         children[0].send_signal(kill)
-    end = time.monotonic() + 3
-    while not lines and time.monotonic() < end:
-        time.sleep(0.01)
+    room.watch_ranks(children, lines.append)
     for child in children:
         child.kill()
         child.wait()
@@ -45,4 +41,4 @@ def test_a_process_that_the_first_one_started_starts_no_others(monkeypatch: pyte
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv(PARENT_VARIABLE, str(os.getppid()))
     hardware = resolve_hardware(compose(["hardware=ddp", "hardware.devices=2", "trainer.batch_size=2"]))
-    assert hardware.rank == 1 and room.start_ranks(hardware, tmp_path) == []
+    assert hardware.rank == 1 and room.start_ranks(hardware, tmp_path, print) == []

@@ -44,7 +44,7 @@ def test_auto_takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_precision_auto_is_bf16_on_a_gpu_and_fp32_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [resolved(name=name).describe()["precision"] for name in ("auto", "cpu", "ddp")] == ["fp32"] * 3
+    assert [resolved(name=name).precision for name in ("auto", "cpu", "ddp")] == ["fp32"] * 3
     assert resolved(precision="fp64").precision == "fp64"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     found = {name: resolved(name=name).precision for name in ("auto", "cpu", "gpu", "fsdp")}

@@ -1,4 +1,4 @@
-"""metrics.jsonl: whole rows only, and the last of a step counts. Whatever W&B does, a run goes on."""
+"""metrics.jsonl: whole rows only, and what JSON knows. Whatever W&B does, a run goes on."""
 
 from __future__ import annotations
 
@@ -17,47 +17,19 @@ import pytest
 from rtx.config import LoggerConfig
 from rtx.errors import UserError
 from rtx.training import loggers as room
-from rtx.training.loggers import JsonlLogger, choose_mode, has_key, kept_id, read_metrics, wandb_logger
-from rtx.training.run_folder import utc_now
+from rtx.training.loggers import JsonlLogger, has_key, kept_id, wandb_logger
 
 
-def test_rows_survive_a_kill_in_the_middle_of_one(tmp_path: Path) -> None:
+def test_rows_survive_a_kill_in_the_middle_of_one_and_hold_what_json_knows(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"kind": "train", "step": 1, "bits": 8.0}\n{"kind": "train", "st')
-    assert read_metrics(path) == [{"kind": "train", "step": 1, "bits": 8.0}]
-    file = JsonlLogger(path)
-    file.log_metrics({"kind": "train", "bits": 7.0}, 2)
-    file.close()
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
-
-
-def test_the_last_row_of_a_step_and_kind_counts(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    file = JsonlLogger(path)
-    for kind, step, bits in [
-        ("train", 2, 1.0),
-        ("valid", 2, 2.0),
-        ("train", 4, 3.0),
-        ("train", 2, 4.0),
-        ("train", 4, 5.0),
-    ]:
-        file.log_metrics({"kind": kind, "bits": bits}, step)
-    file.close()
-    assert [row["bits"] for row in read_metrics(path)] == [4.0, 2.0, 5.0]
-
-
-def test_what_json_does_not_know_becomes_null(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    file = JsonlLogger(path)
-    file.log_metrics({"kind": "train", "a": math.nan, "b": -math.inf, "c": 1.5}, 1)
-    file.close()
-    (row,) = read_metrics(path)
-    assert (row["a"], row["b"], row["c"]) == (None, None, 1.5)
-
-
-def test_times_are_utc() -> None:
-    assert utc_now().endswith("Z")
-    assert len(utc_now()) == len("2026-11-21T06:07:00.123Z")
+    logger = JsonlLogger(path)
+    logger.log_metrics({"kind": "train", "a": math.nan, "b": -math.inf, "c": 1.5}, 2)
+    logger.close()
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    assert first == {"kind": "train", "step": 1, "bits": 8.0}
+    assert (second["step"], second["a"], second["b"], second["c"]) == (2, None, None, 1.5)
+    assert second["time"].endswith("Z") and len(second["time"]) == len("2026-11-21T06:07:00.123Z")
 
 
 @pytest.mark.parametrize("kind", ["link", "folder"])
@@ -71,6 +43,7 @@ def test_what_is_no_file_of_the_run_is_not_appended_to(tmp_path: Path, kind: str
 
 
 CONFIG = LoggerConfig(name="online", project="p", entity="e", group="g")
+AUTO = LoggerConfig(name="auto")
 
 
 class FakeRun:
@@ -100,12 +73,11 @@ class FakeRun:
 class FakeWandb(types.ModuleType):
     """Stands in for the package."""
 
-    class Settings(types.SimpleNamespace):
-        model_fields = ("finish_timeout",)
+    Settings = types.SimpleNamespace
 
-    def __init__(self, fault: str = "") -> None:
+    def __init__(self, fault: str = "", key: bool = False) -> None:
         super().__init__("wandb")
-        self.fault = fault
+        self.fault, self.key = fault, key
         self.rows: list[dict[str, Any]] = []
         self.begun: list[dict[str, Any]] = []
         self.exit_code: int | None = None
@@ -115,6 +87,12 @@ class FakeWandb(types.ModuleType):
         if self.fault == "init" or (self.fault == "online" and asked["mode"] == "online"):
             raise TimeoutError("no answer")
         return FakeRun(self)
+
+    def login(self, *, prompt: bool, verify: bool) -> bool:
+        assert not prompt and not verify
+        if self.fault == "login":
+            raise ConnectionError("no service")
+        return self.key
 
     def teardown(self, exit_code: int) -> None:
         pass
@@ -131,106 +109,92 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def logging_run(monkeypatch: pytest.MonkeyPatch, folder: Path, fault: str = "") -> tuple[FakeWandb, list[str], Any]:
+def begun(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, config: LoggerConfig = CONFIG, **faults: Any
+) -> tuple[FakeWandb, list[str], Any]:
     """Return a package, the lines said, and a logger that uses it (None: it could not begin)."""
-    wandb, lines = FakeWandb(fault), []
+    wandb, lines = FakeWandb(**faults), []
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    return wandb, lines, wandb_logger(CONFIG, folder, {"seed": 0}, "rtx-1", lines.append)
+    return wandb, lines, wandb_logger(config, folder, {"seed": 0}, "rtx-1", lines.append)
 
 
-def test_rows_reach_wandb_with_their_step(monkeypatch: pytest.MonkeyPatch, bare: Path) -> None:
-    wandb, lines, logger = logging_run(monkeypatch, bare)
+def test_rows_reach_wandb_with_their_step_and_a_resumed_run_continues_the_same_one(
+    monkeypatch: pytest.MonkeyPatch, bare: Path
+) -> None:
+    wandb, lines, logger = begun(monkeypatch, bare)
     logger.log_metrics({"kind": "train", "bits": 2.0}, 3)
     logger.finish(exit_code=0)
-    assert wandb.rows == [{"bits": 2.0, "step": 3}]
-    assert wandb.exit_code == 0
+    assert wandb.rows == [{"bits": 2.0, "step": 3}] and wandb.exit_code == 0
     assert lines == ["W&B: https://wandb.example/run"]
     (asked,) = wandb.begun
     assert (asked["project"], asked["entity"], asked["group"], asked["dir"]) == ("p", "e", "g", str(bare))
+    again, *_ = begun(monkeypatch, bare)
+    assert asked["id"] == again.begun[0]["id"] == kept_id(bare) and again.begun[0]["resume"] == "allow"
 
 
-def test_a_resumed_run_continues_the_same_one(monkeypatch: pytest.MonkeyPatch, bare: Path) -> None:
-    first, *_ = logging_run(monkeypatch, bare)
-    second, *_ = logging_run(monkeypatch, bare)
-    assert first.begun[0]["id"] == second.begun[0]["id"] == kept_id(bare)
-    assert second.begun[0]["resume"] == "allow"
-
-
-@pytest.mark.parametrize(
-    ("fault", "modes", "said"),
-    [
-        ("online", ["online", "offline"], ["W&B: no answer; going on offline", "W&B: https://wandb.example/run"]),
-        (
-            "init",
-            ["online", "offline"],
-            ["W&B: no answer; going on offline", "W&B: no answer; going on with metrics.jsonl alone"],
-        ),
-    ],
+ON, OFF, ALONE = (
+    "W&B: https://wandb.example/run",
+    "W&B: no answer; going on offline",
+    "W&B: no answer; going on with metrics.jsonl alone",
 )
-def test_a_server_that_is_down(
-    monkeypatch: pytest.MonkeyPatch, bare: Path, fault: str, modes: list[str], said: list[str]
-) -> None:
-    wandb, lines, logger = logging_run(monkeypatch, bare, fault)
+
+
+@pytest.mark.parametrize(("fault", "said"), [("online", [OFF, ON]), ("init", [OFF, ALONE])])
+def test_a_server_that_is_down(monkeypatch: pytest.MonkeyPatch, bare: Path, fault: str, said: list[str]) -> None:
+    wandb, lines, logger = begun(monkeypatch, bare, fault=fault)
     if logger:
         logger.log_metrics({"bits": 1.0}, 1)
         logger.finish(exit_code=0)
-    assert [asked["mode"] for asked in wandb.begun] == modes
+    assert [asked["mode"] for asked in wandb.begun] == ["online", "offline"]
     assert lines == said
 
 
-def test_an_error_in_the_middle_is_said_once(monkeypatch: pytest.MonkeyPatch, bare: Path) -> None:
-    _, lines, logger = logging_run(monkeypatch, bare, "log")
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("log", "W&B: the network is gone; going on with metrics.jsonl alone"),
+        ("finish", "W&B: no upload; it has not ended well"),
+        ("hang", "W&B: uploads have not finished in time; upload the rest with: wandb sync"),
+    ],
+)
+def test_an_error_in_the_middle_or_an_end_that_fails_or_hangs_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, bare: Path, fault: str, said: str
+) -> None:
+    monkeypatch.setattr(room, "FINISH_SECONDS", -4.9)
+    _, lines, logger = begun(monkeypatch, bare, fault=fault)
     for step in range(3):
         logger.log_metrics({"bits": 1.0}, step)
     logger.finish(exit_code=1)
-    assert lines[1:] == ["W&B: the network is gone; going on with metrics.jsonl alone"]
-
-
-@pytest.mark.parametrize(("fault", "said"), [("finish", "W&B: no upload"), ("hang", "W&B: uploads have not finished")])
-def test_an_end_that_fails_or_hangs(monkeypatch: pytest.MonkeyPatch, bare: Path, fault: str, said: str) -> None:
-    monkeypatch.setattr(room, "FINISH_SECONDS", -4.9)
-    _, lines, logger = logging_run(monkeypatch, bare, fault)
-    logger.finish(exit_code=0)
-    assert lines[1].startswith(said)
+    assert lines[1:] == [said]
 
 
 def test_auto_is_online_with_a_key_and_offline_without(monkeypatch: pytest.MonkeyPatch, bare: Path) -> None:
-    auto = LoggerConfig(name="auto")
-    assert choose_mode(auto) == "offline"
-    assert choose_mode(LoggerConfig(name="jsonl")) == "disabled"
+    for faults, mode in (({}, "offline"), ({"key": True}, "online"), ({"fault": "login"}, "offline")):
+        wandb, lines, _ = begun(monkeypatch, bare, AUTO, **faults)
+        assert [asked["mode"] for asked in wandb.begun] == [mode]
+        assert ("no key found" in lines[0]) == (mode == "offline")
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert choose_mode(auto) == "disabled"
-    assert choose_mode(CONFIG) == "online"
-    monkeypatch.delenv("WANDB_MODE")
-    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    assert choose_mode(auto) == "online"
+    assert begun(monkeypatch, bare, AUTO, key=True)[2] is None
+    assert begun(monkeypatch, bare)[2] is not None  # asked for
 
 
-def test_keys_are_found_where_wandb_keeps_them(monkeypatch: pytest.MonkeyPatch, bare: Path) -> None:
-    assert not has_key()
-    (bare / ".netrc").write_text("machine api.wandb.ai\n  login user\n  password secret\n")
-    assert has_key()
-    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example:8080")
-    assert not has_key()
-    (bare / ".netrc").write_text("machine wandb.example:8080\n  login user\n  password secret\n")
-    assert has_key()
-    (bare / ".netrc").write_text("this is not a netrc file {")
-    assert not has_key()
-
-
-def test_wandb_is_not_imported_unless_it_is_used(bare: Path) -> None:
+def test_wandb_is_not_imported_unless_it_is_used_and_finds_a_key_of_the_environment(bare: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from rtx.config import LoggerConfig\n"
-        "from rtx.training.loggers import wandb_logger\n"
-        "wandb_logger(LoggerConfig(name='jsonl'), Path('.'), {}, 'a'); assert 'wandb' not in sys.modules"
+        "from rtx.training.loggers import has_key, wandb_logger\n"
+        "wandb_logger(LoggerConfig(name='jsonl'), Path('.'), {}, 'a'); assert 'wandb' not in sys.modules\n"
+        "assert has_key()"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=bare, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    root = str(Path(__file__).resolve().parents[2])
+    variables = {**os.environ, "PYTHONPATH": root, "WANDB_API_KEY": "x" * 40}
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=bare, env=variables)
 
 
 def test_the_real_package_offline(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr("sys.excepthook", sys.excepthook)
-    logger = wandb_logger(LoggerConfig(name="auto"), bare, {"seed": 0}, "rtx-1", lines.append)
+    assert not has_key()
+    logger = wandb_logger(AUTO, bare, {"seed": 0}, "rtx-1", lines.append)
     assert logger is not None
     logger.log_metrics({"kind": "train", "bits": 8.0}, 1)
     logger.finish(exit_code=0)

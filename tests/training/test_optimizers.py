@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rtx.config import Config, OptimizerConfig, TrainerConfig
-from rtx.training.optimizers import build_optimizer, learning_rate, parameter_groups, set_learning_rate
+from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
 
 
 def config(schedule: str, warmup: int, steps: int = 100) -> Config:
@@ -52,10 +52,9 @@ class Parts(nn.Module):
 
 def test_only_matrices_decay() -> None:
     model = Parts()
-    decaying, exempt = parameter_groups(model, 0.1)
-    assert decaying["weight_decay"] == 0.1
+    decaying, exempt = build_optimizer(model, OptimizerConfig(name="adamw", weight_decay=0.1)).param_groups
+    assert (decaying["weight_decay"], exempt["weight_decay"]) == (0.1, 0.0)
     assert {id(p) for p in decaying["params"]} == {id(model.linear.weight), id(model.output_VS)}
-    assert exempt["weight_decay"] == 0.0
     assert len(exempt["params"]) == 4
 
 

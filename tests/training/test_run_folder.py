@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from rtx.errors import RunFailed, UserError
+from rtx.training import run_folder as room
 from rtx.training.run_folder import (
-    RunLock,
     Status,
     is_locked,
     new_run_folder,
     read_status,
-    record_resumption,
+    record_start,
     run_state,
     utc_now,
     working_in,
@@ -49,10 +49,10 @@ def test_a_killed_run_is_not_taken_for_a_running_one(tmp_path: Path) -> None:
     assert process.stdout is not None
     with process.stdout:
         assert process.stdout.readline() == b"working\n"
-    assert is_locked(tmp_path)
-    assert run_state(tmp_path) == "running"
-    with pytest.raises(UserError, match=f"in use by process {process.pid} on {socket.gethostname()}"):
-        RunLock(tmp_path).__enter__()
+    assert is_locked(tmp_path) and run_state(tmp_path) == "running"
+    refusal = f"in use by process {process.pid} on {socket.gethostname()}"
+    with pytest.raises(UserError, match=refusal), working_in(tmp_path):
+        pass
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert (read_status(tmp_path) or {})["state"] == "running"
@@ -64,7 +64,6 @@ def test_a_killed_run_is_not_taken_for_a_running_one(tmp_path: Path) -> None:
 
 def test_a_folder_is_held_once_in_a_process_too(tmp_path: Path) -> None:
     with working_in(tmp_path):
-        assert is_locked(tmp_path)
         with pytest.raises(UserError, match="in use by"), working_in(tmp_path):
             pass
         assert is_locked(tmp_path)  # the refused one has not released it
@@ -72,10 +71,10 @@ def test_a_folder_is_held_once_in_a_process_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("beat", "state"), [("2020-01-01T00:00:00.000Z", "killed"), ("2999-01-01T00:00:00.000Z", "killed")]
+    ("beat", "state"), [("2020-01-01T00:00:00.000Z", "killed"), ("2999-01-01T00:00:00.000Z", "killed"), ("", "running")]
 )
 def test_on_another_machine_the_heartbeat_tells(tmp_path: Path, beat: str, state: str) -> None:
-    written(tmp_path, host="elsewhere", heartbeat=beat)
+    written(tmp_path, host="elsewhere", heartbeat=beat or utc_now())
     assert run_state(tmp_path) == state
 
 
@@ -92,8 +91,7 @@ def test_the_status_says_how_the_work_ended(tmp_path: Path, error: BaseException
     with pytest.raises(type(error)), working_in(tmp_path):
         raise error
     status = read_status(tmp_path) or {}
-    assert (status["state"], status["reason"]) == (state, "why")
-    assert status["pid"] == os.getpid()
+    assert (status["state"], status["reason"], status["pid"]) == (state, "why", os.getpid())
 
 
 def test_a_refused_resume_leaves_the_status_of_before(tmp_path: Path) -> None:
@@ -106,19 +104,17 @@ def test_a_refused_resume_leaves_the_status_of_before(tmp_path: Path) -> None:
 def test_a_full_disk_is_told_in_one_line_and_the_status_still_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rtx.training import run_folder as room
-
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(RunFailed, match="is full"), working_in(tmp_path):
         monkeypatch.setattr(room, "write_json", full)
-        raise OSError(28, "No space left on device")
+        full()
     assert (read_status(tmp_path) or {})["state"] == "failed"
 
 
 def test_the_heartbeat_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rtx.training.run_folder.BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(room, "BEAT_SECONDS", 0.01)
     status = Status(tmp_path)
     status.update(step=12)  # reaches the disk with the next beat
     end = time.monotonic() + 60
@@ -130,36 +126,20 @@ def test_the_heartbeat_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_run_folders_are_unique_and_obey_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RTX_RUN", raising=False)
-    monkeypatch.setenv("RTX_OUTPUTS", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RTX_OUTPUTS", "~/runs")
     first, second = new_run_folder("mine"), new_run_folder("mine")
-    assert first != second and first.parent == second.parent == tmp_path / "mine"
-    monkeypatch.setenv("RTX_RUN", str(tmp_path / "cell"))
+    assert first != second and first.parent == second.parent == tmp_path / "runs" / "mine"
+    monkeypatch.setenv("RTX_RUN", "~/cell")
     assert new_run_folder("mine") == tmp_path / "cell" == new_run_folder("mine")
     (tmp_path / "cell" / "checkpoints" / "last.ckpt").touch()
     with pytest.raises(UserError, match="holds checkpoints"):
         new_run_folder("mine")
-
-
-def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RTX_RUN", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("RTX_OUTPUTS", "~/runs")
-    assert new_run_folder("mine").parent == tmp_path / "runs" / "mine"
-    monkeypatch.setenv("RTX_RUN", "~/cell")
-    assert new_run_folder("mine") == tmp_path / "cell"
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RTX_RUN")
     (tmp_path / "file").touch()
-    monkeypatch.delenv("RTX_RUN", raising=False)
     monkeypatch.setenv("RTX_OUTPUTS", str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"cannot write to .*set RTX_OUTPUTS"):
         new_run_folder("mine")
-
-
-def test_on_another_machine_a_fresh_heartbeat_says_running(tmp_path: Path) -> None:
-    written(tmp_path, host="elsewhere", heartbeat=utc_now())
-    assert run_state(tmp_path) == "running"
 
 
 @pytest.mark.parametrize("name", ["lock", "resumes.jsonl"])
@@ -169,5 +149,16 @@ def test_a_link_in_place_of_a_file_of_the_run_is_not_followed(tmp_path: Path, na
     foreign.write_bytes(b"a line of somebody else, without its end")
     (folder / name).symlink_to(foreign)
     with pytest.raises((UserError, OSError)), working_in(folder):
-        record_resumption(folder, {}, {})
+        record_start(folder, {"hardware": {}}, {}, anew=True)
     assert foreign.read_bytes() == b"a line of somebody else, without its end"
+
+
+def test_what_of_a_machine_may_change_the_bits_is_told(tmp_path: Path) -> None:
+    began = {"accelerator": "cpu", "precision": "fp32", "devices": 1, "nodes": 1, "sharded": False}
+    assert record_start(tmp_path, {"hardware": began}, None, anew=True) == []
+    assert record_start(tmp_path, {"hardware": began}, {}, anew=False) == []
+    now = {"hardware": {**began, "precision": "bf16", "devices": 2}}
+    told = record_start(tmp_path, now, {"trainer.steps": (1, 2)}, anew=False)
+    assert told == ["precision fp32 -> bf16", "devices 1 -> 2"]
+    rows = [json.loads(line)["changed"] for line in (tmp_path / "resumes.jsonl").read_text().splitlines()]
+    assert rows == [{}, {"trainer.steps": [1, 2]}]

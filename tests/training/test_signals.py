@@ -10,50 +10,30 @@ import time
 
 import pytest
 
-from rtx.training.signals import INTERRUPTED, PREEMPTED, Signals, Stopped
+from rtx.training.signals import EXIT_CODES, INTERRUPTED, PREEMPTED, Signals, Stopped, state_after
 
-CODES = {
-    signal.SIGINT: INTERRUPTED,
-    signal.SIGTERM: PREEMPTED,
-    signal.SIGUSR1: PREEMPTED,
-    signal.SIGUSR2: PREEMPTED,
-    signal.SIGHUP: PREEMPTED,
-}
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGUSR2: 143, signal.SIGHUP: 143}
 
 
 @pytest.mark.parametrize(("number", "code"), CODES.items())
-def test_a_signal_waits_for_the_step(number: int, code: int) -> None:
+def test_a_signal_waits_for_the_step_and_without_one_ends_the_work_where_it_is(number: int, code: int) -> None:
     before = signal.getsignal(number)
     with Signals() as signals:
         signals.holding = True
         os.kill(os.getpid(), number)
-        assert signals.requested == code
+        os.kill(os.getpid(), signal.SIGUSR1 if number == signal.SIGINT else signal.SIGINT)
+        assert signals.requested == code, "the first one decides"
+        with pytest.raises(Stopped):
+            signals.release()
     assert signal.getsignal(number) is before
-
-
-@pytest.mark.parametrize(("number", "code"), CODES.items())
-def test_without_a_step_it_ends_the_work_where_it_is(number: signal.Signals, code: int) -> None:
     with Signals(), pytest.raises(Stopped) as caught:
-        os.kill(os.getpid(), number)
-    assert caught.value.code == code
-    assert str(caught.value) == f"stopped by {number.name} while no step was under way"
-    assert caught.value.state == ("interrupted" if code == INTERRUPTED else "preempted")
-
-
-def test_no_handler_for_exceptions_swallows_it() -> None:
-    with Signals(), pytest.raises(Stopped):
         try:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         except Exception:
-            pytest.fail("swallowed")
-
-
-def test_the_first_signal_decides_the_code() -> None:
-    with Signals() as signals:
-        signals.holding = True
-        os.kill(os.getpid(), signal.SIGUSR1)
-        os.kill(os.getpid(), signal.SIGINT)
-        assert signals.requested == PREEMPTED
+            pytest.fail("no handler for exceptions swallows it")
+    assert caught.value.code == code == EXIT_CODES[signal.Signals(number)]
+    assert str(caught.value) == f"stopped by {signal.Signals(number).name} while no step was under way"
+    assert state_after(code) == ("interrupted" if code == INTERRUPTED else "preempted")
 
 
 def test_what_is_ignored_from_outside_stays_ignored() -> None:
@@ -68,13 +48,11 @@ def test_what_is_ignored_from_outside_stays_ignored() -> None:
 
 BUSY = """
 import hashlib, sys, threading
-import rtx.training.signals as room
-from rtx.training.signals import Signals
+import rtx.training.progress, rtx.training.signals as room
 room.AGAIN_SECONDS = 0.3
-with Signals() as signals:
+with room.Signals() as signals:
     signals.holding = sys.argv[1] == "holding"
     signals.at_once = lambda code: print("leaving with", code, flush=True)
-    signals.acknowledge = lambda line: print(line, flush=True)
     threading.Timer(0.5, print, ["ready"], {"flush": True}).start()
     hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 30)  # a single call, during which Python runs no handler
 """
@@ -88,14 +66,20 @@ def busy(how: str) -> subprocess.Popen[bytes]:
     return process
 
 
-def test_a_second_interrupt_ends_the_process_at_once() -> None:
-    process = busy("holding")
+def sent_until_it_ends(process: subprocess.Popen[bytes], number: signal.Signals) -> bytes:
+    """Send a signal again and again, and return what the process says: those sent in one breath may arrive as one."""
     end = time.monotonic() + 60
-    while process.poll() is None and time.monotonic() < end:  # signals sent in one breath may arrive as one
-        process.send_signal(signal.SIGINT)
+    while process.poll() is None and time.monotonic() < end:
+        process.send_signal(number)
         time.sleep(0.1)
     process.kill()
-    assert process.communicate()[0] == b"finishing this step; Ctrl-C again stops at once\nleaving with 130\n"
+    return process.communicate()[0]
+
+
+def test_a_second_interrupt_ends_the_process_at_once() -> None:
+    process = busy("holding")
+    said = sent_until_it_ends(process, signal.SIGINT)
+    assert said == b"finishing this step; Ctrl-C again stops at once\nleaving with 130\n"
     assert process.returncode == INTERRUPTED
 
 
@@ -105,9 +89,7 @@ def test_a_second_sigterm_some_time_later_ends_the_process_at_once() -> None:
         process.send_signal(signal.SIGTERM)
     time.sleep(0.2)
     assert process.poll() is None
-    time.sleep(0.5)
-    process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=60)[0] == b"leaving with 143\n"
+    assert sent_until_it_ends(process, signal.SIGTERM) == b"leaving with 143\n"
     assert process.returncode == PREEMPTED
 
 
@@ -129,27 +111,21 @@ def test_while_imports_take_their_seconds(command: str, number: signal.Signals) 
     assert code == (CODES[number] if number != signal.SIGINT else -signal.SIGINT)
 
 
-def test_processes_that_the_first_one_starts_leave_signals_to_it() -> None:
-    script = (
-        "import sys; from rtx.training.signals import *; ignore_signals(); print('ok', flush=True); sys.stdin.read()"
+def test_processes_that_the_first_one_starts_leave_signals_to_it_and_go_with_it() -> None:
+    child = (
+        "import os, sys, time; from rtx.training.signals import *; ignore_signals();"
+        "when_orphaned(sys.argv[1], lambda: os._exit(1)); print(os.getpid(), flush=True); time.sleep(60)"
     )
-    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"ok\n"
-    for number in CODES:
-        process.send_signal(number)
-    process.communicate(timeout=60)
-    assert process.returncode == 0
-
-
-def test_a_child_goes_with_its_parent() -> None:
-    child = "from rtx.training.signals import *; go_with_parent(); print('up', flush=True); time.sleep(60)"
     script = (
-        "import subprocess, sys; from rtx.training.signals import *; announce_parent();"
-        f"subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
+        "import os, subprocess, sys, time;"
+        f"subprocess.Popen([sys.executable, '-c', {child!r}, str(os.getpid())]); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == b"up\n"
+        number = int(process.stdout.readline())
+        for each in CODES:
+            os.kill(number, each)
+        time.sleep(0.2)
+        os.kill(number, 0)  # it is still there
         process.kill()
         assert process.stdout.read() == b""  # comes to its end when the child, too, has closed it

@@ -1,0 +1,187 @@
+"""Small parts of training: differences of configurations, random streams, memory, lines of a run, whole files."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import io
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import pytest
+import torch
+
+from rtx.compose import compose
+from rtx.disk import is_full, remove_leftovers, replace_file, write_beside, write_json
+from rtx.errors import RunFailed
+from rtx.training.config_diff import differences, makes_another, may_change
+from rtx.training.memory import OUT_OF_MEMORY, device_memory, out_of_memory, physical_memory
+from rtx.training.progress import clock, say
+from rtx.training.resumption import as_chosen
+from rtx.training.rng import restore_rng, rng_state, seed_everything
+from rtx.training.run_folder import read_status, working_in
+
+
+def test_differences_have_dotted_names() -> None:
+    old = {"a": 1, "b": {"c": None, "d": 2}, "e": [1]}
+    assert differences(old, old) == {}
+    new = {"a": 1, "b": {"c": 3, "d": 2}, "f": 0}
+    assert differences(old, new) == {"b.c": (None, 3), "e": ([1], None), "f": (None, 0)}
+
+
+@pytest.mark.parametrize("key", ["trainer.steps", "trainer.micro_batch_size", "hardware.devices", "logger.project"])
+def test_what_may_change(key: str) -> None:
+    assert may_change(key)
+
+
+@pytest.mark.parametrize("key", ["trainer.batch_size", "trainer.clip", "optimizer.lr", "model.dropout", "seed"])
+def test_what_may_not_change(key: str) -> None:
+    assert not may_change(key) and not makes_another(key)
+
+
+def test_what_a_run_has_chosen_is_kept_where_nothing_else_is_asked_for() -> None:
+    before = compose(["trainer.micro_batch_size=2", "model.recompute=true"])
+    assert as_chosen(compose([]), before) == before
+    asked = compose(["trainer.micro_batch_size=1", "model.recompute=false"])
+    assert as_chosen(asked, before) == asked
+
+
+def draws() -> list[float]:
+    return [random.random(), random.gauss(0, 1), np.random.random(), np.random.normal(), torch.rand(()).item()]
+
+
+def test_restored_streams_repeat(tmp_path: Path) -> None:
+    seed_everything(5)
+    draws()  # odd numbers of Gaussians leave a second one waiting
+    torch.save(rng_state(), tmp_path / "rng")
+    first = draws()
+    draws()
+    restore_rng(torch.load(tmp_path / "rng", weights_only=True))
+    assert draws() == first
+
+
+def test_seeds_and_ranks_have_streams_of_their_own() -> None:
+    seen = set()
+    for seed, rank in [(0, 0), (0, 1), (1, 0), (1, 1), (2**32 - 1, 7)]:
+        seed_everything(seed, rank)
+        seen.add(tuple(draws()))
+    assert len(seen) == 5
+
+
+@pytest.mark.parametrize("ask", [lambda: torch.empty(1 << 50), lambda: np.empty(1 << 50)], ids=["torch", "numpy"])
+def test_a_refusal_of_memory_is_known(ask: Callable[[], object]) -> None:
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        ask()
+    reason = out_of_memory(caught.value)
+    assert reason.startswith(OUT_OF_MEMORY + ": ") and "\n" not in reason and len(reason) < 250
+
+
+@pytest.mark.parametrize(
+    ("error", "known"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (MemoryError(), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_other_errors_are_not_taken_for_it(error: BaseException, known: bool) -> None:
+    assert bool(out_of_memory(error)) == known
+
+
+def test_a_run_that_is_out_of_memory_says_so_and_what_helps(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"out of memory: .*\n.*trainer.micro_batch_size"), working_in(tmp_path):
+        torch.empty(1 << 50)
+    status = read_status(tmp_path) or {}
+    assert status["state"] == "failed" and status["reason"].startswith("out of memory: ")
+
+
+def test_the_memory_of_this_machine_is_shared_by_the_processes_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    whole = physical_memory()
+    assert whole > 2**28
+    assert device_memory(compose(["hardware=cpu"])) == whole
+    assert device_memory(compose(["hardware=ddp", "hardware.devices=2", "trainer.batch_size=2"])) == whole // 2
+    assert device_memory(compose(["hardware=ddp", "trainer.batch_size=4"]), processes=4) == whole // 4
+    assert device_memory(compose(["hardware=gpu"])) is None
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr("rtx.training.memory.CONTAINER_LIMIT", limit)
+    for text, bytes_there in (("268435456\n", 2**28), ("max\n", whole)):
+        limit.write_text(text)
+        assert physical_memory() >= whole if text == "max\n" else physical_memory() == bytes_there
+
+
+PROGRAM = """
+import resource
+from rtx.training.heap import keep_freed_memory
+import torch
+
+keep_freed_memory()
+for turn in range(9):
+    parts = [torch.ones(2**22) for _ in range(4)]
+    if turn == 6:  # by then the places have settled
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    del parts
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+def test_freed_memory_is_kept() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    answer = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    assert int(answer.stdout) < 64
+
+
+def test_a_reader_that_has_gone_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    say("a")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0:00"), (61, "1:01"), (3_799, "1:03:19"), (176_601, "2d 1:03:21"), (-5, "0:00")]
+)
+def test_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    def fill_the_disk(file: BinaryIO) -> None:
+        file.write(b"half of the n")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for content in ({"a": 1}, {"b": "ü"}):
+        write_json(tmp_path / "a.json", content)
+    with pytest.raises(OSError, match="No space") as caught:
+        replace_file(tmp_path / "a.json", fill_the_disk)
+    assert is_full(caught.value)
+    assert (tmp_path / "a.json").read_text() == '{\n  "b": "ü"\n}\n'
+    assert names(tmp_path) == ["a.json"]
+
+
+def test_leftovers_of_killed_writers_go_and_other_files_stay(tmp_path: Path) -> None:
+    write_beside(tmp_path / "last.ckpt", lambda file: file.write(b"cut"))
+    (tmp_path / ".hidden").touch()
+    (tmp_path / "last.ckpt").touch()
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == [".hidden", "last.ckpt"]
