@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import math
 import os
-import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -45,16 +44,7 @@ from rtx.training.progress import say
 from rtx.training.resumption import Resumption, as_chosen, plan_resumption, refuse_changes
 from rtx.training.run_folder import Status, given_folder, new_run_folder, read_status, record_start, shown, working_in
 from rtx.training.samples import draw, save_images, save_sample
-from rtx.training.signals import (
-    PARENT_VARIABLE,
-    SWEEP_VARIABLE,
-    Signals,
-    Stopped,
-    ignore_signals,
-    started_by_another,
-    state_after,
-    when_orphaned,
-)
+from rtx.training.signals import Signals, Stopped, started_by_another, state_after
 from rtx.training.trainer import Outcome, Run
 
 SAMPLE_LENGTH, SAMPLE_TEMPERATURE = 240, 0.8
@@ -73,12 +63,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run(config: Config, folder: Path | None = None, resumption: Resumption | None = None) -> int:
-    """Train in a run folder and return the exit code; also the work of `rtx resume`.
-
-    Args:
-        config: the resolved configuration.
-        folder: of the run to go on with; None: a new one.
-        resumption: go on from the newest checkpoint; None: from the beginning.
+    """Train in a new folder, or go on in that of a run, and return the exit code; also the work of `rtx resume`.
 
     Raises:
         UserError: the configuration does not fit the data, the machine or the checkpoint.
@@ -91,8 +76,6 @@ def run(config: Config, folder: Path | None = None, resumption: Resumption | Non
         return follow(config, hardware, folder or Path(os.devnull), resumption)
     with Signals() as signals:
         try:
-            # As the cell of a sweep, stop as after SIGTERM when that ends, however it does.
-            when_orphaned(os.environ.pop(SWEEP_VARIABLE, ""), lambda: os.kill(os.getpid(), signal.SIGTERM))
             store = open_data(config.data, data_root())  # before there is a folder for a mistake to leave behind
             fitted, choice = fitted_to(hardware, config, store)
             signals.holding = True  # until the run has a status to tell about it
@@ -151,9 +134,6 @@ def follow(config: Config, hardware: Hardware, folder: Path, resumption: Resumpt
     code, child, ranks = 0, started_by_another(), Ranks(hardware.rank, hardware.world)
     try:
         with Signals() as signals:
-            if child:
-                ignore_signals()
-                when_orphaned(os.environ.get(PARENT_VARIABLE, ""), lambda: os._exit(1))
             store = open_data(config.data, data_root(), nothing)
             config, _ = fitted_to(hardware, config, store)
             train(config, resumption, hardware, folder, store, signals, ranks, None)

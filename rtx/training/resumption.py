@@ -23,12 +23,7 @@ class Resumption(NamedTuple):
 
 
 def plan_resumption(folder: Path, config: Config) -> Resumption | None:
-    """Return how a run goes on with a configuration; None where nothing is left to do, which the first process says.
-
-    Raises:
-        UserError: the run is in use, the configuration is that of another run, or the folder is an export.
-        RunFailed: nothing is left of what was done.
-    """
+    """Return how a run goes on with a configuration; None where nothing is left to do, which the first process says."""
     if is_export(folder):
         raise UserError(f"{folder} is an exported model; resume the run it came from")
     changed, status = differences(to_dict(load_run_config(folder)), to_dict(config)), read_status(folder)
@@ -60,10 +55,6 @@ def already_done(folder: Path, config: Config) -> str | None:
     """Return the line for a run that has nothing left to do, or None.
 
     One that is done and whose last checkpoint is damaged has: it makes it anew from the one before.
-
-    Raises:
-        UserError: trainer.steps asks for less than is done.
-        RunFailed: nothing is left of what was done.
     """
     status = read_status(folder)
     if not status or status["state"] != "done" or not status.get("final") or "step" not in status:

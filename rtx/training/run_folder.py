@@ -37,12 +37,6 @@ LESS_MEMORY = (
     "a smaller trainer.micro_batch_size, or model.recompute=true, needs less with the same result but for rounding"
 )
 STATES = ("running", "done", "failed", "preempted", "interrupted")
-KINDS = {
-    **{"reason": str | None, "step": int, "steps": int | None, "seconds": int | float, "saved": int | None},
-    **{"best": dict | None, "final": dict | None},
-    **{"pid": int, "host": str, "boot_id": str | None, "started": str, "heartbeat": str},
-}
-"""Types of the fields of a status.json, of which a bit may have rotted."""
 
 
 def outputs_root() -> Path:
@@ -57,11 +51,7 @@ def given_folder() -> Path | None:
 
 
 def new_run_folder(name: str) -> Path:
-    """Make the folder of a new run, outputs/<name>/<UTC date, time and four random digits>, or RTX_RUN where set.
-
-    Raises:
-        UserError: it cannot be written, or RTX_RUN names one with checkpoints.
-    """
+    """Make the folder of a new run: outputs/<name>/<UTC date, time and four random digits>, or RTX_RUN where set."""
     stamp, given = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S"), given_folder()
     folder = given or outputs_root() / name / f"{stamp}-{secrets.token_hex(2)}"
     if any((folder / "checkpoints").glob("*.ckpt")):
@@ -103,8 +93,8 @@ def utc_now() -> str:
 class Status:
     """The status.json of a run that this process owns, written by the training thread and by the heartbeat's own.
 
-    Fields: state (running, done, failed, preempted, interrupted), reason, step, steps, saved (step of the last
-    checkpoint), best, final, pid, host, boot_id, started, heartbeat.
+    Fields: state (one of STATES), reason, step, steps, saved (step of the last checkpoint), best, final, seconds, pid,
+    host, boot_id, started, heartbeat.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -153,21 +143,20 @@ class Status:
 
 def new_status() -> dict[str, Any]:
     """Return the fields of a run that begins in this process."""
-    now = utc_now()
+    fields = {"state": "running", "reason": None, "step": 0, "steps": None, "best": None, "final": None}
     place = {"pid": os.getpid(), "host": socket.gethostname(), "boot_id": boot_id()}
-    progress = {"state": "running", "reason": None, "step": 0, "steps": None, "best": None, "final": None}
-    return {**progress, **place, "started": now, "heartbeat": now}
+    return {**fields, **place, "started": utc_now(), "heartbeat": utc_now()}
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
     """Return what status.json says, or None where there is none that can be read, or its fields make no sense."""
     try:
         status = json.loads((folder / "status.json").read_text())
-        sound = all(isinstance(status[key], kind) for key, kind in KINDS.items() if key in status)
         scores = [score["bits"] for key in ("best", "final") if (score := status.get(key)) is not None]
-        sound = sound and all(isinstance(bits, int | float) for bits in scores) and 0 < status.get("pid", 1) < 2**31
-        if status["state"] == "running":
-            sound = sound and status.keys() >= {"pid", "host"} and is_fresh(status) in (True, False)
+        numbers = [*scores, status.get("step", 0), status.get("seconds", 0), status.get("pid", 1)]
+        sound = all(isinstance(number, int | float) for number in numbers) and 0 < status.get("pid", 1) < 2**31
+        if status["state"] == "running":  # then its process and its last beat are asked for
+            sound = sound and isinstance(status["host"], str) and status["pid"] > 0 and is_fresh(status) is not None
         return status if sound and status["state"] in STATES else None
     except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return None
@@ -183,8 +172,9 @@ def run_state(folder: Path) -> str:
 
 def is_running(folder: Path, status: dict[str, Any] | None) -> bool:
     """Tell whether some process works on a run: it holds the lock, or lately wrote from another machine."""
-    elsewhere = status if status and status["state"] == "running" and status["host"] != socket.gethostname() else None
-    return is_locked(folder) or bool(elsewhere and is_fresh(elsewhere))
+    if is_locked(folder) or status is None or status["state"] != "running":
+        return is_locked(folder)
+    return status["host"] != socket.gethostname() and is_fresh(status)
 
 
 def seems_running(folder: Path, status: dict[str, Any]) -> bool:
@@ -239,10 +229,6 @@ def run_lock(folder: Path) -> Iterator[None]:
     """Keep two runs out of one folder; the system releases the lock however the process ends.
 
     Record locks (`lockf`) belong to one process: neither loader processes nor children that outlive it keep them.
-
-    Raises:
-        UserError: another run has the folder.
-        OSError: it cannot be written.
     """
     folder, status = folder.resolve(), read_status(folder)
     if is_running(folder, status):
@@ -288,14 +274,10 @@ def busy(folder: Path, status: dict[str, Any] | None) -> str:
 
 @contextlib.contextmanager
 def working_in(folder: Path, begin: Callable[[], object] = lambda: None) -> Iterator[Status]:
-    """Hold a run folder: lock it, keep its status, and write how the work ended; `begin` is called before all that.
+    """Hold a run folder: lock it, call `begin`, keep its status, and write how the work ended.
 
-    A body that ends without a word is `done`. `Stopped` and errors are written and passed on; a `UserError` leaves the
-    status that a resumed run had.
-
-    Raises:
-        UserError: another run works in the folder, or it cannot be written.
-        RunFailed: the disk is full, or there was not enough memory.
+    A body that ends without a word is `done`. `Stopped` and errors are written and passed on, a full disk and a want of
+    memory as `RunFailed`; a `UserError` (as another run's work in the folder is one) leaves the status of before.
     """
     with contextlib.ExitStack() as stack:
         try:

@@ -60,7 +60,12 @@ class Signals:
         self.seen = threading.Event()  # the main thread has come round to a signal
 
     def __enter__(self) -> Signals:
-        if threading.current_thread() is threading.main_thread():
+        if started_by_another():  # the first process of the run has the signals, and this one goes when it goes
+            ignore_signals()
+            when_orphaned(os.environ[PARENT_VARIABLE], lambda: os._exit(1))
+        elif threading.current_thread() is threading.main_thread():
+            # The cell of a sweep stops as after SIGTERM when that ends, however it does.
+            when_orphaned(os.environ.pop(SWEEP_VARIABLE, ""), lambda: os.kill(os.getpid(), signal.SIGTERM))
             self.former = {number: signal.getsignal(number) for number in EXIT_CODES}
             self.install()
             self.waker, self.wakened = socket.socketpair()

@@ -11,7 +11,7 @@ import pytest
 from many import TWO, ended, free_port
 from small_runs import SIZES, Process, Workshop
 
-from rtx.commands.train import follow, nothing
+from rtx.commands.train import follow
 from rtx.config import Config
 from rtx.errors import UserError
 from rtx.training.hardware import resolve_hardware
@@ -80,8 +80,7 @@ def test_a_child_that_cannot_begin_tells_its_parent(
     def refuse(*_: object) -> None:
         raise UserError("no data")
 
-    replaced = {"started_by_another": lambda: True, "when_orphaned": nothing, "ignore_signals": nothing}
-    for name, instead in {**replaced, "open_data": refuse}.items():
+    for name, instead in {"started_by_another": lambda: True, "open_data": refuse}.items():
         monkeypatch.setattr(f"rtx.commands.train.{name}", instead)
     hardware = dataclasses.replace(resolve_hardware(Config()), rank=1, devices=2, distributed=True)
     assert follow(Config(), hardware, Path(os.devnull), None) == 2  # the parent looks at this code
