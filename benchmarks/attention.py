@@ -54,7 +54,7 @@ from patterns import (
 )
 from torch import Tensor
 
-from rtx.training.heap import keep_freed_memory
+from rtx.training.hardware import keep_freed_memory
 
 SIZES = {
     "main": [Size("main", 8_192, 256, 32), Size("main", 16_384, 256, 64), Size("main", 3_072, 512, 6)],

@@ -31,7 +31,7 @@ from rtx.attention import after_step
 from rtx.checks import resolve
 from rtx.config import Config, DataConfig, HardwareConfig, ModelConfig, RoutingConfig
 from rtx.model.transformer import Transformer
-from rtx.training.heap import keep_freed_memory
+from rtx.training.hardware import keep_freed_memory
 
 RIVALS = ("full", "full_torch", "peer_routing", "peer_routing_kept")
 

@@ -33,7 +33,7 @@ from rtx.data.windows import windows
 from rtx.evaluation.scores import score_windows
 from rtx.model.decoding import Decoder
 from rtx.model.transformer import Transformer
-from rtx.training.heap import keep_freed_memory
+from rtx.training.hardware import keep_freed_memory
 
 PATTERNS = ("local", "routing_causal", "routing_topk", "random", "full")
 TARGET_BYTES = 5_000_000

@@ -67,7 +67,6 @@ def main(arguments: list[str]) -> int:
 def score_split(
     run: LoadedRun, store: Store, reading: Reading, chosen: Sequence[Window], options: EvalOptions
 ) -> Score:
-    """Score windows behind a bar; `RunFailed` where what comes out is not a number."""
     with run.autocast(), progress_bar("windows") as show:
         score = score_windows(
             run.model,
@@ -147,7 +146,6 @@ def result_path(folder: Path, result: dict[str, Any]) -> Path:
 
 
 def keep(result: dict[str, Any], path: Path) -> None:
-    """Write the result; `RunFailed` says the score where it cannot be written."""
     try:
         path.parent.mkdir(exist_ok=True)
         write_json(path, result)
@@ -157,7 +155,6 @@ def keep(result: dict[str, Any], path: Path) -> None:
 
 
 def print_result(result: dict[str, Any]) -> None:
-    """Print the score, the count and the protocol."""
     unit = result["data"]["unit"]
     share = f"a sample: {result['units']:,} of" if result["partial"] else f"all {result['units']:,} of"
     error = result["standard_error"]

@@ -22,7 +22,6 @@ def changed(before: Config, overrides: list[str]) -> Config:
 
 
 def main(arguments: list[str]) -> int:
-    """Run `rtx resume RUN [overrides]` and return the exit code."""
     words = read_words("resume", arguments)
     folder = words.runs[0].absolute()
     config = changed(load_run_config(folder), words.overrides)

@@ -44,7 +44,6 @@ def main(arguments: list[str]) -> int:
 
 
 def write_text(run: LoadedRun, options: SampleOptions, length: int) -> int:
-    """Write a text behind the prompt, keep it, and return the exit code."""
     tokenizer, model, data = run.tokenizer, run.config.model, run.config.data
     prompt_1P = torch.from_numpy(encode_text(tokenizer, options.prompt))[None]
     given = prompt_1P.shape[1]
@@ -69,7 +68,6 @@ def write_text(run: LoadedRun, options: SampleOptions, length: int) -> int:
 
 
 def draw_images(run: LoadedRun, options: SampleOptions) -> int:
-    """Draw `sample.count` images, keep them as one PNG, print its path, and return the exit code."""
     size = run.config.data.length
     length, empty = options.length or size, torch.empty(options.count, 0, dtype=torch.int64)
     columns: list[torch.Tensor] = []
@@ -96,5 +94,4 @@ def drawn(
 
 
 def tell(line: object) -> None:
-    """Print a line beside the text, on stderr."""
     print(line, file=sys.stderr)

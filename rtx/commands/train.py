@@ -53,7 +53,6 @@ SAMPLE_UNITS = 3072
 
 
 def main(arguments: list[str]) -> int:
-    """Run `rtx train <overrides>` and return the exit code."""
     config, folder = with_absolute_path(compose(arguments)), given_folder()
     if folder is None or not (folder / RUN_CONFIG).exists():
         return run(config)
@@ -99,7 +98,6 @@ def run(config: Config, folder: Path | None = None, resumption: Resumption | Non
 
 
 def fitted_to(hardware: Hardware, config: Config, store: Store) -> tuple[Config, str]:
-    """Return the configuration without `auto`, and a line that says what was chosen."""
     return fit_to_device(config, store.vocabulary, device_memory(config, hardware.devices) or 0, hardware.world)
 
 
@@ -196,7 +194,6 @@ def train(
 def check_start(
     config: Config, folder: Path, store: Store, start: Checkpoint | None, changed: dict[str, Any], status: Status
 ) -> None:
-    """Raise `UserError` for other data, a length that the run has reached already, or a best checkpoint left alone."""
     if start is None:
         if (saved := status.fields.get("saved")) and (folder / "checkpoints" / "best.ckpt").exists():
             raise UserError(
@@ -214,7 +211,6 @@ def check_start(
 
 
 def beginning(folder: Path, resumption: Resumption | None, start: Checkpoint | None) -> str:
-    """Return the line that names the run, and from where it goes on."""
     if resumption is None:
         return f"run: {shown(folder)}"
     where = f"from step {start['step']:,}" if start else "from the beginning: it has no checkpoint"
@@ -222,12 +218,10 @@ def beginning(folder: Path, resumption: Resumption | None, start: Checkpoint | N
 
 
 def write_config(config: Config, folder: Path) -> None:
-    """Write config.yaml."""
     replace_file(folder / RUN_CONFIG, lambda file: file.write(to_yaml(config).encode()))
 
 
 def opening_line(config: Config, hardware: Hardware, store: Store, model: Transformer) -> str:
-    """Return what is about to run, in a line."""
     trainer = config.trainer
     size = f"{len(store.split('train')):,} {store.unit}s" if isinstance(store, TokenStore) else "made on the fly"
     where = f"{hardware.world} x {hardware.accelerator}" if hardware.world > 1 else hardware.accelerator
@@ -238,7 +232,6 @@ def opening_line(config: Config, hardware: Hardware, store: Store, model: Transf
 
 
 def record_end(status: Status, outcome: Outcome, unit: str, measures: dict[str, Any]) -> None:
-    """Write the status of a finished run."""
     score = outcome.final
     error = score.standard_error if math.isfinite(score.standard_error) else None  # of one window there is none
     final = {"bits": score.bits, "unit": unit, "units": score.units, "se": error, **measures}

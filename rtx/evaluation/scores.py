@@ -40,17 +40,14 @@ class Score:
 
     @property
     def units(self) -> int:
-        """Units scored."""
         return int(self.units_K.sum())
 
     @property
     def nats(self) -> float:
-        """Total nats."""
         return float(self.nats_K.sum())
 
     @property
     def bits(self) -> float:
-        """Bits per unit."""
         return self.nats / self.units / math.log(2)
 
     @property

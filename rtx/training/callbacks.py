@@ -52,7 +52,6 @@ class StepCallback(Callback):
 
 
 def is_fitting(trainer: Trainer) -> bool:
-    """Tell whether a validation belongs to the training, or is the closing score."""
     return trainer.state.fn == "fit"
 
 
@@ -292,7 +291,6 @@ class Last(StepCallback, Checkpoint):
             self.save_if_due(trainer)
 
     def save_if_due(self, trainer: Trainer) -> None:
-        """Save where steps, minutes or the end of the training ask for it."""
         if trainer.global_step % self.plan.checkpoint_every == 0 or self.watch.save_up or trainer.should_stop:
             self.save(trainer)
 
@@ -317,7 +315,6 @@ class Last(StepCallback, Checkpoint):
             self.status.update(step=self.saved, saved=self.saved, write=True)
 
     def last_good(self) -> str:
-        """Say which checkpoint is left."""
         if self.saved is None:
             return "no checkpoint had been written yet"
         return f"the last good checkpoint is {self.path} (step {self.saved:,})"
@@ -380,7 +377,6 @@ class Progress(StepCallback, TQDMProgressBar):
             self.say_now_and_then(lambda: f"step {step:,}: validating {done:,}/{total:,} batches")
 
     def say_now_and_then(self, line: Callable[[], str], *, force: bool = False) -> None:
-        """Say a line, unless the last one is too fresh."""
         if force or time.monotonic() - self.said_at >= PLAIN_SECONDS:
             self.said_at = time.monotonic()
             self.watch.say(line())

@@ -83,11 +83,9 @@ class CheckpointFiles(CheckpointIO):
                 os.replace(newer, older)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Checkpoint:
-        """Return a checkpoint for Lightning, its tensors in CPU memory; errors as `read_checkpoint`."""
         return read_checkpoint(Path(path))
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Delete a checkpoint."""
         Path(path).unlink(missing_ok=True)
 
 
@@ -124,7 +122,6 @@ def verify(path: Path) -> None:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a checkpoint is there and as it was written."""
     try:
         verify(path)
     except (Damaged, OSError):

@@ -51,11 +51,9 @@ class Ranks:
         self.connected = True
 
     def largest(self, *values: int) -> list[int]:
-        """Return the largest of each value over the ranks."""
         return self.reduced(torch.tensor(values), dist.ReduceOp.MAX)
 
     def total(self, *values: float) -> list[float]:
-        """Return the sum of each value over the ranks."""
         return self.reduced(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.SUM)
 
     def reduced(self, values: torch.Tensor, how: Any) -> list[Any]:
@@ -64,7 +62,6 @@ class Ranks:
         return values.tolist()
 
     def gather(self, own: Any) -> list[Any]:
-        """Return what every rank gives, in their order."""
         everyone: list[Any] = [own] * self.world
         if self.world > 1:
             dist.all_gather_object(everyone, own, group=self.group)
@@ -147,7 +144,6 @@ def watch_ranks(children: list[subprocess.Popen[bytes]], lost: Callable[[str], o
 
 
 def how_it_ended(code: int) -> str:
-    """Return in words how a process with this exit code ended."""
     try:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
     except ValueError:
@@ -155,7 +151,6 @@ def how_it_ended(code: int) -> str:
 
 
 def strategy(hardware: Hardware) -> Strategy | str:
-    """Return how Lightning spreads the run over its processes."""
     if not hardware.distributed:
         return "auto"
     # Centroids, the only buffers that change, are kept equal by after_step.

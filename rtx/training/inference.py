@@ -36,12 +36,10 @@ class LoadedRun:
 
     @property
     def name(self) -> str:
-        """Which checkpoint this is: best, last or previous."""
         return self.checkpoint["file"]
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
         return self.model.output_VS.device
 
     @property
@@ -75,11 +73,9 @@ class LoadedRun:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
 
     def facts(self) -> dict[str, Any]:
-        """Return which weights these are, for a result."""
         return {"name": self.name, "step": self.checkpoint["step"]}
 
     def has_data(self, store: Store) -> bool:
-        """Tell whether the data are those that the run was trained on."""
         return self.checkpoint["data"]["fingerprint"] == store.fingerprint
 
 

@@ -94,7 +94,6 @@ class GuardedWandbLogger(WandbLogger):
 
     @property
     def experiment(self) -> Any:
-        """The W&B run; None after an error."""
         return self.run
 
     def guarded(self, work: Callable[[Any], object], then: str) -> None:
@@ -112,18 +111,13 @@ class GuardedWandbLogger(WandbLogger):
         row = {key: value for key, value in metrics.items() if key != "kind"}
         self.guarded(lambda run: run.log({**row, "step": step}), "going on with metrics.jsonl alone")
 
-    def log_rows(self, key: str, columns: list[Any], rows: list[list[Any]]) -> None:
-        """Hand over a table, None for a gap; a column of numbers and texts becomes one of texts: W&B wants one type."""
-        kinds = [{isinstance(row[at], str) for row in rows if row[at] is not None} for at in range(len(columns))]
-        even: list[Any] = [
-            [str(v) if len(kind) > 1 and v is not None else v for v, kind in zip(row, kinds, strict=True)]
-            for row in rows
-        ]
+    def log_rows(self, key: str, columns: list[Any], rows: list[Any]) -> None:
+        """Hand over a table, None for a gap."""
 
         def hand_over(run: Any) -> None:
             import wandb
 
-            run.log({key: wandb.Table(columns=columns, data=even)})
+            run.log({key: wandb.Table(columns=columns, data=rows, allow_mixed_types=True)})
 
         self.guarded(hand_over, "the table is in the folder alone")
 
@@ -188,7 +182,6 @@ def begin(asked: dict[str, Any], mode: str, say: Say) -> Any:
 
 
 def has_key() -> bool:
-    """Tell whether W&B finds credentials, without asking anybody or its server."""
     try:
         import wandb
 
@@ -209,6 +202,5 @@ def kept_id(folder: Path) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its type."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

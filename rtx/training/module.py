@@ -104,7 +104,6 @@ class TrainingModule(pl.LightningModule):
         return build_optimizer(self.model, self.config.optimizer)
 
     def training_step(self, tokens_BN: Tensor, batch_idx: int) -> Tensor:
-        """Return the loss of a micro-batch: mean nats per unit that counts plus the auxiliary loss."""
         if self.at_A is None:
             nats_BN, auxiliary = self.loss(tokens_BN)
         else:
@@ -183,7 +182,6 @@ class TrainingModule(pl.LightningModule):
         checkpoint.update({"format": FORMAT, "step": self.global_step, "model": model, **self.facts})
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Undo `on_save_checkpoint`."""
         checkpoint["state_dict"] = {f"model.{name}": tensor for name, tensor in checkpoint["model"].items()}
         checkpoint["loops"] = {"fit_loop": loop_state(checkpoint["step"], self.trainer.accumulate_grad_batches)}
 

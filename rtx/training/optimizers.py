@@ -72,7 +72,6 @@ class SharedAdafactor(torch.optim.Adafactor):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Take a step; `closure` works out the gradients."""
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         for group in self.param_groups:
@@ -89,6 +88,5 @@ class SharedAdafactor(torch.optim.Adafactor):
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = rate

@@ -64,7 +64,6 @@ def new_run_folder(name: str) -> Path:
 
 
 def is_export(folder: Path) -> bool:
-    """Tell whether a folder is an exported model, not a run."""
     return (folder / EXPORT_FACTS).is_file()
 
 
@@ -75,7 +74,6 @@ def shown(folder: Path) -> str:
 
 
 def unwritable(folder: Path, error: OSError) -> str:
-    """Return the line for a folder that cannot be written."""
     name = "RTX_RUN" if given_folder() == folder else "RTX_OUTPUTS"
     return f"cannot write to {folder}: {error.strerror}; set {name} to a folder that you can write"
 
@@ -86,7 +84,6 @@ def open_own(path: Path, mode: str) -> IO[Any]:
 
 
 def utc_now() -> str:
-    """Return the time as ISO 8601 in UTC, to the millisecond."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
@@ -142,7 +139,6 @@ class Status:
 
 
 def new_status() -> dict[str, Any]:
-    """Return the fields of a run that begins in this process."""
     fields = {"state": "running", "reason": None, "step": 0, "steps": None, "best": None, "final": None}
     place = {"pid": os.getpid(), "host": socket.gethostname(), "boot_id": boot_id()}
     return {**fields, **place, "started": utc_now(), "heartbeat": utc_now()}
@@ -195,7 +191,6 @@ def is_fresh(status: dict[str, Any]) -> bool:
 
 
 def process_exists(number: int) -> bool:
-    """Tell whether there is a process of this number on this machine."""
     try:
         os.kill(number, 0)
     except ProcessLookupError:
@@ -266,7 +261,6 @@ def try_lock(file: IO[bytes], kind: int) -> bool:
 
 
 def busy(folder: Path, status: dict[str, Any] | None) -> str:
-    """Return the line that refuses a folder in use."""
     known = status is not None and status.keys() >= {"pid", "host"}
     who = f"process {status['pid']} on {status['host']}" if status and known else "another process"
     return f"{folder} is in use by {who}; wait for it, or stop it first"
@@ -329,7 +323,6 @@ def record_start(
 
 
 def exactness(known: dict[str, Any]) -> dict[str, Any]:
-    """Return what of an environment the bits of a run may depend on."""
     names = ("accelerator", "precision", "devices", "nodes", "sharded")
     hardware = {name: known["hardware"].get(name) for name in names}
     return {"torch": known["versions"]["torch"], "threads": known["threads"], "gpu": known["gpu"], **hardware}

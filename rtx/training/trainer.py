@@ -149,7 +149,6 @@ class Run:
         os._exit(1)
 
     def end(self, state: str, reason: str) -> None:
-        """Write how the run ended, and kill the processes that this one has started."""
         if self.status:
             self.status.end(state, reason)
         for child in self.children:

@@ -135,7 +135,7 @@ TrainingModule.configure_gradient_clipping = slow
 
 @pytest.mark.parametrize("place", ["rtx.training.loggers.JsonlLogger.close", "rtx.commands.train.closing_lines"])
 def test_an_interrupt_after_the_end_does_not_unmake_it(workshop: Workshop, place: str) -> None:
-    interrupt = "lambda *_: signal.raise_signal(signal.SIGINT)"
+    interrupt = "lambda *_, **__: signal.raise_signal(signal.SIGINT)"
     owner, _, name = place.rpartition(".")
     inside = f"import rtx.commands.train, rtx.training.loggers, signal; {owner}.{name} = {interrupt}"
     process = workshop.start(f"late-{name}", "trainer.steps=2", inside=inside)

@@ -34,29 +34,21 @@ def resolved(batch: int = 8, micro: int | str = "auto", **wishes: object) -> Har
 
 
 def test_auto_takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (resolved().accelerator, resolved().world, resolved().distributed) == ("cpu", 1, False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert (resolved().accelerator, resolved().world) == ("gpu", 1)
-    assert resolved(name="cpu").accelerator == "cpu"
-    assert resolved(name="ddp").devices == 4
-    with pytest.raises(UserError, match=r"hardware\.devices=8, but this machine has 4"):
-        resolved(name="ddp", devices=8)
-
-
-def test_precision_auto_is_bf16_on_a_gpu_and_fp32_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [resolved(name=name).precision for name in ("auto", "cpu", "ddp")] == ["fp32"] * 3
+    found = [resolved(name=name) for name in ("cpu", "ddp", "fsdp")]
+    assert [(one.distributed, one.sharded) for one in found] == [(False, False), (True, False), (True, True)]
+    assert (resolved().accelerator, resolved().world, resolved().precision) == ("cpu", 1, "fp32")
     assert resolved(precision="fp64").precision == "fp64"
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    found = {name: resolved(name=name).precision for name in ("auto", "cpu", "gpu", "fsdp")}
-    assert found == {"auto": "bf16", "cpu": "fp32", "gpu": "bf16", "fsdp": "bf16"}
-    assert resolved(precision="fp32").precision == "fp32"
-
-
-def test_a_gpu_that_is_not_there_is_refused() -> None:
     with pytest.raises(UserError, match="finds no GPU"):
         resolved(name="gpu")
     with pytest.raises(UserError, match="tf32 needs a GPU"):
         resolved(precision="tf32")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert (resolved().accelerator, resolved().world, resolved(name="cpu").accelerator) == ("gpu", 1, "cpu")
+    precisions = [resolved(name=name).precision for name in ("auto", "cpu", "gpu", "fsdp")]
+    assert precisions == ["bf16", "fp32", "bf16", "bf16"] and resolved(precision="fp32").precision == "fp32"
+    assert resolved(name="ddp").devices == 4
+    with pytest.raises(UserError, match=r"hardware\.devices=8, but this machine has 4"):
+        resolved(name="ddp", devices=8)
 
 
 def test_the_global_batch_is_cut_over_devices_and_passes() -> None:
@@ -66,11 +58,6 @@ def test_the_global_batch_is_cut_over_devices_and_passes() -> None:
     assert (chosen.micro_batch_size, chosen.accumulate) == (2, 2)
     with pytest.raises(UserError, match="must be a multiple"):
         resolved(name="ddp", devices=3)
-
-
-def test_parameters_are_shared_out_by_fsdp_alone() -> None:
-    found = [resolved(name=name) for name in ("cpu", "ddp", "fsdp")]
-    assert [(one.distributed, one.sharded) for one in found] == [(False, False), (True, False), (True, True)]
 
 
 @pytest.mark.parametrize(("variables", "launcher", "rank"), [(TORCHRUN, "torchrun", 3), (SRUN, "srun", 2)])
@@ -98,12 +85,6 @@ def test_one_task_of_slurm_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> No
 def test_several_machines_need_torchrun_or_srun() -> None:
     with pytest.raises(UserError, match=r"hardware\.nodes=2: start the run on all machines by torchrun or srun"):
         resolved(name="fsdp", devices=2, nodes=2)
-
-
-def test_children_of_ours_know_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("RTX_PARENT", str(os.getppid()))
-    assert resolved(name="ddp", devices=2).rank == 1
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_the_memory_of_this_machine_is_shared_by_the_processes_of_a_run(
 
 PROGRAM = """
 import resource
-from rtx.training.heap import keep_freed_memory
+from rtx.training.hardware import keep_freed_memory
 import torch
 
 keep_freed_memory()

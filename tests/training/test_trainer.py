@@ -174,16 +174,6 @@ def test_scores_of_other_windows_are_not_compared(tmp_path: Path, model: Bigram)
     assert again.best == {"bits": again.final.bits, "step": 6, "windows": 50}
 
 
-def test_a_nan_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path: Path, model: Bigram) -> None:
-    passes = iter(range(100))
-    model.spoil = lambda: next(passes) == 9  # the second micro-batch of step 5
-    with pytest.raises(RunFailed, match=r"step 5: the loss is nan at learning rate 0\.0774597; the last good .*step 4"):
-        run_fit(tmp_path, small_config(), model)
-    last = read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")
-    assert last["step"] == 4
-    assert all(torch.isfinite(tensor).all() for tensor in last["model"].values())
-
-
 def test_where_reading_back_costs_the_rows_are_the_same_and_a_nan_is_found_at_the_next(
     tmp_path: Path, model: Bigram, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,7 +187,7 @@ def test_where_reading_back_costs_the_rows_are_the_same_and_a_nan_is_found_at_th
     assert rows == usual
     passes = iter(range(100))
     model.spoil = lambda: next(passes) == 7
-    with pytest.raises(RunFailed, match="step 4: the loss is nan"):
+    with pytest.raises(RunFailed, match=r"step 4: the loss is nan at learning rate 0\.08"):
         run_fit(tmp_path, config, model)
 
 
@@ -263,22 +253,6 @@ def test_all_ranks_save_when_the_minutes_of_one_are_up(
     run_fit(tmp_path, small_config(checkpoint_every=1000, val_every=1000, checkpoint_minutes=1000.0), model)
     steps = [read_checkpoint(path)["step"] for path in resumable(tmp_path / "checkpoints")]
     assert steps == [6, 5]
-
-
-@pytest.mark.parametrize(("passes", "step"), [(4, 3), (5, 3), (6, 4)])
-def test_a_signal_inside_a_step_waits_for_its_end(tmp_path: Path, model: Bigram, passes: int, step: int) -> None:
-    signals = Signals()
-    seen = iter(range(100))
-
-    def interrupt() -> bool:
-        if next(seen) == passes:
-            signals.requested = PREEMPTED
-        return False
-
-    model.spoil = interrupt
-    with pytest.raises(Stopped, match=f"at step {step}; saved in"):
-        run_fit(tmp_path, small_config(val_every=100), model, signals)
-    assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["step"] == step
 
 
 def test_a_signal_during_validation_saves_and_leaves_it_for_later(
