@@ -360,7 +360,7 @@ class Progress(StepCallback, TQDMProgressBar):
     def on_train_epoch_start(self, *_: Any) -> None:
         """Do nothing: a run is one epoch."""
 
-    on_train_epoch_end = on_train_epoch_start
+    on_train_epoch_end = on_train_epoch_start  # type: ignore[assignment]
 
     def on_step_end(self, trainer: Trainer, module: TrainingModule) -> None:
         step, last = trainer.global_step, trainer.global_step >= self.watch.plan.steps

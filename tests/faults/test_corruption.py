@@ -20,8 +20,8 @@ from rtx.data.catalog import open_files
 from rtx.data.store import DamagedStore
 from rtx.errors import RunFailed, UserError
 from rtx.training.checkpoint import Damaged, newest_checkpoint, read_checkpoint
-from rtx.training.resumption import already_done, refuse_running
-from rtx.training.run_folder import read_status, run_state
+from rtx.training.resumption import already_done
+from rtx.training.run_folder import is_running, read_status, run_state
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def test_any_flipped_bit_of_a_status_is_told_or_passed_over(run: Path, copy: Pat
             passed_over += read_status(copy) is None
             with contextlib.suppress(UserError, RunFailed):
                 run_state(copy)
-                refuse_running(copy)
+                is_running(copy, read_status(copy))
                 already_done(copy, config)
     assert passed_over > 100
 
