@@ -126,6 +126,7 @@ class Routing(Pattern):
                 window=store.window,
                 threshold_HC=threshold_HC,
                 update=store.update_rule if self.training and not paused.get() else None,
+                nearest=self.training and bool(self.commitment),
             )
             for x_BHND, threshold_HC in zip(self.clustered(given), self.thresholds(), strict=False)
         ]
@@ -147,7 +148,7 @@ class Routing(Pattern):
             for number, one in enumerate(found):
                 if one.statistics is not None:
                     store.observe(one.statistics, *real, of_keys=number == 1)
-            self.nearest = [one.nearest_BHN for one in found]
+            self.nearest = [one.nearest_BHN for one in found if one.nearest_BHN is not None]
             self.snapshot = self.first_sequence(given, lists, real_BN)
         return [self.read_lists(lists, N)]
 

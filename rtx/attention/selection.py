@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,6 +23,8 @@ from rtx.attention.packed import Packed
 SELECTIONS = ("causal", "topk", "nearest")
 MAX_SCORES = 1 << 23
 """Scores held at once, but for those of one head."""
+MAX_SELECTED = 1 << 17
+"""Scores selected from at once on a CPU: few enough for its cache."""
 
 
 def normalise(x_BHND: Tensor) -> Tensor:
@@ -54,7 +57,7 @@ class Assignment(NamedTuple):
 
     lists: Packed
     """The members of every cluster."""
-    nearest_BHN: Tensor
+    nearest_BHN: Tensor | None
     """The centroid that scores each position highest; of equals the first."""
     statistics: Statistics | None
 
@@ -69,52 +72,74 @@ def assign(
     window: int,
     threshold_HC: Tensor | None = None,
     update: str | None = None,
+    nearest: bool = False,
 ) -> Assignment:
     """Return the members of every cluster; padding (false in the mask) belongs nowhere.
 
     "topk": each centroid's `window` best positions of the whole sequence (Algorithm 1, line 13), so that the choice
     sees the future; of equals the earlier, and NaN is worse than every score. "causal": see `joins`. "nearest": the
-    cluster alone that scores a position highest. `update` asks for statistics: of "members", or else of the nearest.
+    cluster alone that scores a position highest. `update` asks for statistics: of "members", or else of the nearest;
+    `nearest` for the nearest centroids.
     """
     B, H, N, _ = x_BHND.shape
     C = centroid_HCD.shape[1]
-    x_XND, centroid_XCD = x_BHND.flatten(0, 1), centroid_HCD.repeat(B, 1, 1)
-    real_XN = None if real_BN is None else real_BN.repeat_interleave(H, 0)
     threshold_XC = None if threshold_HC is None else threshold_HC.repeat(B, 1)
+    real_XN = None if real_BN is None else real_BN.repeat_interleave(H, 0)
+    every = centroid_HCD.repeat(B, 1, 1), x_BHND.flatten(0, 1), threshold_XC, real_XN
     piece = max(1, MAX_SCORES // max(1, C * N))
-    rows, counts, best, statistics = [], [], [], []
-    for first in range(0, max(1, B * H), piece):
-        here = slice(first, first + piece)
-        score_XCN = centroid_scores(centroid_XCD[here], x_XND[here])
-        real = None if real_XN is None else real_XN[here]
+    heads = [slice(first, first + piece) for first in range(0, max(1, B * H), piece)]
+    how: dict[str, Any] = {"selection": selection, "window": window, "update": update, "nearest": nearest}
+    found = [assign_heads(*(None if x is None else x[here] for x in every), **how) for here in heads]
+    rows = [one.lists.row_M + here.start * N for one, here in zip(found, heads, strict=True)]
+    lists = Packed(torch.cat(rows), torch.cat([one.lists.count_L for one in found]))
+    near = [one.nearest_BHN for one in found if one.nearest_BHN is not None]
+    sums = [one.statistics for one in found if one.statistics is not None]
+    joined = [torch.cat(parts).unflatten(0, (B, H)).sum(0) for parts in zip(*sums, strict=True)]
+    return Assignment(lists, torch.cat(near).view(B, H, N) if near else None, Statistics(*joined) if sums else None)
+
+
+def assign_heads(
+    centroid_XCD: Tensor,
+    x_XND: Tensor,
+    threshold_XC: Tensor | None,
+    real_XN: Tensor | None,
+    *,
+    selection: str,
+    window: int,
+    update: str | None,
+    nearest: bool,
+) -> Assignment:
+    """Return what `assign` does for some heads, with statistics of each; without thresholds no moments of scores."""
+    score_XCN, nearest_XN = centroid_scores(centroid_XCD, x_XND), None
+    if selection == "nearest" or nearest or update not in (None, "members"):
         # Not argmax, which is four times slower along a dimension that is not the last.
-        nearest_XN = score_XCN.max(1).indices if score_XCN.numel() else score_XCN.new_zeros(len(score_XCN), N).long()
-        threshold = None if threshold_XC is None else threshold_XC[here]
-        list_M, position_M = members(score_XCN, nearest_XN, real, selection, window, threshold)
-        rows.append((first + list_M // C) * N + position_M)
-        counts.append(torch.bincount(list_M, minlength=len(score_XCN) * C))
-        best.append(nearest_XN)
-        if update is not None:
-            counted_XCN = torch.zeros_like(score_XCN)
-            if update == "members":
-                counted_XCN.flatten(0, 1)[list_M, position_M] = 1  # a view
-            else:
-                counted_XCN.scatter_(1, nearest_XN[:, None], 1 if real is None else real[:, None].to(score_XCN.dtype))
-            kept_XCN = score_XCN if real is None else score_XCN * real[:, None]
-            with torch.autocast(score_XCN.device.type, enabled=False):
-                sum_XCD = counted_XCN @ x_XND[here].to(score_XCN.dtype)
-            sums = sum_XCD, counted_XCN.sum(-1), counts[-1].view(-1, C), kept_XCN.sum(-1), kept_XCN.square().sum(-1)
-            statistics.append(sums)
-    found = None
-    if statistics:
-        joined = [torch.cat(parts).unflatten(0, (B, H)).sum(0) for parts in zip(*statistics, strict=True)]
-        found = Statistics(*joined)
-    return Assignment(Packed(torch.cat(rows), torch.cat(counts)), torch.cat(best).view(B, H, N), found)
+        nearest_XN = score_XCN.max(1).indices if score_XCN.numel() else torch.zeros_like(x_XND[..., 0]).long()
+    list_M, position_M = members(score_XCN, nearest_XN, real_XN, selection, window, threshold_XC)
+    (X, C, N), D = score_XCN.shape, x_XND.shape[-1]
+    lists = Packed(list_M // C * N + position_M, torch.bincount(list_M, minlength=X * C))
+    if update is None:
+        return Assignment(lists, nearest_XN, None)
+    joined_XC = count_XC = lists.count_L.view(X, C)
+    x_XND = x_XND.to(score_XCN.dtype)
+    if update == "members":
+        sum_XCD = F.embedding_bag(lists.row_M, x_XND.flatten(0, 1), lists.first_L(), mode="sum").view(X, C, D)
+    else:
+        assert nearest_XN is not None
+        counted_XCN = torch.zeros_like(score_XCN).scatter_(1, nearest_XN[:, None], 1.0)
+        if real_XN is not None:
+            counted_XCN *= real_XN[:, None]
+        with torch.autocast(score_XCN.device.type, enabled=False):
+            sum_XCD, count_XC = counted_XCN @ x_XND, counted_XCN.sum(-1)
+    mean_XC = square_XC = torch.zeros_like(sum_XCD[..., 0])
+    if threshold_XC is not None:
+        kept_XCN = score_XCN if real_XN is None else score_XCN * real_XN[:, None]
+        mean_XC, square_XC = kept_XCN.sum(-1), torch.linalg.vector_norm(kept_XCN, dim=-1).square()
+    return Assignment(lists, nearest_XN, Statistics(sum_XCD, count_XC, joined_XC, mean_XC, square_XC))
 
 
 def members(
     score_XCN: Tensor,
-    nearest_XN: Tensor,
+    nearest_XN: Tensor | None,
     real_XN: Tensor | None,
     selection: str,
     window: int,
@@ -124,10 +149,9 @@ def members(
     X, C, N = score_XCN.shape
     if selection == "topk":
         hidden = score_XCN if real_XN is None else score_XCN.masked_fill(~real_XN[:, None], -math.inf)
-        position_XCW = topk_positions(hidden, window)
-        list_M = torch.arange(X * C, device=score_XCN.device).repeat_interleave(position_XCW.shape[2])
-        position_M = position_XCW.flatten()
+        list_M, position_M = best_members(hidden.flatten(0, 1), window)
     elif selection == "nearest":
+        assert nearest_XN is not None
         list_R = (nearest_XN + torch.arange(X, device=score_XCN.device)[:, None] * C).flatten()
         list_M, row_M = list_R.sort(stable=True)
         position_M = row_M % max(1, N)
@@ -152,11 +176,21 @@ def joins(score_XCN: Tensor, threshold_XC: Tensor) -> Tensor:
     return (above_XCN >= 0).scatter_(1, above_XCN.max(1, keepdim=True).indices, True)
 
 
-def topk_positions(score_XCN: Tensor, window: int) -> Tensor:
-    """Return each centroid's `window` best positions, ascending, `[X, C, W]`; of equals the earlier, NaN is worst."""
-    if bool(score_XCN.isnan().any()):  # torch ranks NaN highest
-        score_XCN = score_XCN.masked_fill(score_XCN.isnan(), -math.inf)
-    return best_places(score_XCN, window).sort(dim=-1).values
+def best_members(score_LN: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """Return row and place of the `window` best of each row, ascending; of equals the earlier, NaN is worst."""
+    L, N = score_LN.shape
+    if score_LN.device.type == "cpu" and window < N and L:  # NumPy selects some times faster than torch
+        chosen, sound = [], True
+        for at in range(0, L, step := max(1, MAX_SELECTED // N)):
+            score = score_LN[at : at + step].numpy()
+            best = np.partition(score, N - window)[:, N - window :]  # NaN, which counts as the largest, is among them
+            sound &= not np.isnan(best).any()
+            chosen.append(np.flatnonzero(score >= best[:, :1]) + at * N)
+        cell_M = torch.from_numpy(np.concatenate(chosen))
+        if sound and len(cell_M) == L * window:  # no equals at the bar
+            return cell_M // N, cell_M % N
+    place_LW = best_places(score_LN.nan_to_num(-math.inf, math.inf, -math.inf), window).sort(dim=-1).values
+    return torch.arange(L, device=score_LN.device).repeat_interleave(place_LW.shape[1]), place_LW.flatten()
 
 
 def best_places(score: Tensor, count: int) -> Tensor:
