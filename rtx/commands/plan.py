@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import textwrap
 
 import torch
 
-from rtx.analysis.cost import Cost, cost
+from rtx.analysis.cost import cost
 from rtx.analysis.fitting import choose_micro_batch, with_choice
 from rtx.analysis.footprint import devices, footprint
-from rtx.compose import compose
-from rtx.config import CLUSTERED, SPREAD, Config, DataConfig, base_patterns
+from rtx.compose import compose, with_values
+from rtx.config import CLUSTERED, SPREAD, Config, base_patterns
 from rtx.data.catalog import vocabulary_size
 from rtx.sets import IMAGE_SETS
 from rtx.training.memory import device_memory
@@ -19,7 +18,6 @@ from rtx.wording import plural
 
 RATES = {"1 TFLOP/s": 1e12, "100 TFLOP/s": 1e14}
 """Rates that the time is given for: what a run really reaches is for a benchmark to say."""
-
 
 GPUS = (16, 24, 80)
 """Sizes of the GPUs that a plan is made for, in GiB."""
@@ -33,48 +31,44 @@ WIDTH, INDENT = 80, 12
 
 def main(arguments: list[str]) -> int:
     """Run `rtx plan <overrides>`."""
-    config = compose(arguments)
-    for line in report(config, cost(config, vocabulary_size(config.data))):
+    for line in report(compose(arguments)):
         print(textwrap.fill(line, WIDTH, subsequent_indent=" " * INDENT, break_on_hyphens=False))
     return 0
 
 
-def report(config: Config, total: Cost) -> list[str]:
+def report(asked: Config) -> list[str]:
     """Return the lines of the plan, each beginning with a word of its own or with spaces."""
-    model, routing, data, trainer = config.model, config.routing, config.data, config.trainer
-    routed = routing.layers * routing.heads
-    asked, known = config, vocabulary_size(data)
-    chosen = choose_micro_batch(config, known, device_memory(config) or GPUS[-1] * 2**30, devices(config))
-    micro, config = chosen.micro_batch_size, with_choice(config, chosen.micro_batch_size, chosen.recompute)
-    used = footprint(config, total, micro, known)
-    units = trainer.batch_size * data.length
-    lines = [
+    model, routing, data, trainer = asked.model, asked.routing, asked.data, asked.trainer
+    known = vocabulary_size(data)
+    total = cost(asked, known)
+    chosen = choose_micro_batch(asked, known, device_memory(asked) or GPUS[-1] * 2**30, devices(asked))
+    micro, config = chosen.micro_batch_size, with_choice(asked, chosen.micro_batch_size, chosen.recompute)
+    used, units, step = footprint(config, total, micro, known), trainer.batch_size * data.length, total.step(config)
+    window = f" with a window of {model.window:,}" if "local" in base_patterns(model) else ""
+    parts = {"dense": total.dense, "attention": total.attention, "selection": total.selection}
+    shares = ", ".join(f"{name} {100 * part / total.forward:.0f}%" for name, part in parts.items())
+    times = ", ".join(f"{duration(step * trainer.steps / rate)} at {name}" for name, rate in RATES.items())
+    routed = (
+        f"routing     {plural(routing.heads, 'head')} in each of the top {plural(routing.layers, 'layer')}, "
+        f"selection={routing.selection}, {read_by(config)}"
+    )
+    return [
         f"model       {model.name}: {plural(model.layers, 'layer')}, {plural(model.heads, 'head')}, "
         f"width {model.hidden}, {model.positions} positions",
-        f"sequence    N = {data.length:,} {data.name} {units_of(data)}; "
-        f"{model.base} heads" + (f" with a window of {model.window:,}" if "local" in base_patterns(model) else ""),
-    ]
-    if routed:
-        lines.append(
-            f"routing     {plural(routing.heads, 'head')} in each of the top {plural(routing.layers, 'layer')}, "
-            f"selection={routing.selection}, {read_by(config)}"
-        )
-    lines += [
+        f"sequence    N = {data.length:,} {data.name} {units_of(config)}; {model.base} heads{window}",
+        *[routed] * bool(routing.layers * routing.heads),
         f"parameters  {total.parameters:,} ({total.embedding_parameters:,} of them embedding and output)",
-        f"operations  {short(total.forward)}FLOP a sequence forward: dense {share(total.dense, total)}, "
-        f"attention {share(total.attention, total)}, selection {share(total.selection, total)}",
+        f"operations  {short(total.forward)}FLOP a sequence forward: {shares}",
         f"            attention with every head full: {short(total.full_attention)}FLOP, "
         f"{total.full_attention / (total.attention + total.selection):.1f} times as much",
-        f"step        {plural(trainer.batch_size, 'sequence')}, {units:,} units, {short(total.step(config))}FLOP "
+        f"step        {plural(trainer.batch_size, 'sequence')}, {units:,} units, {short(step)}FLOP "
         f"({processes(config)}, {plural(micro, 'sequence')} at a time{', recomputed' if chosen.recompute else ''})",
         f"memory      about {gib(sum(used.values()))} a device: "
         + ", ".join(f"{name} {gib(size)}" for name, size in used.items()),
         *fit_lines(asked, known),
         f"run         {plural(trainer.steps, 'step')}, {units * trainer.steps:,} units, "
-        f"{short(total.step(config) * trainer.steps)}FLOP: "
-        + ", ".join(f"{duration(total.step(config) * trainer.steps / rate)} at {name}" for name, rate in RATES.items()),
+        f"{short(step * trainer.steps)}FLOP: {times}",
     ]
-    return lines
 
 
 def read_by(config: Config) -> str:
@@ -87,25 +81,15 @@ def read_by(config: Config) -> str:
 
 
 def fit_lines(config: Config, known: int) -> list[str]:
-    """Return what `auto` takes, or whether what is asked for fits, on GPUs of the usual sizes and on this machine.
-
-    Args:
-        config: the configuration as it was composed.
-        known: the number of different units.
-    """
+    """Return what `auto` takes, or whether what is asked for fits, on GPUs of the usual sizes and on this machine."""
     world, gpus = devices(config), torch.cuda.device_count()
     lines = []
     if config.hardware.name != "cpu" and (gpus or config.hardware.name != "fsdp"):
-        planned = config if gpus else on_a_gpu(config)
+        planned = config if gpus else with_values(config, {"hardware.name": "gpu"})
         lines = [f"a GPU of {size} GiB: {choice_words(planned, known, size * 2**30, world)}" for size in GPUS]
     if memory := device_memory(config):
         lines.append(f"this machine ({gib(memory)}): {choice_words(config, known, memory, world)}")
     return [("" if place else "fit").ljust(INDENT) + line for place, line in enumerate(lines)]
-
-
-def on_a_gpu(config: Config) -> Config:
-    """Return the configuration of a run on GPUs, whatever is here; processes on one device each stay as many."""
-    return dataclasses.replace(config, hardware=dataclasses.replace(config.hardware, name="gpu"))
 
 
 def choice_words(config: Config, known: int, memory: int, world: int) -> str:
@@ -115,13 +99,10 @@ def choice_words(config: Config, known: int, memory: int, world: int) -> str:
     return what if fits else f"does not fit ({what}); {LESS}"
 
 
-def units_of(data: DataConfig) -> str:
+def units_of(config: Config) -> str:
     """Return what the sequences of a data set are counted in."""
-    if data.name == "recall":
-        return "units"
-    if data.name in IMAGE_SETS:
-        return "sub-pixels"
-    return {"words": "words", "sentencepiece": "subwords"}.get(data.tokenizer, "bytes")
+    usual = {"recall": "units", **dict.fromkeys(IMAGE_SETS, "sub-pixels")}
+    return usual.get(config.data.name) or {"bytes": "bytes", "words": "words"}.get(config.data.tokenizer, "subwords")
 
 
 def processes(config: Config) -> str:
@@ -135,19 +116,9 @@ def processes(config: Config) -> str:
 def duration(seconds: float) -> str:
     """Return a time in the largest unit of which there are two."""
     for unit, size in (("years", 31_557_600), ("days", 86_400), ("hours", 3_600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            number = seconds / size
-            return (
-                f"{number:.1f} {unit}"
-                if number < 1_000
-                else f"{number:.1e} {unit}".replace("e+0", "e").replace("e+", "e")
-            )
+        if (number := seconds / size) >= 2:
+            return f"{number:,.1f} {unit}" if number < 1e6 else f"{number:.1e} {unit}"
     return f"{seconds:.1f} seconds" if seconds >= 0.1 else "under 0.1 seconds"
-
-
-def share(part: float, total: Cost) -> str:
-    """Return a part of the forward operations in percent."""
-    return f"{100 * part / total.forward:.0f}%"
 
 
 def short(number: float) -> str:

@@ -14,55 +14,46 @@ from rich.table import Table
 from rich.text import Text
 
 from rtx.options import read_words
-from rtx.report.text import printable
 from rtx.sweep.standing import OVER, STATES, Standing, read_standing, time_left
 from rtx.training.progress import clock
 from rtx.training.run_folder import shown
-from rtx.training.signals import INTERRUPTED
+from rtx.wording import printable
 
 REFRESH_SECONDS = 2.0
-
 STYLES = {"done": "green", "running": "cyan", "failed": "red", "waiting": "dim"}
 """Of states; those of cells that broke off are yellow."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run `rtx sweep FOLDER [once=true]`: on a terminal until the sweep is over or Ctrl-C, elsewhere once.
-
-    Returns:
-        0, or 130 after Ctrl-C.
-
-    Raises:
-        UserError: not one folder, or none with a sweep.
-    """
+    """Run `rtx sweep FOLDER [once=true]`: on a terminal until the sweep is over or Ctrl-C (130), elsewhere once."""
     words = read_words("sweep", arguments)
-    console, code, folder = Console(width=shutil.get_terminal_size().columns, highlight=False), 0, words.runs[0]
+    console, folder, code = Console(width=shutil.get_terminal_size().columns, highlight=False), words.runs[0], 0
     if console.is_terminal and not console.is_dumb_terminal and not words.options.once:
-        code = watch(folder, console)
+        try:
+            watch(folder, console)
+        except KeyboardInterrupt:
+            code = 130
     console.print(board(folder, *read_standing(folder)))
     return code
 
 
-def watch(folder: Path, console: Console) -> int:
-    """Show the sweep, cells of interest first, until it is over (0), or until Ctrl-C (130)."""
+def watch(folder: Path, console: Console) -> None:
+    """Show the sweep, cells of interest first, until it is over."""
+    leave = Text("\nCtrl-C leaves; the sweep goes on")
     with Live(console=console, screen=True, auto_refresh=False) as live:
-        try:
-            while True:
-                cells, command = read_standing(folder)
-                if all(cell.state in OVER for cell in cells):
-                    return 0
-                cells.sort(key=lambda cell: STATES.index(cell.state))
-                leave = Text("\nCtrl-C leaves; the sweep goes on")
-                live.update(Group(board(folder, cells, command), leave), refresh=True)
-                time.sleep(REFRESH_SECONDS)
-        except KeyboardInterrupt:
-            return INTERRUPTED
+        while True:
+            cells, command = read_standing(folder)
+            if all(cell.state in OVER for cell in cells):
+                return
+            cells.sort(key=lambda cell: STATES.index(cell.state))
+            live.update(Group(board(folder, cells, command), leave), refresh=True)
+            time.sleep(REFRESH_SECONDS)
 
 
 def board(folder: Path, cells: Sequence[Standing], command: str) -> Group:
     """Return how many cells are in each state and when all will be done, a row for each, and how the sweep goes on."""
     counts, left = Counter(cell.state for cell in cells), time_left(cells)
-    said = ", ".join(f"{counts[state]} {state}" for state in ("done", *STATES[:-2]) if counts[state])
+    said = ", ".join(f"{counts[state]} {state}" for state in ("done", *STATES[:-1]) if counts[state])
     tail = f"; about {clock(left)} left" if left is not None else ""
     table = Table("cell", "state", box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("step", "bits", "left"):

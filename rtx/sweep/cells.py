@@ -1,4 +1,4 @@
-"""The cells of a sweep: what a command lays out, the folder of each, whether it is to be run, and how it ended.
+"""The cells of a sweep: what a command lays out, whether each is to be run, and how it ended.
 
 A cell is known by its configuration, whose hash names its folder. An experiment's file may carry axes
 (`hydra.sweeper.params`, as Hydra users write them); an axis `experiment` makes it stand for other experiments. Each
@@ -32,9 +32,9 @@ from rtx.compose import (
     user_errors,
     with_absolute_path,
 )
-from rtx.config import Config, DataConfig
+from rtx.config import Config
 from rtx.disk import replace_file
-from rtx.errors import RunFailed, UserError, collect
+from rtx.errors import RunFailed, UserError
 from rtx.keys import conf_dir
 from rtx.options import LAUNCHED
 from rtx.training.memory import OUT_OF_MEMORY
@@ -47,9 +47,10 @@ STOPPED = {128 + number: state_after(code) for number, code in EXIT_CODES.items(
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a sweep: its place in the order, from 1; the overrides that train it; its folder and configuration."""
+    """One run of a sweep."""
 
     number: int
+    """From 1."""
     overrides: tuple[str, ...]
     folder: Path
     config: Config
@@ -65,11 +66,6 @@ class Outcome:
     code: int | None
     word: str
     reason: str = ""
-
-    @property
-    def done(self) -> bool:
-        """Whether the cell has its score."""
-        return self.word in ("done", "done before")
 
 
 def lay_out(checked: Sequence[Override]) -> tuple[list[Cell], list[str]]:
@@ -91,18 +87,16 @@ def lay_out(checked: Sequence[Override]) -> tuple[list[Cell], list[str]]:
     swept = list(dict.fromkeys(["experiment"] * (len(grids) > 1) + lists))
     cells: dict[Path, Cell] = {}
     problems: dict[str, str] = {}
-    words = itertools.chain.from_iterable(itertools.product(*map(one_by_one, grid)) for grid in grids)
-    for number, entries in enumerate(words, 1):
+    single = [[[Override(each.key, (value,)) for value in each.values] for each in grid] for grid in grids]
+    for number, entries in enumerate(itertools.chain(*(itertools.product(*grid) for grid in single)), 1):
         title = " ".join(str(entry) for entry in entries if entry.key in swept) or "nothing swept"
         try:
             config = resolve(compose_unresolved(entries))
             folder = outputs_root() / config.name / config_hash(config)
             same = cells.setdefault(folder, Cell(number, tuple(map(str, entries)), folder, config, title))
             if same.number != number:
-                line = (
-                    f"cells {same.number} and {number} are the same run ({title}); list values that change the result"
-                )
-                problems[line] = line
+                both = f"cells {same.number} and {number} are the same run ({title})"
+                problems[both] = f"{both}; list values that change the result"
         except UserError as error:
             for line in str(error).splitlines():
                 problems.setdefault(line, f"cell {number} ({title}): {line}")
@@ -110,11 +104,6 @@ def lay_out(checked: Sequence[Override]) -> tuple[list[Cell], list[str]]:
     unread = [idle(cell.config, (entry.key for entry in given)) for cell in cells.values()]
     refuse(line for key, line in unread[0].items() if all(key in each for each in unread))
     return list(cells.values()), swept
-
-
-def one_by_one(entry: Override) -> list[Override]:
-    """Return an override for each value of one that lists several."""
-    return [Override(entry.key, (value,)) for value in entry.values]
 
 
 def expanded(given: Sequence[Override]) -> dict[str, list[Override]]:
@@ -151,11 +140,7 @@ def own_keys(experiment: str) -> set[str]:
 
 
 def own_axes(experiment: str) -> list[Override]:
-    """Return the axes in the file of an experiment.
-
-    Raises:
-        UserError: a key or value in them is wrong.
-    """
+    """Return the axes in the file of an experiment."""
     if experiment in ("", "null"):
         return []
     params = composed((f"experiment={experiment}",)).hydra.sweeper.params or {}
@@ -164,11 +149,7 @@ def own_axes(experiment: str) -> list[Override]:
 
 
 def refuse_sweep(arguments: Sequence[str]) -> None:
-    """Refuse to take a sweep for one run: an experiment with axes that have no value, and jobs made of cells.
-
-    Raises:
-        UserError: names the axes, or the hardware.
-    """
+    """Refuse to take a sweep for one run: an experiment with axes that have no value, or jobs made of cells."""
     given = {entry.key: entry for entry in check_overrides(arguments)}
     if (entry := given.get("hardware")) and entry.values[0] in LAUNCHED and SWEEP_VARIABLE not in os.environ:
         raise UserError(f"{entry}: makes jobs of the cells of a sweep (rtx train -m; one cell is a sweep, too)")
@@ -179,24 +160,17 @@ def refuse_sweep(arguments: Sequence[str]) -> None:
         raise UserError(f"experiment={name} is a sweep ({what}): {advice}")
 
 
-def check_sources(cells: Sequence[Cell]) -> None:
-    """Check that there is something to make the data from of every cell that has no score yet.
-
-    Raises:
-        UserError: a line for each set of data that is missing.
-    """
-    from rtx.data.catalog import check_source, data_root
-
-    def check(data: DataConfig) -> None:
-        check_source(data, data_root(), lambda line: None)
-
-    needed = [cell.config.data for cell in cells if not has_score(read_status(cell.folder))]
-    collect(check, {repr(data): data for data in needed}.values())
-
-
 def has_score(status: dict[str, Any] | None) -> bool:
     """Tell whether a run is done and says with what score."""
     return bool(status and status.get("state") == "done" and status.get("final"))
+
+
+def environment(cell: Cell) -> dict[str, Any]:
+    """Return what the run of a cell recorded of its machine and data; empty where it has not begun."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads((cell.folder / "environment.json").read_text())
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def ended_before(cell: Cell, retry: bool) -> Outcome | None:
@@ -214,9 +188,7 @@ def ended_before(cell: Cell, retry: bool) -> Outcome | None:
 
 
 def changed(cell: Cell, done: bool) -> str:
-    """Return a line if the run in the cell's folder has another configuration than the cell, or is done with other
-    data than are there now; else an empty string.
-    """
+    """Return a line if the cell's folder has another run, or one that is done with other data than there are now."""
     from rtx.data.catalog import data_root, open_data
 
     try:
@@ -231,27 +203,8 @@ def changed(cell: Cell, done: bool) -> str:
     return ""
 
 
-def environment(cell: Cell) -> dict[str, Any]:
-    """Return what the run of a cell recorded of its machine and data; empty where it has not begun."""
-    try:
-        found = json.loads((cell.folder / "environment.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def recorded_threads(cell: Cell) -> dict[str, str]:
-    """Return the variable that gives a cell which goes on the threads it began with: its bits depend on them.
-
-    Those who set the threads themselves know what they do.
-    """
-    threads = environment(cell).get("threads")
-    chosen = cell.config.hardware.threads is not None or "OMP_NUM_THREADS" in os.environ
-    return {"OMP_NUM_THREADS": str(threads)} if isinstance(threads, int) and threads > 0 and not chosen else {}
-
-
 def ending(
-    cell: Cell, code: int | None, lines: Sequence[str], out_of_memory: bool, before: Any, stopped_by: int = 0
+    cell: Cell, code: int | None, lines: Sequence[str], out_of_memory: bool, before: Any, stopped_by: int
 ) -> Outcome:
     """Return how the process of a cell ended; where it could not write that into its status, that is done here.
 
@@ -273,33 +226,21 @@ def ending(
     stopped = dict(STOPPED)
     if stopped_by:  # a signal can find a process where it aborts, as in the import of a native library
         stopped[128 + signal.SIGABRT] = STOPPED[128 + stopped_by]
+    said = [line.removeprefix("rtx: ") for line in lines if line.startswith("rtx: ")]
+    last = next(iter(said or [line.strip() for line in reversed(lines) if line.strip()]), "")
     if state in STOPPED.values() or (killed and not out_of_memory) or (code in stopped and state != "failed"):
         word = state if state in STOPPED.values() else stopped.get(code or 0, "killed")
-        return Outcome(cell.number, code, word, last_words(lines) if code is None else "")
-    reason = f"{OUT_OF_MEMORY}: the system killed it" if killed else reason_of(code, lines)
-    record_failure(cell, reason)
-    return Outcome(cell.number, code, "failed", reason)
-
-
-def reason_of(code: int | None, lines: Sequence[str]) -> str:
-    """Return why a process failed that wrote no status, by its exit code and its last words."""
-    if code == 0:
-        return "it ended with exit code 0, but without a score"
-    if code and code - 128 in set(signal.Signals):
-        return f"ended by {signal.Signals(code - 128).name}"
-    return last_words(lines) or f"exit code {code}"
-
-
-def last_words(lines: Sequence[str]) -> str:
-    """Return what a process that failed said of it: its own complaint, else the last line of a traceback."""
-    complaints = [line.removeprefix("rtx: ") for line in lines if line.startswith("rtx: ")]
-    return next(iter(complaints or [line.strip() for line in reversed(lines) if line.strip()]), "")
-
-
-def record_failure(cell: Cell, reason: str) -> None:
-    """Write into a cell's folder that it failed; where there was no run yet, with the configuration it was to have."""
+        return Outcome(cell.number, code, word, last if code is None else "")
+    reason = last or f"exit code {code}"
+    if killed:
+        reason = f"{OUT_OF_MEMORY}: the system killed it"
+    elif not code:
+        reason = "it ended with exit code 0, but without a score"
+    elif code - 128 in set(signal.Signals):
+        reason = f"ended by {signal.Signals(code - 128).name}"
     with contextlib.suppress(OSError):  # the table tells it all the same
         close(cell.folder, "failed", reason)
         if not (cell.folder / RUN_CONFIG).exists():
-            text = to_yaml(with_absolute_path(cell.config))
-            replace_file(cell.folder / RUN_CONFIG, lambda file: file.write(text.encode()))
+            text = to_yaml(with_absolute_path(cell.config)).encode()
+            replace_file(cell.folder / RUN_CONFIG, lambda file: file.write(text))
+    return Outcome(cell.number, code, "failed", reason)

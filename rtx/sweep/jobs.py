@@ -23,8 +23,8 @@ from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
 
 from rtx.errors import UserError
 from rtx.options import SweepOptions
-from rtx.sweep.cells import Cell, recorded_threads
-from rtx.sweep.launcher import Launcher, Processes
+from rtx.sweep.cells import Cell
+from rtx.sweep.launcher import Launcher, Processes, recorded_threads
 
 QUEUE_SECONDS = 5.0
 """Time between two looks at the queue of a cluster."""
@@ -68,11 +68,7 @@ class LocalLauncher(Launcher):
         return None, [f"its job ended: {log[-1] if log else 'it left no word'}"], "oom" in " ".join(log[-9:]).lower()
 
     def submit(self, cell: Cell) -> submitit.Job[Any]:
-        """Submit the job of a cell.
-
-        Raises:
-            UserError: there is no queue that takes it.
-        """
+        """Submit the job of a cell."""
         attempt, asked = Attempt(cell.overrides, recorded_threads(cell), cell.folder), dict(self.parameters)
         timeouts = {key: asked.pop(key) for key in list(asked) if key.endswith("max_num_timeout")}
         # An rtx.py in the current folder is not to be run for ours.

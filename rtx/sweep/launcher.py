@@ -32,9 +32,10 @@ from omegaconf import OmegaConf
 from rtx.commandline.overrides import Override, check_overrides
 from rtx.compose import composed, user_errors
 from rtx.config import Config
-from rtx.errors import UserError
+from rtx.data.catalog import check_source, data_root
+from rtx.errors import UserError, collect
 from rtx.options import LAUNCHED, SweepOptions, read_words
-from rtx.sweep.cells import Cell, Outcome, check_sources, ended_before, ending, lay_out, recorded_threads
+from rtx.sweep.cells import Cell, Outcome, ended_before, ending, environment, has_score, lay_out
 from rtx.training.launchers import cores
 from rtx.training.memory import system_kills
 from rtx.training.run_folder import boot_id, busy, read_status, seems_running, utc_now
@@ -72,27 +73,23 @@ def sweep(arguments: Sequence[str]) -> int:
     checked = check_overrides(words.overrides, sweep=True)
     cells, _ = lay_out(checked)
     launcher = make_launcher(checked, cells, words.options)
-    check_sources(cells)
-    record_sweep(cells, arguments)
-    print(f"{plural(len(cells), 'cell')}, each a run of its own", flush=True)
+    needed = {str(cell.config.data): cell.config.data for cell in cells if not has_score(read_status(cell.folder))}
+    collect(lambda data: check_source(data, data_root(), lambda line: None), needed.values())
+    roots = record_sweep(cells, arguments)
+    show(f"{plural(len(cells), 'cell')}, each a run of its own\n")
     if launcher.quiet:
-        roots = dict.fromkeys(shlex.quote(os.path.relpath(cell.folder.parent)) for cell in cells)
-        print(f"each cell prints into {OUTPUT} in its folder; to watch:", flush=True)
-        print("\n".join(f"  rtx sweep {root}" for root in roots), flush=True)
+        watch = "".join(f"  rtx sweep {shlex.quote(os.path.relpath(root))}\n" for root in roots)
+        show(f"each cell prints into {OUTPUT} in its folder; to watch:\n{watch}")
     with forwarded_signals(launcher):
         outcomes = launcher.launch()
     print(closing_table(cells, outcomes), flush=True)
     if launcher.stopped_by:
         return STOPPING[launcher.stopped_by]
-    return 0 if all(outcome.done for outcome in outcomes) else 1
+    return 0 if all(outcome.word.startswith("done") for outcome in outcomes) else 1
 
 
 def make_launcher(checked: Sequence[Override], cells: Sequence[Cell], options: SweepOptions) -> Launcher:
-    """Return what runs the cells: processes of this machine, or with hardware=slurm the jobs that hydra.launcher says.
-
-    Raises:
-        UserError: hydra.launcher.* has no such key, or a value that a launcher of ours does not take.
-    """
+    """Return what runs the cells: processes of this machine, or jobs as hydra.launcher says."""
     hardware = {entry.key: entry for entry in checked}.get("hardware") or Override("hardware", ("auto",))
     own = [str(entry) for entry in checked if entry.key.startswith("hydra.")]
     if not {*hardware.values} & {*LAUNCHED}:
@@ -218,9 +215,7 @@ class Launcher(Processes):
                 self.stopping.wait(LOOK_SECONDS)
 
     def run(self, cell: Cell, place: int) -> Outcome | None:
-        """Run a cell to its end, unless it has come to one already or the sweep is being stopped; None: it is in use by
-        another process, and to be asked again.
-        """
+        """Run a cell to its end, where it has not come to one; None: another process works on it, ask again."""
         if self.stopped_by:
             return Outcome(cell.number, None, "not started")
         if self.in_use(cell):
@@ -250,11 +245,7 @@ class Launcher(Processes):
         show("\n" * (not self.quiet) + f"cell {cell.number} of {len(self.cells)}: {cell.title}: {line}\n")
 
     def attempt(self, cell: Cell, place: int) -> tuple[int | None, list[str], bool]:
-        """Run the process of a cell to its end.
-
-        Returns:
-            Its exit code (128 + N after signal N), its last lines, whether it is known to have wanted memory.
-        """
+        """Run the process of a cell to its end; as `process`, and whether it is known to have wanted memory."""
         variables = {**share(cell.config, place, self.places), **recorded_threads(cell)}
         return *self.process(cell.overrides, variables, cell.folder, shown=not self.quiet), False
 
@@ -302,17 +293,27 @@ def share(config: Config, place: int, places: int) -> dict[str, str]:
     return variables
 
 
-def record_sweep(cells: Sequence[Cell], arguments: Sequence[str]) -> None:
-    """Append to sweeps.jsonl, beside the cells, the command and what each cell is; reports and `rtx sweep` read it.
+def recorded_threads(cell: Cell) -> dict[str, str]:
+    """Return the variable that gives a cell which goes on the threads it began with: its bits depend on them.
 
-    Raises:
-        UserError: the folder of the sweep cannot be written.
+    Those who set the threads themselves know what they do.
     """
-    words = {"command": shlex.join(["rtx", "train", "-m", *arguments]), "folder": os.getcwd()}
+    threads = environment(cell).get("threads")
+    chosen = cell.config.hardware.threads is not None or "OMP_NUM_THREADS" in os.environ
+    return {"OMP_NUM_THREADS": str(threads)} if isinstance(threads, int) and threads > 0 and not chosen else {}
+
+
+def record_sweep(cells: Sequence[Cell], arguments: Sequence[str]) -> list[Path]:
+    """Append to sweeps.jsonl, beside the cells, the command and what each cell is; returns the folders.
+
+    Reports and `rtx sweep` read it.
+    """
+    command = {"command": shlex.join(["rtx", "train", "-m", *arguments]), "folder": os.getcwd()}
     process = {"pid": os.getpid(), "host": socket.gethostname(), "boot_id": boot_id()}
-    for root in dict.fromkeys(cell.folder.parent for cell in cells):
+    roots = list(dict.fromkeys(cell.folder.parent for cell in cells))
+    for root in roots:
         mine = {cell.folder.name: cell.title for cell in cells if cell.folder.parent == root}
-        row = json.dumps({"time": utc_now(), **words, **process, "cells": mine})
+        row = json.dumps({"time": utc_now(), **command, **process, "cells": mine})
         try:
             root.mkdir(parents=True, exist_ok=True)
             with open(root / "sweeps.jsonl", "a+b") as file:
@@ -322,6 +323,7 @@ def record_sweep(cells: Sequence[Cell], arguments: Sequence[str]) -> None:
         except OSError as error:
             advice = "set RTX_OUTPUTS to a folder that you can write"
             raise UserError(f"cannot write to {root}: {error.strerror}; {advice}") from None
+    return roots
 
 
 def closing_table(cells: Sequence[Cell], outcomes: Sequence[Outcome]) -> str:
@@ -330,7 +332,7 @@ def closing_table(cells: Sequence[Cell], outcomes: Sequence[Outcome]) -> str:
     for cell, outcome in zip(cells, outcomes, strict=True):
         final = (read_status(cell.folder) or {}).get("final") or {}
         code = "" if outcome.code is None else str(outcome.code)
-        bits = f"{final['bits']:.4f}" if outcome.done and "bits" in final else ""
+        bits = f"{final['bits']:.4f}" if outcome.word.startswith("done") and "bits" in final else ""
         rows.append((str(cell.number), cell.title, outcome.word, code, bits, os.path.relpath(cell.folder)))
         reasons.append(outcome.reason)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

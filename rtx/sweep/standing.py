@@ -5,23 +5,23 @@ Read again and again while it runs, so only the end of a metrics.jsonl is read, 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rtx.errors import UserError, nearest
-from rtx.report.cells import Collection, is_run, read_lines
 from rtx.training.run_folder import boot_id, process_exists, read_status, seems_running
 
 TAIL_BYTES = 1 << 14
 """Of a metrics.jsonl that are read: some dozen rows."""
 
-STATES = ("running", "failed", "killed", "interrupted", "preempted", "waiting", "done", "unknown")
+STATES = ("running", "failed", "killed", "interrupted", "preempted", "waiting", "done")
 """What a cell may be, in the order of interest."""
 
 OVER = ("done", "failed")
@@ -55,17 +55,26 @@ def read_standing(root: Path) -> tuple[list[Standing], str]:
     if not root.is_dir():
         near = nearest(root.name, [path.parent.name for path in root.parent.glob("*/sweeps.jsonl")])
         raise UserError(f"{root}: no such folder{near}; a sweep is a folder such as outputs/<name>")
-    rows = [row for row in read_lines(root / "sweeps.jsonl", Collection()) if isinstance(row.get("cells"), dict)]
-    others = [path.name for path in sorted(root.glob("*")) if path.is_dir() and is_run(path)]
-    titles = {name: name for name in others} | {name: str(row["cells"][name]) for row in rows for name in row["cells"]}
-    names = dict.fromkeys([*(name for row in rows for name in row["cells"]), *others])
-    cells = {name: standing(root / name, titles[name]) for name in names}
+    rows = [row for row in json_rows(root / "sweeps.jsonl") if isinstance(row.get("cells"), dict)]
+    titles = {name: str(title) for row in rows for name, title in row["cells"].items()}
+    others = (path.parent.name for path in sorted(root.glob("*/status.json")))
+    cells = {name: standing(root / name, titles.get(name, name)) for name in dict.fromkeys([*titles, *others])}
     if not cells:
         inside = [str(path.parent) for path in sorted(root.glob("*/sweeps.jsonl"))]
         raise UserError(f"{root}: holds no sweep" + (f"; there is one in {', '.join(inside[:5])}" if inside else ""))
     left = [row for row in rows if any(cells[name].state not in OVER for name in row["cells"])]
     idle = left and not any(map(at_work, rows)) and all(cell.state != "running" for cell in cells.values())
     return list(cells.values()), str(left[-1].get("command", "")) if idle else ""
+
+
+def json_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects among the last lines of a file; what is half written, or cut, is passed over."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES) if path.name == "metrics.jsonl" else 0)
+        for line in file:
+            with contextlib.suppress(ValueError):
+                if isinstance(row := json.loads(line), dict):
+                    yield row
 
 
 def at_work(row: Mapping[str, Any]) -> bool:
@@ -80,37 +89,19 @@ def standing(folder: Path, title: str) -> Standing:
     status = read_status(folder)
     if status is None:
         return Standing(title, "waiting")
-    state = status["state"]
-    if state == "running" and not seems_running(folder, status):
-        state = "killed"
-    step, steps = status.get("step") or 0, status.get("steps")
+    state, step, steps = status["state"], status.get("step") or 0, status.get("steps")
     if state == "done":
         bits = (status.get("final") or {}).get("bits")
         return Standing(title, state, step, steps, bits, whole=status.get("seconds"))
-    row, left = last_row(folder / "metrics.jsonl"), None
-    whole = steps * row["seconds"] / row["step"] if steps and row.get("seconds") and row["step"] else None
+    if state == "running" and not seems_running(folder, status):
+        state = "killed"
+    rows = [row for row in json_rows(folder / "metrics.jsonl") if row.get("kind") == "train" and row.get("step")]
+    row, left = rows[-1] if rows else {}, None
+    whole = steps * row["seconds"] / row["step"] if steps and row.get("seconds") else None
     if state == "running" and whole and steps:
         left = max(0.0, whole * (1 - row["step"] / steps) - age(row.get("time")))
     reason = str(status.get("reason") or "") if state == "failed" else ""
     return Standing(title, state, max(step, row.get("step", 0)), steps, row.get("bits"), left, whole, reason)
-
-
-def last_row(path: Path) -> dict[str, Any]:
-    """Return the last training row of a metrics.jsonl, empty where there is none."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return {}
-    for line in reversed(lines):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # half written, or cut
-        if isinstance(row, dict) and row.get("kind") == "train" and isinstance(row.get("step"), int):
-            return row
-    return {}
 
 
 def age(time: Any) -> float:
@@ -126,10 +117,11 @@ def time_left(cells: Sequence[Standing]) -> float | None:
 
     A cell that has not begun is taken to need as long as the others on average.
     """
-    running = [cell.left for cell in cells if cell.state == "running" and cell.left is not None]
+    running = [cell.left for cell in cells if cell.state == "running"]
+    known = [left for left in running if left is not None]
     whole = [cell.whole for cell in cells if cell.whole]
-    if not running or not whole or len(running) < sum(cell.state == "running" for cell in cells):
+    if not known or not whole or len(known) < len(running):
         return None
     to_begin = [cell for cell in cells if cell.state not in (*OVER, "running")]
     to_come = sum(1 - cell.step / cell.steps if cell.steps else 1 for cell in to_begin) * sum(whole) / len(whole)
-    return max(*running, (sum(running) + to_come) / len(running))
+    return max(*known, (sum(known) + to_come) / len(known))

@@ -125,7 +125,7 @@ def test_every_end_of_a_cell_is_told_and_kept(
 def test_an_rtx_of_the_current_folder_is_not_run_for_ours(outputs: Path, monkeypatch: Patch, capsys: Capture) -> None:
     """It would end with 0, and the table said: done."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr("rtx.sweep.launcher.check_sources", lambda cells: None)  # the cell is to find it out
+    monkeypatch.setattr("rtx.sweep.launcher.check_source", lambda *source: None)  # the cell is to find it out
     Path("rtx.py").write_text("open('attacked', 'w')")
     assert cli.main(["train", "-m", *SMALL[:1], "data.path=none.txt", *SMALL[2:]]) == 1
     shown = capsys.readouterr().out
