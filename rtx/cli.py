@@ -41,7 +41,7 @@ COMMANDS = {
     "schema": "print what a file of conf/ may hold, for editors",
     "completion": "print a script by which bash completes commands, options and keys",
 }
-RUNNING = ("train", "resume")
+RUNNING = (["train"], ["resume"])
 """Commands that a scheduler may stop with SIGUSR1 and SIGUSR2 as well."""
 READS_ITSELF = ("bench", "completion", "data", "report", "schema", "sweep")
 """Commands that refuse what is wrong with their words before they import torch."""
@@ -66,19 +66,17 @@ def handle_signals(words: list[str]) -> None:
 
     A process that the first one of a run has started leaves them to it from its first moment on.
     """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped(PREEMPTED, f"stopped by {signal.Signals(number).name}")
+
     if started_by_another():
         ignore_signals()
         return
-    runs = words and words[0] in RUNNING
     for number, code in EXIT_CODES.items():
-        ignored = signal.getsignal(number) is signal.SIG_IGN  # as by nohup
-        if code == PREEMPTED and (runs or number == signal.SIGTERM) and not ignored:
+        ours = code == PREEMPTED and (words[:1] in RUNNING or number == signal.SIGTERM)
+        if ours and signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
             signal.signal(number, stop)
-
-
-def stop(number: int, frame: FrameType | None) -> None:
-    """Handle a signal that ends the work where it is: raise `Stopped`."""
-    raise Stopped(PREEMPTED, f"stopped by {signal.Signals(number).name}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

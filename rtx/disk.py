@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Error numbers of a disk that is full, a quota that is spent, and a file over its size limit."""
+MARK = ".writing"
+"""Ends the name of a file that is being written; whoever finds one without its writer may delete it."""
 
 
 def is_full(error: OSError) -> bool:
-    """Tell whether an error means that no more can be written."""
-    return error.errno in FULL
+    """Tell whether an error means that no more can be written: a full disk, a spent quota, a file over its limit."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def sync_folder(folder: Path) -> None:
@@ -27,22 +27,13 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# Files that are either the old one or the new one, whatever happens in between
-
-MARK = ".writing"
-"""Ends the name of a file that is being written; whoever finds one without its writer may delete it."""
-
-
 def replace_file(path: Path, write: Callable[[BinaryIO], object], *, durable: bool = True) -> None:
-    """Write a file beside `path`, then rename it onto `path`; on any error `path` stays as it was.
+    """Write a file beside `path`, then rename it onto `path`; on any error (OSError) `path` stays as it was.
 
     Args:
         path: the file to replace; its folder must exist.
         write: writes the content to a binary file, opened for reading and writing.
         durable: wait until content and name are on the disk.
-
-    Raises:
-        OSError: the folder cannot be written or is full.
     """
     temporary = write_beside(path, write, durable=durable)
     os.replace(temporary, path)

@@ -281,11 +281,7 @@ def actions(word: str) -> list[str]:
 
 
 def what_to_do(word: str, words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return what `rtx analyze` or `rtx bench` is asked to do, and the words behind that.
-
-    Raises:
-        UserError: nothing, or what there is not.
-    """
+    """Return what `rtx analyze` or `rtx bench` is asked to do, and the words behind that."""
     known, what = actions(word), words[0] if words else ""
     if what in known:
         return what, list(words[1:])
@@ -353,11 +349,7 @@ def read_words(command: str, words: Sequence[str]) -> Words:
 
 
 def leading_runs(command: str, words: Sequence[str]) -> list[Path]:
-    """Return the run folders that words begin with; one that exists may have any name (a=b, -o).
-
-    Raises:
-        UserError: there are fewer or more than the command takes.
-    """
+    """Return the run folders that words begin with; one that exists may have any name (a=b, -o)."""
     least, most = READS[command].runs
     setting = (not word or "=" in word or word.startswith("-") for word in words)
     ends = (k for k, is_set in enumerate(setting) if is_set and not os.path.isdir(words[k]))
@@ -371,11 +363,7 @@ def leading_runs(command: str, words: Sequence[str]) -> list[Path]:
 
 
 def split_word(word: str) -> tuple[str, str]:
-    """Return key and value of `key=value`.
-
-    Raises:
-        UserError: it is not of that form.
-    """
+    """Return key and value of `key=value`."""
     key, equals, text = word.partition("=")
     key = key.lstrip("+").strip()
     if word.startswith(("-", "~")):
@@ -388,11 +376,7 @@ def split_word(word: str) -> tuple[str, str]:
 
 
 def refuse_foreign(command: str, key: str, word: str, composing: bool) -> None:
-    """Refuse a key that the command does not read.
-
-    Raises:
-        UserError: says which command reads it, or which key is near.
-    """
+    """Refuse a key that the command does not read; say which command reads it, or which key is near."""
     reads = READS[command]
     known = reads.known(composing)
     if key in known or (composing and key.startswith(("hydra.", "hydra/"))):
@@ -412,11 +396,7 @@ def refuse_foreign(command: str, key: str, word: str, composing: bool) -> None:
 
 
 def refuse_devices(command: str, key: str, text: str) -> None:
-    """Refuse hardware of several devices, and what makes jobs, behind a command on a run.
-
-    Raises:
-        UserError: says what hardware takes.
-    """
+    """Refuse hardware of several devices, and what makes jobs, behind a command on a run."""
     if key == "hardware" and text in LAUNCHED:
         raise UserError(f"{key}={text}: makes jobs of the cells of a sweep (rtx train -m), not of rtx {command}")
     if command != "resume" and key in ("hardware", "hardware.name") and text in SPREAD:

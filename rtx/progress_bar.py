@@ -24,22 +24,16 @@ def progress_bar(unit: str) -> Iterator[Callable[[int, int], None]]:
         unit: what is counted, in the plural, such as "windows".
     """
     began = shown = time.monotonic()
-    bar: tqdm | None = None
-    plain = not sys.stderr.isatty() and "ipykernel" not in sys.modules
+    terminal = sys.stderr.isatty() or "ipykernel" in sys.modules
+    with tqdm(unit=f" {unit}", delay=QUIET_SECONDS, leave=False, file=sys.stderr, disable=not terminal) as bar:
 
-    def show(done: int, total: int) -> None:
-        nonlocal bar, shown
-        if not plain:
-            if bar is None:
-                bar = tqdm(total=total, unit=f" {unit}", delay=QUIET_SECONDS, leave=False, file=sys.stderr)
+        def show(done: int, total: int) -> None:
+            nonlocal shown
+            bar.total = total
             bar.update(done - bar.n)
-        elif time.monotonic() - shown > PLAIN_SECONDS:
-            shown = time.monotonic()
-            line = tqdm.format_meter(done, total, shown - began, ncols=79, ascii=True, unit=f" {unit}")
-            print(line, file=sys.stderr, flush=True)
+            if not terminal and time.monotonic() - shown > PLAIN_SECONDS:
+                shown = time.monotonic()
+                line = tqdm.format_meter(done, total, shown - began, ncols=79, ascii=True, unit=f" {unit}")
+                print(line, file=sys.stderr, flush=True)
 
-    try:
         yield show
-    finally:
-        if bar is not None:
-            bar.close()

@@ -7,11 +7,9 @@ from rtx.config import DataConfig
 IMAGE_SETS = {"cifar10": 32, "imagenet64": 64, "images": None}
 """Data sets of images, and the side of their images where it is fixed."""
 
+# As in conf/data: units of a set where they are not bytes, and subwords.
 USUAL_TOKENIZER = {"wikitext103": "words", "pg19": "sentencepiece"}
-"""Units of a set where they are not bytes, as in conf/data."""
-
 USUAL_VOCABULARY = {"pg19": 98_000}
-"""Subwords of a set where conf/data says so."""
 
 TWO_WAYS = ("wikitext103", "cifar10")
 """Sets that come from the hub or from an archive."""

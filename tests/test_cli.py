@@ -111,7 +111,6 @@ def test_no_command_shows_the_help_and_fails(capsys: pytest.CaptureFixture[str])
         (["--help", "bogus"], "unknown command 'bogus'; the commands are train, "),
         (["plan", "hardware=slurm"], "hardware=slurm: makes jobs of the cells of a sweep (rtx train -m;"),
         (["audit", "hardware=submitit_local"], "makes jobs of the cells of a sweep"),
-        (["train", "--help", "widow"], "no help on 'widow' (did you mean 'routing.window' or 'model.window'?)"),
     ],
 )
 def test_a_mistake_on_the_command_line(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
@@ -140,18 +139,6 @@ def test_cfg_job_prints_the_configuration_of_the_run(capsys: pytest.CaptureFixtu
     assert "  clusters: 32\n" in text
     assert "${" not in text
     assert answer(capsys, "train", "model=rt24", "--cfg=job", "trainer.steps=1000")[1] == text
-
-
-def test_narrow_help_goes_by_the_overrides(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    code, page, _ = answer(capsys, "train", "--help", "routing.window", "model=rt24")
-    assert code == 0
-    assert page.splitlines() == [
-        "routing.<key>: The content-based heads: how many, where, and how a position chooses its cluster.",
-        "  routing.window=256              Attention window W: keys per query and cluster at the most. "
-        "[an integer, at least 1]",
-    ]
-    assert "  rt22 " in answer(capsys, "train", "--help", "model")[1]
 
 
 def test_a_fault_of_ours_keeps_its_traceback(

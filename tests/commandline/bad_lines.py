@@ -23,7 +23,7 @@ GOOD = (
     ("train", "-m", *SMALL, "routing.window=8,16", "seed=range(1,3)"),
     ("train", "data=recall", "model=glob(t*)", "--multirun", "routing=topk,causal"),
     ("train", "--cfg", "job", "data=recall", "trainer.steps=5"),
-    ("train", "--help", "routing", "seed=1"),
+    ("train", "--help", "seed=1"),
     ("plan", "data=enwik8", "model=rt24", "trainer.micro_batch_size=2", "hardware.precision=bf16"),
     ("plan", "data=cifar10", "model=rt12-cifar10", "data.size=16", "routing.clusters=null"),
     ("plan", "experiment=enwik8", "model.recompute=true", "trainer.steps=${optimizer.steps}"),
