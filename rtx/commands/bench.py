@@ -100,12 +100,12 @@ def lay_out_rows(words: Sequence[str]) -> list[Row]:
             raise UserError(f"{entry}: has no effect; rtx bench takes its rows in turn, on this machine")
         if entry.key in ("hardware", "hardware.name") and {*entry.values} & {*SPREAD, *LAUNCHED}:
             raise UserError(f"{entry}: rtx bench times a row on one device; hardware takes auto, cpu or gpu")
-    cells, swept = lay_out(checked)
+    cells, _ = lay_out(checked)
     rows: dict[str, Row] = {}
     for cell in cells:
         key = config_hash(dataclasses.replace(cell.config, seed=0))
         if key not in rows:
-            rows[key] = Row(cell.config, cell.title(swept))
+            rows[key] = Row(cell.config, cell.title)
     if len(rows) < len(cells):
         print(f"of {plural(len(cells), 'cell')} those that differ by their seed alone are one row")
     return list(rows.values())
