@@ -1,9 +1,10 @@
 """How fast data become stores, and batches: every figure promised for preparation, on this machine.
 
-Run `python benchmarks/data.py` on a quiet machine; it writes `benchmarks/results/data-cpu.json`, a row for each figure,
-and prints a table. Needs 5 GB below the folder for temporary files (TMPDIR) and no network. Text is Python's standard
-library, or `--text FILE`, repeated as often as the sizes ask for, which makes words easier to remember than a text
-that goes on: each row says which text it was. `--scale 0.01` tries everything on a hundredth of the sizes.
+Run `python benchmarks/data.py` on a quiet machine; it writes `benchmarks/results/data-cpu.json`, a row for each figure
+(the median of `--runs`), and prints a table. Needs 12 GB below the folder for temporary files (TMPDIR) and no network.
+Text is Python's standard library, or `--text FILE` (lines, or a parquet file with a column `text`), repeated as often
+as the sizes ask for but in the case `subwords`, which encodes it once: each row says which text it was. `--scale 0.01`
+tries everything on a hundredth of the sizes.
 
 The loader's share of a training step is in `benchmarks/results/newcomer-cpu.json` (`python benchmarks/newcomer.py`).
 """
@@ -11,18 +12,18 @@ The loader's share of a training step is in `benchmarks/results/newcomer-cpu.jso
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
+import io
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import zipfile
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,8 @@ from typing import Any
 import numpy as np
 
 from rtx.config import DataConfig
-from rtx.data.files import library_files, listed, read_files
-from rtx.data.source import Tokenizer
 
 MB = 1_000_000
-PIECE = 16 * MB
 BATCH, LENGTH = 8, 8_192
 BOOK = 400_000
 """Bytes of a made book, about the mean of PG-19's."""
@@ -48,12 +46,11 @@ def arguments() -> argparse.Namespace:
     """Return what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--runs", type=int, default=3, help="of each case; their median counts")
     parser.add_argument("--text", type=Path, help="a file of text; default: Python's standard library")
     parser.add_argument("--gigabytes", type=float, default=2.0, help="text of the books (case books)")
-    parser.add_argument("--vocabulary", type=int, default=16_384, help="subwords (cases subwords, books)")
-    parser.add_argument(
-        "--scale", type=float, default=1.0, help="of all sizes; below 1 nothing is compared with a target"
-    )
+    parser.add_argument("--vocabulary", type=int, default=16_384, help="subwords (case subwords)")
+    parser.add_argument("--scale", type=float, default=1.0, help="of all sizes; below 1 no figure has a goal")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "data-cpu.json")
     parser.add_argument("--child", choices=CASES, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -61,7 +58,13 @@ def arguments() -> argparse.Namespace:
 
 def text_of(args: argparse.Namespace) -> bytes:
     """Return the text that all others are made of."""
-    return args.text.read_bytes() if args.text else b"".join(read_files(library_files()))
+    from pyarrow import parquet
+
+    from rtx.data.text import library_files
+
+    if args.text and args.text.suffix == ".parquet":
+        return "".join(parquet.read_table(args.text, columns=["text"])["text"].to_pylist()).encode()
+    return args.text.read_bytes() if args.text else b"".join(path.read_bytes() for path in library_files())
 
 
 def repeated(text: bytes, size: int) -> bytes:
@@ -69,41 +72,26 @@ def repeated(text: bytes, size: int) -> bytes:
     return (text * (size // len(text) + 1))[:size]
 
 
-def cores() -> int:
-    """Return how many processes prepare a store unless fewer are asked for."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def said(line: str) -> None:
     """Pass on what a preparation says, beside the rows."""
     print(line, file=sys.stderr)
 
 
-@contextlib.contextmanager
-def made_enwik8(folder: Path, args: argparse.Namespace) -> Iterator[Path]:
-    """Make a zip that passes for enwik-8's, and patch what the real one is told by."""
-    from rtx.data import enwik8
-
-    splits = {name: int(size * args.scale) for name, size in enwik8.SPLITS.items()}
-    content = repeated(text_of(args), sum(splits.values()))
-    with zipfile.ZipFile(folder / "enwik8.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("enwik8", content)
-    enwik8.SIZE, enwik8.SPLITS = len(content), splits
-    enwik8.SHA256 = hashlib.sha256(content).hexdigest()
-    yield folder / "enwik8.zip"
-
-
 def case_bytes(folder: Path, args: argparse.Namespace) -> list[Row]:
     """A zip as large as enwik-8 to its store; then random batches from that store."""
-    from rtx.data.catalog import prepare_files
+    from rtx.data import text
+    from rtx.data.catalog import prepare_data
+    from rtx.data.fetch import Remote, file_sha256
     from rtx.data.sampler import TrainingItems, training_batches
 
-    with made_enwik8(folder, args) as path:
-        begin = time.perf_counter()
-        store = prepare_files(DataConfig(name="enwik8", path=str(path), length=LENGTH), folder / "data", said)
-        seconds = time.perf_counter() - begin
-    size = sum(map(len, store.splits.values()))
-    rows: list[Row] = [row("enwik-8's zip to its store", seconds, "s", 5.0, bytes=size)]
+    content, archive = repeated(text_of(args), int(100 * MB * args.scale)), folder / "enwik8.zip"
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("enwik8", content)
+    text.ENWIK8 = Remote("https://nowhere.invalid/enwik8.zip", archive.stat().st_size, file_sha256(archive))
+    text.ENWIK8_TEXT = (len(content), hashlib.sha256(content).hexdigest())
+    begin = time.perf_counter()
+    store = prepare_data(DataConfig(name="enwik8", path=str(archive), length=LENGTH), folder / "data", said)
+    rows = [row("enwik-8's zip to its store", time.perf_counter() - begin, "s", 5.0, bytes=len(content))]
     items = TrainingItems(store.split("train"), LENGTH, seed=0, batch_size=BATCH)
     steps = max(20, int(2_000 * args.scale))
     for batches in (training_batches(items, 0, 20), training_batches(items, 20, 20 + steps)):  # the first ones warm up
@@ -111,92 +99,54 @@ def case_bytes(folder: Path, args: argparse.Namespace) -> list[Row]:
         for batch in batches:
             units += batch.numel()
         seconds = time.perf_counter() - begin
-    rows.append(row(f"random batches of {BATCH} x {LENGTH:,}", units / seconds / 1e6, "million tokens/s", 100.0))
-    return rows
+    return [*rows, row(f"random batches of {BATCH} x {LENGTH:,}", units / seconds / MB, "million tokens/s", 100.0)]
 
 
 def case_words(folder: Path, args: argparse.Namespace) -> list[Row]:
-    """Words of a long text: counted, then encoded by one process and by all."""
-    from rtx.data.words import WordTokenizer
+    """Words of a long text, counted and encoded by one process."""
+    from rtx.data.tokenizers import learn_words
 
-    parts = text_parts(folder, args, 200 * MB)
-    size = sum(part.size for part in parts)
-    rates: list[Row] = []
-    for processes in sorted({1, cores()}):
-        begin = time.perf_counter()
-        tokenizer = WordTokenizer.train(parts, "data=text", said, processes)
-        counted = time.perf_counter() - begin
-        encoded = encoding_seconds(tokenizer, parts, folder, processes)
-        rates.append(row("words encoded", size / encoded / MB, "MB/s", 20.0, processes=processes))
-        whole = size / (counted + encoded) / MB
-        rates.append(row("words counted and encoded", whole, "MB/s", None, processes=processes))
-    return [{**rate, "bytes": size, "vocabulary": tokenizer.vocabulary} for rate in rates]
+    text = repeated(text_of(args), int(200 * MB * args.scale))
+    begin = time.perf_counter()
+    tokenizer = learn_words([text], "data=text", said)
+    counted = time.perf_counter()
+    tokenizer.encode(text)
+    rates = (("counted", counted - begin, None), ("encoded", time.perf_counter() - counted, 20.0))
+    facts = {"bytes": len(text), "vocabulary": tokenizer.vocabulary}
+    return [row(f"words {what}", len(text) / seconds / MB, "MB/s", goal, **facts) for what, seconds, goal in rates]
 
 
 def case_subwords(folder: Path, args: argparse.Namespace) -> list[Row]:
-    """Subwords of a long text, encoded by one process and by all; learning them is timed apart."""
-    from rtx.data.pieces import SentencepieceTokenizer
+    """Subwords learned from half of a text, then 30 MB of its other half encoded by one process, never seen before."""
+    from rtx.data.tokenizers import learn_subwords
 
-    parts = text_parts(folder, args, 200 * MB)
-    size = sum(part.size for part in parts)
+    text = text_of(args)
+    half = text.index(b" ", len(text) // 2)
     begin = time.perf_counter()
-    tokenizer = SentencepieceTokenizer.train(parts, args.vocabulary, int(100 * MB * args.scale), "data=text", said)
-    rows = [row("subwords learned", time.perf_counter() - begin, "s", None)]
-    for processes in sorted({1, cores()}):
-        rate = size / encoding_seconds(tokenizer, parts, folder, processes) / MB
-        target = 5.0 if processes == cores() else None
-        rows.append(row("subwords encoded", rate, "MB/s", target, processes=processes))
-    return [{**rate, "bytes": size, "vocabulary": args.vocabulary} for rate in rows]
-
-
-def text_parts(folder: Path, args: argparse.Namespace, size: int) -> list[Any]:
-    """Write a long text and return it in parts of 16 MB."""
-    from rtx.data.text import Piece, TextPart
-
-    (folder / "text").write_bytes(repeated(text_of(args), int(size * args.scale)))
-    file = listed(folder / "text")
-    cuts = range(0, file.size, PIECE)
-    return [TextPart((Piece(file, start, min(start + PIECE, file.size)),)) for start in cuts]
-
-
-def encoding_seconds(tokenizer: Tokenizer, parts: list[Any], folder: Path, processes: int) -> float:
-    """Return the time in which the parts are encoded and written with their checksums, as a preparation does it."""
-    from rtx.data.build import smallest_type
-    from rtx.data.parts import Place, work_on_part
-    from rtx.data.workers import Job, run_jobs
-
-    work = folder / f"work-{processes}"
-    (work / "parts").mkdir(parents=True)
-    described = tokenizer.describe()
-    (work / described["file"]).write_bytes(tokenizer.content)  # type: ignore[attr-defined]
-    kind, told = smallest_type(tokenizer.vocabulary), json.dumps(described)
-    jobs: list[Job] = [
-        (work_on_part, (part, told, work, kind, False, Place(work, "train", number, len(parts))))
-        for number, part in enumerate(parts)
-    ]
-    begin = time.perf_counter()
-    for _ in run_jobs(jobs, processes):
-        pass
-    return time.perf_counter() - begin
+    tokenizer = learn_subwords([text[:half]], args.vocabulary, 100 * MB, "data=text", said)
+    learned = time.perf_counter()
+    unseen = text[half : half + int(30 * MB * args.scale)]
+    tokenizer.encode(unseen)
+    rate, facts = len(unseen) / (time.perf_counter() - learned) / MB, {"vocabulary": args.vocabulary}
+    rows = [row("subwords learned", learned - begin, "s", None, bytes=half, **facts)]
+    return [*rows, row("subwords encoded, text never seen", rate, "MB/s", 3.0, bytes=len(unseen), **facts)]
 
 
 def case_books(folder: Path, args: argparse.Namespace) -> list[Row]:
-    """Books in parquet files to a store of subwords; its memory is what counts, learning on a small sample."""
-    from rtx.data.catalog import prepare_files
+    """Books in parquet files to a store of bytes; its memory is what counts."""
+    from rtx.data.catalog import prepare_data
 
     code = "import sys, pathlib; sys.path[:0] = sys.argv[1:3]; import data; data.write_books(*sys.argv[3:])"
     here = Path(__file__).parent
     size = str(int(args.gigabytes * args.scale * 1e9))
     place = [str(here), str(here.parent), str(folder / "books"), size, str(args.text or "")]
     subprocess.run([sys.executable, "-c", code, *place], check=True)  # its memory is not ours
-    options = {"tokenizer": "sentencepiece", "vocabulary": args.vocabulary, "tokenizer_sample": 10 * MB}
-    data = DataConfig(name="pg19", path=str(folder / "books"), length=LENGTH, **options)
-    begin = time.perf_counter()
+    data = DataConfig(name="pg19", path=str(folder / "books"), length=LENGTH)
     print("measure", flush=True)  # from here on memory counts
-    store = prepare_files(data, folder / "data", said)
+    begin = time.perf_counter()
+    store = prepare_data(data, folder / "data", said)
     seconds = time.perf_counter() - begin
-    total = sum(store.facts(name).bytes for name in store.splits)
-    return [row("PG-19-like books to their store", seconds, "s", None, bytes=total, vocabulary=args.vocabulary)]
+    return [row("PG-19-like books to their store of bytes", seconds, "s", None, bytes=len(store.split("train")))]  # type: ignore[union-attr]
 
 
 def write_books(folder: str, size: str, text: str) -> None:
@@ -219,26 +169,20 @@ def write_books(folder: str, size: str, text: str) -> None:
 
 def case_images(folder: Path, args: argparse.Namespace) -> list[Row]:
     """As many images as CIFAR-10 has, from PNGs in parquet files to their store."""
-    from rtx.data.catalog import prepare_files
+    from rtx.data.catalog import prepare_data
 
-    (folder / "images").mkdir()
     counts = {"train": int(50_000 * args.scale), "test": int(10_000 * args.scale)}
     for seed, (split, count) in enumerate(counts.items()):
-        write_images(folder / "images" / f"{split}-00000-of-00001.parquet", count, seed)
-    held = counts["train"] // 10
-    data = DataConfig(name="cifar10", path=str(folder / "images"), length=3_072, held_out=held)
+        write_images(folder / f"{split}-00000-of-00001.parquet", count, seed)
+    data = DataConfig(name="cifar10", path=str(folder), length=3_072, held_out=counts["train"] // 10)
     begin = time.perf_counter()
-    prepare_files(data, folder / "data", said)
+    prepare_data(data, folder / "data", said)
     seconds = time.perf_counter() - begin
-    images = sum(counts.values())
-    size = sum(path.stat().st_size for path in (folder / "images").iterdir())
-    return [row("CIFAR-like PNGs in parquet to their store", seconds, "s", 15.0, images=images, bytes=size)]
+    return [row("CIFAR-like PNGs in parquet to their store", seconds, "s", 15.0, images=sum(counts.values()))]
 
 
 def write_images(path: Path, count: int, seed: int) -> None:
     """Write PNGs of 32 x 32 in the hub's schema that compress about as well as photographs (2.4 kB each)."""
-    import io
-
     import pyarrow as pa
     from PIL import Image
     from pyarrow import parquet
@@ -253,9 +197,9 @@ def write_images(path: Path, count: int, seed: int) -> None:
     parquet.write_table(pa.table({"img": pa.array(rows, kind), "label": [0] * count}), path, row_group_size=1_000)
 
 
-def row(what: str, value: float, unit: str, target: float | None, **facts: Any) -> Row:
-    """Return a figure: seconds are to stay below their target, rates to reach it."""
-    return {"what": what, "value": float(f"{value:.4g}"), "unit": unit, "target": target, **facts}
+def row(what: str, value: float, unit: str, goal: float | None, **facts: Any) -> Row:
+    """Return a figure: seconds are to stay below their goal, rates to reach it."""
+    return {"what": what, "value": float(f"{value:.4g}"), "unit": unit, "goal": goal, **facts}
 
 
 CASES = {
@@ -268,22 +212,17 @@ CASES = {
 
 
 class Memory(threading.Thread):
-    """Watches the resident memory of a process and of all below it: the largest single one, and the largest sum."""
+    """Watches the memory of a process and of all below it: the largest sum of what is theirs alone (PSS)."""
 
     def __init__(self, process: int) -> None:
         super().__init__(daemon=True)
-        self.process, self.largest, self.sum, self.over = process, 0, 0, False
+        self.process, self.largest, self.over = process, 0, False
 
     def run(self) -> None:
-        """Look twenty times a second."""
+        """Look ten times a second."""
         while not self.over:
-            sizes = [resident(number) for number in family(self.process)]
-            self.largest, self.sum = max(self.largest, *sizes, 0), max(self.sum, sum(sizes))
-            time.sleep(0.05)
-
-    def forget(self) -> None:
-        """Begin anew."""
-        self.largest = self.sum = 0
+            self.largest = max(self.largest, sum(own_bytes(number) for number in family(self.process)))
+            time.sleep(0.1)
 
 
 def family(process: int) -> list[int]:
@@ -295,19 +234,17 @@ def family(process: int) -> list[int]:
     return [process, *(number for child in found for number in family(child))]
 
 
-def resident(process: int) -> int:
-    """Return the resident bytes of a process; 0: it is gone."""
+def own_bytes(process: int) -> int:
+    """Return the bytes of a process, pages that several map shared out among them (PSS); 0: it is gone."""
     try:
-        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError):
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+    except (OSError, StopIteration):
         return 0
 
 
 def measured(name: str, words: list[str], full: bool) -> list[Row]:
-    """Run a case in a process of its own; return its rows, each with the memory that the case took.
-
-    Pages that several processes share count in the sum as often as they are mapped. `full`: of the real sizes.
-    """
+    """Run a case in a process of its own; return its rows, each with the memory that the case took."""
     command = [sys.executable, __file__, *words, "--child", name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         memory = Memory(child.pid)
@@ -316,30 +253,26 @@ def measured(name: str, words: list[str], full: bool) -> list[Row]:
         rows: list[Row] = []
         for line in child.stdout:
             if line == "measure\n":
-                memory.forget()
+                memory.largest = 0
             else:
                 rows.append(json.loads(line))
         memory.over = True
     if child.returncode:
         sys.exit(f"case {name} ended with {child.returncode}")
-    peaks = {"peak_mib_largest_process": memory.largest >> 20, "peak_mib_all_processes": memory.sum >> 20}
-    rows = [{"case": name, **found, **peaks} for found in rows]
+    rows = [{"case": name, **found, "peak_mib": memory.largest >> 20} for found in rows]
     if name == "books":
-        peak = row("PG-19-like books, memory of all processes", memory.sum / 2**30, "GiB", 1.5 if full else None)
-        rows.append({"case": name, **peak, **peaks})
+        peak = row("PG-19-like books, memory of all processes", memory.largest / 2**30, "GiB", 1.5 if full else None)
+        rows.append({"case": name, **peak})
     return rows
 
 
 def shown(found: Row) -> str:
     """Return a line of the table."""
-    value, target = found["value"], found["target"]
-    verdict = ""
-    if target is not None:
+    value, goal, verdict = found["value"], found["goal"], ""
+    if goal is not None:
         below = found["unit"] in ("s", "GiB")
-        verdict = f"{'<' if below else '>'} {target:g}: {'yes' if (value < target) == below else 'no'}"
-    number = found.get("processes")
-    processes = f" ({number} process{'es' if number > 1 else ''})" if number else ""
-    return f"{found['what'] + processes:<48} {value:>9,.4g} {found['unit']:<17} {verdict}"
+        verdict = f"{'<' if below else '>'} {goal:g}: {'yes' if (value < goal) == below else 'no'}"
+    return f"{found['what']:<48} {value:>9,.4g} {found['unit']:<17} {verdict}"
 
 
 def main() -> None:
@@ -348,26 +281,26 @@ def main() -> None:
     if args.child:
         with tempfile.TemporaryDirectory() as folder:
             for found in CASES[args.child](Path(folder), args):
-                print(json.dumps(found if args.scale >= 1 else {**found, "target": None}), flush=True)
+                print(json.dumps(found if args.scale >= 1 else {**found, "goal": None}), flush=True)
         return
     words = ["--gigabytes", str(args.gigabytes), "--vocabulary", str(args.vocabulary), "--scale", str(args.scale)]
     words += ["--text", str(args.text)] if args.text else []
-    text = f"{args.text.name if args.text else 'standard library'}, {len(text_of(args)):,} bytes, repeated"
     common: Row = {
-        "text": text,
+        "text": f"{args.text.name if args.text else 'standard library'}, {len(text_of(args)):,} bytes",
         "scale": args.scale,
-        "cores": cores(),
+        "cores": len(os.sched_getaffinity(0)),
         "machine": f"{platform.machine()}, {platform.system()}",
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("numpy", "pyarrow", "sentencepiece", "pillow", "torch")},
+        "versions": {name: version(name) for name in ("datasets", "numpy", "pyarrow", "sentencepiece", "pillow")},
     }
-    rows = []
+    kept = json.loads(args.output.read_text()) if args.output.exists() else []
+    rows = [found for found in kept if found["case"] not in args.cases]
     for name in args.cases:
-        for found in measured(name, words, args.scale >= 1):
-            print(shown(found), flush=True)
-            rows.append({**found, **common})
+        for found in zip(*(measured(name, words, args.scale >= 1) for _ in range(args.runs)), strict=True):
+            values = [each["value"] for each in found]
+            rows.append({**found[0], "value": statistics.median(values), "values": values, **common})
+            print(shown(rows[-1]), flush=True)
     args.output.write_text(json.dumps(rows, indent=1) + "\n")
-    print(f"text: {text}; {args.output}")
 
 
 if __name__ == "__main__":

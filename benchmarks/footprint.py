@@ -75,9 +75,9 @@ ROWS: dict[str, tuple[str, ...]] = {
 
 def drawn_store(vocabulary: int) -> Any:
     """Return data to train on: bytes of the standard library, or where units are no bytes ids drawn at random."""
-    from rtx.data.files import library_files
+    from rtx.data.text import library_files
 
-    text = np.frombuffer(b"".join(file.path.read_bytes() for file in library_files()[:200]), dtype=np.uint8)
+    text = np.frombuffer(b"".join(path.read_bytes() for path in library_files()[:200]), dtype=np.uint8)
     if vocabulary != 256:
         text = np.random.default_rng(0).integers(0, vocabulary, 1 << 20)
     return SimpleNamespace(vocabulary=vocabulary, answers=None, image=None, split=lambda name: text)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from machine import code, machine
 
-from rtx.data.baselines import baselines
+from rtx.evaluation.baselines import baselines
 
 
 def last_rows(path: Path) -> list[dict[str, Any]]:

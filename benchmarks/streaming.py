@@ -29,7 +29,7 @@ from rtx.attention import AdaptiveSpan, Centroids, Local, Lsh, Pattern, Random, 
 from rtx.attention.pattern import Inputs
 from rtx.checks import resolve
 from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
-from rtx.data.windows import windows
+from rtx.evaluation.protocols import windows
 from rtx.evaluation.scores import score_windows
 from rtx.model.decoding import Decoder
 from rtx.model.transformer import Transformer

@@ -19,14 +19,15 @@ from rtx.config import (
     clusters,
     hash_buckets,
 )
+from rtx.data.sets import HELD_OUT, IMAGE_SETS, NAMES, TWO_WAYS, image_side
 from rtx.errors import UserError
-from rtx.sets import HELD_OUT, IMAGE_SETS, TWO_WAYS, image_side
 from rtx.wording import written
 
-TEXTS = ("text", "stdlib", "enwik8", "wikitext103", "pg19")
+TEXTS = tuple(name for name in NAMES if name not in (*IMAGE_SETS, "recall"))
 READ_WITH = (
     ("data.name", ("recall",), "data.pairs data.keys data.values data.fillers data.sequences"),
-    ("data.name", (*TEXTS[:1], *TEXTS[2:], *IMAGE_SETS), "data.path"),
+    ("data.name", tuple(name for name in NAMES if name not in ("stdlib", "recall")), "data.path"),
+    ("data.name", ("hub",), "data.column data.subset data.revision"),
     ("data.name", TEXTS, "data.tokenizer"),
     ("data.name", ("enwik8",), "data.newlines"),
     ("data.name", tuple(IMAGE_SETS), "data.size"),
@@ -183,9 +184,9 @@ def data_problems(config: Config) -> Iterator[str]:
     data, name, stride = config.data, config.name, config.trainer.val_stride
     if name in ("", ".", "..") or "/" in name or not name.isprintable() or len(name.encode()) > 200:
         yield f"name={name[:40]!r} must be a folder's name, of at most 200 bytes"
-    if data.name in ("text", "images") and data.path is None:
-        wanted = "file, folder or glob" if data.name == "text" else "folder with images"
-        yield f"data={data.name} needs data.path=<{wanted}>"
+    wanted = {"text": "file, folder or glob", "images": "folder with images", "hub": "owner/name, or a folder"}
+    if data.name in wanted and data.path is None:
+        yield f"data={data.name} needs data.path=<{wanted[data.name]}>"
     if stride is not None and stride > data.length:
         yield f"trainer.val_stride={stride} must be at most data.length={data.length}"
     elif stride not in (None, data.length) and data.name not in TEXTS:

@@ -27,11 +27,11 @@ from rtx import __version__
 from rtx.checks import check_data, idle, refuse, resolve
 from rtx.commandline.overrides import Override, check_overrides
 from rtx.config import GROUPS, Config, DataConfig, all_fields, sections
+from rtx.data.sets import IMAGE_SETS, image_side
 from rtx.errors import UserError, collect
 from rtx.identity import digest
 from rtx.keys import conf_dir, suggest_key, unquoted
 from rtx.options import read_words
-from rtx.sets import IMAGE_SETS, image_side
 from rtx.wording import shorten
 
 RUN_CONFIG = "config.yaml"

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, get_type_hints
 
+from rtx.data.sets import NAMES
 from rtx.keys import Field, about, auto_or, fields_of, one_of, parts_of, ranged
 
 BASES = {
@@ -45,10 +46,16 @@ SPREAD = ("ddp", "fsdp")
 class DataConfig:
     """What is learned: text or images on disk in sequences of `length` units, or associative recall made on the fly."""
 
-    name: str = one_of("stdlib", "text", "enwik8", "wikitext103", "pg19", "cifar10", "imagenet64", "images", "recall")
+    name: str = one_of(*NAMES)
     """Data set: Python's standard library, your own text or images, a benchmark, or associative recall."""
     path: str | None = None
-    """File, folder or glob to read (data=text, data=images), or a local copy of what would be downloaded."""
+    """File, folder or glob to read (data=text, images, hub), owner/name on the hub (data=hub), or a local copy."""
+    column: str = "text"
+    """Column whose rows are the documents (data=hub)."""
+    subset: str | None = None
+    """Configuration of a data set that has several (data=hub)."""
+    revision: str | None = None
+    """Commit or tag of the hub (data=hub); unset: the newest; the commit taken stands in the run's record."""
     length: int = ranged(1024, low=2, high=2**30)
     """Sequence length N in units; an image is one sequence, so image sets fix it to height x width x 3."""
     fetch: str = one_of("hub", "archive")

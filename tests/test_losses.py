@@ -24,7 +24,7 @@ from rtx.attention.centroids import after_step
 from rtx.checks import resolve
 from rtx.config import Config, DataConfig, ModelConfig, OptimizerConfig, RoutingConfig, TrainerConfig
 from rtx.data.sampler import TrainingItems
-from rtx.data.tokenizers import ByteTokenizer, encode_text
+from rtx.data.tokenizers import Tokenizer, encode_text
 from rtx.model.transformer import Transformer
 from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
 
@@ -88,7 +88,7 @@ def losses(routing: dict[str, Any], options: dict[str, Any], dtype: torch.dtype 
         )
     )
     model = drawn_model(config, dtype)
-    items = TrainingItems(encode_text(ByteTokenizer(), text()), 64, 0, 2)
+    items = TrainingItems(encode_text(Tokenizer(), text()), 64, 0, 2)
     optimizer, seen = build_optimizer(model, config.optimizer), []
     for step in range(STEPS):
         nats_BN, auxiliary = model.loss(torch.stack([items.item(step, i) for i in range(2)]))

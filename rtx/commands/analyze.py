@@ -19,14 +19,14 @@ from rtx.analysis.divergence import divergences, over_layers
 from rtx.analysis.loss_by_position import Span, by_context, by_position, unit_nats, whole_windows
 from rtx.analysis.output import plus_minus, print_table, save
 from rtx.data.catalog import Store
-from rtx.data.windows import windows
+from rtx.data.sets import IMAGE_SETS
 from rtx.errors import UserError
+from rtx.evaluation.protocols import windows
 from rtx.evaluation.scores import sample_windows
 from rtx.identity import short_hash
 from rtx.options import ContextOptions, DivergenceOptions, PatternsOptions, read_words, what_to_do
 from rtx.progress_bar import progress_bar
 from rtx.report.summary import WIDTH, protocol_line, sees_future
-from rtx.sets import IMAGE_SETS
 from rtx.training.inference import LoadedRun, open_run, run_config
 from rtx.training.run_folder import utc_now
 from rtx.wording import plural

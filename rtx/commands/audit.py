@@ -21,8 +21,8 @@ from rtx.analysis.price import DIFFERENCES, STREAMING, TEACHER_FORCED, differenc
 from rtx.compose import compose, to_dict
 from rtx.config import Config
 from rtx.data.catalog import Store, vocabulary_size
-from rtx.data.windows import Window, windows
 from rtx.errors import UserError
+from rtx.evaluation.protocols import Window, windows
 from rtx.evaluation.scores import sample_windows
 from rtx.model.transformer import Transformer
 from rtx.options import AuditOptions, read_words

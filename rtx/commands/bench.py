@@ -165,8 +165,8 @@ def training_step(config: Config, store: Store, device: torch.device) -> Callabl
     import torch
 
     from rtx.attention.centroids import after_step
+    from rtx.data.datamodule import training_items
     from rtx.model.transformer import compile_loss
-    from rtx.training.datamodule import training_items
     from rtx.training.hardware import resolve_hardware
     from rtx.training.module import build_model
     from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rtx.config import DataConfig
-from rtx.data.catalog import data_root, make_recipe, open_files, prepare_data, prepared_folder, verify_data
-from rtx.data.inventory import listing, named_store, remove_store
-from rtx.data.look import summary
+from rtx.data import catalog
 from rtx.data.recall import HELD_OUT, RecallStore
+from rtx.data.sets import SETS
 from rtx.errors import UserError, nearest
 
 
@@ -20,13 +19,14 @@ def main(arguments: list[str]) -> int:
         RunFailed: a download or a full disk.
     """
     word, words = (arguments[0], arguments[1:]) if arguments else ("", [])
+    root = catalog.data_root()
     if word == "list":
         if words:
             raise UserError(f"rtx data list {words[0]}: takes no words; rtx data info says more of one store")
-        print("\n".join(listing(data_root())))
+        print("\n".join(catalog.listing(root)))
     elif word == "remove" and words and not any("=" in name for name in words):
-        for folder in [named_store(data_root(), name) for name in words]:
-            remove_store(data_root(), folder)
+        for folder in [catalog.named_store(root, name) for name in words]:
+            catalog.remove_store(root, folder)
     elif word == "remove" and not any(name.startswith(("data=", "data.name=")) for name in words):
         raise UserError("rtx data remove: name a store, as rtx data list has it, or say data=<set>")
     elif word in ACTIONS:
@@ -41,41 +41,46 @@ def main(arguments: list[str]) -> int:
 
 def prepare(data: DataConfig) -> None:
     """Make the store, or make sure of every byte of the one that is there."""
-    store = prepare_data(data, data_root())
-    if isinstance(store, RecallStore):
-        print(f"data=recall: made on the fly, nothing to prepare; {answers(store)}; fingerprint {store.fingerprint}")
-    else:
-        sizes = ", ".join(f"{name} {len(tokens):,}" for name, tokens in store.splits.items())
-        print(f"{store.folder}: {sizes} {store.unit}s; fingerprint {store.fingerprint}")
+    show(catalog.prepare_data(data, catalog.data_root()))
 
 
 def verify(data: DataConfig) -> None:
     """Compare every byte with its checksums."""
-    verify_data(data, data_root())
+    catalog.verify_data(data, catalog.data_root())
 
 
 def info(data: DataConfig) -> None:
     """Say what is in a store that is there."""
-    if data.name == "recall":
-        store = RecallStore(data)
-        print(f"data=recall: made on the fly; {answers(store)}; {store.vocabulary} ids; chance {store.chance:.4g}")
+    root = catalog.data_root()
+    if data.name != "recall":
+        catalog.prepared_folder(data, root)
+    show(catalog.open_data(data, root))
+
+
+def show(store: catalog.Store) -> None:
+    """Print what is in a store: where it is from, its stamps, and the sizes of its splits."""
+    if isinstance(store, RecallStore):
+        answers = ", ".join(f"{name} {store.count(name):,}" for name in HELD_OUT) + " answers"
+        print(f"data=recall: made on the fly; {answers}; {store.vocabulary} ids; chance {store.chance:.4g}")
         print(f"fingerprint {store.fingerprint}")
         return
-    root = data_root()
-    prepared_folder(make_recipe(data, root), root)
-    print("\n".join(summary(open_files(data, root), root)))
-
-
-def answers(store: RecallStore) -> str:
-    """Return how many answers the held-out splits have."""
-    return ", ".join(f"{name} {store.count(name):,}" for name in HELD_OUT) + " answers"
+    licence = SETS[store.name].licence if store.name in SETS else "of your own files"
+    size = catalog.shown_size(catalog.disk_size(store.folder))
+    print(f"{store.folder}: {store.name} ({licence}), {size} on disk")
+    facts = {"source": store.source, "tokenizer": store.tokenizer.describe(), "stamps": store.stamps}
+    for name, said in facts.items():
+        print(f"  {name:<12} {', '.join(f'{key} {value}' for key, value in said.items()) or 'none'}")
+    for name, of in store.all_facts.items():
+        sizes = f"{of.units:,} {store.unit}s, {of.documents:,} documents, {of.bytes:,} bytes, {of.words:,} words"
+        print(f"  {name:<12} {sizes}")
+    print(f"  fingerprint  {store.fingerprint}")
 
 
 def remove(data: DataConfig) -> None:
     """Remove a store and what is unfinished of it."""
     if data.name == "recall":
         raise UserError("data=recall: made on the fly, nothing on disk to remove")
-    remove_store(data_root(), make_recipe(data, data_root()).folder(data_root()))
+    catalog.remove_store(catalog.data_root(), catalog.store_folder(data, catalog.data_root()))
 
 
 ACTIONS: dict[str, Callable[[DataConfig], None]] = {

@@ -11,11 +11,10 @@ from typing import Any
 
 from rtx.data.catalog import Store
 from rtx.data.recall import RecallStore
-from rtx.data.released import Reading, read_as_released
-from rtx.data.windows import Window, windows
 from rtx.disk import write_json
 from rtx.errors import RunFailed, UserError
 from rtx.evaluation.measures import further_lines, stamp_phrases
+from rtx.evaluation.protocols import Reading, Window, read_as_released, windows
 from rtx.evaluation.scores import Score, measured, sample_windows, score_windows
 from rtx.model.ablation import ablate, check_ablation
 from rtx.options import EvalOptions, read_words

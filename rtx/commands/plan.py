@@ -12,7 +12,7 @@ from rtx.analysis.footprint import devices, footprint
 from rtx.compose import compose, with_values
 from rtx.config import CLUSTERED, SPREAD, Config, base_patterns
 from rtx.data.catalog import vocabulary_size
-from rtx.sets import IMAGE_SETS
+from rtx.data.sets import IMAGE_SETS
 from rtx.training.memory import device_memory
 from rtx.wording import plural
 

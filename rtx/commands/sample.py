@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import torch
 
+from rtx.data.sets import IMAGE_SETS
 from rtx.data.tokenizers import encode_text
 from rtx.errors import UserError
 from rtx.options import SampleOptions, read_words
 from rtx.report.text import TextStream
-from rtx.sets import IMAGE_SETS
 from rtx.training.inference import LoadedRun, load_run, prepare_device, run_config
 from rtx.training.samples import draw, save_images, save_sample
 from rtx.training.signals import INTERRUPTED, Stopped

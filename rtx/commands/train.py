@@ -19,13 +19,14 @@ from rtx.analysis.fitting import fit_to_device, with_less_memory
 from rtx.analysis.telemetry import read_telemetry
 from rtx.compose import RUN_CONFIG, compose, load_run_config, to_dict, to_yaml, with_absolute_path
 from rtx.config import Config
-from rtx.data.baselines import baselines
 from rtx.data.catalog import Store, data_root, open_data
-from rtx.data.released import Reading
+from rtx.data.datamodule import RtxDataModule
 from rtx.data.store import TokenStore
 from rtx.disk import replace_file
 from rtx.errors import RunFailed, UserError
+from rtx.evaluation.baselines import baselines
 from rtx.evaluation.measures import further_lines, stamp_phrases
+from rtx.evaluation.protocols import Reading
 from rtx.evaluation.scores import measured
 from rtx.model.transformer import Transformer
 from rtx.options import SampleOptions
@@ -33,7 +34,6 @@ from rtx.report.summary import answers_line, closing_lines, protocol_line
 from rtx.report.text import printable
 from rtx.training.checkpoint import Checkpoint, newest_checkpoint
 from rtx.training.config_diff import differences
-from rtx.training.datamodule import DataModule
 from rtx.training.distributed import Ranks
 from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware, with_micro_batches
 from rtx.training.inference import LoadedRun, load_run, on_one_device
@@ -166,7 +166,7 @@ def train(
             refuse_changes(changed)
             check_start(config, folder, store, start, changed, status)
     tell("\n".join([beginning(folder, resumption, start), *(f"  {k}: {a} -> {b}" for k, (a, b) in changed.items())]))
-    data = DataModule(config, hardware, store)
+    data = RtxDataModule(config, hardware, store)
     model = build_model(config, store.vocabulary, None if start else lambda: data.items.item(0, 0))
     data.step = start["step"] if start else 0
     if status:

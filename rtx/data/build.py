@@ -1,64 +1,53 @@
-"""Preparation: a source's documents through a tokenizer into the files of a store, in parallel, in bounded memory.
+"""Preparation: the rows of a source through a tokenizer into the files of a store, by `datasets`, in bounded memory.
 
-Everything is written to `<root>/.<name>-<key>.work`, which a killed preparation leaves and the next one continues, and
-which gets the store's name by a rename when it is whole. The bytes are the same for any number of processes.
+Everything is written to `<root>/.<name>-<key>.work`, which a preparation that ends early leaves and the next one goes
+on with, and which gets the store's name by a rename when it is whole. The bytes are the same for any number of
+processes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import os
 import shutil
+import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rtx.data.checksums import BLOCK
-from rtx.data.disk import Report, disk_errors, install, is_held, need_space, remove_leftovers, write_whole
-from rtx.data.parts import Place, finished_parts, join_parts, work_on_part, write_part
-from rtx.data.progress import Progress
-from rtx.data.recipe import FORMAT, Recipe
-from rtx.data.source import Part, Tokenizer
-from rtx.data.store import RECORD, DamagedStore, fingerprint, mark_verified, record_sum, verify_store
-from rtx.data.tokenizers import tokenizer_for
-from rtx.data.workers import Job, run_jobs
-from rtx.errors import RunFailed, UserError
+import numpy as np
 
-PAYS = {"byte": 1 << 26}
+from rtx.config import DataConfig
+from rtx.data.fetch import disk_errors, size_of
+from rtx.data.sets import SPLITS, Report, Source, rows_at_once, texts
+from rtx.data.store import FORMAT, RECORD, write_record
+from rtx.data.tokenizers import Tokenizer, learned
+from rtx.disk import replace_file, sync_folder, write_json
+from rtx.errors import UserError
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+
+CACHE = "cache"
+"""Folder in that of a preparation with all that it can do without, but would make again."""
+PAYS = {"byte": 1 << 28}
 PAYS_OTHERWISE = 1 << 23
-"""Bytes beside the longest part from which on several processes pay: copying text takes less time than starting one."""
-MOST_MEMORY = 5 << 28
-"""Bytes that the parts read at once may take, unless data.processes says how many they are."""
-QUIET = 1 << 27
-"""Bytes that are prepared without a word on progress."""
-RESTING = 24 * 3600.0
-"""Seconds after which the unfinished preparation of another store is removed."""
+"""Bytes of a split from which on several processes pay: copying text takes less time than starting one."""
+IS_BLANK = np.isin(np.arange(256), list(b" \t\n\r\v\f"))
 
 
-def build_store(root: Path, recipe: Recipe, report: Report = print) -> None:
-    """Write the store of `recipe` beside its place and rename it there; the caller holds the lock.
-
-    What is finished is left for the next preparation by a Ctrl-C, a kill, a lost process or connection; a wrong source
-    and a full disk leave nothing.
-
-    Raises:
-        RunFailed: the disk is full, or a download failed.
-        UserError: the source is not what the recipe says, or `root` cannot be written.
-    """
-    folder = recipe.folder(root)
-    work = work_folder(folder)
-    try:
-        with disk_errors(root):
-            remove_leftovers(root, folder)
-            remove_resting(root, work)
-            if not _is_whole(work, recipe):
-                _fill(root, work, recipe, report)
-            install(work, folder)
-    except BaseException as error:
-        if not (_may_pass(error) and _is_worth_keeping(work)):
-            shutil.rmtree(work, ignore_errors=True)
-        raise
+def store_key(source: Source, data: DataConfig) -> str:
+    """Return what tells a store from another, 12 digits: its source, its tokenizer, and the version of its files."""
+    subwords = [data.vocabulary, data.tokenizer_sample] if data.tokenizer == "sentencepiece" else []
+    tokenizer = ["bytes", "dim"] if source.image else [data.tokenizer, *subwords]
+    text = json.dumps([FORMAT, source.name, source.identity, tokenizer, source.stamps, source.image])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def work_folder(folder: Path) -> Path:
@@ -66,141 +55,185 @@ def work_folder(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.work")
 
 
-def remove_resting(root: Path, ours: Path) -> None:
-    """Remove the unfinished preparations of other stores that nobody has touched for a day."""
-    for path in root.glob(".*.work"):
-        with contextlib.suppress(FileNotFoundError):
-            latest = max(entry.stat().st_mtime for entry in (path, *path.glob("*"), *path.glob("parts/*")))
-            lock = root / f"{path.name.removesuffix('.work')}.lock"
-            if path != ours and time.time() - latest > RESTING and not is_held(lock):  # clocks jump, locks do not
-                shutil.rmtree(path, ignore_errors=True)
+def build_store(folder: Path, source: Source, data: DataConfig, options: str, report: Report) -> None:
+    """Write the store at `folder`, in the place of what stands there; the caller holds the lock.
 
+    Whatever ends it leaves what is finished to the next one; a source that is not what it should be leaves nothing.
 
-def _is_whole(work: Path, recipe: Recipe) -> bool:
-    """Whether a preparation was killed after its last byte, and every one is still right."""
-    if not (work / RECORD).exists():
-        return False
-    try:
-        verify_store(work, recipe.options)
-    except DamagedStore:
-        shutil.rmtree(work)
-        return False
-    return True
-
-
-def _may_pass(error: BaseException) -> bool:
-    """Whether the same preparation may succeed another time: it was stopped, or failed, but not for want of space."""
-    if isinstance(error, RunFailed):
-        return not isinstance(error.__cause__, OSError)
-    return not isinstance(error, Exception)
-
-
-def _is_worth_keeping(work: Path) -> bool:
-    """Whether a preparation that was stopped had anything finished: a part, or a tokenizer."""
-    for path in work.glob("parts/*.tmp"):
-        path.unlink(missing_ok=True)
-    return any(path.suffix == ".json" or path.parent == work for path in work.rglob("*") if path.is_file())
-
-
-def _fill(root: Path, work: Path, recipe: Recipe, report: Report) -> None:
-    """Write all files of the store into `work`, its record last."""
-    splits = {name: list(parts) for name, parts in recipe.source.parts().items()}
-    there = sum(path.stat().st_size for path in work.rglob("*") if path.is_file())
-    need_space(root, sum(_size(part) for parts in splits.values() for part in parts) - there)
-    (work / "parts").mkdir(parents=True, exist_ok=True)
-    train = splits.get("train") or []
-    processes = affordable(recipe, [part for parts in splits.values() for part in parts])
-    tokenizer = tokenizer_for(recipe.data, recipe.source, train, work, report, processes)
-    dtype = smallest_type(tokenizer.vocabulary)
-    records = _tokenize(work, recipe, tokenizer, dtype, splits, report, processes)
-    record: dict[str, Any] = {"format": FORMAT, "name": recipe.name, "options": recipe.options}
-    record |= {"source": recipe.source.place}
-    record |= {"stamps": recipe.source.stamps, "image": recipe.source.image, "tokenizer": tokenizer.describe()}
-    record |= {"unit": tokenizer.unit, "vocabulary": tokenizer.vocabulary, "dtype": dtype, "block": BLOCK}
-    record["splits"] = _join(work, recipe, records)
-    record["fingerprint"] = fingerprint(record)
-    record["made"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    record["sum"] = record_sum(record)
-    shutil.rmtree(work / "parts")
-    write_whole(work / RECORD, json.dumps(record, indent=2).encode() + b"\n")
-    mark_verified(work)
-
-
-def affordable(recipe: Recipe, parts: Sequence[Part]) -> int:
-    """Return how many processes may read parts at once: those that were asked for, or as many as memory is meant for.
-
-    A part that takes much has a property `memory`, in bytes.
+    Raises:
+        RunFailed: the disk is full, or a download failed.
+        UserError: the source is not what it should be, or the folder cannot be written.
     """
-    most = max((getattr(part, "memory", 0) for part in parts), default=0)
-    if recipe.data.processes is not None or not most:
-        return recipe.processes
-    return min(recipe.processes, max(1, MOST_MEMORY // most))
+    work = work_folder(folder)
+    try:
+        with disk_errors(folder.parent):
+            if not (work / RECORD).exists():
+                fill(work, source, data, options, report)
+            shutil.rmtree(work / CACHE, ignore_errors=True)
+            sync_folder(work)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(work, folder)
+            sync_folder(folder.parent)
+    except UserError:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
 
 
-def smallest_type(vocabulary: int) -> str:
-    """Return the smallest unsigned type that holds ids below `vocabulary`."""
-    return "uint8" if vocabulary <= 1 << 8 else "uint16" if vocabulary <= 1 << 16 else "uint32"
+def fill(work: Path, source: Source, data: DataConfig, options: str, report: Report) -> None:
+    """Write all files of the store into `work`, its record last."""
+    import datasets
 
-
-def _size(part: Part) -> int:
-    return getattr(part, "size", 0)
-
-
-def _tokenize(
-    work: Path,
-    recipe: Recipe,
-    tokenizer: Tokenizer,
-    dtype: str,
-    splits: Mapping[str, Sequence[Part]],
-    report: Report,
-    processes: int,
-) -> dict[Place, dict[str, Any]]:
-    """Write every part that is not finished, in processes where they pay; return the records of all, in order."""
-    images = recipe.source.image is not None
-    records: dict[Place, dict[str, Any]] = {}
-    jobs: list[tuple[Part, Place]] = []
-    for name, parts in splits.items():
-        places = [Place(work, name, number, len(parts)) for number in range(len(parts))]
-        finished = finished_parts(parts, places, images)
-        for part, place in zip(parts, places, strict=True):
-            records[place] = finished.get(place.number, {})
-            if place.number not in finished:
-                jobs.append((part, place))
-    total = sum(_size(part) for part, _ in jobs)
-    beside = total - max((_size(part) for part, _ in jobs), default=0)
-    several = processes > 1 and beside > PAYS.get(tokenizer.unit, PAYS_OTHERWISE)
-    described = json.dumps(tokenizer.describe())
-    calls: list[Job] = [
-        (work_on_part, (part, described, work, dtype, images, place))
-        if several
-        else (write_part, (part, tokenizer, dtype, images, place))
-        for part, place in jobs
-    ]
-    progress = Progress(recipe.name, total, len(jobs), report, quiet=total <= QUIET)
-    if len(jobs) < len(records):
-        report(f"going on where an earlier preparation ended: {len(records) - len(jobs)} of {len(records)} parts done")
-    for index, record in run_jobs(calls, processes if several else 1, progress.advance):
-        records[jobs[index][1]] = record
-        progress.part_done()
-    progress.end()
-    return records
-
-
-def _join(work: Path, recipe: Recipe, records: Mapping[Place, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Make the files of the splits; return their records, checked against what the source is known to hold."""
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    (work / CACHE).mkdir(parents=True, exist_ok=True)
+    for leftover in (work / CACHE).glob("tmp*"):
+        leftover.unlink()
+    processes = data.processes or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+    tokenizer: Tokenizer | None = Tokenizer("dim" if source.image else "byte")
+    if data.tokenizer != "bytes":
+        train = source.load("train", work)
+        tokenizer = learned(data, texts(train, source), work, options, report)
     splits = {}
-    known = recipe.source.units or {}
-    for name in dict.fromkeys(place.split for place in records):
-        places = [place for place in records if place.split == name]
-        found = sum(records[place]["units"] for place in places)
-        if name in known and found != known[name]:
-            raise UserError(
-                f"{recipe.options}: the source changed while it was read: expected {known[name]:,} units of split "
-                f"{name}, found {found:,}; prepare it again"
-            )
-        if image := recipe.source.image:
-            assert found == sum(records[place]["documents"] for place in places) * image[0] * image[1] * 3, found
-        if not found:
-            raise UserError(f"{recipe.options}: expected at least one unit in split {name}, found none; give more")
-        splits[name] = join_parts(places, [records[place] for place in places], recipe.source.image is not None)
-    return splits
+    for split in SPLITS:
+        path = work / CACHE / f"{split}.json"
+        if not path.exists():
+            encoder = Encoder(tokenizer, source)
+            write_json(path, write_split(work, split, encoder, options, processes or 1, report))
+            shutil.rmtree(work / CACHE / split, ignore_errors=True)
+        splits[split] = json.loads(path.read_bytes())
+    facts = {"name": source.name, "options": options, "source": source.place, "stamps": source.stamps}
+    facts |= {"image": source.image, "tokenizer": tokenizer.describe(), "unit": tokenizer.unit}
+    facts |= {"vocabulary": tokenizer.vocabulary, "dtype": tokenizer.dtype.name, "splits": splits}
+    write_record(work, facts)
+
+
+@contextlib.contextmanager
+def forks_end_with_us() -> Iterator[None]:
+    """Let processes that are forked meanwhile end soon after this one is gone: those of `map` would live on."""
+    global forking
+    forking = os.getpid()
+    try:
+        yield
+    finally:
+        forking = 0
+
+
+def watch_parent() -> None:
+    """End this process, just forked while rows are encoded, when the one that started it is gone."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    if parent := forking:
+        threading.Thread(target=watch, daemon=True).start()
+
+
+forking = 0
+os.register_at_fork(after_in_child=watch_parent)
+
+
+@dataclass
+class Encoder:
+    """Rows -> their ids and sizes, as `Dataset.map` asks for it, also in other processes."""
+
+    tokenizer: Tokenizer
+    source: Source
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """Return columns ids, bytes, words and first of a batch of rows."""
+        import pyarrow as pa
+
+        read = list(self.source.read(table))
+        ids = [self.tokenizer.encode(text) for text in read]
+        ends = np.cumsum([0, *map(len, ids)], dtype=np.int64)
+        values = pa.array(np.concatenate([np.empty(0, self.tokenizer.dtype), *ids]))
+        first = table["first"].combine_chunks() if "first" in table.column_names else pa.array([True] * len(read))
+        columns = {"ids": pa.LargeListArray.from_arrays(pa.array(ends), values), "first": first}
+        columns["bytes"] = pa.array([len(text) for text in read], pa.int64())
+        columns["words"] = pa.array([0 if self.source.image else count_words(text) for text in read], pa.int64())
+        return pa.table(columns)
+
+
+def count_words(text: bytes) -> int:
+    """Return how many words between blanks a text has."""
+    is_blank = IS_BLANK[np.frombuffer(text, dtype=np.uint8)]
+    return int(np.count_nonzero(is_blank[:-1] & ~is_blank[1:])) + (len(text) > 0 and not is_blank[0])
+
+
+def write_split(
+    work: Path, split: str, encoder: Encoder, options: str, processes: int, report: Report
+) -> dict[str, Any]:
+    """Encode a split, write its files and return what is recorded of it; finished rows of a killed try are kept."""
+    import datasets
+
+    rows = encoder.source.load(split, work)
+    tokenizer, size = encoder.tokenizer, rows.data.nbytes
+    several = processes > 1 and size > PAYS.get(tokenizer.unit, PAYS_OTHERWISE)
+    shown = f", {processes} processes" if several else ""
+    report(f"{options}: split {split}, {len(rows):,} rows, {size / 1e6:,.1f} MB{shown}")
+    with forks_end_with_us():
+        encoded = rows.with_format("arrow").map(
+            encoder,
+            batched=True,
+            batch_size=(at_once := rows_at_once(rows)),
+            writer_batch_size=at_once,
+            remove_columns=rows.column_names,
+            features=datasets.Features(
+                {
+                    "ids": datasets.LargeList(datasets.Value(tokenizer.dtype.name)),
+                    **{
+                        "first": datasets.Value("bool"),
+                        "bytes": datasets.Value("int64"),
+                        "words": datasets.Value("int64"),
+                    },
+                }
+            ),
+            num_proc=min(processes, len(rows)) if several else None,
+            cache_file_name=str(work / CACHE / f"{split}.arrow"),
+            new_fingerprint=f"{work.name}-{split}",
+            desc=f"{encoder.source.name} {split}",
+        )
+    facts = flatten(encoded, work, split, encoder)
+    known = (encoder.source.units or {}).get(split, facts["bytes"])
+    if known != facts["bytes"]:
+        found = f"expected {known:,} bytes of split {split}, found {facts['bytes']:,}"
+        raise UserError(f"{options}: the source changed while it was read: {found}; prepare it again")
+    if not facts["units"]:
+        raise UserError(f"{options}: expected at least one unit in split {split}, found none; give more")
+    for cache in (work / CACHE).glob(f"{split}*.arrow"):
+        cache.unlink()
+    return facts
+
+
+def flatten(encoded: datasets.Dataset, work: Path, split: str, encoder: Encoder) -> dict[str, Any]:
+    """Write the ids of all rows one behind the other, and where documents start; return sizes and checksums."""
+    digest = hashlib.sha256()
+
+    def write(file: Any) -> None:
+        for chunk in encoded.data.column("ids").chunks:
+            ids = chunk.flatten().to_numpy(zero_copy_only=True)
+            file.write(ids.data)
+            digest.update(ids.data)
+
+    replace_file(work / f"{split}.bin", write)
+    first, sizes, words = (np.asarray(encoded.data.column(name)) for name in ("first", "bytes", "words"))
+    lengths = np.concatenate([np.zeros(0, np.int64), *(row_lengths(encoded))])
+    units, begins = int(lengths.sum()), (np.cumsum(lengths) - lengths)[first & (sizes > 0)]
+    facts: dict[str, Any] = {"units": units, "bytes": int(sizes.sum())}
+    facts |= {"words": int(words.sum()), "documents": len(begins)}
+    assert size_of(work / f"{split}.bin") == units * encoder.tokenizer.dtype.itemsize
+    facts["sha256"] = {"bin": digest.hexdigest()}
+    if not encoder.source.image:
+        starts = np.append(begins, units).astype("<i8")
+        path = work / f"{split}.starts.npy"
+        replace_file(path, lambda file: np.save(file, starts, allow_pickle=False))
+        facts["sha256"]["starts.npy"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return facts
+
+
+def row_lengths(encoded: datasets.Dataset) -> Iterator[np.ndarray]:
+    """Yield how many ids each row has, chunk by chunk."""
+    for chunk in encoded.data.column("ids").chunks:
+        yield np.diff(chunk.offsets.to_numpy())

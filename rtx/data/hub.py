@@ -1,130 +1,118 @@
-"""Files of the Hugging Face hub: fetched into its own cache (HF_HOME), and without a network taken from there, at once.
-
-The hub's client tries for 23 seconds before it says that there is no network; here the hub is asked once, beforehand.
-Its cache answers for any revision while there is no network, so what has a published hash is compared with it.
-"""
+"""Any text of the Hugging Face hub, or a local folder in a form that `datasets` reads: data=hub."""
 
 from __future__ import annotations
 
-import os
-import urllib.error
-import urllib.request
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any
 
-from rtx.data.disk import Report, file_sha256
-from rtx.data.download import AGENT, reason_of, within
-from rtx.errors import RunFailed
+from rtx.config import DataConfig
+from rtx.data.fetch import INSTEAD, reason_of, unreachable
+from rtx.data.files import NAMES, identity_of, walk
+from rtx.data.sets import Report, Source, column_text
+from rtx.errors import RunFailed, UserError
 
-ANSWER_WITHIN = 8.0  # seconds for a name look-up, a connection and the first line of an answer
-INSTEAD = "fetch it some other way and name it: data.path=<a folder>"
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
 
-
-@dataclass(frozen=True)
-class HubFile:
-    """A file of a public data set on the hub."""
-
-    repository: str
-    """Owner and name: "uoft-cs/cifar10"."""
-    path: str
-    """Inside the repository."""
-    size: int
-    sha256: str
-
-    @property
-    def address(self) -> str:
-        """What messages call it: hf://datasets/..."""
-        return f"hf://datasets/{self.repository}/{self.path}"
+CUTS = {"train": (0, 90), "valid": (90, 95), "test": (95, 100)}
+"""Percent of the rows, for a data set that has no splits."""
 
 
-def hub_file(wanted: HubFile, report: Report, instead: str = INSTEAD) -> Path:
-    """Return the path of a file in the hub's cache, fetched unless it is there, its content checked.
+def source(data: DataConfig, root: Path, report: Report) -> Source:
+    """Return the rows of column data.column, each a document, of data.path: owner/name, or a folder.
 
-    Args:
-        instead: what to do where it cannot be had, for messages.
+    Without data.revision the newest one is taken when a store is made; its commit stands in the record of the store and
+    of every run on it. Splits are those of the data set; one that has only train is cut 90/5/5 by rows.
+    """
+    path = data.path or ""
+    folder = Path(path).expanduser()
+    local = folder.is_dir()
+    if not local and path.count("/") != 1:
+        raise UserError(f"data.path={path}: expected a folder, or owner/name of a data set of the hub, found neither")
+    place: dict[str, Any] = {"place": path if local else f"hf://datasets/{path}", "column": data.column}
+    identity = [
+        path,
+        data.subset,
+        data.column,
+        data.revision,
+        *(identity_of(walk(folder, leave_out=root)) if local else []),
+    ]
+
+    def load(split: str, work: Path) -> datasets.Dataset:
+        if not local:
+            place["revision"] = commit_of(path, data.revision, work)
+        return rows_of(loaded(data, str(folder) if local else path, place.get("revision"), work), split, data)
+
+    return Source("hub", identity, place, load, read=with_newline)
+
+
+def commit_of(repository: str, revision: str | None, work: Path) -> str:
+    """Return the commit that a preparation began with: that of `revision`, or the newest; kept in `work`.
 
     Raises:
-        RunFailed: it is not in the cache and cannot be fetched, or it is another file.
+        RunFailed: the hub cannot be asked.
     """
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub import constants, dataset_info
 
-    def place(local: bool) -> Path:
-        return Path(hf_hub_download(wanted.repository, wanted.path, repo_type="dataset", local_files_only=local))
-
-    try:
-        path = place(local=True)
-    except LocalEntryNotFoundError:
-        if problem := no_hub():
-            raise _failed(wanted.address, f"{problem}, and it is not in the hub's cache", instead) from None
-        report(f"fetching {wanted.address} ({wanted.size:,} bytes)")
-        path = _asked(wanted.address, lambda: place(local=False), instead)
-    size = os.stat(path).st_size
-    found = file_sha256(path) if size == wanted.size else "not computed"
-    if found != wanted.sha256:
-        raise RunFailed(
-            f"{wanted.address}: expected {wanted.size:,} bytes with sha256 {wanted.sha256}, found {size:,} bytes with "
-            f"sha256 {found} at {path}; to use that file all the same, name its folder: data.path={path.parent}"
-        )
-    return path
+    kept = work / "cache" / "revision"
+    if not kept.exists():
+        problem = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else unreachable(constants.ENDPOINT)
+        try:
+            if problem:
+                raise ConnectionError(problem)
+            kept.write_text(str(dataset_info(repository, revision=revision).sha))
+        except Exception as error:
+            where = f"hf://datasets/{repository}"
+            raise RunFailed(f"{where}: cannot be fetched: {reason_of(error)[:300]}; {INSTEAD}") from error
+    return kept.read_text()
 
 
-def hub_files(repository: str, patterns: list[str], report: Report) -> Path:
-    """Return the folder of the hub's cache with the files of data set `repository` that match `patterns`.
+def loaded(data: DataConfig, path: str, revision: str | None, work: Path) -> datasets.DatasetDict:
+    """Return all splits of the data set.
 
     Raises:
-        RunFailed: they are neither in the cache nor to be had: no network (said within seconds), HF_HUB_OFFLINE=1, or
-            an error of the hub.
+        UserError: it cannot be loaded, in one line.
     """
-    from huggingface_hub import constants, snapshot_download
+    import datasets
+    from datasets.exceptions import DatasetsError
 
-    where, problem = f"hf://datasets/{repository}", no_hub()
-    if problem is None:
-        report(f"{where}: fetching what is not in {constants.HF_HUB_CACHE}")
-    else:
-        report(f"{where}: {problem}; looking in {constants.HF_HUB_CACHE}")
-
-    def place() -> Path:
-        local = problem is not None
-        return Path(snapshot_download(repository, repo_type="dataset", allow_patterns=patterns, local_files_only=local))
-
-    folder = _asked(where, place, INSTEAD, problem)
-    if not any(path.is_file() for pattern in patterns for path in folder.glob(pattern)):
-        raise _failed(where, problem or f"it has no {' or '.join(patterns)}", INSTEAD)
-    return folder
-
-
-def no_hub() -> str | None:
-    """Return why the hub is not to be asked, or None where it answers."""
-    from huggingface_hub import constants
-
-    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else unreachable(constants.ENDPOINT)
-
-
-def unreachable(address: str) -> str | None:
-    """Return why nothing answers at `address` (through the proxy, where there is one), or None: any answer will do."""
-    request = urllib.request.Request(address, headers={"User-Agent": AGENT}, method="HEAD")
-    opener = urllib.request.build_opener()  # with the proxies of now: urlopen remembers those of its first call
     try:
-        within(ANSWER_WITHIN, lambda: opener.open(request, timeout=ANSWER_WITHIN).close())
-    except urllib.error.HTTPError as error:
-        error.close()
-    except (OSError, ValueError) as error:
-        cause = error.reason if isinstance(error, urllib.error.URLError) else error
-        return f"{urlsplit(address).hostname}: {reason_of(cause)}"
-    return None
+        found = datasets.load_dataset(path, data.subset, revision=revision, cache_dir=str(work / "cache" / "hub"))
+    except (ValueError, RuntimeError, FileNotFoundError, DatasetsError) as error:
+        raise UserError(f"data.path={data.path}: cannot be loaded: {reason_of(error)[:300]}") from error
+    assert isinstance(found, datasets.DatasetDict)
+    return found
 
 
-def _asked(where: str, place: Callable[[], Path], instead: str, problem: str | None = None) -> Path:
-    """Return what the hub's client says; whatever it raises becomes a line that names `problem`, or its own reason."""
-    try:
-        return place()
-    except Exception as error:  # those of whichever HTTP library it uses among them, which are no OSError
-        reason = problem or " ".join(str(error).split())[:300] or type(error).__name__
-        raise _failed(where, reason, instead) from error
+def rows_of(found: datasets.DatasetDict, split: str, data: DataConfig) -> datasets.Dataset:
+    """Return the column of text of a split, cut out of train where the data set has no such split.
+
+    Raises:
+        UserError: it has no training split, or no such column of text.
+    """
+    here = {ours: next((name for name in names if name in found), None) for ours, names in NAMES.items()}
+    if here["train"] is None:
+        raise UserError(f"data.path={data.path}: expected a split train, found {', '.join(map(str, found))}")
+    rows = found[here[split] or here["train"]]
+    if data.column not in rows.column_names or str(rows.features[data.column].dtype) not in KINDS:
+        columns = ", ".join(f"{name} ({rows.features[name].dtype})" for name in rows.column_names)
+        raise UserError(f"data.column={data.column}: expected a column of text, found {columns}")
+    if not (here["valid"] and here["test"]) and split in shares(here):
+        begin, end = (len(rows) * percent // 100 for percent in shares(here)[split])
+        rows = rows.select(range(begin, end))
+    return rows.select_columns([data.column]).rename_column(data.column, "text")
 
 
-def _failed(where: str, reason: str, instead: str) -> RunFailed:
-    return RunFailed(f"{where}: cannot be fetched: {reason}; {instead}")
+KINDS = ("string", "large_string", "binary", "large_binary")
+
+
+def shares(here: dict[str, str | None]) -> dict[str, tuple[int, int]]:
+    """Return which percent of train stand for train and the splits that are missing."""
+    missing = [split for split in ("valid", "test") if here[split] is None]
+    return CUTS if len(missing) == 2 else {"train": (0, 95), missing[0]: (95, 100)}
+
+
+def with_newline(table: pa.Table) -> list[bytes]:
+    """Return the text of each row, with a newline behind it where it has none."""
+    return [text if text.endswith(b"\n") or not text else text + b"\n" for text in column_text(table)]

@@ -8,8 +8,9 @@ and workers slice the same sequence of items.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from struct import pack
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,23 +21,21 @@ from rtx.data.permutation import ROUNDS, draw, permuted
 PHASE, COIN = ROUNDS, ROUNDS + 1  # what a draw is for; below ROUNDS: a round of the permutation
 
 
-class TrainingItems(Dataset[torch.Tensor]):
-    """Sequences to train on, as a map-style dataset: index g = step * batch_size + i.
+class Items(Dataset[torch.Tensor]):
+    """Sequences to train on, by their number g = step * batch_size + i.
 
     Args:
-        tokens: the training split, unsigned integers `[units]`, memory-mapped or not.
-        length: units of a sequence, N; at most `len(tokens)`.
         seed: the run's seed.
         batch_size: sequences of the global batch, over all ranks and micro-batches.
-        whole: a sequence is one image: an epoch visits each of `len(tokens) / length` images exactly once.
     """
 
-    def __init__(self, tokens: np.ndarray, length: int, seed: int, batch_size: int, whole: bool = False) -> None:
-        assert 1 <= length <= len(tokens) and batch_size >= 1, (length, len(tokens), batch_size)
-        assert not whole or len(tokens) % length == 0, f"{len(tokens)} units are not whole images of {length}"
-        self.tokens = np.asarray(tokens)  # a memory map stays one, and slices faster without its wrapper
-        self.length, self.seed, self.batch_size, self.whole = length, seed, batch_size, whole
-        self.per_epoch = len(tokens) // length if whole else max(1, (len(tokens) - length + 1) // length)
+    def __init__(self, seed: int, batch_size: int) -> None:
+        assert batch_size >= 1, batch_size
+        self.seed, self.batch_size = seed, batch_size
+
+    def units(self, index: int) -> np.ndarray:
+        """Return sequence `index`, unsigned integers `[N]`."""
+        raise NotImplementedError
 
     def item(self, step: int, i: int) -> torch.Tensor:
         """Return item `i` of the global batch of step `step` (from 0): int64 `[N]`."""
@@ -44,8 +43,44 @@ class TrainingItems(Dataset[torch.Tensor]):
         return self[step * self.batch_size + i]
 
     def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.from_numpy(self.units(index).astype(np.int64))
+
+    def __getitems__(self, indices: Sequence[int]) -> torch.Tensor:
+        """Return several sequences as the loader asks for them: `[B, N]`, in as few bytes as they are kept."""
+        return torch.from_numpy(np.stack([self.units(index) for index in indices]))
+
+
+class TrainingItems(Items):
+    """Windows of a training split.
+
+    Args:
+        tokens: the split, unsigned integers `[units]`; a memory map is opened by its path in another process.
+        length: units of a sequence, N; at most `len(tokens)`.
+        seed: the run's seed.
+        batch_size: sequences of the global batch, over all ranks and micro-batches.
+        whole: a sequence is one image: an epoch visits each of `len(tokens) / length` images exactly once.
+    """
+
+    def __init__(self, tokens: np.ndarray, length: int, seed: int, batch_size: int, whole: bool = False) -> None:
+        super().__init__(seed, batch_size)
+        assert 1 <= length <= len(tokens), (length, len(tokens))
+        assert not whole or len(tokens) % length == 0, f"{len(tokens)} units are not whole images of {length}"
+        self.path = tokens.filename if isinstance(tokens, np.memmap) else None
+        self.tokens = np.asarray(tokens)  # a memory map stays one, and slices faster without its wrapper
+        self.length, self.whole = length, whole
+        self.per_epoch = len(tokens) // length if whole else max(1, (len(tokens) - length + 1) // length)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, **({"tokens": self.tokens.dtype} if self.path else {})}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.path:
+            self.tokens = np.asarray(np.memmap(self.path, state["tokens"], mode="r"))
+
+    def units(self, index: int) -> np.ndarray:
         start = self.start(index)
-        return torch.from_numpy(self.tokens[start : start + self.length].astype(np.int64))
+        return self.tokens[start : start + self.length]
 
     def start(self, index: int) -> int:
         """Return the unit of the split at which item `index` starts."""
@@ -66,32 +101,19 @@ class TrainingItems(Dataset[torch.Tensor]):
         return offset
 
 
-class MadeItems(Dataset[torch.Tensor]):
-    """Sequences that a task makes from (seed, g) alone, with g = step * batch_size + i as in TrainingItems.
-
-    Args:
-        make: `make(seed, g)` returns integers `[N]`, the same ones every time.
-        seed: the run's seed.
-        batch_size: sequences of the global batch, over all ranks and micro-batches.
-    """
+class MadeItems(Items):
+    """Sequences that a task makes from (seed, g) alone: `make(seed, g)` returns integers `[N]`."""
 
     def __init__(self, make: Callable[[int, int], np.ndarray], seed: int, batch_size: int) -> None:
-        self.make, self.seed, self.batch_size = make, seed, batch_size
+        super().__init__(seed, batch_size)
+        self.make = make
 
-    def item(self, step: int, i: int) -> torch.Tensor:
-        """Return item `i` of the global batch of step `step` (from 0): int64 `[N]`."""
-        assert 0 <= i < self.batch_size, (i, self.batch_size)
-        return self[step * self.batch_size + i]
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.from_numpy(self.make(self.seed, index).astype(np.int64))
-
-
-Items = TrainingItems | MadeItems
+    def units(self, index: int) -> np.ndarray:
+        return self.make(self.seed, index)
 
 
 class StepBatches(Sampler[list[int]]):
-    """The micro-batches of one rank, step by step, as lists of indices into TrainingItems (a `batch_sampler`).
+    """The micro-batches of one rank, step by step, as lists of numbers of items (a `batch_sampler`).
 
     Yields `batch_size / (world * micro_batch)` micro-batches for each step of `range(first_step, stop_step)`.
     Micro-batch j of all ranks together holds the j-th run of `world * micro_batch` items, so over ranks and
@@ -132,15 +154,22 @@ def training_batches(
     rank: int = 0,
     world: int = 1,
     micro_batch: int | None = None,
-    workers: int = 0,
-    pin_memory: bool = False,
+    **options: Any,
 ) -> DataLoader[torch.Tensor]:
-    """Return a loader of the micro-batches `[micro_batch, N]` (int64) of steps first_step..stop_step-1 for one rank.
+    """Return a loader of the micro-batches `[micro_batch, N]` of steps first_step..stop_step-1 for one rank.
 
-    The order is the same for any number of workers. The loader draws its workers' seeds from a generator of its own:
-    torch's global stream, which dropout uses and a checkpoint restores, is left alone. Lightning must not put its own
-    sampler in the place of this one: Trainer(use_distributed_sampler=False).
+    Unsigned, as small as they are kept; the order is the same for any number of workers. The loader draws its workers'
+    seeds from a generator of its own: torch's global stream, which dropout uses and a checkpoint restores, is left
+    alone. Lightning must not put its own sampler in the place of this one: Trainer(use_distributed_sampler=False).
+
+    Args:
+        options: of `DataLoader`: num_workers, pin_memory, worker_init_fn.
     """
     batches = StepBatches(first_step, stop_step, items.batch_size, rank, world, micro_batch)
     generator = torch.Generator().manual_seed(items.seed)
-    return DataLoader(items, batch_sampler=batches, num_workers=workers, pin_memory=pin_memory, generator=generator)
+    return DataLoader(items, batch_sampler=batches, generator=generator, collate_fn=as_it_is, **options)
+
+
+def as_it_is(batch: Any) -> Any:
+    """Return what `__getitems__` made."""
+    return batch

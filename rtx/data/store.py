@@ -1,10 +1,10 @@
 """The token store: the splits of a data set on disk, one raw memory-mapped file each, with a record of what they are.
 
-    <root>/<name>-<key>/    <split>.bin     unsigned integers, nothing else
-                            <split>.docs    where documents start, and the end: int64 (not for images)
-                            store.json      source, tokenizer, sizes, checksums, fingerprint
-                            .verified       sizes and times of the files when every byte of them was last checked here
-                            and the file of a trained tokenizer
+    <root>/<name>-<key>/    <split>.bin           unsigned integers, nothing else
+                            <split>.starts.npy    where documents start, and the end: int64 (not for images)
+                            store.json            source, tokenizer, sizes, checksums, fingerprint
+                            .verified             sizes and times of the files when every byte was last checked here
+                            and the file of a learned tokenizer
 
 The key names the source and the settings (for files: their paths, sizes and times), so a changed source gets a store of
 its own. The fingerprint names the content, the tokenizer and the stamps alone: it is the same on every machine.
@@ -13,29 +13,34 @@ its own. The fingerprint names the content, the tokenizer and the stamps alone: 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
-import weakref
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rtx.data.checksums import difference, file_sums
-from rtx.data.recipe import FORMAT
-from rtx.data.source import Tokenizer
-from rtx.data.tokenizers import load_tokenizer
+from rtx.data.fetch import file_sha256
+from rtx.data.tokenizers import Tokenizer, load_tokenizer
+from rtx.disk import replace_file, write_json
 from rtx.errors import UserError, nearest
 
+FORMAT = 3
+"""Version of what is written for the same settings; raise it whenever that changes."""
 RECORD = "store.json"
 VERIFIED = ".verified"
 
 
 class DamagedStore(UserError):
     """A store on disk that is not what its record says, or has no record that can be read."""
+
+    def __init__(self, options: str, path: Path, expected: object, found: object) -> None:
+        self.what = f"{path}: damaged: expected {expected}, found {found}"
+        super().__init__(f"{self.what}; to rebuild the store: rtx data prepare {options}")
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,6 @@ class TokenStore:
     answers: None = None
     """Positions of a sequence that alone are scored; None: all of them (see RecallStore)."""
     all_facts: dict[str, SplitFacts] = field(default_factory=dict)
-    starts: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
 
     @property
     def vocabulary(self) -> int:
@@ -105,7 +109,7 @@ class TokenStore:
         """Return where a split's documents start, and its end, in units: int64 `[documents + 1]`; raises as `split`."""
         tokens = self.split(name)
         if self.image is None:
-            return self.starts[name]
+            return np.load(self.folder / f"{name}.starts.npy", mmap_mode="r", allow_pickle=False)
         return np.arange(0, len(tokens) + 1, self.image[0] * self.image[1] * 3, dtype=np.int64)
 
     def describe(self) -> dict[str, Any]:
@@ -134,18 +138,23 @@ def open_store(folder: Path, options: str) -> TokenStore:
         DamagedStore: a file is missing, cut short or unreadable; the message says which, and how to mend it.
     """
     record = read_record(folder, options)
-    splits, starts, facts = {}, {}, {}
-    for name, split in record["splits"].items():
-        splits[name] = _mapped(folder / f"{name}.bin", record["dtype"], split["units"], options)
-        if split["starts"]:
-            starts[name] = _mapped(folder / f"{name}.docs", "int64", split["documents"] + 1, options)
-        facts[name] = SplitFacts(*(split[key] for key in ("units", "bytes", "words", "documents")))
+    itemsize = np.dtype(record["dtype"]).itemsize
+    splits = {}
+    for path, facts in files_of(folder, record):
+        try:
+            found = path.stat().st_size
+            size = facts["units"] * itemsize if path.suffix == ".bin" else found
+            if found != size:
+                raise DamagedStore(options, path, f"{size:,} bytes", f"{found:,}")
+            if path.suffix == ".bin":
+                splits[path.stem] = np.memmap(path, dtype=record["dtype"], mode="r")
+        except OSError as error:
+            raise DamagedStore(options, path, "a file that can be read", error.strerror or error) from error
     try:
         tokenizer = load_tokenizer(record["tokenizer"], folder)
     except ValueError as error:
-        raise DamagedStore(f"{folder}: damaged: {error}; {_mend(options)}") from error
-    image = tuple(record["image"]) if record["image"] else None
-    store = TokenStore(
+        raise DamagedStore(options, folder, "its tokenizer", f"another: {error}") from error
+    return TokenStore(
         name=record["name"],
         folder=folder,
         splits=splits,
@@ -153,72 +162,61 @@ def open_store(folder: Path, options: str) -> TokenStore:
         fingerprint=record["fingerprint"],
         source=record["source"],
         stamps=record["stamps"],
-        image=image,
-        all_facts=facts,
-        starts=starts,
+        image=tuple(record["image"]) if record["image"] else None,
+        all_facts={
+            name: SplitFacts(*(split[key] for key in ("units", "bytes", "words", "documents")))
+            for name, split in record["splits"].items()
+        },
     )
-    _hold(store)
-    return store
 
 
-def _hold(store: TokenStore) -> None:
-    """Share a lock on the record for as long as the store is open, so that nobody removes it meanwhile."""
-    with contextlib.suppress(OSError):  # a file system without locks, or someone who is removing it already
-        handle = os.open(store.folder / RECORD, os.O_RDONLY)
-        weakref.finalize(store, os.close, handle)
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-
-
-def _mapped(path: Path, dtype: str, count: int, options: str) -> np.ndarray:
-    """Return the memory map `[count]` of a file that has just that many numbers."""
-    kind = np.dtype(dtype).newbyteorder("<")
-    expected = count * kind.itemsize
-    try:
-        if (found := path.stat().st_size) != expected:
-            raise _damaged(options, path, f"{expected:,} bytes", f"{found:,}")
-        return np.memmap(path, dtype=kind, mode="r")
-    except OSError as error:
-        raise _damaged(options, path, f"{expected:,} bytes", error.strerror) from error
+def files_of(folder: Path, record: dict[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the files of every split, each with what is recorded of its split."""
+    for name, split in record["splits"].items():
+        for file in split["sha256"]:
+            yield folder / f"{name}.{file}", split
 
 
 def verify_store(folder: Path, options: str) -> TokenStore:
-    """Open the store in `folder` and compare every byte of it with the recorded checksums; raises as open_store does.
+    """Open the store in `folder` and compare every byte of it with the recorded sha256; raises as open_store does.
 
-    What was found right is noted beside the store where that can be written, for `is_verified`.
+    What was found right is noted for `is_verified`.
     """
     store = open_store(folder, options)  # the tokenizer's file is compared with its hash here
-    record = read_record(folder, options)
-    for name, split in record["splits"].items():
-        for path, sums in ((folder / f"{name}.bin", split), (folder / f"{name}.docs", split["starts"])):
-            if sums is None:
-                continue
-            try:
-                wrong = difference(sums, file_sums(path, record["block"]), path.name)
-            except OSError as error:
-                raise _damaged(options, path, "a file that can be read", error.strerror) from error
-            if wrong:
-                raise _damaged(options, path, *wrong)
-    mark_verified(folder)
+    for path, split in files_of(folder, read_record(folder, options)):
+        expected = split["sha256"][path.name.partition(".")[2]]
+        try:
+            found = file_sha256(path)
+        except OSError as error:
+            raise DamagedStore(options, path, "a file that can be read", error.strerror) from error
+        if found != expected:
+            raise DamagedStore(options, path, f"sha256 {expected}", found)
+    note = json.dumps(looks(folder)).encode()
+    for path in notes_on(folder):
+        with contextlib.suppress(OSError):  # a store that only others may write has its note in the user's own cache
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, lambda file: file.write(note), durable=False)
+            break
     return store
 
 
 def is_verified(folder: Path) -> bool:
     """Whether every byte was compared on this machine since the files were last written, moved or copied."""
-    try:
-        return json.loads((folder / VERIFIED).read_bytes()) == _looks(folder)
-    except (OSError, ValueError):
-        return False
+    for path in notes_on(folder):
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads(path.read_bytes()) == looks(folder):
+                return True
+    return False
 
 
-def mark_verified(folder: Path) -> None:
-    """Note that every byte of the store in `folder` is right as of now; where nothing can be written, do nothing."""
-    temporary = folder / f"{VERIFIED}.tmp-{os.getpid()}"
-    with contextlib.suppress(OSError):
-        temporary.write_text(json.dumps(_looks(folder)))
-        os.replace(temporary, folder / VERIFIED)
+def notes_on(folder: Path) -> tuple[Path, Path]:
+    """Return where it may be noted that a store is right: in it, or in the user's cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:24]
+    return folder / VERIFIED, cache / "rtx" / "verified" / f"{name}.json"
 
 
-def _looks(folder: Path) -> dict[str, list[int]]:
+def looks(folder: Path) -> dict[str, list[int]]:
     """Return size, time of change and inode of each file of a store: a copy or a touched file has others."""
     files = {path.name: path.stat() for path in sorted(folder.iterdir()) if not path.name.startswith(".")}
     return {name: [status.st_size, status.st_mtime_ns, status.st_ino] for name, status in files.items()}
@@ -228,47 +226,34 @@ def read_record(folder: Path, options: str) -> dict[str, Any]:
     """Return the record of the store in `folder`.
 
     Raises:
-        DamagedStore: it is missing, not a record, or not of this version; or its fingerprint is of other splits.
+        DamagedStore: it is missing, not a record, not of this version, or was changed.
     """
     path = folder / RECORD
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        kind = record["format"]
-        if kind != FORMAT:
-            raise _damaged(options, path, f"format {FORMAT}", str(kind))
-        name, _ = fingerprint(record), [record[key] for key in ("name", "source", "block", "fingerprint", "sum")]
+        found = {"format": record["format"], "sha256": record["sha256"]}
     except OSError as error:
-        raise _damaged(options, path, "the record of the store", error.strerror) from error
-    except (KeyError, TypeError, AttributeError, UnicodeError, json.JSONDecodeError) as error:
-        found = f"{path.stat().st_size:,} bytes that are not one"
-        raise _damaged(options, path, "the record of the store", found) from error
-    if name != record["fingerprint"]:
-        raise _damaged(options, path, f"fingerprint {name}", str(record["fingerprint"]))
-    if (found := record_sum(record)) != record["sum"]:
-        raise _damaged(options, path, f"a record with sha256 {record['sum']}", found)
+        raise DamagedStore(options, path, "the record of the store", error.strerror) from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedStore(options, path, "the record of the store", "something else") from error
+    if found["format"] != FORMAT:
+        raise DamagedStore(options, path, f"format {FORMAT}", found["format"])
+    if found["sha256"] != (expected := record_sha256(record)):
+        raise DamagedStore(options, path, f"a record with sha256 {expected}", found["sha256"])
     return record
 
 
-def record_sum(record: dict[str, Any]) -> str:
-    """Return the sha256 of what a record says but for its time: counts of words and bytes are in no other checksum."""
-    text = json.dumps({key: value for key, value in record.items() if key not in ("made", "sum")}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+def record_sha256(record: dict[str, Any]) -> str:
+    """Return the sha256 of all that a record says."""
+    said = {key: value for key, value in record.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
-def fingerprint(record: dict[str, Any]) -> str:
-    """Return the sha256 that names a store's content, tokenizer and stamps, and nothing of where it came from."""
-    splits = {
-        name: [split["units"], split["documents"], split["sha256"], (split["starts"] or {}).get("sha256")]
-        for name, split in record["splits"].items()
-    }
-    facts = [record[key] for key in ("format", "tokenizer", "dtype", "stamps", "image")]
-    text = json.dumps([*facts, splits], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _mend(options: str) -> str:
-    return f"to rebuild the store: rtx data prepare {options}"
-
-
-def _damaged(options: str, path: Path, expected: str, found: str | None) -> DamagedStore:
-    return DamagedStore(f"{path}: damaged: expected {expected}, found {found}; {_mend(options)}")
+def write_record(folder: Path, facts: dict[str, Any]) -> None:
+    """Write the record of a store, with fingerprint, time and its own sha256."""
+    content = [facts[key] for key in ("tokenizer", "dtype", "stamps", "image")]
+    splits = {name: [split["units"], split["sha256"]] for name, split in facts["splits"].items()}
+    named = json.dumps([FORMAT, *content, splits], sort_keys=True)
+    record = {"format": FORMAT, **facts, "fingerprint": hashlib.sha256(named.encode()).hexdigest()}
+    record["made"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    write_json(folder / RECORD, {**record, "sha256": record_sha256(json.loads(json.dumps(record)))})

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rtx.data.wordcount import WordCount
+    from rtx.evaluation.protocols import WordCount
 
 LARGEST_EXPONENT = 700.0
 """exp of more than this is beyond float64."""

@@ -16,10 +16,8 @@ from torch import Tensor, nn
 
 from rtx.data.catalog import Store
 from rtx.data.recall import RecallStore
-from rtx.data.released import Reading
-from rtx.data.windows import Window
-from rtx.data.wordcount import bytes_scored, words_scored
 from rtx.evaluation.measures import measures
+from rtx.evaluation.protocols import Reading, Window, bytes_scored, words_scored
 
 W = TypeVar("W")
 

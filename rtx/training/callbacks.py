@@ -20,8 +20,8 @@ from lightning.pytorch.callbacks import Checkpoint, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from torch import nn
 
+from rtx.data.datamodule import RtxDataModule
 from rtx.errors import RunFailed
-from rtx.training.datamodule import DataModule
 from rtx.training.module import TrainingModule
 from rtx.training.optimizers import learning_rate
 from rtx.training.progress import clock, peak_memory
@@ -97,7 +97,7 @@ class Watch(StepCallback):
     def __init__(
         self,
         module: TrainingModule,
-        data: DataModule,
+        data: RtxDataModule,
         signals: Signals,
         telemetry: Telemetry,
         status: Status | None,

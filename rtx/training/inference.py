@@ -15,8 +15,7 @@ import torch
 from rtx.compose import RUN_CONFIG, load_run_config, merge, to_dict
 from rtx.config import SPREAD, Config, precision_on
 from rtx.data.catalog import Store, data_root, open_data
-from rtx.data.source import Tokenizer
-from rtx.data.tokenizers import load_tokenizer
+from rtx.data.tokenizers import Tokenizer, load_tokenizer
 from rtx.errors import RunFailed, UserError
 from rtx.model.transformer import Transformer
 from rtx.training.checkpoint import Checkpoint, check_config, load_for_use, load_weights

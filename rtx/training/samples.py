@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rtx.data.imageset import image_shape
-from rtx.data.sheet import png_grid
+from rtx.data.images import png_grid
+from rtx.data.sets import image_shape
 from rtx.disk import replace_file
 from rtx.errors import RunFailed
 from rtx.model.decoding import generate

@@ -17,11 +17,11 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from rtx.data.datamodule import RtxDataModule
 from rtx.errors import RunFailed
 from rtx.evaluation.scores import Score
 from rtx.training.callbacks import Best, Last, Progress, RandomState, Say, Telemetry, Watch
 from rtx.training.checkpoint import CheckpointFiles
-from rtx.training.datamodule import DataModule
 from rtx.training.distributed import cluster_environment, lost_process, start_ranks, strategy
 from rtx.training.module import TrainingModule
 from rtx.training.progress import say
@@ -55,7 +55,7 @@ class Run:
         self,
         folder: Path,
         module: TrainingModule,
-        data: DataModule,
+        data: RtxDataModule,
         signals: Signals,
         telemetry: Telemetry = lambda model: {},
         loggers: Sequence[Logger] = (),

@@ -10,7 +10,7 @@ import pytest
 from made_sets import SETS
 from small_runs import SIZES, Workshop
 
-from rtx.sets import IMAGE_SETS
+from rtx.data.sets import IMAGE_SETS
 
 QUICK = [size for size in SIZES if not size.startswith("data")]
 QUICK += ["trainer.steps=2", "trainer.val_every=2", "trainer.log_every=1"]
@@ -45,6 +45,6 @@ def test_a_set_trains_and_every_unit_is_scored_once(
 
 
 def test_the_sets_are_all(workshop: Workshop) -> None:
-    from rtx.data.catalog import MODULES
+    from rtx.data.sets import SETS as KNOWN
 
-    assert set(SETS) == set(MODULES)
+    assert set(SETS) == set(KNOWN)

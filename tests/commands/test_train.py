@@ -12,8 +12,8 @@ import torch
 from small_runs import Workshop, difference, largest_file, read_metrics
 
 from rtx.compose import load_run_config
-from rtx.data.baselines import baselines
 from rtx.data.catalog import open_data
+from rtx.evaluation.baselines import baselines
 from rtx.training.checkpoint import read_checkpoint
 from rtx.training.run_folder import read_status
 

@@ -14,7 +14,7 @@ import pytest
 from made_sets import SETS
 from small_runs import SIZES, Workshop
 
-from rtx.data.published import WORDS
+from rtx.data.sets import SETS as KNOWN
 
 QUICK = [size for size in SIZES if not size.startswith("data")] + ["trainer.steps=2", "trainer.val_every=2"]
 
@@ -54,7 +54,7 @@ def scored(workshop: Workshop, run: Path, *overrides: str) -> tuple[dict[str, An
 
 def test_words_have_a_perplexity_over_the_published_count_and_no_bytes(workshop: Workshop, wikitext: Path) -> None:
     result, said = scored(workshop, wikitext)
-    published = WORDS["wikitext103"]["test"]
+    published = KNOWN["wikitext103"].words["test"]
     assert result["units"] == published == result["words"] and result["words_comparable"]
     assert result["perplexity_per_word"] == pytest.approx(math.exp(result["nats"] / published))
     assert "bits_per_byte" not in result and "bits/byte" not in said
@@ -68,16 +68,16 @@ def test_subwords_have_bits_per_byte_and_a_perplexity_over_the_published_count(w
     result, said = scored(workshop, pg19)
     text = sum(len(row) for row in rows_of(workshop.folder / "pg19-files" / "test-00000-of-00001.parquet"))
     assert result["bits_per_byte"] == pytest.approx(result["nats"] / text / math.log(2))
-    assert result["words"] == WORDS["pg19"]["test"] and result["words_comparable"]
+    assert result["words"] == KNOWN["pg19"].words["test"] and result["words_comparable"]
     assert " bits/subword" in said and " bits/byte of text\n" in said
     final = json.loads((pg19 / "status.json").read_text())["final"]
     assert final["unit"] == "subword" and final["bits_per_byte"] < final["bits"]
 
 
 def rows_of(path: Path) -> list[bytes]:
-    from rtx.data.parquet import text_rows
+    from pyarrow import parquet
 
-    return list(text_rows(path, "text"))
+    return [text.encode() for text in parquet.read_table(path)["text"].to_pylist()]
 
 
 def test_the_released_protocol_has_a_name_and_a_file_of_its_own(workshop: Workshop, wikitext: Path, pg19: Path) -> None:
@@ -131,7 +131,7 @@ def test_other_tokenizers_of_the_same_text(workshop: Workshop, wikitext: Path) -
         run = workshop.folder / tokenizer
         workshop.command("train", *options, f"data.tokenizer={tokenizer}", *further, *QUICK, run=run)
         result, said = scored(workshop, run)
-        assert result["words"] == WORDS["wikitext103"]["test"] and result["words_comparable"]
+        assert result["words"] == KNOWN["wikitext103"].words["test"] and result["words_comparable"]
         assert "bits_per_byte" in result and "perplexity per word" in said
         said = workshop.command("eval", str(run), "protocol=released", code=2)
         assert "wikitext103 was read as words" in said

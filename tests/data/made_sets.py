@@ -3,21 +3,125 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import random
+import tarfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from corpora import articles, prose, wikitext_facts, write_books
-from image_cases import encoded, random_images, write_table
+from PIL import Image
 
-from rtx.data import enwik8, text, wikitext
-from rtx.data.files import listed
-from rtx.data.published import DOCUMENTS, WORDS
+from rtx.data import images, text
+from rtx.data.fetch import Remote
+from rtx.data.sets import SETS as KNOWN
 
+REAL = Path(__file__).parents[2] / "../shared/data"
 Made = list[str]
 """The options of a set."""
+
+
+def prose(words: int, seed: int = 0, different: int = 400) -> bytes:
+    """Return lines of made words, some frequent, some rare, some not ASCII."""
+    draw = random.Random(seed)
+    stems = random.Random(7)
+    known = ["".join(stems.choices("abcdefghijklmnoprstuvwy", k=stems.randint(2, 9))) for _ in range(different)]
+    known[::25] = [f"{word}é" for word in known[::25]]
+    chosen = draw.choices(known, weights=[1 / (rank + 1) for rank in range(different)], k=words)
+    lines = [" ".join(chosen[start : start + 11]) for start in range(0, words, 11)]
+    return "\n".join(line.capitalize() + "." for line in lines).encode() + b"\n"
+
+
+def articles(count: int, seed: int = 0) -> bytes:
+    """Return text in Wikitext's layout: a blank line, headings between blank lines, paragraphs, ` <unk> ` words."""
+    draw = random.Random(seed)
+    lines = [b" "]
+    for number in range(count):
+        lines += [b" = Article %d of %d = " % (number, seed), b" "]
+        for section in range(draw.randint(1, 3)):
+            lines += [b" = = Section %d = = " % section, b" "] if section else []
+            body = prose(draw.randint(20, 60), draw.randint(0, 10**6)).replace(b"\n", b" ").strip()
+            lines += [b" " + body.replace(b".", b" .") + b" <unk> ", b" "]
+    return b"\n".join(lines) + b"\n"
+
+
+def remote(path: Path) -> Remote:
+    """Return a file as something published."""
+    content = path.read_bytes()
+    return Remote(f"https://nowhere.invalid/{path.name}", len(content), hashlib.sha256(content).hexdigest())
+
+
+def write_table(path: Path, group: int = 1000, **columns: Sequence[Any]) -> Path:
+    """Write a parquet file; bytes become text, valid or not."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays = {
+        name: pa.array(rows, pa.binary()).view(pa.string()) if rows and isinstance(rows[0], bytes) else pa.array(rows)
+        for name, rows in columns.items()
+    }
+    parquet.write_table(pa.table(arrays), path, row_group_size=group)
+    return path
+
+
+def random_images(count: int, height: int = 32, width: int = 32, seed: int = 0) -> np.ndarray:
+    """Return images that compress badly: uint8 `[count, height, width, 3]`."""
+    return np.random.default_rng(seed).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
+
+
+def encoded(image: np.ndarray | Image.Image, kind: str = "PNG") -> bytes:
+    """Return an image as the content of a file."""
+    target = io.BytesIO()
+    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(target, kind)
+    return target.getvalue()
+
+
+def write_images(path: Path, rows: Sequence[bytes | None], column: str = "img") -> Path:
+    """Write a parquet file in the hub's schema: image files as bytes and path, and a label."""
+    files = [{"bytes": raw, "path": f"{place}.png"} for place, raw in enumerate(rows)]
+    return write_table(path, 4, **{column: files, "label": list(range(len(rows)))})
+
+
+def records(pictures: np.ndarray) -> bytes:
+    """Return images as CIFAR-10's binary records: a label, then the red, the green and the blue plane."""
+    planes = pictures.transpose(0, 3, 1, 2).reshape(len(pictures), -1)
+    labels = (np.arange(len(pictures), dtype=np.uint8) % 10)[:, None]
+    return np.concatenate([labels, planes], axis=1).tobytes()
+
+
+def write_tar(path: Path, members: Mapping[str, bytes]) -> Path:
+    """Write a tar, gzipped where its name says so."""
+    with tarfile.open(path, "w:gz" if path.name.endswith("gz") else "w") as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def publish_enwik8(archive: Path, content: bytes, patch: pytest.MonkeyPatch) -> None:
+    """Let a zip be the published one."""
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("enwik8", content)
+    patch.setattr(text, "ENWIK8", remote(archive))
+    patch.setattr(text, "ENWIK8_TEXT", (len(content), hashlib.sha256(content).hexdigest()))
+
+
+def publish_wikitext(texts: Mapping[str, bytes], patch: pytest.MonkeyPatch) -> None:
+    """Let texts be the published ones."""
+    facts, words = {}, {}
+    for split, content in texts.items():
+        lines = content.split(b"\n")[:-1]
+        kept = sum(len(line) + 1 for line in lines if line != b" ")
+        facts[split] = (len(lines), kept, hashlib.md5(content).hexdigest() if split != "train" else "")
+        words[split] = sum(len(line.split()) + 1 for line in lines)
+    patch.setattr(text, "WIKITEXT_FACTS", facts)
+    for split, count in words.items():
+        patch.setitem(KNOWN["wikitext103"].words, split, count)  # type: ignore[arg-type]
 
 
 def made_text(folder: Path, patch: pytest.MonkeyPatch) -> Made:
@@ -28,20 +132,16 @@ def made_text(folder: Path, patch: pytest.MonkeyPatch) -> Made:
 
 def made_library(folder: Path, patch: pytest.MonkeyPatch) -> Made:
     """A library of two modules."""
-    for name in ("a.py", "b.py"):
-        (folder / name).write_bytes(prose(300, ord(name[0])))
-    patch.setattr(text, "library_files", lambda: [listed(folder / name) for name in ("a.py", "b.py")])
+    paths = [folder / name for name in ("a.py", "b.py")]
+    for path in paths:
+        path.write_bytes(prose(300, ord(path.name[0])))
+    patch.setattr(text, "library_files", lambda: paths)
     return ["data=stdlib", "data.length=32"]
 
 
 def made_enwik8(folder: Path, patch: pytest.MonkeyPatch) -> Made:
     """A zip of 4,000 bytes, 3,600 of them for training."""
-    content = prose(1_000)[:4_000]
-    with zipfile.ZipFile(folder / "enwik8.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("enwik8", content)
-    patch.setattr(enwik8, "SIZE", len(content))
-    patch.setattr(enwik8, "SHA256", hashlib.sha256(content).hexdigest())
-    patch.setattr(enwik8, "SPLITS", {"train": 3_600, "valid": 200, "test": 200})
+    publish_enwik8(folder / "enwik8.zip", prose(1_000)[:4_000], patch)
     return ["data=enwik8", f"data.path={folder / 'enwik8.zip'}", "data.length=32"]
 
 
@@ -50,9 +150,7 @@ def made_wikitext(folder: Path, patch: pytest.MonkeyPatch) -> Made:
     texts = {"train": articles(30, 1), "valid": articles(3, 2), "test": articles(4, 3)}
     for split, content in texts.items():
         (folder / f"wiki.{split}.tokens").write_bytes(content)
-    facts = {split: wikitext_facts(content, split != "train") for split, content in texts.items()}
-    patch.setattr(wikitext, "PUBLISHED", facts)
-    patch.setitem(WORDS, "wikitext103", {split: fact.words for split, fact in facts.items()})
+    publish_wikitext(texts, patch)
     return ["data=wikitext103", f"data.path={folder}", "data.length=32"]
 
 
@@ -62,24 +160,37 @@ def made_pg19(folder: Path, patch: pytest.MonkeyPatch) -> Made:
     for seed, (split, count) in enumerate(counts.items()):
         name = {"valid": "validation"}.get(split, split)
         books = [prose(200, 10 * seed + number) for number in range(count)]
-        write_books(folder / f"{name}-00000-of-00001.parquet", books)
-    patch.setitem(DOCUMENTS, "pg19", counts)
-    patch.setitem(WORDS, "pg19", {"train": 1_390, "valid": 390, "test": 590})
+        write_table(folder / f"{name}-00000-of-00001.parquet", 2, text=books, publication_date=[1800] * count)
+    patch.setattr(text, "PG19_BOOKS", counts)
+    for split, words in {"train": 1_390, "valid": 390, "test": 590}.items():
+        patch.setitem(KNOWN["pg19"].words, split, words)  # type: ignore[arg-type]
     return ["data=pg19", f"data.path={folder}", "data.length=32", "data.vocabulary=400"]
+
+
+def made_hub(folder: Path, patch: pytest.MonkeyPatch) -> Made:
+    """A folder as a data set of the hub, which has splits and a column of text."""
+    for number, split in enumerate(("train", "validation", "test")):
+        lines = prose(400, number).decode().splitlines()
+        write_table(folder / f"{split}-00000-of-00001.parquet", said=lines, who=["nobody"] * len(lines))
+    return ["data=hub", f"data.path={folder}", "data.column=said", "data.length=32"]
 
 
 def made_cifar10(folder: Path, patch: pytest.MonkeyPatch) -> Made:
     """Parquet files of PNGs."""
     for split, count in (("train", 9), ("test", 3)):
-        images = [encoded(image) for image in random_images(count, seed=count)]
-        write_table(folder / f"{split}-00000-of-00001.parquet", images)
+        rows = [encoded(image) for image in random_images(count, seed=count)]
+        write_images(folder / f"{split}-00000-of-00001.parquet", rows)
     return ["data=cifar10", f"data.path={folder}", "data.held_out=2"]
 
 
 def made_imagenet64(folder: Path, patch: pytest.MonkeyPatch) -> Made:
-    """Arrays, scaled down so that a sequence is short."""
-    for split, count in (("train", 9), ("valid", 3)):
-        np.save(folder / f"imagenet64-{split}.npy", random_images(count, 64, 64, seed=count))
+    """Tars of PNGs as published, scaled down so that a sequence is short."""
+    published = {}
+    for split, name, count in (("train", "train_64x64", 9), ("test", "valid_64x64", 3)):
+        members = {f"{name}/{n}.png": encoded(image) for n, image in enumerate(random_images(count, 64, 64, count))}
+        published[split] = remote(write_tar(folder / f"{name}.tar", members))
+    patch.setattr(images, "IMAGENET64", published)
+    patch.setitem(images.PUBLISHED, "imagenet64", {"train": 9, "test": 3})
     return ["data=imagenet64", f"data.path={folder}", "data.held_out=2", "data.size=8"]
 
 
@@ -96,6 +207,7 @@ SETS: dict[str, Callable[[Path, pytest.MonkeyPatch], Made]] = {
     "enwik8": made_enwik8,
     "wikitext103": made_wikitext,
     "pg19": made_pg19,
+    "hub": made_hub,
     "cifar10": made_cifar10,
     "imagenet64": made_imagenet64,
     "images": made_images,

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from rtx.data.sampler import StepBatches, TrainingItems, permuted, training_batches
+from rtx.data.permutation import permuted
+from rtx.data.sampler import StepBatches, TrainingItems, training_batches
 
 TOKENS = np.arange(20_000, dtype=np.uint16)  # every token says where it stands
 
@@ -94,11 +97,13 @@ def test_any_number_of_workers_gives_the_same_batches_and_leaves_the_global_gene
     before = torch.get_rng_state()
     plain = list(training_batches(items, 10, 14, micro_batch=2))
     assert torch.equal(torch.get_rng_state(), before)
-    worked = list(training_batches(items, 10, 14, micro_batch=2, workers=2))
+    worked = list(training_batches(items, 10, 14, micro_batch=2, num_workers=2))
     assert torch.equal(torch.get_rng_state(), before)
     assert len(plain) == len(worked) == 8
     assert all(torch.equal(a, b) for a, b in zip(plain, worked, strict=True))
-    assert torch.equal(plain[3], torch.stack([items.item(11, 2), items.item(11, 3)]))
+    assert plain[3].dtype == torch.uint16 and torch.equal(
+        plain[3].long(), torch.stack([items.item(11, 2), items.item(11, 3)])
+    )
     resumed = list(training_batches(items, 12, 14, micro_batch=2))
     assert all(torch.equal(a, b) for a, b in zip(plain[4:], resumed, strict=True))
 
@@ -135,5 +140,18 @@ def test_a_split_that_is_not_whole_images_is_a_programming_error():
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_many_workers_give_the_images_that_one_gives():
     items = TrainingItems(np.arange(240, dtype=np.uint8), 6, seed=1, batch_size=4, whole=True)
-    plain, worked = (list(training_batches(items, 8, 14, micro_batch=2, workers=workers)) for workers in (0, 2))
+    plain, worked = (list(training_batches(items, 8, 14, micro_batch=2, num_workers=workers)) for workers in (0, 2))
     assert len(plain) == 12 and all(torch.equal(a, b) for a, b in zip(plain, worked, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["uint8", "uint16", "uint32"])
+def test_another_process_opens_a_split_by_its_path(tmp_path: Path, kind: str):
+    TOKENS.astype(kind).tofile(tmp_path / "train.bin")
+    items = TrainingItems(np.memmap(tmp_path / "train.bin", kind, mode="r"), 16, seed=0, batch_size=4)
+    sent = pickle.dumps(items)
+    assert len(sent) < 1_000, "a worker that is spawned must not be sent the split"
+    again = pickle.loads(sent)
+    assert isinstance(again.tokens.base, np.memmap) or isinstance(again.tokens, np.memmap)
+    assert torch.equal(again[7], items[7])
+    batch = next(iter(training_batches(again, 0, 1)))
+    assert batch.dtype == getattr(torch, kind) and torch.equal(batch.long()[1], items[1])

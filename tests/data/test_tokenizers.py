@@ -1,99 +1,242 @@
+"""Bytes, words and subwords: exact on any bytes, the same ids however a text is cut before its blanks."""
+
 from __future__ import annotations
 
+import functools
 import json
+import pickle
+import random
+import time
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
-from corpora import BrokenPart, MadePart, made_source, prose
+from hypothesis import given
+from hypothesis import strategies as st
+from made_sets import REAL, articles, prose
 
 from rtx.config import DataConfig
-from rtx.data.tokenizers import ByteTokenizer, encode_text, load_tokenizer, tokenizer_for
+from rtx.data import tokenizers
+from rtx.data.tokenizers import (
+    SentencepieceTokenizer,
+    Tokenizer,
+    WordTokenizer,
+    encode_text,
+    learn_subwords,
+    learn_words,
+    learned,
+    load_tokenizer,
+)
 from rtx.errors import UserError
 
-TEXT = prose(5_000)
-TRAINED = [
+VALID = REAL / "wikitext-103/wiki.valid.tokens"
+TEXT = prose(20_000)
+ARTICLES = articles(12)
+LEARNED = [
     DataConfig(tokenizer="words"),
     DataConfig(tokenizer="sentencepiece", vocabulary=400, tokenizer_sample=20_000),
 ]
+NASTY = [
+    b"",
+    b"\n",
+    b" ",
+    b"   leading and  runs   of blanks  ",
+    b"\ttabs\t\tand\r\nCRLF\r\n\r\n\rlone\x0b\x0c",
+    b"NUL \x00\x00 in\x00side",
+    "U+2581 ▁▁ in the▁text ▁".encode(),
+    b"invalid \xff\xfe UTF-8 \xe2\x96 \xc3",
+    b"<unk> <s> </s> <0x41> <0x0A> <pad>\n",
+    "combining e\u0301 \ufb01 \uff12 \u200b\ufeff \U0001f600 漢字かな\u3000全角\u00a0nbsp".encode(),
+    bytes(range(256)) * 3,
+    "\u2028\u2029\u0085line separators".encode(),
+]
 
 
-def test_any_bytes_survive_a_round_trip():
-    tokenizer = ByteTokenizer()
-    raw = bytes(range(256)) + b"\r\n\x00 \xff\xfe"
+def quiet(line: str) -> None:
+    """Say nothing."""
+
+
+def words(*texts: bytes) -> WordTokenizer:
+    return learn_words(texts, "data=made", quiet)
+
+
+def subwords(vocabulary: int, *texts: bytes, sample: int = 10**6) -> SentencepieceTokenizer:
+    return learn_subwords(texts or (TEXT,), vocabulary, sample, "data=made", quiet)
+
+
+@functools.cache
+def trained() -> SentencepieceTokenizer:
+    return subwords(500)
+
+
+def pieces(text: bytes, size: int) -> list[bytes]:
+    """Cut a text before the first blank or newline after every `size` bytes."""
+    cuts = [0]
+    for at in range(1, len(text)):
+        if at - cuts[-1] >= size and text[at : at + 1] in (b" ", b"\n"):
+            cuts.append(at)
+    return [text[a:b] for a, b in zip(cuts, [*cuts[1:], len(text)], strict=True)]
+
+
+def ids_of(tokenizer: Tokenizer, text: bytes, size: int) -> list[int]:
+    return [number for piece in pieces(text, size) for number in tokenizer.encode(piece).tolist()]
+
+
+def test_any_bytes_survive_a_round_trip_as_bytes():
+    tokenizer, raw = Tokenizer(), bytes(range(256)) + b"\r\n\x00 \xff\xfe"
     ids = tokenizer.encode(raw)
     assert ids.dtype == np.uint8 and ids.tolist() == list(raw)
-    assert tokenizer.decode(ids) == raw
-    assert tokenizer.decode(ids.tolist()) == raw
-    assert tokenizer.decode(torch.tensor(ids.tolist())) == raw
-    assert tokenizer.decode([]) == b"" and len(tokenizer.encode("")) == 0
-    assert b"".join(part.tobytes() for part in tokenizer.encode([b"a", b"\xff"])) == b"a\xff"
-
-
-def test_text_is_utf8_and_undecodable_arguments_stay_what_they_were():
-    tokenizer = ByteTokenizer()
-    assert tokenizer.decode(tokenizer.encode("naïve €\n")) == "naïve €\n".encode()
+    assert (
+        tokenizer.decode(ids) == tokenizer.decode(ids.tolist()) == tokenizer.decode(torch.tensor(ids.tolist())) == raw
+    )
+    assert tokenizer.decode([]) == b"" and len(tokenizer.encode(b"")) == 0
     argument = b"caf\xe9".decode("utf-8", errors="surrogateescape")  # as Python hands over sys.argv
-    assert tokenizer.decode(tokenizer.encode(argument)) == b"caf\xe9"
     assert tokenizer.decode(encode_text(tokenizer, argument)) == b"caf\xe9" and len(encode_text(tokenizer, "")) == 0
+    assert encode_text(tokenizer, "€").dtype == np.int64
+    for wrong in ([256], [-1]):
+        with pytest.raises(AssertionError):
+            tokenizer.decode(wrong)
 
 
-def test_ids_beyond_a_byte_are_a_programming_error():
+def test_words_are_ordered_by_falling_count_then_by_bytes():
+    tokenizer = words(b" b a b \n c a b <unk> \n")
+    assert tokenizer.content.split(b"\n") == [b"b", b"<eos>", b"a", b"<unk>", b"c", b""]
+    assert tokenizer.settings == {"words": 9, "eos": 1, "unk": 3, "unk_added": False}
+    assert tokenizer.encode(b" a b \n").tolist() == [2, 0, 1]
+    assert tokenizer.vocabulary == 5 and tokenizer.encode(b"a").dtype == np.uint8
+    counts = Counter(word for line in ARTICLES.decode().splitlines() for word in [*line.split(), "<eos>"])
+    assert sorted(words(ARTICLES).content.decode().split("\n")[:-1]) == sorted(counts)
+    assert words(ARTICLES).settings["words"] == counts.total() == len(words(ARTICLES).encode(ARTICLES))
+
+
+def test_every_newline_is_a_word_blank_lines_too_and_a_last_line_without_one_has_none():
+    tokenizer = words(b" a \n \n b <unk>")
+    assert tokenizer.encode(b" a \n \n b").tolist().count(tokenizer.settings["eos"]) == 2
+    assert tokenizer.decode(tokenizer.encode(b" a \n \n b")) == b" a \n \n b"
+    spelt = words(b"<eos> a <unk>\n<eos> <eos>\n")  # a word that is spelt like the newline is not one
+    assert spelt.encode(b"<eos>\n").tolist() == [0, spelt.settings["eos"]] and spelt.settings["eos"] != 0
+    assert spelt.decode(spelt.encode(b" <eos> \n a \n")) == b" <eos> \n a \n"
+
+
+def test_wikitext_comes_back_to_the_byte_but_for_words_that_train_lacks():
+    tokenizer = words(ARTICLES)
+    assert tokenizer.decode(tokenizer.encode(ARTICLES)) == ARTICLES
+    assert tokenizer.decode(tokenizer.encode(b" Article zyzzyva = \n")) == b" Article <unk> = \n"
+    assert tokenizer.decode(tokenizer.encode(b"Article\t of\r\n")) == b" Article of \n"
+    said: list[str] = []
+    added = learn_words([b"a b\n"], "data=made", said.append)
+    assert added.settings["unk_added"] and added.settings["unk"] == 3 == added.encode(b"new")[0]
+    assert any("no <unk>; one is added" in line for line in said)
+
+
+@pytest.mark.skipif(not VALID.exists(), reason="the real wiki.valid.tokens is not here")
+def test_the_real_validation_split_has_the_published_words_and_comes_back_to_the_byte():
+    text = VALID.read_bytes()
+    tokenizer = words(text)
+    ids = tokenizer.encode(text)
+    assert len(ids) == 217_646 == tokenizer.settings["words"]
+    assert np.count_nonzero(ids == tokenizer.settings["eos"]) == 3_760
+    assert tokenizer.decode(ids) == text
+
+
+def test_text_that_is_none_is_refused(monkeypatch):
+    with pytest.raises(UserError, match="expected words in the training split, found none"):
+        words(b" \n \n")
+    with pytest.raises(UserError, match=r"expected words between blanks, found 2,.* bytes without one"):
+        words(b"x" * (1 << 21))
+    monkeypatch.setattr(tokenizers, "MOST_WORDS", 10)
+    with pytest.raises(UserError, match="expected at most 10 different words, found more"):
+        words(prose(100))
+
+
+def test_text_becomes_fewer_subwords_and_comes_back():
+    ids = trained().encode(TEXT)
+    assert trained().vocabulary == 500 and ids.dtype == np.uint16 and ids.max() < 500
+    assert len(ids) < 0.5 * len(TEXT)
+    assert trained().decode(ids) == trained().decode(ids.tolist()) == TEXT
+    assert b"".join(trained().decode([number]) for number in ids[:300].tolist()) == trained().decode(ids[:300])
+    assert trained().decode([0]) == "\ufffd".encode()
     with pytest.raises(AssertionError):
-        ByteTokenizer().decode([256])
-    with pytest.raises(AssertionError):
-        ByteTokenizer().decode([-1])
+        trained().decode([500])
 
 
-def test_bytes_and_dims_need_no_training(tmp_path, said):
-    for source, unit in [(made_source([BrokenPart()]), "byte"), (made_source([BrokenPart()], image=(8, 8)), "dim")]:
-        tokenizer = tokenizer_for(DataConfig(), source, [BrokenPart()], tmp_path, said.append, 1)
-        assert tokenizer.unit == unit and tokenizer.vocabulary == 256
-        assert load_tokenizer(tokenizer.describe(), tmp_path).describe() == tokenizer.describe()
-    assert list(tmp_path.iterdir()) == [] and said == []
+@pytest.mark.parametrize("text", NASTY)
+def test_whatever_the_bytes_they_come_back(text):
+    both = TEXT[:300] + text + TEXT[300:600]
+    for raw in (text, both):
+        assert trained().decode(trained().encode(raw)) == raw
+    for tokenizer in (trained(), words(TEXT)):
+        for size in (1, 3, 7):
+            assert ids_of(tokenizer, both, size) == tokenizer.encode(both).tolist()
 
 
-@pytest.mark.parametrize("data", TRAINED, ids=lambda data: data.tokenizer)
-def test_a_trained_tokenizer_is_saved_described_and_loaded(data, tmp_path, said):
-    parts = [MadePart((TEXT,))]
-    tokenizer = tokenizer_for(data, made_source(parts), parts, tmp_path / "new", said.append, 1)
+@given(st.binary(max_size=300) | st.text("ab \n▁é\t", max_size=100).map(str.encode), st.integers(1, 40))
+def test_any_bytes_come_back_and_their_ids_do_not_know_the_cuts(text, size):
+    assert trained().decode(trained().encode(text)) == text
+    assert ids_of(trained(), text, size) == trained().encode(text).tolist()
+    tokenizer = words(b" a b \n<unk>" + text)
+    assert ids_of(tokenizer, text, size) == tokenizer.encode(text).tolist()
+
+
+@pytest.mark.parametrize("unit", [b"ab", "漢é".encode(), b"\xff\x80\x80\x80\x80", b"ab "])
+def test_a_line_of_four_megabytes_takes_bounded_time(unit, monkeypatch):
+    monkeypatch.setattr(tokenizers, "REMEMBERED", 1_000)
+    text = b"start " + unit * (4_000_000 // len(unit)) + b" end"
+    start = time.process_time()
+    ids = trained().encode(text)
+    assert time.process_time() - start < 30
+    assert trained().decode(ids) == text
+
+
+def test_training_twice_gives_the_same_bytes_and_another_text_another_model():
+    one, two = subwords(500), subwords(500)
+    assert one.content == two.content and one.describe() == two.describe()
+    assert subwords(500, TEXT[::-1]).describe()["sha256"] != one.describe()["sha256"]
+    small = subwords(400, TEXT, sample=30_000)
+    assert (
+        small.settings["kind"] == "bpe" and small.settings["sample"] == 30_000 and small.settings["from"] == len(TEXT)
+    )
+    assert 29_000 < small.settings["sampled"] <= 30_000
+    spaceless = subwords(300, TEXT.replace(b" ", b"").replace(b"\n", b""))
+    assert spaceless.decode(spaceless.encode(b"a b  c\n ")) == b"a b  c\n "
+
+
+def test_a_vocabulary_that_does_not_fit_is_refused_with_one_that_does():
+    with pytest.raises(
+        UserError, match=r"data\.vocabulary=90000: expected at most .*use data\.vocabulary=\d+"
+    ) as error:
+        subwords(90_000)
+    assert "\n" not in str(error.value)
+    fits = int(str(error.value).rpartition("use data.vocabulary=")[2].partition(",")[0])
+    assert subwords(fits).vocabulary == fits
+    draw = random.Random(0)
+    many = "".join(chr(draw.randint(0x4E00, 0x5FFF)) for _ in range(9000)).encode()
+    with pytest.raises(UserError, match=r"data\.vocabulary=300: expected at least [\d,]+") as error:
+        subwords(300, many)
+    fits = int(str(error.value).rpartition("use data.vocabulary=")[2].partition(" ")[0])
+    assert subwords(fits, many).vocabulary == fits
+    with pytest.raises(UserError, match=r"expected at most \d+ subwords .*; use data\.tokenizer=bytes, or more text"):
+        subwords(300, b"ab " * 10_000)
+    for text in (b"", b"\xff\xfe\xff", b"\n\n\n"):
+        with pytest.raises(UserError, match="expected text in the training split, found none in"):
+            subwords(300, text)
+
+
+@pytest.mark.parametrize("data", LEARNED, ids=lambda data: data.tokenizer)
+def test_a_learned_tokenizer_is_kept_described_and_taken_again_and_no_other(data, tmp_path):
+    tokenizer = learned(data, [TEXT], tmp_path, "data=made", quiet)
     described = json.loads(json.dumps(tokenizer.describe()))
     assert {"name", "unit", "vocabulary", "settings", "file", "sha256"} == set(described)
-    again = load_tokenizer(described, tmp_path / "new")
-    assert again.describe() == tokenizer.describe()
-    assert encode_text(again, TEXT).tolist() == encode_text(tokenizer, TEXT).tolist()
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == sorted([described["file"], "tokenizer.json"])
-
-
-@pytest.mark.parametrize("data", TRAINED, ids=lambda data: data.tokenizer)
-def test_what_a_killed_preparation_finished_is_taken_and_nothing_else(data, tmp_path, said):
-    parts = [MadePart((TEXT,))]
-    first = tokenizer_for(data, made_source(parts), parts, tmp_path, said.append, 1)
-    again = tokenizer_for(data, made_source(parts), [BrokenPart()], tmp_path, said.append, 1)
-    assert again.describe() == first.describe()
-    with pytest.raises(AssertionError, match="it was read"):
-        tokenizer_for(data, made_source(parts, "another source"), [BrokenPart()], tmp_path, said.append, 1)
-    record, file = tmp_path / "tokenizer.json", tmp_path / first.describe()["file"]
-    for path, spoilt in [(file, file.read_bytes()[:-5]), (record, record.read_bytes()[:-9]), (record, b"[]")]:
-        whole = path.read_bytes()
+    file, record = tmp_path / described["file"], tmp_path / "tokenizer.json"
+    unread = (pytest.fail("it was read") for _ in range(1))
+    again = learned(data, unread, tmp_path, "data=made", quiet)
+    for other in (again, pickle.loads(pickle.dumps(tokenizer)), load_tokenizer(described, tmp_path)):
+        assert other.describe() == tokenizer.describe()
+        assert encode_text(other, TEXT).tolist() == encode_text(tokenizer, TEXT).tolist()
+    for path, spoilt in [(file, file.read_bytes()[:-5]), (record, record.read_bytes()[:-9])]:
         path.write_bytes(spoilt)
-        with pytest.raises(AssertionError, match="it was read"):
-            tokenizer_for(data, made_source(parts), [BrokenPart()], tmp_path, said.append, 1)
-        path.write_bytes(whole)
-
-
-def test_other_settings_train_another(tmp_path, said):
-    parts = [MadePart((TEXT,))]
-    for vocabulary in (400, 390):
-        data = DataConfig(tokenizer="sentencepiece", vocabulary=vocabulary, tokenizer_sample=20_000)
-        assert tokenizer_for(data, made_source(parts), parts, tmp_path, said.append, 1).vocabulary == vocabulary
-
-
-@pytest.mark.parametrize("data", TRAINED, ids=lambda data: data.tokenizer)
-def test_a_tokenizer_that_is_not_the_described_one_is_refused(data, tmp_path, said):
-    parts = [MadePart((TEXT,))]
-    described = tokenizer_for(data, made_source(parts), parts, tmp_path, said.append, 1).describe()
-    file = tmp_path / described["file"]
+        assert learned(data, [TEXT], tmp_path, "data=made", quiet).describe() == described  # learned anew
     with pytest.raises(ValueError, match=r"expected a vocabulary of 7, found \d+"):
         load_tokenizer(described | {"vocabulary": 7}, tmp_path)
     file.write_bytes(file.read_bytes() + b"x\n")
@@ -105,10 +248,3 @@ def test_a_tokenizer_that_is_not_the_described_one_is_refused(data, tmp_path, sa
         load_tokenizer(described, tmp_path)
     with pytest.raises(ValueError, match="found 'runes'"):
         load_tokenizer({"name": "runes"}, tmp_path)
-
-
-def test_training_on_nothing_leaves_nothing(tmp_path, said):
-    for data in TRAINED:
-        with pytest.raises(UserError, match="found none"):
-            tokenizer_for(data, made_source([]), [], tmp_path / "new", said.append, 1)
-    assert not (tmp_path / "new").exists()

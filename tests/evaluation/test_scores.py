@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rtx.data.windows import windows
+from rtx.evaluation.protocols import windows
 from rtx.evaluation.scores import Score, equal_batches, sample_windows, score_windows
 
 

@@ -16,7 +16,7 @@ from small_runs import SIZES, Workshop, checkpoint_difference
 
 from rtx.compose import compose, load_run_config
 from rtx.config import DataConfig
-from rtx.data.catalog import open_files
+from rtx.data.catalog import open_data
 from rtx.data.store import DamagedStore
 from rtx.errors import RunFailed, UserError
 from rtx.training.checkpoint import Damaged, newest_checkpoint, read_checkpoint
@@ -74,9 +74,9 @@ def test_a_hundred_damaged_stores_are_known(workshop: Workshop, run: Path, tmp_p
     root = Path(shutil.copytree(workshop.data, tmp_path / "data"))
     (folder,) = (path for path in root.iterdir() if path.is_dir())
     data = store_config(workshop)
-    open_files(data, root)
+    open_data(data, root)
     files = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
-    assert {path.suffix for path in files} == {".bin", ".docs", ".json"}
+    assert {path.suffix for path in files} == {".bin", ".npy", ".json"}
     draw = random.Random(2)
     for number in range(100):
         path = files[number % len(files)]
@@ -86,9 +86,9 @@ def test_a_hundred_damaged_stores_are_known(workshop: Workshop, run: Path, tmp_p
         else:
             damage(path, keep=draw.randrange(data_bytes(path)))
         with pytest.raises(DamagedStore, match=r"damaged: expected .*; to rebuild the store: rtx data prepare"):
-            open_files(data, root)
+            open_data(data, root)
         path.write_bytes(content)
-    open_files(data, root)
+    open_data(data, root)
 
 
 def store_config(workshop: Workshop, verify: str = "once") -> DataConfig:
@@ -105,7 +105,7 @@ def test_a_bit_that_rots_without_a_trace_is_found_by_reading_all(workshop: Works
     try:
         words = ("train", workshop.text, *SIZES, "data.verify=always")
         said = workshop.command(*words, run=tmp_path / "rotten", code=2)
-        assert "train.bin: damaged: expected crc32" in said and len(said.splitlines()) == 1
+        assert "train.bin: damaged: expected sha256" in said and len(said.splitlines()) == 1
         assert not (tmp_path / "rotten").exists()
         assert said == workshop.command("data", "verify", "data=text", workshop.text, "data.length=32", code=2)
     finally:
@@ -122,7 +122,7 @@ def test_a_flipped_bit_of_the_data_stops_every_command(
     words = {"train": [workshop.text, *SIZES], "resume": [str(copy), "trainer.steps=13"], "eval": [str(copy)]}[word]
     before = (copy / "status.json").read_text()
     said = workshop.command(word, *words, run=tmp_path / "new" if word == "train" else "", code=2)
-    assert "valid.bin: damaged: expected crc32" in said and "to rebuild the store: rtx data prepare" in said
+    assert "valid.bin: damaged: expected sha256" in said and "to rebuild the store: rtx data prepare" in said
     assert (copy / "status.json").read_text() == before and not (tmp_path / "new").exists()
     mended = workshop.command("data", "prepare", "data=text", workshop.text, "data.length=32")
     assert "; rebuilding the store" in mended

@@ -54,11 +54,10 @@ class Prepared:
         self.workshop, self.certificate = workshop, certificate
         self.run, self.root = workshop.folder / name, workshop.folder / f"{name}-data"
         self.inside = environment(SSL_CERT_FILE=str(certificate), RTX_DATA=str(self.root)) + (
-            "from rtx.data import enwik8; from rtx.data.download import Remote\n"
-            f"enwik8.ARCHIVE = Remote({server.address + '/enwik8.zip'!r}, {len(server.content)}, "
+            "from rtx.data import text; from rtx.data.fetch import Remote\n"
+            f"text.ENWIK8 = Remote({server.address + '/enwik8.zip'!r}, {len(server.content)}, "
             f"{hashlib.sha256(server.content).hexdigest()!r})\n"
-            f"enwik8.SIZE, enwik8.SHA256 = {len(TEXT)}, {hashlib.sha256(TEXT).hexdigest()!r}\n"
-            "enwik8.SPLITS = {'train': 900_000, 'valid': 50_000, 'test': 50_000}\n"
+            f"text.ENWIK8_TEXT = ({len(TEXT)}, {hashlib.sha256(TEXT).hexdigest()!r})\n"
         )
 
     def begin(self) -> Process:
@@ -120,7 +119,7 @@ OTHER = b"\0" * len(archive())
     [
         ("other", lambda handler: send(handler, 200, OTHER), ": expected sha256 "),
         ("page", refuse(200), ": expected 1,000,110 bytes, found 15 (text/html); "),
-        ("gone", refuse(404), ": the server answers 404 Not Found; "),
+        ("gone", refuse(404), ": HTTP Error 404: Not Found; "),
         (
             "plain",
             redirect("http://127.0.0.1:9/enwik8.zip"),
@@ -136,7 +135,7 @@ def test_other_bytes_and_other_places_are_refused(
     prepared = Prepared(workshop, server, certificate, name)
     line = prepared.said(code=1)
     assert line.startswith(f"rtx: {server.address}/enwik8.zip") and said in line
-    assert line.endswith("fetch it some other way and name it: data.path=<the file>")
+    assert line.endswith("fetch it some other way and name it: data.path=<file or folder>")
     assert prepared.files == {} and not (prepared.root / "downloads" / "enwik8.zip").exists()
 
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 import rtx.training.module as module_room
 from rtx.compose import to_dict
 from rtx.config import Config, DataConfig, LoggerConfig, OptimizerConfig, TrainerConfig
+from rtx.data.datamodule import RtxDataModule
 from rtx.data.sampler import TrainingItems
 from rtx.errors import RunFailed
 from rtx.training.callbacks import LOOK_STEPS
 from rtx.training.checkpoint import CheckpointFiles, newest_checkpoint, read_checkpoint, resumable
-from rtx.training.datamodule import DataModule
 from rtx.training.distributed import Ranks
 from rtx.training.hardware import has_compiler, resolve_hardware
 from rtx.training.loggers import logging_to
@@ -76,7 +76,7 @@ def run_fit(folder: Path, config: Config, model: nn.Module, signals: Signals | N
     (folder / "checkpoints").mkdir(exist_ok=True)
     hardware = resolve_hardware(config)
     store: Any = SimpleNamespace(split=lambda name: TOKENS, image=None)
-    data = DataModule(config, hardware, store)
+    data = RtxDataModule(config, hardware, store)
     start = newest_checkpoint(folder / "checkpoints", set_aside=True) if parts.pop("resume", False) else None
     data.step = start["step"] if start else 0
     plain = to_dict(config)

@@ -16,39 +16,54 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from rtx.config import Config
-from rtx.data.catalog import Store
+from rtx.data.catalog import Store, data_root, open_data
 from rtx.data.recall import RecallStore
 from rtx.data.sampler import Items, MadeItems, TrainingItems, training_batches
-from rtx.data.windows import Window, Windows, windows
+from rtx.evaluation.protocols import Window, Windows, windows
 from rtx.evaluation.scores import equal_batches, read_windows, sample_windows
 from rtx.training.hardware import Hardware
 from rtx.training.signals import ignore_signals
 
 
-class DataModule(pl.LightningDataModule):
+class RtxDataModule(pl.LightningDataModule):
     """The data of a run, of which `step` steps have been taken.
 
     Args:
         config: the resolved configuration.
         hardware: what it means on this machine.
-        store: the data.
+        store: the data; unset: opened by `setup`, prepared before by one process a node.
     """
 
-    def __init__(self, config: Config, hardware: Hardware, store: Store) -> None:
+    store: Store
+    """The data: sizes, unit, vocabulary, stamps of the protocol."""
+    items: Items
+    windows: Windows
+    """The windows of the closing score, which cover the held-out split."""
+
+    def __init__(self, config: Config, hardware: Hardware, store: Store | None = None) -> None:
         super().__init__()
-        self.config, self.hardware, self.store = config, hardware, store
-        self.items = training_items(config, store)
-        self.held_out = store.split("valid")
-        self.windows = self.every_window(config, self.held_out)
-        self.few_windows = sample_windows(self.windows, config.trainer.val_windows)
-        self.step = 0
+        self.config, self.hardware, self.step = config, hardware, 0
         self.batches: Batches | None = None
         """The training batches, once Lightning has asked for them."""
+        if store is not None:
+            self.take(store)
 
-    @staticmethod
-    def every_window(config: Config, tokens: np.ndarray) -> Windows:
-        """Return the windows of the closing score, which cover a split."""
-        return windows(len(tokens), config.data.length, config.trainer.val_stride)
+    def prepare_data(self) -> None:
+        """Prepare the store where it is missing; Lightning calls it in one process a node."""
+        if not hasattr(self, "store"):
+            open_data(self.config.data, data_root())
+
+    def setup(self, stage: str = "fit") -> None:
+        """Open the store."""
+        if not hasattr(self, "store"):
+            self.take(open_data(self.config.data, data_root()))
+
+    def take(self, store: Store) -> None:
+        """Take an open store."""
+        self.store, self.items = store, training_items(self.config, store)
+        self.held_out = store.split("valid")
+        self.windows = windows(len(self.held_out), self.config.data.length, self.config.trainer.val_stride)
+        self.few_windows = sample_windows(self.windows, self.config.trainer.val_windows)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step that comes next."""
@@ -60,20 +75,19 @@ class DataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> Batches:
         """Return this rank's micro-batches of the steps that are left."""
-        hardware = self.hardware
+        hardware, stop = self.hardware, max(self.step, self.config.trainer.steps)
         loader = training_batches(
-            self.items,
-            self.step,
-            max(self.step, self.config.trainer.steps),
-            hardware.rank,
-            hardware.world,
-            hardware.micro_batch_size,
-            self.config.hardware.workers,
+            *(self.items, self.step, stop, hardware.rank, hardware.world, hardware.micro_batch_size),
+            num_workers=self.config.hardware.workers,
             pin_memory=hardware.accelerator == "gpu",
+            worker_init_fn=loader_process_starts,
         )
-        loader.worker_init_fn = loader_process_starts
         self.batches = Batches(loader)
         return self.batches
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Widen training ids, which travel as small as they are kept, once they are on the device."""
+        return batch.long() if isinstance(batch, Tensor) else batch
 
     @property
     def seconds(self) -> float:

@@ -8,9 +8,9 @@ import zlib
 import numpy as np
 import pytest
 
-from rtx.data import baselines as module
-from rtx.data.baselines import baselines, byte_model_bits, xz_bits
-from rtx.data.files import library_files, read_files
+from rtx.data.text import library_files
+from rtx.evaluation import baselines as module
+from rtx.evaluation.baselines import baselines, byte_model_bits, xz_bits
 
 
 def slow_bits(train: bytes, held_out: bytes, order: int) -> float:
@@ -52,7 +52,7 @@ def test_compressors_see_the_split_alone_and_xz_is_preset_9():
 
 @pytest.mark.skipif(sys.version_info[:3] != (3, 11, 7), reason="these figures are those of CPython 3.11.7's library")
 def test_the_published_figures_on_the_last_twentieth_of_the_library():
-    library = np.frombuffer(b"".join(read_files(library_files())), dtype=np.uint8)
+    library = np.frombuffer(b"".join(path.read_bytes() for path in library_files()), dtype=np.uint8)
     assert len(library) == 12_602_225
     train, held_out = np.split(library, [len(library) * 95 // 100])
     found = {name: round(bits, 2) for name, bits in baselines(train, held_out).items()}
