@@ -242,6 +242,6 @@ def config_hash(config: Config) -> str:
 
 def with_absolute_path(config: Config) -> Config:
     """Return a configuration whose data.path means the same from any folder."""
-    if config.data.path is None:
+    if config.data.path is None or (config.data.name == "hub" and not os.path.exists(config.data.path)):
         return config
     return with_values(config, {"data.path": os.path.abspath(os.path.expanduser(config.data.path))})

@@ -84,7 +84,7 @@ def files() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("group", "option"), files())
 def test_every_option_composes_and_sets_keys_of_the_schema(group: str, option: str) -> None:
-    extra = ["data.path=here"] if (group, option) in (("data", "text"), ("data", "images")) else []
+    extra = ["data.path=here"] if (group, option) in (("data", "text"), ("data", "images"), ("data", "hub")) else []
     config = compose([f"{group}={option}", *extra])
     assert resolve(config) == config
     assert keys_of(group, option) <= set(all_fields())
@@ -93,7 +93,7 @@ def test_every_option_composes_and_sets_keys_of_the_schema(group: str, option: s
 @pytest.mark.parametrize("group", [group for group in GROUPS if group not in ("routing", "experiment")])
 def test_an_option_carries_its_own_name(group: str) -> None:
     for option in options(group):
-        extra = ["data.path=here"] if option in ("text", "images") else []
+        extra = ["data.path=here"] if option in ("text", "images", "hub") else []
         name = getattr(compose([f"{group}={option}", *extra]), group).name
         assert name == ("auto" if option in LAUNCHED else option)  # a job is to be the same cell wherever it runs
 
