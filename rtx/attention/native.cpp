@@ -1,22 +1,17 @@
 // Sparse softmax attention on a CPU, forward and backward, float32: native.py compiles and loads this file.
-//
 // Ranges: a query is a member p of a list and reads the key members start[p] <= m < stop[p] of the packed key list,
 //     out[query_row[p]] += weight[p] * sum_m softmax_m(scale * q[query_row[p]] . k[key_row[m]]) v[key_row[m]].
 // Index: row r reads the rows index[r, :], the valid ones first and -1 behind them.
 // Backward, with P the softmax computed again, dP = dout . v and delta = sum_m P dP:
 //     dS = P (dP - delta + dlse),  dq = scale dS k,  dk = scale dS^T q,  dv = P^T dout.
 //
-// Rows are [R, D] or [R, Dv], contiguous, and belong to G groups (heads) of R / G rows. Group g has the query members
-// head_begin[g] <= p < head_begin[g + 1] and touches its own rows alone. Threads share out the groups, and everything
-// inside a group happens in one order: no result depends on the number of threads. dk may be dq: then it is their sum.
+// Rows, [R, D] or [R, Dv], belong to G groups (heads) of R / G rows. Group g has the query members head_begin[g] <= p <
+// head_begin[g + 1] and touches its own rows alone; a thread takes whole groups, each in one order, so that no result
+// depends on the number of threads. dk may be dq: then it is their sum.
 //
-// How ranges are read: a segment is a run of queries that read close together, and its keys and values are packed once;
-// a block is QUERIES of them, a tile TALL queries or keys of a block. Only tiles that meet are multiplied. Scores stand
-// as [key, query], so that a softmax runs down a column and every lane is a query. A query takes its keys one after the
-// other from the first: its result does not depend on how segments, blocks and tiles fall.
-//
-// NaN and infinity reach only who reads them. Pairs out of range weigh 0, but 0 * NaN is NaN: a block that holds such
-// values is done again one query after the other, and then no product has a pair out of range.
+// A segment is a run of queries that read close together, whose keys and values are packed once; a block is QUERIES of
+// them, a tile TALL queries or keys of a block. Only tiles that meet are multiplied. Scores stand as [key, query]: each
+// lane is a query, which takes its keys one after the other from the first, however segments, blocks and tiles fall.
 
 #include <algorithm>
 #include <atomic>
@@ -30,8 +25,8 @@
 
 using Int = std::int64_t;
 
-// The arguments as native.py lays them out: P query members, M key members, K columns of the index (-1: ranges). The
-// forward pass has no dout and writes out and lse; the backward pass reads lse, may have no dlse, and writes the rest.
+// P query members, M key members, K columns of the index (-1: ranges). The forward pass has no dout and writes out and
+// lse; the backward pass reads lse, may have no dlse, and writes the rest.
 struct Problem {
     const float *q, *k, *v, *dout, *dlse, *weight;
     const Int *query_row, *key_row, *start, *stop, *head_begin, *index;
@@ -41,20 +36,16 @@ struct Problem {
 };
 
 namespace {
-
 #ifdef __AVX512F__
 constexpr int LANES = 16, WIDE = 4;  // TALL x WIDE vectors of sums take 24 of 32 registers
 #else
 constexpr int LANES = 8, WIDE = 2;
 #endif
 constexpr Int TALL = 6, QUERIES = 48, TILES = QUERIES / TALL;  // whole tiles and whole vectors make a block
-constexpr Int AHEAD = 8;
-constexpr Int CHUNK = 96;  // keys, whole tiles, whose packed rows stay in the nearest cache
-constexpr Int SPAN = 768;  // most keys of a segment, if no range is longer
+constexpr Int AHEAD = 8, CHUNK = 96, SPAN = 768;  // rows fetched early, keys in the nearest cache, of a segment
 
 typedef float Vec __attribute__((vector_size(LANES * 4)));
 typedef std::int32_t IntVec __attribute__((vector_size(LANES * 4)));
-typedef std::uint32_t BitVec __attribute__((vector_size(LANES * 4)));
 #define UNROLL _Pragma("GCC unroll 8")  // or sums would live in memory
 
 struct Matrix {
@@ -64,11 +55,7 @@ struct Matrix {
     Matrix from(Int row, Int column = 0) const { return {at(row, column), length}; }
 };
 
-Int up(Int n, Int step) { return (n + step - 1) / step * step; }
 Int vectors(Int width) { return (width + LANES - 1) / LANES; }
-
-// Whole vectors, and an odd number of cache lines where there are many: rows a power of two apart share few cache sets.
-Int row_length(Int width) { return width <= 64 ? up(width, LANES) : (up(width, 16) / 16 | 1) * 16; }
 
 inline Vec load(const float* x, Int n = LANES) {  // the first n floats, zeros behind them
     Vec y{};
@@ -77,6 +64,7 @@ inline Vec load(const float* x, Int n = LANES) {  // the first n floats, zeros b
 }
 
 inline void store(float* x, Vec y) { std::memcpy(x, &y, sizeof y); }
+inline Vec keep(IntVec where, Vec x) { return (Vec)((IntVec)x & where); }  // zeros elsewhere, also for NaN
 
 inline float dot(const float* x, const float* y, Int n) {
     Vec sums{};
@@ -90,8 +78,6 @@ inline void add(float* __restrict y, const float* __restrict x, float factor, In
     for (Int d = 0; d < n; d++) y[d] += factor * x[d];
 }
 
-inline Vec keep(IntVec where, Vec x) { return (Vec)((IntVec)x & where); }  // zeros elsewhere, also for NaN
-
 // e^x to the last bits for x up to 80; NaN stays NaN. Zero below -64: beside a weight of 1 such weights are lost in any
 // sum, and products with them may be denormal, which is slow.
 inline Vec exponential(Vec x) {
@@ -99,7 +85,7 @@ inline Vec exponential(Vec x) {
     const Vec n = shifted - 12582912.f, r = x - n * 0.693359375f + n * 2.12194440e-4f;
     Vec y = r * 1.9875691500e-4f + 1.3981999507e-3f;
     for (float c : {8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.f, 1.f}) y = y * r + c;
-    return keep(~(x < -64.f), y * (Vec)(((BitVec)shifted << 23) + 0x3f800000u));  // times 2^n
+    return keep(~(x < -64.f), y * (Vec)(((IntVec)shifted << 23) + 0x3f800000));  // times 2^n
 }
 
 // c (+)= a b for M rows of a and c and `left` vectors of columns, N of which are summed in registers at a time; a is
@@ -123,16 +109,24 @@ __attribute__((noinline)) void product(Int left, Int depth, Matrix a, Matrix b, 
 }
 
 // y = x^T; compilers make vectors of eight rows.
-void transpose(Int rows, Int columns, Matrix x, Matrix y) {
-    for (Int i = 0; i < rows; i += 8)
+void transpose(Int columns, Matrix x, Matrix y) {
+    for (Int i = 0; i < QUERIES; i += 8)
         for (Int d = 0; d < columns; d++)
             for (Int l = 0; l < 8; l++) *y.at(d, i + l) = *x.at(i + l, d);
 }
 
 // One thread's work, group after group.
-class Worker {
-  public:
-    explicit Worker(const Problem& problem) : p(problem), ldk(row_length(p.D)), ldv(row_length(p.Dv)) {}
+struct Worker {
+    const Problem& p;
+    const Int ldk = vectors(p.D) * LANES, ldv = vectors(p.Dv) * LANES;
+    Int low = 0, high = 0;                         // rows of the group
+    Int base = 0, keys = 0;                        // the segment's key members: base <= m < base + keys
+    Int begin = 0, end = 0;                        // those of the block; these and all below count from base
+    Int tile_begin[TILES], tile_end[TILES];        // those of a tile of queries
+    std::int32_t starts[QUERIES], stops[QUERIES];  // those of a query
+    Matrix K{}, V{}, dK{}, dV{};                   // of the segment
+    Matrix Q{}, QT{}, dQ{}, O{}, OT{}, S{}, dP{};  // of the block: scale * q, weight * dout (or outputs), weights, dS
+    std::vector<Vec> rooms[11];
 
     void group(Int g) {
         low = g * (p.R / p.G), high = low + p.R / p.G;
@@ -143,19 +137,6 @@ class Worker {
         else
             for (Int i = p.head_begin[g]; i < p.head_begin[g + 1];) i = segment(i, p.head_begin[g + 1]);
     }
-
-  private:
-    const Problem& p;
-    const Int ldk, ldv;
-    Int low = 0, high = 0;                         // rows of the group
-    Int base = 0, keys = 0;                        // the segment's key members: base <= m < base + keys
-    Int begin = 0, end = 0;                        // those of the block; these and all below count from base
-    Int tile_begin[TILES], tile_end[TILES];        // those of a tile of queries
-    std::int32_t starts[QUERIES], stops[QUERIES];  // those of a query
-    Matrix K{}, V{}, dK{}, dV{};                   // of the segment
-    Matrix Q{}, QT{}, dQ{}, O{}, OT{};             // of the block: scale * q, and weight * dout (forward: outputs)
-    Matrix S{}, dP{};                              // of the block, [key, query]: scores, then weights; dP, then dS
-    std::vector<Vec> rooms[11];
 
     Matrix room(int which, Int rows, Int length) {
         if (const std::size_t size = vectors(rows * length); rooms[which].size() < size) rooms[which].resize(size);
@@ -171,20 +152,14 @@ class Worker {
         return x + rows[i] * width;
     }
 
-    // Copies rows, times a factor each, and puts zeros behind them up to `padded`; tells whether all is finite.
-    bool pack(const float* x, Int width, const Int* rows, Int count, Int padded, float scale, const float* factor,
+    // Copies rows, times a factor each, and puts zeros behind them up to `padded`.
+    void pack(const float* x, Int width, const Int* rows, Int count, Int padded, float scale, const float* factor,
               Matrix to) const {
-        Vec zeros{};
         for (Int i = 0; i < count; i++) {
-            const float *from = at_row(x, width, rows, i, count), times = factor ? scale * factor[i] : scale;
-            for (Int d = 0; d < width; d += LANES) {
-                const Vec y = load(from + d, width - d) * times;
-                zeros += y - y;
-                store(to.at(i, d), y);
-            }
+            const float *from = at_row(x, width, rows, i, count), times = factor ? factor[i] : scale;
+            for (Int d = 0; d < width; d += LANES) store(to.at(i, d), load(from + d, width - d) * times);
         }
         std::fill(to.at(count), to.at(padded), 0.f);
-        return dot((float*)&zeros, (float*)&zeros, LANES) == 0;
     }
 
     // Packs the keys of as many queries as read close together, does their blocks, and returns the next query.
@@ -195,33 +170,28 @@ class Worker {
             const Int a = p.start[last], b = p.stop[last], span = std::max(b, top) - std::min(a, base);
             if (a >= b) continue;
             if (a < 0 || b > p.M) throw std::out_of_range("a range beyond the key members");
-            if (base < top && (span > std::max(SPAN, (b - a) * 5 / 4) || a > top + LANES || b < base - LANES)) break;
+            if (base < top && span > std::max(SPAN, (b - a) * 5 / 4)) break;
             base = std::min(a, base), top = std::max(b, top);
         }
         keys = std::max<Int>(0, top - base);
         const Int* rows = p.key_row + base;
         K = room(0, keys + TALL, ldk), V = room(1, keys + TALL, ldv);
-        bool finite = pack(p.k, p.D, rows, keys, keys + TALL, 1, nullptr, K);
-        finite &= pack(p.v, p.Dv, rows, keys, keys + TALL, 1, nullptr, V);
-        dK = room(2, p.dout ? keys : 0, ldk), dV = room(3, p.dout ? keys : 0, ldv);
-        if (p.dout) std::fill(dK.data, dK.at(keys), 0.f), std::fill(dV.data, dV.at(keys), 0.f);
-        for (Int i = first; i < last; i += QUERIES) block(i, std::min(QUERIES, last - i), finite);
-        for (Int m = 0; p.dout && m < keys; m++)
-            add(at_row(p.dk, p.D, rows, m, keys), dK.at(m), 1, p.D), add(at_row(p.dv, p.Dv, rows, m, keys), dV.at(m), 1, p.Dv);
+        pack(p.k, p.D, rows, keys, keys + TALL, 1, nullptr, K), pack(p.v, p.Dv, rows, keys, keys + TALL, 1, nullptr, V);
+        dK = room(2, p.dout ? keys + TALL : 0, ldk), dV = room(3, p.dout ? keys + TALL : 0, ldv);
+        if (p.dout) std::fill(dK.data, dK.at(keys + TALL), 0.f), std::fill(dV.data, dV.at(keys + TALL), 0.f);
+        for (Int i = first; i < last; i += QUERIES) block(i, std::min(QUERIES, last - i));
+        for (Int m = 0; p.dout && m < keys; m++) add(at_row(p.dk, p.D, rows, m, keys), dK.at(m), 1, p.D);
+        for (Int m = 0; p.dout && m < keys; m++) add(at_row(p.dv, p.Dv, rows, m, keys), dV.at(m), 1, p.Dv);
         return last;
     }
 
-    void block(Int first, Int count, bool finite) {
-        const Int padded = up(count, TALL * LANES / 2), *rows = p.query_row + first;
+    void block(Int first, Int count) {
+        const Int* rows = p.query_row + first;
         Q = room(4, QUERIES, ldk), QT = room(5, ldk, QUERIES), dQ = room(6, QUERIES, ldk);
         O = room(7, QUERIES, ldv), OT = room(8, ldv, QUERIES);
-        finite &= pack(p.q, p.D, rows, count, padded, p.scale, nullptr, Q);
-        if (p.dout) finite &= pack(p.dout, p.Dv, rows, count, padded, 1, p.weight + first, O);
-        for (Int i = first; !finite && count > 1 && i < first + count; i++) block(i, 1, false);
-        if (!finite && count > 1) return;
-        transpose(padded, p.D, Q, QT);
-        if (p.dout) transpose(padded, p.Dv, O, OT);
-        begin = keys, end = 0;
+        pack(p.q, p.D, rows, count, QUERIES, p.scale, nullptr, Q);
+        transpose(p.D, Q, QT);
+        if (p.dout) pack(p.dout, p.Dv, rows, count, QUERIES, 1, p.weight + first, O), transpose(p.Dv, O, OT);
         std::fill_n(tile_begin, TILES, keys), std::fill_n(tile_end, TILES, 0);
         std::fill_n(starts, QUERIES, 0), std::fill_n(stops, QUERIES, 0);
         for (Int i = 0; i < count; i++) {
@@ -229,8 +199,8 @@ class Worker {
             if (a >= b) continue;
             starts[i] = (std::int32_t)a, stops[i] = (std::int32_t)b;
             tile_begin[t] = std::min(tile_begin[t], a), tile_end[t] = std::max(tile_end[t], b);
-            begin = std::min(begin, a), end = std::max(end, b);
         }
+        begin = *std::min_element(tile_begin, tile_begin + TILES), end = *std::max_element(tile_end, tile_end + TILES);
         const Int length = std::max<Int>(0, end - begin) + TALL;
         S = room(9, length, QUERIES), dP = room(10, p.dout ? length : 0, QUERIES);
         p.dout ? backward(first, count) : forward(first, count);
@@ -277,13 +247,10 @@ class Worker {
         }
     }
 
-    // y[key, :] += sum of scores[key, query] x[query, :] over the queries, for a tile of keys, none beyond the last.
+    // y[key, :] += sum of scores[key, query] x[query, :] over the queries, for a tile of keys.
     void scatter(Int key, Int from, Int to, Int width, Matrix scores, Matrix x, Matrix y) const {
-        const Int n = vectors(width);
-        scores = scores.from(-begin, from), x = x.from(from);
-        if (key + TALL <= end) product<false, TALL>(n, to - from, scores.from(key), x, y.from(key), true);
-        for (Int j = key; key + TALL > end && j < end; j++)
-            product<false, 1>(n, to - from, scores.from(j), x, y.from(j), true);
+        const Matrix weights = scores.from(key - begin, from);
+        product<false, TALL>(vectors(width), to - from, weights, x.from(from), y.from(key), true);
     }
 
     void forward(Int first, Int count) {
@@ -292,8 +259,7 @@ class Worker {
         each_tile(begin, end, [&](Int key, Int from, Int to) {
             score(key, from, to, p.D, K, QT, S);
             each_vector(key, from, to, most, most, [](Vec& most, Vec, float* s, float*, IntVec reads) {
-                const Vec x = load(s);
-                most = (reads & (x > most)) ? x : most;  // passes over NaN, which comes with the sum
+                most = (reads & (load(s) > most)) ? load(s) : most;  // passes over NaN, which comes with the sum
             });
         });
         for (Int chunk = begin; chunk < end; chunk += CHUNK) {
@@ -307,8 +273,8 @@ class Worker {
         }
         for (Int i = 0; i < count; i++) {
             p.lse[first + i] = most[i] + std::log(total[i]);  // -inf where nothing is read
-            if (starts[i] == stops[i]) continue;
-            add(at_row(p.out, p.Dv, p.query_row + first, i, count), O.at(i), p.weight[first + i] / total[i], p.Dv);
+            if (starts[i] < stops[i])
+                add(at_row(p.out, p.Dv, p.query_row + first, i, count), O.at(i), p.weight[first + i] / total[i], p.Dv);
         }
     }
 
@@ -340,9 +306,9 @@ class Worker {
     // Either pass of a row that reads by index; rows share no keys that would be worth packing.
     void index_row(Int row) {
         const Int* index = p.index + row * p.K;
-        const Int count = std::find_if(index, index + p.K, [](Int k) { return k < 0; }) - index;
+        const Int count = std::find(index, index + p.K, -1) - index;
         const float *q = p.q + row * p.D, *dout = p.dout + row * p.Dv;
-        float *s = room(0, 1, up(count, LANES)).data, *dp = room(1, 1, up(count, LANES)).data;
+        float *s = room(0, 1, vectors(count) * LANES).data, *dp = room(1, 1, vectors(count) * LANES).data;
         for (Int j = 0; j < count; j++) s[j] = p.scale * dot(q, at_row(p.k, p.D, index, j, count), p.D);
         const float less = p.dout ? p.lse[row] : count ? *std::max_element(s, s + count) : 0;
         for (Int j = 0; j < count; j += LANES) store(s + j, exponential(load(s + j) - less));
@@ -352,15 +318,12 @@ class Worker {
             for (Int j = 0; j < count; j++) add(p.out + row * p.Dv, p.v + index[j] * p.Dv, s[j] / total, p.Dv);
             return;
         }
-        for (Int j = 0; j < count; j++) {
-            dp[j] = dot(dout, p.v + index[j] * p.Dv, p.Dv);
-            add(p.dv + index[j] * p.Dv, dout, s[j], p.Dv);
-        }
+        for (Int j = 0; j < count; j++) dp[j] = dot(dout, p.v + index[j] * p.Dv, p.Dv);
+        for (Int j = 0; j < count; j++) add(p.dv + index[j] * p.Dv, dout, s[j], p.Dv);
         const float delta = dot(s, dp, count) - (p.dlse ? p.dlse[row] : 0);
-        for (Int j = 0; j < count; j++) {
-            const float ds = p.scale * s[j] * (dp[j] - delta);
-            add(p.dq + row * p.D, p.k + index[j] * p.D, ds, p.D), add(p.dk + index[j] * p.D, q, ds, p.D);
-        }
+        for (Int j = 0; j < count; j++) s[j] *= p.scale * (dp[j] - delta);
+        for (Int j = 0; j < count; j++) add(p.dq + row * p.D, p.k + index[j] * p.D, s[j], p.D);
+        for (Int j = 0; j < count; j++) add(p.dk + index[j] * p.D, q, s[j], p.D);
     }
 };
 
@@ -368,24 +331,20 @@ class Worker {
 
 // Returns 0, or 1 where members or rows are not what they should be, or 2 without memory.
 extern "C" int rtx_attend(const Problem* p, int threads) {
-    const Int *heads = p->head_begin, G = p->G;
-    if (!p->R) return p->P ? 1 : 0;
-    if (G < 1 || p->R % G) return 1;
-    if (p->K < 0 && (heads[0] || heads[G] != p->P || !std::is_sorted(heads, heads + G + 1))) return 1;
     std::atomic<Int> next{0};
     const auto work = [&] {
-        Worker worker(*p);
-        for (Int g = next++; g < G; g = next++) worker.group(g);
+        Worker worker{*p};
+        for (Int g = next++; g < p->G; g = next++) worker.group(g);
     };
     try {
-        std::vector<std::future<void>> crew;
-        while ((Int)crew.size() + 1 < std::min<Int>(threads, G)) crew.push_back(std::async(work));  // or later, by this thread
+        std::vector<std::future<void>> crew(std::max<Int>(1, std::min<Int>(threads, p->G)) - 1);
+        for (auto& each : crew) each = std::async(work);  // or later, by this thread
         work();
-        for (std::future<void>& each : crew) each.get();
+        for (auto& each : crew) each.get();
+        return 0;
     } catch (const std::out_of_range&) {
         return 1;
     } catch (...) {
         return 2;
     }
-    return 0;
 }
