@@ -303,8 +303,8 @@ struct Worker {
             if (starts[i] < stops[i]) add(at_row(p.dq, p.D, p.query_row + first, i, count), dQ.at(i), p.scale, p.D);
     }
 
-    // Either pass of a row that reads by index; rows share no keys that would be worth packing.
-    void index_row(Int row) {
+    // Either pass of a row that reads by index: rows share no keys worth packing. Inlined, `add` would be no vectors.
+    __attribute__((noinline)) void index_row(Int row) {
         const Int* index = p.index + row * p.K;
         const Int count = std::find(index, index + p.K, -1) - index;
         const float *q = p.q + row * p.D, *dout = p.dout + row * p.Dv;

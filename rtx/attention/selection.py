@@ -89,7 +89,8 @@ def assign(
     piece = max(1, MAX_SCORES // max(1, C * N))
     heads = [slice(first, first + piece) for first in range(0, max(1, B * H), piece)]
     how: dict[str, Any] = {"selection": selection, "window": window, "update": update, "nearest": nearest}
-    found = [assign_heads(*(None if x is None else x[here] for x in every), **how) for here in heads]
+    given: list[list[Any]] = [[None if x is None else x[here] for x in every] for here in heads]
+    found = [assign_heads(*some, **how) for some in given]
     rows = [one.lists.row_M + here.start * N for one, here in zip(found, heads, strict=True)]
     lists = Packed(torch.cat(rows), torch.cat([one.lists.count_L for one in found]))
     near = [one.nearest_BHN for one in found if one.nearest_BHN is not None]
