@@ -222,51 +222,26 @@ class Watch(StepCallback):
         return f"{told} | {clock(left)} left | {peak_memory() / 1e9:.1f} GB"
 
 
-class Best(Checkpoint):
-    """Keeps the weights of the best validation in best.ckpt.
+class Checkpoints(StepCallback, Checkpoint):
+    """Keeps the weights of the best validation in best.ckpt, and all that a resume needs in last.ckpt.
 
-    Lightning's ModelCheckpoint forgets the best score of a run whose folder has moved, and does not know when it was.
+    That is saved between optimizer steps, after the validation of a step where one is due, and upon a signal. A
+    validation that a signal cuts short is done when the run goes on. Lightning's ModelCheckpoint forgets the best score
+    of a run whose folder has moved, and does not know when it was.
     """
 
-    def __init__(self, path: Path, status: Status | None) -> None:
-        self.path, self.status = path, status
+    def __init__(self, folder: Path, watch: Watch, step: int) -> None:
+        self.last, self.best_path = folder / "last.ckpt", folder / "best.ckpt"
+        self.plan, self.watch, self.status = watch.plan, watch, watch.status
         self.best: dict[str, Any] | None = None  # bits, step, and windows: scores of other windows are not compared
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best = state_dict["best"]
-
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Save the weights, if the score is better; `RunFailed` where they are not finite, or cannot be written."""
-        if not is_fitting(trainer):
-            return
-        bits, windows = pl_module.score.bits, len(pl_module.score.units_K)
-        if self.best is None or self.best["windows"] != windows or bits < self.best["bits"]:
-            check_finite(trainer.global_step, pl_module)
-            self.best = {"bits": bits, "step": trainer.global_step, "windows": windows}
-            trainer.save_checkpoint(self.path, weights_only=True)
-        if self.status:
-            self.status.update(step=trainer.global_step, best=self.best)
-
-
-class Last(StepCallback, Checkpoint):
-    """Saves last.ckpt between optimizer steps, after the validation of a step where one is due, and upon a signal.
-
-    A validation that a signal cuts short is done when the run goes on.
-    """
-
-    def __init__(self, path: Path, watch: Watch, step: int) -> None:
-        self.path, self.plan, self.watch, self.status = path, watch.plan, watch, watch.status
-        self.saved = step or None  # of the checkpoint that a run in need may go back to
+        self.saved = step or None  # step of the checkpoint that a run in need may go back to
         self.validated = 0  # the last step that was
 
     def state_dict(self) -> dict[str, Any]:
-        return {"validated": self.validated}
+        return {"best": self.best, "validated": self.validated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.validated = state_dict["validated"]
+        self.best, self.validated = state_dict["best"], state_dict["validated"]
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Do the validation that was due when a signal stopped the run."""
@@ -285,10 +260,19 @@ class Last(StepCallback, Checkpoint):
     def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
         self.leave_if_asked(trainer)
 
-    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
-        if is_fitting(trainer):
-            self.validated = trainer.global_step
-            self.save_if_due(trainer)
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Save the weights, if the score is better, and what else is due."""
+        if not is_fitting(trainer):
+            return
+        step, bits, windows = trainer.global_step, pl_module.score.bits, len(pl_module.score.units_K)
+        if self.best is None or self.best["windows"] != windows or bits < self.best["bits"]:
+            check_finite(step, pl_module)
+            self.best = {"bits": bits, "step": step, "windows": windows}
+            trainer.save_checkpoint(self.best_path, weights_only=True)
+        if self.status:
+            self.status.update(step=step, best=self.best)
+        self.validated = step
+        self.save_if_due(trainer)
 
     def save_if_due(self, trainer: Trainer) -> None:
         if trainer.global_step % self.plan.checkpoint_every == 0 or self.watch.save_up or trainer.should_stop:
@@ -301,14 +285,14 @@ class Last(StepCallback, Checkpoint):
         step = trainer.global_step
         if is_fitting(trainer) and self.saved != step and step:
             self.save(trainer)
-        saved = f"saved in {self.path}" if self.saved == step else self.last_good()
+        saved = f"saved in {self.last}" if self.saved == step else self.last_good()
         raise Stopped(self.watch.stop, f"stopped by {self.watch.signals.name} at step {step:,}; {saved}")
 
     def save(self, trainer: Trainer) -> None:
         """Replace last.ckpt; `RunFailed` where the disk is full, or something is not finite: the old one stays."""
         watch, began = self.watch, time.monotonic()
         check_finite(trainer.global_step, trainer.lightning_module, trainer.optimizers[0])  # type: ignore[arg-type]
-        trainer.save_checkpoint(self.path)
+        trainer.save_checkpoint(self.last)
         self.saved, watch.saved_at, watch.save_up = trainer.global_step, time.monotonic(), False
         watch.mark += watch.saved_at - began  # which was no stepping
         if self.status:
@@ -317,7 +301,7 @@ class Last(StepCallback, Checkpoint):
     def last_good(self) -> str:
         if self.saved is None:
             return "no checkpoint had been written yet"
-        return f"the last good checkpoint is {self.path} (step {self.saved:,})"
+        return f"the last good checkpoint is {self.last} (step {self.saved:,})"
 
 
 def check_finite(step: int, module: TrainingModule, optimizer: torch.optim.Optimizer | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rtx.compose import RUN_CONFIG, load_run_config, merge, to_dict
+from rtx.compose import RUN_CONFIG, load_run_config, merge, to_dict, with_values
 from rtx.config import SPREAD, Config, precision_on
 from rtx.data.catalog import Store, data_root, open_data
 from rtx.data.tokenizers import Tokenizer, load_tokenizer
@@ -157,5 +156,5 @@ def run_config(folder: Path, overrides: list[str]) -> Config:
 def on_one_device(config: Config) -> Config:
     """Return a configuration for work on one device, not compiled."""
     name = "auto" if config.hardware.name in SPREAD else config.hardware.name
-    hardware = dataclasses.replace(config.hardware, name=name, devices=None, nodes=1, compile=False)
-    return dataclasses.replace(config, hardware=hardware)
+    one = {"hardware.name": name, "hardware.devices": None, "hardware.nodes": 1, "hardware.compile": False}
+    return with_values(config, one)

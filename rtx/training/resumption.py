@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rtx.compose import load_run_config, to_dict
+from rtx.compose import flat, load_run_config, to_dict, with_values
 from rtx.config import Config
 from rtx.errors import RunFailed, UserError
 from rtx.training.config_diff import differences, may_change
@@ -89,9 +88,6 @@ def as_chosen(config: Config, before: Config) -> Config:
     """Return a configuration in which what is `auto` is as a run has chosen it, by the run's own configuration."""
     if on_other_devices(config, before):
         return config
-    trainer, model = config.trainer, config.model
-    if trainer.micro_batch_size == "auto":
-        trainer = dataclasses.replace(trainer, micro_batch_size=before.trainer.micro_batch_size)
-    if model.recompute == "auto":
-        model = dataclasses.replace(model, recompute=before.model.recompute)
-    return dataclasses.replace(config, trainer=trainer, model=model)
+    wished, chosen = flat(to_dict(config)), flat(to_dict(before))
+    keys = [key for key in ("trainer.micro_batch_size", "model.recompute") if wished[key] == "auto"]
+    return with_values(config, {key: chosen[key] for key in keys})

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rtx.data.datamodule import RtxDataModule
 from rtx.errors import RunFailed
 from rtx.evaluation.scores import Score
-from rtx.training.callbacks import Best, Last, Progress, RandomState, Say, Telemetry, Watch
+from rtx.training.callbacks import Checkpoints, Progress, RandomState, Say, Telemetry, Watch
 from rtx.training.checkpoint import CheckpointFiles
 from rtx.training.distributed import cluster_environment, lost_process, start_ranks, strategy
 from rtx.training.module import TrainingModule
@@ -62,12 +62,11 @@ class Run:
         status: Status | None = None,
         say: Say = say,
     ) -> None:
-        config, hardware, checkpoints = module.config, data.hardware, folder / "checkpoints"
+        config, hardware = module.config, data.hardware
         self.folder, self.module, self.data, self.signals, self.status = folder, module, data, signals, status
         self.children: list[Any] = []
         self.watch = Watch(module, data, signals, telemetry, status, say)
-        self.best = Best(checkpoints / "best.ckpt", status)
-        self.last = Last(checkpoints / "last.ckpt", self.watch, data.step)
+        self.checkpoints = Checkpoints(folder / "checkpoints", self.watch, data.step)
         precision: Any = PRECISIONS[hardware.precision]
         plugins: list[Any] = [cluster_environment(hardware), CheckpointFiles(config.trainer.keep_checkpoints)]
         if hardware.sharded and precision == "64-true":  # Lightning refuses the word, and takes the plugin
@@ -81,7 +80,7 @@ class Run:
             strategy=strategy(hardware),
             precision=precision,
             plugins=plugins,
-            callbacks=[RandomState(module), self.watch, Progress(self.watch), self.best, self.last],
+            callbacks=[RandomState(module), self.watch, Progress(self.watch), self.checkpoints],
             logger=list(loggers) or False,
             max_steps=max(config.trainer.steps, data.step + 1),  # with no step left Lightning would not even begin
             accumulate_grad_batches=hardware.accumulate,
@@ -111,12 +110,12 @@ class Run:
                     warnings.filterwarnings("ignore", message=message)
                 self.trainer.fit(self.module, datamodule=self.data, ckpt_path=checkpoint, weights_only=True)
                 final, watch = self.final_score(), self.watch
-                return Outcome(self.trainer.global_step, watch.seconds, watch.time_up, self.best.best, final)
+                return Outcome(self.trainer.global_step, watch.seconds, watch.time_up, self.checkpoints.best, final)
         except SIGTERMException as error:  # it came before we had set our handlers again
-            raise Stopped(PREEMPTED, f"stopped by SIGTERM; {self.last.last_good()}") from error
+            raise Stopped(PREEMPTED, f"stopped by SIGTERM; {self.checkpoints.last_good()}") from error
         except RuntimeError as error:
             if reason := str(error) if isinstance(error, RunFailed) else lost_process(error):
-                raise RunFailed(f"{reason}; {self.last.last_good()}") from error
+                raise RunFailed(f"{reason}; {self.checkpoints.last_good()}") from error
             raise
         finally:
             if dist.is_initialized():
@@ -125,7 +124,11 @@ class Run:
     def final_score(self) -> Score:
         """Score the whole split with the last weights; where the last validation was of all of it, that is it."""
         score, whole = self.module.score, self.data.windows
-        if score is None or len(score.units_K) < len(whole) or self.last.validated != self.data.state_dict()["step"]:
+        if (
+            score is None
+            or len(score.units_K) < len(whole)
+            or self.checkpoints.validated != self.data.state_dict()["step"]
+        ):
             self.trainer.validate(self.module, self.data.whole_split(), verbose=False)
             score = self.module.score
         assert score is not None
@@ -134,16 +137,16 @@ class Run:
 
     def leave_at_once(self, code: int) -> None:
         """Before the process ends in the middle of a step: say so, and take the children along."""
-        reason = f"stopped at once; {self.last.last_good()}"
+        reason = f"stopped at once; {self.checkpoints.last_good()}"
         with contextlib.suppress(OSError):  # by print: the main thread may be about to write, and never come round
             print(reason, flush=True)
-            if self.last.saved is not None:
+            if self.checkpoints.saved is not None:
                 print(f"continue with: rtx resume {shown(self.folder)}", flush=True)
         self.end(state_after(code), reason)
 
     def end_without(self, how: str) -> None:
         """End the process where it is, because one that it started is gone and it has not noticed; say so."""
-        reason = f"{how}; {self.last.last_good()}"
+        reason = f"{how}; {self.checkpoints.last_good()}"
         print(f"rtx: {reason}", file=sys.stderr, flush=True)
         self.end("failed", reason)
         os._exit(1)

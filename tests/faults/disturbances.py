@@ -32,25 +32,16 @@ def setting(key: str) -> int:
 SAVE_EVERY, VAL_EVERY = setting("trainer.checkpoint_every"), setting("trainer.val_every")
 
 
-# Kills
-
-
 @dataclass(frozen=True)
 class Kill:
     """What a SIGKILL met, and what it left."""
 
-    asked: str
-    """The moment that was waited for."""
-    met: str
-    """What was under way."""
-    resumed: bool
-    """Whether it met a resume, not the first process of the run."""
-    row: int
-    """Last step with a row."""
-    left: int
-    """Step of the newest whole checkpoint; 0: there is none."""
-    damaged: int
-    """Bytes in checkpoints that are not whole."""
+    asked: str  # the moment that was waited for
+    met: str  # what was under way
+    resumed: bool  # it met a resume, not the first process of the run
+    row: int  # last step with a row
+    left: int  # step of the newest whole checkpoint; 0: there is none
+    damaged: int  # bytes in checkpoints that are not whole
 
     @property
     def lost(self) -> bool:
@@ -61,11 +52,7 @@ class Kill:
 class Ordeal:
     """A run that is killed again and again, and asked to go on each time.
 
-    Args:
-        workshop: where it runs; its data are prepared by the first process that comes so far.
-        name: of the run folder.
-        begin: starts a process of a command: `workshop.begin`, or `workshop.fork` without its imports.
-        overrides: behind the options of small runs.
+    `begin` starts a process of a command: `workshop.begin`, or `workshop.fork` without its imports.
     """
 
     def __init__(self, workshop: Workshop, name: str, begin: Callable[..., Process], *overrides: str) -> None:
@@ -83,10 +70,7 @@ class Ordeal:
     def kill(self, moment: str, draw: random.Random, seconds: float) -> Kill | None:
         """Start it and kill it at a moment of `MOMENTS`, or a little later; None where it came to its end before.
 
-        Args:
-            moment: what is waited for.
-            draw: how much later.
-            seconds: that the whole run takes, for the moment `anywhere`.
+        `seconds`: that the whole run takes, for the moment `anywhere`.
         """
         resumed = self.has_begun
         process = self.go_on()
@@ -99,12 +83,10 @@ class Ordeal:
         process.send(signal.SIGKILL)
         code = process.wait()
         assert code in (0, -signal.SIGKILL), process.said(f"ended with {code}")
-        return None if code == 0 else self.look(moment, process, resumed)
-
-    def look(self, moment: str, process: Process, resumed: bool) -> Kill:
-        """Return what a kill has met and left."""
-        step = steps_logged(self.run)
-        return Kill(moment, self.under_way(process), resumed, step, newest_step(self.run), damaged_bytes(self.run))
+        if code == 0:
+            return None
+        left = steps_logged(self.run), newest_step(self.run), damaged_bytes(self.run)
+        return Kill(moment, self.under_way(process), resumed, *left)
 
     def under_way(self, process: Process) -> str:
         """Say what a process that was killed was at, by what it has left in the folders."""
@@ -183,9 +165,6 @@ def damaged_bytes(run: Path) -> int:
     return sum(path.stat().st_size for path in (run / "checkpoints").glob("*.ckpt") if not is_whole(path))
 
 
-# Damaged files
-
-
 def damage(path: Path, keep: int | None = None, flip: int | None = None) -> None:
     """Cut a file off, or flip one of its bits."""
     content = bytearray(path.read_bytes())[:keep]
@@ -208,9 +187,6 @@ def places(path: Path) -> dict[str, tuple[int, int]]:
         comment = size - len(archive.comment)
         found |= {"the directory": (archive.start_dir, comment - 22), "its end": (comment - 22, comment)}
     return found | {"the checksum": (comment, size)}
-
-
-# Disks
 
 
 @contextlib.contextmanager
@@ -248,9 +224,6 @@ def read_only(folder: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
-
-
-# Code that a process begins with (`inside`)
 
 
 def environment(**variables: str) -> str:

@@ -48,9 +48,11 @@ def test_a_preparation_waits_for_another_and_takes_over_from_a_dead_one(workshop
 
     first = workshop.fork(workshop.folder / "first", *words)
     first.until(working)
+    first.send(signal.SIGSTOP)  # it stays at it, however busy the machine is
     second, third = (workshop.fork(workshop.folder / name, *words) for name in ("second", "third"))
     second.until(lambda run: second.log.exists() and "waiting for process" in second.log.read_text())
-    assert first.kill_when(working) == -signal.SIGKILL
+    first.send(signal.SIGKILL)
+    assert first.wait() == -signal.SIGKILL
     assert (second.wait(), third.wait()) == (0, 0), second.log.read_text() + third.log.read_text()
     said = [process.log.read_text().splitlines()[-1] for process in (second, third)]
     assert said[0] == said[1] and "; fingerprint " in said[0]

@@ -167,7 +167,7 @@ def test_scores_of_other_windows_are_not_compared(tmp_path: Path, model: Bigram)
     first = run_fit(tmp_path, small_config(steps=3), model).best
     path = tmp_path / "checkpoints" / "last.ckpt"
     better = read_checkpoint(path)
-    better["callbacks"]["Best"]["best"]["bits"] = 0.1  # as if the few windows had been easy ones
+    better["callbacks"]["Checkpoints"]["best"]["bits"] = 0.1  # as if the few windows had been easy ones
     CheckpointFiles().save_checkpoint(better, path)
     again = run_fit(tmp_path, small_config(steps=6, val_windows=None), Bigram(), resume=True)
     assert first is not None and first["windows"] == 3
@@ -271,7 +271,7 @@ def test_a_signal_during_validation_saves_and_leaves_it_for_later(
     with pytest.raises(Stopped, match="at step 3; saved in"):
         run_fit(tmp_path, small_config(checkpoint_every=100, val_windows=None), model, signals)
     last = read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")
-    assert last["step"] == 3 and last["callbacks"]["Last"]["validated"] == 0
+    assert last["step"] == 3 and last["callbacks"]["Checkpoints"]["validated"] == 0
     signals.requested, model.loss = 0, real  # type: ignore[method-assign]
     outcome = run_fit(
         tmp_path, small_config(checkpoint_every=100, val_windows=None), model.train(), signals, resume=True
@@ -302,7 +302,7 @@ def test_a_checkpoint_after_a_pending_validation_keeps_the_streams_and_sums_of_t
     with pytest.raises(ZeroDivisionError):
         run_fit(run, config, killed, signals, resume=True)
     last = read_checkpoint(run / "checkpoints" / "last.ckpt")
-    assert last["step"] == 8 and last["callbacks"]["Last"]["validated"] == 8
+    assert last["step"] == 8 and last["callbacks"]["Checkpoints"]["validated"] == 8
     resumed = Bigram()
     run_fit(run, config, resumed, signals, resume=True)
     for mine, other in zip(model.parameters(), resumed.parameters(), strict=True):
