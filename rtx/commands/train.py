@@ -244,9 +244,21 @@ def record_end(status: Status, outcome: Outcome, unit: str, measures: dict[str, 
 def finish(
     config: Config, hardware: Hardware, folder: Path, store: Store, outcome: Outcome, measures: dict[str, Any]
 ) -> None:
-    """Print the score of a finished run beside baselines on the same split, and a sample, if there can be one."""
+    """Print the score of a finished run beside baselines on the same split, and a sample, where memory is left."""
+    try:
+        say(closing(config, folder, store, outcome, measures))
+        if isinstance(store, TokenStore):
+            device = torch.device("cuda" if hardware.accelerator == "gpu" else "cpu")
+            print_sample(load_run(folder, on_one_device(config), "last", device, say=nothing), store.image)
+    except (RuntimeError, MemoryError) as error:  # the run is done, whatever becomes of these
+        if not (reason := str(error) if isinstance(error, RunFailed) else out_of_memory(error)):
+            raise
+        say(f"no sample: {reason}")
+
+
+def closing(config: Config, folder: Path, store: Store, outcome: Outcome, measures: dict[str, Any]) -> str:
     score, stamps = outcome.final, stamp_phrases(store.stamps, "valid")
-    lines = closing_lines(
+    return closing_lines(
         run=shown(folder),
         step=outcome.step,
         time_up=outcome.time_up,
@@ -257,15 +269,6 @@ def finish(
         further=further_lines(store.unit, measures),
         answers="" if score.accuracy is None else answers_line(score.accuracy, 1 / config.data.values),
     )
-    say(lines)
-    if isinstance(store, TokenStore):
-        try:
-            device = torch.device("cuda" if hardware.accelerator == "gpu" else "cpu")
-            print_sample(load_run(folder, on_one_device(config), "last", device, say=nothing), store.image)
-        except (RuntimeError, MemoryError) as error:  # the run is done, whatever becomes of its sample
-            if not (reason := str(error) if isinstance(error, RunFailed) else out_of_memory(error)):
-                raise
-            say(f"no sample: {reason}")
 
 
 def print_sample(run: LoadedRun, image: tuple[int, int] | None) -> None:

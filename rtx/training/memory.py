@@ -16,7 +16,7 @@ NO_THREAD = "can't start new thread"
 """What Python says where the system has no memory, or no number, for another thread; it does not say which."""
 SIGNS = (
     *("out of memory", "can't allocate memory", "cannot allocate memory"),
-    *("alloc_failed", "not enough memory", "bad_alloc", NO_THREAD),
+    *("alloc_failed", "not enough memory", "bad_alloc", "could not create a primitive", NO_THREAD),
 )
 """What torch, CUDA and their libraries say then, in small letters; not all of them have an error of its own for it."""
 

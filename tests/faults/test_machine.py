@@ -108,7 +108,7 @@ def test_a_run_without_enough_memory(workshop: Workshop) -> None:
     assert difference(process.run, workshop.train("fed", *large)) == ""
 
 
-@pytest.mark.parametrize("megabytes", [1, 30])
+@pytest.mark.parametrize("megabytes", [1, 48])  # with 30 torch loads other kernels, whose rounding differs
 def test_memory_that_runs_out_anywhere(workshop: Workshop, undisturbed: Path, megabytes: int) -> None:
     chosen = load_run_config(undisturbed)  # given by hand, or less memory would be taken instead of an end
     keys = {"trainer.micro_batch_size": chosen.trainer.micro_batch_size, "model.recompute": chosen.model.recompute}
