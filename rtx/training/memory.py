@@ -16,7 +16,8 @@ NO_THREAD = "can't start new thread"
 """What Python says where the system has no memory, or no number, for another thread; it does not say which."""
 SIGNS = (
     *("out of memory", "can't allocate memory", "cannot allocate memory"),
-    *("alloc_failed", "not enough memory", "bad_alloc", "could not create a primitive", NO_THREAD),
+    *("alloc_failed", "not enough memory", "bad_alloc"),
+    *("could not create a primitive", "failed to map segment", NO_THREAD),
 )
 """What torch, CUDA and their libraries say then, in small letters; not all of them have an error of its own for it."""
 
@@ -24,7 +25,7 @@ SIGNS = (
 def out_of_memory(error: BaseException) -> str:
     """Return the reason for a run that ended for want of memory, or an empty string where the error is another."""
     known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    if isinstance(error, RuntimeError):
+    if isinstance(error, RuntimeError | ImportError):
         known = known or any(sign in str(error).lower() for sign in SIGNS)
     elif isinstance(error, OSError):
         known = error.errno == errno.ENOMEM

@@ -89,7 +89,7 @@ def test_a_gradient_that_is_no_number(workshop: Workshop, undisturbed: Path) -> 
     assert difference(process.run, undisturbed) == ""
 
 
-def test_a_run_without_enough_memory(workshop: Workshop) -> None:
+def test_a_run_without_enough_memory(workshop: Workshop, undisturbed: Path) -> None:
     large = (
         "trainer.batch_size=2048",
         "trainer.micro_batch_size=2048",

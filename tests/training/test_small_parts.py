@@ -89,6 +89,7 @@ def test_a_refusal_of_memory_is_known(ask: Callable[[], object]) -> None:
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"), True),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
         (MemoryError(), True),
+        (ImportError("libarrow.so: failed to map segment from shared object"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (OSError(errno.ENOSPC, "No space left on device"), False),
         (ValueError("out of memory"), False),
