@@ -23,8 +23,6 @@ from rtx.errors import UserError, nearest
 
 Store = TokenStore | RecallStore
 
-BYTES = 256
-"""Vocabulary of every data set that is read as bytes."""
 STORE = re.compile(r"[a-z0-9_]+-[0-9a-f]{12}")
 """Names of stores; nothing else is ever removed."""
 
@@ -153,7 +151,7 @@ def vocabulary_size(data: DataConfig) -> int:
     if data.tokenizer == "words":
         known = SETS[data.name].kinds if data.name in SETS else None
         return known or open_store(prepared_folder(data, data_root()), options_of(data)).vocabulary
-    return BYTES
+    return 256
 
 
 def _prepare(data: DataConfig, source: Source, root: Path, report: Report) -> TokenStore:
@@ -176,7 +174,8 @@ def locked(folder: Path, options: str, report: Report) -> Iterator[None]:
     """Let one process at a time work on the store at `folder`; where nothing can be written, go on without a lock."""
     from filelock import FileLock, Timeout
 
-    lock = FileLock(folder.with_name(f".{folder.name}.lock"), thread_local=False)
+    path = folder.with_name(f".{folder.name}.lock")
+    lock = FileLock(path, thread_local=False)
     try:
         try:
             lock.acquire(timeout=0)
@@ -189,6 +188,8 @@ def locked(folder: Path, options: str, report: Report) -> Iterator[None]:
     try:
         yield
     finally:
+        if lock.is_locked:
+            path.unlink(missing_ok=True)  # who waits for it sees that it is gone, and makes another
         lock.release()
 
 

@@ -101,7 +101,8 @@ def rows_of(found: datasets.DatasetDict, split: str, data: DataConfig) -> datase
     if not (here["valid"] and here["test"]) and split in shares(here):
         begin, end = (len(rows) * percent // 100 for percent in shares(here)[split])
         rows = rows.select(range(begin, end))
-    return rows.select_columns([data.column]).rename_column(data.column, "text")
+    rows = rows.select_columns([data.column])
+    return rows if data.column == "text" else rows.rename_column(data.column, "text")
 
 
 KINDS = ("string", "large_string", "binary", "large_binary")

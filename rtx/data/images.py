@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,7 @@ class Pixels:
         return self.height * self.width * 3
 
     def __call__(self, table: pa.Table) -> Iterator[bytes]:
-        """Yield each image of some rows: of paths, of image files, or of raw pixels of the set's own size.
+        """Yield each image of some rows: of paths, of image files, or of CIFAR-10's raw pixels.
 
         Raises:
             UserError: one cannot be read or decoded, has another size, or is lossy where none is expected.
@@ -93,15 +94,10 @@ class Pixels:
             if name == "path":
                 yield self.decode(read_image(value), value)
             elif name == "pixels":
-                yield self.fit(np.frombuffer(value, np.uint8).reshape(self.sides(value)))
+                yield self.fit(np.frombuffer(value, np.uint8).reshape(32, 32, 3))
             else:
                 raw, where = (value or {}).get("bytes"), (value or {}).get("path") or "an image"
                 yield self.decode(raw or b"", where)
-
-    def sides(self, raw: bytes) -> tuple[int, int, int]:
-        """Return the shape of square raw pixels."""
-        side = round((len(raw) / 3) ** 0.5)
-        return side, side, 3
 
     def decode(self, raw: bytes, where: str) -> bytes:
         """Return the sub-pixels of an image file; `where`: what messages call it."""
@@ -258,13 +254,18 @@ def held_images(images: int, held_out: int) -> np.ndarray:
     return np.sort(np.array([permuted(k, images, HELD_KEY) for k in range(held_out)], dtype=np.int64))
 
 
-def tables(path: str, place: Path) -> tuple[dict[str, list[Path]], dict[str, int], bool]:
-    """Return the parquet files of train and test below a folder, how many images, and whether they are lossy."""
+def tables(path: str, test: str = "test") -> tuple[dict[str, list[Path]], dict[str, int], bool]:
+    """Return the parquet files of train and test below a folder, how many images, and whether they are lossy.
+
+    Args:
+        test: what the set calls its test images: valid or test.
+    """
     from pyarrow import parquet
 
-    found = parquet_splits(path, [place], ("train", "test"))
+    found = parquet_splits(path, [Path(path).expanduser()], ("train", test))
+    found = {"train": found["train"], "test": found[test]} if found else {}
     counts = {split: sum(parquet.read_metadata(file).num_rows for file in files) for split, files in found.items()}
-    if found and not all(counts.values()):
+    if not all(counts.values()):
         raise UserError(f"data.path={path}: expected training and test images, found files with none: {counts}")
     return found, counts, bool(found) and first_is_lossy(found["train"])
 
@@ -305,13 +306,13 @@ def cifar10(data: DataConfig, root: Path, report: Report) -> Source:
             archive()
         load = record_load(archive)
         return benchmark(data, ["binary", CIFAR10.sha256], {"place": CIFAR10.url}, published, load, {})
-    files, counts, lossy = tables(data.path, local)
+    files, counts, lossy = tables(data.path)
     if not files:
         pickled = next((name for name in PICKLED if (local / name).exists()), None)
         found = f"{pickled}, whose pickles could run anything and are never loaded" if pickled else "none"
         wanted = f"{CIFAR10.name} or parquet files of {repository}"
         raise UserError(f"data.path={data.path}: expected {wanted}, found {found}; get {CIFAR10.url}")
-    identity, stamps = identity_of(file for each in files.values() for file in each), count_stamps(counts, published)
+    identity, stamps = identity_of(chain(*files.values())), count_stamps(counts, published)
     return benchmark(data, identity, {"place": data.path}, counts, table_load(lambda: files), stamps, lossy)
 
 
@@ -368,42 +369,20 @@ def imagenet64(data: DataConfig, root: Path, report: Report) -> Source:
         identity, counts, load = [archive.sha256 for archive in IMAGENET64.values()], dict(published), tar_load(tars)
     elif all(folder.is_dir() for folder in folders.values()):
         paths = {split: image_files(folder) for split, folder in folders.items()}
-        lossy = any(SUFFIXES[path.suffix.lower()] for files in paths.values() for path in files)
-        identity = identity_of(path for files in paths.values() for path in files)
+        lossy = any(SUFFIXES[path.suffix.lower()] for path in chain(*paths.values()))
+        identity = identity_of(chain(*paths.values()))
         counts, load = {split: len(files) for split, files in paths.items()}, folder_load(paths)
     else:
-        files, counts, lossy = imagenet64_tables(data.path, place)
-        identity, load, original = (
-            identity_of(file for each in files.values() for file in each),
-            table_load(lambda: files),
-            False,
-        )
+        files, counts, lossy = tables(data.path, "valid")
+        if not files:
+            wanted = "train_64x64 and valid_64x64 (.tar or folders) or parquet files"
+            raise UserError(f"data.path={data.path}: expected {wanted}, found none; {IMAGENET64_HOW}")
+        identity, load, original = identity_of(chain(*files.values())), table_load(lambda: files), False
     original = original and not lossy and all(counts[split] <= published[split] for split in counts)
     stamps: dict[str, Any] = {"variant": "PixelRNN" if original else "other", "images": counts}
     if original and counts == published and data.size is None:
         stamps["protocol"] = "paper"
     return benchmark(data, identity, {"place": data.path}, counts, load, stamps, lossy)
-
-
-def imagenet64_tables(path: str, place: Path) -> tuple[dict[str, list[Path]], dict[str, int], bool]:
-    """Return parquet files as `tables`; what other sets call validation is our test, before their own test."""
-    try:
-        found, counts, lossy = tables(path, place)
-    except UserError as error:
-        if "missing split" not in str(error):
-            raise
-        found = parquet_splits(path, [place], ("train", "valid"))
-        found["test"] = found.pop("valid")
-        from pyarrow import parquet
-
-        counts = {split: sum(parquet.read_metadata(file).num_rows for file in files) for split, files in found.items()}
-        lossy = first_is_lossy(found["train"])
-    if not found:
-        raise UserError(
-            f"data.path={path}: expected train_64x64 and valid_64x64 (.tar or folders) or parquet files, "
-            f"found none; {IMAGENET64_HOW}"
-        )
-    return found, counts, lossy
 
 
 def tar_load(tars: Mapping[str, Path]) -> Load:
@@ -446,9 +425,9 @@ def own_images(data: DataConfig, root: Path, report: Report) -> Source:
     paths = {name: image_files(place / name, root) for name in named} or cut(image_files(place, root, FEWEST))
     first = paths["train"][0]
     height, width = (1, 1) if data.size else first_image(read_image(str(first)), str(first))[:2]
-    lossy = any(SUFFIXES[path.suffix.lower()] for files in paths.values() for path in files)
+    lossy = any(SUFFIXES[path.suffix.lower()] for path in chain(*paths.values()))
     want = wanted(data, height, width, lossy)
-    identity = identity_of(path for files in paths.values() for path in files)
+    identity = identity_of(chain(*paths.values()))
     return Source(
         name="images",
         identity=[*identity, *map(len, paths.values()), [want.height, want.width, want.scaled]],

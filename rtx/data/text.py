@@ -222,7 +222,7 @@ def wikitext(data: DataConfig, root: Path, report: Report) -> Source:
     if data.path is not None:
         files = wikitext_files(data.path)
         place = {"place": data.path}
-        identity: list[Any] = identity_of(path for paths in files.values() for path in paths)
+        identity: list[Any] = identity_of(itertools.chain(*files.values()))
         fetch = cache(lambda: files)
     elif data.fetch == "archive":
         identity, place = ["archive", WIKITEXT.sha256], {"place": WIKITEXT.url, "sha256": WIKITEXT.sha256}
@@ -323,7 +323,7 @@ def pg19(data: DataConfig, root: Path, report: Report) -> Source:
     else:
         files = book_files(data.path)
         books = {split: book_count(paths) for split, paths in files.items()}
-        identity = identity_of(path for paths in files.values() for path in paths)
+        identity = identity_of(itertools.chain(*files.values()))
 
     @cache
     def fetch() -> dict[str, list[Path]]:

@@ -225,19 +225,20 @@ class SentencepieceTokenizer(LearnedTokenizer):
             runs = RUN.findall(block)
             if len(self.memo) > REMEMBERED:
                 self.memo.clear()
-            self.remember(set(runs) - self.memo.keys())
+            self.remember([run for run in set(runs) if run not in self.memo])
             found.append(b"".join(map(self.memo.__getitem__, runs)))
         return np.frombuffer(b"".join(found), dtype=self.dtype)
 
     def remember(self, runs: Iterable[bytes]) -> None:
         """Work out the ids of runs, all in one call, and keep them packed."""
+        dtype = self.dtype
         known = {run: as_text for run in runs if (as_text := decoded(run)) is not None}
         ids = dict(zip(known, self.model.encode(list(known.values())), strict=True)) if known else {}
         for run in runs:
             spelt = ids.get(run, [])
             if b"".join(map(self.table.__getitem__, spelt)) != run:
                 spelt = [self.bytes[value] for value in run]
-            self.memo[run] = np.array(spelt, dtype=self.dtype).tobytes()
+            self.memo[run] = np.array(spelt, dtype).tobytes()
 
 
 def decoded(run: bytes) -> str | None:
@@ -269,19 +270,15 @@ def learn_subwords(
     return SentencepieceTokenizer(content, {"kind": "bpe", "sample": sample, "sampled": size, "from": total})
 
 
-Block = tuple[bytes, bool, bool]
-"""A piece of a text, and whether the text starts and ends with it."""
-
-
-def even_sample(texts: Iterable[bytes], size: int) -> tuple[list[Block], int]:
-    """Return blocks of at most `size` bytes together, in order, and how many bytes `texts` have.
+def even_sample(texts: Iterable[bytes], size: int) -> tuple[list[tuple[bytes, bool, bool]], int]:
+    """Return blocks of at most `size` bytes together, each with whether a text starts and ends with it, and all bytes.
 
     The texts are cut into blocks of 64 KiB (fewer for a small sample). Of n blocks those stay whose numbers, bits
     reversed, are smallest: every second, fourth, eighth ... one, and some of those halfway between. No more than `size`
     bytes are held at a time.
     """
     length = max(256, min(BLOCK, size // 256))
-    kept: list[tuple[int, int, Block]] = []  # a heap: the first to go is the first
+    kept: list[tuple[int, int, tuple[bytes, bool, bool]]] = []  # a heap: the first to go is the first
     held = total = number = 0
     for text in texts:
         total += len(text)
@@ -297,7 +294,7 @@ def even_sample(texts: Iterable[bytes], size: int) -> tuple[list[Block], int]:
     return [block for _, _, block in sorted(kept, key=lambda entry: entry[1])], total
 
 
-def count_runs(kept: Iterable[Block]) -> Counter[bytes]:
+def count_runs(kept: Iterable[tuple[bytes, bool, bool]]) -> Counter[bytes]:
     """Count the runs (a blank and what follows it) of a sample; those that a block's border cuts are left out."""
     words: Counter[bytes] = Counter()
     for content, first, last in kept:

@@ -142,9 +142,7 @@ def test_a_read_only_store_opens_and_is_read_in_full_once(data, root, monkeypatc
     folder = opened(data, root).folder
     (folder / ".verified").unlink()
     (folder / ".verified").mkdir()  # a note cannot be written here
-    (lock,) = root.glob(".*.lock")
-    lock.unlink()
-    lock.mkdir()  # nor can a lock
+    folder.with_name(f".{folder.name}.lock").mkdir()  # nor can a lock
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     opened(data, root)
     monkeypatch.setattr(store, "file_sha256", lambda path: pytest.fail("it was read again"))

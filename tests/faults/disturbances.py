@@ -117,11 +117,8 @@ class Ordeal:
 
 
 def preparing(ordeal: Ordeal, process: Process) -> bool:
-    """Whether this process prepares data: it says so in the lock that it holds, or held."""
-    with contextlib.suppress(FileNotFoundError):
-        locks = ordeal.workshop.data.glob(".*.lock")
-        return any(path.read_text().startswith(f"process {process.number} ") for path in locks)
-    return False
+    """Whether data are being prepared: there is a lock."""
+    return any(ordeal.workshop.data.glob(".*.lock"))
 
 
 def begun(ordeal: Ordeal, process: Process) -> bool:
