@@ -212,7 +212,10 @@ CASES = {
 
 
 class Memory(threading.Thread):
-    """Watches the memory of a process and of all below it: the largest sum of what is theirs alone (PSS)."""
+    """Watches a process and all below it: the largest sum of their anonymous memory.
+
+    Pages of memory-mapped files do not count: the system takes them back as soon as somebody needs the room.
+    """
 
     def __init__(self, process: int) -> None:
         super().__init__(daemon=True)
@@ -235,10 +238,10 @@ def family(process: int) -> list[int]:
 
 
 def own_bytes(process: int) -> int:
-    """Return the bytes of a process, pages that several map shared out among them (PSS); 0: it is gone."""
+    """Return the anonymous bytes of a process, pages that several share shared out among them; 0: it is gone."""
     try:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss_Anon:"))
     except (OSError, StopIteration):
         return 0
 

@@ -123,8 +123,9 @@ class WordTokenizer(LearnedTokenizer):
         self.ids.unk = settings["unk"]
 
     def encode(self, text: bytes) -> np.ndarray:
-        found = [np.fromiter(map(self.ids.__getitem__, words), self.dtype) for words in words_of(text)]
-        return np.concatenate([np.empty(0, self.dtype), *found])
+        dtype, take = self.dtype, self.ids.__getitem__
+        found = [np.fromiter(map(take, words), dtype, len(words)) for words in words_of(text)]
+        return np.concatenate([np.empty(0, dtype), *found])
 
 
 class KnownWords(dict[bytes, int]):
