@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rtx.report.cells import Cell
-from rtx.report.scores import scores_of
+from rtx.report.run_records import Cell
+from rtx.report.score_rows import scores_of
 
 SIZES = ("model.layers", "model.heads", "model.hidden", "model.base", "model.window", "data.length")
 ROUTING = ("routing.selection", "routing.heads", "routing.layers", "routing.clusters", "routing.window")

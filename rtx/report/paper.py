@@ -1,5 +1,9 @@
-"""The paper's Tables 1 to 7 as data: `tables.json`, facts and figures alone, with footnotes of our own on where the
-paper disagrees with itself or with its released code."""
+"""The paper's Tables 1 to 7 as data (`tables.json`), which of their rows a configuration is, and what it has otherwise.
+
+Every setting that the paper or the text of a table states is compared: `setting` is of all rows that the paper trained,
+`routing` of those with routing or random heads. A list holds all values that its text and tables allow, `from` and `to`
+what it gives roughly.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rtx.wording import written
+
+FULL_SIZE = {"heads": 8, "layers": 12, "length": 3072}
+"""Of Table 1: heads, layers and positions that its routing heads, routing layers and windows are out of."""
+
+Config = Mapping[str, Any]
+"""Every value of a configuration by its dotted key."""
+
 
 @dataclass(frozen=True)
 class PaperRow:
@@ -17,7 +29,7 @@ class PaperRow:
 
     model: str
     kind: str = ""
-    """What heads it has: full, local, random, routing, sparse, lsh, adaptive_span; empty for models of other kinds."""
+    """What heads it has, as `kind_of`; empty for models that rtx has not."""
     layers: int | None = None
     heads: int | None = None
     routing_heads: int | None = None
@@ -25,6 +37,14 @@ class PaperRow:
     window: int | None = None
     value: float | None = None
     steps_per_second: float | None = None
+    source: str = ""
+    """The other paper whose number it is."""
+
+    @property
+    def label(self) -> str:
+        """A short name."""
+        sizes = f" {self.routing_heads}x{self.routing_layers} W={self.window}" if self.routing_heads else ""
+        return self.model.removesuffix(" Transformer") + sizes
 
 
 @dataclass(frozen=True)
@@ -36,20 +56,20 @@ class PaperTable:
     title: str
     metric: str
     split: str
-    data: tuple[str, ...]
+    data: Sequence[str]
     """The data sets it is about, as data.name."""
-    presets: tuple[str, ...]
+    presets: Sequence[str]
     """The presets that are its rows, as model.name."""
-    commands: tuple[str, ...]
+    commands: Sequence[str]
     """What to run for it."""
-    setting: Mapping[str, Any]
-    """Keys of the configuration with the paper's values."""
-    rows: tuple[PaperRow, ...]
-    footnotes: tuple[str, ...]
+    setting: Config
+    rows: Sequence[PaperRow]
+    footnotes: Sequence[str]
+    routing: Config = field(default_factory=dict)
     speed: str = ""
     """What its steps per second were measured on."""
-    columns: tuple[str, ...] = ()
-    divergences: tuple[tuple[tuple[float, float], ...], ...] = field(default=())
+    columns: Sequence[str] = ()
+    divergences: Sequence[Sequence[tuple[float, float]]] = ()
     """Table 6: for each layer, mean and deviation of each column."""
 
     @property
@@ -57,35 +77,96 @@ class PaperTable:
         """As one would cite it."""
         return f"Table {self.number}"
 
-    @property
-    def steps(self) -> int | None:
-        """Optimizer steps of its runs, where the paper says."""
-        return self.setting.get("trainer.steps")
+    def row_of(self, config: Config) -> PaperRow | None:
+        """Return the row that a configuration is.
 
-    @property
-    def digits(self) -> int:
-        """Digits behind the point that its values are printed with."""
-        return max((len(str(row.value).partition(".")[2]) for row in self.rows if row.value is not None), default=3)
+        Those of Table 1 are told by the shares of heads, layers and sequence that route, so that a miniature has them.
+        """
+        layers = config.get("model.layers")
+        able = [row for row in self.rows if row.kind == kind_of(config) and same_shares(config, row)]
+        able = [row for row in able if not row.source or row.layers in (None, layers)]
+        return next((row for row in able if row.layers == layers), able[0] if able else None)
 
-    def local_speed(self) -> float | None:
-        """Steps per second of the local row, which the others are compared with."""
-        return next((row.steps_per_second for row in self.rows if row.kind == "local"), None)
+    def stated(self, row: PaperRow) -> dict[str, Any]:
+        """Return all that is stated of a row, by the keys of the configuration."""
+        found = dict(self.setting)
+        found |= {f"model.{key}": size for key in ("layers", "heads") if (size := getattr(row, key)) is not None}
+        if row.kind in ("routing", "random"):
+            found |= {"routing.selection": "topk" if row.kind == "routing" else "random"}
+            own = {"heads": row.routing_heads, "layers": row.routing_layers, "window": row.window}
+            found |= {f"routing.{key}": size for key, size in own.items() if size is not None}
+            found |= self.routing
+        else:
+            found |= {"model.base": row.kind} | (
+                {"model.window": row.window} if row.kind == "local" and row.window else {}
+            )
+        return found
+
+    def departures(self, config: Config) -> list[str]:
+        """Return what a configuration has otherwise than the paper's row, each as `key=ours (paper: theirs)`."""
+        row = self.row_of(config)
+        if row is None:
+            return ["no row of the paper"]
+        if row.source:
+            return [f"the number is of {row.source}, with another recipe"]
+        stated = self.stated(row)
+        return [
+            f"{key}={written(config.get(key))} (paper: {said(value)})"
+            for key, value in stated.items()
+            if not allowed(config.get(key), value)
+        ]
+
+
+def allowed(value: Any, stated: Any) -> bool:
+    """Tell whether a value is what is stated."""
+    if isinstance(stated, Mapping):
+        return isinstance(value, int) and stated["from"] <= value <= stated["to"]
+    return value in stated if isinstance(stated, list) else value == stated
+
+
+def said(stated: Any) -> str:
+    """Return what is stated in words."""
+    if isinstance(stated, Mapping):
+        return f"{stated['from']:,} to {stated['to']:,}"
+    return " or ".join(map(written, stated)) if isinstance(stated, list) else written(stated)
+
+
+def routes(config: Config) -> bool:
+    """Tell whether some heads route."""
+    return bool(config.get("routing.heads")) and bool(config.get("routing.layers"))
+
+
+def kind_of(config: Config) -> str:
+    """Return what heads a model has: full, local, random, routing, sparse, lsh, adaptive_span, or its base."""
+    if routes(config):
+        return "random" if config.get("routing.selection") == "random" else "routing"
+    base = str(config.get("model.base", ""))
+    return "sparse" if {"strided", "fixed"} & set(base.split("+")) else base
+
+
+def heads_label(config: Config) -> str:
+    """Return the kind of heads in words, with what selects."""
+    kind, chooser = kind_of(config), {"routing": "routing.selection", "lsh": "model.lsh"}
+    return f"{kind} ({config.get(chooser[kind])})" if kind in chooser else kind.replace("_", " ") or "unknown"
+
+
+def same_shares(config: Config, row: PaperRow) -> bool:
+    """Tell whether heads, layers and window stand to the model's as in a row of Table 1, where it is one of those."""
+    if not row.routing_heads:
+        return True
+    pairs = (
+        (config.get("routing.heads"), config.get("model.heads"), row.routing_heads, FULL_SIZE["heads"]),
+        (config.get("routing.layers"), config.get("model.layers"), row.routing_layers, FULL_SIZE["layers"]),
+        (config.get("routing.window"), config.get("data.length"), row.window, FULL_SIZE["length"]),
+    )
+    return all(a and b and c and a * whole == c * b for a, b, c, whole in pairs)
 
 
 @functools.cache
 def paper_tables() -> tuple[PaperTable, ...]:
     """Return the tables in their order."""
-    content = json.loads((Path(__file__).parent / "tables.json").read_text(encoding="utf-8"))
-    return tuple(read_table(table) for table in content["tables"])
-
-
-def read_table(values: dict[str, Any]) -> PaperTable:
-    """Return a table from its JSON."""
-    lists = ("data", "presets", "commands", "footnotes", "columns")
-    plain = {key: tuple(value) if key in lists else value for key, value in values.items()}
-    rows = tuple(PaperRow(**row) for row in values["rows"])
-    layers = tuple(tuple((mean, spread) for mean, spread in layer) for layer in values.get("divergences", ()))
-    return PaperTable(**{**plain, "rows": rows, "divergences": layers})
+    content = json.loads((Path(__file__).parent / "tables.json").read_text(encoding="utf-8"))["tables"]
+    return tuple(PaperTable(**{**table, "rows": [PaperRow(**row) for row in table["rows"]]}) for table in content)
 
 
 def numbered(number: int) -> PaperTable:
@@ -93,19 +174,9 @@ def numbered(number: int) -> PaperTable:
     return next(table for table in paper_tables() if table.number == number)
 
 
-def table_of(config: Mapping[str, Any]) -> PaperTable | None:
-    """Return the table of scores that a run belongs to: by the name of its preset, else by its data."""
-    return belonging(config, [table for table in paper_tables() if table.split])
-
-
-def timed_table_of(config: Mapping[str, Any]) -> PaperTable | None:
-    """Return the table with steps per second that a configuration belongs to, told as in `table_of`."""
-    return belonging(config, [table for table in paper_tables() if table.speed])
-
-
-def belonging(config: Mapping[str, Any], tables: Sequence[PaperTable]) -> PaperTable | None:
-    """Return the first of these tables that has the preset of a configuration, else the first with its data."""
-    for table in tables:
-        if config.get("model.name") in table.presets:
-            return table
-    return next((table for table in tables if config.get("data.name") in table.data), None)
+def table_of(config: Config, timed: bool = False) -> PaperTable | None:
+    """Return the table of scores, or of steps per second, that a run belongs to: by its data, else by its preset."""
+    tables = [table for table in paper_tables() if (table.speed if timed else table.split and table.number != 6)]
+    by_data = [table for table in tables if config.get("data.name") in table.data]
+    by_preset = [table for table in tables if config.get("model.name") in table.presets]
+    return next(iter(by_data or by_preset), None)

@@ -1,209 +1,222 @@
-"""Charts as SVG text that stands in a page by itself: colours come from the page's style, in light and in dark."""
+"""Plots by kind of heads, as SVG that follows the page's colours and as PNG."""
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Sequence
+import io
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+from typing import TYPE_CHECKING, Any
 
-WIDTH, HEIGHT = 720, 340
-LEFT, RIGHT, TOP, BOTTOM = 52, 26, 30, 40
-COLOURS = 8
-"""Colours of the page's style, c0 to c7; further series repeat them with other dashes."""
+from rtx.report.divergence import BOUND, kinds_of, name_of, newest_divergence, paper_spreads, spreads
+from rtx.report.paper import heads_label
+from rtx.report.ranking import half_interval, mean
+from rtx.report.run_records import Cell, real
+from rtx.report.score_rows import Row
+from rtx.report.tables import Table
 
-FAR = 3.0
-"""How far above the median a point may stand in a scatter, in distances from the lowest to the median."""
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-MOST_POINTS = 240
-"""Points drawn of a curve; of more, evenly chosen ones."""
+COLOURS = {
+    "full": "#000000",
+    "local": "#0072b2",
+    "random": "#e69f00",
+    "routing (topk)": "#d55e00",
+    "routing (causal)": "#009e73",
+    "routing (nearest)": "#cc79a7",
+    "routing": "#56b4e9",
+}
+"""Okabe and Ito's palette; the same kind has the same colour everywhere, other kinds grey."""
+
+GREY = "#767676"
+
+STYLE: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "rtx",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "font.size": 10,
+    "savefig.transparent": True,
+}
 
 
 @dataclass(frozen=True)
-class Series:
-    """Points that belong together, with what they are called."""
+class Plot:
+    """A plot as it is written: its file's name, what it shows, and its two forms."""
 
-    label: str
-    points: Sequence[tuple[float, float]]
-    errors: Sequence[float] = ()
-    """Half the lengths of the bars through the points, where they have some."""
-    place: int | None = None
-    """Its place among the styles; unset: its place among the series."""
+    name: str
+    caption: str
+    svg: str
+    png: bytes
 
 
-@dataclass(frozen=True)
-class Point:
-    """A place in a chart with its name, and its colour among those of the page."""
-
-    label: str
-    x: float
-    y: float
-    style: int
+def colour(kind: str) -> str:
+    """Return the colour of a kind of heads."""
+    return COLOURS.get(kind, COLOURS["routing"] if kind.startswith("routing") else GREY)
 
 
-@dataclass(frozen=True)
-class Scale:
-    """From values to places in the picture, linear or by powers of two."""
+def axes(caption_x: str, caption_y: str, panels: int = 1) -> tuple[Figure, list[Axes]]:
+    """Return a figure with panels side by side."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
-    low: float
-    high: float
-    start: float
-    end: float
-    log: bool = False
-
-    def at(self, value: float) -> float:
-        """Return the place of a value."""
-        low, high, value = (math.log(v) if self.log else v for v in (self.low, self.high, value))
-        share = 0.5 if high == low else (value - low) / (high - low)
-        return self.start + share * (self.end - self.start)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(6.4, 3.4), layout="constrained")
+        found = list(figure.subplots(1, panels, squeeze=False, sharey=True)[0])
+    for one in found:
+        one.set_xlabel(caption_x)
+    found[0].set_ylabel(caption_y)
+    return figure, found
 
 
-def curves(series: Sequence[Series], x_label: str, y_label: str) -> str:
-    """Return a chart of learning curves; the first steep fall may leave it at the top, so that the ends can be told."""
-    shown = [Series(s.label, thinned(s.points)) for s in series if s.points]
-    if not shown:
-        return ""
-    xs = [x for s in shown for x, _ in s.points]
-    ys = [y for s in shown for _, y in s.points]
-    last = [s.points[-1][1] for s in shown]
-    top = min(max(ys), max(last) + 1.5 * max(max(last) - min(last), 0.15 * max(last), 0.1))
-    x = Scale(*padded(min(xs), max(xs), 0.0), LEFT, WIDTH - RIGHT)
-    y = Scale(*padded(min(ys), top, 0.05), HEIGHT - BOTTOM, TOP)
-    lines = []
-    for index, one in enumerate(shown):
-        places = " ".join(f"{x.at(a):.1f},{y.at(b):.1f}" for a, b in one.points)
-        end = one.points[-1]
-        lines.append(
-            f'<g class="series {style(index)}" data-series="{index}"><title>{escape(one.label)}: '
-            f'{end[1]:.4f} at {end[0]:,.0f}</title><polyline points="{places}"/>'
-            f'<circle cx="{x.at(end[0]):.1f}" cy="{y.at(end[1]):.1f}" r="2.5"/></g>'
-        )
-    inside = f'<rect x="{LEFT}" y="{TOP - 4}" width="{WIDTH - LEFT}" height="{HEIGHT - BOTTOM - TOP + 4}"/>'
-    body = f'<clipPath id="plot">{inside}</clipPath><g clip-path="url(#plot)">{"".join(lines)}</g>'
-    return picture(axes(x, y, x_label, y_label) + body, f"{y_label} against {x_label}")
+def finished(name: str, caption: str, figure: Figure) -> Plot:
+    """Return a figure as SVG whose ink is the page's and as PNG on white."""
+    from matplotlib import rc_context
+
+    with rc_context(STYLE):
+        drawing, picture = io.StringIO(), io.BytesIO()
+        figure.savefig(drawing, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        figure.savefig(picture, format="png", dpi=150, facecolor="white", transparent=False)
+    text = drawing.getvalue()
+    text = text[text.index("<svg") :].replace("#000000", "currentColor")
+    for one in (*COLOURS.values(), GREY):
+        text = text.replace(one, f"var(--c{one[1:]}, {one})")
+    return Plot(name, caption, text.replace("<svg ", f'<svg role="img" aria-label="{caption}" ', 1), picture.getvalue())
 
 
-def scatter(points: Sequence[Point], x_label: str, y_label: str, digits: int = 3) -> str:
-    """Return a chart of points; the numbers at them are those of the legend. Lower is better: points far above the
-    others stand at the upper edge as triangles, so that the others can be told.
-    """
-    if not points:
-        return ""
-    top = top_of(points)
-    x = Scale(*padded(min(p.x for p in points), max(p.x for p in points), 0.08), LEFT, WIDTH - RIGHT)
-    y = Scale(*padded(min(p.y for p in points), top, 0.08), HEIGHT - BOTTOM, TOP)
-    marks = []
-    for index, point in enumerate(points):
-        above = point.y > top
-        px, py = x.at(point.x), TOP + 6 if above else y.at(point.y)
-        mark = (
-            f"M{px - 5:.1f} {py + 4:.1f}h10l-5 -9z"
-            if above
-            else f"M{px - 5:.1f} {py:.1f}a5 5 0 1 0 10 0a5 5 0 1 0 -10 0z"
-        )
-        said = f"{escape(point.label)}: {point.y:.{digits}f}, {point.x:.3g} steps/s"
-        marks.append(
-            f'<g class="series {style(point.style)}" data-series="{index}"><title>{said}</title>'
-            f'<path class="dot" d="{mark}"/><text x="{px + 8:.1f}" y="{py + 4:.1f}">{index + 1}</text></g>'
-        )
-    return picture(axes(x, y, x_label, y_label) + "".join(marks), f"{y_label} against {x_label}")
+def direct_labels(one: Axes, places: Mapping[str, tuple[float, float]]) -> None:
+    """Write names beside their points, moved up where they would cover another."""
+    one.figure.canvas.draw()
+    taken: list[tuple[float, float]] = []
+    pixels = one.figure.dpi / 72
+    for name, (x, y) in sorted(places.items(), key=lambda place: place[1][1]):
+        left, at = one.transData.transform((x, y))
+        near = [other for side, other in taken if abs(side - left) < 120 * pixels]
+        place = max([at, *(other + 12 * pixels for other in near)])
+        taken.append((left, place))
+        one.annotate(name, (x, y), (8, (place - at) / pixels + 1), textcoords="offset points", va="center")
 
 
-def top_of(points: Sequence[Point]) -> float:
-    """Return the largest y that a scatter shows at its place."""
-    middle, most = statistics.median(p.y for p in points), max(p.y for p in points)
-    return min(most, middle + FAR * (middle - min(p.y for p in points))) if len(points) > 2 else most
+def scores_and_speed(table: Table, unit: str) -> Plot | None:
+    """Draw the kinds of heads: bits against steps a second, with the intervals of both."""
+    rows = [row for row in table.rows if row.get("ours") is not None and row.get("steps_per_second")]
+    if len(rows) < 2:
+        return None
+    figure, (one,) = axes("training steps per second (more is better)", f"{unit} (less is better)")
+    for row in rows:
+        face = "none" if row["sees_future"] == "yes" else colour(row["heads"])
+        place = (row["steps_per_second"], row["ours"], row.get("half"), row.get("pace_half"))
+        one.errorbar(*place, fmt="o", capsize=3, color=colour(row["heads"]), markerfacecolor=face)
+    marks = {"yes": " (sees the future)", "no": ""}
+    speeds = [row["steps_per_second"] for row in rows]
+    one.set_xlim(right=max(speeds) + 0.5 * (max(speeds) - min(speeds)))
+    ends = {row["heads"]: row["steps_per_second"] + (row.get("pace_half") or 0.0) for row in rows}
+    direct_labels(one, {row["heads"] + marks[row["sees_future"]]: (ends[row["heads"]], row["ours"]) for row in rows})
+    return finished("speed", "Scores beside speed, with 95% intervals", figure)
 
 
-def profile(series: Sequence[Series], x_label: str, y_label: str, bound: float) -> str:
-    """Return a chart of lines with bars through their points from 0 up, and a line for what y is bounded by."""
-    xs = [x for one in series for x, _ in one.points]
-    x = Scale(*padded(min(xs), max(xs), 0.06), LEFT, WIDTH - RIGHT)
-    y = Scale(0.0, 1.06 * bound, HEIGHT - BOTTOM, TOP)
-    body = [f'<path class="bound" d="M{LEFT} {y.at(bound):.1f}H{WIDTH - RIGHT}"/>']
-    for index, one in enumerate(series):
-        aside = 4.0 * (index - (len(series) - 1) / 2)  # so that bars of one x do not hide each other
-        places = [(x.at(a) + aside, b) for a, b in one.points]
-        line = " ".join(f"{px:.1f},{y.at(b):.1f}" for px, b in places)
-        bars = "".join(
-            f"M{px:.1f} {y.at(max(0.0, b - error)):.1f}V{y.at(min(bound, b + error)):.1f}"
-            for (px, b), error in zip(places, one.errors, strict=True)
-        )
-        dots = "".join(f'<circle cx="{px:.1f}" cy="{y.at(b):.1f}" r="2.5"/>' for px, b in places)
-        body.append(
-            f'<g class="series {style(place_of(one, index))}" data-series="{index}"><title>{escape(one.label)}</title>'
-            f'<polyline points="{line}"/><path class="bars" d="{bars}"/>{dots}</g>'
-        )
-    return picture(axes(x, y, x_label, y_label) + "".join(body), f"{y_label} against {x_label}")
+def learning_curves(rows: Sequence[Row], unit: str) -> Plot | None:
+    """Draw the validations of each kind over its runs: the mean, and a band of its 95% interval."""
+    kinds: dict[str, dict[int, list[float]]] = {}
+    for row in rows:
+        for cell in row.cells if row.config else ():
+            for entry in (entry for entry in cell.metrics if entry.get("kind") == "valid"):
+                if (bits := real(entry.get("val_bits"))) is not None:
+                    kinds.setdefault(heads_label(row.config), {}).setdefault(entry["step"], []).append(bits)
+    if not kinds:
+        return None
+    figure, (one,) = axes("optimizer steps", f"{unit} (validation windows)")
+    ends, tops = {}, []
+    for kind, by_step in kinds.items():
+        most = max(map(len, by_step.values()))
+        steps = sorted(step for step, values in by_step.items() if len(values) == most)
+        middle = [mean(by_step[step]) for step in steps]
+        half = [half_interval(by_step[step]) or 0.0 for step in steps]
+        one.plot(steps, middle, color=colour(kind), label=kind)
+        low, high = ([m + sign * h for m, h in zip(middle, half, strict=True)] for sign in (-1, 1))
+        one.fill_between(steps, low, high, color=colour(kind), alpha=0.15, linewidth=0)
+        ends[kind], tops = (steps[-1], middle[-1]), [*tops, middle[len(middle) // 5], *high[len(high) // 3 :]]
+    lowest = min(y for _, y in ends.values())
+    one.set_ylim(lowest - 0.08 * (max(tops) - lowest) - 1e-6, max(tops) + 1e-6)
+    one.set_xlim(0, 1.3 * max(x for x, _ in ends.values()))
+    direct_labels(one, ends)
+    return finished("curves", "Learning curves: means over seeds with 95% intervals", figure)
 
 
-def place_of(one: Series, index: int) -> int:
-    """Return the place of a series among the styles."""
-    return index if one.place is None else one.place
+def heat_map(grids: Mapping[int, Mapping[tuple[int, int], float]], unit: str) -> Plot | None:
+    """Draw Table 1: bits by routing heads and routing layers, a panel for each window."""
+    if not grids:
+        return None
+    figure, panels = axes("routing layers", "routing heads", len(grids))
+    every = sorted(value for grid in grids.values() for value in grid.values())
+    low, high = every[0], every[int(0.8 * (len(every) - 1))]
+    for panel, (window, grid) in zip(panels, grids.items(), strict=True):
+        heads, layers = (sorted({key[at] for key in grid}) for at in (0, 1))
+        values = [[grid.get((head, layer), float("nan")) for layer in layers] for head in heads]
+        panel.imshow(values, cmap="cividis_r", vmin=low, vmax=high, aspect="auto")
+        panel.set_title(f"window {window}", fontsize=10)
+        panel.set_xticks(range(len(layers)), map(str, layers))
+        panel.set_yticks(range(len(heads)), map(str, heads))
+        for (head, layer), value in grid.items():
+            ink = "white" if value > low + 0.55 * (high - low) else "black"
+            place = layers.index(layer), heads.index(head)
+            panel.text(
+                *place, f"{value:.3f}", ha="center", va="center", color="#fefefe" if ink == "white" else "#010101"
+            )
+    return finished("heads-by-layers", f"{unit} by routing heads and layers (lighter is better)", figure)
 
 
-def legend(labels: Sequence[str], numbered: bool = False, places: Sequence[int] | None = None) -> str:
-    """Return the names of the series of a chart in its colours, as a list; `places` are theirs among the styles."""
-    entries = []
-    for index, label in enumerate(labels):
-        mark = f"<b>{index + 1}</b>" if numbered else '<svg viewBox="0 0 22 8"><path d="M0 4H22"/></svg>'
-        entries.append(
-            f'<li class="{style(places[index] if places else index)}" data-series="{index}">{mark} {escape(label)}</li>'
-        )
-    return f'<ul class="legend">{"".join(entries)}</ul>'
+def loss_by_position(cells: Sequence[Cell]) -> Plot | None:
+    """Draw what `rtx analyze context` recorded: bits by position in the window, the mean of each kind's runs."""
+    kinds: dict[str, dict[int, list[float]]] = {}
+    units = set()
+    for cell in cells:
+        for record in (record for record in cell.analyses if record.get("what") == "context"):
+            for row in record.get("positions") or ():
+                middle = (row["first"] + row["last"]) // 2
+                kinds.setdefault(heads_label(cell.config), {}).setdefault(middle, []).append(row["bits"])
+                units.add(record.get("unit"))
+    if not kinds:
+        return None
+    figure, (one,) = axes("position in the window", f"bits/{', '.join(map(str, units))}")
+    ends = {}
+    for kind, by_place in kinds.items():
+        places = sorted(by_place)
+        one.plot(places, [mean(by_place[at]) for at in places], color=colour(kind), marker=".")
+        ends[kind] = (places[-1], mean(by_place[places[-1]]))
+    one.margins(x=0.15)
+    direct_labels(one, ends)
+    return finished("positions", "Loss by position in the window", figure)
 
 
-def style(index: int) -> str:
-    """Return the classes that give a series its colour and its dashes."""
-    return f"c{index % COLOURS} d{index // COLOURS % 4}"
+def divergence_by_layer(cells: Sequence[Cell]) -> list[Plot]:
+    """Draw the divergence of heads of each run that has a record, the paper's as dashed lines."""
+    plots = []
+    for cell in cells:
+        record = newest_divergence(cell)
+        found = spreads(record) if record else {}
+        if not found:
+            continue
+        figure, (one,) = axes("layer", "nats")
+        ends, inks = {}, ("#0072b2", "#e69f00", "#d55e00", *[GREY] * 9)
+        for prefix, spread, line in (("", found, "-"), ("paper ", paper_spreads(), "--")):
+            for kind, ink in zip(kinds_of(found), inks, strict=False):
+                points = [(n, *values) for (n, other), values in sorted(spread.items()) if other == kind]
+                if points:
+                    layers, means, wide = zip(*points, strict=True)
+                    one.errorbar(
+                        layers, means, yerr=wide, linestyle=line, color=ink, capsize=2, alpha=0.5 if prefix else 1
+                    )
+                    ends[prefix + name_of(kind)] = (layers[-1], means[-1])
+        one.axhline(BOUND, color=GREY, linewidth=0.8, linestyle=":")
+        one.set_xlim(right=1.45 * max(x for x, _ in ends.values()) + 0.5)
+        direct_labels(one, ends)
+        plots.append(finished(f"divergence-{len(plots)}", f"Divergence of heads by layer: {cell.name}", figure))
+    return plots
 
 
-def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return at most `MOST_POINTS` of the points, the first and the last among them."""
-    if len(points) <= MOST_POINTS:
-        return list(points)
-    return [points[round(at * (len(points) - 1) / (MOST_POINTS - 1))] for at in range(MOST_POINTS)]
-
-
-def padded(low: float, high: float, share: float) -> tuple[float, float]:
-    """Return a range with room at both ends."""
-    room = (high - low) * share or (abs(high) * 0.05 or 1.0 if high == low else 0.0)
-    return low - room, high + room
-
-
-def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Return round numbers within a range."""
-    raw = (high - low) / most
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw)
-    first = math.ceil(low / step - 1e-9)
-    return [step * at for at in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def axes(x: Scale, y: Scale, x_label: str, y_label: str, marks: Sequence[tuple[float, str]] = ()) -> str:
-    """Return grid lines, tick labels and axis titles; `marks` are values of x with their labels, else round numbers."""
-    parts = []
-    for value, label in marks or [(value, short(value)) for value in ticks(x.low, x.high)]:
-        place = f"{x.at(value):.1f}"
-        parts.append(
-            f'<text class="tick" text-anchor="middle" x="{place}" y="{HEIGHT - BOTTOM + 16}">{escape(label)}</text>'
-        )
-    for value in ticks(y.low, y.high):
-        place = f"{y.at(value):.1f}"
-        parts.append(f'<path class="grid" d="M{LEFT} {place}H{WIDTH - RIGHT}"/>')
-        parts.append(f'<text class="tick" text-anchor="end" x="{LEFT - 6}" y="{place}" dy="4">{short(value)}</text>')
-    parts.append(f'<path class="axis" d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>')
-    parts.append(f'<text class="title" text-anchor="end" x="{WIDTH - RIGHT}" y="{HEIGHT - 6}">{escape(x_label)}</text>')
-    parts.append(f'<text class="title" x="4" y="{TOP - 14}">{escape(y_label)}</text>')
-    return "".join(parts)
-
-
-def short(value: float) -> str:
-    """Return a tick's label."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{round(value, 10):g}"
-
-
-def picture(body: str, title: str) -> str:
-    """Return an SVG element."""
-    return f'<svg class="chart" role="img" aria-label="{escape(title)}" viewBox="0 0 {WIDTH} {HEIGHT}">{body}</svg>'
+def plots_of(answer: Table | None, rows: Sequence[Row], cells: Sequence[Cell], grids: Any, unit: str) -> list[Plot]:
+    """Return all plots that the records allow, that of scores beside speed first."""
+    made = [scores_and_speed(answer, unit) if answer else None, heat_map(grids, unit), learning_curves(rows, unit)]
+    return [plot for plot in (*made, loss_by_position(cells), *divergence_by_layer(cells)) if plot]

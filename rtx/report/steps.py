@@ -1,27 +1,27 @@
-"""Step times that `rtx bench steps` recorded, beside the paper's: ratios to the local row, for its machine is another.
+"""Step times that `rtx bench steps` recorded, beside the paper's, and what rows score after equal time.
 
 A record is outputs/<name>/bench/steps-<key>.json; nothing here imports torch.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
+import itertools
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rtx.report.cells import Cell, Collection, flat, read_object
-from rtx.report.compared import common, speeds
-from rtx.report.local import local_row
-from rtx.report.matching import differing_keys, kind_of, paper_row, settings_changed
-from rtx.report.names import label_of
-from rtx.report.paper import PaperTable, paper_tables, timed_table_of
-from rtx.report.report import Report
-from rtx.report.scores import Row
-from rtx.report.views import Column, Value, View, count, number, text
+import numpy as np
+
+from rtx.report.paper import PaperTable, heads_label, kind_of, paper_tables, table_of
+from rtx.report.ranking import half_interval, mean
+from rtx.report.run_records import Cell, Collection, flat, read_object, real, whole
+from rtx.report.score_rows import Protocol, Row, Score, name_rows, row_key, sees_future
+from rtx.report.score_tables import kinds_table
+from rtx.report.tables import Column, Table
 from rtx.wording import plural
 
 WHAT = "training steps in turn"
@@ -40,22 +40,8 @@ FOLLOWS_COUNTS = (
 PLACES = ("bench/steps-*.json", "*/bench/steps-*.json")
 """Where records are below a folder."""
 
-COLUMNS = (
-    Column("row", "row", brief=True),
-    Column("milliseconds", "ms", True, brief=True),
-    Column("steps_per_second", "steps/s", True, brief=True),
-    Column("speed_ratio", "x local", True, brief=True),
-    Column("spread", "over turns"),
-    Column("paper_steps_per_second", "paper", True, brief=True),
-    Column("paper_speed_ratio", "paper x", True, brief=True),
-    Column("peak_bytes", "peak GiB", True),
-    Column("parameters", "parameters", True),
-    Column("turns", "turns", True),
-    Column("notes", "why not"),
-)
-
-SHORT_NAME = 22
-"""Letters of a row's name up to which a terminal has room for the spread, too."""
+SAME = ("data.length", "trainer.val_stride", "trainer.val_windows")
+"""What rows share, beside their data, for their validations to be of the same units in the same context."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +49,6 @@ class TimedRow:
     """A row as its record has it."""
 
     config: Mapping[str, Any]
-    """Every value by its dotted key."""
     turns: tuple[float, ...]
     """Milliseconds of a step in each turn."""
     reason: str = ""
@@ -72,19 +57,15 @@ class TimedRow:
     parameters: int | None = None
 
     @property
-    def milliseconds(self) -> float | None:
-        """The median over turns."""
-        return statistics.median(self.turns) if self.turns else None
-
-    @property
     def speed(self) -> float | None:
-        """Steps a second."""
-        return 1e3 / self.milliseconds if self.milliseconds else None
+        """Steps a second: of the geometric mean over turns, whose errors are multiples."""
+        return 1e3 / math.exp(mean(np.log(self.turns))) if self.turns else None
 
     @property
-    def machine(self) -> tuple[str, ...]:
-        """What its pace depends on but the model and the batch; a record is of one machine."""
-        return tuple(str(self.config.get(f"hardware.{key}")) for key in ("name", "threads", "precision", "compile"))
+    def half(self) -> float | None:
+        """Half the 95% interval of the speed, from the turns."""
+        half = half_interval(list(np.log(self.turns))) if self.turns else None
+        return None if half is None or self.speed is None else self.speed * math.sinh(half)
 
 
 @dataclass(frozen=True)
@@ -98,16 +79,10 @@ class StepRecord:
     def how(self) -> str:
         """Say how the times came about, in a line."""
         bench, facts = self.facts.get("bench") or {}, self.facts
-        done = max((len(row.turns) for row in self.rows), default=0)
+        turns = plural(max((len(row.turns) for row in self.rows), default=0), "turn")
         steps, warmup = (plural(int(bench.get(key) or 0), "step") for key in ("per_turn", "warmup"))
-        versions = facts.get("versions")
-        torch = f"torch {versions.get('torch')}" if isinstance(versions, Mapping) else ""
-        where = [str(facts.get("device") or ""), torch, str(facts.get("time") or "")[:10]]
-        of = f" of {bench['turns']}" if bench.get("turns") and done < bench["turns"] else ""
-        return (
-            f"Rows in turn: the median of {plural(done, 'turn')}{of} of {steps}, "
-            f"after {warmup} of warm-up; {facts.get('ids')}; {', '.join(filter(None, where))}."
-        )
+        where = [str(facts.get("device") or ""), str(facts.get("time") or "")[:10]]
+        return f"Rows in turn, {turns} of {steps}, after {warmup} of warm-up; {facts.get('ids')}; {', '.join(where)}."
 
 
 def record_path(folder: Path, hashes: Iterable[str], device: str) -> Path:
@@ -117,22 +92,20 @@ def record_path(folder: Path, hashes: Iterable[str], device: str) -> Path:
 
 
 def recorded(folder: Path) -> list[Path]:
-    """Return the records of a folder, oldest names first."""
+    """Return the records of a folder."""
     return sorted({path for place in PLACES for path in folder.glob(place)})
 
 
 def read_records(folders: Iterable[Path], found: Collection) -> list[StepRecord]:
-    """Return the records below folders; one that cannot be read is told in a line."""
+    """Return the records below folders, the newest first; one that cannot be read is told in a line."""
     records = []
     for path in dict.fromkeys(path for folder in folders for path in recorded(folder)):
         content = read_object(path, found)
-        if content is None:
-            continue
         try:
-            records.append(read_record(content))
+            records += [read_record(content)] if content else []
         except (KeyError, TypeError, ValueError, AttributeError):
             found.problems.append(f"{path}: is not a record of rtx bench steps")
-    return records
+    return sorted(records, key=lambda record: str(record.facts.get("time")), reverse=True)
 
 
 def read_record(content: Mapping[str, Any]) -> StepRecord:
@@ -141,77 +114,86 @@ def read_record(content: Mapping[str, Any]) -> StepRecord:
     Raises:
         KeyError, TypeError, ValueError, AttributeError: it is none.
     """
-    if content["what"] != WHAT:
-        raise ValueError(content["what"])
-    rows = [
-        TimedRow(
-            config=flat(row["config"]),
-            turns=tuple(float(value) for value in row["ms_turns"]),
-            reason=str(row.get("reason") or ""),
-            peak_bytes=row.get("peak_bytes"),
-            parameters=row.get("parameters"),
+    rows = []
+    for row in content["rows"]:
+        turns = tuple(float(value) for value in row["ms_turns"])
+        if content["what"] != WHAT or any(value <= 0 for value in turns):
+            raise ValueError(content["what"])
+        rows.append(
+            TimedRow(
+                flat(row["config"]), turns, str(row.get("reason") or ""), row.get("peak_bytes"), row.get("parameters")
+            )
         )
-        for row in content["rows"]
-    ]
-    if any(value <= 0 for row in rows for value in row.turns):
-        raise ValueError("a step without duration")
     return StepRecord(tuple(rows), {key: value for key, value in content.items() if key != "rows"})
 
 
-def views(record: StepRecord) -> list[View]:
+def paces_of(records: Sequence[StepRecord]) -> dict[Any, tuple[float, float | None]]:
+    """Return steps a second and half their interval by the key of a row; the newest record counts."""
+    timed = [(row_key(Cell(Path(), row.config)), row) for record in reversed(records) for row in record.rows]
+    return {key: (row.speed, row.half) for key, row in timed if row.speed}
+
+
+def views(record: StepRecord) -> list[Table]:
     """Return a table for each of the paper's that has rows here, and one for all other rows."""
-    groups: dict[int, tuple[PaperTable | None, list[TimedRow]]] = {}
+    groups: dict[int, list[TimedRow]] = {}
     for row in record.rows:
-        table = timed_table_of(row.config)
-        table = table if table and paper_row(row.config, table) else None
-        groups.setdefault(table.number if table else 99, (table, []))[1].append(row)
-    return [steps_view(record, *groups[key]) for key in sorted(groups)]
+        table = table_of(row.config, timed=True)
+        groups.setdefault(table.number if table and table.row_of(row.config) else 99, []).append(row)
+    by_number = {table.number: table for table in paper_tables()}
+    return [steps_table(record, by_number.get(number), groups[number]) for number in sorted(groups)]
 
 
-def steps_view(record: StepRecord, table: PaperTable | None, rows: Sequence[TimedRow]) -> View:
+def steps_table(record: StepRecord, table: PaperTable | None, rows: Sequence[TimedRow]) -> Table:
     """Return a table of step times: ours, their ratio to the local row's, and the paper's."""
-    names = names_of(rows)
-    if table:
-        printed = [paper_row(row.config, table) for row in rows]
-        order = {id(row): table.rows.index(own) for row, own in zip(rows, printed, strict=True) if own}
-        rows, names = zip(*sorted(zip(rows, names, strict=True), key=lambda pair: order[id(pair[0])]), strict=True)
-    title = f"{table.name}. {table.title}: measured training steps" if table else "Measured training steps"
-    narrow = max(map(len, names)) <= SHORT_NAME
-    columns = [dataclasses.replace(one, brief=narrow) if one.key == "spread" else one for one in COLUMNS]
-    view = View(title, columns, [], [record.how()])
-    if table and not table.split:  # the footnotes of other tables are about their scores
-        view.footnotes = table.footnotes
-    for row, name in zip(rows, names, strict=True):
-        view.rows.append(values(row, name, local_row(row, record.rows), table))
-    ratios, ids = any(local_row(row, record.rows) for row in rows), record.facts.get("ids")
-    view.lines += lines_below(rows, names, ratios, ids, table)
-    return view.without_empty()
-
-
-def lines_below(
-    rows: Sequence[TimedRow], names: Sequence[str], ratios: bool, ids: str | None, table: PaperTable | None
-) -> list[str]:
-    """Return what to know of a table: what its ratios are, what is not the paper's, and what failed."""
-    lines = []
-    if not ratios:
-        same = "the same N, batch and hardware"
-        lines.append(f"No ratios: they are to a row of local heads alone (routing.heads=0) of {same}.")
-    elif table:
-        lines.append(f"x local: speed over the local row's; paper: {table.speed}; paper x: over its local row's.")
-    if ids == DRAWN and any(follows_counts(row.config) for row in rows):
+    order = {id(row): table.rows.index(printed) for row in rows if table and (printed := table.row_of(row.config))}
+    rows = sorted(rows, key=lambda row: order.get(id(row), 0))
+    named = [Row([Cell(Path(), row.config)]) for row in rows]
+    name_rows(named)
+    entries = []
+    for row, name in zip(rows, (row.name for row in named), strict=True):
+        printed, local = table.row_of(row.config) if table else None, local_row(row, record.rows)
+        base = next((one.steps_per_second for one in table.rows if one.kind == "local"), None) if table else None
+        theirs = printed.steps_per_second if printed else None
+        entry: dict[str, Any] = {"row": name, "milliseconds": 1e3 / row.speed if row.speed else row.reason or "failed"}
+        entry |= {"steps_per_second": row.speed, "pace_half": row.half, "peak_bytes": row.peak_bytes}
+        entry |= {"parameters": row.parameters, "turns": len(row.turns), "note": row.reason}
+        entry |= {"speed_ratio": row.speed / local.speed} if row.speed and local and local.speed else {}
+        entry |= {"paper_steps_per_second": theirs, "paper_speed_ratio": theirs / base if theirs and base else None}
+        entry |= {"peak_gib": row.peak_bytes / 2**30 if row.peak_bytes else None}
+        entries.append(entry)
+    columns = [
+        Column("row", "row"),
+        Column("milliseconds", "ms", 1),
+        Column("steps_per_second", "steps/s", 3, "pace_half"),
+        Column("speed_ratio", "x local", 2),
+        Column("paper_steps_per_second", "paper", 3),
+        Column("paper_speed_ratio", "paper x", 2),
+        Column("peak_gib", "peak GiB", 2, brief=False),
+        Column("parameters", "parameters", brief=False),
+        Column("turns", "turns", brief=False),
+        Column("note", "why not", brief=False),
+    ]
+    lines = [record.how(), "\N{PLUS-MINUS SIGN} are 95% intervals over turns."]
+    lines += [f"Paper: {table.speed}; ratios are to its local row."] if table else []
+    if record.facts.get("ids") == DRAWN and any(follows_counts(row.config) for row in rows):
         lines.append(f"{FOLLOWS_COUNTS}.")
-    if table:
-        changes = [changes_of(row, table) for row in rows]
-        shared = common(changes)
-        lines += [f"Not the paper's setting: {'; '.join(shared)}."] if shared else []
-        own = dict.fromkeys(change for each in changes for change in each if change not in shared)
-        for change in own:
-            which = [name for name, each in zip(names, changes, strict=True) if change in each]
-            lines.append(f"Not the paper's row: {', '.join(which)}: {change}.")
-    for reason in dict.fromkeys(row.reason for row in rows if row.reason):
-        which = [name for row, name in zip(rows, names, strict=True) if row.reason == reason]
-        lines.append(f"Failed: {', '.join(which)}: {reason}.")
-    return lines
+    lines += [f"Failed: {entry['row']}: {entry['note']}." for entry in entries if entry["note"]]
+    lines += (
+        [] if any("speed_ratio" in entry for entry in entries) else ["No ratios: they are to a row of local heads."]
+    )
+    changes = dict.fromkeys(change for row in rows for change in (table.departures(row.config) if table else ()))
+    lines += [f"Not the paper's setting: {'; '.join(changes)}."] if changes else []
+    title = f"{table.name}. {table.title}: measured training steps" if table else "Measured training steps"
+    return Table(title, columns, entries, lines, table.footnotes if table and not table.split else ())
+
+
+def local_row(row: TimedRow, rows: Sequence[TimedRow]) -> TimedRow | None:
+    """Return the timed local row to compare a row with: same N, batch and hardware, else the fewest differences."""
+    same = ("data.length", "trainer.batch_size", "hardware.threads", "hardware.precision", "hardware.compile")
+    able = [other for other in rows if kind_of(other.config) == "local" and other.turns]
+    able = [other for other in able if all(row.config.get(key) == other.config.get(key) for key in same)]
+    keys = row.config.keys()
+    return min(able, key=lambda other: sum(row.config.get(k) != other.config.get(k) for k in keys), default=None)
 
 
 def follows_counts(config: Mapping[str, Any]) -> bool:
@@ -219,76 +201,95 @@ def follows_counts(config: Mapping[str, Any]) -> bool:
     return kind_of(config) == "routing" and config.get("routing.selection") in ("causal", "nearest")
 
 
-def changes_of(row: TimedRow, table: PaperTable) -> list[str]:
-    """Return what of a row is not as the paper has it, each as `key=ours (paper: theirs)`."""
-    printed, layers = paper_row(row.config, table), row.config.get("model.layers")
-    other = printed is not None and printed.layers not in (None, layers)
-    return [
-        *settings_changed(row.config, table),
-        *([f"model.layers={layers} (paper: {printed.layers})"] if other and printed else []),
+def equal_time_tables(cells: Sequence[Cell], records: Sequence[StepRecord]) -> list[tuple[Table, str]]:
+    """Return what each kind had reached when the first had taken all its steps, with the error of paces in verdicts.
+
+    That needs a learning rate that stays constant after its warm-up: then a validation on the way is the score of a run
+    of that length. Paces are those of the newest record that has all rows, which were timed in turn.
+    """
+    groups: dict[tuple[str, ...], dict[object, Row]] = {}
+    for cell in cells:
+        if cell.state == "done" and cell.step and cell.config.get("optimizer.schedule") == "constant":
+            data = str(cell.data.get("fingerprint") or cell.config.get("data.name"))
+            key = (data, *(str(cell.config.get(name)) for name in SAME))
+            groups.setdefault(key, {}).setdefault(row_key(cell), Row([])).cells.append(cell)
+    return [made for rows in groups.values() if (made := equal_time(list(rows.values()), records))]
+
+
+def equal_time(rows: Sequence[Row], records: Sequence[StepRecord]) -> tuple[Table, str] | None:
+    """Return the table of some rows, and what it allows to say; None where they are not several with a pace."""
+    for record in records:
+        timed = {row_key(Cell(Path(), row.config)): row for row in record.rows if row.speed}
+        if len(rows) > 1 and all(row_key(row.cells[0]) in timed for row in rows):
+            break
+    else:
+        return None
+    drawn, errors, scored = record.facts.get("ids") == DRAWN, {}, []
+    speeds = {id(row): timed[row_key(row.cells[0])] for row in rows}
+    sure = [row for row in rows if not (drawn and follows_counts(row.config))]
+    seconds = min((row.step / (speeds[id(row)].speed or 1) for row in sure), default=0.0)
+    for row in sure:
+        steps = min(seconds * (speeds[id(row)].speed or 0), row.step)
+        row.scores = [score for cell in row.cells if (score := score_at(cell, steps))]
+        if row.scores:
+            logs = np.log(speeds[id(row)].turns)
+            slope = abs(slope_at(row.cells, steps)) * steps
+            errors[heads_label(row.config)] = (
+                (slope * statistics.stdev(logs) / math.sqrt(len(logs)), len(logs) - 1.0)
+                if len(logs) > 1
+                else (0.0, 1.0)
+            )
+            scored.append(row)
+    if len(scored) < 2:
+        return None
+    name_rows(scored)
+    paces = {row_key(row.cells[0]): (speeds[id(row)].speed or 0.0, speeds[id(row)].half) for row in scored}
+    table, said = kinds_table(scored[0].scores[0].protocol, scored, paces, errors=errors)
+    table.title = f"Equal time: {seconds / 60:,.1f} minutes of training steps"
+    table.lines = [
+        f"{table.lines[0]} Paces as timed in turn ({record.facts.get('device')}); their error is in the verdicts. "
+        "Between two validations bits are taken to fall in a straight line; the learning rate is constant."
     ]
+    left_out = [heads_label(row.config) for row in rows if row not in scored]
+    table.lines += [f"Left out ({FOLLOWS_COUNTS}): {', '.join(left_out)}."] if left_out else []
+    return table, said
 
 
-def values(row: TimedRow, name: str, local: TimedRow | None, table: PaperTable | None) -> list[Value]:
-    """Return the entries of a row."""
-    printed = paper_row(row.config, table) if table else None
-    peak = row.peak_bytes / 2**30 if row.peak_bytes else None
-    return [
-        text(name),
-        Value("failed", None, row.reason) if row.reason and not row.turns else milliseconds(row.milliseconds),
-        *speeds(row.speed, local.speed if local else None),
-        spread(row, local),
-        *speeds(printed.steps_per_second if printed else None, table.local_speed() if table else None),
-        number(peak, 2),
-        count(row.parameters),
-        count(len(row.turns)),
-        text(row.reason),
-    ]
+def validations(cell: Cell) -> dict[int, tuple[float, int]]:
+    """Return bits and units of the validations on the way, by step."""
+    rows = [row for row in cell.metrics if row.get("kind") == "valid"]
+    return {
+        whole(row.get("step")): (bits, whole(row.get("val_units")))
+        for row in rows
+        if (bits := real(row.get("val_bits"))) is not None
+    }
 
 
-def milliseconds(value: float | None) -> Value:
-    """Return a time with about four digits."""
-    return Value() if value is None else Value(f"{value:,.{0 if value >= 1000 else 1 if value >= 10 else 2}f}", value)
+def around(cell: Cell, step: float) -> tuple[int, int] | None:
+    """Return the steps of the validations before and after some step."""
+    found = sorted(validations(cell))
+    pairs = [(first, second) for first, second in itertools.pairwise(found) if first <= step <= second]
+    return pairs[-1] if pairs else None
 
 
-def spread(row: TimedRow, local: TimedRow | None) -> Value:
-    """Return the least and the greatest ratio to the local row that a single turn gave."""
-    if local is None or row is local:
-        return Value()
-    ratios = [theirs / ours for ours, theirs in zip(row.turns, local.turns, strict=False)]
-    return text(f"{min(ratios):.2f} to {max(ratios):.2f}") if len(ratios) > 1 else Value()
+def slope_at(cells: Sequence[Cell], step: float) -> float:
+    """Return by how many bits a step changes the score there, the mean over runs."""
+    slopes = []
+    for cell in cells:
+        if pair := around(cell, step):
+            found = validations(cell)
+            slopes.append((found[pair[1]][0] - found[pair[0]][0]) / (pair[1] - pair[0]))
+    return mean(slopes) if slopes else 0.0
 
 
-def names_of(rows: Sequence[TimedRow]) -> list[str]:
-    """Return a short name for each row, which tells it from the others: its heads, and what else rows of them vary."""
-    by_kind: dict[str, list[Row]] = {}
-    for row in rows:
-        by_kind.setdefault(kind_of(row.config), []).append(Row([Cell(Path(), row.config)]))
-    variants = list(dict.fromkeys(key for alike in by_kind.values() for key in differing_keys(alike)))
-    names = [label_of(row.config, variants) for row in rows]
-    return [f"{name} ({at})" if names.count(name) > 1 else name for at, name in enumerate(names, 1)]
-
-
-def add_steps(report: Report, records: Sequence[StepRecord]) -> None:
-    """Put the tables of step times behind those of scores, and their rows into the list of the paper's tables."""
-    report.views += [view for record in records for view in views(record)]
-    mine = [str(command) for record in records if (command := record.facts.get("command"))]
-    report.commands = list(dict.fromkeys([*report.commands, *mine]))
-    if report.tables:
-        count_timed(report.tables, records)
-
-
-def count_timed(view: View, records: Sequence[StepRecord]) -> None:
-    """Say in the list of the paper's tables how many rows of each have been timed."""
-    timed: dict[str, set[Any]] = {}
-    for row in (row for record in records for row in record.rows if row.turns):
-        table = timed_table_of(row.config)
-        if table and (printed := paper_row(row.config, table)):
-            timed.setdefault(table.name, set()).add(printed)
-    sizes = {table.name: len(table.rows) for table in paper_tables()}
-    at = [column.key for column in view.columns].index("run")
-    for row in view.rows:
-        name = row[0].text
-        if name in timed:
-            said = f"{len(timed[name])} of {sizes[name]} rows timed"
-            row[at] = text(said if row[at].text == "not run" else f"{row[at].text}; {said}")
+def score_at(cell: Cell, step: float) -> Score | None:
+    """Return the score of a run at some step, between the validations before and after it; None before the first."""
+    pair, found = around(cell, step), validations(cell)
+    if pair is None:
+        return None
+    share = (step - pair[0]) / (pair[1] - pair[0])
+    bits = (1 - share) * found[pair[0]][0] + share * found[pair[1]][0]
+    unit, length = str(cell.data.get("unit", "unit")), whole(cell.config.get("data.length"))
+    stride = whole(cell.config.get("trainer.val_stride")) or length
+    protocol = Protocol("valid", "parallel", unit, str(cell.data.get("name", "")), "", length, stride)
+    return Score(protocol, bits, found[pair[0]][1], sees_future(cell.config), cell.seed)

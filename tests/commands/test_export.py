@@ -19,7 +19,7 @@ from rtx import load
 from rtx.disk import replace_file
 from rtx.errors import RunFailed, UserError
 from rtx.report.card import card
-from rtx.report.cells import collect
+from rtx.report.run_records import collect
 from rtx.training import exported as export_files
 from rtx.training.checkpoint import load_for_use
 

@@ -12,7 +12,7 @@ import yaml
 
 from rtx.compose import compose, to_dict
 from rtx.identity import digest
-from rtx.report.cells import flat
+from rtx.report.run_records import flat
 
 DATA = {"name": "text", "unit": "byte", "fingerprint": "f00d" * 4}
 ENVIRONMENT = {

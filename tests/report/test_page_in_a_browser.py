@@ -1,4 +1,4 @@
-"""The page in a real browser: it renders, it sorts, and nothing lands on the console. Skips where Chromium is not."""
+"""The page in a real browser: its first screen, sizes, contrast, sorting, no errors. Skips where Chromium is not."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import shutil
 import subprocess
 from html import unescape
 from pathlib import Path
+from typing import Any
 
 import pytest
-from records import write_divergence, write_table_1
+from records import config, write_divergence, write_run
 
-from rtx.report.cells import collect
-from rtx.report.page import html
-from rtx.report.report import build
+from rtx.report.contents import build
+from rtx.report.run_records import collect
+from rtx.report.write import html
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 WATCH = """<script>
@@ -22,59 +23,91 @@ window.faults = [];
 window.addEventListener("error", (event) => window.faults.push(String(event.message)));
 for (const word of ["error", "warn"]) console[word] = (...said) => window.faults.push(said.join(" "));
 </script>"""
-ACT = """<script>
-const table = [...document.querySelectorAll("table.sortable")].find((one) => one.tBodies[0].rows.length === 27);
-const at = [...table.tHead.rows[0].cells].findIndex((head) => head.textContent.startsWith("ours"));
-const button = table.tHead.rows[0].cells[at].firstElementChild;
-const column = () => [...table.tBodies[0].rows].map((row) => row.cells[at].textContent);
-const result = {before: column()};
-button.focus();
-result.focused = document.activeElement === button;
-button.click();
-result.up = column();
-result.said = table.tHead.rows[0].cells[at].getAttribute("aria-sort");
-button.click();
-result.down = column();
-result.faults = window.faults;
-result.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
-const shown = () => [...table.tHead.rows[0].cells].filter((head) => head.offsetParent !== null).length;
-result.columns = [shown()];
-table.closest("section").querySelector(".toggle input").click();
-result.columns.push(shown(), table.tHead.rows[0].cells.length);
-result.names = table.tBodies[0].rows[0].cells[0].innerText;
-result.curves = [...document.querySelectorAll("svg.chart")].map((one) => one.querySelectorAll("polyline").length);
-result.drawn = document.querySelector("svg.chart").getBoundingClientRect().height;
-const out = document.createElement("pre");
-out.id = "result";
-out.textContent = JSON.stringify(result);
-document.body.append(out);
+FRAME = """<iframe src="page.html" style="border:0;width:{width}px;height:{height}px"></iframe><script>
+const light = (colour) => {{
+  const [r, g, b] = colour.match(/[0-9.]+/g).map((part) => part / 255)
+    .map((part) => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+}};
+document.querySelector("iframe").onload = (event) => {{
+  const view = event.target.contentWindow, page = view.document, result = {{}};
+  const behind = (one) => {{
+    for (; one; one = one.parentElement) {{
+      const colour = view.getComputedStyle(one).backgroundColor;
+      if (!colour.endsWith(", 0)")) return colour;
+    }}
+  }};
+  const contrast = (one) => {{
+    const [a, b] = [light(view.getComputedStyle(one).color), light(behind(one))];
+    return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+  }};
+  const shown = [...page.querySelectorAll("h1, p, td, th, summary, figcaption")].filter((one) => one.offsetParent);
+  result.contrast = Math.min(...shown.map(contrast));
+  result.wide = page.documentElement.scrollWidth - page.documentElement.clientWidth;
+  const low = (name) => page.querySelector(name).getBoundingClientRect().bottom;
+  result.bottoms = [".headline", ".answer", "figure svg"].map(low);
+  result.headline = page.querySelector(".headline").textContent;
+  result.open = [...page.querySelectorAll("details[open] > summary")].map((one) => one.textContent);
+  const table = page.querySelector("table.answer"), button = table.tHead.rows[0].cells[1].firstElementChild;
+  const column = () => [...table.tBodies[0].rows].map((row) => Number(row.cells[1].dataset.sort));
+  button.focus();
+  result.focused = page.activeElement === button;
+  button.click();
+  result.up = column();
+  button.click();
+  result.down = column();
+  result.faults = view.faults;
+  result.overlaps = 0;
+  const texts = [...page.querySelectorAll("figure:first-of-type svg text")].map((one) => one.getBoundingClientRect());
+  texts.forEach((a, at) => texts.slice(at + 1).forEach((b) => {{
+    result.overlaps += a.left + 2 < b.right && b.left + 2 < a.right && a.top + 3 < b.bottom && b.top + 3 < a.bottom;
+  }}));
+  document.body.insertAdjacentHTML("beforeend", "<pre id=result></pre>");
+  document.querySelector("#result").textContent = JSON.stringify(result);
+}};
 </script>"""
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)")
-@pytest.mark.parametrize(("size", "scheme"), [("800,600", "1"), ("390,844", "0")])
-def test_it_renders_and_sorts_without_an_error(size: str, scheme: str, tmp_path: Path) -> None:
-    runs = write_table_1(tmp_path / "runs")
-    write_divergence(next(path for path in sorted(runs.iterdir()) if path.is_dir()))
-    page = html(build(collect([runs]), "a sweep"))
-    path = tmp_path / "page.html"
-    path.write_text(page.replace("<head>", "<head>" + WATCH).replace("</body>", ACT + "</body>"), encoding="utf-8")
-    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--window-size={size}"]
-    command += [f"--blink-settings=preferredColorScheme={scheme}"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--dump-dom", path.as_uri()]
+def looked_at(folder: Path, page: str, width: int, height: int, scheme: int) -> dict[str, Any]:
+    """What the browser finds of a page in a frame of some size."""
+    (folder / "page.html").write_text(page.replace("<head>", "<head>" + WATCH), encoding="utf-8")
+    (folder / "frame.html").write_text(FRAME.format(width=width, height=height), encoding="utf-8")
+    command = [
+        str(CHROMIUM),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--no-first-run",
+        "--window-size=1400,1000",
+    ]
+    command += [f"--blink-settings=preferredColorScheme={scheme}", "--allow-file-access-from-files"]
+    command += [f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=5000", "--enable-logging=stderr"]
+    command += ["--dump-dom", (folder / "frame.html").as_uri()]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert "CONSOLE" not in answer.stderr
-    found = re.search(r'<pre id="result">(.*?)</pre>', answer.stdout, re.DOTALL)
+    found = re.search(r"<pre id=\"result\">(.*?)</pre>", answer.stdout, re.DOTALL)
     assert found, answer.stdout[-2000:] + answer.stderr[-2000:]
-    result = json.loads(unescape(found[1]))
+    return json.loads(unescape(found[1]))
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)")
+@pytest.mark.parametrize(("width", "height", "scheme"), [(1280, 800, 1), (1280, 800, 0), (375, 800, 0)])
+def test_the_first_screen_holds_the_answer(width: int, height: int, scheme: int, tmp_path: Path) -> None:
+    kinds = {"local": {"routing__heads": 0}, "full": {"routing__heads": 0, "model__base": "full"}, "causal": {}}
+    kinds |= {"random": {"routing__selection": "random"}, "topk": {"routing__selection": "topk"}}
+    for at, values in enumerate(kinds.values()):
+        for seed in range(5):
+            bits, speed = 2 + 0.05 * at + 0.01 * (seed * at % 5), 1.0 + 0.1 * at
+            run = write_run(tmp_path / "runs", config("comparison", seed=seed, **values), bits=bits, speed=speed)
+    write_divergence(run, layers=4)
+    result = looked_at(tmp_path, html(build(collect([tmp_path / "runs"]), "a sweep")), width, height, scheme)
     assert result["faults"] == []
-    assert len(result["before"]) == 27
-    assert result["focused"]
-    assert result["up"] == sorted(result["before"], key=float)
-    assert result["said"] == "ascending"
-    assert result["down"] == sorted(result["before"], key=float, reverse=True)
-    assert result["curves"] == [27, 0, 0, 6]
-    every = result["columns"][-1]
-    assert result["columns"] == [every if size == "800,600" else 4, every, every]
-    assert result["drawn"] > 100
     assert result["wide"] <= 0, "the page itself must not scroll sideways; its tables do"
+    assert result["contrast"] >= 4.5
+    assert result["focused"] == (width == 1280), "titles that sort are left out on a phone"
+    assert result["up"] == sorted(result["up"]) and result["down"] == result["up"][::-1]
+    assert result["headline"].endswith("routing (topk) sees the future and is not ranked.")
+    assert result["open"] == ["Plots"]
+    if width == 1280:
+        assert max(result["bottoms"]) <= height, "question, answer, table and plot are on the first screen"
+        assert result["overlaps"] == 0

@@ -1,75 +1,258 @@
-"""The paper's tables as data."""
+"""The paper's tables as data, its rows among the experiments, and that no run of other settings stands for one."""
 
 from __future__ import annotations
 
-from rtx.commandline.overrides import check_overrides
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from records import config, write_eval, write_run
+
+from rtx.analysis.cost import cost
 from rtx.compose import compose, to_dict
 from rtx.config import all_fields
+from rtx.data.catalog import vocabulary_size
 from rtx.keys import conf_dir, options
-from rtx.report.cells import flat
-from rtx.report.matching import kind_of, paper_row, settings_changed
-from rtx.report.paper import paper_tables, table_of
-from rtx.sweep.cells import lay_out
+from rtx.report.contents import build
+from rtx.report.paper import PaperTable, allowed, numbered, paper_tables, table_of
+from rtx.report.run_records import collect, flat
+from rtx.report.score_rows import rows_by_protocol
+from rtx.report.score_tables import departures
+
+TABLES = {table.number: table for table in paper_tables()}
+OTHER_STEPS = ["trainer.steps=200000 (paper: 85,000,000 to 94,000,000)"]
+"""What our experiments on ImageNet have otherwise: 200,000 steps are 0.156 of the paper's 70 epochs."""
+
+ROWS = {
+    "cifar10": (1, "Routing 4x8 W=512", []),
+    "cifar10_full": (1, "Transformer", []),
+    "cifar10_local": (1, "Local", []),
+    "cifar10_random": (1, "Random 4x8 W=512", []),
+    "wikitext103": (2, "Routing", []),
+    "wikitext103_local": (2, "Local", []),
+    "wikitext103_adaptive_span": (2, "Adaptive", None),
+    "enwik8": (3, "Routing", []),
+    "enwik8_local": (3, "Local", []),
+    "enwik8_t64": (3, "T64", None),
+    "enwik8_sparse_transformer": (3, "Sparse", None),
+    "enwik8_adaptive_span": (3, "Adaptive", None),
+    "imagenet64": (4, "Routing", OTHER_STEPS),
+    "imagenet64_local": (4, "ImageTransformer", OTHER_STEPS),
+    "imagenet64_sparse_transformer": (4, "Sparse", None),
+    "imagenet64_reformer": (4, "Reformer", None),
+    "imagenet64_lsh": (4, "Reformer", None),
+    "pg19": (5, "Routing", []),
+    "pg19_local": (5, "Local", []),
+}
+"""Table, row, and what differs; None: the number is another paper's."""
+
+
+@functools.cache
+def values(experiment: str) -> dict[str, Any]:
+    """The configuration of an experiment by dotted keys."""
+    return flat(to_dict(compose([f"experiment={experiment}"])))
+
+
+def header(path: str) -> str:
+    """The comment that a file of conf/ begins with."""
+    return "\n".join(line for line in (conf_dir() / path).read_text().splitlines() if line.startswith("#"))
+
+
+def cells_of(experiment: str) -> list[str]:
+    """The experiments that a table's experiment lays out, itself where it lays out none."""
+    content = yaml.safe_load((conf_dir() / "experiment" / f"{experiment}.yaml").read_text())
+    axes = ((content.get("hydra") or {}).get("sweeper") or {}).get("params") or {}
+    return axes.get("experiment", experiment).split(",")
 
 
 def test_the_tables_and_figures_that_one_remembers() -> None:
-    tables = {table.number: table for table in paper_tables()}
-    assert list(tables) == [1, 2, 3, 4, 5, 6, 7]
-    assert [len(tables[number].rows) for number in (1, 2, 3, 4, 5, 7)] == [27, 7, 6, 8, 4, 2]
-    first = tables[1]
-    assert [row.value for row in first.rows[:3]] == [2.983, 3.009, 3.076]
-    assert min(row.value or 9 for row in first.rows) == 2.95
-    assert first.local_speed() == 9.023
-    best = {number: min(row.value or 99 for row in tables[number].rows) for number in (2, 3, 4, 5)}
-    assert best == {2: 15.8, 3: 0.98, 4: 3.43, 5: 33.2}
-    assert len(tables[6].divergences) == 10
-    assert all(0 < mean < 0.6931 for layer in tables[6].divergences for mean, _ in layer)
-    assert tables[7].rows[1].steps_per_second == 0.7236
-    assert all(table.footnotes for table in tables.values())
+    assert [len(TABLES[number].rows) for number in range(1, 8)] == [27, 7, 6, 8, 4, 0, 2]
+    assert [row.value for row in TABLES[1].rows[:3]] == [2.983, 3.009, 3.076]
+    best = {number: min(row.value or 99 for row in TABLES[number].rows) for number in (1, 2, 3, 4, 5)}
+    assert best == {1: 2.95, 2: 15.8, 3: 0.98, 4: 3.43, 5: 33.2}
+    assert len(TABLES[6].divergences) == 10
+    assert all(0 < middle < 0.6931 for layer in TABLES[6].divergences for middle, _ in layer)
+    assert TABLES[7].rows[1].steps_per_second == 0.7236
 
 
 def test_settings_presets_and_commands_are_those_of_the_project() -> None:
-    for table in paper_tables():
-        assert set(table.setting) <= set(all_fields())
-        assert set(table.presets) <= set(options("model"))
-        assert set(table.data) <= set(options("data"))
-        named = {word for line in table.commands for word in line.split() if word.startswith("experiment=")}
-        for word in named:
-            assert set(word.partition("=")[2].split(",")) <= set(options("experiment"))
+    for table in TABLES.values():
+        assert {*table.setting, *table.routing} <= set(all_fields())
+        assert set(table.presets) <= set(options("model")) and set(table.data) <= set(options("data"))
+        named = {name for line in table.commands for name in re.findall(r"experiment=(\S+)", line)}
+        assert {name for names in named for name in names.split(",")} <= set(options("experiment"))
 
 
-def test_an_experiment_belongs_to_its_table_and_has_the_papers_setting() -> None:
-    numbers = {"cifar10_grid": 1, "cifar10_baselines": 1, "wikitext103": 2, "enwik8": 3, "imagenet64": 4, "pg19": 5}
-    for experiment, number in numbers.items():
-        config = flat(to_dict(compose([f"experiment={experiment}"])))
-        table = table_of(config)
-        assert table is not None and table.number == number
-        assert settings_changed(config, table) == []
-        if "grid" not in experiment:
-            row = paper_row(config, table)
-            assert row is not None and row.model == "Routing Transformer"
+@pytest.mark.parametrize("experiment", ROWS)
+def test_an_experiment_is_its_row_of_the_paper(experiment: str) -> None:
+    number, label, differing = ROWS[experiment]
+    table = table_of(values(experiment))
+    assert table is not None and table.number == number
+    row = table.row_of(values(experiment))
+    assert row is not None and row.label == label
+    assert bool(row.source) == (differing is None)
+    if differing is not None:
+        assert table.departures(values(experiment)) == differing
+
+
+def test_every_cell_of_a_table_is_a_row_of_the_papers_or_a_full_model_of_ours() -> None:
+    named = {name for table in TABLES.values() for line in table.commands for name in line.split()}
+    names = {name for word in named if word.startswith("experiment=") for name in word[11:].split(",")}
+    cells = {cell for name in names for cell in cells_of(name)} - {"cifar10_grid"}
+    assert cells - set(ROWS) == {"wikitext103_full", "enwik8_full", "imagenet64_full", "pg19_full"}
+    assert all(TABLES[2].row_of(values(name)) is None for name in cells - set(ROWS))
+
+
+def test_a_run_of_unrelated_data_belongs_to_no_table() -> None:
     assert table_of({"model.name": "tiny", "data.name": "stdlib"}) is None
+    assert table_of({"model.name": "adaptive_span", "data.name": "wikitext103"}) is TABLES[2]
+    assert table_of({"model.name": "adaptive_span", "data.name": "text"}) is TABLES[3]
 
 
-def test_every_experiment_of_the_paper_is_in_a_command_and_every_cell_a_row_of_the_papers_or_one_of_its_own() -> None:
-    named = {
-        name
-        for table in paper_tables()
-        for line in table.commands
-        for word in line.split()
-        if word.startswith("experiment=")
-        for name in word.partition("=")[2].split(",")
+def other(value: Any, stated: Any) -> Any:
+    """A value that is not what the paper states."""
+    choices = [value + 1, value * 2] if isinstance(value, int | float) and not isinstance(value, bool) else []
+    return next(one for one in [*choices, "another", 16, 0.1] if not allowed(one, stated))
+
+
+def edits() -> list[tuple[str, str]]:
+    """Each setting that the paper states of a row that it trained, by experiment."""
+    rows = {
+        name: numbered(number).stated(row) for name, (number, _, d) in ROWS.items() if d == [] for row in [row_of(name)]
     }
-    headers = {name: (conf_dir() / "experiment" / f"{name}.yaml").read_text() for name in options("experiment")}
-    assert named == {name for name, text in headers.items() if "\n# Table " in text}
-    assert all(table.commands for table in paper_tables() if table.split)
-    missing = {2: {"full"}, 3: {"full"}, 4: {"full", "local"}, 5: {"full"}}  # baselines that the paper does not have
-    for experiment in (name for name in named if name.endswith("_baselines")):
-        for cell in lay_out(check_overrides([f"experiment={experiment}"], sweep=True))[0]:
-            config = flat(to_dict(cell.config))
-            table = table_of(config)
-            assert table is not None
-            if paper_row(config, table) is None:
-                assert kind_of(config) in missing[table.number]
-            else:
-                assert settings_changed(config, table) == []
+    return [(name, key) for name, stated in rows.items() for key in stated]
+
+
+def row_of(experiment: str) -> Any:
+    """The paper's row of an experiment."""
+    return numbered(ROWS[experiment][0]).row_of(values(experiment))
+
+
+def test_at_least_25_settings_are_compared() -> None:
+    keys = {key for _, key in edits()}
+    assert len(keys) >= 25, sorted(keys)
+    assert {"data.name", "data.length", "data.vocabulary", "model.layers", "model.heads", "model.hidden"} <= keys
+    assert {"model.positions", "model.dropout", "model.attention_dropout", "model.ffn_dropout", "model.base"} <= keys
+    assert {"optimizer.name", "optimizer.lr", "optimizer.schedule", "optimizer.warmup", "optimizer.beta1"} <= keys
+    assert {"routing.selection", "routing.update", "routing.clusters", "routing.window", "routing.heads"} <= keys
+    assert {"trainer.batch_size", "trainer.steps", "trainer.clip", "model.window", "routing.layers"} <= keys
+
+
+@pytest.mark.parametrize("experiment", [name for name, (_, _, differing) in ROWS.items() if differing == []])
+def test_a_run_that_differs_in_one_stated_setting_is_no_row_of_the_paper(experiment: str) -> None:
+    table, found = numbered(ROWS[experiment][0]), values(experiment)
+    assert table.departures(found) == []
+    for key in [key for name, key in edits() if name == experiment]:
+        edited = {**found, key: other(found[key], table.stated(row_of(experiment))[key])}
+        assert table_of(edited) is not table or table.departures(edited), key
+
+
+@functools.cache
+def paper_run() -> dict[str, Any]:
+    """The configuration of a row of Table 1 as the paper has it."""
+    return config("cifar10")
+
+
+EDITS = [key for name, key in edits() if name == "cifar10"]
+IMAGES = {"name": "cifar10", "unit": "dim", "fingerprint": "abcd" * 4}
+
+
+def differences(folder: Path) -> list[Any]:
+    """All differences to the paper's numbers that the report of a folder holds."""
+    report = build(collect([folder]), "")
+    return [row["difference"] for table in report.tables for row in table.rows if row.get("difference") is not None]
+
+
+@pytest.mark.parametrize("key", [None, *EDITS])
+def test_only_a_record_of_the_papers_very_settings_has_a_difference_to_its_number(
+    key: str | None, tmp_path: Path
+) -> None:
+    made = config("cifar10")
+    if key:
+        section, _, name = key.partition(".")
+        made[section][name] = other(made[section][name], TABLES[1].stated(row_of("cifar10"))[key])
+    run = write_run(tmp_path, made, bits=3.0, data=IMAGES, step=200_000)
+    write_eval(run, 3.0, own_data=True)
+    assert differences(tmp_path) == ([] if key else [pytest.approx(3.0 - 2.971)])
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"step": 199_999}, "199,999 steps done of 200,000"),
+        ({"eval": {"split": "valid"}}, "split valid (paper: test)"),
+        ({"eval": {"partial": True}}, "a sample of the windows"),
+        ({"eval": {"ablate": "routing"}}, "ablated: routing"),
+        ({"eval": {"mode": "streaming"}}, "streaming"),
+        ({"eval": {"data": {**IMAGES, "stamps": {"lossy": True}}}}, "lossy JPEG"),
+        ({"eval": {"own_data": False}}, "other data"),
+    ],
+)
+def test_scores_of_another_protocol_are_not_the_papers(facts: dict[str, Any], said: str, tmp_path: Path) -> None:
+    run = write_run(tmp_path, config("cifar10"), bits=None, data=IMAGES, step=facts.get("step", 200_000))
+    write_eval(run, 3.0, **facts.get("eval", {}))
+    (row,) = [row for protocol, rows in rows_by_protocol(collect([tmp_path])) if protocol for row in rows]
+    assert said in departures(row, TABLES[1])
+    assert differences(tmp_path) == []
+
+
+def test_clipping_and_held_out_images_are_said_in_headers_and_under_the_tables() -> None:
+    for table in (TABLES[number] for number in (1, 2, 3, 4, 5)):
+        assert any("trainer.clip=1.0" in note for note in table.footnotes)
+    for experiment in options("experiment"):
+        if "\n# Table " in header(f"experiment/{experiment}.yaml"):
+            assert "trainer.clip=1.0" in header(f"experiment/{experiment}.yaml"), experiment
+    for experiment, held_out in (("cifar10", 5_000), ("imagenet64", 50_000)):
+        assert values(experiment)["data.held_out"] == held_out
+        assert f"{held_out:,} training images" in header(f"experiment/{experiment}.yaml")
+        assert any(f"{held_out:,} training images" in note for note in table_notes(table_of(values(experiment))))
+
+
+def table_notes(table: PaperTable | None) -> list[str]:
+    """The footnotes of a table."""
+    assert table is not None
+    return list(table.footnotes)
+
+
+def test_headers_do_not_say_that_a_data_set_is_missing() -> None:
+    for model in options("model"):
+        assert "data set" not in header(f"model/{model}.yaml"), model
+
+
+@pytest.mark.parametrize(
+    "experiment", [name for name in options("experiment") if "TFLOP" in header(f"experiment/{name}.yaml")]
+)
+def test_the_cost_of_a_header_is_what_the_plan_says(experiment: str) -> None:
+    """TFLOP a step of each cell, in the order of the experiment, where nothing is recomputed to save memory."""
+    text = header(f"experiment/{experiment}.yaml").replace("\n#", "")
+    said = re.search(r"((?:[\d.]+, )*[\d.]+(?: and [\d.]+)?) TFLOP a step", text)
+    assert said, text
+    numbers = list(map(float, re.findall(r"[\d.]+", said[1])))
+    cells = cells_of(experiment) if len(numbers) > 1 else [experiment]
+    for name, number in zip(cells, numbers, strict=True):
+        composed = compose([f"experiment={name}"])
+        planned = cost(composed, vocabulary_size(composed.data)).step(composed) / 1e12
+        assert number == pytest.approx(planned, rel=0.01), (name, planned)
+
+
+def test_the_reformer_is_published_as_it_is_and_marked(tmp_path: Path) -> None:
+    found = {name: values(name) for name in ("imagenet64_reformer", "imagenet64_lsh")}
+    assert [one["model.lsh"] for one in found.values()] == ["reformer", "causal"]
+    assert {one["trainer.batch_size"] for one in found.values()} == {8} and "batch 8" in header("model/reformer.yaml")
+    for name in found:
+        write_run(tmp_path, config(name), bits=3.7, data={**IMAGES, "name": "imagenet64"})
+    report = build(collect([tmp_path]), "")
+    assert report.answer is not None
+    sights = {row["heads"]: row["sees_future"] for row in report.answer.rows}
+    assert sights == {"lsh (reformer)": "yes", "lsh (causal)": "no"}
+
+
+def test_a_miniature_has_the_papers_rows_and_says_what_it_changes() -> None:
+    small = {**values("cifar10"), "data.length": 768, "routing.window": 128, "model.layers": 12}
+    row = TABLES[1].row_of(small)
+    assert row is not None and row.label == "Routing 4x8 W=512"
+    said = TABLES[1].departures(small)
+    assert said == ["data.length=768 (paper: 3072)", "routing.window=128 (paper: 512)"]
