@@ -1,4 +1,4 @@
-"""The divergence of heads' attention, the paper's Table 6 beside ours: lines for a terminal, and tables."""
+"""The divergence of heads' attention, the paper's Table 6 beside ours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from rtx.report.paper import numbered
 from rtx.report.ranking import mean
 from rtx.report.run_records import Cell, part, whole
-from rtx.report.tables import DASH, Column, Table
+from rtx.report.tables import Column, Table
 
 Kind = tuple[str, str]
 """What a pair's heads are: names of the groups of a layer, `routed` last."""
@@ -61,31 +61,6 @@ def entries_of(found: Found) -> list[tuple[str, dict[Kind, tuple[float, float]]]
         mine = [values for (_, other), values in found.items() if other == kind]
         averages[kind] = (mean(value for value, _ in mine), mean(wide for _, wide in mine))
     return [*rows, ("mean", averages)]
-
-
-def divergence_table(result: Mapping[str, Any]) -> list[str]:
-    """Return the lines that `rtx analyze divergence` prints; the paper's values below ours where layers correspond."""
-    found, paper = spreads(result), paper_spreads()
-    kinds, rows, theirs = kinds_of(found), entries_of(found), dict(entries_of(paper))
-    alike = [name for name, _ in rows] == list(theirs)
-    lines = [
-        f"Jensen-Shannon divergence, nats (at most {BOUND:.4f}): mean ± deviation of {result['analyze']['draws']} draws"
-    ]
-    lines.append(f"{'layer':<7}" + "".join(f"  {name_of(kind):>18}" for kind in kinds))
-    for name, values in rows:
-        lines.append(f"{name:<7}" + "".join(f"  {spread(values.get(kind)):>18}" for kind in kinds))
-        if alike or name == "mean":
-            lines.append(f"{'  paper':<7}" + "".join(f"  {spread(theirs[name].get(kind)):>18}" for kind in kinds))
-    shares = {kind: [row["share"] for row in result["layers"] if tuple(row["kind"]) == kind] for kind in kinds}
-    if min(map(min, shares.values()), default=1) < 1:
-        means = ", ".join(f"{name_of(kind)} {mean(share):.0%}" for kind, share in shares.items())
-        lines += ["over the positions where both heads read something:", f"  {means}"]
-    return [*lines, "paper: Table 6, 10 layers on Wikitext-103, N=4096"]
-
-
-def spread(values: tuple[float, float] | None) -> str:
-    """Return mean and deviation, or a dash where a layer has no such pair."""
-    return f"{values[0]:.4f} ± {values[1]:.4f}" if values else DASH
 
 
 def newest_divergence(cell: Cell) -> Mapping[str, Any] | None:

@@ -92,7 +92,7 @@ def direct_labels(one: Axes, places: Mapping[str, tuple[float, float]]) -> None:
     pixels = one.figure.dpi / 72
     for name, (x, y) in sorted(places.items(), key=lambda place: place[1][1]):
         left, at = one.transData.transform((x, y))
-        near = [other for side, other in taken if abs(side - left) < 120 * pixels]
+        near = [other for side, other in taken if abs(side - left) < 90 * pixels]
         place = max([at, *(other + 12 * pixels for other in near)])
         taken.append((left, place))
         one.annotate(name, (x, y), (8, (place - at) / pixels + 1), textcoords="offset points", va="center")

@@ -5,7 +5,6 @@ A record is outputs/<name>/bench/steps-<key>.json; nothing here imports torch.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import statistics
@@ -28,8 +27,7 @@ WHAT = "training steps in turn"
 """What a record says it is."""
 
 DRAWN = "ids drawn at random, no data read"
-READ = "training batches of the data"
-"""Where the ids of a record came from."""
+"""Where the ids of a record of version 0.1 came from."""
 
 FOLLOWS_COUNTS = (
     "selection=causal and nearest: a step takes the longer the less even clusters are filled, so that real data may "
@@ -83,12 +81,6 @@ class StepRecord:
         steps, warmup = (plural(int(bench.get(key) or 0), "step") for key in ("per_turn", "warmup"))
         where = [str(facts.get("device") or ""), str(facts.get("time") or "")[:10]]
         return f"Rows in turn, {turns} of {steps}, after {warmup} of warm-up; {facts.get('ids')}; {', '.join(where)}."
-
-
-def record_path(folder: Path, hashes: Iterable[str], device: str) -> Path:
-    """Return where a record stands below outputs/<name>: the same rows on the same device replace it."""
-    key = hashlib.sha256("\n".join([device, *sorted(hashes)]).encode()).hexdigest()[:12]
-    return folder / "bench" / f"steps-{key}.json"
 
 
 def recorded(folder: Path) -> list[Path]:

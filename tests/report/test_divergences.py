@@ -9,7 +9,7 @@ import pytest
 from records import config, write_divergence, write_run
 
 from rtx.report.contents import build
-from rtx.report.divergence import divergence_table, newest_divergence
+from rtx.report.divergence import newest_divergence
 from rtx.report.run_records import collect
 from rtx.report.tables import Table
 
@@ -52,13 +52,3 @@ def test_the_best_checkpoint_counts_and_a_damaged_record_does_not(tmp_path: Path
         path.write_text(json.dumps({**json.loads(path.read_text()), "layers": layers}))
         (cell,) = collect([tmp_path]).cells
         assert (newest_divergence(cell) or {})["length"] == 4096
-
-
-@pytest.mark.parametrize("layers", [10, 4])
-def test_the_lines_of_the_command_fit_a_narrow_terminal(layers: int, tmp_path: Path) -> None:
-    run = write_run(tmp_path, config("wikitext103"))
-    write_divergence(run, layers=layers, share=0.5)
-    lines = divergence_table(json.loads((run / "analysis" / "divergence-best.json").read_text()))
-    assert max(map(len, lines)) <= 80
-    assert sum("paper" in line for line in lines) == (12 if layers == 10 else 2)
-    assert any("50%" in line for line in lines)
