@@ -97,8 +97,7 @@ def divergence_view(cell: Cell, record: Mapping[str, Any]) -> Table:
     where = f"{wish.get('split', 'valid')} split of {data.get('name', 'unknown data')}"
     draws = f"{wish.get('draws', '?')} draws of pairs of heads on {wish.get('sequences', '?')} sequences"
     lines = [f"{cell.name}: {where}; {draws} of {record.get('length', '?')}; nats, at most {BOUND:.4f}."]
-    changed = table.setting | table.routing
-    own = data.get("name") == changed["data.name"]
+    own = data.get("name") == table.setting["data.name"]
     lines += [] if own else ["The paper's values are of a model of 10 layers on Wikitext-103, N=4096."]
     title = f"{table.name}. {table.title}" if own else f"Jensen-Shannon divergence of attention, by layer: {where}"
     return Table(title, columns, entries, lines, table.footnotes)
