@@ -144,11 +144,7 @@ def dispatch(arguments: list[str]) -> int:
 
 
 def split_flags(word: str, arguments: list[str]) -> tuple[set[str], list[str]]:
-    """Take the flags out of the arguments of a command; returns them and the rest.
-
-    Raises:
-        UserError: a flag that the command does not have.
-    """
+    """Take the flags out of the arguments of a command; returns them and the rest."""
     if "--cfg" in arguments:
         at = arguments.index("--cfg")
         arguments = [*arguments[:at], "=".join(arguments[at : at + 2]), *arguments[at + 2 :]]

@@ -191,10 +191,8 @@ def load_run_config(run_dir: str | Path) -> Config:
 
 
 def entries(node: yaml.Node | None, depth: int = 2) -> dict[str, Any]:
-    """Return a mapping of a YAML file with every scalar as its text (None for null), two levels deep at the most.
-
-    Raises:
-        UserError: it is none, a key stands there twice, or there are lists, aliases or deeper levels.
+    """Return a mapping of a YAML file with every scalar as its text (None for null), two levels deep at the most; one
+    with a key twice, lists, aliases or deeper levels is refused.
     """
     if not isinstance(node, yaml.MappingNode) or not node.value:
         raise UserError("is not the configuration of a run")

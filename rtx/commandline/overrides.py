@@ -84,11 +84,7 @@ def check_option(group: str, name: str) -> None:
 
 
 def listed(key: str, text: str) -> list[str]:
-    """Return the texts of the values that stand behind a key.
-
-    Raises:
-        UserError: it is a list of no value, or of too many.
-    """
+    """Return the texts of the values that stand behind a key."""
     function, _, inner = text.strip().removesuffix(")").partition("(")
     if function == "glob" and key in GROUPS:
         found = fnmatch.filter(options(key), inner)

@@ -208,13 +208,8 @@ def ending(
 ) -> Outcome:
     """Return how the process of a cell ended; where it could not write that into its status, that is done here.
 
-    Args:
-        cell: the cell.
-        code: its exit code, 128 + N after signal N; None of a job that is lost.
-        lines: its last words.
-        out_of_memory: whether the system killed some process for want of memory meanwhile.
-        before: its status before it was run.
-        stopped_by: the signal that stopped the sweep and was passed on to the cell, or 0.
+    `code` is 128 + N after signal N, None of a job that is lost; `out_of_memory`: the system killed some process for
+    want of memory meanwhile; `before`: the cell's status then; `stopped_by`: the signal that stopped the sweep, or 0.
     """
     status = read_status(cell.folder)
     if has_score(status) and not code:

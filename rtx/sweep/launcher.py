@@ -127,10 +127,8 @@ class Processes:
     def process(
         self, words: Sequence[str], variables: Mapping[str, str], folder: Path, shown: bool
     ) -> tuple[int, list[str]]:
-        """Run `rtx train <words>` in the folder of a run, what it prints in a file there, and shown if asked for.
-
-        Returns:
-            Its exit code (128 + N after signal N) and its last lines.
+        """Run `rtx train <words>` in the folder of a run, what it prints in a file there, and shown if asked for;
+        return its exit code (128 + N after signal N) and its last lines.
         """
         folder.mkdir(parents=True, exist_ok=True)
         # The current folder is the user's: an rtx.py there is not to be run for ours, by what a cell starts either.
@@ -304,10 +302,7 @@ def recorded_threads(cell: Cell) -> dict[str, str]:
 
 
 def record_sweep(cells: Sequence[Cell], arguments: Sequence[str]) -> list[Path]:
-    """Append to sweeps.jsonl, beside the cells, the command and what each cell is; returns the folders.
-
-    Reports and `rtx sweep` read it.
-    """
+    """Append to sweeps.jsonl, beside the cells, for reports and `rtx sweep`, the command and what each cell is."""
     command = {"command": shlex.join(["rtx", "train", "-m", *arguments]), "folder": os.getcwd()}
     process = {"pid": os.getpid(), "host": socket.gethostname(), "boot_id": boot_id()}
     roots = list(dict.fromkeys(cell.folder.parent for cell in cells))
