@@ -127,8 +127,8 @@ def test_errors_go_to_stderr_and_each_line_says_who_speaks(capsys: pytest.Captur
     assert error.splitlines() == [
         "rtx: trainer.steps=abc: must be an integer, at least 1 (Optimizer steps to train; unset: optimizer.steps)",
         "rtx: unknown key 'lrr' (did you mean 'optimizer.lr'?)",
-        "rtx: data=enwik9: no such option (did you mean 'enwik8'?); data takes cifar10, enwik8, imagenet64, images, "
-        "pg19, recall, stdlib, text, wikitext103",
+        "rtx: data=enwik9: no such option (did you mean 'enwik8'?); data takes cifar10, enwik8, hub, imagenet64, "
+        "images, pg19, recall, stdlib, text, wikitext103",
     ]
 
 

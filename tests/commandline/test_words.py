@@ -60,9 +60,12 @@ def test_a_value_is_taken_as_it_is_written(word: str, value: object) -> None:
         ("~routing.heads", "~routing.heads: a key can be set, not removed"),
         (
             "data=enwik9",
-            "data=enwik9: no such option (did you mean 'enwik8'?); data takes cifar10, enwik8, imagenet64,",
+            "data=enwik9: no such option (did you mean 'enwik8'?); data takes cifar10, enwik8, hub, imagenet64,",
         ),
-        ("data=", "data=: no such option; data takes cifar10, enwik8, imagenet64, images, pg19, recall, stdlib, text,"),
+        (
+            "data=",
+            "data=: no such option; data takes cifar10, enwik8, hub, imagenet64, images, pg19, recall, stdlib, text,",
+        ),
         ("data=../routing/causal", "data=../routing/causal: no such option"),
         ("experiment=smok", "(did you mean 'smoke'?); experiment takes cifar10, cifar10_baselines, cifar10_full, "),
         ("trainer={steps: 3}", "trainer is a section; set its keys one by one, such as trainer.<key>=..."),
