@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,52 +19,35 @@ from torch import Tensor
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.transformer import Transformer
 
-Outputs = Callable[[Tensor], Tensor]
-"""Token ids `[B, N]` to logits `[B, N, V]`."""
-
-Progress = Callable[[int, int], None]
+Group = tuple[int, str]
+"""A layer, 0 the lowest, and the name of a group of its heads."""
 
 
 @dataclass
 class Moves:
-    """What moved of one kind of output, over all prefixes and sequences."""
+    """What moved of one kind of output, over all prefixes and sequences; past positions alone are looked at."""
 
     largest: float = 0.0
-    """Largest relative change of a past position, as `relative_change`."""
+    """Largest relative change, as `relative_change`."""
     moved: int = 0
-    """Past positions that changed by more than the tolerance."""
+    """Positions that changed by more than the tolerance, of `past`."""
     past: int = 0
-    """Past positions looked at."""
-    reach: tuple[int, int] | None = None
-    """First and last position that moved, None where none did."""
-
-    @property
-    def share(self) -> float:
-        """Share of past positions that moved."""
-        return self.moved / self.past if self.past else 0.0
 
     def add(self, change_BP: Tensor, tolerance: float) -> None:
         """Take in the relative changes of the positions of a prefix."""
-        moved_BP = change_BP > tolerance
-        at = [*(self.reach or ()), *moved_BP.any(dim=0).nonzero()[:, 0].tolist()]
-        self.reach = (min(at), max(at)) if at else None
         self.largest = max(self.largest, float(change_BP.max()))
-        self.moved += int(moved_BP.sum())
-        self.past += moved_BP.numel()
-
-
-Group = tuple[int, str]
-"""A layer, 0 the lowest, and the name of a group of its heads."""
+        self.moved += int((change_BP > tolerance).sum())
+        self.past += change_BP.numel()
 
 
 @dataclass
 class Audit:
     """What moved of a model: its logits and, where its layers are known, each group of heads by itself."""
 
+    repeat: float
+    """Largest relative change of the logits when nothing at all changes: above 0, the model draws or remembers."""
     logits: Moves = field(default_factory=Moves)
     groups: dict[Group, Moves] = field(default_factory=dict)
-    repeat: float = 0.0
-    """Largest relative change of the logits when nothing at all changes: above 0, the model draws or remembers."""
 
     @property
     def sees_future(self) -> bool:
@@ -79,15 +63,12 @@ class Audit:
 def prefix_lengths(length: int, count: int) -> list[int]:
     """Return up to `count` prefix lengths from 1 to `length` - 1, both included, in order.
 
-    They are the powers of two with both neighbours (where blocks and windows begin), evenly thinned out where they are
-    too many, and filled up with evenly spaced lengths where they are too few. A `length` of 1 has none.
+    They are the powers of two with both neighbours (where blocks and windows begin), thinned out evenly.
     """
     powers = (1 << power for power in range(length.bit_length() + 1))
     near = {size for power in powers for size in (power - 1, power, power + 1) if 0 < size < length}
-    lengths = sorted(near | ({length - 1} if length > 1 else set()))
-    if len(lengths) > count:
-        return [lengths[at] for at in np.linspace(0, len(lengths) - 1, count).astype(int)]
-    return sorted({*lengths, *np.linspace(1, length - 1, count - len(lengths) + 2).astype(int)[1:-1].tolist()} - {0})
+    lengths = sorted(near | {length - 1})
+    return [lengths[at] for at in np.linspace(0, len(lengths) - 1, min(count, len(lengths))).astype(int)]
 
 
 def other_future(ids_BN: Tensor, prefix: int, vocabulary: int, seed: int) -> Tensor:
@@ -106,16 +87,17 @@ def relative_change(before: Tensor, after: Tensor) -> Tensor:
     return torch.where(size > 0, change / size.clamp_min(torch.finfo(size.dtype).tiny), 0.0)
 
 
+@torch.no_grad()
 def audit_outputs(
-    outputs: Outputs,
+    outputs: Callable[[Tensor], Tensor],
     ids_BN: Tensor,
     vocabulary: int,
     prefixes: Sequence[int],
     *,
     tolerance: float = 1e-9,
     seed: int = 0,
-    on_progress: Progress = lambda done, total: None,
-    look: Callable[[Audit, int], None] = lambda audit, prefix: None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    heads: Callable[[int], dict[Group, Tensor]] = lambda prefix: {},
 ) -> Audit:
     """Change the future of sequences behind each prefix, and see which outputs at its positions move.
 
@@ -127,47 +109,40 @@ def audit_outputs(
         tolerance: relative changes up to here are no move.
         seed: of the other tokens.
         on_progress: called with prefixes done and prefixes in all.
-        look: called when `outputs` has run unchanged (prefix 0), and when it has run on each other future.
+        heads: called behind `outputs` with the prefix (0: nothing changed), gives what heads put out, `[B, H, N, D]`.
 
     Raises:
         ValueError: outputs of another shape, or NaN or infinity among them.
     """
     run(outputs, ids_BN, seed)  # some modules settle when they are first called
     before_BNV = run(outputs, ids_BN, seed)
-    audit = Audit(repeat=float(relative_change(before_BNV, run(outputs, ids_BN, seed)).max()))
-    look(audit, 0)
+    audit = Audit(float(relative_change(before_BNV, run(outputs, ids_BN, seed)).max()))
+    before = heads(0)
     for done, prefix in enumerate(prefixes, start=1):
         after_BNV = run(outputs, other_future(ids_BN, prefix, vocabulary, seed), seed)
         audit.logits.add(relative_change(before_BNV[:, :prefix], after_BNV[:, :prefix]), tolerance)
-        look(audit, prefix)
+        for group, out_BHND in heads(prefix).items():
+            change_BHP = relative_change(before[group][:, :, :prefix], out_BHND[:, :, :prefix])
+            audit.groups.setdefault(group, Moves()).add(change_BHP.amax(dim=1), tolerance)
         on_progress(done, len(prefixes))
     return audit
 
 
-@torch.no_grad()
-def run(outputs: Outputs, ids_BN: Tensor, seed: int) -> Tensor:
+def run(outputs: Callable[[Tensor], Tensor], ids_BN: Tensor, seed: int) -> Tensor:
     """Return checked outputs, torch's generators seeded before and put back after."""
     with torch.random.fork_rng([ids_BN.device] if ids_BN.is_cuda else []):
         torch.manual_seed(seed)
         out = outputs(ids_BN)
-    if not isinstance(out, Tensor) or out.ndim != 3 or out.shape[:2] != ids_BN.shape or not out.is_floating_point():
-        shown = f"a {out.dtype} tensor {list(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+    if not isinstance(out, Tensor) or out.ndim != 3 or out.shape[:2] != ids_BN.shape:
+        shown = list(out.shape) if isinstance(out, Tensor) else f"a {type(out).__name__}"
         raise ValueError(f"outputs must be logits [{ids_BN.shape[0]}, {ids_BN.shape[1]}, vocabulary], not {shown}")
     if not bool(out.isfinite().all()):
         raise ValueError("outputs hold NaN or infinity; nothing can be said of what moves them")
     return out
 
 
-@torch.no_grad()
 def audit_model(
-    model: Transformer,
-    ids_BN: Tensor,
-    prefixes: Sequence[int],
-    *,
-    streaming: bool = False,
-    tolerance: float = 1e-9,
-    seed: int = 0,
-    on_progress: Progress = lambda done, total: None,
+    model: Transformer, ids_BN: Tensor, prefixes: Sequence[int], *, streaming: bool = False, **options: Any
 ) -> Audit:
     """As `audit_outputs` for a decoder of ours in evaluation mode, and for each group of heads of each layer alone.
 
@@ -182,41 +157,27 @@ def audit_model(
         ids_BN: what the positions read. Position 0 of the model reads its start vector and position i the unit before
             the one it predicts, so `ids[:, i]` is what position i reads, and `ids[:, 0]` stands for nothing.
         streaming: audit the reading in which every decision is made from the prefix alone.
-        prefixes, tolerance, seed, on_progress: as `audit_outputs`.
+        prefixes, options: as for `audit_outputs`.
     """
     layers: list[MultiheadAttention] = [block.attention for block in model.blocks]  # type: ignore[misc]
     inputs: list[Tensor] = []
-    unchanged: list[tuple[Tensor, dict[str, Tensor]]] = []
+    unchanged: list[Tensor] = []
 
     def outputs(ids_BN: Tensor) -> Tensor:
         inputs.clear()
         hidden_BNS, _ = model(ids_BN.roll(-1, dims=1), streaming)
         return model.logits(hidden_BNS)
 
-    def look(audit: Audit, prefix: int) -> None:
-        if not prefix:
-            unchanged.extend((x, head_outputs(layer, x, streaming)) for layer, x in zip(layers, inputs, strict=True))
-            audit.groups = {(at, name): Moves() for at, (_, heads) in enumerate(unchanged) for name in heads}
-            return
-        for at, (layer, changed_BNE, (x_BNE, before)) in enumerate(zip(layers, inputs, unchanged, strict=True)):
-            mixed_BNE = torch.cat([x_BNE[:, :prefix], changed_BNE[:, prefix:]], dim=1)
-            for name, out_BHND in head_outputs(layer, mixed_BNE, streaming).items():
-                change_BHP = relative_change(before[name][:, :, :prefix], out_BHND[:, :, :prefix])
-                audit.groups[at, name].add(change_BHP.amax(dim=1), tolerance)
+    def heads(prefix: int) -> dict[Group, Tensor]:
+        unchanged.extend([] if prefix else inputs)
+        mixed = [torch.cat([x[:, :prefix], y[:, prefix:]], dim=1) for x, y in zip(unchanged, inputs, strict=True)]
+        found = [head_outputs(layer, x_BNE, streaming) for layer, x_BNE in zip(layers, mixed, strict=True)]
+        return {(at, name): out_BHND for at, of_layer in enumerate(found) for name, out_BHND in of_layer.items()}
 
     with contextlib.ExitStack() as hooks:
         for layer in layers:
             hooks.enter_context(layer.register_forward_pre_hook(lambda _, given: inputs.append(given[0])))
-        return audit_outputs(
-            outputs,
-            ids_BN,
-            model.vocabulary,
-            prefixes,
-            tolerance=tolerance,
-            seed=seed,
-            on_progress=on_progress,
-            look=look,
-        )
+        return audit_outputs(outputs, ids_BN, model.vocabulary, prefixes, heads=heads, **options)
 
 
 def head_outputs(attention: MultiheadAttention, x_BNE: Tensor, streaming: bool) -> dict[str, Tensor]:

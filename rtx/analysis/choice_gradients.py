@@ -38,13 +38,12 @@ def choice_gradients(model: Transformer, tokens_BN: Tensor) -> list[dict[str, An
     for layer, block in enumerate(model.blocks):
         attention: MultiheadAttention = block.attention  # type: ignore[assignment]
         for number, (name, pattern) in enumerate(zip(attention.groups, attention.each(), strict=True)):
-            if not isinstance(pattern, Routing | Random | Choice):
-                continue
-            drawn = isinstance(pattern, Random | RandomBlocks)
-            norm = 0.0 if drawn else gradient_norm(attention, number, pattern)
-            finite, missing = math.isfinite(norm), not drawn and not 0 < norm < math.inf
-            row = {"layer": layer, "heads": name, "trained_by": source(pattern)}
-            rows.append({**row, "gradient": norm if finite and not drawn else None, "missing": missing})
+            if isinstance(pattern, Routing | Random | Choice):
+                learns = not isinstance(pattern, Random | RandomBlocks)
+                norm = gradient_norm(attention, number, pattern)
+                row = {"layer": layer, "heads": name, "trained_by": source(pattern)}
+                row["gradient"] = norm if learns and math.isfinite(norm) else None
+                rows.append({**row, "missing": learns and not 0 < norm < math.inf})
     return rows
 
 

@@ -48,74 +48,65 @@ def cost(config: Config, vocabulary: int) -> Cost:
     """Return the cost of a resolved configuration; no weight is allocated."""
     with torch.device("meta"):
         model = Transformer(config, vocabulary)
-    N, layers, hidden = config.data.length, config.model.layers, config.model.hidden
-    size = hidden // config.model.heads
+    N, layers, size = config.data.length, config.model.layers, config.model.hidden // config.model.heads
     tables = {id(model.embedding.table_VS), id(model.output_VS), id(model.output_bias_V)}
-    embedding = sum(p.numel() for p in model.parameters() if id(p) in tables)
     matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
-    groups = [layer_patterns(config, layer) for layer in range(layers)]
+    groups = [group for layer in range(layers) for group in layer_patterns(config, layer).items()]
     return Cost(
         parameters=model.count_parameters(),
-        embedding_parameters=embedding,
+        embedding_parameters=sum(p.numel() for p in model.parameters() if id(p) in tables),
         dense=2.0 * N * (matrices + model.output_VS.numel()),
-        attention=sum(4.0 * size * count * pairs(name, config) for layer in groups for name, count in layer.items()),
-        selection=sum(count * selection(name, config) for layer in groups for name, count in layer.items()),
+        attention=sum(4.0 * size * count * pairs(name, config) for name, count in groups),
+        selection=sum(count * selection(name, config) for name, count in groups),
         full_attention=4.0 * size * config.model.heads * layers * triangle(N),
     )
 
 
 def pairs(name: str, config: Config) -> float:
     """Return how many pairs of positions a head of a group reads in one sequence (for causal selection, on average)."""
-    N = config.data.length
-    if name == ROUTED:
-        routing, clusters, window = config.routing, config.routing.clusters or 0, config.routing.window
-        if routing.selection in ("exact", "indexer"):
-            return window_pairs(N, window)
-        if routing.selection in ("blocks", "blocks_random"):
-            chosen = routing.block * finished_blocks(N, routing.block, window // routing.block)
-            # The branch over means reads every finished block as one key.
-            means = finished_blocks(N, routing.block, N) if routing.compressed else 0
-            return fixed_pairs(N, routing.block, 0) + chosen + means
-        if routing.selection == "nearest":  # evenly filled clusters
-            return clusters * window_pairs(N / clusters, window)
-        return clusters * triangle(min(window, N))
-    if name == "lsh":
-        return config.model.hash_rounds * hashed_pairs(config)
+    N, model, routing = config.data.length, config.model, config.routing
+    clusters, window = routing.clusters or 0, routing.window
+    if name == "lsh":  # buckets evenly filled, and no pair shown by two rounds
+        buckets = hash_buckets(config)
+        return model.hash_rounds * buckets * window_pairs(N / buckets, model.window)
     if name == "strided":
-        return strided_pairs(N, config.model.stride)
+        return strided_pairs(N, model.stride)
     if name == "fixed":
-        return fixed_pairs(N, config.model.stride, config.model.summary)
-    return triangle(N) if name == "full" else window_pairs(N, config.model.window)
+        return fixed_pairs(N, model.stride, model.summary)
+    if name != ROUTED:
+        return triangle(N) if name == "full" else window_pairs(N, model.window)
+    if routing.selection in ("exact", "indexer"):
+        return window_pairs(N, window)
+    if routing.selection in ("blocks", "blocks_random"):
+        chosen = routing.block * finished_blocks(N, routing.block, window // routing.block)
+        # The branch over means reads every finished block as one key.
+        means = finished_blocks(N, routing.block, N) if routing.compressed else 0
+        return fixed_pairs(N, routing.block, 0) + chosen + means
+    if routing.selection == "nearest":  # evenly filled clusters
+        return clusters * window_pairs(N / clusters, window)
+    return clusters * triangle(min(window, N))
 
 
 def selection(name: str, config: Config) -> float:
     """Return the operations with which a head of a group chooses what to read in one sequence."""
+    routing, N, size = config.routing, config.data.length, config.model.hidden / config.model.heads
     if name == "lsh":  # one product for a bucket and its opposite
-        buckets = config.model.hash_rounds * hash_buckets(config)
-        return buckets * config.model.hidden / config.model.heads * config.data.length
-    routing, N = config.routing, config.data.length
+        return config.model.hash_rounds * hash_buckets(config) * size * N
     if name != ROUTED or routing.selection in ("random", "blocks_random"):
         return 0.0
-    size, clusters = config.model.hidden / config.model.heads, routing.clusters or 0
     if routing.selection == "exact":
         return 2.0 * size * triangle(N)
     if routing.selection == "blocks":
         return 2.0 * size * finished_blocks(N, routing.block, N)
     if routing.selection == "indexer":
         return 2.0 * INDEXER_UNITS * (triangle(N) + 2 * size * N)
-    products = {"shared": clusters, "separate": 2 * clusters, "projected": clusters + size}[routing.keys]
-    return 2.0 * size * N * products
+    clusters = routing.clusters or 0
+    return 2.0 * size * N * {"shared": clusters, "separate": 2 * clusters, "projected": clusters + size}[routing.keys]
 
 
 def finished_blocks(n: int, block: int, most: int) -> float:
     """Blocks that end before a position, `most` of them at the most, over n positions."""
     return float(sum(min(most, i // block) for i in range(n)))
-
-
-def hashed_pairs(config: Config) -> float:
-    """Return the pairs that a hash round shows, where the buckets are evenly filled and no pair is shown before."""
-    buckets = hash_buckets(config)
-    return buckets * window_pairs(config.data.length / buckets, config.model.window)
 
 
 def triangle(n: float) -> float:

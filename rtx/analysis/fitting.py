@@ -29,23 +29,16 @@ class Choice(NamedTuple):
 
 
 def choose_micro_batch(config: Config, vocabulary: int, device_bytes: float, world: int = 1) -> Choice:
-    """Return the largest micro-batch that fits; where none does, the smallest, with recomputed blocks.
+    """Return the largest micro-batch that fits one of `world` devices; where none does, the smallest, recomputed.
 
-    Args:
-        config: the resolved configuration; of the two keys only what is `auto` is chosen.
-        vocabulary: the number of different units.
-        device_bytes: memory of one device.
-        world: devices that share a step.
+    Of the two keys of the resolved configuration only what is `auto` is chosen.
     """
-    wish = dataclasses.replace(config.hardware, devices=world, nodes=1)
-    config = dataclasses.replace(config, hardware=wish)
+    config = dataclasses.replace(config, hardware=dataclasses.replace(config.hardware, devices=world, nodes=1))
     room = (FILLED if on_gpu(config) else FILLED_CPU) * device_bytes
     total, choice = cost(config, vocabulary), None
-    switches = (False, True) if config.model.recompute == "auto" else (config.model.recompute is True,)
-    for recompute in switches:
+    for recompute in (False, True) if config.model.recompute == "auto" else (config.model.recompute is True,):
         for size in micro_batch_sizes(config, world):
-            tried = with_choice(config, size, recompute)
-            peak = sum(footprint(tried, total, size, vocabulary).values())
+            peak = sum(footprint(with_choice(config, size, recompute), total, size, vocabulary).values())
             choice = Choice(size, recompute, peak, peak <= room)
             if choice.fits:
                 return choice
@@ -63,24 +56,16 @@ def micro_batch_sizes(config: Config, world: int) -> list[int]:
 
 def with_choice(config: Config, micro_batch_size: int, recompute: bool) -> Config:
     """Return a configuration with these values of the two keys."""
-    return dataclasses.replace(
-        config,
-        trainer=dataclasses.replace(config.trainer, micro_batch_size=micro_batch_size),
-        model=dataclasses.replace(config.model, recompute=recompute),
-    )
-
-
-def is_auto(config: Config) -> bool:
-    """Tell whether one of the two keys is left to rtx."""
-    return "auto" in (config.trainer.micro_batch_size, config.model.recompute)
+    trainer = dataclasses.replace(config.trainer, micro_batch_size=micro_batch_size)
+    return dataclasses.replace(config, trainer=trainer, model=dataclasses.replace(config.model, recompute=recompute))
 
 
 def fit_to_device(config: Config, vocabulary: int, device_bytes: float, world: int = 1) -> tuple[Config, str]:
-    """Return a configuration in which neither of the two keys is `auto`, and a line that says what was chosen.
+    """Return a configuration in which neither of the two keys is `auto`, and a line that says what was chosen, if any.
 
-    Arguments as of `choose_micro_batch`; where nothing was left to choose, the line is empty.
+    Arguments as of `choose_micro_batch`.
     """
-    if not is_auto(config):
+    if "auto" not in (config.trainer.micro_batch_size, config.model.recompute):
         return config, ""
     size, recompute, peak, fits = choose_micro_batch(config, vocabulary, device_bytes, world)
     used = f"about {peak / 2**30:.1f} of {device_bytes / 2**30:.1f} GiB, by rtx plan"

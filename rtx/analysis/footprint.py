@@ -31,39 +31,6 @@ INDEX = 8
 """Bytes of a row number."""
 
 
-class Kept(NamedTuple):
-    """What one head keeps of one sequence."""
-
-    vectors: float
-    """Queries, keys, values and outputs, each of which gets a gradient."""
-    others: float
-    """Row numbers, masks, sums and factors."""
-    once: float
-    """What telemetry looks at, of the first sequence alone."""
-    again: float
-    """What a piece of the scores that are worked out again holds, for all heads together."""
-    projection: bool
-    """Whether something keeps the product that makes queries, keys and values of all heads."""
-
-
-class Block(NamedTuple):
-    """What a block takes, for each position of the micro-batch."""
-
-    kept: float
-    """All that is kept for the backward pass."""
-    work: float
-    """The most that the backward pass of the block holds on top of what it has not freed yet."""
-
-
-class Moment(NamedTuple):
-    """What a moment of a step holds beside the weights and the optimizer's state."""
-
-    gradients: float
-    activations: float
-    """Kept for the backward pass."""
-    working: float
-
-
 def on_gpu(config: Config) -> bool:
     """Tell whether a run would compute on a GPU: where it is asked for, or left open and one is here."""
     return config.hardware.name == "gpu" or (config.hardware.name != "cpu" and torch.cuda.device_count() > 0)
@@ -83,26 +50,28 @@ def devices(config: Config) -> int:
 
 def footprint(config: Config, total: Cost, micro_batch: int, vocabulary: int) -> dict[str, float]:
     """Return the parts of the peak, in bytes on each device; their sum is the peak."""
-    wide, narrow = widths_of(config)
+    (wide, narrow), adafactor = widths_of(config), config.optimizer.name == "adafactor"
     shares = devices(config) if config.hardware.name == "fsdp" else 1
-    own = total.parameters / shares
+    own, outside = total.parameters / shares, total.embedding_parameters
     # Shared out, the embedding and output matrices stay whole from the forward to the end of the backward pass, one
     # block is whole at a time, and so are their gradients before they are shared out.
-    outside = total.embedding_parameters
     gathered = wide * (outside + (total.parameters - outside) / config.model.layers) if shares > 1 else 0.0
-    fullest = max(moments(config, wide * own, gathered, micro_batch, vocabulary), key=sum)
-    # Adam keeps two moments; Adafactor a row and a column for each matrix.
-    state = 2 * wide * own if config.optimizer.name != "adafactor" else 0.02 * wide * own
-    # Autocast holds on to the weights that it has narrowed.
-    weights = (wide + (narrow if narrow < wide else 0)) * own
-    return {"weights": weights, "gradients": fullest.gradients, "optimizer": state} | {
-        "activations": fullest.activations,
-        "working": fullest.working,
+    gradients, activations, working = max(moments(config, wide * own, gathered, micro_batch, vocabulary), key=sum)
+    return {
+        # Autocast holds on to the weights that it has narrowed.
+        "weights": (wide + (narrow if narrow < wide else 0)) * own,
+        "gradients": gradients,
+        # Adam keeps two moments; Adafactor a row and a column for each matrix.
+        "optimizer": (0.02 if adafactor else 2) * wide * own,
+        "activations": activations,
+        "working": working,
     }
 
 
-def moments(config: Config, gradients: float, gathered: float, micro_batch: int, vocabulary: int) -> list[Moment]:
-    """Return the moments of a step of which one is the fullest.
+def moments(
+    config: Config, gradients: float, gathered: float, micro_batch: int, vocabulary: int
+) -> list[tuple[float, float, float]]:
+    """Return the gradients, activations and working memory of the moments of a step of which one is the fullest.
 
     At the end of the forward pass, and in the backward pass of the topmost parts, nearly all activations are there; the
     gradients are not, unless micro-batches have gone before. At the end of the backward pass it is the other way round.
@@ -110,36 +79,34 @@ def moments(config: Config, gradients: float, gathered: float, micro_batch: int,
     """
     (wide, _), model, rows = widths_of(config), config.model, micro_batch * config.data.length
     blocks = [block(config, layer, micro_batch) for layer in range(model.layers)]
-    again = max(each.kept for each in blocks) * rows if model.recompute is True else 0.0
-    work = max(each.work for each in blocks) * rows
+    again = max(kept for kept, _ in blocks) * rows if model.recompute is True else 0.0
+    work = max(work for _, work in blocks) * rows
     earlier = gradients if config.trainer.batch_size > micro_batch * devices(config) else 0.0
     logits, pieces = logits_bytes(config, rows, vocabulary)
-    loss_kept = logits if pieces == 1 else 0.0
-    kept = saved(config, micro_batch, vocabulary) - loss_kept
+    kept = saved(config, micro_batch, vocabulary) - (logits if pieces == 1 else 0.0)
     output = wide * vocabulary * (model.embedding or model.hidden)
     # Where the output matrix's gradient adds up over pieces of the rows: the sum, a piece's, a copy in its layout.
     summed = output * min(3, pieces)
     return [
-        Moment(earlier, kept, gathered + 2 * logits),
-        Moment(earlier, kept, 2 * gathered + 3 * logits + summed),
-        Moment(earlier, kept, 2 * gathered + again + output + work),
-        Moment(gradients, blocks[0].kept * rows, 2 * gathered + work),
+        (earlier, kept, gathered + 2 * logits),
+        (earlier, kept, 2 * gathered + 3 * logits + summed),
+        (earlier, kept, 2 * gathered + again + output + work),
+        (gradients, blocks[0][0] * rows, 2 * gathered + work),
         # Adafactor works with one more copy of the largest weight.
-        Moment(gradients, 0.0, output if config.optimizer.name == "adafactor" else 0.0),
+        (gradients, 0.0, output if config.optimizer.name == "adafactor" else 0.0),
     ]
 
 
 def saved(config: Config, micro_batch: int, vocabulary: int) -> float:
     """Return the bytes that a forward pass of training leaves for the backward pass."""
     model, (wide, narrow), rows = config.model, widths_of(config), micro_batch * config.data.length
-    # With recomputation a block keeps its input alone.
-    inside = sum(
-        wide * model.hidden if model.recompute is True else block(config, layer, micro_batch).kept
-        for layer in range(model.layers)
-    )
+    if model.recompute is True:  # a block keeps its input alone
+        inside = float(wide * model.hidden * model.layers)
+    else:
+        inside = sum(block(config, layer, micro_batch)[0] for layer in range(model.layers))
     # The ids; the last norm's input, and what the output matrix reads; a dropout's factors on the embedding.
-    ends = INDEX + (wide * model.hidden if model.norm == "pre" else 0) + narrow * (model.embedding or model.hidden)
-    ends += wide * model.hidden if model.dropout else 0
+    ends = INDEX + wide * model.hidden * ((model.norm == "pre") + (model.dropout > 0))
+    ends += narrow * (model.embedding or model.hidden)
     logits, pieces = logits_bytes(config, rows, vocabulary)
     return rows * (inside + ends) + (logits if pieces == 1 else 0.0)
 
@@ -154,8 +121,8 @@ def logits_bytes(config: Config, rows: int, vocabulary: int) -> tuple[float, int
     return float(widths_of(config)[0]) * (rows * vocabulary if pieces == 1 else MAX_LOGITS), pieces
 
 
-def block(config: Config, layer: int, micro_batch: int) -> Block:
-    """Return what a block takes, per position."""
+def block(config: Config, layer: int, micro_batch: int) -> tuple[float, float]:
+    """Return what a block keeps for the backward pass, and the most that this then holds on top, per position."""
     model, (wide, narrow) = config.model, widths_of(config)
     h, F = model.hidden, model.ffn_hidden
     dropped = narrow * h if model.dropout else 0
@@ -175,13 +142,37 @@ def block(config: Config, layer: int, micro_batch: int) -> Block:
     hidden_work = (wide + narrow) * h + narrow * F * {"gelu": 1, "relu": 2, "geglu": 2}[model.ffn] / pieces
     hidden_work += hidden / pieces if pieces > 1 else 0
     attention_work = (wide + 2 * narrow) * h + gradients - feed_forward
-    return Block(attention + feed_forward + rest, max(hidden_work, attention_work, 0.0))
+    return attention + feed_forward + rest, max(hidden_work, attention_work, 0.0)
+
+
+class Kept(NamedTuple):
+    """What one head keeps of one sequence."""
+
+    vectors: float
+    """Queries, keys, values and outputs, each of which gets a gradient."""
+    others: float
+    """Row numbers, masks, sums and factors."""
+    once: float
+    """What telemetry looks at, of the first sequence alone."""
+    again: float
+    """What a piece of the scores that are worked out again holds, for all heads together."""
+    projection: bool
+    """Whether something keeps the product that makes queries, keys and values of all heads."""
+
+
+_kept: dict[str, Kept] = {}
 
 
 def attention_bytes(config: Config, layer: int, micro_batch: int) -> tuple[float, float]:
     """Return what the heads of a block keep, and what they hold on top in the backward pass, per position."""
-    N, groups = config.data.length, layer_patterns(config, layer)
-    each = [(count, kept_by(name, config, layer)) for name, count in groups.items()]
+    N, groups, each = config.data.length, layer_patterns(config, layer), []
+    for name, count in groups.items():
+        key = repr((name, config.model, config.routing, N, config.hardware, on_gpu(config)))
+        if key not in _kept:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.manual_seed(0)
+                _kept[key] = kept(make_pattern(name, 1, config, layer).eval(), config)
+        each.append((count, _kept[key]))
     work = sum(count * head.vectors for count, head in each) / N
     total = work + sum(count * (head.others + head.once / micro_batch) for count, head in each) / N
     if any(head.projection for _, head in each):
@@ -189,19 +180,6 @@ def attention_bytes(config: Config, layer: int, micro_batch: int) -> tuple[float
         columns = sum(count * (2 + own_keys.get(name, True)) for name, count in groups.items())
         total += columns * widths_of(config)[1] * config.model.hidden // config.model.heads
     return total, work + max(head.again for _, head in each) / (N * micro_batch)
-
-
-_kept: dict[str, Kept] = {}
-
-
-def kept_by(name: str, config: Config, layer: int) -> Kept:
-    """Return what one head of a group keeps, worked out once for all layers and micro-batches."""
-    key = repr((name, config.model, config.routing, config.data.length, config.hardware, on_gpu(config)))
-    if key not in _kept:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(0)
-            _kept[key] = kept(make_pattern(name, 1, config, layer).eval(), config)
-    return _kept[key]
 
 
 def kept(pattern: Pattern, config: Config) -> Kept:

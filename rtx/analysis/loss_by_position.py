@@ -39,10 +39,10 @@ def unit_nats(
     streaming: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[np.ndarray]:
-    """Return the nats of every scored unit of each span, float64, of a model in evaluation mode.
+    """Return the nats of every scored unit of each span, float64.
 
     Args:
-        model: has `loss(tokens_BN, prefix=...) -> (nats_BN, auxiliary)`.
+        model: in evaluation mode; has `loss(tokens_BN, prefix=...) -> (nats_BN, auxiliary)`.
         tokens: the split, unsigned integers `[units]`.
         spans: spans of equal length that follow each other are read together.
         streaming: decisions from the prefix alone, instead of teacher-forced.
@@ -65,10 +65,24 @@ def unit_nats(
     return found
 
 
+def whole_windows(starts_K: Sequence[int], length: int) -> list[Span]:
+    """Return spans that score all of some windows."""
+    return [Span(start, start + length, start, start + length) for start in starts_K]
+
+
 def estimate(values: np.ndarray) -> tuple[float, float | None]:
     """Return the mean of independent values and its standard error, None for a single one."""
     error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
     return float(values.mean()), error
+
+
+def by_position(bits_KN: np.ndarray, bins: int) -> list[dict[str, Any]]:
+    """Return the bits of ranges of position, at most `bins` of about equal size: a mean over windows and its error."""
+    N, rows = bits_KN.shape[1], []
+    for first, stop in itertools.pairwise(sorted({round(N * part / bins) for part in range(bins + 1)})):
+        bits, error = estimate(bits_KN[:, first:stop].mean(1))
+        rows.append({"first": first, "last": stop - 1, "bits": bits, "error": error})
+    return rows
 
 
 def contexts(length: int) -> list[int]:
@@ -80,12 +94,8 @@ def contexts(length: int) -> list[int]:
 def spans_with(context: int, start: int, length: int, whole: bool) -> list[Span]:
     """Return spans that score the second half of a window, each unit behind `context` to 2 * `context` - 1 others.
 
-    Args:
-        context: at most half a window.
-        start: of the window.
-        length: N.
-        whole: read N units in each span, whatever is scored: where a choice of keys reads the whole sequence, it finds
-            as many units as in training. Else what lies behind the scored units is left out, which changes nothing.
+    `whole`: each span reads N units, whatever is scored: where a choice of keys reads the whole sequence, it finds as
+    many units as in training. Else what lies behind the scored units is left out, which changes nothing.
     """
     stop = start + length
     spans = []
@@ -95,52 +105,32 @@ def spans_with(context: int, start: int, length: int, whole: bool) -> list[Span]
     return spans
 
 
-def whole_windows(starts_K: Sequence[int], length: int) -> list[Span]:
-    """Return spans that score all of some windows."""
-    return [Span(start, start + length, start, start + length) for start in starts_K]
-
-
-def by_position(bits_KN: np.ndarray, bins: int) -> list[dict[str, Any]]:
-    """Return the bits of ranges of position, at most `bins` of about equal size: a mean over windows and its error."""
-    N, rows = bits_KN.shape[1], []
-    edges = sorted({round(N * part / bins) for part in range(bins + 1)})
-    for first, stop in itertools.pairwise(edges):
-        bits, error = estimate(bits_KN[:, first:stop].mean(1))
-        rows.append({"first": first, "last": stop - 1, "bits": bits, "error": error})
-    return rows
-
-
 def by_context(
-    score: Callable[[Sequence[Span]], list[np.ndarray]],
-    bits_KN: np.ndarray,
-    starts_K: Sequence[int],
-    units: int,
-    whole: bool,
+    score: Callable[[Sequence[Span]], list[np.ndarray]], starts_K: Sequence[int], length: int, units: int, whole: bool
 ) -> list[dict[str, Any]]:
-    """Return the bits of the second half of windows for each level of context, and what the whole window gains over it.
+    """Return the bits of the second half of windows for each level of context, and what half a window gains over it.
 
     Gains are paired, window by window. There is no row where windows are too short to leave context out, or where the
     split has no room behind them.
 
     Args:
         score: returns the bits of every scored unit of each span.
-        bits_KN: those of the whole windows.
-        starts_K: where the windows begin.
+        starts_K: where the windows of `length` units begin.
         units: of the split.
         whole: as for `spans_with`; a window that has too little behind it is then left out.
     """
-    N = bits_KN.shape[1]
-    most, *levels = contexts(N)
-    plans = [[spans_with(level, start, N, whole) for start in starts_K] for level in levels]
+    levels = contexts(length)
+    plans = [[spans_with(level, start, length, whole) for start in starts_K] for level in levels]
     fits = [k for k in range(len(starts_K)) if all(span.stop <= units for plan in plans for span in plan[k])]
-    if not levels or not fits:
+    if len(levels) < 2 or not fits:
         return []
     spans = sorted({span for plan in plans for k in fits for span in plan[k]}, key=lambda span: span.stop - span.start)
     found = dict(zip(spans, score(spans), strict=True))
-    bits_LK = [bits_KN[fits, -(N // 2) :].mean(1)]
-    bits_LK += [np.array([np.concatenate([found[span] for span in plan[k]]).mean() for k in fits]) for plan in plans]
-    rows = []
-    for context, bits_K in zip((most, *levels), bits_LK, strict=True):
+    rows, bits_LK = (
+        [],
+        [np.array([np.concatenate([found[one] for one in plan[k]]).mean() for k in fits]) for plan in plans],
+    )
+    for context, bits_K in zip(levels, bits_LK, strict=True):
         (bits, error), (gain, gain_error) = estimate(bits_K), estimate(bits_K - bits_LK[0])
         row = {"bits": bits, "error": error, "gain": gain, "gain_error": gain_error}
         rows.append({"context": [context, 2 * context - 1], **row, "windows": len(fits)})

@@ -1,14 +1,9 @@
 """What it is worth in bits to see the future, and what deciding from the prefix alone costs.
 
-The same positions of the same windows are scored three ways:
-
-- teacher-forced: one pass over the whole window, which the published scores are;
-- prefix rerun: for position i the model is run on the units up to i alone, so that nothing behind it exists, and the
-  clusters' places are competed for by the prefix alone, afresh for every i and in every layer;
-- streaming: every decision is made on arrival and never revised, which is what generation can do.
-
-Differences are paired, position by position. For patterns that see no future all three agree. What the leak gives is
-net: in a whole window later positions also take places from earlier ones, which a rerun's prefix has to itself.
+The same positions are scored three ways: teacher-forced, in one pass over the whole window, as published scores are;
+by prefix rerun, the model run on the units up to each position alone, so that nothing behind it exists; and streaming,
+where every decision is made on arrival and never revised, as in generation. For patterns that see no future all agree.
+What the leak gives is net: later positions also take places from earlier ones, which a rerun's prefix has to itself.
 
 Shapes: K windows, N units of a window, P positions scored in each.
 """
@@ -48,18 +43,9 @@ def price(
     starts_K: Sequence[int],
     length: int,
     positions_P: np.ndarray,
-    *,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, np.ndarray]:
-    """Return the nats of the positions of the windows, float64 `[K, P]`, in each of the three ways.
-
-    Args:
-        model: in evaluation mode, as for `unit_nats`.
-        tokens: the split, unsigned integers `[units]`.
-        starts_K: where the windows of `length` units begin.
-        positions_P: what is scored in every window, ascending from 0.
-        on_progress: called with prefixes rerun and prefixes in all.
-    """
+    """Return the nats of `positions_P` of the windows, float64 `[K, P]`, in each of the three ways; see `unit_nats`."""
     # Behind one another by position, so that prefixes of one length share a batch.
     ends = [(start, start + int(p)) for p in positions_P for start in starts_K]
     prefixes = [Span(start, end + 1, end, end + 1) for start, end in ends]
@@ -73,10 +59,10 @@ def price(
 
 
 def differences(nats: Mapping[str, np.ndarray]) -> dict[str, dict[str, Any]]:
-    """Return `DIFFERENCES` in bits, each with two standard errors, None where they would be over one value.
+    """Return `DIFFERENCES` in bits, paired by position, with standard errors; None where they would be over one value.
 
-    `over_positions` takes all positions of all windows as independent; `over_windows` the means of whole windows, which
-    holds also where the positions of a window move together.
+    `over_positions` takes all positions as independent; `over_windows` the means of windows, whose positions may move
+    together.
     """
     found = {}
     for name, (more, less) in DIFFERENCES.items():

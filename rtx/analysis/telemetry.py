@@ -23,11 +23,10 @@ PROBES = 32
 def read_telemetry(model: nn.Module) -> dict[str, float]:
     """Return means over the routing layers, for the first sequence of the last training batch; empty without any.
 
-    Padding is not counted. `routing/empty_share`: clusters without members; `member_share` and `member_most`: members
-    of a cluster over W, the mean and the largest; with keys of their own members are keys. `in_none`, `in_one`,
-    `in_many`: share of positions whose queries belong to 0, 1 or more clusters. `self_weight` and `distance`: mean
-    weight that a position puts on itself, and mean distance it reads at (`probe`). `span/mean` and `span/max`: of the
-    spans of all heads that learn one, in positions, the ramp left out.
+    `empty_share`: clusters without members; `member_share` and `member_most`: members of a cluster (with keys of their
+    own, keys) over W, the mean and the largest; `in_none`, `in_one`, `in_many`: share of positions whose queries belong
+    to 0, 1 or more clusters; `self_weight` and `distance`: mean weight that a position puts on itself, and mean
+    distance it reads at. `span/*`: of heads that learn their span, in positions, the ramp left out.
     """
     spans = [whole(heads.spans()) for heads in model.modules() if isinstance(heads, AdaptiveSpan)]
     told = {"span/mean": float(torch.cat(spans).mean()), "span/max": float(torch.cat(spans).max())} if spans else {}
@@ -42,17 +41,13 @@ def read_telemetry(model: nn.Module) -> dict[str, float]:
 def layer_telemetry(heads: Routing, snapshot: Snapshot) -> dict[str, Tensor]:
     """Return the figures of one layer as scalars."""
     H, N, _ = snapshot.q_HND.shape
-    reads = heads.read_lists(snapshot.lists, N)
+    reads, real_N = heads.read_lists(snapshot.lists, N), snapshot.real_N
     times_HN = torch.bincount(reads.query.row_M, minlength=H * N).view(H, N)
-    if snapshot.real_N is not None:  # padding is in no cluster
-        times_HN = times_HN[:, snapshot.real_N]
+    times_HN = times_HN if real_N is None else times_HN[:, real_N]  # padding is in no cluster
     filled_L = reads.key.count_L.double() / heads.centroids.window
+    shares = {"empty_share": filled_L == 0, "in_none": times_HN == 0, "in_one": times_HN == 1, "in_many": times_HN > 1}
     self_weight, distance = probe(heads, snapshot, reads)
-    return {
-        "empty_share": (filled_L == 0).double().mean(),
-        "in_none": (times_HN == 0).double().mean(),
-        "in_one": (times_HN == 1).double().mean(),
-        "in_many": (times_HN > 1).double().mean(),
+    return {name: these.double().mean() for name, these in shares.items()} | {
         "member_share": filled_L.mean(),
         "member_most": filled_L.max(),
         "self_weight": self_weight,

@@ -190,7 +190,7 @@ def context(run: LoadedRun, store: Store, options: ContextOptions) -> Result:
 
     bits_KN, whole = np.stack(score(whole_windows(starts_K, N))), sees_future(config, mode)
     images = config.data.name in IMAGE_SETS  # a part of an image at another place is no image
-    gains = [] if images else by_context(score, bits_KN, starts_K, len(tokens), whole)
+    gains = [] if images else by_context(score, starts_K, N, len(tokens), whole)
     partial, left_out = len(starts_K) < len(every), len(tokens) - every.units
     protocol = protocol_line(
         dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, val_stride=None)),

@@ -1,4 +1,4 @@
-"""`rtx bench steps`: the training steps of several rows, timed in turn on this machine.
+"""`rtx bench steps`: the training steps of several rows, timed in turn on this machine, beside the paper's.
 
 Times on a shared machine drift; where every row steps in every turn, drift reaches all alike, and their ratios mean
 something. torch takes seconds, so it is imported once all that can be refused is.
@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rtx.analysis.output import print_table, save
+from rtx.analysis.output import save
 from rtx.commandline.overrides import check_overrides
 from rtx.compose import config_hash, to_dict
 from rtx.config import SPREAD, Config
 from rtx.data.catalog import Store, data_root, open_data
 from rtx.errors import RunFailed, UserError
-from rtx.identity import short_hash
 from rtx.options import LAUNCHED, BenchOptions, read_words, what_to_do
-from rtx.progress_bar import progress_bar
+from rtx.report.steps import READ, WHAT, read_record, record_path, views
+from rtx.report.terminal import terminal
 from rtx.sweep.cells import lay_out
 from rtx.training.run_folder import environment, outputs_root, shown, unwritable
 from rtx.training.signals import Stopped
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-WHAT = "training steps in turn"
-"""What a record says it is."""
+WIDTH = 80
+"""Columns of what is printed."""
 
 
 @dataclass
@@ -42,20 +42,15 @@ class Row:
     """A configuration, and what is known of its steps so far."""
 
     config: Config
-    name: str
-    """The overrides that tell it from the other rows."""
+    overrides: Sequence[str]
     store: Store | None = None
+    parameters: int | None = None
     step: Callable[[], Tensor] | None = None
     """Takes a step and returns its loss; None before the first, and behind a failure."""
     ms_turns: list[float] = field(default_factory=list)
     """Milliseconds of a step, the mean of each turn."""
     reason: str = ""
     """Why it takes no more steps."""
-
-    @property
-    def local(self) -> bool:
-        """Whether it is one of local heads alone, which others are set beside."""
-        return self.config.model.base == "local" and not (self.config.routing.heads and self.config.routing.layers)
 
 
 def main(arguments: list[str]) -> int:
@@ -66,7 +61,7 @@ def main(arguments: list[str]) -> int:
 
     Raises:
         UserError: an override or a row is wrong; nothing has been started.
-        RunFailed: its data are not to be had, no row could be timed, or the record cannot be written.
+        RunFailed: data are not to be had, no row could be timed, or the record cannot be written.
         KeyboardInterrupt, Stopped: a signal came; what was measured by then is printed, and kept.
     """
     words = read_words("bench steps", what_to_do("bench", arguments)[1])
@@ -103,9 +98,7 @@ def lay_out_rows(words: Sequence[str]) -> list[Row]:
     cells, _ = lay_out(checked)
     rows: dict[str, Row] = {}
     for cell in cells:
-        key = config_hash(dataclasses.replace(cell.config, seed=0))
-        if key not in rows:
-            rows[key] = Row(cell.config, cell.title)
+        rows.setdefault(config_hash(dataclasses.replace(cell.config, seed=0)), Row(cell.config, cell.overrides))
     if len(rows) < len(cells):
         print(f"of {plural(len(cells), 'cell')} those that differ by their seed alone are one row")
     return list(rows.values())
@@ -113,6 +106,7 @@ def lay_out_rows(words: Sequence[str]) -> list[Row]:
 
 def measure(rows: Sequence[Row], options: BenchOptions) -> None:
     """Let every row take its steps in every turn; one that fails is left out from then on."""
+    from rtx.progress_bar import progress_bar
     from rtx.training.memory import out_of_memory
 
     with progress_bar("turns of rows") as show:
@@ -137,7 +131,7 @@ def take_turn(row: Row, options: BenchOptions) -> None:
     device = prepare_device(row.config)
     if row.step is None:
         row.config = as_trained(row.config, row.store.vocabulary)
-        row.step = training_step(row.config, row.store, device)
+        row.step, row.parameters = training_step(row.config, row.store, device)
         for _ in range(options.warmup):
             row.step()
     if device.type == "cuda":
@@ -160,8 +154,8 @@ def as_trained(config: Config, vocabulary: int) -> Config:
     return dataclasses.replace(fitted, hardware=hardware)
 
 
-def training_step(config: Config, store: Store, device: torch.device) -> Callable[[], Tensor]:
-    """Return what takes one optimizer step on the batches of `rtx train`, as it does, and returns its loss."""
+def training_step(config: Config, store: Store, device: torch.device) -> tuple[Callable[[], Tensor], int]:
+    """Return what takes one optimizer step as `rtx train` does, and returns its loss; and the number of parameters."""
     import torch
 
     from rtx.attention.centroids import after_step
@@ -195,55 +189,37 @@ def training_step(config: Config, store: Store, device: torch.device) -> Callabl
         after_step(model)
         return mean.detach()
 
-    return step
+    return step, model.count_parameters()
 
 
 def finish(rows: Sequence[Row], options: BenchOptions, arguments: Sequence[str], folder: Path, whole: bool) -> None:
-    """Print the table and keep the record; one that a signal cut short replaces none.
+    """Print the tables and keep the record; one that a signal cut short replaces none.
 
     Raises:
         RunFailed: no row could be timed, or the record cannot be written.
     """
-    found = [{"name": row.name, **times(row, rows), "reason": row.reason or None} for row in rows]
-    print("a step: geometric mean over turns (95% t interval); x local: speed over that of local heads, turn by turn")
-    print_table([{**one, "ms": shown_interval(one["ms"]), "x_local": shown_interval(one["x_local"])} for one in found])
-    if not any(row.ms_turns for row in rows):
-        raise RunFailed("no row could be timed")
-    ids = "training batches of the data"
-    facts = environment({"what": WHAT, "command": shlex.join(["rtx", "bench", *arguments]), "ids": ids})
+    facts = environment({"what": WHAT, "command": shlex.join(["rtx", "bench", *arguments]), "ids": READ})
     gpu = facts["gpu"] if rows[0].config.hardware.name != "cpu" else None
     device = gpu or f"CPU, {plural(facts['threads'], 'thread')}"
-    own = [{"hash": config_hash(row.config), "ms_turns": row.ms_turns, "config": to_dict(row.config)} for row in rows]
-    path = folder / "bench" / f"steps-{short_hash({'device': device, 'rows': sorted(one['hash'] for one in own)})}.json"
+    kept = [
+        {
+            "hash": config_hash(row.config),
+            "overrides": list(row.overrides),
+            "ms_turns": row.ms_turns,
+            "parameters": row.parameters,
+            "reason": row.reason or None,
+            "config": to_dict(row.config),
+        }
+        for row in rows
+    ]
+    record = {**facts, "bench": dataclasses.asdict(options), "device": device, "rows": kept}
+    for view in views(read_record(record)):
+        print("\n" + terminal(view, WIDTH))
+    if not any(row.ms_turns for row in rows):
+        raise RunFailed("no row could be timed")
+    path = record_path(folder, [row["hash"] for row in kept], device)
     if path.exists() and not whole:
-        print(f"{shown(path)} stays as it was")
+        print(f"\n{shown(path)} stays as it was")
         return
-    kept = [{**one, **more} for one, more in zip(found, own, strict=True)]
-    save(path, {**facts, "bench": dataclasses.asdict(options), "device": device, "rows": kept})
+    save(path, record)
     print(f"in a report: rtx report {shown(folder)}")
-
-
-def times(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the milliseconds of a step, and the speed over that of local heads on as many units; None without."""
-    size = lambda one: (one.config.data.length, one.config.trainer.batch_size)  # noqa: E731
-    local = next((one for one in rows if one.local and one is not row and size(one) == size(row)), None)
-    ratios = [b / a for a, b in zip(row.ms_turns, local.ms_turns if local else [], strict=False)]
-    return {"ms": interval(row.ms_turns), "x_local": interval(ratios)}
-
-
-def interval(values: Sequence[float]) -> list[float]:
-    """Return the geometric mean and the ends of its 95% t interval, which takes two values; empty without any."""
-    import numpy as np
-    from scipy import stats
-
-    if not values:
-        return []
-    logs = np.log(values)
-    half = stats.t.ppf(0.975, len(logs) - 1) * stats.sem(logs) if len(logs) > 1 else np.zeros(0)
-    return np.exp([logs.mean(), *np.ravel([logs.mean() - half, logs.mean() + half])]).tolist()
-
-
-def shown_interval(values: Sequence[float]) -> str:
-    """Return what `interval` gives as text."""
-    mean, *ends = (f"{value:.3g}" for value in values) if values else ("-",)
-    return f"{mean} ({' to '.join(ends)})" if ends else mean

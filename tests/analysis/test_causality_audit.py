@@ -63,7 +63,7 @@ def test_strictly_causal_patterns_move_nothing(base: str, selection: str, stream
 
 def test_top_w_moves_and_only_it_and_not_where_the_prefix_decides() -> None:
     audit = audit_model(model("local+full", selection="topk"), ids(), PREFIXES)
-    assert audit.logits.largest > 1e-3 and audit.logits.share > 0.1
+    assert audit.logits.largest > 1e-3 and audit.logits.moved > 0.1 * audit.logits.past
     assert audit.origins == [(1, "routed"), (2, "routed")]
     assert max(moves.largest for group, moves in audit.groups.items() if group[1] != "routed") <= 1e-12
     assert largest(audit_model(model(selection="topk"), ids(), PREFIXES, streaming=True)) <= 1e-12
@@ -88,7 +88,7 @@ def test_a_leak_is_located_where_it_arises(layer: int) -> None:
     leaking.blocks[layer].attention.groups["full"] = Peeking()  # type: ignore[union-attr,index]
     audit = audit_model(leaking, ids(), PREFIXES)
     assert audit.origins == [(layer, "full")]
-    assert audit.logits.share == 1 and audit.logits.reach == (0, 42)
+    assert audit.logits.moved == audit.logits.past
     assert not leaking.blocks[layer].attention._forward_pre_hooks  # type: ignore[union-attr]
 
 
@@ -107,8 +107,7 @@ class Ahead(nn.Module):
 def test_what_moved_is_counted() -> None:
     audit = audit_outputs(Ahead(3), ids(), VOCABULARY, (1, 5, 40))
     moves = audit.logits
-    assert (moves.moved, moves.past, moves.share, moves.reach) == (14, 92, 14 / 92, (0, 39))
-    assert moves.largest == 1 and audit.sees_future
+    assert (moves.moved, moves.past, moves.largest) == (14, 92, 1) and audit.sees_future
     assert not audit_outputs(Ahead(0), ids(), VOCABULARY, PREFIXES).sees_future
 
 
@@ -138,7 +137,7 @@ def test_what_a_module_draws_is_no_move_and_what_it_remembers_is_told() -> None:
 @pytest.mark.parametrize(
     ("out", "said"),
     [
-        (torch.zeros(2, LENGTH), r"logits \[2, 44, vocabulary\], not a torch.float32 tensor \[2, 44\]"),
+        (torch.zeros(2, LENGTH), r"logits \[2, 44, vocabulary\], not \[2, 44\]"),
         ({}, "not a dict"),
         (torch.full((2, LENGTH, 3), float("nan")), "NaN or infinity"),
     ],
@@ -155,7 +154,7 @@ def test_prefix_lengths(length: int, count: int) -> None:
     assert lengths == sorted(set(lengths)) and len(lengths) <= count
     assert lengths[0] == 1 and lengths[-1] == (length - 1 if count > 1 else 1)
     if length == 1000 and count == 60:
-        assert {1, 2, 31, 32, 33, 127, 128, 129, 511, 512, 513, 999} <= set(lengths) and len(lengths) > 50
+        assert {1, 2, 31, 32, 33, 127, 128, 129, 511, 512, 513, 999} <= set(lengths)
 
 
 def test_every_unit_of_the_other_future_is_another() -> None:
@@ -187,4 +186,4 @@ def test_the_peer_sees_the_future() -> None:
     ids_BN = torch.randint(VOCABULARY, (2, 64), generator=torch.Generator().manual_seed(0))
     audit = audit_outputs(lambda x: module(x)[0], ids_BN, VOCABULARY, (1, 31, 32, 33, 63))
     assert audit.repeat == 0
-    assert audit.logits.share > 0.5 and audit.logits.largest > 1e-2
+    assert audit.logits.moved > 0.5 * audit.logits.past and audit.logits.largest > 1e-2

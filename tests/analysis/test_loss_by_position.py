@@ -44,13 +44,12 @@ def test_gains_are_paired_and_windows_without_room_are_left_out() -> None:
         """A unit costs one bit more for each that it lacks of 16 before it."""
         return [np.array([16.0 - min(16, at - span.start) for at in range(span.first, span.last)]) for span in spans]
 
-    bits_KN = np.stack(score([Span(start, start + 32, start, start + 32) for start in (0, 32)]))
-    first, second = by_context(score, bits_KN, [0, 32], 64, whole=False)
+    first, second = by_context(score, [0, 32], 32, 64, whole=False)
     assert (first["context"], first["bits"], first["gain"], first["windows"]) == ([16, 31], 0, 0, 2)
     assert (second["context"], second["gain"], second["gain_error"]) == ([8, 15], 4.5, 0)
-    assert [row["windows"] for row in by_context(score, bits_KN, [0, 32], 64, whole=True)] == [1, 1]
-    assert by_context(score, bits_KN, [0, 32], 32, whole=True) == []
-    assert by_context(score, bits_KN[:, :10], [0, 32], 64, whole=False) == [], "too short to leave context out"
+    assert [row["windows"] for row in by_context(score, [0, 32], 32, 64, whole=True)] == [1, 1]
+    assert by_context(score, [32], 32, 64, whole=True) == [], "no room behind it"
+    assert by_context(score, [0, 32], 10, 64, whole=False) == [], "too short to leave context out"
 
 
 @torch.no_grad()

@@ -132,7 +132,7 @@ def test_one_line_more_makes_a_base_of_it(tmp_path: Path) -> None:
     command = [sys.executable, "-c", COMMANDS, *RUN]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^ +0 dilated +0 +0 ", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"\n +0 +dilated +0 +0\n", done.stdout), done.stdout
     assert "streaming: sees no future" in done.stdout and "dilated heads" in done.stdout
     assert "step 2/2" in done.stdout + done.stderr
 
