@@ -11,37 +11,22 @@ from torch import Tensor, nn
 
 from rtx.analysis.causality import Audit, audit_model, audit_outputs, other_future, prefix_lengths, relative_change
 from rtx.attention.pattern import Pattern
-from rtx.checks import resolve
-from rtx.config import CLUSTERED, SELECTIONS, Config, DataConfig, ModelConfig, RoutingConfig, all_fields
+from rtx.config import SELECTIONS, all_fields
 from rtx.model.transformer import Transformer
+from tests.model.tiny_models import VOCABULARY, tiny_model, tokens
 
-VOCABULARY, LENGTH = 11, 44
+LENGTH = 44
 PREFIXES = (1, 2, 5, 31, 32, 33, 43)
 BASES = all_fields()["model.base"].metadata["parts"]
 
 
-def model(base: str = "local", lsh: str = "causal", **routing: Any) -> Transformer:
-    """A float64 model of three layers, the upper two of which route, whose output weights hide nothing."""
-    sizes: dict[str, Any] = {"layers": 3, "heads": 4, "hidden": 16, "window": 8, "ffn_hidden": 24}
-    if routing.get("selection", "causal") not in CLUSTERED:
-        routing["keys"] = "separate"
-    config = resolve(
-        Config(
-            data=DataConfig(length=LENGTH),
-            routing=RoutingConfig(heads=2, layers=2, window=6, clusters=4, block=3, **routing),
-            model=ModelConfig(**sizes, base=base, lsh=lsh, stride=8, summary=2),
-        )
-    )
-    torch.manual_seed(0)
-    built = Transformer(config, VOCABULARY).double().eval()
-    with torch.no_grad():
-        for table in (built.output_VS, built.embedding.table_VS):
-            table.normal_()
-    return built
+def model(base: str = "local", **options: Any) -> Transformer:
+    """A float64 model of three layers, the upper two of which route."""
+    return tiny_model(length=LENGTH, base=base, window=8, stride=8, summary=2, **options)
 
 
 def ids() -> Tensor:
-    return torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    return tokens(length=LENGTH)
 
 
 def largest(audit: Audit) -> float:

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rtx.analysis.cost import cost, fixed_pairs, pairs, selection, strided_pairs, triangle, window_pairs
 from rtx.analysis.footprint import footprint
 from rtx.attention.choices import Indexer
-from rtx.attention.patterns import Fixed, Strided
+from rtx.attention.patterns import Fixed, Full, Local, Strided
 from rtx.checks import resolve
 from rtx.compose import compose
 from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
@@ -27,11 +27,8 @@ SMALL = resolve(
 )
 
 
-def test_parameters_are_those_of_the_model() -> None:
+def test_parameters_and_dense_operations_are_those_that_torch_counts() -> None:
     assert cost(SMALL, 11).parameters == Transformer(SMALL, 11).count_parameters()
-
-
-def test_dense_operations_are_those_that_torch_counts() -> None:
     local = resolve(dataclasses.replace(SMALL, routing=RoutingConfig(heads=0, layers=0, window=8)))
     model = Transformer(local, 11).eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -41,18 +38,14 @@ def test_dense_operations_are_those_that_torch_counts() -> None:
     assert cost(local, 11).dense == dense
 
 
-@pytest.mark.parametrize(("n", "window"), [(1, 1), (7, 3), (7, 7), (7, 20), (30, 4)])
-def test_pairs_are_those_of_a_loop(n: int, window: int) -> None:
-    assert window_pairs(n, window) == sum(1 for i in range(n) for j in range(n) if i - window < j <= i)
-    assert triangle(n) == sum(1 for i in range(n) for j in range(n) if j <= i)
-
-
 @pytest.mark.parametrize(
     ("n", "stride", "summary"), [(1, 1, 1), (7, 3, 2), (8, 8, 1), (7, 20, 5), (30, 4, 3), (31, 5, 5)]
 )
-def test_sparse_pairs_are_those_of_the_rules(n: int, stride: int, summary: int) -> None:
+def test_pairs_by_position_are_those_of_the_rules(n: int, stride: int, summary: int) -> None:
     at_N = torch.arange(n)[:, None]
     for pattern, counted in (
+        (Full(), triangle(n)),
+        (Local(window=stride), window_pairs(n, stride)),
         (Strided(stride=stride), strided_pairs(n, stride)),
         (Fixed(block=stride, summary=summary), fixed_pairs(n, stride, summary)),
     ):
@@ -107,4 +100,3 @@ def test_hashing_heads_cost_their_rounds() -> None:
     # 8 buckets of 4 positions: all pairs of a bucket are inside the window of 4.
     assert pairs("lsh", hashing) == 3 * 8 * triangle(4)
     assert selection("lsh", hashing) == 3 * 2 * 8 * 4 * 32
-    assert pairs("adaptive_span", hashing) == window_pairs(32, 4)

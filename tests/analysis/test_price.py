@@ -9,27 +9,17 @@ import pytest
 import torch
 
 from rtx.analysis.price import RERUN, STREAMING, TEACHER_FORCED, differences, price, sample_positions
-from rtx.checks import resolve
-from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
 from rtx.model.transformer import Transformer
+from tests.model.tiny_models import VOCABULARY, tiny_model
 
-VOCABULARY, LENGTH = 11, 24
+LENGTH = 24
 STARTS = [0, 24, 50]
 POSITIONS = np.array([0, 1, 7, 15, 23])
 
 
 def priced(selection: str) -> tuple[Transformer, np.ndarray, dict[str, np.ndarray]]:
     """A model with random output weights, the units, and the price."""
-    config = resolve(
-        Config(
-            data=DataConfig(length=LENGTH),
-            routing=RoutingConfig(selection=selection, heads=2, layers=2, window=4, clusters=4),
-            model=ModelConfig(layers=2, heads=4, hidden=16, window=5, ffn_hidden=24),
-        )
-    )
-    torch.manual_seed(0)
-    model = Transformer(config, VOCABULARY).double().eval()
-    torch.nn.init.normal_(model.output_VS)
+    model = tiny_model(length=LENGTH, selection=selection, layers=2, routing_window=4)
     tokens = np.random.default_rng(0).integers(VOCABULARY, size=80).astype(np.uint8)
     return model, tokens, price(model, tokens, STARTS, LENGTH, POSITIONS)
 

@@ -9,30 +9,16 @@ from rtx.analysis.telemetry import PROBES, read_telemetry
 from rtx.attention.centroids import Centroids
 from rtx.attention.patterns import AdaptiveSpan
 from rtx.attention.routing import Routing
-from rtx.checks import resolve
-from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
 from rtx.model.transformer import Transformer
+from tests.model.tiny_models import tiny_model
 
 LENGTH, WINDOW, CLUSTERS = 24, 5, 4
 
 
-def trained_heads(selection: str, attend_self: bool, keys: str = "shared") -> tuple[Transformer, Routing]:
+def trained_heads(**options: object) -> tuple[Transformer, Routing]:
     """A model with one routing layer that has seen a training batch, and that layer's heads."""
-    config = Config(
-        data=DataConfig(length=LENGTH),
-        routing=RoutingConfig(
-            selection=selection,
-            keys=keys,
-            heads=2,
-            layers=1,
-            window=WINDOW,
-            clusters=CLUSTERS,
-            attend_self=attend_self,
-        ),
-        model=ModelConfig(layers=1, heads=2, hidden=16, window=4, ffn_hidden=16, positions="none"),
-    )
-    torch.manual_seed(0)
-    model = Transformer(resolve(config), 11).train()
+    sizes = {"layers": 1, "heads": 2, "routing_layers": 1, "routing_window": WINDOW, "positions": "none"}
+    model = tiny_model(**sizes, **options).train()  # type: ignore[arg-type]
     model.loss(torch.randint(0, 11, (3, LENGTH), generator=torch.Generator().manual_seed(1)))
     return model, next(heads for heads in model.modules() if isinstance(heads, Routing))
 
@@ -41,7 +27,7 @@ def trained_heads(selection: str, attend_self: bool, keys: str = "shared") -> tu
 @pytest.mark.parametrize("selection", ["causal", "topk", "nearest"])
 @pytest.mark.parametrize("attend_self", [True, False])
 def test_figures_are_those_of_plain_loops(selection: str, attend_self: bool, keys: str) -> None:
-    model, heads = trained_heads(selection, attend_self, keys)
+    model, heads = trained_heads(selection=selection, routing_attend_self=attend_self, routing_keys=keys)
     told = read_telemetry(model)
     assert heads.snapshot is not None
     lists, q_HND, k_HND, _ = heads.snapshot
@@ -49,16 +35,9 @@ def test_figures_are_those_of_plain_loops(selection: str, attend_self: bool, key
         [list_M.tolist() for list_M in x.row_M.split(x.count_L.tolist())] for x in (lists[0], lists[-1])
     )
     times = [sum(row in members for members in queries) for row in range(2 * LENGTH)]
-    assert told["routing/in_none"] == pytest.approx(times.count(0) / len(times))
-    assert told["routing/in_one"] == pytest.approx(times.count(1) / len(times))
-    assert told["routing/in_many"] == pytest.approx(sum(t > 1 for t in times) / len(times))
     counts = [len(members) for members in of_keys]
-    assert len(counts) == 2 * CLUSTERS
-    assert told["routing/empty_share"] == pytest.approx(counts.count(0) / len(counts))
-    assert told["routing/member_share"] == pytest.approx(sum(counts) / len(counts) / WINDOW)
-    assert told["routing/member_most"] == pytest.approx(max(counts) / WINDOW)
-    weight_RN = torch.zeros(2 * LENGTH, LENGTH)
-    assert LENGTH <= PROBES, "every position is probed"
+    assert len(counts) == 2 * CLUSTERS and LENGTH <= PROBES, "every position is probed"
+    weight_RN = torch.zeros(2 * LENGTH, LENGTH, dtype=torch.float64)
     for query_rows, key_rows in zip(queries, of_keys, strict=True):
         for i in query_rows:
             read = [j for j in key_rows if j <= i][-WINDOW:]
@@ -70,17 +49,25 @@ def test_figures_are_those_of_plain_loops(selection: str, attend_self: bool, key
     own_R = weight_RN.sum(1).nonzero()[:, 0]
     weight_RN = (weight_RN / weight_RN.sum(1, keepdim=True))[own_R]
     distance_RN = own_R[:, None] % LENGTH - torch.arange(LENGTH)
-    assert told["routing/self_weight"] == pytest.approx(float(weight_RN[distance_RN == 0].mean()), rel=1e-4)
-    assert told["routing/distance"] == pytest.approx(float((weight_RN * distance_RN).sum(1).mean()), rel=1e-4)
+    expected = {
+        "in_none": times.count(0) / len(times),
+        "in_one": times.count(1) / len(times),
+        "in_many": sum(t > 1 for t in times) / len(times),
+        "empty_share": counts.count(0) / len(counts),
+        "member_share": sum(counts) / len(counts) / WINDOW,
+        "member_most": max(counts) / WINDOW,
+        "self_weight": float(weight_RN[distance_RN == 0].mean()),
+        "distance": float((weight_RN * distance_RN).sum(1).mean()),
+    }
+    assert told == pytest.approx({f"routing/{name}": value for name, value in expected.items()}, rel=1e-4)
 
 
 @pytest.mark.parametrize("selection", ["causal", "topk", "nearest"])
 def test_padding_counts_for_nothing(selection: str) -> None:
-    generator = torch.Generator().manual_seed(3)
-    q, v = torch.randn(2, 2, 2, LENGTH, 8, generator=generator)
+    q, v = torch.randn(2, 2, 2, LENGTH, 8, generator=torch.Generator().manual_seed(3))
     told = []
     for real in (LENGTH, 15):
-        model, heads = trained_heads(selection, True)
+        model, heads = trained_heads(selection=selection)
         real_BN = None if real == LENGTH else (torch.arange(LENGTH) < real).expand(2, LENGTH)
         length = 15 if real_BN is None else LENGTH
         torch.manual_seed(4)
@@ -91,19 +78,9 @@ def test_padding_counts_for_nothing(selection: str) -> None:
         assert told[0][f"routing/{name}"] == pytest.approx(told[1][f"routing/{name}"]), name
 
 
-def test_nothing_to_tell_before_training_or_without_routing() -> None:
-    config = resolve(
-        Config(
-            data=DataConfig(length=16),
-            routing=RoutingConfig(heads=0, layers=0, window=4),
-            model=ModelConfig(layers=1, heads=2, hidden=16, window=4, ffn_hidden=16),
-        )
-    )
-    assert read_telemetry(Transformer(config, 11)) == {}
-
-
-def test_evaluation_leaves_the_snapshot_alone() -> None:
-    model, heads = trained_heads("causal", True)
+def test_nothing_is_told_without_routing_and_evaluation_leaves_the_snapshot_alone() -> None:
+    assert read_telemetry(tiny_model(routing_heads=0, routing_layers=0)) == {}
+    model, heads = trained_heads(selection="causal")
     before = heads.snapshot
     model.eval()
     model.loss(torch.zeros(1, LENGTH, dtype=torch.int64))
@@ -111,12 +88,7 @@ def test_evaluation_leaves_the_snapshot_alone() -> None:
 
 
 def test_spans_are_told_in_positions() -> None:
-    config = Config(
-        data=DataConfig(length=LENGTH),
-        routing=RoutingConfig(heads=0, layers=0),
-        model=ModelConfig(layers=2, heads=2, hidden=16, window=10, ffn_hidden=16, base="adaptive_span"),
-    )
-    model = Transformer(resolve(config), 11)
+    model = tiny_model(layers=2, heads=2, window=10, base="adaptive_span", routing_heads=0, routing_layers=0)
     spans = [heads for heads in model.modules() if isinstance(heads, AdaptiveSpan)]
     with torch.no_grad():
         spans[0].share_H.copy_(torch.tensor([0.1, 0.7]))
