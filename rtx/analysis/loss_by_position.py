@@ -53,7 +53,7 @@ def unit_nats(
     """
     device = next(model.parameters()).device
     found: list[np.ndarray] = []
-    for batch in equal_batches(spans, None):
+    for batch in equal_batches(spans, None):  # type: ignore[arg-type]
         chosen = [spans[k] for k in batch]
         rows = np.stack([tokens[span.start : span.stop] for span in chosen]).astype(np.int64)
         nats_BN, _ = model.loss(torch.from_numpy(rows).to(device), prefix=streaming)  # type: ignore[operator]
