@@ -7,6 +7,7 @@ something. torch takes seconds, so it is imported once all that can be refused i
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import shlex
 import time
@@ -22,7 +23,7 @@ from rtx.config import SPREAD, Config
 from rtx.data.catalog import Store, data_root, open_data
 from rtx.errors import RunFailed, UserError
 from rtx.options import LAUNCHED, BenchOptions, read_words, what_to_do
-from rtx.report.steps import READ, WHAT, read_record, record_path, views
+from rtx.report.steps import WHAT, read_record, views
 from rtx.report.terminal import terminal
 from rtx.sweep.cells import lay_out
 from rtx.training.run_folder import environment, outputs_root, shown, unwritable
@@ -198,7 +199,7 @@ def finish(rows: Sequence[Row], options: BenchOptions, arguments: Sequence[str],
     Raises:
         RunFailed: no row could be timed, or the record cannot be written.
     """
-    facts = environment({"what": WHAT, "command": shlex.join(["rtx", "bench", *arguments]), "ids": READ})
+    facts = environment({"what": WHAT, "command": shlex.join(["rtx", "bench", *arguments]), "ids": "training batches"})
     gpu = facts["gpu"] if rows[0].config.hardware.name != "cpu" else None
     device = gpu or f"CPU, {plural(facts['threads'], 'thread')}"
     kept = [
@@ -217,7 +218,10 @@ def finish(rows: Sequence[Row], options: BenchOptions, arguments: Sequence[str],
         print("\n" + terminal(view, WIDTH))
     if not any(row.ms_turns for row in rows):
         raise RunFailed("no row could be timed")
-    path = record_path(folder, [row["hash"] for row in kept], device)
+    same = "\n".join(
+        [device, *sorted(row["hash"] for row in kept)]
+    )  # these rows on this device replace a record
+    path = folder / "bench" / f"steps-{hashlib.sha256(same.encode()).hexdigest()[:12]}.json"
     if path.exists() and not whole:
         print(f"\n{shown(path)} stays as it was")
         return

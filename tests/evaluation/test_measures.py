@@ -6,12 +6,13 @@ import math
 
 import pytest
 
-from rtx.evaluation.measures import Words, further_lines, measures, stamp_phrases
+from rtx.evaluation.measures import further_lines, measures, stamp_phrases
+from rtx.evaluation.protocols import WordCount
 
 
 def test_bytes_have_one_measure_and_subwords_three() -> None:
     assert measures("byte", 20.0, 10, text_bytes=10.0) == {"bits_per_byte": pytest.approx(2 / math.log(2))}
-    result = measures("subword", 20.0, 5, text_bytes=40.0, words=Words(4, "counted", True))
+    result = measures("subword", 20.0, 5, text_bytes=40.0, words=WordCount(4, "counted", True))
     assert result["bits_per_subword"] == pytest.approx(4 / math.log(2))
     assert result["bits_per_byte"] == pytest.approx(0.5 / math.log(2))
     assert result["perplexity_per_word"] == pytest.approx(math.exp(5))
@@ -22,7 +23,7 @@ def test_bytes_have_one_measure_and_subwords_three() -> None:
 
 
 def test_a_count_that_is_not_the_published_one_is_not_comparable() -> None:
-    result = measures("word", 3_000.0, 1_000, words=Words(1_000.0, "its own words", False))
+    result = measures("word", 3_000.0, 1_000, words=WordCount(1_000.0, "its own words", False))
     assert further_lines("word", result) == [
         "20.09 perplexity per word: exp(nats / 1,000 words), its own words, not comparable"
     ]
@@ -30,7 +31,7 @@ def test_a_count_that_is_not_the_published_one_is_not_comparable() -> None:
 
 
 def test_a_perplexity_beyond_all_numbers_is_infinite() -> None:
-    assert measures("word", 1e6, 1_000, words=Words(1.0, "one", False))["perplexity_per_word"] == math.inf
+    assert measures("word", 1e6, 1_000, words=WordCount(1.0, "one", False))["perplexity_per_word"] == math.inf
 
 
 def test_stamps_in_words() -> None:

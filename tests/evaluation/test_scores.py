@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from rtx.evaluation.protocols import windows
+from rtx.evaluation.protocols import Window, windows
 from rtx.evaluation.scores import Score, equal_batches, sample_windows, score_windows
 
 
@@ -29,13 +28,6 @@ class Counter(nn.Module):
         self.streamed.add(prefix)
         place_N = torch.arange(tokens_BN.shape[1])
         return tokens_BN.float() + place_N / 1024, torch.zeros(())
-
-
-@dataclass(frozen=True)
-class Window:
-    start: int
-    stop: int
-    first: int
 
 
 TOKENS = np.random.default_rng(0).integers(0, 256, 1_003).astype(np.uint8)
