@@ -3,10 +3,11 @@
 Run `python benchmarks/attention.py`, with `--device cuda` on a GPU. First every row of ours is checked against the
 float64 oracle on a small shape, outputs and gradients (`--check`: nothing else); a row that fails is not timed, and the
 command ends with 1. Then it times, writes `benchmarks/results/attention-<device>.json`, and prints the same rows as a
-table last, with the exponent of the time's growth with N. Peers (extra `peers`) that are not installed are left out,
-and a line says so. A row has: the pattern, its sizes, milliseconds (median), how many times faster than our full
-attention, than torch's (`sdpa`) and than its peer, the peak of memory beyond inputs (allocations seen by torch's
-profiler on a CPU, CUDA's own count on a GPU) and what share of the machine's matrix-product rate its pairs reach.
+table last, with the exponent of the time's growth with N; rows of groups that `--groups` leaves out stay as they were.
+Peers (extra `peers`) that are not installed are left out, and a line says so. A row has: the pattern, its sizes,
+milliseconds (median), how many times faster than our full attention, than torch's (`sdpa`) and than its peer, the peak
+of memory beyond inputs (allocations seen by torch's profiler on a CPU, CUDA's own count on a GPU) and what share of the
+machine's matrix-product rate its pairs reach.
 Patterns named `_shaw` have Shaw's terms, `_rotary` rotary positions; what `_native` (compiled, CPU) and `_flex`
 (FlexAttention, GPU) run is torch's kernels in the other rows. All of these say how they compare with the pattern alone.
 `lsh_rounds` joins 4 hash rounds. `sdpa_blocks` is torch's attention on blocks that are already gathered. Rows of causal
@@ -307,8 +308,10 @@ def main() -> None:
     rows = [row for group in args.groups for row in table("kept", [group], args)]
     if args.device == "cpu" and "main" in args.groups:
         rows += table("system", ["main"], args)
-    slopes = exponents(rows)
     path = Path(__file__).parent / "results" / f"attention-{args.device.replace('cuda', 'gpu')}.json"
+    if path.exists():  # ratios are taken inside one group: those of other groups stay, with the commit they are of
+        rows += [row for row in json.loads(path.read_text()) if row["group"] not in args.groups]
+    slopes = exponents(rows)
     path.write_text(json.dumps([row | {"exponents": slopes} for row in rows], indent=1) + "\n")
     for each in rows:
         print_row(each)

@@ -135,14 +135,6 @@ def check_numbers(scale: float | None, dropout: float) -> None:
     check_number("dropout", dropout, "at least 0 and less than 1", lambda x: 0 <= x < 1)
 
 
-def check_turned(turned_BHND: Tensor, x_BHND: Tensor) -> None:
-    """Refuse turned queries or keys of another shape than they had."""
-    check_tensor("what rotate returns", turned_BHND)
-    if turned_BHND.shape != x_BHND.shape:
-        given, shape = tuple(turned_BHND.shape), tuple(x_BHND.shape)
-        raise ValueError(f"rotate returns the shape {given}: must return {shape}, what it was given")
-
-
 @torch.no_grad()
 def check_finite_values(real_BN: Tensor | None = None, **named: Tensor | None) -> None:
     """Refuse values that are NaN or infinite; with a mask, `[B, H, N, D]` may hold anything at padding."""

@@ -108,11 +108,7 @@ def call(scale: float, heads: int, reads: Sequence[Tensor], **given: Tensor) -> 
     if (kernel := library()) is None:
         raise RuntimeError("there is no attention kernel; hardware.attention=torch needs none")
     if status := kernel.rtx_attend(ctypes.byref(problem), torch.get_num_threads()):
-        raise (
-            MemoryError("no memory for the attention kernel")
-            if status == 2
-            else ValueError("members or rows are out of range")
-        )
+        raise MemoryError("the attention kernel") if status == 2 else ValueError("members or rows are out of range")
 
 
 @functools.cache

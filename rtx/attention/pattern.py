@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from rtx.attention.arguments import check_call, check_choice, check_heads, check_numbers, check_turned
+from rtx.attention.arguments import check_call, check_choice, check_heads, check_numbers, check_shape
 from rtx.attention.cache import Cache, PositionCache
 from rtx.attention.engine import BACKENDS, attend
 from rtx.attention.packed import Packed, Part, bounded_read, pack
@@ -172,7 +172,7 @@ def turn(x_BHND: Tensor, rotate: Rotate | None, first: int = 0) -> Tensor:
     if rotate is None:
         return x_BHND
     turned_BHND = rotate(x_BHND, first=first)
-    check_turned(turned_BHND, x_BHND)
+    check_shape("what rotate returns", turned_BHND, tuple(x_BHND.shape), x_BHND)
     return turned_BHND
 
 

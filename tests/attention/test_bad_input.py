@@ -29,7 +29,7 @@ GIVEN: list[tuple[str, Any, str]] = [
     ("relative", lambda x: Relative(torch.zeros(3, 5), TABLES[1]), "relative.keys_MD has the shape (3, 5): must be"),
     ("relative", lambda x: Relative(TABLES[0], torch.zeros(2, 4)), "relative.values_MD has the shape (2, 4): must be"),
     ("relative", lambda x: Relative(torch.zeros(0, 4), TABLES[1]), "relative.keys_MD has the shape (0, 4): must be"),
-    ("rotate", lambda x: lambda q, first=0: q[0], "rotate returns the shape (3, 9, 4): must return (2, 3, 9, 4)"),
+    ("rotate", lambda x: lambda q, first=0: q[0], "what rotate returns has the shape (3, 9, 4): must be (2, 3, 9, 4)"),
     ("rotate", lambda x: lambda q, first=0: [q], "what rotate returns is a list: must be a torch.Tensor"),
 ]
 
