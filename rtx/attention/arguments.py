@@ -5,7 +5,6 @@ Shapes: B sequences, H heads, N positions, D head size, M distances.
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Callable, Sequence
 
@@ -126,13 +125,6 @@ def check_number(name: str, value: float, allowed: str, valid: Callable[[float],
         raise ValueError(f"{name}={value!r}: must be a number, {allowed}")
     if not valid(value):
         raise ValueError(f"{name}={value}: must be {allowed}")
-
-
-def check_numbers(scale: float | None, dropout: float) -> None:
-    """Refuse a factor that is not above 0 (torch's kernel gives NaN) or infinite, and a dropout that leaves nothing."""
-    if scale is not None:
-        check_number("scale", scale, "finite and above 0", lambda x: 0 < x < math.inf)
-    check_number("dropout", dropout, "at least 0 and less than 1", lambda x: 0 <= x < 1)
 
 
 @torch.no_grad()

@@ -232,7 +232,7 @@ def attend_indexed(
     row_P, index_PK = part.query_row_P, part.index_PK
     every = len(row_P) == rows and torch.equal(row_P, torch.arange(rows, device=row_P.device))
     if backend == "native" and every:
-        return native.attend_index(q_RD, k_RD, v_RD, index_PK, rows // N, terms.scale)
+        return native.Attention.apply(q_RD, None if k_RD is q_RD else k_RD, v_RD, terms.scale, rows // N, index_PK)
 
     def read(q_CD: Tensor, k_SD: Tensor, v_SD: Tensor, here: slice, first: int) -> tuple[Tensor, Tensor]:
         row_C1, index_CK = row_P[here, None], index_PK[here]

@@ -44,10 +44,7 @@ class Problem(ctypes.Structure):
 
 
 def attend_ranges(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Reads, scale: float) -> Pair:
-    """Return the means over the ranges that a row reads, `[R, Dv]`, and the log-sums of its logits, `[R]`.
-
-    Inside a list neither starts nor ends should decrease, for speed alone.
-    """
+    """Return the means over the ranges that a row reads, `[R, Dv]`, and the log-sums of its logits, `[R]`."""
     rows, heads = len(q_RD), len(q_RD) // part.length
     row_P = part.query.row_M
     begin = torch.searchsorted(row_P // part.length, torch.arange(heads + 1))
@@ -57,13 +54,8 @@ def attend_ranges(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Reads, scale: 
     return out_RD, sum_P.new_full((rows,), float("-inf")).index_copy(0, row_P, sum_P)
 
 
-def attend_index(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, index_RK: Tensor, heads: int, scale: float) -> Pair:
-    """Return softmax attention of rows over rows of their head, those of the index up to its first -1, and log-sums."""
-    return Attention.apply(q_RD, None if k_RD is q_RD else k_RD, v_RD, scale, heads, index_RK)
-
-
 class Attention(torch.autograd.Function):
-    """Both forms: `reads` are all of `INTS` but the last and the weights of query members, or an index alone."""
+    """Both forms: `reads` are all of `INTS` but the last and weights of query members, or an index `[R, K]` alone."""
 
     @staticmethod
     def forward(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from rtx.attention.arguments import check_call, check_choice, check_heads, check_numbers, check_shape
+from rtx.attention.arguments import check_call, check_choice, check_heads, check_number, check_shape
 from rtx.attention.cache import Cache, PositionCache
 from rtx.attention.engine import BACKENDS, attend
 from rtx.attention.packed import Packed, Part, bounded_read, pack
@@ -61,7 +61,9 @@ class Pattern(nn.Module):
 
     def __init__(self, *, scale: float | None = None, dropout: float = 0.0, backend: str = "auto") -> None:
         super().__init__()
-        check_numbers(scale, dropout)
+        if scale is not None:  # at 0 torch's kernel gives NaN
+            check_number("scale", scale, "finite and above 0", lambda x: 0 < x < math.inf)
+        check_number("dropout", dropout, "at least 0 and less than 1", lambda x: 0 <= x < 1)
         check_choice("backend", backend, BACKENDS)
         self.scale, self.dropout, self.backend = scale, dropout, backend
 

@@ -23,8 +23,6 @@ from rtx.attention.packed import Packed
 SELECTIONS = ("causal", "topk", "nearest")
 MAX_SCORES = 1 << 23
 """Scores held at once, but for those of one head."""
-MAX_SELECTED = 1 << 17
-"""Scores selected from at once on a CPU: few enough for its cache."""
 
 
 def normalise(x_BHND: Tensor) -> Tensor:
@@ -40,25 +38,23 @@ def centroid_scores(centroid_HCD: Tensor, x_BHND: Tensor) -> Tensor:
 
 
 class Statistics(NamedTuple):
-    """What moves centroids and thresholds, summed over a batch without its padding."""
+    """What moves centroids and thresholds, summed over a batch without its padding.
+
+    The vectors that are counted for each centroid and how many they are; members; scores of all positions, and squares.
+    """
 
     sum_HCD: Tensor
-    """The vectors that are counted for each centroid, and how many they are."""
     count_HC: Tensor
     joined_HC: Tensor
-    """Members."""
     score_HC: Tensor
-    """Sums of the scores of all positions, and of their squares."""
     square_HC: Tensor
 
 
 class Assignment(NamedTuple):
-    """What the scores of centroids give."""
+    """The members of every cluster; the centroid that scores each position highest, of equals the first; statistics."""
 
     lists: Packed
-    """The members of every cluster."""
     nearest_BHN: Tensor | None
-    """The centroid that scores each position highest; of equals the first."""
     statistics: Statistics | None
 
 
@@ -182,7 +178,7 @@ def best_members(score_LN: Tensor, window: int) -> tuple[Tensor, Tensor]:
     L, N = score_LN.shape
     if score_LN.device.type == "cpu" and window < N and L:  # NumPy selects some times faster than torch
         chosen, sound = [], True
-        for at in range(0, L, step := max(1, MAX_SELECTED // N)):
+        for at in range(0, L, step := max(1, MAX_SCORES // 64 // N)):  # few enough for the cache
             score = score_LN[at : at + step].numpy()
             best = np.partition(score, N - window)[:, N - window :]  # NaN, which counts as the largest, is among them
             sound &= not np.isnan(best).any()
@@ -244,13 +240,11 @@ class PrefixTopK:
 
 
 class Arrivals(NamedTuple):
-    """Who is among the best W of its own prefix."""
+    """Who is among the best W of its own prefix, at which position it no longer is (N: never), and the best of all."""
 
     lists: Packed
     leaves_M: Tensor
-    """The position at which each is no longer among the best; N: never."""
     best: PrefixTopK
-    """The best of the whole sequence."""
 
 
 @torch.no_grad()

@@ -218,9 +218,7 @@ def finish(rows: Sequence[Row], options: BenchOptions, arguments: Sequence[str],
         print("\n" + terminal(view, WIDTH))
     if not any(row.ms_turns for row in rows):
         raise RunFailed("no row could be timed")
-    same = "\n".join(
-        [device, *sorted(row["hash"] for row in kept)]
-    )  # these rows on this device replace a record
+    same = "\n".join([device, *sorted(row["hash"] for row in kept)])  # these rows on this device replace a record
     path = folder / "bench" / f"steps-{hashlib.sha256(same.encode()).hexdigest()[:12]}.json"
     if path.exists() and not whole:
         print(f"\n{shown(path)} stays as it was")

@@ -75,14 +75,10 @@ class LearnedPositions(nn.Module):
         self.tables = nn.ParameterList(nn.Parameter(torch.randn(size, hidden) * deviation) for size in sizes)
 
     def forward(self, first: int, count: int) -> Tensor:
-        """Return the vectors of positions `first` to `first + count - 1`.
-
-        Raises:
-            ValueError: a position beyond the last.
-        """
+        """Return the vectors of positions `first` to `first + count - 1`; ValueError: one beyond the last."""
         if first + count > self.length:
-            covered = f"learned positions cover 0 to {self.length - 1} (data.length)"
-            raise ValueError(f"position {first + count - 1}: {covered}")
+            end = f"learned positions cover 0 to {self.length - 1} (data.length)"
+            raise ValueError(f"position {first + count - 1}: {end}")
         device = self.tables[0].device
         place_AN = torch.unravel_index(torch.arange(first, first + count, device=device), self.sizes)
         return torch.stack([F.embedding(i, table) for i, table in zip(place_AN, self.tables, strict=True)]).sum(0)
