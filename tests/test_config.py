@@ -122,6 +122,10 @@ def test_every_problem_is_told_at_once() -> None:
         ("data.held_out=3", "it is for cifar10, imagenet64"),
         ("data.vocabulary=500", "data.vocabulary=500 has no effect with data.tokenizer=bytes; it is for sentencepiece"),
         ("data.pairs=4", "data.pairs=4 has no effect with data.name=stdlib; it is for recall"),
+        (
+            "routing=blocks_random routing.compressed=true",
+            "routing.compressed=true has no effect with routing.selection=blocks_random; it is for blocks",
+        ),
         ("routing.block=8", "routing.block=8 has no effect with routing.selection=causal; it is for blocks"),
         ("routing=exact routing.decay=0.5", "routing.decay=0.5 has no effect with routing.selection=exact"),
         ("model.stride=8", "model.stride=8 has no effect with model.base=local; it is for strided, fixed"),

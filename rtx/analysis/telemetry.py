@@ -67,8 +67,9 @@ def probe(heads: Routing, snapshot: Snapshot, reads: Reads) -> tuple[Tensor, Ten
     v_NX = torch.cat([position_N[:, None], torch.ones(N, 1, device=device), position_N[:, None] == at_P], dim=1).float()
     asks_R = torch.isin(position_N, at_P).repeat(H)
     q, k = snapshot.q_HND[None].float(), snapshot.k_HND[None].float()
+    terms = heads.terms(D, None)._replace(dropout=0.0)  # nothing is drawn: training goes on with the same bits
     with torch.autocast(device.type, enabled=False):
-        out_BHNX = attend(q, k, v_NX.expand(1, H, N, -1), [read_by(reads, asks_R)], heads.terms(D, None), "torch")
+        out_BHNX = attend(q, k, v_NX.expand(1, H, N, -1), [read_by(reads, asks_R)], terms, "torch")
     out_HPX = out_BHNX[0][:, at_P].double()
     reads_HP = out_HPX[..., 1] > 0.5
     self_HP = out_HPX[..., 2:].diagonal(dim1=1, dim2=2)

@@ -36,7 +36,7 @@ def bench_steps(workshop: Workshop, name: str, *words: str, code: int = 0) -> st
 def test_rows_are_timed_in_turn_on_the_batches_of_training(workshop: Workshop) -> None:
     said = bench_steps(workshop, "timed", KINDS)
     assert "2 rows, 3 turns of 1 step" in said
-    assert "Local" in said and "Routing" in said
+    assert "local" in said and "routing" in said
     record = record_of(workshop, "timed")
     assert record["what"] == WHAT and record["device"] == "CPU, 1 thread" and record["versions"]["torch"]
     assert record["bench"] == {"turns": 3, "per_turn": 1, "warmup": 1}

@@ -20,7 +20,12 @@ NEEDS_A_GPU = {"gpu"}
 MAKES_JOBS = {"slurm", "submitit_local"}
 """Tested with the sweeps that they are for."""
 NEEDS_A_DOWNLOAD = {"enwik8", "wikitext103", "pg19", "cifar10", "imagenet64", "images"}
-DATA = {"stdlib": (), "text": ("data.path=book.txt",), "recall": ("data.pairs=2", "data.sequences=4")}
+DATA = {
+    "stdlib": (),
+    "text": ("data.path=book.txt",),
+    "hub": ("data.path=texts",),
+    "recall": ("data.pairs=2", "data.sequences=4"),
+}
 
 
 def is_done(run: Path, steps: int) -> bool:
@@ -42,6 +47,8 @@ def test_data(workshop: Workshop, data: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(workshop.folder)
     few = text.library_files()[:2]
     monkeypatch.setattr(text, "library_files", lambda: few)
+    (workshop.folder / "texts").mkdir(exist_ok=True)
+    (workshop.folder / "texts" / "train.txt").write_text("".join(f"line {number}\n" for number in range(2_000)))
     run = workshop.folder / f"data-{data}"
     workshop.command("train", f"data={data}", *DATA[data], *SMALL, *STEP, run=run)
     assert is_done(run, 1)
@@ -56,6 +63,7 @@ def test_logger(workshop: Workshop, logger: str, mode: str | None, monkeypatch: 
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(workshop.folder))
     wandb = MagicMock()
+    wandb.login.return_value = False  # no key
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     run = workshop.train(f"logger-{logger}", *STEP, f"logger={logger}")
     assert is_done(run, 1)

@@ -115,7 +115,7 @@ def test_what_recall_does_not_have_is_refused_in_a_line(workshop: Workshop, reca
         (("eval", str(recall_run), "stride=5"), "trainer.val_stride=5 has no place in data=recall"),
         (("train", "data=recall", "data.pairs=70", "data.keys=70"), "take 280 units, more than data.length=256"),
         (("train", "data=recall", "data.pairs=17"), "data.pairs=17 must be at most data.keys=16"),
-        (("train", "data=recall", "data.path=x"), "data.path=x is not read by data=recall"),
+        (("train", "data=recall", "data.path=x"), "data.path=x has no effect with data.name=recall"),
     ):
         printed = workshop.command(*arguments, code=2)
         assert said in printed and printed.count("\n") <= 2
@@ -125,5 +125,5 @@ def test_plan_and_data_know_recall(workshop: Workshop) -> None:
     printed = workshop.command("plan", *RECALL)
     assert "N = 32 recall units" in printed
     task = [word for word in RECALL if word.startswith("data")]
-    assert "nothing to prepare; valid 27, test 27 answers" in workshop.command("data", "prepare", *task)
+    assert "made on the fly; valid 27, test 27 answers" in workshop.command("data", "prepare", *task)
     assert "nothing on disk to verify" in workshop.command("data", "verify", *task)

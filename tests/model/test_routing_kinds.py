@@ -51,7 +51,6 @@ def test_keys_of_their_own_are_learned_and_counted(keys: str) -> None:
         ({"selection": "exact", "routing_keys": "shared"}, r"selection=exact needs routing\.keys=separate"),
         ({"routing_key_shift": 1}, r"key_shift=1 .* for routing\.keys=shared"),
         ({"selection": "blocks", "routing_block": 7}, r"block=7 must be at most routing\.window=6"),
-        ({"selection": "blocks_random", "routing_compressed": True}, r"compressed=true is for .*=blocks"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:

@@ -69,7 +69,10 @@ def test_three_seeds_give_no_verdict(tmp_path: Path) -> None:
     assert all(half is not None for half in column(report.answer, "half"))
 
 
-def test_the_first_lines_of_a_terminal_hold_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_lines_of_a_terminal_hold_the_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     assert cli.main(["report", str(write_kinds(tmp_path))]) == 0
     lines = capsys.readouterr().out.splitlines()[:25]
     said = "\n".join(lines)

@@ -14,16 +14,30 @@ from rtx.errors import UserError
 from rtx.sweep.cells import Cell, lay_out, refuse_sweep
 
 LOCAL, FULL = ("model.base=local", "routing.heads=0"), ("model.base=full", "routing.heads=0")
+ADAPTIVE = (
+    "model=adaptive_span",
+    "model.layers=36",
+    "model.window=4096",
+    "model.max_distance=4095",
+    "data.length=4096",
+)
+T64 = (
+    *("data.length=512", "model.layers=64", "model.heads=2", "model.hidden=512", "model.base=full", "routing.heads=0"),
+    *("model.positions=learned", "model.ffn=relu", "model.ffn_hidden=2048"),
+    *("model.dropout=0.55", "model.attention_dropout=0.55", "model.ffn_dropout=0.55"),
+)
+PUBLISHED = ("model=reformer", "model.lsh=reformer", "trainer.batch_size=8")
+
 ROWS = {
     "cifar10_baselines": ("cifar10", [FULL, LOCAL, ("routing.selection=random",)]),
-    "wikitext103_baselines": ("wikitext103", [("model.layers=16", "routing.heads=0"), FULL]),
+    "wikitext103_baselines": ("wikitext103", [("model.layers=16", "routing.heads=0"), FULL, ADAPTIVE]),
     "enwik8_baselines": (
         "enwik8",
-        [("model=rt24", "routing.heads=0"), FULL, ("model=sparse_transformer",), ("model=adaptive_span",)],
+        [("model=rt24", "routing.heads=0"), FULL, ("model=sparse_transformer",), ("model=adaptive_span",), T64],
     ),
     "imagenet64_baselines": (
         "imagenet64",
-        [LOCAL, FULL, ("model=sparse_transformer-imagenet64",), ("model=reformer",)],
+        [LOCAL, FULL, ("model=sparse_transformer-imagenet64",), PUBLISHED, (*PUBLISHED[:1], "trainer.batch_size=8")],
     ),
     "pg19_baselines": ("pg19", [("model.layers=24", "routing.heads=0"), FULL]),
     "pg19_steps": ("pg19", [("model.layers=24", "routing.heads=0"), ("routing.heads=2",)]),
@@ -72,7 +86,7 @@ def test_several_experiments_are_one_sweep_and_an_override_reaches_every_cell() 
     assert [shape(cell) for cell in small[:2]] == [(64, 1, 2), (64, 2, 2)]
     assert {cell.routing.heads for cell in small if cell.model.base == "full"} == {0}  # what makes it that row stands
     assert [config.name for config in configs("experiment=smoke,null", "seed=1,2")] == ["smoke", "smoke", "rtx", "rtx"]
-    assert len(cells("experiment=glob(enwik8*)")) == 5  # enwik8_baselines stands for four that are there already
+    assert len(cells("experiment=glob(enwik8*)")) == 6  # enwik8_baselines stands for five that are there already
 
 
 def test_a_cell_is_named_by_what_is_swept() -> None:
