@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from rtx.config import Config, hash_buckets
-from rtx.model.patterns import ROUTED, layer_patterns
+from rtx.model.layer_heads import ROUTED, layer_patterns
 from rtx.model.transformer import Transformer
 
 INDEXER_UNITS = 16

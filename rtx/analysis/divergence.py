@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from rtx.analysis.attention_weights import groups_of, layer_inputs, weight_blocks
+from rtx.model.layer_heads import ROUTED
 from rtx.model.multihead import MultiheadAttention
-from rtx.model.patterns import ROUTED
 from rtx.model.transformer import Transformer
 
 Head = tuple[str, int]

@@ -24,8 +24,8 @@ from rtx.attention.pattern import Pattern
 from rtx.attention.patterns import Random
 from rtx.attention.routing import Routing
 from rtx.config import Config, precision_on
+from rtx.model.layer_heads import ROUTED, layer_patterns, make_pattern
 from rtx.model.likelihood import MAX_LOGITS
-from rtx.model.patterns import ROUTED, layer_patterns, make_pattern
 
 INDEX = 8
 """Bytes of a row number."""

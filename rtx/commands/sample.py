@@ -11,10 +11,10 @@ from rtx.data.sets import IMAGE_SETS
 from rtx.data.tokenizers import encode_text
 from rtx.errors import UserError
 from rtx.options import SampleOptions, read_words
-from rtx.report.text import TextStream
 from rtx.training.inference import LoadedRun, load_run, prepare_device, run_config
 from rtx.training.samples import draw, save_images, save_sample
 from rtx.training.signals import INTERRUPTED, Stopped
+from rtx.wording import TextStream
 
 TEXT_LENGTH = 1000
 

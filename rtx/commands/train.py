@@ -31,7 +31,6 @@ from rtx.evaluation.scores import measured
 from rtx.model.transformer import Transformer
 from rtx.options import SampleOptions
 from rtx.report.summary import answers_line, closing_lines, protocol_line
-from rtx.report.text import printable
 from rtx.training.checkpoint import Checkpoint, newest_checkpoint
 from rtx.training.config_diff import differences
 from rtx.training.distributed import Ranks
@@ -46,6 +45,7 @@ from rtx.training.run_folder import Status, given_folder, new_run_folder, read_s
 from rtx.training.samples import draw, save_images, save_sample
 from rtx.training.signals import Signals, Stopped, started_by_another, state_after
 from rtx.training.trainer import Outcome, Run
+from rtx.wording import printable
 
 SAMPLE_LENGTH, SAMPLE_TEMPERATURE = 240, 0.8
 SAMPLE_UNITS = 3072

@@ -15,7 +15,7 @@ from rtx.attention.cache import Cache
 from rtx.attention.pattern import Pattern
 from rtx.attention.softmax import Relative
 from rtx.config import Config
-from rtx.model.patterns import ROUTED, layer_patterns, make_pattern
+from rtx.model.layer_heads import ROUTED, layer_patterns, make_pattern
 from rtx.model.positions import Rotary, Shaw
 
 

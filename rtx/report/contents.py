@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rtx.report.divergence import divergence_views, newest_divergence
+from rtx.report.divergences import divergence_views, newest_divergence
 from rtx.report.paper import heads_label, paper_tables, table_of
 from rtx.report.plots import Plot, plots_of
 from rtx.report.run_records import Cell, Collection, part

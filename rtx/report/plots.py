@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rtx.report.divergence import BOUND, kinds_of, name_of, newest_divergence, paper_spreads, spreads
+from rtx.report.divergences import BOUND, kinds_of, name_of, newest_divergence, paper_spreads, spreads
 from rtx.report.paper import heads_label
 from rtx.report.ranking import half_interval, mean
 from rtx.report.run_records import Cell, real

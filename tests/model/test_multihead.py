@@ -10,8 +10,8 @@ from rtx.attention.pattern import Pattern
 from rtx.attention.patterns import Local, Random
 from rtx.attention.routing import Routing
 from rtx.errors import UserError
+from rtx.model.layer_heads import layer_patterns, routing_heads
 from rtx.model.multihead import MultiheadAttention
-from rtx.model.patterns import layer_patterns, routing_heads
 from rtx.model.transformer import Transformer
 
 

@@ -9,7 +9,7 @@ import pytest
 from records import config, write_divergence, write_run
 
 from rtx.report.contents import build
-from rtx.report.divergence import newest_divergence
+from rtx.report.divergences import newest_divergence
 from rtx.report.run_records import collect
 from rtx.report.tables import Table
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rtx.report.text import TextStream, printable
+from rtx.wording import TextStream, printable
 
 
 def test_control_characters_never_reach_a_terminal() -> None:
