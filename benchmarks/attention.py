@@ -59,9 +59,7 @@ from rtx.training.hardware import keep_freed_memory
 
 SIZES = {
     "main": [Size("main", 8_192, 256, 32), Size("main", 16_384, 256, 64), Size("main", 3_072, 512, 6)],
-    "long": [Size("long", 32_768, 256, 128)],
     "growth": [Size("growth", N, N // C, C) for N, C in ((8_192, 64), (16_384, 128), (32_768, 128), (65_536, 256))],
-    "memory": [Size("memory", N, 256, N // 256) for N in (8_192, 16_384, 32_768, 65_536)],
 }
 RIVAL = {
     **dict.fromkeys(("routing_topk", "routing_causal", "random", "sdpa_blocks"), "peer_routing"),
