@@ -61,7 +61,7 @@ def join(outs: list[Tensor], sums: list[Tensor]) -> Tensor:
 def attend_part(
     q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Part, terms: Terms, backend: str, joined: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs `[R, D]` and, where they are `joined`, the logarithms of the summed exponentials `[R]`."""
+    """Return the outputs `[R, D]` and the logarithms of the summed exponentials, of rows where these are `joined`."""
     if backend == "auto":
         usual = part.length >= MIN_NATIVE and native_refusal(q_RD, terms) is None and native.available()
         backend = "native" if usual else "torch"
@@ -70,7 +70,10 @@ def attend_part(
     if isinstance(part, Indexed):
         return attend_indexed(q_RD, k_RD, v_RD, part, terms, backend)
     if backend == "native":
-        return native.attend_ranges(q_RD, k_RD, v_RD, part, terms.scale)
+        out_RD, sum_P = native.attend_ranges(q_RD, k_RD, v_RD, part, terms.scale)
+        if joined:
+            sum_P = sum_P.new_full((len(q_RD),), float("-inf")).index_copy(0, part.query.row_M, sum_P)
+        return out_RD, sum_P
     if backend == "flex":
         return flex.attend(q_RD, k_RD, v_RD, part, terms)
     return by_blocks(q_RD, k_RD, v_RD, part, terms, joined)
@@ -261,10 +264,7 @@ def attend_indexed(
 
 
 def in_graph(out: Tensor, *inputs: Tensor | None) -> Tensor:
-    """Return outputs that belong to the graph of the inputs: zero gradients where no input was read.
-
-    A loss over them alone can then be differentiated, as that of any other batch.
-    """
+    """Return outputs in the graph of the inputs, also where none was read: any loss over them has (zero) gradients."""
     learned = [x for x in inputs if x is not None and x.requires_grad]
     if out.requires_grad or not learned or not torch.is_grad_enabled():
         return out

@@ -44,14 +44,12 @@ class Problem(ctypes.Structure):
 
 
 def attend_ranges(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Reads, scale: float) -> Pair:
-    """Return the means over the ranges that a row reads, `[R, Dv]`, and the log-sums of its logits, `[R]`."""
-    rows, heads = len(q_RD), len(q_RD) // part.length
-    row_P = part.query.row_M
+    """Return the means over the ranges that a row reads, `[R, Dv]`, and the log-sums of members' logits, `[P]`."""
+    heads, row_P = len(q_RD) // part.length, part.query.row_M
     begin = torch.searchsorted(row_P // part.length, torch.arange(heads + 1))
-    weight_P = 1 / part.times_R(rows).clamp(min=1)[row_P].float()
+    weight_P = 1 / part.times_R(len(q_RD)).clamp(min=1)[row_P].float()
     reads = row_P, part.key.row_M, part.start_P, part.stop_P, begin, weight_P
-    out_RD, sum_P = Attention.apply(q_RD, None if k_RD is q_RD else k_RD, v_RD, scale, heads, *reads)
-    return out_RD, sum_P.new_full((rows,), float("-inf")).index_copy(0, row_P, sum_P)
+    return Attention.apply(q_RD, None if k_RD is q_RD else k_RD, v_RD, scale, heads, *reads)
 
 
 class Attention(torch.autograd.Function):

@@ -124,7 +124,7 @@ class Routing(Pattern):
                 real_BN,
                 selection=self.selection,
                 window=store.window,
-                threshold_HC=threshold_HC,
+                threshold_HC=threshold_HC if self.selection == "causal" or store.threshold_rate else None,
                 update=store.update_rule if self.training and not paused.get() else None,
                 nearest=self.training and bool(self.commitment),
             )
