@@ -1,13 +1,13 @@
-"""What a run costs, from its configuration alone: parameters and floating-point operations.
+"""What a run costs, from its configuration alone: parameters, and operations (multiplications and additions apart).
 
-A multiplication and an addition count as two operations. Attention is counted by the pairs of positions that the
-pattern reads, not by what a kernel computes and throws away.
+Attention is counted by the pairs of positions that patterns read, not by what a kernel computes and throws away.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from rtx.config import Config, hash_buckets
@@ -52,61 +52,48 @@ def cost(config: Config, vocabulary: int) -> Cost:
     tables = {id(model.embedding.table_VS), id(model.output_VS), id(model.output_bias_V)}
     matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
     groups = [group for layer in range(layers) for group in layer_patterns(config, layer).items()]
+    heads = {name: head_cost(name, config) for name, _ in groups}
     return Cost(
         parameters=model.count_parameters(),
         embedding_parameters=sum(p.numel() for p in model.parameters() if id(p) in tables),
         dense=2.0 * N * (matrices + model.output_VS.numel()),
-        attention=sum(4.0 * size * count * pairs(name, config) for name, count in groups),
-        selection=sum(count * selection(name, config) for name, count in groups),
+        attention=sum(4.0 * size * count * heads[name][0] for name, count in groups),
+        selection=sum(count * heads[name][1] for name, count in groups),
         full_attention=4.0 * size * config.model.heads * layers * triangle(N),
     )
 
 
-def pairs(name: str, config: Config) -> float:
-    """Return how many pairs of positions a head of a group reads in one sequence (for causal selection, on average)."""
-    N, model, routing = config.data.length, config.model, config.routing
-    clusters, window = routing.clusters or 0, routing.window
-    if name == "lsh":  # buckets evenly filled, and no pair shown by two rounds
-        buckets = hash_buckets(config)
-        return model.hash_rounds * buckets * window_pairs(N / buckets, model.window)
-    if name == "strided":
-        return strided_pairs(N, model.stride)
-    if name == "fixed":
-        return fixed_pairs(N, model.stride, model.summary)
-    if name != ROUTED:
-        return triangle(N) if name == "full" else window_pairs(N, model.window)
-    if routing.selection in ("exact", "indexer"):
-        return window_pairs(N, window)
-    if routing.selection in ("blocks", "blocks_random"):
-        chosen = routing.block * finished_blocks(N, routing.block, window // routing.block)
-        # The branch over means reads every finished block as one key.
-        means = finished_blocks(N, routing.block, N) if routing.compressed else 0
-        return fixed_pairs(N, routing.block, 0) + chosen + means
-    if routing.selection == "nearest":  # evenly filled clusters
-        return clusters * window_pairs(N / clusters, window)
-    return clusters * triangle(min(window, N))
+def head_cost(name: str, config: Config) -> tuple[float, float]:
+    """Return the pairs that a head of a group reads in one sequence, and the operations with which it chooses them.
 
-
-def selection(name: str, config: Config) -> float:
-    """Return the operations with which a head of a group chooses what to read in one sequence."""
-    routing, N, size = config.routing, config.data.length, config.model.hidden / config.model.heads
+    Clusters and buckets are taken as evenly filled, and no pair as shown by two rounds of hashing.
+    """
+    N, model, routing, size = config.data.length, config.model, config.routing, config.model.hidden / config.model.heads
     if name == "lsh":  # one product for a bucket and its opposite
-        return config.model.hash_rounds * hash_buckets(config) * size * N
-    if name != ROUTED or routing.selection in ("random", "blocks_random"):
-        return 0.0
+        buckets = model.hash_rounds * hash_buckets(config)
+        return buckets * window_pairs(N / hash_buckets(config), model.window), buckets * size * N
+    if name == "strided":
+        return strided_pairs(N, model.stride), 0.0
+    if name == "fixed":
+        return fixed_pairs(N, model.stride, model.summary), 0.0
+    if name != ROUTED:
+        return triangle(N) if name == "full" else window_pairs(N, model.window), 0.0
     if routing.selection == "exact":
-        return 2.0 * size * triangle(N)
-    if routing.selection == "blocks":
-        return 2.0 * size * finished_blocks(N, routing.block, N)
+        return window_pairs(N, routing.window), 2 * size * triangle(N)
     if routing.selection == "indexer":
-        return 2.0 * INDEXER_UNITS * (triangle(N) + 2 * size * N)
-    clusters = routing.clusters or 0
-    return 2.0 * size * N * {"shared": clusters, "separate": 2 * clusters, "projected": clusters + size}[routing.keys]
-
-
-def finished_blocks(n: int, block: int, most: int) -> float:
-    """Blocks that end before a position, `most` of them at the most, over n positions."""
-    return float(sum(min(most, i // block) for i in range(n)))
+        return window_pairs(N, routing.window), 2 * INDEXER_UNITS * (triangle(N) + 2 * size * N)
+    if routing.selection in ("blocks", "blocks_random"):
+        finished = finished_blocks(N, routing.block, N)
+        read = routing.block * finished_blocks(N, routing.block, routing.window // routing.block)
+        read += finished if routing.compressed else 0  # each as one key, its mean
+        choice = 2 * size * finished if routing.selection == "blocks" else 0.0
+        return fixed_pairs(N, routing.block, 0) + read, choice
+    C = routing.clusters or 0
+    read = C * (
+        window_pairs(N / C, routing.window) if routing.selection == "nearest" else triangle(min(routing.window, N))
+    )
+    vectors = {"shared": C, "separate": 2 * C, "projected": C + size}[routing.keys]
+    return read, 0.0 if routing.selection == "random" else 2 * size * N * vectors
 
 
 def triangle(n: float) -> float:
@@ -122,11 +109,15 @@ def window_pairs(n: float, window: float) -> float:
 
 def strided_pairs(n: int, stride: int) -> float:
     """Pairs j <= i among n positions with a distance that is a multiple of the stride."""
-    rows, longer = divmod(n, stride)
-    return longer * triangle(rows + 1) + (stride - longer) * triangle(rows)
+    return float((np.arange(n) // stride + 1).sum())
 
 
 def fixed_pairs(n: int, block: int, summary: int) -> float:
     """Pairs j <= i among n positions in one block, or with j among the `summary` columns of an earlier block."""
-    blocks, rest = divmod(n, block)
-    return blocks * triangle(block) + triangle(rest) + summary * (block * triangle(blocks - 1) + rest * blocks)
+    i = np.arange(n)
+    return float((i % block + 1 + i // block * summary).sum())
+
+
+def finished_blocks(n: int, block: int, most: int) -> float:
+    """Blocks that end before a position, `most` of them at the most, over n positions."""
+    return float((np.arange(n) // block).clip(max=most).sum())
