@@ -22,7 +22,7 @@ from typing import Any
 from machine import code, machine
 from omegaconf import OmegaConf
 
-from rtx.analysis.price import DIFFERENCES
+from rtx.analysis.loss_by_position import DIFFERENCES
 from rtx.training.run_folder import read_status
 
 SELECTIONS = ("topk", "causal", "random")

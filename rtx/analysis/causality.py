@@ -1,4 +1,4 @@
-"""Which past outputs move when the future changes: of whole models, and of each layer's heads by themselves.
+"""Which past outputs move when the future changes, of whole models and of each layer's heads; and what trains choices.
 
 No gradient shows such a leak: a choice of keys that reads the future is not differentiated. Changing the future does.
 
@@ -8,14 +8,22 @@ Shapes: B sequences, N positions, P past positions, H heads, D head size, E hidd
 from __future__ import annotations
 
 import contextlib
+import copy
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rtx.attention.centroids import statistics_paused
+from rtx.attention.choices import Blocks, Choice, Indexer, RandomBlocks
+from rtx.attention.pattern import Pattern
+from rtx.attention.patterns import Random
+from rtx.attention.routing import Routing
+from rtx.errors import RunFailed
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.transformer import Transformer
 
@@ -24,47 +32,30 @@ Group = tuple[int, str]
 
 
 @dataclass
-class Moves:
-    """What moved of one kind of output, over all prefixes and sequences; past positions alone are looked at."""
-
-    largest: float = 0.0
-    """Largest relative change, as `relative_change`."""
-    moved: int = 0
-    """Positions that changed by more than the tolerance, of `past`."""
-    past: int = 0
-
-    def add(self, change_BP: Tensor, tolerance: float) -> None:
-        """Take in the relative changes of the positions of a prefix."""
-        self.largest = max(self.largest, float(change_BP.max()))
-        self.moved += int((change_BP > tolerance).sum())
-        self.past += change_BP.numel()
-
-
-@dataclass
 class Audit:
-    """What moved of a model: its logits and, where its layers are known, each group of heads by itself."""
+    """How far outputs at the positions of all prefixes moved, as `relative_change`: 1-d tensors."""
 
+    tolerance: float
+    """Changes up to here are no move."""
     repeat: float
-    """Largest relative change of the logits when nothing at all changes: above 0, the model draws or remembers."""
-    logits: Moves = field(default_factory=Moves)
-    groups: dict[Group, Moves] = field(default_factory=dict)
+    """Largest change of the logits when nothing at all changes: above the tolerance, the model draws or remembers."""
+    logits: Tensor
+    groups: dict[Group, Tensor]
+    """Of each group of heads by itself, where the model's layers are known."""
 
     @property
     def sees_future(self) -> bool:
         """Whether an output of the past moved."""
-        return self.logits.moved > 0 or bool(self.origins)
+        return bool((self.logits > self.tolerance).any()) or bool(self.origins)
 
     @property
     def origins(self) -> list[Group]:
         """The groups in which the past moves though the past of their layer's input does not."""
-        return [group for group, moves in self.groups.items() if moves.moved]
+        return [group for group, change in self.groups.items() if (change > self.tolerance).any()]
 
 
 def prefix_lengths(length: int, count: int) -> list[int]:
-    """Return up to `count` prefix lengths from 1 to `length` - 1, both included, in order.
-
-    They are the powers of two with both neighbours (where blocks and windows begin), thinned out evenly.
-    """
+    """Return up to `count` prefix lengths from 1 to `length` - 1: powers of two and their neighbours, thinned out."""
     powers = (1 << power for power in range(length.bit_length() + 1))
     near = {size for power in powers for size in (power - 1, power, power + 1) if 0 < size < length}
     lengths = sorted(near | {length - 1})
@@ -79,10 +70,7 @@ def other_future(ids_BN: Tensor, prefix: int, vocabulary: int, seed: int) -> Ten
 
 
 def relative_change(before: Tensor, after: Tensor) -> Tensor:
-    """Return the largest change of a unit of each vector over its largest unit, before or after: `[..., D]` to `[...]`.
-
-    It lies between 0 and 2; two zero vectors give 0.
-    """
+    """Return the largest change of a unit of each vector over its largest unit, `[..., D]` to `[...]`, 0 to 2."""
     change, size = (after - before).abs().amax(-1), torch.maximum(before.abs(), after.abs()).amax(-1)
     return torch.where(size > 0, change / size.clamp_min(torch.finfo(size.dtype).tiny), 0.0)
 
@@ -106,39 +94,35 @@ def audit_outputs(
             generators in the same state each time, so that what it draws is no change.
         ids_BN: token ids, below `vocabulary`.
         prefixes: from 1 to N - 1, as `prefix_lengths`.
-        tolerance: relative changes up to here are no move.
-        seed: of the other tokens.
+        tolerance, seed: of the result; of the other tokens.
         on_progress: called with prefixes done and prefixes in all.
         heads: called behind `outputs` with the prefix (0: nothing changed), gives what heads put out, `[B, H, N, D]`.
 
     Raises:
-        ValueError: outputs of another shape, or NaN or infinity among them.
+        RunFailed: NaN or infinity among the outputs.
     """
-    run(outputs, ids_BN, seed)  # some modules settle when they are first called
-    before_BNV = run(outputs, ids_BN, seed)
-    audit = Audit(float(relative_change(before_BNV, run(outputs, ids_BN, seed)).max()))
-    before = heads(0)
+
+    def run(ids_BN: Tensor) -> Tensor:
+        with torch.random.fork_rng([ids_BN.device] if ids_BN.is_cuda else []):
+            torch.manual_seed(seed)
+            out_BNV = outputs(ids_BN)
+        if not bool(out_BNV.isfinite().all()):
+            raise RunFailed("outputs hold NaN or infinity; nothing can be said of what moves them")
+        return out_BNV
+
+    run(ids_BN)  # some modules settle when they are first called
+    before_BNV = run(ids_BN)
+    repeat = float(relative_change(before_BNV, run(ids_BN)).max())
+    before, logits = heads(0), []
+    groups: dict[Group, list[Tensor]] = {}
     for done, prefix in enumerate(prefixes, start=1):
-        after_BNV = run(outputs, other_future(ids_BN, prefix, vocabulary, seed), seed)
-        audit.logits.add(relative_change(before_BNV[:, :prefix], after_BNV[:, :prefix]), tolerance)
+        after_BNV = run(other_future(ids_BN, prefix, vocabulary, seed))
+        logits.append(relative_change(before_BNV[:, :prefix], after_BNV[:, :prefix]).flatten())
         for group, out_BHND in heads(prefix).items():
             change_BHP = relative_change(before[group][:, :, :prefix], out_BHND[:, :, :prefix])
-            audit.groups.setdefault(group, Moves()).add(change_BHP.amax(dim=1), tolerance)
+            groups.setdefault(group, []).append(change_BHP.amax(dim=1).flatten())
         on_progress(done, len(prefixes))
-    return audit
-
-
-def run(outputs: Callable[[Tensor], Tensor], ids_BN: Tensor, seed: int) -> Tensor:
-    """Return checked outputs, torch's generators seeded before and put back after."""
-    with torch.random.fork_rng([ids_BN.device] if ids_BN.is_cuda else []):
-        torch.manual_seed(seed)
-        out = outputs(ids_BN)
-    if not isinstance(out, Tensor) or out.ndim != 3 or out.shape[:2] != ids_BN.shape:
-        shown = list(out.shape) if isinstance(out, Tensor) else f"a {type(out).__name__}"
-        raise ValueError(f"outputs must be logits [{ids_BN.shape[0]}, {ids_BN.shape[1]}, vocabulary], not {shown}")
-    if not bool(out.isfinite().all()):
-        raise ValueError("outputs hold NaN or infinity; nothing can be said of what moves them")
-    return out
+    return Audit(tolerance, repeat, torch.cat(logits), {group: torch.cat(x) for group, x in groups.items()})
 
 
 def audit_model(
@@ -149,13 +133,12 @@ def audit_model(
     A layer above a leak moves because its input does. So that a leak is found where it arises, the heads of each layer
     are run once more on a mixture: at the positions of the prefix the layer's input from the unchanged sequence, behind
     it its input from the changed one. What then moves at the positions of the prefix was moved by these heads;
-    everything else in a block works on each position alone. A position of a group counts as moved where the output of
-    any of its heads did.
+    everything else in a block works on each position alone.
 
     Args:
         model: converted to float64 where the smallest changes are to be seen.
-        ids_BN: what the positions read. Position 0 of the model reads its start vector and position i the unit before
-            the one it predicts, so `ids[:, i]` is what position i reads, and `ids[:, 0]` stands for nothing.
+        ids_BN: what the positions read: `ids[:, i]` is the unit before the one that position i predicts, and
+            `ids[:, 0]` stands for nothing (the model has its start vector there).
         streaming: audit the reading in which every decision is made from the prefix alone.
         prefixes, options: as for `audit_outputs`.
     """
@@ -170,9 +153,12 @@ def audit_model(
 
     def heads(prefix: int) -> dict[Group, Tensor]:
         unchanged.extend([] if prefix else inputs)
-        mixed = [torch.cat([x[:, :prefix], y[:, prefix:]], dim=1) for x, y in zip(unchanged, inputs, strict=True)]
-        found = [head_outputs(layer, x_BNE, streaming) for layer, x_BNE in zip(layers, mixed, strict=True)]
-        return {(at, name): out_BHND for at, of_layer in enumerate(found) for name, out_BHND in of_layer.items()}
+        found = {}
+        for number, (layer, x_BNE, y_BNE) in enumerate(zip(layers, unchanged, inputs, strict=True)):
+            split = layer.split(torch.cat([x_BNE[:, :prefix], y_BNE[:, prefix:]], dim=1))
+            for name, pattern, relative, qkv in zip(layer.groups, layer.each(), layer.relative(), split, strict=True):
+                found[number, name] = pattern(*qkv, rotate=layer.rotary, relative=relative, prefix=streaming)[0]
+        return found
 
     with contextlib.ExitStack() as hooks:
         for layer in layers:
@@ -180,10 +166,46 @@ def audit_model(
         return audit_outputs(outputs, ids_BN, model.vocabulary, prefixes, heads=heads, **options)
 
 
-def head_outputs(attention: MultiheadAttention, x_BNE: Tensor, streaming: bool) -> dict[str, Tensor]:
-    """Return what each group of a layer's heads gives, `[B, H, N, D]`, before the layer's output matrix joins them."""
-    every = zip(attention.groups, attention.each(), attention.relative(), attention.split(x_BNE), strict=True)
-    return {
-        name: pattern(q, k, v, rotate=attention.rotary, relative=relative, prefix=streaming)[0]
-        for name, pattern, relative, (q, k, v) in every
-    }
+def choice_gradients(model: Transformer, tokens_BN: Tensor) -> list[dict[str, Any]]:
+    """Take a training pass, forward and backward, with a copy of the model: does each choice that should train do so?
+
+    A choice of keys has no gradient of its own; what makes it must be trained by something else.
+
+    Returns:
+        A row for each group of heads that chooses: its layer, what trains its choice, the norm of the gradient of its
+        queries or of the indexer (None: nothing should train, or it is not finite), and whether it is missing.
+    """
+    model = copy.deepcopy(model).train()
+    model.zero_grad()
+    devices = [tokens_BN.device] if tokens_BN.is_cuda else []
+    with statistics_paused(), torch.random.fork_rng(devices), torch.enable_grad():
+        nats_BN, auxiliary = model.loss(tokens_BN)
+        (nats_BN.mean() + auxiliary).backward()
+    rows = []
+    for layer, block in enumerate(model.blocks):
+        attention: MultiheadAttention = block.attention  # type: ignore[assignment]
+        assert attention.qkv.weight.grad is not None
+        queries = attention.qkv.weight.grad.split(attention.widths)  # then keys, then values
+        for (name, pattern), query_grad in zip(attention.groups.items(), queries, strict=False):
+            if isinstance(pattern, Routing | Random | Choice):
+                grads = [p.grad for p in pattern.choice_parameters()] if isinstance(pattern, Indexer) else [query_grad]
+                norm = float(torch.stack([x.norm() for x in grads if x is not None] or [torch.zeros(())]).norm())
+                drawn = isinstance(pattern, Random | RandomBlocks)
+                row = {"layer": layer, "heads": name, "trained_by": trained_by(pattern)}
+                row["gradient"] = None if drawn or not math.isfinite(norm) else norm
+                rows.append({**row, "missing": not drawn and not 0 < norm < math.inf})
+    return rows
+
+
+def trained_by(pattern: Pattern) -> str:
+    """Return what trains a choice, in words."""
+    if isinstance(pattern, Random | RandomBlocks):
+        return "nothing: it is drawn"
+    if isinstance(pattern, Indexer):
+        return "the divergence of its scores to the attention"
+    if isinstance(pattern, Routing):
+        vectors = "queries and keys" if pattern.has_keys else "queries"
+        pull = " and the commitment to centroids" if pattern.commitment else ""
+        return f"its {vectors}, by the attention{pull}; centroids by k-means (update={pattern.centroids.update_rule})"
+    compressed = isinstance(pattern, Blocks) and pattern.gate_H2D is not None
+    return "the attention's own queries and keys" + (", and the compressed branch" if compressed else "")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rtx.disk import replace_file, write_json
+from rtx.disk import replace_file
 from rtx.errors import RunFailed
 
 
@@ -17,19 +18,12 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     print(pandas.DataFrame(rows).to_string(index=False, na_rep="-", float_format="{:.4g}".format))
 
 
-def plus_minus(value: float, error: float | None, digits: int = 4, sign: str = "") -> str:
-    """Return a value with its error."""
-    return f"{value:{sign}.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
-
-
 def save(path: Path, content: bytes | Mapping[str, Any]) -> None:
     """Write a file whole, a mapping as JSON, and say where; `RunFailed` where it cannot be written."""
+    data = content if isinstance(content, bytes) else json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
     try:
         path.parent.mkdir(exist_ok=True)
-        if isinstance(content, bytes):
-            replace_file(path, lambda file: file.write(content))
-        else:
-            write_json(path, content)
+        replace_file(path, lambda file: file.write(data))
     except OSError as error:
         raise RunFailed(f"cannot write {path}: {error.strerror}") from error
     print(path)

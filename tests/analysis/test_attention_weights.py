@@ -1,8 +1,8 @@
-"""What heads read: the weights of the oracle by the patterns' own rules, clusters, divergences and telemetry."""
+"""What heads read: the weights of the oracle by the patterns' own rules, clusters and divergences."""
 
 from __future__ import annotations
 
-import math
+import itertools
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,17 @@ import torch
 from torch import Tensor
 
 from rtx.analysis import attention_weights
-from rtx.analysis.attention_weights import Heads, clusters_of, groups_of, layer_inputs, summary, weight_blocks
-from rtx.analysis.divergence import divergences, drawn_pairs, over_layers
+from rtx.analysis.attention_weights import (
+    Heads,
+    clusters_of,
+    divergences,
+    groups_of,
+    layer_inputs,
+    over_layers,
+    summary,
+    weight_blocks,
+)
 from rtx.attention import oracle
-from rtx.model.block import Block
-from rtx.model.transformer import Transformer
 from tests.model.tiny_models import tiny_model, tokens
 
 AT = torch.tensor([0, 1, 7, 8, 20, 23])
@@ -78,36 +84,23 @@ def test_weights_are_those_of_the_oracle(monkeypatch: pytest.MonkeyPatch, option
 
 
 def test_what_a_head_reads_on_average() -> None:
-    at_P = torch.tensor([0, 3])
     weight_PN = torch.tensor([[0.0, 0.0, 0.0, 0.0], [0.25, 0.0, 0.25, 0.5]])
-    told = summary(weight_PN, at_P)
+    told = summary(weight_PN, torch.tensor([0, 3]))
     assert told == {"reads_share": 0.5, "keys": 3, "distance": 1, "farthest": 3, "self_weight": 0.5}
-    assert summary(weight_PN[:1], at_P[:1])["keys"] is None
+    assert summary(weight_PN[:1], torch.tensor([0])) == {"reads_share": 0}
 
 
-def by_definition(p_NM: Tensor, q_NM: Tensor) -> Tensor:
-    """Return (KL(p | m) + KL(q | m)) / 2 of each row, with m = (p + q) / 2."""
+def apart(p_NN: Tensor, q_NN: Tensor) -> float:
+    """Return (KL(p | m) + KL(q | m)) / 2 with m = (p + q) / 2, a mean over the positions where both read something."""
 
     def entropy(x: Tensor) -> Tensor:
         return torch.xlogy(x, x).sum(-1)
 
-    return (entropy(p_NM) + entropy(q_NM)) / 2 - entropy((p_NM + q_NM) / 2)
+    both_N = (p_NN.sum(-1) > 0.5) & (q_NN.sum(-1) > 0.5)
+    return float(((entropy(p_NN) + entropy(q_NN)) / 2 - entropy((p_NN + q_NN) / 2))[both_N].mean())
 
 
 @torch.no_grad()
-def whole_weights(model: Transformer, layer: int, tokens_BN: Tensor) -> list[dict[tuple[str, int], Tensor]]:
-    """Return for each sequence the weights `[N, N]` of every head of a layer, by the oracle."""
-    attention, x_BNE = list(layer_inputs(model, tokens_BN))[layer]
-    return [
-        {
-            (name, head): weight_PNN.sum(0)
-            for name, group in groups_of(attention, x_1NE).items()
-            for head, weight_PNN in enumerate(in_every_list(group))
-        }
-        for x_1NE in x_BNE.split(1)
-    ]
-
-
 @pytest.mark.parametrize("options", [{"positions": "rotary"}, {"selection": "topk", "positions": "shaw"}], ids=str)
 def test_each_draw_is_the_mean_over_positions_where_both_read(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
@@ -115,24 +108,20 @@ def test_each_draw_is_the_mean_over_positions_where_both_read(
     model, tokens_BN = tiny_model(**options), tokens(batch=2)
     monkeypatch.setattr(attention_weights, "KEYS", 7)
     rows = divergences(model, tokens_BN, draws=3, seed=5)
-    found = {(row["layer"], *row["kind"]): row for row in rows}
     kinds = (("local", "local"), ("local", "routed"), ("routed", "routed"))
-    assert set(found) == {(0, "local", "local")} | {(layer, *kind) for layer in (1, 2) for kind in kinds}
-    for layer, block in enumerate(model.blocks):
-        assert isinstance(block, Block)
-        weights = whole_weights(model, layer, tokens_BN)
-        for kind, pairs in drawn_pairs(block.attention, 3, np.random.default_rng([5, layer])).items():
-            for r, (a, b) in enumerate(pairs):
-                p_NN, q_NN = weights[r % 2][a], weights[r % 2][b]
-                both_N = (p_NN.sum(-1) > 0.5) & (q_NN.sum(-1) > 0.5)
-                expected = float(by_definition(p_NN, q_NN)[both_N].mean())
-                assert found[(layer, *kind)]["nats_R"][r] == pytest.approx(expected, abs=1e-9)
-    assert all(0 <= nats <= math.log(2) + 1e-12 for row in rows for nats in row["nats_R"])
+    assert [(row["layer"], *row["kind"]) for row in rows] == [(0, *kinds[0]), *((n, *k) for n in (1, 2) for k in kinds)]
+    inputs = list(layer_inputs(model, tokens_BN))
+    for row in rows:
+        attention, x_BNE = inputs[row["layer"]]
+        for r, nats in enumerate(row["nats_R"]):
+            groups = groups_of(attention, x_BNE[r % 2][None])
+            first, second = ([w.sum(0) for w in in_every_list(groups[name])] for name in row["kind"])
+            same = row["kind"][0] == row["kind"][1]
+            pairs = itertools.combinations(first, 2) if same else itertools.product(first, second)
+            assert min(abs(apart(p, q) - nats) for p, q in pairs) < 1e-9
     local = next(row for row in over_layers(rows) if row["kind"] == ["local", "local"])
-    draws_LR = [found[layer, "local", "local"]["nats_R"] for layer in range(3)]
+    draws_LR = [row["nats_R"] for row in rows if row["kind"] == ["local", "local"]]
     assert local["mean"] == pytest.approx(np.mean(draws_LR))
     assert local["deviation"] == pytest.approx(np.mean(draws_LR, axis=0).std(ddof=1))
-
-
-def test_a_layer_of_one_head_has_no_pair() -> None:
-    assert divergences(tiny_model(heads=1, hidden=8, routing_heads=0), tokens()) == []
+    assert divergences(model, tokens_BN, draws=3, seed=5) == rows
+    assert divergences(tiny_model(heads=1, hidden=8, routing_heads=0), tokens()) == [], "one head is no pair"

@@ -1,4 +1,4 @@
-"""The audit itself: zero where nothing leaks, and what leaks is found, counted and located."""
+"""The audit itself: zero where nothing leaks, what leaks is found, counted and located; and what trains a choice."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rtx.analysis.causality import Audit, audit_model, audit_outputs, other_future, prefix_lengths, relative_change
+from rtx.analysis.causality import Audit, audit_model, audit_outputs, choice_gradients, other_future, prefix_lengths
+from rtx.attention.choices import Indexer
 from rtx.attention.pattern import Pattern
 from rtx.config import SELECTIONS, all_fields
+from rtx.errors import RunFailed
 from rtx.model.transformer import Transformer
-from tests.model.tiny_models import VOCABULARY, tiny_model, tokens
+from tests.model.tiny_models import VOCABULARY, gradients, tiny_model, tokens
 
 LENGTH = 44
 PREFIXES = (1, 2, 5, 31, 32, 33, 43)
 BASES = all_fields()["model.base"].metadata["parts"]
+IDS = tokens(length=LENGTH)
 
 
 def model(base: str = "local", **options: Any) -> Transformer:
@@ -25,14 +28,10 @@ def model(base: str = "local", **options: Any) -> Transformer:
     return tiny_model(length=LENGTH, base=base, window=8, stride=8, summary=2, **options)
 
 
-def ids() -> Tensor:
-    return tokens(length=LENGTH)
-
-
 def largest(audit: Audit) -> float:
     """The largest change of anything."""
     assert audit.repeat == 0
-    return max(moves.largest for moves in (audit.logits, *audit.groups.values()))
+    return max(float(change_P.max()) for change_P in (audit.logits, *audit.groups.values()))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -41,23 +40,20 @@ def largest(audit: Audit) -> float:
     [(base, "causal") for base in BASES] + [("local+full", name) for name in SELECTIONS if name != "topk"],
 )
 def test_strictly_causal_patterns_move_nothing(base: str, selection: str, streaming: bool) -> None:
-    audit = audit_model(model(base, selection=selection), ids(), PREFIXES, streaming=streaming)
+    audit = audit_model(model(base, selection=selection), IDS, PREFIXES, streaming=streaming)
     assert largest(audit) <= 1e-12 and not audit.sees_future
     assert len(audit.groups) == 3 * len(base.split("+")) + 2
 
 
-def test_top_w_moves_and_only_it_and_not_where_the_prefix_decides() -> None:
-    audit = audit_model(model("local+full", selection="topk"), ids(), PREFIXES)
-    assert audit.logits.largest > 1e-3 and audit.logits.moved > 0.1 * audit.logits.past
+def test_top_w_and_published_hashing_move_and_only_they_and_not_where_the_prefix_decides() -> None:
+    audit = audit_model(model("local+full", selection="topk"), IDS, PREFIXES)
+    assert audit.logits.max() > 1e-3 and (audit.logits > 1e-9).double().mean() > 0.1
     assert audit.origins == [(1, "routed"), (2, "routed")]
-    assert max(moves.largest for group, moves in audit.groups.items() if group[1] != "routed") <= 1e-12
-    assert largest(audit_model(model(selection="topk"), ids(), PREFIXES, streaming=True)) <= 1e-12
-
-
-def test_published_hash_chunks_move() -> None:
-    audit = audit_model(model("lsh", lsh="reformer", selection="random"), ids(), PREFIXES)
-    assert {name for _, name in audit.origins} == {"lsh"}
-    assert not audit_model(model("lsh", lsh="reformer"), ids(), PREFIXES, streaming=True).sees_future
+    assert all(change_P.max() <= 1e-12 for group, change_P in audit.groups.items() if group[1] != "routed")
+    assert largest(audit_model(model(selection="topk"), IDS, PREFIXES, streaming=True)) <= 1e-12
+    hashing = model("lsh", lsh="reformer", selection="random")
+    assert {name for _, name in audit_model(hashing, IDS, PREFIXES).origins} == {"lsh"}
+    assert not audit_model(hashing, IDS, PREFIXES, streaming=True).sees_future
 
 
 class Peeking(Pattern):
@@ -71,89 +67,47 @@ class Peeking(Pattern):
 def test_a_leak_is_located_where_it_arises(layer: int) -> None:
     leaking = model("local+full")
     leaking.blocks[layer].attention.groups["full"] = Peeking()  # type: ignore[union-attr,index]
-    audit = audit_model(leaking, ids(), PREFIXES)
-    assert audit.origins == [(layer, "full")]
-    assert audit.logits.moved == audit.logits.past
-    assert not leaking.blocks[layer].attention._forward_pre_hooks  # type: ignore[union-attr]
+    audit = audit_model(leaking, IDS, PREFIXES)
+    assert audit.origins == [(layer, "full")] and (audit.logits > 0).all()
 
 
-class Ahead(nn.Module):
-    """Position i reads the ids up to i + `steps`."""
+def test_moves_above_the_tolerance_are_counted() -> None:
+    def ahead(ids_BN: Tensor) -> Tensor:
+        return nn.functional.one_hot(ids_BN.roll(-3, dims=1), VOCABULARY).double()
 
-    def __init__(self, steps: int) -> None:
-        super().__init__()
-        self.steps = steps
+    moved = audit_outputs(ahead, IDS, VOCABULARY, (1, 5, 40)).logits > 0
+    assert (int(moved.sum()), moved.numel()) == (14, 92)
 
-    def forward(self, ids_BN: Tensor) -> Tensor:
-        one_hot_BNV = nn.functional.one_hot(ids_BN.roll(-self.steps, dims=1), VOCABULARY).double()
-        return one_hot_BNV.cumsum(dim=1) if not self.steps else one_hot_BNV
-
-
-def test_what_moved_is_counted() -> None:
-    audit = audit_outputs(Ahead(3), ids(), VOCABULARY, (1, 5, 40))
-    moves = audit.logits
-    assert (moves.moved, moves.past, moves.largest) == (14, 92, 1) and audit.sees_future
-    assert not audit_outputs(Ahead(0), ids(), VOCABULARY, PREFIXES).sees_future
-
-
-def test_small_moves_count_above_the_tolerance_alone() -> None:
-    def outputs(ids_BN: Tensor) -> Tensor:
+    def slightly(ids_BN: Tensor) -> Tensor:
         return 1 + 1e-6 * ids_BN[:, -1:, None].double().expand(-1, LENGTH, 3)
 
-    audits = [audit_outputs(outputs, ids(), VOCABULARY, PREFIXES, tolerance=x) for x in (1e-9, 1e-4)]
+    audits = [audit_outputs(slightly, IDS, VOCABULARY, PREFIXES, tolerance=x) for x in (1e-9, 1e-4)]
     assert [audit.sees_future for audit in audits] == [True, False]
-    assert audits[1].logits.largest == audits[0].logits.largest > 1e-7
 
 
 def test_what_a_module_draws_is_no_move_and_what_it_remembers_is_told() -> None:
     before = torch.random.get_rng_state()
-    audit = audit_outputs(lambda ids_BN: torch.rand(*ids_BN.shape, 3), ids(), VOCABULARY, PREFIXES)
+    audit = audit_outputs(lambda ids_BN: torch.rand(*ids_BN.shape, 3), IDS, VOCABULARY, PREFIXES)
     assert audit.repeat == 0 and not audit.sees_future
     assert torch.equal(before, torch.random.get_rng_state())
-    calls: list[float] = []
-
-    def counting(ids_BN: Tensor) -> Tensor:
-        calls.append(1.0)
-        return torch.full((*ids_BN.shape, 3), float(len(calls)))
-
-    assert audit_outputs(counting, ids(), VOCABULARY, PREFIXES).repeat > 0.1
+    calls = iter(range(1, 99))
+    assert audit_outputs(lambda _: torch.full((2, LENGTH, 3), float(next(calls))), IDS, 11, PREFIXES).repeat > 0.1
+    with pytest.raises(RunFailed, match="NaN or infinity"):
+        audit_outputs(lambda _: torch.full((2, LENGTH, 3), float("nan")), IDS, VOCABULARY, PREFIXES)
 
 
-@pytest.mark.parametrize(
-    ("out", "said"),
-    [
-        (torch.zeros(2, LENGTH), r"logits \[2, 44, vocabulary\], not \[2, 44\]"),
-        ({}, "not a dict"),
-        (torch.full((2, LENGTH, 3), float("nan")), "NaN or infinity"),
-    ],
-)
-def test_outputs_that_are_no_logits(out: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        audit_outputs(lambda _: out, ids(), VOCABULARY, PREFIXES)
-
-
-@pytest.mark.parametrize("length", [2, 3, 7, 44, 1000])
-@pytest.mark.parametrize("count", [1, 2, 3, 24, 60])
-def test_prefix_lengths(length: int, count: int) -> None:
+@pytest.mark.parametrize(("length", "count"), [(2, 1), (3, 24), (44, 3), (1000, 24), (1000, 60)])
+def test_prefixes_reach_from_the_first_to_the_last_and_every_unit_behind_them_is_another(
+    length: int, count: int
+) -> None:
     lengths = prefix_lengths(length, count)
     assert lengths == sorted(set(lengths)) and len(lengths) <= count
-    assert lengths[0] == 1 and lengths[-1] == (length - 1 if count > 1 else 1)
-    if length == 1000 and count == 60:
-        assert {1, 2, 31, 32, 33, 127, 128, 129, 511, 512, 513, 999} <= set(lengths)
-
-
-def test_every_unit_of_the_other_future_is_another() -> None:
+    assert lengths[0] == 1 and lengths[-1] == length - 1
+    assert count < 60 or {2, 31, 32, 33, 127, 128, 129, 511, 512, 513} <= set(lengths)
     for prefix in PREFIXES:
-        other_BN = other_future(ids(), prefix, VOCABULARY, seed=3)
-        assert torch.equal(other_BN[:, :prefix], ids()[:, :prefix])
-        assert (other_BN[:, prefix:] != ids()[:, prefix:]).all()
-        assert other_BN.min() >= 0 and other_BN.max() < VOCABULARY
-
-
-def test_relative_change() -> None:
-    before = torch.tensor([[1.0, -4.0], [0.0, 0.0], [0.0, 0.0], [2.0, 0.0]])
-    after = torch.tensor([[1.0, -3.0], [0.0, 0.0], [0.0, 5.0], [-2.0, 0.0]])
-    assert relative_change(before, after).tolist() == [0.25, 0.0, 1.0, 2.0]
+        other_BN = other_future(IDS, prefix, VOCABULARY, seed=3)
+        assert torch.equal(other_BN[:, :prefix], IDS[:, :prefix]) and other_BN.max() < VOCABULARY
+        assert (other_BN[:, prefix:] != IDS[:, prefix:]).all()
 
 
 @pytest.mark.skipif(
@@ -164,11 +118,34 @@ def test_relative_change() -> None:
 def test_the_peer_sees_the_future() -> None:
     peer = importlib.import_module("routing_transformer")
     torch.manual_seed(0)
-    module = peer.RoutingTransformerLM(
-        num_tokens=VOCABULARY, dim=16, depth=2, max_seq_len=64, heads=2, dim_head=8, window_size=16, causal=True
+    sizes = {"max_seq_len": 64, "heads": 2, "dim_head": 8, "window_size": 16}
+    module = peer.RoutingTransformerLM(num_tokens=VOCABULARY, dim=16, depth=2, causal=True, **sizes).double().eval()
+    audit = audit_outputs(lambda x: module(x)[0], tokens(length=64), VOCABULARY, (1, 31, 32, 33, 63))
+    assert audit.repeat == 0 and (audit.logits > 1e-2).double().mean() > 0.1
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_every_choice_that_should_train_gets_a_gradient_and_nothing_changes(selection: str) -> None:
+    asked = tiny_model(selection=selection, base="local+full")
+    before, drawn = {name: x.clone() for name, x in asked.state_dict().items()}, torch.random.get_rng_state()
+    first, second = choice_gradients(asked, tokens())
+    assert (first["layer"], second["layer"], first["heads"], second["missing"]) == (1, 2, "routed", False)
+    assert (
+        (first["gradient"] is None) == selection.endswith("random") == (first["trained_by"] == "nothing: it is drawn")
     )
-    module.double().eval()
-    ids_BN = torch.randint(VOCABULARY, (2, 64), generator=torch.Generator().manual_seed(0))
-    audit = audit_outputs(lambda x: module(x)[0], ids_BN, VOCABULARY, (1, 31, 32, 33, 63))
-    assert audit.repeat == 0
-    assert audit.logits.moved > 0.5 * audit.logits.past and audit.logits.largest > 1e-2
+    assert not asked.training and all(p.grad is None for p in asked.parameters())
+    assert torch.equal(drawn, torch.random.get_rng_state())
+    assert all(torch.equal(x, before[name]) for name, x in asked.state_dict().items())
+    if selection == "exact":  # the rows of queries of one local, one full and two routing heads of four units
+        rows = gradients(asked.train(), tokens())["blocks.2.attention.qkv.weight"][8:16]
+        assert second["gradient"] == pytest.approx(float(rows.norm()))
+
+
+def test_a_gradient_that_is_missing_or_not_finite_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tiny_model(selection="exact")
+    with torch.no_grad():
+        broken.output_VS[0, 0] = torch.nan
+    assert all(row["missing"] and row["gradient"] is None for row in choice_gradients(broken, tokens()))
+    monkeypatch.setattr(Indexer, "loss", Pattern.loss)
+    found = choice_gradients(tiny_model(selection="indexer"), tokens())
+    assert all(row["missing"] and row["gradient"] == 0 for row in found)
