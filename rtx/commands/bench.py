@@ -23,7 +23,7 @@ from rtx.errors import RunFailed, UserError
 from rtx.identity import short_hash
 from rtx.options import LAUNCHED, BenchOptions, read_words, what_to_do
 from rtx.report.steps import WHAT, read_record, views
-from rtx.report.terminal import terminal
+from rtx.report.tables import terminal
 from rtx.sweep.cells import lay_out
 from rtx.training.run_folder import environment, outputs_root, shown, unwritable
 from rtx.wording import plural

@@ -8,8 +8,8 @@ from rtx.compose import RUN_CONFIG, load_run_config, to_dict, to_yaml
 from rtx.disk import MARK
 from rtx.errors import RunFailed, UserError
 from rtx.options import read_words
-from rtx.report.card import card
 from rtx.report.run_records import collect
+from rtx.report.summary import card
 from rtx.training.checkpoint import check_config, load_for_use
 from rtx.training.exported import write_export
 from rtx.training.run_folder import is_export, shown

@@ -1,8 +1,8 @@
 """The paper's Tables 1 to 7 as data (`tables.json`), which of their rows a configuration is, and what it has otherwise.
 
 Every setting that the paper or the text of a table states is compared: `setting` is of all rows that the paper trained,
-`routing` of those with routing or random heads. A list holds all values that its text and tables allow, `from` and `to`
-what it gives roughly.
+`routing` of those with routing or random heads. A list holds all values that it allows, `from` and `to` what it gives
+roughly.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 from rtx.wording import written
 
-FULL_SIZE = {"heads": 8, "layers": 12, "length": 3072}
-"""Of Table 1: heads, layers and positions that its routing heads, routing layers and windows are out of."""
+FULL_SIZE = {"model.heads": 8, "model.layers": 12, "data.length": 3072}
+"""What the routing heads, routing layers and windows of Table 1 are out of."""
 
 Config = Mapping[str, Any]
 """Every value of a configuration by its dotted key."""
@@ -52,7 +52,6 @@ class PaperTable:
     """A table with what a run must have to be compared with it."""
 
     number: int
-    key: str
     title: str
     metric: str
     split: str
@@ -68,14 +67,8 @@ class PaperTable:
     routing: Config = field(default_factory=dict)
     speed: str = ""
     """What its steps per second were measured on."""
-    columns: Sequence[str] = ()
     divergences: Sequence[Sequence[tuple[float, float]]] = ()
     """Table 6: for each layer, mean and deviation of each column."""
-
-    @property
-    def name(self) -> str:
-        """As one would cite it."""
-        return f"Table {self.number}"
 
     def row_of(self, config: Config) -> PaperRow | None:
         """Return the row that a configuration is.
@@ -89,18 +82,15 @@ class PaperTable:
 
     def stated(self, row: PaperRow) -> dict[str, Any]:
         """Return all that is stated of a row, by the keys of the configuration."""
-        found = dict(self.setting)
-        found |= {f"model.{key}": size for key in ("layers", "heads") if (size := getattr(row, key)) is not None}
+        sizes: dict[str, Any] = {"model.layers": row.layers, "model.heads": row.heads}
         if row.kind in ("routing", "random"):
-            found |= {"routing.selection": "topk" if row.kind == "routing" else "random"}
-            own = {"heads": row.routing_heads, "layers": row.routing_layers, "window": row.window}
-            found |= {f"routing.{key}": size for key, size in own.items() if size is not None}
-            found |= self.routing
+            sizes |= {"routing.heads": row.routing_heads, "routing.layers": row.routing_layers}
+            sizes |= {"routing.window": row.window}
+            own = {"routing.selection": "topk" if row.kind == "routing" else "random", **self.routing}
         else:
-            found |= {"model.base": row.kind} | (
-                {"model.window": row.window} if row.kind == "local" and row.window else {}
-            )
-        return found
+            sizes |= {"model.window": row.window if row.kind == "local" else None}
+            own = {"model.base": row.kind}
+        return {**self.setting, **own, **{key: size for key, size in sizes.items() if size is not None}}
 
     def departures(self, config: Config) -> list[str]:
         """Return what a configuration has otherwise than the paper's row, each as `key=ours (paper: theirs)`."""
@@ -109,10 +99,9 @@ class PaperTable:
             return ["no row of the paper"]
         if row.source:
             return [f"the number is of {row.source}, with another recipe"]
-        stated = self.stated(row)
         return [
             f"{key}={written(config.get(key))} (paper: {said(value)})"
-            for key, value in stated.items()
+            for key, value in self.stated(row).items()
             if not allowed(config.get(key), value)
         ]
 
@@ -136,6 +125,18 @@ def routes(config: Config) -> bool:
     return bool(config.get("routing.heads")) and bool(config.get("routing.layers"))
 
 
+def hashes(config: Config) -> bool:
+    """Tell whether some heads read by hashing."""
+    all_route = all(config.get(f"routing.{part}") == config.get(f"model.{part}") for part in ("heads", "layers"))
+    return "lsh" in str(config.get("model.base")).split("+") and not all_route
+
+
+def looks_ahead(config: Config, ablate: str = "none") -> bool:
+    """Tell whether a teacher-forced score may depend on later units: top-w selection, or LSH as published."""
+    selects = routes(config) and ablate == "none" and config.get("routing.selection") == "topk"
+    return selects or (hashes(config) and config.get("model.lsh") == "reformer")
+
+
 def kind_of(config: Config) -> str:
     """Return what heads a model has: full, local, random, routing, sparse, lsh, adaptive_span, or its base."""
     if routes(config):
@@ -154,12 +155,10 @@ def same_shares(config: Config, row: PaperRow) -> bool:
     """Tell whether heads, layers and window stand to the model's as in a row of Table 1, where it is one of those."""
     if not row.routing_heads:
         return True
-    pairs = (
-        (config.get("routing.heads"), config.get("model.heads"), row.routing_heads, FULL_SIZE["heads"]),
-        (config.get("routing.layers"), config.get("model.layers"), row.routing_layers, FULL_SIZE["layers"]),
-        (config.get("routing.window"), config.get("data.length"), row.window, FULL_SIZE["length"]),
-    )
-    return all(a and b and c and a * whole == c * b for a, b, c, whole in pairs)
+    ours = [config.get(key) or 0 for key in ("routing.heads", "routing.layers", "routing.window")]
+    printed = (row.routing_heads, row.routing_layers or 0, row.window or 0)
+    sizes = FULL_SIZE.items()
+    return all(a * whole == b * (config.get(key) or 0) for a, b, (key, whole) in zip(ours, printed, sizes, strict=True))
 
 
 @functools.cache
@@ -171,7 +170,7 @@ def paper_tables() -> tuple[PaperTable, ...]:
 
 def numbered(number: int) -> PaperTable:
     """Return a table by its number."""
-    return next(table for table in paper_tables() if table.number == number)
+    return paper_tables()[number - 1]
 
 
 def table_of(config: Config, timed: bool = False) -> PaperTable | None:

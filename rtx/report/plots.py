@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rtx.report.divergences import BOUND, kinds_of, name_of, newest_divergence, paper_spreads, spreads
-from rtx.report.paper import heads_label
+from rtx.report.divergences import BOUND, kinds_of, newest_divergence, paper_spreads, spreads
+from rtx.report.paper import heads_label, kind_of
 from rtx.report.ranking import half_interval, mean
-from rtx.report.run_records import Cell, real
+from rtx.report.run_records import Cell
 from rtx.report.score_rows import Row
 from rtx.report.tables import Table
 
@@ -30,7 +30,6 @@ COLOURS = {
 """Okabe and Ito's palette; the same kind has the same colour everywhere, other kinds grey."""
 
 GREY = "#767676"
-
 STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "rtx",
@@ -39,6 +38,8 @@ STYLE: Any = {
     "font.size": 10,
     "savefig.transparent": True,
 }
+Curves = Mapping[str, Mapping[int, Sequence[float]]]
+"""By kind of heads and place on the x axis the values of its runs."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ def finished(name: str, caption: str, figure: Figure) -> Plot:
     """Return a figure as SVG whose ink is the page's and as PNG on white."""
     from matplotlib import rc_context
 
+    drawing, picture = io.StringIO(), io.BytesIO()
     with rc_context(STYLE):
-        drawing, picture = io.StringIO(), io.BytesIO()
         figure.savefig(drawing, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
         figure.savefig(picture, format="png", dpi=150, facecolor="white", transparent=False)
     text = drawing.getvalue()
@@ -100,58 +101,79 @@ def direct_labels(one: Axes, places: Mapping[str, tuple[float, float]]) -> None:
 
 def scores_and_speed(table: Table, unit: str) -> Plot | None:
     """Draw the kinds of heads: bits against steps a second, with the intervals of both."""
-    rows = [row for row in table.rows if row.get("ours") is not None and row.get("steps_per_second")]
+    rows = [row for row in table.rows if row["ours"] is not None and row.get("steps_per_second")]
     if len(rows) < 2:
         return None
     figure, (one,) = axes("training steps per second (more is better)", f"{unit} (less is better)")
+    ends, speeds = {}, [row["steps_per_second"] for row in rows]
     for row in rows:
-        face = "none" if row["sees_future"] == "yes" else colour(row["heads"])
-        place = (row["steps_per_second"], row["ours"], row.get("half"), row.get("pace_half"))
-        one.errorbar(*place, fmt="o", capsize=3, color=colour(row["heads"]), markerfacecolor=face)
-    marks = {"yes": " (sees the future)", "no": ""}
-    speeds = [row["steps_per_second"] for row in rows]
+        ink, ahead = colour(row["heads"]), row["sees_future"] == "yes"
+        place = (row["steps_per_second"], row["ours"], row["half"], row["pace_half"])
+        one.errorbar(*place, fmt="o", capsize=3, color=ink, markerfacecolor="none" if ahead else ink)
+        name = row["heads"] + " (sees the future)" * ahead
+        ends[name] = (row["steps_per_second"] + (row["pace_half"] or 0.0), row["ours"])
     one.set_xlim(right=max(speeds) + 0.5 * (max(speeds) - min(speeds)))
-    ends = {row["heads"]: row["steps_per_second"] + (row.get("pace_half") or 0.0) for row in rows}
-    direct_labels(one, {row["heads"] + marks[row["sees_future"]]: (ends[row["heads"]], row["ours"]) for row in rows})
+    direct_labels(one, ends)
     return finished("speed", "Scores beside speed, with 95% intervals", figure)
 
 
-def learning_curves(rows: Sequence[Row], unit: str) -> Plot | None:
-    """Draw the validations of each kind over its runs: the mean, and a band of its 95% interval."""
-    kinds: dict[str, dict[int, list[float]]] = {}
-    for row in rows:
-        for cell in row.cells if row.config else ():
-            for entry in (entry for entry in cell.metrics if entry.get("kind") == "valid"):
-                if (bits := real(entry.get("val_bits"))) is not None:
-                    kinds.setdefault(heads_label(row.config), {}).setdefault(entry["step"], []).append(bits)
+def curves(kinds: Curves, name: str, caption: str, captions: tuple[str, str]) -> Plot | None:
+    """Draw the mean of each kind where all its runs have a value, with a band of their 95% intervals.
+
+    The first fifth of a curve may lie above the picture: losses fall far in the first steps.
+    """
     if not kinds:
         return None
-    figure, (one,) = axes("optimizer steps", f"{unit} (validation windows)")
+    figure, (one,) = axes(*captions)
     ends, tops = {}, []
-    for kind, by_step in kinds.items():
-        most = max(map(len, by_step.values()))
-        steps = sorted(step for step, values in by_step.items() if len(values) == most)
-        middle = [mean(by_step[step]) for step in steps]
-        half = [half_interval(by_step[step]) or 0.0 for step in steps]
-        one.plot(steps, middle, color=colour(kind), label=kind)
+    for kind, values in kinds.items():
+        most = max(map(len, values.values()))
+        places = sorted(place for place in values if len(values[place]) == most)
+        middle = [mean(values[place]) for place in places]
+        half = [half_interval(values[place]) or 0.0 for place in places]
+        one.plot(places, middle, color=colour(kind))
         low, high = ([m + sign * h for m, h in zip(middle, half, strict=True)] for sign in (-1, 1))
-        one.fill_between(steps, low, high, color=colour(kind), alpha=0.15, linewidth=0)
-        ends[kind], tops = (steps[-1], middle[-1]), [*tops, middle[len(middle) // 5], *high[len(high) // 3 :]]
+        one.fill_between(places, low, high, color=colour(kind), alpha=0.15, linewidth=0)
+        ends[kind] = (places[-1], middle[-1])
+        tops += [middle[len(middle) // 5], *high[len(high) // 3 :]]
     lowest = min(y for _, y in ends.values())
     one.set_ylim(lowest - 0.08 * (max(tops) - lowest) - 1e-6, max(tops) + 1e-6)
     one.set_xlim(0, 1.3 * max(x for x, _ in ends.values()))
     direct_labels(one, ends)
-    return finished("curves", "Learning curves: means over seeds with 95% intervals", figure)
+    return finished(name, f"{caption}: means over seeds with 95% intervals", figure)
 
 
-def heat_map(grids: Mapping[int, Mapping[tuple[int, int], float]], unit: str) -> Plot | None:
-    """Draw Table 1: bits by routing heads and routing layers, a panel for each window."""
-    if not grids:
+def learning_curves(cells: Sequence[Cell], unit: str) -> Plot | None:
+    """Draw the validations of each kind over its runs."""
+    kinds: dict[str, dict[int, list[float]]] = {}
+    for cell in cells:
+        for step, (bits, _) in cell.curve.items():
+            kinds.setdefault(heads_label(cell.config), {}).setdefault(step, []).append(bits)
+    return curves(kinds, "curves", "Learning curves", ("optimizer steps", f"{unit} (validation windows)"))
+
+
+def loss_by_position(cells: Sequence[Cell], unit: str) -> Plot | None:
+    """Draw what `rtx analyze context` recorded: bits by position in the window."""
+    kinds: dict[str, dict[int, list[float]]] = {}
+    for cell in cells:
+        for row in (row for record in cell.analyses if record["what"] == "context" for row in record["positions"]):
+            values = kinds.setdefault(heads_label(cell.config), {})
+            values.setdefault((row["first"] + row["last"]) // 2, []).append(row["bits"])
+    return curves(kinds, "positions", "Loss by position", ("position in the window", unit))
+
+
+def heat_map(rows: Sequence[Row], unit: str) -> Plot | None:
+    """Draw Table 1: mean bits of routing rows by routing heads and routing layers, a panel for each window."""
+    grids: dict[int, dict[tuple[int, int], float]] = {}
+    for row in (row for row in rows if kind_of(row.config) == "routing" and row.values()):
+        window, heads, layers = (row.config[f"routing.{key}"] for key in ("window", "heads", "layers"))
+        grids.setdefault(window, {})[heads, layers] = mean(row.values().values())
+    if max(map(len, grids.values()), default=0) < 4:
         return None
     figure, panels = axes("routing layers", "routing heads", len(grids))
     every = sorted(value for grid in grids.values() for value in grid.values())
     low, high = every[0], every[int(0.8 * (len(every) - 1))]
-    for panel, (window, grid) in zip(panels, grids.items(), strict=True):
+    for panel, (window, grid) in zip(panels, sorted(grids.items()), strict=True):
         heads, layers = (sorted({key[at] for key in grid}) for at in (0, 1))
         values = [[grid.get((head, layer), float("nan")) for layer in layers] for head in heads]
         panel.imshow(values, cmap="cividis_r", vmin=low, vmax=high, aspect="auto")
@@ -159,64 +181,35 @@ def heat_map(grids: Mapping[int, Mapping[tuple[int, int], float]], unit: str) ->
         panel.set_xticks(range(len(layers)), map(str, layers))
         panel.set_yticks(range(len(heads)), map(str, heads))
         for (head, layer), value in grid.items():
-            ink = "white" if value > low + 0.55 * (high - low) else "black"
-            place = layers.index(layer), heads.index(head)
-            panel.text(
-                *place, f"{value:.3f}", ha="center", va="center", color="#fefefe" if ink == "white" else "#010101"
-            )
+            ink = "#fefefe" if value > low + 0.55 * (high - low) else "#010101"  # not black: that follows the page
+            panel.text(layers.index(layer), heads.index(head), f"{value:.3f}", ha="center", va="center", color=ink)
     return finished("heads-by-layers", f"{unit} by routing heads and layers (lighter is better)", figure)
 
 
-def loss_by_position(cells: Sequence[Cell]) -> Plot | None:
-    """Draw what `rtx analyze context` recorded: bits by position in the window, the mean of each kind's runs."""
-    kinds: dict[str, dict[int, list[float]]] = {}
-    units = set()
-    for cell in cells:
-        for record in (record for record in cell.analyses if record.get("what") == "context"):
-            for row in record.get("positions") or ():
-                middle = (row["first"] + row["last"]) // 2
-                kinds.setdefault(heads_label(cell.config), {}).setdefault(middle, []).append(row["bits"])
-                units.add(record.get("unit"))
-    if not kinds:
+def divergence_by_layer(cell: Cell, name: str) -> Plot | None:
+    """Draw the divergence of heads of a run that has a record, the paper's as dashed lines."""
+    if not (record := newest_divergence(cell)):
         return None
-    figure, (one,) = axes("position in the window", f"bits/{', '.join(map(str, units))}")
-    ends = {}
-    for kind, by_place in kinds.items():
-        places = sorted(by_place)
-        one.plot(places, [mean(by_place[at]) for at in places], color=colour(kind), marker=".")
-        ends[kind] = (places[-1], mean(by_place[places[-1]]))
-    one.margins(x=0.15)
+    figure, (one,) = axes("layer", "nats")
+    ends, kinds = {}, kinds_of(spreads(record))
+    for prefix, found, line in (("", spreads(record), "-"), ("paper ", paper_spreads(), "--")):
+        for kind, ink in zip(kinds, ("#0072b2", "#e69f00", "#d55e00", *[GREY] * 99), strict=False):
+            points = [(int(n), *pair) for (n, other), pair in found.items() if other == kind and n != "mean"]
+            if points:
+                layers, middle, wide = zip(*sorted(points), strict=True)
+                style: Any = {"linestyle": line, "color": ink, "capsize": 2, "alpha": 0.5 if prefix else 1}
+                one.errorbar(layers, middle, yerr=wide, **style)
+                ends[prefix + kind] = (layers[-1], middle[-1])
+    one.axhline(BOUND, color=GREY, linewidth=0.8, linestyle=":")
+    one.set_xlim(right=1.45 * max(x for x, _ in ends.values()) + 0.5)
     direct_labels(one, ends)
-    return finished("positions", "Loss by position in the window", figure)
+    return finished(name, f"Divergence of heads by layer: {cell.name}", figure)
 
 
-def divergence_by_layer(cells: Sequence[Cell]) -> list[Plot]:
-    """Draw the divergence of heads of each run that has a record, the paper's as dashed lines."""
-    plots = []
-    for cell in cells:
-        record = newest_divergence(cell)
-        found = spreads(record) if record else {}
-        if not found:
-            continue
-        figure, (one,) = axes("layer", "nats")
-        ends, inks = {}, ("#0072b2", "#e69f00", "#d55e00", *[GREY] * 9)
-        for prefix, spread, line in (("", found, "-"), ("paper ", paper_spreads(), "--")):
-            for kind, ink in zip(kinds_of(found), inks, strict=False):
-                points = [(n, *values) for (n, other), values in sorted(spread.items()) if other == kind]
-                if points:
-                    layers, means, wide = zip(*points, strict=True)
-                    one.errorbar(
-                        layers, means, yerr=wide, linestyle=line, color=ink, capsize=2, alpha=0.5 if prefix else 1
-                    )
-                    ends[prefix + name_of(kind)] = (layers[-1], means[-1])
-        one.axhline(BOUND, color=GREY, linewidth=0.8, linestyle=":")
-        one.set_xlim(right=1.45 * max(x for x, _ in ends.values()) + 0.5)
-        direct_labels(one, ends)
-        plots.append(finished(f"divergence-{len(plots)}", f"Divergence of heads by layer: {cell.name}", figure))
-    return plots
-
-
-def plots_of(answer: Table | None, rows: Sequence[Row], cells: Sequence[Cell], grids: Any, unit: str) -> list[Plot]:
-    """Return all plots that the records allow, that of scores beside speed first."""
-    made = [scores_and_speed(answer, unit) if answer else None, heat_map(grids, unit), learning_curves(rows, unit)]
-    return [plot for plot in (*made, loss_by_position(cells), *divergence_by_layer(cells)) if plot]
+def plots_of(answer: Table | None, rows: Sequence[Row], cells: Sequence[Cell], unit: str) -> list[Plot]:
+    """Return all plots that the records allow, that of scores beside speed first; `rows` are of one protocol."""
+    mine = [cell for row in rows for cell in row.cells if cell.config]
+    made = [scores_and_speed(answer, unit) if answer else None, heat_map(rows, unit)]
+    made += [learning_curves(mine, unit), loss_by_position(mine, unit)]
+    made += [divergence_by_layer(cell, f"divergence-{n}") for n, cell in enumerate(cells)]
+    return [plot for plot in made if plot]

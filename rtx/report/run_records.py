@@ -6,18 +6,70 @@ Nothing here imports torch or Hydra.
 from __future__ import annotations
 
 import json
-import math
-import os
 import re
-from collections.abc import Iterable, Mapping
+import shlex
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rtx.evaluation.measures import stamp_phrases
 from rtx.identity import digest
-from rtx.training.run_folder import run_state
+from rtx.report.paper import looks_ahead
+from rtx.training.run_folder import run_state, shown
+from rtx.wording import printable
 
 RECORDS = ("config.yaml", "status.json", "environment.json", "metrics.jsonl")
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How a number came about; only numbers of one protocol stand in one table."""
+
+    split: str
+    mode: str
+    unit: str
+    data: str
+    fingerprint: str
+    length: int
+    stride: int
+    windows: int | None = None
+    """How many windows were scored where not all were; 0: not known."""
+    ablate: str = "none"
+    stamps: tuple[str, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """The split and what makes it other than the plain one."""
+        return f"{self.split} split of {self.data}" + ", streaming" * (self.mode == "streaming")
+
+    def line(self, units: int | None = None) -> str:
+        """Say it in a line; `units` were scored, or in every run of a table, where that is one number."""
+        place = self.split + (f" of {self.data}" if self.data else "")
+        scored = f"{units:,} {self.unit}s each scored once" if units else f"each {self.unit} scored once"
+        scored += "" if self.windows is None else f" (a sample of {self.windows or 'the'} windows)"
+        how = "streaming" if self.mode == "streaming" else "teacher-forced"
+        parts = [f"bits/{self.unit} on {place}", scored, *self.stamps]
+        parts += [f"windows of {self.length:,}", f"stride {self.stride:,}", how]
+        parts += [f"ablated: {self.ablate}"] if self.ablate != "none" else []
+        return ", ".join([*parts, *([f"data fingerprint {self.fingerprint[:12]}"] if self.fingerprint else [])])
+
+
+@dataclass(frozen=True)
+class Score:
+    """A number with what it means."""
+
+    protocol: Protocol
+    bits: float
+    units: int
+    sees_future: bool
+    step: int
+    """Of the weights that were scored."""
+    perplexity: float | None = None
+    """Per word, where the data have a count of words."""
+    best: bool = False
+    """Whether these were the best checkpoint's weights."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +83,18 @@ class Cell:
     """done, running, failed, interrupted, preempted, killed, not started, or unknown."""
     reason: str = ""
     step: int = 0
-    final: Mapping[str, Any] | None = None
+    final: Score | None = None
     """The closing score on the validation split."""
-    evals: tuple[Mapping[str, Any], ...] = ()
-    analyses: tuple[Mapping[str, Any], ...] = ()
+    scores: Sequence[Score] = ()
+    """Of its evaluations: the best checkpoint's last."""
+    baselines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Bits of simple models on the same data, by split and name."""
+    curve: Mapping[int, tuple[float, int]] = field(default_factory=dict)
+    """Bits and units of the validations on the way, by step."""
+    pace: float | None = None
+    """Optimizer steps a second: the median over the rows of metrics.jsonl but the first, which warms up."""
+    analyses: Sequence[Mapping[str, Any]] = ()
     """What `rtx analyze` wrote."""
-    metrics: tuple[Mapping[str, Any], ...] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
     title: str = ""
     """What its sweep called it."""
@@ -44,18 +102,23 @@ class Cell:
     @property
     def name(self) -> str:
         """The folder as one would type it."""
-        short = os.path.relpath(self.folder)
-        return str(self.folder) if short.startswith("..") else short
+        return shown(self.folder)
 
     @property
     def seed(self) -> str:
-        """The seed, as text: a damaged record may hold anything."""
+        """The seed, as text."""
         return str(self.config.get("seed", ""))
 
     @property
     def data(self) -> Mapping[str, Any]:
         """What the run recorded of its data."""
-        return part(self.environment, "data")
+        return self.environment.get("data") or {}
+
+    @property
+    def command(self) -> str:
+        """The command line as a user would type it, empty where none is recorded."""
+        words = shlex.split(self.environment.get("command") or "")
+        return shlex.join(["rtx", *words[1:]]) if words else ""
 
 
 @dataclass
@@ -66,116 +129,106 @@ class Collection:
     problems: list[str] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
     """The sweeps' own command lines."""
-    empty: list[str] = field(default_factory=list)
-    """A line for each folder that holds no run."""
-    first: Path | None = None
-    """The first folder with a run."""
-
-
-def real(value: object) -> float | None:
-    """Return a finite number of a record, or None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if abs(value) < 1e300 else None
-
-
-def whole(value: object) -> int:
-    """Return a whole number of a record, or 0."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63 else 0
-
-
-def part(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return an object inside a record; empty where there is none."""
-    found = record.get(key)
-    return found if isinstance(found, Mapping) else {}
 
 
 def collect(folders: Iterable[Path]) -> Collection:
     """Read every run in these folders: each is a run, or holds runs, or folders of runs."""
     found = Collection()
-    seen: set[Path] = set()
-    for folder in folders:
-        if not folder.is_dir():
-            found.empty.append(f"{folder}: no such folder; a run is a folder such as outputs/<name>/<run>")
-            continue
-        runs = run_folders(folder)
-        for root in dict.fromkeys(run.parent for run in runs) if not is_run(folder) else ():
-            read_sweeps(root, {run.name for run in runs}, found)
-        if not runs:
-            found.empty.append(f"{folder}: holds no run; a run has a config.yaml, as rtx train writes it")
-        found.first = found.first or (folder if runs else None)
-        for run in runs:
-            if run.resolve() not in seen:
-                seen.add(run.resolve())
-                found.cells.append(read_cell(run, found))
+    runs = dict.fromkeys(run for folder in folders for run in run_folders(folder))
+    for root in dict.fromkeys(run.parent for run in runs):
+        read_sweeps(root / "sweeps.jsonl", found)
+    unstarted = [cell for cell in found.cells if cell.folder not in runs]
+    found.cells = [read_cell(run, found) for run in runs] + unstarted
     return found
-
-
-def is_run(folder: Path) -> bool:
-    """Tell whether a folder has the records of a run."""
-    return any((folder / name).is_file() for name in RECORDS)
 
 
 def run_folders(folder: Path) -> list[Path]:
     """Return the runs that a folder is, or holds, at most two levels down."""
-    if is_run(folder):
-        return [folder]
-    for pattern in ("*", "*/*"):
-        runs = sorted(path for path in folder.glob(pattern) if path.is_dir() and is_run(path))
+    for pattern in ("", "*/", "*/*/"):
+        runs = sorted({path.parent for name in RECORDS for path in folder.glob(pattern + name)})
         if runs:
             return runs
     return []
 
 
-def read_sweeps(root: Path, present: set[str], found: Collection) -> None:
-    """Take from sweeps.jsonl the sweeps' commands, and the cells that have not been started."""
-    path = root / "sweeps.jsonl"
-    cells: dict[str, str] = {}
-    for row in read_lines(path, found) if path.is_file() else ():
-        if isinstance(row.get("cells"), dict) and isinstance(row.get("command"), str):
-            cells |= row["cells"]
-            found.commands += [row["command"]] if row["command"] not in found.commands else []
-    for name in (name for name in cells if name not in present):
-        found.cells.append(Cell(root / name, state="not started", title=str(cells[name])))
+def read_sweeps(path: Path, found: Collection) -> None:
+    """Take from sweeps.jsonl the sweeps' commands, and their cells as not started."""
+    rows = read_lines(path, found)
+    found.commands += dict.fromkeys(row["command"] for row in rows)
+    cells = {name: title for row in rows for name, title in row["cells"].items()}
+    found.cells += [Cell(path.parent / name, state="not started", title=cells[name]) for name in cells]
 
 
 def read_cell(folder: Path, found: Collection) -> Cell:
     """Read a run; what cannot be read is told in a line and left out."""
     config = read_config(folder / "config.yaml", found)
-    status = read_object(folder / "status.json", found)
-    try:
-        state = str(run_state(folder))
-    except (KeyError, TypeError, ValueError):
-        state = str(status.get("state", "unknown"))
-    final = part(status, "final")
-    cell = Cell(
-        folder=folder,
-        config=config,
-        state=state,
-        reason=str(status.get("reason") or ""),
-        step=whole(status.get("step")),
-        final=final if real(final.get("bits")) is not None else None,
-        evals=tuple(read_object(path, found) for path in sorted(folder.glob("eval/*.json"))),
-        analyses=tuple(read_object(path, found) for path in sorted(folder.glob("analysis/*.json"))),
-        metrics=tuple(read_rows(folder / "metrics.jsonl", found)),
-        environment=read_object(folder / "environment.json", found),
+    status, environment = (read_object(folder / name, found) for name in ("status.json", "environment.json"))
+    evals, analyses = (
+        [record for path in sorted(folder.glob(f"{kind}/*.json")) if (record := read_object(path, found))]
+        for kind in ("eval", "analysis")
     )
+    rows = read_lines(folder / "metrics.jsonl", found)
+    cell = Cell(folder, config, run_state(folder), printable(status.get("reason") or ""))
     found.problems += suspicions(cell)
-    return cell
+    if not config or not status or not environment:
+        return cell
+    try:
+        final, step = status["final"], int(status["step"])
+        latest = [row for _, row in sorted({(row["step"], row["kind"]): row for row in rows}.items())]
+        paces = [row["tokens_per_second"] for row in latest if row["kind"] == "train"]
+        units = config["trainer.batch_size"] * config["data.length"]
+        measured = [(record["split"], record) for record in evals if record["own_data"]] + [("valid", final or {})]
+        precision = environment.get("hardware", {}).get("precision", config["hardware.precision"])
+        return Cell(
+            *(folder, config | {"hardware.precision": precision}, cell.state, cell.reason, step),
+            final=closing(config, environment["data"], final, step) if final else None,
+            scores=sorted(map(evaluated, evals), key=lambda score: (score.best, score.step)),
+            baselines={split: record["baselines"] for split, record in measured if "baselines" in record},
+            curve={row["step"]: (row["val_bits"], row["val_units"]) for row in latest if row["kind"] == "valid"},
+            pace=statistics.median(paces[1:] or paces) / units if paces else None,
+            analyses=analyses,
+            environment=environment,
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        found.problems.append(f"{cell.name}: its records are damaged ({error!r}); listed without its scores")
+        return cell
+
+
+def evaluated(record: Mapping[str, Any]) -> Score:
+    """Return the score of a record of `rtx eval`."""
+    data, split, point = record["data"], record["split"], record["checkpoint"]
+    protocol = Protocol(
+        *(split, record["mode"], data["unit"]),
+        data=data["name"] + ("" if record["own_data"] else " (not the run's own data)"),
+        fingerprint=data["fingerprint"],
+        length=record["length"],
+        stride=record["stride"],
+        windows=record["windows"] if record["partial"] else None,
+        ablate=record["ablate"],
+        stamps=tuple(stamp_phrases(data.get("stamps", {}), split)),
+    )
+    bits, perplexity = float(record[f"bits_per_{data['unit']}"]), record.get("perplexity_per_word")
+    sight = bool(record["selection_sees_future"])
+    return Score(protocol, bits, record["units"], sight, point["step"], perplexity, point["name"] == "best")
+
+
+def closing(config: Mapping[str, Any], data: Mapping[str, Any], final: Mapping[str, Any], step: int) -> Score:
+    """Return the score on the validation split with which a run ends."""
+    length, stamps = config["data.length"], stamp_phrases(data.get("stamps", {}), "valid")
+    where = ("valid", "parallel", final["unit"], data["name"], data["fingerprint"])
+    protocol = Protocol(*where, length, config["trainer.val_stride"] or length, stamps=tuple(stamps))
+    bits, perplexity = float(final["bits"]), final.get("perplexity_per_word")
+    return Score(protocol, bits, final["units"], looks_ahead(config), step, perplexity)
 
 
 def suspicions(cell: Cell) -> list[str]:
     """Return a line for each thing that makes a run other than it seems."""
-    lines = []
-    if cell.state == "done" and not (cell.folder / "eval").is_dir() and cell.final is None:
-        lines.append(f"{cell.name}: done, but no score is recorded; rtx eval {cell.name} gives one")
-    resumed = cell.folder / "resumes.jsonl"
-    rows = read_lines(resumed, Collection()) if resumed.is_file() else []
-    if changed := [key for row in rows for key in row.get("changed") or {}]:
-        lines.append(f"{cell.name}: resumed with other values of {', '.join(dict.fromkeys(changed))}")
-    elif re.fullmatch("[0-9a-f]{12}", cell.folder.name) and cell.config and digest(cell.config) != cell.folder.name:
-        lines.append(f"{cell.name}: its configuration changed under the sweep; its name is the hash of another")
-    return lines
+    rows = read_lines(cell.folder / "resumes.jsonl", Collection())
+    if changed := [key for row in rows for key in row["changed"]]:
+        return [f"{cell.name}: resumed with other values of {', '.join(dict.fromkeys(changed))}"]
+    if re.fullmatch("[0-9a-f]{12}", cell.folder.name) and cell.config and digest(cell.config) != cell.folder.name:
+        return [f"{cell.name}: its configuration changed under the sweep; its name is the hash of another"]
+    return []
 
 
 def read_config(path: Path, found: Collection) -> dict[str, Any]:
@@ -184,14 +237,10 @@ def read_config(path: Path, found: Collection) -> dict[str, Any]:
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)  # a safe loader, whichever it is
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        return flat(yaml.load(path.read_text(encoding="utf-8"), Loader=loader))  # a safe loader, whichever it is
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
         found.problems.append(f"{path}: cannot be read ({str(error).splitlines()[0]}); listed without configuration")
         return {}
-    if not isinstance(content, dict) or not content:
-        found.problems.append(f"{path}: is not the configuration of a run")
-        return {}
-    return flat(content)
 
 
 def flat(content: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
@@ -205,50 +254,21 @@ def flat(content: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 def read_object(path: Path, found: Collection) -> dict[str, Any]:
     """Return a JSON object; an empty one after a line about why."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        found.problems.append(f"{path}: missing")
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError) as error:
+        why = "missing" if isinstance(error, FileNotFoundError) else "cannot be read; half written, or damaged"
+        found.problems.append(f"{path}: {why}")
         return {}
-    except (OSError, ValueError):
-        content = None
-    if not isinstance(content, dict):
-        found.problems.append(f"{path}: cannot be read; half written, or damaged")
-        return {}
-    return content
-
-
-def read_rows(path: Path, found: Collection) -> list[dict[str, Any]]:
-    """Return the rows of a metrics.jsonl that count, in the order of their steps: of each kind and step the last."""
-    rows: dict[tuple[int, str], dict[str, Any]] = {}
-    for row in read_lines(path, found):
-        if whole(row.get("step")) and isinstance(row.get("kind"), str):
-            rows[row["step"], row["kind"]] = row
-    return [rows[key] for key in sorted(rows)]
 
 
 def read_lines(path: Path, found: Collection) -> list[dict[str, Any]]:
-    """Return the JSON objects of a file, one a line; broken lines are counted. A last line may lack its end."""
+    """Return the JSON objects of a file, one a line; broken lines are counted, the last one may lack its end."""
     rows, broken = [], 0
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        found.problems.append(f"{path}: cannot be read ({error.strerror})")
-        return []
-    for line in content.splitlines():
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
         try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        rows += [row] if isinstance(row, dict) else []
-        broken += not isinstance(row, dict)
+            rows.append(dict(json.loads(line)))
+        except (TypeError, ValueError):
+            broken += 1
     if broken:
         found.problems.append(f"{path}: {broken} broken row{'s' * (broken > 1)} left out")
     return rows
-
-
-def training_pace(cell: Cell) -> float | None:
-    """Return the median optimizer steps a second over the rows of metrics.jsonl, without the first one: it warms up."""
-    units = whole(cell.config.get("trainer.batch_size")) * whole(cell.config.get("data.length"))
-    paces = [real(row.get("tokens_per_second")) for row in cell.metrics if row.get("kind") == "train"]
-    known = sorted(pace for pace in (paces[1:] or paces) if pace)
-    return known[math.floor(len(known) / 2)] / units if known and units else None

@@ -6,33 +6,49 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rtx.report.paper import PaperTable, heads_label, kind_of, table_of
-from rtx.report.ranking import FEW, SEEDS, Comparison, chosen, compare, half_interval, mean, standings
-from rtx.report.run_records import whole
-from rtx.report.score_rows import Protocol, Row, differing_keys, row_key, shown
-from rtx.report.tables import Column, Table, signed
+from rtx.report.paper import PaperTable, heads_label, table_of
+from rtx.report.ranking import FEW, OPPOSITE, SEEDS, Comparison, Values, chosen, compare, half_interval, mean, standings
+from rtx.report.run_records import Protocol
+from rtx.report.score_rows import Row, differing_keys, row_key, value_of
+from rtx.report.tables import MINUS, Column, Table
 from rtx.wording import plural
 
 Paces = Mapping[Any, tuple[float, float | None]]
-"""Steps a second and half their interval, by the key of a row."""
+"""Steps a second and half their interval, by the key of a row, as timed in turn."""
 
 AGAINST = ("local", "random")
 """The kinds that the others are compared with."""
 
-
-def pace_of(row: Row, paces: Paces) -> dict[str, float | None]:
-    """Return a row's steps a second: as timed in turn with others, else as its runs had them."""
-    own = row.paces()
-    pace = (
-        paces.get(row_key(row.cells[0])) or (mean(own), half_interval(own)) if own else paces.get(row_key(row.cells[0]))
-    )
-    return {"steps_per_second": pace[0], "pace_half": pace[1]} if pace else {}
+HOW = (
+    "± are 95% intervals over seeds. Verdicts: paired differences where seeds match, else Welch's test; Holm's "
+    "correction over the table."
+)
 
 
-def interval(values: Mapping[str, float]) -> dict[str, float | int | None]:
+def facts_of(row: Row, metric: str, paces: Paces) -> dict[str, Any]:
+    """Return what every table says of a row: its score with interval and seeds, what it sees, its pace.
+
+    The pace is as timed in turn with others, else as its runs had it.
+    """
+    own, sight = row.paces(), "yes" if row.sees_future else "no"
+    pace = paces.get(row_key(row.config)) or ((mean(own), half_interval(own)) if own else (None, None))
+    facts = interval(row.values(metric)) | ({"sees_future": sight} if row.scores else {})
+    return {**facts, "steps_per_second": pace[0], "pace_half": pace[1]}
+
+
+def interval(values: Values) -> dict[str, Any]:
     """Return mean, half the 95% interval and number of scores by seed."""
     found = list(values.values())
     return {"ours": mean(found) if found else None, "half": half_interval(found), "seeds": len(found)}
+
+
+def baseline(name: str, rows: Sequence[Row], protocol: Protocol | None, metric: str) -> list[dict[str, Any]]:
+    """Return a row, named in some column, of the best simple model of the same units, where one was scored."""
+    cells = [cell for row in rows for cell in row.cells] if protocol and metric == "bits" else []
+    found = [cell.baselines.get(protocol.split) for cell in cells if protocol and not protocol.windows]
+    known = next(filter(None, found), None)
+    best = min(known, key=lambda key: known[key]) if known else ""
+    return [{name: f"{best} (simple baseline)", "ours": known[best]}] if known else []
 
 
 def kinds_table(
@@ -48,26 +64,24 @@ def kinds_table(
     of the kinds, as `compare` has them.
     """
     kinds: dict[str, list[Row]] = {}
-    for row in (row for row in rows if row.values(metric) and row.config):
+    for row in (row for row in rows if row.config and row.values(metric)):
         kinds.setdefault(heads_label(row.config), []).append(row)
-    entries, values = {}, {}
+    entries, legal = {}, {}
     for kind, alike in kinds.items():
-        row, values[kind], note = pick(alike, metric)
-        entries[kind] = {"heads": kind, **interval(values[kind]), **pace_of(row, paces), "note": note}
-        entries[kind]["sees_future"] = "yes" if row.sees_future else "no"
-    legal = {kind: found for kind, found in values.items() if entries[kind]["sees_future"] == "no"}
+        row, values, note = pick(alike, metric)
+        entries[kind] = {"heads": kind, **facts_of(row, metric, paces), **interval(values), "note": note}
+        if not row.sees_future:
+            legal[kind] = values
     against = [kind for kind in AGAINST if kind in legal]
     pairs = [(kind, other) for other in against for kind in legal if kind != other and (kind, other) != AGAINST]
-    found = compare(legal, pairs, errors)
+    found, words = compare(legal, pairs, errors), {} if against else standings(legal)
     for kind, entry in entries.items():
         for other in against:
             entry[f"against_{other}"] = words_of(found, kind, other) if kind in legal else "not ranked"
-    if not against:
-        words = standings(legal)
-        entries = {kind: {**entry, "standing": words.get(kind, "not ranked")} for kind, entry in entries.items()}
+        entry |= {} if against else {"standing": words.get(kind, "not ranked")}
     columns = [
         Column("heads", "heads"),
-        Column("ours", unit_of(protocol, metric), 4, "half"),
+        Column("ours", f"bits/{protocol.unit}" if metric == "bits" else f"{metric}/word", 4, "half"),
         Column("seeds", "seeds"),
         Column("sees_future", "sees future"),
         Column("steps_per_second", "steps/s", 3, "pace_half"),
@@ -75,20 +89,13 @@ def kinds_table(
         Column("standing", "standing"),
         Column("note", "of"),
     ]
-    order = sorted(
-        entries.values(), key=lambda row: (row["sees_future"] == "yes", row["ours"] is None, row["ours"] or 0)
-    )
+    order = sorted(entries.values(), key=lambda row: (row["sees_future"] == "yes", row["ours"] or math.inf))
+    order += baseline("heads", rows, protocol, metric)
     table = Table(f"Which heads pay? {protocol.where}", columns, order, [f"{protocol.line(units_of(rows))}. {HOW}"])
     return table, conclusion(legal, against, found, [kind for kind in kinds if kind not in legal])
 
 
-HOW = (
-    "\N{PLUS-MINUS SIGN} are 95% intervals over seeds. Verdicts: paired differences where seeds match, else Welch's "
-    "test; Holm's correction over the table."
-)
-
-
-def pick(alike: Sequence[Row], metric: str) -> tuple[Row, dict[str, float], str]:
+def pick(alike: Sequence[Row], metric: str) -> tuple[Row, Values, str]:
     """Return the row that stands for a kind, the scores that it is reported by, and what it is the best of."""
     if len(alike) == 1:
         return alike[0], alike[0].values(metric), ""
@@ -100,51 +107,41 @@ def pick(alike: Sequence[Row], metric: str) -> tuple[Row, dict[str, float], str]
 
 def words_of(found: Mapping[tuple[str, str], Comparison], kind: str, other: str) -> str:
     """Return the verdict on a kind against another, with difference and interval."""
-    if kind == other:
-        return ""
-    entry, sign = (found[kind, other], 1) if (kind, other) in found else (found[other, kind], -1)
-    if entry.difference is None:
-        return FEW
-    verdict = entry.verdict if sign == 1 else {"better": "behind", "behind": "better"}.get(entry.verdict, entry.verdict)
-    return f"{verdict} ({signed(sign * entry.difference, 3)} ± {entry.half:.3f})"
+    entry, sign = (found[kind, other], 1) if (kind, other) in found else (found.get((other, kind)), -1)
+    if entry is None or entry.difference is None:
+        return FEW if entry else ""
+    verdict = entry.verdict if sign == 1 else OPPOSITE.get(entry.verdict, entry.verdict)
+    return f"{verdict} ({sign * entry.difference:+.3f} ± {entry.half:.3f})".replace("-", MINUS)
 
 
 def conclusion(
-    legal: Mapping[str, Mapping[str, float]],
+    legal: Mapping[str, Values],
     against: Sequence[str],
     found: Mapping[tuple[str, str], Comparison],
     unranked: Sequence[str],
 ) -> str:
     """Return in a sentence or two what may be said of the kinds."""
-    few = {kind: len(values) for kind, values in legal.items() if len(values) < SEEDS}
-    said = [f"{' and '.join(unranked)} sees the future and is not ranked"] if unranked else []
+    seen = [f"{' and '.join(unranked)} sees the future and is not ranked"] if unranked else []
     if len(legal) < 2:
-        return "; ".join(["Nothing to compare: one kind of heads has a score that sees no future", *said]) + "."
-    if len(few) == len(legal):
-        lowest = min(legal, key=lambda kind: mean(legal[kind].values()) if legal[kind] else math.inf)
-        why = f"a verdict takes {SEEDS} seeds, and here are {' or '.join(map(str, sorted(set(few.values()))))}"
-        said.insert(0, f"Not certain: {lowest} heads have the lowest mean, but {why}")
-    elif few:
-        said.insert(0, f"no verdict on {', '.join(few)}: fewer than {SEEDS} seeds")
+        return "; ".join(["Nothing to compare: one kind of heads has a score that sees no future", *seen]) + "."
+    said = []
     for other in against:
         verdicts: dict[str, list[str]] = {}
-        for kind in (kind for kind in legal if kind != other):
-            word = words_of(found, kind, other).partition(" (")[0]
-            verdicts.setdefault(word, []).append(kind)
-        named = {
-            "better": f"better than {other}",
-            "behind": f"behind {other}",
-            "tied": f"no difference from {other} shown",
-        }
-        parts = [f"{text}: {', '.join(verdicts[word])}" for word, text in named.items() if word in verdicts]
-        said.insert(against.index(other), "; ".join(parts)) if parts else None
-    text = "; ".join(filter(None, said)) or "no difference shown"
+        for kind in legal:
+            verdicts.setdefault(words_of(found, kind, other).partition(" (")[0], []).append(kind)
+        texts = {"better": "better than {}", "behind": "behind {}", "tied": "no difference from {} shown"}
+        parts = [f"{texts[word].format(other)}: {', '.join(verdicts[word])}" for word in texts if word in verdicts]
+        said += ["; ".join(parts)] if parts else []
+    few = {kind: len(values) for kind, values in legal.items() if len(values) < SEEDS}
+    if len(few) == len(legal):
+        lowest = min(legal, key=lambda kind: mean(legal[kind].values()) if legal[kind] else math.inf)
+        counts = " or ".join(map(str, sorted(set(few.values()))))
+        why = f"a verdict takes {SEEDS} seeds, and here are {counts}"
+        said.append(f"not certain: {lowest} heads have the lowest mean, but {why}")
+    elif few:
+        said.append(f"no verdict on {', '.join(few)}: fewer than {SEEDS} seeds")
+    text = "; ".join([*said, *seen]) or "no difference shown"
     return text[0].upper() + text[1:] + "."
-
-
-def unit_of(protocol: Protocol | None, metric: str) -> str:
-    """Return what a column of scores holds."""
-    return f"bits/{protocol.unit if protocol else 'unit'}" if metric.startswith("bits") else metric
 
 
 def units_of(rows: Sequence[Row]) -> int | None:
@@ -154,24 +151,16 @@ def units_of(rows: Sequence[Row]) -> int | None:
 
 
 def score_tables(protocol: Protocol | None, rows: Sequence[Row], paces: Paces) -> list[Table]:
-    """Return the rows of a protocol: by each of the paper's tables those with its settings and apart all others."""
-    groups: dict[int, list[Row]] = {}
+    """Return the rows of a protocol: by each of the paper's tables those with its settings, and apart all others."""
+    groups: dict[tuple[int, bool], list[Row]] = {}
     for row in rows:
-        table = table_of(row.config) if row.config else None
-        groups.setdefault(table.number if table else 99, []).append(row)
-    made = []
-    for number in sorted(groups):
-        mine, table = groups[number], table_of(groups[number][0].config)
-        if table is None:
-            made.append(rows_table("All rows", protocol, mine, paces, None))
-            continue
-        equal = [row for row in mine if row.scores and not departures(row, table)]
-        made += [beside_paper(table, protocol, equal)] if equal else []
-        if others := [row for row in mine if row not in equal]:
-            made.append(
-                rows_table(f"{table.name} with other settings than the paper's", protocol, others, paces, table)
-            )
-    return made
+        table = table_of(row.config)
+        equal = bool(table and row.scores and not departures(row, table))
+        groups.setdefault((table.number if table else 99, not equal), []).append(row)
+    return [
+        rows_table(protocol, mine, paces, table_of(mine[0].config), equal=not other)
+        for (_, other), mine in sorted(groups.items(), key=lambda group: group[0])
+    ]
 
 
 def departures(row: Row, table: PaperTable) -> list[str]:
@@ -190,70 +179,60 @@ def departures(row: Row, table: PaperTable) -> list[str]:
     return reasons
 
 
-def beside_paper(table: PaperTable, protocol: Protocol | None, rows: Sequence[Row]) -> Table:
-    """Return a table of the paper with our runs of its very settings, all its other rows as not run."""
-    metric, entries = table.metric.partition("/")[0], []
-    for printed in table.rows:
-        mine = [row for row in rows if table.row_of(row.config) is printed]
-        sizes = {"layers": printed.layers, "heads": printed.heads}
-        base = {"model": printed.label, **sizes, "paper": printed.value}
-        for row in mine:
-            ours = interval(row.values(metric))
-            gap = ours["ours"] - printed.value if ours["ours"] is not None and printed.value is not None else None
-            sight = "yes" if row.sees_future else "no"
-            entries.append({**base, **ours, "difference": gap, "sees_future": sight, "note": notes_of(row)})
-        entries += [] if mine else [{**base, "ours": "not run"}]
-    columns = [
-        Column("model", "model"),
-        Column("layers", "layers", brief=False),
-        Column("heads", "heads", brief=False),
-        Column("ours", f"ours ({table.metric})", 3, "half"),
-        Column("seeds", "seeds"),
-        Column("paper", "paper", 3),
-        Column("difference", "difference", 3),
-        Column("sees_future", "sees future"),
-        Column("note", "notes"),
-    ]
-    where = f"{table.name}. {table.title}: {protocol.where if protocol else 'no scores yet'}"
-    return Table(where, columns, entries, [f"{protocol.line(units_of(rows))}."] if protocol else [], table.footnotes)
-
-
 def rows_table(
-    title: str, protocol: Protocol | None, rows: Sequence[Row], paces: Paces, table: PaperTable | None
+    protocol: Protocol | None, rows: Sequence[Row], paces: Paces, table: PaperTable | None, equal: bool
 ) -> Table:
-    """Return all rows with the keys by which they differ; beside the paper's number what they have otherwise."""
+    """Return all rows with the keys by which they differ.
+
+    Beside the paper's number stands the difference to it where rows have its very settings (`equal`; its other rows
+    stand there as not run), else what they have otherwise.
+    """
     metric = table.metric.partition("/")[0] if table else "bits"
-    reasons = {id(row): departures(row, table) if table else [] for row in rows}
-    every = [reason for reason in reasons[id(rows[0])] if all(reason in mine for mine in reasons.values())]
+    reasons = [departures(row, table) if table else [] for row in rows]
+    every = [reason for reason in reasons[0] if all(reason in mine for mine in reasons)]
     keys, entries = differing_keys([row.config for row in rows if row.config]), []
-    for row in sorted(rows, key=lambda row: mean(row.values(metric).values()) if row.values(metric) else 1e9):
-        printed = table.row_of(row.config) if table else None
-        own = [reason for reason in reasons[id(row)] if reason not in every]
-        state = ", ".join(dict.fromkeys(cell.state for cell in row.cells if cell.state != "done"))
-        score = interval(row.values(metric)) if row.values(metric) else {"ours": state or "no score"}
-        sight = {"sees_future": "yes" if row.sees_future else "no"} if row.scores else {}
-        keyed = {key: shown(key, row.config) for key in keys}
-        beside = {"paper": printed.value, "paper_row": printed.label} if printed else {}
-        beside |= {"bits": mean(row.values().values())} if metric != "bits" and row.scores else {}
-        facts = {"step": row.step or None, "differs": "; ".join(own), "note": notes_of(row)}
-        entries.append({"run": row.name, **score, **sight, **pace_of(row, paces), **beside, **facts, **keyed})
+    for row, own in zip(rows, reasons, strict=True):
+        state = ", ".join(dict.fromkeys(cell.state for cell in row.cells if cell.state != "done")) or "no score"
+        entry = {"run": row.name, **facts_of(row, metric, paces), "step": row.step or None, "note": notes_of(row)}
+        entry |= {} if row.values(metric) else {"ours": state, "seeds": None}
+        entry |= {"bits": mean(row.values().values())} if metric != "bits" and row.scores else {}
+        if table and (printed := table.row_of(row.config)):
+            entry |= {"paper": printed.value, "paper_row": printed.label}
+            entry |= {"difference": entry["ours"] - printed.value} if equal and printed.value else {}
+        entry |= {"differs": "; ".join(reason for reason in own if reason not in every)}
+        entries.append(entry | {key: value_of(key, row.config) for key in keys})
+    entries.sort(key=lambda entry: math.inf if isinstance(entry["ours"], str) else entry["ours"])
+    entries += baseline("run", rows, protocol, metric)
+    if table and equal:
+        run = [table.row_of(row.config) for row in rows]
+        rest = [printed for printed in table.rows if printed not in run]
+        entries += [{"paper_row": one.label, "paper": one.value, "ours": "not run"} for one in rest]
     columns = [
         Column("run", "run"),
-        Column("ours", unit_of(protocol, metric), 4, "half"),
+        Column(
+            "ours", f"bits/{protocol.unit if protocol else 'unit'}" if metric == "bits" else f"{metric}/word", 4, "half"
+        ),
         Column("seeds", "seeds"),
         Column("sees_future", "sees future"),
-        Column("bits", unit_of(protocol, "bits"), 3, brief=False),
+        Column("bits", f"bits/{protocol.unit}" if protocol else "", 3, brief=False),
         Column("steps_per_second", "steps/s", 3, "pace_half", brief=False),
         Column("step", "steps done", brief=False),
-        Column("paper_row", "the paper's row", brief=False),
-        Column("paper", "its number, not comparable", 3, brief=False),
+        Column("paper_row", "the paper's row", brief=equal),
+        Column("paper", "paper" if equal else "its number, not comparable", 3, brief=equal),
+        Column("difference", "difference", 3),
         Column("differs", "differs from the paper by", brief=False),
         Column("note", "notes", brief=False),
     ]
     lines = [f"{protocol.line(units_of(rows))}."] if protocol else ["No run has a score."]
     lines += [f"Not the paper's setting: {'; '.join(every)}."] if every else []
-    where = f"{title}: {protocol.where}" if protocol else title
-    return Table(where, columns, entries, [*lines, *earlier_weights(rows)], table.footnotes if table else ())
+    pairs = [pair for row in rows for pair in zip(row.cells, row.scores, strict=False)]
+    if earlier := sum(score.step < cell.step for cell, score in pairs):
+        said = f"{earlier} of {plural(len(pairs), 'score')} are of a checkpoint before the run's last step"
+        lines.append(f"{said}: the best on windows of the validation split.")
+    name = f"Table {table.number}. {table.title}" if table and equal else "All rows"
+    name = f"Table {table.number} with other settings than the paper's" if table and not equal else name
+    title = f"{name}: {protocol.where}" if protocol else name
+    return Table(title, columns, entries, lines, table.footnotes if table else ())
 
 
 def notes_of(row: Row) -> str:
@@ -262,29 +241,6 @@ def notes_of(row: Row) -> str:
     for cell in (cell for cell in row.cells if cell.state != "done" or cell.reason):
         why = f": {cell.reason.splitlines()[0]}" if cell.reason else ""
         notes.append(f"seed {cell.seed} {cell.state} at step {cell.step:,}{why}" if cell.config else cell.state)
-    seeds = [score.seed for score in row.scores]
-    notes += [
-        f"seed {seed}: mean of {seeds.count(seed)} runs" for seed in dict.fromkeys(seeds) if seeds.count(seed) > 1
-    ]
-    return "; ".join(notes)
-
-
-def earlier_weights(rows: Sequence[Row]) -> list[str]:
-    """Return a line where some scores are of a checkpoint before the run's last step, as the best one may be."""
-    scores = [score for row in rows for score in row.scores]
-    count = sum(score.earlier is not None for score in scores)
-    if not count:
-        return []
-    return [
-        f"{count} of {plural(len(scores), 'score')} are of a checkpoint before the run's last step: the best on "
-        "windows of the validation split."
-    ]
-
-
-def heads_in_layers(rows: Sequence[Row]) -> dict[int, dict[tuple[int, int], float]]:
-    """Return by window the mean bits of routing rows, by routing heads and routing layers: the grid of Table 1."""
-    found: dict[int, dict[tuple[int, int], float]] = {}
-    for row in (row for row in rows if kind_of(row.config) == "routing" and row.values()):
-        window, heads, layers = (whole(row.config.get(f"routing.{key}")) for key in ("window", "heads", "layers"))
-        found.setdefault(window, {})[heads, layers] = mean(row.values().values())
-    return {window: grid for window, grid in sorted(found.items()) if len(grid) > 3}
+    seeds = [cell.seed for cell in row.cells[: len(row.scores)]]
+    twice = [seed for seed in dict.fromkeys(seeds) if seeds.count(seed) > 1]
+    return "; ".join([*notes, *(f"seed {seed}: mean of {seeds.count(seed)} runs" for seed in twice)])

@@ -1,11 +1,14 @@
-"""The closing lines of a run: our bits beside those of plain compressors, and what exactly was measured."""
+"""What a run says of itself: its protocol, the lines with which it ends, and the card of its exported model."""
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from rtx.config import Config, base_patterns
+from rtx.config import Config
+from rtx.report.paper import hashes, looks_ahead, routes
+from rtx.report.run_records import Cell, Protocol, flat
 
 BAR = 24
 """Characters of the longest bar."""
@@ -13,27 +16,50 @@ BAR = 24
 WIDTH = 79
 """Columns of a narrow terminal."""
 
-
 ABLATED = {
-    "none": "",
     "routing": "outputs of the routing heads set to zero",
     "local": "routing heads read the last W positions",
     "random": "routing heads read random members",
 }
 """What eval.ablate does to a model, in words."""
 
+SIZES = ("model.layers", "model.heads", "model.hidden", "model.base", "model.window", "data.length")
+ROUTING = ("routing.selection", "routing.heads", "routing.layers", "routing.clusters", "routing.window")
+SIGHT = {True: "selection sees the future", False: "sees no future"}
+CARD = """# {name}: {model}
+
+A Routing Transformer trained with `rtx` on {data} for {step:,} steps
+(its {checkpoint} checkpoint; {numbers:,} numbers).
+{shape}; all other settings are in `config.yaml`.
+
+## Scores
+
+{scores}
+
+## Use
+
+```
+rtx eval <this folder> split=test
+rtx sample <this folder>
+```
+
+```python
+import rtx
+
+model = rtx.load("<this folder>").model  # model.loss(tokens_BN)[0]: nats of each unit
+```
+
+## Origin
+
+- Data fingerprint: {fingerprint}
+- Versions: {versions}
+- Command: `{command}`
+"""
+
 
 def sees_future(config: Config, mode: str, ablate: str = "none") -> bool:
     """Tell whether the score of some unit may depend on later units: top-w selection or published LSH in one pass."""
-    routes = config.routing.heads > 0 and config.routing.layers > 0 and ablate == "none"
-    looks_ahead = (routes and config.routing.selection == "topk") or (hashes(config) and config.model.lsh == "reformer")
-    return looks_ahead and mode == "parallel"
-
-
-def hashes(config: Config) -> bool:
-    """Tell whether some heads read by hashing."""
-    all_route = config.routing.heads == config.model.heads and config.routing.layers == config.model.layers
-    return "lsh" in base_patterns(config.model) and not all_route
+    return mode == "parallel" and looks_ahead(flat(dataclasses.asdict(config)), ablate)
 
 
 def protocol_line(
@@ -63,31 +89,26 @@ def protocol_line(
         released: how the released code's reading of the text differs, where it was read so; empty: whole.
         stamps: what else makes the number another than the published ones, as `stamp_phrases` says it.
     """
-    length, stride = config.data.length, config.trainer.val_stride or config.data.length
-    how = "streaming" if mode == "streaming" else "teacher-forced"
-    routes = config.routing.heads > 0 and config.routing.layers > 0
-    selection = f"selection={config.routing.selection}" if routes else "no routing heads"
+    values, length = flat(dataclasses.asdict(config)), config.data.length
+    place = f"{split} of other data than the run's ({other_data})" if other_data else split
+    said = [f"protocol=released ({released})", *stamps] if released else stamps
+    windows, stride = 0 if partial else None, config.trainer.val_stride or length
+    protocol = Protocol(place, mode, unit, "", "", length, stride, windows, stamps=tuple(said))
+    selection = f"selection={config.routing.selection}" if routes(values) else "no routing heads"
     if ablate != "none":  # what the model was trained with chooses nothing here
         selection = f"ablated ({ABLATED[ablate]}; trained with {selection})"
-    selection += f", lsh={config.model.lsh}" if hashes(config) else ""
-    sight = "selection sees the future" if sees_future(config, mode, ablate) else "sees no future"
-    scored = f"{units:,} {unit}s each scored once" + (" (a sample of the windows)" if partial else "")
-    scored += f", protocol=released ({released})" if released else ""
-    scored += "".join(f", {stamp}" for stamp in stamps)
-    place = f"{split} of other data than the run's ({other_data})" if other_data else split
-    return f"bits/{unit} on {place}, {scored}, windows of {length:,}, stride {stride:,}, {how}; {selection}: {sight}"
+    selection += f", lsh={config.model.lsh}" if hashes(values) else ""
+    return f"{protocol.line(units)}; {selection}: {SIGHT[sees_future(config, mode, ablate)]}"
 
 
 def comparison(bits: float, unit: str, baselines: Mapping[str, float]) -> str:
     """Return a line with a bar for our bits/unit and for each baseline, the best first."""
     rows = sorted([("this model", bits), *baselines.items()], key=lambda row: row[1])
-    widest = max(len(name) for name, _ in rows)
-    longest = max(value for _, value in rows)
     lines = []
     for name, value in rows:
-        bar = "█" * max(1, round(BAR * value / longest))
+        bar = "█" * max(1, round(BAR * value / rows[-1][1]))
         ours = "  <-" if name == "this model" else ""
-        lines.append(f"  {name:<{widest}}  {value:7.4f}  {bar}{ours}")
+        lines.append(f"  {name:<{max(len(name) for name, _ in rows)}}  {value:7.4f}  {bar}{ours}")
     return f"bits/{unit}, lower is better:\n" + "\n".join(lines)
 
 
@@ -117,19 +138,39 @@ def closing_lines(
         answers: from `answers_line` where answers alone were scored, of a model that has no text to write.
     """
     why = " (trainer.max_minutes is up)" if time_up else ""
-    return "\n".join(
-        [
-            *textwrap.wrap(f"done after {step:,} steps{why}: {bits:.4f} bits/{unit} on the validation split", WIDTH),
-            *([answers] if answers else []),
-            *further,
-            *textwrap.wrap(protocol, WIDTH),
-            *([comparison(bits, unit, baselines)] if baselines else []),
-            f"next: rtx eval {run} split=test",
-            *([] if answers else [f"      rtx sample {run}"]),
-        ]
-    )
+    lines = textwrap.wrap(f"done after {step:,} steps{why}: {bits:.4f} bits/{unit} on the validation split", WIDTH)
+    lines += [*filter(None, [answers]), *further, *textwrap.wrap(protocol, WIDTH)]
+    lines += [comparison(bits, unit, baselines)] if baselines else []
+    return "\n".join([*lines, f"next: rtx eval {run} split=test", *([] if answers else [f"      rtx sample {run}"])])
 
 
 def answers_line(accuracy: float, chance: float) -> str:
     """Return the share of right answers beside that of a guess."""
     return f"{accuracy:.2%} of the answers right (chance {chance:.2%})"
+
+
+def card(cell: Cell, step: int, checkpoint: str, numbers: int) -> str:
+    """Return the card of an exported model as Markdown.
+
+    Args:
+        cell: the run as its records tell it.
+        step: optimizer steps behind these weights; scores of others are left out.
+        checkpoint: which of the run's checkpoints they are.
+        numbers: how many numbers weights and buffers are.
+    """
+    config, scores = cell.config, [*filter(None, [cell.final]), *cell.scores]
+    latest = {score.protocol: score for score in scores if score.step == step}.values()
+    said = [f"- **{one.bits:.4f} bits/{one.protocol.unit}**: {one.protocol.line(one.units)}" for one in latest]
+    lines = [f"{line}; {SIGHT[score.sees_future]}" for line, score in zip(said, latest, strict=True)]
+    versions = cell.environment.get("versions", {})
+    return CARD.format(
+        name=config.get("name"),
+        model=config.get("model.name"),
+        data=cell.data.get("name"),
+        fingerprint=cell.data.get("fingerprint"),
+        shape=", ".join(f"`{key}={config.get(key)}`" for key in (*SIZES, *(ROUTING if routes(config) else ()))),
+        scores="\n".join(lines) or "None yet.",
+        versions=", ".join(f"{name} {number}" for name, number in versions.items()),
+        command=cell.command,
+        **{"step": step, "checkpoint": checkpoint, "numbers": numbers},
+    )

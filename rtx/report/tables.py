@@ -1,7 +1,9 @@
-"""A table as it is printed, exported and put into the page: raw values by key, and what is shown of them."""
+"""A table, its raw values by key and what is shown of them, also on a terminal."""
 
 from __future__ import annotations
 
+import io
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,6 +13,11 @@ if TYPE_CHECKING:
 
 DASH = "\N{EN DASH}"
 """What stands where there is nothing to say."""
+
+MINUS = "\N{MINUS SIGN}"
+
+STRIP = 17
+"""Letters of the picture of the intervals beside a ranked table."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +56,6 @@ class Table:
         entries = [[text_of(row, column) for column in columns] for row in self.rows]
         return pandas.DataFrame(entries, columns=pandas.Index([column.title for column in columns]))
 
-    def frame(self) -> pandas.DataFrame:
-        """Return the raw values, not rounded; whole numbers stay whole."""
-        import pandas
-
-        return pandas.DataFrame(self.rows).convert_dtypes()
-
     def is_number(self, column: Column) -> bool:
         """Tell whether a column holds numbers."""
         return any(isinstance(row.get(column.key), int | float) for row in self.rows)
@@ -68,10 +69,44 @@ def text_of(row: dict[str, Any], column: Column) -> str:
     if isinstance(value, str):
         return value
     said = f"{value:,}" if column.digits is None else f"{value:,.{column.digits}f}"
-    behind = "" if error is None else f" ± {error:,.{column.digits or 0}f}"
-    return said.replace("-", "\N{MINUS SIGN}") + behind
+    return said.replace("-", MINUS) + ("" if error is None else f" ± {error:,.{column.digits or 0}f}")
 
 
-def signed(value: float, digits: int) -> str:
-    """Return a number with its sign."""
-    return f"{value:+.{digits}f}".replace("-", "\N{MINUS SIGN}")
+def terminal(table: Table, width: int = 80, strip: bool = False) -> str:
+    """Return the brief columns of a table for a terminal of so many columns, the lines above it wrapped.
+
+    `strip`: whether to draw the interval of each row beside it.
+    """
+    from rich import box
+    from rich import table as rich_table
+    from rich.console import Console
+    from rich.text import Text
+
+    grid = rich_table.Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
+    for column in table.shown(brief=True):
+        number = table.is_number(column)
+        grid.add_column(column.title, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    if strip:
+        grid.add_column("intervals", no_wrap=True)
+    pictures = interval_strips(table.rows) if strip else [() for _ in table.rows]
+    for entries, picture in zip(table.texts(brief=True).itertuples(index=False), pictures, strict=True):
+        grid.add_row(*map(Text, entries), *picture)
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None, highlight=False).print(grid)
+    above = [part for line in (table.title, *table.lines) for part in textwrap.wrap(line, width)]
+    return "\n".join([*above, "", *(line.rstrip() for line in out.getvalue().splitlines())])
+
+
+def interval_strips(rows: Sequence[dict[str, Any]]) -> list[tuple[str]]:
+    """Return a picture of each row's score and interval, on a scale common to all rows with seeds."""
+    spans = [
+        [row["ours"] + sign * (row.get("half") or 0) for sign in (-1, 0, 1)] if row.get("seeds") else [] for row in rows
+    ]
+    every = [value for span in spans for value in span]
+    scale = (STRIP - 1) / ((max(every) - min(every)) or 1) if every else 0
+    pictures = []
+    for span in spans:
+        low, middle, high = [round((value - min(every)) * scale) for value in span] or (0, 0, 0)
+        line = " " * low + "─" * (middle - low) + "●" + "─" * (high - middle)
+        pictures.append((line if span else "",))
+    return pictures

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from rtx.disk import replace_file
 from rtx.report.contents import Report
-from rtx.report.tables import DASH, Column, Table
+from rtx.report.tables import DASH, MINUS, Column, Table
 
-LETTERS = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-LETTERS |= {mark: f"\\{mark}" for mark in "&%$#_{}"}
-LETTERS |= {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", '"': "''", "\n": " ", "\t": " "}
-LETTERS |= {mark: f"{{{mark}}}" for mark in "[]*"}  # behind the \\ of a row these would be its options
-LETTERS |= {DASH: r"\textendash{}", "\N{MINUS SIGN}": "$-$", "\N{PLUS-MINUS SIGN}": r"$\pm$"}
+LETTERS = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "-": "{-}"}
+LETTERS |= {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", '"': "''", "[": "{[}", "*": "{*}"}
+LETTERS |= {DASH: r"\textendash{}", MINUS: "$-$", "±": r"$\pm$", **{mark: f"\\{mark}" for mark in "&%$#_{}"}}
 
 
 def write(report: Report, output: Path) -> list[Path]:
@@ -24,23 +21,12 @@ def write(report: Report, output: Path) -> list[Path]:
         OSError: the folder cannot be written.
     """
     output.mkdir(parents=True, exist_ok=True)
-    forms: dict[str, Callable[[Report], str]] = {
-        "report.html": html,
-        "report.md": markdown,
-        "report.csv": comma_separated,
-        "report.json": as_json,
-        "report.tex": latex,
-    }
-    files = {name: form(report).encode("utf-8", "replace") for name, form in forms.items()}
+    texts = {"html": html, "md": markdown, "csv": comma_separated, "json": as_json, "tex": latex}
+    files = {f"report.{form}": text(report).encode("utf-8", "replace") for form, text in texts.items()}
     files |= {f"{plot.name}.png": plot.png for plot in report.plots}
     for name, content in files.items():
         replace_file(output / name, lambda file, content=content: file.write(content), durable=False)
     return [output / name for name in files]
-
-
-def all_tables(report: Report) -> list[Table]:
-    """Return the answer and all other tables."""
-    return [*([report.answer] if report.answer else []), *report.tables]
 
 
 def html(report: Report) -> str:
@@ -68,17 +54,14 @@ def classes(table: Table, column: Column, row: int = -1) -> str:
 
 def markdown(report: Report) -> str:
     """Return the report as Markdown; the plots stand beside it."""
-    lines = [f"# {report.title}", ""]
-    lines += [f"**{escaped(report.headline)}**", ""] if report.headline else []
-    tables = all_tables(report)
-    lines += markdown_table(tables[0]) if tables else []
+    tables = report.every_table()
+    lines = [f"# {report.title}", "", *([f"**{escaped(report.headline)}**", ""] if report.headline else [])]
+    lines += markdown_table(tables[0])
     lines += [f"![{escaped(plot.caption)}]({plot.name}.png)\n" for plot in report.plots]
     lines += ["To know:", "", *(f"- {escaped(problem)}" for problem in report.problems), ""] if report.problems else []
     for table in tables[1:]:
         lines += markdown_table(table)
-    lines += ["## To reproduce", "", "```", *report.commands, "```", ""] if report.commands else []
-    for name, sample in report.samples:
-        lines += [f"Sample of {name}:", "", *(f"    {line}" for line in sample.splitlines()), ""]
+    lines += ["## To reproduce", "", "```", *report.commands, "```"] if report.commands else []
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -101,22 +84,16 @@ def comma_separated(report: Report) -> str:
     """Return all tables as one CSV file; numbers as they are, not rounded."""
     import pandas
 
-    frames = [
-        table.frame().assign(table=table.title, protocol=" ".join(table.lines[:1])) for table in all_tables(report)
-    ]
-    return pandas.concat(frames).convert_dtypes().to_csv(index=False) if frames else "table\n"
+    tables = report.every_table()
+    frames = [pandas.DataFrame(one.rows).assign(table=one.title, protocol=" ".join(one.lines[:1])) for one in tables]
+    return pandas.concat([frame.convert_dtypes() for frame in frames]).to_csv(index=False)
 
 
 def as_json(report: Report) -> str:
     """Return tables and commands as JSON; numbers as they are, not rounded."""
     tables = [
-        {
-            "title": table.title,
-            "lines": table.lines,
-            "footnotes": list(table.notes),
-            "rows": json.loads(table.frame().to_json(orient="records", double_precision=15) or "[]"),
-        }
-        for table in all_tables(report)
+        {"title": table.title, "lines": table.lines, "footnotes": table.notes, "rows": table.rows}
+        for table in report.every_table()
     ]
     said = {"title": report.title, "headline": report.headline, "problems": report.problems, "tables": tables}
     return json.dumps({**said, "commands": report.commands}, indent=1, ensure_ascii=False) + "\n"
@@ -125,7 +102,7 @@ def as_json(report: Report) -> str:
 def latex(report: Report) -> str:
     """Return the tables as LaTeX; notes stand below them, where they make no table too wide."""
     parts = ["% written by rtx report; needs \\usepackage{booktabs,graphicx}"]
-    for table in (table for table in all_tables(report) if any(column.brief for column in table.shown())):
+    for table in (table for table in report.every_table() if table.shown(brief=True)):
         texts = table.texts(brief=True).map(tex)
         texts.columns = texts.columns.map(tex)
         form = "".join("r" if table.is_number(column) else "l" for column in table.shown(brief=True))
@@ -137,9 +114,6 @@ def latex(report: Report) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def tex(text: object) -> str:
+def tex(text: str) -> str:
     """Return text in which nothing is a command of LaTeX; what its usual fonts lack is a question mark."""
-    letters = (
-        LETTERS.get(letter, letter if " " <= letter <= "~" or letter in "éèöäüß" else "?") for letter in str(text)
-    )
-    return "".join(letters).replace("--", "-{}-")
+    return "".join(LETTERS.get(letter, letter if " " <= letter <= "~" else "?") for letter in text)

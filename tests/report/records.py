@@ -15,16 +15,15 @@ from rtx.identity import digest
 from rtx.report.run_records import flat
 
 DATA = {"name": "text", "unit": "byte", "fingerprint": "f00d" * 4}
+IMAGES = {"name": "cifar10", "unit": "dim", "fingerprint": "abcd" * 4}
+LOCAL = {"routing__heads": 0, "routing__selection": "causal"}
+FULL = {"routing__heads": 0, "model__base": "full"}
+CAUSAL = {"routing__selection": "causal"}
 ENVIRONMENT = {
     "command": "/somewhere/rtx train data=text data.path=book.txt",
     "versions": {"rtx": "0.1", "torch": "2.11.0"},
     "git": {"commit": "0123456789abcdef", "changed": False},
-    "gpu": None,
-    "threads": 2,
-    "cpus": 2,
-    "python": "3.11.7",
-    "platform": "Linux",
-    "data": DATA,
+    **{"gpu": None, "threads": 2, "python": "3.11.7"},
 }
 
 
@@ -53,29 +52,25 @@ def write_run(
     data: dict[str, Any] | None = None,
     speed: float = 8.0,
     step: int = 2000,
-    hash_name: bool = True,
+    **more: Any,
 ) -> Path:
-    """Write the records of a run below a folder, and return its own folder."""
-    run = folder / (digest(flat(made)) if hash_name else "run")
+    """Write the records of a run below a folder, and return its own; `more` is of its closing score."""
+    run, data = folder / digest(flat(made)), data or DATA
     (run / "checkpoints").mkdir(parents=True)
-    (run / "checkpoints" / "last.ckpt").touch()
-    (run / "samples").mkdir()
-    (run / "samples" / "step9-seed0-1.txt").write_text("<b>def</b> f(x):\n    return \x1b x\n")
     (run / "config.yaml").write_text(yaml.safe_dump(made, sort_keys=False))
-    data = data or DATA
     (run / "environment.json").write_text(json.dumps({**ENVIRONMENT, "data": data}))
-    final = None if bits is None else {"bits": bits, "unit": data["unit"], "units": 1000, "se": 0.01}
+    final = None if bits is None else {"bits": bits, "unit": data["unit"], "units": 1000, "se": 0.01, **more}
     status = {"state": state, "reason": reason, "step": step, "steps": 200_000, "final": final, "host": "h", "pid": 1}
     (run / "status.json").write_text(json.dumps({**status, "heartbeat": "2020-01-01T00:00:00Z"}))
-    units = made["trainer"]["batch_size"] * made["data"]["length"]
-    rows = []
-    for at in range(1, 21):
-        value = (bits or 4.0) + 5.0 / at
-        rows.append(
-            {"kind": "train", "step": at * 100, "bits": value, "tokens_per_second": speed * units, "seconds": at}
-        )
-        rows.append({"kind": "valid", "step": at * 100, "val_bits": value + 0.02, "val_units": 500, "val_se": 0.01})
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pace = speed * made["trainer"]["batch_size"] * made["data"]["length"]
+    with open(run / "metrics.jsonl", "w") as file:
+        for at in range(1, 21):
+            value = (bits or 4.0) + 5.0 / at
+            for row in (
+                {"kind": "train", "step": at * 100, "bits": value, "tokens_per_second": pace},
+                {"kind": "valid", "step": at * 100, "val_bits": value + 0.02, "val_units": 500},
+            ):
+                file.write(json.dumps(row) + "\n")
     return run
 
 
@@ -103,39 +98,36 @@ def write_eval(run: Path, bits: float, **values: Any) -> None:
     (run / "eval" / f"{len(list((run / 'eval').iterdir()))}.json").write_text(json.dumps(record))
 
 
-def write_divergence(run: Path, layers: int = 10, checkpoint: str = "best", share: float = 1.0, **values: Any) -> None:
+def write_divergence(run: Path, layers: int = 10, checkpoint: str = "best", length: int = 4096) -> None:
     """Write the record of `rtx analyze divergence` of a run: 0.01 n + 0.1 k nats in layer n for the k-th kind."""
     kinds = (["local", "local"], ["local", "routed"], ["routed", "routed"])
-    rows = [
-        {"layer": n, "kind": kind, "mean": 0.01 * n + 0.1 * k, "deviation": 0.002, "share": share, "nats_R": [0.1]}
-        for n in range(layers)
-        for k, kind in enumerate(kinds)
-    ]
     record = {
         "what": "divergence",
-        "layers": rows,
-        "bound": 0.693147,
+        "layers": [
+            {"layer": n, "kind": kind, "mean": 0.01 * n + 0.1 * k, "deviation": 0.002}
+            for n in range(layers)
+            for k, kind in enumerate(kinds)
+        ],
         "checkpoint": {"name": checkpoint, "step": 2000},
-        "analyze": {"split": "test", "draws": 10, "sequences": 1, "seed": 0, "checkpoint": checkpoint},
-        "length": 4096,
+        "analyze": {"split": "test", "draws": 10, "sequences": 1},
+        "length": length,
         "data": json.loads((run / "environment.json").read_text())["data"],
-        **values,
     }
     (run / "analysis").mkdir(exist_ok=True)
     (run / "analysis" / f"divergence-{checkpoint}.json").write_text(json.dumps(record))
 
 
-def write_table_1(folder: Path, data: dict[str, Any] | None = None) -> Path:
+def write_table_1(folder: Path, data: dict[str, Any]) -> Path:
     """Write the 27 runs of Table 1 with the paper's bits and speeds, 0.1 bits worse."""
-    from rtx.report.paper import paper_tables
+    from rtx.report.paper import numbered
 
-    for row in paper_tables()[0].rows:
-        values: dict[str, Any] = {"routing__heads": 0} if row.kind in ("full", "local") else {}
-        values |= {"model__base": "full"} if row.kind == "full" else {}
-        if row.kind in ("routing", "random"):
-            values |= {"routing__heads": row.routing_heads, "routing__layers": row.routing_layers}
-            values |= {"routing__window": row.window}
-        values |= {"routing__selection": "random"} if row.kind == "random" else {}
+    for row in numbered(1).rows:
+        values = {"full": FULL, "local": {"routing__heads": 0}}.get(row.kind) or {
+            "routing__heads": row.routing_heads,
+            "routing__layers": row.routing_layers,
+            "routing__window": row.window,
+            "routing__selection": {"routing": "topk"}.get(row.kind, row.kind),
+        }
         assert row.value and row.steps_per_second
         write_run(folder, config(**values), bits=row.value + 0.1, speed=row.steps_per_second, data=data)
     return folder

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from records import config, write_divergence, write_run
+from records import FULL, LOCAL, config, write_divergence, write_run
 
 from rtx.report.contents import build
 from rtx.report.run_records import collect
@@ -72,14 +72,7 @@ def looked_at(folder: Path, page: str, width: int, height: int, scheme: int) -> 
     """What the browser finds of a page in a frame of some size."""
     (folder / "page.html").write_text(page.replace("<head>", "<head>" + WATCH), encoding="utf-8")
     (folder / "frame.html").write_text(FRAME.format(width=width, height=height), encoding="utf-8")
-    command = [
-        str(CHROMIUM),
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--no-first-run",
-        "--window-size=1400,1000",
-    ]
+    command = [*f"{CHROMIUM} --headless --no-sandbox --disable-gpu --no-first-run --window-size=1400,1000".split()]
     command += [f"--blink-settings=preferredColorScheme={scheme}", "--allow-file-access-from-files"]
     command += [f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=5000", "--enable-logging=stderr"]
     command += ["--dump-dom", (folder / "frame.html").as_uri()]
@@ -93,9 +86,8 @@ def looked_at(folder: Path, page: str, width: int, height: int, scheme: int) -> 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)")
 @pytest.mark.parametrize(("width", "height", "scheme"), [(1280, 800, 1), (1280, 800, 0), (375, 800, 0)])
 def test_the_first_screen_holds_the_answer(width: int, height: int, scheme: int, tmp_path: Path) -> None:
-    kinds = {"local": {"routing__heads": 0}, "full": {"routing__heads": 0, "model__base": "full"}, "causal": {}}
-    kinds |= {"random": {"routing__selection": "random"}, "topk": {"routing__selection": "topk"}}
-    for at, values in enumerate(kinds.values()):
+    selections = [{"routing__selection": name} for name in ("causal", "random", "topk")]
+    for at, values in enumerate([LOCAL, FULL, *selections]):
         for seed in range(5):
             bits, speed = 2 + 0.05 * at + 0.01 * (seed * at % 5), 1.0 + 0.1 * at
             run = write_run(tmp_path / "runs", config("comparison", seed=seed, **values), bits=bits, speed=speed)

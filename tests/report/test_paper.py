@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from records import config, write_eval, write_run
+from records import IMAGES, config, write_eval, write_run
 
 from rtx.analysis.cost import cost
 from rtx.compose import compose, to_dict
@@ -17,7 +17,7 @@ from rtx.config import all_fields
 from rtx.data.catalog import vocabulary_size
 from rtx.keys import conf_dir, options
 from rtx.report.contents import build
-from rtx.report.paper import PaperTable, allowed, numbered, paper_tables, table_of
+from rtx.report.paper import PaperRow, PaperTable, allowed, paper_tables, table_of
 from rtx.report.run_records import collect, flat
 from rtx.report.score_rows import rows_by_protocol
 from rtx.report.score_tables import departures
@@ -86,14 +86,19 @@ def test_settings_presets_and_commands_are_those_of_the_project() -> None:
         assert {name for names in named for name in names.split(",")} <= set(options("experiment"))
 
 
+def place_of(experiment: str) -> tuple[PaperTable, PaperRow]:
+    """The paper's table and row of an experiment."""
+    table = table_of(values(experiment))
+    row = table.row_of(values(experiment)) if table else None
+    assert table and row
+    return table, row
+
+
 @pytest.mark.parametrize("experiment", ROWS)
 def test_an_experiment_is_its_row_of_the_paper(experiment: str) -> None:
     number, label, differing = ROWS[experiment]
-    table = table_of(values(experiment))
-    assert table is not None and table.number == number
-    row = table.row_of(values(experiment))
-    assert row is not None and row.label == label
-    assert bool(row.source) == (differing is None)
+    table, row = place_of(experiment)
+    assert (table.number, row.label, bool(row.source)) == (number, label, differing is None)
     if differing is not None:
         assert table.departures(values(experiment)) == differing
 
@@ -118,21 +123,18 @@ def other(value: Any, stated: Any) -> Any:
     return next(one for one in [*choices, "another", 16, 0.1] if not allowed(one, stated))
 
 
-def edits() -> list[tuple[str, str]]:
-    """Each setting that the paper states of a row that it trained, by experiment."""
-    rows = {
-        name: numbered(number).stated(row) for name, (number, _, d) in ROWS.items() if d == [] for row in [row_of(name)]
-    }
-    return [(name, key) for name, stated in rows.items() for key in stated]
+OURS = [name for name, (_, _, differing) in ROWS.items() if differing == []]
+"""The experiments that are rows of the paper's very settings."""
 
 
-def row_of(experiment: str) -> Any:
-    """The paper's row of an experiment."""
-    return numbered(ROWS[experiment][0]).row_of(values(experiment))
+def stated(experiment: str) -> dict[str, Any]:
+    """Each setting that the paper states of the row of an experiment."""
+    table, row = place_of(experiment)
+    return table.stated(row)
 
 
 def test_at_least_25_settings_are_compared() -> None:
-    keys = {key for _, key in edits()}
+    keys = {key for name in OURS for key in stated(name)}
     assert len(keys) >= 25, sorted(keys)
     assert {"data.name", "data.length", "data.vocabulary", "model.layers", "model.heads", "model.hidden"} <= keys
     assert {"model.positions", "model.dropout", "model.attention_dropout", "model.ffn_dropout", "model.base"} <= keys
@@ -141,23 +143,12 @@ def test_at_least_25_settings_are_compared() -> None:
     assert {"trainer.batch_size", "trainer.steps", "trainer.clip", "model.window", "routing.layers"} <= keys
 
 
-@pytest.mark.parametrize("experiment", [name for name, (_, _, differing) in ROWS.items() if differing == []])
+@pytest.mark.parametrize("experiment", OURS)
 def test_a_run_that_differs_in_one_stated_setting_is_no_row_of_the_paper(experiment: str) -> None:
-    table, found = numbered(ROWS[experiment][0]), values(experiment)
-    assert table.departures(found) == []
-    for key in [key for name, key in edits() if name == experiment]:
-        edited = {**found, key: other(found[key], table.stated(row_of(experiment))[key])}
+    table, _ = place_of(experiment)
+    for key, value in stated(experiment).items():
+        edited = {**values(experiment), key: other(values(experiment)[key], value)}
         assert table_of(edited) is not table or table.departures(edited), key
-
-
-@functools.cache
-def paper_run() -> dict[str, Any]:
-    """The configuration of a row of Table 1 as the paper has it."""
-    return config("cifar10")
-
-
-EDITS = [key for name, key in edits() if name == "cifar10"]
-IMAGES = {"name": "cifar10", "unit": "dim", "fingerprint": "abcd" * 4}
 
 
 def differences(folder: Path) -> list[Any]:
@@ -166,16 +157,16 @@ def differences(folder: Path) -> list[Any]:
     return [row["difference"] for table in report.tables for row in table.rows if row.get("difference") is not None]
 
 
-@pytest.mark.parametrize("key", [None, *EDITS])
+@pytest.mark.parametrize("key", [None, *stated("cifar10")])
 def test_only_a_record_of_the_papers_very_settings_has_a_difference_to_its_number(
     key: str | None, tmp_path: Path
 ) -> None:
     made = config("cifar10")
     if key:
         section, _, name = key.partition(".")
-        made[section][name] = other(made[section][name], TABLES[1].stated(row_of("cifar10"))[key])
+        made[section][name] = other(made[section][name], stated("cifar10")[key])
     run = write_run(tmp_path, made, bits=3.0, data=IMAGES, step=200_000)
-    write_eval(run, 3.0, own_data=True)
+    write_eval(run, 3.0)
     assert differences(tmp_path) == ([] if key else [pytest.approx(3.0 - 2.971)])
 
 
@@ -194,32 +185,21 @@ def test_only_a_record_of_the_papers_very_settings_has_a_difference_to_its_numbe
 def test_scores_of_another_protocol_are_not_the_papers(facts: dict[str, Any], said: str, tmp_path: Path) -> None:
     run = write_run(tmp_path, config("cifar10"), bits=None, data=IMAGES, step=facts.get("step", 200_000))
     write_eval(run, 3.0, **facts.get("eval", {}))
-    (row,) = [row for protocol, rows in rows_by_protocol(collect([tmp_path])) if protocol for row in rows]
+    (row,) = [row for protocol, rows in rows_by_protocol(collect([tmp_path]).cells) if protocol for row in rows]
     assert said in departures(row, TABLES[1])
     assert differences(tmp_path) == []
 
 
 def test_clipping_and_held_out_images_are_said_in_headers_and_under_the_tables() -> None:
-    for table in (TABLES[number] for number in (1, 2, 3, 4, 5)):
-        assert any("trainer.clip=1.0" in note for note in table.footnotes)
     for experiment in options("experiment"):
         if "\n# Table " in header(f"experiment/{experiment}.yaml"):
             assert "trainer.clip=1.0" in header(f"experiment/{experiment}.yaml"), experiment
+    for number, table in TABLES.items():
+        assert number > 5 or any("trainer.clip=1.0" in note for note in table.footnotes)
     for experiment, held_out in (("cifar10", 5_000), ("imagenet64", 50_000)):
         assert values(experiment)["data.held_out"] == held_out
-        assert f"{held_out:,} training images" in header(f"experiment/{experiment}.yaml")
-        assert any(f"{held_out:,} training images" in note for note in table_notes(table_of(values(experiment))))
-
-
-def table_notes(table: PaperTable | None) -> list[str]:
-    """The footnotes of a table."""
-    assert table is not None
-    return list(table.footnotes)
-
-
-def test_headers_do_not_say_that_a_data_set_is_missing() -> None:
-    for model in options("model"):
-        assert "data set" not in header(f"model/{model}.yaml"), model
+        said = [header(f"experiment/{experiment}.yaml"), " ".join(place_of(experiment)[0].footnotes)]
+        assert all(f"{held_out:,} training images" in text for text in said)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 
 from rtx.report.ranking import Values, chosen, compare, half_interval, mean, standings
 
-TABLES = {2: 2000, 5: 600, 27: 100}
-"""Simulated tables by rows; chance alone moves a share of 5% by one standard error of 0.5 to 2.2 points."""
+TABLES = {2: 1000, 5: 400, 27: 80}
+"""Simulated tables by rows; chance alone moves a share of 5% by one standard error of 0.7 to 2.4 points."""
 
 
 def simulated(rng: np.random.Generator, rows: int, seeds: int, paired: bool, better: float = 0.0) -> dict[str, Values]:
@@ -31,14 +31,16 @@ def against(rows: int) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("paired", [True, False], ids=["paired", "welch"])
 def test_equal_rows_have_a_false_verdict_in_one_table_of_twenty_at_most(rows: int, seeds: int, paired: bool) -> None:
     rng, tables = np.random.default_rng(rows + seeds), TABLES[rows]
-    false = {"references": 0, "all pairs": 0}
-    power = 0
+    false, power = {"references": 0, "all pairs": 0}, 0
     for _ in range(tables):
         found = compare(simulated(rng, rows, seeds, paired), against(rows))
         false["references"] += any(one.verdict != "tied" for one in found.values())
         false["all pairs"] += set(standings(simulated(rng, rows, seeds, paired)).values()) != {"tied"}
         found = compare(simulated(rng, rows, seeds, paired, better=2.0), against(rows))
         power += found["1", "0"].verdict == "better"
+        for one in found.values():
+            assert one.difference is not None
+            assert (one.verdict == "tied") == (-one.half <= one.difference <= one.half), "the interval says the same"
     shares = {name: count / tables for name, count in false.items()}
     print(f"{rows} rows, {seeds} seeds: false {shares}; two deviations found in {power / tables:.0%}")
     error = (0.05 * 0.95 / tables) ** 0.5
@@ -54,19 +56,11 @@ def test_fewer_than_five_seeds_give_no_verdict() -> None:
     assert compare(rows, [("a", "b")])["a", "b"].verdict == "too few seeds"
 
 
-def test_a_verdict_and_its_interval_say_the_same() -> None:
-    rng = np.random.default_rng(1)
-    for _ in range(200):
-        rows = simulated(rng, 5, 6, paired=bool(rng.integers(2)), better=float(rng.uniform(0, 4)))
-        for one in compare(rows, against(5)).values():
-            assert one.difference is not None
-            assert (one.verdict == "tied") == (-one.half <= one.difference <= one.half)
-            assert one.verdict != "behind" or one.difference > 0
-
-
-def test_intervals_are_those_of_students_t() -> None:
+def test_intervals_are_those_of_students_t_and_equal_rows_tie() -> None:
     assert half_interval([1.0, 2.0, 3.0]) == pytest.approx(4.302653 / 3**0.5)
     assert half_interval([1.0]) is None
+    rows = {"a": dict.fromkeys("12345", 1.0), "b": dict.fromkeys("12345", 1.0), "c": dict.fromkeys("12345", 2.0)}
+    assert standings(rows) == {"a": "tied", "b": "tied", "c": "behind"}
 
 
 def test_the_error_of_a_pace_widens_a_verdict() -> None:
@@ -75,21 +69,14 @@ def test_the_error_of_a_pace_widens_a_verdict() -> None:
     assert compare(rows, [("a", "b")], {"a": (0.5, 19.0)})["a", "b"].verdict == "tied"
 
 
-def test_equal_and_exactly_different_rows() -> None:
-    rows = {"a": dict.fromkeys("12345", 1.0), "b": dict.fromkeys("12345", 1.0), "c": dict.fromkeys("12345", 2.0)}
-    assert standings(rows) == {"a": "tied", "b": "tied", "c": "behind"}
-
-
 def test_the_best_of_many_is_reported_by_other_seeds_than_those_that_chose_it() -> None:
-    rng = np.random.default_rng(0)
-    reported = []
+    rng, reported = np.random.default_rng(0), []
     for _ in range(400):
-        name, values = chosen(simulated(rng, 24, 10, paired=False) | {})
+        _, values = chosen(simulated(rng, 24, 10, paired=False))
         assert not values  # they share no seed, so that nothing chose on equal terms
-        name, values = chosen(simulated(rng, 24, 10, paired=True))
-        assert len(values) == 5 and name
+        _, values = chosen(simulated(rng, 24, 10, paired=True))
+        assert len(values) == 5
         reported.append(mean(values.values()))
     assert abs(mean(reported)) < 0.1, "the least of 24 means of five would be at -0.9"
-    one = {"0": 1.0}
-    assert chosen({"a": one, "b": {"0": 2.0, "1": 5.0}}) == ("a", {})
-    assert chosen({"a": {**one, "1": 3.0}, "b": {"0": 2.0}}) == ("a", {"1": 3.0})
+    assert chosen({"a": {"0": 1.0}, "b": {"0": 2.0, "1": 5.0}}) == ("a", {})
+    assert chosen({"a": {"0": 1.0, "1": 3.0}, "b": {"0": 2.0}}) == ("a", {"1": 3.0})

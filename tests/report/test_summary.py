@@ -1,4 +1,4 @@
-"""Which scores may depend on later units."""
+"""What a run says when it ends, and which scores may depend on later units."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from rtx.report.summary import closing_lines, protocol_line, sees_future
 
 def test_the_closing_lines_fit_a_narrow_terminal() -> None:
     run = "outputs/rtx/20260101-120000-abcd"
+    protocol = protocol_line(compose(["routing=topk"]), "valid", "byte", 628_118, partial=True, ablate="local")
+    assert "628,118 bytes each scored once (a sample of the windows), windows of 256, stride 256" in protocol
+    baselines = {"order-2 bytes": 2.75, "zlib": 1.93}
     said = closing_lines(
-        run=run,
-        step=1_000,
-        time_up=True,
-        bits=2.5,
-        unit="byte",
-        protocol=protocol_line(compose(["routing=topk"]), "valid", "byte", 628_118),
-        baselines={"order-2 bytes": 2.75, "zlib": 1.93},
+        run=run, step=1_000, time_up=True, bits=2.5, unit="byte", protocol=protocol, baselines=baselines
     )
     assert max(map(len, said.splitlines())) < 80
     assert said.splitlines()[-2:] == [f"next: rtx eval {run} split=test", f"      rtx sample {run}"]
