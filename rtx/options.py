@@ -18,7 +18,7 @@ from rtx.errors import UserError, collect, nearest
 from rtx.keys import Field, fields_of, one_of, ranged, suggest_key
 from rtx.wording import shorten
 
-LAUNCHED = ("slurm", "submitit_local")
+LAUNCHED = ("slurm",)
 """Options of hardware that make jobs of the cells of a sweep."""
 
 

@@ -110,7 +110,6 @@ def test_no_command_shows_the_help_and_fails(capsys: pytest.CaptureFixture[str])
         (["help", "trian"], "unknown command 'trian' (did you mean 'train'?)"),
         (["--help", "bogus"], "unknown command 'bogus'; the commands are train, "),
         (["plan", "hardware=slurm"], "hardware=slurm: makes jobs of the cells of a sweep (rtx train -m;"),
-        (["audit", "hardware=submitit_local"], "makes jobs of the cells of a sweep"),
     ],
 )
 def test_a_mistake_on_the_command_line(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:

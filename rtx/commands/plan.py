@@ -10,125 +10,74 @@ from rtx.analysis.cost import cost
 from rtx.analysis.fitting import choose_micro_batch, with_choice
 from rtx.analysis.footprint import devices, footprint
 from rtx.compose import compose, with_values
-from rtx.config import CLUSTERED, SPREAD, Config, base_patterns
+from rtx.config import CLUSTERED, Config, base_patterns
 from rtx.data.catalog import vocabulary_size
-from rtx.data.sets import IMAGE_SETS
 from rtx.training.memory import device_memory
 from rtx.wording import plural
 
-RATES = {"1 TFLOP/s": 1e12, "100 TFLOP/s": 1e14}
-"""Rates that the time is given for: what a run really reaches is for a benchmark to say."""
-
+GIB, TERA = 2**30, 1e12
 GPUS = (16, 24, 80)
 """Sizes of the GPUs that a plan is made for, in GiB."""
-
-LESS = "less is needed with optimizer=adafactor, model.ffn_parts=16, hardware=fsdp or a smaller data.length"
-"""What helps where no micro-batch does."""
-
-WIDTH, INDENT = 80, 12
-"""Columns of a line, and of the space in front of what continues it."""
 
 
 def main(arguments: list[str]) -> int:
     """Run `rtx plan <overrides>`."""
-    for line in report(compose(arguments)):
-        print(textwrap.fill(line, WIDTH, subsequent_indent=" " * INDENT, break_on_hyphens=False))
+    config = compose(arguments)
+    for line in (*shape_lines(config), *cost_lines(config)):
+        print(textwrap.fill(line, 80, subsequent_indent=" " * 12, break_on_hyphens=False))
     return 0
 
 
-def report(asked: Config) -> list[str]:
-    """Return the lines of the plan, each beginning with a word of its own or with spaces."""
-    model, routing, data, trainer = asked.model, asked.routing, asked.data, asked.trainer
-    known = vocabulary_size(data)
-    total = cost(asked, known)
-    chosen = choose_micro_batch(asked, known, device_memory(asked) or GPUS[-1] * 2**30, devices(asked))
-    micro, config = chosen.micro_batch_size, with_choice(asked, chosen.micro_batch_size, chosen.recompute)
-    used, units, step = footprint(config, total, micro, known), trainer.batch_size * data.length, total.step(config)
+def shape_lines(config: Config) -> list[str]:
+    """Return what the model is, each line beginning with a word of its own."""
+    model, routing, data = config.model, config.routing, config.data
     window = f" with a window of {model.window:,}" if "local" in base_patterns(model) else ""
-    parts = {"dense": total.dense, "attention": total.attention, "selection": total.selection}
-    shares = ", ".join(f"{name} {100 * part / total.forward:.0f}%" for name, part in parts.items())
-    times = ", ".join(f"{duration(step * trainer.steps / rate)} at {name}" for name, rate in RATES.items())
-    routed = (
-        f"routing     {plural(routing.heads, 'head')} in each of the top {plural(routing.layers, 'layer')}, "
-        f"selection={routing.selection}, {read_by(config)}"
-    )
+    clusters = f"C = {routing.clusters:,} clusters of " if routing.selection in CLUSTERED else ""
     return [
         f"model       {model.name}: {plural(model.layers, 'layer')}, {plural(model.heads, 'head')}, "
         f"width {model.hidden}, {model.positions} positions",
-        f"sequence    N = {data.length:,} {data.name} {units_of(config)}; {model.base} heads{window}",
-        *[routed] * bool(routing.layers * routing.heads),
-        f"parameters  {total.parameters:,} ({total.embedding_parameters:,} of them embedding and output)",
-        f"operations  {short(total.forward)}FLOP a sequence forward: {shares}",
-        f"            attention with every head full: {short(total.full_attention)}FLOP, "
-        f"{total.full_attention / (total.attention + total.selection):.1f} times as much",
-        f"step        {plural(trainer.batch_size, 'sequence')}, {units:,} units, {short(step)}FLOP "
-        f"({processes(config)}, {plural(micro, 'sequence')} at a time{', recomputed' if chosen.recompute else ''})",
-        f"memory      about {gib(sum(used.values()))} a device: "
-        + ", ".join(f"{name} {gib(size)}" for name, size in used.items()),
-        *fit_lines(asked, known),
-        f"run         {plural(trainer.steps, 'step')}, {units * trainer.steps:,} units, "
-        f"{short(step * trainer.steps)}FLOP: {times}",
+        f"sequence    N = {data.length:,} units of {data.name}; {model.base} heads{window}",
+        f"routing     {plural(routing.heads, 'head')} in each of the top {plural(routing.layers, 'layer')}, "
+        f"selection={routing.selection}, {clusters}W = {routing.window:,}",
     ]
 
 
-def read_by(config: Config) -> str:
-    """Return what routing heads read, in words."""
-    routing = config.routing
-    if routing.selection in CLUSTERED:
-        return f"C = {routing.clusters:,} clusters of W = {routing.window:,}"
-    blocks = f" in blocks of {routing.block:,}" if routing.selection.startswith("blocks") else ""
-    return f"W = {routing.window:,} keys of a query{blocks}"
+def cost_lines(asked: Config) -> list[str]:
+    """Return what a run costs, with the micro-batch that this machine would be given (or else a GPU of 80 GiB)."""
+    trainer, known, world = asked.trainer, vocabulary_size(asked.data), devices(asked)
+    total, units = cost(asked, known), trainer.batch_size * asked.data.length
+    micro, recompute, *_ = choose_micro_batch(asked, known, device_memory(asked) or GPUS[-1] * GIB, world)
+    config = with_choice(asked, micro, recompute)
+    used, step = footprint(config, total, micro, known), total.step(config) / TERA
+    parts = {"dense": total.dense, "attention": total.attention, "selection": total.selection}
+    shares = ", ".join(f"{name} {100 * part / total.forward:.0f}%" for name, part in parts.items())
+    sizes = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in used.items())
+    return [
+        f"parameters  {total.parameters:,} ({total.embedding_parameters:,} of them embedding and output)",
+        f"operations  {total.forward / TERA:,.3g} TFLOP a sequence forward: {shares}",
+        f"            attention with every head full: {total.full_attention / TERA:,.3g} TFLOP, "
+        f"{total.full_attention / (total.attention + total.selection):.1f} times as much",
+        f"step        {plural(trainer.batch_size, 'sequence')}, {units:,} units, {step:,.3g} TFLOP "
+        f"({plural(world, 'device')}, {plural(micro, 'sequence')} at a time{', recomputed' * recompute})",
+        f"memory      about {sum(used.values()) / GIB:.2f} GiB a device: {sizes}",
+        *(("" if place else "fit").ljust(12) + line for place, line in enumerate(fits(asked, known, world))),
+        f"run         {plural(trainer.steps, 'step')}, {units * trainer.steps:,} units, {step * trainer.steps:,.3g} "
+        f"TFLOP: {step * trainer.steps / 100 / 3600:,.3g} hours at 100 TFLOP/s",
+    ]
 
 
-def fit_lines(config: Config, known: int) -> list[str]:
+def fits(config: Config, known: int, world: int) -> list[str]:
     """Return what `auto` takes, or whether what is asked for fits, on GPUs of the usual sizes and on this machine."""
-    world, gpus = devices(config), torch.cuda.device_count()
-    lines = []
+    gpus, memory, places = torch.cuda.device_count(), device_memory(config), []
     if config.hardware.name != "cpu" and (gpus or config.hardware.name != "fsdp"):
         planned = config if gpus else with_values(config, {"hardware.name": "gpu"})
-        lines = [f"a GPU of {size} GiB: {choice_words(planned, known, size * 2**30, world)}" for size in GPUS]
-    if memory := device_memory(config):
-        lines.append(f"this machine ({gib(memory)}): {choice_words(config, known, memory, world)}")
-    return [("" if place else "fit").ljust(INDENT) + line for place, line in enumerate(lines)]
-
-
-def choice_words(config: Config, known: int, memory: int, world: int) -> str:
-    """Return which micro-batch a device of so much memory would be given, and its peak, or that nothing fits."""
-    size, recompute, peak, fits = choose_micro_batch(config, known, memory, world)
-    what = f"{plural(size, 'sequence')} at a time{', recomputed' if recompute else ''}, {gib(peak)}"
-    return what if fits else f"does not fit ({what}); {LESS}"
-
-
-def units_of(config: Config) -> str:
-    """Return what the sequences of a data set are counted in."""
-    usual = {"recall": "units", **dict.fromkeys(IMAGE_SETS, "sub-pixels")}
-    return usual.get(config.data.name) or {"bytes": "bytes", "words": "words"}.get(config.data.tokenizer, "subwords")
-
-
-def processes(config: Config) -> str:
-    """Return how many devices share a step, as far as the configuration says."""
-    devices = (config.hardware.devices or 1) * config.hardware.nodes
-    if config.hardware.name in SPREAD and config.hardware.devices is None:
-        return f"{plural(devices, 'process')} (hardware.devices unset)"
-    return plural(devices, "device")
-
-
-def duration(seconds: float) -> str:
-    """Return a time in the largest unit of which there are two."""
-    for unit, size in (("years", 31_557_600), ("days", 86_400), ("hours", 3_600), ("minutes", 60)):
-        if (number := seconds / size) >= 2:
-            return f"{number:,.1f} {unit}" if number < 1e6 else f"{number:.1e} {unit}"
-    return f"{seconds:.1f} seconds" if seconds >= 0.1 else "under 0.1 seconds"
-
-
-def short(number: float) -> str:
-    """Return a number with a decimal prefix: 1.2 T."""
-    for prefix, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
-        if number >= size:
-            return f"{number / size:.3g} {prefix}"
-    return f"{number:.3g} "
-
-
-def gib(size: float) -> str:
-    """Return bytes as GiB, or MiB where that is small."""
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+        places = [(f"a GPU of {size} GiB", planned, size * GIB) for size in GPUS]
+    lines = []
+    if memory:
+        places.append((f"this machine ({memory / GIB:.1f} GiB)", config, memory))
+    for place, planned, room in places:
+        micro, recompute, peak, fit = choose_micro_batch(planned, known, room, world)
+        what = f"{plural(micro, 'sequence')} at a time{', recomputed' * recompute}, {peak / GIB:.2f} GiB"
+        less = "optimizer=adafactor, model.ffn_parts=16, hardware=fsdp or a smaller data.length"
+        lines.append(f"{place}: {what if fit else f'does not fit ({what}); less is needed with {less}'}")
+    return lines

@@ -1,27 +1,28 @@
-"""`rtx sweep FOLDER [once=true]`: how a sweep stands, a table refreshed in place until the sweep is over."""
+"""`rtx sweep FOLDER [once=true]`: how a sweep stands by its records, a table refreshed in place until it is over."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from rtx.errors import UserError
 from rtx.options import read_words
-from rtx.sweep.standing import OVER, STATES, Standing, read_standing, time_left
 from rtx.training.progress import clock
-from rtx.training.run_folder import shown
+from rtx.training.run_folder import read_status, seems_running, shown
 from rtx.wording import printable
 
-REFRESH_SECONDS = 2.0
-STYLES = {"done": "green", "running": "cyan", "failed": "red", "waiting": "dim"}
-"""Of states; those of cells that broke off are yellow."""
+STYLES = {"running": "cyan", "failed": "red", "waiting": "dim", "done": "green"}
+"""Of states; the others are those of cells that broke off."""
 
 
 def main(arguments: list[str]) -> int:
@@ -30,39 +31,59 @@ def main(arguments: list[str]) -> int:
     console, folder, code = Console(width=shutil.get_terminal_size().columns, highlight=False), words.runs[0], 0
     if console.is_terminal and not console.is_dumb_terminal and not words.options.once:
         try:
-            watch(folder, console)
+            with Live(console=console, screen=True, auto_refresh=False) as live:
+                while not (state := board(folder))[1]:
+                    live.update(Group(state[0], Text("\nCtrl-C leaves; the sweep goes on")), refresh=True)
+                    time.sleep(2)
         except KeyboardInterrupt:
             code = 130
-    console.print(board(folder, *read_standing(folder)))
+    console.print(board(folder)[0])
     return code
 
 
-def watch(folder: Path, console: Console) -> None:
-    """Show the sweep, cells of interest first, until it is over."""
-    leave = Text("\nCtrl-C leaves; the sweep goes on")
-    with Live(console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            cells, command = read_standing(folder)
-            if all(cell.state in OVER for cell in cells):
-                return
-            cells.sort(key=lambda cell: STATES.index(cell.state))
-            live.update(Group(board(folder, cells, command), leave), refresh=True)
-            time.sleep(REFRESH_SECONDS)
-
-
-def board(folder: Path, cells: Sequence[Standing], command: str) -> Group:
-    """Return how many cells are in each state and when all will be done, a row for each, and how the sweep goes on."""
-    counts, left = Counter(cell.state for cell in cells), time_left(cells)
-    said = ", ".join(f"{counts[state]} {state}" for state in ("done", *STATES[:-1]) if counts[state])
-    tail = f"; about {clock(left)} left" if left is not None else ""
+def board(root: Path) -> tuple[Group, bool]:
+    """Return the cells of the sweeps in a folder, those of interest first, and whether all are over."""
+    path = root / "sweeps.jsonl"
+    if not path.is_file():
+        raise UserError(f"{root}: holds no sweep; a sweep is a folder such as outputs/<name>")
+    sweeps = json_rows(path.read_bytes())
+    titles = {name: title for sweep in sweeps for name, title in sweep["cells"].items()}
+    order = ("running", "failed", "killed", "interrupted", "preempted", "waiting", "done")
+    cells = sorted((standing(root / name, title) for name, title in titles.items()), key=lambda c: order.index(c[0]))
+    counts = Counter(state for state, _ in cells)
     table = Table("cell", "state", box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("step", "bits", "left"):
         table.add_column(name, justify="right")
-    for cell in cells:
-        title = Text(printable(cell.title)).append(printable(f"\n  {cell.reason}") if cell.reason else "", "red")
-        step = f"{cell.step:,}" + (f"/{cell.steps:,}" if cell.steps else "") if cell.step or cell.steps else ""
-        bits = "" if cell.bits is None else f"{cell.bits:.4f}"
-        state = Text(cell.state, STYLES.get(cell.state, "yellow"))
-        table.add_row(title, state, step, bits, "" if cell.left is None else clock(cell.left))
-    goes_on = [Text("nobody works on it; it goes on with:"), Text(f"  {command}")] if command else []
-    return Group(Text(f"{shown(folder)}: {len(cells)} cells: {said}{tail}"), table, *goes_on)
+    for _, columns in cells:
+        table.add_row(*columns)
+    said = ", ".join(f"{counts[state]} {state}" for state in reversed(order) if counts[state])
+    head = Text(f"{shown(root)}: {len(cells)} cells: {said}; asked again it goes on: {sweeps[-1]['command']}")
+    return Group(head, table), all(state in ("done", "failed") for state, _ in cells)
+
+
+def standing(folder: Path, title: str) -> tuple[str, list[Text]]:
+    """Return the state of a cell, and its row of the table."""
+    status: Mapping[str, Any] = read_status(folder) or {"state": "waiting"}
+    state, metrics = status["state"], folder / "metrics.jsonl"
+    if state == "running" and not seems_running(folder, dict(status)):
+        state = "killed"
+    tail = metrics.read_bytes()[-(1 << 14) :] if metrics.is_file() else b""
+    last = next((row for row in reversed(json_rows(tail)) if row.get("kind") == "train"), {})
+    step, steps = max(status.get("step") or 0, last.get("step", 0)), status.get("steps") or 0
+    bits = status["final"]["bits"] if state == "done" and status.get("final") else last.get("bits")
+    left = clock(last["seconds"] * (steps / last["step"] - 1)) if state == "running" and steps and last else ""
+    reason = f"\n  {status['reason']}" if state == "failed" else ""
+    cell = Text(printable(title)).append(printable(reason), "red")
+    cells = (f"{step:,}/{steps:,}" if step else "", f"{bits:.4f}" if bits else "", left)
+    return state, [cell, Text(state, STYLES.get(state, "yellow")), *map(Text, cells)]
+
+
+def json_rows(content: bytes) -> list[dict[str, Any]]:
+    """Return the objects of JSON lines; the last may be half written, and the first cut."""
+    rows = []
+    for line in content.splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return [row for row in rows if isinstance(row, dict)]

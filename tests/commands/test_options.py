@@ -17,7 +17,7 @@ from rtx.training.run_folder import read_status
 SMALL = tuple(size for size in SIZES if not size.startswith(("trainer.", "data=")))
 STEP = ("trainer.steps=1", "trainer.batch_size=2", "trainer.val_windows=1")
 NEEDS_A_GPU = {"gpu"}
-MAKES_JOBS = {"slurm", "submitit_local"}
+MAKES_JOBS = {"slurm"}
 """Tested with the sweeps that they are for."""
 NEEDS_A_DOWNLOAD = {"enwik8", "wikitext103", "pg19", "cifar10", "imagenet64", "images"}
 DATA = {
