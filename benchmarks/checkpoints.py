@@ -21,19 +21,19 @@ from machine import code, machine
 from rtx.cli import main as rtx
 from rtx.compose import compose
 from rtx.config import TrainerConfig
-from rtx.training.callbacks import Checkpoints
+from rtx.training.callbacks import Watch
 
 
 def timed(seconds: list[float]) -> None:
     """Let every checkpoint of a fit leave its seconds."""
-    save = Checkpoints.save
+    save = Watch.save
 
-    def watched(last: Checkpoints, *arguments: Any) -> None:
+    def watched(last: Watch, *arguments: Any) -> None:
         began = time.perf_counter()
         save(last, *arguments)
         seconds.append(time.perf_counter() - began)
 
-    Checkpoints.save = watched  # type: ignore[method-assign]
+    Watch.save = watched  # type: ignore[method-assign]
 
 
 def main() -> None:

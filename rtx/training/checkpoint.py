@@ -1,9 +1,8 @@
 """Checkpoints: plain dicts in a zip file that torch.load reads, with a checksum, replaced only by a whole new one.
 
-A run keeps `last.ckpt` (everything that a resume needs), `previous.ckpt` (the one before it, for the day when last.ckpt
-is damaged), still older ones as `previous-2.ckpt` and so on where `trainer.keep_checkpoints` asks for them, and
-`best.ckpt` (by validation bits; without optimizer and random streams). The SHA-256 of the file stands in the comment at
-its end, so that any flipped bit or missing piece is known before it is trusted.
+A run keeps `last.ckpt` (all that a resume needs), `previous.ckpt` (the one before), still older ones as
+`previous-2.ckpt` and so on where `trainer.keep_checkpoints` asks for them, and `best.ckpt` (weights alone). The SHA-256
+of the file stands in the comment at its end.
 """
 
 from __future__ import annotations
@@ -25,10 +24,8 @@ from rtx.disk import sync_folder, write_beside
 from rtx.errors import RunFailed, UserError
 from rtx.training.config_diff import differences, makes_another
 
-FORMAT = 2
+FORMAT = 3
 """Version of the layout; only files of this one are read."""
-KEYS: dict[str, type] = {"step": int, "config": dict, "data": dict, "model": dict}
-"""What every checkpoint has beside `format`, and its type."""
 TAG = b"rtx sha256 "
 COMMENT_BYTES = len(TAG) + 64
 
@@ -70,16 +67,12 @@ class CheckpointFiles(CheckpointIO):
 
     def rotate(self, folder: Path) -> None:
         """Move each checkpoint to the place of the one before it, just before a new last.ckpt comes."""
-        places = resumable(folder, at_least=self.keep)
-        for place in places[self.keep :]:
-            place.unlink(missing_ok=True)
-        for newer, older in reversed(list(itertools.pairwise(places[: self.keep]))):
+        older = (f"previous-{number}.ckpt" for number in range(2, self.keep))
+        places = [folder / name for name in ("last.ckpt", "previous.ckpt", *older)][: self.keep]
+        for path in {*resumable(folder)} - {*places}:
+            path.unlink(missing_ok=True)
+        for newer, older in reversed([*itertools.pairwise(places)]):
             with contextlib.suppress(FileNotFoundError):
-                if newer.name == "last.ckpt":
-                    second = newer.with_name(f".{older.name}.{os.getpid()}.writing")
-                    with contextlib.suppress(OSError):  # without hard links: for a moment only previous.ckpt is there
-                        os.link(newer, second)
-                        newer = second
                 os.replace(newer, older)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Checkpoint:
@@ -89,11 +82,10 @@ class CheckpointFiles(CheckpointIO):
         Path(path).unlink(missing_ok=True)
 
 
-def resumable(folder: Path, at_least: int = 2) -> list[Path]:
-    """Return the files that a run may go on from, the newest first; some of the first `at_least` may be missing."""
-    numbers = [int(number) for path in folder.glob("previous-*.ckpt") if (number := path.stem[9:]).isdecimal()]
-    older = [f"previous-{number}.ckpt" for number in range(2, max([at_least - 1, *numbers]) + 1)]
-    return [folder / name for name in ("last.ckpt", "previous.ckpt", *older)]
+def resumable(folder: Path) -> list[Path]:
+    """Return the files that a run may go on from, the newest first; last.ckpt and previous.ckpt may be missing."""
+    older = sorted(folder.glob("previous-*.ckpt"), key=lambda path: (len(path.name), path.name))
+    return [folder / "last.ckpt", folder / "previous.ckpt", *older]
 
 
 def write_zip(file: BinaryIO, checkpoint: Checkpoint) -> None:
@@ -112,8 +104,7 @@ def write_zip(file: BinaryIO, checkpoint: Checkpoint) -> None:
 def verify(path: Path) -> None:
     """Raise `Damaged` for a file that is cut short or altered, OSError for one that cannot be read."""
     with open(path, "rb") as file:
-        left = os.fstat(file.fileno()).st_size - COMMENT_BYTES
-        digest = hashlib.sha256()
+        left, digest = os.fstat(file.fileno()).st_size - COMMENT_BYTES, hashlib.sha256()
         while left > 0 and (piece := file.read(min(left, 1 << 22))):
             digest.update(piece)
             left -= len(piece)
@@ -122,23 +113,18 @@ def verify(path: Path) -> None:
 
 
 def is_whole(path: Path) -> bool:
-    try:
+    with contextlib.suppress(Damaged, OSError):
         verify(path)
-    except (Damaged, OSError):
-        return False
-    return True
+        return True
+    return False
 
 
 def read_checkpoint(path: Path, *, facts_only: bool = False) -> Checkpoint:
-    """Return the checkpoint in a file; nothing but plain data is ever unpickled.
-
-    Args:
-        path: the file.
-        facts_only: read no tensors; they are there with their shapes alone.
+    """Return the checkpoint in a file; of its tensors, with `facts_only`, the shapes alone.
 
     Raises:
         Damaged: it is cut short or altered.
-        UserError: it holds more than plain data, or is of another version.
+        UserError: it holds more than plain data, which is never unpickled, or is of another version.
         OSError: there is none, or the system cannot read it.
     """
     verify(path)
@@ -149,19 +135,17 @@ def read_checkpoint(path: Path, *, facts_only: bool = False) -> Checkpoint:
     version = checkpoint.get("format") if isinstance(checkpoint, dict) else None
     if isinstance(version, int) and version != FORMAT:
         raise UserError(f"{path} has format {version}, which another version of rtx wrote and reads")
-    check_layout(path, checkpoint if version == FORMAT else {})
+    check_layout(path, checkpoint if version == FORMAT else None)
     return checkpoint
 
 
-def check_layout(path: Path, checkpoint: Checkpoint) -> None:
+def check_layout(path: Path, checkpoint: Any) -> None:
     """Raise `UserError` for a checkpoint whose parts are missing or of other types."""
-    wrong = [name for name, kind in KEYS.items() if type(checkpoint.get(name)) is not kind]
-    if not wrong:
-        tensors = all(isinstance(value, torch.Tensor) for value in checkpoint["model"].values())
-        facts, counted = isinstance(checkpoint["data"].get("fingerprint"), str), checkpoint["step"] >= 0
-        wrong = [name for name, right in (("model", tensors), ("data", facts), ("step", counted)) if not right]
-    if wrong:
-        raise UserError(f"{path} is no checkpoint of rtx: its {', '.join(wrong)} cannot be right")
+    match checkpoint:
+        case {"step": int(step), "config": {}, "data": {"fingerprint": str()}, "model": dict(model)}:
+            if step >= 0 and all(isinstance(tensor, torch.Tensor) for tensor in model.values()):
+                return
+    raise UserError(f"{path} is no checkpoint of rtx: its parts cannot be right")
 
 
 def newest_checkpoint(folder: Path, *, set_aside: bool, report: Say = print) -> Checkpoint | None:
@@ -172,7 +156,7 @@ def newest_checkpoint(folder: Path, *, set_aside: bool, report: Say = print) -> 
     Args:
         folder: the run's checkpoints folder.
         set_aside: rename a damaged file to `<name>.damaged`, so that it cannot displace a good one, and give the name
-            back to one that is whole all the same: a disk or a system had failed then.
+            back to one that is whole all the same: a disk had failed then.
         report: called with a line for each file that is passed over.
 
     Raises:
@@ -183,34 +167,26 @@ def newest_checkpoint(folder: Path, *, set_aside: bool, report: Say = print) -> 
         if not (path := aside.with_suffix("")).exists() and is_whole(aside):
             aside.rename(path)
             report(f"{aside} is whole: it is {path.name} again")
-    paths = resumable(folder)
-    for path in paths:
+    last, *older = resumable(folder)
+    for path in (last, *older):
         try:
             checkpoint = read_checkpoint(path, facts_only=True)
         except FileNotFoundError:
             continue
         except Damaged as error:
-            report(f"{error}; {put_aside(path) if set_aside else 'passed over'}")
+            if set_aside:
+                path.rename(path.with_name(path.name + ".damaged"))
+            report(f"{error}; {f'set aside as {path.name}.damaged' if set_aside else 'passed over'}")
         except OSError as error:
             problem = f"{path} cannot be read ({error.strerror}); nothing was changed: mend that first"
             raise RunFailed(problem) from error
         else:
-            if path != paths[0]:
-                which = "the checkpoint" if path == paths[1] else "a checkpoint"
-                report(f"going on from {path} (step {checkpoint['step']}), {which} before it")
+            if path != last:
+                report(f"going on from {path} (step {checkpoint['step']}), the newest that is whole")
             return {**checkpoint, "path": path}
-    if any(path.exists() for path in paths) or list(folder.glob("*.damaged")):
+    if any(path.exists() for path in (last, *older)) or list(folder.glob("*.damaged")):
         raise RunFailed(f"no checkpoint in {folder} is whole; the weights of best.ckpt may still be scored")
     return None
-
-
-def put_aside(path: Path) -> str:
-    """Rename a damaged file to `<name>.damaged`, where the system lets us, and return what came of it."""
-    try:
-        path.rename(damaged := path.with_name(path.name + ".damaged"))
-    except OSError as error:
-        return f"it cannot be set aside ({error.strerror})"
-    return f"set aside as {damaged.name}"
 
 
 def load_for_use(folder: Path, name: str, say: Say = print) -> Checkpoint:
@@ -227,16 +203,14 @@ def load_for_use(folder: Path, name: str, say: Say = print) -> Checkpoint:
         try:
             checkpoint = read_checkpoint(path)
         except FileNotFoundError:
-            problems.append(f"{path} does not exist")
-        except OSError as error:
-            problems.append(f"{path} cannot be read ({error.strerror})")
-        except Damaged as error:
-            problems.append(str(error))
+            continue
+        except (OSError, Damaged) as error:
+            problems.append(str(error) if isinstance(error, Damaged) else f"{path} cannot be read ({error.strerror})")
         else:
-            if problems:
-                say(f"{problems[0]}; using {path.name} (step {checkpoint['step']})")
+            if path.stem != name:
+                say(f"{problems[0] if problems else f'no {name}.ckpt'}; using {path.name} (step {checkpoint['step']})")
             return {**checkpoint, "file": path.stem}
-    if all(problem.endswith("does not exist") for problem in problems):
+    if not problems:
         raise UserError(f"the run has no checkpoint yet: nothing in {folder}")
     raise RunFailed("\n".join(problems))
 
@@ -252,24 +226,9 @@ def check_config(checkpoint: Checkpoint, config: Mapping[str, Any], path: Path) 
         raise UserError("\n".join(lines))
 
 
-def load_weights(model: torch.nn.Module, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
-    """Load the weights and buffers of a checkpoint into a model that was built from `config`, as plain values.
-
-    Raises:
-        UserError: the shapes differ; names the fields of the configuration that do, and a tensor.
-    """
-    own, stored = (
-        {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        for tensors in (model.state_dict(), checkpoint["model"])
-    )
-    if own == stored:
+def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
+    """Load the weights and buffers of a checkpoint into a model; `UserError` names tensors whose shapes differ."""
+    try:
         model.load_state_dict(checkpoint["model"])
-        return
-    name = next(name for name in sorted(own.keys() | stored.keys()) if own.get(name) != stored.get(name))
-    fields = [
-        f"{key} is {old} in the checkpoint and {new} here"
-        for key, (old, new) in differences(checkpoint["config"], config).items()
-        if key.startswith(("model.", "routing.", "data."))
-    ]
-    tensor = f"{name}: {stored.get(name, 'absent')} there, {own.get(name, 'absent')} here"
-    raise UserError(f"the checkpoint has another shape: {'; '.join(fields) or 'another vocabulary'} ({tensor})")
+    except RuntimeError as error:
+        raise UserError(f"the checkpoint does not fit the model: {error}") from error

@@ -112,7 +112,7 @@ def load_run(
         raise RunFailed(f"{folder}: {found['file']}.ckpt (step {found['step']:,}) holds NaN, first in {broken[0]}")
     with torch.random.fork_rng(devices=[]):
         model = Transformer(config, vocabulary)
-    load_weights(model, found, to_dict(config))
+    load_weights(model, found)
     model = model.to(device, torch.float64 if config.hardware.precision == "fp64" else None).eval()
     say(f"{folder}: {found['file']}.ckpt, step {found['step']:,}, {model.count_parameters():,} parameters")
     return LoadedRun(folder, model, config, {key: found[key] for key in KEPT})

@@ -1,9 +1,8 @@
 """Where the numbers of a run go: metrics.jsonl, and Weights & Biases kept at arm's length.
 
 metrics.jsonl has one JSON object per line and is only ever appended to; after a resume the last row of a step counts.
-Whatever W&B does, the run goes on. `wandb` is imported only when a run logs to it. Its files and the run's id
-(`wandb.json`) stay in the run folder, so that a resumed run continues the same one. It is silenced: a run says in one
-line where its curves are.
+Whatever W&B does, the run goes on. Its files and the run's id (`wandb.json`) stay in the run folder, so that a resumed
+run continues the same one.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import json
 import math
 import os
 import secrets
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ INIT_SECONDS = 15.0
 """Patience with the W&B server at the start of a run."""
 FINISH_SECONDS = 60.0
 """Patience with uploads at the end of a run."""
+ALONE = "going on with metrics.jsonl alone"
 
 Say = Callable[[str], object]
 
@@ -42,15 +41,11 @@ def logging_to(folder: Path | None, config: Config, facts: dict[str, Any], say: 
     if folder is None:
         yield []
         return
-    with contextlib.closing(JsonlLogger(folder / "metrics.jsonl")) as metrics:
+    with contextlib.closing(JsonlLogger(folder / "metrics.jsonl")) as metrics, contextlib.ExitStack() as stack:
         wandb = wandb_logger(config.logger, folder, facts, f"{config.name}-{folder.name}", say)
-        failed = 1
-        try:
-            yield [metrics, *([wandb] if wandb else [])]
-            failed = 0
-        finally:
-            if wandb:
-                wandb.finish(exit_code=failed)
+        if wandb:
+            stack.push(lambda kind, *_: wandb.finish(exit_code=int(kind is not None)))
+        yield [metrics, *([wandb] if wandb else [])]
 
 
 class JsonlLogger(Logger):
@@ -66,10 +61,7 @@ class JsonlLogger(Logger):
         except OSError as error:
             raise UserError(f"{path}: rows cannot be appended to it ({error.strerror})") from error
         self.file.seek(0)
-        content = self.file.read()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):  # a last line without its end, which a killed run may leave
-            self.file.truncate(whole)
+        self.file.truncate(self.file.read().rfind(b"\n") + 1)  # a killed run may leave a last line without its end
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Append a row with its `kind` (train, valid, final); numbers that JSON does not know become null."""
@@ -86,53 +78,35 @@ class JsonlLogger(Logger):
 
 
 class GuardedWandbLogger(WandbLogger):
-    """Lightning's logger on a W&B run that has begun; after the first error it says so in one line and stays quiet."""
+    """Lightning's logger; after the first error (`run` is None) it says so in one line and stays quiet."""
 
-    def __init__(self, run: Any, say: Say) -> None:
-        super().__init__(experiment=run)
-        self.say, self.run = say, run
+    def __init__(self, say: Say, **asked: Any) -> None:
+        super().__init__(**asked)
+        self.say, self.run = say, self.experiment  # which begins the run
 
-    @property
-    def experiment(self) -> Any:
-        return self.run
-
-    def guarded(self, work: Callable[[Any], object], then: str) -> None:
+    def guarded(self, work: Callable[..., object], *arguments: Any, then: str) -> None:
         """Do something with the run that may fail; `then` says what the run does without it."""
-        if self.run is None:
-            return
         try:
-            work(self.run)
+            if self.run is not None:
+                work(*arguments)
         except Exception as error:
             self.run = None
-            self.say(f"W&B: {first_line(error)}; {then}")
+            self.say(trouble(error, then))
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Hand over a row of metrics; returns at once."""
         row = {key: value for key, value in metrics.items() if key != "kind"}
-        self.guarded(lambda run: run.log({**row, "step": step}), "going on with metrics.jsonl alone")
+        self.guarded(super().log_metrics, row, step, then=ALONE)
 
     def log_rows(self, key: str, columns: list[Any], rows: list[Any]) -> None:
         """Hand over a table, None for a gap."""
+        import wandb
 
-        def hand_over(run: Any) -> None:
-            import wandb
-
-            run.log({key: wandb.Table(columns=columns, data=rows, allow_mixed_types=True)})
-
-        self.guarded(hand_over, "the table is in the folder alone")
-
-    def finalize(self, status: str) -> None:
-        """Do nothing: the run goes on with its closing score; see `finish`."""
+        self.log_metrics({key: wandb.Table(columns=columns, data=rows, allow_mixed_types=True)})
 
     def finish(self, exit_code: int) -> None:
         """End the run at W&B, waiting for uploads for a minute at the most."""
-        ending = (lambda run: run.finish(exit_code=exit_code), "it has not ended well")
-        thread = threading.Thread(target=self.guarded, args=ending, daemon=True)
-        thread.start()
-        thread.join(FINISH_SECONDS + 5)
-        if thread.is_alive():
-            self.say("W&B: uploads have not finished in time; upload the rest with: wandb sync")
-        self.run = None
+        self.guarded(lambda: self.experiment.finish(exit_code=exit_code), then="it has not ended well")
 
 
 def wandb_logger(
@@ -140,67 +114,55 @@ def wandb_logger(
 ) -> GuardedWandbLogger | None:
     """Begin a run at W&B by this name and kind (`job_type`), or none, and never ask anybody for anything.
 
-    `facts`: the run's configuration, as plain values.
+    `facts`: the run's configuration, as plain values. `wandb` is imported only where it is used.
     """
-    os.environ["WANDB_SILENT"] = "true"
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    mode = {"jsonl": "disabled"}.get(config.name, config.name)
+    mode = config.name
     if mode == "auto":
         wish = os.environ.get("WANDB_MODE", "")
         mode = wish if wish in ("online", "offline", "disabled") else "online" if has_key() else "offline"
         if mode == "offline":
             say(f"W&B: no key found, so curves go to {folder / 'wandb'} (upload them with: wandb sync)")
-    if mode == "disabled":
+    if mode in ("jsonl", "disabled"):
         return None
     asked = {"project": config.project, "entity": config.entity, "group": config.group, "name": name}
-    asked |= {"job_type": job_type, "id": kept_id(folder), "config": facts, "dir": str(folder)}
-    run = begin(asked, mode, say) or (begin(asked, "offline", say) if mode == "online" else None)
-    if run is not None and run.url:
-        say(f"W&B: {run.url}")
-    return None if run is None else GuardedWandbLogger(run, say)
+    asked |= {"job_type": job_type, "config": facts, "save_dir": str(folder)}
+    for attempt in ["online", "offline"] if mode == "online" else ["offline"]:
+        try:
+            logger = GuardedWandbLogger(say, id=kept_id(folder), mode=attempt, settings=settings(), **asked)
+        except Exception as error:
+            say(trouble(error, "going on offline" if attempt == "online" else ALONE))
+        else:
+            if logger.experiment.url:
+                say(f"W&B: {logger.experiment.url}")
+            return logger
+    return None
 
 
-def begin(asked: dict[str, Any], mode: str, say: Say) -> Any:
-    """Return the run that wandb has begun, or None after a line about why not."""
-    try:
-        import wandb
+def settings() -> Any:
+    """Return the settings of a run at W&B: silent, and patient with its server for a limited time."""
+    os.environ |= {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
+    import wandb
 
-        settings = wandb.Settings(silent=True, console="off", init_timeout=INIT_SECONDS, disable_git=True)
-        settings.finish_timeout = FINISH_SECONDS
-        run = wandb.init(**asked, mode=mode, resume="allow" if mode == "online" else None, settings=settings)  # type: ignore[arg-type]
-        run.define_metric("step")
-        run.define_metric("*", step_metric="step")
-        return run
-    except Exception as error:
-        then = "going on offline" if mode == "online" else "going on with metrics.jsonl alone"
-        say(f"W&B: {first_line(error)}; {then}")
-        with contextlib.suppress(Exception):
-            import wandb
-
-            wandb.teardown(exit_code=1)
-        return None
+    limits = {"init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
+    return wandb.Settings(console="off", disable_git=True, **limits)
 
 
 def has_key() -> bool:
-    try:
+    with contextlib.suppress(Exception):  # whatever it is, the run goes on offline
         import wandb
 
         return wandb.login(prompt=False, verify=False)
-    except Exception:  # whatever it is, the run goes on offline
-        return False
+    return False
 
 
 def kept_id(folder: Path) -> str:
     """Return the run's id at W&B, made and kept in the run folder when first asked for."""
     path = folder / "wandb.json"
-    try:
-        return json.loads(path.read_text())["id"]
-    except (OSError, ValueError, KeyError, TypeError):
-        new = secrets.token_hex(4)
-        write_json(path, {"id": new})
-        return new
+    if not path.exists():
+        write_json(path, {"id": secrets.token_hex(4)})
+    return json.loads(path.read_text())["id"]
 
 
-def first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+def trouble(error: Exception, then: str) -> str:
+    """Return what went wrong with W&B, and what the run does then, in a line."""
+    return f"W&B: {(str(error).strip() or type(error).__name__).splitlines()[0]}; {then}"

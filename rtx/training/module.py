@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -20,9 +21,7 @@ from rtx.evaluation.scores import Score, score_batch
 from rtx.model.transformer import Transformer, compile_loss
 from rtx.training.checkpoint import FORMAT
 from rtx.training.distributed import Ranks
-from rtx.training.memory import out_of_memory
 from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
-from rtx.training.rng import seed_everything
 from rtx.training.sharding import is_part, shard, whole
 
 OWN_PLACES = ("data.path", "data.verify", "data.processes", "hardware.workers", "logger.", "name")
@@ -40,15 +39,6 @@ def build_model(config: Config, vocabulary: int, first_N: Callable[[], Tensor] |
     if first_N and config.routing.init == "data":
         initialise_from_data(model, first_N()[None])
     return model
-
-
-class StepRecord(NamedTuple):
-    """A finished step whose numbers are still on the device: mean nats and right answers of its forward passes."""
-
-    step: int
-    losses: Tensor
-    norm: Tensor
-    right: Tensor | None
 
 
 class TrainingModule(pl.LightningModule):
@@ -71,12 +61,9 @@ class TrainingModule(pl.LightningModule):
         super().__init__()
         self.model, self.config = model, config
         self.ranks, self.facts = ranks or Ranks(0, 1), dict(facts or {})
-        # Mean nats and share of right answers, summed in float64 over the forward passes since the last row.
-        self.sums = {"nats": 0.0, "right": 0.0, "passes": 0}
-        self.bits = self.norm = math.nan  # of the last step that was read back
-        self.step_losses: list[Tensor] = []
-        self.step_right: list[Tensor] = []
-        self.unread: list[StepRecord] = []
+        # Mean nats and share of right answers, summed over the forward passes since the last row; number of passes.
+        self.sums = torch.zeros(3, dtype=torch.float64)
+        self.norm = torch.tensor(math.nan)  # of the whole gradient of the last step
         # Of each batch of a validation: number, units, nats and right answers of its windows, float64 `[B, 4]`.
         self.scored: list[Tensor] = []
         self.score: Score | None = None  # of the last validation, the same on all ranks
@@ -104,26 +91,19 @@ class TrainingModule(pl.LightningModule):
         return build_optimizer(self.model, self.config.optimizer)
 
     def training_step(self, tokens_BN: Tensor, batch_idx: int) -> Tensor:
-        if self.at_A is None:
-            nats_BN, auxiliary = self.loss(tokens_BN)
-        else:
-            nats_BN, right_BA, auxiliary = self.loss(tokens_BN, self.at_A)
-            self.step_right.append(right_BA.float().mean())
+        nats_BN, *right, auxiliary = self.loss(tokens_BN, *([] if self.at_A is None else [self.at_A]))
         mean = nats_BN.mean()
-        self.step_losses.append(mean.detach())
+        share = right[0].double().mean() if right else torch.zeros_like(mean)
+        self.sums = self.sums.to(mean.device) + torch.stack([mean.detach(), share, torch.ones_like(share)])
         return mean + auxiliary
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Measure the norm of the whole gradient, and scale the gradient down to `trainer.clip`."""
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = whole(get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        self.norm = whole(get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
         if self.config.trainer.clip:
-            clip_grads_with_norm_(parameters, self.config.trainer.clip, norm)
-        right = torch.stack(self.step_right) if self.step_right else None
-        self.unread.append(StepRecord(self.global_step + 1, torch.stack(self.step_losses), norm, right))
-        self.step_losses, self.step_right = [], []
+            clip_grads_with_norm_(self.model.parameters(), self.config.trainer.clip, self.norm)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         """Take one step at its learning rate, then move the centroids: once per optimizer step."""
@@ -132,21 +112,13 @@ class TrainingModule(pl.LightningModule):
         optimizer.zero_grad()  # nobody reads them any more; Lightning would keep them through the next forward pass
         after_step(self.model)
 
-    def read_back(self) -> str:
-        """Wait for the device, fold the unread steps into the sums, and return which loss or gradient is not finite."""
-        records, self.unread = self.unread, []
-        for step, losses, norm, right in records:
-            losses, self.norm = losses.double().cpu(), float(norm)
-            self.bits = float(losses.mean()) / math.log(2)
-            if not (bool(torch.isfinite(losses).all()) and math.isfinite(self.norm)):
-                nats = float(losses.mean())
-                what = f"norm of the gradient is {self.norm}" if math.isfinite(nats) else f"loss is {nats}"
-                return f"step {step}: the {what} at learning rate {learning_rate(self.config, step):g}"
-            for loss in losses.tolist():
-                self.sums["nats"] += loss
-            self.sums["right"] += 0.0 if right is None else float(right.double().sum())
-            self.sums["passes"] += len(losses)
-        return ""
+    def not_finite(self) -> str:
+        """Wait for the device, and return which loss or gradient is not finite, or an empty string."""
+        nats, norm = float(self.sums[0]), float(self.norm)
+        if math.isfinite(nats) and math.isfinite(norm):
+            return ""
+        what = f"norm of the gradient is {norm}" if math.isfinite(nats) else f"loss is {nats}"
+        return f"step {self.global_step}: the {what} at learning rate {learning_rate(self.config, self.global_step):g}"
 
     def on_validation_epoch_start(self) -> None:
         self.scored = []
@@ -154,16 +126,10 @@ class TrainingModule(pl.LightningModule):
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
         """Score windows of equal length: ids `[B, N]`, units before the first that counts `[B]`, their numbers `[B]`.
 
-        A number of -1 marks a window that another rank scores: it keeps this one in step (`WindowBatches`). Memory that
-        runs out is `RunFailed`: smaller micro-batches would not help here.
+        A number of -1 marks a window that another rank scores: it keeps this one in step (`WindowBatches`).
         """
         tokens_BN, skipped_B, number_B = batch
-        try:
-            scored_B3, number_B = score_batch(self.model, tokens_BN, skipped_B, self.at_A), number_B.cpu()
-        except (RuntimeError, MemoryError) as error:
-            if reason := out_of_memory(error):
-                raise RunFailed(reason) from error
-            raise
+        scored_B3, number_B = score_batch(self.model, tokens_BN, skipped_B, self.at_A), number_B.cpu()
         self.scored.append(torch.cat([number_B[:, None], scored_B3], dim=1)[number_B >= 0])
 
     def on_validation_epoch_end(self) -> None:
@@ -175,35 +141,56 @@ class TrainingModule(pl.LightningModule):
         self.score, self.scored = Score(units_K, nats_K, None if self.at_A is None else right_K), []
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what other commands read; the loops' counters are left out: they follow from the step."""
+        """Add what other commands read, and leave out the loops' counters: they follow from the step."""
         weights = checkpoint.pop("state_dict")
         del checkpoint["loops"]
         model = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+        check_finite(self.global_step, model, checkpoint.get("optimizer_states", []))
         checkpoint.update({"format": FORMAT, "step": self.global_step, "model": model, **self.facts})
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Set the counters of Lightning's loops; its own would count micro-batches, which may have another size now."""
         checkpoint["state_dict"] = {f"model.{name}": tensor for name, tensor in checkpoint["model"].items()}
-        checkpoint["loops"] = {"fit_loop": loop_state(checkpoint["step"], self.trainer.accumulate_grad_batches)}
+        loop, step = self.trainer.fit_loop.epoch_loop, checkpoint["step"]
+        loop.batch_progress.total.ready = step * self.trainer.accumulate_grad_batches
+        loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step
 
 
-def loop_state(step: int, accumulate: int) -> dict[str, Any]:
-    """Return the counters of Lightning's loops after a step whose validation, if one was due, is done.
+def check_finite(step: int, weights: dict[str, Tensor], optimizers: list[dict[str, Any]]) -> None:
+    """Raise `RunFailed` where weights, buffers or optimizer states to be saved are not finite.
 
-    Lightning's own would count micro-batches, of which a resumed run may have another number, and would skip a
-    validation that a signal has put off. The keys are those of `FitLoop.state_dict`.
+    Thresholds alone may be -inf: a cluster that takes every position.
     """
+    tensors: list[tuple[str, Any]] = [(f"weights are not finite ({name})", tensor) for name, tensor in weights.items()]
+    for values in (values for optimizer in optimizers for values in optimizer["state"].values()):
+        tensors += [(f"optimizer's state is not finite ({key})", value) for key, value in values.items()]
+    for what, tensor in tensors:
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel():
+            low, high = tensor.aminmax()  # NaN where there is one; on a CPU 25 times as fast as isfinite
+            if not (high < math.inf and (low > -math.inf or "threshold" in what)):
+                raise RunFailed(f"step {step}: the {what}")
 
-    def counted(number: int, *names: str) -> dict[str, Any]:
-        return {name: dict.fromkeys(names, number) for name in ("total", "current")}
 
-    began = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
-    batches = counted(step * accumulate, "ready", "started", "processed", "completed")
-    optimizer = {
-        "step": counted(step, "ready", "completed"),
-        "zero_grad": counted(step, "ready", "started", "completed"),
-    }
-    return {
-        "epoch_progress": {"total": began, "current": dict(began)},
-        "epoch_loop.batch_progress": {**batches, "is_last_batch": False},
-        "epoch_loop.automatic_optimization.optim_progress": {"optimizer": optimizer},
-    }
+def seed_everything(seed: int, rank: int = 0) -> None:
+    """Seed python, numpy and torch (all devices); every rank draws weights with `rank=0`, dropout with its own."""
+    mixed = int(np.random.SeedSequence([seed, rank]).generate_state(1)[0])
+    random.seed(mixed)
+    np.random.seed(mixed)
+    torch.manual_seed(mixed)
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the state of every random stream of this process, as tensors, numbers and tuples of them only."""
+    numpy: Any = np.random.get_state()
+    own = [numpy[0], numpy[1].tolist(), *numpy[2:]]
+    state = {"python": random.getstate(), "numpy": own, "torch": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Put every random stream back to what `rng_state` returned."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

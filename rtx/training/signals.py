@@ -6,7 +6,6 @@ terminal): save, exit 143; a second SIGTERM, some seconds later: at once, 143.
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import socket
@@ -21,10 +20,8 @@ EXIT_CODES = {
     signal.SIGINT: INTERRUPTED,
     **dict.fromkeys((signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP), PREEMPTED),
 }
-PATIENCE_SECONDS = 1.0
-"""Time that the main thread is given to react to a signal while no step is under way."""
-AGAIN_SECONDS = 3.0
-"""From this time on after a SIGTERM the next one counts as a second: schedulers send the first to many at once."""
+AGAIN_SECONDS = {signal.SIGINT: 0.0, signal.SIGTERM: 3.0}
+"""From this time on after a signal the next one counts as a second: schedulers send the first to many at once."""
 PARENT_VARIABLE = "RTX_PARENT"
 """Environment variable that tells a process of a run the number of the first one, which started it."""
 SWEEP_VARIABLE = "RTX_SWEEP"
@@ -50,14 +47,13 @@ class Signals:
     While `holding` is false a signal raises `Stopped` where the process is; while it is true the signal is only noted
     in `requested`, for the loop to read at the end of its step. Python runs handlers between two of its own
     instructions, and waiting for another process of the run is a single one; so a thread that the system wakes at once
-    ends the process where the main thread does not come round to it.
+    ends the process upon a second signal.
     """
 
     def __init__(self) -> None:
         self.holding, self.requested, self.name = False, 0, "a signal"  # name: of another process's, none is known
         self.at_once: Callable[[int], object] = lambda code: None  # called before the process ends at once
         self.former: dict[signal.Signals, Any] = {}
-        self.seen = threading.Event()  # the main thread has come round to a signal
 
     def __enter__(self) -> Signals:
         if started_by_another():  # the first process of the run has the signals, and this one goes when it goes
@@ -94,7 +90,6 @@ class Signals:
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Note the signal, or raise `Stopped` where nothing is held."""
-        self.seen.set()
         if not self.requested:
             self.requested, self.name = EXIT_CODES[signal.Signals(number)], signal.Signals(number).name
         if not self.holding:
@@ -111,28 +106,22 @@ class Signals:
         self.holding, self.requested, self.at_once = False, 0, lambda code: os._exit(0)
 
     def watch(self) -> None:
-        """Acknowledge a first SIGINT; end the process at a second, or if the main thread, free to, does not react.
-
-        A step may take minutes, or wait for ever for a loader process or a rank that is stopped: the second counts.
-        """
+        """Acknowledge a first SIGINT, and end the process at a second signal, however long a step still takes."""
         first: dict[int, float] = {}
         while received := self.wakened.recv(1):
             number, now = received[0], time.monotonic()
-            if number not in EXIT_CODES:
+            if number not in AGAIN_SECONDS:
                 continue
-            code = EXIT_CODES[signal.Signals(number)]
-            patience = {signal.SIGINT: 0.0, signal.SIGTERM: AGAIN_SECONDS}.get(signal.Signals(number), math.inf)
-            again = now - first.get(number, math.inf) >= patience
-            first.setdefault(number, now)
-            if not again and self.holding and number == signal.SIGINT:
+            if number in first and now - first[number] >= AGAIN_SECONDS[signal.Signals(number)]:
+                try:
+                    self.at_once(EXIT_CODES[signal.Signals(number)])
+                finally:
+                    os._exit(EXIT_CODES[signal.Signals(number)])
+            if number == signal.SIGINT and self.holding:
                 from rtx.training.progress import say  # tqdm, which `rtx --help` does not wait for
 
                 say("finishing this step; Ctrl-C again stops at once")
-            if again or (not self.holding and not self.seen.wait(PATIENCE_SECONDS)):
-                try:
-                    self.at_once(code)
-                finally:
-                    os._exit(code)
+            first.setdefault(number, now)
         self.wakened.close()
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +15,12 @@ import torch.distributed as dist
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import nn
 
 from rtx.data.datamodule import RtxDataModule
 from rtx.errors import RunFailed
 from rtx.evaluation.scores import Score
-from rtx.training.callbacks import Checkpoints, Progress, RandomState, Say, Telemetry, Watch
+from rtx.training.callbacks import Progress, Watch
 from rtx.training.checkpoint import CheckpointFiles
 from rtx.training.distributed import cluster_environment, lost_process, start_ranks, strategy
 from rtx.training.module import TrainingModule
@@ -28,14 +28,13 @@ from rtx.training.progress import say
 from rtx.training.run_folder import Status, shown
 from rtx.training.signals import PREEMPTED, Signals, Stopped, state_after
 
-PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp64": "64-true"}
+PRECISIONS: dict[str, Any] = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp64": "64-true"}
 """Our word for each arithmetic, and Lightning's."""
 KNOWN_WARNINGS = (
-    r".*`broadcast_buffers` is deprecated.*",  # its successor is not in all versions of torch that we take
-    r".*isinstance\(treespec, LeafSpec\).*",  # Lightning's use of a torch name that is to change
-    r"The `srun` command is available on your system but is not used.*",  # Slurm starts sweeps here, not runs
+    ".*`broadcast_buffers` is deprecated",  # its successor is not in all versions of torch that we take
+    r".*isinstance\(treespec, LeafSpec\)",  # Lightning's use of a torch name that is to change
+    "The `srun` command is available",  # Slurm starts sweeps here, not runs
 )
-"""Warnings that mean nothing here."""
 
 
 class Outcome(NamedTuple):
@@ -57,21 +56,20 @@ class Run:
         module: TrainingModule,
         data: RtxDataModule,
         signals: Signals,
-        telemetry: Telemetry = lambda model: {},
+        telemetry: Callable[[nn.Module], dict[str, float]] = lambda model: {},
         loggers: Sequence[Logger] = (),
         status: Status | None = None,
-        say: Say = say,
+        say: Callable[[str], object] = say,
     ) -> None:
         config, hardware = module.config, data.hardware
         self.folder, self.module, self.data, self.signals, self.status = folder, module, data, signals, status
         self.children: list[Any] = []
-        self.watch = Watch(module, data, signals, telemetry, status, say)
-        self.checkpoints = Checkpoints(folder / "checkpoints", self.watch, data.step)
-        precision: Any = PRECISIONS[hardware.precision]
+        self.watch = Watch(folder, module, data, signals, telemetry, status, say)
+        precision = PRECISIONS[hardware.precision]
         plugins: list[Any] = [cluster_environment(hardware), CheckpointFiles(config.trainer.keep_checkpoints)]
         if hardware.sharded and precision == "64-true":  # Lightning refuses the word, and takes the plugin
             precision, plugins = None, [*plugins, DoublePrecision()]
-        for name in ("lightning.pytorch", "lightning.fabric", "lightning"):  # their banners, tips and advice
+        for name in ("lightning.pytorch", "lightning.fabric"):  # their banners, tips and advice
             logging.getLogger(name).setLevel(logging.WARNING)
         self.trainer = pl.Trainer(
             accelerator=hardware.accelerator,
@@ -80,7 +78,8 @@ class Run:
             strategy=strategy(hardware),
             precision=precision,
             plugins=plugins,
-            callbacks=[RandomState(module), self.watch, Progress(self.watch), self.checkpoints],
+            callbacks=[self.watch, Progress(self.watch)],
+            enable_checkpointing=False,  # by Lightning's own callback
             logger=list(loggers) or False,
             max_steps=max(config.trainer.steps, data.step + 1),  # with no step left Lightning would not even begin
             accumulate_grad_batches=hardware.accumulate,
@@ -102,20 +101,20 @@ class Run:
             Stopped: a signal ended it; the checkpoint is saved.
             RunFailed: NaN, a full disk, or a lost process; the message names the last good checkpoint.
         """
-        self.signals.at_once = self.leave_at_once
+        self.signals.at_once = lambda code: self.leave_at_once(state_after(code), "stopped at once")
         self.children = start_ranks(self.data.hardware, self.folder, self.end_without)
         try:
             with warnings.catch_warnings():
                 for message in KNOWN_WARNINGS:
                     warnings.filterwarnings("ignore", message=message)
                 self.trainer.fit(self.module, datamodule=self.data, ckpt_path=checkpoint, weights_only=True)
-                final, watch = self.final_score(), self.watch
-                return Outcome(self.trainer.global_step, watch.seconds, watch.time_up, self.checkpoints.best, final)
+                step, final = self.trainer.global_step, self.final_score()
+                return Outcome(step, self.watch.seconds, step < self.watch.plan.steps, self.watch.best, final)
         except SIGTERMException as error:  # it came before we had set our handlers again
-            raise Stopped(PREEMPTED, f"stopped by SIGTERM; {self.checkpoints.last_good()}") from error
+            raise Stopped(PREEMPTED, f"stopped by SIGTERM; {self.watch.last_good()}") from error
         except RuntimeError as error:
             if reason := str(error) if isinstance(error, RunFailed) else lost_process(error):
-                raise RunFailed(f"{reason}; {self.checkpoints.last_good()}") from error
+                raise RunFailed(f"{reason}; {self.watch.last_good()}") from error
             raise
         finally:
             if dist.is_initialized():
@@ -123,36 +122,25 @@ class Run:
 
     def final_score(self) -> Score:
         """Score the whole split with the last weights; where the last validation was of all of it, that is it."""
-        score, whole = self.module.score, self.data.windows
-        if (
-            score is None
-            or len(score.units_K) < len(whole)
-            or self.checkpoints.validated != self.data.state_dict()["step"]
-        ):
+        assert self.module.score is not None
+        if len(self.module.score.units_K) < len(self.data.windows):
             self.trainer.validate(self.module, self.data.whole_split(), verbose=False)
-            score = self.module.score
-        assert score is not None
         self.watch.write_score(self.trainer, "final")
-        return score
+        return self.module.score
 
-    def leave_at_once(self, code: int) -> None:
+    def leave_at_once(self, state: str, how: str) -> None:
         """Before the process ends in the middle of a step: say so, and take the children along."""
-        reason = f"stopped at once; {self.checkpoints.last_good()}"
+        reason = f"{how}; {self.watch.last_good()}"
         with contextlib.suppress(OSError):  # by print: the main thread may be about to write, and never come round
             print(reason, flush=True)
-            if self.checkpoints.saved is not None:
+            if self.watch.saved is not None:
                 print(f"continue with: rtx resume {shown(self.folder)}", flush=True)
-        self.end(state_after(code), reason)
-
-    def end_without(self, how: str) -> None:
-        """End the process where it is, because one that it started is gone and it has not noticed; say so."""
-        reason = f"{how}; {self.checkpoints.last_good()}"
-        print(f"rtx: {reason}", file=sys.stderr, flush=True)
-        self.end("failed", reason)
-        os._exit(1)
-
-    def end(self, state: str, reason: str) -> None:
         if self.status:
-            self.status.end(state, reason)
+            self.status.end(state, reason.removeprefix("rtx: "))
         for child in self.children:
             child.kill()
+
+    def end_without(self, how: str) -> None:
+        """End the process where it is, because one that it started is gone and it has not noticed."""
+        self.leave_at_once("failed", f"rtx: {how}")
+        os._exit(1)

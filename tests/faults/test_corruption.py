@@ -147,14 +147,14 @@ def test_a_run_goes_on_from_the_checkpoint_before(
     spoil(last)
     said = workshop.command("resume", str(copy))
     assert f"{last} is damaged (its checksum does not match); set aside as last.ckpt.damaged" in said
-    assert "going on from" in said and "previous.ckpt (step 9), the checkpoint before it" in said
+    assert "going on from" in said and "previous.ckpt (step 9), the newest that is whole" in said
     assert checkpoint_difference(copy, run, "last") == "" == checkpoint_difference(copy, run, "best")
 
 
 def test_a_run_whose_time_is_up_goes_on_from_the_checkpoint_before(workshop: Workshop, copy: Path) -> None:
     flip(copy / "checkpoints" / "last.ckpt")
     said = workshop.command("resume", str(copy), "trainer.steps=1000", "trainer.max_minutes=1e-6")
-    assert "set aside as last.ckpt.damaged" in said and "previous.ckpt (step 9), the checkpoint before it" in said
+    assert "set aside as last.ckpt.damaged" in said and "previous.ckpt (step 9), the newest that is whole" in said
     assert "trainer.max_minutes=M" in workshop.command("resume", str(copy)), "what it saved is whole"
 
 

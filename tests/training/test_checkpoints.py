@@ -31,14 +31,14 @@ from rtx.training.checkpoint import (
 )
 
 
-def checkpoint(step: int, width: int = 4) -> dict[str, Any]:
+def checkpoint(step: int) -> dict[str, Any]:
     """Return the parts of a checkpoint that matter here."""
     return {
-        "format": room.FORMAT,
+        "format": FORMAT,
         "step": step,
-        "config": {"model": {"hidden": width}},
+        "config": {"model": {"hidden": 4}},
         "data": {"fingerprint": "x"},
-        "model": {"weight": torch.full((width, 3), float(step))},
+        "model": {"weight": torch.full((4, 3), float(step))},
         "optimizer_states": [{"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"betas": (0.9, 0.98)}]}],
     }
 
@@ -47,6 +47,12 @@ def save_last(folder: Path, *steps: int, keep: int = 2) -> None:
     """Save checkpoints of these steps as a run does."""
     for step in steps:
         CheckpointFiles(keep).save_checkpoint(checkpoint(step), folder / "last.ckpt")
+
+
+def newest_step(folder: Path, report: Callable[[str], object] = print) -> int:
+    found = newest_checkpoint(folder, set_aside=True, report=report)
+    assert found is not None
+    return found["step"]
 
 
 def names(folder: Path) -> list[str]:
@@ -58,11 +64,9 @@ def test_what_is_written_is_read_and_an_ordinary_file_for_torch_and_zip(tmp_path
     read = read_checkpoint(tmp_path / "last.ckpt")
     assert torch.equal(read["model"]["weight"], torch.ones(4, 3))
     assert read["optimizer_states"][0]["param_groups"] == [{"betas": (0.9, 0.98)}]
-    assert (read["format"], read["step"]) == (FORMAT, 1)
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["step"] == 1
     with zipfile.ZipFile(tmp_path / "last.ckpt") as archive:
-        assert archive.testzip() is None
-        assert archive.comment.startswith(b"rtx sha256 ")
+        assert archive.testzip() is None and archive.comment.startswith(b"rtx sha256 ")
 
 
 def test_a_damaged_last_gives_way_to_the_one_before(tmp_path: Path) -> None:
@@ -70,70 +74,58 @@ def test_a_damaged_last_gives_way_to_the_one_before(tmp_path: Path) -> None:
     assert names(tmp_path) == ["last.ckpt", "previous.ckpt"]
     damage(tmp_path / "last.ckpt", keep=500)
     lines: list[str] = []
-    found = newest_checkpoint(tmp_path, set_aside=True, report=lines.append)
-    assert found is not None and found["step"] == 2
+    assert newest_step(tmp_path, lines.append) == 2
     assert "last.ckpt is damaged" in lines[0] and "step 2" in lines[1]
     save_last(tmp_path, 4)  # the damaged file must not have taken the place of the good one
     assert names(tmp_path) == ["last.ckpt", "last.ckpt.damaged", "previous.ckpt"]
     assert read_checkpoint(tmp_path / "previous.ckpt")["step"] == 2
 
 
-def a_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Put a folder in place of a file."""
-    path.unlink()
-    path.mkdir()
-    return "Is a directory"
-
-
-def an_error_of_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Let a file not be read."""
-    real = room.verify
+@pytest.mark.parametrize("fault", ["Is a directory", "Input/output error"])
+def test_a_checkpoint_that_cannot_be_read_stops_a_resume_and_is_left_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    save_last(tmp_path, 1, 2)
+    last, lines, real = tmp_path / "last.ckpt", [], room.verify
 
     def verify(asked: Path) -> None:
-        if asked == path:
+        if asked == last:
             raise OSError(errno.EIO, "Input/output error")
         real(asked)
 
-    monkeypatch.setattr(room, "verify", verify)
-    return "Input/output error"
-
-
-@pytest.mark.parametrize("spoil", [a_folder, an_error_of_the_disk])
-def test_a_checkpoint_that_cannot_be_read_stops_a_resume_and_is_left_where_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path, pytest.MonkeyPatch], str]
-) -> None:
-    save_last(tmp_path, 1, 2)
-    last, lines = tmp_path / "last.ckpt", []
-    why = spoil(last, monkeypatch)
+    if fault == "Is a directory":
+        last.unlink()
+        last.mkdir()
+    else:
+        monkeypatch.setattr(room, "verify", verify)
     assert load_for_use(tmp_path, "last", lines.append)["step"] == 1
-    assert lines == [f"{last} cannot be read ({why}); using previous.ckpt (step 1)"]
-    with pytest.raises(RunFailed, match=rf"cannot be read \({why}\); nothing was changed"):
-        newest_checkpoint(tmp_path, set_aside=True, report=lines.append)
+    assert lines == [f"{last} cannot be read ({fault}); using previous.ckpt (step 1)"]
+    with pytest.raises(RunFailed, match=rf"cannot be read \({fault}\); nothing was changed"):
+        newest_checkpoint(tmp_path, set_aside=True)
     assert names(tmp_path) == ["last.ckpt", "previous.ckpt"]
 
 
 def test_a_whole_file_that_was_set_aside_is_taken_back(tmp_path: Path) -> None:
     save_last(tmp_path, 1, 2)
     (tmp_path / "last.ckpt").rename(tmp_path / "last.ckpt.damaged")
-    lines: list[str] = []
-    found = newest_checkpoint(tmp_path, set_aside=True, report=lines.append)
-    assert found is not None and found["step"] == 2
-    assert names(tmp_path) == ["last.ckpt", "previous.ckpt"] and "it is last.ckpt again" in lines[0]
+    assert newest_step(tmp_path) == 2 and names(tmp_path) == ["last.ckpt", "previous.ckpt"]
 
 
-def test_between_two_renames_and_without_hard_links_there_is_a_checkpoint_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError("no links here")
-
+def test_a_kill_between_the_two_renames_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_last(tmp_path, 1)
-    (tmp_path / "last.ckpt").rename(tmp_path / "previous.ckpt")
-    found = newest_checkpoint(tmp_path, set_aside=True, report=lambda line: None)
-    assert found is not None and found["step"] == 1
-    monkeypatch.setattr(os, "link", refuse)
-    save_last(tmp_path, 1, 2)
-    assert [read_checkpoint(tmp_path / f"{name}.ckpt")["step"] for name in ("previous", "last")] == [1, 2]
+    real = os.replace
+
+    def killed(old: Path, new: Path) -> None:
+        if Path(new).name == "last.ckpt":
+            raise KeyboardInterrupt
+        real(old, new)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", killed)
+        save_last(tmp_path, 2)
+    assert newest_step(tmp_path) == 1
+    save_last(tmp_path, 3)
+    assert [read_checkpoint(tmp_path / f"{name}.ckpt")["step"] for name in ("previous", "last")] == [1, 3]
 
 
 def test_as_many_as_asked_for_are_kept_and_all_are_gone_back_to(tmp_path: Path) -> None:
@@ -141,16 +133,15 @@ def test_as_many_as_asked_for_are_kept_and_all_are_gone_back_to(tmp_path: Path) 
     assert names(tmp_path) == ["last.ckpt", "previous-2.ckpt", "previous-3.ckpt", "previous.ckpt"]
     lines: list[str] = []
     for step in (7, 6, 5, 4):
-        found = newest_checkpoint(tmp_path, set_aside=True, report=lines.append)
-        assert found is not None and found["step"] == step
+        assert newest_step(tmp_path, lines.append) == step
         used = load_for_use(tmp_path, "best", lines.append)
         assert torch.equal(used["model"]["weight"], torch.full((4, 3), float(step)))
         damage(next(path for path in resumable(tmp_path) if path.exists()), flip=4000)
-    assert any("previous-2.ckpt (step 5), a checkpoint before it" in line for line in lines)
+    assert any("previous-2.ckpt (step 5), the newest that is whole" in line for line in lines)
     assert not any(is_whole(path) for path in resumable(tmp_path))
     for _ in range(2):
         with pytest.raises(RunFailed, match="is whole"):
-            newest_checkpoint(tmp_path, set_aside=True, report=lines.append)
+            newest_checkpoint(tmp_path, set_aside=True)
     assert all(name.endswith(".ckpt.damaged") for name in names(tmp_path)) and len(names(tmp_path)) == 4
 
 
@@ -160,11 +151,11 @@ def test_as_many_as_asked_for_are_kept_and_all_are_gone_back_to(tmp_path: Path) 
 def test_fewer_can_be_kept_from_now_on(tmp_path: Path, keep: int, left: list[str]) -> None:
     save_last(tmp_path, *range(1, 7), keep=5)
     save_last(tmp_path, 7, keep=keep)
-    assert names(tmp_path) == sorted(f"{name}.ckpt" for name in left)
+    assert [path.stem for path in resumable(tmp_path) if path.exists()] == left
     assert [read_checkpoint(tmp_path / f"{name}.ckpt")["step"] for name in left] == [7, 6, 5][:keep]
 
 
-@pytest.mark.parametrize("room_left", [0, 10, 700, 2_000])
+@pytest.mark.parametrize("room_left", [0, 700, 2_000])
 def test_a_full_disk_leaves_the_last_good_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room_left: int
 ) -> None:
@@ -185,14 +176,11 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(
         def __getattr__(self, name: str) -> Any:
             return getattr(self.file, name)
 
-    def write_zip(file: BinaryIO, content: Any, real: Any = room.write_zip) -> None:
-        real(Disk(file), content)
-
-    monkeypatch.setattr(room, "write_zip", write_zip)
+    real: Any = room.write_zip
+    monkeypatch.setattr(room, "write_zip", lambda file, content: real(Disk(file), content))
     with pytest.raises(RunFailed, match=r"last\.ckpt: No space left on device"):
         save_last(tmp_path, 2)
-    assert names(tmp_path) == ["last.ckpt"]
-    assert read_checkpoint(tmp_path / "last.ckpt")["step"] == 1
+    assert names(tmp_path) == ["last.ckpt"] and newest_step(tmp_path) == 1
 
 
 class Evil:
@@ -219,7 +207,7 @@ def test_best_is_for_use_and_the_others_stand_in(tmp_path: Path, capsys: pytest.
         load_for_use(tmp_path, "best")
     save_last(tmp_path, 3)
     assert load_for_use(tmp_path, "best")["step"] == 3
-    assert "best.ckpt does not exist; using last.ckpt (step 3)" in capsys.readouterr().out
+    assert capsys.readouterr().out == "no best.ckpt; using last.ckpt (step 3)\n"
     CheckpointFiles().save_checkpoint(checkpoint(2), tmp_path / "best.ckpt")
     assert load_for_use(tmp_path, "best")["step"] == 2 and not (tmp_path / "previous.ckpt").exists()
     damage(tmp_path / "best.ckpt", flip=999)
@@ -228,10 +216,10 @@ def test_best_is_for_use_and_the_others_stand_in(tmp_path: Path, capsys: pytest.
         load_for_use(tmp_path, "best")
 
 
-def test_another_shape_is_refused_by_the_name_of_the_field() -> None:
-    with pytest.raises(UserError, match=r"model\.hidden is 4 in the checkpoint and 5 here \(weight: \(4, 3\) there"):
-        load_weights(nn.Linear(3, 5, bias=False), checkpoint(1), {"model": {"hidden": 5}})
-    load_weights(nn.Linear(3, 4, bias=False), checkpoint(1), {"model": {"hidden": 4}})
+def test_a_model_of_another_shape_is_refused() -> None:
+    with pytest.raises(UserError, match=r"does not fit the model: .*\n.*size mismatch for weight"):
+        load_weights(nn.Linear(3, 5, bias=False), checkpoint(1))
+    load_weights(nn.Linear(3, 4, bias=False), checkpoint(1))
 
 
 @pytest.mark.parametrize(
@@ -247,10 +235,9 @@ def test_a_file_with_parts_of_other_types_or_of_another_format_is_refused(
 ) -> None:
     CheckpointFiles().save_checkpoint(checkpoint(5) | wrong, tmp_path / "last.ckpt")
     why = "another version of rtx" if wrong.get("format") == FORMAT + 1 else "is no checkpoint of rtx"
-    with pytest.raises(UserError, match=why):
-        newest_checkpoint(tmp_path, set_aside=True)
-    with pytest.raises(UserError, match=why):
-        load_for_use(tmp_path, "last")
+    for read in (lambda: newest_checkpoint(tmp_path, set_aside=True), lambda: load_for_use(tmp_path, "last")):
+        with pytest.raises(UserError, match=why):
+            read()
 
 
 def test_a_folder_that_was_removed_is_made_again_and_without_its_run_the_error_is_told(tmp_path: Path) -> None:
@@ -261,16 +248,3 @@ def test_a_folder_that_was_removed_is_made_again_and_without_its_run_the_error_i
     shutil.rmtree(folder.parent)
     with pytest.raises(RunFailed, match="No such file or directory"):
         save_last(folder, 2)
-
-
-def test_checkpoints_that_others_have_removed_are_not_missed(tmp_path: Path) -> None:
-    save_last(tmp_path, 1, 2, 3, keep=4)
-    (tmp_path / "previous.ckpt").unlink()
-    save_last(tmp_path, 4, keep=4)
-    assert names(tmp_path) == ["last.ckpt", "previous-3.ckpt", "previous.ckpt"]
-    assert [path.name for path in resumable(tmp_path)] == [
-        "last.ckpt",
-        "previous.ckpt",
-        "previous-2.ckpt",
-        "previous-3.ckpt",
-    ]

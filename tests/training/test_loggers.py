@@ -7,17 +7,16 @@ import math
 import os
 import subprocess
 import sys
-import threading
-import types
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import wandb
 
 from rtx.config import LoggerConfig
 from rtx.errors import UserError
-from rtx.training import loggers as room
-from rtx.training.loggers import JsonlLogger, has_key, kept_id, wandb_logger
+from rtx.training.loggers import FINISH_SECONDS, JsonlLogger, has_key, kept_id, wandb_logger
 
 
 def test_rows_survive_a_kill_in_the_middle_of_one_and_hold_what_json_knows(tmp_path: Path) -> None:
@@ -42,56 +41,43 @@ def test_what_is_no_file_of_the_run_is_not_appended_to(tmp_path: Path, kind: str
     assert foreign.read_bytes() == b"a line of somebody else, without its end"
 
 
-CONFIG = LoggerConfig(name="online", project="p", entity="e", group="g")
-AUTO = LoggerConfig(name="auto")
+ONLINE, AUTO = LoggerConfig(name="online", project="p", entity="e", group="g"), LoggerConfig(name="auto")
 
 
-class FakeRun:
-    """A run of a W&B that may fail, or hang."""
+class FakeWandb:
+    """A W&B that may fail at one of its doors."""
 
     url = "https://wandb.example/run"
 
-    def __init__(self, wandb: FakeWandb) -> None:
-        self.wandb = wandb
-
-    def define_metric(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def log(self, row: dict[str, Any]) -> None:
-        if self.wandb.fault == "log":
-            raise ConnectionError("the network is gone\nand more")
-        self.wandb.rows.append(row)
-
-    def finish(self, exit_code: int) -> None:
-        if self.wandb.fault == "hang":
-            threading.Event().wait()
-        if self.wandb.fault == "finish":
-            raise ConnectionError("no upload")
-        self.wandb.exit_code = exit_code
-
-
-class FakeWandb(types.ModuleType):
-    """Stands in for the package."""
-
-    Settings = types.SimpleNamespace
-
-    def __init__(self, fault: str = "", key: bool = False) -> None:
-        super().__init__("wandb")
+    def __init__(self, patch: pytest.MonkeyPatch, fault: str = "", key: bool = False) -> None:
         self.fault, self.key = fault, key
         self.rows: list[dict[str, Any]] = []
         self.begun: list[dict[str, Any]] = []
         self.exit_code: int | None = None
+        for name in ("init", "login", "teardown"):
+            patch.setattr(wandb, name, getattr(self, name))
 
-    def init(self, **asked: Any) -> FakeRun:
+    def fail_at(self, door: str) -> None:
+        if self.fault == door:
+            raise ConnectionError(f"no {door}\nand more")
+
+    def init(self, **asked: Any) -> Any:
         self.begun.append(asked)
-        if self.fault == "init" or (self.fault == "online" and asked["mode"] == "online"):
-            raise TimeoutError("no answer")
-        return FakeRun(self)
+        self.fail_at("answer")
+        self.fail_at("server" if asked["mode"] == "online" else "")
+        return SimpleNamespace(url=self.url, log=self.log, finish=self.finish)
+
+    def log(self, row: dict[str, Any]) -> None:
+        self.fail_at("network")
+        self.rows.append(row)
+
+    def finish(self, exit_code: int) -> None:
+        self.fail_at("upload")
+        self.exit_code = exit_code
 
     def login(self, *, prompt: bool, verify: bool) -> bool:
         assert not prompt and not verify
-        if self.fault == "login":
-            raise ConnectionError("no service")
+        self.fail_at("service")
         return self.key
 
     def teardown(self, exit_code: int) -> None:
@@ -110,68 +96,58 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def begun(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, config: LoggerConfig = CONFIG, **faults: Any
+    monkeypatch: pytest.MonkeyPatch, folder: Path, config: LoggerConfig = ONLINE, **faults: Any
 ) -> tuple[FakeWandb, list[str], Any]:
-    """Return a package, the lines said, and a logger that uses it (None: it could not begin)."""
-    wandb, lines = FakeWandb(**faults), []
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    return wandb, lines, wandb_logger(config, folder, {"seed": 0}, "rtx-1", lines.append)
+    """Return W&B, the lines said, and a logger that uses it (None: it could not begin)."""
+    fake, lines = FakeWandb(monkeypatch, **faults), []
+    return fake, lines, wandb_logger(config, folder, {"seed": 0}, "rtx-1", lines.append)
 
 
-def test_rows_reach_wandb_with_their_step_and_a_resumed_run_continues_the_same_one(
+def test_rows_and_tables_reach_wandb_and_a_resumed_run_continues_the_same_one(
     monkeypatch: pytest.MonkeyPatch, bare: Path
 ) -> None:
-    wandb, lines, logger = begun(monkeypatch, bare)
+    fake, lines, logger = begun(monkeypatch, bare)
     logger.log_metrics({"kind": "train", "bits": 2.0}, 3)
+    logger.log_rows("table_1", ["a", 2], [["x", 1.0], [None, "y"]])
     logger.finish(exit_code=0)
-    assert wandb.rows == [{"bits": 2.0, "step": 3}] and wandb.exit_code == 0
+    assert fake.rows[0] == {"bits": 2.0, "trainer/global_step": 3} and fake.exit_code == 0
+    assert fake.rows[1]["table_1"].data == [["x", 1.0], [None, "y"]]
     assert lines == ["W&B: https://wandb.example/run"]
-    (asked,) = wandb.begun
+    (asked,) = fake.begun
     assert (asked["project"], asked["entity"], asked["group"], asked["dir"]) == ("p", "e", "g", str(bare))
+    assert asked["settings"].finish_timeout == FINISH_SECONDS, "an end that hangs is not waited for"
     again, *_ = begun(monkeypatch, bare)
     assert asked["id"] == again.begun[0]["id"] == kept_id(bare) and again.begun[0]["resume"] == "allow"
 
 
-ON, OFF, ALONE = (
-    "W&B: https://wandb.example/run",
-    "W&B: no answer; going on offline",
-    "W&B: no answer; going on with metrics.jsonl alone",
-)
-
-
-@pytest.mark.parametrize(("fault", "said"), [("online", [OFF, ON]), ("init", [OFF, ALONE])])
-def test_a_server_that_is_down(monkeypatch: pytest.MonkeyPatch, bare: Path, fault: str, said: list[str]) -> None:
-    wandb, lines, logger = begun(monkeypatch, bare, fault=fault)
-    if logger:
-        logger.log_metrics({"bits": 1.0}, 1)
-        logger.finish(exit_code=0)
-    assert [asked["mode"] for asked in wandb.begun] == ["online", "offline"]
-    assert lines == said
+ON = "W&B: https://wandb.example/run"
 
 
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("log", "W&B: the network is gone; going on with metrics.jsonl alone"),
-        ("finish", "W&B: no upload; it has not ended well"),
-        ("hang", "W&B: uploads have not finished in time; upload the rest with: wandb sync"),
+        ("server", ["W&B: no server; going on offline", ON]),
+        ("answer", ["W&B: no answer; going on offline", "W&B: no answer; going on with metrics.jsonl alone"]),
+        ("network", [ON, "W&B: no network; going on with metrics.jsonl alone"]),
+        ("upload", [ON, "W&B: no upload; it has not ended well"]),
     ],
 )
-def test_an_error_in_the_middle_or_an_end_that_fails_or_hangs_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, bare: Path, fault: str, said: str
+def test_an_error_at_the_beginning_in_the_middle_or_at_the_end_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, bare: Path, fault: str, said: list[str]
 ) -> None:
-    monkeypatch.setattr(room, "FINISH_SECONDS", -4.9)
-    _, lines, logger = begun(monkeypatch, bare, fault=fault)
-    for step in range(3):
-        logger.log_metrics({"bits": 1.0}, step)
-    logger.finish(exit_code=1)
-    assert lines[1:] == [said]
+    fake, lines, logger = begun(monkeypatch, bare, fault=fault)
+    if logger:
+        for step in range(3):
+            logger.log_metrics({"bits": 1.0}, step)
+        logger.finish(exit_code=1)
+    assert lines == said
+    assert [asked["mode"] for asked in fake.begun] == ["online", "offline"][: len(fake.begun)]
 
 
 def test_auto_is_online_with_a_key_and_offline_without(monkeypatch: pytest.MonkeyPatch, bare: Path) -> None:
-    for faults, mode in (({}, "offline"), ({"key": True}, "online"), ({"fault": "login"}, "offline")):
-        wandb, lines, _ = begun(monkeypatch, bare, AUTO, **faults)
-        assert [asked["mode"] for asked in wandb.begun] == [mode]
+    for faults, mode in (({}, "offline"), ({"key": True}, "online"), ({"fault": "service"}, "offline")):
+        fake, lines, _ = begun(monkeypatch, bare, AUTO, **faults)
+        assert [asked["mode"] for asked in fake.begun] == [mode]
         assert ("no key found" in lines[0]) == (mode == "offline")
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert begun(monkeypatch, bare, AUTO, key=True)[2] is None

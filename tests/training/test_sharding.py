@@ -88,7 +88,7 @@ def rank_main(rank: int, folder: str) -> None:
         found[kind] = {
             "weights": furthest(parts.model.state_dict(), plain.model.state_dict()),
             "optimizer": max(furthest(states[number], plain_states[number]) for number in plain_states),
-            "norm": abs(float(parts.unread[-1].norm) / float(plain.unread[-1].norm) - 1),
+            "norm": abs(float(parts.norm) / float(plain.norm) - 1),
             "held": held / sum(parameter.numel() for parameter in plain.model.parameters()),
             "told": len(read_telemetry(parts.model)) - len(read_telemetry(plain.model)),
             "centroids": [buffer for name, buffer in parts.model.named_buffers() if "centroid_HCD" in name],

@@ -22,9 +22,9 @@ from rtx.disk import is_full, remove_leftovers, replace_file, write_beside, writ
 from rtx.errors import RunFailed
 from rtx.training.config_diff import differences, makes_another, may_change
 from rtx.training.memory import OUT_OF_MEMORY, device_memory, out_of_memory, physical_memory
-from rtx.training.progress import clock, say
+from rtx.training.module import restore_rng, rng_state, seed_everything
+from rtx.training.progress import say
 from rtx.training.resumption import as_chosen
-from rtx.training.rng import restore_rng, rng_state, seed_everything
 from rtx.training.run_folder import read_status, working_in
 
 
@@ -153,13 +153,6 @@ def test_a_reader_that_has_gone_does_not_end_the_run(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(sys, "stdout", Closed())
     say("a")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0:00"), (61, "1:01"), (3_799, "1:03:19"), (176_601, "2d 1:03:21"), (-5, "0:00")]
-)
-def test_clock(seconds: float, text: str) -> None:
-    assert clock(seconds) == text
 
 
 def names(folder: Path) -> list[str]:
