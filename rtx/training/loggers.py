@@ -143,8 +143,7 @@ def settings() -> Any:
     os.environ |= {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
     import wandb
 
-    limits = {"init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
-    return wandb.Settings(console="off", disable_git=True, **limits)
+    return wandb.Settings(console="off", disable_git=True, init_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS)
 
 
 def has_key() -> bool:
