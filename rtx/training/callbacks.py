@@ -95,7 +95,7 @@ class Watch(Callback):
         step, plan, look = trainer.global_step, self.plan, LOOK_STEPS.get(pl_module.device.type, 1)
         due = any(step % every == 0 for every in (plan.log_every, plan.val_every, plan.checkpoint_every, look))
         asked = self.ranks.world == 1 and self.signals.requested  # of several ranks, others may not know of it yet
-        stop, save = 0, False
+        stop, save = 0, 0
         if due or asked or step >= plan.steps:
             nats, _, passes = self.module.sums.tolist()
             self.bits = nats / passes / math.log(2)
@@ -107,7 +107,7 @@ class Watch(Callback):
         if (save or step % plan.checkpoint_every == 0) and not trainer.should_stop:
             self.save(trainer)
 
-    def agree(self, trainer: Trainer, problem: str) -> tuple[int, bool]:
+    def agree(self, trainer: Trainer, problem: str) -> tuple[int, int]:
         """Return the exit code that a signal to any rank asks for, or 0, and whether a checkpoint is due by the clock.
 
         The last step, and time that is up, end the training by `trainer.should_stop`, upon which Lightning validates.
@@ -120,7 +120,7 @@ class Watch(Callback):
         trainer.should_stop = bool(up)
         if failed:
             raise RunFailed(problem or "the loss of another rank is not finite")
-        return stop, bool(save)
+        return stop, save
 
     def leave_if(self, stop: int, trainer: Trainer) -> None:
         """Upon a signal save what is not saved yet, and raise `Stopped`."""

@@ -50,10 +50,7 @@ class CheckpointFiles(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: Checkpoint, path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Replace a checkpoint; `RunFailed` where the disk is full: all files are as they were.
-
-        At every moment `last.ckpt` or `previous.ckpt` is whole, once there is one.
-        """
+        """Replace a checkpoint; `RunFailed` where the disk is full: all files are as they were."""
         path = Path(path)
         try:
             path.parent.mkdir(exist_ok=True)
@@ -66,7 +63,7 @@ class CheckpointFiles(CheckpointIO):
             raise RunFailed(f"cannot write {path}: {error.strerror}") from error
 
     def rotate(self, folder: Path) -> None:
-        """Move each checkpoint to the place of the one before it, just before a new last.ckpt comes."""
+        """Give each checkpoint the place of the one before it; the new last.ckpt, whole already, comes at once."""
         older = (f"previous-{number}.ckpt" for number in range(2, self.keep))
         places = [folder / name for name in ("last.ckpt", "previous.ckpt", *older)][: self.keep]
         for path in {*resumable(folder)} - {*places}:
@@ -149,15 +146,10 @@ def check_layout(path: Path, checkpoint: Any) -> None:
 
 
 def newest_checkpoint(folder: Path, *, set_aside: bool, report: Say = print) -> Checkpoint | None:
-    """Return the facts of the newest checkpoint of a run that is whole, or None where none was ever written.
+    """Return the facts of the newest checkpoint of a run that is whole, and its `path`; None: none was ever written.
 
-    Its tensors have their shapes alone; the key `path` says where it is.
-
-    Args:
-        folder: the run's checkpoints folder.
-        set_aside: rename a damaged file to `<name>.damaged`, so that it cannot displace a good one, and give the name
-            back to one that is whole all the same: a disk had failed then.
-        report: called with a line for each file that is passed over.
+    With `set_aside` a damaged file becomes `<name>.damaged`, so that it cannot displace a good one, and one that is
+    whole all the same (a disk had failed then) gets its name back. `report` is told of each.
 
     Raises:
         RunFailed: there are checkpoints, but none is whole; or one cannot be read.
@@ -190,9 +182,7 @@ def newest_checkpoint(folder: Path, *, set_aside: bool, report: Say = print) -> 
 
 
 def load_for_use(folder: Path, name: str, say: Say = print) -> Checkpoint:
-    """Return `best` or `last` of a run for scoring or sampling; a damaged or missing one is replaced by the other.
-
-    The key `file` says which it is; `say` is called with a line about a replacement.
+    """Return `best` or `last` of a run for use, or, having said so, another one; its key `file` tells which.
 
     Raises:
         UserError: the run has no checkpoint yet, or the file is refused.
@@ -204,8 +194,10 @@ def load_for_use(folder: Path, name: str, say: Say = print) -> Checkpoint:
             checkpoint = read_checkpoint(path)
         except FileNotFoundError:
             continue
-        except (OSError, Damaged) as error:
-            problems.append(str(error) if isinstance(error, Damaged) else f"{path} cannot be read ({error.strerror})")
+        except Damaged as error:
+            problems.append(str(error))
+        except OSError as error:
+            problems.append(f"{path} cannot be read ({error.strerror})")
         else:
             if path.stem != name:
                 say(f"{problems[0] if problems else f'no {name}.ckpt'}; using {path.name} (step {checkpoint['step']})")

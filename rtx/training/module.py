@@ -31,8 +31,7 @@ OWN_PLACES = ("data.path", "data.verify", "data.processes", "hardware.workers", 
 def build_model(config: Config, vocabulary: int, first_N: Callable[[], Tensor] | None) -> Transformer:
     """Return the model of a configuration, for a number of different units, with its first weights, on every rank.
 
-    `first_N` returns the first training sequence, ids `[N]`, which routing.init=data reads; None: the weights are to be
-    replaced anyway.
+    `first_N` returns the first training sequence, ids `[N]`, which routing.init=data reads; None: others are loaded.
     """
     seed_everything(config.seed)
     model = Transformer(config, vocabulary)
@@ -75,8 +74,8 @@ class TrainingModule(pl.LightningModule):
     def setup(self, stage: str) -> None:
         """Open the channel between the ranks, and compare what they begin with, before they have one model."""
         self.ranks.connect()
-        values = flat(self.facts.get("config", {}))
-        begins = {key: value for key, value in values.items() if not key.startswith(OWN_PLACES)}
+        config = flat(self.facts.get("config", {}))
+        begins = {key: value for key, value in config.items() if not key.startswith(OWN_PLACES)}
         step = getattr(getattr(self.trainer, "datamodule", None), "step", None)
         fingerprint = self.facts.get("data", {}).get("fingerprint")
         self.ranks.compare({"the checkpoint's step": step, "the data's fingerprint": fingerprint, **begins})
@@ -120,9 +119,6 @@ class TrainingModule(pl.LightningModule):
         what = f"norm of the gradient is {norm}" if math.isfinite(nats) else f"loss is {nats}"
         return f"step {self.global_step}: the {what} at learning rate {learning_rate(self.config, self.global_step):g}"
 
-    def on_validation_epoch_start(self) -> None:
-        self.scored = []
-
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
         """Score windows of equal length: ids `[B, N]`, units before the first that counts `[B]`, their numbers `[B]`.
 
@@ -157,13 +153,10 @@ class TrainingModule(pl.LightningModule):
 
 
 def check_finite(step: int, weights: dict[str, Tensor], optimizers: list[dict[str, Any]]) -> None:
-    """Raise `RunFailed` where weights, buffers or optimizer states to be saved are not finite.
-
-    Thresholds alone may be -inf: a cluster that takes every position.
-    """
+    """Raise `RunFailed` where what is to be saved is not finite; a threshold of -inf takes every position."""
     tensors: list[tuple[str, Any]] = [(f"weights are not finite ({name})", tensor) for name, tensor in weights.items()]
-    for values in (values for optimizer in optimizers for values in optimizer["state"].values()):
-        tensors += [(f"optimizer's state is not finite ({key})", value) for key, value in values.items()]
+    for state in (state for optimizer in optimizers for state in optimizer["state"].values()):
+        tensors += [(f"optimizer's state is not finite ({key})", value) for key, value in state.items()]
     for what, tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel():
             low, high = tensor.aminmax()  # NaN where there is one; on a CPU 25 times as fast as isfinite

@@ -12,9 +12,6 @@ from torch import nn
 from rtx.config import Config, OptimizerConfig
 from rtx.training.sharding import is_part, local, shared_as, whole
 
-ADAFACTOR_EPS = (1e-18, 1e-3)
-"""Floors of the gradient's mean square and of the parameter's root mean square; see `build_optimizer`."""
-
 
 def learning_rate(config: Config, step: int) -> float:
     """Return the learning rate of optimizer step `step`; the first step is 1.
@@ -37,29 +34,22 @@ def learning_rate(config: Config, step: int) -> float:
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Return the optimizer that `config` names; its learning rate must be set before each step.
 
-    Matrices decay: the weights of linear layers, and `output_VS` where it is not the embedding table. Biases, norms,
-    embeddings and position tables do not.
-
-    adam is torch's Adam (weight_decay adds to the gradient), adamw decouples it. Adafactor is torch's own, with no
-    first moment, as Shazeer and Stern (2018), but that the step size is min(lr, 1 / sqrt(step)) and that the mean
-    square of the gradient has a floor (1e-18, with 1e-36 for a single entry) instead of 1e-30 added to each entry:
-    torch's default floor of 1e-7 would hide the small gradients of large models, and 1e-30 squared is 0 in float32.
+    The weights of linear layers decay, and `output_VS` where it is not the embedding table; all else does not.
+    Adafactor is torch's own, with no first moment, as Shazeer and Stern (2018), but that the step size is
+    min(lr, 1 / sqrt(step)) and that the mean square of the gradient has a floor of 1e-18 instead of 1e-30 added to each
+    entry: torch's default of 1e-7 would hide the small gradients of large models, and 1e-30 squared is 0 in float32.
     """
     linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     decaying, exempt = [], []
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            is_matrix = id(parameter) in linear or name.rpartition(".")[2] == "output_VS"
-            (decaying if is_matrix else exempt).append(parameter)
-    groups = [
-        {"params": parameters, "weight_decay": decay}
-        for parameters, decay in ((decaying, config.weight_decay), (exempt, 0.0))
-        if parameters
-    ]
+        is_matrix = id(parameter) in linear or name.rpartition(".")[2] == "output_VS"
+        (decaying if is_matrix else exempt).append(parameter)
+    groups = [{"params": decaying, "weight_decay": config.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
     if config.name == "adafactor":
         shared = any(is_part(parameter) for parameter in model.parameters())
         adafactor = SharedAdafactor if shared else torch.optim.Adafactor
-        return adafactor(groups, lr=config.lr, beta2_decay=-0.8, eps=ADAFACTOR_EPS, d=1.0)
+        return adafactor(groups, lr=config.lr, beta2_decay=-0.8, eps=(1e-18, 1e-3), d=1.0)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name]
     return kind(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
 

@@ -6,6 +6,7 @@ terminal): save, exit 143; a second SIGTERM, some seconds later: at once, 143.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -16,11 +17,11 @@ from types import FrameType
 from typing import Any
 
 INTERRUPTED, PREEMPTED = 130, 143
-EXIT_CODES = {
+EXIT_CODES: dict[int, int] = {
     signal.SIGINT: INTERRUPTED,
     **dict.fromkeys((signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP), PREEMPTED),
 }
-AGAIN_SECONDS = {signal.SIGINT: 0.0, signal.SIGTERM: 3.0}
+AGAIN_SECONDS: dict[int, float] = {signal.SIGINT: 0.0, signal.SIGTERM: 3.0}
 """From this time on after a signal the next one counts as a second: schedulers send the first to many at once."""
 PARENT_VARIABLE = "RTX_PARENT"
 """Environment variable that tells a process of a run the number of the first one, which started it."""
@@ -45,15 +46,14 @@ class Signals:
     """The signal handlers of a run, as a context that puts the former handlers back.
 
     While `holding` is false a signal raises `Stopped` where the process is; while it is true the signal is only noted
-    in `requested`, for the loop to read at the end of its step. Python runs handlers between two of its own
-    instructions, and waiting for another process of the run is a single one; so a thread that the system wakes at once
-    ends the process upon a second signal.
+    in `requested`, for the loop to read at the end of its step. A step may wait for another process in one instruction,
+    between which Python runs no handler; so a thread that the system wakes ends the process upon a second signal.
     """
 
     def __init__(self) -> None:
         self.holding, self.requested, self.name = False, 0, "a signal"  # name: of another process's, none is known
         self.at_once: Callable[[int], object] = lambda code: None  # called before the process ends at once
-        self.former: dict[signal.Signals, Any] = {}
+        self.former: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
         if started_by_another():  # the first process of the run has the signals, and this one goes when it goes
@@ -91,7 +91,7 @@ class Signals:
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Note the signal, or raise `Stopped` where nothing is held."""
         if not self.requested:
-            self.requested, self.name = EXIT_CODES[signal.Signals(number)], signal.Signals(number).name
+            self.requested, self.name = EXIT_CODES[number], signal.Signals(number).name
         if not self.holding:
             self.release()
 
@@ -110,13 +110,11 @@ class Signals:
         first: dict[int, float] = {}
         while received := self.wakened.recv(1):
             number, now = received[0], time.monotonic()
-            if number not in AGAIN_SECONDS:
-                continue
-            if number in first and now - first[number] >= AGAIN_SECONDS[signal.Signals(number)]:
+            if number in first and now - first[number] >= AGAIN_SECONDS.get(number, math.inf):
                 try:
-                    self.at_once(EXIT_CODES[signal.Signals(number)])
+                    self.at_once(EXIT_CODES[number])
                 finally:
-                    os._exit(EXIT_CODES[signal.Signals(number)])
+                    os._exit(EXIT_CODES[number])
             if number == signal.SIGINT and self.holding:
                 from rtx.training.progress import say  # tqdm, which `rtx --help` does not wait for
 

@@ -17,15 +17,17 @@ def start(workshop: Workshop, launcher: str, run: Path, *arguments: str) -> list
     Who starts them is `rtx` (the first starts the other) or `torchrun`, each as a user would; or they are forked
     with their imports behind them, and find the variables that Slurm sets (`srun`).
     """
-    if launcher == "rtx":
-        return [workshop.begin(run, *arguments)]
-    if launcher == "torchrun":
-        starter = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")
-        return [workshop.begin(run, *arguments, starter=starter)]
-    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    assert launcher == "srun"
-    slurm = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_STEP_ID": "0", "SLURM_NODEID": "0"}
-    return [workshop.fork(run, *arguments, **port, **slurm, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in "01"]
+    if launcher == "srun":
+        return [workshop.fork(run, *arguments, **place) for place in slurm()]
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")
+    return [workshop.begin(run, *arguments, starter=torchrun if launcher == "torchrun" else ())]
+
+
+def slurm() -> list[dict[str, str]]:
+    """Return the variables that srun sets for each of two processes."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_STEP_ID": "0", "SLURM_NODEID": "0"}
+    shared |= {"SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
+    return [{**shared, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
 
 
 def ended(run: Path, processes: list[Process], code: int = 0) -> str:

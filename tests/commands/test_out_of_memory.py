@@ -9,20 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import Workshop, counted_rows, difference
+from small_runs import SIZES, Workshop, counted_rows, difference
 
 from rtx.compose import load_run_config
 from rtx.model.transformer import Transformer
 from rtx.training.run_folder import read_status
 
-SMALL = (
-    *("data=text", "data.length=32", "model=tiny", "model.layers=2", "model.hidden=16", "model.heads=2"),
-    *("model.ffn_hidden=16", "model.window=8", "routing.heads=1", "routing.layers=1", "routing.window=8"),
-    *("trainer.batch_size=4", "trainer.val_windows=5", "trainer.log_every=2", "trainer.checkpoint_every=100"),
-    *("trainer.val_every=100", "optimizer.warmup=3", "logger=jsonl", "hardware=cpu", "hardware.threads=1"),
+AUTO = (
+    *(word for word in SIZES if "micro_batch" not in word),
+    *("trainer.checkpoint_every=100", "trainer.val_every=100", "trainer.steps=4", "hardware.precision=auto"),
 )
 """Four sequences to a step, and no checkpoint before the last."""
-AUTO = ("trainer.micro_batch_size=auto", "trainer.steps=4", "hardware.precision=auto")
 
 
 @pytest.fixture
@@ -52,24 +49,19 @@ def starve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
 def test_the_micro_batch_is_halved_and_the_run_says_and_keeps_it(
     workshop: Workshop, tmp_path: Path, starve: Callable[..., list[int]], passes: int, error: Exception | None
 ) -> None:
-    seen = starve(1, passes, error)
-    run = tmp_path / "run"
-    said = workshop.command("train", workshop.text, *SMALL, *AUTO, run=run)
+    seen, run, plain = starve(1, passes, error), tmp_path / "run", tmp_path / "plain"
+    said = workshop.command("train", workshop.text, *AUTO, run=run)
     assert seen[passes:][:3] == [4, 2, 1] and set(seen[passes + 2 :]) == {1}
     assert "auto: hardware.precision=fp32 trainer.micro_batch_size=4 model.recompute=false: about " in said
     assert "out of memory: " in said
-    assert "  trainer.micro_batch_size: 4 -> 2\n" in said and "  trainer.micro_batch_size: 2 -> 1\n" in said
     config = load_run_config(run)
     assert (config.trainer.micro_batch_size, config.model.recompute) == (1, False)
     environment = json.loads((run / "environment.json").read_text())["hardware"]
     assert (environment["micro_batch_size"], environment["accumulate"], environment["precision"]) == (1, 4, "fp32")
-    rows = [json.loads(line) for line in (run / "resumes.jsonl").read_text().splitlines()]
-    assert [row["changed"] for row in rows] == [
-        {"trainer.micro_batch_size": [4, 2]},
-        {"trainer.micro_batch_size": [2, 1]},
-    ]
-    plain = tmp_path / "plain"
-    workshop.command("train", workshop.text, *SMALL, *AUTO, "trainer.micro_batch_size=1", run=plain)
+    rows = [json.loads(line)["changed"] for line in (run / "resumes.jsonl").read_text().splitlines()]
+    assert rows == [{"trainer.micro_batch_size": [before, before // 2]} for before in (4, 2)]
+    assert all(f"  trainer.micro_batch_size: {before} -> {before // 2}\n" in said for before in (4, 2))
+    workshop.command("train", workshop.text, *AUTO, "trainer.micro_batch_size=1", run=plain)
     assert difference(run, plain) == ""
     said = workshop.command("resume", str(run), "trainer.steps=6")
     assert "auto:" not in said and set(seen[-8:]) == {1}
@@ -80,45 +72,29 @@ def test_it_goes_on_from_the_newest_checkpoint(
 ) -> None:
     starve(2, passes=2)
     run = tmp_path / "run"
-    said = workshop.command("train", workshop.text, *SMALL, *AUTO, "trainer.checkpoint_every=1", run=run)
+    said = workshop.command("train", workshop.text, *AUTO, "trainer.checkpoint_every=1", run=run)
     assert f"resuming {run} (out of memory) from step 2" in said
     assert [row["step"] for row in counted_rows(run) if row["kind"] == "train"] == [2, 4]
 
 
 def test_what_is_asked_for_is_not_changed(workshop: Workshop, tmp_path: Path, starve: Callable[..., list[int]]) -> None:
     starve(1)
-    for words, left in (
-        ((), []),
-        (("model.recompute=auto",), ["  model.recompute: False -> True"]),
-    ):
+    for words, left in (([], []), (["model.recompute=auto"], ["  model.recompute: False -> True"])):
         run = tmp_path / str(len(left))
         asked = ("trainer.micro_batch_size=2", "model.recompute=false", *words)
-        said = workshop.command("train", workshop.text, *SMALL, *asked, run=run, code=1)
+        said = workshop.command("train", workshop.text, *AUTO, *asked, run=run, code=1)
         assert [line for line in said.splitlines() if " -> " in line] == left
         assert said.splitlines()[-1].startswith("rtx: a smaller trainer.micro_batch_size, or model.recompute=true")
         assert (read_status(run) or {})["state"] == "failed"
 
 
-def out_of_memory(*_: Any, **__: Any) -> Any:
-    """Fail as torch does on a GPU that is full."""
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-
-def test_a_score_without_enough_memory_is_not_tried_again(
-    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = Transformer.loss
-    starved = lambda self, *words, **options: (whole if self.training else out_of_memory)(self, *words, **options)  # noqa: E731
-    monkeypatch.setattr(Transformer, "loss", starved)
-    said = workshop.command("train", workshop.text, *SMALL, *AUTO, run=tmp_path / "run", code=1)
-    assert "rtx: out of memory: CUDA" in said and " -> " not in said
-    assert (read_status(tmp_path / "run") or {})["state"] == "failed"
-
-
 def test_a_sample_without_enough_memory_leaves_the_run_done(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def out_of_memory(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
     monkeypatch.setattr("rtx.training.samples.generate", out_of_memory)
-    said = workshop.command("train", workshop.text, *SMALL, *AUTO, run=tmp_path / "run")
+    said = workshop.command("train", workshop.text, *AUTO, run=tmp_path / "run")
     assert "no sample: out of memory: CUDA" in said and " -> " not in said
     assert (read_status(tmp_path / "run") or {})["state"] == "done"

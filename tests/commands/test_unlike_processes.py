@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from many import TWO, ended, free_port
-from small_runs import SIZES, Process, Workshop
+from many import TWO, ended, slurm
+from small_runs import SIZES, Workshop
 
 from rtx.commands.train import follow
 from rtx.config import Config
@@ -20,20 +20,10 @@ from rtx.training.run_folder import read_status
 DDP = ("hardware=ddp", *TWO, "optimizer.schedule=constant")
 
 
-def two(workshop: Workshop, run: Path, *commands: tuple[str, ...]) -> list[Process]:
-    """Start a command of its own on each of two processes, as srun would."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_STEP_ID": "0", "SLURM_NODEID": "0"}
-    place |= {"SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
-    ranks = [{name: str(rank) for name in ("SLURM_PROCID", "SLURM_LOCALID")} for rank in range(2)]
-    return [workshop.fork(run, *words, **place, **rank) for words, rank in zip(commands, ranks, strict=True)]
-
-
-@pytest.fixture(scope="module")
-def other(workshop: Workshop) -> str:
-    """Other data, as a second machine may have them in the place of the first one's."""
-    text = (workshop.folder / "book.txt").read_bytes()
-    (workshop.folder / "other.txt").write_bytes(text[:1000] + b"c" + text[1001:])
-    return f"data.path={workshop.folder / 'other.txt'}"
+def both(workshop: Workshop, run: Path, *commands: tuple[str, ...]) -> str:
+    """Run a command of its own on each of two processes, as srun would; both refuse, and this is what they say."""
+    processes = [workshop.fork(run, *words, **place) for words, place in zip(commands, slurm(), strict=True)]
+    return ended(run, processes, 2)
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +32,13 @@ def six(workshop: Workshop) -> Path:
     return workshop.train("six", "trainer.steps=6", "optimizer.schedule=constant")
 
 
-def test_other_data_and_another_configuration_end_both(workshop: Workshop, other: str) -> None:
-    run = workshop.folder / "unlike"
-    begun = ("train", *SIZES, *DDP)
-    processes = two(workshop, run, (*begun, workshop.text), (*begun, other, "optimizer.lr=0.1", "hardware.workers=1"))
-    (line,) = [line for line in ended(run, processes, 2).splitlines() if line.startswith("rtx:")]
+def test_other_data_and_another_configuration_end_both(workshop: Workshop) -> None:
+    text, other = (workshop.folder / "book.txt").read_bytes(), workshop.folder / "other.txt"
+    other.write_bytes(text[:1000] + b"c" + text[1001:])
+    run, begun = workshop.folder / "unlike", ("train", *SIZES, *DDP)
+    changed = (f"data.path={other}", "optimizer.lr=0.1", "hardware.workers=1")
+    said = both(workshop, run, (*begun, workshop.text), (*begun, *changed))
+    (line,) = [line for line in said.splitlines() if line.startswith("rtx:")]
     assert "do not begin alike: with process 1 (on " in line
     assert "optimizer.lr is 0.1, not 0.0" in line and "the data's fingerprint is " in line
     assert "data.path" not in line and "workers" not in line and "checkpoint's step" not in line
@@ -54,13 +46,10 @@ def test_other_data_and_another_configuration_end_both(workshop: Workshop, other
 
 
 def test_a_stale_copy_of_a_run_ends_both(workshop: Workshop, six: Path) -> None:
-    stale, run = workshop.folder / "stale", workshop.folder / "fresh"
-    shutil.copytree(six, run)
-    shutil.copytree(six, stale)
+    run, stale = (Path(shutil.copytree(six, workshop.folder / name)) for name in ("fresh", "stale"))
     shutil.copy(stale / "checkpoints" / "previous.ckpt", stale / "checkpoints" / "last.ckpt")
     more = (*DDP, "trainer.steps=9")
-    processes = two(workshop, run, ("resume", str(run), *more), ("resume", str(stale), *more))
-    text = ended(run, processes, 2)
+    text = both(workshop, run, ("resume", str(run), *more), ("resume", str(stale), *more))
     assert "the checkpoint's step is 3, not 6" in text
     assert (read_status(run) or {})["state"] == "done"  # nothing was lost, or done
 

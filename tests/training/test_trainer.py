@@ -109,10 +109,20 @@ def plain_loop(config: Config) -> nn.Module:
     return model
 
 
-@pytest.fixture
-def model() -> Bigram:
+def drawn() -> Bigram:
+    """Return the model that every run here begins with."""
     seed_everything(3)
     return Bigram()
+
+
+@pytest.fixture
+def model() -> Bigram:
+    return drawn()
+
+
+def assert_equal(one: nn.Module, other: nn.Module) -> None:
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_a_fit_is_the_plain_loop_bit_for_bit(tmp_path: Path, model: Bigram, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,8 +130,7 @@ def test_a_fit_is_the_plain_loop_bit_for_bit(tmp_path: Path, model: Bigram, monk
     monkeypatch.setattr(module_room, "after_step", updates.append)
     config = small_config()
     outcome = run_fit(tmp_path, config, model)
-    for mine, plain in zip(model.parameters(), plain_loop(config).parameters(), strict=True):
-        assert torch.equal(mine, plain)
+    assert_equal(model, plain_loop(config))
     assert updates == [model] * 6  # once per optimizer step, not per micro-batch
     assert all(parameter.grad is None for parameter in model.parameters()), "held no longer than they are read"
     assert (outcome.step, outcome.time_up, outcome.final.units) == (6, False, len(TOKENS))
@@ -177,8 +186,7 @@ def test_where_reading_back_costs_the_rows_are_the_same_and_a_nan_is_found_at_th
     run_fit(tmp_path, config, model)
     usual = [row["bits"] for row in read_metrics(tmp_path / "metrics.jsonl") if row["kind"] == "train"]
     monkeypatch.setitem(LOOK_STEPS, "cpu", 1000)
-    seed_everything(3)
-    run_fit(tmp_path, config, Bigram())
+    run_fit(tmp_path, config, drawn())
     rows = [row["bits"] for row in read_metrics(tmp_path / "metrics.jsonl") if row["kind"] == "train"]
     assert rows == usual
     passes = iter(range(100))
@@ -214,95 +222,69 @@ def test_weights_buffers_and_optimizer_states_that_are_not_finite_are_not_saved(
     assert (tmp_path / "checkpoints" / "best.ckpt").read_bytes() == best
 
 
+def saved_steps(run: Path) -> list[int]:
+    """Return the steps of the checkpoints that a run may go on from, the newest first."""
+    return [read_checkpoint(path)["step"] for path in resumable(run / "checkpoints") if path.exists()]
+
+
 def test_minutes_that_are_up_end_the_run_validated_and_saved(tmp_path: Path, model: Bigram) -> None:
     outcome = run_fit(tmp_path, small_config(steps=10_000, max_minutes=1e-9), model)
     assert outcome.time_up and outcome.step == 1
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [(row["kind"], row["step"]) for row in rows] == [("train", 1), ("valid", 1), ("final", 1)]
-    assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["step"] == 1
+    assert saved_steps(tmp_path) == [1]
 
 
-def test_minutes_make_a_checkpoint_due_whatever_the_step(
-    tmp_path: Path, model: Bigram, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rare = {"checkpoint_every": 1000, "val_every": 1000, "keep_checkpoints": 10}
-    run_fit(tmp_path, small_config(**rare, checkpoint_minutes=1000.0), model)
-    assert [path.name for path in (tmp_path / "checkpoints").glob("[lps]*")] == ["last.ckpt"]
-    (tmp_path / "checkpoints" / "last.ckpt").unlink()
-    monkeypatch.setitem(LOOK_STEPS, "cpu", 1000)
-    seed_everything(3)
-    often = Bigram()
-    run_fit(tmp_path, small_config(**rare, checkpoint_minutes=1e-9), often)
-    steps = [read_checkpoint(path)["step"] for path in resumable(tmp_path / "checkpoints")]
-    assert steps == [6, 4, 2], "one after each look, here at the rows"
-    for mine, other in zip(model.parameters(), often.parameters(), strict=True):
-        assert torch.equal(mine, other)
-
-
-def test_all_ranks_save_when_the_minutes_of_one_are_up(
-    tmp_path: Path, model: Bigram, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("minutes", "of_another"), [(1e-9, False), (1000.0, True)])
+def test_minutes_of_any_rank_make_a_checkpoint_due_on_all_whatever_the_step(
+    tmp_path: Path, model: Bigram, monkeypatch: pytest.MonkeyPatch, minutes: float, of_another: bool
 ) -> None:
     def largest(ranks: Ranks, *values: int) -> list[int]:
         return [values[0], values[1], 1, values[3]] if len(values) == 4 else list(values)
 
-    monkeypatch.setattr(Ranks, "largest", largest)
-    run_fit(tmp_path, small_config(checkpoint_every=1000, val_every=1000, checkpoint_minutes=1000.0), model)
-    steps = [read_checkpoint(path)["step"] for path in resumable(tmp_path / "checkpoints")]
-    assert steps == [6, 5]
+    rare = {"checkpoint_every": 1000, "val_every": 1000, "keep_checkpoints": 10}
+    run_fit(tmp_path, small_config(**rare, checkpoint_minutes=1000.0), model)
+    assert saved_steps(tmp_path) == [6]
+    (tmp_path / "checkpoints" / "last.ckpt").unlink()
+    if of_another:
+        monkeypatch.setattr(Ranks, "largest", largest)
+    monkeypatch.setitem(LOOK_STEPS, "cpu", 1000)
+    run_fit(tmp_path, small_config(**rare, checkpoint_minutes=minutes), often := drawn())
+    assert saved_steps(tmp_path) == [6, 4, 2], "one after each look, here at the rows"
+    assert_equal(model, often)
 
 
-def test_a_signal_during_validation_saves_and_leaves_it_for_later(
-    tmp_path: Path, model: Bigram, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("at", [23, 25], ids=["in step 8", "in its validation"])
+def test_a_run_stopped_where_a_validation_is_due_does_that_when_it_goes_on_and_comes_to_the_same_bits(
+    tmp_path: Path, model: Bigram, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    monkeypatch.setattr("rtx.evaluation.scores.BATCH_UNITS", 8 * LENGTH)
-    signals = Signals()
-    real = model.loss
-
-    def loss(tokens_BN: Tensor, prefix: bool = False) -> tuple[Tensor, Tensor]:
-        if not model.training:
-            signals.requested = PREEMPTED
-        return real(tokens_BN, prefix)
-
-    model.loss = loss  # type: ignore[method-assign]
-    with pytest.raises(Stopped, match="at step 3; saved in"):
-        run_fit(tmp_path, small_config(checkpoint_every=100, val_windows=None), model, signals)
-    last = read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")
-    assert last["step"] == 3 and last["callbacks"]["Watch"]["best"] is None
-    signals.requested, model.loss = 0, real  # type: ignore[method-assign]
-    outcome = run_fit(
-        tmp_path, small_config(checkpoint_every=100, val_windows=None), model.train(), signals, resume=True
-    )
-    kinds = [(row["kind"], row["step"]) for row in read_metrics(tmp_path / "metrics.jsonl")]
-    assert outcome.step == 6 and ("valid", 3) in kinds and ("valid", 6) in kinds
-
-
-def test_a_checkpoint_after_a_pending_validation_keeps_the_streams_and_sums_of_the_one_it_went_on_from(
-    tmp_path: Path, model: Bigram
-) -> None:
-    config, signals = small_config(steps=12, checkpoint_every=4, val_every=4, log_every=3), Signals()
+    monkeypatch.setattr("rtx.evaluation.scores.BATCH_UNITS", 8 * LENGTH)  # seven batches to a validation
+    config = small_config(steps=12, checkpoint_every=5, val_every=4, log_every=3, val_windows=None)
     (whole := tmp_path / "whole").mkdir()
     (run := tmp_path / "run").mkdir()
     run_fit(whole, config, model)
-    seed_everything(3)
-    stopped, passes = Bigram(), iter(range(100))
 
-    def stop_in_step_8() -> bool:
-        signals.requested = PREEMPTED if next(passes) == 14 else signals.requested
-        return False
+    def going_wrong(call: int, happen: Callable[[], object]) -> Bigram:
+        """Return a model in whose forward pass of this number something happens."""
+        spoilt, passes = drawn(), iter(range(1, 1000))
+        real = spoilt.loss
 
-    stopped.spoil = stop_in_step_8
+        def loss(tokens_BN: Tensor, prefix: bool = False) -> tuple[Tensor, Tensor]:
+            if next(passes) == call:
+                happen()
+            return real(tokens_BN, prefix)
+
+        spoilt.loss = loss  # type: ignore[method-assign]
+        return spoilt
+
+    signals = Signals()
     with pytest.raises(Stopped, match="at step 8; saved in"):
-        run_fit(run, config, stopped, signals)
-    killed, signals.requested = Bigram(), 0
-    killed.spoil = lambda: bool(1 / 0)  # in step 9, behind the validation and the checkpoint of step 8
-    with pytest.raises(ZeroDivisionError):
-        run_fit(run, config, killed, signals, resume=True)
-    last = read_checkpoint(run / "checkpoints" / "last.ckpt")
-    assert last["step"] == 8
-    resumed = Bigram()
-    run_fit(run, config, resumed, signals, resume=True)
-    for mine, other in zip(model.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(mine, other)
+        run_fit(run, config, going_wrong(at, lambda: setattr(signals, "requested", PREEMPTED)), signals)
+    with pytest.raises(ZeroDivisionError):  # behind the validation
+        run_fit(run, config, going_wrong(9, lambda: 1 / 0), resume=True)
+    assert saved_steps(run)[0] == 8
+    run_fit(run, config, resumed := drawn(), resume=True)
+    assert_equal(model, resumed)
     assert counted_rows(whole) == counted_rows(run)
 
 
