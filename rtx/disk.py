@@ -21,24 +21,8 @@ def is_full(error: OSError) -> bool:
 def sync_folder(folder: Path) -> None:
     """Wait until the names in a folder are on the disk (a file's bytes are synced by whoever writes them)."""
     descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def replace_file(path: Path, write: Callable[[BinaryIO], object], *, durable: bool = True) -> None:
-    """Write a file beside `path`, then rename it onto `path`; on any error (OSError) `path` stays as it was.
-
-    Args:
-        path: the file to replace; its folder must exist.
-        write: writes the content to a binary file, opened for reading and writing.
-        durable: wait until content and name are on the disk.
-    """
-    temporary = write_beside(path, write, durable=durable)
-    os.replace(temporary, path)
-    if durable:
-        sync_folder(path.parent)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def write_beside(path: Path, write: Callable[[BinaryIO], object], *, durable: bool = True) -> Path:
@@ -54,6 +38,16 @@ def write_beside(path: Path, write: Callable[[BinaryIO], object], *, durable: bo
         temporary.unlink(missing_ok=True)
         raise
     return temporary
+
+
+def replace_file(path: Path, write: Callable[[BinaryIO], object], *, durable: bool = True) -> None:
+    """Let `write` fill a file beside `path`, and rename it; on any error (OSError) `path` stays as it was.
+
+    `durable`: wait until content and name are on the disk.
+    """
+    os.replace(write_beside(path, write, durable=durable), path)
+    if durable:
+        sync_folder(path.parent)
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from rtx.config import DataConfig
 from rtx.data import catalog
 from rtx.data.recall import HELD_OUT, RecallStore
-from rtx.data.sets import SETS
 from rtx.errors import UserError, nearest
 
 
@@ -20,13 +19,11 @@ def main(arguments: list[str]) -> int:
     """
     word, words = (arguments[0], arguments[1:]) if arguments else ("", [])
     root = catalog.data_root()
-    if word == "list":
-        if words:
-            raise UserError(f"rtx data list {words[0]}: takes no words; rtx data info says more of one store")
+    if word == "list" and not words:
         print("\n".join(catalog.listing(root)))
     elif word == "remove" and words and not any("=" in name for name in words):
-        for folder in [catalog.named_store(root, name) for name in words]:
-            catalog.remove_store(root, folder)
+        for name in words:
+            catalog.remove_store(root, name)
     elif word == "remove" and not any(name.startswith(("data=", "data.name=")) for name in words):
         raise UserError("rtx data remove: name a store, as rtx data list has it, or say data=<set>")
     elif word in ACTIONS:
@@ -35,57 +32,32 @@ def main(arguments: list[str]) -> int:
         ACTIONS[word](compose_data(words))
     else:
         known, said = [*ACTIONS, "list"], f"rtx data {word}".rstrip()
-        raise UserError(f"{said}: say {', '.join(known[:-1])} or {known[-1]}{nearest(word, known)}")
+        raise UserError(f"{said}: say {', '.join(known[:-1])} or {known[-1]} (alone){nearest(word, known)}")
     return 0
-
-
-def prepare(data: DataConfig) -> None:
-    """Make the store, or make sure of every byte of the one that is there."""
-    show(catalog.prepare_data(data, catalog.data_root()))
-
-
-def verify(data: DataConfig) -> None:
-    """Compare every byte with its checksums."""
-    catalog.verify_data(data, catalog.data_root())
-
-
-def info(data: DataConfig) -> None:
-    """Say what is in a store that is there."""
-    root = catalog.data_root()
-    if data.name != "recall":
-        catalog.prepared_folder(data, root)
-    show(catalog.open_data(data, root))
 
 
 def show(store: catalog.Store) -> None:
     """Print what is in a store: where it is from, its stamps, and the sizes of its splits."""
     if isinstance(store, RecallStore):
-        answers = ", ".join(f"{name} {store.count(name):,}" for name in HELD_OUT) + " answers"
-        print(f"data=recall: made on the fly; {answers}; {store.vocabulary} ids; chance {store.chance:.4g}")
-        print(f"fingerprint {store.fingerprint}")
-        return
-    licence = SETS[store.name].licence if store.name in SETS else "of your own files"
-    size = catalog.shown_size(catalog.disk_size(store.folder))
-    print(f"{store.folder}: {store.name} ({licence}), {size} on disk")
-    facts = {"source": store.source, "tokenizer": store.tokenizer.describe(), "stamps": store.stamps}
-    for name, said in facts.items():
-        print(f"  {name:<12} {', '.join(f'{key} {value}' for key, value in said.items()) or 'none'}")
-    for name, of in store.all_facts.items():
-        sizes = f"{of.units:,} {store.unit}s, {of.documents:,} documents, {of.bytes:,} bytes, {of.words:,} words"
-        print(f"  {name:<12} {sizes}")
+        answers = ", ".join(f"{name} {store.count(name):,}" for name in HELD_OUT)
+        print(f"data=recall: made on the fly; {answers} answers; {store.vocabulary} ids; chance {store.chance:.4g}")
+    else:
+        print(f"{store.folder}: {store.name}, {catalog.disk_size(store.folder)} on disk")
+        for name in ("source", "tokenizer", "stamps"):
+            print(
+                f"  {name:<12} {', '.join(f'{key} {value}' for key, value in store.describe()[name].items()) or 'none'}"
+            )
+        for name, of in store.all_facts.items():
+            sizes = f"{of.units:,} {store.unit}s, {of.documents:,} documents, {of.bytes:,} bytes, {of.words:,} words"
+            print(f"  {name:<12} {sizes}")
     print(f"  fingerprint  {store.fingerprint}")
 
 
-def remove(data: DataConfig) -> None:
-    """Remove a store and what is unfinished of it."""
-    if data.name == "recall":
-        raise UserError("data=recall: made on the fly, nothing on disk to remove")
-    catalog.remove_store(catalog.data_root(), catalog.store_folder(data, catalog.data_root()))
-
-
-ACTIONS: dict[str, Callable[[DataConfig], None]] = {
-    "prepare": prepare,
-    "verify": verify,
-    "info": info,
-    "remove": remove,
+ACTIONS: dict[str, Callable[[DataConfig], object]] = {
+    "prepare": lambda data: show(catalog.prepare_data(data, catalog.data_root())),
+    "verify": lambda data: catalog.verify_data(data, catalog.data_root()),
+    "info": lambda data: show(catalog.find_data(data, catalog.data_root())),
+    "remove": lambda data: catalog.remove_store(
+        catalog.data_root(), catalog.store_folder(data, catalog.data_root()).name
+    ),
 }

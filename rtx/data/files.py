@@ -1,4 +1,4 @@
-"""Local files as a source: which ones a path means, what tells them from others, and the columns of parquet files."""
+"""Rows from files: local ones, exact to the byte, parquet files, and (data=hub) any data set that `datasets` loads."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import glob
 import hashlib
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rtx.data.sets import SPLITS
-from rtx.errors import UserError, nearest
+from rtx.config import DataConfig
+from rtx.data.fetch import INSTEAD, reason_of, unreachable
+from rtx.data.sets import SPLITS, Report, Source, column_text
+from rtx.errors import RunFailed, UserError, nearest
 
 if TYPE_CHECKING:
     import datasets
+    import pyarrow as pa
 
 NAMES = {"train": ("train",), "valid": ("validation", "valid", "val", "dev"), "test": ("test",)}
 """What files, folders and splits of a set are called."""
-SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.parquet$")
+TEXTS = ("string", "large_string", "binary", "large_binary")
 
 
 class SourceFile(NamedTuple):
@@ -31,65 +33,11 @@ class SourceFile(NamedTuple):
 
 
 def listed(path: Path) -> SourceFile:
-    """Return what a file is now.
-
-    Raises:
-        UserError: it is not a regular file, or cannot be read.
-    """
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise UserError(f"{path}: expected a regular file or a folder, found something else (a device, pipe or socket)")
-    if not os.access(path, os.R_OK):
-        raise UserError(f"{path}: cannot be read: permission denied")
+    """Return what a file is now; raises UserError for one that is not there, and for a device or pipe."""
+    if not path.is_file():
+        raise UserError(f"{path}: expected a regular file or a folder, found neither")
+    status = path.stat()
     return SourceFile(path.resolve(), status.st_size, status.st_mtime_ns)
-
-
-def walk(root: Path, skipped: Sequence[str] = (), leave_out: Path | None = None) -> list[Path]:
-    """Return the files below `root`, neither hidden nor in a folder named in `skipped`, ordered by path components.
-
-    Args:
-        leave_out: a folder that is not read (that of the stores).
-
-    Raises:
-        UserError: a folder cannot be read.
-    """
-
-    def stop(error: OSError) -> None:
-        raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from error
-
-    found: list[Path] = []
-    left_out = leave_out and leave_out.resolve()
-    for folder, folders, names in os.walk(root, onerror=stop):
-        here = Path(folder)
-        kept = [name for name in folders if not name.startswith(".") and name not in skipped]
-        folders[:] = [name for name in kept if left_out is None or (here / name).resolve() != left_out]
-        found += [here / name for name in names if not name.startswith(".")]
-    return sorted((path for path in found if path.is_file()), key=lambda path: path.parts)
-
-
-def files_of(path: str, leave_out: Path) -> list[Path]:
-    """Return the regular files that `path` means: a file, all files below a folder, or the matches of a glob, sorted.
-
-    Raises:
-        UserError: nothing is there, or it cannot be read.
-    """
-    place = Path(path).expanduser()
-    if path and place.is_dir():
-        files, wanted = walk(place, leave_out=leave_out), "a folder with at least one file that is not hidden"
-    elif path and place.exists():
-        return [place]
-    else:
-        matches = glob.glob(str(place), recursive=True) if glob.has_magic(path) else []
-        files = [match for match in sorted(map(Path, matches)) if match.is_file()]
-        wanted = "a file, a folder or a glob that matches files"
-    if not files:
-        names = [entry.name for entry in place.parent.glob("*") if entry.name != place.name]
-        near = "" if place.exists() else nearest(place.name, names, cutoff=0.75)
-        raise UserError(f"data.path={path}: expected {wanted}, found none{near}")
-    return files
 
 
 def identity_of(paths: Iterable[Path]) -> list[Any]:
@@ -99,84 +47,94 @@ def identity_of(paths: Iterable[Path]) -> list[Any]:
     return [len(files), hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()]
 
 
-def found_instead(path: Path) -> str:
-    """Return what lies in the place of an archive or a table: often the web page that a dead link leads to."""
-    with open(path, "rb") as file:
-        head = file.read(512).lstrip().lower()
-    if head.startswith((b"<!doctype html", b"<html", b"<head")):
-        return f"a web page (HTML) of {path.stat().st_size:,} bytes"
-    return f"{path.stat().st_size:,} bytes that are not one"
+def walk(root: Path, skipped: Sequence[str] = (), leave_out: Path | None = None) -> list[Path]:
+    """Return the files below `root`, ordered by path components; UserError where a folder cannot be read.
+
+    Left out are hidden ones, folders named in `skipped`, and the folder `leave_out` (that of the stores).
+    """
+
+    def stop(error: OSError) -> None:
+        raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root, onerror=stop):
+        kept = [name for name in folders if not name.startswith(".") and name not in skipped]
+        folders[:] = [name for name in kept if not leave_out or Path(folder, name).resolve() != leave_out.resolve()]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted((path for path in found if path.is_file()), key=lambda path: path.parts)
+
+
+def files_of(path: str, leave_out: Path) -> list[Path]:
+    """Return the files that `path` means: a file, all files below a folder, or the matches of a glob, sorted.
+
+    Raises:
+        UserError: nothing is there, or a folder cannot be read.
+    """
+    place = Path(path).expanduser()
+    files = [place] if place.exists() else sorted(map(Path, glob.glob(str(place), recursive=True)))
+    files = walk(place, leave_out=leave_out) if place.is_dir() else [file for file in files if not file.is_dir()]
+    if not files:
+        near = nearest(place.name, [] if place.exists() else [other.name for other in place.parent.glob("*")])
+        raise UserError(f"data.path={path}: expected a file, a folder or a glob that matches files, found none{near}")
+    return files
 
 
 def parquet_splits(path: str, folders: Iterable[Path], splits: Sequence[str] = SPLITS) -> dict[str, list[Path]]:
     """Return the parquet files of each split in the first of `folders` that has some, by their names; {}: none has.
 
     Raises:
-        UserError: a split or a shard is missing, or a file is no whole parquet file.
+        UserError: a split is missing, or a file is no whole parquet file.
     """
-    for folder in folders:
-        tables = sorted(file for file in folder.rglob("*.parquet") if not file.name.startswith("."))
-        found = {
-            split: [table for table in tables if re.match(rf"({'|'.join(NAMES[split])})\b", table.name)]
-            for split in splits
-        }
-        if not any(found.values()):
-            continue
-        if lacking := [split for split, files in found.items() if not files]:
-            there = ", ".join(table.name for table in tables[:4])
-            raise UserError(f"data.path={path}: missing split: {' and '.join(lacking)}; found only {there}")
-        for table in (table for files in found.values() for table in files):
-            check_table(table)
-        return found
-    return {}
-
-
-def check_table(path: Path) -> None:
-    """Raise UserError where a file is no whole parquet file, or where shards that its name speaks of are missing."""
     import pyarrow as pa
     from pyarrow import parquet
 
-    try:
-        parquet.read_schema(path)
-    except (pa.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())[:160]
-        raise UserError(
-            f"{path}: expected a whole parquet file, found {found_instead(path)} ({reason}); get it anew"
-        ) from error
-    if match := SHARD.match(path.name):
-        wanted = [path.with_name(f"{match[1]}-{k:05d}-of-{match[3]}.parquet") for k in range(int(match[3]))]
-        if missing := [shard for shard in wanted if not shard.exists()]:
-            raise UserError(f"{path.parent}: expected {missing[0].name} beside {path.name}, found none; fetch it, too")
+    names = {split: re.compile(rf"({'|'.join(NAMES[split])})\b") for split in splits}
+    for folder in folders:
+        tables = sorted(folder.rglob("[!.]*.parquet"))
+        found = {split: [table for table in tables if name.match(table.name)] for split, name in names.items()}
+        if lacking := [split for split, files in found.items() if not files]:
+            if len(lacking) == len(splits):
+                continue
+            raise UserError(
+                f"data.path={path}: missing split: {' and '.join(lacking)}; found only {tables[0].name}, ..."
+            )
+        for table in tables:
+            try:
+                parquet.read_schema(table)
+            except (pa.ArrowException, OSError) as error:
+                raise UserError(f"{table}: expected a whole parquet file, found {reason_of(error)}") from error
+        return found
+    return {}
 
 
 def column_of(paths: Sequence[Path], wanted: Sequence[str]) -> str:
     """Return the first of the columns `wanted` that parquet files have; raises UserError where they have none."""
     from pyarrow import parquet
 
-    for path in paths:
-        names = parquet.read_schema(path).names
-        found = next((name for name in wanted if name in names), None)
-        if found is None:
-            raise UserError(f"{path}: expected a column {' or '.join(wanted)}; found {', '.join(names[:8])}")
-    return found or wanted[0]
+    names = parquet.read_schema(paths[0]).names
+    if not (found := [name for name in wanted if name in names]):
+        raise UserError(f"{paths[0]}: expected a column {' or '.join(wanted)}; found {', '.join(names[:8])}")
+    return found[0]
 
 
 def table_rows(paths: Sequence[Path], column: str, cache: Path) -> datasets.Dataset:
-    """Return one column of parquet files, as it lies in them."""
-    import datasets
-    from datasets.exceptions import DatasetGenerationError
+    """Return one column of parquet files, as it lies in them; raises UserError where one is damaged."""
+    options = {"data_files": {"rows": list(map(str, paths))}, "split": "rows", "columns": [column]}
+    return loaded(str(paths[0].parent), "parquet", cache_dir=str(cache), **options)
 
-    files = {"rows": [str(path) for path in paths]}
+
+def loaded(place: str, *words: Any, **options: Any) -> Any:
+    """Return what `datasets.load_dataset` does; raises UserError, in one line, where `place` cannot be loaded."""
+    import datasets
+    from datasets.exceptions import DatasetsError
+
     try:
-        return datasets.load_dataset("parquet", data_files=files, split="rows", columns=[column], cache_dir=str(cache))
-    except DatasetGenerationError as error:
-        cause = error.__cause__
-        if isinstance(cause, OSError) and cause.errno:  # of the disk that is written
+        return datasets.load_dataset(*words, **options)
+    except (ValueError, RuntimeError, FileNotFoundError, DatasetsError) as error:
+        cause = error.__cause__ or error
+        if getattr(cause, "errno", None):  # of the disk that is written
             raise
-        reason = " ".join(str(cause or error).split())[:160]
-        raise UserError(
-            f"{paths[0].parent}: expected whole parquet files, found others ({reason}); get them anew"
-        ) from error
+        raise UserError(f"{place}: cannot be loaded: {reason_of(cause)[:300]}") from error
 
 
 def rows_of(texts: Iterator[tuple[bytes, bool]], cache: Path) -> datasets.Dataset:
@@ -189,3 +147,71 @@ def rows_of(texts: Iterator[tuple[bytes, bool]], cache: Path) -> datasets.Datase
     return datasets.Dataset.from_generator(
         lambda: made, features=kinds, cache_dir=str(cache), fingerprint=os.urandom(8).hex(), writer_batch_size=16
     )
+
+
+def source(data: DataConfig, root: Path, report: Report) -> Source:
+    """Return the rows of column data.column, each a document, of data.path: owner/name on the hub, or a folder.
+
+    Without data.revision the newest one is taken when a store is made; its commit stands in the record of the store and
+    of every run on it. Splits that the data set lacks are cut from the end of its train, 5% of the rows each.
+    """
+    path, folder = data.path or "", Path(data.path or "").expanduser()
+    identity: list[Any] = [path, data.subset, data.column, data.revision]
+    if folder.is_dir():
+        identity += identity_of(walk(folder, leave_out=root))
+    elif path.count("/") != 1:
+        raise UserError(f"data.path={path}: expected a folder, or owner/name of a data set of the hub, found neither")
+    place: dict[str, Any] = {"place": path if folder.is_dir() else f"hf://datasets/{path}", "column": data.column}
+
+    def load(split: str, work: Path) -> datasets.Dataset:
+        options = {"cache_dir": str(work / "cache" / "hub")}
+        if folder.is_dir():
+            return hub_rows(loaded(f"data.path={path}", str(folder), data.subset, **options), split, data)
+        place["revision"] = commit_of(path, data.revision, work / "cache" / "revision")
+        return hub_rows(
+            loaded(f"data.path={path}", path, data.subset, revision=place["revision"], **options), split, data
+        )
+
+    return Source("hub", identity, place, load, read=with_newline)
+
+
+def commit_of(repository: str, revision: str | None, kept: Path) -> str:
+    """Return the commit that a preparation began with, that of `revision` or the newest; RunFailed without a hub."""
+    from huggingface_hub import constants, dataset_info
+
+    try:
+        if not kept.exists():
+            if problem := unreachable(constants.ENDPOINT):
+                raise ConnectionError(problem)
+            kept.write_text(str(dataset_info(repository, revision=revision).sha))
+        return kept.read_text()
+    except Exception as error:  # those of whichever HTTP library it uses among them
+        reason = f"cannot be fetched: {reason_of(error)[:300]}; {INSTEAD}"
+        raise RunFailed(f"hf://datasets/{repository}: {reason}") from error
+
+
+def hub_rows(found: datasets.DatasetDict, split: str, data: DataConfig) -> datasets.Dataset:
+    """Return the column of text of a split, cut out of train where there is no such split.
+
+    Raises:
+        UserError: there is no training split, or no such column of text.
+    """
+    here = {ours: next((name for name in names if name in found), None) for ours, names in NAMES.items()}
+    if here["train"] is None:
+        raise UserError(f"data.path={data.path}: expected a split train, found {', '.join(map(str, found))}")
+    rows = found[here[split] or here["train"]]
+    if data.column not in rows.column_names or str(rows.features[data.column].dtype) not in TEXTS:
+        columns = ", ".join(f"{name} ({rows.features[name].dtype})" for name in rows.column_names)
+        raise UserError(f"data.column={data.column}: expected a column of text, found {columns}")
+    order = ["train", *(ours for ours, name in here.items() if name is None)]
+    if split in order:
+        bounds = [0, *range(105 - 5 * len(order), 101, 5)]
+        begin, end = (len(rows) * percent // 100 for percent in bounds[order.index(split) :][:2])
+        rows = rows.select(range(begin, end))
+    rows = rows.select_columns([data.column])
+    return rows if data.column == "text" else rows.rename_column(data.column, "text")
+
+
+def with_newline(table: pa.Table) -> list[bytes]:
+    """Return the text of each row, with a newline behind it where it has none."""
+    return [text if text.endswith(b"\n") or not text else text + b"\n" for text in column_text(table)]

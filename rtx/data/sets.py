@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from rtx.errors import UserError
 
 if TYPE_CHECKING:
     import datasets
@@ -27,55 +24,38 @@ class DataSet:
     """What stands fixed for a name; `module` in rtx/data has `source(data, root, report) -> Source`."""
 
     module: str
-    licence: str = "of your own files"
     image: bool = False
     side: int | None = None
     """Height and width of its images where they are fixed."""
-    tokenizer: str = "bytes"
-    """Its units where the user does not say, as in conf/data."""
-    vocabulary: int | None = None
-    """Its subwords where the user does not say."""
-    two_ways: bool = False
-    """Whether it comes from the hub or (data.fetch=archive) from an archive."""
-    held_out: bool = False
-    """Whether its valid is held out of train (data.held_out)."""
     words: Mapping[str, int] = field(default_factory=dict)
     """Published words of each split, by which word perplexity divides the total nats, whatever the model's units."""
     kinds: int | None = None
     """Different words of the training split, `<unk>` and `<eos>` among them."""
 
 
+# Of Wikitext-103 words between blanks and one <eos> for every line, blank ones too (Merity et al. 2016); of PG-19 the
+# table of Rae et al. 2020, which cannot be recounted (blanks alone give about 1% more).
+WIKITEXT_WORDS = {"train": 103_227_021, "valid": 217_646, "test": 245_569}
+PG19_WORDS = {"train": 1_973_136_207, "valid": 3_007_061, "test": 6_966_499}
 SETS = {
-    "stdlib": DataSet("text", "PSF License"),
+    "stdlib": DataSet("text"),
     "text": DataSet("text"),
-    "enwik8": DataSet("text", "GFDL (text of Wikipedia, 2006)"),
-    # Words between blanks and one <eos> for every line, blank ones too (Merity et al. 2016).
-    "wikitext103": DataSet(
-        *("text", "CC BY-SA 3.0 and GFDL"),
-        tokenizer="words",
-        two_ways=True,
-        words={"train": 103_227_021, "valid": 217_646, "test": 245_569},
-        kinds=267_735,
-    ),
-    # The table of Rae et al. 2020; these words cannot be recounted (blanks alone give about 1% more).
-    "pg19": DataSet(
-        *("text", "Apache-2.0; the texts are in the public domain in the US"),
-        tokenizer="sentencepiece",
-        vocabulary=98_000,
-        words={"train": 1_973_136_207, "valid": 3_007_061, "test": 6_966_499},
-    ),
-    "hub": DataSet("hub", "see its page on the hub"),
-    "cifar10": DataSet("images", "none stated; cite Krizhevsky 2009", True, side=32, two_ways=True, held_out=True),
-    "imagenet64": DataSet("images", "ImageNet's terms: research, not commercial", True, side=64, held_out=True),
+    "enwik8": DataSet("text"),
+    "wikitext103": DataSet("text", words=WIKITEXT_WORDS, kinds=267_735),
+    "pg19": DataSet("text", words=PG19_WORDS),
+    "hub": DataSet("files"),
+    "cifar10": DataSet("images", image=True, side=32),
+    "imagenet64": DataSet("images", image=True, side=64),
     "images": DataSet("images", image=True),
 }
 OWN = Path(__file__).parent / "own"
 """A data set of one's own is a file here, `<name>.py` with `source`, beside conf/data/<name>.yaml."""
 NAMES = (*SETS, *sorted(path.stem for path in OWN.glob("[a-z]*.py")), "recall")
 IMAGE_SETS = tuple(name for name, known in SETS.items() if known.image)
-TWO_WAYS = tuple(name for name, known in SETS.items() if known.two_ways)
-HELD_OUT = tuple(name for name, known in SETS.items() if known.held_out)
-USUAL_VOCABULARY = {name: known.vocabulary for name, known in SETS.items() if known.vocabulary}
+TWO_WAYS = ("wikitext103", "cifar10")
+"""Sets that come from the hub or (data.fetch=archive) from an archive."""
+HELD_OUT = ("cifar10", "imagenet64")
+"""Sets whose valid is held out of train (data.held_out)."""
 
 
 def image_side(data: DataConfig) -> int | None:
@@ -84,18 +64,9 @@ def image_side(data: DataConfig) -> int | None:
 
 
 def image_shape(data: DataConfig, record: Mapping[str, Any]) -> tuple[int, int]:
-    """Return height and width of the images of a run, which recorded `record` of its data.
-
-    Raises:
-        UserError: neither record nor settings say.
-    """
-    if record.get("image"):
-        height, width = record["image"]
-        return height, width
-    side = image_side(data) or math.isqrt(data.length // 3)
-    if 3 * side**2 != data.length:
-        raise UserError(f"data.length={data.length}: the run does not say the height and width of its images")
-    return side, side
+    """Return height and width of the images of a run, which recorded `record` of its data."""
+    height, width = record["image"]
+    return height, width
 
 
 def column_text(table: pa.Table) -> Iterable[bytes]:
@@ -126,17 +97,6 @@ class Source:
     stamps: dict[str, Any] = field(default_factory=dict)
     """Facts of protocol that stand on every result, as JSON values: {"newlines": "drop"}."""
     units: dict[str, int] | None = None
-    """Bytes of text, or sub-pixels, of each split where they are known beforehand; they are checked."""
+    """Bytes of text, or sub-pixels, of each split where they are known beforehand."""
     image: tuple[int, int] | None = None
     """Height and width of every image; None: text."""
-
-
-def texts(rows: datasets.Dataset, source: Source) -> Iterator[bytes]:
-    """Yield the bytes of every row of a split in order."""
-    for table in rows.with_format("arrow").iter(batch_size=rows_at_once(rows)):
-        yield from source.read(table)
-
-
-def rows_at_once(rows: datasets.Dataset) -> int:
-    """Return how many rows make about 4 MiB."""
-    return max(1, min(1_000, (1 << 22) * len(rows) // max(1, rows.data.nbytes)))

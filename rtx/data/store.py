@@ -6,52 +6,65 @@
                             .verified             sizes and times of the files when every byte was last checked here
                             and the file of a learned tokenizer
 
-The key names the source and the settings (for files: their paths, sizes and times), so a changed source gets a store of
-its own. The fingerprint names the content, the tokenizer and the stamps alone: it is the same on every machine.
+The key names source and settings; the fingerprint content, tokenizer and stamps alone: it is the same on every machine.
+A store is made in `<root>/.<name>-<key>.work`, which is renamed once it is whole; a preparation goes on with one that
+ended early. The bytes are the same for any number of processes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
+import shutil
+import signal
+import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from rtx.data.fetch import file_sha256
-from rtx.data.tokenizers import Tokenizer, load_tokenizer
+from rtx.config import DataConfig
+from rtx.data.fetch import disk_errors, file_sha256
+from rtx.data.sets import SPLITS, Report, Source
+from rtx.data.tokenizers import Tokenizer, learned, load_tokenizer
 from rtx.disk import replace_file, write_json
 from rtx.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
 
 FORMAT = 3
 """Version of what is written for the same settings; raise it whenever that changes."""
 RECORD = "store.json"
-VERIFIED = ".verified"
+PAYS = 1 << 23
+"""Bytes of a split from which on several processes pay; where bytes are copied they never do."""
+BATCH = 1 << 22
+"""Bytes of the rows that are encoded at once."""
+forking: list[bool] = []
+"""Something, while processes that are forked work for this one alone."""
+IS_BLANK = np.isin(np.arange(256), list(b" \t\n\r\v\f"))
 
 
 class DamagedStore(UserError):
     """A store on disk that is not what its record says, or has no record that can be read."""
 
-    def __init__(self, options: str, path: Path, expected: object, found: object) -> None:
+    def __init__(self, options: str, path: Path | str, expected: str, found: object) -> None:
         self.what = f"{path}: damaged: expected {expected}, found {found}"
         super().__init__(f"{self.what}; to rebuild the store: rtx data prepare {options}")
 
 
-@dataclass(frozen=True)
-class SplitFacts:
-    """What is in a split."""
+class SplitFacts(NamedTuple):
+    """The sizes of a split: its units, and bytes (of images: sub-pixels) and words between blanks of the source."""
 
     units: int
     bytes: int
-    """Bytes of the source's text (of images: sub-pixels), before the tokenizer."""
     words: int
-    """Whitespace-separated words of the text; of images 0."""
     documents: int
 
 
@@ -96,150 +109,99 @@ class TokenStore:
             raise UserError(f"{self.name} has no split {name!r}: one of {allowed}{nearest(name, self.splits)}")
         return self.splits[name]
 
-    def count(self, name: str) -> int:
-        """Return how many units of a split are scored: all."""
-        return len(self.split(name))
-
     def facts(self, name: str) -> SplitFacts:
-        """Return the sizes of a split; raises as `split`."""
-        self.split(name)
+        """Return the sizes of a split."""
         return self.all_facts[name]
 
     def documents(self, name: str) -> np.ndarray:
-        """Return where a split's documents start, and its end, in units: int64 `[documents + 1]`; raises as `split`."""
-        tokens = self.split(name)
-        if self.image is None:
-            return np.load(self.folder / f"{name}.starts.npy", mmap_mode="r", allow_pickle=False)
-        return np.arange(0, len(tokens) + 1, self.image[0] * self.image[1] * 3, dtype=np.int64)
+        """Return where the documents of a split of text start, and its end, in units: int64 `[documents + 1]`."""
+        return np.load(self.folder / f"{name}.starts.npy")
 
     def describe(self) -> dict[str, Any]:
         """Return what a run records of its data, as JSON values."""
-        return {
-            "name": self.name,
-            "fingerprint": self.fingerprint,
-            "tokenizer": self.tokenizer.describe(),
-            "vocabulary": self.vocabulary,
-            "unit": self.unit,
-            "splits": {name: len(tokens) for name, tokens in self.splits.items()},
-            "stamps": self.stamps,
-            **({"image": list(self.image)} if self.image else {}),
-            "source": self.source,
-            "folder": str(self.folder),
+        described = {
+            key: getattr(self, key) for key in ("name", "fingerprint", "vocabulary", "unit", "stamps", "source")
         }
+        described["splits"] = {name: len(tokens) for name, tokens in self.splits.items()}
+        image = {"image": list(self.image)} if self.image else {}
+        return {**described, "tokenizer": self.tokenizer.describe(), "folder": str(self.folder), **image}
 
 
-def open_store(folder: Path, options: str) -> TokenStore:
-    """Open the store in `folder`, checking the sizes of its files but not their bytes.
+def open_store(folder: Path, options: str, verify: bool = False) -> TokenStore:
+    """Open the store in `folder`, checking the sizes of its splits, and with `verify` every byte of all its files.
 
     Args:
         options: the command-line options that ask for it, for messages.
 
     Raises:
-        DamagedStore: a file is missing, cut short or unreadable; the message says which, and how to mend it.
+        DamagedStore: a file is missing, altered or unreadable; the message says which, and how to mend it.
+        UserError: there is no store.
     """
-    record = read_record(folder, options)
-    itemsize = np.dtype(record["dtype"]).itemsize
-    splits = {}
-    for path, facts in files_of(folder, record):
-        try:
-            found = path.stat().st_size
-            size = facts["units"] * itemsize if path.suffix == ".bin" else found
-            if found != size:
-                raise DamagedStore(options, path, f"{size:,} bytes", f"{found:,}")
-            if path.suffix == ".bin":
-                splits[path.stem] = np.memmap(path, dtype=record["dtype"], mode="r")
-        except OSError as error:
-            raise DamagedStore(options, path, "a file that can be read", error.strerror or error) from error
+    record, splits = read_record(folder, options), {}
+    dtype = np.dtype(record["dtype"])
     try:
-        tokenizer = load_tokenizer(record["tokenizer"], folder)
+        for name, facts in record["splits"].items():
+            path, size = folder / f"{name}.bin", facts["units"] * dtype.itemsize
+            if (found := path.stat().st_size) != size:
+                raise DamagedStore(options, path, f"{size:,} bytes", f"{found:,}")
+            splits[name] = np.memmap(path, dtype, mode="r")
+            for kind, sha256 in facts["sha256"].items() if verify else ():
+                if (found := file_sha256(path := folder / f"{name}.{kind}")) != sha256:
+                    raise DamagedStore(options, path, f"sha256 {sha256}", found)
+    except OSError as error:
+        raise DamagedStore(options, error.filename, "a file that can be read", error.strerror) from error
+    try:
+        tokenizer = load_tokenizer(record["tokenizer"], folder)  # compared with its sha256
     except ValueError as error:
         raise DamagedStore(options, folder, "its tokenizer", f"another: {error}") from error
+    if verify:
+        note, look = note_of(folder)
+        with contextlib.suppress(OSError):
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.write_text(look)
+    sizes = {name: SplitFacts(*map(facts.get, SplitFacts._fields)) for name, facts in record["splits"].items()}
     return TokenStore(
-        name=record["name"],
+        **{key: record[key] for key in ("name", "fingerprint", "source", "stamps")},
         folder=folder,
         splits=splits,
         tokenizer=tokenizer,
-        fingerprint=record["fingerprint"],
-        source=record["source"],
-        stamps=record["stamps"],
         image=tuple(record["image"]) if record["image"] else None,
-        all_facts={
-            name: SplitFacts(*(split[key] for key in ("units", "bytes", "words", "documents")))
-            for name, split in record["splits"].items()
-        },
+        all_facts=sizes,
     )
-
-
-def files_of(folder: Path, record: dict[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the files of every split, each with what is recorded of its split."""
-    for name, split in record["splits"].items():
-        for file in split["sha256"]:
-            yield folder / f"{name}.{file}", split
-
-
-def verify_store(folder: Path, options: str) -> TokenStore:
-    """Open the store in `folder` and compare every byte of it with the recorded sha256; raises as open_store does.
-
-    What was found right is noted for `is_verified`.
-    """
-    store = open_store(folder, options)  # the tokenizer's file is compared with its hash here
-    for path, split in files_of(folder, read_record(folder, options)):
-        expected = split["sha256"][path.name.partition(".")[2]]
-        try:
-            found = file_sha256(path)
-        except OSError as error:
-            raise DamagedStore(options, path, "a file that can be read", error.strerror) from error
-        if found != expected:
-            raise DamagedStore(options, path, f"sha256 {expected}", found)
-    note = json.dumps(looks(folder)).encode()
-    for path in notes_on(folder):
-        with contextlib.suppress(OSError):  # a store that only others may write has its note in the user's own cache
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, lambda file: file.write(note), durable=False)
-            break
-    return store
 
 
 def is_verified(folder: Path) -> bool:
     """Whether every byte was compared on this machine since the files were last written, moved or copied."""
-    for path in notes_on(folder):
-        with contextlib.suppress(OSError, ValueError):
-            if json.loads(path.read_bytes()) == looks(folder):
-                return True
+    path, look = note_of(folder)
+    with contextlib.suppress(OSError):
+        return path.read_text() == look
     return False
 
 
-def notes_on(folder: Path) -> tuple[Path, Path]:
-    """Return where it may be noted that a store is right: in it, or in the user's cache."""
+def note_of(folder: Path) -> tuple[Path, str]:
+    """Return where it is noted that a store is right (in the user's cache, if it must not be written), and the note.
+
+    That is size, time of change and inode of each file: a copy or a touched file has others.
+    """
+    files = {path.name: path.stat() for path in sorted(folder.glob("[!.]*"))}
+    look = {name: [status.st_size, status.st_mtime_ns, status.st_ino] for name, status in files.items()}
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:24]
-    return folder / VERIFIED, cache / "rtx" / "verified" / f"{name}.json"
-
-
-def looks(folder: Path) -> dict[str, list[int]]:
-    """Return size, time of change and inode of each file of a store: a copy or a touched file has others."""
-    files = {path.name: path.stat() for path in sorted(folder.iterdir()) if not path.name.startswith(".")}
-    return {name: [status.st_size, status.st_mtime_ns, status.st_ino] for name, status in files.items()}
+    elsewhere = cache / "rtx" / "verified" / hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
+    return folder / ".verified" if os.access(folder, os.W_OK) else elsewhere, json.dumps(look)
 
 
 def read_record(folder: Path, options: str) -> dict[str, Any]:
-    """Return the record of the store in `folder`.
-
-    Raises:
-        DamagedStore: it is missing, not a record, not of this version, or was changed.
-    """
-    path = folder / RECORD
+    """Return the record of the store in `folder`; raises as `open_store`."""
+    if not folder.exists():
+        raise UserError(f"{folder}: not prepared; to prepare it: rtx data prepare {options}")
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        found = {"format": record["format"], "sha256": record["sha256"]}
-    except OSError as error:
-        raise DamagedStore(options, path, "the record of the store", error.strerror) from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise DamagedStore(options, path, "the record of the store", "something else") from error
-    if found["format"] != FORMAT:
-        raise DamagedStore(options, path, f"format {FORMAT}", found["format"])
-    if found["sha256"] != (expected := record_sha256(record)):
-        raise DamagedStore(options, path, f"a record with sha256 {expected}", found["sha256"])
+        record = json.loads((folder / RECORD).read_bytes())
+        if (record["format"], record["sha256"]) != (FORMAT, record_sha256(record)):
+            raise ValueError("another")
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        expected = f"a record of format {FORMAT} with its own sha256"
+        found = error.strerror if isinstance(error, OSError) else "another"
+        raise DamagedStore(options, folder / RECORD, expected, found) from error
     return record
 
 
@@ -249,11 +211,150 @@ def record_sha256(record: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
-def write_record(folder: Path, facts: dict[str, Any]) -> None:
-    """Write the record of a store, with fingerprint, time and its own sha256."""
-    content = [facts[key] for key in ("tokenizer", "dtype", "stamps", "image")]
-    splits = {name: [split["units"], split["sha256"]] for name, split in facts["splits"].items()}
-    named = json.dumps([FORMAT, *content, splits], sort_keys=True)
-    record = {"format": FORMAT, **facts, "fingerprint": hashlib.sha256(named.encode()).hexdigest()}
-    record["made"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    write_json(folder / RECORD, {**record, "sha256": record_sha256(json.loads(json.dumps(record)))})
+def build_store(folder: Path, source: Source, data: DataConfig, options: str, report: Report) -> None:
+    """Write the store at `folder`, in the place of what stands there; the caller holds the lock.
+
+    Whatever ends it leaves what is finished to the next one; a source that is not what it should be leaves nothing.
+
+    Raises:
+        RunFailed: the disk is full, or a download failed.
+        UserError: the source is not what it should be, or the folder cannot be written.
+    """
+    work = folder.with_name(f".{folder.name}.work")
+    try:
+        with disk_errors(folder.parent):
+            if not (work / RECORD).exists():
+                fill(work, source, data, options, report)
+            shutil.rmtree(work / "cache", ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(work, folder)
+    except UserError:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+def fill(work: Path, source: Source, data: DataConfig, options: str, report: Report) -> None:
+    """Write all files of the store into `work`, its record last."""
+    import datasets
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    cache, splits = work / "cache", {}
+    cache.mkdir(parents=True, exist_ok=True)
+    for leftover in cache.glob("tmp*"):
+        leftover.unlink()
+    tokenizer: Tokenizer = Tokenizer("dim" if source.image else "byte")
+    if data.tokenizer != "bytes":
+        rows = source.load("train", work)
+        batches = rows.with_format("arrow").iter(rows_at_once(rows))
+        tokenizer = learned(data, (text for batch in batches for text in source.read(batch)), work, options, report)
+    for split in SPLITS:
+        finished = cache / f"{split}.json"
+        if not finished.exists():
+            rows = source.load(split, work)
+            report(f"{options}: split {split}, {len(rows):,} rows, {rows.data.nbytes / 1e6:,.1f} MB")
+            encoded = encode(rows, tokenizer, source, data.processes, cache / f"{split}.arrow")
+            write_json(finished, write_split(encoded, work / split, tokenizer, options))
+            for path in cache.glob(f"{split}*.arrow"):
+                path.unlink()
+            shutil.rmtree(cache / split, ignore_errors=True)
+        splits[split] = json.loads(finished.read_bytes())
+    content = [tokenizer.describe(), tokenizer.dtype.name, source.stamps, source.image]
+    sizes = {split: [facts["units"], facts["sha256"]] for split, facts in splits.items()}
+    fingerprint = hashlib.sha256(json.dumps([FORMAT, *content, sizes], sort_keys=True).encode()).hexdigest()
+    record = {"format": FORMAT, "name": source.name, "options": options, "source": source.place, "splits": splits}
+    record |= dict(zip(("tokenizer", "dtype", "stamps", "image"), content, strict=True))
+    record |= {"fingerprint": fingerprint, "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    write_json(work / RECORD, {**record, "sha256": record_sha256(record)})
+
+
+def rows_at_once(rows: datasets.Dataset) -> int:
+    """Return how many rows are encoded at once."""
+    return max(1, min(1_000, BATCH * len(rows) // max(1, rows.data.nbytes)))
+
+
+def encode(
+    rows: datasets.Dataset, tokenizer: Tokenizer, source: Source, processes: int | None, cache: Path
+) -> datasets.Dataset:
+    """Return the ids and sizes of rows, encoded by `processes` (unset: one for each core) where it pays."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = min(processes or cores, len(rows))
+    several = processes > 1 and rows.data.nbytes > PAYS and tokenizer.unit != "byte"
+    forking.append(True)
+    encoded = rows.with_format("arrow").map(
+        encode_rows,
+        fn_kwargs={"tokenizer": tokenizer, "source": source},
+        batched=True,
+        batch_size=rows_at_once(rows),
+        writer_batch_size=rows_at_once(rows),
+        remove_columns=rows.column_names,
+        num_proc=processes if several else None,
+        cache_file_name=str(cache),
+        new_fingerprint=f"{cache.parents[1].name}-{cache.stem}",
+        desc=f"{source.name} {cache.stem}",
+    )
+    forking.clear()
+    return encoded
+
+
+def end_with_parent() -> None:
+    """End this process, forked while rows are encoded, with the one that forked it, also where that is killed."""
+    if forking and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+os.register_at_fork(after_in_child=end_with_parent)
+
+
+def encode_rows(table: pa.Table, tokenizer: Tokenizer, source: Source) -> pa.Table:
+    """Return columns ids, bytes, words and first of some rows."""
+    import pyarrow as pa
+
+    read = list(source.read(table))
+    ids = [tokenizer.encode(text) for text in read]
+    ends = np.cumsum([0, *map(len, ids)], dtype=np.int64)
+    values = np.concatenate([np.empty(0, tokenizer.dtype), *ids])
+    columns: dict[str, Any] = {"ids": pa.LargeListArray.from_arrays(pa.array(ends), pa.array(values))}
+    columns["bytes"] = pa.array(map(len, read), pa.int64())
+    columns["words"] = pa.array([0 if source.image else count_words(text) for text in read], pa.int64())
+    columns["first"] = table["first"] if "first" in table.column_names else pa.array([True] * len(read))
+    return pa.table(columns)
+
+
+def count_words(text: bytes) -> int:
+    """Return how many words between blanks a text has."""
+    is_blank = IS_BLANK[np.frombuffer(b" " + text, dtype=np.uint8)]
+    return int(np.count_nonzero(is_blank[:-1] & ~is_blank[1:]))
+
+
+def write_split(encoded: datasets.Dataset, path: Path, tokenizer: Tokenizer, options: str) -> dict[str, Any]:
+    """Write `<path>.bin`, the ids of all rows one behind the other, and of text where documents start.
+
+    Returns:
+        sizes and checksums.
+
+    Raises:
+        UserError: there are no units.
+    """
+    digest, lengths = hashlib.sha256(), [np.zeros(0, np.int64)]
+
+    def write(file: BinaryIO) -> None:
+        for chunk in encoded.data.column("ids").chunks if len(encoded) else ():
+            ids = chunk.flatten().to_numpy()
+            file.write(ids.data)
+            digest.update(ids.data)
+            lengths.append(np.diff(chunk.offsets))
+
+    replace_file(path.with_suffix(".bin"), write)
+    ends = np.cumsum(np.concatenate(lengths))
+    if not len(ends) or not ends[-1]:
+        raise UserError(f"{options}: expected at least one unit in split {path.name}, found none; give more")
+    sizes, words, first = (np.asarray(encoded.data.column(name)) for name in ("bytes", "words", "first"))
+    starts = (ends - np.concatenate(lengths))[first & (sizes > 0)]
+    facts = {"units": int(ends[-1]), "bytes": int(sizes.sum()), "words": int(words.sum()), "documents": len(starts)}
+    checksums = {"bin": digest.hexdigest()}
+    if tokenizer.unit != "dim":
+        table = path.with_suffix(".starts.npy")
+        replace_file(table, lambda file: np.save(file, np.append(starts, ends[-1]), allow_pickle=False))
+        checksums["starts.npy"] = file_sha256(table)
+    return {**facts, "sha256": checksums}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from made_sets import write_table
 
 from rtx.config import DataConfig
-from rtx.data import fetch, hub
+from rtx.data import files
 from rtx.data.catalog import open_data
 from rtx.data.store import TokenStore
 from rtx.errors import RunFailed, UserError
@@ -23,10 +24,6 @@ def opened(root: Path, path: Path | str, **options: Any) -> TokenStore:
     return found
 
 
-def lines_of(store: TokenStore, split: str) -> list[str]:
-    return store.split(split).tobytes().decode().splitlines()
-
-
 @pytest.mark.parametrize(
     ("splits", "counts"),
     [(("train",), (90, 5, 5)), (("train", "test"), (95, 5, 100)), (("train", "validation", "test"), (100, 100, 100))],
@@ -35,8 +32,9 @@ def test_splits_are_those_there_are_or_cut_from_train(tmp_path, splits, counts):
     for split in splits:
         write_table(tmp_path / "set" / f"{split}.parquet", said=LINES)
     store = opened(tmp_path / "stores", tmp_path / "set", column="said")
-    assert tuple(len(lines_of(store, split)) for split in ("train", "valid", "test")) == counts
-    assert lines_of(store, "train") == LINES[: counts[0]] and store.facts("train").documents == counts[0]
+    lines = [store.split(split).tobytes().decode().splitlines() for split in ("train", "valid", "test")]
+    assert tuple(map(len, lines)) == counts and store.facts("train").documents == counts[0]
+    assert lines[0] == LINES[: counts[0]] and lines[0][-1] != lines[1][0]
 
 
 def test_the_commit_that_was_taken_stands_in_the_record_and_stays_through_a_preparation(tmp_path, monkeypatch):
@@ -51,13 +49,10 @@ def test_the_commit_that_was_taken_stands_in_the_record_and_stays_through_a_prep
         assert (path, subset) == ("some/set", "small")
         return real(str(tmp_path / "set"), cache_dir=cache_dir)
 
-    class Info:
-        sha = "c" * 40
-
     write_table(tmp_path / "set" / "train.parquet", text=LINES)
     monkeypatch.setattr(datasets, "load_dataset", load)
-    monkeypatch.setattr(huggingface_hub, "dataset_info", lambda name, revision: Info)
-    monkeypatch.setattr(hub, "unreachable", lambda address: None)
+    monkeypatch.setattr(huggingface_hub, "dataset_info", lambda name, revision: SimpleNamespace(sha="c" * 40))
+    monkeypatch.setattr(files, "unreachable", lambda address: None)
     store = opened(tmp_path / "stores", "some/set", subset="small")
     assert asked == ["c" * 40] * 3, "every split is of one commit"
     assert store.describe()["source"]["revision"] == "c" * 40
@@ -65,25 +60,29 @@ def test_the_commit_that_was_taken_stands_in_the_record_and_stays_through_a_prep
     assert opened(tmp_path / "stores", "some/set", subset="small").fingerprint == store.fingerprint
 
 
-def test_what_is_no_text_of_the_hub_is_refused(tmp_path, monkeypatch):
-    for path in ("nothing", "a/b/c"):
-        with pytest.raises(UserError, match="expected a folder, or owner/name of a data set of the hub, found neither"):
-            opened(tmp_path / "stores", path)
-    write_table(tmp_path / "set" / "train.parquet", number=list(range(50)), text=LINES[:50])
-    for column in ("txt", "number"):
-        with pytest.raises(
-            UserError, match=rf"data\.column={column}: expected a column of text, found number \(int64\)"
-        ):
-            opened(tmp_path / "stores", tmp_path / "set", column=column)
-    (tmp_path / "set" / "train.parquet").rename(tmp_path / "set" / "test.parquet")
-    with pytest.raises(UserError, match="expected a split train, found test"):
-        opened(tmp_path / "stores", tmp_path / "set")
+@pytest.mark.parametrize(
+    ("path", "column", "message"),
+    [
+        ("nothing", "text", "expected a folder, or owner/name of a data set of the hub, found neither"),
+        ("a/b/c", "text", "expected a folder, or owner/name of a data set of the hub, found neither"),
+        ("set", "txt", r"data\.column=txt: expected a column of text, found number \(int64\), text \(string\)"),
+        ("set", "number", r"data\.column=number: expected a column of text, found number"),
+        ("lacking", "text", "expected a split train, found test"),
+        ("script", "text", r"data\.path=script: cannot be loaded: "),
+    ],
+)
+def test_what_is_no_text_of_the_hub_is_refused(tmp_path, monkeypatch, path, column, message):
+    monkeypatch.chdir(tmp_path)
+    for place in ("set/train", "lacking/test"):
+        write_table(tmp_path / f"{place}.parquet", number=list(range(50)), text=LINES[:50])
     (tmp_path / "script").mkdir()
     (tmp_path / "script" / "script.py").write_text("raise SystemExit('it was run')")
-    with pytest.raises(UserError, match=r"data\.path=.*script: cannot be loaded: "):
-        opened(tmp_path / "stores", tmp_path / "script")
-    monkeypatch.setattr(fetch, "ANSWER_WITHIN", 0.01)
-    monkeypatch.setattr(hub, "unreachable", lambda address: "huggingface.co: no answer")
+    with pytest.raises(UserError, match=message):
+        opened(tmp_path / "stores", path, column=column)
+
+
+def test_without_a_network_it_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "unreachable", lambda address: "huggingface.co: no answer")
     with pytest.raises(
         RunFailed, match=r"hf://datasets/some/set: cannot be fetched: huggingface\.co: no answer; fetch"
     ):

@@ -12,7 +12,7 @@ from made_sets import REAL, encoded, random_images, records, remote, write_image
 from PIL import Image
 
 from rtx.config import DataConfig
-from rtx.data import build, images
+from rtx.data import images
 from rtx.data.catalog import open_data
 from rtx.data.images import Pixels, cut, held_images, png_grid
 from rtx.data.store import TokenStore
@@ -67,15 +67,13 @@ def test_every_form_of_cifar10_gives_the_same_images(tmp_path, root, published, 
     place = make(tmp_path)
     if make is archive:
         monkeypatch.setattr(images, "CIFAR10", remote(tmp_path / "cifar-10-binary.tar.gz"))
-    monkeypatch.setattr(build, "PAYS_OTHERWISE", 0)
+    monkeypatch.setattr("rtx.data.store.PAYS", 0)
     store = opened(root, "cifar10", place, 3072, held_out=3, processes=processes)
     held = held_images(12, 3)
     assert (pictures(store, "valid") == TRAIN[held]).all()
     assert (pictures(store, "train") == np.delete(TRAIN, held, axis=0)).all()
     assert (pictures(store, "test") == TEST).all()
-    assert (
-        store.unit == "dim" and store.stamps == {} and store.documents("test").tolist() == [0, 3072, 6144, 9216, 12288]
-    )
+    assert store.unit == "dim" and store.stamps == {}
 
 
 def test_held_out_images_are_the_same_everywhere_and_none_makes_test_valid(tmp_path, root, published):
@@ -109,7 +107,7 @@ def test_other_files_than_cifar10s_are_refused(tmp_path, root, monkeypatch):
         opened(root, "cifar10", tmp_path, 3072)
     tables(tmp_path / "half")
     (tmp_path / "half" / "test-00000-of-00001.parquet").unlink()
-    with pytest.raises(UserError, match=r"missing split: test; found only train-00000-of-00001.parquet"):
+    with pytest.raises(UserError, match=r"missing split: test; found only train-"):
         opened(root, "cifar10", tmp_path / "half", 3072)
     for split in ("train", "test"):
         write_table(tmp_path / "other" / f"{split}.parquet", img=["text"])

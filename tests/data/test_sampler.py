@@ -1,3 +1,5 @@
+"""Training items and batches: functions of seed, step and place alone, whoever slices them."""
+
 from __future__ import annotations
 
 import pickle
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from rtx.data.permutation import permuted
-from rtx.data.sampler import StepBatches, TrainingItems, training_batches
+from rtx.data.sampler import TrainingItems, training_batches
 
 TOKENS = np.arange(20_000, dtype=np.uint16)  # every token says where it stands
 
@@ -19,20 +21,13 @@ def starts(items: TrainingItems, epoch: int) -> list[int]:
     return [items.start(epoch * items.per_epoch + slot) for slot in range(items.per_epoch)]
 
 
-def test_an_item_is_a_function_of_seed_step_and_place_alone():
-    items = TrainingItems(TOKENS, length=32, seed=3, batch_size=4)
-    batch = [items.item(7, i) for i in range(4)]
-    assert all(item.dtype == torch.int64 and item.shape == (32,) for item in batch)
-    assert all((item[1:] - item[:-1] == 1).all() for item in batch)
-    again = TrainingItems(TOKENS, length=32, seed=3, batch_size=4)
-    assert all(torch.equal(again.item(7, i), batch[i]) for i in (2, 0, 3, 1))
-    other = TrainingItems(TOKENS, length=32, seed=4, batch_size=4)
-    assert not all(torch.equal(other.item(7, i), batch[i]) for i in range(4))
-
-
 def test_the_same_items_on_every_machine():
     items = TrainingItems(TOKENS, length=32, seed=2**32 - 1, batch_size=4)
     assert [items.start(index) for index in (0, 1, 2, 1000, 123_456_789)] == [13218, 11970, 1730, 14131, 19530]
+    item = items.item(250, 0)
+    assert item.dtype == torch.int64 and item.tolist() == list(range(14131, 14131 + 32))
+    images = TrainingItems(np.arange(240, dtype=np.uint8), 6, seed=1, batch_size=3, whole=True)
+    assert [images.start(index) // 6 for index in (0, 1, 39, 40, 10**9)] == [34, 37, 39, 17, 14]
 
 
 @pytest.mark.parametrize(("units", "length"), [(20_000, 32), (1000, 64), (64, 64), (100, 64), (127, 64), (128, 64)])
@@ -44,8 +39,7 @@ def test_an_epoch_is_a_permutation_of_windows_that_do_not_overlap(units, length)
         assert found[0] >= 0 and found[-1] + length <= units
         assert all(b - a == length for a, b in pairwise(found))
     if items.per_epoch > 5:
-        assert starts(items, 0) != sorted(starts(items, 0))
-        assert starts(items, 0) != starts(items, 1)
+        assert starts(items, 0) != sorted(starts(items, 0)) and starts(items, 0) != starts(items, 1)
 
 
 def test_window_starts_cover_the_text_evenly():
@@ -53,12 +47,24 @@ def test_window_starts_cover_the_text_evenly():
     items = TrainingItems(TOKENS[:units], length, seed=0, batch_size=1)
     phases = Counter(items.start(epoch * items.per_epoch) % length for epoch in range(6400))
     assert len(phases) == length and all(140 < count < 260 for count in phases.values())  # 200 each
-    firsts = [min(starts(items, epoch)) for epoch in range(epochs)]
     seen = np.zeros(units)
-    for first in firsts:
+    for first in (min(starts(items, epoch)) for epoch in range(epochs)):
         seen[first : first + items.per_epoch * length] += 1
     assert (seen[2 * length : -2 * length] == epochs).all()  # the inside is read once in every epoch
     assert seen.min() > 0  # and no byte is never read
+
+
+def test_every_epoch_visits_every_image_exactly_once_and_whole():
+    images, length = 37, 12
+    pixels = np.repeat(np.arange(images, dtype=np.uint8), length)  # every sub-pixel says whose it is
+    items = TrainingItems(pixels, length, seed=5, batch_size=4, whole=True)
+    orders = []
+    for epoch in range(4):
+        sequences = [items[epoch * images + slot] for slot in range(images)]
+        assert all((sequence == sequence[0]).all() for sequence in sequences), "no image is cut"
+        orders.append([int(sequence[0]) for sequence in sequences])
+        assert sorted(orders[-1]) == list(range(images))
+    assert len({tuple(order) for order in orders}) == 4 and orders[0] != sorted(orders[0])
 
 
 def test_the_permutation_is_one_for_every_size_and_favours_no_place():
@@ -72,76 +78,35 @@ def test_the_permutation_is_one_for_every_size_and_favours_no_place():
 
 @pytest.mark.parametrize(("world", "micro_batch"), [(1, None), (1, 3), (2, None), (2, 2), (3, 4), (4, 1), (12, 1)])
 def test_ranks_and_micro_batches_slice_the_same_global_batch(world, micro_batch):
-    ranks = [list(StepBatches(5, 8, 12, rank, world, micro_batch)) for rank in range(world)]
+    items = TrainingItems(TOKENS, 8, seed=0, batch_size=12)
+    ranks = [list(training_batches(items, 5, 8, rank, world, micro_batch)) for rank in range(world)]
     size = micro_batch or 12 // world
-    assert all(len(rank) == 3 * 12 // (world * size) for rank in ranks)
-    assert all(len(StepBatches(5, 8, 12, rank, world, micro_batch)) == len(ranks[rank]) for rank in range(world))
-    assert all(len(batch) == size for rank in ranks for batch in rank)
-    per_step = 12 // (world * size)
-    for step in range(3):
-        batches = [batch for rank in ranks for batch in rank[step * per_step : (step + 1) * per_step]]
-        indices = sorted(index for batch in batches for index in batch)
-        assert indices == list(range((5 + step) * 12, (6 + step) * 12))
-    assert ranks[0][0][0] == 60  # the first sequence of a global batch is the first of rank 0
+    assert all(len(rank) == 3 * 12 // (world * size) and len(batch) == size for rank in ranks for batch in rank)
+    dealt = torch.cat([batch for turn in zip(*ranks, strict=True) for batch in turn])  # micro-batch j of all ranks
+    assert torch.equal(dealt.long(), torch.stack([items.item(step, i) for step in (5, 6, 7) for i in range(12)]))
 
 
-def test_batches_that_cannot_be_cut_are_a_programming_error():
+def test_what_cannot_be_cut_is_a_programming_error():
+    items = TrainingItems(TOKENS, 8, seed=0, batch_size=12)
     for world, micro_batch in ((5, None), (2, 5), (1, 24)):
         with pytest.raises(AssertionError):
-            StepBatches(0, 1, 12, 0, world, micro_batch)
+            training_batches(items, 0, 1, 0, world, micro_batch)
+    with pytest.raises(AssertionError, match="not whole images"):
+        TrainingItems(TOKENS[:100], 12, seed=0, batch_size=1, whole=True)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12's word on processes with threads
 def test_any_number_of_workers_gives_the_same_batches_and_leaves_the_global_generator_alone():
     items = TrainingItems(TOKENS, length=16, seed=0, batch_size=4)
     before = torch.get_rng_state()
-    plain = list(training_batches(items, 10, 14, micro_batch=2))
-    assert torch.equal(torch.get_rng_state(), before)
-    worked = list(training_batches(items, 10, 14, micro_batch=2, num_workers=2))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert len(plain) == len(worked) == 8
-    assert all(torch.equal(a, b) for a, b in zip(plain, worked, strict=True))
-    assert plain[3].dtype == torch.uint16 and torch.equal(
-        plain[3].long(), torch.stack([items.item(11, 2), items.item(11, 3)])
+    plain, worked, resumed = (
+        list(training_batches(items, first, 14, micro_batch=2, num_workers=workers))
+        for first, workers in ((10, 0), (10, 2), (12, 0))
     )
-    resumed = list(training_batches(items, 12, 14, micro_batch=2))
-    assert all(torch.equal(a, b) for a, b in zip(plain[4:], resumed, strict=True))
-
-
-def test_every_epoch_visits_every_image_exactly_once_and_whole():
-    images, length = 37, 12
-    pixels = np.repeat(np.arange(images, dtype=np.uint8), length)  # every sub-pixel says whose it is
-    items = TrainingItems(pixels, length, seed=5, batch_size=4, whole=True)
-    assert items.per_epoch == images
-    orders = []
-    for epoch in range(4):
-        sequences = [items[epoch * images + slot] for slot in range(images)]
-        assert all((sequence == sequence[0]).all() for sequence in sequences), "no image is cut"
-        orders.append([int(sequence[0]) for sequence in sequences])
-        assert sorted(orders[-1]) == list(range(images))
-    assert len({tuple(order) for order in orders}) == 4 and orders[0] != sorted(orders[0])
-
-
-def test_an_image_is_a_function_of_seed_step_and_place_alone():
-    pixels = np.arange(40 * 6, dtype=np.uint8)
-    items = TrainingItems(pixels, 6, seed=1, batch_size=3, whole=True)
-    again = TrainingItems(pixels, 6, seed=1, batch_size=3, whole=True)
-    assert all(torch.equal(items.item(step, i), again.item(step, i)) for step in (90, 0, 13) for i in (2, 0, 1))
-    assert [items.start(index) // 6 for index in (0, 1, 39, 40, 10**9)] == [34, 37, 39, 17, 14]
-    other = TrainingItems(pixels, 6, seed=2, batch_size=3, whole=True)
-    assert [other.start(index) for index in range(40)] != [items.start(index) for index in range(40)]
-
-
-def test_a_split_that_is_not_whole_images_is_a_programming_error():
-    with pytest.raises(AssertionError, match="not whole images"):
-        TrainingItems(TOKENS[:100], 12, seed=0, batch_size=1, whole=True)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_many_workers_give_the_images_that_one_gives():
-    items = TrainingItems(np.arange(240, dtype=np.uint8), 6, seed=1, batch_size=4, whole=True)
-    plain, worked = (list(training_batches(items, 8, 14, micro_batch=2, num_workers=workers)) for workers in (0, 2))
-    assert len(plain) == 12 and all(torch.equal(a, b) for a, b in zip(plain, worked, strict=True))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(plain) == 8 and plain[3].dtype == torch.uint16
+    for others in (worked, [*plain[:4], *resumed]):
+        assert all(torch.equal(a, b) for a, b in zip(plain, others, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["uint8", "uint16", "uint32"])
@@ -152,6 +117,5 @@ def test_another_process_opens_a_split_by_its_path(tmp_path: Path, kind: str):
     assert len(sent) < 1_000, "a worker that is spawned must not be sent the split"
     again = pickle.loads(sent)
     assert isinstance(again.tokens.base, np.memmap) or isinstance(again.tokens, np.memmap)
-    assert torch.equal(again[7], items[7])
     batch = next(iter(training_batches(again, 0, 1)))
     assert batch.dtype == getattr(torch, kind) and torch.equal(batch.long()[1], items[1])

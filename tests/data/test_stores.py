@@ -19,8 +19,8 @@ from made_sets import SETS, prose, write_table
 
 from rtx.compose import compose_data
 from rtx.config import DataConfig
-from rtx.data import build, store
-from rtx.data.catalog import listing, named_store, open_data, options_of, prepare_data, remove_store, verify_data
+from rtx.data import store
+from rtx.data.catalog import listing, open_data, options_of, prepare_data, remove_store, verify_data
 from rtx.data.store import DamagedStore, TokenStore, is_verified
 from rtx.errors import RunFailed, UserError
 
@@ -41,8 +41,8 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "stores"
 
 
-def opened(data: DataConfig, root: Path) -> TokenStore:
-    found = open_data(data, root, quiet)
+def opened(data: DataConfig, root: Path, **changed: object) -> TokenStore:
+    found = open_data(dataclasses.replace(data, **changed), root, quiet)  # type: ignore[arg-type]
     assert isinstance(found, TokenStore)
     return found
 
@@ -53,19 +53,15 @@ def quiet(line: str) -> None:
 
 def test_splits_are_the_bytes_in_order_with_their_documents(data, root):
     found = opened(data, root)
-    total = 2 * len(TEXT)
     whole = TEXT + TEXT[::-1]
+    train, valid = len(whole) * 9 // 10, len(whole) * 95 // 100 - len(whole) * 9 // 10
     assert b"".join(found.split(name).tobytes() for name in ("train", "valid", "test")) == whole
-    assert [len(found.split(name)) for name in ("train", "valid")] == [
-        total * 9 // 10,
-        total * 95 // 100 - total * 9 // 10,
-    ]
-    assert found.documents("train").tolist() == [0, len(TEXT), total * 9 // 10]
-    assert found.facts("train").words == len(whole[: total * 9 // 10].split()) and found.facts("train").documents == 2
+    assert found.facts("train") == (train, train, len(whole[:train].split()), 2)
+    assert found.documents("train").tolist() == [0, len(TEXT), train]
     with pytest.raises(UserError, match=r"text has no split 'tset': one of train, valid, test \(did you mean 'test'"):
         found.split("tset")
     described = json.loads(json.dumps(found.describe()))
-    assert described["splits"]["train"] == total * 9 // 10 and described["unit"] == "byte"
+    assert described["splits"]["valid"] == valid and described["unit"] == "byte"
 
 
 def test_the_key_follows_the_source_and_the_fingerprint_the_content(data, root, tmp_path):
@@ -77,55 +73,59 @@ def test_the_key_follows_the_source_and_the_fingerprint_the_content(data, root, 
     file.write_bytes(TEXT[:-1] + b"x")
     changed = opened(data, root)
     assert changed.folder != touched.folder and changed.fingerprint != first.fingerprint
-    assert opened(dataclasses.replace(data, tokenizer="words"), root).fingerprint != changed.fingerprint
+    assert opened(data, root, tokenizer="words").fingerprint != changed.fingerprint
 
 
 @pytest.mark.parametrize("tokenizer", ["words", "sentencepiece"])
 def test_any_number_of_processes_makes_the_same_store(data, root, tokenizer, monkeypatch):
     """And rows that are cut; the processes are forked."""
-    monkeypatch.setattr(build, "PAYS_OTHERWISE", 0)
+    monkeypatch.setattr(store, "PAYS", 0)
     monkeypatch.setattr("rtx.data.text.PIECE", 1_000)
     monkeypatch.setattr("rtx.data.text.CHUNK", 700)
-    stores = [
-        opened(
-            dataclasses.replace(data, tokenizer=tokenizer, vocabulary=400, processes=processes), root / str(processes)
-        )
-        for processes in (1, 3)
-    ]
-    assert stores[0].fingerprint == stores[1].fingerprint
+    settings = {"tokenizer": tokenizer, "vocabulary": 400}
+    one, three = (opened(data, root / str(number), processes=number, **settings) for number in (1, 3))
+    assert one.fingerprint == three.fingerprint
     text = (TEXT + TEXT[::-1])[: 2 * len(TEXT) * 9 // 10]
-    assert stores[1].split("train").tolist() == stores[1].tokenizer.encode(text).tolist()
-    assert stores[1].documents("train")[1] == len(stores[1].tokenizer.encode(TEXT))
+    assert three.split("train").tolist() == three.tokenizer.encode(text).tolist()
+    assert three.documents("train")[1] == len(three.tokenizer.encode(TEXT))
 
 
-def test_damage_is_named_with_how_to_mend_it(data, root, said):
-    folder = opened(data, root).folder
-    for name, spoil, what in (
+def test_rows_of_very_different_sizes(tmp_path, root):
+    texts = [prose(5, 1), prose(20_000, 2), b"", prose(7, 3)]
+    for split in ("train", "validation", "test"):
+        write_table(tmp_path / f"{split}.parquet", 2, text=texts)
+    found = opened(DataConfig(name="pg19", path=str(tmp_path), length=16), root)
+    assert found.split("valid").tobytes() == b"".join(texts) and found.facts("valid").documents == 3
+    assert np.diff(found.documents("valid")).tolist() == [len(text) for text in texts if text]
+    write_table(tmp_path / "test.parquet", 2, text=[b""])
+    with pytest.raises(UserError, match="expected at least one unit in split test, found none"):
+        opened(DataConfig(name="pg19", path=str(tmp_path), length=16), root)
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "what"),
+    [
         ("valid.bin", {"keep": 5}, r"expected [\d,]+ bytes, found 5"),
         ("train.bin", {"flip": 777}, "expected sha256 [0-9a-f]{64}, found"),
         ("train.starts.npy", {"flip": 8 * 130}, "expected sha256 [0-9a-f]{64}, found"),
-        ("store.json", {"keep": 40}, "expected the record of the store, found something else"),
-    ):
-        whole = (folder / name).read_bytes()
-        damage(folder / name, **spoil)
-        with pytest.raises(
-            DamagedStore, match=f"{name}: damaged: {what}.*; to rebuild the store: rtx data prepare data=text"
-        ):
-            opened(data, root)
-        (folder / name).write_bytes(whole)
-    (folder / "test.bin").unlink()
-    with pytest.raises(DamagedStore, match=r"test\.bin: damaged: expected a file that can be read, found No such file"):
-        verify_data(data, root)
+        ("store.json", {"keep": 40}, "expected a record of format 3 with its own sha256, found another"),
+        ("test.bin", None, "expected a file that can be read, found No such file"),
+    ],
+)
+def test_damage_is_named_with_how_to_mend_it(data, root, said, name, spoil, what):
+    path = opened(data, root).folder / name
+    damage(path, **spoil) if spoil else path.unlink()
+    with pytest.raises(DamagedStore, match=f"{name}: damaged: {what}.*; to rebuild the store: rtx data prepare data=t"):
+        opened(data, root)
     prepare_data(data, root, said.append)
-    assert any("test.bin: damaged: " in line and line.endswith("; rebuilding the store") for line in said)
+    assert said[0].startswith(f"{path}: damaged: ") and said[0].endswith("; rebuilding the store")
     verify_data(data, root, quiet)
 
 
 def test_a_store_that_was_read_in_full_is_known_until_it_is_touched_or_copied(data, root, monkeypatch, tmp_path):
     folder = opened(data, root).folder
     assert is_verified(folder), "it was read back after it was written"
-    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-    assert not is_verified(copy)
+    assert not is_verified(Path(shutil.copytree(folder, tmp_path / "copy")))
     os.utime(folder / "train.bin", ns=(1, 1))
     assert not is_verified(folder)
     opened(data, root)
@@ -133,17 +133,16 @@ def test_a_store_that_was_read_in_full_is_known_until_it_is_touched_or_copied(da
     monkeypatch.setattr(store, "file_sha256", lambda path: pytest.fail("it was read"))
     opened(data, root)
     with pytest.raises(pytest.fail.Exception, match="it was read"):
-        opened(dataclasses.replace(data, verify="always"), root)
+        opened(data, root, verify="always")
     os.utime(folder / "train.bin", ns=(1, 1))
-    opened(dataclasses.replace(data, verify="never"), root)
+    opened(data, root, verify="never")
 
 
 def test_a_read_only_store_opens_and_is_read_in_full_once(data, root, monkeypatch, tmp_path):
     folder = opened(data, root).folder
-    (folder / ".verified").unlink()
-    (folder / ".verified").mkdir()  # a note cannot be written here
-    folder.with_name(f".{folder.name}.lock").mkdir()  # nor can a lock
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert not is_verified(folder)
     opened(data, root)
     monkeypatch.setattr(store, "file_sha256", lambda path: pytest.fail("it was read again"))
     opened(data, root)
@@ -152,63 +151,52 @@ def test_a_read_only_store_opens_and_is_read_in_full_once(data, root, monkeypatc
 KILLED = """
 import os, signal, sys
 from rtx.config import DataConfig
-from rtx.data import build
+from rtx.data import store
 from rtx.data.catalog import prepare_data
-real, count = build.Encoder.__call__, int(sys.argv[3])
-parent = os.getpid()
-def dying(encoder, table):
+real, count, parent = store.encode_rows, int(sys.argv[3]), os.getpid()
+def dying(*words, **options):
     global count
     count -= 1
     if not count:
         os.kill(parent, signal.SIGKILL)
-    return real(encoder, table)
-build.Encoder.__call__ = dying
-build.PAYS_OTHERWISE = 0
+    return real(*words, **options)
+store.encode_rows, store.PAYS = dying, 0
 prepare_data(DataConfig(name="pg19", path=sys.argv[1], length=32, tokenizer="sentencepiece", vocabulary=400,
                         processes=int(sys.argv[4])), __import__("pathlib").Path(sys.argv[2]))
 """
 
 
-@pytest.mark.parametrize(("after", "processes"), [(1, 1), (3, 1), (1, 2)])
+@pytest.mark.parametrize(("after", "processes"), [(3, 1), (1, 2)])
 def test_a_killed_preparation_goes_on_and_makes_the_same_store(tmp_path, root, monkeypatch, after, processes):
     with monkeypatch.context() as patch:
         data = compose_data([*SETS["pg19"](tmp_path, patch), f"data.processes={processes}"])
-    straight = opened(data, tmp_path / "straight")
     words = [sys.executable, "-c", KILLED, str(tmp_path), str(root), str(after), str(processes)]
     run = subprocess.run(words, capture_output=True, timeout=60)  # its output ends when its processes have
     assert run.returncode == -signal.SIGKILL
     (work,) = root.glob(".pg19-*.work")
-    assert [line for line in listing(root) if "unfinished; the same rtx data prepare goes on with it" in line]
-    learned = (work / "sentencepiece.model").stat().st_mtime_ns
-    finished = {path.name: path.stat().st_mtime_ns for path in work.glob("*.bin")}
-    assert len(finished) == after - 1
+    assert any("unfinished; the same rtx data prepare goes on with it" in line for line in listing(root))
+    kept = {path.name: path.stat().st_mtime_ns for path in (work / "sentencepiece.model", *work.glob("*.bin"))}
+    assert len(kept) == after
     again = prepare_data(data, root, quiet)
     assert isinstance(again, TokenStore)
-    for name, when in finished.items():
-        assert (again.folder / name).stat().st_mtime_ns == when, "a finished split is kept"
-    assert (again.folder / "sentencepiece.model").stat().st_mtime_ns == learned
-    assert again.fingerprint == straight.fingerprint
-    assert (
-        not list(root.glob(".*.work"))
-        and not list(again.folder.glob("*.arrow"))
-        and not (again.folder / "cache").exists()
-    )
+    assert {name: (again.folder / name).stat().st_mtime_ns for name in kept} == kept, "what is finished is kept"
+    assert again.fingerprint == opened(data, tmp_path / "straight").fingerprint
+    assert not list(root.glob(".*.work")) and not (again.folder / "cache").exists()
 
 
 def test_an_error_of_the_network_after_a_kill_loses_nothing(tmp_path, root, monkeypatch):
     """Errors of the hub's client are OSErrors, too."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    data = compose_data(SETS["pg19"](tmp_path, monkeypatch))
-    real = build.write_split
+    data, real = compose_data(SETS["pg19"](tmp_path, monkeypatch)), store.write_split
 
-    def failing(work, split, *rest):
-        if split == "test":
+    def failing(encoded, path, *rest):
+        if path.name == "test":
             raise LocalEntryNotFoundError("503")
-        return real(work, split, *rest)
+        return real(encoded, path, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(build, "write_split", failing)
+        patch.setattr(store, "write_split", failing)
         with pytest.raises(LocalEntryNotFoundError):
             prepare_data(data, root, quiet)
     (work,) = root.glob(".pg19-*.work")
@@ -217,7 +205,7 @@ def test_an_error_of_the_network_after_a_kill_loses_nothing(tmp_path, root, monk
 
 
 def test_a_full_disk_leaves_nothing_that_looks_whole(data, root, monkeypatch):
-    real = build.replace_file
+    real = store.replace_file
 
     def full(path, write):
         if path.name == "valid.bin":
@@ -225,37 +213,30 @@ def test_a_full_disk_leaves_nothing_that_looks_whole(data, root, monkeypatch):
         real(path, write)
 
     with monkeypatch.context() as patch:
-        patch.setattr(build, "replace_file", full)
+        patch.setattr(store, "replace_file", full)
         with pytest.raises(RunFailed, match="no space left to write; free some, or set RTX_DATA"):
             prepare_data(data, root, quiet)
     assert not list(root.glob("text-*"))
     prepare_data(data, root, quiet)
 
 
-def test_a_source_that_changes_while_it_is_read_leaves_nothing(data, root, monkeypatch, tmp_path):
-    real = build.write_split
-
-    def changing(work, split, *rest):
-        (tmp_path / "text" / "a.txt").write_bytes(TEXT)
-        return real(work, split, *rest)
-
-    monkeypatch.setattr(build, "write_split", changing)
+def test_a_source_that_changes_while_it_is_read_leaves_nothing(data, root, tmp_path):
     with pytest.raises(UserError, match=r"a\.txt: changed while it was read; prepare it again"):
-        prepare_data(data, root, quiet)
-    assert not [path for path in root.iterdir() if path.suffix != ".lock"]
+        prepare_data(data, root, lambda line: (tmp_path / "text" / "a.txt").write_bytes(TEXT))
+    assert not list(root.iterdir())
 
 
 STARTED = """
 import sys, time, pathlib
 from rtx.config import DataConfig
-from rtx.data import build
+from rtx.data import store
 from rtx.data.catalog import prepare_data
 if sys.argv[3] == "soft":
     import errno, fcntl
     def none(*arguments): raise OSError(errno.ENOSYS, "no flock")
     fcntl.flock = none
-real = build.fill
-build.fill = lambda *words: (print("made", flush=True), time.sleep(0.5), real(*words))
+real = store.fill
+store.fill = lambda *words: (print("made", flush=True), time.sleep(0.5), real(*words))
 print(prepare_data(DataConfig(name="text", path=sys.argv[1], length=16), pathlib.Path(sys.argv[2])).fingerprint)
 """
 
@@ -272,62 +253,46 @@ def test_three_starts_at_once_make_one_store(data, root, lock):
     assert any("waiting for another process, which is preparing it" in line for lines in said for line in lines)
 
 
-def test_options_name_a_store_and_no_more():
-    said = {
-        "data=stdlib": [],
-        "data=wikitext103": ["data=wikitext103", "data.processes=2"],
-        "data=pg19 data.path='a b'": ["data=pg19", "data.path='a b'"],
-        "data=cifar10 data.size=8 data.held_out=7 data.length=192": ["data=cifar10", "data.held_out=7", "data.size=8"],
-        "data=imagenet64 data.path=x": ["data=imagenet64", "data.path=x"],
-        "data=hub data.path=a/b data.column=c": ["data=hub", "data.path=a/b", "data.column=c"],
-    }
-    for options, words in said.items():
-        assert options_of(compose_data(words)) == options
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ([], "data=stdlib"),
+        (["data=wikitext103", "data.processes=2"], "data=wikitext103"),
+        (["data=pg19", "data.path='a b'"], "data=pg19 data.path='a b'"),
+        (["data=cifar10", "data.size=8"], "data=cifar10 data.length=192 data.size=8"),
+        (["data=imagenet64", "data.path=x", "data.held_out=7"], "data=imagenet64 data.path=x data.held_out=7"),
+        (["data=hub", "data.path=a/b", "data.column=c"], "data=hub data.path=a/b data.column=c"),
+    ],
+)
+def test_options_name_a_store_and_no_more(words, options):
+    assert options_of(compose_data(words)) == options
 
 
-def test_stores_are_listed_and_removed_and_nothing_else_is(data, root, said, tmp_path):
+def test_stores_are_listed_and_removed_and_nothing_else_is(data, root, said):
     assert listing(root) == [f"{root}: no data yet"]
     folder = opened(data, root).folder
     (root / "downloads").mkdir()
     (root / "downloads" / "x.zip.part").write_bytes(b"12345")
     (root / "mine").mkdir()
-    page = "\n".join(listing(root))
-    assert f"  {folder.name}  " in page and "complete; data=text data.path=" in page and "unfinished download" in page
+    part, store_line = listing(root)
+    assert "downloads/x.zip.part  unfinished download" in part and f"{folder.name}  data=text data." in store_line
     for name in ("mine", "../text", "downloads/x.zip.part", folder.name[:-1]):
         with pytest.raises(UserError, match="no store of this name"):
-            named_store(root, name)
-    remove_store(root, named_store(root, folder.name), said.append)
-    assert said[0].startswith(f"{folder}: removed, ") and not folder.exists()
-    with pytest.raises(UserError, match="nothing to remove: no such store"):
-        remove_store(root, folder)
-    work = build.work_folder(folder)
-    work.mkdir()
-    remove_store(root, named_store(root, work.name), said.append)
-    assert sorted(path.name for path in root.iterdir() if path.suffix != ".lock") == ["downloads", "mine"]
+            remove_store(root, name)
+    (root / f".{folder.name}.work").mkdir()
+    remove_store(root, folder.name, said.append)
+    assert said[0].startswith(f"{folder}: removed, ") and len(said) == 2
+    assert sorted(path.name for path in root.iterdir()) == ["downloads", "mine"]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"length": 10**6},
-            r"expected at least one sequence of data\.length=1000000 .*; give more text or data\.length=",
-        ),
+        ({"length": 10**6}, r"expected at least one sequence of data\.length=1000000 .*; give more text or data\.leng"),
         ({"path": "nowhere"}, r"data\.path=nowhere: expected a file, a folder or a glob"),
     ],
 )
 def test_too_little_text_or_none_is_told_before_anything_is_written(data, root, change, message):
     with pytest.raises(UserError, match=message):
-        opened(dataclasses.replace(data, **change), root)
+        opened(data, root, **change)
     assert not root.exists()
-
-
-def test_a_parquet_source_of_one_long_column_is_read_in_bounded_pieces(tmp_path, root):
-    """Rows of very different sizes make batches of their own; ids are those of the rows."""
-    texts = [prose(5, 1), prose(20_000, 2), b"", prose(7, 3)]
-    for split in ("train", "validation", "test"):
-        write_table(tmp_path / f"{split}.parquet", 2, text=texts)
-    found = opened(DataConfig(name="pg19", path=str(tmp_path), length=16), root)
-    assert found.split("valid").tobytes() == b"".join(texts) and found.facts("valid").documents == 3
-    assert np.diff(found.documents("valid")).tolist() == [len(text) for text in texts if text]
-    assert found.stamps == {"books": {"train": 4, "valid": 4, "test": 4}, "complete": False}
