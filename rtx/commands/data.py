@@ -19,7 +19,9 @@ def main(arguments: list[str]) -> int:
     """
     word, words = (arguments[0], arguments[1:]) if arguments else ("", [])
     root = catalog.data_root()
-    if word == "list" and not words:
+    if word == "list":
+        if words:
+            raise UserError(f"rtx data list {words[0]}: takes no words")
         print("\n".join(catalog.listing(root)))
     elif word == "remove" and words and not any("=" in name for name in words):
         for name in words:
@@ -32,7 +34,7 @@ def main(arguments: list[str]) -> int:
         ACTIONS[word](compose_data(words))
     else:
         known, said = [*ACTIONS, "list"], f"rtx data {word}".rstrip()
-        raise UserError(f"{said}: say {', '.join(known[:-1])} or {known[-1]} (alone){nearest(word, known)}")
+        raise UserError(f"{said}: say {', '.join(known[:-1])} or {known[-1]}{nearest(word, known)}")
     return 0
 
 

@@ -40,8 +40,7 @@ def data_root() -> Path:
 def check_source(data: DataConfig, root: Path, report: Report = print) -> Source | None:
     """Return what the store of `data` is made from, without writing anything; None: data=recall has no store.
 
-    Raises:
-        UserError: the source is missing, unreadable, or too short for its splits or for one sequence.
+    Raises UserError where the source is missing, unreadable, or too short for its splits or for one sequence.
     """
     if data.name == "recall":
         return None
@@ -81,15 +80,11 @@ def options_of(data: DataConfig) -> str:
     return " ".join([f"data={data.name}", *(f"data.{key}={shlex.quote(str(value))}" for key, value in said.items())])
 
 
-def open_data(data: DataConfig, root: Path, report: Report = print, mend: bool = False) -> Store:
+def open_data(data: DataConfig, root: Path, report: Report = print) -> Store:
     """Return the store of `data` below `root`, preparing it first where it is missing or its source has changed.
 
     Safe in several processes at once. Sizes are checked, and bytes as data.verify asks: where it is `once`, only in a
-    store that was never read in full on this machine, or was moved, copied or changed since. data=recall has no store
-    on disk.
-
-    Args:
-        mend: read all bytes, and write a damaged store anew.
+    store that was never read in full on this machine, or was moved, copied or changed since.
 
     Raises:
         UserError: no such source, too little of it, or a damaged store; one line that says what to do.
@@ -98,34 +93,33 @@ def open_data(data: DataConfig, root: Path, report: Report = print, mend: bool =
     source = check_source(data, root, report)
     if source is None:
         return RecallStore(data)
-    folder, options = store_folder(data, root, source), options_of(data)
-    if mend or not folder.exists():
-        with disk_errors(root):
-            root.mkdir(parents=True, exist_ok=True)
-            with locked(folder, options, report):
-                prepare(folder, source, data, options, report)
+    folder = store_folder(data, root, source)
+    if not folder.exists():
+        return prepare_data(data, root, report, source)
     verify = data.verify == "always" or (data.verify == "once" and not is_verified(folder))
-    store = open_store(folder, options, verify)
+    store = open_store(folder, options_of(data), verify)
     check_length(len(store.split("train")), data)
     return store
 
 
-def prepare(folder: Path, source: Source, data: DataConfig, options: str, report: Report) -> None:
-    """Make sure of every byte of a store, made anew where it is missing or damaged; raises as open_data does."""
-    if folder.exists():
-        try:
-            open_store(folder, options, verify=True)
-            return
-        except DamagedStore as damage:
-            report(f"{damage.what}; rebuilding the store")
-    report(f"preparing {options} -> {folder}")
-    build_store(folder, source, data, options, report)
-    open_store(folder, options, verify=True)
-
-
-def prepare_data(data: DataConfig, root: Path, report: Report = print) -> Store:
+def prepare_data(data: DataConfig, root: Path, report: Report = print, source: Source | None = None) -> Store:
     """Return the store of `data`, written anew if it is missing or a byte of it is wrong; raises as open_data does."""
-    return open_data(data, root, report, mend=True)
+    source = source or check_source(data, root, report)
+    if source is None:
+        return RecallStore(data)
+    folder, options = store_folder(data, root, source), options_of(data)
+    with disk_errors(root):
+        root.mkdir(parents=True, exist_ok=True)
+        with locked(folder, options, report):
+            try:
+                store = open_store(folder, options, verify=True)
+            except UserError as error:
+                missing = f"preparing {options} -> {folder}"
+                report(f"{error.what}; rebuilding the store" if isinstance(error, DamagedStore) else missing)
+                build_store(folder, source, data, options, report)
+                store = open_store(folder, options, verify=True)
+    check_length(len(store.split("train")), data)
+    return store
 
 
 def find_data(data: DataConfig, root: Path, verify: bool = False) -> Store:
@@ -145,11 +139,7 @@ def verify_data(data: DataConfig, root: Path, report: Report = print) -> Store:
 
 
 def vocabulary_size(data: DataConfig) -> int:
-    """Return the number of different units of `data`, without preparing anything.
-
-    Raises:
-        UserError: words of a text whose store is not prepared.
-    """
+    """Return the number of different units of `data`; UserError for words of a text whose store is not prepared."""
     if data.name == "recall":
         return vocabulary(data)
     if data.tokenizer == "words":

@@ -25,19 +25,14 @@ from rtx.training.signals import ignore_signals
 
 
 class RtxDataModule(pl.LightningDataModule):
-    """The data of a run, of which `step` steps have been taken.
+    """The data of a run, of which `step` steps have been taken and `seconds` waited for training batches.
 
-    Args:
-        config: the resolved configuration.
-        hardware: what it means on this machine.
-        store: the data; unset: opened by `setup`, and prepared before by one process a node.
+    Unset, `store` is opened by `setup`, and prepared before by one process a node.
     """
 
     def __init__(self, config: Config, hardware: Hardware, store: Store | None = None) -> None:
         super().__init__()
-        self.config, self.hardware, self.store, self.step = config, hardware, store, 0
-        self.seconds = 0.0
-        """Seconds that this process has waited for training batches."""
+        self.config, self.hardware, self.store, self.step, self.seconds = config, hardware, store, 0, 0.0
         if store is not None:
             self.setup()
 
@@ -90,15 +85,14 @@ class TrainBatches:
 
     def __iter__(self) -> Iterator[Tensor]:
         data, hardware = self.data, self.data.hardware
-        batches = iter(
-            training_batches(
-                *(data.items, data.step, max(data.step, data.config.trainer.steps)),
-                *(hardware.rank, hardware.world, hardware.micro_batch_size),
-                num_workers=data.config.hardware.workers,
-                pin_memory=hardware.accelerator == "gpu",
-                worker_init_fn=loader_process_starts,
-            )
+        loader = training_batches(
+            *(data.items, data.step, max(data.step, data.config.trainer.steps)),
+            *(hardware.rank, hardware.world, hardware.micro_batch_size),
+            num_workers=data.config.hardware.workers,
+            pin_memory=hardware.accelerator == "gpu",
+            worker_init_fn=loader_process_starts,
         )
+        batches = iter(loader)
         while True:
             began = time.perf_counter()
             batch = next(batches, None)

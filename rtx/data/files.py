@@ -65,11 +65,7 @@ def walk(root: Path, skipped: Sequence[str] = (), leave_out: Path | None = None)
 
 
 def files_of(path: str, leave_out: Path) -> list[Path]:
-    """Return the files that `path` means: a file, all files below a folder, or the matches of a glob, sorted.
-
-    Raises:
-        UserError: nothing is there, or a folder cannot be read.
-    """
+    """Return the files that `path` means: a file, all below a folder, or the matches of a glob; UserError for none."""
     place = Path(path).expanduser()
     files = [place] if place.exists() else sorted(map(Path, glob.glob(str(place), recursive=True)))
     files = walk(place, leave_out=leave_out) if place.is_dir() else [file for file in files if not file.is_dir()]
@@ -82,8 +78,7 @@ def files_of(path: str, leave_out: Path) -> list[Path]:
 def parquet_splits(path: str, folders: Iterable[Path], splits: Sequence[str] = SPLITS) -> dict[str, list[Path]]:
     """Return the parquet files of each split in the first of `folders` that has some, by their names; {}: none has.
 
-    Raises:
-        UserError: a split is missing, or a file is no whole parquet file.
+    Raises UserError where a split is missing, and for a file that is no whole parquet file.
     """
     import pyarrow as pa
     from pyarrow import parquet
@@ -191,11 +186,7 @@ def commit_of(repository: str, revision: str | None, kept: Path) -> str:
 
 
 def hub_rows(found: datasets.DatasetDict, split: str, data: DataConfig) -> datasets.Dataset:
-    """Return the column of text of a split, cut out of train where there is no such split.
-
-    Raises:
-        UserError: there is no training split, or no such column of text.
-    """
+    """Return the column of text of a split, cut out of train where there is none; UserError without train or column."""
     here = {ours: next((name for name in names if name in found), None) for ours, names in NAMES.items()}
     if here["train"] is None:
         raise UserError(f"data.path={data.path}: expected a split train, found {', '.join(map(str, found))}")

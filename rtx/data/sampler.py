@@ -44,12 +44,9 @@ class MadeItems:
 
 
 class TrainingItems(MadeItems):
-    """Windows of a training split.
+    """Windows of N = `length` units of a training split, unsigned integers `[units]`.
 
-    Args:
-        tokens: the split, unsigned integers `[units]`; a memory map is opened by its path in another process.
-        length: units of a sequence, N; at most `len(tokens)`.
-        whole: a sequence is one image: an epoch visits each of `len(tokens) / length` images exactly once.
+    A memory map is opened by its path in another process. `whole`: a sequence is one image.
     """
 
     def __init__(self, tokens: np.ndarray, length: int, seed: int, batch_size: int, whole: bool = False) -> None:

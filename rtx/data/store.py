@@ -4,7 +4,6 @@
                             <split>.starts.npy    where documents start, and the end: int64 (not for images)
                             store.json            source, tokenizer, sizes, checksums, fingerprint
                             .verified             sizes and times of the files when every byte was last checked here
-                            and the file of a learned tokenizer
 
 The key names source and settings; the fingerprint content, tokenizer and stamps alone: it is the same on every machine.
 A store is made in `<root>/.<name>-<key>.work`, which is renamed once it is whole; a preparation goes on with one that
@@ -70,22 +69,22 @@ class SplitFacts(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenStore:
-    """An open store: splits as read-only memory maps of unsigned integers `[units]`."""
+    """An open store: splits as read-only memory maps of unsigned integers `[units]`.
+
+    `fingerprint` is a sha256 over tokenizer, stamps, and size and content of every split. `source` says where the data
+    came from, and `stamps` are facts of protocol that stand on every result. `image`: height and width of every image
+    (None: text). `answers`: all units of a sequence are scored (see RecallStore).
+    """
 
     name: str
     folder: Path
     splits: dict[str, np.ndarray]
     tokenizer: Tokenizer
     fingerprint: str
-    """sha256 over the tokenizer, the stamps, and the size and content of every split: equal means the same data."""
     source: dict[str, Any]
-    """Where the data came from, for people to read."""
     stamps: dict[str, Any] = field(default_factory=dict)
-    """Facts of protocol that stand on every result."""
     image: tuple[int, int] | None = None
-    """Height and width of every image; None: text."""
     answers: None = None
-    """Positions of a sequence that alone are scored; None: all of them (see RecallStore)."""
     all_facts: dict[str, SplitFacts] = field(default_factory=dict)
 
     @property
@@ -99,11 +98,7 @@ class TokenStore:
         return self.tokenizer.unit
 
     def split(self, name: str) -> np.ndarray:
-        """Return the tokens of split train, valid or test: unsigned integers `[units]`, read-only.
-
-        Raises:
-            UserError: the store has no such split.
-        """
+        """Return the tokens of split train, valid or test; UserError where there is no such split."""
         if name not in self.splits:
             allowed = ", ".join(self.splits)
             raise UserError(f"{self.name} has no split {name!r}: one of {allowed}{nearest(name, self.splits)}")
@@ -130,12 +125,8 @@ class TokenStore:
 def open_store(folder: Path, options: str, verify: bool = False) -> TokenStore:
     """Open the store in `folder`, checking the sizes of its splits, and with `verify` every byte of all its files.
 
-    Args:
-        options: the command-line options that ask for it, for messages.
-
-    Raises:
-        DamagedStore: a file is missing, altered or unreadable; the message says which, and how to mend it.
-        UserError: there is no store.
+    `options`: those of the command line that ask for it, for messages. Raises DamagedStore where a file is missing,
+    altered or unreadable, and UserError where there is no store.
     """
     record, splits = read_record(folder, options), {}
     dtype = np.dtype(record["dtype"])
@@ -160,14 +151,9 @@ def open_store(folder: Path, options: str, verify: bool = False) -> TokenStore:
             note.parent.mkdir(parents=True, exist_ok=True)
             note.write_text(look)
     sizes = {name: SplitFacts(*map(facts.get, SplitFacts._fields)) for name, facts in record["splits"].items()}
-    return TokenStore(
-        **{key: record[key] for key in ("name", "fingerprint", "source", "stamps")},
-        folder=folder,
-        splits=splits,
-        tokenizer=tokenizer,
-        image=tuple(record["image"]) if record["image"] else None,
-        all_facts=sizes,
-    )
+    kept = {key: record[key] for key in ("name", "fingerprint", "source", "stamps")}
+    kept["image"] = tuple(record["image"]) if record["image"] else None
+    return TokenStore(**kept, folder=folder, splits=splits, tokenizer=tokenizer, all_facts=sizes)
 
 
 def is_verified(folder: Path) -> bool:
@@ -214,11 +200,8 @@ def record_sha256(record: dict[str, Any]) -> str:
 def build_store(folder: Path, source: Source, data: DataConfig, options: str, report: Report) -> None:
     """Write the store at `folder`, in the place of what stands there; the caller holds the lock.
 
-    Whatever ends it leaves what is finished to the next one; a source that is not what it should be leaves nothing.
-
-    Raises:
-        RunFailed: the disk is full, or a download failed.
-        UserError: the source is not what it should be, or the folder cannot be written.
+    Whatever ends it leaves what is finished to the next one (RunFailed: a full disk, a failed download); a source that
+    is not what it should be (UserError) leaves nothing.
     """
     work = folder.with_name(f".{folder.name}.work")
     try:
@@ -330,11 +313,7 @@ def count_words(text: bytes) -> int:
 def write_split(encoded: datasets.Dataset, path: Path, tokenizer: Tokenizer, options: str) -> dict[str, Any]:
     """Write `<path>.bin`, the ids of all rows one behind the other, and of text where documents start.
 
-    Returns:
-        sizes and checksums.
-
-    Raises:
-        UserError: there are no units.
+    Returns sizes and checksums; UserError where there are no units.
     """
     digest, lengths = hashlib.sha256(), [np.zeros(0, np.int64)]
 

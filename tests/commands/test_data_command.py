@@ -53,12 +53,12 @@ def test_only_keys_of_data_are_taken(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "rtx: rtx data: say prepare, verify, info, remove or list (alone)\n"),
+        ([], "rtx: rtx data: say prepare, verify, info, remove or list\n"),
         (
             ["prepar"],
-            "rtx: rtx data prepar: say prepare, verify, info, remove or list (alone) (did you mean 'prepare'?)\n",
+            "rtx: rtx data prepar: say prepare, verify, info, remove or list (did you mean 'prepare'?)\n",
         ),
-        (["list", "data=text"], "rtx: rtx data list: say prepare, verify, info, remove or list (alone)"),
+        (["list", "data=text"], "rtx: rtx data list data=text: takes no words\n"),
         (["remove", "text-12"], "rtx: text-12: no store of this name in "),
         (["remove"], "rtx: rtx data remove: name a store, as rtx data list has it, or say data=<set>\n"),
         (["remove", "data.length=64"], "rtx: rtx data remove: name a store, "),
