@@ -43,8 +43,6 @@ FORMAT = 3
 RECORD = "store.json"
 PAYS = 1 << 23
 """Bytes of a split from which on several processes pay; where bytes are copied they never do."""
-BATCH = 1 << 22
-"""Bytes of the rows that are encoded at once."""
 forking: list[bool] = []
 """Something, while processes that are forked work for this one alone."""
 IS_BLANK = np.isin(np.arange(256), list(b" \t\n\r\v\f"))
@@ -217,7 +215,7 @@ def build_store(folder: Path, source: Source, data: DataConfig, options: str, re
 
 
 def fill(work: Path, source: Source, data: DataConfig, options: str, report: Report) -> None:
-    """Write all files of the store into `work`, its record last."""
+    """Write all files of the store into `work`, its record last; splits that are finished there stay."""
     import datasets
 
     if not sys.stderr.isatty():
@@ -242,6 +240,11 @@ def fill(work: Path, source: Source, data: DataConfig, options: str, report: Rep
                 path.unlink()
             shutil.rmtree(cache / split, ignore_errors=True)
         splits[split] = json.loads(finished.read_bytes())
+    write_record(work, source, tokenizer, options, splits)
+
+
+def write_record(work: Path, source: Source, tokenizer: Tokenizer, options: str, splits: dict[str, Any]) -> None:
+    """Write the record of a store, with fingerprint, time and its own sha256."""
     content = [tokenizer.describe(), tokenizer.dtype.name, source.stamps, source.image]
     sizes = {split: [facts["units"], facts["sha256"]] for split, facts in splits.items()}
     fingerprint = hashlib.sha256(json.dumps([FORMAT, *content, sizes], sort_keys=True).encode()).hexdigest()
@@ -252,8 +255,8 @@ def fill(work: Path, source: Source, data: DataConfig, options: str, report: Rep
 
 
 def rows_at_once(rows: datasets.Dataset) -> int:
-    """Return how many rows are encoded at once."""
-    return max(1, min(1_000, BATCH * len(rows) // max(1, rows.data.nbytes)))
+    """Return how many rows make about 4 MiB: so many are encoded at once."""
+    return max(1, min(1_000, (1 << 22) * len(rows) // max(1, rows.data.nbytes)))
 
 
 def encode(
