@@ -17,7 +17,7 @@ import yaml
 
 from rtx.config import DataConfig
 from rtx.data.fetch import disk_errors
-from rtx.data.recall import RecallStore, vocabulary
+from rtx.data.recall import RecallStore
 from rtx.data.sets import SETS, Report, Source
 from rtx.data.store import FORMAT, DamagedStore, TokenStore, build_store, is_verified, open_store, read_record
 from rtx.errors import UserError, nearest
@@ -140,12 +140,10 @@ def verify_data(data: DataConfig, root: Path, report: Report = print) -> Store:
 
 def vocabulary_size(data: DataConfig) -> int:
     """Return the number of different units of `data`; UserError for words of a text whose store is not prepared."""
-    if data.name == "recall":
-        return vocabulary(data)
-    if data.tokenizer == "words":
-        known = SETS[data.name].kinds if data.name in SETS else None
-        return known or open_store(store_folder(data, data_root()), options_of(data)).vocabulary
-    return data.vocabulary if data.tokenizer == "sentencepiece" else 256
+    kinds = SETS[data.name].kinds if data.name in SETS else None
+    if data.name == "recall" or (data.tokenizer == "words" and kinds is None):
+        return find_data(data, data_root()).vocabulary
+    return {"words": kinds or 0, "sentencepiece": data.vocabulary, "bytes": 256}[data.tokenizer]
 
 
 @contextlib.contextmanager
@@ -169,16 +167,14 @@ def locked(folder: Path, options: str, report: Report) -> Iterator[None]:
 
 def listing(root: Path) -> list[str]:
     """Return a line for each store, unfinished preparation and download below `root`: size, name, what it is."""
-    says = {".work": "unfinished; the same rtx data prepare goes on with it", ".part": "unfinished download"}
-    lines = []
-    for path in sorted([*root.glob("*-*"), *root.glob(".*.work"), *root.glob("downloads/*")]):
-        said = says.get(path.suffix, "download")
-        if STORE.fullmatch(path.name):
-            try:
-                said = read_record(path, "")["options"]
-            except DamagedStore as damage:
-                said = damage.what
-        lines.append(f"{disk_size(path):>9}  {path.relative_to(root)}  {said}")
+    said = dict.fromkeys(root.glob(".*.work"), "unfinished; the same rtx data prepare goes on with it")
+    said |= {path: "unfinished" if path.suffix == ".part" else "download" for path in root.glob("downloads/*")}
+    for path in filter(lambda path: STORE.fullmatch(path.name), root.glob("*-*")):
+        try:
+            said[path] = read_record(path, "")["options"]
+        except DamagedStore as damage:
+            said[path] = damage.what
+    lines = [f"{disk_size(path):>9}  {path.relative_to(root)}  {said[path]}" for path in sorted(said)]
     return lines or [f"{root}: no data yet"]
 
 

@@ -106,10 +106,6 @@ class TokenStore:
         """Return the sizes of a split."""
         return self.all_facts[name]
 
-    def documents(self, name: str) -> np.ndarray:
-        """Return where the documents of a split of text start, and its end, in units: int64 `[documents + 1]`."""
-        return np.load(self.folder / f"{name}.starts.npy")
-
     def describe(self) -> dict[str, Any]:
         """Return what a run records of its data, as JSON values."""
         described = {
