@@ -111,13 +111,15 @@ def prepare_data(data: DataConfig, root: Path, report: Report = print, source: S
     with disk_errors(root):
         root.mkdir(parents=True, exist_ok=True)
         with locked(folder, options, report):
+            problem = ""
             try:
-                store = open_store(folder, options, verify=True)
+                open_store(folder, options, verify=True)
             except UserError as error:
-                missing = f"preparing {options} -> {folder}"
-                report(f"{error.what}; rebuilding the store" if isinstance(error, DamagedStore) else missing)
+                problem = f"{error.what}; rebuilding the store:" if isinstance(error, DamagedStore) else "preparing"
+            if problem:
+                report(f"{problem} {options} -> {folder}")
                 build_store(folder, source, data, options, report)
-                store = open_store(folder, options, verify=True)
+            store = open_store(folder, options, verify=bool(problem))
     check_length(len(store.split("train")), data)
     return store
 
