@@ -47,10 +47,6 @@ class RtxDataModule(pl.LightningDataModule):
         self.items, self.held_out = training_items(self.config, store), store.split("valid")
         self.windows = windows(len(self.held_out), self.config.data.length, self.config.trainer.val_stride)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the step that comes next."""
-        return {"step": self.trainer.global_step if self.trainer else self.step}
-
     def train_dataloader(self) -> TrainBatches:
         """Return this rank's micro-batches of the steps that are left."""
         return TrainBatches(self)
