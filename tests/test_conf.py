@@ -8,7 +8,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from rtx.analysis.cost import cost
-from rtx.analysis.fitting import choose_micro_batch
+from rtx.analysis.footprint import choose_micro_batch
 from rtx.checks import resolve
 from rtx.compose import compose
 from rtx.config import GROUPS, all_fields

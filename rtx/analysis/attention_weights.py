@@ -1,32 +1,32 @@
-"""What attention heads read of one sequence: their weights on every key, and how far apart two heads read.
+"""What attention heads read of one sequence: their weights, how far apart two heads read, and telemetry of training.
 
 With unit vectors as values a head's output is its weight on each key (with routing.compressed of the branch that
-selects). Shapes: B sequences, N positions, P of them looked at, K keys of a block, H heads of a group, C clusters.
+selects). Shapes: B sequences, N positions, P of them looked at, K keys of a block, H heads of a group, L lists.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rtx.attention.engine import attend
 from rtx.attention.packed import Indexed, Part, Reads
 from rtx.attention.pattern import Inputs, Pattern
-from rtx.attention.patterns import Random
-from rtx.attention.routing import Routing
+from rtx.attention.patterns import AdaptiveSpan
+from rtx.attention.routing import Routing, Snapshot
 from rtx.attention.softmax import Relative
 from rtx.model.layer_heads import ROUTED
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.transformer import Transformer
+from rtx.training.sharding import whole
 
-KEYS = 256
-"""Keys whose weights are worked out at once."""
+KEYS, PROBES = 256, 32
+"""Keys whose weights are worked out at once; positions of a training batch whose weights are."""
 
 Heads = tuple[Pattern, Inputs, list[Part], Relative | None]
 """The heads of a group, what they are given, what they read, and Shaw's tables."""
@@ -82,20 +82,6 @@ def weight_blocks(heads: Heads, at_P: Tensor) -> Iterator[Tensor]:
             q, k = given.turned_q_BHND.to(wide), given.turned_k_BHND.to(wide)
             terms = pattern.terms(D, relative)
             yield attend(q, k, unit_NK.expand(1, H, N, -1), parts, terms, "torch")[0][:, at_P]
-
-
-def clusters_of(heads: Heads, head: int, at_P: Tensor) -> Tensor | None:
-    """Return the first cluster that holds a position and a key, `[P, N]`; None without clusters."""
-    pattern, given, (part, *_), _ = heads
-    if not isinstance(pattern, Routing | Random) or isinstance(part, Indexed):
-        return None
-    H, N = given.q_BHND.shape[1:3]
-    members = []
-    for lists in (part.query, part.key):
-        member_LN = torch.zeros(len(lists.count_L), N, dtype=torch.uint8)
-        member_LN[lists.list_M().cpu(), lists.row_M.cpu() % N] = 1
-        members.append(member_LN.view(H, -1, N)[head])
-    return (members[0][:, at_P, None] * members[1][:, None]).argmax(0)
 
 
 def summary(weight_PN: Tensor, at_P: Tensor) -> dict[str, Any]:
@@ -172,33 +158,76 @@ def drawn_pairs(
     attention: MultiheadAttention, draws: int, generator: np.random.Generator
 ) -> dict[tuple[str, str], list[Pair]]:
     """Return `draws` pairs of different heads for every kind of pair that a layer has."""
-    widths = zip(attention.groups, attention.widths, strict=False)
-    heads = {name: [(name, head) for head in range(width // attention.size)] for name, width in widths}
-    drawn = {}
-    for kind in itertools.combinations_with_replacement(sorted(heads, key=lambda name: name == ROUTED), 2):
-        first, second = (heads[name] for name in kind)
-        every = list(itertools.combinations(first, 2) if first is second else itertools.product(first, second))
-        if every:
-            drawn[kind] = [every[int(k)] for k in generator.integers(len(every), size=draws)]
-    return drawn
+    widths = sorted(zip(attention.groups, attention.widths, strict=False), key=lambda group: group[0] == ROUTED)
+    heads = [(name, head) for name, width in widths for head in range(width // attention.size)]
+    every: dict[tuple[str, str], list[Pair]] = {}
+    for first, second in itertools.combinations(heads, 2):
+        every.setdefault((first[0], second[0]), []).append((first, second))
+    return {kind: [of[int(k)] for k in generator.integers(len(of), size=draws)] for kind, of in every.items()}
 
 
 def pair_divergences(attention: MultiheadAttention, x_1NE: Tensor, pairs: Sequence[Pair]) -> list[Tensor]:
     """Return the divergence of each pair of heads at the positions of a sequence where both read something.
 
-    With m = (p + q) / 2 a key adds (p ln(p / m) + q ln(q / m)) / 2: of a key that one head alone reads that is half its
-    weight times ln 2, together ln 2; of a shared one it is p ln(p / (p + q)) / 2 + q ln(q / (p + q)) / 2 on top.
+    With m = (p + q) / 2 a key adds (p ln p + q ln q) / 2 - m ln m.
     """
     groups, at_N = groups_of(attention, x_1NE), torch.arange(x_1NE.shape[1])
-    reads_N: dict[tuple[str, int], Tensor] = {}
-    nats_N = [torch.full(at_N.shape, math.log(2), dtype=torch.float64, device=x_1NE.device) for _ in pairs]
+    nats_XN = torch.zeros(len(pairs), len(at_N), dtype=torch.float64, device=x_1NE.device)
+    reads_X2N = nats_XN.new_zeros(len(pairs), 2, len(at_N))
     for blocks in zip(*(weight_blocks(heads, at_N) for heads in groups.values()), strict=True):
         weights = dict(zip(groups, blocks, strict=True))
-        for name, head in {head for pair in pairs for head in pair}:
-            reads_N[name, head] = reads_N.get((name, head), 0) + weights[name][head].sum(-1)
-        for nats, ((a, i), (b, j)) in zip(nats_N, pairs, strict=True):
-            p_NK, q_NK = weights[a][i].double(), weights[b][j].double()
-            both_NK = p_NK + q_NK
-            more_NK = torch.xlogy(p_NK, p_NK / both_NK) + torch.xlogy(q_NK, q_NK / both_NK)
-            nats += torch.where((p_NK > 0) & (q_NK > 0), more_NK, 0.0).sum(-1) / 2
-    return [nats[(reads_N[a] > 0.5) & (reads_N[b] > 0.5)] for nats, (a, b) in zip(nats_N, pairs, strict=True)]
+        for x, ((a, i), (b, j)) in enumerate(pairs):
+            both_2NK = torch.stack([weights[a][i], weights[b][j]]).double()
+            mean_NK = both_2NK.mean(0)
+            reads_X2N[x] += both_2NK.sum(-1)
+            nats_XN[x] += (torch.xlogy(both_2NK, both_2NK).mean(0) - torch.xlogy(mean_NK, mean_NK)).sum(-1)
+    return [nats_N[(reads_2N > 0.5).all(0)].clamp(min=0) for nats_N, reads_2N in zip(nats_XN, reads_X2N, strict=True)]
+
+
+@torch.no_grad()
+def read_telemetry(model: nn.Module) -> dict[str, float]:
+    """Return means over the routing layers, for the first sequence of the last training batch; empty without any.
+
+    `empty_share`: clusters without members; `member_share` and `member_most`: members of a cluster (with keys of their
+    own, keys) over W, the mean and the largest; `in_none`, `in_one`, `in_many`: share of positions whose queries belong
+    to 0, 1 or more clusters; `self_weight` and `distance`: mean weight that a position puts on itself, and mean
+    distance it reads at. `span/*`: of heads that learn their span, in positions, the ramp left out.
+    """
+    spans = [whole(heads.spans()) for heads in model.modules() if isinstance(heads, AdaptiveSpan)]
+    told = {"span/mean": float(torch.cat(spans).mean()), "span/max": float(torch.cat(spans).max())} if spans else {}
+    routing = [heads for heads in model.modules() if isinstance(heads, Routing)]
+    layers = [layer_telemetry(heads, heads.snapshot) for heads in routing if heads.snapshot]
+    for name in layers[0] if layers else ():
+        told[f"routing/{name}"] = float(torch.stack([layer[name] for layer in layers]).nanmean())
+    return told
+
+
+def layer_telemetry(heads: Routing, snapshot: Snapshot) -> dict[str, Tensor]:
+    """Return the figures of one layer as scalars; weights over evenly spaced positions that read anything, else NaN.
+
+    Values that hold a key's position, and 1 at one of the probed, make outputs that hold just that. Shaw's terms are
+    left out.
+    """
+    (H, N, D), device = snapshot.q_HND.shape, snapshot.q_HND.device
+    reads, position_N = heads.read_lists(snapshot.lists, N), torch.arange(N, device=device)
+    times_HN = torch.bincount(reads.query.row_M, minlength=H * N).view(H, N)
+    times_HN = times_HN if snapshot.real_N is None else times_HN[:, snapshot.real_N]  # padding is in no cluster
+    filled_L = reads.key.count_L.double() / heads.centroids.window
+    at_P = torch.linspace(0, N - 1, min(PROBES, N), device=device).long()
+    v_NX = torch.cat([position_N[:, None], torch.ones(N, 1, device=device), position_N[:, None] == at_P], dim=1).float()
+    q, k = snapshot.q_HND[None].float(), snapshot.k_HND[None].float()
+    asked = [read_by(reads, torch.isin(position_N, at_P).repeat(H))]
+    terms = heads.terms(D, None)._replace(dropout=0.0)  # nothing is drawn: training goes on with the same bits
+    with torch.autocast(device.type, enabled=False):
+        out_HPX = attend(q, k, v_NX.expand(1, H, N, -1), asked, terms, "torch")[0][:, at_P].double()
+    reads_HP = out_HPX[..., 1] > 0.5
+    return {
+        "empty_share": (filled_L == 0).double().mean(),
+        "in_none": (times_HN == 0).double().mean(),
+        "in_one": (times_HN == 1).double().mean(),
+        "in_many": (times_HN > 1).double().mean(),
+        "member_share": filled_L.mean(),
+        "member_most": filled_L.max(),
+        "self_weight": out_HPX[..., 2:].diagonal(dim1=1, dim2=2)[reads_HP].mean(),
+        "distance": (at_P - out_HPX[..., 0])[reads_HP].mean(),
+    }

@@ -14,12 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rtx.attention.centroids import statistics_paused
-from rtx.attention.choices import Blocks, Choice, Indexer, RandomBlocks
+from rtx.attention.choices import Choice, Indexer, RandomBlocks
 from rtx.attention.pattern import Pattern
 from rtx.attention.patterns import Random
 from rtx.attention.routing import Routing
@@ -27,39 +26,31 @@ from rtx.errors import RunFailed
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.transformer import Transformer
 
-Group = tuple[int, str]
+Group = tuple[Any, str]
 """A layer, 0 the lowest, and the name of a group of its heads."""
+LOGITS: Group = ("", "logits")
 
 
 @dataclass
 class Audit:
-    """How far outputs at the positions of all prefixes moved, as `relative_change`: 1-d tensors."""
+    """How far outputs at the positions of all prefixes moved."""
 
     tolerance: float
     """Changes up to here are no move."""
     repeat: float
     """Largest change of the logits when nothing at all changes: above the tolerance, the model draws or remembers."""
-    logits: Tensor
-    groups: dict[Group, Tensor]
-    """Of each group of heads by itself, where the model's layers are known."""
+    changes: dict[Group, Tensor]
+    """Of the logits, and of each group of heads by itself: as `relative_change`, 1-d."""
 
     @property
     def sees_future(self) -> bool:
         """Whether an output of the past moved."""
-        return bool((self.logits > self.tolerance).any()) or bool(self.origins)
+        return any(bool((change > self.tolerance).any()) for change in self.changes.values())
 
     @property
     def origins(self) -> list[Group]:
         """The groups in which the past moves though the past of their layer's input does not."""
-        return [group for group, change in self.groups.items() if (change > self.tolerance).any()]
-
-
-def prefix_lengths(length: int, count: int) -> list[int]:
-    """Return up to `count` prefix lengths from 1 to `length` - 1: powers of two and their neighbours, thinned out."""
-    powers = (1 << power for power in range(length.bit_length() + 1))
-    near = {size for power in powers for size in (power - 1, power, power + 1) if 0 < size < length}
-    lengths = sorted(near | {length - 1})
-    return [lengths[at] for at in np.linspace(0, len(lengths) - 1, min(count, len(lengths))).astype(int)]
+        return [group for group, change in self.changes.items() if group != LOGITS and (change > self.tolerance).any()]
 
 
 def other_future(ids_BN: Tensor, prefix: int, vocabulary: int, seed: int) -> Tensor:
@@ -77,7 +68,7 @@ def relative_change(before: Tensor, after: Tensor) -> Tensor:
 
 @torch.no_grad()
 def audit_outputs(
-    outputs: Callable[[Tensor], Tensor],
+    outputs: Callable[[Tensor, int], dict[Group, Tensor]],
     ids_BN: Tensor,
     vocabulary: int,
     prefixes: Sequence[int],
@@ -85,44 +76,40 @@ def audit_outputs(
     tolerance: float = 1e-9,
     seed: int = 0,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-    heads: Callable[[int], dict[Group, Tensor]] = lambda prefix: {},
 ) -> Audit:
     """Change the future of sequences behind each prefix, and see which outputs at its positions move.
 
     Args:
-        outputs: token ids `[B, N]` to logits `[B, N, V]`; position i may read the ids 0 to i. Called anew with torch's
-            generators in the same state each time, so that what it draws is no change.
+        outputs: token ids `[B, N]` and the prefix (0: nothing changed) to `LOGITS`, and what else is to be watched,
+            `[B, ..., N, D]`; position i may read the ids 0 to i. Called anew with torch's generators in the same state
+            each time, so that what it draws is no change.
         ids_BN: token ids, below `vocabulary`.
-        prefixes: from 1 to N - 1, as `prefix_lengths`.
+        prefixes: lengths from 1 to N - 1.
         tolerance, seed: of the result; of the other tokens.
         on_progress: called with prefixes done and prefixes in all.
-        heads: called behind `outputs` with the prefix (0: nothing changed), gives what heads put out, `[B, H, N, D]`.
 
     Raises:
         RunFailed: NaN or infinity among the outputs.
     """
 
-    def run(ids_BN: Tensor) -> Tensor:
+    def run(ids_BN: Tensor, prefix: int = 0) -> dict[Group, Tensor]:
         with torch.random.fork_rng([ids_BN.device] if ids_BN.is_cuda else []):
             torch.manual_seed(seed)
-            out_BNV = outputs(ids_BN)
-        if not bool(out_BNV.isfinite().all()):
+            found = outputs(ids_BN, prefix)
+        if not all(bool(out.isfinite().all()) for out in found.values()):
             raise RunFailed("outputs hold NaN or infinity; nothing can be said of what moves them")
-        return out_BNV
+        return found
 
     run(ids_BN)  # some modules settle when they are first called
-    before_BNV = run(ids_BN)
-    repeat = float(relative_change(before_BNV, run(ids_BN)).max())
-    before, logits = heads(0), []
-    groups: dict[Group, list[Tensor]] = {}
+    before = run(ids_BN)
+    repeat = float(relative_change(before[LOGITS], run(ids_BN)[LOGITS]).max())
+    changes: dict[Group, list[Tensor]] = {group: [] for group in before}
     for done, prefix in enumerate(prefixes, start=1):
-        after_BNV = run(other_future(ids_BN, prefix, vocabulary, seed))
-        logits.append(relative_change(before_BNV[:, :prefix], after_BNV[:, :prefix]).flatten())
-        for group, out_BHND in heads(prefix).items():
-            change_BHP = relative_change(before[group][:, :, :prefix], out_BHND[:, :, :prefix])
-            groups.setdefault(group, []).append(change_BHP.amax(dim=1).flatten())
+        for group, after in run(other_future(ids_BN, prefix, vocabulary, seed), prefix).items():
+            change = relative_change(before[group][..., :prefix, :], after[..., :prefix, :])
+            changes[group].append(change.reshape(len(ids_BN), -1, prefix).amax(1).flatten())
         on_progress(done, len(prefixes))
-    return Audit(tolerance, repeat, torch.cat(logits), {group: torch.cat(x) for group, x in groups.items()})
+    return Audit(tolerance, repeat, {group: torch.cat(found) for group, found in changes.items()})
 
 
 def audit_model(
@@ -146,14 +133,11 @@ def audit_model(
     inputs: list[Tensor] = []
     unchanged: list[Tensor] = []
 
-    def outputs(ids_BN: Tensor) -> Tensor:
+    def outputs(ids_BN: Tensor, prefix: int) -> dict[Group, Tensor]:
         inputs.clear()
         hidden_BNS, _ = model(ids_BN.roll(-1, dims=1), streaming)
-        return model.logits(hidden_BNS)
-
-    def heads(prefix: int) -> dict[Group, Tensor]:
-        unchanged.extend([] if prefix else inputs)
-        found = {}
+        found: dict[Group, Tensor] = {LOGITS: model.logits(hidden_BNS)}
+        unchanged[:] = unchanged if prefix else inputs
         for number, (layer, x_BNE, y_BNE) in enumerate(zip(layers, unchanged, inputs, strict=True)):
             split = layer.split(torch.cat([x_BNE[:, :prefix], y_BNE[:, prefix:]], dim=1))
             for name, pattern, relative, qkv in zip(layer.groups, layer.each(), layer.relative(), split, strict=True):
@@ -163,7 +147,7 @@ def audit_model(
     with contextlib.ExitStack() as hooks:
         for layer in layers:
             hooks.enter_context(layer.register_forward_pre_hook(lambda _, given: inputs.append(given[0])))
-        return audit_outputs(outputs, ids_BN, model.vocabulary, prefixes, heads=heads, **options)
+        return audit_outputs(outputs, ids_BN, model.vocabulary, prefixes, **options)
 
 
 def choice_gradients(model: Transformer, tokens_BN: Tensor) -> list[dict[str, Any]]:
@@ -203,9 +187,8 @@ def trained_by(pattern: Pattern) -> str:
         return "nothing: it is drawn"
     if isinstance(pattern, Indexer):
         return "the divergence of its scores to the attention"
-    if isinstance(pattern, Routing):
-        vectors = "queries and keys" if pattern.has_keys else "queries"
-        pull = " and the commitment to centroids" if pattern.commitment else ""
-        return f"its {vectors}, by the attention{pull}; centroids by k-means (update={pattern.centroids.update_rule})"
-    compressed = isinstance(pattern, Blocks) and pattern.gate_H2D is not None
-    return "the attention's own queries and keys" + (", and the compressed branch" if compressed else "")
+    if not isinstance(pattern, Routing):
+        return "the attention's own queries and keys"
+    pull = " and the commitment to centroids" if pattern.commitment else ""
+    vectors = "queries and keys" if pattern.has_keys else "queries"
+    return f"its {vectors}, by the attention{pull}; centroids by k-means (update={pattern.centroids.update_rule})"

@@ -1,10 +1,8 @@
-"""How much memory training steps take, counted from the configuration: what one device holds at its fullest moment.
+"""How much memory training steps take: what one device holds at its fullest moment; and which micro-batch it holds.
 
 Sizes are in bytes. Counted is what `rtx/model` and `rtx.attention.engine` keep for the backward pass, tensor by tensor,
 and what they work with; not what an allocator loses in holes, nor the program itself. `benchmarks/footprint.py` sets it
-beside real runs.
-
-Letters: h values of the residual stream of a position, F of the feed-forward layer; N positions.
+beside real runs. Letters: h values of the residual stream of a position, F of the feed-forward layer; N positions.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from rtx.analysis.cost import Cost
+from rtx.analysis.cost import Cost, cost
 from rtx.attention import native
 from rtx.attention.choices import Blocks, Choice, Indexer
 from rtx.attention.engine import MAX_GATHERED, MAX_SCORES_CPU, MAX_SCORES_GPU, MIN_NATIVE, cut
@@ -23,12 +21,16 @@ from rtx.attention.packed import Indexed, Part
 from rtx.attention.pattern import Pattern
 from rtx.attention.patterns import Random
 from rtx.attention.routing import Routing
+from rtx.compose import with_values
 from rtx.config import Config, precision_on
 from rtx.model.layer_heads import ROUTED, layer_patterns, make_pattern
 from rtx.model.likelihood import MAX_LOGITS
 
 INDEX = 8
 """Bytes of a row number."""
+FILLED, FILLED_CPU = 0.85, 0.5
+"""Part of a GPU's or a machine's memory that a run is planned to fill: the rest is for what the plan does not count (a
+GPU's context; the program, and holes in the heap, by which a CPU's process takes up to 1.7 times the plan)."""
 
 
 def on_gpu(config: Config) -> bool:
@@ -71,19 +73,18 @@ def footprint(config: Config, total: Cost, micro_batch: int, vocabulary: int) ->
 def moments(
     config: Config, gradients: float, gathered: float, micro_batch: int, vocabulary: int
 ) -> list[tuple[float, float, float]]:
-    """Return the gradients, activations and working memory of the moments of a step of which one is the fullest.
+    """Return gradients, activations and working memory of the moments of a step of which one is the fullest.
 
-    At the end of the forward pass, and in the backward pass of the topmost parts, nearly all activations are there; the
-    gradients are not, unless micro-batches have gone before. At the end of the backward pass it is the other way round.
-    In the optimizer's step no activations are. The gradients are freed behind it.
+    Activations grow to the end of the forward pass, gradients (there before it if micro-batches have gone before) to
+    the end of the backward pass; they are freed behind the optimizer's step.
     """
-    (wide, _), model, rows = widths_of(config), config.model, micro_batch * config.data.length
+    wide, model, rows = widths_of(config)[0], config.model, micro_batch * config.data.length
     blocks = [block(config, layer, micro_batch) for layer in range(model.layers)]
     again = max(kept for kept, _ in blocks) * rows if model.recompute is True else 0.0
     work = max(work for _, work in blocks) * rows
     earlier = gradients if config.trainer.batch_size > micro_batch * devices(config) else 0.0
     logits, pieces = logits_bytes(config, rows, vocabulary)
-    kept = saved(config, micro_batch, vocabulary) - (logits if pieces == 1 else 0.0)
+    kept = saved(config, micro_batch)
     output = wide * vocabulary * (model.embedding or model.hidden)
     # Where the output matrix's gradient adds up over pieces of the rows: the sum, a piece's, a copy in its layout.
     summed = output * min(3, pieces)
@@ -97,8 +98,8 @@ def moments(
     ]
 
 
-def saved(config: Config, micro_batch: int, vocabulary: int) -> float:
-    """Return the bytes that a forward pass of training leaves for the backward pass."""
+def saved(config: Config, micro_batch: int) -> float:
+    """Return the bytes that a forward pass of training leaves for the backward pass, but for the logits."""
     model, (wide, narrow), rows = config.model, widths_of(config), micro_batch * config.data.length
     if model.recompute is True:  # a block keeps its input alone
         inside = float(wide * model.hidden * model.layers)
@@ -106,16 +107,13 @@ def saved(config: Config, micro_batch: int, vocabulary: int) -> float:
         inside = sum(block(config, layer, micro_batch)[0] for layer in range(model.layers))
     # The ids; the last norm's input, and what the output matrix reads; a dropout's factors on the embedding.
     ends = INDEX + wide * model.hidden * ((model.norm == "pre") + (model.dropout > 0))
-    ends += narrow * (model.embedding or model.hidden)
-    logits, pieces = logits_bytes(config, rows, vocabulary)
-    return rows * (inside + ends) + (logits if pieces == 1 else 0.0)
+    return rows * (inside + ends + narrow * (model.embedding or model.hidden))
 
 
 def logits_bytes(config: Config, rows: int, vocabulary: int) -> tuple[float, int]:
     """Return the bytes of one copy of the logits that are held at once, and in how many pieces they are worked out.
 
-    One copy is kept (logarithms of the likelihoods); two are there when they are made, three when their gradient is. In
-    more than one piece nothing is kept, and each is worked out again.
+    One copy is kept, or of several pieces none; two are there when they are made, three when their gradient is.
     """
     pieces = math.ceil(rows / max(1, MAX_LOGITS // vocabulary))
     return float(widths_of(config)[0]) * (rows * vocabulary if pieces == 1 else MAX_LOGITS), pieces
@@ -131,8 +129,8 @@ def block(config: Config, layer: int, micro_batch: int) -> tuple[float, float]:
     # one tensor, and its product keeps a factor more. Dropout keeps its factors and, behind ReLU, its result.
     factor = {"gelu": 2, "relu": 1, "geglu": 4}[model.ffn]
     factor += (2 if model.ffn == "relu" else 1) if model.ffn_dropout else 0
-    # Norm before or after: each branch has one wide value of the stream and one that its first product reads.
-    # In parts, each is worked out again in the backward pass, and nothing of it is kept.
+    # Each branch has one wide value of the stream and one that its first product reads. In parts, the hidden units are
+    # worked out again in the backward pass, and nothing of them is kept.
     pieces, hidden = model.ffn_parts, narrow * F * factor
     feed_forward = (hidden if pieces == 1 else 0) + (wide + narrow) * h + dropped
     rest = (wide + 2 * narrow) * h + dropped  # the stream, the attention's norm, its joined heads
@@ -152,11 +150,11 @@ class Kept(NamedTuple):
     """Queries, keys, values and outputs, each of which gets a gradient."""
     others: float
     """Row numbers, masks, sums and factors."""
-    once: float
-    """What telemetry looks at, of the first sequence alone."""
     again: float
     """What a piece of the scores that are worked out again holds, for all heads together."""
-    projection: bool
+    once: float = 0.0
+    """What telemetry looks at, of the first sequence alone."""
+    projection: bool = False
     """Whether something keeps the product that makes queries, keys and values of all heads."""
 
 
@@ -184,58 +182,125 @@ def attention_bytes(config: Config, layer: int, micro_batch: int) -> tuple[float
 
 def kept(pattern: Pattern, config: Config) -> Kept:
     """Count what a pattern of one head keeps, from what it reads of random vectors; nothing is attended."""
-    model, routing, N, (wide, narrow) = config.model, config.routing, config.data.length, widths_of(config)
-    size, gpu = model.hidden // model.heads, on_gpu(config)
+    model, N, (wide, narrow) = config.model, config.data.length, widths_of(config)
+    size, normalises = model.hidden // model.heads, isinstance(pattern, Routing | Random)
     if isinstance(pattern, Choice):
         parts: list[Part] = [Indexed(torch.arange(N), torch.zeros(N, pattern.most_keys(N), dtype=torch.int8), N)]
     else:
         q_11ND, k_11ND = torch.randn(2, 1, 1, N, size)
         parts = pattern.reads(pattern.inputs(q_11ND, k_11ND if pattern.has_keys else None, None), None, False)
-    shaw = model.positions == "shaw"
-    by_distance = shaw or pattern.terms(size, None).by_distance
-    softly = by_distance or len(parts) > 1 or (model.attention_dropout > 0 and not gpu)
-    natively = not by_distance and model.attention_dropout == 0 and runs_natively(config)
-    normalises = isinstance(pattern, Routing | Random)
-    vectors = others = once = again = 0.0
-    for part in parts:
-        if isinstance(part, Indexed):  # a number for each key; keys are gathered some at a time, and again
-            vectors += 3 * N * narrow
-            others += INDEX * part.index_PK.numel()
-            again = 0 if natively else 4.0 * wide * MAX_GATHERED
-            continue
-        members, of_keys = len(part.start_P), 0 if part.query is part.key else len(part.key.row_M)
-        if isinstance(pattern, Routing):
-            once += 2 * wide * size * N + INDEX * (3 * members + of_keys)
-        if natively:  # keys that are the normalised queries are there once; lists; a sum and a factor for each query
-            vectors += (2 + (pattern.has_keys or not normalises)) * N * narrow
-            others += (3 * INDEX + 8) * members + INDEX * of_keys
-            continue
-        blocks = cut(part, triangles=not softly)
-        queries, keys = sum(b.query_GQ.numel() for b in blocks), sum(b.key_GK.numel() for b in blocks)
-        # A mask that serves all blocks of a form is small; the others are kept, by torch as numbers that it adds.
-        masks = sum(b.mask.numel() for b in blocks if b.mask is not None and b.mask.dim() == 3)
-        # The sum over lists keeps what it adds, and where it adds that; gathers keep their row numbers.
-        vectors += (queries + 2 * keys) * narrow + queries * (wide if softly else 2 * narrow)
-        others += (INDEX + wide) * queries + (INDEX * (queries + 2 * keys) if queries != N or keys != N else 0)
-        if softly:  # row numbers, for distances; scores are worked out again
-            others += INDEX * (queries + keys) + masks
-            scores = min(MAX_SCORES_GPU if gpu else MAX_SCORES_CPU, N * N)
-            rows = min(scores // min(b.key_GK.shape[1] for b in blocks), queries * model.heads)
-            again = wide * (6.0 * scores + 3.0 * shaw * rows * model.max_distance)
-        else:
-            others += narrow * masks + 4 * queries
-    compressed = isinstance(pattern, Blocks) and routing.compressed
+    found = [kept_of(part, pattern, config, joined=len(parts) > 1) for part in parts]
+    vectors, others = sum(one.vectors for one in found), sum(one.others for one in found)
+    compressed = isinstance(pattern, Blocks) and config.routing.compressed
     if isinstance(pattern, Choice):  # what a convolution of keys reads and gives; both branches and what gates them
-        vectors += N * narrow * (2 * (routing.key_conv > 1) + 4 * compressed)
+        vectors += N * narrow * (2 * (config.routing.key_conv > 1) + 4 * compressed)
     if normalises and narrow < 4:  # the norm reads a wide copy
         vectors += 4 * N * (1 + pattern.has_keys)
+    once = 0.0
+    if isinstance(pattern, Routing) and not isinstance(part := parts[0], Indexed):
+        of_keys = 0 if part.query is part.key else len(part.key.row_M)
+        once = 2 * wide * size * N + INDEX * (3 * len(part.start_P) + of_keys)
     projection = (normalises and narrow >= 4) or compressed or isinstance(pattern, Lsh | Indexer)
-    return Kept(vectors * size, others, once, again, projection)
+    return Kept(vectors * size, others, max(one.again for one in found), once, projection)
 
 
-def runs_natively(config: Config) -> bool:
-    """Tell whether the compiled kernel is taken where it can be, as `rtx.attention.engine.attend_part` decides."""
-    wish, long = config.hardware, config.data.length >= MIN_NATIVE
-    if on_gpu(config) or precision_on(wish, gpu=False) != "fp32":
-        return False
-    return wish.attention == "native" or (wish.attention == "auto" and long and native.available())
+def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool) -> Kept:
+    """Count what a part of what a head reads keeps, vectors in values; see `rtx.attention.engine.attend_part`."""
+    model, N, (wide, narrow), gpu = config.model, config.data.length, widths_of(config), on_gpu(config)
+    shaw, wish = model.positions == "shaw", config.hardware.attention
+    by_distance = shaw or pattern.terms(model.hidden // model.heads, None).by_distance
+    native_wished = wish == "native" or (wish == "auto" and N >= MIN_NATIVE and native.available())
+    plain = not by_distance and model.attention_dropout == 0 and not gpu
+    natively = native_wished and plain and precision_on(config.hardware, gpu=False) == "fp32"
+    if isinstance(part, Indexed):  # a number for each key; keys are gathered some at a time, and again
+        return Kept(3 * N * narrow, INDEX * part.index_PK.numel(), 0 if natively else 4.0 * wide * MAX_GATHERED)
+    if natively:  # keys that are the normalised queries are there once; lists; a sum and a factor for each query
+        of_keys, own_keys = len(part.key.row_M), pattern.has_keys or not isinstance(pattern, Routing | Random)
+        lists = (3 * INDEX + 8) * len(part.start_P) + INDEX * (0 if part.query is part.key else of_keys)
+        return Kept((2 + own_keys) * N * narrow, lists, 0)
+    softly = by_distance or joined or (model.attention_dropout > 0 and not gpu)
+    blocks = cut(part, triangles=not softly)
+    queries, keys = sum(b.query_GQ.numel() for b in blocks), sum(b.key_GK.numel() for b in blocks)
+    # A mask that serves all blocks of a form is small; the others are kept, by torch as numbers that it adds.
+    masks = sum(b.mask.numel() for b in blocks if b.mask is not None and b.mask.dim() == 3)
+    # The sum over lists keeps what it adds, and where it adds that; gathers keep their row numbers.
+    vectors = (queries + 2 * keys) * narrow + queries * (wide if softly else 2 * narrow)
+    others = (INDEX + wide) * queries + (INDEX * (queries + 2 * keys) if queries != N or keys != N else 0)
+    if not softly:
+        return Kept(vectors, others + narrow * masks + 4 * queries, 0)
+    scores = min(MAX_SCORES_GPU if gpu else MAX_SCORES_CPU, N * N)  # worked out again; row numbers, for distances
+    rows = min(scores // min(b.key_GK.shape[1] for b in blocks), queries * model.heads)
+    again = wide * (6.0 * scores + 3.0 * shaw * rows * model.max_distance)
+    return Kept(vectors, others + INDEX * (queries + keys) + masks, again)
+
+
+class Fit(NamedTuple):
+    """Values of the two keys, and the bytes at the fullest moment of a step on one device."""
+
+    micro_batch_size: int
+    recompute: bool
+    peak: float
+    fits: bool
+
+
+def choose_micro_batch(config: Config, vocabulary: int, device_bytes: float, world: int = 1) -> Fit:
+    """Return the largest micro-batch that fits one of `world` devices; where none does, the smallest, recomputed.
+
+    Of trainer.micro_batch_size and model.recompute only what is `auto` is chosen; both change a step's result by
+    rounding alone. A small micro-batch costs little time, recomputation about a third, so it comes last.
+    """
+    config = with_values(config, {"hardware.devices": world, "hardware.nodes": 1})
+    room = (FILLED if on_gpu(config) else FILLED_CPU) * device_bytes
+    total, choices = cost(config, vocabulary), []
+    for recompute in (False, True) if config.model.recompute == "auto" else (config.model.recompute is True,):
+        for size in micro_batch_sizes(config, world):
+            peak = sum(footprint(with_choice(config, size, recompute), total, size, vocabulary).values())
+            choices.append(Fit(size, recompute, peak, peak <= room))
+            if peak <= room:
+                return choices[-1]
+    return choices[-1]
+
+
+def micro_batch_sizes(config: Config, world: int) -> list[int]:
+    """Return the micro-batches that a device's share of the batch can be cut into, the largest first."""
+    if isinstance(size := config.trainer.micro_batch_size, int):
+        return [size]
+    share = config.trainer.batch_size // world
+    return [size for size in range(share, 0, -1) if share % size == 0]
+
+
+def with_choice(config: Config, micro_batch_size: int, recompute: bool) -> Config:
+    """Return a configuration with these values of the two keys."""
+    return with_values(config, {"trainer.micro_batch_size": micro_batch_size, "model.recompute": recompute})
+
+
+def fit_to_device(config: Config, vocabulary: int, device_bytes: float, world: int = 1) -> tuple[Config, str]:
+    """Return a configuration in which neither of the two keys is `auto`, and a line that says what was chosen, if any.
+
+    Arguments as of `choose_micro_batch`.
+    """
+    if "auto" not in (config.trainer.micro_batch_size, config.model.recompute):
+        return config, ""
+    size, recompute, peak, fits = choose_micro_batch(config, vocabulary, device_bytes, world)
+    used = f"about {peak / 2**30:.1f} of {device_bytes / 2**30:.1f} GiB, by rtx plan"
+    if not fits:
+        used += "; should it not fit: optimizer=adafactor, model.ffn_parts=16, hardware=fsdp or a smaller data.length"
+    precision = f"hardware.precision={precision_on(config.hardware, on_gpu(config))}"
+    line = f"auto: {precision} trainer.micro_batch_size={size} model.recompute={str(recompute).lower()}: {used}"
+    return with_choice(config, size, recompute), line
+
+
+def with_less_memory(config: Config, asked: Config) -> Config | None:
+    """Return the configuration of the same steps to go on with when memory has run out, or None where there is none.
+
+    The micro-batch is halved, to the next size that divides the batch; one of a single sequence gets recomputed blocks.
+
+    Args:
+        config: what ran out of memory, with neither key `auto`.
+        asked: the configuration as it was composed, for one device: only what is `auto` there may change.
+    """
+    now, recompute = config.trainer.micro_batch_size, config.model.recompute is True
+    assert isinstance(now, int)
+    if smaller := [size for size in micro_batch_sizes(asked, 1) if size <= now // 2]:
+        return with_choice(config, smaller[0], recompute)
+    return with_choice(config, now, True) if asked.model.recompute == "auto" and not recompute else None

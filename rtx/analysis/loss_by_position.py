@@ -5,17 +5,17 @@ Shapes: K windows, B spans of a batch, N units of a window or span, P positions 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from rtx.errors import RunFailed
-from rtx.evaluation.scores import equal_batches
+from rtx.evaluation.protocols import Window
+from rtx.evaluation.scores import equal_batches, read_windows
 
 CONTEXTS, LEAST_CONTEXT = 8, 8
 """How many contexts are tried, each half of the one before, and the shortest."""
@@ -31,20 +31,11 @@ Progress = Callable[[int, int], None]
 """Called with how many are done, and how many there are."""
 
 
-class Span(NamedTuple):
-    """Units `[start, stop)` of a split are read, and of those `[first, last)` are scored."""
-
-    start: int
-    stop: int
-    first: int
-    last: int
-
-
 @torch.no_grad()
 def unit_bits(
     model: nn.Module,
     tokens: np.ndarray,
-    spans: Sequence[Span],
+    spans: Sequence[Window],
     *,
     streaming: bool = False,
     on_progress: Progress = lambda done, total: None,
@@ -54,7 +45,7 @@ def unit_bits(
     Args:
         model: in evaluation mode; has `loss(tokens_BN, prefix=...) -> (nats_BN, auxiliary)`.
         tokens: the split, unsigned integers `[units]`.
-        spans: what is read and scored.
+        spans: units `[start, stop)` are read, and of those `[first, stop)` are scored.
         streaming: decisions from the prefix alone, instead of teacher-forced.
         on_progress: called with spans done and spans in all.
 
@@ -63,21 +54,17 @@ def unit_bits(
     """
     device, found = next(model.parameters()).device, {}
     ordered = sorted(spans, key=lambda span: span.stop - span.start)
-    for batch in equal_batches(ordered, None):  # type: ignore[arg-type]
-        rows = np.stack([tokens[ordered[k].start : ordered[k].stop] for k in batch]).astype(np.int64)
-        nats_BN, _ = model.loss(torch.from_numpy(rows).to(device), prefix=streaming)  # type: ignore[operator]
+    for batch in equal_batches(ordered, None):
+        tokens_BN, skipped_B = read_windows(tokens, [ordered[k] for k in batch])
+        nats_BN, _ = model.loss(tokens_BN.to(device), prefix=streaming)  # type: ignore[operator]
         if not bool(nats_BN.isfinite().all()):
             raise RunFailed("the model gives nats that are no numbers: the run has diverged")
-        for k, bits_N in zip(batch, (nats_BN.double() / math.log(2)).cpu().numpy(), strict=True):
-            start, _, first, last = ordered[k]
-            found[ordered[k]] = bits_N[first - start : last - start]
+        bits_BN = (nats_BN.double() / math.log(2)).cpu().numpy()
+        found |= {
+            ordered[k]: bits_N[skipped:] for k, bits_N, skipped in zip(batch, bits_BN, skipped_B.tolist(), strict=True)
+        }
         on_progress(batch[-1] + 1, len(spans))
     return [found[span] for span in spans]
-
-
-def whole_windows(starts_K: Sequence[int], length: int) -> list[Span]:
-    """Return spans that score all of some windows."""
-    return [Span(start, start + length, start, start + length) for start in starts_K]
 
 
 def estimate(values: np.ndarray) -> tuple[float, float | None]:
@@ -88,59 +75,39 @@ def estimate(values: np.ndarray) -> tuple[float, float | None]:
 
 def by_position(bits_KN: np.ndarray, bins: int) -> list[dict[str, Any]]:
     """Return the bits of ranges of position, at most `bins` of about equal size: a mean over windows and its error."""
-    N, rows = bits_KN.shape[1], []
-    for first, stop in itertools.pairwise(sorted({round(N * part / bins) for part in range(bins + 1)})):
-        bits, error = estimate(bits_KN[:, first:stop].mean(1))
-        rows.append({"first": first, "last": stop - 1, "bits": bits, "error": error})
+    rows = []
+    for part in np.array_split(np.arange(bits_KN.shape[1]), min(bins, bits_KN.shape[1])):
+        bits, error = estimate(bits_KN[:, part].mean(1))
+        rows.append({"first": int(part[0]), "last": int(part[-1]), "bits": bits, "error": error})
     return rows
 
 
-def spans_with(context: int, start: int, length: int, whole: bool) -> list[Span]:
-    """Return spans that score the second half of a window, each unit behind `context` to 2 * `context` - 1 others.
-
-    `whole`: each span reads N units, whatever is scored: where a choice of keys reads the whole sequence, it finds as
-    many units as in training. Else what lies behind the scored units is left out, which changes nothing.
-    """
-    stop, spans = start + length, []
-    for first in range(stop - length // 2, stop, context):
-        last = min(first + context, stop)
-        spans.append(Span(first - context, first - context + length if whole else last, first, last))
-    return spans
-
-
 def by_context(
-    score: Callable[[Sequence[Span]], list[np.ndarray]], starts_K: Sequence[int], length: int, units: int, whole: bool
+    score: Callable[[Sequence[Window]], list[np.ndarray]], windows_K: Sequence[Window]
 ) -> list[dict[str, Any]]:
     """Return the bits of the second half of windows with ever less context, and what half a window gains over it.
 
-    Gains are paired by window. There is no row where windows are too short, or the split has no room behind them.
+    At each level a unit has from `context` to 2 * `context` - 1 others before it. What lies behind it is left out, so
+    the selection must not see the future. Gains are paired by window. Windows that are too short have no row.
 
-    Args:
-        score: returns the bits of every scored unit of each span.
-        starts_K: where the windows of `length` units begin.
-        units: of the split.
-        whole: as for `spans_with`; a window that has too little behind it is then left out.
+    `score` returns the bits of every scored unit of each span.
     """
-    levels, rows = [length // 2 >> halved for halved in range(CONTEXTS) if length // 2 >> halved >= LEAST_CONTEXT], []
-    plans = [[spans_with(level, start, length, whole) for level in levels] for start in starts_K]
-    plans = [plan for plan in plans if all(span.stop <= units for spans in plan for span in spans)]
-    if len(levels) < 2 or not plans:
-        return []
-    spans = sorted({span for plan in plans for spans in plan for span in spans})
-    found = dict(zip(spans, score(spans), strict=True))
-    bits_KL = np.array([[np.concatenate([found[one] for one in spans]).mean() for spans in plan] for plan in plans])
-    for level, context in enumerate(levels):
-        (bits, error), (gain, gain_error) = estimate(bits_KL[:, level]), estimate(bits_KL[:, level] - bits_KL[:, 0])
-        row = {"bits": bits, "error": error, "gain": gain, "gain_error": gain_error}
-        rows.append({"context": [context, 2 * context - 1], **row, "windows": len(plans)})
+    half, bits_LK, rows = (windows_K[0].stop - windows_K[0].start) // 2, [], []
+    levels = [half >> halved for halved in range(CONTEXTS) if half >> halved >= LEAST_CONTEXT]
+    for context in levels if len(levels) > 1 else ():
+        firsts = [range(stop - half, stop, context) for _, stop, _ in windows_K]
+        spans = [Window(n - context, min(n + context, of.stop), n) for of in firsts for n in of]
+        bits_LK.append(np.concatenate(score(spans)).reshape(len(windows_K), half).mean(1))
+        (bits, error), (gain, gain_error) = estimate(bits_LK[-1]), estimate(bits_LK[-1] - bits_LK[0])
+        row = {"context": [context, 2 * context - 1], "bits": bits, "error": error}
+        rows.append({**row, "gain": gain, "gain_error": gain_error})
     return rows
 
 
 def price(
     model: nn.Module,
     tokens: np.ndarray,
-    starts_K: Sequence[int],
-    length: int,
+    windows_K: Sequence[Window],
     positions_P: np.ndarray,
     on_progress: Progress = lambda done, total: None,
 ) -> dict[str, np.ndarray]:
@@ -151,13 +118,12 @@ def price(
     arrival and never revised. For patterns that see no future all agree. What the leak gives is net: later positions
     also take places from earlier ones, which a rerun's prefix has to itself.
     """
-    windows = whole_windows(starts_K, length)
-    prefixes = [Span(s, s + p + 1, s + p, s + p + 1) for s in starts_K for p in positions_P.tolist()]
+    prefixes = [Window(start, start + p + 1, start + p) for start, _, _ in windows_K for p in positions_P.tolist()]
     rerun = np.concatenate(unit_bits(model, tokens, prefixes, on_progress=on_progress))
     return {
-        TEACHER_FORCED: np.stack(unit_bits(model, tokens, windows))[:, positions_P],
-        RERUN: rerun.reshape(len(starts_K), len(positions_P)),
-        STREAMING: np.stack(unit_bits(model, tokens, windows, streaming=True))[:, positions_P],
+        TEACHER_FORCED: np.stack(unit_bits(model, tokens, windows_K))[:, positions_P],
+        RERUN: rerun.reshape(len(windows_K), len(positions_P)),
+        STREAMING: np.stack(unit_bits(model, tokens, windows_K, streaming=True))[:, positions_P],
     }
 
 

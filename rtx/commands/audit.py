@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rtx.analysis.causality import Audit, audit_model, choice_gradients, prefix_lengths
+from rtx.analysis.causality import Audit, audit_model, choice_gradients
 from rtx.analysis.loss_by_position import DIFFERENCES, STREAMING, TEACHER_FORCED, differences, estimate, price
 from rtx.analysis.output import print_table, save
 from rtx.compose import compose, to_dict
@@ -31,12 +31,7 @@ Result = dict[str, Any]
 
 
 def main(arguments: list[str]) -> int:
-    """Run `rtx audit RUN ... [overrides]` or `rtx audit [overrides]`.
-
-    Raises:
-        UserError: no such run, or a wrong option.
-        RunFailed: no checkpoint is whole, or the result cannot be written.
-    """
+    """Run `rtx audit RUN ... [overrides]` or `rtx audit [overrides]`."""
     words = read_words("audit", arguments)
     folders, options = words.runs, words.options
     if folders and options.output is not None:
@@ -80,18 +75,18 @@ def audit_run(folder: Path, config: Config, options: AuditOptions) -> Result:
 
 def what_moves(model: Transformer, config: Config, options: AuditOptions) -> Result:
     """Audit a model in every reading on random units, and what trains its choices; print both, return the record."""
-    shape, generator = (options.sequences, options.length or config.data.length), torch.Generator()
-    ids_BN = torch.randint(model.vocabulary, shape, generator=generator.manual_seed(options.seed))
+    B, N = options.sequences, options.length or config.data.length
+    ids_BN = torch.randint(model.vocabulary, (B, N), generator=torch.Generator().manual_seed(options.seed))
     ids_BN = ids_BN.to(model.output_VS.device)
     changed = copy.deepcopy(model).double() if options.double else model
-    prefixes = prefix_lengths(ids_BN.shape[1], options.prefixes)
-    changes: Result = {"sequences": len(ids_BN), "length": ids_BN.shape[1], "prefixes": prefixes}
+    prefixes = np.unique(np.geomspace(1, N - 1, options.prefixes).astype(int)).tolist()
+    changes: Result = {"sequences": B, "length": N, "prefixes": prefixes}
     for mode in (TEACHER_FORCED, STREAMING) if options.streaming else (TEACHER_FORCED,):
         with progress_bar("prefixes") as show:
             asked = {"tolerance": options.tolerance, "seed": options.seed, "on_progress": show}
             audit = audit_model(changed, ids_BN, prefixes, streaming=mode == STREAMING, **asked)
         rows = []
-        for (layer, heads), change_P in {**audit.groups, ("", "logits"): audit.logits}.items():
+        for (layer, heads), change_P in audit.changes.items():
             moved = float((change_P > options.tolerance).double().mean())
             rows.append({"layer": layer, "heads": heads, "largest": float(change_P.max()), "moved": moved})
         changes[mode] = {"sees_future": audit.sees_future, "arises_in": audit.origins, "rows": rows}
@@ -117,12 +112,13 @@ def verdict(audit: Audit) -> str:
 def price_run(run: LoadedRun, options: AuditOptions, store: Store) -> Result:
     """Price a run on its data, print the table and return the record."""
     tokens = store.split(options.split)
-    chosen = sample_windows(windows(len(tokens), run.config.data.length), options.windows, options.seed)
+    every = windows(len(tokens), run.config.data.length)
+    chosen = [one._replace(first=one.start) for one in sample_windows(every, options.windows, options.seed)]
     length = chosen[0].stop - chosen[0].start
     candidates = range(length) if store.answers is None else store.answers.tolist()
     positions_P = np.array(sample_windows(candidates, options.positions, options.seed))
     with run.autocast(), progress_bar("prefixes") as show:
-        bits = price(run.model, tokens, [one.start for one in chosen], length, positions_P, on_progress=show)
+        bits = price(run.model, tokens, chosen, positions_P, show)
     means, found = {mode: float(bits_KP.mean()) for mode, bits_KP in bits.items()}, differences(bits)
     places = f"{plural(len(positions_P), 'position')} in each of {plural(len(chosen), 'window')} of {length:,}"
     print(f"\nbits/{store.unit} on {options.split}, {places}:", means)

@@ -34,7 +34,6 @@ class Row:
     """A configuration, and what is known of its steps so far."""
 
     config: Config
-    overrides: Sequence[str]
     ms_turns: list[float] = dataclasses.field(default_factory=list)
     """Milliseconds of a step, the mean of each turn."""
     reason: str | None = None
@@ -44,12 +43,7 @@ class Row:
 def main(arguments: list[str]) -> int:
     """Run `rtx bench steps [overrides]`; lists of values, and what an experiment lays out, are rows, as in a sweep.
 
-    Returns:
-        0 if every row was timed, 1 if some failed. After a signal, too, what was measured is printed and kept.
-
-    Raises:
-        UserError: an override or a row is wrong; nothing has been started.
-        RunFailed: data are not to be had, no row could be timed, or the record cannot be written.
+    Returns 0 if every row was timed, 1 if some failed. After a signal, too, what was measured is printed and kept.
     """
     words = read_words("bench steps", what_to_do("bench", arguments)[1])
     rows, options = lay_out_rows(words.overrides), words.options
@@ -79,7 +73,7 @@ def lay_out_rows(words: Sequence[str]) -> list[Row]:
             raise UserError(f"{entry}: rtx bench times rows in turn on one device; hardware takes auto, cpu or gpu")
     rows: dict[str, Row] = {}
     for cell in lay_out(checked)[0]:
-        rows.setdefault(config_hash(dataclasses.replace(cell.config, seed=0)), Row(cell.config, cell.overrides))
+        rows.setdefault(config_hash(dataclasses.replace(cell.config, seed=0)), Row(cell.config))
     return list(rows.values())
 
 
@@ -103,7 +97,7 @@ def turns_of(row: Row, store: Store, options: BenchOptions) -> Iterator[float]:
     """Take the steps of a turn, behind a warm-up in the first, whenever asked to, and yield the milliseconds of one."""
     import torch
 
-    from rtx.analysis.fitting import fit_to_device
+    from rtx.analysis.footprint import fit_to_device
     from rtx.training.hardware import resolve_hardware
     from rtx.training.inference import prepare_device
     from rtx.training.memory import device_memory

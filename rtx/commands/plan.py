@@ -7,8 +7,7 @@ import textwrap
 import torch
 
 from rtx.analysis.cost import cost
-from rtx.analysis.fitting import choose_micro_batch, with_choice
-from rtx.analysis.footprint import devices, footprint
+from rtx.analysis.footprint import choose_micro_batch, devices, footprint, with_choice
 from rtx.compose import compose, with_values
 from rtx.config import CLUSTERED, Config, base_patterns
 from rtx.data.catalog import vocabulary_size

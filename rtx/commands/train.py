@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from rtx.analysis.fitting import fit_to_device, with_less_memory
-from rtx.analysis.telemetry import read_telemetry
+from rtx.analysis.attention_weights import read_telemetry
+from rtx.analysis.footprint import fit_to_device, with_less_memory
 from rtx.compose import RUN_CONFIG, compose, load_run_config, to_dict, to_yaml, with_absolute_path
 from rtx.config import Config
 from rtx.data.catalog import Store, data_root, open_data

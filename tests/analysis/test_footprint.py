@@ -1,18 +1,21 @@
-"""The plan's count of memory against what training keeps."""
+"""The plan's count of memory against what training keeps, and what `auto` takes on devices that are made up."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rtx.analysis import footprint as plan
 from rtx.analysis.cost import cost
-from rtx.analysis.footprint import saved
-from rtx.compose import compose
+from rtx.compose import compose, config_hash
 from rtx.config import Config
+from rtx.data.catalog import vocabulary_size
+from rtx.keys import options
 from rtx.model.transformer import Transformer
 
 SHRUNK = (
@@ -59,14 +62,11 @@ CASES = [
 @pytest.mark.parametrize("overrides", CASES)
 def test_what_is_kept_is_what_stays_behind(overrides: tuple[str, ...]) -> None:
     low, high = (0.7, 1.4) if overrides in ROUGHLY else (0.93, 1.07)
-    assert low < planned_share(overrides) < high
-
-
-def planned_share(overrides: tuple[str, ...]) -> float:
-    """Return the bytes that are planned to be kept over those that are."""
     config = compose([*SHRUNK, *overrides])
+    batch = config.trainer.batch_size
     narrowed = 2 * cost(config, 256).parameters if config.hardware.precision == "bf16" else 0
-    return (saved(config, config.trainer.batch_size, 256) + narrowed) / kept_for_backward(config)
+    planned = plan.saved(config, batch) + plan.logits_bytes(config, batch * config.data.length, 256)[0] + narrowed
+    assert low < planned / kept_for_backward(config) < high
 
 
 class Made(TorchDispatchMode):
@@ -100,3 +100,76 @@ def kept_for_backward(config: Config) -> int:
         assert nats_BN.requires_grad
         gc.collect()
         return made.alive(own)
+
+
+GIB = 2**30
+DATA = {
+    "tiny": "stdlib",
+    "rt10": "wikitext103",
+    "rt22": "pg19",
+    "reformer": "imagenet64",
+    **dict.fromkeys(("rt12", "rt24", "adaptive_span", "sparse_transformer"), "enwik8"),
+}
+"""The data set of every preset that does not name it."""
+SMALL = (
+    *("data=enwik8", "model=rt12", "data.length=1024", "model.layers=4", "routing.layers=4", "model.hidden=256"),
+    *("model.ffn_hidden=768", "trainer.batch_size=12", "hardware=gpu"),
+)
+
+
+@pytest.mark.parametrize("preset", options("model"))
+def test_every_preset_starts_on_a_gpu_of_16_gib(preset: str) -> None:
+    config = compose([f"data={DATA.get(preset) or preset.rpartition('-')[2]}", f"model={preset}", "hardware=gpu"])
+    known = vocabulary_size(config.data)
+    choices = [plan.choose_micro_batch(config, known, size * GIB) for size in (16, 24, 80)]
+    for size, choice in zip((16, 24, 80), choices, strict=True):
+        assert choice.fits and choice.peak <= plan.FILLED * size * GIB
+        assert config.trainer.batch_size % choice.micro_batch_size == 0
+    for less, more in itertools.pairwise(choices):
+        assert more.recompute <= less.recompute  # a larger device takes no dearer way
+        assert more.recompute < less.recompute or more.micro_batch_size >= less.micro_batch_size
+
+
+def test_the_largest_that_fits_is_taken_and_blocks_are_recomputed_last() -> None:
+    config = compose(SMALL)
+
+    def room(size: int) -> float:
+        """Bytes of a device that holds just this micro-batch."""
+        tried = plan.with_choice(config, size, False)
+        return sum(plan.footprint(tried, cost(tried, 256), size, 256).values()) / plan.FILLED
+
+    for size in (12, 4, 1):
+        assert plan.choose_micro_batch(config, 256, 1.001 * room(size))[:2] == (size, False)
+        assert plan.choose_micro_batch(config, 256, 0.999 * room(size))[:2] != (size, False)
+    tight = plan.choose_micro_batch(config, 256, 0.999 * room(1))
+    assert tight.recompute and tight.fits
+    nothing = plan.choose_micro_batch(config, 256, 1e6)
+    assert nothing[:2] == (1, True) and not nothing.fits
+    assert plan.choose_micro_batch(config, 256, 80 * GIB, world=3).micro_batch_size == 4, "devices share the batch"
+
+
+def test_what_is_asked_for_is_not_chosen_anew() -> None:
+    asked = compose([*SMALL, "trainer.micro_batch_size=6", "model.recompute=false"])
+    assert plan.fit_to_device(asked, 256, 1e6) == (asked, "")
+    assert plan.choose_micro_batch(compose([*SMALL, "trainer.micro_batch_size=6"]), 256, 1e6)[:2] == (6, True)
+    assert plan.choose_micro_batch(compose([*SMALL, "model.recompute=true"]), 256, 80 * GIB)[:2] == (12, True)
+
+
+def test_the_line_says_what_was_chosen_and_the_cell_stays_the_same() -> None:
+    config = compose(SMALL)
+    chosen, line = plan.fit_to_device(config, 256, 16 * GIB)
+    assert (chosen.trainer.micro_batch_size, chosen.model.recompute) == (12, False)
+    assert line.startswith("auto: hardware.precision=bf16 trainer.micro_batch_size=12 model.recompute=false: about ")
+    assert line.endswith(" of 16.0 GiB, by rtx plan") and config_hash(chosen) == config_hash(config)
+    assert "should it not fit: optimizer=adafactor" in plan.fit_to_device(config, 256, 1e6)[1]
+
+
+def test_where_memory_runs_out_the_micro_batch_is_halved_and_then_blocks_are_recomputed() -> None:
+    config = compose(SMALL)
+    found, now = [], plan.with_choice(config, 12, False)
+    while less := plan.with_less_memory(now, config):
+        found.append((less.trainer.micro_batch_size, less.model.recompute))
+        now = less
+    assert found == [(6, False), (3, False), (1, False), (1, True)]
+    asked = compose([*SMALL, "trainer.micro_batch_size=12", "model.recompute=false"])
+    assert plan.with_less_memory(asked, asked) is None

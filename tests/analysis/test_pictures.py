@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import re
+import runpy
 from pathlib import Path
-from typing import Any
 
 import rtx.attention
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def pictures() -> Any:
-    """Return docs/pictures.py as a module."""
-    spec = importlib.util.spec_from_file_location("pictures", DOCS / "pictures.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_page_shows_what_every_pattern_reads() -> None:
-    drawing, page = pictures(), (DOCS / "attention.md").read_text(encoding="utf-8")
-    assert drawing.redraw(page) == page, "python docs/pictures.py docs/attention.md"
-    patterns = drawing.patterns()
+def test_the_page_shows_what_every_pattern_reads_and_says_it_in_a_formula() -> None:
+    drawing, page = runpy.run_path(str(DOCS / "pictures.py")), (DOCS / "attention.md").read_text(encoding="utf-8")
+    assert drawing["redraw"](page) == page, "python docs/pictures.py docs/attention.md"
+    patterns = drawing["patterns"]()
     assert all(f"<!-- picture: {name} -->" in page for name in patterns)
-    kinds = {type(pattern).__name__ for pattern in patterns.values()}
-    public = {
-        name
-        for name in rtx.attention.__all__
-        if inspect.isclass(kind := getattr(rtx.attention, name)) and issubclass(kind, rtx.attention.Pattern)
-    }
+    kinds, every = {type(pattern).__name__ for pattern in patterns.values()}, vars(rtx.attention).items()
+    public = {name for name, kind in every if inspect.isclass(kind) and issubclass(kind, rtx.attention.Pattern)}
     assert public - kinds == {"Pattern", "PositionPattern", "RandomBlocks"}
     parts = re.split(r"^## (.*)$", page, flags=re.MULTILINE)[1:]
     for name in kinds:

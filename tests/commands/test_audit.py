@@ -37,9 +37,9 @@ def test_top_w_is_found_and_priced_and_several_runs_give_an_error_over_seeds(wor
     printed = workshop.command("audit", *map(str, runs), *SMALL, "tolerance=1e-10", "split=test")
     results = [json.loads((run / "audit.json").read_text()) for run in runs]
     changes, read = results[0]["changes"], results[0]["changes"]["teacher-forced"]
-    assert read["sees_future"] and read["tolerance"] == 1e-10 and len(changes["prefixes"]) == 6
+    assert read["sees_future"] and read["tolerance"] == 1e-10 and {1, 31} < {*changes["prefixes"]}
     assert read["arises_in"] == [[1, "routed"]], "layers count from 0"
-    assert read["rows"][-1]["heads"] == "logits" and 0 < read["rows"][-1]["moved"] <= 1
+    assert read["rows"][0]["heads"] == "logits" and 0 < read["rows"][0]["moved"] <= 1
     assert "teacher-forced: sees the future; arises in layer 1 routed" in printed
     assert "streaming: sees no future" in printed and not changes["streaming"]["sees_future"]
     assert results[0]["choices"][0]["gradient"] > 0 and "its queries, by the attention; centroids by k-means" in printed

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
-from rtx.analysis.telemetry import read_telemetry
+from rtx.analysis.attention_weights import read_telemetry
 from rtx.attention.centroids import after_step
 from rtx.attention.patterns import AdaptiveSpan
 from rtx.checks import resolve
