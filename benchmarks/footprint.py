@@ -103,7 +103,7 @@ def measure(overrides: list[str], steps: int) -> dict[str, Any]:
     units, device = vocabulary_size(config.data), prepare_device(config)
     total = cost(config, units)
     parts = footprint(config, total, resolve_hardware(config).micro_batch_size, units)
-    step = training_step(config, drawn_store(units), device)
+    step, _ = training_step(config, drawn_store(units), device)
     began = time.perf_counter()
     losses = [float(step()) for _ in range(steps)]
     assert all(np.isfinite(losses)), losses

@@ -6,7 +6,6 @@ import dataclasses
 import io
 import itertools
 import math
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from rtx.evaluation.scores import read_windows, sample_windows
 from rtx.identity import short_hash
 from rtx.options import ContextOptions, DivergenceOptions, PatternsOptions, read_words, what_to_do
 from rtx.progress_bar import progress_bar
-from rtx.report.summary import WIDTH, protocol_line, sees_future
+from rtx.report.summary import protocol_line, sees_future
 from rtx.training.inference import LoadedRun, open_run, run_config
 from rtx.training.run_folder import utc_now
 from rtx.wording import plural
@@ -165,6 +164,6 @@ def context(run: LoadedRun, store: Store, options: ContextOptions) -> Result:
         print_table(gains)
     else:
         print("no gain from far context: of images, of short windows, and where selection sees the future")
-    print("\n".join(textwrap.wrap(protocol, WIDTH)))
+    print(protocol)
     sampled = {"windows": len(chosen), "partial": partial, "protocol": protocol}
     return {"unit": store.unit, "positions": positions, "gains": gains, **sampled}

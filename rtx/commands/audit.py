@@ -121,7 +121,8 @@ def price_run(run: LoadedRun, options: AuditOptions, store: Store) -> Result:
         bits = price(run.model, tokens, chosen, positions_P, show)
     means, found = {mode: float(bits_KP.mean()) for mode, bits_KP in bits.items()}, differences(bits)
     places = f"{plural(len(positions_P), 'position')} in each of {plural(len(chosen), 'window')} of {length:,}"
-    print(f"\nbits/{store.unit} on {options.split}, {places}:", means)
+    print(f"\nbits/{store.unit} on {options.split}, {places}")
+    print_table([means])
     print_differences(found)
     facts = {"unit": store.unit, "split": options.split, "windows": len(chosen), "positions": positions_P.tolist()}
     facts |= {"length": length, "precision": run.precision, "data": store.describe(), "bits": means}

@@ -25,7 +25,7 @@ from rtx.options import LAUNCHED, BenchOptions, read_words, what_to_do
 from rtx.report.steps import WHAT, read_record, views
 from rtx.report.tables import terminal
 from rtx.sweep.cells import lay_out
-from rtx.training.run_folder import environment, outputs_root, shown, unwritable
+from rtx.training.run_folder import environment, outputs_root, unwritable
 from rtx.wording import plural
 
 
@@ -36,6 +36,7 @@ class Row:
     config: Config
     ms_turns: list[float] = dataclasses.field(default_factory=list)
     """Milliseconds of a step, the mean of each turn."""
+    parameters: int | None = None
     reason: str | None = None
     """Why it takes no more steps."""
 
@@ -107,7 +108,7 @@ def turns_of(row: Row, store: Store, options: BenchOptions) -> Iterator[float]:
     fitted, _ = fit_to_device(row.config, store.vocabulary, device_memory(row.config) or 0)
     hardware = dataclasses.replace(fitted.hardware, precision=resolve_hardware(fitted).precision)
     row.config = dataclasses.replace(fitted, hardware=hardware)
-    step = training_step(row.config, store, device)
+    step, row.parameters = training_step(row.config, store, device)
     for _ in range(options.warmup):
         step()
     while True:
@@ -121,8 +122,8 @@ def turns_of(row: Row, store: Store, options: BenchOptions) -> Iterator[float]:
         yield 1e3 * (time.perf_counter() - began) / options.per_turn
 
 
-def training_step(config: Config, store: Store, device: Any) -> Callable[[], Any]:
-    """Return what takes one optimizer step as `rtx train` does, and returns its loss."""
+def training_step(config: Config, store: Store, device: Any) -> tuple[Callable[[], Any], int]:
+    """Return what takes one optimizer step as `rtx train` does, and returns its loss; and the number of parameters."""
     import torch
 
     from rtx.attention.centroids import after_step
@@ -155,7 +156,7 @@ def training_step(config: Config, store: Store, device: Any) -> Callable[[], Any
         after_step(model)
         return mean.detach()
 
-    return step
+    return step, model.count_parameters()
 
 
 def finish(rows: Sequence[Row], options: BenchOptions, arguments: Sequence[str], folder: Path) -> None:
@@ -168,4 +169,3 @@ def finish(rows: Sequence[Row], options: BenchOptions, arguments: Sequence[str],
         print("\n" + terminal(view))
     key = short_hash({"device": facts["device"], "rows": sorted(config_hash(row.config) for row in rows)}, 12)
     save(folder / "bench" / f"steps-{key}.json", record)
-    print(f"in a report: rtx report {shown(folder)}")

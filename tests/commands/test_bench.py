@@ -55,9 +55,9 @@ def test_a_step_trains_the_model_in_micro_batches(
     config = compose([*([] if "data=recall" in extra else [workshop.text]), *SIZES, *extra])
     made: list[Transformer] = []
     monkeypatch.setattr("rtx.training.module.build_model", lambda *given: made.append(build_model(*given)) or made[0])
-    step = bench.training_step(config, open_data(config.data, data_root()), torch.device("cpu"))
+    step, parameters = bench.training_step(config, open_data(config.data, data_root()), torch.device("cpu"))
     first = {name: value.clone() for name, value in made[0].state_dict().items()}
-    assert all(bool(step().isfinite()) for _ in range(3))
+    assert all(bool(step().isfinite()) for _ in range(3)) and parameters == made[0].count_parameters()
     assert any(not torch.equal(value, first[name]) for name, value in made[0].state_dict().items())
     steps = 3 + (config.routing.init == "data")  # thresholds set by the data count as a step, too
     assert {int(centroids.steps) for centroids in all_centroids(made[0])} == {steps}
