@@ -291,7 +291,7 @@ def what_to_do(word: str, words: Sequence[str]) -> tuple[str, list[str]]:
 
 def offered(name: str, composing: bool) -> list[str]:
     """Return what help names of a command: all that it reads, but for what `rtx resume` reads only to refuse it."""
-    from rtx.training.config_diff import may_change
+    from rtx.training.resumption import may_change
 
     known = READS[name].known(composing)
     return [key for key in known if key in GROUPS or may_change(key)] if name == "resume" else known

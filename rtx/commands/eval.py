@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from rtx.data.catalog import Store
-from rtx.data.recall import RecallStore
 from rtx.disk import write_json
-from rtx.errors import RunFailed, UserError
-from rtx.evaluation.measures import further_lines, stamp_phrases
-from rtx.evaluation.protocols import Reading, Window, read_as_released, windows
-from rtx.evaluation.scores import Score, measured, sample_windows, score_windows
+from rtx.errors import RunFailed
+from rtx.evaluation.protocols import Reading, Window, further_lines, measures, read_as_released, stamp_phrases, windows
+from rtx.evaluation.scores import Score, sample_windows, score_windows
 from rtx.model.ablation import ablate, check_ablation
 from rtx.options import EvalOptions, read_words
 from rtx.progress_bar import progress_bar
@@ -39,43 +37,29 @@ def main(arguments: list[str]) -> int:
     check_ablation(config, options.ablate)
     run, store = open_run(folder, config, options.checkpoint)
     ablate(run.model, config, options.ablate)
-    reading = Reading(store.split(options.split))
-    if options.protocol == "released":
-        if isinstance(store, RecallStore):
-            raise UserError("eval.protocol=released: data=recall is ours, no released code reads it")
-        reading = read_as_released(store, options.split, config.data.length)
-    every = windows(len(reading.tokens), config.data.length, config.trainer.val_stride)
+    released, length = options.protocol == "released", config.data.length
+    reading = read_as_released(store, options.split, length) if released else Reading(store.split(options.split))
+    every = windows(len(reading.tokens), length, config.trainer.val_stride)
     chosen = sample_windows(every, options.limit, config.seed)
+    partial, began = len(chosen) < len(every), time.monotonic()
     print(f"{len(chosen):,} of {len(every):,} windows of split {options.split}")
-    began = time.monotonic()
     score = score_split(run, store, reading, chosen, options)
     expected = len(reading.tokens) if store.answers is None else store.count(options.split)
-    if len(chosen) == len(every) and score.units != expected:
-        raise AssertionError(f"scored {score.units} units of a split of {expected}")
-    result = described(run, store, reading, score, options, chosen, partial=len(chosen) < len(every))
-    result |= {"split_units": expected, "seconds": time.monotonic() - began, "time": utc_now()}
-    path = result_path(folder, result)
-    keep(result, path)
-    print_result(result)
-    print(path)
-    if options.ablate != "none":
-        print(comparison(result, result_path(folder, {**result, "ablate": "none"})))
+    assert partial or score.units == expected, f"scored {score.units} units of a split of {expected}"
+    result = {**measures(store, options.split, reading, chosen, score, partial), "split_units": expected}
+    result |= {"windows": len(chosen), "partial": partial, "seed": config.seed if partial else None}
+    result |= described(run, store, score, options, reading, partial)
+    result |= {"seconds": time.monotonic() - began, "time": utc_now()}
+    keep(folder, result)
     return 0
 
 
 def score_split(
     run: LoadedRun, store: Store, reading: Reading, chosen: Sequence[Window], options: EvalOptions
 ) -> Score:
+    asked = {"answers": store.answers, "batch_size": options.batch_size, "streaming": options.mode == "streaming"}
     with run.autocast(), progress_bar("windows") as show:
-        score = score_windows(
-            run.model,
-            reading.tokens,
-            chosen,
-            answers=store.answers,
-            batch_size=options.batch_size,
-            streaming=options.mode == "streaming",
-            on_progress=show,
-        )
+        score = score_windows(run.model, reading.tokens, chosen, **asked, on_progress=show)
     if not math.isfinite(score.nats):
         raise RunFailed(
             f"{run.name}.ckpt of {run.folder} scores {score.nats} nats: the run has diverged, or "
@@ -85,17 +69,10 @@ def score_split(
 
 
 def described(
-    run: LoadedRun,
-    store: Store,
-    reading: Reading,
-    score: Score,
-    options: EvalOptions,
-    chosen: Sequence[Window],
-    partial: bool,
+    run: LoadedRun, store: Store, score: Score, options: EvalOptions, reading: Reading, partial: bool
 ) -> dict[str, Any]:
-    """Return the score and all that it means: its sums, which weights, on what data, read how, in what arithmetic."""
-    config, data, own = run.config, store.describe(), run.has_data(store)
-    answers = {} if score.accuracy is None else {"accuracy": score.accuracy, "chance": 1 / config.data.values}
+    """Return the sums of a score and all that it means: which weights, on what data, read how, in what arithmetic."""
+    config, own = run.config, run.has_data(store)
     protocol = protocol_line(
         *(config, options.split, store.unit, score.units),
         mode=options.mode,
@@ -103,17 +80,13 @@ def described(
         ablate=options.ablate,
         other_data="" if own else store.name,
         released=reading.habits,
-        stamps=stamp_phrases(data.get("stamps", {}), options.split),
+        stamps=stamp_phrases(store.stamps, options.split),
     )
     return {
-        **measured(store, options.split, reading, chosen, score, partial),
         "nats": score.nats,
         "units": score.units,
         "standard_error": score.standard_error if math.isfinite(score.standard_error) else None,
-        **answers,
-        "partial": partial,
-        "windows": len(chosen),
-        "seed": config.seed if partial else None,
+        **({} if score.accuracy is None else {"accuracy": score.accuracy, "chance": 1 / config.data.values}),
         "split": options.split,
         "mode": options.mode,
         "read_as": options.protocol,
@@ -123,56 +96,49 @@ def described(
         "selection_sees_future": sees_future(config, options.mode, options.ablate),
         "protocol": protocol,
         "checkpoint": run.facts(),
-        "data": data,
+        "data": store.describe(),
         "own_data": own,
         "precision": run.precision,
-        "own_precision": run.own_precision,
         "accelerator": "gpu" if run.device.type == "cuda" else "cpu",
     }
 
 
 def result_path(folder: Path, result: dict[str, Any]) -> Path:
     """Return where a result is kept: what was scored and how, so that no other protocol or checkpoint replaces it."""
-    checkpoint = result["checkpoint"]
-    parts = [result["split"], result["mode"], f"N{result['length']}", f"stride{result['stride']}"]
+    checkpoint, data = result["checkpoint"], result["data"]
+    parts = [result["split"], result["mode"], f"N{result['length']}", f"stride{result['stride']}", result["precision"]]
     parts += [f"{result['windows']}windows-seed{result['seed']}"] if result["partial"] else []
-    parts += [] if result["own_data"] else [f"{result['data']['name']}_{result['data']['fingerprint'][:8]}"]
-    parts += [result["precision"]] if result["precision"] != result["own_precision"] else []
+    parts += [] if result["own_data"] else [f"{data['name']}_{data['fingerprint'][:8]}"]
     parts += [result["read_as"]] if result["read_as"] != "whole" else []
     parts += [f"ablate_{result['ablate']}"] if result["ablate"] != "none" else []
-    parts += [f"{checkpoint['name']}-step{checkpoint['step']}"]
-    return folder / "eval" / ("-".join(parts) + ".json")
+    return folder / "eval" / ("-".join([*parts, f"{checkpoint['name']}-step{checkpoint['step']}"]) + ".json")
 
 
-def keep(result: dict[str, Any], path: Path) -> None:
+def keep(folder: Path, result: dict[str, Any]) -> None:
+    """Write a result, and print it with its protocol."""
+    unit, error, path = result["data"]["unit"], result["standard_error"], result_path(folder, result)
+    spread = f" (standard error {error:.5f} over windows)" if error is not None else ""
+    share = f"a sample: {result['units']:,} of" if result["partial"] else f"all {result['units']:,} of"
+    answers = [answers_line(result["accuracy"], result["chance"])] if "accuracy" in result else []
+    for line in [f"{result[f'bits_per_{unit}']:.5f} bits/{unit}{spread}", *further_lines(unit, result), *answers]:
+        print(line)
+    print(f"{share} the split's {result['split_units']:,} {unit}s scored, in {clock(result['seconds'])}")
+    print(result["protocol"])
     try:
         path.parent.mkdir(exist_ok=True)
         write_json(path, result)
-    except OSError as error:
-        bits = result[f"bits_per_{result['data']['unit']}"]
-        raise RunFailed(f"cannot write {path}: {error.strerror}; the score is {bits:.5f} bits") from error
-
-
-def print_result(result: dict[str, Any]) -> None:
-    unit = result["data"]["unit"]
-    share = f"a sample: {result['units']:,} of" if result["partial"] else f"all {result['units']:,} of"
-    error = result["standard_error"]
-    spread = f" (standard error {error:.5f} over windows)" if error is not None else ""
-    print(f"{result[f'bits_per_{unit}']:.5f} bits/{unit}{spread}")
-    for line in further_lines(unit, result):
-        print(line)
-    if "accuracy" in result:
-        print(answers_line(result["accuracy"], result["chance"]))
-    print(f"{share} the split's {result['split_units']:,} {unit}s scored, in {clock(result['seconds'])}")
-    print(result["protocol"])
+    except OSError as problem:
+        raise RunFailed(f"cannot write {path}: {problem.strerror}") from problem
+    print(path)
+    if result["ablate"] != "none":
+        print(comparison(result, result_path(folder, {**result, "ablate": "none"})))
 
 
 def comparison(result: dict[str, Any], plain: Path) -> str:
     """Return what the ablation costs where the model as it is has been scored alike; else how to learn it."""
     unit = result["data"]["unit"]
-    try:
-        before = json.loads(plain.read_text())[f"bits_per_{unit}"]
-    except (OSError, ValueError, KeyError):
+    if not plain.exists():
         return "for the difference, score the model as it is by the same command without ablate="
+    before = json.loads(plain.read_text())[f"bits_per_{unit}"]
     change = result[f"bits_per_{unit}"] - before
     return f"the model as it is: {before:.5f} bits/{unit}; the ablation changes that by {change:+.5f}"

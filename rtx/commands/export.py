@@ -11,7 +11,7 @@ from rtx.options import read_words
 from rtx.report.run_records import collect
 from rtx.report.summary import card
 from rtx.training.checkpoint import check_config, load_for_use
-from rtx.training.exported import write_export
+from rtx.training.inference import write_export
 from rtx.training.run_folder import is_export, shown
 
 
@@ -24,12 +24,11 @@ def main(arguments: list[str]) -> int:
     """
     words = read_words("export", arguments)
     folder, options = words.runs[0], words.options
-    config = load_run_config(folder)
+    config, output = load_run_config(folder), Path(options.output or folder / "export").expanduser()
     if is_export(folder):
         raise UserError(f"{folder} is an exported model already")
     checkpoint = load_for_use(folder / "checkpoints", options.checkpoint)
     check_config(checkpoint, to_dict(config), folder / RUN_CONFIG)
-    output = Path(options.output).expanduser() if options.output else folder / "export"
     if output.exists() and not output.is_dir():
         raise UserError(f"output={output}: is a file; name a folder")
     if output.is_dir() and not is_export(output) and any(path.suffix != MARK for path in output.iterdir()):
@@ -41,11 +40,9 @@ def main(arguments: list[str]) -> int:
         try:
             files[name] = (folder / name).read_bytes()
         except OSError as error:
-            problem = f"{folder / name}: {error.strerror}; without it nobody can read the run's units"
-            raise RunFailed(problem) from error
+            raise RunFailed(f"{folder / name}: {error.strerror}; it makes units of text and back") from error
     write_export(output, checkpoint, files)
-    written = sorted(output.iterdir())
-    size = sum(path.stat().st_size for path in written) / 1e6
-    print(f"{shown(output)}: {', '.join(path.name for path in written)} ({size:,.1f} MB)")
+    size = sum(path.stat().st_size for path in output.iterdir()) / 1e6
+    print(f"{shown(output)}: {', '.join(sorted(path.name for path in output.iterdir()))} ({size:,.1f} MB)")
     print(f"next: rtx eval {shown(output)} split=test")
     return 0

@@ -6,7 +6,7 @@ from rtx.compose import load_run_config, merge, with_absolute_path
 from rtx.config import Config
 from rtx.data.catalog import check_source, data_root
 from rtx.options import read_words
-from rtx.training.launchers import process_rank
+from rtx.training.hardware import process_rank
 from rtx.training.resumption import on_other_devices, plan_resumption
 
 MICRO_BATCH = "trainer.micro_batch_size"

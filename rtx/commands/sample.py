@@ -11,8 +11,7 @@ from rtx.data.sets import IMAGE_SETS
 from rtx.data.tokenizers import encode_text
 from rtx.errors import UserError
 from rtx.options import SampleOptions, read_words
-from rtx.training.inference import LoadedRun, load_run, prepare_device, run_config
-from rtx.training.samples import draw, save_images, save_sample
+from rtx.training.inference import LoadedRun, draw, load_run, prepare_device, run_config, save_images, save_sample
 from rtx.training.signals import INTERRUPTED, Stopped
 from rtx.wording import TextStream
 
@@ -29,9 +28,9 @@ def main(arguments: list[str]) -> int:
     words = read_words("sample", arguments)
     folder, options = words.runs[0], words.options
     config = run_config(folder, words.overrides)
+    is_image, size = config.data.name in IMAGE_SETS, config.data.length
     if config.data.name == "recall":
         raise UserError("a run on data=recall has no text to write; rtx eval says how many answers it has right")
-    is_image, size = config.data.name in IMAGE_SETS, config.data.length
     if is_image and options.prompt:
         raise UserError("sample.prompt has no place in a run on images, which have no text to continue")
     if is_image and (options.length or 0) > size:
@@ -40,17 +39,17 @@ def main(arguments: list[str]) -> int:
     if not is_image and options.count != 1:
         raise UserError(f"sample.count={options.count} is for runs on images; for another text: sample.seed=<number>")
     run = load_run(folder, config, options.checkpoint, prepare_device(config), say=tell)
-    return draw_images(run, options) if is_image else write_text(run, options, options.length or TEXT_LENGTH)
+    return draw_images(run, options) if is_image else write_text(run, options)
 
 
-def write_text(run: LoadedRun, options: SampleOptions, length: int) -> int:
-    tokenizer, model, data = run.tokenizer, run.config.model, run.config.data
+def write_text(run: LoadedRun, options: SampleOptions) -> int:
+    tokenizer, length, most = run.tokenizer, options.length or TEXT_LENGTH, run.config.data.length
     prompt_1P = torch.from_numpy(encode_text(tokenizer, options.prompt))[None]
     given = prompt_1P.shape[1]
-    if model.positions in ("learned", "axial") and given + length > data.length:
+    if run.model.embedding.positions is not None and given + length > most:
         raise UserError(
             f"sample.length={length}: with a prompt of {given} units that is {given + length}, but model.positions="
-            f"{model.positions} covers data.length={data.length}; at most {data.length - given}"
+            f"{run.config.model.positions} covers data.length={most}; at most {most - given}"
         )
     text, stream = bytearray(), TextStream()
 
@@ -68,13 +67,11 @@ def write_text(run: LoadedRun, options: SampleOptions, length: int) -> int:
 
 
 def draw_images(run: LoadedRun, options: SampleOptions) -> int:
-    size = run.config.data.length
-    length, empty = options.length or size, torch.empty(options.count, 0, dtype=torch.int64)
-    columns: list[torch.Tensor] = []
-    done, stopped = drawn(run, options, empty, length, columns.append)
+    size, columns = run.config.data.length, []
+    empty = torch.empty(options.count, 0, dtype=torch.int64)
+    done, stopped = drawn(run, options, empty, options.length or size, columns.append)
     if done < size:
-        why = f"stopped after {done:,} of {length:,} units" if stopped else f"{done:,} units"
-        tell(f"{why}; an image has {size:,}: the rest is black")
+        tell(f"{'stopped after ' if stopped else ''}{done:,} units; an image has {size:,}: the rest is black")
     print(save_images(run, options.seed, columns, options.count))
     return stopped
 

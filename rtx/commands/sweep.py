@@ -65,7 +65,7 @@ def standing(folder: Path, title: str) -> tuple[str, list[Text]]:
     """Return the state of a cell, and its row of the table."""
     status: Mapping[str, Any] = read_status(folder) or {"state": "waiting"}
     state, metrics = status["state"], folder / "metrics.jsonl"
-    if state == "running" and not seems_running(folder, dict(status)):
+    if state == "running" and not seems_running(dict(status)):
         state = "killed"
     tail = metrics.read_bytes()[-(1 << 14) :] if metrics.is_file() else b""
     last = next((row for row in reversed(json_rows(tail)) if row.get("kind") == "train"), {})

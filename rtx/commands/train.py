@@ -25,24 +25,19 @@ from rtx.data.store import TokenStore
 from rtx.disk import replace_file
 from rtx.errors import RunFailed, UserError
 from rtx.evaluation.baselines import baselines
-from rtx.evaluation.measures import further_lines, stamp_phrases
-from rtx.evaluation.protocols import Reading
-from rtx.evaluation.scores import measured
-from rtx.model.transformer import Transformer
+from rtx.evaluation.protocols import Reading, further_lines, measures, stamp_phrases
 from rtx.options import SampleOptions
 from rtx.report.summary import answers_line, closing_lines, protocol_line
 from rtx.training.checkpoint import Checkpoint, newest_checkpoint
-from rtx.training.config_diff import differences
 from rtx.training.distributed import Ranks
-from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware, with_micro_batches
-from rtx.training.inference import LoadedRun, load_run, on_one_device
+from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware
+from rtx.training.inference import LoadedRun, draw, load_run, on_one_device, save_images, save_sample
 from rtx.training.loggers import logging_to
 from rtx.training.memory import OUT_OF_MEMORY, device_memory, out_of_memory
 from rtx.training.module import TrainingModule, build_model
 from rtx.training.progress import say
-from rtx.training.resumption import Resumption, as_chosen, plan_resumption, refuse_changes
+from rtx.training.resumption import Resumption, as_chosen, differences, plan_resumption, refuse_changes
 from rtx.training.run_folder import Status, given_folder, new_run_folder, read_status, record_start, shown, working_in
-from rtx.training.samples import draw, save_images, save_sample
 from rtx.training.signals import Signals, Stopped, started_by_another, state_after
 from rtx.training.trainer import Outcome, Run
 from rtx.wording import printable
@@ -84,9 +79,9 @@ def run(config: Config, folder: Path | None = None, resumption: Resumption | Non
                 signals.at_once = lambda code: status.end(state_after(code), "stopped at once")
                 if choice:
                     say(choice)
-                place = (hardware, folder, store, signals, Ranks(0, hardware.world), status)
-                outcome, measures = within_memory(fitted, config, resumption, *place)
-                finish(fitted, hardware, folder, store, outcome, measures)
+                place = (folder, store, signals, Ranks(0, hardware.world), status)
+                outcome = within_memory(fitted, config, resumption, hardware, *place)
+                finish(fitted, hardware, folder, store, outcome, status.fields["final"])
             return 0
         except Stopped as stop:
             print(stop, file=sys.stderr)
@@ -103,7 +98,7 @@ def fitted_to(hardware: Hardware, config: Config, store: Store) -> tuple[Config,
 
 def within_memory(
     config: Config, asked: Config, resumption: Resumption | None, hardware: Hardware, *place: Any
-) -> tuple[Outcome, dict[str, Any]]:
+) -> Outcome:
     """Train; where memory runs out, go on from the newest checkpoint with smaller micro-batches, or begin again.
 
     The other processes of a run would wait for one whose memory has run out: of several, none tries again. Nor does it
@@ -112,7 +107,7 @@ def within_memory(
     while True:
         less = with_less_memory(config, asked) if hardware.world == 1 else None
         try:
-            return train(config, resumption, hardware, *place)
+            return train(config, resumption, *place)
         except (RuntimeError, MemoryError) as error:
             reason = out_of_memory(error)
             if isinstance(error, RunFailed) or less is None or not reason.startswith(f"{OUT_OF_MEMORY}: "):
@@ -129,112 +124,106 @@ def follow(config: Config, hardware: Hardware, folder: Path, resumption: Resumpt
     A child that the first process of its machine started has nothing to do with signals, goes when its parent goes, and
     then leaves with 0: any other end is one that the parent does not know of.
     """
-    code, child, ranks = 0, started_by_another(), Ranks(hardware.rank, hardware.world)
+    code, ranks = 0, Ranks(hardware.rank, hardware.world)
     try:
         with Signals() as signals:
             store = open_data(config.data, data_root(), nothing)
             config, _ = fitted_to(hardware, config, store)
-            train(config, resumption, hardware, folder, store, signals, ranks, None)
+            train(config, resumption, folder, store, signals, ranks, None)
     except Stopped as stop:
         code = stop.code
     except (RunFailed, UserError) as error:
         code = 2 if isinstance(error, UserError) else 1
         if not ranks.connected:
             print("\n".join(f"rtx: {line}" for line in str(error).splitlines()), file=sys.stderr)
-    return 0 if child and ranks.connected else code
+    return 0 if started_by_another() and ranks.connected else code
 
 
 def train(
     config: Config,
     resumption: Resumption | None,
-    hardware: Hardware,
     folder: Path,
     store: Store,
     signals: Signals,
     ranks: Ranks,
     status: Status | None,
-) -> tuple[Outcome, dict[str, Any]]:
-    """Build the model, fit it and return what came of it, in every measure; ranks without a `status` write nothing."""
+) -> Outcome:
+    """Build the model, fit it and return what came of it; ranks without a `status` write nothing."""
     signals.release()
-    tell, hardware, plain = say if status else nothing, with_micro_batches(hardware, config), to_dict(config)
-    start, changed = None, {}
-    if resumption:
-        start = newest_checkpoint(folder / "checkpoints", set_aside=bool(status), report=tell)
-        # An editor, or a disk, may have changed config.yaml: it is compared with the checkpoint as well.
-        changed = {**(differences(start["config"], plain, shared=True) if start else {}), **resumption.changed}
-        if status:  # the others are compared with the first one
-            refuse_changes(changed)
-            check_start(config, folder, store, start, changed, status)
-    tell("\n".join([beginning(folder, resumption, start), *(f"  {k}: {a} -> {b}" for k, (a, b) in changed.items())]))
+    tell, hardware, facts = say if status else nothing, resolve_hardware(config), {"config": to_dict(config)}
+    start, changed = find_start(config, resumption, folder, store, status)
+    facts["data"] = store.describe()
     data = RtxDataModule(config, hardware, store)
-    model = build_model(config, store.vocabulary, None if start else lambda: data.items.item(0, 0))
     data.step = start["step"] if start else 0
+    model = build_model(config, store.vocabulary, None if start else lambda: data.items.item(0, 0))
     if status:
-        facts = {"hardware": vars(hardware), "data": store.describe(), "parameters": model.count_parameters()}
-        if moved := record_start(folder, facts, changed if resumption else None, anew=start is None):
+        known = {"hardware": vars(hardware), "data": facts["data"], "parameters": model.count_parameters()}
+        if moved := record_start(folder, known, changed if resumption else None, anew=start is None):
             say(f"no longer exact: {', '.join(moved)}")
         if resumption:  # only now: it is known to fit the checkpoint
             write_config(config, folder)
         if isinstance(store, TokenStore) and (name := store.tokenizer.describe().get("file")):
             content = (store.folder / name).read_bytes()  # so that sampling needs no data
             replace_file(folder / name, lambda file: file.write(content))
-        say(opening_line(config, hardware, store, model))
-    module = TrainingModule(model, config, store.answers, ranks, {"config": plain, "data": store.describe()})
-    with logging_to(folder if status else None, config, plain, tell) as loggers:
+        say(opening_line(config, hardware, store, known["parameters"]))
+    module = TrainingModule(model, config, store.answers, ranks, facts)
+    with logging_to(folder if status else None, config, facts["config"], tell) as loggers:
         work = Run(folder, module, data, signals, read_telemetry, loggers, status, tell)
-        outcome, measures = work.fit(start["path"] if start else None), {}
+        outcome = work.fit(start["path"] if start else None)
         if status:
-            measures = measured(store, "valid", Reading(data.held_out), data.windows, outcome.final, partial=False)
-            record_end(status, outcome, store.unit, measures)
+            final = measures(store, "valid", Reading(data.held_out), data.windows, outcome.final, partial=False)
+            record_end(status, outcome, store.unit, final)
             signals.end()
     signals.release()
-    return outcome, measures
+    return outcome
 
 
-def check_start(
-    config: Config, folder: Path, store: Store, start: Checkpoint | None, changed: dict[str, Any], status: Status
-) -> None:
-    if start is None:
-        if (saved := status.fields.get("saved")) and (folder / "checkpoints" / "best.ckpt").exists():
-            raise UserError(
-                f"{folder / 'checkpoints'} holds best.ckpt alone, last.ckpt (step {saved:,}) is gone: the run cannot "
-                "go on (rtx eval and rtx sample take best.ckpt as it is); to begin anew, move best.ckpt away"
-            )
-        return
-    steps, step = config.trainer.steps, start["step"]
-    if "trainer.steps" in changed and steps <= step:
-        raise UserError(
-            f"trainer.steps={steps}: the newest checkpoint of the run is of step {step}; give more than that"
-        )
-    if start["data"]["fingerprint"] != store.fingerprint:
-        raise UserError(f"the data of {store.name} are not those that the run began with")
-
-
-def beginning(folder: Path, resumption: Resumption | None, start: Checkpoint | None) -> str:
+def find_start(
+    config: Config, resumption: Resumption | None, folder: Path, store: Store, status: Status | None
+) -> tuple[Checkpoint | None, dict[str, Any]]:
+    """Return the checkpoint to go on from, if any, and the fields that change; `UserError` where they do not fit."""
+    tell, where = say if status else nothing, shown(folder)
     if resumption is None:
-        return f"run: {shown(folder)}"
-    where = f"from step {start['step']:,}" if start else "from the beginning: it has no checkpoint"
-    return f"resuming {shown(folder)} ({resumption.state}) {where}"
+        tell(f"run: {where}")
+        return None, {}
+    start = newest_checkpoint(folder / "checkpoints", set_aside=bool(status), report=tell)
+    # An editor, or a disk, may have changed config.yaml: it is compared with the checkpoint as well.
+    was = differences(start["config"], to_dict(config), shared=True) if start else {}
+    changed, step, steps = {**was, **resumption.changed}, start["step"] if start else 0, config.trainer.steps
+    if status:  # the others are compared with the first one
+        refuse_changes(changed)
+        saved, checkpoints = status.fields.get("saved"), folder / "checkpoints"
+        if start is None and saved and (checkpoints / "best.ckpt").exists():
+            raise UserError(
+                f"{checkpoints} holds best.ckpt alone, last.ckpt (step {saved:,}) is gone: the run cannot go on "
+                "(rtx eval and rtx sample take best.ckpt as it is); to begin anew, move best.ckpt away"
+            )
+        if start and "trainer.steps" in changed and steps <= step:
+            raise UserError(f"trainer.steps={steps}: the newest checkpoint is of step {step}; give more than that")
+        if start and start["data"]["fingerprint"] != store.fingerprint:
+            raise UserError(f"the data of {store.name} are not those that the run began with")
+    begins = f"from step {step:,}" if start else "from the beginning: it has no checkpoint"
+    lines = [f"  {key}: {old} -> {new}" for key, (old, new) in changed.items()]
+    tell("\n".join([f"resuming {where} ({resumption.state}) {begins}", *lines]))
+    return start, changed
 
 
 def write_config(config: Config, folder: Path) -> None:
     replace_file(folder / RUN_CONFIG, lambda file: file.write(to_yaml(config).encode()))
 
 
-def opening_line(config: Config, hardware: Hardware, store: Store, model: Transformer) -> str:
-    trainer = config.trainer
+def opening_line(config: Config, hardware: Hardware, store: Store, parameters: int) -> str:
+    trainer, length = config.trainer, config.data.length
     size = f"{len(store.split('train')):,} {store.unit}s" if isinstance(store, TokenStore) else "made on the fly"
     where = f"{hardware.world} x {hardware.accelerator}" if hardware.world > 1 else hardware.accelerator
-    return (
-        f"{model.count_parameters():,} parameters ({config.model.name}), {store.name} ({size}), "
-        f"{trainer.steps:,} steps of {trainer.batch_size} x {config.data.length:,}, {where}"
-    )
+    told = f"{parameters:,} parameters ({config.model.name}), {store.name} ({size})"
+    return f"{told}, {trainer.steps:,} steps of {trainer.batch_size} x {length:,}, {where}"
 
 
-def record_end(status: Status, outcome: Outcome, unit: str, measures: dict[str, Any]) -> None:
+def record_end(status: Status, outcome: Outcome, unit: str, final: dict[str, Any]) -> None:
     score = outcome.final
     error = score.standard_error if math.isfinite(score.standard_error) else None  # of one window there is none
-    final = {"bits": score.bits, "unit": unit, "units": score.units, "se": error, **measures}
+    final = {"bits": score.bits, "unit": unit, "units": score.units, "se": error, **final}
     if score.accuracy is not None:
         final["accuracy"] = score.accuracy
     status.update(step=outcome.step, seconds=outcome.seconds, best=outcome.best, final=final)
@@ -242,11 +231,25 @@ def record_end(status: Status, outcome: Outcome, unit: str, measures: dict[str, 
 
 
 def finish(
-    config: Config, hardware: Hardware, folder: Path, store: Store, outcome: Outcome, measures: dict[str, Any]
+    config: Config, hardware: Hardware, folder: Path, store: Store, outcome: Outcome, final: dict[str, Any]
 ) -> None:
     """Print the score of a finished run beside baselines on the same split, and a sample, where memory is left."""
+    score, is_text = outcome.final, store.unit == "byte"
     try:
-        say(closing(config, folder, store, outcome, measures))
+        lines = closing_lines(
+            run=shown(folder),
+            step=outcome.step,
+            time_up=outcome.time_up,
+            bits=score.bits,
+            unit=store.unit,
+            protocol=protocol_line(
+                *(config, "valid", store.unit, score.units), stamps=stamp_phrases(store.stamps, "valid")
+            ),
+            baselines=baselines(store.split("train"), store.split("valid")) if is_text else {},
+            further=further_lines(store.unit, final),
+            answers="" if score.accuracy is None else answers_line(score.accuracy, 1 / config.data.values),
+        )
+        say(lines)
         if isinstance(store, TokenStore):
             device = torch.device("cuda" if hardware.accelerator == "gpu" else "cpu")
             print_sample(load_run(folder, on_one_device(config), "last", device, say=nothing), store.image)
@@ -256,38 +259,18 @@ def finish(
         say(f"no sample: {reason}")
 
 
-def closing(config: Config, folder: Path, store: Store, outcome: Outcome, measures: dict[str, Any]) -> str:
-    score, stamps = outcome.final, stamp_phrases(store.stamps, "valid")
-    return closing_lines(
-        run=shown(folder),
-        step=outcome.step,
-        time_up=outcome.time_up,
-        bits=score.bits,
-        unit=store.unit,
-        protocol=protocol_line(config, "valid", store.unit, score.units, stamps=stamps),
-        baselines=baselines(store.split("train"), store.split("valid")) if store.unit == "byte" else {},
-        further=further_lines(store.unit, measures),
-        answers="" if score.accuracy is None else answers_line(score.accuracy, 1 / config.data.values),
-    )
-
-
 def print_sample(run: LoadedRun, image: tuple[int, int] | None) -> None:
     """Print and keep a short text that the model writes from nothing; of a model of images, keep an image."""
-    length, options = SAMPLE_LENGTH, SampleOptions(temperature=SAMPLE_TEMPERATURE)
-    rows = min(image[0], max(1, SAMPLE_UNITS // (3 * image[1]))) if image else 0
-    if image:
-        length = rows * 3 * image[1]
-    elif run.model.embedding.positions is not None:
-        length = min(length, run.model.embedding.positions.length)
+    length, options = SAMPLE_UNITS if image else SAMPLE_LENGTH, SampleOptions(temperature=SAMPLE_TEMPERATURE)
+    if image or run.model.embedding.positions is not None:
+        length = min(length, run.config.data.length)
     units = list(draw(run, options, torch.empty(1, 0, dtype=torch.int64), length))
     if image:
-        part = "" if rows == image[0] else f", the first {rows} of its {image[0]} rows"
         path = save_images(run, options.seed, units, 1)
-        say(f"a sample image (temperature {SAMPLE_TEMPERATURE}{part}): {shown(path)}")
+        say(f"a sample image (temperature {SAMPLE_TEMPERATURE}): {shown(path)}")
         return
     text = run.tokenizer.decode([int(unit_B) for unit_B in units])
-    say(f"a sample (temperature {SAMPLE_TEMPERATURE}):")
-    say(printable(text.decode("utf-8", "replace")))
+    say(f"a sample (temperature {SAMPLE_TEMPERATURE}):\n{printable(text.decode('utf-8', 'replace'))}")
     say(shown(save_sample(run, options.seed, text)))
 
 

@@ -1,34 +1,35 @@
-"""How a split is read and scored: windows, the released code's reading, words and bytes."""
+"""How a split is read and scored, and what total nats mean: windows, words, bytes, the released code's reading."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from rtx.data.recall import RecallStore
 from rtx.data.sets import SETS
 from rtx.data.store import TokenStore
 from rtx.errors import UserError
 
+if TYPE_CHECKING:
+    from rtx.evaluation.scores import Score
+
 SUBWORDS_PER_WORD = 1.248
 """PG-19: the released perplexity is exp(1.248 times the mean nats of a subword)."""
-
-HABITS = {
-    "enwik8": "newlines dropped",
-    "wikitext103": "blank lines and the last window that is not full dropped",
-    "pg19": f"newlines dropped, perplexity exp({SUBWORDS_PER_WORD} nats / subwords)",
-    "cifar10": "as ours",
-    "imagenet64": "as ours",
+RELEASED = {
+    "enwik8": ("bytes", "newlines dropped"),
+    "wikitext103": ("words", "blank lines and the last window that is not full dropped"),
+    "pg19": ("sentencepiece", f"newlines dropped, perplexity exp({SUBWORDS_PER_WORD} nats / subwords)"),
+    "cifar10": ("bytes", "as ours"),
+    "imagenet64": ("bytes", "as ours"),
 }
-"""What the paper's released data readers do otherwise than score every unit of the text, in words.
+"""The units that the paper's released data readers take, and what they do otherwise than score every unit, in words.
 
 Not known, and not reproduced: how lines of enwik-8 were joined, and the cut of Wikitext-103's chunks at line ends.
 """
-
-UNITS = {"enwik8": "bytes", "wikitext103": "words", "pg19": "sentencepiece"}
-"""The units in which the released code reads a text."""
 
 
 class Window(NamedTuple):
@@ -49,11 +50,7 @@ class Windows(Sequence[Window]):
     def __len__(self) -> int:
         return 1 + -((self.length - self.units) // self.stride)
 
-    @overload
-    def __getitem__(self, index: int) -> Window: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Window]: ...
-    def __getitem__(self, index: int | slice) -> Window | list[Window]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[k] for k in range(*index.indices(len(self)))]
         k = range(len(self))[index]
@@ -78,8 +75,6 @@ class Reading:
     """Unsigned integers `[units]`."""
     habits: str = ""
     """What was left out or counted otherwise, in words; empty: every unit is scored."""
-    words_per_unit: float | None = None
-    """Words that a unit counts for in the perplexity; None: words are counted."""
 
 
 def read_as_released(store: TokenStore, split: str, length: int) -> Reading:
@@ -88,80 +83,99 @@ def read_as_released(store: TokenStore, split: str, length: int) -> Reading:
     Raises:
         UserError: the released code did not read such data, or not in such units.
     """
-    if store.name not in HABITS:
-        raise UserError(f"eval.protocol=released: known of {', '.join(HABITS)}, not of data={store.name}")
-    tokens = store.split(split)
+    if store.name not in RELEASED:
+        raise UserError(f"eval.protocol=released: known of {', '.join(RELEASED)}, not of data={store.name}")
+    tokens, (units, habits) = store.split(split), RELEASED[store.name]
     if store.image is not None:
-        return Reading(tokens, HABITS[store.name])
-    if (found := store.tokenizer.name) != (units := UNITS[store.name]):
+        return Reading(tokens, habits)
+    if (found := store.tokenizer.name) != units:
         raise UserError(f"eval.protocol=released: {store.name} was read as {units}, not data.tokenizer={found}")
-    tokens = tokens[~dropped(store, tokens)]
-    if not len(tokens):
-        raise UserError(f"eval.protocol=released: split {split} has nothing but newlines")
+    is_newline = tokens == store.tokenizer.encode(b"\n")[0]
+    if store.name == "wikitext103":  # blank lines alone; the first one is blank where the text begins with a newline
+        is_newline[1:] &= is_newline[:-1].copy()
+    tokens = tokens[~is_newline]
     if store.name == "wikitext103":
         tokens = tokens[: len(tokens) // length * length]
-        if not len(tokens):
-            raise UserError(f"eval.protocol=released: split {split} has not one whole window of {length:,} units")
-    return Reading(tokens, HABITS[store.name], 1 / SUBWORDS_PER_WORD if store.name == "pg19" else None)
+    if not len(tokens):
+        raise UserError(f"eval.protocol=released: split {split} has not one whole window of {length:,} units")
+    return Reading(tokens, habits)
 
 
-def dropped(store: TokenStore, tokens: np.ndarray) -> np.ndarray:
-    """Return which units the released reader leaves out, bool `[units]`: of Wikitext-103 blank lines' <eos> alone."""
-    is_newline = tokens == store.tokenizer.encode(b"\n")[0]
-    if store.name == "wikitext103":
-        is_newline[1:] &= is_newline[:-1].copy()  # the first line is blank where the text begins with a newline
-    return is_newline
-
-
-class WordCount(NamedTuple):
-    """Words, whose count it is, and whether published perplexities of the split are over the same words."""
-
-    count: float
-    note: str
-    comparable: bool
-
-
-def words_scored(
-    store: TokenStore, split: str, reading: Reading, windows: Sequence[Window], partial: bool
-) -> WordCount | None:
-    """Return the words that the scored parts of `windows` stand for; None where no perplexity per word is published.
+def measures(
+    store: TokenStore | RecallStore, split: str, reading: Reading, scored: Sequence[Window], score: Score, partial: bool
+) -> dict[str, Any]:
+    """Return a score in every measure that its text has, as JSON values: bits per unit and byte, perplexity per word.
 
     Args:
         store: of any set.
         split: the split's name.
-        reading: the split as it is scored.
-        windows: scored ones, of `reading.tokens`.
+        reading: the split as it was read.
+        scored: windows of `reading.tokens`.
+        score: what they scored.
         partial: whether they are only a sample of the windows.
     """
-    units = sum(window.stop - window.first for window in windows)
+    result: dict[str, Any] = {f"bits_per_{store.unit}": score.bits}
+    if isinstance(store, RecallStore) or store.image is not None:
+        return result
+    all_of_it = not partial and not reading.habits
+    if store.unit == "subword":  # words are no account of the bytes between and in them
+        text_bytes = store.facts(split).bytes if all_of_it else sum(map(len, texts(store, reading, scored)))
+        result["bits_per_byte"] = score.nats / text_bytes / math.log(2)
+    if (words := words_scored(store, split, reading, scored, all_of_it)) is not None:
+        count, note, comparable = words
+        perplexity = math.exp(score.nats / count) if score.nats / count < 700 else math.inf  # beyond float64
+        result |= {"perplexity_per_word": perplexity, "words": count, "words_are": note, "words_comparable": comparable}
+    return result
+
+
+def words_scored(
+    store: TokenStore, split: str, reading: Reading, scored: Sequence[Window], all_of_it: bool
+) -> tuple[float, str, bool] | None:
+    """Return the words that the scored windows stand for, whose count it is, and whether published perplexities of the
+    split are over the same words; None where no perplexity per word is published.
+    """
+    units = sum(window.stop - window.first for window in scored)
     published = SETS[store.name].words if store.name in SETS else {}
-    if reading.words_per_unit is not None:
-        return WordCount(units * reading.words_per_unit, "as the released code converts its own subwords", False)
+    if reading.habits and store.name == "pg19":
+        return units / SUBWORDS_PER_WORD, "as the released code converts its own subwords", False
     if store.unit == "word" and (reading.habits or not published):
-        return WordCount(units, "its own words and line ends", False)
+        return units, "its own words and line ends", False
     if not published:
         return None
+    if all_of_it and store.stamps.get("complete") is not False:
+        return published[split], "the published count of the split", True
+    words = sum(len(text.split()) for text in texts(store, reading, scored))
     if store.stamps.get("complete") is False:
-        return WordCount(max(1, blank_words(store, reading, windows)), "between blanks of the text scored", False)
-    if not partial and not reading.habits:
-        return WordCount(published[split], "the published count of the split", True)
-    share = blank_words(store, reading, windows) / max(1, store.facts(split).words)
-    note = "the split's published count times the share scored"
-    return WordCount(max(1.0, published[split] * share), note, False)
+        return max(1, words), "between blanks of the text scored", False
+    share = words / max(1, store.facts(split).words)
+    return max(1.0, published[split] * share), "the split's published count times the share scored", False
 
 
-def blank_words(store: TokenStore, reading: Reading, windows: Sequence[Window]) -> int:
-    """Return how many words between blanks the scored text has; one cut by two windows' border counts twice."""
-    return sum(len(text_of(store, reading, window).split()) for window in windows)
+def texts(store: TokenStore, reading: Reading, scored: Sequence[Window]) -> Iterator[bytes]:
+    """Yield the text that each window scores; a word cut by the border of two counts twice."""
+    yield from (store.tokenizer.decode(reading.tokens[window.first : window.stop]) for window in scored)
 
 
-def bytes_scored(store: TokenStore, split: str, reading: Reading, windows: Sequence[Window], partial: bool) -> int:
-    """Return the bytes of the scored text."""
-    if not partial and not reading.habits:
-        return store.facts(split).bytes
-    return sum(len(text_of(store, reading, window)) for window in windows)
+def further_lines(unit: str, result: Mapping[str, Any]) -> list[str]:
+    """Return what `measures` holds besides bits per unit, a line each."""
+    lines = []
+    if "perplexity_per_word" in result:
+        foreign = "" if result["words_comparable"] else ", not comparable"
+        over = f"exp(nats / {result['words']:,.0f} words), {result['words_are']}{foreign}"
+        lines.append(f"{result['perplexity_per_word']:.4g} perplexity per word: {over}")
+    if unit != "byte" and "bits_per_byte" in result:
+        lines.append(f"{result['bits_per_byte']:.5f} bits/byte of text")
+    return lines
 
 
-def text_of(store: TokenStore, reading: Reading, window: Window) -> bytes:
-    """Return the text that a window scores."""
-    return store.tokenizer.decode(reading.tokens[window.first : window.stop])
+def stamp_phrases(stamps: Mapping[str, Any], split: str) -> list[str]:
+    """Return what the facts of protocol that stand on a store mean for a score on a split, in words."""
+    phrases = {
+        "newlines dropped": stamps.get("newlines") == "drop",
+        "lossy JPEG, not comparable": stamps.get("lossy"),
+        f"scaled to {stamps.get('scaled')}, not comparable": "scaled" in stamps,
+        "not the PixelRNN images, not comparable": stamps.get("variant") == "other",
+        "not the whole published set, not comparable": stamps.get("complete") is False,
+        "valid is the published test split": stamps.get("valid") == "test" and split == "valid",
+    }
+    return [phrase for phrase, holds in phrases.items() if holds]

@@ -8,16 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rtx.data.catalog import Store
-from rtx.data.recall import RecallStore
-from rtx.evaluation.measures import measures
-from rtx.evaluation.protocols import Reading, Window, bytes_scored, words_scored
+from rtx.evaluation.protocols import Window
 
 W = TypeVar("W")
 
@@ -83,10 +80,10 @@ def score_windows(
     streaming: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Score:
-    """Score windows with `model` in evaluation mode.
+    """Score windows with `model`, which is in evaluation mode.
 
     Args:
-        model: has `loss(tokens_BN, prefix=...) -> (nats_BN, auxiliary)`; its mode is put back afterwards.
+        model: has `loss(tokens_BN, prefix=...) -> (nats_BN, auxiliary)`.
         tokens: the split, unsigned integers `[units]`.
         windows: units `[start, stop)` are read, and of those `[first, stop)` are scored.
         answers: positions `[A]` in each window whose units alone are scored; None: all. Windows must then be whole
@@ -98,15 +95,10 @@ def score_windows(
     device = next(model.parameters()).device
     at_A = None if answers is None else torch.from_numpy(answers).to(device)
     sums_K3 = np.zeros((len(windows), 3))
-    was_training = model.training
-    model.eval()
-    try:
-        for batch in equal_batches(windows, batch_size):
-            tokens_BN, skipped_B = read_windows(tokens, [windows[k] for k in batch])
-            sums_K3[batch] = score_batch(model, tokens_BN.to(device), skipped_B.to(device), at_A, streaming)
-            on_progress(batch[-1] + 1, len(windows))
-    finally:
-        model.train(was_training)
+    for batch in equal_batches(windows, batch_size):
+        tokens_BN, skipped_B = read_windows(tokens, [windows[k] for k in batch])
+        sums_K3[batch] = score_batch(model, tokens_BN.to(device), skipped_B.to(device), at_A, streaming)
+        on_progress(batch[-1] + 1, len(windows))
     units_K, nats_K, right_K = np.ascontiguousarray(sums_K3.T)
     return Score(units_K, nats_K, None if at_A is None else right_K)
 
@@ -145,14 +137,3 @@ def score_batch(
         nats_B, right_B = nats_BA.double().sum(dim=1), right_BA.double().sum(dim=1)
         units_B = torch.full_like(nats_B, len(at_A))
     return torch.stack([units_B.double(), nats_B, right_B], dim=1).cpu()
-
-
-def measured(
-    store: Store, split: str, reading: Reading, chosen: Sequence[Window], score: Score, partial: bool
-) -> dict[str, Any]:
-    """Return the score in every measure that its text has; words are no account of the bytes between and in them."""
-    if isinstance(store, RecallStore) or store.image is not None:
-        return measures(store.unit, score.nats, score.units)
-    words = words_scored(store, split, reading, chosen, partial)
-    text_bytes = bytes_scored(store, split, reading, chosen, partial) if store.unit == "subword" else None
-    return measures(store.unit, score.nats, score.units, text_bytes=text_bytes, words=words)

@@ -23,7 +23,7 @@ from rtx.data.catalog import check_source, data_root
 from rtx.errors import UserError, collect
 from rtx.options import LAUNCHED, SweepOptions, read_words
 from rtx.sweep.cells import NO_CODE, Cell, Outcome, ended_before, ending, environment, has_score, lay_out
-from rtx.training.launchers import cores
+from rtx.training.hardware import cores
 from rtx.training.memory import system_kills
 from rtx.training.progress import say
 from rtx.training.run_folder import busy, read_status, seems_running, shown, unwritable, utc_now
@@ -209,7 +209,7 @@ class Launcher:
     def in_use(self, cell: Cell) -> bool:
         """Tell whether another process works on a cell, and say so once."""
         status = read_status(cell.folder)
-        used = status is not None and seems_running(cell.folder, status)
+        used = status is not None and seems_running(status)
         if used and cell.number not in self.told:
             self.told.add(cell.number)
             self.tell(cell, f"{busy(cell.folder, status).partition(';')[0]}; the others go first")

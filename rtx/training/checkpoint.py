@@ -22,7 +22,7 @@ from lightning.fabric.plugins import CheckpointIO
 
 from rtx.disk import sync_folder, write_beside
 from rtx.errors import RunFailed, UserError
-from rtx.training.config_diff import differences, makes_another
+from rtx.training.resumption import differences, makes_another
 
 FORMAT = 3
 """Version of the layout; only files of this one are read."""

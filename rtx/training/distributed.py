@@ -20,15 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment, find_free_network_port
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
-from torch.optim import Optimizer
+from torch.optim import Adafactor, Optimizer
 
 from rtx.errors import UserError
-from rtx.training.hardware import Hardware
-from rtx.training.optimizers import SharedAdafactor
+from rtx.training.hardware import Hardware, process_rank
 from rtx.training.sharding import shared_as, whole
 from rtx.training.signals import PARENT_VARIABLE, started_by_another
 
@@ -51,15 +50,10 @@ class Ranks:
         self.connected = True
 
     def largest(self, *values: int) -> list[int]:
-        return self.reduced(torch.tensor(values), dist.ReduceOp.MAX)
+        return torch.tensor(self.gather(values)).amax(dim=0).tolist()
 
     def total(self, *values: float) -> list[float]:
-        return self.reduced(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.SUM)
-
-    def reduced(self, values: torch.Tensor, how: Any) -> list[Any]:
-        if self.world > 1:
-            dist.all_reduce(values, how, group=self.group)
-        return values.tolist()
+        return torch.tensor(self.gather(values), dtype=torch.float64).sum(dim=0).tolist()
 
     def gather(self, own: Any) -> list[Any]:
         everyone: list[Any] = [own] * self.world
@@ -75,8 +69,7 @@ class Ranks:
         """
         (first, host), *others = self.gather((dict(own), socket.gethostname()))
         for rank, (other, place) in enumerate(others, 1):
-            unlike = [f"{k} is {other.get(k)}, not {value}" for k, value in first.items() if other.get(k) != value]
-            if unlike:
+            if unlike := [f"{k} is {other.get(k)}, not {value}" for k, value in first.items() if other.get(k) != value]:
                 raise UserError(
                     f"the processes of the run do not begin alike: with process {rank} (on {place}) "
                     f"{'; '.join(unlike)} as with the first one (on {host})"
@@ -94,9 +87,15 @@ def lost_process(error: RuntimeError) -> str:
 
 
 class StartedRanks(LightningEnvironment):
-    """The environment of processes that `start_ranks` has started: Lightning is to start none, nor to watch any."""
+    """Processes that `start_ranks` has started: Lightning starts none, and reads no other launcher's leftovers."""
 
     creates_processes_externally = True  # type: ignore[assignment]
+
+    def local_rank(self) -> int:
+        return process_rank()
+
+    def node_rank(self) -> int:
+        return 0
 
 
 def cluster_environment(hardware: Hardware) -> ClusterEnvironment:
@@ -118,15 +117,8 @@ def start_ranks(hardware: Hardware, folder: Path, lost: Callable[[str], object])
     """
     if hardware.launcher != "rtx" or hardware.devices == 1 or started_by_another():
         return []
-    environment = StartedRanks()
-    os.environ |= {"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)}
-    shared = {
-        **os.environ,
-        "RTX_RUN": str(folder),
-        "WORLD_SIZE": str(hardware.world),
-        PARENT_VARIABLE: str(os.getpid()),
-    }
-    shared["NODE_RANK"] = str(environment.node_rank())
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())}
+    shared = {**os.environ, "RTX_RUN": str(folder), PARENT_VARIABLE: str(os.getpid())}
     command = [sys.executable, "-P", "-m", "rtx", *sys.argv[1:]]
     ranks = [subprocess.Popen(command, env={**shared, "LOCAL_RANK": str(rank)}) for rank in range(1, hardware.devices)]
     threading.Thread(target=watch_ranks, args=(ranks, lost), name="children", daemon=True).start()
@@ -138,16 +130,11 @@ def watch_ranks(children: list[subprocess.Popen[bytes]], lost: Callable[[str], o
     while any(child.poll() is None for child in children) or any(child.returncode for child in children):
         if ended := next((child for child in children if child.returncode), None):
             time.sleep(PATIENCE_SECONDS)
-            lost(f"process {ended.pid} of the run {how_it_ended(ended.returncode)}")
+            code = ended.returncode
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+            lost(f"process {ended.pid} of the run {how}")
             return
         time.sleep(0.5)
-
-
-def how_it_ended(code: int) -> str:
-    try:
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-    except ValueError:
-        return f"was killed by signal {-code}"
 
 
 def strategy(hardware: Hardware) -> Strategy | str:
@@ -201,16 +188,10 @@ class Shared(ModelParallelStrategy):
         self.lightning_module.load_state_dict(parts, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load a whole optimizer state, which every process has read: each takes its part."""
+        """Load a whole optimizer state, which every process has read: each takes its part; Adafactor's stays whole."""
         (optimizer,), (state,) = self.optimizers, checkpoint["optimizer_states"]
-        if not isinstance(optimizer, SharedAdafactor):
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            parts = {
-                number: {
-                    name: shared_as(value, parameters[number]) if value.shape == parameters[number].shape else value
-                    for name, value in values.items()
-                }
-                for number, values in state["state"].items()
-            }
-            state = {**state, "state": parts}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, values in state["state"].items() if not isinstance(optimizer, Adafactor) else ():
+            like = parameters[number]
+            values |= {name: shared_as(value, like) for name, value in values.items() if value.shape == like.shape}
         optimizer.load_state_dict(state)

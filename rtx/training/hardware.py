@@ -1,19 +1,19 @@
-"""Where a run computes: the configuration's wishes against the machine, and against whoever started the process."""
+"""Where a run computes: the configuration's wishes against the machine, and against whoever started the process.
+
+torch, whose import takes seconds, is imported where it is used: who started a process is asked for before.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import os
 import shutil
 from dataclasses import dataclass
 
-import torch
-
 from rtx.config import SPREAD, Config, HardwareConfig, precision_on
 from rtx.errors import UserError
-from rtx.training.launchers import cores, number, process_rank, started_by
+from rtx.training.signals import started_by_another
 
 TRIM_THRESHOLD, MMAP_MAX = -1, -4
 """glibc's numbers for mallopt."""
@@ -41,24 +41,24 @@ class Hardware:
 
 def resolve_hardware(config: Config) -> Hardware:
     """Decide where to compute; `UserError` where machine or launcher do not have what the configuration asks for."""
+    import torch
+
     wish, gpus = config.hardware, torch.cuda.device_count()
-    if wish.name == "gpu" and gpus == 0:
-        raise UserError("hardware=gpu, but torch finds no GPU on this machine; use hardware=cpu or hardware=auto")
     use_gpu, distributed = gpus > 0 and wish.name != "cpu", wish.name in SPREAD
+    if wish.name == "gpu" and not use_gpu:
+        raise UserError("hardware=gpu, but torch finds no GPU on this machine; use hardware=cpu or hardware=auto")
     if wish.precision == "tf32" and not use_gpu:
         raise UserError("hardware.precision=tf32 needs a GPU and there is none; a CPU takes fp32, bf16 or fp64")
     devices, nodes = processes(wish, gpus)
     if distributed and use_gpu and devices > gpus:
         raise UserError(f"hardware.devices={devices}, but this machine has {gpus} GPU(s)")
-    if distributed and "MASTER_PORT" in os.environ:
-        number("MASTER_PORT", 1, 65535)
     micro, accumulate = micro_batches(config, devices * nodes)
     return Hardware(
         accelerator="gpu" if use_gpu else "cpu",
         precision=precision_on(wish, use_gpu),
         devices=devices,
         nodes=nodes,
-        rank=process_rank(devices),
+        rank=process_rank(),
         distributed=distributed,
         sharded=wish.name == "fsdp",
         launcher=started_by()[0],
@@ -69,20 +69,17 @@ def resolve_hardware(config: Config) -> Hardware:
 
 def processes(wish: HardwareConfig, gpus: int) -> tuple[int, int]:
     """Return the processes on each machine, and the machines: as a launcher has started them, else as configured."""
-    launcher, world, here = started_by()
-    distributed, devices, nodes = wish.name in SPREAD, 1, wish.nodes
+    (launcher, world, nodes), distributed = started_by(), wish.name in SPREAD
     if launcher == "rtx":
-        if nodes > 1:
-            raise UserError(f"hardware.nodes={nodes}: start the run on all machines by torchrun or srun")
+        if wish.nodes > 1:
+            raise UserError(f"hardware.nodes={wish.nodes}: start the run on all machines by torchrun or srun")
         return (wish.devices or gpus or 1) if distributed else 1, 1
-    if distributed:
-        devices = wish.devices or here
-        nodes = nodes if nodes > 1 else max(1, world // devices)
+    nodes = wish.nodes if wish.nodes > 1 else nodes if distributed else 1
+    devices = (wish.devices or world // nodes) if distributed else 1
     if world != devices * nodes:
-        hint = "make them agree" if distributed else "set hardware=ddp or hardware=fsdp"
         raise UserError(
             f"{launcher} started {world} processes, but hardware={wish.name} asks for {devices} on {nodes} machine(s); "
-            f"{hint}"
+            f"{'make them agree' if distributed else 'set hardware=ddp or hardware=fsdp'}"
         )
     return devices, nodes
 
@@ -101,13 +98,36 @@ def micro_batches(config: Config, world: int) -> tuple[int, int]:
     return micro, batch // (micro * world)
 
 
-def with_micro_batches(hardware: Hardware, config: Config) -> Hardware:
-    micro, accumulate = micro_batches(config, hardware.world)
-    return dataclasses.replace(hardware, micro_batch_size=micro, accumulate=accumulate)
+def started_by() -> tuple[str, int, int]:
+    """Return who started this process (torchrun, srun, else rtx), how many it started, and on how many machines.
+
+    srun counts where it runs several tasks; a single task, or an interactive shell inside an allocation, is our own.
+    """
+    known = os.environ
+    if "TORCHELASTIC_RUN_ID" in known:
+        return "torchrun", int(known["WORLD_SIZE"]), int(known["WORLD_SIZE"]) // int(known["LOCAL_WORLD_SIZE"])
+    if {"SLURM_STEP_ID", "SLURM_PROCID"} <= known.keys() and int(known.get("SLURM_NTASKS", 1)) > 1:
+        return "srun", int(known["SLURM_NTASKS"]), int(known.get("SLURM_NNODES", 1))
+    return "rtx", 1, 1
+
+
+def process_rank() -> int:
+    """Return the number of this process among all those of the run."""
+    launcher, _, _ = started_by()
+    if launcher == "rtx":
+        return int(os.environ["LOCAL_RANK"]) if started_by_another() else 0
+    return int(os.environ["RANK" if launcher == "torchrun" else "SLURM_PROCID"])
+
+
+def cores() -> int:
+    """Return the processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def prepare_torch(config: Config, hardware: Hardware) -> None:
     """Set threads, matrix arithmetic and determinism before any tensor is made; `UserError` without a compiler."""
+    import torch
+
     wish, threads = config.hardware, config.hardware.threads
     if not threads and hardware.distributed and hardware.launcher == "rtx" and "OMP_NUM_THREADS" not in os.environ:
         # Lightning would take the same number, but only as the fit begins: after the run has recorded its threads.
@@ -121,19 +141,13 @@ def prepare_torch(config: Config, hardware: Hardware) -> None:
     if wish.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
     if wish.compile and hardware.accelerator == "cpu" and not has_compiler():
-        raise UserError(
-            "hardware.compile=true needs a C++ compiler (g++ or clang++, or CXX); there is none on the PATH"
-        )
+        raise UserError("hardware.compile=true needs a C++ compiler (g++, clang++ or CXX); there is none on the PATH")
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep what is freed instead of giving it back, to be faulted in and zeroed anew in every step.
-
-    That is about a tenth of a step's time on a CPU. Another C library is left as it is.
-    """
-    with contextlib.suppress(AttributeError, OSError):
+    """Tell glibc to keep what is freed: to fault it in and zero it anew is a tenth of a step's time on a CPU."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library is left as it is
         library = ctypes.CDLL(None)
         library.mallopt(MMAP_MAX, 0)
         library.mallopt(TRIM_THRESHOLD, -1)

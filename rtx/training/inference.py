@@ -1,31 +1,46 @@
-"""A trained model from its run folder or from an export of it, on one device: to score, to sample, to look into."""
+"""A trained model from its run folder or from an export of it, on one device: to score, to sample, to look into.
+
+An export is the weights as safetensors, and `export.json` with what else a checkpoint knows and their SHA-256.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import safetensors.torch
 import torch
 
 from rtx.compose import RUN_CONFIG, load_run_config, merge, to_dict, with_values
 from rtx.config import SPREAD, Config, precision_on
 from rtx.data.catalog import Store, data_root, open_data
+from rtx.data.images import png_grid
+from rtx.data.sets import image_shape
 from rtx.data.tokenizers import Tokenizer, load_tokenizer
+from rtx.disk import remove_leftovers, replace_file, write_json
 from rtx.errors import RunFailed, UserError
+from rtx.model.decoding import generate
 from rtx.model.transformer import Transformer
-from rtx.training.checkpoint import Checkpoint, check_config, load_for_use, load_weights
-from rtx.training.exported import KEPT, read_export
+from rtx.options import SampleOptions
+from rtx.training.checkpoint import Checkpoint, check_config, check_layout, load_for_use, load_weights
 from rtx.training.hardware import prepare_torch, resolve_hardware
-from rtx.training.run_folder import is_export
+from rtx.training.run_folder import EXPORT_FACTS, is_export
+
+WEIGHTS = "model.safetensors"
+KEPT = ("step", "config", "data", "file")
+"""Keys of a checkpoint that an export keeps, beside the model's state."""
 
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A model in evaluation mode, and what is known of it; `checkpoint`: without tensors (exported.KEPT)."""
+    """A model in evaluation mode, and what is known of it; `checkpoint`: without tensors (KEPT)."""
 
     folder: Path
     model: Transformer
@@ -48,23 +63,13 @@ class LoadedRun:
             raise UserError(f"{self.folder}: a run on data={self.config.data.name} has no tokenizer")
         try:
             return load_tokenizer(described, self.folder)
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise RunFailed(f"{self.folder}: its tokenizer cannot be read: {error}") from error
 
     @property
     def precision(self) -> str:
         """The arithmetic on this device."""
         return precision_on(self.config.hardware, self.device.type == "cuda")
-
-    @property
-    def own_precision(self) -> str:
-        """The arithmetic that it was trained in: asked for, or recorded; of an export, this device's."""
-        if (asked := self.checkpoint["config"]["hardware"]["precision"]) != "auto":
-            return asked
-        try:
-            return json.loads((self.folder / "environment.json").read_text())["hardware"]["precision"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return self.precision
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Return the context that the model computes in: bfloat16 where its precision is bf16."""
@@ -105,16 +110,16 @@ def load_run(
     """Load best or last of a run; `vocabulary` of the data that are read, unset: the run's. Errors as `load`."""
     found = read_export(folder) if is_export(folder) else load_for_use(folder / "checkpoints", checkpoint, say)
     check_config(found, to_dict(load_run_config(folder)), folder / RUN_CONFIG)
-    vocabulary = vocabulary or found["data"].get("vocabulary")
-    if not isinstance(vocabulary, int) or not isinstance(found["data"].get("tokenizer"), dict | None):
-        raise UserError(f"{folder}: {found['file']}.ckpt does not say what the units of its data are")
+    where = f"{folder}: {found['file']}.ckpt"
+    if not isinstance(vocabulary := vocabulary or found["data"].get("vocabulary"), int):
+        raise UserError(f"{where} does not say what the units of its data are")
     if broken := [name for name, tensor in found["model"].items() if bool(tensor.isnan().any())]:
-        raise RunFailed(f"{folder}: {found['file']}.ckpt (step {found['step']:,}) holds NaN, first in {broken[0]}")
+        raise RunFailed(f"{where} (step {found['step']:,}) holds NaN, first in {broken[0]}")
     with torch.random.fork_rng(devices=[]):
         model = Transformer(config, vocabulary)
     load_weights(model, found)
     model = model.to(device, torch.float64 if config.hardware.precision == "fp64" else None).eval()
-    say(f"{folder}: {found['file']}.ckpt, step {found['step']:,}, {model.count_parameters():,} parameters")
+    say(f"{where}, step {found['step']:,}, {model.count_parameters():,} parameters")
     return LoadedRun(folder, model, config, {key: found[key] for key in KEPT})
 
 
@@ -134,10 +139,7 @@ def open_run(folder: Path, config: Config, checkpoint: str) -> tuple[LoadedRun, 
             "name the data and the settings of data.* that the run was trained with"
         )
     if not run.has_data(store):
-        print(
-            f"note: these are not the data of the run: {store.name} has fingerprint {store.fingerprint}, the run "
-            f"{run.checkpoint['data']['fingerprint']}; parts of this split may have been trained on"
-        )
+        print(f"note: these are not the data of the run ({store.name}); parts of this split may have been trained on")
     return run, store
 
 
@@ -158,3 +160,64 @@ def on_one_device(config: Config) -> Config:
     name = "auto" if config.hardware.name in SPREAD else config.hardware.name
     one = {"hardware.name": name, "hardware.devices": None, "hardware.nodes": 1, "hardware.compile": False}
     return with_values(config, one)
+
+
+def write_export(folder: Path, checkpoint: Checkpoint, files: Mapping[str, bytes]) -> None:
+    """Write a model and what else belongs to it (`files`, by name) into a folder; RunFailed where that cannot be.
+
+    The facts come first: with them it is known for an unfinished export, to be made anew.
+    """
+    weights = safetensors.torch.save({name: tensor.contiguous() for name, tensor in checkpoint["model"].items()})
+    facts = {"sha256": hashlib.sha256(weights).hexdigest(), **{key: checkpoint[key] for key in KEPT}}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
+        write_json(folder / EXPORT_FACTS, facts)
+        for name, content in {**files, WEIGHTS: weights}.items():
+            replace_file(folder / name, lambda file, content=content: file.write(content))
+    except OSError as error:
+        raise RunFailed(f"cannot write to {folder}: {error.strerror}; output=<folder> names another") from error
+
+
+def read_export(folder: Path) -> Checkpoint:
+    """Return an exported model as the checkpoint it was made of; RunFailed where a file is missing, cut or altered."""
+    try:
+        facts, weights = json.loads((folder / EXPORT_FACTS).read_text()), (folder / WEIGHTS).read_bytes()
+        if hashlib.sha256(weights).hexdigest() != facts["sha256"]:
+            raise RunFailed(f"{folder / WEIGHTS} is cut short or altered: export the run anew")
+        checkpoint = {**{name: facts[name] for name in KEPT}, "model": safetensors.torch.load(weights)}
+    except FileNotFoundError as error:
+        raise RunFailed(f"{error.filename} is missing: export the run anew") from error
+    except (OSError, ValueError, LookupError, TypeError, safetensors.SafetensorError) as error:
+        raise RunFailed(f"{folder / EXPORT_FACTS} is damaged ({error}): export the run anew") from error
+    check_layout(folder / EXPORT_FACTS, checkpoint)
+    return checkpoint
+
+
+def draw(run: LoadedRun, options: SampleOptions, prompt_BP: torch.Tensor, length: int) -> Iterator[torch.Tensor]:
+    """Yield units `[B]` behind a prompt, which may be empty (`[B, 0]`)."""
+    generator = torch.Generator().manual_seed(options.seed)
+    choice = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
+    with run.autocast():
+        yield from generate(run.model, prompt_BP, length, **choice, generator=generator)
+
+
+def save_images(run: LoadedRun, seed: int, columns: Sequence[torch.Tensor], count: int) -> Path:
+    """Keep `count` images, drawn as units `[B]` one after the other, as one PNG; what was not drawn is black."""
+    images_BN = np.zeros((count, run.config.data.length), dtype=np.uint8)
+    for n, unit_B in enumerate(columns):
+        images_BN[:, n] = unit_B.numpy()
+    picture = png_grid(list(images_BN), image_shape(run.config.data, run.checkpoint["data"]))
+    return save_sample(run, seed, picture, "png")
+
+
+def save_sample(run: LoadedRun, seed: int, content: bytes, kind: str = "txt") -> Path:
+    """Keep a text (with its prompt) or a PNG under a name that no earlier sample has, and return its path."""
+    begin = run.folder / "samples" / f"step{run.checkpoint['step']}-seed{seed}"
+    path = next(path for n in itertools.count(1) if not (path := Path(f"{begin}-{n}.{kind}")).exists())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, lambda file: file.write(content))
+    except OSError as error:
+        raise RunFailed(f"cannot write {path}: {error.strerror}") from error
+    return path

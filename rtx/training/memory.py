@@ -15,9 +15,8 @@ OUT_OF_MEMORY = "out of memory"
 NO_THREAD = "can't start new thread"
 """What Python says where the system has no memory, or no number, for another thread; it does not say which."""
 SIGNS = (
-    *("out of memory", "can't allocate memory", "cannot allocate memory"),
-    *("alloc_failed", "not enough memory", "bad_alloc"),
-    *("could not create a primitive", "failed to map segment", NO_THREAD),
+    *("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "alloc_failed"),
+    *("bad_alloc", "could not create a primitive", "failed to map segment", NO_THREAD),
 )
 """What torch, CUDA and their libraries say then, in small letters; not all of them have an error of its own for it."""
 
@@ -27,9 +26,7 @@ def out_of_memory(error: BaseException) -> str:
     known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     if isinstance(error, RuntimeError | ImportError):
         known = known or any(sign in str(error).lower() for sign in SIGNS)
-    elif isinstance(error, OSError):
-        known = error.errno == errno.ENOMEM
-    if not known:
+    if not known and not (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return ""
     said = " ".join(str(error).split()).removeprefix(f"{OUT_OF_MEMORY}: ") or type(error).__name__
     kind = f"{OUT_OF_MEMORY} or threads" if NO_THREAD in said else OUT_OF_MEMORY
@@ -40,9 +37,9 @@ def system_kills() -> int:
     """Return how many processes the system has killed for want of memory since it started; 0 where it does not say."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
-    except (OSError, ValueError, IndexError, StopIteration):
+    except OSError:
         return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 
 def device_memory(config: Config, processes: int = 0) -> int | None:

@@ -1,6 +1,6 @@
 """A run's folder: where it is, who works in it, what it records at the start, and how it ends. No torch.
 
-status.json says what a run is doing, kept fresh by a heartbeat, and is told apart from the leftovers of a killed run.
+status.json says what a run is doing, kept fresh by a heartbeat; a lock tells it apart from leftovers of a killed run.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ EXPORT_FACTS = "export.json"
 LESS_MEMORY = (
     "a smaller trainer.micro_batch_size, or model.recompute=true, needs less with the same result but for rounding"
 )
+EXACT = ("torch", "threads", "gpu", "accelerator", "precision", "devices", "nodes", "sharded")
+"""Facts of environment.json that bits depend on."""
 STATES = ("running", "done", "failed", "preempted", "interrupted")
 
 
@@ -87,17 +89,21 @@ def utc_now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
+def this_process() -> dict[str, Any]:
+    return {"pid": os.getpid(), "host": socket.gethostname(), "started": utc_now(), "heartbeat": utc_now()}
+
+
 class Status:
-    """The status.json of a run that this process owns, written by the training thread and by the heartbeat's own.
+    """The status.json of a run that this process owns, written by the training thread and by a heartbeat.
 
     Fields: state (one of STATES), reason, step, steps, saved (step of the last checkpoint), best, final, seconds, pid,
-    host, boot_id, started, heartbeat.
+    host, started, heartbeat.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path, self.before = folder / "status.json", read_status(folder)
-        carried = {key: (self.before or {}).get(key) for key in ("step", "steps", "best", "saved")}
-        self.fields = new_status() | {key: value for key, value in carried.items() if value is not None}
+        self.path, self.before = folder / "status.json", read_status(folder) or {}
+        kept = {key: self.before[key] for key in ("step", "steps", "best", "saved") if key in self.before}
+        self.fields = {"step": 0, **kept, "state": "running", "reason": None, **this_process()}
         self.guard, self.ended = threading.RLock(), threading.Event()
         self.write()
         threading.Thread(target=self.beat, name="heartbeat", daemon=True).start()
@@ -126,22 +132,9 @@ class Status:
             self.ended.set()
             self.update(state=state, reason=reason, write=True)
 
-    def withdraw(self, reason: str) -> None:
-        """End because there was nothing to begin with: the status of before stands again, or else failed."""
-        if self.before and not self.ended.is_set():
-            self.ended.set()
-            write_json(self.path, self.before)
-        self.end("failed", reason)
-
     def beat(self) -> None:
         while not self.ended.wait(BEAT_SECONDS):
             self.write()
-
-
-def new_status() -> dict[str, Any]:
-    fields = {"state": "running", "reason": None, "step": 0, "steps": None, "best": None, "final": None}
-    place = {"pid": os.getpid(), "host": socket.gethostname(), "boot_id": boot_id()}
-    return {**fields, **place, "started": utc_now(), "heartbeat": utc_now()}
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
@@ -151,8 +144,8 @@ def read_status(folder: Path) -> dict[str, Any] | None:
         scores = [score["bits"] for key in ("best", "final") if (score := status.get(key)) is not None]
         numbers = [*scores, status.get("step", 0), status.get("seconds", 0), status.get("pid", 1)]
         sound = all(isinstance(number, int | float) for number in numbers) and 0 < status.get("pid", 1) < 2**31
-        if status["state"] == "running":  # then its process and its last beat are asked for
-            sound = sound and isinstance(status["host"], str) and status["pid"] > 0 and is_fresh(status) is not None
+        if status["state"] == "running":
+            seems_running(status)
         return status if sound and status["state"] in STATES else None
     except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return None
@@ -163,106 +156,54 @@ def run_state(folder: Path) -> str:
     status = read_status(folder)
     if status is None:
         return "unknown"
-    return "killed" if status["state"] == "running" and not is_running(folder, status) else status["state"]
+    return "killed" if status["state"] == "running" and not seems_running(status) else status["state"]
 
 
-def is_running(folder: Path, status: dict[str, Any] | None) -> bool:
-    """Tell whether some process works on a run: it holds the lock, or lately wrote from another machine."""
-    if is_locked(folder) or status is None or status["state"] != "running":
-        return is_locked(folder)
-    return status["host"] != socket.gethostname() and is_fresh(status)
+def seems_running(status: dict[str, Any]) -> bool:
+    """Tell whether a run is at work: it wrote lately, and its process, if it is of this machine, is there.
 
-
-def seems_running(folder: Path, status: dict[str, Any]) -> bool:
-    """As `is_running`, for an onlooker: the lock is touched only where process and heartbeat do not agree.
-
-    Who asks for the lock holds it for a moment, in which a run that begins would find the folder in use.
+    A heartbeat of a far future says nothing. No lock is touched: a run that begins would find the folder in use.
     """
-    here = status.get("host") == socket.gethostname()
-    if status["state"] != "running" or (here and status.get("boot_id") != boot_id()):
+    if status["state"] != "running":
         return False
-    return (not here or process_exists(status["pid"])) and (is_fresh(status) or is_locked(folder))
-
-
-def is_fresh(status: dict[str, Any]) -> bool:
-    """Tell whether the last heartbeat is of a short while ago; one of a far future says nothing."""
-    beat = datetime.datetime.fromisoformat(status["heartbeat"])
-    return abs((datetime.datetime.now(datetime.UTC) - beat).total_seconds()) < SILENCE_SECONDS
+    silence = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(status["heartbeat"])
+    here = status["host"] == socket.gethostname()
+    return abs(silence.total_seconds()) < SILENCE_SECONDS and (not here or process_exists(status["pid"]))
 
 
 def process_exists(number: int) -> bool:
     try:
         os.kill(number, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # it is somebody else's
+    except OSError as error:
+        return isinstance(error, PermissionError)  # it is somebody else's
     return True
 
 
 def close(folder: Path, state: str, reason: str) -> None:
     """Write how a run ended whose process could not: the rest of its status stays; OSError where that cannot be."""
     folder.mkdir(parents=True, exist_ok=True)
-    status = {**new_status(), **(read_status(folder) or {}), "state": state, "reason": reason}
-    write_json(folder / "status.json", status)
+    status = {"step": 0, **this_process(), **(read_status(folder) or {})}
+    write_json(folder / "status.json", status | {"state": state, "reason": reason})
 
 
-def boot_id() -> str | None:
-    """Return what tells one boot of this machine from the next, where the system says it."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return None
+def lock(file: IO[bytes], folder: Path) -> None:
+    """Keep two runs out of one folder until the file is closed or the process ends, however it does; else `UserError`.
 
-
-held: set[Path] = set()
-"""Folders that this process has locked. (Opening and closing the file of a held lock would release it.)"""
-
-
-@contextlib.contextmanager
-def run_lock(folder: Path) -> Iterator[None]:
-    """Keep two runs out of one folder; the system releases the lock however the process ends.
-
-    Record locks (`lockf`) belong to one process: neither loader processes nor children that outlive it keep them.
+    Record locks (`lockf`) belong to one process: neither loader processes nor children that outlive it keep them. Where
+    a file system has no locks, and from other machines, the heartbeat alone tells.
     """
-    folder, status = folder.resolve(), read_status(folder)
-    if is_running(folder, status):
-        raise UserError(busy(folder, status))
-    with open_own(folder / "lock", "a+b") as file:
-        if not try_lock(file, fcntl.LOCK_EX):
-            raise UserError(busy(folder, read_status(folder)))
-        held.add(folder)
-        try:
-            yield
-        finally:
-            held.discard(folder)
-
-
-def is_locked(folder: Path) -> bool:
-    """Tell whether a process, this one included, holds the lock of a run folder."""
-    if folder.resolve() in held:
-        return True
+    status = read_status(folder)
+    is_busy = status is not None and status.get("host") != socket.gethostname() and seems_running(status)
     try:
-        with open_own(folder / "lock", "rb") as file:
-            return not try_lock(file, fcntl.LOCK_SH)
-    except OSError:
-        return False
-
-
-def try_lock(file: IO[bytes], kind: int) -> bool:
-    """Lock a file, unless another process has; where a file system has no locks, the heartbeat alone tells."""
-    try:
-        fcntl.lockf(file, kind | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    except OSError:
-        pass
-    return True
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        is_busy = is_busy or isinstance(error, BlockingIOError)
+    if is_busy:
+        raise UserError(busy(folder, read_status(folder)))
 
 
 def busy(folder: Path, status: dict[str, Any] | None) -> str:
-    known = status is not None and status.keys() >= {"pid", "host"}
-    who = f"process {status['pid']} on {status['host']}" if status and known else "another process"
+    who = f"process {status['pid']} on {status['host']}" if status and "pid" in status else "another process"
     return f"{folder} is in use by {who}; wait for it, or stop it first"
 
 
@@ -275,7 +216,7 @@ def working_in(folder: Path, begin: Callable[[], object] = lambda: None) -> Iter
     """
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(run_lock(folder))
+            lock(stack.enter_context(open_own(folder / "lock", "a+b")), folder)
             remove_leftovers(folder)
             remove_leftovers(folder / "checkpoints")
             begin()
@@ -288,11 +229,11 @@ def working_in(folder: Path, begin: Callable[[], object] = lambda: None) -> Iter
         except Stopped as stop:
             status.end(state_after(stop.code), str(stop))
             raise
-        except UserError as error:
-            status.withdraw(str(error))
-            raise
         except BaseException as error:
             reason = out_of_memory(error)
+            if isinstance(error, UserError) and status.before and not status.ended.is_set():
+                status.ended.set()
+                write_json(status.path, status.before)
             status.end("failed", reason or str(error) or type(error).__name__)
             if reason:
                 raise RunFailed(f"{reason}\n{LESS_MEMORY}") from error
@@ -315,17 +256,9 @@ def record_start(
         return []
     with open_own(folder / "resumes.jsonl", "a") as file:
         file.write(json.dumps({**now, "changed": changed}) + "\n")
-    try:
-        old, new = exactness(json.loads(path.read_text())), exactness(now)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return []
-    return [f"{name} {old[name]} -> {new[name]}" for name in new if old[name] != new[name]]
-
-
-def exactness(known: dict[str, Any]) -> dict[str, Any]:
-    names = ("accelerator", "precision", "devices", "nodes", "sharded")
-    hardware = {name: known["hardware"].get(name) for name in names}
-    return {"torch": known["versions"]["torch"], "threads": known["threads"], "gpu": known["gpu"], **hardware}
+    began = json.loads(path.read_text())
+    old, new = ({**known, **known["versions"], **known["hardware"]} for known in (began, now))
+    return [f"{name} {old.get(name)} -> {new.get(name)}" for name in EXACT if old.get(name) != new.get(name)]
 
 
 def environment(facts: dict[str, Any]) -> dict[str, Any]:
@@ -338,7 +271,6 @@ def environment(facts: dict[str, Any]) -> dict[str, Any]:
         "command": shlex.join(sys.argv),
         "folder": os.getcwd(),
         "host": platform.node(),
-        "boot_id": boot_id(),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "versions": {"rtx": __version__} | {name: metadata.version(name) for name in packages},

@@ -16,11 +16,10 @@ if TYPE_CHECKING:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Share out the parameters of a model among the processes of `mesh`, in place.
+    """Share out the parameters of a model among the processes of `mesh`, in place; buffers stay whole.
 
     Each block is gathered for its own forward and backward pass. What lies outside of the blocks (embedding, output
     matrix) stays gathered from the forward pass to the end of the backward pass: the loss reads it after `forward`.
-    Buffers, the centroids among them, stay whole on every process.
     """
     from torch.distributed.fsdp import fully_shard
 

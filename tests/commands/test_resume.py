@@ -295,7 +295,7 @@ def test_a_run_is_not_cut_short_of_its_checkpoint(workshop: Workshop) -> None:
     step = json.loads(before[1])["step"]
     for steps in (1, step):
         said = workshop.command("resume", str(process.run), f"trainer.steps={steps}", code=2)
-        refused = f"rtx: trainer.steps={steps}: the newest checkpoint of the run is of step {step}; give more than that"
+        refused = f"rtx: trainer.steps={steps}: the newest checkpoint is of step {step}; give more than that"
         assert said == refused + "\n"
     assert [(process.run / name).read_text() for name in ("config.yaml", "status.json")] == before
 

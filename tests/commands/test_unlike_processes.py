@@ -54,15 +54,6 @@ def test_a_stale_copy_of_a_run_ends_both(workshop: Workshop, six: Path) -> None:
     assert (read_status(run) or {})["state"] == "done"  # nothing was lost, or done
 
 
-def test_a_leftover_variable_is_named(workshop: Workshop, six: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("NODE_RANK", "1"), ("NODE_RANK", "x"), ("LOCAL_RANK", "1")):
-        with monkeypatch.context() as patch:
-            patch.setenv(name, value)
-            for command in (("train", workshop.text, *SIZES), ("resume", str(six))):
-                assert f"rtx: {name}={value}: " in workshop.command(*command, code=2, run=workshop.folder / "leftover")
-    assert not (workshop.folder / "leftover").exists()
-
-
 def test_a_child_that_cannot_begin_tells_its_parent(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,11 +1,13 @@
-"""Windows score every unit once; what the released code leaves out, and how many words are left."""
+"""Windows score every unit once; what the released code leaves out, and how many words and bytes are left."""
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from made_sets import prose
 
@@ -13,7 +15,16 @@ from rtx.data.sets import SETS
 from rtx.data.store import SplitFacts, TokenStore
 from rtx.data.tokenizers import SentencepieceTokenizer, Tokenizer, WordTokenizer, learn_subwords, learn_words
 from rtx.errors import UserError
-from rtx.evaluation.protocols import Reading, Window, bytes_scored, read_as_released, windows, words_scored
+from rtx.evaluation.protocols import (
+    Reading,
+    Window,
+    further_lines,
+    measures,
+    read_as_released,
+    stamp_phrases,
+    windows,
+)
+from rtx.evaluation.scores import Score
 
 WIKITEXT = b" \n = A title = \n \n first line <unk> \n second \n \n"
 
@@ -36,54 +47,52 @@ def store(name: str, tokenizer: Any, text: bytes, image: bool = False, **stamps:
     )
 
 
-def read_text(made: TokenStore, length: int = 4) -> tuple[bytes, Reading]:
+def released(made: TokenStore, length: int = 4) -> tuple[bytes, Reading]:
     reading = read_as_released(made, "test", length)
     return made.tokenizer.decode(reading.tokens), reading
 
 
+def measured(made: TokenStore, reading: Reading | None = None, most: int | None = None) -> dict[str, Any]:
+    """Return the measures of the first `most` windows, if so many are all a part, each unit of which costs two nats."""
+    reading = reading or Reading(made.split("test"))
+    scored = windows(len(reading.tokens), 4)[:most]
+    units_K = np.array([float(window.stop - window.first) for window in scored])
+    return measures(made, "test", reading, scored, Score(units_K, 2 * units_K), most is not None)
+
+
 def test_enwik8_loses_its_newlines() -> None:
-    text, reading = read_text(store("enwik8", Tokenizer(), b"one\ntwo\n\nthree\n"))
+    text, reading = released(store("enwik8", Tokenizer(), b"one\ntwo\n\nthree\n"))
     assert text == b"onetwothree" and reading.habits == "newlines dropped"
 
 
 def test_wikitext_loses_blank_lines_and_the_last_window() -> None:
     made = store("wikitext103", words(WIKITEXT), WIKITEXT)
     kept = b" = A title = \n first line <unk> \n second \n"
-    assert read_text(made, length=1)[0] == kept
-    assert len(words(WIKITEXT).encode(kept)) == 11
-    text, reading = read_text(made, length=4)
+    assert released(made, length=1)[0] == kept
+    text, reading = released(made, length=4)
     assert len(reading.tokens) == 8 and kept.startswith(text)
     with pytest.raises(UserError, match="has not one whole window of 12 units"):
-        read_text(made, length=12)
-
-
-def test_a_subword_of_pg19_counts_for_less_than_a_word() -> None:
-    made = store("pg19", subwords(), prose(50))
-    text, reading = read_text(made)
-    assert text == prose(50).replace(b"\n", b"")
-    found = words_scored(made, "test", reading, windows(len(reading.tokens), 4), False)
-    assert found is not None and not found.comparable
-    assert found.count == pytest.approx(len(reading.tokens) / 1.248)
+        released(made, length=12)
 
 
 def test_images_are_read_as_they_are() -> None:
     made = store("cifar10", Tokenizer("dim"), bytes(range(12)), image=True)
-    assert read_text(made)[0] == bytes(range(12))
+    assert released(made)[0] == bytes(range(12)) and list(measured(made)) == ["bits_per_dim"]
 
 
 @pytest.mark.parametrize(
-    ("name", "tokenizer"), [("wikitext103", Tokenizer()), ("pg19", Tokenizer()), ("enwik8", words(b"a b\n"))]
+    ("name", "tokenizer", "told"),
+    [
+        *(("wikitext103", Tokenizer(), "not data.tokenizer=bytes"), ("pg19", Tokenizer(), "read as sentencepiece")),
+        *(
+            ("enwik8", words(b"a b\n"), "not data.tokenizer=words"),
+            ("text", Tokenizer(), "known of enwik8, .*data=text"),
+        ),
+    ],
 )
-def test_other_units_than_the_released_ones_are_refused(name: str, tokenizer: Tokenizer) -> None:
-    with pytest.raises(UserError, match=f"was read as .*, not data.tokenizer={tokenizer.name}"):
-        read_text(store(name, tokenizer, b"a b\n"))
-
-
-def test_data_of_ones_own_have_no_released_reading() -> None:
-    with pytest.raises(UserError, match="known of enwik8, wikitext103, pg19, cifar10, imagenet64, not of data=text"):
-        read_text(store("text", Tokenizer(), b"a b\n"))
-    with pytest.raises(UserError, match="split test has nothing but newlines"):
-        read_text(store("enwik8", Tokenizer(), b"\n\n"))
+def test_what_the_released_code_did_not_read_is_refused(name: str, tokenizer: Tokenizer, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        released(store(name, tokenizer, b"a b\n"))
 
 
 @pytest.mark.parametrize("tokenizer", [words(WIKITEXT), Tokenizer()])
@@ -92,36 +101,30 @@ def test_a_whole_split_has_the_published_words_and_a_sample_its_share(
 ) -> None:
     monkeypatch.setitem(SETS["wikitext103"].words, "test", 20)  # type: ignore[arg-type]
     made = store("wikitext103", tokenizer, WIKITEXT)
-    reading = Reading(made.split("test"))
-    every = windows(len(reading.tokens), 4)
-    whole = words_scored(made, "test", reading, every, False)
-    assert whole == (20, "the published count of the split", True)
-    part = words_scored(made, "test", reading, every[:2], True)
-    assert part is not None and not part.comparable and 0 < part.count < 20
-    assert "share" in part.note
+    whole, part = measured(made), measured(made, most=2)
+    assert whole["words"] == 20 and whole["words_comparable"] and not part["words_comparable"]
+    assert whole["perplexity_per_word"] == pytest.approx(math.exp(2 * len(made.split("test")) / 20))
+    assert further_lines(made.unit, whole)[0].endswith("words), the published count of the split")
+    assert 0 < part["words"] < 20 and further_lines(made.unit, part)[0].endswith("share scored, not comparable")
 
 
-def test_a_part_of_a_set_counts_its_own_words() -> None:
-    made = store("pg19", Tokenizer(), b"one two\nthree ", complete=False)
-    reading = Reading(made.split("test"))
-    found = words_scored(made, "test", reading, windows(14, 14), False)
-    assert found == (3, "between blanks of the text scored", False)
-
-
-def test_text_of_ones_own_has_its_own_words_or_none() -> None:
-    made = store("text", words(b"a b\n"), b"a b b\n")
-    reading = Reading(made.split("test"))
-    assert words_scored(made, "test", reading, windows(4, 4), False) == (4, "its own words and line ends", False)
-    plain = store("text", Tokenizer(), b"a b b\n")
-    assert words_scored(plain, "test", Reading(plain.split("test")), windows(6, 4), False) is None
-
-
-def test_the_bytes_of_a_sample_are_those_of_its_windows() -> None:
+def test_subwords_have_bits_per_byte_and_count_for_less_than_a_word_as_released() -> None:
     made = store("pg19", subwords(), prose(50))
-    reading = Reading(made.split("test"))
-    every = windows(len(reading.tokens), 16)
-    assert bytes_scored(made, "test", reading, every, False) == len(prose(50))
-    assert sum(bytes_scored(made, "test", reading, [window], True) for window in every) == len(prose(50))
+    whole, parts = measured(made), [measured(made, most=k)["bits_per_byte"] for k in (1, 9)]
+    assert whole["bits_per_byte"] == pytest.approx(2 * len(made.split("test")) / len(prose(50)) / math.log(2))
+    assert min(parts) > 0 and f"{whole['bits_per_byte']:.5f} bits/byte of text" in further_lines("subword", whole)
+    text, reading = released(made)
+    assert text == prose(50).replace(b"\n", b"")
+    found = measured(made, reading)
+    assert not found["words_comparable"] and found["words"] == pytest.approx(len(reading.tokens) / 1.248)
+
+
+def test_other_words_than_published_ones_are_their_own_or_none() -> None:
+    part = measured(store("pg19", Tokenizer(), b"one two\nthree ", complete=False))
+    assert part["words"] >= 3 and part["words_are"] == "between blanks of the text scored"
+    own = measured(store("text", words(b"a b\n"), b"a b b\n"))
+    assert (own["words"], own["words_are"]) == (4, "its own words and line ends") and not own["words_comparable"]
+    assert measured(store("text", Tokenizer(), b"a b b\n")) == {"bits_per_byte": pytest.approx(2 / math.log(2))}
 
 
 def test_every_unit_is_scored_exactly_once_with_the_most_context_the_stride_gives():
@@ -142,23 +145,22 @@ def test_every_unit_is_scored_exactly_once_with_the_most_context_the_stride_give
         assert found[-1].stop == units
 
 
-def test_examples():
-    assert list(windows(10, 4)) == [Window(0, 4, 0), Window(4, 8, 4), Window(6, 10, 8)]
-    assert list(windows(8, 4)) == [Window(0, 4, 0), Window(4, 8, 4)]
-    assert list(windows(6, 4, stride=1)) == [Window(0, 4, 0), Window(1, 5, 4), Window(2, 6, 5)]
-    assert list(windows(3, 4)) == [Window(0, 3, 0)]
-
-
-def test_they_are_a_sequence_that_costs_nothing():
+def test_windows_are_a_sequence_that_costs_nothing():
     many = windows(5_000_000, 8192, stride=1)
     assert len(many) == 5_000_000 - 8192 + 1
     assert many[-1] == Window(5_000_000 - 8192, 5_000_000, 5_000_000 - 1)
     assert many[2:4] == [many[2], many[3]]
-    with pytest.raises(IndexError):
-        many[len(many)]
 
 
-def test_windows_of_images_are_one_image_each():
-    length, images = 32 * 32 * 3, 7
-    found = windows(length * images, length)
-    assert list(found) == [Window(k * length, (k + 1) * length, k * length) for k in range(images)]
+def test_stamps_in_words() -> None:
+    assert stamp_phrases({}, "valid") == stamp_phrases({"newlines": "keep", "complete": True}, "test") == []
+    assert stamp_phrases({"variant": "PixelRNN"}, "test") == stamp_phrases({"valid": "test"}, "test") == []
+    every = {"newlines": "drop", "lossy": True, "scaled": "8x8", "variant": "other", "complete": False, "valid": "test"}
+    assert stamp_phrases(every, "valid") == [
+        "newlines dropped",
+        "lossy JPEG, not comparable",
+        "scaled to 8x8, not comparable",
+        "not the PixelRNN images, not comparable",
+        "not the whole published set, not comparable",
+        "valid is the published test split",
+    ]

@@ -20,7 +20,7 @@ from rtx.data.store import DamagedStore
 from rtx.errors import RunFailed, UserError
 from rtx.training.checkpoint import Damaged, newest_checkpoint, read_checkpoint
 from rtx.training.resumption import already_done
-from rtx.training.run_folder import is_running, read_status, run_state
+from rtx.training.run_folder import read_status, run_state
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,6 @@ def test_any_flipped_bit_of_a_status_is_told_or_passed_over(run: Path, copy: Pat
             passed_over += read_status(copy) is None
             with contextlib.suppress(UserError, RunFailed):
                 run_state(copy)
-                is_running(copy, read_status(copy))
                 already_done(copy, config)
     assert passed_over > 100
 
@@ -190,7 +189,7 @@ def test_a_model_or_data_other_than_was_trained_are_not_scored(workshop: Worksho
         said = workshop.command(*command, code=2)
         assert f"rtx: {path}: {group}.{key} is {is_now}, but {was} in best.ckpt, which was trained so" in said
     assert not any((copy / name).exists() for name in ("eval", "export", "analysis"))
-    path.write_text(whole.replace("attention_dropout: 0.1", "attention_dropout: 0.2"))  # says how it learned
+    path.write_text(whole)
     workshop.command(*command, *(["length=9"] if word == "sample" else []))
 
 

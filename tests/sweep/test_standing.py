@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from rtx import cli
-from rtx.training.run_folder import boot_id, utc_now
+from rtx.training.run_folder import utc_now
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def cell(root: Path, name: str, *, rows: int = 0, **status: Any) -> None:
     """Write the records of a cell; rows are ten steps and two seconds apart, the last is half written."""
-    here = {"host": socket.gethostname(), "boot_id": boot_id(), "pid": os.getpid(), "heartbeat": utc_now()}
+    here = {"host": socket.gethostname(), "pid": os.getpid(), "heartbeat": utc_now()}
     (root / name).mkdir(parents=True, exist_ok=True)
     (root / name / "status.json").write_text(json.dumps({"step": 0, "steps": 100, **here, **status}))
     lines = [{"kind": "train", "step": 10 * k, "bits": 5 - k / 10, "seconds": 2.0 * k} for k in range(1, rows + 1)]
