@@ -24,12 +24,6 @@ from rtx.training.run_folder import utc_now
 
 
 def main(arguments: list[str]) -> int:
-    """Run `rtx eval RUN [overrides]`.
-
-    Raises:
-        UserError: no such run, a wrong option, other data than the run's, an ablation of what is not there.
-        RunFailed: no checkpoint is whole, the score is not a number, or the result cannot be written.
-    """
     words = read_words("eval", arguments)
     folder, options = words.runs[0], words.options
     stride = [f"trainer.val_stride={options.stride or 'null'}"] if "stride" in words.given else []
@@ -130,15 +124,7 @@ def keep(folder: Path, result: dict[str, Any]) -> None:
     except OSError as problem:
         raise RunFailed(f"cannot write {path}: {problem.strerror}") from problem
     print(path)
-    if result["ablate"] != "none":
-        print(comparison(result, result_path(folder, {**result, "ablate": "none"})))
-
-
-def comparison(result: dict[str, Any], plain: Path) -> str:
-    """Return what the ablation costs where the model as it is has been scored alike; else how to learn it."""
-    unit = result["data"]["unit"]
-    if not plain.exists():
-        return "for the difference, score the model as it is by the same command without ablate="
-    before = json.loads(plain.read_text())[f"bits_per_{unit}"]
-    change = result[f"bits_per_{unit}"] - before
-    return f"the model as it is: {before:.5f} bits/{unit}; the ablation changes that by {change:+.5f}"
+    plain = result_path(folder, {**result, "ablate": "none"})
+    if plain != path and plain.exists():
+        before = json.loads(plain.read_text())[f"bits_per_{unit}"]
+        print(f"the ablation changes {before:.5f} bits/{unit} by {result[f'bits_per_{unit}'] - before:+.5f}")

@@ -16,12 +16,6 @@ from rtx.training.run_folder import is_export, shown
 
 
 def main(arguments: list[str]) -> int:
-    """Run `rtx export RUN [overrides]`.
-
-    Raises:
-        UserError: no such run, no checkpoint yet, a wrong option, or a config.yaml that is not what was trained.
-        RunFailed: no checkpoint is whole, or the export cannot be written.
-    """
     words = read_words("export", arguments)
     folder, options = words.runs[0], words.options
     config, output = load_run_config(folder), Path(options.output or folder / "export").expanduser()

@@ -1,17 +1,23 @@
-"""`rtx sample RUN [overrides]`: let a run write or draw, one unit at a time."""
+"""`rtx sample RUN [overrides]`: let a run write or draw, one unit at a time; `rtx train` ends with a short one."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import torch
 
-from rtx.data.sets import IMAGE_SETS
+from rtx.data.images import png_grid
+from rtx.data.sets import IMAGE_SETS, image_shape
 from rtx.data.tokenizers import encode_text
-from rtx.errors import UserError
+from rtx.disk import replace_file
+from rtx.errors import RunFailed, UserError
+from rtx.model.decoding import generate
 from rtx.options import SampleOptions, read_words
-from rtx.training.inference import LoadedRun, draw, load_run, prepare_device, run_config, save_images, save_sample
+from rtx.training.inference import LoadedRun, load_run, prepare_device, run_config
 from rtx.training.signals import INTERRUPTED, Stopped
 from rtx.wording import TextStream
 
@@ -19,12 +25,7 @@ TEXT_LENGTH = 1000
 
 
 def main(arguments: list[str]) -> int:
-    """Run `rtx sample RUN [overrides]`: the text on stdout as it comes, or the path of a picture; the rest on stderr.
-
-    Raises:
-        UserError: no such run, a wrong option, a length beyond the learned positions, a run without text.
-        RunFailed: no checkpoint is whole, or the sample cannot be written.
-    """
+    """Print the text on stdout as it comes, or the path of a picture; all else on stderr."""
     words = read_words("sample", arguments)
     folder, options = words.runs[0], words.options
     config = run_config(folder, words.overrides)
@@ -43,6 +44,7 @@ def main(arguments: list[str]) -> int:
 
 
 def write_text(run: LoadedRun, options: SampleOptions) -> int:
+    """Print a text as it comes and keep it; returns the exit code of a signal that stopped it, or 0."""
     tokenizer, length, most = run.tokenizer, options.length or TEXT_LENGTH, run.config.data.length
     prompt_1P = torch.from_numpy(encode_text(tokenizer, options.prompt))[None]
     given = prompt_1P.shape[1]
@@ -58,36 +60,58 @@ def write_text(run: LoadedRun, options: SampleOptions) -> int:
         print(stream.feed(written), end="", flush=True)
 
     write(prompt_1P[0])
-    done, stopped = drawn(run, options, prompt_1P, length, write)
+    done, stopped = draw(run, options, prompt_1P, length, write)
     print(stream.feed(b"", final=True), flush=True)
     if stopped:
         tell(f"stopped after {done:,} of {length:,} units")
-    tell(save_sample(run, options.seed, bytes(text)))
+    tell(save_sample(run, options.seed, bytes(text), "txt"))
     return stopped
 
 
 def draw_images(run: LoadedRun, options: SampleOptions) -> int:
+    """Keep images side by side as one PNG, in which what was not drawn is black; returns as `write_text`."""
     size, columns = run.config.data.length, []
     empty = torch.empty(options.count, 0, dtype=torch.int64)
-    done, stopped = drawn(run, options, empty, options.length or size, columns.append)
+    done, stopped = draw(run, options, empty, options.length or size, columns.append)
     if done < size:
         tell(f"{'stopped after ' if stopped else ''}{done:,} units; an image has {size:,}: the rest is black")
-    print(save_images(run, options.seed, columns, options.count))
+    images_BN = np.zeros((options.count, size), dtype=np.uint8)
+    for n, unit_B in enumerate(columns):
+        images_BN[:, n] = unit_B.numpy()
+    picture = png_grid(list(images_BN), image_shape(run.config.data, run.checkpoint["data"]))
+    print(save_sample(run, options.seed, picture, "png"))
     return stopped
 
 
-def drawn(
+def draw(
     run: LoadedRun, options: SampleOptions, prompt_BP: torch.Tensor, length: int, write: Callable[[torch.Tensor], None]
 ) -> tuple[int, int]:
-    """Draw units, handing each `[B]` to `write`; returns how many, and the exit code of a signal that came, or 0."""
-    done = 0
+    """Draw units behind a prompt, which may be empty (`[B, 0]`), handing each `[B]` to `write`.
+
+    Returns how many, and the exit code of a signal that came, or 0.
+    """
+    done, generator = 0, torch.Generator().manual_seed(options.seed)
+    choice = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     try:
-        for unit_B in draw(run, options, prompt_BP, length):
-            write(unit_B)
-            done += 1
+        with run.autocast():
+            for unit_B in generate(run.model, prompt_BP, length, **choice, generator=generator):
+                write(unit_B)
+                done += 1
     except (KeyboardInterrupt, Stopped) as stop:
         return done, stop.code if isinstance(stop, Stopped) else INTERRUPTED
     return done, 0
+
+
+def save_sample(run: LoadedRun, seed: int, content: bytes, kind: str) -> Path:
+    """Keep a text (with its prompt) or a PNG under a name that no earlier sample has, and return its path."""
+    begin = run.folder / "samples" / f"step{run.checkpoint['step']}-seed{seed}"
+    path = next(path for n in itertools.count(1) if not (path := Path(f"{begin}-{n}.{kind}")).exists())
+    try:
+        path.parent.mkdir(exist_ok=True)
+        replace_file(path, lambda file: file.write(content))
+    except OSError as error:
+        raise RunFailed(f"cannot write {path}: {error.strerror}") from error
+    return path
 
 
 def tell(line: object) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from rtx.analysis.attention_weights import read_telemetry
 from rtx.analysis.footprint import fit_to_device, with_less_memory
+from rtx.commands.sample import draw_images, write_text
 from rtx.compose import RUN_CONFIG, compose, load_run_config, to_dict, to_yaml, with_absolute_path
 from rtx.config import Config
 from rtx.data.catalog import Store, data_root, open_data
@@ -31,7 +32,7 @@ from rtx.report.summary import answers_line, closing_lines, protocol_line
 from rtx.training.checkpoint import Checkpoint, newest_checkpoint
 from rtx.training.distributed import Ranks
 from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware
-from rtx.training.inference import LoadedRun, draw, load_run, on_one_device, save_images, save_sample
+from rtx.training.inference import load_run, on_one_device
 from rtx.training.loggers import logging_to
 from rtx.training.memory import OUT_OF_MEMORY, device_memory, out_of_memory
 from rtx.training.module import TrainingModule, build_model
@@ -40,7 +41,6 @@ from rtx.training.resumption import Resumption, as_chosen, differences, plan_res
 from rtx.training.run_folder import Status, given_folder, new_run_folder, read_status, record_start, shown, working_in
 from rtx.training.signals import Signals, Stopped, started_by_another, state_after
 from rtx.training.trainer import Outcome, Run
-from rtx.wording import printable
 
 SAMPLE_LENGTH, SAMPLE_TEMPERATURE = 240, 0.8
 SAMPLE_UNITS = 3072
@@ -252,26 +252,14 @@ def finish(
         say(lines)
         if isinstance(store, TokenStore):
             device = torch.device("cuda" if hardware.accelerator == "gpu" else "cpu")
-            print_sample(load_run(folder, on_one_device(config), "last", device, say=nothing), store.image)
+            work = load_run(folder, on_one_device(config), "last", device, say=nothing)
+            length = min(SAMPLE_UNITS if store.image else SAMPLE_LENGTH, config.data.length)
+            say(f"a sample (temperature {SAMPLE_TEMPERATURE}):")
+            (draw_images if store.image else write_text)(work, SampleOptions(length, temperature=SAMPLE_TEMPERATURE))
     except (RuntimeError, MemoryError) as error:  # the run is done, whatever becomes of these
         if not (reason := str(error) if isinstance(error, RunFailed) else out_of_memory(error)):
             raise
         say(f"no sample: {reason}")
-
-
-def print_sample(run: LoadedRun, image: tuple[int, int] | None) -> None:
-    """Print and keep a short text that the model writes from nothing; of a model of images, keep an image."""
-    length, options = SAMPLE_UNITS if image else SAMPLE_LENGTH, SampleOptions(temperature=SAMPLE_TEMPERATURE)
-    if image or run.model.embedding.positions is not None:
-        length = min(length, run.config.data.length)
-    units = list(draw(run, options, torch.empty(1, 0, dtype=torch.int64), length))
-    if image:
-        path = save_images(run, options.seed, units, 1)
-        say(f"a sample image (temperature {SAMPLE_TEMPERATURE}): {shown(path)}")
-        return
-    text = run.tokenizer.decode([int(unit_B) for unit_B in units])
-    say(f"a sample (temperature {SAMPLE_TEMPERATURE}):\n{printable(text.decode('utf-8', 'replace'))}")
-    say(shown(save_sample(run, options.seed, text)))
 
 
 def nothing(*_: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,31 +41,15 @@ class Window(NamedTuple):
     first: int
 
 
-class Windows(Sequence[Window]):
-    """All windows of a split in order, made when asked for: a stride of 1 would make a list of millions."""
-
-    def __init__(self, units: int, length: int, stride: int) -> None:
-        assert units >= 1 and 1 <= stride <= length, (units, length, stride)
-        self.units, self.length, self.stride = units, min(length, units), stride
-
-    def __len__(self) -> int:
-        return 1 + -((self.length - self.units) // self.stride)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[k] for k in range(*index.indices(len(self)))]
-        k = range(len(self))[index]
-        stop, before = (min(at * self.stride + self.length, self.units) for at in (k, k - 1))
-        return Window(stop - self.length, stop, before if k else 0)
-
-
-def windows(units: int, length: int, stride: int | None = None) -> Windows:
+def windows(units: int, length: int, stride: int | None = None) -> list[Window]:
     """Return the windows of `length` units that advance by `stride` (unset: `length`) over a split of `units` units.
 
     Each window scores only the units that no earlier one scored; the last ends at the split's end (so it may overlap
     more than the stride asks); a split shorter than `length` is one short window. Their scored parts tile the split.
     """
-    return Windows(units, length, length if stride is None else stride)
+    length = min(length, units)
+    stops = [0, *range(length, units, stride or length), units]
+    return [Window(stop - length, stop, before) for before, stop in itertools.pairwise(stops)]
 
 
 @dataclass(frozen=True)
@@ -77,13 +62,13 @@ class Reading:
     """What was left out or counted otherwise, in words; empty: every unit is scored."""
 
 
-def read_as_released(store: TokenStore, split: str, length: int) -> Reading:
+def read_as_released(store: TokenStore | RecallStore, split: str, length: int) -> Reading:
     """Return a split as the paper's released code reads it, for windows of `length` units.
 
     Raises:
         UserError: the released code did not read such data, or not in such units.
     """
-    if store.name not in RELEASED:
+    if store.name not in RELEASED or isinstance(store, RecallStore):
         raise UserError(f"eval.protocol=released: known of {', '.join(RELEASED)}, not of data={store.name}")
     tokens, (units, habits) = store.split(split), RELEASED[store.name]
     if store.image is not None:

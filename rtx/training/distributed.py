@@ -158,16 +158,13 @@ class Shared(ModelParallelStrategy):
         super().__init__(data_parallel_size=world, tensor_parallel_size=1, save_distributed_checkpoint=False)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read the file by the run's CheckpointIO, as every other strategy does; all processes read it."""
         return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=True)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the whole weights and buffers on the first process, nothing on the others; all call it."""
         assert self.lightning_module is not None
         return self.gathered(self.lightning_module.state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's whole state on the first process, its options alone on the others; all call it."""
         state = optimizer.state_dict()
         return {**state, "state": {number: self.gathered(values) for number, values in state["state"].items()}}
 
@@ -181,14 +178,13 @@ class Shared(ModelParallelStrategy):
         return kept
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load whole weights, which every process has read: each takes its part."""
         assert self.lightning_module is not None
         own, stored = self.lightning_module.state_dict(), checkpoint["state_dict"]
         parts = {name: shared_as(value, own[name]) if name in own else value for name, value in stored.items()}
         self.lightning_module.load_state_dict(parts, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load a whole optimizer state, which every process has read: each takes its part; Adafactor's stays whole."""
+        """Let each process take its part of the state that all have read; Adafactor's stays whole."""
         (optimizer,), (state,) = self.optimizers, checkpoint["optimizer_states"]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for number, values in state["state"].items() if not isinstance(optimizer, Adafactor) else ():

@@ -69,7 +69,7 @@ def resolve_hardware(config: Config) -> Hardware:
 
 def processes(wish: HardwareConfig, gpus: int) -> tuple[int, int]:
     """Return the processes on each machine, and the machines: as a launcher has started them, else as configured."""
-    (launcher, world, nodes), distributed = started_by(), wish.name in SPREAD
+    (launcher, _, world, nodes), distributed = started_by(), wish.name in SPREAD
     if launcher == "rtx":
         if wish.nodes > 1:
             raise UserError(f"hardware.nodes={wish.nodes}: start the run on all machines by torchrun or srun")
@@ -98,25 +98,22 @@ def micro_batches(config: Config, world: int) -> tuple[int, int]:
     return micro, batch // (micro * world)
 
 
-def started_by() -> tuple[str, int, int]:
-    """Return who started this process (torchrun, srun, else rtx), how many it started, and on how many machines.
+def started_by() -> tuple[str, int, int, int]:
+    """Return who started this process (torchrun, srun, else rtx), its number, of how many, and on how many machines.
 
     srun counts where it runs several tasks; a single task, or an interactive shell inside an allocation, is our own.
     """
     known = os.environ
     if "TORCHELASTIC_RUN_ID" in known:
-        return "torchrun", int(known["WORLD_SIZE"]), int(known["WORLD_SIZE"]) // int(known["LOCAL_WORLD_SIZE"])
+        world = int(known["WORLD_SIZE"])
+        return "torchrun", int(known["RANK"]), world, world // int(known["LOCAL_WORLD_SIZE"])
     if {"SLURM_STEP_ID", "SLURM_PROCID"} <= known.keys() and int(known.get("SLURM_NTASKS", 1)) > 1:
-        return "srun", int(known["SLURM_NTASKS"]), int(known.get("SLURM_NNODES", 1))
-    return "rtx", 1, 1
+        return "srun", int(known["SLURM_PROCID"]), int(known["SLURM_NTASKS"]), int(known.get("SLURM_NNODES", 1))
+    return "rtx", int(known["LOCAL_RANK"]) if started_by_another() else 0, 1, 1
 
 
 def process_rank() -> int:
-    """Return the number of this process among all those of the run."""
-    launcher, _, _ = started_by()
-    if launcher == "rtx":
-        return int(os.environ["LOCAL_RANK"]) if started_by_another() else 0
-    return int(os.environ["RANK" if launcher == "torchrun" else "SLURM_PROCID"])
+    return started_by()[1]
 
 
 def cores() -> int:

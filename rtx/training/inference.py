@@ -7,28 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import safetensors.torch
 import torch
 
 from rtx.compose import RUN_CONFIG, load_run_config, merge, to_dict, with_values
 from rtx.config import SPREAD, Config, precision_on
 from rtx.data.catalog import Store, data_root, open_data
-from rtx.data.images import png_grid
-from rtx.data.sets import image_shape
 from rtx.data.tokenizers import Tokenizer, load_tokenizer
 from rtx.disk import remove_leftovers, replace_file, write_json
 from rtx.errors import RunFailed, UserError
-from rtx.model.decoding import generate
 from rtx.model.transformer import Transformer
-from rtx.options import SampleOptions
 from rtx.training.checkpoint import Checkpoint, check_config, check_layout, load_for_use, load_weights
 from rtx.training.hardware import prepare_torch, resolve_hardware
 from rtx.training.run_folder import EXPORT_FACTS, is_export
@@ -192,32 +186,3 @@ def read_export(folder: Path) -> Checkpoint:
         raise RunFailed(f"{folder / EXPORT_FACTS} is damaged ({error}): export the run anew") from error
     check_layout(folder / EXPORT_FACTS, checkpoint)
     return checkpoint
-
-
-def draw(run: LoadedRun, options: SampleOptions, prompt_BP: torch.Tensor, length: int) -> Iterator[torch.Tensor]:
-    """Yield units `[B]` behind a prompt, which may be empty (`[B, 0]`)."""
-    generator = torch.Generator().manual_seed(options.seed)
-    choice = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
-    with run.autocast():
-        yield from generate(run.model, prompt_BP, length, **choice, generator=generator)
-
-
-def save_images(run: LoadedRun, seed: int, columns: Sequence[torch.Tensor], count: int) -> Path:
-    """Keep `count` images, drawn as units `[B]` one after the other, as one PNG; what was not drawn is black."""
-    images_BN = np.zeros((count, run.config.data.length), dtype=np.uint8)
-    for n, unit_B in enumerate(columns):
-        images_BN[:, n] = unit_B.numpy()
-    picture = png_grid(list(images_BN), image_shape(run.config.data, run.checkpoint["data"]))
-    return save_sample(run, seed, picture, "png")
-
-
-def save_sample(run: LoadedRun, seed: int, content: bytes, kind: str = "txt") -> Path:
-    """Keep a text (with its prompt) or a PNG under a name that no earlier sample has, and return its path."""
-    begin = run.folder / "samples" / f"step{run.checkpoint['step']}-seed{seed}"
-    path = next(path for n in itertools.count(1) if not (path := Path(f"{begin}-{n}.{kind}")).exists())
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, lambda file: file.write(content))
-    except OSError as error:
-        raise RunFailed(f"cannot write {path}: {error.strerror}") from error
-    return path

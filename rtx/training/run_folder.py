@@ -269,13 +269,11 @@ def environment(facts: dict[str, Any]) -> dict[str, Any]:
     return {
         "time": utc_now(),
         "command": shlex.join(sys.argv),
-        "folder": os.getcwd(),
         "host": platform.node(),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "versions": {"rtx": __version__} | {name: metadata.version(name) for name in packages},
         "git": git_state(Path(__file__).parents[2]),
-        "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         **facts,

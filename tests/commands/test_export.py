@@ -17,8 +17,8 @@ from test_eval_sample import rtx, score, train
 from rtx import load
 from rtx.disk import replace_file
 from rtx.errors import RunFailed, UserError
-from rtx.report.summary import card
 from rtx.report.run_records import collect
+from rtx.report.summary import card
 from rtx.training import inference
 from rtx.training.checkpoint import load_for_use
 

@@ -94,7 +94,7 @@ def test_a_sample_without_enough_memory_leaves_the_run_done(
     def out_of_memory(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr("rtx.training.inference.generate", out_of_memory)
+    monkeypatch.setattr("rtx.commands.sample.generate", out_of_memory)
     said = workshop.command("train", workshop.text, *AUTO, run=tmp_path / "run")
     assert "no sample: out of memory: CUDA" in said and " -> " not in said
     assert (read_status(tmp_path / "run") or {})["state"] == "done"

@@ -37,12 +37,9 @@ def undisturbed(workshop: Workshop) -> Path:
 @pytest.mark.parametrize(
     ("moment", "ready"),
     [
-        ("building", exists("status.json")),
         ("begun", exists("metrics.jsonl")),
-        ("validated", exists("checkpoints/best.ckpt")),
         ("five", after(6)),
         ("saving", saving),
-        ("last", after(12)),
     ],
 )
 def test_a_killed_run_resumes_to_the_same_bits(
@@ -60,23 +57,11 @@ def test_a_killed_run_resumes_to_the_same_bits(
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt", "previous.ckpt"]
 
 
-def test_a_run_that_is_killed_again_and_again(workshop: Workshop, undisturbed: Path) -> None:
-    process = workshop.start("again")
-    process.kill_when(after(4))
-    for step in (6, 10):
-        process = workshop.fork(process.run, "resume", str(process.run))
-        process.kill_when(after(step))
-    workshop.command("resume", str(process.run))
-    assert difference(process.run, undisturbed) == ""
-
-
 @pytest.mark.parametrize(
     ("number", "code", "state"),
     [
         (signal.SIGINT, 130, "interrupted"),
         (signal.SIGTERM, 143, "preempted"),
-        (signal.SIGUSR1, 143, "preempted"),
-        (signal.SIGUSR2, 143, "preempted"),
         (signal.SIGHUP, 143, "preempted"),
     ],
 )
@@ -168,29 +153,6 @@ def test_a_screen_that_takes_no_more_ends_no_run(workshop: Workshop, undisturbed
     process = workshop.start(f"unread-{screen}", inside=SCREENS[screen])
     process.wait()
     assert (read_status(process.run) or {})["state"] == "done", process.log.read_text()
-    assert difference(process.run, undisturbed) == ""
-
-
-def test_a_signal_while_data_are_prepared_leaves_no_run(workshop: Workshop, undisturbed: Path) -> None:
-    large = workshop.folder / "large.bin"
-    with open(large, "wb") as file:
-        file.truncate(200_000_000)
-    known = set((workshop.folder / "data").iterdir())
-    process = workshop.start("early", f"data.path={large}")
-    assert process.kill_when(lambda run: set((workshop.folder / "data").iterdir()) > known, signal.SIGTERM) == 143
-    assert process.log.read_text().endswith("while no step was under way\n") and not process.run.exists()
-    large.unlink()
-    shutil.rmtree(workshop.folder / "data")
-
-
-def test_a_checkpoint_cut_in_half_gives_way_to_the_one_before(workshop: Workshop, undisturbed: Path) -> None:
-    process = workshop.start("cut")
-    process.kill_when(after(10))
-    last = process.run / "checkpoints" / "last.ckpt"
-    last.write_bytes(last.read_bytes()[: last.stat().st_size // 2])
-    printed = workshop.command("resume", str(process.run))
-    assert f"{last} is damaged (its checksum does not match); set aside as last.ckpt.damaged" in printed
-    assert "previous.ckpt (step " in printed
     assert difference(process.run, undisturbed) == ""
 
 
@@ -320,16 +282,6 @@ def test_another_number_of_threads_is_no_longer_exact(workshop: Workshop) -> Non
     assert "no longer exact: threads 1 -> 2" in said
 
 
-def test_another_device_or_number_of_processes_is_no_longer_exact(workshop: Workshop) -> None:
-    run = workshop.train("devices", "trainer.steps=3", "optimizer.schedule=constant")
-    path = run / "environment.json"
-    began = json.loads(path.read_text())
-    began["hardware"] |= {"accelerator": "gpu", "devices": 2, "nodes": 3}
-    path.write_text(json.dumps(began))
-    said = workshop.command("resume", str(run), "trainer.steps=4")
-    assert "no longer exact: accelerator gpu -> cpu, devices 2 -> 1, nodes 3 -> 1\n" in said
-
-
 def test_what_would_make_another_run_of_it_is_refused(workshop: Workshop, undisturbed: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(undisturbed, run)
@@ -375,14 +327,6 @@ def test_train_goes_on_in_the_folder_that_it_is_given(workshop: Workshop, undist
     assert difference(process.run, undisturbed) == ""
     assert "is done: 12 steps" in workshop.command(*words, run=process.run)
     assert "seed: 0 -> 1 is refused" in workshop.command(*words, "seed=1", run=process.run, code=2)
-
-
-def test_a_run_under_way_is_refused(workshop: Workshop) -> None:
-    process = workshop.start("busy", "trainer.steps=1000000", "trainer.val_every=1000000")
-    process.until(after(2))
-    said = workshop.command("resume", str(process.run), code=2)
-    assert f"is in use by process {process.number} on" in said
-    assert process.kill_when(after(2), signal.SIGTERM) == 143
 
 
 @pytest.mark.parametrize(

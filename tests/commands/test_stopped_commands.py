@@ -50,7 +50,7 @@ def test_a_stopped_command_says_so_in_a_line(
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stopped_sample_keeps_what_was_written(workshop: Workshop, run: Path, number: int, code: int) -> None:
     before = set((run / "samples").iterdir())
-    words = ["rtx.training.inference", "generate", "sample", str(run), "prompt=abc", "length=50"]
+    words = ["rtx.commands.sample", "generate", "sample", str(run), "prompt=abc", "length=50"]
     printed, said, returned = interrupted(workshop, words, number)
     assert returned == code and "Traceback" not in said and "stopped after 0 of 50 units\n" in said
     (kept,) = set((run / "samples").iterdir()) - before

@@ -17,7 +17,6 @@ from rtx.data.tokenizers import SentencepieceTokenizer, Tokenizer, WordTokenizer
 from rtx.errors import UserError
 from rtx.evaluation.protocols import (
     Reading,
-    Window,
     further_lines,
     measures,
     read_as_released,
@@ -143,13 +142,6 @@ def test_every_unit_is_scored_exactly_once_with_the_most_context_the_stride_give
                 assert window.start == k * (stride or length)
                 assert window.first - window.start == length - (stride or length)
         assert found[-1].stop == units
-
-
-def test_windows_are_a_sequence_that_costs_nothing():
-    many = windows(5_000_000, 8192, stride=1)
-    assert len(many) == 5_000_000 - 8192 + 1
-    assert many[-1] == Window(5_000_000 - 8192, 5_000_000, 5_000_000 - 1)
-    assert many[2:4] == [many[2], many[3]]
 
 
 def test_stamps_in_words() -> None:
