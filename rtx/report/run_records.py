@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rtx.evaluation.measures import stamp_phrases
+from rtx.evaluation.protocols import stamp_phrases
 from rtx.identity import digest
 from rtx.report.paper import looks_ahead
 from rtx.training.run_folder import run_state, shown
