@@ -12,6 +12,7 @@ from typing import Any
 from rtx.data.catalog import Store
 from rtx.disk import write_json
 from rtx.errors import RunFailed
+from rtx.evaluation.baselines import baselines
 from rtx.evaluation.protocols import Reading, Window, further_lines, measures, read_as_released, stamp_phrases, windows
 from rtx.evaluation.scores import Score, sample_windows, score_windows
 from rtx.model.ablation import ablate, check_ablation
@@ -42,6 +43,8 @@ def main(arguments: list[str]) -> int:
     assert partial or score.units == expected, f"scored {score.units} units of a split of {expected}"
     result = {**measures(store, options.split, reading, chosen, score, partial), "split_units": expected}
     result |= {"windows": len(chosen), "partial": partial, "seed": config.seed if partial else None}
+    if store.unit == "byte" and not partial and not released and options.split != "train":
+        result["baselines"] = baselines(store.split("train"), reading.tokens)
     result |= described(run, store, score, options, reading, partial)
     result |= {"seconds": time.monotonic() - began, "time": utc_now()}
     keep(folder, result)

@@ -81,7 +81,7 @@ def run(config: Config, folder: Path | None = None, resumption: Resumption | Non
                     say(choice)
                 place = (folder, store, signals, Ranks(0, hardware.world), status)
                 outcome = within_memory(fitted, config, resumption, hardware, *place)
-                finish(fitted, hardware, folder, store, outcome, status.fields["final"])
+                finish(fitted, hardware, folder, store, outcome, status)
             return 0
         except Stopped as stop:
             print(stop, file=sys.stderr)
@@ -230,12 +230,13 @@ def record_end(status: Status, outcome: Outcome, unit: str, final: dict[str, Any
     status.end("done", "trainer.max_minutes is up" if outcome.time_up else None)
 
 
-def finish(
-    config: Config, hardware: Hardware, folder: Path, store: Store, outcome: Outcome, final: dict[str, Any]
-) -> None:
+def finish(config: Config, hardware: Hardware, folder: Path, store: Store, outcome: Outcome, status: Status) -> None:
     """Print the score of a finished run beside baselines on the same split, and a sample, where memory is left."""
-    score, is_text = outcome.final, store.unit == "byte"
+    score, final = outcome.final, status.fields["final"]
     try:
+        if store.unit == "byte":
+            final["baselines"] = baselines(store.split("train"), store.split("valid"))
+            status.update(write=True)
         lines = closing_lines(
             run=shown(folder),
             step=outcome.step,
@@ -245,7 +246,7 @@ def finish(
             protocol=protocol_line(
                 *(config, "valid", store.unit, score.units), stamps=stamp_phrases(store.stamps, "valid")
             ),
-            baselines=baselines(store.split("train"), store.split("valid")) if is_text else {},
+            baselines=final.get("baselines", {}),
             further=further_lines(store.unit, final),
             answers="" if score.accuracy is None else answers_line(score.accuracy, 1 / config.data.values),
         )

@@ -101,19 +101,6 @@ def test_a_wrong_length_names_the_right_one(folder: Path, capsys: pytest.Capture
     assert "an image of 6 x 8 is one sequence of 144 sub-pixels; set data.length=144" in capsys.readouterr().err
 
 
-def test_the_store_is_the_same_for_one_process_and_several(folder: Path, tmp_path: Path) -> None:
-    stores = []
-    for processes in (1, 2):
-        place = tmp_path / str(processes)
-        place.mkdir()
-        (place / "pictures").symlink_to(folder / "pictures")
-        options = ["data=images", "data.path=pictures", "data.length=144", f"data.processes={processes}"]
-        rtx(place, "data", "prepare", *options)
-        (record,) = (place / "data").glob("images-*/store.json")
-        stores.append((json.loads(record.read_text())["fingerprint"], (record.parent / "train.bin").read_bytes()))
-    assert stores[0] == stores[1] and len(stores[0][1]) == 21 * 144
-
-
 @pytest.mark.skipif(not REAL.exists(), reason="no copy of CIFAR-10 in JPEG beside the project")
 def test_real_images_train_score_and_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["data=cifar10", f"data.path={REAL}", "data.size=8"]  # N follows: 192

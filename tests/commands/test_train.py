@@ -51,7 +51,9 @@ def test_what_a_run_leaves_and_says(workshop: Workshop, tmp_path: Path) -> None:
     assert f"{final['val_bits']:.4f} bits/byte on the validation split" in said
     assert f"bits/byte on valid, {final['val_units']:,} bytes each scored once, windows of 32, stride 5" in said
     assert "selection=causal: sees no future" in said
-    for name, bits in baselines(store.split("train"), store.split("valid")).items():
+    plain = baselines(store.split("train"), store.split("valid"))
+    assert status["final"]["baselines"] == plain
+    for name, bits in plain.items():
         assert re.search(rf"{name} +{bits:.4f}", said)
     workshop.command("eval", str(run), "split=valid", "checkpoint=last")
     (kept,) = (run / "eval").iterdir()

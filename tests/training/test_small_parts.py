@@ -23,7 +23,7 @@ from rtx.errors import RunFailed
 from rtx.training.memory import OUT_OF_MEMORY, device_memory, out_of_memory, physical_memory
 from rtx.training.module import restore_rng, rng_state, seed_everything
 from rtx.training.progress import say
-from rtx.training.resumption import as_chosen, differences, may_change
+from rtx.training.resumption import as_chosen, differences
 from rtx.training.run_folder import read_status, working_in
 
 
@@ -33,16 +33,6 @@ def test_differences_have_dotted_names() -> None:
     new = {"name": "a", "model": {"layers": 3, "heads": 2}, "data": {"path": 0}}
     assert differences(old, new) == {"data.path": (None, 0), "model.layers": (None, 3), "seed": (1, None)}
     assert differences(old, new, shared=True) == {"model.layers": (None, 3)}
-
-
-@pytest.mark.parametrize("key", ["trainer.steps", "trainer.micro_batch_size", "hardware.devices", "logger.project"])
-def test_what_may_change(key: str) -> None:
-    assert may_change(key)
-
-
-@pytest.mark.parametrize("key", ["trainer.batch_size", "trainer.clip", "optimizer.lr", "model.dropout", "seed"])
-def test_what_may_not_change(key: str) -> None:
-    assert not may_change(key)
 
 
 def test_what_a_run_has_chosen_is_kept_where_nothing_else_is_asked_for() -> None:
