@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rtx.data.catalog import Store
 from rtx.disk import write_json
 from rtx.errors import RunFailed
 from rtx.evaluation.baselines import baselines
-from rtx.evaluation.protocols import Reading, Window, further_lines, measures, read_as_released, stamp_phrases, windows
+from rtx.evaluation.protocols import Window, further_lines, measures, read_as_released, stamp_phrases, windows
 from rtx.evaluation.scores import Score, sample_windows, score_windows
 from rtx.model.ablation import ablate, check_ablation
 from rtx.options import EvalOptions, read_words
@@ -33,30 +35,32 @@ def main(arguments: list[str]) -> int:
     run, store = open_run(folder, config, options.checkpoint)
     ablate(run.model, config, options.ablate)
     released, length = options.protocol == "released", config.data.length
-    reading = read_as_released(store, options.split, length) if released else Reading(store.split(options.split))
-    every = windows(len(reading.tokens), length, config.trainer.val_stride)
+    tokens, habits = store.split(options.split), ""
+    if released:
+        tokens, habits = read_as_released(store, options.split, length)
+    every = windows(len(tokens), length, config.trainer.val_stride)
     chosen = sample_windows(every, options.limit, config.seed)
     partial, began = len(chosen) < len(every), time.monotonic()
     print(f"{len(chosen):,} of {len(every):,} windows of split {options.split}")
-    score = score_split(run, store, reading, chosen, options)
-    expected = len(reading.tokens) if store.answers is None else store.count(options.split)
+    score = score_split(run, store, tokens, chosen, options)
+    expected = len(tokens) if store.answers is None else store.count(options.split)
     assert partial or score.units == expected, f"scored {score.units} units of a split of {expected}"
-    result = {**measures(store, options.split, reading, chosen, score, partial), "split_units": expected}
+    result = {**measures(store, options.split, tokens, chosen, score, partial, habits), "split_units": expected}
     result |= {"windows": len(chosen), "partial": partial, "seed": config.seed if partial else None}
     if store.unit == "byte" and not partial and not released and options.split != "train":
-        result["baselines"] = baselines(store.split("train"), reading.tokens)
-    result |= described(run, store, score, options, reading, partial)
+        result["baselines"] = baselines(store.split("train"), tokens)
+    result |= described(run, store, score, options, habits, partial)
     result |= {"seconds": time.monotonic() - began, "time": utc_now()}
     keep(folder, result)
     return 0
 
 
 def score_split(
-    run: LoadedRun, store: Store, reading: Reading, chosen: Sequence[Window], options: EvalOptions
+    run: LoadedRun, store: Store, tokens: np.ndarray, chosen: Sequence[Window], options: EvalOptions
 ) -> Score:
     asked = {"answers": store.answers, "batch_size": options.batch_size, "streaming": options.mode == "streaming"}
     with run.autocast(), progress_bar("windows") as show:
-        score = score_windows(run.model, reading.tokens, chosen, **asked, on_progress=show)
+        score = score_windows(run.model, tokens, chosen, **asked, on_progress=show)
     if not math.isfinite(score.nats):
         raise RunFailed(
             f"{run.name}.ckpt of {run.folder} scores {score.nats} nats: the run has diverged, or "
@@ -66,7 +70,7 @@ def score_split(
 
 
 def described(
-    run: LoadedRun, store: Store, score: Score, options: EvalOptions, reading: Reading, partial: bool
+    run: LoadedRun, store: Store, score: Score, options: EvalOptions, habits: str, partial: bool
 ) -> dict[str, Any]:
     """Return the sums of a score and all that it means: which weights, on what data, read how, in what arithmetic."""
     config, own = run.config, run.has_data(store)
@@ -76,7 +80,7 @@ def described(
         partial=partial,
         ablate=options.ablate,
         other_data="" if own else store.name,
-        released=reading.habits,
+        released=habits,
         stamps=stamp_phrases(store.stamps, options.split),
     )
     return {

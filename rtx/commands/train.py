@@ -26,7 +26,7 @@ from rtx.data.store import TokenStore
 from rtx.disk import replace_file
 from rtx.errors import RunFailed, UserError
 from rtx.evaluation.baselines import baselines
-from rtx.evaluation.protocols import Reading, further_lines, measures, stamp_phrases
+from rtx.evaluation.protocols import further_lines, measures, stamp_phrases
 from rtx.options import SampleOptions
 from rtx.report.summary import answers_line, closing_lines, protocol_line
 from rtx.training.checkpoint import Checkpoint, newest_checkpoint
@@ -171,7 +171,7 @@ def train(
         work = Run(folder, module, data, signals, read_telemetry, loggers, status, tell)
         outcome = work.fit(start["path"] if start else None)
         if status:
-            final = measures(store, "valid", Reading(data.held_out), data.windows, outcome.final, partial=False)
+            final = measures(store, "valid", data.held_out, data.windows, outcome.final)
             record_end(status, outcome, store.unit, final)
             signals.end()
     signals.release()

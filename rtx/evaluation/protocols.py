@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -52,18 +51,8 @@ def windows(units: int, length: int, stride: int | None = None) -> list[Window]:
     return [Window(stop - length, stop, before) for before, stop in itertools.pairwise(stops)]
 
 
-@dataclass(frozen=True)
-class Reading:
-    """A split as it is scored."""
-
-    tokens: np.ndarray
-    """Unsigned integers `[units]`."""
-    habits: str = ""
-    """What was left out or counted otherwise, in words; empty: every unit is scored."""
-
-
-def read_as_released(store: TokenStore | RecallStore, split: str, length: int) -> Reading:
-    """Return a split as the paper's released code reads it, for windows of `length` units.
+def read_as_released(store: TokenStore | RecallStore, split: str, length: int) -> tuple[np.ndarray, str]:
+    """Return a split as the paper's released code reads it, for windows of `length` units, and what that leaves out.
 
     Raises:
         UserError: the released code did not read such data, or not in such units.
@@ -72,7 +61,7 @@ def read_as_released(store: TokenStore | RecallStore, split: str, length: int) -
         raise UserError(f"eval.protocol=released: known of {', '.join(RELEASED)}, not of data={store.name}")
     tokens, (units, habits) = store.split(split), RELEASED[store.name]
     if store.image is not None:
-        return Reading(tokens, habits)
+        return tokens, habits
     if (found := store.tokenizer.name) != units:
         raise UserError(f"eval.protocol=released: {store.name} was read as {units}, not data.tokenizer={found}")
     is_newline = tokens == store.tokenizer.encode(b"\n")[0]
@@ -83,30 +72,37 @@ def read_as_released(store: TokenStore | RecallStore, split: str, length: int) -
         tokens = tokens[: len(tokens) // length * length]
     if not len(tokens):
         raise UserError(f"eval.protocol=released: split {split} has not one whole window of {length:,} units")
-    return Reading(tokens, habits)
+    return tokens, habits
 
 
 def measures(
-    store: TokenStore | RecallStore, split: str, reading: Reading, scored: Sequence[Window], score: Score, partial: bool
+    store: TokenStore | RecallStore,
+    split: str,
+    tokens: np.ndarray,
+    scored: Sequence[Window],
+    score: Score,
+    partial: bool = False,
+    habits: str = "",
 ) -> dict[str, Any]:
     """Return a score in every measure that its text has, as JSON values: bits per unit and byte, perplexity per word.
 
     Args:
         store: of any set.
         split: the split's name.
-        reading: the split as it was read.
-        scored: windows of `reading.tokens`.
+        tokens: the split as it was read, unsigned integers `[units]`.
+        scored: windows of them.
         score: what they scored.
         partial: whether they are only a sample of the windows.
+        habits: what was left out or counted otherwise, in words; empty: every unit is scored.
     """
     result: dict[str, Any] = {f"bits_per_{store.unit}": score.bits}
     if isinstance(store, RecallStore) or store.image is not None:
         return result
-    all_of_it = not partial and not reading.habits
+    all_of_it = not partial and not habits
     if store.unit == "subword":  # words are no account of the bytes between and in them
-        text_bytes = store.facts(split).bytes if all_of_it else sum(map(len, texts(store, reading, scored)))
+        text_bytes = store.facts(split).bytes if all_of_it else sum(map(len, texts(store, tokens, scored)))
         result["bits_per_byte"] = score.nats / text_bytes / math.log(2)
-    if (words := words_scored(store, split, reading, scored, all_of_it)) is not None:
+    if (words := words_scored(store, split, tokens, scored, all_of_it, habits)) is not None:
         count, note, comparable = words
         perplexity = math.exp(score.nats / count) if score.nats / count < 700 else math.inf  # beyond float64
         result |= {"perplexity_per_word": perplexity, "words": count, "words_are": note, "words_comparable": comparable}
@@ -114,31 +110,31 @@ def measures(
 
 
 def words_scored(
-    store: TokenStore, split: str, reading: Reading, scored: Sequence[Window], all_of_it: bool
+    store: TokenStore, split: str, tokens: np.ndarray, scored: Sequence[Window], all_of_it: bool, habits: str
 ) -> tuple[float, str, bool] | None:
     """Return the words that the scored windows stand for, whose count it is, and whether published perplexities of the
     split are over the same words; None where no perplexity per word is published.
     """
     units = sum(window.stop - window.first for window in scored)
     published = SETS[store.name].words if store.name in SETS else {}
-    if reading.habits and store.name == "pg19":
+    if habits and store.name == "pg19":
         return units / SUBWORDS_PER_WORD, "as the released code converts its own subwords", False
-    if store.unit == "word" and (reading.habits or not published):
+    if store.unit == "word" and (habits or not published):
         return units, "its own words and line ends", False
     if not published:
         return None
     if all_of_it and store.stamps.get("complete") is not False:
         return published[split], "the published count of the split", True
-    words = sum(len(text.split()) for text in texts(store, reading, scored))
+    words = sum(len(text.split()) for text in texts(store, tokens, scored))
     if store.stamps.get("complete") is False:
         return max(1, words), "between blanks of the text scored", False
     share = words / max(1, store.facts(split).words)
     return max(1.0, published[split] * share), "the split's published count times the share scored", False
 
 
-def texts(store: TokenStore, reading: Reading, scored: Sequence[Window]) -> Iterator[bytes]:
+def texts(store: TokenStore, tokens: np.ndarray, scored: Sequence[Window]) -> Iterator[bytes]:
     """Yield the text that each window scores; a word cut by the border of two counts twice."""
-    yield from (store.tokenizer.decode(reading.tokens[window.first : window.stop]) for window in scored)
+    yield from (store.tokenizer.decode(tokens[window.first : window.stop]) for window in scored)
 
 
 def further_lines(unit: str, result: Mapping[str, Any]) -> list[str]:
