@@ -167,15 +167,13 @@ def seems_running(status: dict[str, Any]) -> bool:
     if status["state"] != "running":
         return False
     silence = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(status["heartbeat"])
-    here = status["host"] == socket.gethostname()
-    return abs(silence.total_seconds()) < SILENCE_SECONDS and (not here or process_exists(status["pid"]))
-
-
-def process_exists(number: int) -> bool:
+    if abs(silence.total_seconds()) >= SILENCE_SECONDS:
+        return False
     try:
-        os.kill(number, 0)
+        if status["host"] == socket.gethostname():
+            os.kill(status["pid"], 0)
     except OSError as error:
-        return isinstance(error, PermissionError)  # it is somebody else's
+        return isinstance(error, PermissionError)  # the process is somebody else's
     return True
 
 
@@ -193,7 +191,7 @@ def lock(file: IO[bytes], folder: Path) -> None:
     a file system has no locks, and from other machines, the heartbeat alone tells.
     """
     status = read_status(folder)
-    is_busy = status is not None and status.get("host") != socket.gethostname() and seems_running(status)
+    is_busy = run_state(folder) == "running" and status is not None and status["host"] != socket.gethostname()
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
