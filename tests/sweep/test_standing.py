@@ -50,7 +50,7 @@ def test_it_prints_once_where_the_output_is_no_terminal(root: Path, capsys: pyte
     said = "outputs/grid: 6 cells: 1 done, 1 waiting, 1 interrupted, 1 killed, 1 failed, 1 running; asked again "
     assert " ".join(shown.split()).startswith(f"{said}it goes on: rtx train -m seed=1,2 ")
     rows = [line.split() for line in shown.splitlines() if line.startswith("seed=")]
-    assert rows[0] == ["seed=2", "running", "50/100", "4.5000", "0:10"]  # those of interest first
+    assert rows[0] == ["seed=2", "running", "50/100", "4.5000", "00:10"]  # those of interest first
     assert rows[-1] == ["seed=1", "done", "100/100", "4.2500"]
     assert [row[:2] for row in rows[1:-1]] == [
         *(["seed=4", "failed"], ["seed=3", "killed"], ["seed=5", "interrupted"], ["seed=6", "waiting"]),
