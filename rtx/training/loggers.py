@@ -116,6 +116,7 @@ def wandb_logger(
 
     `facts`: the run's configuration, as plain values. `wandb` is imported only where it is used.
     """
+    os.environ |= {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}  # read when wandb is first imported
     mode = config.name
     if mode == "auto":
         wish = os.environ.get("WANDB_MODE", "")
@@ -132,7 +133,7 @@ def wandb_logger(
         except Exception as error:
             say(trouble(error, "going on offline" if attempt == "online" else ALONE))
         else:
-            if logger.experiment.url:
+            if attempt == "online":
                 say(f"W&B: {logger.experiment.url}")
             return logger
     return None
@@ -140,10 +141,10 @@ def wandb_logger(
 
 def settings() -> Any:
     """Return the settings of a run at W&B: silent, and patient with its server for a limited time."""
-    os.environ |= {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
     import wandb
 
-    return wandb.Settings(console="off", disable_git=True, init_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS)
+    limits = {"init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
+    return wandb.Settings(silent=True, console="off", disable_git=True, **limits)
 
 
 def has_key() -> bool:
