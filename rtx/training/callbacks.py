@@ -89,7 +89,7 @@ class Watch(Callback):
             trainer.training = True
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Look around, if it is due, and write what is; `RunFailed` as `agree`, `Stopped` upon a signal."""
+        """Look around, if due, and write what is; `RunFailed` where a number is not finite, `Stopped` by a signal."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return  # within a step
         step, plan, look = trainer.global_step, self.plan, LOOK_STEPS.get(pl_module.device.type, 1)
@@ -111,7 +111,6 @@ class Watch(Callback):
         """Return the exit code that a signal to any rank asks for, or 0, and whether a checkpoint is due by the clock.
 
         The last step, and time that is up, end the training by `trainer.should_stop`, upon which Lightning validates.
-        `RunFailed` where the numbers of a rank are not finite.
         """
         limit, pause, last = self.plan.max_minutes, self.plan.checkpoint_minutes, trainer.global_step >= self.plan.steps
         up = last or (limit is not None and self.seconds >= 60 * limit)
@@ -181,10 +180,7 @@ class Watch(Callback):
         self.leave_if(self.ranks.largest(self.signals.requested)[0], trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Write the score of a validation during training, and keep the weights if it is the best.
-
-        `RunFailed` where it is not finite.
-        """
+        """Write the score of a validation during training, and keep the weights if it is the best so far."""
         self.mark += time.monotonic()  # what has passed was no stepping
         if trainer.state.fn != "fit":
             return

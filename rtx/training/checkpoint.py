@@ -1,8 +1,7 @@
 """Checkpoints: plain dicts in a zip file that torch.load reads, with a checksum, replaced only by a whole new one.
 
-A run keeps `last.ckpt` (all that a resume needs), `previous.ckpt` (the one before), still older ones as
-`previous-2.ckpt` and so on where `trainer.keep_checkpoints` asks for them, and `best.ckpt` (weights alone). The SHA-256
-of the file stands in the comment at its end.
+A run keeps `last.ckpt` (all that a resume needs), the one before as `previous.ckpt`, older ones as `previous-2.ckpt`
+and so on, and `best.ckpt` (weights alone). The SHA-256 of the file stands in the comment at its end.
 """
 
 from __future__ import annotations

@@ -93,9 +93,7 @@ class Run:
         )
 
     def fit(self, checkpoint: Path | None) -> Outcome:
-        """Train to the last step, and score the whole validation split.
-
-        Signals are held from the first step on, and still are when it returns.
+        """Train to the last step, and score the whole validation split; signals are still held when it returns.
 
         Raises:
             Stopped: a signal ended it; the checkpoint is saved.
