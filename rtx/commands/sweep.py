@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import time
@@ -82,8 +83,6 @@ def json_rows(content: bytes) -> list[dict[str, Any]]:
     """Return the objects of JSON lines; the last may be half written, and the first cut."""
     rows = []
     for line in content.splitlines():
-        try:
+        with contextlib.suppress(ValueError):
             rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return [row for row in rows if isinstance(row, dict)]
+    return rows

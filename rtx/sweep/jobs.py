@@ -7,8 +7,8 @@ for all jobs together and loses what they return to the first that fails.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
+import json
 import os
 import shutil
 import signal
@@ -42,10 +42,9 @@ class SlurmLauncher(Launcher):
         if shutil.which("srun") is None:
             raise UserError("hardware=slurm: there is no srun on this machine; hardware=auto runs the cells here")
         super().__init__(cells, options, len(cells))
-        self.quiet, node = True, copy.deepcopy(composed(tuple(words)))
-        node.name = cells[0].config.name
+        self.quiet, name = True, json.dumps(cells[0].config.name, ensure_ascii=False)
         with user_errors():
-            asked: Any = OmegaConf.to_container(node.hydra.launcher, resolve=True)
+            asked: Any = OmegaConf.to_container(composed((*words, f"name={name}")).hydra.launcher, resolve=True)
         del asked["_target_"], asked["submitit_folder"]
         self.timeouts, shared = asked.pop("max_num_timeout"), {field.name for field in fields(BaseQueueConf)}
         self.asked = {key if key in shared else f"slurm_{key}": value for key, value in asked.items()}

@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rtx.commandline.overrides import Override, check_overrides
+from rtx.checks import refuse
+from rtx.commandline.overrides import check_overrides
 from rtx.data.catalog import check_source, data_root
 from rtx.errors import UserError, collect
 from rtx.options import LAUNCHED, SweepOptions, read_words
@@ -42,7 +43,17 @@ def sweep(arguments: Sequence[str]) -> int:
     words = read_words("train -m", arguments)
     checked = check_overrides(words.overrides, sweep=True)
     cells, _ = lay_out(checked)
-    launcher = make_launcher(checked, cells, words.options)
+    last = {entry.key: str(entry) for entry in checked}
+    jobs = [word for key, word in last.items() if key == "hardware" or key.startswith("hydra.")]
+    if LAUNCHED[0] in (hardware := last.get("hardware", "=").partition("=")[2].split(",")):
+        if len(hardware) > 1:
+            raise UserError(f"{last['hardware']}: jobs are made of all cells or of none; give one value")
+        from rtx.sweep.jobs import SlurmLauncher  # needs submitit, which is an extra
+
+        launcher = SlurmLauncher(cells, words.options, jobs)
+    else:
+        refuse(f"{word}: has no effect without hardware={LAUNCHED[0]}" for word in jobs if word.startswith("hydra."))
+        launcher = Launcher(cells, words.options)
     needed = {str(cell.config.data): cell.config.data for cell in cells if not has_score(read_status(cell.folder))}
     collect(lambda data: check_source(data, data_root(), lambda line: None), needed.values())
     roots = record_sweep(cells, arguments)
@@ -52,21 +63,6 @@ def sweep(arguments: Sequence[str]) -> int:
     if launcher.stopped_by:
         return EXIT_CODES[signal.Signals(launcher.stopped_by)]
     return 0 if all(outcome.word.startswith("done") for outcome in outcomes) else 1
-
-
-def make_launcher(checked: Sequence[Override], cells: Sequence[Cell], options: SweepOptions) -> Launcher:
-    """Return what runs the cells: as processes of this machine, or as jobs."""
-    hardware = {entry.key: entry for entry in checked}.get("hardware")
-    own = [str(entry) for entry in checked if entry.key.startswith("hydra.")]
-    if hardware and {*hardware.values} & {*LAUNCHED}:
-        if len(hardware.values) > 1:
-            raise UserError(f"{hardware}: jobs are made of all cells or of none; give one value")
-        from rtx.sweep.jobs import SlurmLauncher  # needs submitit, which is an extra
-
-        return SlurmLauncher(cells, options, [str(hardware), *own])
-    if own:
-        raise UserError(f"{own[0]}: has no effect without hardware={LAUNCHED[0]}")
-    return Launcher(cells, options)
 
 
 def record_sweep(cells: Sequence[Cell], arguments: Sequence[str]) -> list[str]:
@@ -108,9 +104,8 @@ def share(cell: Cell, place: int = 0, places: int = 1) -> dict[str, str]:
         threads = max(1, cores() // (places * (hardware.devices or 1)))
     if threads and hardware.threads is None and "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = str(threads)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    here = [str(number) for number, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
-    gpus = here if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
+    here = ",".join(str(number) for number, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*")))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", here).split(",")
     if places > 1 and len(gpus) > 1 and hardware.name in ("auto", "gpu"):
         variables["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
     return variables

@@ -23,13 +23,8 @@ from rtx.errors import RunFailed
 from rtx.training.checkpoint import is_whole, newest_checkpoint
 from rtx.training.run_folder import read_status
 
-
-def setting(key: str) -> int:
-    """Return a number among the options of small runs."""
-    return int(next(word.partition("=")[2] for word in SIZES if word.startswith(f"{key}=")))
-
-
-SAVE_EVERY, VAL_EVERY = setting("trainer.checkpoint_every"), setting("trainer.val_every")
+OPTIONS = dict(word.split("=") for word in SIZES)
+SAVE_EVERY, VAL_EVERY = int(OPTIONS["trainer.checkpoint_every"]), int(OPTIONS["trainer.val_every"])
 
 
 @dataclass(frozen=True)
@@ -57,15 +52,13 @@ class Ordeal:
 
     def __init__(self, workshop: Workshop, name: str, begin: Callable[..., Process], *overrides: str) -> None:
         self.workshop, self.begin, self.run = workshop, begin, workshop.folder / name
-        self.words = (workshop.text, *SIZES, *overrides)
-        self.rows_before = 0
+        self.words, self.rows_before = (workshop.text, *SIZES, *overrides), 0
 
     def go_on(self) -> Process:
         """Start as a user would: train again where the kill left no run, else resume."""
         self.rows_before = self.rows_written
-        if self.has_begun:
-            return self.begin(self.run, "resume", str(self.run))
-        return self.begin(self.run, "train", *self.words)
+        words = ("resume", str(self.run)) if self.has_begun else ("train", *self.words)
+        return self.begin(self.run, *words)
 
     def kill(self, moment: str, draw: random.Random, seconds: float) -> Kill | None:
         """Start it and kill it at a moment of `MOMENTS`, or a little later; None where it came to its end before.
@@ -117,7 +110,6 @@ class Ordeal:
 
 
 def preparing(ordeal: Ordeal, process: Process) -> bool:
-    """Whether data are being prepared: there is a lock."""
     return any(ordeal.workshop.data.glob(".*.lock"))
 
 
@@ -127,15 +119,13 @@ def begun(ordeal: Ordeal, process: Process) -> bool:
 
 
 def stepping(ordeal: Ordeal, process: Process) -> bool:
-    """Whether this process has written a row."""
     return ordeal.rows_written > ordeal.rows_before
 
 
 def validating(ordeal: Ordeal, process: Process) -> bool:
     """Whether a validation is under way: the last row is that of its step."""
-    rows = read_metrics(ordeal.run / "metrics.jsonl") if ordeal.rows_written else []
-    last = rows[-1] if rows else {"kind": "", "step": 0}
-    return stepping(ordeal, process) and last["kind"] == "train" and last["step"] % VAL_EVERY == 0
+    rows = read_metrics(ordeal.run / "metrics.jsonl") if stepping(ordeal, process) else []
+    return bool(rows) and rows[-1]["kind"] == "train" and rows[-1]["step"] % VAL_EVERY == 0
 
 
 MOMENTS: dict[str, tuple[Callable[[Ordeal, Process], bool], float]] = {
@@ -190,12 +180,9 @@ def places(path: Path) -> dict[str, tuple[int, int]]:
 def small_disk(folder: Path, size: int) -> Iterator[Path]:
     """Mount a disk of `size` bytes at `folder`; the test is skipped where that is not allowed."""
     folder.mkdir()
-    if shutil.which("mount") is None:
-        pytest.skip("a small disk needs mount")
     asked = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    answer = subprocess.run(asked, capture_output=True, text=True)
-    if answer.returncode:
-        pytest.skip(f"a small disk may not be mounted here: {answer.stderr.strip()}")
+    if shutil.which("mount") is None or subprocess.run(asked, capture_output=True).returncode:
+        pytest.skip("a small disk may not be mounted here")
     try:
         yield folder
     finally:
@@ -205,22 +192,12 @@ def small_disk(folder: Path, size: int) -> Iterator[Path]:
 def fill(folder: Path) -> Path:
     """Write a file until the disk of a folder is full, and return it."""
     path = folder / "ballast"
-    with open(path, "wb", buffering=0) as file, contextlib.suppress(OSError):
+    with open(path, "wb", buffering=0) as file:
         for size in (65536, 4096):
             with contextlib.suppress(OSError):
                 while file.write(bytes(size)) == size:
                     pass
     return path
-
-
-@contextlib.contextmanager
-def read_only(folder: Path) -> Iterator[None]:
-    """Let nobody write to a mounted disk, root neither."""
-    subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
 
 
 def environment(**variables: str) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
-from disturbances import WRONG_CLOCK, fill, more_memory, nan_gradient, read_only, small_disk
+from disturbances import WRONG_CLOCK, fill, more_memory, nan_gradient, small_disk
 from small_runs import SIZES, Workshop, after, difference
 
 from rtx.compose import load_run_config
@@ -30,6 +31,8 @@ def test_a_disk_that_fills_up_under_a_run(workshop: Workshop, undisturbed: Path)
         assert "Traceback" not in said and said.splitlines()[-1].startswith("rtx: "), said
         assert "No space left on device" in said.splitlines()[-1]
         assert run_state(process.run) == "failed"
+        said = workshop.command("train", workshop.text, *SIZES, run=disk / "new", code=2)
+        assert said.startswith(f"rtx: cannot write to {disk / 'new'}: No space left on device; set RTX_RUN to a folder")
         resumed = workshop.fork(process.run, "resume", str(process.run))
         assert resumed.wait() in (1, 2)
         said = process.log.read_text()
@@ -39,23 +42,13 @@ def test_a_disk_that_fills_up_under_a_run(workshop: Workshop, undisturbed: Path)
         assert difference(process.run, undisturbed) == ""
 
 
-def test_a_disk_that_is_full_from_the_start(workshop: Workshop, undisturbed: Path) -> None:
-    with small_disk(workshop.folder / "full", 1 << 20) as disk:
-        fill(disk)
-        words = ("train", workshop.text, *SIZES)
-        said = workshop.command(*words, run=disk / "run", code=2)
-        assert said == (
-            f"rtx: cannot write to {disk / 'run'}: No space left on device; "
-            "set RTX_RUN to a folder that you can write\n"
-        )
-
-
 def test_a_disk_that_is_read_only(workshop: Workshop, undisturbed: Path) -> None:
     with small_disk(workshop.folder / "locked", 4 << 20) as disk:
         process = workshop.fork(disk / "run", "train", workshop.text, *SIZES, LONG)
         process.kill_when(after(10))
-        run = process.run
-        with read_only(disk):
+        run, remount = process.run, ["mount", str(disk), "-o"]
+        subprocess.run([*remount, "remount,ro"], check=True)
+        try:
             said = workshop.command("resume", str(run), code=2)
             assert said.startswith(f"rtx: cannot write to {run}: Read-only file system"), said
             said = workshop.command("train", workshop.text, *SIZES, run=disk / "new", code=2)
@@ -63,6 +56,8 @@ def test_a_disk_that_is_read_only(workshop: Workshop, undisturbed: Path) -> None
             for word in ("eval", "sample"):
                 said = workshop.command(word, str(run), code=1)
                 assert re.search(rf"rtx: cannot write {run}/\S+: Read-only file system", said), said
+        finally:
+            subprocess.run([*remount, "remount,rw"], check=True)
         workshop.command("resume", str(run))
         assert difference(run, undisturbed) == ""
 
@@ -90,13 +85,8 @@ def test_a_gradient_that_is_no_number(workshop: Workshop, undisturbed: Path) -> 
 
 
 def test_a_run_without_enough_memory(workshop: Workshop, undisturbed: Path) -> None:
-    large = (
-        "trainer.batch_size=2048",
-        "trainer.micro_batch_size=2048",
-        "model.recompute=false",
-        "trainer.steps=2",
-        "trainer.checkpoint_every=1",
-    )
+    large = ("trainer.batch_size=2048", "trainer.micro_batch_size=2048", "model.recompute=false")
+    large += ("trainer.steps=2", "trainer.checkpoint_every=1")
     process = workshop.start("starved", *large, inside=more_memory(64 << 20))
     assert process.wait() == 1
     reason, advice = process.log.read_text().splitlines()[-2:]

@@ -1,7 +1,6 @@
 """A Slurm cluster of this machine alone, with all that it writes in one folder: set up, and torn down again.
 
-`python tests/slurm/cluster.py` starts one, prints what to export, and ends it at Ctrl-C. It takes Debian's packages
-slurm-wlm (22.05 was tried) and munge, and root; it keeps no accounts, as a cluster without a database does.
+It takes Debian's packages slurm-wlm (22.05 was tried) and munge, and root; it keeps no accounts.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel")
 
+# A job that is put back into the queue waits until its credential has run out: 5 seconds here, else two minutes.
 CONFIGURATION = """
 ClusterName=rtx
 SlurmctldHost={host}(127.0.0.1)
@@ -49,7 +48,6 @@ KillWait=10
 NodeName={host} NodeAddr=127.0.0.1 CPUs=2 RealMemory=4000
 PartitionName=test Nodes={host} Default=YES MaxTime=INFINITE State=UP
 """
-"""A job that is put back into the queue waits until its credential has run out: 5 seconds here, else two minutes."""
 
 
 def why_not() -> str:
@@ -68,34 +66,27 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
         (folder / name).mkdir(parents=True)
     (folder / "munge.key").write_bytes(os.urandom(1024))
     (folder / "munge.key").chmod(0o400)
-    text = CONFIGURATION.format(host=socket.gethostname(), folder=folder, ports=free_ports())
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        ports = [one.getsockname()[1] for one in (first, second)]
+    text = CONFIGURATION.format(host=socket.gethostname(), folder=folder, ports=ports)
     (folder / "slurm.conf").write_text(text)
     variables = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
     environment = {**os.environ, **variables}
+    files = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munged.pid"}
+    files |= {"log-file": "munged.log", "seed-file": "munged.seed"}
+    options = [f"--{option}={folder / name}" for option, name in files.items()]
     try:
-        files = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munged.pid"}
-        files |= {"log-file": "munged.log", "seed-file": "munged.seed"}
-        options = [f"--{option}={folder / name}" for option, name in files.items()]
-        subprocess.run(["munged", "--force", *options], env=environment, check=True, capture_output=True)
-        for daemon in ("slurmctld", "slurmd"):
-            subprocess.run([daemon], env=environment, check=True, capture_output=True)
-        wait_until_idle(environment)
+        for command in (["munged", "--force", *options], ["slurmctld"], ["slurmd"]):
+            subprocess.run(command, env=environment, check=True, capture_output=True)
+        asked, end = ["sinfo", "--noheader", "--format=%T"], time.monotonic() + 30
+        while subprocess.run(asked, env=environment, capture_output=True, text=True).stdout.strip() != "idle":
+            assert time.monotonic() < end, "the node of the cluster is not idle after 30 seconds"
+            time.sleep(0.2)
         yield variables
     finally:
         subprocess.run(["scancel", "--me", "--signal=KILL", "--full"], env=environment, capture_output=True)
         for name in ("slurmd", "slurmctld", "munged"):
             stop(folder / f"{name}.pid")
-
-
-def wait_until_idle(environment: dict[str, str], seconds: float = 30.0) -> None:
-    """Wait until the node takes jobs."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        answer = subprocess.run(["sinfo", "--noheader", "--format=%T"], env=environment, capture_output=True, text=True)
-        if answer.stdout.strip() == "idle":
-            return
-        time.sleep(0.2)
-    raise TimeoutError(f"the node of the cluster is not idle after {seconds:g} seconds: {answer.stdout}{answer.stderr}")
 
 
 def stop(pid_file: Path) -> None:
@@ -107,26 +98,3 @@ def stop(pid_file: Path) -> None:
             os.kill(number, 0)
             time.sleep(0.1)
         os.kill(number, signal.SIGKILL)
-
-
-def free_ports() -> list[int]:
-    """Return two ports that nobody listens on."""
-    with socket.socket() as first, socket.socket() as second:
-        for one in (first, second):
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in (first, second)]
-
-
-def main() -> None:
-    """Run a cluster until Ctrl-C."""
-    if reason := why_not():
-        raise SystemExit(f"no cluster: {reason}")
-    with tempfile.TemporaryDirectory() as folder, cluster(Path(folder)) as variables:
-        for name, value in variables.items():
-            print(f"export {name}={value}", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.pause()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,99 +1,182 @@
-"""A miniature of Table 1 as jobs of a real Slurm: one is put back into the queue, one is killed, the table is right.
-
-RTX_SLURM_ROWS=27 runs the whole table rather than four of its rows: 30 jobs, for two windows reach the baselines, too.
-"""
+"""A real Slurm: jobs that are put back, killed, cancelled or out of time, one that fails, and a run on two tasks."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from cluster import why_not
-from slurm_jobs import JOBS, PATIENCE, SMALL, environment, of_job, patiently, rtx, states
+from cluster import cluster, why_not
+from PIL import Image
+from small_runs import ROOT, counted_rows
 
 from rtx.training.checkpoint import read_checkpoint
 from rtx.training.run_folder import read_status
 
-__all__ = ["environment"]
-
-WHOLE = os.environ.get("RTX_SLURM_ROWS") == "27"
-ROWS = (
-    ("experiment=cifar10_grid,cifar10_baselines", "model.layers=12", "model.heads=8", "routing.window=16,32")
-    if WHOLE
-    else (
-        "experiment=cifar10_grid",
-        "model.layers=2",
-        "model.heads=2",
-        "routing.heads=1,2",
-        "routing.layers=1,2",
-        "routing.window=16",
-    )
+SMALL = (
+    *("name=table", "data=images", "data.path=pictures", "data.size=4", "model.hidden=32"),
+    *("model.ffn_hidden=32", "model.window=16", "trainer.steps=200", "trainer.batch_size=2", "trainer.val_every=100"),
+    *("trainer.checkpoint_every=10", "trainer.log_every=10", "hardware.threads=1", "logger=jsonl"),
 )
+SHALLOW = ("model.layers=2", "model.heads=2", "routing.heads=1", "routing.layers=1", "routing.window=16")
+JOBS = (
+    *("hardware=slurm", "hydra.launcher.partition=test", "hydra.launcher.cpus_per_task=1"),
+    *("hydra.launcher.gpus_per_node=0", "hydra.launcher.mem_gb=1", "hydra.launcher.timeout_min=30"),
+)
+RTX = (sys.executable, "-m", "rtx")
+PATIENCE = 900.0
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"no Slurm: {why_not()}")
 
 
-def test_a_table_goes_through_a_queue(tmp_path: Path, environment: dict[str, str]) -> None:
-    words = ["train", "-m", *ROWS, *SMALL, *JOBS]
-    prepared = rtx(tmp_path, environment, "data", "prepare", *SMALL[1:4])
-    assert prepared.returncode == 0, prepared.stderr
-    root = tmp_path / "outputs" / "table"
+class Room:
+    """A folder with pictures, and a cluster."""
 
-    def stepping() -> list[Path]:
-        """The runs under way, past a checkpoint and far from their end."""
-        every = [
-            (path.parent.parent, read_status(path.parent.parent) or {}) for path in root.glob("*/checkpoints/last.ckpt")
-        ]
-        return [run for run, status in every if status.get("state") == "running" and status.get("step", 0) < 150]
+    def __init__(self, folder: Path, variables: dict[str, str]) -> None:
+        self.folder, self.root = folder, folder / "outputs" / "table"
+        own = {"PYTHONPATH": str(ROOT), "RTX_DATA": str(folder / "data"), "RTX_OUTPUTS": str(folder / "outputs")}
+        self.environment = {**os.environ, **own, **variables}
 
-    command = [sys.executable, "-m", "rtx", *words]
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as sweep:
-        patiently(lambda: len(stepping()) > 1 or sweep.poll() is not None, "two jobs at work")
-        assert sweep.poll() is None, sweep.communicate()[0]
-        back, killed = stepping()[:2]
-        jobs = of_job(environment, back), of_job(environment, killed)
-        subprocess.run(["scontrol", "requeue", jobs[0]], env=environment, check=True)
-        subprocess.run(["scancel", "--signal=KILL", "--full", jobs[1]], env=environment, check=True)
-        said, _ = sweep.communicate(timeout=PATIENCE)
-    assert sweep.returncode == 1, said
-    assert "Traceback" not in said and "sacct" not in said
+    def ask(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end."""
+        environment = {**self.environment, **variables}
+        return subprocess.run(
+            command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=PATIENCE
+        )
+
+    def disturbed(self, *command: str, disturb: Callable[[list[Path]], object], runs: int = 1) -> tuple[int, str]:
+        """Run a command, and disturb it when so many runs are past a checkpoint; returns its code and what it said."""
+        pipe, end = subprocess.PIPE, time.monotonic() + PATIENCE
+        with subprocess.Popen(
+            command, cwd=self.folder, env=self.environment, stdout=pipe, stderr=subprocess.STDOUT, text=True
+        ) as process:
+            while len(stepping := self.stepping()) < runs:
+                assert time.monotonic() < end and process.poll() is None
+                time.sleep(0.1)
+            disturb(stepping)
+            said, _ = process.communicate(timeout=PATIENCE)
+        assert "Traceback" not in said and "sacct" not in said, said
+        return process.returncode, said
+
+    def stepping(self) -> list[Path]:
+        """Return the runs under way, past a checkpoint and far from their end."""
+        runs = [path.parent.parent for path in self.root.glob("*/checkpoints/last.ckpt")]
+        known = [(run, read_status(run) or {}) for run in runs]
+        return [run for run, now in known if now.get("state") == "running" and now["step"] < 150]
+
+    def job_of(self, run: Path) -> str:
+        """Return the number of the job that works on a run."""
+        numbers = self.ask("squeue", "--me", "--noheader", "--states=RUNNING", "--format=%i").stdout.split()
+        pid = (read_status(run) or {})["pid"]
+        listed = {number: self.ask("scontrol", "listpids", number).stdout for number in numbers}
+        return next(n for n, text in listed.items() if re.search(rf"^{pid}\b", text, re.MULTILINE))
+
+    def assert_as_undisturbed(self, run: Path, *words: str) -> None:
+        """Compare a run's last weights, bit for bit, with those of the same configuration trained in one go."""
+        alone = self.folder / f"alone-{run.name}"
+        answer = self.ask(*RTX, "train", *SMALL, *SHALLOW, *words, RTX_RUN=str(alone))
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+        weights = [read_checkpoint(folder / "checkpoints" / "last.ckpt")["model"] for folder in (run, alone)]
+        assert all(bool((weights[0][name] == weights[1][name]).all()) for name in weights[0] | weights[1])
+        assert len(counted_rows(run)) == len(counted_rows(alone))
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> Iterator[Room]:
+    (tmp_path / "pictures").mkdir()
+    generator = np.random.default_rng(0)
+    for number in range(40):
+        pixels = generator.integers(0, 256, (4, 4, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "pictures" / f"{number:02}.png")
+    with cluster(tmp_path / "cluster") as variables:
+        yield Room(tmp_path, variables)
+
+
+def states(said: str) -> dict[str, list[str]]:
+    """Return the run folders in each state of the closing table."""
+    found: dict[str, list[str]] = {}
+    for line in said.partition("\ncell  overrides")[2].splitlines()[1:]:
+        if row := re.match(r"\d+ .*? (done|failed|killed|preempted|not started)\b.*?table/(\w+)", line):
+            found.setdefault(row[1], []).append(row[2])
+    return found
+
+
+def test_a_table_goes_through_a_queue(room: Room) -> None:
+    """One job is put back into the queue, one is killed."""
+    words = (*RTX, "train", "-m", *SMALL, *SHALLOW, *JOBS, "routing.heads=1,2", "routing.layers=1,2")
+    assert room.ask(*RTX, "data", "prepare", *SMALL[1:4]).returncode == 0
+
+    def disturb(runs: list[Path]) -> None:
+        room.ask("scontrol", "requeue", room.job_of(runs[0]))
+        room.ask("scancel", "--signal=KILL", "--full", room.job_of(runs[1]))
+        disturbed.extend(runs)
+
+    disturbed: list[Path] = []
+    code, said = room.disturbed(*words, disturb=disturb, runs=2)
+    back, killed = disturbed
     ended = states(said)
-    assert ended.pop("preempted", None) == [killed.name], said  # it noticed that its job had gone, and saved
-    assert "its job ended: srun: error" in said and "Killed" in said
-    assert list(ended) == ["done"] and back.name in ended["done"]
-    assert len(ended["done"]) == (29 if WHOLE else 3)
+    assert code == 1 and ended["preempted"] == [killed.name], said  # it noticed that its job had gone, and saved
+    assert len(ended["done"]) == 3 and back.name in ended["done"]
     assert len((back / "resumes.jsonl").read_text().splitlines()) == 1
-
-    again = rtx(tmp_path, environment, *words)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert again.stdout.count(": begins") == 1
-    assert sorted(states(again.stdout)["done"]) == sorted([*ended["done"], killed.name])
-
+    again = room.ask(*words)
+    assert again.returncode == 0 and again.stdout.count(": begins") == 1, again.stdout + again.stderr
+    cells = json.loads((room.root / "sweeps.jsonl").read_text().splitlines()[0])["cells"]
     for run in (back, killed):
-        same_weights_as_undisturbed(tmp_path, environment, run)
-    report = rtx(tmp_path, environment, "report", str(root))
-    assert report.returncode == 0, report.stderr
-    rows = [
-        row for table in json.loads((root / "report" / "report.json").read_text())["tables"] for row in table["rows"]
-    ]
-    finals = {(read_status(run.parent) or {})["final"]["bits"] for run in root.glob("*/status.json")}
-    assert {row["ours"] for row in rows if isinstance(row.get("ours"), float)} == finals
+        room.assert_as_undisturbed(run, *cells[run.name].split())
 
 
-def same_weights_as_undisturbed(tmp_path: Path, environment: dict[str, str], run: Path) -> None:
-    """Compare a run's last weights, bit for bit, with those of the same configuration trained in one go."""
-    alone = tmp_path / f"alone-{run.name}"
-    sweep = json.loads((run.parent / "sweeps.jsonl").read_text().splitlines()[0])
-    swept = sweep["cells"][run.name].split()
-    fixed = [word for word in (*ROWS, *SMALL) if "," not in word]
-    answer = rtx(tmp_path, {**environment, "RTX_RUN": str(alone)}, "train", *fixed, *swept)
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    weights = [read_checkpoint(folder / "checkpoints" / "last.ckpt")["model"] for folder in (run, alone)]
-    assert weights[0].keys() == weights[1].keys()
-    assert all(bool((weights[0][name] == weights[1][name]).all()) for name in weights[0])
+def test_a_job_whose_time_is_up_comes_back_by_itself_and_one_that_fails_stays_away(room: Room) -> None:
+    # Of ten minutes submitit takes any moment for the end, so that this counts as one of the job's timeouts.
+    words = ("train", "-m", *SMALL, *SHALLOW, *JOBS, "hydra.launcher.timeout_min=10", "optimizer.lr=1e-3,1e30")
+    jobs: list[str] = []
+
+    def disturb(runs: list[Path]) -> None:
+        jobs.append(room.job_of(runs[0]))
+        # To the job's steps and not to its script, as Slurm does by itself for --signal=USR2@120.
+        room.ask("scancel", "--signal=USR2", jobs[0])
+
+    code, said = room.disturbed(*RTX, *words, disturb=disturb)
+    ended = states(said)
+    assert code == 1 and len(ended["done"]) == len(ended["failed"]) == 1, said
+    assert said.count("the loss is nan at learning rate") == 2, said  # as it ends, and in the table
+    (log,) = (path.read_text() for path in room.root.glob(f".submitit/{jobs[0]}/*_log.out"))
+    assert "this job is timed-out" in log and "(19 remaining timeouts)" in log
+    run = room.root / ended["done"][0]
+    assert (run / "output.log").read_text().count("stopped by SIGUSR2 at step") == 1
+    room.assert_as_undisturbed(run, "optimizer.lr=1e-3")
+
+
+def test_a_job_that_is_cancelled_saves_and_the_others_go_on(room: Room) -> None:
+    words = (*RTX, "train", "-m", *SMALL, *SHALLOW, *JOBS, "seed=1,2")
+    code, said = room.disturbed(*words, disturb=lambda runs: room.ask("scancel", room.job_of(runs[0])))
+    ended = states(said)
+    assert code == 1 and len(ended["preempted"]) == len(ended["done"]) == 1, said
+    run = room.root / ended["preempted"][0]
+    assert read_checkpoint(run / "checkpoints" / "last.ckpt")["step"] == (read_status(run) or {})["step"]
+    again = room.ask(*words)
+    assert again.returncode == 0 and len(states(again.stdout)["done"]) == 2, again.stdout + again.stderr
+
+
+def test_a_run_on_two_tasks_is_stopped_and_goes_on(room: Room) -> None:
+    two = ("hardware=ddp", "hardware.devices=2", "trainer.micro_batch_size=1", "trainer.steps=100")
+    srun = ("srun", "--ntasks=2", "--cpus-per-task=1", *RTX)
+
+    def disturb(runs: list[Path]) -> None:
+        room.ask("scancel", "--signal=TERM", room.ask("squeue", "--me", "--noheader", "--format=%i").stdout.strip())
+
+    code, said = room.disturbed(*srun, "train", *SMALL, *SHALLOW, *two, disturb=disturb)
+    assert code == 143 and said.count("stopped by SIGTERM at step") == 1, said
+    (run,) = (path.parent for path in room.root.glob("*/status.json"))
+    status = read_status(run) or {}
+    assert status["state"] == "preempted" and 10 <= status["step"] < 100
+    again = room.ask(*srun, "resume", str(run))
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert again.stdout.count(f"resuming {run} (preempted) from step {status['step']}") == 1
+    room.assert_as_undisturbed(run, *two)

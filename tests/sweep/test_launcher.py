@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from stand_ins import ROOT, SMALL, begin, patiently, run, stand_in, started, table
+from stand_ins import ROOT, begin, patiently, run, stand_in, started, table
 
 from rtx import cli
 from rtx.compose import compose, config_hash, to_yaml
@@ -96,18 +96,7 @@ def test_every_end_of_a_cell_is_told_and_kept(
             assert (status["state"], status["reason"]) == ("failed", reason)
 
 
-def test_an_rtx_of_the_current_folder_is_not_run_for_ours(outputs: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    """It would end with 0, and the table said: done."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr("rtx.sweep.launcher.check_source", lambda *source: None)  # the cell is to find it out
-    Path("rtx.py").write_text("open('attacked', 'w')")
-    assert cli.main(["train", "-m", *SMALL[:1], "data.path=none.txt", *SMALL[2:]]) == 1
-    shown = capsys.readouterr().out
-    assert not Path("attacked").exists()
-    assert table(shown)[0][3:5] == ["failed", "2"] and "none.txt" in shown
-
-
-def test_asked_again_a_sweep_skips_what_is_done_and_goes_on_with_what_has_begun(
+def test_asked_again_a_sweep_skips_what_is_done_goes_on_with_what_has_begun_and_leaves_alone_what_failed(
     tmp_path: Path, outputs: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     behaviour = """
@@ -115,33 +104,22 @@ def test_asked_again_a_sweep_skips_what_is_done_and_goes_on_with_what_has_begun(
 if (folder / "begun").exists() or "seed=1" in sys.argv: done()
 (folder / "begun").touch()
 (folder / "environment.json").write_text('{"threads": 3}')
-end(143, "preempted")
+end(143, "preempted") if "seed=2" in sys.argv else end(1, "failed", reason="the loss is NaN at step 3")
 """
     script = stand_in(tmp_path, behaviour)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert run(monkeypatch, script, "seed=1,2") == 1
-    assert [row[2] for row in table(capsys.readouterr().out)] == ["done", "preempted"]
-    assert run(monkeypatch, script, "seed=1,2") == 0
-    assert [row[2:5] for row in table(capsys.readouterr().out)] == [["done", "before", "0"], ["done", "0", "1.5000"]]
+    for words, ends in (
+        ([], [["done", "0", "1.5000"], ["preempted", "143"], ["failed", "1"]]),
+        ([], [["done", "before", "0"], ["done", "0", "1.5000"], ["failed", "before"]]),
+        (["sweep.retry=true"], [["done", "before", "0"], ["done", "before", "0"], ["done", "0", "1.5000"]]),
+    ):
+        assert run(monkeypatch, script, "seed=1,2,3", *words) == (0 if words else 1)
+        shown = capsys.readouterr().out
+        assert [row[2:][: len(end)] for row, end in zip(table(shown), ends, strict=True)] == ends
+        assert ("the loss is NaN at step 3; sweep.retry=true runs it again" in shown) == (["failed", "before"] in ends)
     calls = started(tmp_path)
-    assert len(calls) == 3 and calls[2][1] == calls[1][1]
-    assert (calls[2][1] / "threads").read_text() == "3"  # its bits depend on how many it began with
-
-
-def test_a_failed_cell_is_run_again_only_where_that_is_asked_for(
-    tmp_path: Path, outputs: Path, monkeypatch: Patch, capsys: Capture
-) -> None:
-    behaviour = """
-if (folder / "begun").exists(): done()
-(folder / "begun").touch()
-end(1, "failed", reason="the loss is NaN at step 3")
-"""
-    script = stand_in(tmp_path, behaviour)
-    assert run(monkeypatch, script, "seed=1") == run(monkeypatch, script, "seed=1") == 1
-    assert "failed before: the loss is NaN at step 3; sweep.retry=true runs it again" in capsys.readouterr().out
-    assert len(started(tmp_path)) == 1
-    assert run(monkeypatch, script, "seed=1", "sweep.retry=true") == 0
-    assert len(started(tmp_path)) == 2
+    assert [arguments[-1] for arguments, _ in calls] == ["seed=1", "seed=2", "seed=3", "seed=2", "seed=3"]
+    assert (calls[3][1] / "threads").read_text() == "3"  # its bits depend on how many it began with
 
 
 def test_a_kill_by_the_system_is_out_of_memory(
@@ -282,19 +260,3 @@ while True: time.sleep(0.01)
     with begin(script, "seed=1") as sweep:
         shown, _ = sweep.communicate(timeout=60)
     assert sweep.returncode == 0 and table(shown)[0][3] == "done"
-
-
-def test_real_cells(tmp_path: Path, outputs: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("RTX_DATA", str(tmp_path / "data"))
-    (tmp_path / "book.txt").write_bytes(bytes(range(32, 127)) * 100)
-    arguments = ["train", "-m", "seed=1,2", *SMALL, "hardware=cpu"]
-    assert cli.main(arguments) == 0
-    assert [row[2] for row in table(capsys.readouterr().out)] == ["done", "done"]
-    assert cli.main(arguments) == 0
-    assert [row[2:4] for row in table(capsys.readouterr().out)] == [["done", "before"]] * 2
-    (tmp_path / "book.txt").write_bytes(bytes(range(126, 31, -1)) * 100)
-    assert cli.main(arguments) == 1
-    assert "was done with other data than are there now" in capsys.readouterr().out
-    assert not (tmp_path / "multirun").exists() and not (tmp_path / "outputs").exists()
-    assert {path.name for path in outputs.iterdir()} == {"rtx"}
