@@ -11,31 +11,20 @@ import sys
 import time
 from pathlib import Path
 
-from small_runs import SIZES, Workshop, difference, patiently, steps_logged
+from small_runs import ROOT, SIZES, Workshop, difference, patiently, steps_logged
 
 from rtx.training.run_folder import read_status
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 40
 
 
-def descendants(number: int) -> list[int]:
-    """Return the processes that a process has started, those that they have, and so on."""
-    children = Path(f"/proc/{number}/task/{number}/children")
-    threads = Path(f"/proc/{number}/task").glob("*/children") if children.exists() else []
-    found: list[int] = []
-    for path in threads:
-        with contextlib.suppress(OSError):
-            for child in path.read_text().split():
-                found += [int(child), *descendants(int(child))]
-    return found
-
-
 def kill_everything(process: subprocess.Popen[str]) -> None:
-    """End a sweep, its cells and all that they started, at once and without a word."""
-    for number in [process.pid, *descendants(process.pid)]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(number, signal.SIGKILL)
+    """End a sweep, and all that it has started in its session, at once and without a word."""
+    process.kill()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(path.read_text().rpartition(")")[2].split()[3]) == process.pid:
+                os.kill(int(path.parent.name), signal.SIGKILL)
     process.wait()
 
 
@@ -44,7 +33,7 @@ def test_three_kills_change_nothing(workshop: Workshop) -> None:
     alone = [workshop.train(f"alone{seed}", *overrides[len(SIZES) + 1 :], f"seed={seed}") for seed in (1, 2)]
     command = [sys.executable, "-m", "rtx", "train", "-m", *overrides, "seed=1,2"]
     environment = {**os.environ, **workshop.environment(""), "PYTHONPATH": str(ROOT)}
-    root = workshop.folder / "out" / "killed"
+    root, draw = workshop.folder / "out" / "killed", random.Random(5)
 
     def begin() -> subprocess.Popen[str]:
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -52,7 +41,6 @@ def test_three_kills_change_nothing(workshop: Workshop) -> None:
     def steps() -> int:
         return sum(steps_logged(run) for run in root.glob("*/"))
 
-    draw = random.Random(5)
     with begin() as process:
         time.sleep(draw.uniform(0.5, 3.0))  # perhaps before a cell has begun
         kill_everything(process)
@@ -69,7 +57,8 @@ def test_three_kills_change_nothing(workshop: Workshop) -> None:
     rows = [line.split() for line in shown.splitlines()[-2:]]
     assert [row[:2] for row in rows] == [["1", "seed=1"], ["2", "seed=2"]]
     for row, run in zip(rows, alone, strict=True):
-        status = read_status(run)
-        assert status is not None
-        assert row[-2] == f"{status['final']['bits']:.4f}"
+        assert row[-2] == f"{(read_status(run) or {})['final']['bits']:.4f}"
         assert difference(run, root / Path(row[-1]).name) == ""
+    assert workshop.command(*command[3:]).count("done before") == 4  # as each is looked at, and in the table
+    (workshop.folder / "book.txt").write_bytes(b"another" * 1000)
+    assert "was done with other data than are there now" in workshop.command(*command[3:], code=1)
