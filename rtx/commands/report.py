@@ -10,11 +10,10 @@ from rtx.compose import compose
 from rtx.config import LoggerConfig
 from rtx.errors import RunFailed, UserError
 from rtx.options import read_words, usage
-from rtx.report.contents import Report, build, list_of_tables
+from rtx.report.contents import Report, build, list_of_tables, write
 from rtx.report.run_records import collect, run_folders
 from rtx.report.steps import read_records, recorded
 from rtx.report.tables import terminal
-from rtx.report.write import write
 from rtx.training.run_folder import outputs_root, shown
 
 
@@ -39,7 +38,7 @@ def main(arguments: list[str]) -> int:
     found = collect(folders)
     records = read_records(folders, found)
     if not words.runs:
-        for row in list_of_tables(found.cells, records).rows:
+        for row in list_of_tables(found.cells).rows:
             print(textwrap.fill(f"{row['table']}  {row['about']}: {row['run']}", width))
             print("", *row["command"].split("; "), sep="\n    ")
         return 0

@@ -1,18 +1,22 @@
-"""The contents of a report, whatever it is written as: the answer, tables, plots, and where it ran."""
+"""A report: the answer, tables, plots and where it ran; as a page that needs nothing else, and in other formats."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from rtx.report.divergences import divergence_views, newest_divergence
+from rtx.disk import replace_file
+from rtx.report.divergences import divergence_view, newest_divergence
 from rtx.report.paper import heads_label, paper_tables, table_of
 from rtx.report.plots import Plot, plots_of
-from rtx.report.run_records import Cell, Collection
+from rtx.report.run_records import Cell, Collection, collect
 from rtx.report.score_rows import Row, rows_by_protocol
 from rtx.report.score_tables import departures, kinds_table, score_tables
 from rtx.report.steps import StepRecord, equal_time_tables, paces_of, views
-from rtx.report.tables import Column, Table
+from rtx.report.tables import Column, Table, filled
+from rtx.training.run_folder import shown
 
 
 @dataclass
@@ -30,7 +34,6 @@ class Report:
     commands: list[str] = field(default_factory=list)
 
     def every_table(self) -> list[Table]:
-        """Return the answer and all other tables."""
         return [*([self.answer] if self.answer else []), *self.tables]
 
 
@@ -40,7 +43,7 @@ def build(found: Collection, title: str, records: Sequence[StepRecord] = ()) -> 
     report = Report(title, found.problems)
     for protocol, rows in by_protocol:
         if protocol and len({heads_label(row.config) for row in rows if row.scores}) > 1:
-            table, said = kinds_table(protocol, rows, paces, metric_of(rows))
+            table, said = kinds_table(protocol, rows, paces)
             if report.answer is None:
                 report.headline, report.answer = said, table
             else:
@@ -50,26 +53,18 @@ def build(found: Collection, title: str, records: Sequence[StepRecord] = ()) -> 
     for table, said in equal_time_tables(found.cells, records):
         table.lines.insert(0, said)
         report.tables.append(table)
-    report.tables += [*divergence_views(found.cells), *(table for record in records for table in views(record))]
-    report.tables += [environment_table(found.cells), list_of_tables(found.cells, records)]
+    report.tables += [divergence_view(cell, one) for cell in found.cells if (one := newest_divergence(cell))]
+    report.tables += [table for record in records for table in views(record)]
+    report.tables += [environment_table(found.cells), list_of_tables(found.cells)]
     protocol, rows = by_protocol[0]
     report.plots = plots_of(report.answer, rows, found.cells, f"bits/{protocol.unit}" if protocol else "bits")
     own = found.commands or [cell.command for cell in found.cells if cell.command]
-    timed = [record.facts["command"] for record in records if "command" in record.facts]
+    timed = [record.facts["command"] for record in records if record.facts["command"]]
     report.commands = list(dict.fromkeys([*own, *timed]))
     return report
 
 
-def metric_of(rows: Sequence[Row]) -> str:
-    """Return what the kinds of a table are compared by: as the paper's table has it, where every score has that."""
-    scored = [row for row in rows if row.scores]
-    table = table_of(scored[0].config)
-    perplexity = table and table.metric.startswith("perplexity") and all(row.values("perplexity") for row in scored)
-    return "perplexity" if perplexity else "bits"
-
-
 def environment_table(cells: Sequence[Cell]) -> Table:
-    """Return software and machine: what all runs share, and for how many runs the rest holds."""
     facts: dict[str, list[str]] = {}
     for env in (cell.environment for cell in cells if cell.environment):
         git = env.get("git") or {}
@@ -78,28 +73,79 @@ def environment_table(cells: Sequence[Cell]) -> Table:
         own |= {"data": env["data"]["name"], "data fingerprint": env["data"]["fingerprint"]}
         for key, value in own.items():
             facts.setdefault(key, []).append(str(value or "none"))
-    rows = []
-    for key, values in facts.items():
-        counted = "; ".join(f"{value} ({values.count(value)} runs)" for value in dict.fromkeys(values))
-        rows.append({"what": key, "value": values[0] if len(set(values)) == 1 else counted})
+    rows = [{"what": key, "value": "; ".join(dict.fromkeys(values))} for key, values in facts.items()]
     return Table("Environment", [Column("what", "what", brief=False), Column("value", "value", brief=False)], rows)
 
 
-def list_of_tables(cells: Sequence[Cell], records: Sequence[StepRecord]) -> Table:
+def list_of_tables(cells: Sequence[Cell]) -> Table:
     """Return the paper's tables: how many rows of each have been run here, and the commands for the rest."""
     rows = []
     for table in paper_tables():
-        scored = [Row([cell]) for cell in cells if (cell.final or cell.scores) and table_of(cell.config) == table]
-        timed = [row for record in records for row in record.rows if table_of(row.config, timed=True) == table]
-        done, equal, paced = (
-            len({table.row_of(row.config) for row in found} - {None})
-            for found in (scored, [row for row in scored if not departures(row, table)], timed)
-        )
-        count = sum(newest_divergence(cell) is not None for cell in cells) if table.divergences else 0
-        said = [f"{done} of {len(table.rows)} rows, {equal} of them with the paper's settings"] if done else []
-        said += [f"{paced} of {len(table.rows)} rows timed"] if paced else []
-        said += [f"{count} runs"] if count else []
-        commands, run = "; ".join(table.commands), "; ".join(said) or "not run"
-        rows.append({"table": f"Table {table.number}", "about": table.title, "run": run, "command": commands})
+        mine = [Row([cell]) for cell in cells if (cell.final or cell.scores) and table_of(cell.config) == table]
+        equal = [row for row in mine if not departures(row, table)]
+        done, same = (len({table.row_of(row.config) for row in found} - {None}) for found in (mine, equal))
+        run = f"{done} of {len(table.rows)} rows, {same} of them with the paper's settings" if done else "not run"
+        rows.append({"table": f"Table {table.number}", "about": table.title, "run": run})
+        rows[-1]["command"] = "; ".join(table.commands)
     columns = [("table", "table"), ("about", "about"), ("run", "run here"), ("command", "command")]
     return Table("The paper's tables", [Column(key, title, brief=False) for key, title in columns], rows)
+
+
+def write(report: Report, output: Path) -> list[Path]:
+    """Write the report in every format, each file whole or not at all, and return their paths.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    texts = {"html": html, "md": markdown, "csv": comma_separated, "json": as_json, "tex": latex}
+    files = {f"report.{form}": text(report).encode("utf-8", "replace") for form, text in texts.items()}
+    files |= {f"{plot.name}.png": plot.png for plot in report.plots}
+    for name, content in files.items():
+        replace_file(output / name, lambda file, content=content: file.write(content), durable=False)
+    return [output / name for name in files]
+
+
+def save_plots(folders: Iterable[Path]) -> str:
+    """Save beside the runs of each folder the first plot that their records allow, and return their paths in lines."""
+    lines = []
+    for folder in folders:
+        for plot in build(collect([folder]), "").plots[:1]:
+            path = folder / f"{plot.name}.png"
+            try:
+                replace_file(path, lambda file, png=plot.png: file.write(png), durable=False)
+                lines.append(shown(path))
+            except OSError as error:
+                lines.append(f"no plot: {path}: {error.strerror}")
+    return "\n".join(lines)
+
+
+def html(report: Report) -> str:
+    return filled("page.html.j2", report=report)
+
+
+def markdown(report: Report) -> str:
+    return filled("report.md.j2", report=report)
+
+
+def latex(report: Report) -> str:
+    return filled("report.tex.j2", report=report)
+
+
+def comma_separated(report: Report) -> str:
+    """Return all tables as one CSV file; numbers as they are, not rounded."""
+    import pandas
+
+    tables = report.every_table()
+    frames = [pandas.DataFrame(one.rows).assign(table=one.title, protocol=" ".join(one.lines[:1])) for one in tables]
+    return pandas.concat([frame.convert_dtypes() for frame in frames]).to_csv(index=False)
+
+
+def as_json(report: Report) -> str:
+    """Return tables and commands as JSON; numbers as they are, not rounded."""
+    said = {"title": report.title, "headline": report.headline, "problems": report.problems}
+    tables = [
+        {"title": table.title, "lines": table.lines, "footnotes": table.notes, "rows": table.rows}
+        for table in report.every_table()
+    ]
+    return json.dumps({**said, "tables": tables, "commands": report.commands}, indent=1, ensure_ascii=False) + "\n"

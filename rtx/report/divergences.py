@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rtx.report.paper import numbered
@@ -40,32 +40,24 @@ def with_means(found: Found) -> Found:
     return {**found, **means}
 
 
-def kinds_of(found: Found) -> list[str]:
-    """Return the kinds of pairs: the paper's in its order, then others."""
-    return sorted({kind for _, kind in found}, key=lambda kind: (kind not in PAPER_KINDS, kind))
-
-
 def newest_divergence(cell: Cell) -> Mapping[str, Any] | None:
     """Return a run's record of its best checkpoint, else of its last; of several the one after the most steps."""
     records = [record for record in cell.analyses if record.get("what") == "divergence"]
-    points = [record["checkpoint"] for record in records]
-    ranks = [(point["name"] == "best", point["step"], place) for place, point in enumerate(points)]
-    return records[max(ranks)[-1]] if ranks else None
-
-
-def divergence_views(cells: Sequence[Cell]) -> list[Table]:
-    """Return a table for each run with a record: layers as rows, a kind of pairs a column, the paper's beside ours."""
-    return [divergence_view(cell, record) for cell in cells if (record := newest_divergence(cell))]
+    points = [(record["checkpoint"]["name"] == "best", record["checkpoint"]["step"]) for record in records]
+    return records[points.index(max(points))] if records else None
 
 
 def divergence_view(cell: Cell, record: Mapping[str, Any]) -> Table:
-    """Return the table of a run; it is the paper's Table 6 where the run is on the same data."""
+    """Return a table of layers as rows and kinds of pairs as columns, the paper's beside ours.
+
+    It is the paper's Table 6 where the run is on the same data.
+    """
     table, found, theirs = numbered(6), spreads(record), paper_spreads()
     layers = list(dict.fromkeys(layer for layer, _ in found))
     beside = layers if layers == list(dict.fromkeys(layer for layer, _ in theirs)) else ["mean"]
     entries: list[dict[str, Any]] = [{"layer": layer} for layer in layers]
     columns = [Column("layer", "layer")]
-    for kind in kinds_of(found):
+    for kind in dict.fromkeys(kind for _, kind in found):
         for start, values in (("", found), ("paper ", theirs)):
             key = f"{start}{kind}".replace(" ", "_")
             columns.append(Column(key, f"{start}{kind}", 4, f"{key}_deviation"))

@@ -42,25 +42,21 @@ class PaperRow:
 
     @property
     def label(self) -> str:
-        """A short name."""
         sizes = f" {self.routing_heads}x{self.routing_layers} W={self.window}" if self.routing_heads else ""
         return self.model.removesuffix(" Transformer") + sizes
 
 
 @dataclass(frozen=True)
 class PaperTable:
-    """A table with what a run must have to be compared with it."""
+    """A table with what a run must have to be compared with it: `data` as data.name, `presets` as model.name."""
 
     number: int
     title: str
     metric: str
     split: str
     data: Sequence[str]
-    """The data sets it is about, as data.name."""
     presets: Sequence[str]
-    """The presets that are its rows, as model.name."""
     commands: Sequence[str]
-    """What to run for it."""
     setting: Config
     rows: Sequence[PaperRow]
     footnotes: Sequence[str]
@@ -107,21 +103,18 @@ class PaperTable:
 
 
 def allowed(value: Any, stated: Any) -> bool:
-    """Tell whether a value is what is stated."""
     if isinstance(stated, Mapping):
         return isinstance(value, int) and stated["from"] <= value <= stated["to"]
     return value in stated if isinstance(stated, list) else value == stated
 
 
 def said(stated: Any) -> str:
-    """Return what is stated in words."""
     if isinstance(stated, Mapping):
         return f"{stated['from']:,} to {stated['to']:,}"
     return " or ".join(map(written, stated)) if isinstance(stated, list) else written(stated)
 
 
 def routes(config: Config) -> bool:
-    """Tell whether some heads route."""
     return bool(config.get("routing.heads")) and bool(config.get("routing.layers"))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rtx.report.divergences import BOUND, kinds_of, newest_divergence, paper_spreads, spreads
+from rtx.report.divergences import BOUND, newest_divergence, paper_spreads, spreads
 from rtx.report.paper import heads_label, kind_of
 from rtx.report.ranking import half_interval, mean
 from rtx.report.run_records import Cell
@@ -38,8 +38,6 @@ STYLE: Any = {
     "font.size": 10,
     "savefig.transparent": True,
 }
-Curves = Mapping[str, Mapping[int, Sequence[float]]]
-"""By kind of heads and place on the x axis the values of its runs."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +51,10 @@ class Plot:
 
 
 def colour(kind: str) -> str:
-    """Return the colour of a kind of heads."""
     return COLOURS.get(kind, COLOURS["routing"] if kind.startswith("routing") else GREY)
 
 
 def axes(caption_x: str, caption_y: str, panels: int = 1) -> tuple[Figure, list[Axes]]:
-    """Return a figure with panels side by side."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -117,12 +113,15 @@ def scores_and_speed(table: Table, unit: str) -> Plot | None:
     return finished("speed", "Scores beside speed, with 95% intervals", figure)
 
 
-def curves(kinds: Curves, name: str, caption: str, captions: tuple[str, str]) -> Plot | None:
+def curves(
+    kinds: Mapping[str, Mapping[int, Sequence[float]]], name: str, caption: str, captions: tuple[str, str]
+) -> Plot | None:
     """Draw the mean of each kind where all its runs have a value, with a band of their 95% intervals.
 
-    The first fifth of a curve may lie above the picture: losses fall far in the first steps.
+    `kinds` are values by kind of heads and place on the x axis. The first fifth of a curve may lie above the picture:
+    losses fall far in the first steps.
     """
-    if not kinds:
+    if max(map(len, kinds.values()), default=0) < 2:
         return None
     figure, (one,) = axes(*captions)
     ends, tops = {}, []
@@ -143,23 +142,21 @@ def curves(kinds: Curves, name: str, caption: str, captions: tuple[str, str]) ->
     return finished(name, f"{caption}: means over seeds with 95% intervals", figure)
 
 
-def learning_curves(cells: Sequence[Cell], unit: str) -> Plot | None:
-    """Draw the validations of each kind over its runs."""
-    kinds: dict[str, dict[int, list[float]]] = {}
+def curves_of(cells: Sequence[Cell], unit: str) -> list[Plot | None]:
+    """Draw the validations of each kind over its runs, and the loss by position that `rtx analyze context` recorded."""
+    steps: dict[str, dict[int, list[float]]] = {}
+    positions: dict[str, dict[int, list[float]]] = {}
     for cell in cells:
+        kind = heads_label(cell.config)
         for step, (bits, _) in cell.curve.items():
-            kinds.setdefault(heads_label(cell.config), {}).setdefault(step, []).append(bits)
-    return curves(kinds, "curves", "Learning curves", ("optimizer steps", f"{unit} (validation windows)"))
-
-
-def loss_by_position(cells: Sequence[Cell], unit: str) -> Plot | None:
-    """Draw what `rtx analyze context` recorded: bits by position in the window."""
-    kinds: dict[str, dict[int, list[float]]] = {}
-    for cell in cells:
+            steps.setdefault(kind, {}).setdefault(step, []).append(bits)
         for row in (row for record in cell.analyses if record["what"] == "context" for row in record["positions"]):
-            values = kinds.setdefault(heads_label(cell.config), {})
-            values.setdefault((row["first"] + row["last"]) // 2, []).append(row["bits"])
-    return curves(kinds, "positions", "Loss by position", ("position in the window", unit))
+            middle = (row["first"] + row["last"]) // 2
+            positions.setdefault(kind, {}).setdefault(middle, []).append(row["bits"])
+    return [
+        curves(steps, "curves", "Learning curves", ("optimizer steps", f"{unit} (validation windows)")),
+        curves(positions, "positions", "Loss by position", ("position in the window", unit)),
+    ]
 
 
 def heat_map(rows: Sequence[Row], unit: str) -> Plot | None:
@@ -186,30 +183,28 @@ def heat_map(rows: Sequence[Row], unit: str) -> Plot | None:
     return finished("heads-by-layers", f"{unit} by routing heads and layers (lighter is better)", figure)
 
 
-def divergence_by_layer(cell: Cell, name: str) -> Plot | None:
-    """Draw the divergence of heads of a run that has a record, the paper's as dashed lines."""
-    if not (record := newest_divergence(cell)):
-        return None
+def divergence_by_layer(cell: Cell, record: Mapping[str, Any]) -> Plot:
+    """Draw the divergence of heads of a run, the paper's as dashed lines."""
     figure, (one,) = axes("layer", "nats")
-    ends, kinds = {}, kinds_of(spreads(record))
-    for prefix, found, line in (("", spreads(record), "-"), ("paper ", paper_spreads(), "--")):
-        for kind, ink in zip(kinds, ("#0072b2", "#e69f00", "#d55e00", *[GREY] * 99), strict=False):
-            points = [(int(n), *pair) for (n, other), pair in found.items() if other == kind and n != "mean"]
+    ours, ends = spreads(record), {}
+    inks = dict(zip(dict.fromkeys(kind for _, kind in ours), ("#0072b2", "#e69f00", "#d55e00"), strict=False))
+    for prefix, found, line in (("", ours, "-"), ("paper ", paper_spreads(), "--")):
+        for kind in dict.fromkeys(kind for _, kind in ours):
+            points = sorted((int(n), *pair) for (n, other), pair in found.items() if other == kind and n != "mean")
             if points:
-                layers, middle, wide = zip(*sorted(points), strict=True)
-                style: Any = {"linestyle": line, "color": ink, "capsize": 2, "alpha": 0.5 if prefix else 1}
-                one.errorbar(layers, middle, yerr=wide, **style)
+                layers, middle, wide = zip(*points, strict=True)
+                style: Any = {"linestyle": line, "color": inks.get(kind, GREY), "alpha": 0.5 if prefix else 1}
+                one.errorbar(layers, middle, yerr=wide, capsize=2, **style)
                 ends[prefix + kind] = (layers[-1], middle[-1])
     one.axhline(BOUND, color=GREY, linewidth=0.8, linestyle=":")
     one.set_xlim(right=1.45 * max(x for x, _ in ends.values()) + 0.5)
     direct_labels(one, ends)
-    return finished(name, f"Divergence of heads by layer: {cell.name}", figure)
+    return finished(f"divergence-{cell.folder.name}", f"Divergence of heads by layer: {cell.name}", figure)
 
 
 def plots_of(answer: Table | None, rows: Sequence[Row], cells: Sequence[Cell], unit: str) -> list[Plot]:
     """Return all plots that the records allow, that of scores beside speed first; `rows` are of one protocol."""
-    mine = [cell for row in rows for cell in row.cells if cell.config]
     made = [scores_and_speed(answer, unit) if answer else None, heat_map(rows, unit)]
-    made += [learning_curves(mine, unit), loss_by_position(mine, unit)]
-    made += [divergence_by_layer(cell, f"divergence-{n}") for n, cell in enumerate(cells)]
+    made += curves_of([cell for row in rows for cell in row.cells if cell.config], unit)
+    made += [divergence_by_layer(cell, record) for cell in cells if (record := newest_divergence(cell))]
     return [plot for plot in made if plot]

@@ -44,7 +44,6 @@ class Comparison:
 
 
 def mean(values: Iterable[float]) -> float:
-    """Return the mean."""
     return float(np.mean(list(values)))
 
 

@@ -20,6 +20,7 @@ from rtx.report.paper import looks_ahead
 from rtx.training.run_folder import run_state, shown
 from rtx.wording import printable
 
+SIGHT = {True: "selection sees the future", False: "sees no future"}
 RECORDS = ("config.yaml", "status.json", "environment.json", "metrics.jsonl")
 
 
@@ -41,7 +42,6 @@ class Protocol:
 
     @property
     def where(self) -> str:
-        """The split and what makes it other than the plain one."""
         return f"{self.split} split of {self.data}" + ", streaming" * (self.mode == "streaming")
 
     def line(self, units: int | None = None) -> str:
@@ -65,11 +65,13 @@ class Score:
     units: int
     sees_future: bool
     step: int
-    """Of the weights that were scored."""
     perplexity: float | None = None
     """Per word, where the data have a count of words."""
     best: bool = False
     """Whether these were the best checkpoint's weights."""
+
+    def line(self) -> str:
+        return f"{self.protocol.line(self.units)}; {SIGHT[self.sees_future]}"
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,10 @@ class Cell:
     config: Mapping[str, Any] = field(default_factory=dict)
     """Every value by its dotted key."""
     state: str = "unknown"
-    """done, running, failed, interrupted, preempted, killed, not started, or unknown."""
+    """As `run_state`, or not started."""
     reason: str = ""
     step: int = 0
     final: Score | None = None
-    """The closing score on the validation split."""
     scores: Sequence[Score] = ()
     """Of its evaluations: the best checkpoint's last."""
     baselines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -94,24 +95,19 @@ class Cell:
     pace: float | None = None
     """Optimizer steps a second: the median over the rows of metrics.jsonl but the first, which warms up."""
     analyses: Sequence[Mapping[str, Any]] = ()
-    """What `rtx analyze` wrote."""
     environment: Mapping[str, Any] = field(default_factory=dict)
     title: str = ""
-    """What its sweep called it."""
 
     @property
     def name(self) -> str:
-        """The folder as one would type it."""
         return shown(self.folder)
 
     @property
     def seed(self) -> str:
-        """The seed, as text."""
         return str(self.config.get("seed", ""))
 
     @property
     def data(self) -> Mapping[str, Any]:
-        """What the run recorded of its data."""
         return self.environment.get("data") or {}
 
     @property
@@ -123,12 +119,11 @@ class Cell:
 
 @dataclass
 class Collection:
-    """All that was found, and a line for each thing that is wrong."""
+    """All that was found, a line for each thing that is wrong, and the sweeps' own command lines."""
 
     cells: list[Cell] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
-    """The sweeps' own command lines."""
 
 
 def collect(folders: Iterable[Path]) -> Collection:
@@ -195,7 +190,6 @@ def read_cell(folder: Path, found: Collection) -> Cell:
 
 
 def evaluated(record: Mapping[str, Any]) -> Score:
-    """Return the score of a record of `rtx eval`."""
     data, split, point = record["data"], record["split"], record["checkpoint"]
     protocol = Protocol(
         *(split, record["mode"], data["unit"]),
@@ -213,7 +207,6 @@ def evaluated(record: Mapping[str, Any]) -> Score:
 
 
 def closing(config: Mapping[str, Any], data: Mapping[str, Any], final: Mapping[str, Any], step: int) -> Score:
-    """Return the score on the validation split with which a run ends."""
     length, stamps = config["data.length"], stamp_phrases(data.get("stamps", {}), "valid")
     where = ("valid", "parallel", final["unit"], data["name"], data["fingerprint"])
     protocol = Protocol(*where, length, config["trainer.val_stride"] or length, stamps=tuple(stamps))

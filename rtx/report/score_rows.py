@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rtx.identity import NAMELIKE, OUTSIDE
-from rtx.report.paper import Config, heads_label, kind_of, routes
+from rtx.report.paper import Config, heads_label, routes
 from rtx.report.ranking import mean
 from rtx.report.run_records import Cell, Protocol, Score
 from rtx.wording import written
@@ -19,8 +19,6 @@ UNTOUCHED = {
     *(*NAMELIKE, "seed", "data.path", "hardware.threads", "hardware.compile", "hardware.deterministic"),
     *("trainer.val_every", "trainer.val_windows", "trainer.log_every"),
 }
-KINDS = ("full", "local", "random", "routing", "sparse", "lsh", "adaptive_span")
-SECTIONS = ("routing", "model", "data", "optimizer", "trainer")
 
 
 @dataclass
@@ -31,23 +29,20 @@ class Row:
     scores: list[Score] = field(default_factory=list)
     """Of the first cells, one each; those without a score stand last."""
     name: str = ""
-    """What tells it from the other rows of its table."""
 
     @property
     def config(self) -> Config:
-        """The configuration of the first."""
         return self.cells[0].config
 
     @property
     def sees_future(self) -> bool:
-        """Whether some score may depend on later units."""
         return any(score.sees_future for score in self.scores)
 
     @property
     def step(self) -> int:
         """Steps that every run with a score has done, else those of the farthest."""
-        done = [cell.step for cell in self.cells if cell.state == "done"]
-        return min(done) if done else max(cell.step for cell in self.cells)
+        farthest = max(cell.step for cell in self.cells)
+        return min((cell.step for cell in self.cells if cell.state == "done"), default=farthest)
 
     def values(self, metric: str = "bits") -> dict[str, float]:
         """Return a number for each seed: of one that was run more than once, say on other threads, the mean."""
@@ -60,10 +55,9 @@ class Row:
 
     def paces(self) -> list[float]:
         """Return the steps a second of its runs as they ran; empty where they ran on several machines."""
-        machines = {
-            str([cell.environment.get(key) for key in ("gpu", "host", "threads")]) for cell in self.cells if cell.pace
-        }
-        return [cell.pace for cell in self.cells if cell.pace] if len(machines) == 1 else []
+        found = [cell for cell in self.cells if cell.pace]
+        machines = {str([cell.environment.get(key) for key in ("gpu", "host", "threads")]) for cell in found}
+        return [cell.pace or 0.0 for cell in found] if len(machines) == 1 else []
 
 
 def rows_by_protocol(cells: Sequence[Cell]) -> list[tuple[Protocol | None, list[Row]]]:
@@ -89,7 +83,7 @@ def rows_by_protocol(cells: Sequence[Cell]) -> list[tuple[Protocol | None, list[
         tables[home].setdefault(row_key(cell.config, cell.folder), Row([])).cells.append(cell)
     for rows in tables.values():
         name_rows(list(rows.values()))
-    return [(protocol, sorted(rows.values(), key=in_order)) for protocol, rows in tables.items()]
+    return [(protocol, list(rows.values())) for protocol, rows in tables.items()]
 
 
 def scores_of(cell: Cell, cells: Sequence[Cell]) -> list[Score]:
@@ -115,19 +109,11 @@ def row_key(config: Config, folder: Any = None) -> Any:
     return tuple(sorted((key, repr(value)) for key, value in kept.items())) or folder
 
 
-def in_order(row: Row) -> tuple[Any, ...]:
-    """Return what rows are sorted by where nothing else is said: as the paper's first table, unknown ones last."""
-    kind, sizes = kind_of(row.config), [row.config.get(f"routing.{key}") or 0 for key in ("window", "layers", "heads")]
-    return (not row.config, KINDS.index(kind) if kind in KINDS else len(KINDS), *sizes, row.name)
-
-
 def differing_keys(configs: Sequence[Config]) -> list[str]:
-    """Return the keys by which configurations differ, those of the routing first, then of the model; seeds apart."""
+    """Return the keys by which configurations differ; seeds and what has no effect apart."""
     keys = dict.fromkeys(key for config in configs for key in config)
     kept = [key for key in keys if key not in UNTOUCHED and not key.startswith(WITHOUT_EFFECT)]
-    differing = [key for key in kept if len({repr(value_of(key, config)) for config in configs}) > 1]
-    places = {section: place for place, section in enumerate(SECTIONS)}
-    return sorted(differing, key=lambda key: places.get(key.partition(".")[0], len(places)))
+    return [key for key in kept if len({repr(value_of(key, config)) for config in configs}) > 1]
 
 
 def value_of(key: str, config: Config) -> Any:

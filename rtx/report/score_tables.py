@@ -25,37 +25,30 @@ HOW = (
 )
 
 
-def facts_of(row: Row, metric: str, paces: Paces) -> dict[str, Any]:
-    """Return what every table says of a row: its score with interval and seeds, what it sees, its pace.
+def facts_of(row: Row, values: Values, paces: Paces) -> dict[str, Any]:
+    """Return what every table says of a row: mean, interval and number of its scores by seed, what it sees, its pace.
 
     The pace is as timed in turn with others, else as its runs had it.
     """
-    own, sight = row.paces(), "yes" if row.sees_future else "no"
+    found, own = list(values.values()), row.paces()
     pace = paces.get(row_key(row.config)) or ((mean(own), half_interval(own)) if own else (None, None))
-    facts = interval(row.values(metric)) | ({"sees_future": sight} if row.scores else {})
+    facts = {"ours": mean(found) if found else None, "half": half_interval(found), "seeds": len(found)}
+    facts |= {"sees_future": "yes" if row.sees_future else "no"} if row.scores else {}
     return {**facts, "steps_per_second": pace[0], "pace_half": pace[1]}
 
 
-def interval(values: Values) -> dict[str, Any]:
-    """Return mean, half the 95% interval and number of scores by seed."""
-    found = list(values.values())
-    return {"ours": mean(found) if found else None, "half": half_interval(found), "seeds": len(found)}
-
-
-def baseline(name: str, rows: Sequence[Row], protocol: Protocol | None, metric: str) -> list[dict[str, Any]]:
+def baseline(name: str, rows: Sequence[Row], protocol: Protocol | None) -> list[dict[str, Any]]:
     """Return a row, named in some column, of the best simple model of the same units, where one was scored."""
-    cells = [cell for row in rows for cell in row.cells] if protocol and metric == "bits" else []
-    found = [cell.baselines.get(protocol.split) for cell in cells if protocol and not protocol.windows]
-    known = next(filter(None, found), None)
-    best = min(known, key=lambda key: known[key]) if known else ""
-    return [{name: f"{best} (simple baseline)", "ours": known[best]}] if known else []
+    split = protocol.split if protocol and protocol.windows is None else ""
+    bits = next((cell.baselines[split] for row in rows for cell in row.cells if cell.baselines.get(split)), {})
+    best = min(bits, key=lambda key: bits[key], default="")
+    return [{name: f"{best} (simple baseline)", "ours": bits[best]}] if bits else []
 
 
 def kinds_table(
     protocol: Protocol,
     rows: Sequence[Row],
     paces: Paces,
-    metric: str = "bits",
     errors: Mapping[str, tuple[float, float]] | None = None,
 ) -> tuple[Table, str]:
     """Return the kinds of heads, those that see no future ranked, and a sentence on what may be concluded.
@@ -64,12 +57,12 @@ def kinds_table(
     of the kinds, as `compare` has them.
     """
     kinds: dict[str, list[Row]] = {}
-    for row in (row for row in rows if row.config and row.values(metric)):
+    for row in (row for row in rows if row.config and row.scores):
         kinds.setdefault(heads_label(row.config), []).append(row)
     entries, legal = {}, {}
     for kind, alike in kinds.items():
-        row, values, note = pick(alike, metric)
-        entries[kind] = {"heads": kind, **facts_of(row, metric, paces), **interval(values), "note": note}
+        row, values, note = pick(alike)
+        entries[kind] = {"heads": kind, **facts_of(row, values, paces), "note": note}
         if not row.sees_future:
             legal[kind] = values
     against = [kind for kind in AGAINST if kind in legal]
@@ -81,7 +74,7 @@ def kinds_table(
         entry |= {} if against else {"standing": words.get(kind, "not ranked")}
     columns = [
         Column("heads", "heads"),
-        Column("ours", f"bits/{protocol.unit}" if metric == "bits" else f"{metric}/word", 4, "half"),
+        Column("ours", f"bits/{protocol.unit}", 4, "half"),
         Column("seeds", "seeds"),
         Column("sees_future", "sees future"),
         Column("steps_per_second", "steps/s", 3, "pace_half"),
@@ -90,17 +83,17 @@ def kinds_table(
         Column("note", "of"),
     ]
     order = sorted(entries.values(), key=lambda row: (row["sees_future"] == "yes", row["ours"] or math.inf))
-    order += baseline("heads", rows, protocol, metric)
+    order += baseline("heads", rows, protocol)
     table = Table(f"Which heads pay? {protocol.where}", columns, order, [f"{protocol.line(units_of(rows))}. {HOW}"])
     return table, conclusion(legal, against, found, [kind for kind in kinds if kind not in legal])
 
 
-def pick(alike: Sequence[Row], metric: str) -> tuple[Row, Values, str]:
+def pick(alike: Sequence[Row]) -> tuple[Row, Values, str]:
     """Return the row that stands for a kind, the scores that it is reported by, and what it is the best of."""
     if len(alike) == 1:
-        return alike[0], alike[0].values(metric), ""
+        return alike[0], alike[0].values(), ""
     by_name = {row.name: row for row in alike}
-    name, values = chosen({row.name: row.values(metric) for row in alike})
+    name, values = chosen({row.name: row.values() for row in alike})
     seeds = f"by {plural(len(values), 'seed')} that did not choose it" if values else "no seed but those that chose it"
     return by_name[name], values, f"best of {len(alike)} ({name.partition(': ')[2]}), {seeds}"
 
@@ -135,8 +128,7 @@ def conclusion(
     few = {kind: len(values) for kind, values in legal.items() if len(values) < SEEDS}
     if len(few) == len(legal):
         lowest = min(legal, key=lambda kind: mean(legal[kind].values()) if legal[kind] else math.inf)
-        counts = " or ".join(map(str, sorted(set(few.values()))))
-        why = f"a verdict takes {SEEDS} seeds, and here are {counts}"
+        why = f"a verdict takes {SEEDS} seeds, and here are {' or '.join(map(str, sorted(set(few.values()))))}"
         said.append(f"not certain: {lowest} heads have the lowest mean, but {why}")
     elif few:
         said.append(f"no verdict on {', '.join(few)}: fewer than {SEEDS} seeds")
@@ -188,33 +180,32 @@ def rows_table(
     stand there as not run), else what they have otherwise.
     """
     metric = table.metric.partition("/")[0] if table else "bits"
+    bits = f"bits/{protocol.unit}" if protocol else "bits"
     reasons = [departures(row, table) if table else [] for row in rows]
     every = [reason for reason in reasons[0] if all(reason in mine for mine in reasons)]
     keys, entries = differing_keys([row.config for row in rows if row.config]), []
     for row, own in zip(rows, reasons, strict=True):
-        state = ", ".join(dict.fromkeys(cell.state for cell in row.cells if cell.state != "done")) or "no score"
-        entry = {"run": row.name, **facts_of(row, metric, paces), "step": row.step or None, "note": notes_of(row)}
-        entry |= {} if row.values(metric) else {"ours": state, "seeds": None}
+        values, states = row.values(metric), {cell.state for cell in row.cells} - {"done"} or {"no score"}
+        entry = {"run": row.name, **facts_of(row, values, paces), "step": row.step or None, "note": notes_of(row)}
+        entry |= {} if values else {"ours": ", ".join(sorted(states)), "seeds": None}
         entry |= {"bits": mean(row.values().values())} if metric != "bits" and row.scores else {}
         if table and (printed := table.row_of(row.config)):
             entry |= {"paper": printed.value, "paper_row": printed.label}
-            entry |= {"difference": entry["ours"] - printed.value} if equal and printed.value else {}
+            entry |= {"difference": entry["ours"] - printed.value} if equal and printed.value and values else {}
         entry |= {"differs": "; ".join(reason for reason in own if reason not in every)}
         entries.append(entry | {key: value_of(key, row.config) for key in keys})
     entries.sort(key=lambda entry: math.inf if isinstance(entry["ours"], str) else entry["ours"])
-    entries += baseline("run", rows, protocol, metric)
+    entries += baseline("run", rows, protocol) if metric == "bits" else []
     if table and equal:
         run = [table.row_of(row.config) for row in rows]
         rest = [printed for printed in table.rows if printed not in run]
         entries += [{"paper_row": one.label, "paper": one.value, "ours": "not run"} for one in rest]
     columns = [
         Column("run", "run"),
-        Column(
-            "ours", f"bits/{protocol.unit if protocol else 'unit'}" if metric == "bits" else f"{metric}/word", 4, "half"
-        ),
+        Column("ours", table.metric if table else bits, 4, "half"),
         Column("seeds", "seeds"),
         Column("sees_future", "sees future"),
-        Column("bits", f"bits/{protocol.unit}" if protocol else "", 3, brief=False),
+        Column("bits", bits, 3, brief=False),
         Column("steps_per_second", "steps/s", 3, "pace_half", brief=False),
         Column("step", "steps done", brief=False),
         Column("paper_row", "the paper's row", brief=equal),
@@ -229,9 +220,10 @@ def rows_table(
     if earlier := sum(score.step < cell.step for cell, score in pairs):
         said = f"{earlier} of {plural(len(pairs), 'score')} are of a checkpoint before the run's last step"
         lines.append(f"{said}: the best on windows of the validation split.")
-    name = f"Table {table.number}. {table.title}" if table and equal else "All rows"
-    name = f"Table {table.number} with other settings than the paper's" if table and not equal else name
-    title = f"{name}: {protocol.where}" if protocol else name
+    title = f"Table {table.number}" if table else "All rows"
+    if table:
+        title += f". {table.title}" if equal else " with other settings than the paper's"
+    title += f": {protocol.where}" if protocol else ""
     return Table(title, columns, entries, lines, table.footnotes if table else ())
 
 

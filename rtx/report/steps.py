@@ -24,9 +24,6 @@ from rtx.wording import plural
 WHAT = "training steps in turn"
 """What a record says it is."""
 
-PLACES = ("bench/steps-*.json", "*/bench/steps-*.json")
-"""Where records are below a folder."""
-
 SAME = ("data.length", "trainer.val_stride", "trainer.val_windows")
 """What rows share, beside their data, for their validations to be of the same units in the same context."""
 
@@ -61,18 +58,9 @@ class StepRecord:
     rows: Sequence[TimedRow]
     facts: Mapping[str, Any]
 
-    def how(self) -> str:
-        """Say how the times came about, in a line."""
-        bench, facts = self.facts["bench"], self.facts
-        turns = plural(max(len(row.turns) for row in self.rows), "turn")
-        steps, warmup = plural(bench["per_turn"], "step"), plural(bench["warmup"], "step")
-        where = f"{facts['device']}, {facts['time'][:10]}"
-        return f"Rows in turn, {turns} of {steps}, after {warmup} of warm-up; {facts['ids']}; {where}."
-
 
 def recorded(folder: Path) -> list[Path]:
-    """Return the records of a folder."""
-    return sorted({path for place in PLACES for path in folder.glob(place)})
+    return sorted([*folder.glob("bench/steps-*.json"), *folder.glob("*/bench/steps-*.json")])
 
 
 def read_records(folders: Iterable[Path], found: Collection) -> list[StepRecord]:
@@ -93,15 +81,14 @@ def read_record(content: Mapping[str, Any]) -> StepRecord:
     Raises:
         KeyError, TypeError, ValueError, AttributeError: it is none.
     """
-    if content["what"] != WHAT or not content["rows"]:
+    if content["what"] != WHAT:
         raise ValueError(content["what"])
     rows = [
-        TimedRow(flat(row["config"]), row["ms_turns"], row.get("reason") or "", row["parameters"])
+        TimedRow(flat(row["config"]), row["ms_turns"], row["reason"] or "", row["parameters"])
         for row in content["rows"]
     ]
-    record = StepRecord(rows, {key: value for key, value in content.items() if key != "rows"})
-    assert record.how()
-    return record
+    facts = {key: content[key] for key in ("bench", "device", "ids", "time")}
+    return StepRecord(rows, {**facts, "command": content.get("command")})
 
 
 def paces_of(records: Sequence[StepRecord]) -> dict[Any, tuple[float, float | None]]:
@@ -155,7 +142,10 @@ def steps_table(record: StepRecord, table: PaperTable | None, rows: Sequence[Tim
         Column("paper_speed_ratio", "paper x", 2),
         Column("parameters", "parameters", brief=False),
     ]
-    lines = [f"{record.how()} ± are 95% intervals over turns."]
+    bench, facts = record.facts["bench"], record.facts
+    turns = f"{plural(max(len(row.turns) for row in rows), 'turn')} of {plural(bench['per_turn'], 'step')}"
+    where = f"{facts['ids']}; {facts['device']}, {facts['time'][:10]}"
+    lines = [f"Rows in turn, {turns}, after {bench['warmup']} of warm-up; {where}. ± are 95% intervals over turns."]
     lines += [f"Paper: {table.speed}; paper x: over its local row's."] if table else []
     lines += [f"{entry['row']}: {entry['note']}." for entry in entries if entry["note"]]
     changes = dict.fromkeys(change for row in rows for change in (table.departures(row.config) if table else ()))
@@ -165,13 +155,10 @@ def steps_table(record: StepRecord, table: PaperTable | None, rows: Sequence[Tim
 
 
 def local_row(row: TimedRow, rows: Sequence[TimedRow]) -> TimedRow | None:
-    """Return the timed local row to compare a row with: same N, batch and hardware, else the fewest differences."""
+    """Return the timed local row to compare a row with: same N, batch and hardware."""
     same = ("data.length", "trainer.batch_size", "hardware.threads", "hardware.precision", "hardware.compile")
-    able = [other for other in rows if kind_of(other.config) == "local" and other.turns]
-    able = [other for other in able if all(row.config.get(key) == other.config.get(key) for key in same)]
-    return min(
-        able, key=lambda other: sum(row.config[key] != other.config.get(key) for key in row.config), default=None
-    )
+    able = (other for other in rows if kind_of(other.config) == "local" and other.turns)
+    return next((other for other in able if all(row.config[key] == other.config[key] for key in same)), None)
 
 
 def equal_time_tables(cells: Sequence[Cell], records: Sequence[StepRecord]) -> list[tuple[Table, str]]:

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from rtx.config import Config
 from rtx.report.paper import hashes, looks_ahead, routes
-from rtx.report.run_records import Cell, Protocol, flat
+from rtx.report.run_records import SIGHT, Cell, Protocol, flat
+from rtx.report.tables import filled
 
 BAR = 24
 """Characters of the longest bar."""
@@ -25,36 +26,6 @@ ABLATED = {
 
 SIZES = ("model.layers", "model.heads", "model.hidden", "model.base", "model.window", "data.length")
 ROUTING = ("routing.selection", "routing.heads", "routing.layers", "routing.clusters", "routing.window")
-SIGHT = {True: "selection sees the future", False: "sees no future"}
-CARD = """# {name}: {model}
-
-A Routing Transformer trained with `rtx` on {data} for {step:,} steps
-(its {checkpoint} checkpoint; {numbers:,} numbers).
-{shape}; all other settings are in `config.yaml`.
-
-## Scores
-
-{scores}
-
-## Use
-
-```
-rtx eval <this folder> split=test
-rtx sample <this folder>
-```
-
-```python
-import rtx
-
-model = rtx.load("<this folder>").model  # model.loss(tokens_BN)[0]: nats of each unit
-```
-
-## Origin
-
-- Data fingerprint: {fingerprint}
-- Versions: {versions}
-- Command: `{command}`
-"""
 
 
 def sees_future(config: Config, mode: str, ablate: str = "none") -> bool:
@@ -79,8 +50,6 @@ def protocol_line(
 
     Args:
         config: the run's configuration; its `trainer.val_stride` counts.
-        split: train, valid or test.
-        unit: what one token is, such as "byte".
         units: how many were scored, each once.
         mode: parallel (teacher-forced) or streaming.
         partial: only a sample of the windows was scored.
@@ -127,15 +96,11 @@ def closing_lines(
     """Return the summary of a finished run, to be printed.
 
     Args:
-        run: the run folder, as the user would type it.
-        step: optimizer steps taken.
         time_up: whether `trainer.max_minutes` ended it.
-        bits: bits/unit on the whole validation split.
-        unit: what one token is.
+        bits: bits/unit on the whole validation split, as are those of the baselines, of which there may be none.
         protocol: from `protocol_line`.
-        baselines: bits/unit of other models on the same split; may be empty.
-        further: the score in other measures, a line each.
         answers: from `answers_line` where answers alone were scored, of a model that has no text to write.
+        further: the score in other measures, a line each.
     """
     why = " (trainer.max_minutes is up)" if time_up else ""
     lines = textwrap.wrap(f"done after {step:,} steps{why}: {bits:.4f} bits/{unit} on the validation split", WIDTH)
@@ -158,19 +123,11 @@ def card(cell: Cell, step: int, checkpoint: str, numbers: int) -> str:
         checkpoint: which of the run's checkpoints they are.
         numbers: how many numbers weights and buffers are.
     """
-    config, scores = cell.config, [*filter(None, [cell.final]), *cell.scores]
-    latest = {score.protocol: score for score in scores if score.step == step}.values()
-    said = [f"- **{one.bits:.4f} bits/{one.protocol.unit}**: {one.protocol.line(one.units)}" for one in latest]
-    lines = [f"{line}; {SIGHT[score.sees_future]}" for line, score in zip(said, latest, strict=True)]
-    versions = cell.environment.get("versions", {})
-    return CARD.format(
-        name=config.get("name"),
-        model=config.get("model.name"),
-        data=cell.data.get("name"),
-        fingerprint=cell.data.get("fingerprint"),
-        shape=", ".join(f"`{key}={config.get(key)}`" for key in (*SIZES, *(ROUTING if routes(config) else ()))),
-        scores="\n".join(lines) or "None yet.",
-        versions=", ".join(f"{name} {number}" for name, number in versions.items()),
-        command=cell.command,
-        **{"step": step, "checkpoint": checkpoint, "numbers": numbers},
-    )
+    every = [*filter(None, [cell.final]), *cell.scores]
+    facts = {
+        "config": cell.config,
+        "keys": SIZES + (ROUTING if routes(cell.config) else ()),
+        "scores": {score.protocol: score for score in every if score.step == step}.values(),
+    }
+    facts |= {"cell": cell, "step": step, "checkpoint": checkpoint, "numbers": numbers}
+    return filled("card.md.j2", **facts)

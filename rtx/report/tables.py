@@ -1,4 +1,4 @@
-"""A table, its raw values by key and what is shown of them, also on a terminal."""
+"""A table, its raw values by key and what is shown of them, also on a terminal; and pages filled from templates."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import io
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import pandas
+from pathlib import Path
+from typing import Any
 
 DASH = "\N{EN DASH}"
 """What stands where there is nothing to say."""
@@ -18,6 +16,11 @@ MINUS = "\N{MINUS SIGN}"
 
 STRIP = 17
 """Letters of the picture of the intervals beside a ranked table."""
+
+LETTERS = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "-": "{-}"}
+LETTERS |= {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", '"': "''", "[": "{[}", "*": "{*}"}
+LETTERS |= {DASH: r"\textendash{}", MINUS: "$-$", "±": r"$\pm$", **{mark: f"\\{mark}" for mark in "&%$#_{}"}}
+"""Of LaTeX, for what it would take for a command."""
 
 
 @dataclass(frozen=True)
@@ -48,21 +51,11 @@ class Table:
         kept = [column for column in self.columns if column.brief or not brief]
         return [column for column in kept if any(row.get(column.key) not in (None, "") for row in self.rows)]
 
-    def texts(self, brief: bool = False) -> pandas.DataFrame:
-        """Return what is shown, by the titles of the columns."""
-        import pandas
-
-        columns = self.shown(brief)
-        entries = [[text_of(row, column) for column in columns] for row in self.rows]
-        return pandas.DataFrame(entries, columns=pandas.Index([column.title for column in columns]))
-
     def is_number(self, column: Column) -> bool:
-        """Tell whether a column holds numbers."""
         return any(isinstance(row.get(column.key), int | float) for row in self.rows)
 
 
 def text_of(row: dict[str, Any], column: Column) -> str:
-    """Return an entry as it is shown."""
     value, error = row.get(column.key), row.get(column.error)
     if value is None or value == "":
         return DASH
@@ -89,8 +82,8 @@ def terminal(table: Table, width: int = 80, strip: bool = False) -> str:
     if strip:
         grid.add_column("intervals", no_wrap=True)
     pictures = interval_strips(table.rows) if strip else [() for _ in table.rows]
-    for entries, picture in zip(table.texts(brief=True).itertuples(index=False), pictures, strict=True):
-        grid.add_row(*map(Text, entries), *picture)
+    for row, picture in zip(table.rows, pictures, strict=True):
+        grid.add_row(*(Text(text_of(row, column)) for column in table.shown(brief=True)), *picture)
     out = io.StringIO()
     Console(file=out, width=width, color_system=None, highlight=False).print(grid)
     above = [part for line in (table.title, *table.lines) for part in textwrap.wrap(line, width)]
@@ -110,3 +103,23 @@ def interval_strips(rows: Sequence[dict[str, Any]]) -> list[tuple[str]]:
         line = " " * low + "─" * (middle - low) + "●" + "─" * (high - middle)
         pictures.append((line if span else "",))
     return pictures
+
+
+def filled(template: str, **facts: Any) -> str:
+    """Return a template of this folder, filled; in one of HTML nothing that is filled in is markup."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    html, loader = ".html." in template, FileSystemLoader(Path(__file__).parent)
+    page = Environment(loader=loader, autoescape=html, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page.filters |= {"escaped": escaped, "tex": tex}
+    return page.get_template(template).render(facts, text_of=text_of).rstrip() + "\n"
+
+
+def escaped(text: str) -> str:
+    """Return text that ends no column and starts no tag of a Markdown table."""
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+
+
+def tex(text: str) -> str:
+    """Return text in which nothing is a command of LaTeX; what its usual fonts lack is a question mark."""
+    return "".join(LETTERS.get(letter, letter if " " <= letter <= "~" else "?") for letter in text)

@@ -30,7 +30,7 @@ def test_the_papers_values_stand_beside_ours_layer_by_layer_and_in_the_mean(tmp_
     assert table.rows[1]["local_routing"] == pytest.approx(0.11) and table.rows[1]["paper_local_routing"] == 0.6674
     assert table.rows[-1]["local_local"] == pytest.approx(0.045)
     assert table.rows[-1]["paper_local_local"] == pytest.approx(0.17760)
-    assert "divergence-0" in [plot.name for plot in build(collect([tmp_path]), "").plots]
+    assert f"divergence-{run.name}" in [plot.name for plot in build(collect([tmp_path]), "").plots]
 
 
 def test_a_run_on_other_data_is_not_titled_by_the_papers(tmp_path: Path) -> None:

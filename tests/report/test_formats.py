@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 from records import IMAGES, config, write_divergence, write_eval, write_run
 
-from rtx.report.contents import Report, build
+from rtx.report.contents import Report, as_json, build, comma_separated, html, latex, markdown, write
 from rtx.report.run_records import collect
-from rtx.report.tables import DASH, Column, Table, terminal
-from rtx.report.write import as_json, comma_separated, html, latex, markdown, tex, write
+from rtx.report.tables import DASH, Column, Table, terminal, tex
 
 NASTY = 'a|b <c> 50% & _x_ #1 {y} ~z^2 \\n $5 "q" [w] -- é 漢 \x1b'
 

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from records import FULL, LOCAL, config, write_divergence, write_run
 
-from rtx.report.contents import build
+from rtx.report.contents import build, html
 from rtx.report.run_records import collect
-from rtx.report.write import html
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 WATCH = """<script>
