@@ -65,15 +65,13 @@ def build(found: Collection, title: str, records: Sequence[StepRecord] = ()) -> 
 
 
 def environment_table(cells: Sequence[Cell]) -> Table:
-    facts: dict[str, list[str]] = {}
+    facts = []
     for env in (cell.environment for cell in cells if cell.environment):
-        git = env.get("git") or {}
-        own = {**env["versions"], "git commit": git.get("commit", "")[:12] + " with changes" * bool(git.get("changed"))}
+        git, data = env.get("git") or {"commit": "none", "changed": False}, env["data"]
+        own = {**env["versions"], "git commit": git["commit"][:12] + " with changes" * git["changed"]}
         own |= {"device": env["gpu"] or f"CPU, {env['threads']} threads", "python": env["python"]}
-        own |= {"data": env["data"]["name"], "data fingerprint": env["data"]["fingerprint"]}
-        for key, value in own.items():
-            facts.setdefault(key, []).append(str(value or "none"))
-    rows = [{"what": key, "value": "; ".join(dict.fromkeys(values))} for key, values in facts.items()]
+        facts.append(own | {"data": data["name"], "data fingerprint": data["fingerprint"]})
+    rows = [{"what": key, "value": "; ".join(dict.fromkeys(one[key] for one in facts))} for key in (facts or [{}])[0]]
     return Table("Environment", [Column("what", "what", brief=False), Column("value", "value", brief=False)], rows)
 
 

@@ -35,14 +35,12 @@ STYLE: Any = {
     "svg.hashsalt": "rtx",
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "font.size": 10,
-    "savefig.transparent": True,
 }
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot as it is written: its file's name, what it shows, and its two forms."""
+    """A plot by the name of its file: what it shows, and its two forms."""
 
     name: str
     caption: str
@@ -73,8 +71,10 @@ def finished(name: str, caption: str, figure: Figure) -> Plot:
 
     drawing, picture = io.StringIO(), io.BytesIO()
     with rc_context(STYLE):
-        figure.savefig(drawing, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-        figure.savefig(picture, format="png", dpi=150, facecolor="white", transparent=False)
+        figure.savefig(
+            drawing, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        )
+        figure.savefig(picture, format="png", dpi=150)
     text = drawing.getvalue()
     text = text[text.index("<svg") :].replace("#000000", "currentColor")
     for one in (*COLOURS.values(), GREY):

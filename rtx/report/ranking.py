@@ -6,7 +6,6 @@ Holm's correction over all comparisons of a table. A row with fewer than five se
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,19 +106,6 @@ def difference(
     total = sum(variance for variance, _ in parts)
     freedom = total**2 / sum(variance**2 / degrees for variance, degrees in parts) if total else 1.0
     return gap, math.sqrt(total), freedom
-
-
-def standings(rows: Mapping[str, Values]) -> dict[str, str]:
-    """Return for each row best, behind, tied or too few seeds, by comparisons of all with all."""
-    verdicts: dict[str, set[str]] = {name: set() for name in rows}
-    for (first, second), found in compare(rows, list(itertools.combinations(rows, 2))).items():
-        verdicts[first].add(found.verdict)
-        verdicts[second].add(OPPOSITE.get(found.verdict, found.verdict))
-    words = {
-        name: "behind" if "behind" in said else "best" if said == {"better"} else "tied"
-        for name, said in verdicts.items()
-    }
-    return {name: words[name] if len(values) >= SEEDS else FEW for name, values in rows.items()}
 
 
 def chosen(rows: Mapping[str, Values]) -> tuple[str, dict[str, float]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rtx.report.paper import PaperTable, heads_label, table_of
-from rtx.report.ranking import FEW, OPPOSITE, SEEDS, Comparison, Values, chosen, compare, half_interval, mean, standings
+from rtx.report.ranking import FEW, OPPOSITE, SEEDS, Comparison, Values, chosen, compare, half_interval, mean
 from rtx.report.run_records import Protocol
 from rtx.report.score_rows import Row, differing_keys, row_key, value_of
 from rtx.report.tables import MINUS, Column, Table
@@ -17,7 +17,7 @@ Paces = Mapping[Any, tuple[float, float | None]]
 """Steps a second and half their interval, by the key of a row, as timed in turn."""
 
 AGAINST = ("local", "random")
-"""The kinds that the others are compared with."""
+"""The kinds that the others are compared with; where there is neither, it is the first by name."""
 
 HOW = (
     "± are 95% intervals over seeds. Verdicts: paired differences where seeds match, else Welch's test; Holm's "
@@ -42,7 +42,7 @@ def baseline(name: str, rows: Sequence[Row], protocol: Protocol | None) -> list[
     split = protocol.split if protocol and protocol.windows is None else ""
     bits = next((cell.baselines[split] for row in rows for cell in row.cells if cell.baselines.get(split)), {})
     best = min(bits, key=lambda key: bits[key], default="")
-    return [{name: f"{best} (simple baseline)", "ours": bits[best]}] if bits else []
+    return [{name: f"baseline: {best}", "ours": bits[best]}] if bits else []
 
 
 def kinds_table(
@@ -65,13 +65,12 @@ def kinds_table(
         entries[kind] = {"heads": kind, **facts_of(row, values, paces), "note": note}
         if not row.sees_future:
             legal[kind] = values
-    against = [kind for kind in AGAINST if kind in legal]
+    against = [kind for kind in AGAINST if kind in legal] or sorted(legal)[:1]
     pairs = [(kind, other) for other in against for kind in legal if kind != other and (kind, other) != AGAINST]
-    found, words = compare(legal, pairs, errors), {} if against else standings(legal)
+    found = compare(legal, pairs, errors)
     for kind, entry in entries.items():
         for other in against:
             entry[f"against_{other}"] = words_of(found, kind, other) if kind in legal else "not ranked"
-        entry |= {} if against else {"standing": words.get(kind, "not ranked")}
     columns = [
         Column("heads", "heads"),
         Column("ours", f"bits/{protocol.unit}", 4, "half"),
@@ -79,7 +78,6 @@ def kinds_table(
         Column("sees_future", "sees future"),
         Column("steps_per_second", "steps/s", 3, "pace_half"),
         *(Column(f"against_{kind}", f"against {kind}") for kind in against),
-        Column("standing", "standing"),
         Column("note", "of"),
     ]
     order = sorted(entries.values(), key=lambda row: (row["sees_future"] == "yes", row["ours"] or math.inf))

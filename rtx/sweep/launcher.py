@@ -59,6 +59,10 @@ def sweep(arguments: Sequence[str]) -> int:
     roots = record_sweep(cells, arguments)
     say(f"{plural(len(cells), 'cell')}, each a run of its own; to watch: rtx sweep {' '.join(roots)}")
     outcomes = launcher.launch()
+    if not launcher.stopped_by:
+        from rtx.report.contents import save_plots  # takes a third of a second, and only a sweep that ends draws
+
+        say(save_plots(dict.fromkeys(cell.folder.parent for cell in cells)))
     say(closing_table(cells, outcomes))
     if launcher.stopped_by:
         return EXIT_CODES[signal.Signals(launcher.stopped_by)]

@@ -56,6 +56,7 @@ def test_three_kills_change_nothing(workshop: Workshop) -> None:
     assert process.returncode == 0, shown
     rows = [line.split() for line in shown.splitlines()[-2:]]
     assert [row[:2] for row in rows] == [["1", "seed=1"], ["2", "seed=2"]]
+    assert (root / "curves.png").read_bytes()[:4] == b"\x89PNG", "a plot is saved beside the cells"
     for row, run in zip(rows, alone, strict=True):
         assert row[-2] == f"{(read_status(run) or {})['final']['bits']:.4f}"
         assert difference(run, root / Path(row[-1]).name) == ""

@@ -144,8 +144,8 @@ def test_a_simple_baseline_stands_beside_the_scores_of_every_table(tmp_path: Pat
     report = built(tmp_path)
     tables = [table for table in report.every_table() if table.title.startswith(("Which", "All"))]
     rows = [(table.rows[-1].get("heads", table.rows[-1].get("run")), table.rows[-1]["ours"]) for table in tables]
-    assert rows == [("order-2 (simple baseline)", 4.0)] * 2, "of the split that was scored"
-    assert "order-2 (simple baseline)" not in report.headline
+    assert rows == [("baseline: order-2", 4.0)] * 2, "of the split that was scored"
+    assert "baseline: order-2" not in report.headline
 
 
 @pytest.mark.parametrize("manner", [{"mode": "streaming"}, {"ablate": "routing"}, {"partial": True}, {}])
