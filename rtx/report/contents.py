@@ -21,14 +21,10 @@ from rtx.training.run_folder import shown
 
 @dataclass
 class Report:
-    """What a report says."""
-
     title: str
     problems: list[str]
-    headline: str = ""
-    """What may be concluded, in a sentence or two."""
-    answer: Table | None = None
-    """The kinds of heads, ranked."""
+    headline: str = ""  # what may be concluded, in a sentence or two
+    answer: Table | None = None  # the kinds of heads, ranked
     tables: list[Table] = field(default_factory=list)
     plots: list[Plot] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)

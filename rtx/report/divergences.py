@@ -14,9 +14,7 @@ from rtx.report.tables import Column, Table
 Found = Mapping[tuple[str, str], tuple[float, float]]
 """Mean and deviation over the drawn pairs, in nats, by layer and kind of pair; layer "mean" is the mean over layers."""
 
-PAPER_KINDS = ("local local", "local routing", "routing routing")
-"""In the order of the paper's columns."""
-
+PAPER_KINDS = ("local local", "local routing", "routing routing")  # in the order of the paper's columns
 BOUND = math.log(2)
 
 
@@ -28,7 +26,6 @@ def spreads(record: Mapping[str, Any]) -> Found:
 
 
 def paper_spreads() -> Found:
-    """Return the paper's Table 6."""
     layers = enumerate(numbered(6).divergences)
     return with_means({(str(n), kind): pair for n, row in layers for kind, pair in zip(PAPER_KINDS, row, strict=True)})
 

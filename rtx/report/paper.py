@@ -19,8 +19,7 @@ from rtx.wording import written
 FULL_SIZE = {"model.heads": 8, "model.layers": 12, "data.length": 3072}
 """What the routing heads, routing layers and windows of Table 1 are out of."""
 
-Config = Mapping[str, Any]
-"""Every value of a configuration by its dotted key."""
+Config = Mapping[str, Any]  # every value of a configuration by its dotted key
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,7 @@ class PaperRow:
     """A row as printed; what a table does not have is None."""
 
     model: str
-    kind: str = ""
-    """What heads it has, as `kind_of`; empty for models that rtx has not."""
+    kind: str = ""  # what heads it has, as `kind_of`; empty for models that rtx has not
     layers: int | None = None
     heads: int | None = None
     routing_heads: int | None = None
@@ -37,8 +35,7 @@ class PaperRow:
     window: int | None = None
     value: float | None = None
     steps_per_second: float | None = None
-    source: str = ""
-    """The other paper whose number it is."""
+    source: str = ""  # the other paper whose number it is
 
     @property
     def label(self) -> str:
@@ -61,8 +58,7 @@ class PaperTable:
     rows: Sequence[PaperRow]
     footnotes: Sequence[str]
     routing: Config = field(default_factory=dict)
-    speed: str = ""
-    """What its steps per second were measured on."""
+    speed: str = ""  # what its steps per second were measured on
     divergences: Sequence[Sequence[tuple[float, float]]] = ()
     """Table 6: for each layer, mean and deviation of each column."""
 
@@ -162,7 +158,6 @@ def paper_tables() -> tuple[PaperTable, ...]:
 
 
 def numbered(number: int) -> PaperTable:
-    """Return a table by its number."""
     return paper_tables()[number - 1]
 
 

@@ -40,8 +40,6 @@ STYLE: Any = {
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot by the name of its file: what it shows, and its two forms."""
-
     name: str
     caption: str
     svg: str

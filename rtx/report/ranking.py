@@ -12,25 +12,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SEEDS = 5
-"""Seeds from which on there is a verdict."""
-
-LEVEL = 0.05
-"""Share of tables of equal rows that may have a false verdict."""
-
+SEEDS = 5  # seeds from which on there is a verdict
+LEVEL = 0.05  # share of tables of equal rows that may have a false verdict
 FEW = "too few seeds"
 OPPOSITE = {"better": "behind", "behind": "better"}
-
-Values = Mapping[str, float]
-"""A score for each seed."""
+Values = Mapping[str, float]  # a score for each seed
 
 
 @dataclass(frozen=True)
 class Comparison:
     """A row against another: less is better."""
 
-    difference: float | None = None
-    """Mean of the row less that of the other; None: too few seeds."""
+    difference: float | None = None  # mean of the row less that of the other; None: too few seeds
     half: float = 0.0
     """Half the interval of the difference, at the level that Holm's correction leaves it: it holds 0 where they tie."""
 

@@ -35,8 +35,7 @@ class Protocol:
     fingerprint: str
     length: int
     stride: int
-    windows: int | None = None
-    """How many windows were scored where not all were; 0: not known."""
+    windows: int | None = None  # how many windows were scored where not all were; 0: not known
     ablate: str = "none"
     stamps: tuple[str, ...] = ()
 
@@ -65,10 +64,8 @@ class Score:
     units: int
     sees_future: bool
     step: int
-    perplexity: float | None = None
-    """Per word, where the data have a count of words."""
-    best: bool = False
-    """Whether these were the best checkpoint's weights."""
+    perplexity: float | None = None  # per word, where the data have a count of words
+    best: bool = False  # whether these were the best checkpoint's weights
 
     def line(self) -> str:
         return f"{self.protocol.line(self.units)}; {SIGHT[self.sees_future]}"
@@ -79,15 +76,12 @@ class Cell:
     """A run as its folder tells it."""
 
     folder: Path
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """Every value by its dotted key."""
-    state: str = "unknown"
-    """As `run_state`, or not started."""
+    config: Mapping[str, Any] = field(default_factory=dict)  # every value by its dotted key
+    state: str = "unknown"  # as `run_state`, or not started
     reason: str = ""
     step: int = 0
     final: Score | None = None
-    scores: Sequence[Score] = ()
-    """Of its evaluations: the best checkpoint's last."""
+    scores: Sequence[Score] = ()  # of its evaluations: the best checkpoint's last
     baselines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Bits of simple models on the same data, by split and name."""
     curve: Mapping[int, tuple[float, int]] = field(default_factory=dict)
@@ -112,7 +106,6 @@ class Cell:
 
     @property
     def command(self) -> str:
-        """The command line as a user would type it, empty where none is recorded."""
         words = shlex.split(self.environment.get("command") or "")
         return shlex.join(["rtx", *words[1:]]) if words else ""
 
@@ -225,7 +218,6 @@ def suspicions(cell: Cell) -> list[str]:
 
 
 def read_config(path: Path, found: Collection) -> dict[str, Any]:
-    """Return the values of config.yaml by dotted keys; empty where it cannot be read."""
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

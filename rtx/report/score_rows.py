@@ -26,8 +26,7 @@ class Row:
     """Runs that differ by their seed alone, with their scores by one protocol."""
 
     cells: list[Cell]
-    scores: list[Score] = field(default_factory=list)
-    """Of the first cells, one each; those without a score stand last."""
+    scores: list[Score] = field(default_factory=list)  # of the first cells, one each; those without a score stand last
     name: str = ""
 
     @property

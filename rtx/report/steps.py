@@ -21,22 +21,16 @@ from rtx.report.score_tables import kinds_table
 from rtx.report.tables import Column, Table
 from rtx.wording import plural
 
-WHAT = "training steps in turn"
-"""What a record says it is."""
-
+WHAT = "training steps in turn"  # what a record says it is
 SAME = ("data.length", "trainer.val_stride", "trainer.val_windows")
 """What rows share, beside their data, for their validations to be of the same units in the same context."""
 
 
 @dataclass(frozen=True)
 class TimedRow:
-    """A row as its record has it."""
-
     config: Config
-    turns: Sequence[float]
-    """Milliseconds of a step in each turn."""
-    reason: str = ""
-    """Why it was left out, or why its times are not those of training."""
+    turns: Sequence[float]  # milliseconds of a step in each turn
+    reason: str = ""  # why it was left out, or why its times are not those of training
     parameters: int | None = None
 
     @property
@@ -53,8 +47,6 @@ class TimedRow:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one `rtx bench steps` measured: its rows, and settings, machine, versions and time."""
-
     rows: Sequence[TimedRow]
     facts: Mapping[str, Any]
 

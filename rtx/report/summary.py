@@ -11,12 +11,8 @@ from rtx.report.paper import hashes, looks_ahead, routes
 from rtx.report.run_records import SIGHT, Cell, Protocol, flat
 from rtx.report.tables import filled
 
-BAR = 24
-"""Characters of the longest bar."""
-
-WIDTH = 79
-"""Columns of a narrow terminal."""
-
+BAR = 24  # characters of the longest bar
+WIDTH = 79  # columns of a narrow terminal
 ABLATED = {
     "routing": "outputs of the routing heads set to zero",
     "local": "routing heads read the last W positions",
@@ -110,7 +106,6 @@ def closing_lines(
 
 
 def answers_line(accuracy: float, chance: float) -> str:
-    """Return the share of right answers beside that of a guess."""
     return f"{accuracy:.2%} of the answers right (chance {chance:.2%})"
 
 

@@ -9,14 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-DASH = "\N{EN DASH}"
-"""What stands where there is nothing to say."""
-
+DASH = "\N{EN DASH}"  # what stands where there is nothing to say
 MINUS = "\N{MINUS SIGN}"
-
-STRIP = 17
-"""Letters of the picture of the intervals beside a ranked table."""
-
+STRIP = 17  # letters of the picture of the intervals beside a ranked table
 LETTERS = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "-": "{-}"}
 LETTERS |= {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", '"': "''", "[": "{[}", "*": "{*}"}
 LETTERS |= {DASH: r"\textendash{}", MINUS: "$-$", "±": r"$\pm$", **{mark: f"\\{mark}" for mark in "&%$#_{}"}}
@@ -29,11 +24,9 @@ class Column:
 
     key: str
     title: str
-    digits: int | None = None
-    """Digits behind the point; None: a text, or a whole number."""
+    digits: int | None = None  # digits behind the point; None: a text, or a whole number
     error: str = ""
-    brief: bool = True
-    """Whether it is also printed to the terminal."""
+    brief: bool = True  # whether it is also printed to the terminal
 
 
 @dataclass
