@@ -18,61 +18,44 @@ from rtx.training.run_folder import outputs_root, shown
 
 
 def main(arguments: list[str]) -> int:
-    """Run `rtx report RUN ... [overrides]`; without a run, list the paper's tables and what of them is in outputs/.
-
-    Raises:
-        UserError: a folder holds no run, or a wrong option.
-        RunFailed: the report cannot be written.
-    """
-    words = read_words("report", arguments)
-    folders, wish, width = words.runs or sorted(outputs_root().glob("*")), words.options.output, terminal_width()
+    """Write and print the report of runs; without one, list the paper's tables and what of them is in outputs/."""
+    words, width = read_words("report", arguments), terminal_width()
     logger = compose(["logger=jsonl", *words.overrides]).logger  # W&B is left alone unless it is asked for
-    if wish and not words.runs:
-        raise UserError(f"output={wish}: which runs? usage: {usage('report')}")
+    if words.options.output and not words.runs:
+        raise UserError(f"output={words.options.output}: which runs? usage: {usage('report')}")
     for folder in words.runs:
         if not run_folders(folder) and not recorded(folder):
-            why = (
-                "holds no run; a run has a config.yaml, as rtx train writes it" if folder.is_dir() else "no such folder"
-            )
+            why = "holds no run; a run has a config.yaml" if folder.is_dir() else "no such folder"
             raise UserError(f"{folder}: {why}")
-    found = collect(folders)
-    records = read_records(folders, found)
+    found = collect(words.runs or sorted(outputs_root().glob("*")))
     if not words.runs:
         for row in list_of_tables(found.cells).rows:
             print(textwrap.fill(f"{row['table']}  {row['about']}: {row['run']}", width))
             print("", *row["command"].split("; "), sep="\n    ")
         return 0
-    report = build(found, "rtx report: " + ", ".join(map(shown, folders)), records)
-    output = Path(wish).expanduser() if wish else folders[0] / "report"
+    records = read_records(words.runs, found)
+    report = build(found, "rtx report: " + ", ".join(map(shown, words.runs)), records)
+    output = Path(words.options.output or words.runs[0] / "report").expanduser()
     try:
         files = write(report, output)
     except OSError as error:
         raise RunFailed(f"cannot write to {output}: {error.strerror}; output=<folder> names another") from error
-    say(report, width)
-    print("", *map(shown, files), sep="\n")
-    track(report, logger, output)
-    return 0
-
-
-def say(report: Report, width: int) -> None:
-    """Print the answer first, then the other tables and what else is to be known."""
     if report.answer:
         print(terminal(report.answer, width, strip=True), textwrap.fill(report.headline, width), sep="\n")
     for table in (table for table in report.tables if table.shown(brief=True)):
         print(f"\n{terminal(table, width)}")
-    for problem in report.problems:
-        print(f"note: {problem}")
+    print(*(f"note: {problem}" for problem in report.problems), "", *map(shown, files), sep="\n")
+    if logger.name != "jsonl":
+        track(report, logger, output)
+    return 0
 
 
 def track(report: Report, config: LoggerConfig, output: Path) -> None:
-    """Log each table to W&B, where that is asked for."""
-    if config.name == "jsonl":
-        return
+    """Log each table to W&B."""
     from rtx.training.loggers import wandb_logger
 
     facts = {"title": report.title, "commands": report.commands}
-    logger = wandb_logger(config, output, facts, f"report-{output.parent.name}", job_type="report")
-    if logger is None:
+    if (logger := wandb_logger(config, output, facts, f"report-{output.parent.name}", job_type="report")) is None:
         return
     for number, table in enumerate(report.every_table(), 1):
         columns = list(dict.fromkeys(key for row in table.rows for key in row))
