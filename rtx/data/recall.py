@@ -2,8 +2,7 @@
 
 A sequence of N units holds P different keys, each before its value; then filler; then the P keys once more in random
 order, each before its value. Keys, values and fillers have units of their own, and values are drawn independently, so
-that nothing but the pair itself tells an answer: who cannot reach the pairs is right once in as many times as there are
-values. Only the P answers are scored and trained on. All else is noise of a likelihood that is known beforehand.
+that nothing but the pair itself tells an answer. Only the P answers are scored and trained on.
 
 Shapes: N units of a sequence, S sequences of a split, A = P answers of a sequence.
 """
@@ -24,27 +23,18 @@ from rtx.errors import UserError
 
 FORMAT = 1
 """Version of how a sequence is made from its number."""
-
 TRAIN, VALID, TEST = 0, 1, 2
 HELD_OUT = {"valid": VALID, "test": TEST}
-HELD_OUT_SEED = 0
-"""The held-out splits are the same for every run."""
 
 
 @dataclass(frozen=True)
 class RecallStore:
-    """What stands in the place of a token store: an endless training split, and two held-out ones of fixed sequences.
-
-    Held-out splits are unsigned integers `[S * N]`, sequence behind sequence.
-    """
+    """What stands in the place of a token store: an endless training split, and two fixed held-out ones `[S * N]`."""
 
     task: DataConfig
     """Reads length (N), pairs (P), keys, values, fillers and sequences (S)."""
 
-    name = "recall"
-    unit = "answer"
-    """What is counted and scored, in words."""
-    image = None
+    name, unit, image = "recall", "answer", None
     stamps: ClassVar[dict[str, Any]] = {}
 
     @property
@@ -65,40 +55,42 @@ class RecallStore:
     def sequence(self, seed: int, index: int, split: int = TRAIN) -> np.ndarray:
         """Return sequence `index` of a split, uint16 `[N]`: a pure function of the arguments on every machine."""
         task = self.task
-        filler = task.length - 4 * task.pairs
-        sizes = (task.keys, task.pairs, task.pairs, filler)
-        key, value, order, noise = np.split(draws(sum(sizes), split, seed, index), np.cumsum(sizes)[:-1])
-        pairs = np.empty((task.pairs, 2), dtype=np.uint16)
-        pairs[:, 0] = key.argsort(kind="stable")[: task.pairs]
-        pairs[:, 1] = task.keys + value % task.values
+        sizes = (task.keys, task.pairs, task.pairs, task.length - 4 * task.pairs)
+        drawn = hashlib.shake_256(pack("<QQQQ", FORMAT, split, seed, index)).digest(8 * sum(sizes))
+        key, value, order, noise = np.split(np.frombuffer(drawn, dtype="<u8"), np.cumsum(sizes)[:-1])
+        kept = key.argsort(kind="stable")[: task.pairs]
+        pairs = np.stack([kept, task.keys + (value % task.values).astype(np.int64)], axis=1)
+        noise = task.keys + task.values + (noise % task.fillers).astype(np.int64)
         asked = pairs[order.argsort(kind="stable")]
-        noise = (task.keys + task.values + noise % task.fillers).astype(np.uint16)
-        return np.concatenate([pairs.ravel(), noise, asked.ravel()])
+        return np.concatenate([pairs.ravel(), noise, asked.ravel()]).astype(np.uint16)
 
     def split(self, name: str) -> np.ndarray:
-        """Return the units of split valid or test, uint16 `[S * N]`.
-
-        Raises:
-            UserError: the training split, which has no end.
-        """
+        """Return the units of split valid or test, uint16 `[S * N]`; raises UserError for train, which has no end."""
         if name not in HELD_OUT:
-            raise UserError(
-                f"data=recall has no {name} split to read, its training sequences are made as they are asked for; "
-                f"one of {', '.join(HELD_OUT)}"
-            )
+            raise UserError(f"data=recall has no {name} split to read; one of {', '.join(HELD_OUT)}")
         return self.held_out[name]
 
     @cached_property
     def held_out(self) -> dict[str, np.ndarray]:
-        """Both held-out splits."""
-        return {
-            name: np.concatenate([self.sequence(HELD_OUT_SEED, s, split) for s in range(self.task.sequences)])
-            for name, split in HELD_OUT.items()
-        }
+        """Both held-out splits, the same for every run."""
+        numbers = range(self.task.sequences)
+        return {name: np.concatenate([self.sequence(0, s, split) for s in numbers]) for name, split in HELD_OUT.items()}
 
     def count(self, name: str) -> int:
         """Return how many answers a split has."""
-        return len(self.split(name)) // self.task.length * len(self.answers)
+        return len(self.split(name)) // self.task.length * self.task.pairs
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """What the sequences are made by."""
+        return {key: getattr(self.task, key) for key in ("length", "pairs", "keys", "values", "fillers", "sequences")}
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a run records of its data, as JSON values."""
+        said = {"name": self.name, "unit": self.unit, "vocabulary": self.vocabulary, "fingerprint": self.fingerprint}
+        splits = {name: len(tokens) for name, tokens in self.held_out.items()}
+        source = {"place": "made as it is asked for", **self.settings}
+        return {**said, "splits": splits, "source": source, "stamps": self.stamps, "tokenizer": None, "folder": None}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -108,32 +100,7 @@ class RecallStore:
             digest.update(tokens.astype("<u2").tobytes())
         return digest.hexdigest()
 
-    @property
-    def settings(self) -> dict[str, int]:
-        """What the sequences are made by."""
-        return {key: getattr(self.task, key) for key in ("length", "pairs", "keys", "values", "fillers", "sequences")}
-
-    def describe(self) -> dict[str, Any]:
-        """Return what a run records of its data, as JSON values."""
-        return {
-            "name": self.name,
-            "fingerprint": self.fingerprint,
-            "tokenizer": None,
-            "vocabulary": self.vocabulary,
-            "unit": self.unit,
-            "splits": {name: len(tokens) for name, tokens in self.held_out.items()},
-            "stamps": self.stamps,
-            "source": {"place": "made as it is asked for", **self.settings},
-            "folder": None,
-        }
-
 
 def vocabulary(task: DataConfig) -> int:
     """Return the number of different units of a task."""
     return task.keys + task.values + task.fillers
-
-
-def draws(count: int, split: int, seed: int, index: int) -> np.ndarray:
-    """Return 64-bit numbers, uint64 `[count]`, the same on every machine: an extendable hash, not a generator."""
-    text = hashlib.shake_256(pack("<QQQQ", FORMAT, split, seed, index)).digest(8 * count)
-    return np.frombuffer(text, dtype="<u8").astype(np.uint64)
