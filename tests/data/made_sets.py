@@ -117,7 +117,8 @@ def publish_wikitext(texts: Mapping[str, bytes], patch: pytest.MonkeyPatch) -> N
     for split, content in texts.items():
         lines = content.split(b"\n")[:-1]
         kept = sum(len(line) + 1 for line in lines if line != b" ")
-        facts[split] = (len(lines), kept, hashlib.md5(content).hexdigest() if split != "train" else "")
+        md5 = {} if split == "train" else {"md5": hashlib.md5(content).hexdigest()}
+        facts[split] = {"lines": len(lines), "bytes": kept, **md5}
         words[split] = sum(len(line.split()) + 1 for line in lines)
     patch.setattr(text, "WIKITEXT_FACTS", facts)
     for split, count in words.items():
@@ -186,11 +187,11 @@ def made_cifar10(folder: Path, patch: pytest.MonkeyPatch) -> Made:
 def made_imagenet64(folder: Path, patch: pytest.MonkeyPatch) -> Made:
     """Tars of PNGs as published, scaled down so that a sequence is short."""
     published = {}
-    for split, name, count in (("train", "train_64x64", 9), ("test", "valid_64x64", 3)):
+    for split, name, count in (("train", "train_64x64", 9), ("valid", "valid_64x64", 3)):
         members = {f"{name}/{n}.png": encoded(image) for n, image in enumerate(random_images(count, 64, 64, count))}
         published[split] = remote(write_tar(folder / f"{name}.tar", members))
     patch.setattr(images, "IMAGENET64", published)
-    patch.setitem(images.PUBLISHED, "imagenet64", {"train": 9, "test": 3})
+    patch.setitem(images.PUBLISHED, "imagenet64", {"train": 9, "valid": 3})
     return ["data=imagenet64", f"data.path={folder}", "data.held_out=2", "data.size=8"]
 
 
