@@ -9,7 +9,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import repeat
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ BLANKS = bytes.maketrans(b"\t\r\v\f", b"    ")
 # a blank are cut after 252 bytes, at the end of a UTF-8 character.
 RUN = re.compile(rb" ?[^ \n]{1,252}[\x80-\xbf]{0,3}| |\n")
 BLANK = "▁"  # how sentencepiece writes a blank
-MARKS = re.compile(f"[\t\0\n\r{BLANK}]".encode())  # what stands for something else in the text that it learns from
+MARKS = re.compile(b"[\t\0\n\r]|" + BLANK.encode())  # what stands for something else in the text that it learns from
 REMEMBERED = 1 << 19  # runs, about 100 MB
 
 
@@ -166,17 +166,18 @@ def learn_subwords(
     kept, total = even_sample(texts, sample)
     size, model = sum(map(len, kept)), io.BytesIO()
     report(f"{options}: learning {vocabulary:,} subwords from {size:,} of {total:,} bytes of split train")
-    counts = Counter(run for block in kept for run in RUN.findall(block) if not MARKS.search(run))
-    counts = {run: count for run, count in counts.items() if run.decode(errors="ignore").encode() == run}
-    if not counts:
+    counts = Counter(chain.from_iterable(map(RUN.findall, kept)))
+    ordered = sorted(counts.items(), key=lambda row: (-row[1], row[0]))
+    fit = [row for row in ordered if not MARKS.search(row[0]) and row[0].decode(errors="ignore").encode() == row[0]]
+    rows = (b"%s\t%d" % row for row in fit)
+    if not fit:
         raise UserError(f"{options}: expected text in the training split, found none in {size:,} bytes")
-    rows = [b"%s\t%d" % row for row in sorted(counts.items(), key=lambda row: (-row[1], row[0]))]
     kind: Any = {"model_type": "bpe", "byte_fallback": True, "character_coverage": 0.9995, "required_chars": BLANK}
     exact: Any = {"normalization_rule_name": "identity", "add_dummy_prefix": False, "remove_extra_whitespaces": False}
     exact |= {"input_format": "tsv", "max_sentence_length": 1024, "unk_id": 0, "bos_id": -1, "eos_id": -1, "pad_id": -1}
     kind |= {"vocab_size": vocabulary, "num_threads": 1, "minloglevel": 3}  # threads stand in the model, and its sha256
     try:
-        SentencePieceTrainer.train(sentence_iterator=iter(rows), model_writer=model, **kind, **exact)
+        SentencePieceTrainer.train(sentence_iterator=rows, model_writer=model, **kind, **exact)
     except RuntimeError as error:
         reason = str(error).rpartition("] ")[2].strip()  # it names the vocabulary that would fit
         found = f"{size:,} bytes of text cannot make so many subwords, or so few: {reason}"

@@ -85,7 +85,6 @@ def test_any_number_of_processes_makes_the_same_store(data, root, tokenizer, mon
     """And rows that are cut; the processes are forked."""
     monkeypatch.setattr(store, "PAYS", 0)
     monkeypatch.setattr("rtx.data.text.PIECE", 1_000)
-    monkeypatch.setattr("rtx.data.text.CHUNK", 700)
     settings = {"tokenizer": tokenizer, "vocabulary": 400}
     one, three = (opened(data, root / str(number), processes=number, **settings) for number in (1, 3))
     assert one.fingerprint == three.fingerprint

@@ -137,6 +137,8 @@ def test_text_becomes_fewer_subwords_and_comes_back():
     assert trained().decode([0]) == "\ufffd".encode()
     with pytest.raises(AssertionError):
         trained().decode([500])
+    dashes = subwords(400, TEXT.replace(b" ", " — ".encode()))
+    assert " —".encode() in dashes.table
     spaceless = subwords(310, TEXT.replace(b" ", b"").replace(b"\n", b""))
     assert spaceless.decode(spaceless.encode(b"a b  c\n ")) == b"a b  c\n "
 
