@@ -175,11 +175,6 @@ def reason_of(error: object) -> str:
     return " ".join(said.split())
 
 
-def size_of(path: Path) -> int:
-    """Return the bytes of a file; 0 where there is none."""
-    return path.stat().st_size if path.exists() else 0
-
-
 def file_sha256(path: Path) -> str:
     """Return the sha256 of a file's bytes, in hexadecimal."""
     with open(path, "rb") as file:
