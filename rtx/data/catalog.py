@@ -46,10 +46,10 @@ def check_source(data: DataConfig, root: Path, report: Report = print) -> Source
         return None
     module = SETS[data.name].module if data.name in SETS else f"own.{data.name}"
     source = importlib.import_module(f"rtx.data.{module}").source(data, root, report)
-    if source.units and data.tokenizer == "bytes":
-        check_length(source.units["train"], data)
     if source.image and data.length != (dims := 3 * source.image[0] * source.image[1]):
         raise UserError(f"data.length={data.length}: expected {dims}, for one image is one sequence")
+    if source.units and data.tokenizer == "bytes":
+        check_length(source.units["train"], data)
     return source
 
 

@@ -98,7 +98,7 @@ def test_wishes_that_have_no_place(run: Path, option: str, said: str, capsys: py
 
 def test_a_wrong_length_names_the_right_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rtx(folder, "train", "data=images", "data.path=pictures", *SIZES, code=2)
-    assert "expected 144 for images of 6 x 8 x 3: one image is one sequence; " in capsys.readouterr().err
+    assert "data.length=3072: expected 144, for one image is one sequence" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="no copy of CIFAR-10 in JPEG beside the project")

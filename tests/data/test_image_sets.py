@@ -90,7 +90,7 @@ def test_what_is_not_as_published_is_stamped(tmp_path, root):
     assert store.stamps == {"images": {"train": 12, "test": 4}, "complete": False, "lossy": True}
     scaled = opened(root, "cifar10", tmp_path, 192, held_out=3, size=8)
     assert scaled.stamps["scaled"] == "8x8" and scaled.image == (8, 8)
-    with pytest.raises(UserError, match=r"data\.length=192: expected 3072 for images of 32 x 32 x 3"):
+    with pytest.raises(UserError, match=r"data\.length=192: expected 3072, for one image is one sequence"):
         opened(root, "cifar10", tmp_path, 192, held_out=3)
 
 

@@ -209,7 +209,7 @@ def test_what_is_missing_of_wikitext_is_named(tmp_path, root):
         refused(root, "wikitext103", path, r"expected wiki\.train\.tokens and .*, or wikitext-103-v1\.zip, or parquet")
     shard = on_hub(tmp_path) / "wikitext-103-v1" / "train-00001-of-00002.parquet"
     shard.write_bytes(shard.read_bytes()[:-9])
-    refused(root, "wikitext103", tmp_path, r"train-00001.*: expected a whole parquet file, found [\d,]+ bytes")
+    refused(root, "wikitext103", tmp_path, r"train-00001.*: expected a whole parquet file, found ")
 
 
 @needs_real
