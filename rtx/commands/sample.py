@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rtx.data.images import png_grid
-from rtx.data.sets import IMAGE_SETS, image_shape
+from rtx.data.sets import IMAGE_SETS
 from rtx.data.tokenizers import encode_text
 from rtx.disk import replace_file
 from rtx.errors import RunFailed, UserError
@@ -78,7 +78,7 @@ def draw_images(run: LoadedRun, options: SampleOptions) -> int:
     images_BN = np.zeros((options.count, size), dtype=np.uint8)
     for n, unit_B in enumerate(columns):
         images_BN[:, n] = unit_B.numpy()
-    picture = png_grid(list(images_BN), image_shape(run.config.data, run.checkpoint["data"]))
+    picture = png_grid(list(images_BN), tuple(run.checkpoint["data"]["image"]))
     print(save_sample(run, options.seed, picture, "png"))
     return stopped
 

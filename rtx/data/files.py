@@ -159,13 +159,11 @@ def source(data: DataConfig, root: Path, report: Report) -> Source:
     place: dict[str, Any] = {"place": path if folder.is_dir() else f"hf://datasets/{path}", "column": data.column}
 
     def load(split: str, work: Path) -> datasets.Dataset:
-        options = {"cache_dir": str(work / "cache" / "hub")}
-        if folder.is_dir():
-            return hub_rows(loaded(f"data.path={path}", str(folder), data.subset, **options), split, data)
-        place["revision"] = commit_of(path, data.revision, work / "cache" / "revision")
-        return hub_rows(
-            loaded(f"data.path={path}", path, data.subset, revision=place["revision"], **options), split, data
-        )
+        where, options = str(folder), {"cache_dir": str(work / "cache" / "hub")}
+        if not folder.is_dir():
+            where, place["revision"] = path, commit_of(path, data.revision, work / "cache" / "revision")
+        found = loaded(f"data.path={path}", where, data.subset, revision=place.get("revision"), **options)
+        return hub_rows(found, split, data)
 
     return Source("hub", identity, place, load, read=with_newline)
 

@@ -63,12 +63,6 @@ def image_side(data: DataConfig) -> int | None:
     return data.size or SETS[data.name].side
 
 
-def image_shape(data: DataConfig, record: Mapping[str, Any]) -> tuple[int, int]:
-    """Return height and width of the images of a run, which recorded `record` of its data."""
-    height, width = record["image"]
-    return height, width
-
-
 def column_text(table: pa.Table) -> Iterable[bytes]:
     """Yield the bytes of column `text`, str or bytes, of some rows as they are (never decoded)."""
     import pyarrow as pa
@@ -79,24 +73,23 @@ def column_text(table: pa.Table) -> Iterable[bytes]:
 
 @dataclass(frozen=True)
 class Source:
-    """What a store is made from; nothing is fetched or read before `load` is called."""
+    """What a store is made from; nothing is fetched or read before `load` is called.
+
+    `load(split, work)` returns the rows of train, valid or test, in order; caches go to `work/cache/<split>`. A row is
+    a document, or (where a column `first` says so) a piece of one that ends before a blank or newline. `read` returns
+    the bytes of each of some rows: text, or the sub-pixels of an image.
+    """
 
     name: str
-    """Data set: the first part of the store's folder."""
     identity: Sequence[Any]
     """What tells this source from another or an older one, as JSON values: a sha256, or sizes and times of files."""
     place: dict[str, Any]
     """Where the data come from, for people to read, as JSON values; `load` may add what it learns (a revision)."""
     load: Callable[[str, Path], datasets.Dataset] = field(repr=False)
-    """`load(split, work)` returns the rows of train, valid or test, in order; caches go to `work/cache/<split>`.
-
-    A row is a document, or (where a column `first` says so) a piece of one that ends before a blank or newline.
-    """
     read: Callable[[pa.Table], Iterable[bytes]] = field(default=column_text, repr=False)
-    """Returns the bytes of each of some rows: text, or the sub-pixels of an image."""
     stamps: dict[str, Any] = field(default_factory=dict)
     """Facts of protocol that stand on every result, as JSON values: {"newlines": "drop"}."""
     units: dict[str, int] | None = None
-    """Bytes of text, or sub-pixels, of each split where they are known beforehand."""
+    """Bytes of text of each split where they are known beforehand."""
     image: tuple[int, int] | None = None
     """Height and width of every image; None: text."""
