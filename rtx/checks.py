@@ -8,19 +8,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from rtx.config import (
-    CLUSTERED,
-    SPREAD,
-    Config,
-    DataConfig,
-    all_fields,
-    axis_sizes,
-    base_patterns,
-    clusters,
-    hash_buckets,
-)
+from rtx.config import CLUSTERED, SPREAD, Config, all_fields, axis_sizes, base_patterns, clusters, hash_buckets
 from rtx.data.sets import HELD_OUT, IMAGE_SETS, NAMES, TWO_WAYS, image_side
-from rtx.errors import UserError
+from rtx.errors import refuse
 from rtx.wording import written
 
 TEXTS = tuple(name for name in NAMES if name not in (*IMAGE_SETS, "recall"))
@@ -59,22 +49,13 @@ def resolve(config: Config) -> Config:
     Raises:
         UserError: two values do not fit together; the message has a line for each problem.
     """
-    refuse([*model_problems(config), *routing_problems(config), *training_problems(config), *data_problems(config)])
-    buckets = hash_buckets(config) if "lsh" in base_patterns(config.model) else config.model.hash_buckets
-    routing = replace(config.routing, clusters=clusters(config))
-    return replace(config, routing=routing, model=replace(config.model, hash_buckets=buckets))
-
-
-def check_data(config: Config) -> DataConfig:
-    """Return the data of a configuration, checked without regard to the model; raises as `resolve`."""
-    refuse(data_problems(config))
-    return config.data
-
-
-def refuse(problems: Iterable[str]) -> None:
-    """Raise `UserError` if there are problems."""
-    if lines := list(problems):
-        raise UserError("\n".join(lines))
+    routing, model = replace(config.routing, clusters=clusters(config)), config.model
+    if "lsh" in base_patterns(model):
+        model = replace(model, hash_buckets=hash_buckets(config))
+    config = replace(config, routing=routing, model=model)
+    parts = (too_large, model_problems, routing_problems, training_problems, data_problems)
+    refuse(line for problems in parts for line in problems(config))
+    return config
 
 
 def idle(config: Config, keys: Iterable[str]) -> dict[str, str]:
@@ -96,47 +77,52 @@ def value_at(config: Config, key: str) -> Any:
     return functools.reduce(getattr, key.split("."), config)
 
 
+def too_large(config: Config) -> Iterator[str]:
+    """Yield which sizes are larger than others allow."""
+    routing, patterns = config.routing, set(base_patterns(config.model))
+    routes, sparse = bool(routing.heads and routing.layers), bool(patterns & {"strided", "fixed"})
+    limits = (
+        ("routing.heads", "model.heads", True),
+        ("routing.layers", "model.layers", True),
+        ("routing.window", "data.length", routes),
+        ("routing.clusters", "data.length", routes),
+        ("routing.block", "routing.window", routes and routing.selection.startswith("blocks")),
+        ("model.window", "data.length", not patterns <= {"full", "strided", "fixed"}),
+        ("model.stride", "data.length", sparse),
+        ("model.summary", "model.stride", "fixed" in patterns),
+        ("trainer.val_stride", "data.length", True),
+    )
+    for key, limit, applies in limits:
+        value, most = value_at(config, key), value_at(config, limit)
+        if applies and value is not None and value > most:
+            yield f"{key}={value} must be at most {limit}={most}"
+
+
 def model_problems(config: Config) -> Iterator[str]:
     """Yield what is wrong with the model's sizes against each other and against the sequence."""
     length, model, routing = config.data.length, config.model, config.routing
-    patterns = base_patterns(model)
+    patterns, size = base_patterns(model), model.hidden // model.heads
     plain = {model.heads} if routing.layers < model.layers else set()
     plain |= {model.heads - routing.heads} if routing.layers else set()
     if model.hidden % model.heads:
         yield f"model.hidden={model.hidden} must be a multiple of model.heads={model.heads}"
-    if model.positions == "rotary" and (model.hidden // model.heads) % 2:
-        yield f"model.positions=rotary needs an even head size, not hidden/heads = {model.hidden // model.heads}"
+    if model.positions == "rotary" and size % 2:
+        yield f"model.positions=rotary needs an even head size, not hidden/heads = {size}"
     if any(heads % len(patterns) for heads in plain):
-        found = " and ".join(map(str, sorted(plain)))
         each = f"a multiple of {len(patterns)} heads that do not route in every layer"
-        yield f"model.base={model.base} needs {each}, not {found}"
+        yield f"model.base={model.base} needs {each}, not {' and '.join(map(str, sorted(plain)))}"
     if (model.hash_buckets or 2) % 2:
         yield f"model.hash_buckets={model.hash_buckets} must be even: a rotation and its opposite give two buckets"
-    if not set(patterns) <= {"full", "strided", "fixed"} and model.window > length:
-        yield f"model.window={model.window} must be at most data.length={length}"
-    if {"strided", "fixed"} & set(patterns) and model.stride > length:
-        yield f"model.stride={model.stride} must be at most data.length={length}"
-    if "fixed" in patterns and model.summary > model.stride:
-        yield f"model.summary={model.summary} must be at most model.stride={model.stride}, the block of base=fixed"
     if model.positions == "axial" and math.prod(axis_sizes(model)) != length:
         product = f"model.axes with the product data.length={length}, such as 32x32x3 for 3072"
         yield f"model.positions=axial needs {product}, not model.axes={model.axes}"
 
 
 def routing_problems(config: Config) -> Iterator[str]:
-    """Yield what is wrong with the routing heads against the model and the sequence."""
-    length, model, routing = config.data.length, config.model, config.routing
-    chosen, keys = routing.selection, routing.keys
-    if routing.heads > model.heads:
-        yield f"routing.heads={routing.heads} must be at most model.heads={model.heads}"
-    if routing.layers > model.layers:
-        yield f"routing.layers={routing.layers} must be at most model.layers={model.layers}"
+    """Yield what is wrong with the keys of routing heads."""
+    routing, chosen, keys = config.routing, config.routing.selection, config.routing.keys
     if not (routing.heads and routing.layers):
         return
-    if routing.window > length:
-        yield f"routing.window={routing.window} must be at most data.length={length}"
-    if clusters(config) > length:
-        yield f"routing.clusters={clusters(config)} must be at most data.length={length}"
     if keys == "projected" and chosen not in CLUSTERED[:3]:
         yield f"routing.keys=projected needs routing.selection=causal, topk or nearest, not {chosen}"
     if keys != "separate" and chosen not in CLUSTERED:
@@ -145,8 +131,6 @@ def routing_problems(config: Config) -> Iterator[str]:
     if keys == "shared" and (routing.key_shift, routing.key_conv) != (0, 1):
         both = f"routing.key_shift={routing.key_shift} and routing.key_conv={routing.key_conv}"
         yield f"{both} are for keys of their own (routing.keys=separate or projected), not for routing.keys=shared"
-    if chosen.startswith("blocks") and routing.block > routing.window:
-        yield f"routing.block={routing.block} must be at most routing.window={routing.window}"
 
 
 def training_problems(config: Config) -> Iterator[str]:
@@ -157,10 +141,9 @@ def training_problems(config: Config) -> Iterator[str]:
     micro = asked if isinstance(asked, int) else max(1, trainer.batch_size // devices)
     if hardware.precision == "tf32" and hardware.name == "cpu":
         yield "hardware.precision=tf32 needs a GPU; a CPU takes fp32, bf16 or fp64"
-    for key in ("nodes", "devices"):
-        if (getattr(hardware, key) or 1) > 1 and hardware.name not in SPREAD:
-            wish = f"hardware.{key}={getattr(hardware, key)}"
-            yield f"{wish} needs hardware=ddp or fsdp, not hardware={hardware.name}"
+    for key, number in (("nodes", hardware.nodes), ("devices", hardware.devices or 1)):
+        if number > 1 and hardware.name not in SPREAD:
+            yield f"hardware.{key}={number} needs hardware=ddp or fsdp, not hardware={hardware.name}"
     if hardware.compile and hardware.name == "fsdp":
         yield "hardware.compile=true is not for hardware=fsdp, which gathers weights between blocks; use hardware=ddp"
     if trainer.batch_size % (micro * devices):
@@ -187,16 +170,13 @@ def data_problems(config: Config) -> Iterator[str]:
     wanted = {"text": "file, folder or glob", "images": "folder with images", "hub": "owner/name, or a folder"}
     if data.name in wanted and data.path is None:
         yield f"data={data.name} needs data.path=<{wanted[data.name]}>"
-    if stride is not None and stride > data.length:
-        yield f"trainer.val_stride={stride} must be at most data.length={data.length}"
-    elif stride not in (None, data.length) and data.name not in TEXTS:
+    if stride not in (None, data.length) and data.name not in TEXTS:
         yield f"trainer.val_stride={stride} has no place in data={data.name}, whose sequences are scored whole"
     if data.name in IMAGE_SETS:
         side = image_side(data)
-        if side is not None and data.length != 3 * side**2:
-            yield f"data.length={data.length} must be {3 * side**2} = {side} x {side} x 3: an image is one sequence"
-        elif data.length % 3:
-            yield f"data.length={data.length} must be height x width x 3: an image is one sequence"
+        whole = f"{3 * side**2} = {side} x {side} x 3" if side else "height x width x 3"
+        if data.length % 3 or (side and data.length != 3 * side**2):
+            yield f"data.length={data.length} must be {whole}: an image is one sequence"
     if data.name == "recall" and data.pairs > data.keys:
         yield f"data.pairs={data.pairs} must be at most data.keys={data.keys}: the keys of a sequence differ"
     if data.name == "recall" and 4 * data.pairs > data.length:

@@ -24,30 +24,11 @@ from rtx.training.memory import out_of_memory
 from rtx.training.signals import EXIT_CODES, INTERRUPTED, PREEMPTED, Stopped, ignore_signals, started_by_another
 from rtx.wording import printable
 
-# Each command is rtx/commands/<word>.py with `main(arguments: list[str]) -> int`.
-COMMANDS = {
-    "train": "train a model; every option has a default",
-    "resume": "continue a run exactly where it stopped",
-    "eval": "score a run on a split, every unit exactly once",
-    "audit": "change the future and see what of the past moves, and its price in bits",
-    "analyze": "what a run reads, and what far context is worth to it",
-    "sample": "generate from a run",
-    "export": "write a run's model as safetensors with a card, for others to load",
-    "sweep": "watch a sweep: what is done, runs, failed, waits",
-    "report": "set runs and sweeps beside the paper's tables",
-    "bench": "time the training steps of a table's rows in turn",
-    "plan": "count parameters, FLOPs and memory of a run, and run nothing",
-    "data": "prepare, verify, look at, list or remove data sets",
-    "schema": "print what a file of conf/ may hold, for editors",
-    "completion": "print a script by which bash completes commands, options and keys",
-}
-RUNNING = (["train"], ["resume"])
-"""Commands that a scheduler may stop with SIGUSR1 and SIGUSR2 as well."""
-READS_ITSELF = ("bench", "completion", "data", "report", "schema", "sweep")
-"""Commands that refuse what is wrong with their words before they import torch."""
-HELP = ("--help", "-h", "help")
-FLAGS = {"train": ("--help", "-h", "--multirun", "-m", "--cfg=job"), "plan": ("--help", "-h", "--cfg=job")}
+HELP = ("--help", "-h")
+FLAGS = {"train": (*HELP, "--multirun", "-m", "--cfg=job"), "plan": (*HELP, "--cfg=job")}
 """The flags of the commands that have more than --help."""
+CHECKED = ("train", "plan", "resume", "eval", "audit", "analyze", "sample", "export")
+"""Commands that import torch; the others refuse what is wrong with their words themselves."""
 
 
 def entry() -> None:
@@ -74,7 +55,7 @@ def handle_signals(words: list[str]) -> None:
         ignore_signals()
         return
     for number, code in EXIT_CODES.items():
-        ours = code == PREEMPTED and (words[:1] in RUNNING or number == signal.SIGTERM)
+        ours = code == PREEMPTED and (number == signal.SIGTERM or words in (["train"], ["resume"]))
         if ours and signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
             signal.signal(number, stop)
 
@@ -110,31 +91,28 @@ def dispatch(arguments: list[str]) -> int:
     # OpenMP reads this when it is loaded. Threads that wait by spinning made a small model's step 2 to 5 times slower
     # as soon as another program took one of two cores; sleeping costs a quarter or more where nothing else runs.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if not arguments or arguments in [[flag] for flag in HELP]:
-        from rtx.commandline.help import front_page
+    from rtx import help, options
 
-        print(front_page(COMMANDS))
-        return 0 if arguments else 2
-    if arguments[0] in HELP:
-        arguments = [arguments[1], "--help", *arguments[2:]]
-    word, rest = arguments[0], arguments[1:]
-    if word in ("--version", "-V"):
+    word, commands = (*arguments, "")[0], list(dict.fromkeys(name.split()[0] for name in options.READS))
+    if not word or word in HELP:
+        print(help.front_page())
+        return 0 if word else 2
+    if word == "--version":
         print(f"rtx {__version__}")
         return 0
-    if word not in COMMANDS:
-        hint = nearest(word, [*COMMANDS, "--help", "--version"]) or f"; the commands are {', '.join(COMMANDS)}"
+    if word not in commands:
+        hint = nearest(word, [*commands, "--help", "--version"]) or f"; the commands are {', '.join(commands)}"
         raise UserError(f"unknown command {word!r}{hint}")
-    flags, words = split_flags(word, rest)
-    if flags & {"--help", "-h"}:
-        from rtx.commandline.help import command_page
-
-        print(command_page(word, words, COMMANDS[word]))
+    flags, words = split_flags(word, arguments[1:])
+    if {*flags} & {*HELP}:
+        print(help.command_page(word, words))
         return 0
-    if flags & {"--multirun", "-m"}:
+    if {*flags} & {"--multirun", "-m"}:
         from rtx.sweep.launcher import sweep
 
         return sweep(words)
-    check_first(word, words)
+    if word in CHECKED:
+        check_first(word, words)
     if "--cfg=job" in flags:
         from rtx.compose import compose, to_yaml
 
@@ -143,48 +121,40 @@ def dispatch(arguments: list[str]) -> int:
     return importlib.import_module(f"rtx.commands.{word}").main(words)
 
 
-def split_flags(word: str, arguments: list[str]) -> tuple[set[str], list[str]]:
+def split_flags(word: str, arguments: list[str]) -> tuple[list[str], list[str]]:
     """Take the flags out of the arguments of a command; returns them and the rest."""
     if "--cfg" in arguments:
         at = arguments.index("--cfg")
         arguments = [*arguments[:at], "=".join(arguments[at : at + 2]), *arguments[at + 2 :]]
-    known = FLAGS.get(word, HELP[:2])
-    words = [each for each in arguments if each not in known]
-    for each in words:
-        if each.startswith("-") and not os.path.isdir(each):
+    known = FLAGS.get(word, HELP)
+    flags = [each for each in arguments if each.startswith("-")]
+    for each in flags:
+        if each not in known:
             raise UserError(f"{each}: unknown flag of rtx {word}{nearest(each, known)}; see rtx {word} --help")
-    return {*arguments} & {*known}, words
+    return flags, [each for each in arguments if each not in flags]
 
 
 def check_first(word: str, words: list[str]) -> None:
     """Raise `UserError` for a wrong configuration, or for data that are not there, before the imports of the command:
     torch takes seconds.
     """
-    if word in READS_ITSELF:
-        return
     from rtx.compose import compose, load_run_config, merge
-    from rtx.options import actions, read_words, what_to_do
+    from rtx.options import read_words, what_to_do
     from rtx.sweep.cells import refuse_sweep
 
-    runs, overrides = [], words
-    if word not in ("train", "plan"):  # they have no options of their own, and every mistake is told at once
-        what, words = what_to_do(word, words) if actions(word) else ("", words)
-        read = read_words(f"{word} {what}".strip(), words)
-        runs, overrides = read.runs, read.overrides
-    if not runs:
-        config = compose(overrides)
-        refuse_sweep(overrides)
+    what, words = what_to_do(word, words)
+    read = read_words(f"{word} {what}".strip(), words)
+    if not read.runs:
+        config = compose(read.overrides)
+        refuse_sweep(read.overrides)
         if word == "train":
             from rtx.data.catalog import check_source, data_root
 
             check_source(config.data, data_root())
-    for run in runs:
-        if word == "resume":
-            from rtx.commands.resume import changed
-
-            changed(load_run_config(run), overrides)
-        else:
-            merge(load_run_config(run), overrides)
+    if word == "resume":
+        from rtx.commands.resume import changed as merge
+    for run in read.runs:
+        merge(load_run_config(run), read.overrides)
 
 
 def complain(message: str, code: int) -> int:

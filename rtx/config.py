@@ -7,11 +7,15 @@ read stands in `rtx/options.py`. No torch, no Hydra. `rtx train --help` prints t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, is_dataclass
-from typing import Any, get_type_hints
+from dataclasses import dataclass, field
 
 from rtx.data.sets import NAMES
-from rtx.keys import Field, about, auto_or, fields_of, one_of, parts_of, ranged
+from rtx.keys import Field, fields_of, one_of, ranged
+
+GROUPS = ("data", "routing", "optimizer", "hardware", "logger", "model", "experiment")
+"""Hydra groups in the order of composition; a later one wins."""
+
+SECTIONS = (*GROUPS[:-1], "trainer")
 
 BASES = {
     "local": "rtx.attention.patterns.Local",
@@ -24,9 +28,7 @@ BASES = {
 """The patterns of model.base, and where they are. A pattern of your own is one line more (docs/attention.md)."""
 
 SELECTIONS = {
-    "causal": "rtx.attention.routing.Routing",
-    "topk": "rtx.attention.routing.Routing",
-    "nearest": "rtx.attention.routing.Routing",
+    **dict.fromkeys(("causal", "topk", "nearest"), "rtx.attention.routing.Routing"),
     "random": "rtx.attention.patterns.Random",
     "exact": "rtx.attention.choices.Exact",
     "blocks": "rtx.attention.choices.Blocks",
@@ -143,7 +145,7 @@ class ModelConfig:
     """Attention heads in each block."""
     hidden: int = ranged(256, low=1, high=2**20)
     """Width of the residual stream; a head has hidden / heads units."""
-    base: str = parts_of(*BASES)
+    base: str = one_of(*BASES, joined=True)
     """Pattern of all heads that do not route; local+full shares them out evenly, local+local+lsh two to one."""
     window: int = ranged(256, low=1)
     """Keys that a local head sees, its own position included."""
@@ -185,7 +187,7 @@ class ModelConfig:
     """Weight of each layer's mean span in the loss (base=adaptive_span; released code: 5e-7)."""
     init: str = one_of("fan_in", "depth_scaled")
     """Weights at the start: by fan-in, or as in the Sparse Transformer, smaller, for models of many layers."""
-    recompute: bool | str = auto_or("auto, true or false")
+    recompute: bool | str = "auto"
     """Recompute each block in the backward pass instead of keeping its activations; auto: where memory asks for it."""
     ffn_parts: int = ranged(1, low=1, high=4096)
     """Parts of the rows that the feed-forward layer takes in turn, and again in the backward pass; 1: all at once."""
@@ -262,7 +264,7 @@ class TrainerConfig:
     """Stop, and save, after this many minutes of training if the steps are not done by then."""
     batch_size: int = ranged(8, low=1)
     """Sequences per optimizer step, over all devices and micro-batches."""
-    micro_batch_size: int | str = auto_or("auto or an integer, at least 1", low=1)
+    micro_batch_size: int | str = ranged("auto", low=1)
     """Sequences per device and forward pass; auto: as many as the device holds, by the count of rtx plan."""
     clip: float = ranged(1.0, low=0.0)
     """Largest norm of the whole gradient; 0: no clipping."""
@@ -304,12 +306,6 @@ def all_fields() -> dict[str, Field]:
     return fields_of(Config)
 
 
-def sections() -> dict[str, str]:
-    """The sections of a run's configuration (data, model, trainer, ...) with the docstring of each."""
-    hints: dict[str, Any] = get_type_hints(Config)
-    return {name: about(hint) for name, hint in hints.items() if is_dataclass(hint)}
-
-
 def precision_on(wish: HardwareConfig, gpu: bool) -> str:
     """The arithmetic on a device: hardware.precision, where auto is bf16 on a GPU and fp32 on a CPU."""
     if wish.precision != "auto":
@@ -325,12 +321,7 @@ def base_patterns(model: ModelConfig) -> list[str]:
 def axis_sizes(model: ModelConfig) -> tuple[int, ...]:
     """Sizes of the axes of positions=axial, slowest first; none where model.axes is not numbers joined by x."""
     parts = (model.axes or "").split("x")
-    whole = all(part.isdecimal() and len(part) < 10 for part in parts)
-    return tuple(int(part) for part in parts) if whole else ()
-
-
-GROUPS = ("data", "routing", "optimizer", "hardware", "logger", "model", "experiment")
-"""Hydra groups in the order of composition; a later one wins."""
+    return tuple(map(int, parts)) if all(part.isdecimal() and len(part) < 10 for part in parts) else ()
 
 
 def hash_buckets(config: Config) -> int:

@@ -24,18 +24,19 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.55) -> str:
     return f" (did you mean '{match[0]}'?)" if match else ""
 
 
-def collect(check: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Return what `check` gives for each item.
+def refuse(problems: Iterable[str]) -> None:
+    """Raise `UserError` with a line for each problem, told once, if there are any."""
+    if lines := dict.fromkeys(problems):
+        raise UserError("\n".join(lines))
 
-    Raises:
-        UserError: with a line for every problem that `check` raises one of.
-    """
-    found, problems = [], {}
+
+def collect(check: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Return what `check` gives for each item, or raise `UserError` with the problems of them all."""
+    found, problems = [], []
     for item in items:
         try:
             found.append(check(item))
         except UserError as error:
-            problems |= dict.fromkeys(str(error).splitlines())
-    if problems:
-        raise UserError("\n".join(problems))
+            problems += str(error).splitlines()
+    refuse(problems)
     return found

@@ -1,22 +1,32 @@
-"""What commands that train nothing read behind their name: a small dataclass of options each, and which keys of a run.
+"""What stands behind the name of a command: its options, run folders, and overrides of a configuration (`key=value`).
 
-`read_words` takes a command line apart into run folders, options and overrides of a configuration; a word that a
-command does not read is refused with a line that says where it belongs. No torch, no Hydra, no YAML.
+A value is taken as it is written, `~/a=b (1).txt` and all. In a sweep commas outside quotes part several values,
+`range(1,4)` counts, and `model=glob(rt*)` lists options. No torch, no Hydra, no YAML.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import filter as matching
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from rtx.config import GROUPS, SPREAD, all_fields, sections
+from rtx.config import GROUPS, SPREAD, all_fields
 from rtx.errors import UserError, collect, nearest
-from rtx.keys import Field, fields_of, one_of, ranged, suggest_key
+from rtx.keys import Field, fields_of, one_of, options, ranged, suggest_key, unquoted
 from rtx.wording import shorten
+
+COMMA = re.compile(r""",(?=(?:[^"']|"[^"]*"|'[^']*')*$)""")
+"""A comma outside quotes."""
+
+MOST_CELLS = 1_000
+"""Cells of a sweep, and values of a range."""
 
 LAUNCHED = ("slurm",)
 """Options of hardware that make jobs of the cells of a sweep."""
@@ -24,8 +34,6 @@ LAUNCHED = ("slurm",)
 
 @dataclass
 class EvalOptions:
-    """Scores a run's checkpoint on a split, every unit exactly once, and keeps the score with its protocol."""
-
     split: str = one_of("valid", "test", "train")
     """Part of the data to score."""
     mode: str = one_of("parallel", "streaming")
@@ -46,8 +54,6 @@ class EvalOptions:
 
 @dataclass
 class SampleOptions:
-    """Generates from a run's checkpoint, one unit after the other, and prints as it goes."""
-
     length: int | None = ranged(None, low=1)
     """Units to generate; unset: 1,000 of text, a whole image of N."""
     count: int = ranged(1, low=1, high=1024)
@@ -68,12 +74,6 @@ class SampleOptions:
 
 @dataclass
 class AuditOptions:
-    """Changes everything behind a prefix, for many prefixes, and says which outputs of the prefix move.
-
-    Behind runs it also prices what teacher-forced scoring gains by the future, in bits, and writes audit.json beside
-    each. Without a run it audits a fresh model of the configuration that the words compose.
-    """
-
     length: int | None = ranged(None, low=2)
     """Positions of the sequences that are changed; unset: N."""
     double: bool = True
@@ -102,8 +102,6 @@ class AuditOptions:
 
 @dataclass
 class AnalyzeOptions:
-    """Looking into a run."""
-
     split: str = one_of("valid", "test", "train")
     """Part of the data to take sequences from."""
     seed: int = ranged(0, low=0, high=2**31 - 1)
@@ -114,8 +112,6 @@ class AnalyzeOptions:
 
 @dataclass
 class DivergenceOptions(AnalyzeOptions):
-    """The Jensen-Shannon divergence between the attention of heads of one layer, drawn at random (Table 6)."""
-
     sequences: int = ranged(1, low=1)
     """Sequences read; draws take them in turn."""
     draws: int = ranged(10, low=1, high=10_000)
@@ -124,8 +120,6 @@ class DivergenceOptions(AnalyzeOptions):
 
 @dataclass
 class PatternsOptions(AnalyzeOptions):
-    """Which positions every head reads in one sequence, as maps in the manner of the paper's Figure 1."""
-
     start: int | None = ranged(None, low=0)
     """Unit of the split that the sequence begins with, or number of the image; unset: drawn by the seed."""
     layer: str | None = None
@@ -136,8 +130,6 @@ class PatternsOptions(AnalyzeOptions):
 
 @dataclass
 class ContextOptions(AnalyzeOptions):
-    """Loss by position in the window, and what the same units gain from farther context."""
-
     windows: int = ranged(64, low=1)
     """Windows scored."""
     bins: int = ranged(16, low=1, high=256)
@@ -148,20 +140,12 @@ class ContextOptions(AnalyzeOptions):
 
 @dataclass
 class ReportOptions:
-    """Sets runs, or the cells of a sweep, beside the paper's tables: Markdown, CSV, JSON, LaTeX and a page.
-
-    Without a folder it lists the paper's tables and what of them is below outputs/. It speaks to W&B only with
-    logger=online or logger=offline.
-    """
-
     output: str | None = None
     """Folder to write report.{md,csv,tex,html} to; unset: report/ in the first with a run."""
 
 
 @dataclass
 class ExportOptions:
-    """Writes the model of a run as files that others load, and that rtx eval and rtx sample take in place of a run."""
-
     checkpoint: str = one_of("best", "last")
     """Weights: of the best validation, or the last."""
     output: str | None = None
@@ -170,12 +154,6 @@ class ExportOptions:
 
 @dataclass
 class BenchOptions:
-    """Times real training steps of several rows in turn, beside the paper's.
-
-    Table 1 with experiment=cifar10_grid,cifar10_baselines, Table 7 with experiment=pg19_steps. Lists of values are the
-    rows, as in rtx train -m. No data set is needed. The record stands in outputs/<name>/bench/ for rtx report.
-    """
-
     turns: int = ranged(5, low=1, high=10_000)
     """Turns: in each of them every row takes its steps, one row after the other, so that drift reaches all alike."""
     per_turn: int = ranged(2, low=1, high=10_000)
@@ -186,8 +164,6 @@ class BenchOptions:
 
 @dataclass
 class SweepOptions:
-    """How the cells of a sweep run."""
-
     parallel: int | None = ranged(None, low=1, high=1_000)
     """Cells side by side; unset: one after the other, or with hardware=slurm all of them, as the queue takes them."""
     retry: bool = False
@@ -196,150 +172,130 @@ class SweepOptions:
 
 @dataclass
 class WatchOptions:
-    """Shows which cells of a sweep are done, run, failed and why, or wait, until it is over or Ctrl-C."""
-
     once: bool = False
     """Print how the sweep stands and leave, instead of watching it until it ends."""
-
-
-@dataclass
-class ResumeOptions:
-    """Continues a run from its last checkpoint, bit for bit as if it had never stopped.
-
-    trainer.steps=N or trainer.max_minutes=M lengthens a run that is done. Intervals, micro-batches, hardware and logger
-    may change, too; whatever else would make another run is refused.
-    """
-
-
-DEVICE = ("hardware.name", "hardware.precision", "hardware.deterministic", "hardware.threads")
-"""What a command on a run reads of its hardware: it works on one device."""
-
-RUN_KEYS = ("data.*", "hardware", *DEVICE)
-RESUMED = ("hardware", "logger", "seed", *(f"{section}.*" for section in (*GROUPS, "trainer")))
-MANY = 10_000
 
 
 @dataclass(frozen=True)
 class Command:
     """What stands behind the name of a command."""
 
+    name: str
+    """Its word; with what it is to do behind analyze and bench, and -m behind train for a sweep."""
+    about: str
     options: type | None = None
-    section: str = ""
-    """What may stand before an option and a dot; behind its command an option needs none."""
-    runs: tuple[int, int] = (0, 0)
-    """Fewest and most run folders in front."""
+    runs: int = 0
+    """Run folders in front: one, or up to many."""
     keys: tuple[str, ...] = ()
     """Groups and keys of a run's configuration that may be changed for the command."""
     composes: bool = False
     """Whether the words make a configuration, where there is no run: then every group and key is read."""
-    words: str = ""
-    """What stands behind its name, where that is neither a run nor a setting."""
 
     @property
     def own(self) -> dict[str, Field]:
-        """The options by their plain names."""
+        """The options by their names."""
         return fields_of(self.options) if self.options else {}
 
+    @property
+    def section(self) -> str:
+        """What may stand before an option and a dot, and must where it is a key of the configuration as well."""
+        return "sweep" if self.name == "train -m" else self.name.split()[0]
+
     def option(self, key: str, composing: bool) -> str:
-        """Return the plain name of the option that `key` means, or an empty string."""
-        section, _, name = key.rpartition(".")
-        plain = not section and not (composing and name in all_fields())  # seed and name are the run's there
-        return name if name in self.own and (plain or section == self.section) else ""
+        """Return the name of the option that `key` means, or an empty string."""
+        name = key.removeprefix(f"{self.section}.")
+        return name if name in self.own and not (composing and key in all_fields()) else ""
 
     def known(self, composing: bool) -> list[str]:
         """Return the options, groups and keys that the command reads."""
-        keys = [*GROUPS, *all_fields()]
-        if composing:
-            return [*(f"{self.section}.{name}" for name in self.own), *keys]
-        return [*self.own, *(key for key in keys if any(fnmatchcase(key, pattern) for pattern in self.keys))]
+        if self.name == "resume":
+            from rtx.training.resumption import may_change  # which reads configurations by this module
+
+            names = ("name", "model.name")
+            return ["hardware", "logger", *(key for key in all_fields() if may_change(key) and key not in names)]
+        own = [f"{self.section}.{name}" if composing else name for name in self.own]
+        patterns = ("*",) if composing else self.keys
+        return own + [key for key in (*GROUPS, *all_fields()) if any(fnmatchcase(key, each) for each in patterns)]
+
+    def usage(self) -> str:
+        """Return the line that says how it is called."""
+        runs = {0: "", 1: " <run>"}.get(self.runs, " [<run> ...]")
+        settings = " [key=value ...]" if self.options or self.keys or self.composes else ""
+        return f"rtx {self.name}{runs}{' [group=option ...]' * self.composes}{settings}"
 
 
-READS = {
-    "train": Command(composes=True),
-    "train -m": Command(SweepOptions, "sweep", composes=True),
-    "plan": Command(composes=True),
-    "resume": Command(ResumeOptions, "resume", (1, 1), RESUMED),
-    "eval": Command(EvalOptions, "eval", (1, 1), (*RUN_KEYS, "seed")),
-    "audit": Command(AuditOptions, "audit", (0, MANY), RUN_KEYS, True),
-    "analyze divergence": Command(DivergenceOptions, "analyze", (1, 1), RUN_KEYS),
-    "analyze patterns": Command(PatternsOptions, "analyze", (1, 1), RUN_KEYS),
-    "analyze context": Command(ContextOptions, "analyze", (1, 1), RUN_KEYS),
-    "sample": Command(SampleOptions, "sample", (1, 1), ("hardware", *DEVICE)),
-    "export": Command(ExportOptions, "export", (1, 1)),
-    "report": Command(ReportOptions, "report", (0, MANY), ("logger", "logger.*")),
-    "sweep": Command(WatchOptions, "sweep", (1, 1)),
-    "bench steps": Command(BenchOptions, "bench", composes=True),
-    "data": Command(keys=("data", "data.*"), words="prepare|verify|info|list|remove [<store>] [key=value ...]"),
-    "schema": Command(words="<group>"),
-    "completion": Command(words="bash"),
-}
+DEVICE = ("hardware", "hardware.name", "hardware.precision", "hardware.deterministic", "hardware.threads")
+"""What a command on a run reads of its hardware: it works on one device."""
+RUN = ("data.*", *DEVICE)
+MANY = 10_000
+COMMANDS = (
+    Command("train", "train a model; every option has a default", composes=True),
+    Command("train -m", "train every combination of listed values, a process each", SweepOptions, composes=True),
+    Command("resume", "go on exactly where a run stopped, or lengthen it by trainer.steps=N", runs=1),
+    Command("eval", "score a run on a split, every unit exactly once", EvalOptions, 1, (*RUN, "seed")),
+    Command("audit", "change the future, see what of the past moves and its price", AuditOptions, MANY, RUN, True),
+    Command("analyze divergence", "do heads read elsewhere (Table 6)", DivergenceOptions, 1, RUN),
+    Command("analyze patterns", "draw what every head reads, as in Figure 1", PatternsOptions, 1, RUN),
+    Command("analyze context", "loss by position, and what far context is worth", ContextOptions, 1, RUN),
+    Command("sample", "generate from a run", SampleOptions, 1, DEVICE),
+    Command("export", "write a run's model as safetensors with a card, for others to load", ExportOptions, 1),
+    Command("sweep", "watch a sweep: what is done, runs, failed, waits", WatchOptions, 1),
+    Command("report", "set runs and sweeps beside the paper's tables", ReportOptions, MANY, ("logger", "logger.*")),
+    Command("bench steps", "time the training steps of rows (listed values) in turn", BenchOptions, composes=True),
+    Command("plan", "count parameters, FLOPs and memory of a run, and run nothing", composes=True),
+    Command("data", "prepare, verify, info or remove data=<set>; list what lies here", keys=("data", "data.*")),
+    Command("schema", "print what a file of conf/<group>/ may hold, for editors: rtx schema <group>"),
+    Command("completion", "print a script by which bash completes lines: source <(rtx completion bash)"),
+)
+READS = {command.name: command for command in COMMANDS}
 
 
-def actions(word: str) -> list[str]:
-    """Return what `rtx <word>` can be asked to do, where that is said behind it."""
-    return [name.partition(" ")[2] for name in READS if name.startswith(f"{word} ") and word not in READS]
+@dataclass(frozen=True)
+class Override:
+    """A key, and the texts of its values as they were written: more than one where it sweeps."""
 
+    key: str
+    values: tuple[str, ...]
 
-def what_to_do(word: str, words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return what `rtx analyze` or `rtx bench` is asked to do, and the words behind that."""
-    known, what = actions(word), words[0] if words else ""
-    if what in known:
-        return what, list(words[1:])
-    said = f"rtx {word} {shorten(what)}".rstrip()
-    raise UserError(f"{said}: say {', '.join(known)}{nearest(what, known)}; usage: {usage(word)}")
-
-
-def offered(name: str, composing: bool) -> list[str]:
-    """Return what help names of a command: all that it reads, but for what `rtx resume` reads only to refuse it."""
-    from rtx.training.resumption import may_change
-
-    known = READS[name].known(composing)
-    return [key for key in known if key in GROUPS or may_change(key)] if name == "resume" else known
-
-
-def usage(name: str) -> str:
-    """Return the usage line of a command, or of one of the things that it does."""
-    several = actions(name)
-    reads = READS[f"{name} {several[0]}" if several else name]
-    runs = {0: "", 1: "<run> "}.get(reads.runs[1], "[<run> ...] ")
-    settings = "[group=option ...] [key=value ...]" if reads.composes else "[key=value ...]"
-    return " ".join(["rtx", name, *["|".join(several)] * bool(several), reads.words or runs + settings])
+    def __str__(self) -> str:
+        return f"{self.key}={','.join(self.values)}"
 
 
 @dataclass(frozen=True)
 class Words:
-    """A command line taken apart."""
+    """A command line taken apart: `options` is the command's dataclass, `given` names those that the user wrote."""
 
     runs: list[Path]
     options: Any
-    """The command's dataclass."""
     overrides: list[str]
-    """Of the configuration, as the user wrote them."""
     given: frozenset[str]
-    """The plain names of the options that the user wrote."""
+
+
+def what_to_do(word: str, words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return which of several things a command (`rtx analyze`) is asked to do, and the words behind that."""
+    known = [name.partition(" ")[2] for name in READS if name.startswith(f"{word} ") and word not in READS]
+    what = words[0] if words and known else ""
+    if what in known or not known:
+        return what, list(words[bool(known) :])
+    said = f"rtx {word} {shorten(what)}".rstrip()
+    raise UserError(f"{said}: say {', '.join(known)}{nearest(what, known)}; rtx {word} --help says more")
 
 
 def read_words(command: str, words: Sequence[str]) -> Words:
-    """Take apart what stands behind a command.
-
-    Args:
-        command: its name, with what it is to do behind `analyze` and `bench`, and -m behind `train` for a sweep.
-        words: what stands behind that.
+    """Take apart what stands behind a command (its name as in `READS`).
 
     Raises:
         UserError: with a line for each word that the command does not read, or a run that is missing.
     """
     reads = READS[command]
-    runs = leading_runs(command, words) if reads.runs[1] else []
+    runs = leading_runs(reads, words) if reads.runs else []
     composing = reads.composes and not runs
 
     def read(word: str) -> tuple[str, Any]:
         key, text = split_word(word)
         if name := reads.option(key, composing):
-            return name, reads.own[name].read_word(text, key)
-        refuse_foreign(command, key, word, composing)
-        if runs:
-            refuse_devices(command, key, text)
+            return name, reads.own[name].read_word(text)
+        check_override(word, command, composing)
         return "", word
 
     found = collect(read, words[len(runs) :])
@@ -348,56 +304,93 @@ def read_words(command: str, words: Sequence[str]) -> Words:
     return Words(runs, reads.options(**values) if reads.options else None, overrides, frozenset(values))
 
 
-def leading_runs(command: str, words: Sequence[str]) -> list[Path]:
-    """Return the run folders that words begin with; one that exists may have any name (a=b, -o)."""
-    least, most = READS[command].runs
-    setting = (not word or "=" in word or word.startswith("-") for word in words)
-    ends = (k for k, is_set in enumerate(setting) if is_set and not os.path.isdir(words[k]))
-    runs = [Path(word) for word in words[: next(ends, len(words))]]
-    if len(runs) < least:
-        found = f", not {shorten(words[len(runs)])!r}" if len(words) > len(runs) else ""
-        raise UserError(f"rtx {command} needs the run's folder first{found}; usage: {usage(command)}")
-    if len(runs) > most:
-        raise UserError(f"rtx {command} takes {most} run{'s' * (most > 1)}, not also {shorten(str(runs[most]))!r}")
+def leading_runs(reads: Command, words: Sequence[str]) -> list[Path]:
+    """Return the run folders that words begin with; one that exists may have "=" in its name."""
+    runs = [Path(word) for word in itertools.takewhile(lambda word: "=" not in word or os.path.isdir(word), words)]
+    if not runs and reads.runs < MANY:
+        found = f", not {shorten(words[0])!r}" if words else ""
+        raise UserError(f"rtx {reads.name} needs the run's folder first{found}; usage: {reads.usage()}")
+    if len(runs) > reads.runs:
+        raise UserError(f"rtx {reads.name} takes 1 run, not also {shorten(str(runs[1]))!r}")
     return runs
+
+
+def check_overrides(words: Iterable[str], *, sweep: bool = False) -> list[Override]:
+    """Return the overrides of a configuration, checked one by one; `sweep`: they may list values.
+
+    Raises:
+        UserError: with a line for each that cannot be.
+    """
+    return collect(lambda word: check_override(word, "train -m" if sweep else "train", True), words)
+
+
+def check_override(word: str, command: str, composing: bool) -> Override:
+    """Return one override, checked: the command reads its key, and each value is an option, or in type and range."""
+    (key, text), sweep = split_word(word), command in ("train -m", "bench steps")
+    if sweep and key.startswith("hydra.launcher."):
+        return Override(key, (text,))
+    refuse_foreign(READS[command], key, word, composing)
+    values = listed(key, text)
+    if len(values) > 1 and not sweep:
+        said = f"{shorten(word)}: takes one value; several make a sweep (rtx train -m)"
+        raise UserError(f"{said}; quote it where it is one: '{key}=\"...\"'")
+    for value in values:
+        if key in GROUPS:
+            check_option(key, value)
+        elif "${" not in value:  # what refers to another key is known when all is composed
+            all_fields()[key].read_word(value)
+    apart = (*LAUNCHED, *(SPREAD if command != "resume" else ()))
+    if not composing and key in ("hardware", "hardware.name") and {*values} & {*apart}:
+        takes = ", ".join(option for option in options("hardware") if option not in apart)
+        raise UserError(f"{word}: not for rtx {command}; hardware takes {takes}")
+    return Override(key, tuple(values))
 
 
 def split_word(word: str) -> tuple[str, str]:
     """Return key and value of `key=value`."""
     key, equals, text = word.partition("=")
     key = key.lstrip("+").strip()
-    if word.startswith(("-", "~")):
-        raise UserError(f"{shorten(word)}: {'unknown flag' if word[0] == '-' else 'a key can be set, not removed'}")
-    if not equals or not key:
-        known = [*GROUPS, *all_fields()]
-        near = f"; say {key}=..." if key in known else suggest_key(key, known) if key else ""
+    if not equals or not key or word.startswith(("-", "~")):
+        near = suggest_key(key.lstrip("~-"), [*GROUPS, *all_fields()])
         raise UserError(f"{shorten(word)!r} is not of the form key=value{near}")
     return key, text
 
 
-def refuse_foreign(command: str, key: str, word: str, composing: bool) -> None:
+def refuse_foreign(reads: Command, key: str, word: str, composing: bool) -> None:
     """Refuse a key that the command does not read; say which command reads it, or which key is near."""
-    reads = READS[command]
-    known = reads.known(composing)
-    if key in known or (composing and key.startswith(("hydra.", "hydra/"))):
+    known, ours = reads.known(composing), {*GROUPS, *all_fields()}
+    if key in known or (reads.name == "resume" and key in all_fields() and key != "name"):  # which tells what changes
         return
-    refused = f"{shorten(word)}: rtx {command} does not read {key}; it"
     owners = [name for name, other in READS.items() if "." in key and other.option(key, False)]
-    if owners:
-        moved = "; for validations in training: trainer.val_stride" if key == "eval.stride" else ""
-        raise UserError(f"{refused} is an option of rtx {owners[0]}{moved}")
-    reading = ", ".join([*reads.own, *reads.keys])
-    if key in GROUPS or key in all_fields():
-        raise UserError(f"{refused} reads {reading}")
-    if key in sections():
-        raise UserError(f"{shorten(word)}: {key} is a section; set its keys one by one, such as {key}.<key>=...")
-    listed = "rtx train --help lists them" if composing else f"rtx {command} reads {reading}"
-    raise UserError(f"unknown key {shorten(key)!r}{suggest_key(key, known) or f'; {listed}'}")
+    if owners or key in ours:
+        where = f"is an option of rtx {owners[0]}" if owners else f"reads {', '.join([*reads.own, *reads.keys])}"
+        raise UserError(f"{shorten(word)}: rtx {reads.name} does not read {key}; it {where}")
+    near = suggest_key(key, known) or f"; rtx {reads.name} --help lists them"
+    raise UserError(f"unknown key {shorten(key)!r}{near}")
 
 
-def refuse_devices(command: str, key: str, text: str) -> None:
-    """Refuse hardware of several devices, and what makes jobs, behind a command on a run."""
-    if key == "hardware" and text in LAUNCHED:
-        raise UserError(f"{key}={text}: makes jobs of the cells of a sweep (rtx train -m), not of rtx {command}")
-    if command != "resume" and key in ("hardware", "hardware.name") and text in SPREAD:
-        raise UserError(f"{key}={text}: rtx {command} works on one device; hardware takes auto, cpu or gpu")
+def check_option(group: str, name: str) -> None:
+    """Refuse an option that `conf/<group>/` does not have, and jobs where nothing makes them."""
+    known, shown = options(group), f"{group}={shorten(name)}"
+    if name not in known and (group, name) != ("experiment", "null"):
+        takes = f"{group} takes {shorten(', '.join(known), 240)}"
+        raise UserError(f"{shown}: no such option{nearest(name, known)}; {takes}")
+    if name in LAUNCHED and importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
+        raise UserError(f"{shown}: needs hydra-submitit-launcher and submitit; pip install 'rtx[slurm]' brings them")
+
+
+def listed(key: str, text: str) -> list[str]:
+    """Return the texts of the values that stand behind a key."""
+    function, _, inner = text.strip().removesuffix(")").partition("(")
+    if function == "glob" and key in GROUPS:
+        found = matching(options(key), inner)
+    elif function == "range" and key not in GROUPS and all_fields()[key].kind is int:
+        try:
+            found = [str(number) for number in range(*map(int, inner.split(",")))[: MOST_CELLS + 1]]
+        except (ValueError, TypeError, OverflowError):
+            raise UserError(f"{key}={shorten(text)}: say range(start,stop) or range(start,stop,step)") from None
+    else:
+        return COMMA.split(text) if key not in GROUPS else [unquoted(part.strip()) for part in text.split(",")]
+    if not 0 < len(found) <= MOST_CELLS:
+        raise UserError(f"{key}={shorten(text)}: stands for {'too many values' if found else 'no value'}")
+    return found

@@ -11,18 +11,13 @@ from tqdm.auto import tqdm
 
 QUIET_SECONDS = 3.0
 """Work that is done by then shows no bar."""
-
 PLAIN_SECONDS = 15.0
 """Time between two lines where there is no terminal."""
 
 
 @contextlib.contextmanager
 def progress_bar(unit: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield what is called with how many are done and how many there are; on stderr, and gone at the end.
-
-    Args:
-        unit: what is counted, in the plural, such as "windows".
-    """
+    """Yield what is called with how many (of `unit`, in the plural) are done and how many there are; on stderr."""
     began = shown = time.monotonic()
     terminal = sys.stderr.isatty() or "ipykernel" in sys.modules
     with tqdm(unit=f" {unit}", delay=QUIET_SECONDS, leave=False, file=sys.stderr, disable=not terminal) as bar:

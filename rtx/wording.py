@@ -1,8 +1,7 @@
-"""Values, numbers and what a model wrote, as one would print them."""
+"""Values and numbers as one would print them."""
 
 from __future__ import annotations
 
-import codecs
 from typing import Any
 
 
@@ -27,14 +26,3 @@ def shorten(text: str, width: int = 100) -> str:
 def printable(text: str) -> str:
     """Return text with control characters (all but newline and tab) replaced."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
-class TextStream:
-    """Decodes UTF-8 as its bytes come, harmless to a terminal; replaces what is broken."""
-
-    def __init__(self) -> None:
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def feed(self, data: bytes, final: bool = False) -> str:
-        """Return the text that is complete with these bytes."""
-        return printable(self.decoder.decode(data, final))

@@ -1,4 +1,4 @@
-"""The wheel: it carries `conf/`, and works from a folder that is not the checkout."""
+"""The wheel: it carries `conf/`, and works from a folder that is not the checkout. What a newcomer reads first."""
 
 from __future__ import annotations
 
@@ -25,49 +25,38 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-@pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install the wheel into a folder of its own; what it needs is taken from this environment."""
-    folder = tmp_path_factory.mktemp("installed")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(folder)]
-    subprocess.run([*command, str(wheel)], check=True, timeout=300)
-    return folder
-
-
-def run(installed: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the installed rtx from another folder."""
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
-    command = [sys.executable, "-W", "error", "-m", "rtx", *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
-
-
 def test_the_wheel_holds_the_package_conf_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    tops = {name.partition("/")[0] for name in names}
-    assert tops == {"rtx", f"rtx-{__version__}.dist-info"}
+    assert {name.partition("/")[0] for name in names} == {"rtx", f"rtx-{__version__}.dist-info"}
     inside = {name.removeprefix("rtx/") for name in names if name.startswith("rtx/conf/")}
-    beside = {path.relative_to(ROOT).as_posix() for path in (ROOT / "conf").rglob("*.yaml")}
-    assert inside == beside
-    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "rtx").rglob("*.py")}
-    assert modules <= set(names)
+    assert inside == {path.relative_to(ROOT).as_posix() for path in (ROOT / "conf").rglob("*.yaml")}
+    assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "rtx").rglob("*.py")} <= set(names)
     assert f"rtx-{__version__}.dist-info/licenses/LICENSE" in names
 
 
-def test_the_wheel_works_from_another_folder(installed: Path, tmp_path: Path) -> None:
-    page = run(installed, tmp_path, "train", "--help")
-    assert (page.returncode, page.stderr) == (0, "")
-    assert "  rt24 " in page.stdout
-    shown = run(installed, tmp_path, "train", "--cfg", "job", "model=rt24", "data=enwik8")
-    assert (shown.returncode, shown.stderr) == (0, "")
-    assert "  length: 8192\n" in shown.stdout
-    mistake = run(installed, tmp_path, "train", "model=rt25")
-    assert mistake.returncode == 2
-    assert "model=rt25: no such option" in mistake.stderr
-    assert list(tmp_path.iterdir()) == []
+def test_the_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> None:
+    folder, here = tmp_path / "installed", tmp_path / "here"
+    here.mkdir()
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(folder)]
+    subprocess.run([*command, str(wheel)], check=True, timeout=300)  # what it needs is taken from this environment
+    script = [sys.executable, "-W", "error", str(folder / "bin" / "rtx")]
+
+    def run(*words: str) -> tuple[int, str, str]:
+        environment = {**os.environ, "PYTHONPATH": str(folder)}
+        answer = subprocess.run(
+            [*script, *words], cwd=here, env=environment, capture_output=True, text=True, timeout=60
+        )
+        return answer.returncode, answer.stdout, answer.stderr
+
+    assert run("--version") == (0, f"rtx {__version__}\n", "")
+    assert "  rt24 " in run("train", "--help")[1]
+    code, shown, error = run("train", "--cfg", "job", "model=rt24", "data=enwik8")
+    assert (code, error) == (0, "") and "  length: 8192\n" in shown
+    code, shown, error = run("train", "model=rt25")
+    assert code == 2 and "model=rt25: no such option" in error
+    assert list(here.iterdir()) == []
 
 
-def test_the_wheel_has_the_script(installed: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
-    script = [sys.executable, str(installed / "bin" / "rtx"), "--version"]
-    answer = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert answer.stdout == f"rtx {__version__}\n"
+def test_the_first_screens_of_the_readme_fit_a_terminal_of_80_columns() -> None:
+    first = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n| group |")[0]
+    assert "rtx train --help" in first and max(map(len, first.splitlines())) <= 80

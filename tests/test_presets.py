@@ -8,12 +8,12 @@ import torch
 from rtx.attention.centroids import Centroids, after_step
 from rtx.attention.choices import Indexer
 from rtx.checks import resolve
-from rtx.commandline.overrides import check_overrides
 from rtx.compose import compose, with_values
 from rtx.config import Config
 from rtx.data.sets import IMAGE_SETS
 from rtx.keys import conf_dir, options
 from rtx.model.transformer import Transformer
+from rtx.options import check_overrides
 from rtx.sweep.cells import lay_out
 from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
 

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from rtx.analysis.output import save
-from rtx.commandline.overrides import check_overrides
 from rtx.compose import config_hash, to_dict
 from rtx.config import SPREAD, Config
 from rtx.data.catalog import Store, data_root, open_data
 from rtx.errors import RunFailed, UserError
 from rtx.identity import short_hash
-from rtx.options import LAUNCHED, BenchOptions, read_words, what_to_do
+from rtx.options import LAUNCHED, BenchOptions, check_overrides, read_words, what_to_do
 from rtx.report.steps import WHAT, read_record, views
 from rtx.report.tables import terminal
 from rtx.sweep.cells import lay_out

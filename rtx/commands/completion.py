@@ -8,7 +8,7 @@ from __future__ import annotations
 from rtx.config import GROUPS, all_fields
 from rtx.errors import UserError
 from rtx.keys import options
-from rtx.options import READS, actions, offered
+from rtx.options import READS
 
 SCRIPT = """_rtx() {
   local IFS=$'\\n'
@@ -32,33 +32,18 @@ def main(arguments: list[str]) -> int:
 
 def candidates(line: str) -> list[str]:
     """Return what the last word of a line may become; bash takes what stands behind its "=" for a word."""
-    *before, last = line.split(" ")
-    _, *words = filter(None, before)
+    _, *words, last = line.replace("--multirun", "-m").split(" ")
+    name = max((name for name in READS if {*name.split()} <= {*words}), key=len, default="")
     key, equals, start = last.partition("=")
+    if not name:
+        later = [each.split()[len(words) :] for each in READS if each.split()[: len(words)] == words]
+        return [f"{word} " for word in dict.fromkeys(each[0] for each in later) if word.startswith(last)]
+    composing = READS[name].composes and not (READS[name].runs and len(words) > 1 and "=" not in words[1])
+    if not equals:
+        return [f"{known}=" for known in READS[name].known(composing) if known.startswith(last)]
+    field = READS[name].own.get(READS[name].option(key, composing)) or all_fields().get(key)
+    values = options(key) if key in GROUPS else field.values if field else ()
+    if field:
+        values = (*("auto",) * field.auto, *("true", "false") * (field.kind is bool), *values)
     listed = start[: start.rfind(",") + 1]  # of a sweep
-    found: list[str] = []
-    if not words:
-        from rtx.cli import COMMANDS
-
-        found = [f"{word} " for word in COMMANDS]
-    elif len(words) == 1 and actions(words[0]):
-        found = [f"{action} " for action in actions(words[0])]
-    else:
-        name = "train -m" if {"-m", "--multirun"} & {*words} else " ".join(words[: 1 + bool(actions(words[0]))])
-        if name in READS and not equals:
-            runs = any("=" not in word and not word.startswith("-") for word in words[len(name.split()) :])
-            found = [
-                f"{known}=" for known in offered(name, READS[name].composes and not (runs and READS[name].runs[1]))
-            ]
-        elif name in READS:
-            found = [f"{listed}{value} " for value in values_of(name, key)]
-    return [word for word in found if word.startswith(start if equals else last)]
-
-
-def values_of(name: str, key: str) -> tuple[str, ...]:
-    """Return the options of a group, or the values of a key that has a list of them."""
-    own = READS[name].option(key, READS[name].composes)
-    field = READS[name].own[own] if own else all_fields().get(key)
-    if field is None:
-        return options(key) if key in GROUPS else ()
-    return ("auto",) * ("auto" in field.metadata) + (("true", "false") if field.kind is bool else field.values)
+    return [f"{listed}{value} " for value in values if f"{listed}{value}".startswith(start)]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from rtx.commandline.help import terminal_width
 from rtx.compose import compose
 from rtx.config import LoggerConfig
 from rtx.errors import RunFailed, UserError
-from rtx.options import read_words, usage
+from rtx.help import terminal_width
+from rtx.options import READS, read_words
 from rtx.report.contents import Report, build, list_of_tables, write
 from rtx.report.run_records import collect, run_folders
 from rtx.report.steps import read_records, recorded
@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> int:
     words, width = read_words("report", arguments), terminal_width()
     logger = compose(["logger=jsonl", *words.overrides]).logger  # W&B is left alone unless it is asked for
     if words.options.output and not words.runs:
-        raise UserError(f"output={words.options.output}: which runs? usage: {usage('report')}")
+        raise UserError(f"output={words.options.output}: which runs? usage: {READS['report'].usage()}")
     for folder in words.runs:
         if not run_folders(folder) and not recorded(folder):
             why = "holds no run; a run has a config.yaml" if folder.is_dir() else "no such folder"

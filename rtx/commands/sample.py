@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import sys
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from rtx.model.decoding import generate
 from rtx.options import SampleOptions, read_words
 from rtx.training.inference import LoadedRun, load_run, prepare_device, run_config
 from rtx.training.signals import INTERRUPTED, Stopped
-from rtx.wording import TextStream
+from rtx.wording import printable
 
 TEXT_LENGTH = 1000
 
@@ -53,15 +54,15 @@ def write_text(run: LoadedRun, options: SampleOptions) -> int:
             f"sample.length={length}: with a prompt of {given} units that is {given + length}, but model.positions="
             f"{run.config.model.positions} covers data.length={most}; at most {most - given}"
         )
-    text, stream = bytearray(), TextStream()
+    text, decoder = bytearray(), codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(units: torch.Tensor) -> None:
         text.extend(written := tokenizer.decode(units.tolist()))
-        print(stream.feed(written), end="", flush=True)
+        print(printable(decoder.decode(written)), end="", flush=True)
 
     write(prompt_1P[0])
     done, stopped = draw(run, options, prompt_1P, length, write)
-    print(stream.feed(b"", final=True), flush=True)
+    print(printable(decoder.decode(b"", final=True)), flush=True)
     if stopped:
         tell(f"stopped after {done:,} of {length:,} units")
     tell(save_sample(run, options.seed, bytes(text), "txt"))

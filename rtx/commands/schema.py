@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import typing
 from typing import Any
 
 from rtx.config import GROUPS, Config
 from rtx.errors import UserError, nearest
-from rtx.keys import Field, about, fields_of
+from rtx.keys import Field, fields_of
 
 TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
 REFERENCE = {"type": "string", "pattern": r"^\$\{.+\}$"}
@@ -38,23 +39,20 @@ def text_of(group: str) -> str:
 
 def of_section(cls: type, title: str) -> dict[str, Any]:
     """Return the schema of a dataclass, and of those in it."""
-    fields = fields_of(cls)
-    hints = typing.get_type_hints(cls).items()
+    fields, hints = fields_of(cls), typing.get_type_hints(cls).items()
     inner = {name: of_field(fields[name]) if name in fields else of_section(hint, name) for name, hint in hints}
-    facts = {"title": title, "description": about(cls), "type": "object"}
+    facts = {"title": title, "description": cls.__doc__, "type": "object"}
     return {**facts, "additionalProperties": False, "properties": inner}
 
 
 def of_field(field: Field) -> dict[str, Any]:
     """Return the schema of a key: its type and range, or the value of another key."""
     value: dict[str, Any] = {"type": TYPES[field.kind]}
-    if "choices" in field.metadata:
-        value["enum"] = list(field.values)
-    elif field.values:
+    if field.joined:
         value["pattern"] = r"^({0})(\+({0}))*$".format("|".join(field.values))
-    for bound, word in (("low", "minimum"), ("high", "maximum"), ("above", "exclusiveMinimum")):
-        if (limit := field.metadata.get(bound)) is not None:
-            value[word] = limit
-    other = [{"type": "null"}] if field.optional else []
-    other += [{"type": "string", "enum": ["auto"]}] if "auto" in field.metadata else []
+    elif field.values:
+        value["enum"] = list(field.values)
+    bounds = {"minimum": field.low, "maximum": field.high, "exclusiveMinimum": field.above}
+    value |= {word: limit for word, limit in bounds.items() if math.isfinite(limit)}
+    other = [{"type": "null"}] * field.optional + [{"type": "string", "enum": ["auto"]}] * field.auto
     return {"description": field.doc, "default": field.default, "anyOf": [value, *other, REFERENCE]}

@@ -19,14 +19,13 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from rtx.checks import idle, refuse, resolve
-from rtx.commandline.overrides import MOST_CELLS, Override, check_overrides
+from rtx.checks import idle, resolve
 from rtx.compose import RUN_CONFIG, compose_unresolved, composed, config_hash, load_run_config, user_errors
 from rtx.config import Config
 from rtx.data.catalog import data_root, open_data
-from rtx.errors import RunFailed, UserError
+from rtx.errors import RunFailed, UserError, refuse
 from rtx.keys import conf_dir
-from rtx.options import LAUNCHED
+from rtx.options import LAUNCHED, MOST_CELLS, Override, check_overrides
 from rtx.training.memory import OUT_OF_MEMORY
 from rtx.training.run_folder import close, outputs_root, read_status
 from rtx.training.signals import EXIT_CODES, SWEEP_VARIABLE, state_after

@@ -18,11 +18,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rtx.checks import refuse
-from rtx.commandline.overrides import check_overrides
 from rtx.data.catalog import check_source, data_root
-from rtx.errors import UserError, collect
-from rtx.options import LAUNCHED, SweepOptions, read_words
+from rtx.errors import UserError, collect, refuse
+from rtx.options import LAUNCHED, SweepOptions, check_overrides, read_words
 from rtx.sweep.cells import NO_CODE, Cell, Outcome, ended_before, ending, environment, has_score, lay_out
 from rtx.training.hardware import cores
 from rtx.training.memory import system_kills

@@ -18,7 +18,7 @@ from tests.model.tiny_models import VOCABULARY, gradients, tiny_model, tokens
 
 LENGTH = 44
 PREFIXES = (1, 2, 5, 31, 32, 33, 43)
-BASES = all_fields()["model.base"].metadata["parts"]
+BASES = all_fields()["model.base"].values
 IDS = tokens(length=LENGTH)
 
 

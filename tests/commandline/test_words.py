@@ -6,19 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from rtx.commandline.overrides import check_overrides
 from rtx.compose import compose
-from rtx.config import all_fields, sections
+from rtx.config import all_fields
 from rtx.errors import UserError
 from rtx.keys import suggest_key
-from rtx.options import READS, EvalOptions, SampleOptions, SweepOptions, read_words
+from rtx.options import READS, EvalOptions, SampleOptions, SweepOptions, check_overrides, read_words
 
 
 def refusal(command: str, *words: str) -> str:
-    """Return what is said of words that are refused, as `rtx` checks them."""
+    """Return what is said of words that are refused."""
     with pytest.raises(UserError) as caught:
-        overrides = read_words(command, words).overrides
-        check_overrides(overrides, sweep=command.endswith("-m"))
+        read_words(command, words)
     assert all(len(line) < 500 for line in str(caught.value).splitlines())
     return str(caught.value)
 
@@ -57,52 +55,36 @@ def test_a_value_is_taken_as_it_is_written(word: str, value: object) -> None:
         ("routing.windw=3", "unknown key 'routing.windw' (did you mean 'routing.window'?)"),
         ("+lrr=3", "unknown key 'lrr' (did you mean 'optimizer.lr'?)"),
         ("heads=3", "unknown key 'heads' (did you mean 'routing.heads' or 'model.heads'?)"),
-        ("~routing.heads", "~routing.heads: a key can be set, not removed"),
-        (
-            "data=enwik9",
-            "data=enwik9: no such option (did you mean 'enwik8'?); data takes cifar10, enwik8, hub, imagenet64,",
-        ),
-        (
-            "data=",
-            "data=: no such option; data takes cifar10, enwik8, hub, imagenet64, images, pg19, recall, stdlib, text,",
-        ),
+        ("modle=rt24", "unknown key 'modle' (did you mean 'model'?)"),
+        ("data=enwik9", "data=enwik9: no such option (did you mean 'enwik8'?); data takes cifar10, enwik8, hub,"),
+        ("data=", "data=: no such option; data takes cifar10, enwik8, hub, imagenet64, images, pg19, recall,"),
         ("data=../routing/causal", "data=../routing/causal: no such option"),
-        ("experiment=smok", "(did you mean 'smoke'?); experiment takes cifar10, cifar10_baselines, cifar10_full, "),
-        ("trainer={steps: 3}", "trainer is a section; set its keys one by one, such as trainer.<key>=..."),
+        ("trainer={steps: 3}", "unknown key 'trainer'"),
         ("trainer.steps=abc", "trainer.steps=abc: must be an integer, at least 1 (Optimizer steps to train;"),
         ("trainer.steps=1.5", "trainer.steps=1.5: must be an integer, at least 1"),
         ("trainer.steps=null", "trainer.steps=null: must be an integer"),
         ("trainer.steps=٤", "trainer.steps=٤: must be an integer"),
         ("trainer.steps=1e400", "trainer.steps=1e400: must be an integer"),
+        ("trainer.steps=1e300", "trainer.steps=1e300: must be an integer"),
         ("trainer.steps=" + "9" * 5000, "...: must be an integer"),
-        ("trainer.steps=1e300", "trainer.steps=1e300: must be an integer, at least 1, at most 9007199254740992 ("),
-        ("trainer.steps=" + "[" * 2000, "...: must be an integer"),
         ("optimizer.lr=nan", "optimizer.lr=nan: must be a number, greater than 0"),
         ("routing.decay=1.5", "routing.decay=1.5: must be a number, at least 0, at most 1 ("),
         ("routing.clusters=0", "routing.clusters=0: must be an integer, at least 1, or null"),
         ("hardware.compile=maybe", "hardware.compile=maybe: must be true or false"),
+        ("trainer.micro_batch_size=0", "must be auto or an integer, at least 1"),
         ("routing.selection=causl", "blocks, blocks_random, indexer (did you mean 'causal'?)"),
-        ("hardware.precision=fp16", "must be one of auto, fp32, bf16, tf32, fp64 (Arithmetic"),
-        (
-            "model.base=local+none",
-            "must be one or more of local, full, lsh, adaptive_span, strided, fixed, joined",
-        ),
+        ("model.base=local+none", "must be one or more of local, full, lsh, adaptive_span, strided, fixed, joined"),
         ("name=null", "name=null: must be text"),
-        ("routing.heads=2,4", "routing.heads=2,4: takes one value; several make a sweep (rtx train -m)"),
-        ("name=a,b", "several make a sweep (rtx train -m); quote it where it is one: 'name=\"...\"'"),
-        ("hydra.run.dir=x", "hydra.run.dir=x: has no effect"),
+        ("name=a,b", "takes one value; several make a sweep (rtx train -m); quote it where it is one: 'name=\"...\"'"),
+        ("hydra.run.dir=x", "unknown key 'hydra.run.dir'"),
         ("foo=3", "unknown key 'foo'; rtx train --help lists them"),
-        ("foo", "'foo' is not of the form key=value"),
-        ("data.length", "'data.length' is not of the form key=value; say data.length=..."),
         ("trainer.stps", "'trainer.stps' is not of the form key=value (did you mean 'trainer.steps'?)"),
+        ("~routing.heads", "'~routing.heads' is not of the form key=value (did you mean 'routing.heads'?)"),
         ("", "'' is not of the form key=value"),
-        ("--foo=3", "--foo=3: unknown flag"),
         ("a\nb=3", "unknown key 'a?b'"),
         ("bench.turns=9", "bench.turns=9: rtx train does not read bench.turns; it is an option of rtx bench steps"),
-        ("report.output=x", "it is an option of rtx report"),
         ("sweep.once=true", "it is an option of rtx sweep"),
         ("sweep.retry=true", "it is an option of rtx train -m"),
-        ("eval.stride=9", "it is an option of rtx eval; for validations in training: trainer.val_stride"),
     ],
 )
 def test_what_training_refuses(word: str, said: str) -> None:
@@ -114,7 +96,6 @@ def test_what_training_refuses(word: str, said: str) -> None:
     [
         ("routing.heads=2, 4", ("2", " 4")),
         ("seed=range(1,4)", ("1", "2", "3")),
-        ("seed=range(3,0,-2)", ("3", "1")),
         ("data.path=a.txt,'b,c.txt'", ("a.txt", "'b,c.txt'")),
         ("name=don't", ("don't",)),
         ("model=glob(rt1*)", ("rt10", "rt12", "rt12-cifar10")),
@@ -130,13 +111,10 @@ def test_what_a_sweep_lists(word: str, values: tuple[str, ...]) -> None:
     ("word", "said"),
     [
         ("routing.heads=2,x", "routing.heads=x: must be an integer"),
-        ("routing.heads=,2", "routing.heads=: must be an integer"),
         ("model=rt24,rt25", "model=rt25: no such option (did you mean"),
         ("model=glob(x*)", "model=glob(x*): stands for no value"),
-        ("seed=range(1,3,0)", "say range(start,stop) or range(start,stop,step)"),
-        ("seed=range(1,nan)", "seed=range(1,nan): say range("),
+        ("seed=range(1,nan)", "seed=range(1,nan): say range(start,stop) or range(start,stop,step)"),
         ("seed=range(0,1_000_000)", "stands for too many values"),
-        ("hydra.sweep.dir=x", "hydra.sweep.dir=x: has no effect"),
     ],
 )
 def test_what_a_sweep_refuses(word: str, said: str) -> None:
@@ -161,11 +139,9 @@ def test_an_audit_without_a_run_takes_a_whole_configuration() -> None:
     assert read_words("audit", ["run", "seed=4"]).options.seed == 4
 
 
-def test_a_folder_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("a=b", "-o"):
-        Path(name).mkdir()
-        assert read_words("eval", [name, "limit=1"]).runs == [Path(name)]
+def test_a_folder_may_have_an_equals_sign_in_its_name(tmp_path: Path) -> None:
+    (tmp_path / "lr=0.1").mkdir()
+    assert read_words("eval", [f"{tmp_path}/lr=0.1", "limit=1"]).runs == [tmp_path / "lr=0.1"]
 
 
 @pytest.mark.parametrize(
@@ -173,12 +149,11 @@ def test_a_folder_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     [
         ("eval", "splt=test", "unknown key 'splt' (did you mean 'split'?)"),
         ("eval", "split=tst", "split=tst: must be one of valid, test, train (did you mean 'test'?)"),
-        ("eval", "eval.limit=0", "eval.limit=0: must be an integer, at least 1, or null"),
         ("eval", "optimizer.lr=5", "optimizer.lr=5: rtx eval does not read optimizer.lr; it reads split"),
         ("eval", "sample.length=5", "rtx eval does not read sample.length; it is an option of rtx sample"),
-        ("eval", "hardware=ddp", "hardware=ddp: rtx eval works on one device; hardware takes auto, cpu or gpu"),
-        ("eval", "hardware.name=fsdp", "rtx eval works on one device"),
-        ("eval", "hardware=slurm", "makes jobs of the cells of a sweep (rtx train -m), not of rtx eval"),
+        ("eval", "hardware=ddp", "hardware=ddp: not for rtx eval; hardware takes auto, cpu, gpu"),
+        ("eval", "hardware.name=fsdp", "hardware.name=fsdp: not for rtx eval"),
+        ("resume", "hardware=slurm", "not for rtx resume; hardware takes auto, cpu, ddp, fsdp, gpu"),
         ("sample", "data.path=x", "rtx sample does not read data.path"),
         ("resume", "name=x", "name=x: rtx resume does not read name"),
         ("analyze patterns", "windows=3", "unknown key 'windows'"),
@@ -194,25 +169,16 @@ def test_runs_are_counted_and_every_mistake_is_told_at_once() -> None:
     assert said.startswith("rtx eval needs the run's folder first, not 'split=test'; usage: rtx eval <run>")
     assert "takes 1 run, not also 'b'" in refusal("eval", "a", "b")
     assert len(refusal("eval", "run", "splt=test", "limit=0", "model=rt24").splitlines()) == 3
-    assert len(refusal("train", "trainer.steps=abc", "seed=1", "nmae=x", "~data").splitlines()) == 2
-    assert len(refusal("train", "trainer.steps=abc", "seed=1", "data=x").splitlines()) == 2
+    assert len(refusal("train", "trainer.steps=abc", "seed=1", "nmae=x", "data=x", "~data").splitlines()) == 4
 
 
-@pytest.mark.parametrize(
-    ("word", "suggested"),
-    [
-        ("TRAINER.STEPS", " (did you mean 'trainer.steps'?)"),
-        ("routing.hiden", " (did you mean 'model.hidden'?)"),
-        ("eval.xyzzy", ""),
-        ("", ""),
-        ("é" * 2000, ""),
-    ],
-)
-def test_suggestions(word: str, suggested: str) -> None:
-    assert suggest_key(word, all_fields()) == suggested
+def test_suggestions() -> None:
+    assert suggest_key("TRAINER.STEPS", all_fields()) == " (did you mean 'trainer.steps'?)"
+    assert suggest_key("routing.hiden", all_fields()) == " (did you mean 'model.hidden'?)"
+    assert not any(suggest_key(word, all_fields()) for word in ("eval.xyzzy", "", "é" * 2000))
 
 
 def test_every_key_has_a_docstring_of_one_sentence_or_more() -> None:
-    docs = {key: field.doc for key, field in all_fields().items()} | sections()
+    docs = {key: field.doc for key, field in all_fields().items()}
     docs |= {f"{name} {key}": own.doc for name, command in READS.items() for key, own in command.own.items()}
     assert [key for key, doc in docs.items() if not doc.endswith(".")] == []

@@ -95,5 +95,5 @@ def test_nothing_is_written_or_read_and_units_fit(tmp_path, said) -> None:
     for action in (open_data, prepare_data, verify_data):
         assert action(TASK, root, said.append).fingerprint == RecallStore(TASK).fingerprint
     assert not root.exists()
-    highest = sum(all_fields()[f"data.{name}"].metadata["high"] for name in ("keys", "values", "fillers"))
+    highest = sum(all_fields()[f"data.{name}"].high for name in ("keys", "values", "fillers"))
     assert highest < 2**16

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from rtx.cli import main
-from rtx.commandline.overrides import check_overrides
 from rtx.compose import compose
 from rtx.config import Config
 from rtx.errors import UserError
+from rtx.options import check_overrides
 from rtx.sweep.cells import Cell, lay_out, refuse_sweep
 
 LOCAL, FULL = ("model.base=local", "routing.heads=0"), ("model.base=full", "routing.heads=0")
