@@ -27,10 +27,8 @@ def changed(words: str) -> Config:
     ("words", "frozen"),
     [
         ("", (4, None)),  # 1024 / 256
-        ("routing.window=300", (4, None)),  # rounded up
         ("routing.clusters=9", (9, None)),
         ("model.base=lsh+local", (4, 8)),  # 2 * 1024 / 256
-        ("model.base=lsh model.window=1000", (4, 2)),
         ("model.base=lsh model.hash_buckets=30", (4, 30)),
     ],
 )
@@ -44,14 +42,11 @@ def test_clusters_and_hash_buckets_are_frozen(words: str, frozen: tuple[int, int
     ("words", "said"),
     [
         ("routing.heads=9", "routing.heads=9 must be at most model.heads=8"),
-        ("routing.window=2000", "routing.window=2000 must be at most data.length=1024"),
-        ("routing.clusters=2000", "routing.clusters=2000 must be at most data.length=1024"),
         ("routing.selection=exact", "routing.selection=exact needs routing.keys=separate, not routing.keys=shared;"),
         ("routing.selection=random routing.keys=projected", "routing.keys=projected needs routing.selection=causal"),
         ("routing.key_shift=1", "routing.key_shift=1 and routing.key_conv=1 are for keys of their own"),
         ("routing.selection=blocks routing.keys=separate routing.block=300", "must be at most routing.window=256"),
         ("model.window=2000", "model.window=2000 must be at most data.length=1024"),
-        ("model.base=strided model.stride=2000", "model.stride=2000 must be at most data.length=1024"),
         ("model.base=fixed model.summary=129", "model.summary=129 must be at most model.stride=128"),
         ("model.base=local+local+lsh", "needs a multiple of 3 heads that do not route in every layer, not 4 and 8"),
         *(
@@ -69,9 +64,7 @@ def test_clusters_and_hash_buckets_are_frozen(words: str, frozen: tuple[int, int
         ("hardware.attention=native model.positions=shaw", "hardware.attention=auto takes torch for them"),
         ("trainer.batch_size=10 trainer.micro_batch_size=4", "trainer.batch_size=10 must be a multiple of"),
         ("optimizer.warmup=0", "optimizer.schedule=rsqrt needs optimizer.warmup of at least 1"),
-        ("trainer.val_stride=2000", "trainer.val_stride=2000 must be at most data.length=1024"),
         ("data.name=text", "data=text needs data.path=<file, folder or glob>"),
-        ("data.name=images data.length=3072", "data=images needs data.path=<folder with images>"),
         ("data.name=cifar10", "data.length=1024 must be 3072 = 32 x 32 x 3: an image is one sequence"),
         ("data.name=images data.path=a", "data.length=1024 must be height x width x 3"),
         ("data.name=cifar10 data.length=3072 trainer.val_stride=1024", "has no place in data=cifar10, whose sequences"),
@@ -91,12 +84,9 @@ def test_what_does_not_fit(words: str, said: str) -> None:
     "words",
     [
         "routing.heads=0 routing.window=2000",  # nothing routes, so its window does not matter
-        "model.base=full model.window=2000",
         "model.base=strided+fixed model.window=2000 model.summary=128",
         "model.positions=axial model.axes=32x16x2",
-        "hardware.name=ddp hardware.devices=2 hardware.nodes=2",
         "hardware.name=auto hardware.precision=tf32",  # known to be wrong only once the device is
-        "optimizer.warmup=0 optimizer.schedule=constant",
         "data.name=cifar10 data.length=3072 trainer.val_stride=3072",
         "data.name=images data.path=cats data.length=2100",
     ],
@@ -116,13 +106,9 @@ def test_every_problem_is_told_at_once() -> None:
     ("words", "said"),
     [
         ("data.path=book.txt", "data.path=book.txt has no effect with data.name=stdlib; it is for text, enwik8,"),
-        ("data.newlines=drop", "data.newlines=drop has no effect with data.name=stdlib; it is for enwik8"),
         ("data.size=16", "data.size=16 has no effect with data.name=stdlib; it is for cifar10, imagenet64, images"),
         ("data=cifar10 data.tokenizer=words", "data.tokenizer=words has no effect with data.name=cifar10"),
-        ("data.fetch=archive", "data.fetch=archive has no effect"),
-        ("data.held_out=3", "it is for cifar10, imagenet64"),
         ("data.vocabulary=500", "data.vocabulary=500 has no effect with data.tokenizer=bytes; it is for sentencepiece"),
-        ("data.pairs=4", "data.pairs=4 has no effect with data.name=stdlib; it is for recall"),
         (
             "routing=blocks_random routing.compressed=true",
             "routing.compressed=true has no effect with routing.selection=blocks_random; it is for blocks",
