@@ -53,7 +53,7 @@ def resolve(config: Config) -> Config:
     if "lsh" in base_patterns(model):
         model = replace(model, hash_buckets=hash_buckets(config))
     config = replace(config, routing=routing, model=model)
-    parts = (too_large, model_problems, routing_problems, training_problems, data_problems)
+    parts = (too_large, model_problems, training_problems, data_problems)
     refuse(line for problems in parts for line in problems(config))
     return config
 
@@ -99,7 +99,7 @@ def too_large(config: Config) -> Iterator[str]:
 
 
 def model_problems(config: Config) -> Iterator[str]:
-    """Yield what is wrong with the model's sizes against each other and against the sequence."""
+    """Yield what is wrong with the model's sizes, and with the keys of its routing heads."""
     length, model, routing = config.data.length, config.model, config.routing
     patterns, size = base_patterns(model), model.hidden // model.heads
     plain = {model.heads} if routing.layers < model.layers else set()
@@ -116,11 +116,7 @@ def model_problems(config: Config) -> Iterator[str]:
     if model.positions == "axial" and math.prod(axis_sizes(model)) != length:
         product = f"model.axes with the product data.length={length}, such as 32x32x3 for 3072"
         yield f"model.positions=axial needs {product}, not model.axes={model.axes}"
-
-
-def routing_problems(config: Config) -> Iterator[str]:
-    """Yield what is wrong with the keys of routing heads."""
-    routing, chosen, keys = config.routing, config.routing.selection, config.routing.keys
+    chosen, keys = routing.selection, routing.keys
     if not (routing.heads and routing.layers):
         return
     if keys == "projected" and chosen not in CLUSTERED[:3]:

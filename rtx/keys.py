@@ -64,12 +64,6 @@ class Field:
         limits = [f", {words} {limit:.12g}" for words, limit in bounds.items() if math.isfinite(limit)]
         return "auto or " * self.auto + KINDS[self.kind] + "".join(limits) + ", or null" * self.optional
 
-    def fits(self, value: Any) -> bool:
-        """Tell whether a value of the field's type is in its range or its list."""
-        if self.kind is str:
-            return not self.values or set(value.split("+") if self.joined else [value]) <= {*self.values}
-        return self.low <= value <= self.high and value > self.above
-
     def read(self, value: Any) -> Any:
         """Return a value, or the text of one, in the field's type; None stands for null.
 
@@ -79,7 +73,11 @@ class Field:
         if (value is None and self.optional) or (value == "auto" and self.auto):
             return value
         found = convert(self.kind, value)
-        if found is not None and self.fits(found):
+        if self.values:
+            fits = {*str(found).split("+")} <= {*self.values} if self.joined else found in self.values
+        else:
+            fits = found is not None and (self.kind is str or (self.low <= found <= self.high and found > self.above))
+        if fits:
             return found
         near = nearest(str(value), self.values, cutoff=0.8)
         said = f"{self.key}={shorten(written(value))}: must be {self.allowed}{near}"
