@@ -220,7 +220,7 @@ class Command:
     def usage(self) -> str:
         """Return the line that says how it is called."""
         runs = {0: "", 1: " <run>"}.get(self.runs, " [<run> ...]")
-        settings = " [key=value ...]" if self.options or self.keys or self.composes else ""
+        settings = " [key=value ...]" if self.runs or self.keys or self.composes else ""
         return f"rtx {self.name}{runs}{' [group=option ...]' * self.composes}{settings}"
 
 
@@ -363,7 +363,9 @@ def refuse_foreign(reads: Command, key: str, word: str, composing: bool) -> None
         return
     owners = [name for name, other in READS.items() if "." in key and other.option(key, False)]
     if owners or key in ours:
-        where = f"is an option of rtx {owners[0]}" if owners else f"reads {', '.join([*reads.own, *reads.keys])}"
+        where = (
+            f"is an option of rtx {owners[0]}" if owners else f"reads {', '.join([*reads.own, *(reads.keys or known)])}"
+        )
         raise UserError(f"{shorten(word)}: rtx {reads.name} does not read {key}; it {where}")
     near = suggest_key(key, known) or f"; rtx {reads.name} --help lists them"
     raise UserError(f"unknown key {shorten(key)!r}{near}")
