@@ -364,7 +364,9 @@ def refuse_foreign(reads: Command, key: str, word: str, composing: bool) -> None
     owners = [name for name, other in READS.items() if "." in key and other.option(key, False)]
     if owners or key in ours:
         where = (
-            f"is an option of rtx {owners[0]}" if owners else f"reads {', '.join([*reads.own, *(reads.keys or known)])}"
+            f"is an option of rtx {owners[0]}"
+            if owners
+            else f"reads {shorten(', '.join([*reads.own, *(reads.keys or known)]), 300)}"
         )
         raise UserError(f"{shorten(word)}: rtx {reads.name} does not read {key}; it {where}")
     near = suggest_key(key, known) or f"; rtx {reads.name} --help lists them"
