@@ -143,8 +143,7 @@ def settings() -> Any:
     """Return the settings of a run at W&B: silent, and patient with its server for a limited time."""
     import wandb
 
-    limits = {"init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
-    return wandb.Settings(silent=True, console="off", disable_git=True, **limits)
+    return wandb.Settings(console="off", disable_git=True, init_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS)
 
 
 def has_key() -> bool:

@@ -62,7 +62,7 @@ FLAGS = ("-m", "--multirun", "--cfg", "--cfg=job", "-h", "--info", "--config-nam
 @st.composite
 def bad_lines(draw: DrawFn) -> list[str]:
     """Draw the words behind `rtx`: a good line with one to three slips."""
-    words = list(draw(st.sampled_from(GOOD)))
+    words: list[str] = [*draw(st.sampled_from(GOOD))]
     for _ in range(draw(st.sampled_from((1, 1, 1, 2, 3)))):
         words = draw(st.sampled_from(SLIPS))(draw, words)
     return words
