@@ -100,7 +100,8 @@ def user_errors(where: str = "") -> Iterator[None]:
         said = ": ".join(str(each).strip().partition("\n")[0].rstrip(".") for each in (error, *inner))
         raise UserError(f"{where}{key}: {said}" if key and key not in said else where + said) from error
     except (YAMLError, OSError, UnicodeError, RecursionError) as error:
-        raise UserError(where + " ".join(str(error).split())) from error
+        what = "not valid YAML: " if isinstance(error, YAMLError) else ""
+        raise UserError(where + what + " ".join(str(error).split())) from error
 
 
 def to_dict(config: Config) -> dict[str, Any]:

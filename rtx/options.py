@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import filter as matching
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -294,7 +294,7 @@ def read_words(command: str, words: Sequence[str]) -> Words:
     def read(word: str) -> tuple[str, Any]:
         key, text = split_word(word)
         if name := reads.option(key, composing):
-            return name, reads.own[name].read_word(text)
+            return name, replace(reads.own[name], key=key).read_word(text)
         check_override(word, command, composing)
         return "", word
 

@@ -122,7 +122,7 @@ def test_a_key_that_an_older_run_lacks_keeps_the_schemas_default(default: Any) -
         ("a: &a [x, x]\nb: &b [*a, *a]\nseed: [*b, *b]\n", "unknown key 'a'"),
         ("seed: " + "[" * 5000, "config.yaml: "),
         ("seed: [1, 2]", "seed must be one value"),
-        ("seed: 1\ndata: [", "config.yaml: while parsing"),
+        ("seed: 1\ndata: [", "config.yaml: not valid YAML: while parsing"),
         ("data:\n  lenght: 3\n", "unknown key 'data.lenght' (did you mean 'data.length'?)"),
         ("data:\n  length: three\n", "config.yaml: data.length=three: must be an integer"),
         ("\udcff\x00", "can't decode byte"),

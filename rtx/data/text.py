@@ -148,7 +148,7 @@ def local_files(path: str, forms: Forms, tables: str | None = None) -> Files:
     if tables is not None and (found := parquet_splits(path, (folder / tables, folder), tuple(forms[0]))):
         return found
     wanted = [" and ".join(dict.fromkeys(form.values())) for form in forms] + ["parquet files"] * (tables is not None)
-    raise UserError(f"data.path={path}: expected {', or '.join(wanted)}; found none")
+    raise UserError(f"data.path={path}: expected {' or '.join(wanted)}, found none of these")
 
 
 def check_archive(path: Path, archive: Remote) -> None:

@@ -60,7 +60,7 @@ def test_logger(workshop: Workshop, logger: str, mode: str | None, monkeypatch: 
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(workshop.folder))
     wandb = MagicMock()
-    wandb.login.return_value = False  # no key
+    wandb.login.return_value, wandb.run = False, None  # no key, and no run under way
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     run = workshop.train(f"logger-{logger}", *STEP, f"logger={logger}")
     assert is_done(run, 1)

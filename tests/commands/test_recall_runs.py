@@ -123,7 +123,7 @@ def test_what_recall_does_not_have_is_refused_in_a_line(workshop: Workshop, reca
 
 def test_plan_and_data_know_recall(workshop: Workshop) -> None:
     printed = workshop.command("plan", *RECALL)
-    assert "N = 32 recall units" in printed
+    assert "N = 32 units of recall" in printed
     task = [word for word in RECALL if word.startswith("data")]
     assert "made on the fly; valid 27, test 27 answers" in workshop.command("data", "prepare", *task)
     assert "nothing on disk to verify" in workshop.command("data", "verify", *task)

@@ -139,9 +139,8 @@ def test_a_plan_knows_the_vocabulary(workshop: Workshop, tmp_path: Path) -> None
         workshop.command("plan", *options)
         for options in (["data=wikitext103"], ["data=pg19"], ["data=cifar10"], ["data=images", f"data.path={tmp_path}"])
     ]
-    units = ["text words", "wikitext103 words", "pg19 subwords", "cifar10 sub-pixels", "images sub-pixels"]
-    for text, unit in zip(said, units, strict=True):
-        assert unit in text
+    for text, name in zip(said, ("text", "wikitext103", "pg19", "cifar10", "images"), strict=True):
+        assert f" units of {name};" in text
     sizes = [int(text.partition("parameters")[2].split()[0].replace(",", "")) for text in said]
     assert sizes[1] > 267_735 * 256 and sizes[2] > 98_000 * 256 > sizes[3]
     assert sizes[0] < 1_000_000
