@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 from rtx.compose import compose
@@ -31,7 +32,7 @@ def main(arguments: list[str]) -> int:
     if not words.runs:
         for row in list_of_tables(found.cells).rows:
             print(textwrap.fill(f"{row['table']}  {row['about']}: {row['run']}", width))
-            print("", *row["command"].split("; "), sep="\n    ")
+            print(*(f"    {command}" for command in row["command"].split("; ")), "", sep="\n")
         return 0
     records = read_records(words.runs, found)
     report = build(found, "rtx report: " + ", ".join(map(shown, words.runs)), records)
@@ -41,7 +42,8 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         raise RunFailed(f"cannot write to {output}: {error.strerror}; output=<folder> names another") from error
     if report.answer:
-        print(terminal(report.answer, width, strip=True), textwrap.fill(report.headline, width), sep="\n")
+        print(terminal(replace(report.answer, lines=[report.headline]), width, strip=True), "", sep="\n")
+        print(*(textwrap.fill(line, width) for line in report.answer.lines), sep="\n")
     for table in (table for table in report.tables if table.shown(brief=True)):
         print(f"\n{terminal(table, width)}")
     print(*(f"note: {problem}" for problem in report.problems), "", *map(shown, files), sep="\n")

@@ -159,20 +159,20 @@ def curves_of(cells: Sequence[Cell], unit: str) -> list[Plot | None]:
 
 def heat_map(rows: Sequence[Row], unit: str) -> Plot | None:
     """Draw Table 1: mean bits of routing rows by routing heads and routing layers, a panel for each window."""
-    grids: dict[int, dict[tuple[int, int], float]] = {}
+    grids: dict[tuple[str, int], dict[tuple[int, int], float]] = {}
     for row in (row for row in rows if kind_of(row.config) == "routing" and row.values()):
         window, heads, layers = (row.config[f"routing.{key}"] for key in ("window", "heads", "layers"))
-        grids.setdefault(window, {})[heads, layers] = mean(row.values().values())
+        grids.setdefault((heads_label(row.config), window), {})[heads, layers] = mean(row.values().values())
     if max(map(len, grids.values()), default=0) < 4:
         return None
     figure, panels = axes("routing layers", "routing heads", len(grids))
     every = sorted(value for grid in grids.values() for value in grid.values())
     low, high = every[0], every[int(0.8 * (len(every) - 1))]
-    for panel, (window, grid) in zip(panels, sorted(grids.items()), strict=True):
+    for panel, ((kind, window), grid) in zip(panels, sorted(grids.items()), strict=True):
         heads, layers = (sorted({key[at] for key in grid}) for at in (0, 1))
         values = [[grid.get((head, layer), float("nan")) for layer in layers] for head in heads]
         panel.imshow(values, cmap="cividis_r", vmin=low, vmax=high, aspect="auto")
-        panel.set_title(f"window {window}", fontsize=10)
+        panel.set_title(f"{kind}\nwindow {window}", fontsize=10)
         panel.set_xticks(range(len(layers)), map(str, layers))
         panel.set_yticks(range(len(heads)), map(str, heads))
         for (head, layer), value in grid.items():

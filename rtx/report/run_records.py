@@ -122,8 +122,9 @@ class Collection:
 def collect(folders: Iterable[Path]) -> Collection:
     """Read every run in these folders: each is a run, or holds runs, or folders of runs."""
     found = Collection()
-    runs = dict.fromkeys(run for folder in folders for run in run_folders(folder))
-    for root in dict.fromkeys(run.parent for run in runs):
+    pairs = [(run, folder) for folder in folders for run in run_folders(folder)]
+    runs = dict.fromkeys(run for run, _ in pairs)
+    for root in dict.fromkeys(run.parent for run, folder in pairs if run != folder):  # a run alone is no sweep
         read_sweeps(root / "sweeps.jsonl", found)
     unstarted = [cell for cell in found.cells if cell.folder not in runs]
     found.cells = [read_cell(run, found) for run in runs] + unstarted

@@ -39,9 +39,9 @@ class Row:
 
     @property
     def step(self) -> int:
-        """Steps that every run with a score has done, else those of the farthest."""
-        farthest = max(cell.step for cell in self.cells)
-        return min((cell.step for cell in self.cells if cell.state == "done"), default=farthest)
+        """Steps that every run with a score has done; without scores every finished run, else the farthest."""
+        counted = self.cells[: len(self.scores)] or [cell for cell in self.cells if cell.state == "done"]
+        return min((cell.step for cell in counted), default=max(cell.step for cell in self.cells))
 
     def values(self, metric: str = "bits") -> dict[str, float]:
         """Return a number for each seed: of one that was run more than once, say on other threads, the mean."""

@@ -13,8 +13,8 @@ from rtx.report.score_rows import Row, differing_keys, row_key, value_of
 from rtx.report.tables import MINUS, Column, Table
 from rtx.wording import plural
 
-Paces = Mapping[Any, tuple[float, float | None]]
-"""Steps a second and half their interval, by the key of a row, as timed in turn."""
+Paces = Mapping[Any, tuple[float, float | None, str]]
+"""Steps a second and half their interval, as timed in turn, and why they may not be those of training, by row."""
 
 AGAINST = ("local", "random")
 """The kinds that the others are compared with; where there is neither, it is the first by name."""
@@ -37,37 +37,54 @@ def facts_of(row: Row, values: Values, paces: Paces) -> dict[str, Any]:
     return {**facts, "steps_per_second": pace[0], "pace_half": pace[1]}
 
 
-def baseline(name: str, rows: Sequence[Row], protocol: Protocol | None) -> list[dict[str, Any]]:
+def said_of_paces(picked: Mapping[str, Row], paces: Paces) -> str:
+    """Return which steps a second are not those of training timed in turn, as ` A sentence.`; empty: all are."""
+    timed = {kind: paces.get(row_key(row.config)) for kind, row in picked.items()}
+    own = [kind for kind, pace in timed.items() if pace is None and picked[kind].paces()]
+    of = f" of {', '.join(own)}" if len(own) < len(picked) else ""
+    said = [f"Steps/s{of} are as the runs went, not timed in turn."] if own else []
+    said += [
+        f"Steps/s of {kind} may not be those of training ({pace[2]})."
+        for kind, pace in timed.items()
+        if pace and pace[2]
+    ]
+    return "".join(f" {sentence}" for sentence in said)
+
+
+def baseline(name: str, rows: Sequence[Row], protocol: Protocol | None, column: str = "ours") -> list[dict[str, Any]]:
     """Return a row, named in some column, of the best simple model of the same units, where one was scored."""
     split = protocol.split if protocol and protocol.windows is None else ""
     bits = next((cell.baselines[split] for row in rows for cell in row.cells if cell.baselines.get(split)), {})
     best = min(bits, key=lambda key: bits[key], default="")
-    return [{name: f"baseline: {best}", "ours": bits[best]}] if bits else []
+    return [{name: f"baseline: {best}", column: bits[best]}] if bits else []
 
 
 def kinds_table(
     protocol: Protocol,
     rows: Sequence[Row],
     paces: Paces,
-    errors: Mapping[str, tuple[float, float]] | None = None,
+    errors: Mapping[Any, tuple[float, float]] | None = None,
 ) -> tuple[Table, str]:
     """Return the kinds of heads, those that see no future ranked, and a sentence on what may be concluded.
 
     Of several rows of a kind the best is taken, with its scores by other seeds than those that chose it. `errors` are
-    of the kinds, as `compare` has them.
+    as `compare` has them, by the key of a row.
     """
     kinds: dict[str, list[Row]] = {}
     for row in (row for row in rows if row.config and row.scores):
         kinds.setdefault(heads_label(row.config), []).append(row)
-    entries, legal = {}, {}
+    entries, legal, picked = {}, {}, {}
     for kind, alike in kinds.items():
         row, values, note = pick(alike)
+        picked[kind] = row
         entries[kind] = {"heads": kind, **facts_of(row, values, paces), "note": note}
+        entries[kind] |= {"of": len(alike)} if note else {}
         if not row.sees_future:
             legal[kind] = values
     against = [kind for kind in AGAINST if kind in legal] or sorted(legal)[:1]
     pairs = [(kind, other) for other in against for kind in legal if kind != other and (kind, other) != AGAINST]
-    found = compare(legal, pairs, errors)
+    known = {kind: row_key(picked[kind].config) for kind in legal} if errors else {}
+    found = compare(legal, pairs, {kind: errors[key] for kind, key in known.items()} if errors else None)
     for kind, entry in entries.items():
         for other in against:
             entry[f"against_{other}"] = words_of(found, kind, other) if kind in legal else "not ranked"
@@ -78,11 +95,13 @@ def kinds_table(
         Column("sees_future", "sees future"),
         Column("steps_per_second", "steps/s", 3, "pace_half"),
         *(Column(f"against_{kind}", f"against {kind}") for kind in against),
-        Column("note", "of"),
+        Column("of", "of"),
     ]
     order = sorted(entries.values(), key=lambda row: (row["sees_future"] == "yes", row["ours"] or math.inf))
     order += baseline("heads", rows, protocol)
     table = Table(f"Which heads pay? {protocol.where}", columns, order, [f"{protocol.line(units_of(rows))}. {HOW}"])
+    table.lines[0] += said_of_paces(picked, paces)
+    table.lines += [f"{kind}: {entry['note']}." for kind, entry in entries.items() if entry["note"]]
     return table, conclusion(legal, against, found, [kind for kind in kinds if kind not in legal])
 
 
@@ -112,7 +131,8 @@ def conclusion(
     unranked: Sequence[str],
 ) -> str:
     """Return in a sentence or two what may be said of the kinds."""
-    seen = [f"{' and '.join(unranked)} sees the future and is not ranked"] if unranked else []
+    verbs = ("sees the future and is", "see the future and are")
+    seen = [f"{' and '.join(unranked)} {verbs[len(unranked) > 1]} not ranked"] if unranked else []
     if len(legal) < 2:
         return "; ".join(["Nothing to compare: one kind of heads has a score that sees no future", *seen]) + "."
     said = []
@@ -124,9 +144,13 @@ def conclusion(
         parts = [f"{texts[word].format(other)}: {', '.join(verdicts[word])}" for word in texts if word in verdicts]
         said += ["; ".join(parts)] if parts else []
     few = {kind: len(values) for kind, values in legal.items() if len(values) < SEEDS}
-    if len(few) == len(legal):
+    if not any(legal.values()):
+        said.append("not certain: of several rows of a kind one is chosen, and no seeds are left to report it by")
+    elif len(few) == len(legal):
         lowest = min(legal, key=lambda kind: mean(legal[kind].values()) if legal[kind] else math.inf)
-        why = f"a verdict takes {SEEDS} seeds, and here are {' or '.join(map(str, sorted(set(few.values()))))}"
+        numbers = sorted(set(few.values()))
+        are = f"{'is' if numbers == [1] else 'are'} {' or '.join(map(str, numbers))}"
+        why = f"a verdict takes {SEEDS} seeds, and here {are}"
         said.append(f"not certain: {lowest} heads have the lowest mean, but {why}")
     elif few:
         said.append(f"no verdict on {', '.join(few)}: fewer than {SEEDS} seeds")
@@ -193,7 +217,7 @@ def rows_table(
         entry |= {"differs": "; ".join(reason for reason in own if reason not in every)}
         entries.append(entry | {key: value_of(key, row.config) for key in keys})
     entries.sort(key=lambda entry: math.inf if isinstance(entry["ours"], str) else entry["ours"])
-    entries += baseline("run", rows, protocol) if metric == "bits" else []
+    entries += baseline("run", rows, protocol, "ours" if metric == "bits" else "bits")
     if table and equal:
         run = [table.row_of(row.config) for row in rows]
         rest = [printed for printed in table.rows if printed not in run]
@@ -203,7 +227,7 @@ def rows_table(
         Column("ours", table.metric if table else bits, 4, "half"),
         Column("seeds", "seeds"),
         Column("sees_future", "sees future"),
-        Column("bits", bits, 3, brief=False),
+        Column("bits", bits, 3),
         Column("steps_per_second", "steps/s", 3, "pace_half", brief=False),
         Column("step", "steps done", brief=False),
         Column("paper_row", "the paper's row", brief=equal),
@@ -216,7 +240,8 @@ def rows_table(
     lines += [f"Not the paper's setting: {'; '.join(every)}."] if every else []
     pairs = [pair for row in rows for pair in zip(row.cells, row.scores, strict=False)]
     if earlier := sum(score.step < cell.step for cell, score in pairs):
-        said = f"{earlier} of {plural(len(pairs), 'score')} are of a checkpoint before the run's last step"
+        verb = "is" if earlier == 1 else "are"
+        said = f"{earlier} of {plural(len(pairs), 'score')} {verb} of a checkpoint before the run's last step"
         lines.append(f"{said}: the best on windows of the validation split.")
     title = f"Table {table.number}" if table else "All rows"
     if table:

@@ -83,10 +83,10 @@ def read_record(content: Mapping[str, Any]) -> StepRecord:
     return StepRecord(rows, {**facts, "command": content.get("command")})
 
 
-def paces_of(records: Sequence[StepRecord]) -> dict[Any, tuple[float, float | None]]:
-    """Return steps a second and half their interval by the key of a row; the newest record counts."""
+def paces_of(records: Sequence[StepRecord]) -> dict[Any, tuple[float, float | None, str]]:
+    """Return steps a second, half their interval and a reason by the key of a row; the newest record counts."""
     timed = [row for record in reversed(records) for row in record.rows if row.turns]
-    return {row_key(row.config): (row.speed, row.half) for row in timed}
+    return {row_key(row.config): (row.speed, row.half, row.reason) for row in timed}
 
 
 def views(record: StepRecord) -> list[Table]:
@@ -176,7 +176,7 @@ def equal_time(rows: Sequence[Row], records: Sequence[StepRecord]) -> tuple[Tabl
     if not record or len(sure) < 2:
         return None
     seconds = min(row.step / pace.speed for row, pace in sure)
-    errors = {heads_label(row.config): score_after(seconds, row, pace) for row, pace in sure}
+    errors = {row_key(row.config): score_after(seconds, row, pace) for row, pace in sure}
     scored = [row for row, _ in sure if row.scores]
     if len(scored) < 2:
         return None
@@ -210,5 +210,5 @@ def score_at(cell: Cell, step: float) -> Score:
     assert cell.final
     steps = sorted(cell.curve)
     bits = float(np.interp(step, steps, [cell.curve[at][0] for at in steps]))
-    protocol = replace(cell.final.protocol, fingerprint="", stamps=())
+    protocol = replace(cell.final.protocol, fingerprint="", stamps=(), windows=cell.config["trainer.val_windows"])
     return replace(cell.final, protocol=protocol, bits=bits, units=cell.curve[steps[0]][1])

@@ -11,7 +11,7 @@ from typing import Any
 
 DASH = "\N{EN DASH}"  # what stands where there is nothing to say
 MINUS = "\N{MINUS SIGN}"
-STRIP = 17  # letters of the picture of the intervals beside a ranked table
+STRIP = 13  # letters of the picture of the intervals beside a ranked table
 LETTERS = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "-": "{-}"}
 LETTERS |= {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", '"': "''", "[": "{[}", "*": "{*}"}
 LETTERS |= {DASH: r"\textendash{}", MINUS: "$-$", "±": r"$\pm$", **{mark: f"\\{mark}" for mark in "&%$#_{}"}}
@@ -68,7 +68,7 @@ def terminal(table: Table, width: int = 80, strip: bool = False) -> str:
     from rich.console import Console
     from rich.text import Text
 
-    grid = rich_table.Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
+    grid = rich_table.Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1), collapse_padding=True)
     for column in table.shown(brief=True):
         number = table.is_number(column)
         grid.add_column(column.title, justify="right" if number else "left", no_wrap=number, overflow="fold")

@@ -86,9 +86,7 @@ def apart(p_NN: Tensor, q_NN: Tensor) -> float:
 
 @torch.no_grad()
 @pytest.mark.parametrize("options", [{"positions": "rotary"}, {"selection": "topk", "positions": "shaw"}], ids=str)
-def test_each_draw_is_the_mean_over_positions_where_both_read(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
+def test_each_draw_is_a_mean_where_both_read(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     model, tokens_BN = tiny_model(**options), tokens(batch=2)
     monkeypatch.setattr(weights, "KEYS", 7)
     rows = weights.divergences(model, tokens_BN, draws=3, seed=5)

@@ -90,10 +90,8 @@ def test_what_a_module_draws_is_no_move_and_what_it_remembers_is_told() -> None:
     assert audit.repeat == 0 and not audit.sees_future
     assert torch.equal(before, torch.random.get_rng_state())
     calls = iter(range(1, 99))
-    assert (
-        audit_outputs(lambda *_: {LOGITS: torch.full((2, LENGTH, 3), float(next(calls)))}, IDS, 11, PREFIXES).repeat
-        > 0.1
-    )
+    audit = audit_outputs(lambda *_: {LOGITS: torch.full((2, LENGTH, 3), float(next(calls)))}, IDS, 11, PREFIXES)
+    assert audit.repeat > 0.1
     with pytest.raises(RunFailed, match="NaN or infinity"):
         audit_outputs(lambda *_: {LOGITS: torch.full((2, LENGTH, 3), torch.nan)}, IDS, VOCABULARY, PREFIXES)
 
@@ -111,9 +109,8 @@ def test_every_choice_that_should_train_gets_a_gradient_and_nothing_changes(sele
     before, drawn = {name: x.clone() for name, x in asked.state_dict().items()}, torch.random.get_rng_state()
     first, second = choice_gradients(asked, tokens())
     assert (first["layer"], second["layer"], first["heads"], second["missing"]) == (1, 2, "routed", False)
-    assert (
-        (first["gradient"] is None) == selection.endswith("random") == (first["trained_by"] == "nothing: it is drawn")
-    )
+    is_drawn = selection.endswith("random")
+    assert (first["gradient"] is None) == is_drawn == (first["trained_by"] == "nothing: it is drawn")
     assert not asked.training and all(p.grad is None for p in asked.parameters())
     assert torch.equal(drawn, torch.random.get_rng_state())
     assert all(torch.equal(x, before[name]) for name, x in asked.state_dict().items())

@@ -77,23 +77,9 @@ def write_run(
 def write_eval(run: Path, bits: float, **values: Any) -> None:
     """Write the record of an evaluation of a run."""
     data = json.loads((run / "environment.json").read_text())["data"]
-    record = {
-        f"bits_per_{data['unit']}": bits,
-        "standard_error": 0.01,
-        "units": 5000,
-        "partial": False,
-        "windows": 5,
-        "split": "test",
-        "mode": "parallel",
-        "ablate": "none",
-        "length": 3072,
-        "stride": 3072,
-        "selection_sees_future": True,
-        "own_data": True,
-        "data": data,
-        "checkpoint": {"name": "best", "step": 2000},
-        **values,
-    }
+    record = {f"bits_per_{data['unit']}": bits, "standard_error": 0.01, "units": 5000, "partial": False, "windows": 5}
+    record |= {"split": "test", "mode": "parallel", "ablate": "none", "length": 3072, "stride": 3072, "data": data}
+    record |= {"selection_sees_future": True, "own_data": True, "checkpoint": {"name": "best", "step": 2000}, **values}
     (run / "eval").mkdir(exist_ok=True)
     (run / "eval" / f"{len(list((run / 'eval').iterdir()))}.json").write_text(json.dumps(record))
 
@@ -101,18 +87,14 @@ def write_eval(run: Path, bits: float, **values: Any) -> None:
 def write_divergence(run: Path, layers: int = 10, checkpoint: str = "best", length: int = 4096) -> None:
     """Write the record of `rtx analyze divergence` of a run: 0.01 n + 0.1 k nats in layer n for the k-th kind."""
     kinds = (["local", "local"], ["local", "routed"], ["routed", "routed"])
-    record = {
-        "what": "divergence",
-        "layers": [
-            {"layer": n, "kind": kind, "mean": 0.01 * n + 0.1 * k, "deviation": 0.002}
-            for n in range(layers)
-            for k, kind in enumerate(kinds)
-        ],
-        "checkpoint": {"name": checkpoint, "step": 2000},
-        "analyze": {"split": "test", "draws": 10, "sequences": 1},
-        "length": length,
-        "data": json.loads((run / "environment.json").read_text())["data"],
-    }
+    rows = [
+        {"layer": n, "kind": kind, "mean": 0.01 * n + 0.1 * k, "deviation": 0.002}
+        for n in range(layers)
+        for k, kind in enumerate(kinds)
+    ]
+    data = json.loads((run / "environment.json").read_text())["data"]
+    record = {"what": "divergence", "layers": rows, "checkpoint": {"name": checkpoint, "step": 2000}, "data": data}
+    record |= {"analyze": {"split": "test", "draws": 10, "sequences": 1}, "length": length}
     (run / "analysis").mkdir(exist_ok=True)
     (run / "analysis" / f"divergence-{checkpoint}.json").write_text(json.dumps(record))
 

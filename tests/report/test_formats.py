@@ -68,9 +68,7 @@ def test_markdown_and_page_show_letters_as_they_are(report: Report) -> None:
     written, page = markdown(report), html(report)
     assert "50% & _x_" in written and "a\\|b &lt;c>" in written
     assert "a|b &lt;c&gt;" in page and "<c>" not in page
-    for line in written.splitlines():
-        if line.startswith("|"):
-            assert line.endswith("|")
+    assert all(line.endswith("|") for line in written.splitlines() if line.startswith("|"))
 
 
 def test_a_page_stands_alone_and_plots_are_files_too(report: Report, tmp_path: Path) -> None:
@@ -83,10 +81,9 @@ def test_a_page_stands_alone_and_plots_are_files_too(report: Report, tmp_path: P
 
 
 def test_tables_fit_a_terminal_and_hold_no_markup(report: Report) -> None:
+    tables = [table for table in report.every_table() if table.shown(brief=True)]
     for width in (80, 100):
-        for table in report.every_table():
-            if table.shown(brief=True):
-                assert max(map(len, terminal(table, width).splitlines())) <= width
+        assert max(len(line) for table in tables for line in terminal(table, width).splitlines()) <= width
     table = Table("t", [Column("a", "a"), Column("n", "n", 2, "e")], [{"a": "[red]x", "n": -1.0, "e": 0.5}, {"a": "y"}])
     said = terminal(table)
     assert "[red]x" in said and "\N{MINUS SIGN}1.00 ± 0.50" in said and DASH in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from rtx import cli
 from rtx.report.contents import Report, build, save_plots
 from rtx.report.run_records import collect
 from rtx.report.tables import Table
+
+Captured = pytest.CaptureFixture[str]
 
 
 def built(folder: Path) -> Report:
@@ -65,7 +68,7 @@ def test_three_seeds_give_no_verdict(tmp_path: Path) -> None:
 
 
 def test_the_first_lines_of_a_terminal_hold_the_answer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     assert cli.main(["report", str(write_kinds(tmp_path))]) == 0
@@ -73,7 +76,7 @@ def test_the_first_lines_of_a_terminal_hold_the_answer(
     said = "\n".join(lines)
     for part in ("Which heads pay?", "bits/byte", "sees", "steps/s", "against", "●", "Better than local", "yes"):
         assert part in said, part
-    assert max(map(len, lines)) <= 100
+    assert max(map(len, lines)) <= 100 and lines[1].startswith("Better than local: routing (causal)")
 
 
 def test_the_best_of_several_rows_is_reported_by_seeds_that_did_not_choose_it(tmp_path: Path) -> None:
@@ -86,10 +89,18 @@ def test_the_best_of_several_rows_is_reported_by_seeds_that_did_not_choose_it(tm
     report = built(tmp_path)
     row = next(row for row in (report.answer.rows if report.answer else []) if row["heads"].startswith("routing"))
     assert row["seeds"] == 3 and row["ours"] == pytest.approx(2.04)
-    assert "best of 2 (heads=2), by 3 seeds that did not choose it" in row["note"]
+    assert "best of 2 (heads=2), by 3 seeds that did not choose it" in row["note"] and row["of"] == 2
+    assert report.answer and report.answer.lines[1].startswith("routing (causal): best of 2 (heads=2)")
 
 
-def test_table_1_beside_the_papers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_all_seeds_choose_a_row_none_are_left_to_report_it_by(tmp_path: Path) -> None:
+    for values in (LOCAL, CAUSAL):
+        for lr in (0.1, 0.2):
+            write_run(tmp_path, config("comparison", optimizer__lr=lr, **values), bits=2.0 + lr)
+    assert built(tmp_path).headline.startswith("Not certain: of several rows of a kind one is chosen, and no seeds are")
+
+
+def test_table_1_beside_the_papers(tmp_path: Path, capsys: Captured) -> None:
     runs = write_table_1(tmp_path / "runs", {**IMAGES, "stamps": {"lossy": True, "scaled": "16x16"}})
     assert cli.main(["report", str(runs)]) == 0
     assert "Table 1 with other settings than the paper's" in capsys.readouterr().out
@@ -114,6 +125,9 @@ def test_a_run_of_the_papers_settings_stands_in_the_papers_table(tmp_path: Path)
     assert mine["paper_row"] == "Routing 4x8 W=512" and mine["seeds"] == 2
     assert mine["difference"] == pytest.approx(3.05 - 2.971)
     assert table.notes and "1 of 27 rows, 1 of them" in column(rows_of(built(tmp_path), "The paper's tables"), "run")[0]
+    write_eval(write_run(tmp_path, config("cifar10", seed=2), bits=None, state="killed", data=IMAGES, step=5_000), 4.0)
+    table = rows_of(built(tmp_path), "Table 1 with other settings")
+    assert "difference" not in table.rows[0] and "5,000 steps done of 200,000" in table.lines[1]
 
 
 def test_runs_of_one_seed_count_once(tmp_path: Path) -> None:
@@ -149,9 +163,7 @@ def test_a_simple_baseline_stands_beside_the_scores_of_every_table(tmp_path: Pat
 
 
 @pytest.mark.parametrize("manner", [{"mode": "streaming"}, {"ablate": "routing"}, {"partial": True}, {}])
-def test_a_run_that_was_evaluated_in_another_way_stays_where_the_others_stand(
-    tmp_path: Path, manner: dict[str, Any]
-) -> None:
+def test_a_run_evaluated_in_another_way_stays_with_the_others(tmp_path: Path, manner: dict[str, Any]) -> None:
     first = write_run(tmp_path, config("smoke"), bits=3.4)
     write_eval(first, 3.1, split="valid" if manner else "test", **manner)
     second = write_run(tmp_path, config("smoke", routing__heads=1), bits=3.5)
@@ -168,7 +180,7 @@ def test_the_best_checkpoints_score_counts_and_one_before_the_end_is_told(tmp_pa
     write_eval(run, 3.1, checkpoint={"name": "best", "step": 1500})
     table = rows_of(built(tmp_path), "All rows")
     assert column(table, "ours") == [3.1]
-    assert any("1 of 1 score are of a checkpoint before the run's last step" in line for line in table.lines)
+    assert any("1 of 1 score is of a checkpoint before the run's last step" in line for line in table.lines)
 
 
 def test_names_hold_what_differs_within_a_kind_alone(tmp_path: Path) -> None:
@@ -182,9 +194,10 @@ def test_names_hold_what_differs_within_a_kind_alone(tmp_path: Path) -> None:
 def test_perplexities_are_compared_where_the_papers_table_has_them(tmp_path: Path) -> None:
     for seed in range(2):
         run = write_run(tmp_path, config("pg19", seed=seed), bits=None, step=200_000, data={**IMAGES, "name": "pg19"})
-        write_eval(run, 4.1, perplexity_per_word=35.0 + seed)
+        write_eval(run, 4.1, perplexity_per_word=35.0 + seed, baselines={"xz": 5.0})
     table = rows_of(built(tmp_path), "Table 5. PG-19")
-    (mine,) = [row for row in table.rows if row["ours"] != "not run"]
+    mine, simple = [row for row in table.rows if row.get("ours") != "not run"]
+    assert simple == {"run": "baseline: xz", "bits": 5.0}
     assert mine["ours"] == 35.5 and mine["difference"] == pytest.approx(35.5 - 33.2)
 
 
@@ -199,12 +212,7 @@ def test_perplexities_are_compared_where_the_papers_table_has_them(tmp_path: Pat
     ],
 )
 def test_mistakes(
-    words: list[str],
-    said: str,
-    code: int,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    words: list[str], said: str, code: int, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -215,9 +223,7 @@ def test_mistakes(
     assert said in captured.err and "Traceback" not in captured.err
 
 
-def test_records_that_are_not_whole_are_told_and_the_rest_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_records_that_are_not_whole_are_told_and_the_rest_is_written(tmp_path: Path, capsys: Captured) -> None:
     whole = write_run(tmp_path, config(), data=IMAGES)
     torn = write_run(tmp_path, config(routing__heads=2), data=IMAGES)
     with open(torn / "metrics.jsonl", "a") as file:
@@ -249,12 +255,13 @@ def test_records_that_are_not_whole_are_told_and_the_rest_is_written(
     ):
         assert part in said, part
     assert f"{whole.name}:" not in said
+    assert cli.main(["report", str(whole)]) == 0 and "not started" not in capsys.readouterr().out
     page = (tmp_path / "report" / "report.md").read_text()
     assert "not started" in page and "killed" in page and "rtx train -m seed=1,2" in page
 
 
 def test_without_a_folder_the_papers_tables_are_listed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RTX_OUTPUTS", str(tmp_path))
     write_table_1(tmp_path / "cifar10", IMAGES)
@@ -262,6 +269,14 @@ def test_without_a_folder_the_papers_tables_are_listed(
     said = " ".join(capsys.readouterr().out.split())
     assert "27 of 27 rows, 0 of them with the paper's settings" in said
     assert "rtx train -m experiment=pg19,pg19_baselines" in said
+
+
+def test_heat_maps_of_different_selections_are_panels_of_their_own(tmp_path: Path) -> None:
+    for selection, heads, layers in itertools.product(("topk", "causal"), (1, 2), (1, 2)):
+        sizes = {"routing__heads": heads, "routing__layers": layers}
+        write_run(tmp_path, config("comparison", routing__selection=selection, **sizes))
+    (plot,) = [plot for plot in built(tmp_path).plots if plot.name == "heads-by-layers"]
+    assert all(plot.svg.count(f">{kind}<") == 1 for kind in ("routing (topk)", "routing (causal)"))
 
 
 def test_tables_go_to_wandb_where_that_is_asked_for(tmp_path: Path) -> None:

@@ -52,10 +52,15 @@ def test_ratios_stand_beside_the_papers(tmp_path: Path, capsys: pytest.CaptureFi
 def test_paces_of_a_record_count_before_those_of_runs(tmp_path: Path) -> None:
     for values in (LOCAL, FULL):
         write_run(tmp_path, config("comparison", **values), speed=7.0)
-    write_record(tmp_path, record(timed(100.0, "comparison", **LOCAL), timed(400.0, "comparison", **FULL)))
+    write_run(tmp_path, config("comparison", **CAUSAL), speed=7.0)
+    rows = [timed(100.0, "comparison", **LOCAL), timed(400.0, "comparison", "ids drawn at random", **FULL)]
+    write_record(tmp_path, record(*rows))
     assert cli.main(["report", str(tmp_path)]) == 0
     answer = json.loads((tmp_path / "report" / "report.json").read_text())["tables"][0]
-    assert {row["heads"]: round(row["steps_per_second"], 2) for row in answer["rows"]} == {"local": 10.0, "full": 2.5}
+    paces = {row["heads"]: round(row["steps_per_second"], 2) for row in answer["rows"]}
+    assert paces == {"local": 10.0, "full": 2.5, "routing (causal)": 7.0}
+    assert "Steps/s of routing (causal) are as the runs went, not timed in turn." in answer["lines"][0]
+    assert "Steps/s of full may not be those of training (ids drawn at random)." in answer["lines"][0]
 
 
 def test_failed_rows_rows_without_a_local_one_and_other_rows_stand_with_a_reason() -> None:
@@ -98,7 +103,7 @@ def test_slow_rows_are_taken_where_the_first_one_ended(tmp_path: Path) -> None:
     assert table.title == "Equal time: 3.3 minutes of training steps"
     ours = {row["heads"]: row["ours"] for row in table.rows}
     assert ours["full"] == pytest.approx(2.0 + 500 / 800 + 0.022) and ours["local"] == pytest.approx(2.0 + 0.25 + 0.022)
-    assert said == "Behind local: full."
+    assert said == "Behind local: full." and "(a sample of 32 windows)" in table.lines[0]
     uncertain = {**timed(250.0, "comparison", **FULL), "ms_turns": [80.0, 250.0, 800.0]}
     write_record(tmp_path, record(timed(100.0, "comparison", **LOCAL), uncertain, time="2027"), "b")
     ((_, said),) = equal_time(tmp_path)
