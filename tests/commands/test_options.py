@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
+import wandb
 from small_runs import SIZES, Workshop, counted_rows
 
 from rtx.compose import load_run_config
@@ -59,15 +59,15 @@ def test_logger(workshop: Workshop, logger: str, mode: str | None, monkeypatch: 
     for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(workshop.folder))
-    wandb = MagicMock()
-    wandb.login.return_value, wandb.run = False, None  # no key, and no run under way
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    init = MagicMock()
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb, "login", lambda **how: False)  # no key
     run = workshop.train(f"logger-{logger}", *STEP, f"logger={logger}")
     assert is_done(run, 1)
-    asked = [call.kwargs["mode"] for call in wandb.init.call_args_list]
+    asked = [call.kwargs["mode"] for call in init.call_args_list]
     assert logger in options("logger") and len(options("logger")) == 4
     assert asked == ([mode] if mode else [])
-    assert wandb.init.return_value.log.called is bool(mode)
+    assert init.return_value.log.called is bool(mode)
 
 
 def test_the_smoke_experiment(workshop: Workshop) -> None:
