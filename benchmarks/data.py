@@ -81,7 +81,7 @@ def case_bytes(folder: Path, args: argparse.Namespace) -> list[Row]:
     """A zip as large as enwik-8 to its store; then random batches from that store."""
     from rtx.data import text
     from rtx.data.catalog import prepare_data
-    from rtx.data.fetch import Remote, file_sha256
+    from rtx.data.files import Remote, file_sha256
     from rtx.data.sampler import TrainingItems, training_batches
 
     content, archive = repeated(text_of(args), int(100 * MB * args.scale)), folder / "enwik8.zip"

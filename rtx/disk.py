@@ -1,4 +1,4 @@
-"""What writing to a disk needs wherever it is done: whole files, names that last, and the errors of a full disk."""
+"""Whole files, names that last, and the errors of a full disk."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-MARK = ".writing"
-"""Ends the name of a file that is being written; whoever finds one without its writer may delete it."""
+MARK = ".writing"  # ends the name of a file that is being written; without its writer it may be deleted
 
 
 def is_full(error: OSError) -> bool:
@@ -41,10 +40,7 @@ def write_beside(path: Path, write: Callable[[BinaryIO], object], *, durable: bo
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], object], *, durable: bool = True) -> None:
-    """Let `write` fill a file beside `path`, and rename it; on any error (OSError) `path` stays as it was.
-
-    `durable`: wait until content and name are on the disk.
-    """
+    """Let `write` fill a file beside `path`, and rename it; `durable`: wait until both are on the disk."""
     os.replace(write_beside(path, write, durable=durable), path)
     if durable:
         sync_folder(path.parent)

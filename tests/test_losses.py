@@ -91,7 +91,7 @@ def losses(routing: dict[str, Any], options: dict[str, Any], dtype: torch.dtype 
     items = TrainingItems(encode_text(Tokenizer(), text()), 64, 0, 2)
     optimizer, seen = build_optimizer(model, config.optimizer), []
     for step in range(STEPS):
-        nats_BN, auxiliary = model.loss(torch.stack([items.item(step, i) for i in range(2)]))
+        nats_BN, auxiliary = model.loss(torch.stack([items[step * items.batch_size + i] for i in range(2)]))
         loss: Tensor = nats_BN.mean() + auxiliary
         set_learning_rate(optimizer, learning_rate(config, step + 1))
         optimizer.zero_grad()

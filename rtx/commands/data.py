@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from rtx.config import DataConfig
 from rtx.data import catalog
-from rtx.data.recall import HELD_OUT, RecallStore
+from rtx.data.recall import RecallStore
 from rtx.errors import UserError, nearest
 
 
@@ -41,17 +41,17 @@ def main(arguments: list[str]) -> int:
 def show(store: catalog.Store) -> None:
     """Print what is in a store: where it is from, its stamps, and the sizes of its splits."""
     if isinstance(store, RecallStore):
-        answers = ", ".join(f"{name} {store.count(name):,}" for name in HELD_OUT)
-        print(f"data=recall: made on the fly; {answers} answers; {store.vocabulary} ids; chance {store.chance:.4g}")
+        answers = store.task.sequences * store.task.pairs
+        print(f"data=recall: made on the fly; {answers:,} answers each in valid and test; {store.vocabulary} ids")
     else:
         print(f"{store.folder}: {store.name}, {catalog.disk_size(store.folder)} on disk")
         for name in ("source", "tokenizer", "stamps"):
             print(
                 f"  {name:<12} {', '.join(f'{key} {value}' for key, value in store.describe()[name].items()) or 'none'}"
             )
-        for name, of in store.all_facts.items():
-            sizes = f"{of.units:,} {store.unit}s, {of.documents:,} documents, {of.bytes:,} bytes, {of.words:,} words"
-            print(f"  {name:<12} {sizes}")
+        for name, of in store.facts.items():
+            sizes = ", ".join(f"{of[kind]:,} {kind}" for kind in ("documents", "bytes", "words"))
+            print(f"  {name:<12} {of['units']:,} {store.unit}s, {sizes}")
     print(f"  fingerprint  {store.fingerprint}")
 
 

@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     partial, began = len(chosen) < len(every), time.monotonic()
     print(f"{len(chosen):,} of {len(every):,} windows of split {options.split}")
     score = score_split(run, store, tokens, chosen, options)
-    expected = len(tokens) if store.answers is None else store.count(options.split)
+    expected = len(tokens) if store.answers is None else len(tokens) // length * len(store.answers)
     assert partial or score.units == expected, f"scored {score.units} units of a split of {expected}"
     result = {**measures(store, options.split, tokens, chosen, score, partial, habits), "split_units": expected}
     result |= {"windows": len(chosen), "partial": partial, "seed": config.seed if partial else None}

@@ -155,7 +155,7 @@ def train(
     facts["data"] = store.describe()
     data = RtxDataModule(config, hardware, store)
     data.step = start["step"] if start else 0
-    model = build_model(config, store.vocabulary, None if start else lambda: data.items.item(0, 0))
+    model = build_model(config, store.vocabulary, None if start else lambda: data.items[0])
     if status:
         known = {"hardware": vars(hardware), "data": facts["data"], "parameters": model.count_parameters()}
         if moved := record_start(folder, known, changed if resumption else None, anew=start is None):

@@ -16,7 +16,7 @@ from pathlib import Path
 import yaml
 
 from rtx.config import DataConfig
-from rtx.data.fetch import disk_errors
+from rtx.data.files import disk_errors
 from rtx.data.recall import RecallStore
 from rtx.data.sets import SETS, Report, Source
 from rtx.data.store import FORMAT, DamagedStore, TokenStore, build_store, is_verified, open_store, read_record
@@ -24,9 +24,7 @@ from rtx.errors import UserError, nearest
 from rtx.keys import conf_dir
 
 Store = TokenStore | RecallStore
-
-STORE = re.compile(r"[a-z0-9_]+-[0-9a-f]{12}")
-"""Names of stores; nothing else is ever removed."""
+STORE = re.compile(r"[a-z0-9_]+-[0-9a-f]{12}")  # names of stores; nothing else is ever removed
 
 
 def data_root() -> Path:
@@ -38,26 +36,22 @@ def data_root() -> Path:
 
 
 def check_source(data: DataConfig, root: Path, report: Report = print) -> Source | None:
-    """Return what the store of `data` is made from, without writing anything; None: data=recall has no store.
-
-    Raises UserError where the source is missing, unreadable, or too short for its splits or for one sequence.
-    """
+    """Return what a store is made from (None: data=recall has none); UserError where that is missing or unreadable."""
     if data.name == "recall":
         return None
     module = SETS[data.name].module if data.name in SETS else f"own.{data.name}"
     source = importlib.import_module(f"rtx.data.{module}").source(data, root, report)
     if source.image and data.length != (dims := 3 * source.image[0] * source.image[1]):
         raise UserError(f"data.length={data.length}: expected {dims}, for one image is one sequence")
-    if source.units and data.tokenizer == "bytes":
-        check_length(source.units["train"], data)
     return source
 
 
-def check_length(units: int, data: DataConfig) -> None:
-    """Refuse a training split of `units` that is shorter than one sequence."""
-    if units < data.length:
+def long_enough(store: TokenStore, data: DataConfig) -> TokenStore:
+    """Return `store`; UserError where its training split is shorter than one sequence."""
+    if (units := len(store.split("train"))) < data.length:
         wanted = f"expected at least one sequence of data.length={data.length} units in the training split"
         raise UserError(f"data={data.name}: {wanted}, found {units:,}; give more text or data.length={units}")
+    return store
 
 
 def store_folder(data: DataConfig, root: Path, source: Source | None = None) -> Path:
@@ -81,14 +75,10 @@ def options_of(data: DataConfig) -> str:
 
 
 def open_data(data: DataConfig, root: Path, report: Report = print) -> Store:
-    """Return the store of `data` below `root`, preparing it first where it is missing or its source has changed.
+    """Return the store of `data` below `root`, prepared where it is missing; safe in several processes at once.
 
-    Safe in several processes at once. Sizes are checked, and bytes as data.verify asks: where it is `once`, only in a
-    store that was never read in full on this machine, or was moved, copied or changed since.
-
-    Raises:
-        UserError: no such source, too little of it, or a damaged store; one line that says what to do.
-        RunFailed: a download or a full disk.
+    Bytes are checked as data.verify asks: `once` in a store that was moved, copied or changed since it was last read.
+    Raises UserError for a bad source, too little of it, or a damaged store; RunFailed for a download or a full disk.
     """
     source = check_source(data, root, report)
     if source is None:
@@ -97,9 +87,7 @@ def open_data(data: DataConfig, root: Path, report: Report = print) -> Store:
     if not folder.exists():
         return prepare_data(data, root, report, source)
     verify = data.verify == "always" or (data.verify == "once" and not is_verified(folder))
-    store = open_store(folder, options_of(data), verify)
-    check_length(len(store.split("train")), data)
-    return store
+    return long_enough(open_store(folder, options_of(data), verify), data)
 
 
 def prepare_data(data: DataConfig, root: Path, report: Report = print, source: Source | None = None) -> Store:
@@ -119,9 +107,7 @@ def prepare_data(data: DataConfig, root: Path, report: Report = print, source: S
             if problem:
                 report(f"{problem} {options} -> {folder}")
                 build_store(folder, source, data, options, report)
-            store = open_store(folder, options, verify=bool(problem))
-    check_length(len(store.split("train")), data)
-    return store
+            return long_enough(open_store(folder, options, verify=bool(problem)), data)
 
 
 def find_data(data: DataConfig, root: Path, verify: bool = False) -> Store:

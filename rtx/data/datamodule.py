@@ -1,7 +1,4 @@
-"""The batches of a run for Lightning: training from any step on, and windows of the held-out split.
-
-Batches have no state to lose: item i of step s follows from (seed, s, i), so a resumed run begins at its step.
-"""
+"""The batches of a run for Lightning: training from any step on, and windows of the held-out split."""
 
 from __future__ import annotations
 
@@ -25,10 +22,7 @@ from rtx.training.signals import ignore_signals
 
 
 class RtxDataModule(pl.LightningDataModule):
-    """The data of a run, of which `step` steps have been taken and `seconds` waited for training batches.
-
-    Unset, `store` is opened by `setup`, and prepared before by one process a node.
-    """
+    """The data of a run: `step` steps are taken, `seconds` waited for batches; unset, `setup` opens the `store`."""
 
     def __init__(self, config: Config, hardware: Hardware, store: Store | None = None) -> None:
         super().__init__()
@@ -47,9 +41,24 @@ class RtxDataModule(pl.LightningDataModule):
         self.items, self.held_out = training_items(self.config, store), store.split("valid")
         self.windows = windows(len(self.held_out), self.config.data.length, self.config.trainer.val_stride)
 
-    def train_dataloader(self) -> TrainBatches:
-        """Return this rank's micro-batches of the steps that are left."""
-        return TrainBatches(self)
+    def train_dataloader(self) -> Iterator[Tensor]:
+        """Yield this rank's micro-batches of the steps that are left; waiting for them is timed."""
+        batches = iter(
+            training_batches(
+                *(self.items, self.step, max(self.step, self.config.trainer.steps)),
+                *(self.hardware.rank, self.hardware.world, self.hardware.micro_batch_size),
+                num_workers=self.config.hardware.workers,
+                pin_memory=self.hardware.accelerator == "gpu",
+                worker_init_fn=loader_process_starts,
+            )
+        )
+        while True:
+            began = time.perf_counter()
+            batch = next(batches, None)
+            self.seconds += time.perf_counter() - began
+            if batch is None:
+                return
+            yield batch
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Widen training ids, which travel as small as they are kept, once they are on the device."""
@@ -73,37 +82,11 @@ def training_items(config: Config, store: Store) -> MadeItems:
     return TrainingItems(store.split("train"), config.data.length, config.seed, config.trainer.batch_size, whole)
 
 
-class TrainBatches:
-    """Training batches; waiting for them is timed. They tell no length: Lightning would hold it against its step."""
-
-    def __init__(self, data: RtxDataModule) -> None:
-        self.data = data
-
-    def __iter__(self) -> Iterator[Tensor]:
-        data, hardware = self.data, self.data.hardware
-        loader = training_batches(
-            *(data.items, data.step, max(data.step, data.config.trainer.steps)),
-            *(hardware.rank, hardware.world, hardware.micro_batch_size),
-            num_workers=data.config.hardware.workers,
-            pin_memory=hardware.accelerator == "gpu",
-            worker_init_fn=loader_process_starts,
-        )
-        batches = iter(loader)
-        while True:
-            began = time.perf_counter()
-            batch = next(batches, None)
-            data.seconds += time.perf_counter() - began
-            if batch is None:
-                return
-            yield batch
-
-
 class WindowBatches:
     """Windows of a split in batches of equal length, dealt out to the ranks: every window is scored by one of them.
 
-    Yields ids `[B, N]`, the units of each window before the first that counts `[B]`, and the number of each window
-    `[B]`; int64. Every rank yields as many batches: one without a batch of its own in the last turn takes the last one
-    again, with the number -1, because where parameters are shared out (hardware=fsdp) every pass needs all ranks.
+    Yields ids `[B, N]`, the units of each window before the first that counts `[B]`, its number `[B]`; int64. A rank
+    without a batch in the last turn takes the last one again, number -1: under FSDP every pass needs all ranks.
     """
 
     def __init__(self, tokens: np.ndarray, chosen: Sequence[Window], rank: int = 0, world: int = 1) -> None:

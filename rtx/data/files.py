@@ -1,57 +1,222 @@
-"""Rows from files: local ones, exact to the byte, parquet files, and (data=hub) any data set that `datasets` loads."""
+"""Files on disk, from addresses and of the hub, compared with their sha256; and (data=hub) what `datasets` loads."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import glob
 import hashlib
+import http.client
 import os
 import re
+import threading
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
+from rtx import __version__
 from rtx.config import DataConfig
-from rtx.data.fetch import INSTEAD, reason_of, unreachable
 from rtx.data.sets import SPLITS, Report, Source, column_text
+from rtx.disk import is_full
 from rtx.errors import RunFailed, UserError, nearest
+from rtx.progress_bar import progress_bar
 
 if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
 NAMES = {"train": ("train",), "valid": ("validation", "valid", "val", "dev"), "test": ("test",)}
-"""What files, folders and splits of a set are called."""
 TEXTS = ("string", "large_string", "binary", "large_binary")
+ANSWER_WITHIN = 4.0  # seconds for a name look-up, a connection and the first line of an answer
+SILENCE = 30.0  # seconds without a byte after which a connection counts as broken
+ATTEMPTS, PAUSE = 5, 1.0  # in a row without a byte of progress; seconds before the second, then doubled
+AGENT = {"User-Agent": f"Mozilla/5.0 (compatible; rtx/{__version__})"}  # some mirrors refuse Python's own name
+INSTEAD = "fetch it some other way and name it: data.path=<file or folder>"
 
 
-class SourceFile(NamedTuple):
-    """A file, and what it was when it was listed."""
+@dataclass(frozen=True)
+class Remote:
+    """A published file that never changes."""
 
-    path: Path
+    url: str
     size: int
-    modified_ns: int
+    sha256: str
+
+    @property
+    def name(self) -> str:
+        """The file's name: the last part of the address."""
+        return self.url.rpartition("/")[2]
+
+    def matches(self, path: Path) -> bool:
+        """Tell whether a file is this one."""
+        return path.is_file() and path.stat().st_size == self.size and file_sha256(path) == self.sha256
+
+    def check(self, path: Path) -> None:
+        """Raise UserError for another file than this one: no other archive is ever opened."""
+        if not self.matches(path):
+            wanted = f"{self.name} ({self.url}) of {self.size:,} bytes with sha256 {self.sha256}"
+            found = f"{path.stat().st_size:,} bytes with sha256 {file_sha256(path)}"
+            raise UserError(f"{path}: expected {wanted}, found {found}; get it anew")
 
 
-def listed(path: Path) -> SourceFile:
-    """Return what a file is now; raises UserError for one that is not there, and for a device or pipe."""
-    if not path.is_file():
-        raise UserError(f"{path}: expected a regular file or a folder, found neither")
-    status = path.stat()
-    return SourceFile(path.resolve(), status.st_size, status.st_mtime_ns)
+def download(remote: Remote, folder: Path, report: Report) -> Path:
+    """Return `folder/<name>` with the content of `remote`, fetched unless it is there; `<name>.part` is gone on with.
+
+    Raises RunFailed (no network, another file, a full disk), and UserError where `folder` cannot be written.
+    """
+    target, part = folder / remote.name, folder / f"{remote.name}.part"
+    with disk_errors(folder):
+        if remote.matches(target):
+            return target
+        report(f"fetching {remote.url} ({remote.size:,} bytes)")
+        if problem := unreachable(remote.url):
+            raise RunFailed(f"{remote.url}: cannot be fetched: {problem}; {INSTEAD}")
+        folder.mkdir(parents=True, exist_ok=True)
+        part.touch()
+        failures = 0
+        while (have := part.stat().st_size) < remote.size:
+            reason = receive(remote, part)
+            failures = 0 if part.stat().st_size > have else failures + 1
+            if failures == ATTEMPTS:
+                raise RunFailed(f"{remote.url}: cannot be fetched: {reason}; {INSTEAD}")
+            if reason:
+                wait, here = PAUSE * 2**failures, part.stat().st_size
+                report(f"{remote.name}: {reason} at {here:,} of {remote.size:,} bytes; again in {wait:.0f} s")
+                time.sleep(wait)
+        if not remote.matches(part):
+            found = file_sha256(part)
+            part.unlink()
+            raise RunFailed(f"{remote.url}: expected sha256 {remote.sha256}, found {found}; {INSTEAD}")
+        return part.replace(target)
+
+
+def receive(remote: Remote, part: Path) -> str:
+    """Append to `part` what one connection delivers; return what ended it early, or ""; raises as `download`."""
+    have, opener = part.stat().st_size, urllib.request.build_opener(SameScheme)
+    headers = {**AGENT, "Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
+    try:
+        request = urllib.request.Request(remote.url, headers=headers)
+        with opener.open(request, timeout=SILENCE) as response, open(part, "ab") as file:
+            if response.status != 206:  # all anew
+                file.truncate(have := 0)
+            if response.length is not None and have + response.length != remote.size:
+                found = f"{have + response.length:,} ({response.headers.get('Content-Type', 'of no stated type')})"
+                raise RunFailed(f"{remote.url}: expected {remote.size:,} bytes, found {found}; {INSTEAD}")
+            with progress_bar("bytes") as show:
+                while have < remote.size and (chunk := response.read1(1 << 18)):  # a break later costs none of it
+                    have += file.write(chunk[: remote.size - have])
+                    show(have, remote.size)
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code < 500 and error.code not in (408, 425, 429):
+            raise RunFailed(f"{remote.url}: {reason_of(error)}; {INSTEAD}") from error
+        return reason_of(error)
+    except (OSError, http.client.HTTPException) as error:
+        if isinstance(error, OSError) and (is_full(error) or error.filename):
+            raise
+        return reason_of(error)
+    return "the connection ended early" if have < remote.size else ""
+
+
+class SameScheme(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect from https to http or to a file."""
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        if urlsplit(newurl).scheme != req.type:
+            raise RunFailed(f"{req.full_url}: the server redirects to {newurl}: refused, only {req.type} is fetched")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def hub_files(repository: str, patterns: Sequence[str], revision: str | None, report: Report) -> Path:
+    """Return the folder, named after its commit, of a hub data set's files, from the hub's cache without a network."""
+    from huggingface_hub import constants, snapshot_download
+
+    where = f"hf://datasets/{repository}{f'@{revision}' if revision else ''}"
+    problem = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else unreachable(constants.ENDPOINT)
+    report(f"{where}: {problem or 'fetching'}; what is in {constants.HF_HUB_CACHE} is taken from there")
+    options = {"allow_patterns": list(patterns), "local_files_only": problem is not None}
+    try:
+        folder = Path(snapshot_download(repository, repo_type="dataset", revision=revision, **options))
+        files = [path for pattern in patterns for path in folder.glob(pattern)]
+        if not files:
+            raise FileNotFoundError(f"it has no {' or '.join(patterns)}")
+    except Exception as error:  # those of whichever HTTP library it uses among them, which are no OSError
+        raise RunFailed(f"{where}: cannot be fetched: {problem or reason_of(error)[:300]}; {INSTEAD}") from error
+    for path in files:
+        blob = path.resolve()  # large files are named by their sha256
+        if re.fullmatch("[0-9a-f]{64}", blob.name) and (found := file_sha256(path)) != blob.name:
+            raise RunFailed(f"{path}: expected sha256 {blob.name}, found {found}; delete {blob}, then again")
+    return folder
+
+
+def unreachable(address: str) -> str | None:
+    """Return why nothing answers at `address`, or None; said in time, for which a look-up of names needs a thread."""
+    reasons: list[str | None] = [f"no answer within {ANSWER_WITHIN:.0f} s"]
+
+    def ask() -> None:
+        try:  # with the proxies of now: urlopen remembers those of its first call
+            request = urllib.request.Request(address, headers=AGENT, method="HEAD")
+            with contextlib.suppress(urllib.error.HTTPError):
+                urllib.request.build_opener().open(request, timeout=ANSWER_WITHIN).close()
+            reasons.append(None)
+        except Exception as error:
+            reasons.append(f"{urlsplit(address).hostname}: {reason_of(getattr(error, 'reason', error))}")
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(ANSWER_WITHIN)
+    return reasons[-1]
+
+
+def reason_of(error: object) -> str:
+    """Return what an error says, in one line."""
+    said = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    return " ".join(said.split())
+
+
+def file_sha256(path: Path) -> str:
+    """Return the sha256 of a file's bytes, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def disk_errors(root: Path) -> Iterator[None]:
+    """Turn what a full or closed disk raises below `root` into a RunFailed or UserError of one line."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:  # `datasets` puts errors of its own around what went wrong
+            if isinstance(cause, UserError | RunFailed):
+                raise cause from cause.__cause__
+            if isinstance(cause, OSError) and is_full(cause):
+                advice = "free some, or set RTX_DATA to a folder on a larger disk"
+                raise RunFailed(f"{root}: no space left to write; {advice}") from error
+            if isinstance(cause, OSError) and cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                advice = "set RTX_DATA to a folder that you may write"
+                raise UserError(f"{cause.filename or root}: {reason_of(cause)}; {advice}") from error
+            cause = cause.__cause__ or cause.__context__
+        raise
 
 
 def identity_of(paths: Iterable[Path]) -> list[Any]:
-    """Return what tells files from others: how many, and a digest of their paths, sizes and times; raises as listed."""
-    files = [listed(path) for path in paths]
-    lines = [f"{file.path}\0{file.size}\0{file.modified_ns}\n" for file in files]
-    return [len(files), hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()]
+    """Return how many files there are, and a digest of paths, sizes and times; UserError for one that is no file."""
+    lines = []
+    for path in paths:
+        if not path.is_file():
+            raise UserError(f"{path}: expected a regular file or a folder, found neither")
+        lines.append(f"{path.resolve()}\0{path.stat().st_size}\0{path.stat().st_mtime_ns}\n")
+    return [len(lines), hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()]
 
 
 def walk(root: Path, skipped: Sequence[str] = (), leave_out: Path | None = None) -> list[Path]:
-    """Return the files below `root`, ordered by path components; UserError where a folder cannot be read.
-
-    Left out are hidden ones, folders named in `skipped`, and the folder `leave_out` (that of the stores).
-    """
+    """Return the files below `root`, ordered by path components, without hidden ones; UserError if it is unreadable."""
 
     def stop(error: OSError) -> None:
         raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from error
@@ -75,11 +240,8 @@ def files_of(path: str, leave_out: Path) -> list[Path]:
     return files
 
 
-def parquet_splits(path: str, folders: Iterable[Path], splits: Sequence[str] = SPLITS) -> dict[str, list[Path]]:
-    """Return the parquet files of each split in the first of `folders` that has some, by their names; {}: none has.
-
-    Raises UserError where a split is missing, and for a file that is no whole parquet file.
-    """
+def tables_of(path: str, folders: Iterable[Path], splits: Sequence[str] = SPLITS) -> dict[str, list[Path]]:
+    """Return the parquet files of each split in the first of `folders` that has some; UserError if one is not whole."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -90,9 +252,8 @@ def parquet_splits(path: str, folders: Iterable[Path], splits: Sequence[str] = S
         if lacking := [split for split, files in found.items() if not files]:
             if len(lacking) == len(splits):
                 continue
-            raise UserError(
-                f"data.path={path}: missing split: {' and '.join(lacking)}; found only {tables[0].name}, ..."
-            )
+            missing = " and ".join(lacking)
+            raise UserError(f"data.path={path}: missing split: {missing}; found only {tables[0].name}, ...")
         for table in tables:
             try:
                 parquet.read_schema(table)
@@ -147,8 +308,8 @@ def rows_of(texts: Iterator[tuple[bytes, bool]], cache: Path) -> datasets.Datase
 def source(data: DataConfig, root: Path, report: Report) -> Source:
     """Return the rows of column data.column, each a document, of data.path: owner/name on the hub, or a folder.
 
-    Without data.revision the newest one is taken when a store is made; its commit stands in the record of the store and
-    of every run on it. Splits that the data set lacks are cut from the end of its train, 5% of the rows each.
+    Without data.revision the newest is taken; the commit stands in the record. Splits that are missing are cut from the
+    end of train, 5% of the rows each.
     """
     path, folder = data.path or "", Path(data.path or "").expanduser()
     identity: list[Any] = [path, data.subset, data.column, data.revision]

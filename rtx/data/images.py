@@ -1,7 +1,4 @@
-"""Sets of images: CIFAR-10, ImageNet 64 x 64, and your own; an image is a row of `height * width * 3` sub-pixels.
-
-Sub-pixels go row by row, red, green, blue. Grey, palette and alpha become RGB as Pillow converts them.
-"""
+"""Sets of images: CIFAR-10, ImageNet 64 x 64, and your own, as sub-pixels row by row, red, green, blue."""
 
 from __future__ import annotations
 
@@ -17,19 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rtx.config import DataConfig
-from rtx.data.fetch import Remote
-from rtx.data.files import column_of, identity_of, table_rows, walk
-from rtx.data.permutation import permuted
+from rtx.data.files import Remote, column_of, identity_of, table_rows, walk
 from rtx.data.sets import SETS, SPLITS, Report, Source
-from rtx.data.text import Files, check_archive, origin, row_count
+from rtx.data.text import Files, origin, row_count
 from rtx.errors import UserError
 
 if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-"""Formats that are read; others of Pillow's start programs (EPS) or hold no photographs."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # others of Pillow's start programs (EPS)
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
 COLUMNS = ("img", "image", "png")
@@ -53,7 +47,6 @@ FORMS = {
     "imagenet64": [{split: f"{split}_64x64{form}" for split in IMAGENET64} for form in (".tar", "/*.png")],
 }
 PUBLISHED = {"cifar10": {"train": 50_000, "test": 10_000}, "imagenet64": {"train": 1_281_149, "valid": 49_999}}
-"""Images of each set."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +55,8 @@ class Pixels:
 
     height: int
     width: int
-    scaled: bool = False
-    """Scale images of any size with a box filter; else another size is refused."""
-    lossy: bool = False
-    """Take lossy files; else one is refused, for the set would be stamped wrongly."""
+    scaled: bool = False  # with a box filter; else images of another size are refused
+    lossy: bool = False  # else lossy files are refused, for the set would be stamped wrongly
 
     def __call__(self, table: pa.Table) -> Iterator[bytes]:
         """Yield each image of some rows (of paths, or of image files); raises as `decode`."""
@@ -119,8 +110,7 @@ def source(data: DataConfig, root: Path, report: Report) -> Source:
 def benchmark(data: DataConfig, root: Path, report: Report) -> Source:
     """Return CIFAR-10 (Krizhevsky 2009) or ImageNet 64 x 64, valid held out of train; else than published is stamped.
 
-    Two data sets go by the name of ImageNet 64 x 64. The papers' is that of PixelRNN (van den Oord et al. 2016), PNGs
-    without labels, in tars or the folders from them. Parquet files are of those that were scaled another way.
+    The papers' ImageNet 64 x 64 is that of PixelRNN (van den Oord et al. 2016), PNGs; parquet files are of another.
     """
     published, side, form = PUBLISHED[data.name], data.size or SETS[data.name].side or 0, ".tar"
     if data.path is None and data.name == "imagenet64":
@@ -146,18 +136,14 @@ def benchmark(data: DataConfig, root: Path, report: Report) -> Source:
     stamps |= {"scaled": f"{side}x{side}"} if data.size else {}
     stamps |= {"variant": "other" if form == ".parquet" else "PixelRNN"} if data.name == "imagenet64" else {}
     stamps |= {} if counts == published else {"images": counts, "complete": False}
-    images = {"train": train - data.held_out, "valid": data.held_out or counts[test], "test": counts[test]}
-    units = {split: count * side * side * 3 for split, count in images.items()}
     want = Pixels(side, side, data.size is not None, lossy)
-    return Source(data.name, [*identity, data.held_out], place, load, want, stamps, units, (side, side))
+    return Source(data.name, [*identity, data.held_out], place, load, want, stamps, (side, side))
 
 
 def held_images(images: int, held_out: int) -> np.ndarray:
-    """Return the numbers of the training images that are held out, in order: int64 `[held_out]`.
+    """Return the numbers of the held-out training images, int64 `[held_out]`: the first of a fixed permutation."""
+    from rtx.data.sampler import permuted
 
-    They are the first `held_out` of a fixed keyed permutation of all training images: the same on every machine, and
-    those for a smaller number are among those for a larger one.
-    """
     return np.sort(np.array([permuted(k, images, HELD_KEY) for k in range(held_out)], dtype=np.int64))
 
 
@@ -177,11 +163,11 @@ def image_rows(paths: Sequence[Path], split: str, work: Path) -> datasets.Datase
     if (form := paths[0].suffix) == ".parquet":
         return table_rows(paths, column_of(paths, COLUMNS), work / "cache" / "tables")
     if form == ".tar":
-        check_archive(paths[0], IMAGENET64[split])
+        IMAGENET64[split].check(paths[0])
         options = {"data_files": {split: str(paths[0])}, "split": split, "cache_dir": str(work / "cache" / "tars")}
         return datasets.load_dataset("webdataset", **options).select_columns(["png"])
     if form == ".gz":
-        check_archive(paths[0], CIFAR10)
+        CIFAR10.check(paths[0])
         kind = datasets.Features({"ppm": datasets.Value("binary")})
         return datasets.Dataset.from_dict({"ppm": cifar_images(paths[0], split)}, kind)
     return datasets.Dataset.from_dict({"path": [str(path) for path in paths]})
@@ -200,11 +186,12 @@ def cifar_images(archive: Path, split: str) -> list[bytes]:
 def own_images(data: DataConfig, root: Path) -> Source:
     """Return the images below data.path, as large as the first one or scaled to data.size; see `cut`."""
     place = Path(data.path or "").expanduser()
-    folders = [split for split in SPLITS if (place / split).is_dir()]
-    paths = {split: image_files(place / split, root) for split in folders} or cut(image_files(place, root))
+    files = [path for path in walk(place, leave_out=root) if path.suffix.lower() in SUFFIXES]
+    folders = [place / split for split in SPLITS if (place / split).is_dir()]
+    paths = {folder.name: [file for file in files if folder in file.parents] for folder in folders} or cut(files)
     if not all(paths.get(split) for split in SPLITS):
         found = ", ".join(f"{split} {len(files):,}" for split, files in paths.items())
-        wanted = "a folder with at least 3 images (.png, .jpg, ...), or with some in each of train, valid and test"
+        wanted = f"a folder with at least {EVERY} images (.png, .jpg, ...), or some in each of train, valid and test"
         raise UserError(f"data.path={data.path}: expected {wanted}, found {found}")
     with opened(None, str(paths["train"][0])) as image:
         width, height = (data.size, data.size) if data.size else image.size
@@ -213,25 +200,12 @@ def own_images(data: DataConfig, root: Path) -> Source:
         return image_rows(paths[split], split, work)
 
     want, identity = Pixels(height, width, data.size is not None, lossy=True), identity_of(chain(*paths.values()))
-    units = {split: len(files) * height * width * 3 for split, files in paths.items()}
     stamps = {"scaled": f"{height}x{width}"} if data.size else {}
-    return Source(
-        "images", [*identity, *units.values()], {"place": data.path}, load, want, stamps, units, (height, width)
-    )
-
-
-def image_files(folder: Path, leave_out: Path) -> list[Path]:
-    """Return the image files below a folder, sorted; hidden ones, links to folders and other files are left out."""
-    return [path for path in walk(folder, leave_out=leave_out) if path.suffix.lower() in SUFFIXES]
+    return Source("images", identity, {"place": data.path}, load, want, stamps, (height, width))
 
 
 def cut(files: list[Path]) -> Files:
-    """Share sorted files out: every 20th (9, 29, ...) is valid, every 20th (19, 39, ...) test, counted from 0.
-
-    Of fewer than 20 the last but one and the last.
-    """
-    if len(files) < EVERY:
-        return {"train": files[:-2], "valid": files[-2:-1], "test": files[-1:]}
+    """Share sorted files out: every 20th (9, 29, ...) is valid, every 20th (19, 39, ...) test, counted from 0."""
     valid, test = EVERY // 2 - 1, EVERY - 1
     train = [file for place, file in enumerate(files) if place % EVERY not in (valid, test)]
     return {"train": train, "valid": files[valid::EVERY], "test": files[test::EVERY]}

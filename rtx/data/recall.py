@@ -1,10 +1,7 @@
 """Associative recall: key-value pairs, filler, and the keys asked again; made when it is asked for, nothing on disk.
 
-A sequence of N units holds P different keys, each before its value; then filler; then the P keys once more in random
-order, each before its value. Keys, values and fillers have units of their own, and values are drawn independently, so
-that nothing but the pair itself tells an answer. Only the P answers are scored and trained on.
-
-Shapes: N units of a sequence, S sequences of a split, A = P answers of a sequence.
+A sequence of N units holds P keys, each before its value; filler; the keys once more in random order, each before its
+value. Values are drawn independently, so that only the pair tells an answer; only the A = P answers count. S sequences.
 """
 
 from __future__ import annotations
@@ -21,8 +18,7 @@ import numpy as np
 from rtx.config import DataConfig
 from rtx.errors import UserError
 
-FORMAT = 1
-"""Version of how a sequence is made from its number."""
+FORMAT = 1  # version of how a sequence is made from its number
 TRAIN, VALID, TEST = 0, 1, 2
 HELD_OUT = {"valid": VALID, "test": TEST}
 
@@ -31,26 +27,19 @@ HELD_OUT = {"valid": VALID, "test": TEST}
 class RecallStore:
     """What stands in the place of a token store: an endless training split, and two fixed held-out ones `[S * N]`."""
 
-    task: DataConfig
-    """Reads length (N), pairs (P), keys, values, fillers and sequences (S)."""
-
+    task: DataConfig  # length (N), pairs (P), keys, values, fillers and sequences (S)
     name, unit, image = "recall", "answer", None
     stamps: ClassVar[dict[str, Any]] = {}
 
     @property
     def vocabulary(self) -> int:
         """Number of different units: keys first, then values, then fillers."""
-        return vocabulary(self.task)
+        return self.task.keys + self.task.values + self.task.fillers
 
     @cached_property
     def answers(self) -> np.ndarray:
         """Positions of the answers in each sequence, `[A]`: every other one of the last 2 P, the last included."""
         return np.arange(self.task.length - 2 * self.task.pairs + 1, self.task.length, 2)
-
-    @property
-    def chance(self) -> float:
-        """Share of right answers of who knows the values and nothing of the pairs."""
-        return 1 / self.task.values
 
     def sequence(self, seed: int, index: int, split: int = TRAIN) -> np.ndarray:
         """Return sequence `index` of a split, uint16 `[N]`: a pure function of the arguments on every machine."""
@@ -76,10 +65,6 @@ class RecallStore:
         numbers = range(self.task.sequences)
         return {name: np.concatenate([self.sequence(0, s, split) for s in numbers]) for name, split in HELD_OUT.items()}
 
-    def count(self, name: str) -> int:
-        """Return how many answers a split has."""
-        return len(self.split(name)) // self.task.length * self.task.pairs
-
     @property
     def settings(self) -> dict[str, int]:
         """What the sequences are made by."""
@@ -99,8 +84,3 @@ class RecallStore:
         for tokens in self.held_out.values():
             digest.update(tokens.astype("<u2").tobytes())
         return digest.hexdigest()
-
-
-def vocabulary(task: DataConfig) -> int:
-    """Return the number of different units of a task."""
-    return task.keys + task.values + task.fillers

@@ -1,14 +1,13 @@
 """Training batches without state: item i of the global batch of step s is a pure function of (seed, s, i).
 
-An epoch cuts the text into as many windows as fit whatever the phase of the grid, shifts the grid by a phase drawn for
-that epoch, and visits the windows in the order of a keyed permutation. An image is never cut: for images the grid stays
-where it is, and an epoch visits every image once. There is nothing to save and nothing to restore; ranks, micro-batches
-and workers slice the same sequence of items.
+There is nothing to save and nothing to restore; ranks, micro-batches and workers slice the same sequence of items.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from hashlib import blake2b
 from struct import pack
 from typing import Any
 
@@ -17,16 +16,33 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from rtx.data.permutation import ROUNDS, draw, permuted
-
+ROUNDS = 6
 PHASE, COIN = ROUNDS, ROUNDS + 1  # what a draw is for; below ROUNDS: a round of the permutation
 
 
-class MadeItems:
-    """Sequences to train on, by their number g = step * batch_size + i, from `make(seed, g)`, which returns `[N]`.
+def permuted(index: int, size: int, key: bytes) -> int:
+    """Return where the permutation of 0..size-1 that `key` names sends `index`, on every machine alike.
 
-    `batch_size`: sequences of the global batch, over all ranks and micro-batches.
+    A Feistel network over pairs (left, right) of digits 0..side-1, side * side >= size; a result beyond `size` is sent
+    through again until it falls inside (cycle-walking), which keeps it a permutation.
     """
+    side = math.isqrt(size - 1) + 1
+    while True:
+        left, right = divmod(index, side)
+        for turn in range(ROUNDS):
+            left, right = right, (left + draw(key, turn, right)) % side
+        index = left * side + right
+        if index < size:
+            return index
+
+
+def draw(key: bytes, purpose: int, value: int) -> int:
+    """Return a 64-bit number that is the same on every machine: a keyed hash, not a generator."""
+    return int.from_bytes(blake2b(pack("<QQ", purpose, value), key=key, digest_size=8).digest(), "little")
+
+
+class MadeItems:
+    """Sequences to train on, by their number g = step * batch_size + i, from `make(seed, g)`, which returns `[N]`."""
 
     def __init__(self, make: Callable[[int, int], np.ndarray], seed: int, batch_size: int) -> None:
         self.make, self.seed, self.batch_size = make, seed, batch_size
@@ -35,18 +51,15 @@ class MadeItems:
         """Return sequence `index` as it is kept, unsigned integers `[N]`."""
         return self.make(self.seed, index)
 
-    def item(self, step: int, i: int) -> Tensor:
-        """Return item `i` of the global batch of step `step` (from 0): int64 `[N]`."""
-        return self[step * self.batch_size + i]
-
     def __getitem__(self, index: int) -> Tensor:
         return torch.from_numpy(self.units(index).astype(np.int64))
 
 
 class TrainingItems(MadeItems):
-    """Windows of N = `length` units of a training split, unsigned integers `[units]`.
+    """Windows of N = `length` units of a training split, unsigned integers `[units]`; `whole`: each is one image.
 
-    A memory map is opened by its path in another process. `whole`: a sequence is one image.
+    An epoch visits windows side by side in the order of a keyed permutation; of text as many as fit whatever the phase
+    of their grid, which is drawn for each epoch. A memory map is opened by its path in another process.
     """
 
     def __init__(self, tokens: np.ndarray, length: int, seed: int, batch_size: int, whole: bool = False) -> None:
@@ -71,32 +84,24 @@ class TrainingItems(MadeItems):
         return self.tokens[start : start + self.length]
 
     def start(self, index: int) -> int:
-        """Return the unit of the split at which item `index` starts.
-
-        Every phase 0..N-1 of the grid is as likely, so every cut of the text is. Where a phase leaves room for a whole
-        window more, a coin decides which end of the text goes without.
-        """
+        """Return the unit of the split at which item `index` starts; every phase 0..N-1 of the grid is as likely."""
         epoch, slot = divmod(index, self.per_epoch)
         key, offset = pack("<QQ", self.seed, epoch), 0
         if not self.whole:
             spare = len(self.tokens) - self.per_epoch * self.length
             offset = draw(key, PHASE, 0) % min(self.length, spare + 1)
-            if offset + self.length <= spare:
+            if offset + self.length <= spare:  # room for a window more: a coin says which end goes without
                 offset += self.length * (draw(key, COIN, 0) % 2)
         return offset + permuted(slot, self.per_epoch, key) * self.length
 
 
 class MicroBatches(Dataset[Tensor]):
-    """Runs of `size` items: ids `[size, N]`, in as few bytes as they are kept."""
+    """Runs of `size` items by the number of the first: ids `[size, N]`, in as few bytes as they are kept."""
 
-    def __init__(self, items: MadeItems, firsts: range, size: int) -> None:
-        self.items, self.firsts, self.size = items, firsts, size
+    def __init__(self, items: MadeItems, size: int) -> None:
+        self.items, self.size = items, size
 
-    def __len__(self) -> int:
-        return len(self.firsts)
-
-    def __getitem__(self, number: int) -> Tensor:
-        first = self.firsts[number]
+    def __getitem__(self, first: int) -> Tensor:
         return torch.from_numpy(np.stack([self.items.units(index) for index in range(first, first + self.size)]))
 
 
@@ -111,15 +116,11 @@ def training_batches(
 ) -> DataLoader[Tensor]:
     """Return a loader of the micro-batches `[micro_batch, N]` of steps first_step..stop_step-1 for one rank.
 
-    Micro-batch j of all ranks together holds the j-th run of `world * micro_batch` items, so over ranks and
-    micro-batches each step has the same items on any number of devices. Unset, `micro_batch` is all of a rank's share.
-    Workers' seeds come from a generator of the loader's own: torch's global stream, which dropout uses and a checkpoint
-    restores, is left alone.
-
-    Args:
-        options: of `DataLoader`: num_workers, pin_memory, worker_init_fn.
+    Micro-batch j of all ranks together holds the j-th run of `world * micro_batch` items, so each step has the same
+    items on any number of devices; unset, `micro_batch` is all of a rank's share. `options` are those of `DataLoader`.
     """
     size, whole = micro_batch or items.batch_size // world, items.batch_size
     assert whole % (world * size) == 0, f"a batch of {whole} cannot be cut for {world} ranks into {size}"
-    batches = MicroBatches(items, range(first_step * whole + rank * size, stop_step * whole, world * size), size)
-    return DataLoader(batches, batch_size=None, generator=torch.Generator().manual_seed(items.seed), **options)
+    firsts = range(first_step * whole + rank * size, stop_step * whole, world * size)
+    seeds = torch.Generator().manual_seed(items.seed)  # of workers: the global stream, for dropout, is left alone
+    return DataLoader(MicroBatches(items, size), batch_size=None, sampler=firsts, generator=seeds, **options)

@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 
     from rtx.config import DataConfig
 
-Report = Callable[[str], object]
-"""Takes a line for the user."""
-
+Report = Callable[[str], object]  # takes a line for the user
 SPLITS = ("train", "valid", "test")
 
 
@@ -25,12 +23,10 @@ class DataSet:
 
     module: str
     image: bool = False
-    side: int | None = None
-    """Height and width of its images where they are fixed."""
+    side: int | None = None  # height and width of its images where they are fixed
     words: Mapping[str, int] = field(default_factory=dict)
     """Published words of each split, by which word perplexity divides the total nats, whatever the model's units."""
-    kinds: int | None = None
-    """Different words of the training split, `<unk>` and `<eos>` among them."""
+    kinds: int | None = None  # different words of the training split, `<unk>` and `<eos>` among them
 
 
 # Of Wikitext-103 words between blanks and one <eos> for every line, blank ones too (Merity et al. 2016); of PG-19 the
@@ -48,14 +44,11 @@ SETS = {
     "imagenet64": DataSet("images", image=True, side=64),
     "images": DataSet("images", image=True),
 }
-OWN = Path(__file__).parent / "own"
-"""A data set of one's own is a file here, `<name>.py` with `source`, beside conf/data/<name>.yaml."""
+OWN = Path(__file__).parent / "own"  # of files <name>.py with `source`, beside conf/data/<name>.yaml
 NAMES = (*SETS, *sorted(path.stem for path in OWN.glob("[a-z]*.py")), "recall")
 IMAGE_SETS = tuple(name for name, known in SETS.items() if known.image)
-TWO_WAYS = ("wikitext103", "cifar10")
-"""Sets that come from the hub or (data.fetch=archive) from an archive."""
-HELD_OUT = ("cifar10", "imagenet64")
-"""Sets whose valid is held out of train (data.held_out)."""
+TWO_WAYS = ("wikitext103", "cifar10")  # from the hub or (data.fetch=archive) from an archive
+HELD_OUT = ("cifar10", "imagenet64")  # valid is held out of train (data.held_out)
 
 
 def image_side(data: DataConfig) -> int | None:
@@ -76,8 +69,8 @@ class Source:
     """What a store is made from; nothing is fetched or read before `load` is called.
 
     `load(split, work)` returns the rows of train, valid or test, in order; caches go to `work/cache/<split>`. A row is
-    a document, or (where a column `first` says so) a piece of one that ends before a blank or newline. `read` returns
-    the bytes of each of some rows: text, or the sub-pixels of an image.
+    a document, or (where a column `first` says so) a piece of one, cut beside a blank or newline. `read` returns the
+    bytes of each of some rows: text, or the sub-pixels of an image.
     """
 
     name: str
@@ -89,7 +82,4 @@ class Source:
     read: Callable[[pa.Table], Iterable[bytes]] = field(default=column_text, repr=False)
     stamps: dict[str, Any] = field(default_factory=dict)
     """Facts of protocol that stand on every result, as JSON values: {"newlines": "drop"}."""
-    units: dict[str, int] | None = None
-    """Bytes of text of each split where they are known beforehand."""
-    image: tuple[int, int] | None = None
-    """Height and width of every image; None: text."""
+    image: tuple[int, int] | None = None  # height and width of every image; None: text

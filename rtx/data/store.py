@@ -1,13 +1,7 @@
-"""The token store: the splits of a data set on disk, one raw memory-mapped file each, with a record of what they are.
+"""A token store: a folder with the ids of each split in a raw file, where documents start, tokenizer and record.
 
-    <root>/<name>-<key>/    <split>.bin           unsigned integers, nothing else
-                            <split>.starts.npy    where documents start, and the end: int64 (not for images)
-                            store.json            source, tokenizer, sizes, checksums, fingerprint
-                            .verified             sizes and times of the files when every byte was last checked here
-
-The key names source and settings; the fingerprint content, tokenizer and stamps alone: it is the same on every machine.
-A store is made in `<root>/.<name>-<key>.work`, which is renamed once it is whole; a preparation goes on with one that
-ended early. The bytes are the same for any number of processes.
+`<root>/<name>-<key>` is made in `<root>/.<name>-<key>.work` and renamed once it is whole; the key names source and
+settings, the fingerprint content, tokenizer and stamps alone. Both are the same for any number of processes.
 """
 
 from __future__ import annotations
@@ -23,12 +17,12 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from rtx.config import DataConfig
-from rtx.data.fetch import disk_errors, file_sha256
+from rtx.data.files import disk_errors, file_sha256
 from rtx.data.sets import SPLITS, Report, Source
 from rtx.data.tokenizers import Tokenizer, learned, load_tokenizer
 from rtx.disk import replace_file, write_json
@@ -38,13 +32,10 @@ if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
-FORMAT = 3
-"""Version of what is written for the same settings; raise it whenever that changes."""
+FORMAT = 3  # version of what is written for the same settings; raise it whenever that changes
 RECORD = "store.json"
-PAYS = 1 << 23
-"""Bytes of a split from which on several processes pay; where bytes are copied they never do."""
-forking: list[bool] = []
-"""Something, while processes that are forked work for this one alone."""
+PAYS = 1 << 23  # bytes of a split from which on several processes pay; where bytes are copied they never do
+forking: list[bool] = []  # something, while processes that are forked work for this one alone
 IS_BLANK = np.isin(np.arange(256), list(b" \t\n\r\v\f"))
 
 
@@ -56,22 +47,12 @@ class DamagedStore(UserError):
         super().__init__(f"{self.what}; to rebuild the store: rtx data prepare {options}")
 
 
-class SplitFacts(NamedTuple):
-    """The sizes of a split: its units, and bytes (of images: sub-pixels) and words between blanks of the source."""
-
-    units: int
-    bytes: int
-    words: int
-    documents: int
-
-
 @dataclass(frozen=True)
 class TokenStore:
     """An open store: splits as read-only memory maps of unsigned integers `[units]`.
 
-    `fingerprint` is a sha256 over tokenizer, stamps, and size and content of every split. `source` says where the data
-    came from, and `stamps` are facts of protocol that stand on every result. `image`: height and width of every image
-    (None: text). `answers`: all units of a sequence are scored (see RecallStore).
+    `stamps` are facts of protocol that stand on every result, `image` height and width of every image (None: text),
+    `facts` units, documents, bytes (of images: sub-pixels) and words of each split. `answers`: see RecallStore.
     """
 
     name: str
@@ -83,7 +64,7 @@ class TokenStore:
     stamps: dict[str, Any] = field(default_factory=dict)
     image: tuple[int, int] | None = None
     answers: None = None
-    all_facts: dict[str, SplitFacts] = field(default_factory=dict)
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def vocabulary(self) -> int:
@@ -102,15 +83,10 @@ class TokenStore:
             raise UserError(f"{self.name} has no split {name!r}: one of {allowed}{nearest(name, self.splits)}")
         return self.splits[name]
 
-    def facts(self, name: str) -> SplitFacts:
-        """Return the sizes of a split."""
-        return self.all_facts[name]
-
     def describe(self) -> dict[str, Any]:
         """Return what a run records of its data, as JSON values."""
-        described = {
-            key: getattr(self, key) for key in ("name", "fingerprint", "vocabulary", "unit", "stamps", "source")
-        }
+        keys = ("name", "fingerprint", "vocabulary", "unit", "stamps", "source")
+        described: dict[str, Any] = {key: getattr(self, key) for key in keys}
         described["splits"] = {name: len(tokens) for name, tokens in self.splits.items()}
         image = {"image": list(self.image)} if self.image else {}
         return {**described, "tokenizer": self.tokenizer.describe(), "folder": str(self.folder), **image}
@@ -119,8 +95,7 @@ class TokenStore:
 def open_store(folder: Path, options: str, verify: bool = False) -> TokenStore:
     """Open the store in `folder`, checking the sizes of its splits, and with `verify` every byte of all its files.
 
-    `options`: those of the command line that ask for it, for messages. Raises DamagedStore where a file is missing,
-    altered or unreadable, and UserError where there is no store.
+    `options` of the command line stand in messages. Raises DamagedStore, or UserError where there is no store.
     """
     record, splits = read_record(folder, options), {}
     dtype = np.dtype(record["dtype"])
@@ -144,10 +119,9 @@ def open_store(folder: Path, options: str, verify: bool = False) -> TokenStore:
         with contextlib.suppress(OSError):
             note.parent.mkdir(parents=True, exist_ok=True)
             note.write_text(look)
-    sizes = {name: SplitFacts(*map(facts.get, SplitFacts._fields)) for name, facts in record["splits"].items()}
     kept = {key: record[key] for key in ("name", "fingerprint", "source", "stamps")}
     kept["image"] = tuple(record["image"]) if record["image"] else None
-    return TokenStore(**kept, folder=folder, splits=splits, tokenizer=tokenizer, all_facts=sizes)
+    return TokenStore(**kept, folder=folder, splits=splits, tokenizer=tokenizer, facts=record["splits"])
 
 
 def is_verified(folder: Path) -> bool:
@@ -159,10 +133,7 @@ def is_verified(folder: Path) -> bool:
 
 
 def note_of(folder: Path) -> tuple[Path, str]:
-    """Return where it is noted that a store is right (in the user's cache, if it must not be written), and the note.
-
-    That is size, time of change and inode of each file: a copy or a touched file has others.
-    """
+    """Return where it is noted that a store is right, and the note: sizes, times and inodes, which no copy shares."""
     files = {path.name: path.stat() for path in sorted(folder.glob("[!.]*"))}
     look = {name: [status.st_size, status.st_mtime_ns, status.st_ino] for name, status in files.items()}
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
@@ -192,11 +163,7 @@ def record_sha256(record: dict[str, Any]) -> str:
 
 
 def build_store(folder: Path, source: Source, data: DataConfig, options: str, report: Report) -> None:
-    """Write the store at `folder`, in the place of what stands there; the caller holds the lock.
-
-    Whatever ends it leaves what is finished to the next one (RunFailed: a full disk, a failed download); a source that
-    is not what it should be (UserError) leaves nothing.
-    """
+    """Write the store at `folder`, whose lock the caller holds; all errors but UserError leave what is finished."""
     work = folder.with_name(f".{folder.name}.work")
     try:
         with disk_errors(folder.parent):
@@ -241,12 +208,12 @@ def fill(work: Path, source: Source, data: DataConfig, options: str, report: Rep
 
 def write_record(work: Path, source: Source, tokenizer: Tokenizer, options: str, splits: dict[str, Any]) -> None:
     """Write the record of a store, with fingerprint, time and its own sha256."""
-    content = [tokenizer.describe(), tokenizer.dtype.name, source.stamps, source.image]
+    content = {"tokenizer": tokenizer.describe(), "dtype": tokenizer.dtype.name}
+    content |= {"stamps": source.stamps, "image": source.image}
     sizes = {split: [facts["units"], facts["sha256"]] for split, facts in splits.items()}
-    fingerprint = hashlib.sha256(json.dumps([FORMAT, *content, sizes], sort_keys=True).encode()).hexdigest()
+    fingerprint = hashlib.sha256(json.dumps([FORMAT, *content.values(), sizes], sort_keys=True).encode()).hexdigest()
     record = {"format": FORMAT, "name": source.name, "options": options, "source": source.place, "splits": splits}
-    record |= dict(zip(("tokenizer", "dtype", "stamps", "image"), content, strict=True))
-    record |= {"fingerprint": fingerprint, "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    record |= {**content, "fingerprint": fingerprint, "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     write_json(work / RECORD, {**record, "sha256": record_sha256(record)})
 
 
@@ -310,10 +277,7 @@ def count_words(text: bytes) -> int:
 
 
 def write_split(encoded: datasets.Dataset, path: Path, tokenizer: Tokenizer, options: str) -> dict[str, Any]:
-    """Write `<path>.bin`, the ids of all rows one behind the other, and of text where documents start.
-
-    Returns sizes and checksums; UserError where there are no units.
-    """
+    """Write `<path>.bin`, the ids of all rows, and of text where documents start; return sizes and checksums."""
     digest, lengths = hashlib.sha256(), [np.zeros(0, np.int64)]
 
     def write(file: BinaryIO) -> None:

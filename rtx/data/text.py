@@ -13,32 +13,36 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rtx.config import DataConfig
-from rtx.data.fetch import Remote, download, file_sha256, hub_files
-from rtx.data.files import column_of, files_of, identity_of, listed, parquet_splits, rows_of, table_rows, walk
+from rtx.data.files import (
+    Remote,
+    column_of,
+    download,
+    files_of,
+    hub_files,
+    identity_of,
+    rows_of,
+    table_rows,
+    tables_of,
+    walk,
+)
 from rtx.data.sets import SETS, Report, Source, column_text
 from rtx.errors import UserError
 
 if TYPE_CHECKING:
     import datasets
 
-Files = dict[str, list[Path]]
-"""The files of each split."""
-Forms = Sequence[Mapping[str, str]]
-"""Ways to name the files of each split, by patterns."""
-PIECE, LONGEST_PIECE = 1 << 22, 1 << 26
-"""Bytes from which on a document is cut at a blank, so that no row is long, and anywhere, for it is no text."""
-SHORTEST = 31  # bytes of text: from here on 5% are at least two
+Files = dict[str, list[Path]]  # of each split
+Forms = Sequence[Mapping[str, str]]  # ways to name the files of each split, by patterns
+PIECE = 1 << 22  # bytes from which on a document is cut, behind a newline unless a line has 16 times as many
 NOT_LIBRARY = ("test", "tests", "site-packages", "dist-packages")
-CUTS = {"train": (0, 90), "valid": (90, 95), "test": (95, 100)}
-"""Percent of the bytes."""
+CUTS = {"train": (0, 90), "valid": (90, 95), "test": (95, 100)}  # percent of the bytes
 
 ENWIK8 = Remote(
     "https://mattmahoney.net/dc/enwik8.zip",
     36_445_475,
     "547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
 )
-ENWIK8_TEXT = (100_000_000, "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8")
-"""Bytes and sha256 of the archive's only member."""
+ENWIK8_TEXT = (100_000_000, "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8")  # its only member
 
 WIKITEXT = Remote(
     "https://wikitext.smerity.com/wikitext-103-v1.zip",
@@ -50,12 +54,10 @@ WIKITEXT_FACTS: dict[str, dict[str, int | str]] = {
     "train": {"lines": 1_801_350, "bytes": 537_936_515},
     "valid": {"lines": 3_760, "bytes": 1_139_711, "md5": "b465742f79b17b85bad5699479b13301"},
     "test": {"lines": 4_358, "bytes": 1_278_143, "md5": "f202e4c8148839782adc13e7d1ca58e0"},
-}
-"""Lines of a split, bytes of those that are not blank, and the md5 of its file; of train no sum was published."""
+}  # lines, bytes of those that are not blank, and the md5 of the file; of train no sum was published
 
 PG19_HUB = ("emozilla/pg19", None, "data/*.parquet")
-PG19_BOOKS = {"train": 28_602, "valid": 50, "test": 100}
-"""Published books; one of train, 90.txt, has no text and counts here."""
+PG19_BOOKS = {"train": 28_602, "valid": 50, "test": 100}  # one of train, 90.txt, has no text and counts here
 
 
 def source(data: DataConfig, root: Path, report: Report) -> Source:
@@ -67,26 +69,26 @@ def source(data: DataConfig, root: Path, report: Report) -> Source:
 def own_files(data: DataConfig, root: Path, report: Report) -> Source:
     """Return the bytes of all files in order, cut at 90% and 95%; those below `root`, of the stores, are left out."""
     paths = library_files() if data.name == "stdlib" else files_of(data.path or "", root)
-    files = [listed(path) for path in paths]
-    if (total := sum(file.size for file in files)) < SHORTEST:
-        raise UserError(f"{data.path}: expected at least {SHORTEST} bytes, found {total:,}; give more text")
-    cuts = {split: (total * begin // 100, total * end // 100) for split, (begin, end) in CUTS.items()}
+    identity = identity_of(paths)
+    sizes = [path.stat().st_size for path in paths]
+    if (total := sum(sizes)) < 31:  # from here on 5% are at least two bytes
+        raise UserError(f"{data.path}: expected at least 31 bytes, found {total:,}; give more text")
 
     def load(split: str, work: Path) -> datasets.Dataset:
-        return rows_of(parts(*cuts[split]), work / "cache" / split)
+        rows = rows_of(parts(*(total * percent // 100 for percent in CUTS[split])), work / "cache" / split)
+        if identity_of(paths) != identity:
+            raise UserError(f"{data.path}: changed while it was read; prepare it again")
+        return rows
 
     def parts(start: int, stop: int) -> Iterator[tuple[bytes, bool]]:
-        for file in files:
-            if start < file.size and stop > 0:
-                with open(file.path, "rb") as stream:
-                    yield from pieces(stream, max(0, start), min(stop, file.size))
-                if listed(file.path) != file:
-                    raise UserError(f"{file.path}: changed while it was read; prepare it again")
-            start, stop = start - file.size, stop - file.size
+        for path, size in zip(paths, sizes, strict=True):
+            if start < size and stop > 0:
+                with open(path, "rb") as stream:
+                    yield from pieces(stream, max(0, start), min(stop, size))
+            start, stop = start - size, stop - size
 
-    place = {"place": data.path or "the standard library", "files": len(files), "bytes": total}
-    units = {split: stop - start for split, (start, stop) in cuts.items()}
-    return Source(data.name, identity_of(paths), place, load, units=units)
+    place = {"place": data.path or "the standard library", "files": len(paths), "bytes": total}
+    return Source(data.name, identity, place, load)
 
 
 def library_files() -> list[Path]:
@@ -95,22 +97,13 @@ def library_files() -> list[Path]:
 
 
 def pieces(stream: IO[bytes], start: int, stop: int) -> Iterator[tuple[bytes, bool]]:
-    """Yield bytes `[start, stop)` of a document in pieces that end before a blank or newline, with which is first."""
+    """Yield bytes `[start, stop)` of a document in pieces of whole lines, with whether it is the first."""
     stream.seek(start)
-    rest, first = b"", True
-    while chunk := stream.read(min(PIECE, stop - start)):
-        start += len(chunk)
-        rest += chunk
-        cut = max(rest.rfind(b" ", 1), rest.rfind(b"\n", 1))
-        if cut > 0 or len(rest) > LONGEST_PIECE:
-            cut = cut if cut > 0 else len(rest)
-            yield rest[:cut], first
-            rest, first = rest[cut:], False
-    if rest:
-        yield rest, first
-
-
-# The published sets: local copies, files of the hub, archives
+    at = start
+    while piece := stream.read(min(PIECE, stop - at)):
+        piece += stream.readline(min(16 * PIECE, stop - at - len(piece)))
+        yield piece, at == start
+        at += len(piece)
 
 
 def origin(
@@ -131,7 +124,7 @@ def origin(
     def from_hub() -> Files:
         folder = hub_files(repository, [pattern], revision, report)
         place["revision"] = folder.name
-        return parquet_splits(str(folder), [folder / tables], tuple(forms[0]))
+        return tables_of(str(folder), [folder / tables], tuple(forms[0]))
 
     return ["hub", *hub], place, cache(from_hub)
 
@@ -145,18 +138,10 @@ def local_files(path: str, forms: Forms, tables: str | None = None) -> Files:
         found = {split: [file for file in files if file.name[0] != "."] for split, files in found.items()}
         if all(found.values()) and (place == folder or place in chain(*found.values())):
             return found
-    if tables is not None and (found := parquet_splits(path, (folder / tables, folder), tuple(forms[0]))):
+    if tables is not None and (found := tables_of(path, (folder / tables, folder), tuple(forms[0]))):
         return found
     wanted = [" and ".join(dict.fromkeys(form.values())) for form in forms] + ["parquet files"] * (tables is not None)
     raise UserError(f"data.path={path}: expected {' or '.join(wanted)}, found none of these")
-
-
-def check_archive(path: Path, archive: Remote) -> None:
-    """Raise UserError for another file than a published one: no other archive is ever opened."""
-    if not archive.matches(path):
-        wanted = f"{archive.name} ({archive.url}) of {archive.size:,} bytes with sha256 {archive.sha256}"
-        found = f"{path.stat().st_size:,} bytes with sha256 {file_sha256(path)}"
-        raise UserError(f"{path}: expected {wanted}, found {found}; get it anew")
 
 
 def opened(path: Path, member: str) -> IO[bytes]:
@@ -172,7 +157,7 @@ def enwik8(data: DataConfig, root: Path, report: Report) -> Source:
 
     def load(split: str, work: Path) -> datasets.Dataset:
         path = local or download(ENWIK8, root / "downloads", report)
-        check_archive(path, ENWIK8 if path.suffix == ".zip" else Remote("enwik8", *ENWIK8_TEXT))
+        (ENWIK8 if path.suffix == ".zip" else Remote("enwik8", *ENWIK8_TEXT)).check(path)
         start, stop = (size * percent // 100 for percent in CUTS[split])
         with opened(path, "enwik8") as stream:
             parts = (
@@ -180,9 +165,8 @@ def enwik8(data: DataConfig, root: Path, report: Report) -> Source:
             )
             return rows_of(parts, work / "cache" / split)
 
-    units = None if drop else {split: size * (end - begin) // 100 for split, (begin, end) in CUTS.items()}
     place = {"place": ENWIK8.url, "sha256": sha256}
-    return Source("enwik8", [sha256], place, load, stamps={"newlines": data.newlines}, units=units)
+    return Source("enwik8", [sha256], place, load, stamps={"newlines": data.newlines})
 
 
 def wikitext(data: DataConfig, root: Path, report: Report) -> Source:
@@ -219,7 +203,7 @@ def blocks_of_lines(files: Sequence[Path], split: str, cache: Path) -> Iterator[
             yield b"".join(line or b" \n" for line in column_text(table))
         return
     if files[0].suffix == ".zip":
-        check_archive(files[0], WIKITEXT)
+        WIKITEXT.check(files[0])
     with opened(files[0], f"wikitext-103/wiki.{split}.tokens") as stream:
         while block := stream.read(1 << 20):
             yield block + stream.readline()

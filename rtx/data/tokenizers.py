@@ -36,10 +36,7 @@ REMEMBERED = 1 << 19  # runs, about 100 MB
 
 
 class Tokenizer:
-    """Bytes of text <-> unsigned integers below `vocabulary`, here one id a byte: exact on any input.
-
-    `unit` says in words what one id is; `content` is what was learned, as it is kept in `file`, and `settings` how.
-    """
+    """Bytes of text <-> unsigned integers below `vocabulary`, here one a byte; `content` was learned by `settings`."""
 
     name, file, vocabulary = "bytes", "", 256
 
@@ -70,10 +67,9 @@ class Tokenizer:
 
 
 class WordTokenizer(Tokenizer):
-    """One id per word, one (`<eos>`) per newline, blank lines too; words that are not in the vocabulary: `<unk>`.
+    """One id per word between blanks, one (`<eos>`) per newline; words that are not in the vocabulary: `<unk>`.
 
-    Case is kept; a word is what stands between blanks (space, tab, CR, VT, FF). Decoding writes a blank before every
-    word and newline, as Wikitext has them: there only words without an id are lost. `content` has a word a line, by id.
+    Decoding writes a blank before every word and newline, as Wikitext has them. `content` has a word a line, by id.
     """
 
     name, file = "words", "words.txt"
@@ -98,10 +94,7 @@ def words_of(text: bytes) -> Iterator[list[bytes]]:
 
 
 def learn_words(texts: Iterable[bytes], options: str, report: Report) -> WordTokenizer:
-    """Return the tokenizer of all words in `texts`, ordered by falling count, then by their bytes.
-
-    Raises UserError where there are none, naming the command-line `options` that ask for the data set.
-    """
+    """Return the tokenizer of all words in `texts`, by falling count, then by their bytes; UserError for none."""
     counts: Counter[bytes] = Counter()
     for text in texts:
         for words in words_of(text):
@@ -118,10 +111,9 @@ def learn_words(texts: Iterable[bytes], options: str, report: Report) -> WordTok
 
 
 class SentencepieceTokenizer(Tokenizer):
-    """Subwords learned by byte-pair encoding; what they cannot spell, and every newline, is made of single bytes.
+    """Subwords learned by byte-pair encoding, exact on any bytes: each id stands for fixed ones.
 
-    Text -> ids -> text is exact for any bytes: each id stands for fixed bytes, and a run whose ids do not spell it
-    (invalid UTF-8, U+2581) is encoded byte by byte.
+    A newline, and a run that its ids do not spell (invalid UTF-8, U+2581), is made of single bytes.
     """
 
     name, file = "sentencepiece", "sentencepiece.model"
@@ -157,10 +149,7 @@ class SentencepieceTokenizer(Tokenizer):
 def learn_subwords(
     texts: Iterable[bytes], vocabulary: int, sample: int, options: str, report: Report
 ) -> SentencepieceTokenizer:
-    """Return the tokenizer of exactly `vocabulary` ids learned from at most `sample` bytes taken evenly from `texts`.
-
-    Each different run of the sample is given once with its count. Raises UserError where the vocabulary does not fit.
-    """
+    """Return the tokenizer of `vocabulary` ids learned from `sample` bytes of `texts`; UserError if it does not fit."""
     from sentencepiece import SentencePieceTrainer
 
     kept, total = even_sample(texts, sample)
@@ -169,7 +158,7 @@ def learn_subwords(
     counts = Counter(chain.from_iterable(map(RUN.findall, kept)))
     ordered = sorted(counts.items(), key=lambda row: (-row[1], row[0]))
     fit = [row for row in ordered if not MARKS.search(row[0]) and row[0].decode(errors="ignore").encode() == row[0]]
-    rows = (b"%s\t%d" % row for row in fit)
+    rows = (b"%s\t%d" % row for row in fit)  # each different run once, with its count
     if not fit:
         raise UserError(f"{options}: expected text in the training split, found none in {size:,} bytes")
     kind: Any = {"model_type": "bpe", "byte_fallback": True, "character_coverage": 0.9995, "required_chars": BLANK}
@@ -186,10 +175,7 @@ def learn_subwords(
 
 
 def even_sample(texts: Iterable[bytes], size: int) -> tuple[list[bytes], int]:
-    """Return blocks from all over `texts` (half of `size` bytes or more, or all), and how many bytes there are.
-
-    As soon as there are too many, every second block goes, and of the following ones, too.
-    """
+    """Return blocks from all over `texts` (half of `size` bytes or more, or all), and how many bytes there are."""
     kept: list[bytes] = []
     total, step = 0, 1
     for number, block in enumerate(block for text in texts for block in BLOCK.findall(text)):
@@ -197,7 +183,7 @@ def even_sample(texts: Iterable[bytes], size: int) -> tuple[list[bytes], int]:
         if number % step == 0:
             kept.append(block[:size])
             if sum(map(len, kept)) > size:
-                kept, step = kept[::2], 2 * step
+                kept, step = kept[::2], 2 * step  # every second block goes, and of the following ones, too
     return kept, total
 
 

@@ -100,7 +100,7 @@ def measures(
         return result
     all_of_it = not partial and not habits
     if store.unit == "subword":  # words are no account of the bytes between and in them
-        text_bytes = store.facts(split).bytes if all_of_it else sum(map(len, texts(store, tokens, scored)))
+        text_bytes = store.facts[split]["bytes"] if all_of_it else sum(map(len, texts(store, tokens, scored)))
         result["bits_per_byte"] = score.nats / text_bytes / math.log(2)
     if (words := words_scored(store, split, tokens, scored, all_of_it, habits)) is not None:
         count, note, comparable = words
@@ -128,7 +128,7 @@ def words_scored(
     words = sum(len(text.split()) for text in texts(store, tokens, scored))
     if store.stamps.get("complete") is False:
         return max(1, words), "between blanks of the text scored", False
-    share = words / max(1, store.facts(split).words)
+    share = words / max(1, store.facts[split]["words"])
     return max(1.0, published[split] * share), "the split's published count times the share scored", False
 
 

@@ -34,7 +34,7 @@ def test_every_action_says_what_it_found(tmp_path, monkeypatch, capsys):
         assert f"  {split.parent.name}  data=text " in said("list")
         assert said("remove", *words).startswith(f"{split.parent}: removed, ") and not list(root.iterdir())
     assert "no store of this name" in said("remove", *options, code=2)
-    assert "made on the fly; valid 2,048, test 2,048 answers" in said("info", "data=recall")
+    assert "made on the fly; 2,048 answers each in valid and test" in said("info", "data=recall")
 
 
 def test_only_keys_of_data_are_taken(tmp_path, monkeypatch, capsys):
@@ -65,7 +65,10 @@ def test_only_keys_of_data_are_taken(tmp_path, monkeypatch, capsys):
         (["remove", "data=recall"], "rtx: data=recall: made on the fly, nothing on disk\n"),
         (["info"], "rtx: "),
         (["prepare", "data=text"], "rtx: data=text needs data.path=<file, folder or glob>\n"),
-        (["prepare", "data=enwik8", "data.path=nowhere"], "rtx: data.path=nowhere: expected enwik8.zip or enwik8"),
+        (
+            ["prepare", "data=enwik8", "data.path=nowhere"],
+            "rtx: data.path=nowhere: expected enwik8.zip, or enwik8; found none",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_line_and_exit_2(tmp_path, monkeypatch, capsys, arguments, message):

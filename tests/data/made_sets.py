@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from rtx.data import images, text
-from rtx.data.fetch import Remote
+from rtx.data.files import Remote
 from rtx.data.sets import SETS as KNOWN
 
 REAL = Path(__file__).parents[2] / "../shared/data"

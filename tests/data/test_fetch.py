@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from bad_servers import CONTENT, Server, broken, ranged, redirect, refuse, send, serving, whole
 
-from rtx.data import fetch
-from rtx.data.fetch import Remote, download, hub_files
+from rtx.data import files
+from rtx.data.files import Remote, download, hub_files
 from rtx.errors import RunFailed
 
 PART = 300_000
@@ -24,7 +24,7 @@ PART = 300_000
 
 @pytest.fixture
 def server(monkeypatch) -> Iterator[Server]:
-    monkeypatch.setattr(fetch, "PAUSE", 0)
+    monkeypatch.setattr(files, "PAUSE", 0)
     with serving() as state:
         yield state
 
@@ -103,7 +103,7 @@ def test_a_redirect_is_followed(server, tmp_path, said):
 def test_a_busy_server_is_asked_again_with_growing_pauses(server, tmp_path, said, monkeypatch):
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
-    monkeypatch.setattr(fetch, "PAUSE", 1)
+    monkeypatch.setattr(files, "PAUSE", 1)
     server.answers = [refuse(503), refuse(429), refuse(500), whole]
     target = download(server.remote, tmp_path, said.append)
     assert target.read_bytes() == CONTENT and pauses == [2, 4, 8]
@@ -111,7 +111,7 @@ def test_a_busy_server_is_asked_again_with_growing_pauses(server, tmp_path, said
     server.answers = [refuse(503)]
     with pytest.raises(RunFailed, match="cannot be fetched: HTTP Error 503"):
         download(server.remote, tmp_path, said.append)
-    assert len(server.ranges) == 4 + fetch.ATTEMPTS
+    assert len(server.ranges) == 4 + files.ATTEMPTS
 
 
 def test_no_network_is_told_at_once(server, tmp_path, said, monkeypatch):
@@ -132,7 +132,7 @@ def test_no_network_is_told_at_once(server, tmp_path, said, monkeypatch):
         raise socket.gaierror(socket.EAI_AGAIN, "at last")
 
     monkeypatch.setattr(socket, "getaddrinfo", hang)
-    monkeypatch.setattr(fetch, "ANSWER_WITHIN", 0.05)
+    monkeypatch.setattr(files, "ANSWER_WITHIN", 0.05)
     try:
         with pytest.raises(RunFailed, match="no answer within 0 s"):
             download(Remote("http://example.invalid/file.zip", 10, "0" * 64), tmp_path, said.append)
@@ -149,7 +149,7 @@ def test_a_connection_that_falls_silent_is_broken(server, tmp_path, said, monkey
         release.wait(20)
 
     server.answers = [silent, ranged]
-    monkeypatch.setattr(fetch, "SILENCE", 0.2)
+    monkeypatch.setattr(files, "SILENCE", 0.2)
     try:
         assert download(server.remote, tmp_path, said.append).read_bytes() == CONTENT
     finally:
@@ -227,6 +227,6 @@ def test_whatever_the_hubs_client_raises_becomes_a_line(cache, said, monkeypatch
         raise Odd("503 Server Error\nfor url")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    monkeypatch.setattr(fetch, "unreachable", lambda address: None)
+    monkeypatch.setattr(files, "unreachable", lambda address: None)
     with pytest.raises(RunFailed, match="cannot be fetched: 503 Server Error for url; fetch it"):
         hub_files(REPOSITORY, ["*"], None, said.append)

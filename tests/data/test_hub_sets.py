@@ -33,7 +33,7 @@ def test_splits_are_those_there_are_or_cut_from_train(tmp_path, splits, counts):
         write_table(tmp_path / "set" / f"{split}.parquet", said=LINES)
     store = opened(tmp_path / "stores", tmp_path / "set", column="said")
     lines = [store.split(split).tobytes().decode().splitlines() for split in ("train", "valid", "test")]
-    assert tuple(map(len, lines)) == counts and store.facts("train").documents == counts[0]
+    assert tuple(map(len, lines)) == counts and store.facts["train"]["documents"] == counts[0]
     assert lines[0] == LINES[: counts[0]] and lines[0][-1] != lines[1][0]
 
 

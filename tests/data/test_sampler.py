@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rtx.data.permutation import permuted
-from rtx.data.sampler import TrainingItems, training_batches
+from rtx.data.sampler import TrainingItems, permuted, training_batches
 
 TOKENS = np.arange(20_000, dtype=np.uint16)  # every token says where it stands
 
@@ -24,7 +23,7 @@ def starts(items: TrainingItems, epoch: int) -> list[int]:
 def test_the_same_items_on_every_machine():
     items = TrainingItems(TOKENS, length=32, seed=2**32 - 1, batch_size=4)
     assert [items.start(index) for index in (0, 1, 2, 1000, 123_456_789)] == [13218, 11970, 1730, 14131, 19530]
-    item = items.item(250, 0)
+    item = items[250 * 4]
     assert item.dtype == torch.int64 and item.tolist() == list(range(14131, 14131 + 32))
     images = TrainingItems(np.arange(240, dtype=np.uint8), 6, seed=1, batch_size=3, whole=True)
     assert [images.start(index) // 6 for index in (0, 1, 39, 40, 10**9)] == [34, 37, 39, 17, 14]
@@ -83,7 +82,7 @@ def test_ranks_and_micro_batches_slice_the_same_global_batch(world, micro_batch)
     size = micro_batch or 12 // world
     assert all(len(rank) == 3 * 12 // (world * size) and len(batch) == size for rank in ranks for batch in rank)
     dealt = torch.cat([batch for turn in zip(*ranks, strict=True) for batch in turn])  # micro-batch j of all ranks
-    assert torch.equal(dealt.long(), torch.stack([items.item(step, i) for step in (5, 6, 7) for i in range(12)]))
+    assert torch.equal(dealt.long(), torch.stack([items[index] for index in range(5 * 12, 8 * 12)]))
 
 
 def test_what_cannot_be_cut_is_a_programming_error():

@@ -12,7 +12,7 @@ import pytest
 from made_sets import prose
 
 from rtx.data.sets import SETS
-from rtx.data.store import SplitFacts, TokenStore
+from rtx.data.store import TokenStore
 from rtx.data.tokenizers import SentencepieceTokenizer, Tokenizer, WordTokenizer, learn_subwords, learn_words
 from rtx.errors import UserError
 from rtx.evaluation.protocols import (
@@ -38,11 +38,9 @@ def subwords() -> SentencepieceTokenizer:
 def store(name: str, tokenizer: Any, text: bytes, image: bool = False, **stamps: Any) -> TokenStore:
     """A store of one split, test."""
     tokens = tokenizer.encode(text)
-    facts = SplitFacts(len(tokens), len(text), len(text.split()), 1)
+    facts = {"units": len(tokens), "bytes": len(text), "words": len(text.split()), "documents": 1}
     size = (1, 1) if image else None
-    return TokenStore(
-        name, Path("nowhere"), {"test": tokens}, tokenizer, "f", {}, stamps, size, all_facts={"test": facts}
-    )
+    return TokenStore(name, Path("nowhere"), {"test": tokens}, tokenizer, "f", {}, stamps, size, facts={"test": facts})
 
 
 def released(made: TokenStore, length: int = 4) -> tuple[bytes, str]:

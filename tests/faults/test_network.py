@@ -54,7 +54,7 @@ class Prepared:
         self.workshop, self.certificate = workshop, certificate
         self.run, self.root = workshop.folder / name, workshop.folder / f"{name}-data"
         self.inside = environment(SSL_CERT_FILE=str(certificate), RTX_DATA=str(self.root)) + (
-            "from rtx.data import text; from rtx.data.fetch import Remote\n"
+            "from rtx.data import text; from rtx.data.files import Remote\n"
             f"text.ENWIK8 = Remote({server.address + '/enwik8.zip'!r}, {len(server.content)}, "
             f"{hashlib.sha256(server.content).hexdigest()!r})\n"
             f"text.ENWIK8_TEXT = ({len(TEXT)}, {hashlib.sha256(TEXT).hexdigest()!r})\n"

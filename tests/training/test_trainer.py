@@ -100,7 +100,7 @@ def plain_loop(config: Config) -> nn.Module:
     for step in range(config.trainer.steps):
         optimizer.zero_grad()
         for first in range(0, config.trainer.batch_size, 2):
-            nats_BN, auxiliary = model.loss(torch.stack([items.item(step, first), items.item(step, first + 1)]))
+            nats_BN, auxiliary = model.loss(torch.stack([items[step * items.batch_size + first + i] for i in range(2)]))
             ((nats_BN.mean() + auxiliary) / 2).backward()
         nn.utils.clip_grad_norm_(model.parameters(), config.trainer.clip)
         for group in optimizer.param_groups:
