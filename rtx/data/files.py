@@ -128,7 +128,8 @@ class SameScheme(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
         if urlsplit(newurl).scheme != req.type:
-            raise RunFailed(f"{req.full_url}: the server redirects to {newurl}: refused, only {req.type} is fetched")
+            refused = f"refused, only {req.type} is fetched; {INSTEAD}"
+            raise RunFailed(f"{req.full_url}: the server redirects to {newurl}: {refused}")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-ROUNDS = 6
-PHASE, COIN = ROUNDS, ROUNDS + 1  # what a draw is for; below ROUNDS: a round of the permutation
+ROUNDS, PHASE, COIN = 6, 6, 7  # what a draw is for: a round of the permutation (below ROUNDS), a phase or a coin
 
 
 def permuted(index: int, size: int, key: bytes) -> int:

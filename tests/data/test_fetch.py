@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bad_servers import CONTENT, Server, broken, ranged, redirect, refuse, send, serving, whole
+from bad_servers import CONTENT, Server, broken, ranged, redirect, refuse, serving, whole
 
 from rtx.data import files
 from rtx.data.files import Remote, download, hub_files
@@ -70,27 +70,10 @@ def endless(handler: http.server.BaseHTTPRequestHandler) -> None:
     handler.wfile.write(b"more" + CONTENT + b"more")
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (
-            lambda handler: send(handler, 200, b"<html>", Content_Type="text/html"),
-            r"expected 1,000,000 bytes, found 6 \(text/html\); fetch it some other way",
-        ),
-        (endless, "expected sha256 "),
-        (refuse(403), r"HTTP Error 403: .*data\.path=<file or folder>"),
-        (refuse(404), r"HTTP Error 404: .*data\.path=<file or folder>"),
-        (redirect("file:///etc/passwd"), r"'file:///etc/passwd' is not allowed"),
-        (
-            redirect("https://127.0.0.1/x"),
-            r"the server redirects to https://127.0.0.1/x: refused, only http is fetched",
-        ),
-    ],
-    ids=["page", "endless", "403", "404", "file", "scheme"],
-)
-def test_another_file_or_place_is_refused_at_once(server, tmp_path, said, answer, message):
+@pytest.mark.parametrize(("answer", "message"), [(endless, "expected sha256 "), (refuse(403), "HTTP Error 403: ")])
+def test_another_file_or_a_refusal_is_told_at_once(server, tmp_path, said, answer, message):
     server.answers = [answer]
-    with pytest.raises(RunFailed, match=message):
+    with pytest.raises(RunFailed, match=rf"{message}.*data\.path=<file or folder>"):
         download(server.remote, tmp_path, said.append)
     assert len(server.ranges) == 1 and not (tmp_path / "file.zip").exists()
 

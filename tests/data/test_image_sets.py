@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import tarfile
-import zipfile
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
-from made_sets import REAL, encoded, random_images, records, remote, write_images, write_table, write_tar
+from made_sets import encoded, random_images, records, remote, write_images, write_table, write_tar
 from PIL import Image
 
 from rtx.config import DataConfig
@@ -250,13 +249,3 @@ def test_images_are_laid_out_in_a_grid():
     assert (sheet[:32, :32] == TRAIN[0]).all() and (sheet[:32, 34:66] == TRAIN[1]).all()
     alone = np.asarray(Image.open(io.BytesIO(png_grid([TRAIN[0].ravel()], (32, 32)))))
     assert (alone == TRAIN[0]).all(), "as large as it is"
-
-
-@pytest.mark.skipif(not REAL.exists(), reason="the real files are not here")
-def test_the_real_lossless_images_are_read(tmp_path, root):
-    with zipfile.ZipFile(REAL / "cifar10" / "d2l_tiny" / "train_tiny.zip") as file:
-        pngs = {Path(name).name: file.read(name) for name in file.namelist() if name.endswith(".png")}
-    for name, content in pngs.items():
-        (tmp_path / name).write_bytes(content)
-    store = opened(root, "images", tmp_path, 3072)
-    assert len(pngs) > 90 and sum(len(store.split(name)) for name in store.splits) == 3072 * len(pngs)

@@ -85,15 +85,6 @@ def test_ranks_and_micro_batches_slice_the_same_global_batch(world, micro_batch)
     assert torch.equal(dealt.long(), torch.stack([items[index] for index in range(5 * 12, 8 * 12)]))
 
 
-def test_what_cannot_be_cut_is_a_programming_error():
-    items = TrainingItems(TOKENS, 8, seed=0, batch_size=12)
-    for world, micro_batch in ((5, None), (2, 5), (1, 24)):
-        with pytest.raises(AssertionError):
-            training_batches(items, 0, 1, 0, world, micro_batch)
-    with pytest.raises(AssertionError, match="not whole images"):
-        TrainingItems(TOKENS[:100], 12, seed=0, batch_size=1, whole=True)
-
-
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12's word on processes with threads
 def test_any_number_of_workers_gives_the_same_batches_and_leaves_the_global_generator_alone():
     items = TrainingItems(TOKENS, length=16, seed=0, batch_size=4)
