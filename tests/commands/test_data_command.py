@@ -67,7 +67,7 @@ def test_only_keys_of_data_are_taken(tmp_path, monkeypatch, capsys):
         (["prepare", "data=text"], "rtx: data=text needs data.path=<file, folder or glob>\n"),
         (
             ["prepare", "data=enwik8", "data.path=nowhere"],
-            "rtx: data.path=nowhere: expected enwik8.zip, or enwik8; found none",
+            "rtx: data.path=nowhere: expected enwik8.zip or enwik8, found none",
         ),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 
@@ -17,14 +16,12 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def said() -> list[str]:
-    """The lines that a call with `report=said.append` printed."""
-    return []
+def root(tmp_path: Path) -> Path:
+    """The folder of the stores."""
+    return tmp_path / "stores"
 
 
 @pytest.fixture
-def book(tmp_path: Path) -> Path:
-    """A text file of 5,000 bytes that are not all UTF-8."""
-    path = tmp_path / "book.txt"
-    path.write_bytes(np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8).tobytes())
-    return path
+def said() -> list[str]:
+    """The lines that a call with `report=said.append` printed."""
+    return []

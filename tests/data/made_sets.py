@@ -15,9 +15,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from rtx.config import DataConfig
 from rtx.data import images, text
+from rtx.data.catalog import open_data
 from rtx.data.files import Remote
 from rtx.data.sets import SETS as KNOWN
+from rtx.data.store import TokenStore
 
 REAL = Path(__file__).parents[2] / "../shared/data"
 Made = list[str]
@@ -46,6 +49,14 @@ def articles(count: int, seed: int = 0) -> bytes:
             body = prose(draw.randint(20, 60), draw.randint(0, 10**6)).replace(b"\n", b" ").strip()
             lines += [b" " + body.replace(b".", b" .") + b" <unk> ", b" "]
     return b"\n".join(lines) + b"\n"
+
+
+def opened(root: Path, name: str, path: Path | str | None, length: int = 4, **options: Any) -> TokenStore:
+    """Return the store of a set at `path`."""
+    data = DataConfig(name=name, path=None if path is None else str(path), length=length, **options)
+    found = open_data(data, root, lambda line: None)
+    assert isinstance(found, TokenStore)
+    return found
 
 
 def remote(path: Path) -> Remote:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_sets import encoded, random_images, records, remote, write_images, write_table, write_tar
+from made_sets import encoded, opened, random_images, records, remote, write_images, write_table, write_tar
 from PIL import Image
 
 from rtx.config import DataConfig
@@ -20,18 +20,6 @@ from rtx.data.store import TokenStore
 from rtx.errors import UserError
 
 TRAIN, TEST = random_images(12, seed=1), random_images(4, seed=2)
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "stores"
-
-
-def opened(root: Path, name: str, path: Path, length: int, **options: object) -> TokenStore:
-    data = DataConfig(name=name, path=str(path), length=length, **options)  # type: ignore[arg-type]
-    found = open_data(data, root, lambda line: None)
-    assert isinstance(found, TokenStore)
-    return found
 
 
 def pictures(store: TokenStore, split: str) -> np.ndarray:
@@ -102,7 +90,7 @@ def test_other_files_than_cifar10s_are_refused(tmp_path, root, monkeypatch):
             opened(root, "cifar10", place, 3072)
     (tmp_path / name).unlink()
     (tmp_path / "cifar-10-python.tar.gz").touch()
-    with pytest.raises(UserError, match=r"expected cifar-10-binary\.tar\.gz, or parquet files; found none"):
+    with pytest.raises(UserError, match=r"expected cifar-10-binary\.tar\.gz or parquet files, found none"):
         opened(root, "cifar10", tmp_path, 3072)
     tables(tmp_path / "half")
     (tmp_path / "half" / "test-00000-of-00001.parquet").unlink()
@@ -203,7 +191,7 @@ def test_another_tar_and_nothing_are_refused(tmp_path, root):
         open_data(DataConfig(name="imagenet64", length=12288), root)
     for place in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(
-            UserError, match=r"expected train_64x64\.tar and valid_64x64\.tar, or train_64x64/\*\.png .*none"
+            UserError, match=r"expected train_64x64\.tar and valid_64x64\.tar or train_64x64/\*\.png .*none"
         ):
             opened(root, "imagenet64", place, 12288)
     with pytest.raises(UserError, match=r"train_64x64\.tar: expected train_64x64\.tar .*, found [\d,]+ bytes"):

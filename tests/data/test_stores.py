@@ -36,11 +36,6 @@ def data(tmp_path: Path) -> DataConfig:
     return DataConfig(name="text", path=str(tmp_path / "text"), length=16)
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "stores"
-
-
 def opened(data: DataConfig, root: Path, **changed: object) -> TokenStore:
     found = open_data(dataclasses.replace(data, **changed), root, quiet)  # type: ignore[arg-type]
     assert isinstance(found, TokenStore)

@@ -7,35 +7,25 @@ import socket
 import zipfile
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
+import datasets
+import huggingface_hub
 import numpy as np
 import pytest
-from made_sets import REAL, articles, prose, publish_enwik8, publish_wikitext, remote, write_table
+from made_sets import REAL, articles, opened, prose, publish_enwik8, publish_wikitext, remote, write_table
 
-from rtx.config import DataConfig
+from rtx.data import files as hub
 from rtx.data import text
-from rtx.data.catalog import open_data
 from rtx.data.sets import SPLITS
 from rtx.data.store import TokenStore
-from rtx.errors import UserError
+from rtx.errors import RunFailed, UserError
 
 CONTENT = prose(1_000)[:4_000]
 TEXTS = {"train": articles(30, 1), "valid": articles(3, 2), "test": articles(4, 3)}
 BOOKS = {"train": [prose(300, seed) for seed in range(5)], "valid": [prose(90)], "test": [prose(80), prose(20)]}
 HUB_NAMES = {"train": "train", "valid": "validation", "test": "test"}
 needs_real = pytest.mark.skipif(not REAL.exists(), reason="the real files are not here")
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "stores"
-
-
-def opened(root: Path, name: str, path: Path | str | None, **options: object) -> TokenStore:
-    data = DataConfig(name=name, path=None if path is None else str(path), length=4, **options)  # type: ignore[arg-type]
-    found = open_data(data, root, lambda line: None)
-    assert isinstance(found, TokenStore)
-    return found
 
 
 def split_texts(store: TokenStore) -> dict[str, bytes]:
@@ -120,7 +110,7 @@ def test_the_zip_the_file_and_the_folder_give_the_same_bytes(tmp_path, root, mon
     refused(root, "enwik8", tmp_path / "out", r"enwik8: expected enwik8 .* of 4,000 bytes .*, found 3,999 bytes")
     (tmp_path / "notes.txt").touch()
     for path in ("nowhere", tmp_path / "notes.txt"):
-        refused(root, "enwik8", path, rf"data\.path={path}: expected enwik8\.zip, or enwik8; found none")
+        refused(root, "enwik8", path, rf"data\.path={path}: expected enwik8\.zip or enwik8, found none")
 
 
 def zip_of(name: str, content: bytes) -> bytes:
@@ -205,7 +195,7 @@ def test_another_text_is_refused_under_this_name(tmp_path, root, monkeypatch, sp
 
 def test_what_is_missing_of_wikitext_is_named(tmp_path, root):
     for path in (tmp_path, "nowhere"):
-        refused(root, "wikitext103", path, r"expected wiki\.train\.tokens and .*, or wikitext-103-v1\.zip, or parquet")
+        refused(root, "wikitext103", path, r"expected wiki\.train\.tokens and .* or wikitext-103-v1\.zip or parquet")
     shard = on_hub(tmp_path) / "wikitext-103-v1" / "train-00001-of-00002.parquet"
     shard.write_bytes(shard.read_bytes()[:-9])
     refused(root, "wikitext103", tmp_path, r"train-00001.*: expected a whole parquet file, found ")
@@ -255,7 +245,7 @@ def test_fewer_books_are_taken_and_stamped_and_a_missing_split_is_named(tmp_path
     (place / "validation" / "0.txt").unlink()
     for path in (place, tmp_path / "nowhere"):
         with pytest.raises(
-            UserError, match=r"data\.path=.*: expected train/\*\.txt and validation/.*, or parquet files"
+            UserError, match=r"data\.path=.*: expected train/\*\.txt and validation/.* or parquet files"
         ):
             opened(root, "pg19", path)
     for name in HUB_NAMES.values():
@@ -281,3 +271,68 @@ def test_the_real_books_are_those_of_the_hub(tmp_path, root):
         (tmp_path / "tables" / f"{name}.parquet").symlink_to(REAL / "pg19" / "test-00000-of-00001.parquet")
     (book,) = documents(opened(root, "pg19", tmp_path), "test")
     assert book in documents(opened(root, "pg19", tmp_path / "tables"), "test")
+
+
+LINES = [f"line {number} of some text" for number in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("splits", "counts"),
+    [(("train",), (90, 5, 5)), (("train", "test"), (95, 5, 100)), (("train", "validation", "test"), (100, 100, 100))],
+)
+def test_splits_are_those_there_are_or_cut_from_train(tmp_path, root, splits, counts):
+    for split in splits:
+        write_table(tmp_path / "set" / f"{split}.parquet", said=LINES)
+    store = opened(root, "hub", tmp_path / "set", column="said")
+    lines = [store.split(split).tobytes().decode().splitlines() for split in ("train", "valid", "test")]
+    assert tuple(map(len, lines)) == counts and store.facts["train"]["documents"] == counts[0]
+    assert lines[0] == LINES[: counts[0]] and lines[0][-1] != lines[1][0]
+
+
+def test_the_commit_that_was_taken_stands_in_the_record_and_stays_through_a_preparation(tmp_path, root, monkeypatch):
+    asked: list[str | None] = []
+    real = datasets.load_dataset
+
+    def load(path: str, subset: str | None, revision: str | None, cache_dir: str) -> object:
+        asked.append(revision)
+        assert (path, subset) == ("some/set", "small")
+        return real(str(tmp_path / "set"), cache_dir=cache_dir)
+
+    write_table(tmp_path / "set" / "train.parquet", text=LINES)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(huggingface_hub, "dataset_info", lambda name, revision: SimpleNamespace(sha="c" * 40))
+    monkeypatch.setattr(hub, "unreachable", lambda address: None)
+    store = opened(root, "hub", "some/set", subset="small")
+    assert asked == ["c" * 40] * 3, "every split is of one commit"
+    assert store.describe()["source"]["revision"] == "c" * 40
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_: pytest.fail("it was fetched again"))
+    assert opened(root, "hub", "some/set", subset="small").fingerprint == store.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("path", "column", "message"),
+    [
+        ("nothing", "text", "expected a folder, or owner/name of a data set of the hub, found neither"),
+        ("a/b/c", "text", "expected a folder, or owner/name of a data set of the hub, found neither"),
+        ("set", "txt", r"data\.column=txt: expected a column of text, found number \(int64\), text \(string\)"),
+        ("set", "number", r"data\.column=number: expected a column of text, found number"),
+        ("lacking", "text", "expected a split train, found test"),
+        ("script", "text", r"data\.path=script: cannot be loaded: "),
+    ],
+)
+def test_what_is_no_text_of_the_hub_is_refused(tmp_path, root, monkeypatch, path, column, message):
+    monkeypatch.chdir(tmp_path)
+    for place in ("set/train", "lacking/test"):
+        write_table(tmp_path / f"{place}.parquet", number=list(range(50)), text=LINES[:50])
+    (tmp_path / "script").mkdir()
+    (tmp_path / "script" / "script.py").write_text("raise SystemExit('it was run')")
+    with pytest.raises(UserError, match=message):
+        opened(root, "hub", path, column=column)
+
+
+def test_without_a_network_it_is_one_line(root, monkeypatch):
+    monkeypatch.setattr(hub, "unreachable", lambda address: "huggingface.co: no answer")
+    with pytest.raises(
+        RunFailed, match=r"hf://datasets/some/set: cannot be fetched: huggingface\.co: no answer; fetch"
+    ):
+        opened(root, "hub", "some/set")
