@@ -188,6 +188,8 @@ def departures(row: Row, table: PaperTable) -> list[str]:
         reasons += ["a sample of the windows"] if protocol.windows else []
         reasons += [f"ablated: {protocol.ablate}"] if protocol.ablate != "none" else []
         reasons += ["streaming"] if protocol.mode != "parallel" else []
+        trained = row.config.get("data.length")
+        reasons += [f"windows of {protocol.length} (trained on {trained})"] if protocol.length != trained else []
         reasons += ["other data"] if protocol.data != row.config.get("data.name") else []
         reasons += [stamp.removesuffix(", not comparable") for stamp in protocol.stamps]
     return reasons

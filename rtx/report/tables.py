@@ -12,6 +12,7 @@ from typing import Any
 DASH = "\N{EN DASH}"  # what stands where there is nothing to say
 MINUS = "\N{MINUS SIGN}"
 STRIP = 13  # letters of the picture of the intervals beside a ranked table
+LEAST, ROOMY = 80, 96  # columns that a table takes at least, and with that picture
 LETTERS = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "-": "{-}"}
 LETTERS |= {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", '"': "''", "[": "{[}", "*": "{*}"}
 LETTERS |= {DASH: r"\textendash{}", MINUS: "$-$", "±": r"$\pm$", **{mark: f"\\{mark}" for mark in "&%$#_{}"}}
@@ -61,8 +62,9 @@ def text_of(row: dict[str, Any], column: Column) -> str:
 def terminal(table: Table, width: int = 80, strip: bool = False) -> str:
     """Return the brief columns of a table for a terminal of so many columns, the lines above it wrapped.
 
-    `strip`: whether to draw the interval of each row beside it.
+    The table takes `LEAST` at least. `strip`: whether to draw the interval of each row beside it, where there is room.
     """
+    strip = strip and width >= ROOMY
     from rich import box
     from rich import table as rich_table
     from rich.console import Console
@@ -78,7 +80,7 @@ def terminal(table: Table, width: int = 80, strip: bool = False) -> str:
     for row, picture in zip(table.rows, pictures, strict=True):
         grid.add_row(*(Text(text_of(row, column)) for column in table.shown(brief=True)), *picture)
     out = io.StringIO()
-    Console(file=out, width=width, color_system=None, highlight=False).print(grid)
+    Console(file=out, width=max(width, LEAST), color_system=None, highlight=False).print(grid)
     above = [part for line in (table.title, *table.lines) for part in textwrap.wrap(line, width)]
     return "\n".join([*above, "", *(line.rstrip() for line in out.getvalue().splitlines())])
 

@@ -168,6 +168,7 @@ def test_only_a_record_of_the_papers_settings_has_a_difference(key: str | None, 
         ({"eval": {"mode": "streaming"}}, "streaming"),
         ({"eval": {"data": {**IMAGES, "stamps": {"lossy": True}}}}, "lossy JPEG"),
         ({"eval": {"own_data": False}}, "other data"),
+        ({"eval": {"length": 6144}}, "windows of 6144 (trained on 3072)"),
     ],
 )
 def test_scores_of_another_protocol_are_not_the_papers(facts: dict[str, Any], said: str, tmp_path: Path) -> None:
