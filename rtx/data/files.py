@@ -9,6 +9,7 @@ import hashlib
 import http.client
 import os
 import re
+import tempfile
 import threading
 import time
 import urllib.error
@@ -275,19 +276,31 @@ def column_of(paths: Sequence[Path], wanted: Sequence[str]) -> str:
 
 
 def table_rows(paths: Sequence[Path], column: str, cache: Path) -> datasets.Dataset:
-    """Return one column of parquet files, as it lies in them; raises UserError where one is damaged."""
-    options = {"data_files": {"rows": list(map(str, paths))}, "split": "rows", "columns": [column]}
-    return loaded(str(paths[0].parent), "parquet", cache_dir=str(cache), **options)
-
-
-def loaded(place: str, *words: Any, **options: Any) -> Any:
-    """Return what `datasets.load_dataset` does; raises UserError, in one line, where `place` cannot be loaded."""
+    """Return one column of parquet files, copied some rows at a time: `load_dataset` would hold row groups thrice."""
     import datasets
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    cache.mkdir(parents=True, exist_ok=True)
+    place = str(paths[0].parent)
+    with told(place, OSError), tempfile.NamedTemporaryFile(dir=cache, suffix=".arrow", delete=False) as rows:
+        schema = pa.schema([parquet.read_schema(paths[0]).field(column)])
+        with pa.ipc.new_stream(rows, schema) as copy:
+            for path in paths:
+                table = parquet.ParquetFile(path, memory_map=True)
+                for some in table.iter_batches(16, columns=[column], use_threads=False):
+                    copy.write_batch(some)
+    return datasets.Dataset.from_file(rows.name)
+
+
+@contextlib.contextmanager
+def told(place: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise UserError, in one line, where `place` cannot be loaded by what is done inside, which may raise `kinds`."""
     from datasets.exceptions import DatasetsError
 
     try:
-        return datasets.load_dataset(*words, **options)
-    except (ValueError, RuntimeError, FileNotFoundError, DatasetsError) as error:
+        yield
+    except (ValueError, RuntimeError, FileNotFoundError, DatasetsError, *kinds) as error:
         cause = error.__cause__ or error
         if getattr(cause, "errno", None):  # of the disk that is written
             raise
@@ -321,10 +334,14 @@ def source(data: DataConfig, root: Path, report: Report) -> Source:
     place: dict[str, Any] = {"place": path if folder.is_dir() else f"hf://datasets/{path}", "column": data.column}
 
     def load(split: str, work: Path) -> datasets.Dataset:
-        where, options = str(folder), {"cache_dir": str(work / "cache" / "hub")}
+        import datasets
+
+        options: dict[str, Any] = {"path": str(folder), "cache_dir": str(work / "cache" / "hub")}
         if not folder.is_dir():
-            where, place["revision"] = path, commit_of(path, data.revision, work / "cache" / "revision")
-        found = loaded(f"data.path={path}", where, data.subset, revision=place.get("revision"), **options)
+            place["revision"] = commit_of(path, data.revision, work / "cache" / "revision")
+            options |= {"path": path, "revision": place["revision"]}
+        with told(f"data.path={path}"):
+            found = datasets.load_dataset(name=data.subset, **options)
         return hub_rows(found, split, data)
 
     return Source("hub", identity, place, load, read=with_newline)

@@ -70,16 +70,13 @@ class Source:
 
     `load(split, work)` returns the rows of train, valid or test, in order; caches go to `work/cache/<split>`. A row is
     a document, or (where a column `first` says so) a piece of one, cut beside a blank or newline. `read` returns the
-    bytes of each of some rows: text, or the sub-pixels of an image.
+    bytes of each of some rows: text, or the sub-pixels of an image. All that is told is of JSON's kinds.
     """
 
     name: str
-    identity: Sequence[Any]
-    """What tells this source from another or an older one, as JSON values: a sha256, or sizes and times of files."""
-    place: dict[str, Any]
-    """Where the data come from, for people to read, as JSON values; `load` may add what it learns (a revision)."""
+    identity: Sequence[Any]  # what tells it from another or an older one: a sha256, or sizes and times of files
+    place: dict[str, Any]  # where the data come from, for people to read; `load` may add what it learns (a revision)
     load: Callable[[str, Path], datasets.Dataset] = field(repr=False)
     read: Callable[[pa.Table], Iterable[bytes]] = field(default=column_text, repr=False)
-    stamps: dict[str, Any] = field(default_factory=dict)
-    """Facts of protocol that stand on every result, as JSON values: {"newlines": "drop"}."""
+    stamps: dict[str, Any] = field(default_factory=dict)  # of protocol, on every result: {"newlines": "drop"}
     image: tuple[int, int] | None = None  # height and width of every image; None: text

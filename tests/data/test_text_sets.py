@@ -293,9 +293,9 @@ def test_the_commit_that_was_taken_stands_in_the_record_and_stays_through_a_prep
     asked: list[str | None] = []
     real = datasets.load_dataset
 
-    def load(path: str, subset: str | None, revision: str | None, cache_dir: str) -> object:
+    def load(path: str, name: str | None, revision: str | None, cache_dir: str) -> object:
         asked.append(revision)
-        assert (path, subset) == ("some/set", "small")
+        assert (path, name) == ("some/set", "small")
         return real(str(tmp_path / "set"), cache_dir=cache_dir)
 
     write_table(tmp_path / "set" / "train.parquet", text=LINES)
