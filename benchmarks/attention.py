@@ -206,9 +206,7 @@ def row(
     median = {other: statistics.median(values) for other, values in times.items()}
     pattern, backend = pattern_and_backend(name)
     plain = without_positions(pattern)
-    rivals = [rival for rival in ("full", "sdpa", RIVAL.get(plain)) if rival in median]
-    if name != plain:
-        rivals.append(plain)
+    rivals = [rival for rival in ("full", "sdpa", RIVAL.get(plain), plain) if rival in median and rival != name]
     # Two products forward, five backward.
     useful = 2.0 * args.dim * args.batch * args.heads * pairs(name, size) * (2 if what == "forward" else 7)
     return {
@@ -221,7 +219,7 @@ def row(
         "memory": memory,
         "ms": round(median[name], 2),
         "ms_all": [round(value, 2) for value in times[name]],
-        "ratio": {rival: round(median[rival] / median[name], 2) for rival in rivals if rival != name},
+        "ratio": {rival: round(median[rival] / median[name], 2) for rival in rivals},
         "peak_bytes": peak,
         "rate_share": round(1e3 * useful / median[name] / args.rate, 3),
     }
