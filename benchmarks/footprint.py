@@ -1,8 +1,8 @@
 """Measure the peak memory of real training steps, beside what `rtx plan` predicts for the same words.
 
 Run `python benchmarks/footprint.py`; it writes `benchmarks/results/footprint-<device>.json` and prints the same rows.
-Each row is a process of its own that imports what `rtx train` imports, and then takes a few steps as `rtx bench
-steps` does: forward, backward, clipping, optimizer, centroids. On a CPU its peak is the largest resident size of the
+Each row is a process of its own that imports what `rtx train` imports, and then takes a few steps as `steps.py`
+does: forward, backward, clipping, optimizer, centroids. On a CPU its peak is the largest resident size of the
 process less what it was after the imports; on a GPU it is what torch's allocator held at the most (as `rtx train`
 says). Bytes are those of Python's standard library, read from disk; other units are drawn at random.
 """
@@ -86,11 +86,11 @@ def drawn_store(vocabulary: int) -> Any:
 def measure(overrides: list[str], steps: int) -> dict[str, Any]:
     """Take the steps in this process; returns the peak, what the imports alone took, and the prediction, in bytes."""
     import torch
+    from steps import training_step
 
     import rtx.commands.train
     from rtx.analysis.cost import cost
     from rtx.analysis.footprint import footprint
-    from rtx.commands.bench import training_step
     from rtx.compose import compose
     from rtx.data.catalog import vocabulary_size
     from rtx.training.hardware import resolve_hardware

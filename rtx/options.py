@@ -153,16 +153,6 @@ class ExportOptions:
 
 
 @dataclass
-class BenchOptions:
-    turns: int = ranged(5, low=1, high=10_000)
-    """Turns: in each of them every row takes its steps, one row after the other, so that drift reaches all alike."""
-    per_turn: int = ranged(2, low=1, high=10_000)
-    """Timed steps of a row in each turn; a time is the mean of a turn, and the median over turns counts."""
-    warmup: int = ranged(2, low=0, high=10_000)
-    """Steps of a row, not timed, in its first turn."""
-
-
-@dataclass
 class SweepOptions:
     parallel: int | None = ranged(None, low=1, high=1_000)
     """Cells side by side; unset: one after the other, or with hardware=slurm all of them, as the queue takes them."""
@@ -181,7 +171,7 @@ class Command:
     """What stands behind the name of a command."""
 
     name: str
-    """Its word; with what it is to do behind analyze and bench, and -m behind train for a sweep."""
+    """Its word; with what it is to do behind analyze, and -m behind train for a sweep."""
     about: str
     options: type | None = None
     runs: int = 0
@@ -241,7 +231,6 @@ COMMANDS = (
     Command("export", "write a run's model as safetensors with a card, for others to load", ExportOptions, 1),
     Command("sweep", "watch a sweep: what is done, runs, failed, waits", WatchOptions, 1),
     Command("report", "set runs and sweeps beside the paper's tables", ReportOptions, MANY, ("logger", "logger.*")),
-    Command("bench steps", "time the training steps of rows (listed values) in turn", BenchOptions, composes=True),
     Command("plan", "count parameters, FLOPs and memory of a run, and run nothing", composes=True),
     Command("data", "prepare, verify, info or remove data=<set>; list what lies here", keys=("data", "data.*")),
     Command("schema", "print what a file of conf/<group>/ may hold, for editors: rtx schema <group>"),
@@ -326,7 +315,7 @@ def check_overrides(words: Iterable[str], *, sweep: bool = False) -> list[Overri
 
 def check_override(word: str, command: str, composing: bool) -> Override:
     """Return one override, checked: the command reads its key, and each value is an option, or in type and range."""
-    (key, text), sweep = split_word(word), command in ("train -m", "bench steps")
+    (key, text), sweep = split_word(word), command == "train -m"
     if sweep and key.startswith("hydra.launcher."):
         return Override(key, (text,))
     refuse_foreign(READS[command], key, word, composing)

@@ -81,7 +81,7 @@ def test_help_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         ("train --cfg jbo", "--cfg=jbo: unknown flag of rtx train (did you mean '--cfg=job'?)"),
         ("train --cfg", "--cfg: unknown flag of rtx train (did you mean '--cfg=job'?)"),
         ("eval outputs/rtx/run --cfg job", "--cfg=job: unknown flag of rtx eval"),
-        ("train bench.turns=9", "rtx train does not read bench.turns; it is an option of rtx bench"),
+        ("train eval.split=test", "rtx train does not read eval.split; it is an option of rtx eval"),
         ("train sweep.parallel=2", "it is an option of rtx train -m"),
         ("plan hardware=slurm", "hardware=slurm: makes jobs of the cells of a sweep (rtx train -m;"),
         ("eval outputs/\x1b[31mred", "outputs/\ufffd[31mred: no such folder"),

@@ -1,4 +1,4 @@
-"""Step times that `rtx bench steps` recorded, beside the paper's, and what rows score after equal time.
+"""Step times that `benchmarks/steps.py` recorded, beside the paper's, and what rows score after equal time.
 
 A record is outputs/<name>/bench/steps-<key>.json; nothing here imports torch.
 """
@@ -63,7 +63,7 @@ def read_records(folders: Iterable[Path], found: Collection) -> list[StepRecord]
         try:
             records += [read_record(content)] if content else []
         except (KeyError, TypeError, ValueError, AttributeError):
-            found.problems.append(f"{path}: is not a record of rtx bench steps")
+            found.problems.append(f"{path}: is not a record of benchmarks/steps.py")
     return sorted(records, key=lambda record: record.facts["time"], reverse=True)
 
 

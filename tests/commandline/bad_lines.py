@@ -35,7 +35,6 @@ GOOD = [
         f"audit {SMALL} audit.sequences=1",
         f"analyze context {RUN} split=valid windows=2",
         f"export {RUN} checkpoint=last output=there",
-        f"bench steps {SMALL} routing.heads=0,1 seed=1,2 bench.turns=1",
         f"report {RUN} logger=jsonl",
         f"sweep {SWEEP} once=true",
         "data info data=text data.path=book.txt data.tokenizer=words",

@@ -22,14 +22,12 @@ from bad_lines import GOOD, RUN, bad_files, bad_lines
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import rtx.commands.bench
 import rtx.commands.data
 import rtx.compose
 import rtx.sweep.launcher
 from rtx import cli
 from rtx.compose import compose, flat, to_dict, to_yaml
 from rtx.config import Config
-from rtx.options import read_words
 from rtx.sweep.cells import Outcome
 
 LINES = int(os.environ.get("RTX_BAD_LINES", "100"))
@@ -52,15 +50,11 @@ class Stage:
         word = name.rpartition(".")[2]
         if word in ("data", "report", "sweep"):
             return importlib.import_module(name)
-        return SimpleNamespace(main=self.bench if word == "bench" else lambda _: self.reach([self.last]))
+        return SimpleNamespace(main=lambda _: self.reach([self.last]))
 
     def reach(self, configs: Sequence[Config]) -> int:
         self.reached = list(configs)
         return 0
-
-    def bench(self, arguments: list[str]) -> int:
-        words = read_words("bench steps", arguments[1:])
-        return self.reach([row.config for row in rtx.commands.bench.lay_out_rows(words.overrides)])
 
     def launch(self, launcher: rtx.sweep.launcher.Launcher) -> list[Outcome]:
         self.reach([cell.config for cell in launcher.cells])
@@ -108,7 +102,7 @@ def judge(words: Sequence[str], configs: Sequence[Config]) -> None:
     """Check that what would run is what was named: a configuration for each cell, every key with its value."""
     if not configs:
         return
-    several = words[0] == "bench" or {"-m", "--multirun"} & {*words}
+    several = {"-m", "--multirun"} & {*words}
     listed = named.cells(words[1:]) if several else [named.cell(words)]
     assert len(configs) <= len(listed)
     for config in configs:

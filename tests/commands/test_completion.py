@@ -33,7 +33,6 @@ def test_bash_completes_by_the_script() -> None:
         ("rtx train --multirun sweep.p", ["sweep.parallel="]),
         ("rtx train --cfg job data=enwik8 data.le", ["data.length="]),
         ("rtx plan --cfg job dat", ["data=", "data.name="]),
-        ("rtx bench steps exp", ["experiment="]),
         ("rtx audit rou", ["routing=", "routing.selection="]),
         ("rtx audit outputs/rtx/run len", ["length="]),
         ("rtx resume outputs/rtx/run trainer.st", ["trainer.steps="]),

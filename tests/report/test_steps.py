@@ -37,11 +37,11 @@ def write_record(folder: Path, content: Any, name: str = "a") -> Path:
 
 def test_ratios_stand_beside_the_papers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [timed(100.0, routing__heads=0), timed(200.0), timed(50.0, **FULL)]
-    write_record(tmp_path, record(*rows, command="rtx bench steps experiment=cifar10_grid"))
+    write_record(tmp_path, record(*rows, command="python benchmarks/steps.py experiment=cifar10_grid"))
     assert cli.main(["report", str(tmp_path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "Table 1. CIFAR-10: routing heads, routing layers and window: measured" in said
-    assert "rtx bench steps experiment=cifar10_grid" in (tmp_path / "report" / "report.md").read_text()
+    assert "python benchmarks/steps.py experiment=cifar10_grid" in (tmp_path / "report" / "report.md").read_text()
     (table,) = views(read_record(record(*rows)))
     ratios = {row["row"]: (row["speed_ratio"], row["paper_speed_ratio"]) for row in table.rows}
     assert ratios["routing (topk)"] == (pytest.approx(0.5), pytest.approx(5.14 / 9.023))

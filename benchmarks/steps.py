@@ -1,7 +1,11 @@
-"""`rtx bench steps`: the training steps of several rows, timed in turn on this machine, beside the paper's.
+"""The training steps of several rows, timed in turn on this machine, beside the paper's.
+
+Run `python benchmarks/steps.py [turns=5] [per_turn=2] [warmup=2] [overrides]`. Overrides are those of `rtx train -m`:
+lists of values, and what an experiment lays out, are rows. It writes outputs/<name>/bench/steps-<key>.json, which
+`rtx report` shows beside the scores. After Ctrl-C, too, what was measured is printed and kept.
 
 Times on a shared machine drift; where every row steps in every turn, drift reaches all alike, and their ratios mean
-something. torch takes seconds, so it is imported once all that can be refused is.
+something. Exit codes: 0 if every row was timed, 1 if some failed, 2 a mistake of the user, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -9,23 +13,40 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import shlex
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from rtx.analysis.footprint import fit_to_device
 from rtx.analysis.output import save
+from rtx.attention.centroids import after_step
+from rtx.cli import complain
 from rtx.compose import config_hash, to_dict
 from rtx.config import SPREAD, Config
 from rtx.data.catalog import Store, data_root, open_data
+from rtx.data.datamodule import training_items
 from rtx.errors import RunFailed, UserError
 from rtx.identity import short_hash
-from rtx.options import LAUNCHED, BenchOptions, check_overrides, read_words, what_to_do
+from rtx.model.transformer import compile_loss
+from rtx.options import LAUNCHED, check_overrides
+from rtx.progress_bar import progress_bar
 from rtx.report.steps import WHAT, read_record, views
 from rtx.report.tables import terminal
 from rtx.sweep.cells import lay_out
+from rtx.training.hardware import resolve_hardware
+from rtx.training.inference import prepare_device
+from rtx.training.memory import device_memory, out_of_memory
+from rtx.training.module import build_model
+from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
 from rtx.training.run_folder import environment, outputs_root, unwritable
 from rtx.wording import plural
+
+DEFAULTS = {"turns": 5, "per_turn": 2, "warmup": 2}
+"""Turns; timed steps of a row in each, whose mean counts; steps of a row that are not timed, in its first turn."""
 
 
 @dataclasses.dataclass
@@ -40,98 +61,90 @@ class Row:
     """Why it takes no more steps."""
 
 
-def main(arguments: list[str]) -> int:
-    """Run `rtx bench steps [overrides]`; lists of values, and what an experiment lays out, are rows, as in a sweep.
-
-    Returns 0 if every row was timed, 1 if some failed. After a signal, too, what was measured is printed and kept.
-    """
-    words = read_words("bench steps", what_to_do("bench", arguments)[1])
-    rows, options = lay_out_rows(words.overrides), words.options
+def main(words: Sequence[str]) -> int:
+    """Time the rows that words lay out, print and keep the record; returns the exit code."""
+    asked, overrides = options_of(words)
+    rows = lay_out_rows(overrides)
     folder = outputs_root() / rows[0].config.name
     try:  # before hours are spent on what could not be kept
         (folder / "bench").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(unwritable(folder, error)) from None
     stores = [open_data(row.config.data, data_root()) for row in rows]
-    print(f"{plural(len(rows), 'row')}, {plural(options.turns, 'turn')} of {plural(options.per_turn, 'step')}")
+    print(f"{plural(len(rows), 'row')}, {plural(asked['turns'], 'turn')} of {plural(asked['per_turn'], 'step')}")
     try:
-        measure(rows, stores, options)
+        measure(rows, stores, asked)
     finally:
         if any(row.ms_turns for row in rows):
-            finish(rows, options, arguments, folder)
+            finish(rows, asked, words, folder)
     if not any(row.ms_turns for row in rows):
         raise RunFailed(f"no row could be timed: {rows[0].reason}")
     return 1 if any(row.reason for row in rows) else 0
 
 
-def lay_out_rows(words: Sequence[str]) -> list[Row]:
-    """Return the rows that words lay out, composed and checked; of those that differ by their seed alone the first."""
-    checked = check_overrides(words, sweep=True)
+def options_of(words: Sequence[str]) -> tuple[dict[str, int], list[str]]:
+    """Take our own options out of the words; returns them, and the words that are left."""
+    asked, rest = dict(DEFAULTS), []
+    for word in words:
+        key, _, text = word.partition("=")
+        if key not in DEFAULTS:
+            rest.append(word)
+        elif not text.isdecimal() or int(text) < (key != "warmup"):
+            raise UserError(f"{word}: must be an integer, at least {int(key != 'warmup')}")
+        else:
+            asked[key] = int(text)
+    return asked, rest
+
+
+def lay_out_rows(overrides: Sequence[str]) -> list[Row]:
+    """Return the rows that overrides lay out, composed and checked; of those that differ by their seed the first."""
+    checked = check_overrides(overrides, sweep=True)
     for entry in checked:
         many = entry.key in ("hardware", "hardware.name") and {*entry.values} & {*SPREAD, *LAUNCHED}
         if many or entry.key.startswith("hydra"):
-            raise UserError(f"{entry}: rtx bench times rows in turn on one device; hardware takes auto, cpu or gpu")
+            raise UserError(f"{entry}: rows are timed in turn on one device; hardware takes auto, cpu or gpu")
     rows: dict[str, Row] = {}
     for cell in lay_out(checked)[0]:
         rows.setdefault(config_hash(dataclasses.replace(cell.config, seed=0)), Row(cell.config))
     return list(rows.values())
 
 
-def measure(rows: Sequence[Row], stores: Sequence[Store], options: BenchOptions) -> None:
+def measure(rows: Sequence[Row], stores: Sequence[Store], asked: Mapping[str, int]) -> None:
     """Let every row take its steps in every turn; one that fails is left out from then on."""
-    from rtx.progress_bar import progress_bar
-    from rtx.training.memory import out_of_memory
-
-    timed = [turns_of(row, store, options) for row, store in zip(rows, stores, strict=True)]
+    timed = [turns_of(row, store, asked) for row, store in zip(rows, stores, strict=True)]
     with progress_bar("turns of rows") as show:
-        for done in range(options.turns * len(rows)):
+        for done in range(asked["turns"] * len(rows)):
             row, turns = rows[done % len(rows)], timed[done % len(rows)]
             try:
                 row.ms_turns.extend(itertools.islice(turns, 1))
             except Exception as error:  # which ends its turns, and frees its memory for the others
                 row.reason = out_of_memory(error) or f"{type(error).__name__}: {error}".splitlines()[0]
-            show(done + 1, options.turns * len(rows))
+            show(done + 1, asked["turns"] * len(rows))
 
 
-def turns_of(row: Row, store: Store, options: BenchOptions) -> Iterator[float]:
+def turns_of(row: Row, store: Store, asked: Mapping[str, int]) -> Iterator[float]:
     """Take the steps of a turn, behind a warm-up in the first, whenever asked to, and yield the milliseconds of one."""
-    import torch
-
-    from rtx.analysis.footprint import fit_to_device
-    from rtx.training.hardware import resolve_hardware
-    from rtx.training.inference import prepare_device
-    from rtx.training.memory import device_memory
-
     device = prepare_device(row.config)
     # What `rtx train` would choose here for `auto`: a report compares the row with runs.
     fitted, _ = fit_to_device(row.config, store.vocabulary, device_memory(row.config) or 0)
     hardware = dataclasses.replace(fitted.hardware, precision=resolve_hardware(fitted).precision)
     row.config = dataclasses.replace(fitted, hardware=hardware)
     step, row.parameters = training_step(row.config, store, device)
-    for _ in range(options.warmup):
+    for _ in range(asked["warmup"]):
         step()
     while True:
         prepare_device(row.config)  # the threads may be others than of the row before
         if device.type == "cuda":
             torch.cuda.synchronize()
         began = time.perf_counter()
-        losses = torch.stack([step() for _ in range(options.per_turn)])
+        losses = torch.stack([step() for _ in range(asked["per_turn"])])
         if not bool(losses.isfinite().all()):  # which waits for the device: the clock is read once a turn
             raise FloatingPointError(f"the loss is not a number at learning rate {row.config.optimizer.lr:g}")
-        yield 1e3 * (time.perf_counter() - began) / options.per_turn
+        yield 1e3 * (time.perf_counter() - began) / asked["per_turn"]
 
 
-def training_step(config: Config, store: Store, device: Any) -> tuple[Callable[[], Any], int]:
+def training_step(config: Config, store: Store, device: torch.device) -> tuple[Callable[[], torch.Tensor], int]:
     """Return what takes one optimizer step as `rtx train` does, and returns its loss; and the number of parameters."""
-    import torch
-
-    from rtx.attention.centroids import after_step
-    from rtx.data.datamodule import training_items
-    from rtx.model.transformer import compile_loss
-    from rtx.training.hardware import resolve_hardware
-    from rtx.training.module import build_model
-    from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
-
     hardware, items = resolve_hardware(config), training_items(config, store)
     steps, numbers = itertools.count(1), itertools.count()
     model = build_model(config, store.vocabulary, lambda: items[0])
@@ -141,7 +154,7 @@ def training_step(config: Config, store: Store, device: Any) -> tuple[Callable[[
     loss: Callable[..., Any] = model.answers if answers else model.loss
     loss = compile_loss(model, loss) if config.hardware.compile else loss
 
-    def step() -> Any:
+    def step() -> torch.Tensor:
         for _ in range(hardware.accumulate):
             tokens_BN = torch.stack([items[next(numbers)] for _ in range(hardware.micro_batch_size)]).to(device)
             with torch.autocast(device.type, torch.bfloat16, enabled=hardware.precision == "bf16"):
@@ -158,13 +171,33 @@ def training_step(config: Config, store: Store, device: Any) -> tuple[Callable[[
     return step, model.count_parameters()
 
 
-def finish(rows: Sequence[Row], options: BenchOptions, arguments: Sequence[str], folder: Path) -> None:
+def finish(rows: Sequence[Row], asked: Mapping[str, int], words: Sequence[str], folder: Path) -> None:
     """Print the tables and keep the record, which replaces that of the same rows on this device."""
-    facts = environment({"what": WHAT, "command": shlex.join(["rtx", "bench", *arguments]), "ids": "training batches"})
+    command = shlex.join(["python", "benchmarks/steps.py", *words])
+    facts = environment({"what": WHAT, "command": command, "ids": "training batches"})
     gpu = facts["gpu"] if rows[0].config.hardware.name != "cpu" else None
-    facts |= {"bench": dataclasses.asdict(options), "device": gpu or f"CPU, {plural(facts['threads'], 'thread')}"}
+    facts |= {"bench": dict(asked), "device": gpu or f"CPU, {plural(facts['threads'], 'thread')}"}
     record = {**facts, "rows": [{**vars(row), "config": to_dict(row.config)} for row in rows]}
     for view in views(read_record(record)):
         print("\n" + terminal(view))
     key = short_hash({"device": facts["device"], "rows": sorted(config_hash(row.config) for row in rows)}, 12)
     save(folder / "bench" / f"steps-{key}.json", record)
+
+
+def entry() -> int:
+    """Run `main` with the words of the command line; a mistake, or a failure, is told in a line."""
+    if {"-h", "--help"} & {*sys.argv}:
+        print(__doc__)
+        return 0
+    try:
+        return main(sys.argv[1:])
+    except UserError as error:
+        return complain(str(error), 2)
+    except RunFailed as error:
+        return complain(str(error), 1)
+    except KeyboardInterrupt:
+        return complain("stopped by SIGINT", 130)
+
+
+if __name__ == "__main__":
+    sys.exit(entry())

@@ -1,0 +1,126 @@
+"""`benchmarks/steps.py`: real steps of tiny rows in turn, rows that fail, interruption, mistakes of a user."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from small_runs import ROOT, SIZES, Workshop
+
+from rtx.attention.centroids import all_centroids
+from rtx.compose import compose
+from rtx.data.catalog import data_root, open_data
+from rtx.model.transformer import Transformer
+from rtx.report.steps import WHAT
+
+KINDS = "routing.heads=0,1"
+"""A row of local heads alone, and one with a routing head."""
+
+
+@pytest.fixture
+def steps(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script, as a module."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    for name, value in workshop.environment("").items():
+        monkeypatch.setenv(name, value)
+    return importlib.import_module("steps")
+
+
+@pytest.fixture
+def ask(
+    workshop: Workshop, steps: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """What runs the script with its words, checks the exit code, and returns all that was printed."""
+
+    def run(*words: str, code: int = 0) -> str:
+        given = (workshop.text, *SIZES, "turns=3", "per_turn=1", "warmup=1", *words)
+        monkeypatch.setattr(sys, "argv", ["benchmarks/steps.py", *given])
+        assert steps.entry() == code
+        return "".join(capsys.readouterr())
+
+    return run
+
+
+def record_of(workshop: Workshop, name: str) -> dict[str, Any]:
+    """The one record below outputs/<name>."""
+    (path,) = (workshop.folder / "out" / name / "bench").glob("*.json")
+    return json.loads(path.read_text())
+
+
+def test_rows_are_timed_in_turn_and_those_that_differ_by_their_seed_alone_once(
+    workshop: Workshop, ask: Callable[..., str]
+) -> None:
+    said = ask("name=timed", KINDS, "seed=1,0")
+    assert "2 rows, 3 turns of 1 step" in said and "local" in said and "routing" in said
+    record = record_of(workshop, "timed")
+    assert record["what"] == WHAT and record["device"] == "CPU, 1 thread" and record["versions"]["torch"]
+    assert record["bench"] == {"turns": 3, "per_turn": 1, "warmup": 1}
+    assert all(len(row["ms_turns"]) == 3 and row["reason"] is None for row in record["rows"])
+    assert [row["config"]["seed"] for row in record["rows"]] == [1, 1]
+    assert "steps/s" in workshop.command("report", str(workshop.folder / "out" / "timed"))
+
+
+@pytest.mark.parametrize("extra", [(), ("routing.init=data",), ("data=recall", "data.length=64")])
+def test_a_step_trains_the_model_in_micro_batches(
+    workshop: Workshop, steps: Any, extra: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = compose([*([] if "data=recall" in extra else [workshop.text]), *SIZES, *extra])
+    made: list[Transformer] = []
+    build = steps.build_model
+    monkeypatch.setattr(steps, "build_model", lambda *given: made.append(build(*given)) or made[0])
+    step, parameters = steps.training_step(config, open_data(config.data, data_root()), torch.device("cpu"))
+    first = {name: value.clone() for name, value in made[0].state_dict().items()}
+    assert all(bool(step().isfinite()) for _ in range(3)) and parameters == made[0].count_parameters()
+    assert any(not torch.equal(value, first[name]) for name, value in made[0].state_dict().items())
+    taken = 3 + (config.routing.init == "data")  # thresholds set by the data count as a step, too
+    assert {int(centroids.steps) for centroids in all_centroids(made[0])} == {taken}
+
+
+def test_a_row_that_fails_leaves_the_others_running(workshop: Workshop, ask: Callable[..., str]) -> None:
+    said = ask("name=fails", "optimizer.lr=1e-4,1e38", code=1)
+    good, bad = record_of(workshop, "fails")["rows"]
+    assert len(good["ms_turns"]) == 3 and good["reason"] is None
+    assert bad["ms_turns"] == [] and " at learning rate 1e+38" in bad["reason"]
+    assert "learning rate 1e+38" in " ".join(said.split())
+    assert "rtx: no row could be timed" in ask("name=none", "optimizer.lr=1e38", code=1)
+    assert not list((workshop.folder / "out" / "none" / "bench").iterdir())
+
+
+def test_ctrl_c_prints_and_keeps_what_is_there(
+    workshop: Workshop, steps: Any, ask: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = itertools.count()
+
+    def turns(*given: Any) -> Iterator[float]:
+        while next(taken) < 3:
+            yield 10.0
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(steps, "turns_of", turns)
+    said = ask("name=stopped", KINDS, code=130)
+    assert "3 turns of 1 step" in said and "stopped by SIGINT" in said
+    assert [len(row["ms_turns"]) for row in record_of(workshop, "stopped")["rows"]] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("experiment=cifar10_gird",), "did you mean 'cifar10_grid'"),
+        (("turns=0",), "turns=0: must be an integer, at least 1"),
+        (("routing.heads=2,4", "hydra.launcher.x=1"), "hydra.launcher.x=1: rows are timed in turn on one device"),
+        (("hardware=slurm",), "hardware takes auto, cpu or gpu"),
+        (("name=taken",), "set RTX_OUTPUTS"),
+    ],
+)
+def test_what_a_user_may_get_wrong(
+    workshop: Workshop, ask: Callable[..., str], words: tuple[str, ...], said: str
+) -> None:
+    (workshop.folder / "out").mkdir(exist_ok=True)
+    (workshop.folder / "out" / "taken").write_text("a file")
+    assert said in ask(*words, code=2)
