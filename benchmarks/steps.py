@@ -24,6 +24,7 @@ import torch
 from rtx.analysis.footprint import fit_to_device
 from rtx.analysis.output import save
 from rtx.attention.centroids import after_step
+from rtx.cells import lay_out
 from rtx.cli import complain
 from rtx.compose import config_hash, to_dict
 from rtx.config import SPREAD, Config
@@ -36,7 +37,6 @@ from rtx.options import LAUNCHED, check_overrides
 from rtx.progress_bar import progress_bar
 from rtx.report.steps import WHAT, read_record, views
 from rtx.report.tables import terminal
-from rtx.sweep.cells import lay_out
 from rtx.training.hardware import resolve_hardware
 from rtx.training.inference import prepare_device
 from rtx.training.memory import device_memory, out_of_memory
@@ -104,7 +104,7 @@ def lay_out_rows(overrides: Sequence[str]) -> list[Row]:
         if many or entry.key.startswith("hydra"):
             raise UserError(f"{entry}: rows are timed in turn on one device; hardware takes auto, cpu or gpu")
     rows: dict[str, Row] = {}
-    for cell in lay_out(checked)[0]:
+    for cell in lay_out(checked):
         rows.setdefault(config_hash(dataclasses.replace(cell.config, seed=0)), Row(cell.config))
     return list(rows.values())
 

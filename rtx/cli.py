@@ -108,7 +108,7 @@ def dispatch(arguments: list[str]) -> int:
         print(help.command_page(word, words))
         return 0
     if {*flags} & {"--multirun", "-m"}:
-        from rtx.sweep.launcher import sweep
+        from rtx.launcher import sweep
 
         return sweep(words)
     if word in CHECKED:
@@ -138,9 +138,9 @@ def check_first(word: str, words: list[str]) -> None:
     """Raise `UserError` for a wrong configuration, or for data that are not there, before the imports of the command:
     torch takes seconds.
     """
+    from rtx.cells import refuse_sweep
     from rtx.compose import compose, load_run_config, merge
     from rtx.options import read_words, what_to_do
-    from rtx.sweep.cells import refuse_sweep
 
     what, words = what_to_do(word, words)
     read = read_words(f"{word} {what}".strip(), words)

@@ -6,12 +6,12 @@ import re
 
 import pytest
 
+from rtx.cells import lay_out
 from rtx.checks import resolve
 from rtx.compose import compose, merge, with_values
 from rtx.config import Config, all_fields
 from rtx.errors import UserError
 from rtx.options import check_overrides
-from rtx.sweep.cells import lay_out
 
 
 def changed(words: str) -> Config:
@@ -137,6 +137,6 @@ def test_a_key_that_something_reads_is_not() -> None:
 
 def test_a_sweep_refuses_a_key_that_no_cell_reads() -> None:
     both = ["routing=blocks,causal", "routing.block=8,16", "model.heads=4"]
-    assert len(lay_out(check_overrides(both, sweep=True))[0]) == 4
+    assert len(lay_out(check_overrides(both, sweep=True))) == 4
     with pytest.raises(UserError, match=r"routing\.block=8 has no effect with routing\.selection=topk"):
         lay_out(check_overrides(["routing=topk,causal", "routing.block=8,16"], sweep=True))

@@ -7,6 +7,7 @@ import torch
 
 from rtx.attention.centroids import Centroids, after_step
 from rtx.attention.choices import Indexer
+from rtx.cells import lay_out
 from rtx.checks import resolve
 from rtx.compose import compose, with_values
 from rtx.config import Config
@@ -14,7 +15,6 @@ from rtx.data.sets import IMAGE_SETS
 from rtx.keys import conf_dir, options
 from rtx.model.transformer import Transformer
 from rtx.options import check_overrides
-from rtx.sweep.cells import lay_out
 from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
 
 VOCABULARY = 256
@@ -70,7 +70,7 @@ def test_optimizer_presets(optimizer: str) -> None:
 
 @pytest.mark.parametrize("experiment", [name for name in options("experiment") if not stands_for_others(name)])
 def test_every_cell_of_every_experiment(experiment: str) -> None:
-    laid_out = [cell.overrides for cell in lay_out(check_overrides([f"experiment={experiment}"], sweep=True))[0]]
+    laid_out = [cell.overrides for cell in lay_out(check_overrides([f"experiment={experiment}"], sweep=True))]
     sizes = ("routing.layers=", "routing.window=", "seed=")  # cells that differ by these alone are one at reduced size
     alike = {tuple(word for word in cell if not word.startswith(sizes)): cell for cell in laid_out}
     assert len(alike) >= min(len(laid_out), 2)

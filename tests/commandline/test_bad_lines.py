@@ -24,11 +24,11 @@ from hypothesis import strategies as st
 
 import rtx.commands.data
 import rtx.compose
-import rtx.sweep.launcher
+import rtx.launcher
 from rtx import cli
+from rtx.cells import Outcome
 from rtx.compose import compose, flat, to_dict, to_yaml
 from rtx.config import Config
-from rtx.sweep.cells import Outcome
 
 LINES = int(os.environ.get("RTX_BAD_LINES", "100"))
 SAME_EVERY_TIME: dict[str, Any] = {"derandomize": True, "deadline": None, "database": None}
@@ -56,9 +56,9 @@ class Stage:
         self.reached = list(configs)
         return 0
 
-    def launch(self, launcher: rtx.sweep.launcher.Launcher) -> list[Outcome]:
+    def launch(self, launcher: rtx.launcher.Launcher) -> list[Outcome]:
         self.reach([cell.config for cell in launcher.cells])
-        return [Outcome(cell.number, 0, "done") for cell in launcher.cells]
+        return [Outcome(0, "done") for _ in launcher.cells]
 
     def resolve(self, config: Config) -> Config:
         """Check a configuration, and note it."""
@@ -92,7 +92,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         stage = Stage()
         patch.setattr(cli, "importlib", SimpleNamespace(import_module=stage.module))
         patch.setattr(rtx.compose, "resolve", stage.resolve)
-        patch.setattr(rtx.sweep.launcher.Launcher, "launch", lambda launcher: stage.launch(launcher))
+        patch.setattr(rtx.launcher.Launcher, "launch", lambda launcher: stage.launch(launcher))
         actions = dict.fromkeys(rtx.commands.data.ACTIONS, lambda data: stage.reach([Config(data=data)]))
         patch.setattr(rtx.commands.data, "ACTIONS", actions)
         yield stage

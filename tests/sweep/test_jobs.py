@@ -41,7 +41,7 @@ def cluster(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("PATH", f"{Path.cwd()}/bin:/usr/bin:/bin"),
     ):
         monkeypatch.setenv(name, variable)
-    monkeypatch.setattr("rtx.sweep.jobs.QUEUE_SECONDS", 0.1)
+    monkeypatch.setattr("rtx.launcher.QUEUE_SECONDS", 0.1)
     Path("queue").mkdir()
     for name, does in SCRIPTS.items():
         program(name, does)
@@ -88,7 +88,7 @@ def test_a_job_is_over_when_the_queue_no_longer_has_it(
     cluster: Path, outputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Here both are killed before they leave a word; `sacct` would know nothing of it."""
-    monkeypatch.setattr("rtx.sweep.jobs.RESULT_SECONDS", 0.5)
+    monkeypatch.setattr("rtx.launcher.RESULT_SECONDS", 0.5)
     program("sbatch", 'echo x >> jobs; echo "Submitted batch job $(wc -l < jobs)"')
     program("squeue", "echo x >> looks; [ $(wc -l < looks) -lt 3 ] && seq $(wc -l < jobs); exit 0")
     assert cli.main(["train", "-m", *SMALL, "seed=1,2", "hardware=slurm"]) == 1
@@ -140,7 +140,7 @@ os._exit(143)
     script, run = stand_in(tmp_path, cell), tmp_path / "run"
     run.mkdir()
     code = (
-        "import signal, sys; from pathlib import Path; from rtx.sweep.jobs import Attempt\n"
+        "import signal, sys; from pathlib import Path; from rtx.launcher import Attempt\n"
         f"sys.executable, run = {str(script)!r}, Path({str(run)!r})\n"
         "attempt = Attempt(['seed=1'], run, {})\n"
         "def checkpoint(*_):\n"

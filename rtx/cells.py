@@ -22,12 +22,11 @@ from omegaconf import OmegaConf
 from rtx.checks import idle, resolve
 from rtx.compose import RUN_CONFIG, compose_unresolved, composed, config_hash, load_run_config, user_errors
 from rtx.config import Config
-from rtx.data.catalog import data_root, open_data
-from rtx.errors import RunFailed, UserError, refuse
+from rtx.errors import UserError, refuse
 from rtx.keys import conf_dir
 from rtx.options import LAUNCHED, MOST_CELLS, Override, check_overrides
 from rtx.training.memory import OUT_OF_MEMORY
-from rtx.training.run_folder import close, outputs_root, read_status
+from rtx.training.run_folder import busy, close, outputs_root, read_status, seems_running
 from rtx.training.signals import EXIT_CODES, SWEEP_VARIABLE, state_after
 
 NO_CODE = 999  # the exit code of a cell that was not begun, or whose job is lost
@@ -48,14 +47,13 @@ class Cell:
 class Outcome:
     """How a cell ended: the exit code of its process (128 + N after signal N), a word, and the reason."""
 
-    number: int
     code: int
     word: str
     reason: str = ""
 
 
-def lay_out(checked: Sequence[Override]) -> tuple[list[Cell], list[str]]:
-    """Compose and check every cell that the overrides stand for; returns them with the keys by which they differ.
+def lay_out(checked: Sequence[Override]) -> list[Cell]:
+    """Compose and check every cell that the overrides stand for.
 
     Raises:
         UserError: the first cell that cannot be; cells that are the same run; too many; a key that no cell reads.
@@ -67,8 +65,8 @@ def lay_out(checked: Sequence[Override]) -> tuple[list[Cell], list[str]]:
     for entry in given:
         if entry.key != "experiment" and not any(entry in grid for grid in grids):
             raise UserError(f"{entry}: each of these experiments sets {entry.key} itself; sweep them one by one")
-    lists = [entry.key for grid in grids for entry in grid if len(entry.values) > 1]
-    swept = list(dict.fromkeys(["experiment"] * (len(grids) > 1) + lists))
+    lists = {entry.key for grid in grids for entry in grid if len(entry.values) > 1}
+    swept = lists | {"experiment"} if len(grids) > 1 else lists
     single = [[[Override(each.key, (value,)) for value in each.values] for each in grid] for grid in grids]
     cells: dict[Path, Cell] = {}
     for number, entries in enumerate(itertools.chain(*(itertools.product(*grid) for grid in single)), 1):
@@ -82,7 +80,7 @@ def lay_out(checked: Sequence[Override]) -> tuple[list[Cell], list[str]]:
             raise UserError(f"{both}; list values that change the result")
     unread = [idle(cell.config, (entry.key for entry in given)) for cell in cells.values()]
     refuse(line for key, line in unread[0].items() if all(key in each for each in unread))
-    return list(cells.values()), swept
+    return list(cells.values())
 
 
 def expanded(given: Sequence[Override]) -> dict[str, list[Override]]:
@@ -144,28 +142,24 @@ def has_score(status: dict[str, Any] | None) -> bool:
     return bool(status and status["state"] == "done" and status.get("final"))
 
 
-def environment(cell: Cell) -> dict[str, Any]:
-    """Return what the run of a cell recorded of its machine and data; empty where it has not begun."""
+def threads_begun_with(cell: Cell) -> int | None:
+    """Return the threads that the run of a cell recorded, on which its bits depend; None where it has not begun."""
     path = cell.folder / "environment.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    return json.loads(path.read_text()).get("threads") if path.exists() else None
 
 
 def ended_before(cell: Cell, retry: bool) -> Outcome | None:
-    """Return how a cell ended that is not to be run, or None."""
-    status, data, changed = read_status(cell.folder), environment(cell).get("data", {}).get("fingerprint"), ""
+    """Return how a cell stands that is not to be run, or None."""
+    status = read_status(cell.folder)
     if (cell.folder / RUN_CONFIG).exists() and config_hash(load_run_config(cell.folder)) != cell.folder.name:
-        changed = "is no longer the run of this cell: its config.yaml has other values by now"
-    elif has_score(status):
-        with contextlib.suppress(OSError, UserError, RunFailed):  # of data that are away nobody can tell
-            if data and open_data(cell.config.data, data_root()).fingerprint != data:
-                changed = "was done with other data than are there now"
-    if changed:
         advice = "move it away, or give the sweep another name=, to run the cell anew"
-        return Outcome(cell.number, 2, "changed", f"{cell.folder} {changed}; {advice}")
+        return Outcome(2, "changed", f"{cell.folder}/{RUN_CONFIG} has other values by now; {advice}")
     if has_score(status):
-        return Outcome(cell.number, 0, "done before")
+        return Outcome(0, "done before")
+    if status and seems_running(status):
+        return Outcome(NO_CODE, "in use", busy(cell.folder, status))
     if status and status["state"] == "failed" and not retry:
-        return Outcome(cell.number, NO_CODE, "failed before", f"{status['reason']}; sweep.retry=true runs it again")
+        return Outcome(NO_CODE, "failed before", f"{status['reason']}; sweep.retry=true runs it again")
     return None
 
 
@@ -175,25 +169,22 @@ def ending(cell: Cell, code: int, said: str, before: Any, out_of_memory: bool, s
     `code`: 128 + N after signal N, or `NO_CODE`; `said`: the last that it printed; `before`: the status it found;
     `out_of_memory`: the system killed some process for want of memory; `stopped_by`: the sweep's signal, or 0.
     """
-    status = read_status(cell.folder)
+    status, killed = read_status(cell.folder), code in (NO_CODE, 128 + signal.SIGKILL)
     if has_score(status) and code == 0:
-        return Outcome(cell.number, code, "done")
+        return Outcome(code, "done")
+    if status and code == 2 and seems_running(status):  # by one that was begun at the same time
+        return Outcome(code, "in use", busy(cell.folder, status))
     if status and status != before and status["state"] in ("failed", "interrupted", "preempted"):
-        return Outcome(cell.number, code, status["state"], status["reason"] if status["state"] == "failed" else "")
+        return Outcome(code, status["state"], status["reason"] if status["state"] == "failed" else "")
     lines = [line for line in said.splitlines() if line.strip()]
-    reason = next((line for line in lines if line.startswith("rtx: ")), "".join(lines[-1:])).removeprefix("rtx: ")
-    killed = code in (NO_CODE, 128 + signal.SIGKILL)
+    last = next((line for line in lines if line.startswith("rtx: ")), "".join(lines[-1:])).removeprefix("rtx: ")
     if killed and not out_of_memory:
-        return Outcome(cell.number, code, "killed", reason if code == NO_CODE else "")
+        return Outcome(code, "killed", last if code == NO_CODE else "")
     # A signal can find a process where it aborts, as in the import of a native library.
     if (number := stopped_by if stopped_by and code > 128 else code - 128) in EXIT_CODES:
-        return Outcome(cell.number, code, state_after(EXIT_CODES[signal.Signals(number)]))
-    if killed:
-        reason = f"{OUT_OF_MEMORY}: the system killed it"
-    elif code == 0:
-        reason = "it ended with exit code 0, but without a score"
-    elif code > 128:
-        reason = f"ended by signal {number} ({signal.strsignal(number)})"
+        return Outcome(code, state_after(EXIT_CODES[signal.Signals(number)]))
+    reason = (last if 0 < code < 128 else "") or f"it ended with exit code {code}, without a score"
+    reason = f"{OUT_OF_MEMORY}: the system killed it" if killed else reason
     with contextlib.suppress(OSError):  # the table tells it all the same
-        close(cell.folder, "failed", reason or f"exit code {code}")
-    return Outcome(cell.number, code, "failed", reason or f"exit code {code}")
+        close(cell.folder, "failed", reason)
+    return Outcome(code, "failed", reason)

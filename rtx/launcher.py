@@ -1,0 +1,308 @@
+"""`rtx train -m`: every cell of a sweep in a process of its own, one after the other or several side by side.
+
+So a crash, a kill or memory left behind in one cell touches no other, and the processes of a distributed cell start
+that cell alone (under Hydra's own multirun they would start the sweep again).
+
+With hardware=slurm a cell is a job, by submitit. `hydra.launcher.*` says what it asks for, as hydra-submitit-launcher
+has it; its launcher is not used, for it waits for all jobs together and loses what they return to the first that fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rtx.cells import NO_CODE, Cell, Outcome, ended_before, ending, has_score, lay_out, threads_begun_with
+from rtx.compose import composed, user_errors
+from rtx.data.catalog import check_source, data_root
+from rtx.errors import UserError, collect, refuse
+from rtx.options import LAUNCHED, check_overrides, read_words
+from rtx.training.hardware import cores
+from rtx.training.memory import system_kills
+from rtx.training.progress import say
+from rtx.training.run_folder import read_status, shown, unwritable, utc_now
+from rtx.training.signals import EXIT_CODES, SWEEP_VARIABLE
+from rtx.wording import plural, printable
+
+OUTPUT = "output.log"
+"""What a cell prints; in its folder."""
+QUEUE_SECONDS = 5.0
+"""Time between two looks at the queue of a cluster."""
+RESULT_SECONDS = 15.0
+"""Time for what a job returns to appear on a disk that machines share."""
+
+
+def sweep(arguments: Sequence[str]) -> int:
+    """Run `rtx train` for every combination of the listed values, when all have been checked.
+
+    Returns 0 if every cell is done, 1 if not, 130 or 143 after a signal (which the cells that run get, and obey first).
+    """
+    words = read_words("train -m", arguments)
+    checked = check_overrides(words.overrides, sweep=True)
+    cells = lay_out(checked)
+    launcher = Launcher(cells, words.options.retry, words.options.parallel or 1)
+    if asked := job_words(checked):
+        launcher = Launcher(cells, words.options.retry, words.options.parallel or len(cells), submitter(cells, asked))
+    needed = {str(cell.config.data): cell.config.data for cell in cells if not has_score(read_status(cell.folder))}
+    collect(lambda data: check_source(data, data_root(), lambda line: None), needed.values())
+    roots = record_sweep(cells, arguments)
+    say(f"{plural(len(cells), 'cell')}, each a run of its own; to watch: rtx sweep {' '.join(map(shown, roots))}")
+    outcomes = launcher.launch()
+    if not launcher.stopped_by:
+        from rtx.report.contents import save_plots  # takes a third of a second, and only a sweep that ends draws
+
+        say(save_plots(roots))
+    say(closing_table(cells, outcomes))
+    if launcher.stopped_by:
+        return EXIT_CODES[signal.Signals(launcher.stopped_by)]
+    return 0 if all(outcome.word.startswith("done") for outcome in outcomes) else 1
+
+
+def record_sweep(cells: Sequence[Cell], arguments: Sequence[str]) -> list[Path]:
+    """Append to sweeps.jsonl, beside the cells, the command and what each cell is; returns the folders of the sweep."""
+    row = {"time": utc_now(), "command": shlex.join(["rtx", "train", "-m", *arguments])}
+    roots = list(dict.fromkeys(cell.folder.parent for cell in cells))
+    for root in roots:
+        mine = {cell.folder.name: cell.title for cell in cells if cell.folder.parent == root}
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            with open(root / "sweeps.jsonl", "a") as file:
+                file.write(json.dumps({**row, "cells": mine}) + "\n")
+        except OSError as error:
+            raise UserError(unwritable(root, error)) from error
+    return roots
+
+
+def closing_table(cells: Sequence[Cell], outcomes: Sequence[Outcome]) -> str:
+    """Return the lines that close a sweep: each cell, how it ended, its bits, its folder, the reason."""
+    rows = [("cell", "overrides", "state", "exit", "bits", "run", "reason")]
+    for cell, outcome in zip(cells, outcomes, strict=True):
+        final = (read_status(cell.folder) or {}).get("final") if outcome.word.startswith("done") else None
+        code, bits = "" if outcome.code == NO_CODE else str(outcome.code), f"{final['bits']:.4f}" if final else ""
+        place = os.path.relpath(cell.folder)
+        rows.append((str(cell.number), cell.title, outcome.word, code, bits, place, outcome.reason))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n" + "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def share(cell: Cell, place: int = 0, places: int = 1) -> dict[str, str]:
+    """Return the variables that give a cell its part of the machine: of the threads, and of several GPUs one.
+
+    A cell that goes on keeps the threads it began with, on which its bits depend. What the user has set stays:
+    hardware.threads, OMP_NUM_THREADS, and hardware=ddp, whose processes share the GPUs.
+    """
+    hardware, variables, threads = cell.config.hardware, {}, threads_begun_with(cell)
+    if threads is None and places > 1:
+        threads = max(1, cores() // (places * (hardware.devices or 1)))
+    if threads and hardware.threads is None and "OMP_NUM_THREADS" not in os.environ:
+        variables["OMP_NUM_THREADS"] = str(threads)
+    here = ",".join(str(number) for number, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*")))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", here).split(",")
+    if places > 1 and len(gpus) > 1 and hardware.name in ("auto", "gpu"):
+        variables["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
+    return variables
+
+
+def start(words: Sequence[str], folder: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start the process of a cell, in a group of its own: what the keyboard sends is passed on to it, once."""
+    # The current folder is the user's: an rtx.py there is not to be run for ours, by what a cell starts either.
+    safe = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", SWEEP_VARIABLE: str(os.getpid())}
+    with open(folder / OUTPUT, "ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "rtx", "train", *words],
+            env={**os.environ, **safe, **variables, "RTX_RUN": str(folder)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+
+
+class Launcher:
+    """Runs the cells of a sweep, so many at once.
+
+    `submit` starts a cell elsewhere than as a process of this machine; what it returns is polled and signalled as one.
+    """
+
+    def __init__(
+        self, cells: Sequence[Cell], retry: bool, at_once: int, submit: Callable[[Cell], Any] | None = None
+    ) -> None:
+        self.cells, self.retry, self.places, self.submit = cells, retry, min(at_once, len(cells)), submit
+        self.free: asyncio.Queue[int] = asyncio.Queue()
+        self.running: set[Any] = set()
+        self.stopped_by = 0  # the first signal
+
+    def launch(self) -> list[Outcome]:
+        """Run the cells; returns how each ended, in their order."""
+        return asyncio.run(self.run_all())
+
+    async def run_all(self) -> list[Outcome]:
+        """Run all cells; signals are passed on to them, but those ignored from outside (nohup) stay ignored."""
+        for number in EXIT_CODES:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                asyncio.get_running_loop().add_signal_handler(number, self.stop, number)
+        for place in range(self.places):
+            self.free.put_nowait(place)
+        return await asyncio.gather(*map(self.run, self.cells))
+
+    def stop(self, number: int) -> None:
+        """Begin no cell any more, and let those that run obey the signal; at a second Ctrl-C they leave at once."""
+        self.stopped_by = self.stopped_by or number
+        for process in self.running:
+            process.send_signal(number)
+
+    async def run(self, cell: Cell) -> Outcome:
+        """Wait for a place, and run a cell to its end, where it has not come to one."""
+        place = await self.free.get()
+        try:
+            outcome = ended_before(cell, self.retry)
+            if self.stopped_by:
+                outcome = Outcome(NO_CODE, "not started")
+            outcome = outcome or await self.attempt(cell, place)
+        except (UserError, OSError) as error:  # a full disk must not end the other cells
+            outcome = Outcome(2, "failed", str(error))
+        self.tell(cell, f"{outcome.word}: {outcome.reason}".removesuffix(": "))
+        self.free.put_nowait(place)
+        return outcome
+
+    async def attempt(self, cell: Cell, place: int) -> Outcome:
+        """Start a cell, and return how it ended."""
+        self.tell(cell, "begins")
+        before, kills, code, said = read_status(cell.folder), system_kills(), None, ""
+        cell.folder.mkdir(parents=True, exist_ok=True)
+        with open(cell.folder / OUTPUT, "ab+") as output:  # at its end
+            variables = share(cell, place, self.places)
+            process = self.submit(cell) if self.submit else start(cell.overrides, cell.folder, variables)
+            self.running.add(process)
+            while code is None:
+                await asyncio.sleep(0.05)
+                code = process.poll()
+                new = printable(output.read().decode(errors="replace"))
+                said = (said + new)[-4096:]
+                if new and self.places == 1:
+                    say(new.removesuffix("\n"))
+        self.running.discard(process)
+        return ending(cell, code if code >= 0 else 128 - code, said, before, system_kills() > kills, self.stopped_by)
+
+    def tell(self, cell: Cell, line: str) -> None:
+        """Print a line on a cell."""
+        say(f"cell {cell.number} of {len(self.cells)}: {cell.title}: {line}")
+
+
+def job_words(checked: Sequence[Any]) -> list[str]:
+    """Return what says that cells are jobs, and what those ask for; an empty list where cells are processes here."""
+    last = {entry.key: entry for entry in checked}
+    jobs = [str(entry) for key, entry in last.items() if key.startswith("hydra.")]
+    if "hardware" not in last or LAUNCHED[0] not in last["hardware"].values:
+        refuse(f"{word}: has no effect without hardware={LAUNCHED[0]}" for word in jobs)
+        return []
+    if len(last["hardware"].values) > 1:
+        raise UserError(f"{last['hardware']}: jobs are made of all cells or of none; give one value")
+    return [str(last["hardware"]), *jobs]
+
+
+def submitter(cells: Sequence[Cell], words: Sequence[str]) -> Callable[[Cell], Job]:
+    """Return what submits the job of a cell, by words on what the jobs ask for."""
+    if shutil.which("srun") is None:
+        raise UserError("hardware=slurm: there is no srun on this machine; hardware=auto runs the cells here")
+    import submitit  # an extra
+    from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
+
+    with user_errors():
+        name = json.dumps(cells[0].config.name, ensure_ascii=False)
+        asked: Any = OmegaConf.to_container(composed((*words, f"name={name}")).hydra.launcher, resolve=True)
+    del asked["_target_"], asked["submitit_folder"]
+    timeouts, shared = asked.pop("max_num_timeout"), {field.name for field in fields(BaseQueueConf)}
+    asked = {key if key in shared else f"slurm_{key}": value for key, value in asked.items()}
+
+    def submit(cell: Cell) -> Job:
+        folder = cell.folder.parent / ".submitit" / "%j"
+        try:
+            with submitit.helpers.environment_variables(PYTHONSAFEPATH="1"):  # an rtx.py here is not to be run for ours
+                executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_max_num_timeout=timeouts)
+                executor.update_parameters(**asked)
+                return Job(executor.submit(Attempt(cell.overrides, cell.folder, share(cell))), cell.folder)
+        except Exception as error:  # by whatever name submitit calls it
+            said = str(error).strip().splitlines() or [type(error).__name__]
+            raise UserError(f"its job cannot be submitted: {said[-1]}") from error
+
+    return submit
+
+
+@functools.lru_cache(maxsize=1)
+def queue(moment: int) -> set[str] | None:
+    """Return the numbers of the user's jobs in the queue, None where it does not answer; asked once in a `moment`.
+
+    (submitit asks `sacct`, which on a cluster without accounts never tells of the end of a job that was killed.)
+    """
+    answer = subprocess.run(["squeue", "--me", "--noheader", "--format=%i"], capture_output=True, text=True)
+    return None if answer.returncode else set(answer.stdout.split())
+
+
+class Job:
+    """The job of a cell, polled and signalled as a process is."""
+
+    def __init__(self, job: Any, folder: Path) -> None:
+        self.job, self.folder, self.seen = job, folder, time.monotonic()
+
+    def poll(self) -> int | None:
+        """Return what the job has returned, or `NO_CODE` where it is gone without; its last line is the cell's then."""
+        if (queued := queue(int(time.monotonic() / QUEUE_SECONDS))) is None or self.job.job_id in queued:
+            self.seen = time.monotonic()
+            return None
+        if self.job.paths.result_pickle.exists():
+            with contextlib.suppress(Exception):  # of the job, by whatever name submitit calls it
+                return self.job.result()
+        elif time.monotonic() - self.seen < RESULT_SECONDS:
+            return None
+        log = f"{self.job.stdout() or ''}\n{self.job.stderr() or ''}".strip().splitlines()
+        with open(self.folder / OUTPUT, "a") as output:
+            output.write(f"rtx: its job ended: {log[-1] if log else 'it left no word'}\n")
+        return NO_CODE
+
+    def send_signal(self, number: int) -> None:
+        """Take the job from the queue; one that runs saves, and is killed only where that takes too long."""
+        self.job.cancel(check=False)
+
+
+class Attempt:
+    """What a job runs: the process of a cell."""
+
+    def __init__(self, words: Sequence[str], folder: Path, variables: Mapping[str, str]) -> None:
+        self.given = words, folder, variables
+
+    def __call__(self) -> int:
+        """Run the process to its end; returns its exit code."""
+        self.process = start(*self.given)
+        # A scheduler may have told the cell, too: a second SIGUSR2 changes nothing.
+        signal.signal(signal.SIGTERM, lambda *_: self.process.send_signal(signal.SIGUSR2))
+        while (code := self.process.poll()) is None:
+            time.sleep(0.5)
+        return code
+
+    def checkpoint(self) -> Any:
+        """Let the cell save, and return what is to be run when the job comes back: its time is nearly up.
+
+        submitit calls this in a signal handler, which has interrupted `__call__`.
+        """
+        from submitit.helpers import DelayedSubmission
+
+        self.process.send_signal(signal.SIGUSR2)
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        return DelayedSubmission(Attempt(*self.given))
