@@ -39,7 +39,7 @@ from rtx.training.module import TrainingModule, build_model
 from rtx.training.progress import say
 from rtx.training.resumption import Resumption, as_chosen, differences, plan_resumption, refuse_changes
 from rtx.training.run_folder import Status, given_folder, new_run_folder, read_status, record_start, shown, working_in
-from rtx.training.signals import Signals, Stopped, started_by_another, state_after
+from rtx.training.signals import Signals, Stopped, ignore_signals, started_by_another, state_after
 from rtx.training.trainer import Outcome, Run
 
 SAMPLE_LENGTH, SAMPLE_TEMPERATURE = 240, 0.8
@@ -153,8 +153,9 @@ def train(
     tell, hardware, facts = say if status else nothing, resolve_hardware(config), {"config": to_dict(config)}
     start, changed = find_start(config, resumption, folder, store, status)
     facts["data"] = store.describe()
-    data = RtxDataModule(config, hardware, store)
-    data.step = start["step"] if start else 0
+    share = {"rank": hardware.rank, "world": hardware.world, "micro_batch": hardware.micro_batch_size}
+    loader: dict[str, Any] = {"pin_memory": hardware.accelerator == "gpu", "worker_init_fn": ignore_signals}
+    data = RtxDataModule(config, store, step=start["step"] if start else 0, **share, **loader)
     model = build_model(config, store.vocabulary, None if start else lambda: data.items[0])
     if status:
         known = {"hardware": vars(hardware), "data": facts["data"], "parameters": model.count_parameters()}

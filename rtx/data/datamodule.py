@@ -17,16 +17,18 @@ from rtx.data.recall import RecallStore
 from rtx.data.sampler import MadeItems, TrainingItems, training_batches
 from rtx.evaluation.protocols import Window, windows
 from rtx.evaluation.scores import equal_batches, read_windows, sample_windows
-from rtx.training.hardware import Hardware
-from rtx.training.signals import ignore_signals
 
 
 class RtxDataModule(pl.LightningDataModule):
-    """The data of a run: `step` steps are taken, `seconds` waited for batches; unset, `setup` opens the `store`."""
+    """The data of a run: `step` steps are taken, `seconds` waited for batches; unset, `setup` opens the `store`.
 
-    def __init__(self, config: Config, hardware: Hardware, store: Store | None = None) -> None:
+    `loader` are options of `training_batches`: `rank`, `world` and `micro_batch` of this process, and a DataLoader's.
+    """
+
+    def __init__(self, config: Config, store: Store | None = None, *, step: int = 0, **loader: Any) -> None:
         super().__init__()
-        self.config, self.hardware, self.store, self.step, self.seconds = config, hardware, store, 0, 0.0
+        self.config, self.store, self.step, self.seconds, self.loader = config, store, step, 0.0, loader
+        self.rank, self.world = loader.get("rank", 0), loader.get("world", 1)
         if store is not None:
             self.setup()
 
@@ -43,15 +45,8 @@ class RtxDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> Iterator[Tensor]:
         """Yield this rank's micro-batches of the steps that are left; waiting for them is timed."""
-        batches = iter(
-            training_batches(
-                *(self.items, self.step, max(self.step, self.config.trainer.steps)),
-                *(self.hardware.rank, self.hardware.world, self.hardware.micro_batch_size),
-                num_workers=self.config.hardware.workers,
-                pin_memory=self.hardware.accelerator == "gpu",
-                worker_init_fn=loader_process_starts,
-            )
-        )
+        last, workers = max(self.step, self.config.trainer.steps), self.config.hardware.workers
+        batches = iter(training_batches(self.items, self.step, last, num_workers=workers, **self.loader))
         while True:
             began = time.perf_counter()
             batch = next(batches, None)
@@ -67,11 +62,11 @@ class RtxDataModule(pl.LightningDataModule):
     def val_dataloader(self) -> WindowBatches:
         """Return this rank's windows of a validation during training."""
         few = sample_windows(self.windows, self.config.trainer.val_windows)
-        return WindowBatches(self.held_out, few, self.hardware.rank, self.hardware.world)
+        return WindowBatches(self.held_out, few, self.rank, self.world)
 
     def whole_split(self) -> WindowBatches:
         """Return this rank's windows of the whole held-out split."""
-        return WindowBatches(self.held_out, self.windows, self.hardware.rank, self.hardware.world)
+        return WindowBatches(self.held_out, self.windows, self.rank, self.world)
 
 
 def training_items(config: Config, store: Store) -> MadeItems:
@@ -101,9 +96,3 @@ class WindowBatches:
             numbers = self.batches[min(own, len(self.batches) - 1)]
             read = read_windows(self.tokens, [self.chosen[number] for number in numbers])
             yield *read, torch.tensor(numbers if own < len(self.batches) else [-1] * len(numbers))
-
-
-def loader_process_starts(worker: int) -> None:
-    """Prepare a loader process (`worker_init_fn`): one thread, and deaf to signals meant for the training process."""
-    ignore_signals()
-    torch.set_num_threads(1)

@@ -123,10 +123,10 @@ class Signals:
         self.wakened.close()
 
 
-def ignore_signals() -> None:
-    """Leave them all to the first process: for those that it starts, which a Ctrl-C or a scheduler reaches too."""
-    for number in EXIT_CODES:
-        signal.signal(number, signal.SIG_IGN)
+def ignore_signals(number: int = 0) -> None:
+    """Leave them all to the first process: for those that it starts (by number), which a Ctrl-C reaches, too."""
+    for code in EXIT_CODES:
+        signal.signal(code, signal.SIG_IGN)
 
 
 def started_by_another() -> bool:

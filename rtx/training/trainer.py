@@ -23,6 +23,7 @@ from rtx.evaluation.scores import Score
 from rtx.training.callbacks import Progress, Watch
 from rtx.training.checkpoint import CheckpointFiles
 from rtx.training.distributed import cluster_environment, lost_process, start_ranks, strategy
+from rtx.training.hardware import resolve_hardware
 from rtx.training.module import TrainingModule
 from rtx.training.progress import say
 from rtx.training.run_folder import Status, shown
@@ -61,7 +62,7 @@ class Run:
         status: Status | None = None,
         say: Callable[[str], object] = say,
     ) -> None:
-        config, hardware = module.config, data.hardware
+        config, hardware = module.config, resolve_hardware(module.config)
         self.folder, self.module, self.data, self.signals, self.status = folder, module, data, signals, status
         self.children: list[Any] = []
         self.watch = Watch(folder, module, data, signals, telemetry, status, say)
@@ -100,7 +101,7 @@ class Run:
             RunFailed: NaN, a full disk, or a lost process; the message names the last good checkpoint.
         """
         self.signals.at_once = lambda code: self.leave_at_once(state_after(code), "stopped at once")
-        self.children = start_ranks(self.data.hardware, self.folder, self.end_without)
+        self.children = start_ranks(resolve_hardware(self.module.config), self.folder, self.end_without)
         try:
             with warnings.catch_warnings():
                 for message in KNOWN_WARNINGS:

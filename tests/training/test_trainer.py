@@ -73,11 +73,10 @@ def small_config(**changed: Any) -> Config:
 def run_fit(folder: Path, config: Config, model: nn.Module, signals: Signals | None = None, **parts: Any) -> Outcome:
     """Fit a model in a run folder of its own, from its checkpoint if there is one."""
     (folder / "checkpoints").mkdir(exist_ok=True)
-    hardware = resolve_hardware(config)
     store: Any = SimpleNamespace(split=lambda name: TOKENS, image=None)
-    data = RtxDataModule(config, hardware, store)
     start = newest_checkpoint(folder / "checkpoints", set_aside=True) if parts.pop("resume", False) else None
-    data.step = start["step"] if start else 0
+    size = resolve_hardware(config).micro_batch_size
+    data = RtxDataModule(config, store, step=start["step"] if start else 0, micro_batch=size)
     plain = to_dict(config)
     module = TrainingModule(model, config, facts={"config": plain, "data": {"fingerprint": "x"}})
     with working_in(folder) as status, logging_to(folder, config, plain, print) as loggers:
