@@ -275,14 +275,14 @@ def column_of(paths: Sequence[Path], wanted: Sequence[str]) -> str:
     return found[0]
 
 
-def table_rows(paths: Sequence[Path], column: str, cache: Path) -> datasets.Dataset:
-    """Return one column of parquet files, copied some rows at a time: `load_dataset` would hold row groups thrice."""
+def table_rows(paths: Sequence[Path], wanted: Sequence[str], cache: Path) -> datasets.Dataset:
+    """Return `column_of` parquet files, copied some rows at a time: `load_dataset` would hold row groups thrice."""
     import datasets
     import pyarrow as pa
     from pyarrow import parquet
 
     cache.mkdir(parents=True, exist_ok=True)
-    place = str(paths[0].parent)
+    place, column = str(paths[0].parent), column_of(paths, wanted)
     with told(place, OSError), tempfile.NamedTemporaryFile(dir=cache, suffix=".arrow", delete=False) as rows:
         schema = pa.schema([parquet.read_schema(paths[0]).field(column)])
         with pa.ipc.new_stream(rows, schema) as copy:

@@ -161,7 +161,7 @@ def image_rows(paths: Sequence[Path], split: str, work: Path) -> datasets.Datase
     import datasets
 
     if (form := paths[0].suffix) == ".parquet":
-        return table_rows(paths, column_of(paths, COLUMNS), work / "cache" / "tables")
+        return table_rows(paths, COLUMNS, work / "cache" / "tables")
     if form == ".tar":
         IMAGENET64[split].check(paths[0])
         options = {"data_files": {split: str(paths[0])}, "split": split, "cache_dir": str(work / "cache" / "tars")}

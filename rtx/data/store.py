@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -183,19 +184,23 @@ def fill(work: Path, source: Source, data: DataConfig, options: str, report: Rep
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    cache, splits = work / "cache", {}
+    cache, splits, loaded = work / "cache", {}, {}
     cache.mkdir(parents=True, exist_ok=True)
     for leftover in cache.glob("tmp*"):
         leftover.unlink()
     tokenizer: Tokenizer = Tokenizer("dim" if source.image else "byte")
     if data.tokenizer != "bytes":
-        rows = source.load("train", work)
-        batches = rows.with_format("arrow").iter(rows_at_once(rows))
-        tokenizer = learned(data, (text for batch in batches for text in source.read(batch)), work, options, report)
+
+        def texts() -> Iterator[bytes]:
+            loaded["train"] = rows = source.load("train", work)
+            for batch in rows.with_format("arrow").iter(rows_at_once(rows)):
+                yield from source.read(batch)
+
+        tokenizer = learned(data, texts(), work, options, report)
     for split in SPLITS:
         finished = cache / f"{split}.json"
         if not finished.exists():
-            rows = source.load(split, work)
+            rows = loaded.pop(split) if split in loaded else source.load(split, work)
             report(f"{options}: split {split}, {len(rows):,} rows, {rows.data.nbytes / 1e6:,.1f} MB")
             encoded = encode(rows, tokenizer, source, data.processes, cache / f"{split}.arrow")
             write_json(finished, write_split(encoded, work / split, tokenizer, options))

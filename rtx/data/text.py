@@ -13,18 +13,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rtx.config import DataConfig
-from rtx.data.files import (
-    Remote,
-    column_of,
-    download,
-    files_of,
-    hub_files,
-    identity_of,
-    rows_of,
-    table_rows,
-    tables_of,
-    walk,
-)
+from rtx.data.files import Remote, download, files_of, hub_files, identity_of, rows_of, table_rows, tables_of, walk
 from rtx.data.sets import SETS, Report, Source, column_text
 from rtx.errors import UserError
 
@@ -56,7 +45,7 @@ WIKITEXT_FACTS: dict[str, dict[str, int | str]] = {
     "test": {"lines": 4_358, "bytes": 1_278_143, "md5": "f202e4c8148839782adc13e7d1ca58e0"},
 }  # lines, bytes of those that are not blank, and the md5 of the file; of train no sum was published
 
-PG19_HUB = ("emozilla/pg19", None, "data/*.parquet")
+PG19_HUB = ("emozilla/pg19", "c021754c8e01c5b1cc83a1f549c1f97fbbb756b8", "data/*.parquet")
 PG19_BOOKS = {"train": 28_602, "valid": 50, "test": 100}  # one of train, 90.txt, has no text and counts here
 
 
@@ -198,7 +187,7 @@ def wikitext_text(files: Sequence[Path], split: str, cache: Path) -> Iterator[tu
 def blocks_of_lines(files: Sequence[Path], split: str, cache: Path) -> Iterator[bytes]:
     """Yield the text of a split in whole lines; of the hub's rows, one a line, a blank one is empty."""
     if files[0].suffix == ".parquet":
-        rows = table_rows(files, column_of(files, ["text"]), cache).with_format("arrow")
+        rows = table_rows(files, ["text"], cache).with_format("arrow")
         for table in rows.iter(batch_size=10_000):
             yield b"".join(line or b" \n" for line in column_text(table))
         return
@@ -220,7 +209,7 @@ def pg19(data: DataConfig, root: Path, report: Report) -> Source:
         if (found := row_count(paths)) != books[split]:
             raise UserError(f"{paths[0].parent}: expected {books[split]:,} books of split {split}, found {found:,}")
         if paths[0].suffix == ".parquet":
-            return table_rows(paths, column_of(paths, ["text"]), work / "cache" / split)
+            return table_rows(paths, ["text"], work / "cache" / split)
         read = ((path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n"), True) for path in paths)
         return rows_of(read, work / "cache" / split)
 

@@ -21,10 +21,9 @@ from rtx.data.catalog import open_data
 from rtx.data.files import Remote
 from rtx.data.sets import SETS as KNOWN
 from rtx.data.store import TokenStore
+from rtx.errors import UserError
 
-REAL = Path(__file__).parents[2] / "../shared/data"
-Made = list[str]
-"""The options of a set."""
+Made = list[str]  # the options of a set
 
 
 def prose(words: int, seed: int = 0, different: int = 400) -> bytes:
@@ -39,15 +38,11 @@ def prose(words: int, seed: int = 0, different: int = 400) -> bytes:
 
 
 def articles(count: int, seed: int = 0) -> bytes:
-    """Return text in Wikitext's layout: a blank line, headings between blank lines, paragraphs, ` <unk> ` words."""
-    draw = random.Random(seed)
+    """Return text in Wikitext's layout: headings and paragraphs between blank lines, ` <unk> ` words."""
     lines = [b" "]
     for number in range(count):
-        lines += [b" = Article %d of %d = " % (number, seed), b" "]
-        for section in range(draw.randint(1, 3)):
-            lines += [b" = = Section %d = = " % section, b" "] if section else []
-            body = prose(draw.randint(20, 60), draw.randint(0, 10**6)).replace(b"\n", b" ").strip()
-            lines += [b" " + body.replace(b".", b" .") + b" <unk> ", b" "]
+        body = prose(80, 1_000 * seed + number).replace(b"\n", b" ").replace(b".", b" .")
+        lines += [b" = Article %d of %d = " % (number, seed), b" ", b" %s<unk> " % body, b" "]
     return b"\n".join(lines) + b"\n"
 
 
@@ -57,6 +52,14 @@ def opened(root: Path, name: str, path: Path | str | None, length: int = 4, **op
     found = open_data(data, root, lambda line: None)
     assert isinstance(found, TokenStore)
     return found
+
+
+def refused(root: Path, name: str, path: Path | str | None, message: str, length: int = 4, **options: Any) -> None:
+    """Check that there is no store of a set at `path`, that the reason is told, and that nothing stays behind."""
+    before = set(root.glob("*"))
+    with pytest.raises(UserError, match=message):
+        opened(root, name, path, length, **options)
+    assert set(root.glob("*")) == before
 
 
 def remote(path: Path) -> Remote:

@@ -49,7 +49,8 @@ def test_what_broke_is_continued_where_it_broke(server, tmp_path, said):
 
 
 def test_a_server_that_ignores_ranges_sends_it_all_again(server, tmp_path, said):
-    server.answers = [whole]
+    """And a redirect is followed."""
+    server.answers = [redirect("/elsewhere/file.bin"), whole]
     (tmp_path / "file.zip.part").write_bytes(b"x" * PART)
     assert download(server.remote, tmp_path, said.append).read_bytes() == CONTENT
 
@@ -78,11 +79,6 @@ def test_another_file_or_a_refusal_is_told_at_once(server, tmp_path, said, answe
     assert len(server.ranges) == 1 and not (tmp_path / "file.zip").exists()
 
 
-def test_a_redirect_is_followed(server, tmp_path, said):
-    server.answers = [redirect("/elsewhere/file.bin"), whole]
-    assert download(server.remote, tmp_path, said.append).name == "file.zip"
-
-
 def test_a_busy_server_is_asked_again_with_growing_pauses(server, tmp_path, said, monkeypatch):
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
@@ -97,17 +93,17 @@ def test_a_busy_server_is_asked_again_with_growing_pauses(server, tmp_path, said
     assert len(server.ranges) == 4 + files.ATTEMPTS
 
 
-def test_no_network_is_told_at_once(server, tmp_path, said, monkeypatch):
-    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waited"))
+def nobody() -> str:
+    """An address where nobody listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        nobody = f"http://127.0.0.1:{free.getsockname()[1]}/file.zip"
-        with pytest.raises(RunFailed, match=r"127\.0\.0\.1: Connection refused; fetch it some other way"):
-            download(Remote(nobody, 10, "0" * 64), tmp_path, said.append)
-    with monkeypatch.context() as patch:
-        patch.setenv("https_proxy", server.address)
-        with pytest.raises(RunFailed, match=r"example\.invalid: Tunnel connection failed: 501"):
-            download(Remote("https://example.invalid/file.zip", 10, "0" * 64), tmp_path, said.append)
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
+def test_no_network_is_told_at_once(tmp_path, said, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waited"))
+    with pytest.raises(RunFailed, match=r"127\.0\.0\.1: Connection refused; fetch it some other way"):
+        download(Remote(f"{nobody()}/file.zip", 10, "0" * 64), tmp_path, said.append)
     release = threading.Event()
 
     def hang(*arguments, **options):
@@ -170,10 +166,7 @@ def cache(monkeypatch, tmp_path) -> Path:
     blob.write_bytes(b"content")
     link.symlink_to(blob)
     (place / "refs" / "main").write_text("0" * 40)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{free.getsockname()[1]}"
-    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "ENDPOINT", nobody())
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(
         huggingface_hub, "snapshot_download", lambda name, **options: real(name, cache_dir=str(tmp_path), **options)

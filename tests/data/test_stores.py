@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from disturbances import damage
-from made_sets import SETS, prose, write_table
+from made_sets import SETS, prose, refused, write_table
 
 from rtx.compose import compose_data
 from rtx.config import DataConfig
@@ -97,8 +97,7 @@ def test_rows_of_very_different_sizes(tmp_path, root):
     assert found.split("valid").tobytes() == b"".join(texts) and found.facts["valid"]["documents"] == 3
     assert np.diff(starts(found, "valid")).tolist() == [len(text) for text in texts if text]
     write_table(tmp_path / "test.parquet", 2, text=[b""])
-    with pytest.raises(UserError, match="expected at least one unit in split test, found none"):
-        opened(DataConfig(name="pg19", path=str(tmp_path), length=16), root)
+    refused(root, "pg19", tmp_path, "expected at least one unit in split test, found none")
 
 
 @pytest.mark.parametrize(
@@ -175,6 +174,8 @@ def test_a_killed_preparation_goes_on_and_makes_the_same_store(tmp_path, root, m
     (work,) = root.glob(".pg19-*.work")
     assert any("unfinished; the same rtx data prepare goes on with it" in line for line in listing(root))
     kept = {path.name: path.stat().st_mtime_ns for path in (work / "sentencepiece.model", *work.glob("*.bin"))}
+    os.utime(work, (0, 0))
+    opened(DataConfig(name="text", path=str(Path(__file__)), length=16), root)  # another store leaves it alone
     assert len(kept) == after
     again = prepare_data(data, root, quiet)
     assert isinstance(again, TokenStore)
@@ -252,6 +253,22 @@ def test_three_starts_at_once_make_one_store(data, root, lock):
     assert any("waiting for another process, which is preparing it" in line for lines in said for line in lines)
 
 
+def test_who_waits_for_another_process_waits_without_a_limit(data, root, said, monkeypatch):
+    import filelock
+
+    asked, real = [], filelock.FileLock.acquire
+
+    def acquire(lock, **limit):
+        asked.append(limit.get("timeout", lock.timeout))
+        if len(asked) == 1:
+            raise filelock.Timeout(lock.lock_file)
+        return real(lock, **limit)
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", acquire)
+    prepare_data(data, root, said.append)
+    assert asked[:2] == [0, -1] and "waiting for another process" in said[0]
+
+
 @pytest.mark.parametrize(
     ("words", "options"),
     [
@@ -285,10 +302,7 @@ def test_stores_are_listed_and_removed_and_nothing_else_is(data, root, said):
 
 
 def test_too_little_text_is_told_and_none_before_anything_is_written(data, root):
-    with pytest.raises(UserError, match=r"data\.path=nowhere: expected a file, a folder or a glob"):
-        opened(data, root, path="nowhere")
+    refused(root, "text", "nowhere", r"data\.path=nowhere: expected a file, a folder or a glob")
     assert not root.exists()
-    with pytest.raises(
-        UserError, match=r"expected at least one sequence of data\.length=1000000 .*; give more text or"
-    ):
+    with pytest.raises(UserError, match=r"at least one sequence of data\.length=1000000 .*; give more text or"):
         opened(data, root, length=10**6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import socket
 import zipfile
 from itertools import pairwise
@@ -13,19 +14,18 @@ import datasets
 import huggingface_hub
 import numpy as np
 import pytest
-from made_sets import REAL, articles, opened, prose, publish_enwik8, publish_wikitext, remote, write_table
+from made_sets import articles, opened, prose, publish_enwik8, publish_wikitext, refused, remote, write_table
 
 from rtx.data import files as hub
-from rtx.data import text
+from rtx.data import images, text
 from rtx.data.sets import SPLITS
 from rtx.data.store import TokenStore
-from rtx.errors import RunFailed, UserError
+from rtx.errors import RunFailed
 
 CONTENT = prose(1_000)[:4_000]
 TEXTS = {"train": articles(30, 1), "valid": articles(3, 2), "test": articles(4, 3)}
 BOOKS = {"train": [prose(300, seed) for seed in range(5)], "valid": [prose(90)], "test": [prose(80), prose(20)]}
 HUB_NAMES = {"train": "train", "valid": "validation", "test": "test"}
-needs_real = pytest.mark.skipif(not REAL.exists(), reason="the real files are not here")
 
 
 def split_texts(store: TokenStore) -> dict[str, bytes]:
@@ -35,12 +35,6 @@ def split_texts(store: TokenStore) -> dict[str, bytes]:
 def documents(store: TokenStore, split: str) -> list[bytes]:
     starts, tokens = np.load(store.folder / f"{split}.starts.npy").tolist(), store.split(split)
     return [store.tokenizer.decode(tokens[a:b]) for a, b in pairwise(starts)]
-
-
-def refused(root: Path, name: str, path: Path | str | None, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        opened(root, name, path)
-    assert not list(root.glob(f"*{name}-*[!k]")), "nothing but a lock stays"
 
 
 @pytest.mark.parametrize("size", [7, 100, 5_000])
@@ -135,12 +129,6 @@ def test_no_other_archive_is_ever_opened(tmp_path, root, monkeypatch, name, file
     refused(root, name, tmp_path / file, rf"{file}: expected {file} .* with sha256 .*, found [\d,]+ bytes with sha256")
 
 
-@needs_real
-def test_the_real_beginning_of_enwik8_comes_back_to_the_byte(root):
-    store = opened(root, "text", REAL / "enwik8" / "enwik6")
-    assert b"".join(split_texts(store).values()) == (REAL / "enwik8" / "enwik6").read_bytes()
-
-
 def extracted(folder: Path) -> Path:
     for split, content in TEXTS.items():
         (folder / f"wiki.{split}.tokens").write_bytes(content)
@@ -201,18 +189,6 @@ def test_what_is_missing_of_wikitext_is_named(tmp_path, root):
     refused(root, "wikitext103", tmp_path, r"train-00001.*: expected a whole parquet file, found ")
 
 
-@needs_real
-def test_the_real_validation_split_is_the_published_one_in_both_forms(tmp_path, root, monkeypatch):
-    real, facts = (REAL / "wikitext-103" / "wiki.valid.tokens").read_bytes(), text.WIKITEXT_FACTS["valid"]
-    publish_wikitext({**TEXTS, "valid": real}, monkeypatch)
-    assert text.WIKITEXT_FACTS["valid"] == facts
-    (extracted(tmp_path) / "wiki.valid.tokens").write_bytes(real)
-    table = on_hub(tmp_path / "hub") / "wikitext-103-v1" / "validation-00000-of-00001.parquet"
-    table.write_bytes((REAL / "wikitext-103" / "wikitext-103-v1" / table.name).read_bytes())
-    stores = [opened(root, "wikitext103", path, tokenizer="words") for path in (tmp_path, tmp_path / "hub")]
-    assert stores[0].fingerprint == stores[1].fingerprint and len(stores[0].split("valid")) == 217_646
-
-
 def tables(folder: Path) -> Path:
     for split, books in BOOKS.items():
         name = f"{HUB_NAMES[split]}-00000-of-00001.parquet"
@@ -244,33 +220,24 @@ def test_fewer_books_are_taken_and_stamped_and_a_missing_split_is_named(tmp_path
     assert store.facts["train"]["documents"] == 5
     (place / "validation" / "0.txt").unlink()
     for path in (place, tmp_path / "nowhere"):
-        with pytest.raises(
-            UserError, match=r"data\.path=.*: expected train/\*\.txt and validation/.* or parquet files"
-        ):
-            opened(root, "pg19", path)
+        refused(root, "pg19", path, r"data\.path=.*: expected train/\*\.txt and validation/.* or parquet files")
     for name in HUB_NAMES.values():
         write_table(tmp_path / "other" / f"{name}.parquet", title=["x"])
-    with pytest.raises(UserError, match=r"train\.parquet: expected a column text; found title"):
-        opened(root, "pg19", tmp_path / "other")
+    refused(root, "pg19", tmp_path / "other", r"train\.parquet: expected a column text; found title")
 
 
-def test_the_hub_must_have_all_books_and_its_commit_stands_in_the_record(tmp_path, root, monkeypatch):
-    monkeypatch.setattr(text, "hub_files", lambda *_: tables(tmp_path / ("c" * 40)))
+def test_the_hub_is_read_at_a_pinned_commit_which_stands_in_the_record_and_once(tmp_path, root, monkeypatch):
+    asked, copied, real = [], [], text.table_rows
+    monkeypatch.setattr(text, "hub_files", lambda *words: asked.append(words) or tables(tmp_path / words[2]))
+    monkeypatch.setattr(text, "table_rows", lambda paths, *rest: copied.append(paths[0].name[:5]) or real(paths, *rest))
     monkeypatch.setattr(text, "PG19_BOOKS", {"train": 5, "valid": 1, "test": 3})
     refused(root, "pg19", None, "expected 3 books of split test, found 2")
     monkeypatch.setattr(text, "PG19_BOOKS", {"train": 5, "valid": 1, "test": 2})
-    assert opened(root, "pg19", None).describe()["source"]["revision"] == "c" * 40
-
-
-@needs_real
-def test_the_real_books_are_those_of_the_hub(tmp_path, root):
-    (tmp_path / "tables").mkdir()
-    for name in HUB_NAMES.values():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "10321.txt").symlink_to(REAL / "pg19" / "raw" / "test" / "10321.txt")
-        (tmp_path / "tables" / f"{name}.parquet").symlink_to(REAL / "pg19" / "test-00000-of-00001.parquet")
-    (book,) = documents(opened(root, "pg19", tmp_path), "test")
-    assert book in documents(opened(root, "pg19", tmp_path / "tables"), "test")
+    copied.clear()
+    store = opened(root, "pg19", None, tokenizer="sentencepiece", vocabulary=350)
+    assert copied == ["train", "valid", "test-"], "no parquet file is decoded twice"
+    assert {words[2] for words in asked} == {store.describe()["source"]["revision"]} == {text.PG19_HUB[1]}
+    assert all(re.fullmatch("[0-9a-f]{40}", hub[1]) for hub in (text.PG19_HUB, text.WIKITEXT_HUB, images.CIFAR10_HUB))
 
 
 LINES = [f"line {number} of some text" for number in range(100)]
@@ -326,8 +293,7 @@ def test_what_is_no_text_of_the_hub_is_refused(tmp_path, root, monkeypatch, path
         write_table(tmp_path / f"{place}.parquet", number=list(range(50)), text=LINES[:50])
     (tmp_path / "script").mkdir()
     (tmp_path / "script" / "script.py").write_text("raise SystemExit('it was run')")
-    with pytest.raises(UserError, match=message):
-        opened(root, "hub", path, column=column)
+    refused(root, "hub", path, message, column=column)
 
 
 def test_without_a_network_it_is_one_line(root, monkeypatch):

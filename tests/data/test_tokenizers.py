@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import pickle
-import random
 from collections import Counter
 from itertools import pairwise
 
@@ -81,13 +79,9 @@ def test_any_bytes_survive_a_round_trip_as_bytes():
     ids = tokenizer.encode(raw)
     assert ids.dtype == np.uint8 and ids.tolist() == list(raw)
     assert all(tokenizer.decode(each) == raw for each in (ids, ids.tolist(), torch.tensor(ids.tolist())))
-    assert tokenizer.decode([]) == b"" and len(tokenizer.encode(b"")) == 0
     argument = b"caf\xe9".decode("utf-8", errors="surrogateescape")  # as Python hands over sys.argv
     assert tokenizer.decode(encode_text(tokenizer, argument)) == b"caf\xe9" and len(encode_text(tokenizer, "")) == 0
     assert encode_text(tokenizer, "€").dtype == np.int64
-    for wrong in ([256], [-1]):
-        with pytest.raises(AssertionError):
-            tokenizer.decode(wrong)
 
 
 def test_words_are_ordered_by_falling_count_then_by_bytes():
@@ -124,8 +118,9 @@ def test_text_becomes_fewer_subwords_and_comes_back():
     assert trained().decode(ids) == TEXT
     assert b"".join(trained().decode([number]) for number in ids[:300].tolist()) == trained().decode(ids[:300])
     assert trained().decode([0]) == "\ufffd".encode()
-    with pytest.raises(AssertionError):
-        trained().decode([500])
+    for wrong in ([500], [-1]):
+        with pytest.raises(AssertionError):
+            trained().decode(wrong)
     dashes = subwords(400, TEXT.replace(b" ", " — ".encode()))
     assert " —".encode() in dashes.table
     spaceless = subwords(310, TEXT.replace(b" ", b"").replace(b"\n", b""))
@@ -164,8 +159,7 @@ def test_training_twice_gives_the_same_bytes_from_an_even_sample():
 
 
 def test_a_vocabulary_that_does_not_fit_is_refused_with_one_that_does():
-    draw = random.Random(0)
-    many = "".join(chr(draw.randint(0x4E00, 0x5FFF)) for _ in range(9000)).encode()
+    many = "".join(map(chr, range(0x4E00, 0x5FFF))).encode()
     for wanted, text, before, after in ((90_000, TEXT, "value <= ", "."), (300, many, "300 vs ", ".")):
         with pytest.raises(UserError, match=rf"data\.vocabulary={wanted}: [\d,]+ bytes of text cannot") as error:
             subwords(wanted, text)
@@ -185,7 +179,7 @@ def test_a_learned_tokenizer_is_kept_described_and_taken_again_and_no_other(data
     file, record = tmp_path / described["file"], tmp_path / "tokenizer.json"
     unread = (pytest.fail("it was read") for _ in range(1))
     again = learned(data, unread, tmp_path, "data=made", quiet)
-    for other in (again, pickle.loads(pickle.dumps(tokenizer)), load_tokenizer(described, tmp_path)):
+    for other in (again, load_tokenizer(described, tmp_path)):
         assert other.describe() == tokenizer.describe()
         assert encode_text(other, TEXT).tolist() == encode_text(tokenizer, TEXT).tolist()
     for path, spoilt in [(file, file.read_bytes()[:-5]), (record, record.read_bytes()[:-9])]:
