@@ -93,9 +93,9 @@ def measure(overrides: list[str], steps: int) -> dict[str, Any]:
     from rtx.analysis.footprint import footprint
     from rtx.compose import compose
     from rtx.data.catalog import vocabulary_size
+    from rtx.progress import peak_memory
     from rtx.training.hardware import resolve_hardware
     from rtx.training.inference import prepare_device
-    from rtx.training.progress import peak_memory
 
     assert rtx.commands.train
     imports = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -76,7 +76,7 @@ def taken(metrics: Path) -> list[dict[str, Any]]:
 
 def imports() -> int:
     """Return the largest resident size of a process that has imported what a run imports."""
-    command = "import rtx.commands.train; from rtx.training.progress import peak_memory; print(peak_memory())"
+    command = "import rtx.commands.train; from rtx.progress import peak_memory; print(peak_memory())"
     return int(subprocess.run([sys.executable, "-c", command], capture_output=True, check=True, text=True).stdout)
 
 

@@ -142,6 +142,8 @@ def training_problems(config: Config) -> Iterator[str]:
             yield f"hardware.{key}={number} needs hardware=ddp or fsdp, not hardware={hardware.name}"
     if hardware.compile and hardware.name == "fsdp":
         yield "hardware.compile=true is not for hardware=fsdp, which gathers weights between blocks; use hardware=ddp"
+    if optimizer.name == "adafactor" and hardware.name == "fsdp":
+        yield "optimizer=adafactor is not for hardware=fsdp, which has parts of matrices; take ddp, or optimizer=adam"
     if trainer.batch_size % (micro * devices):
         multiple = f"a multiple of trainer.micro_batch_size={micro} times {devices} device(s)"
         yield f"trainer.batch_size={trainer.batch_size} must be {multiple}"

@@ -26,7 +26,7 @@ from rtx.config import Config, DataConfig, ModelConfig, OptimizerConfig, Routing
 from rtx.data.sampler import TrainingItems
 from rtx.data.tokenizers import Tokenizer, encode_text
 from rtx.model.transformer import Transformer
-from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
+from rtx.training.module import build_optimizer, learning_rate, set_learning_rate
 
 STEPS = 12
 ROUTING = {"heads": 1, "layers": 1, "window": 16, "decay": 0.9, "commitment": 1e-2, "update": "nearest"}

@@ -15,7 +15,7 @@ from rtx.data.sets import IMAGE_SETS
 from rtx.keys import conf_dir, options
 from rtx.model.transformer import Transformer
 from rtx.options import check_overrides
-from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
+from rtx.training.module import build_optimizer, learning_rate, set_learning_rate
 
 VOCABULARY = 256
 

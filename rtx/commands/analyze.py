@@ -24,7 +24,7 @@ from rtx.evaluation.protocols import Window, windows
 from rtx.evaluation.scores import read_windows, sample_windows
 from rtx.identity import short_hash
 from rtx.options import ContextOptions, DivergenceOptions, PatternsOptions, read_words, what_to_do
-from rtx.progress_bar import progress_bar
+from rtx.progress import progress_bar
 from rtx.report.summary import protocol_line, sees_future
 from rtx.training.inference import LoadedRun, open_run, run_config
 from rtx.training.run_folder import utc_now

@@ -22,7 +22,7 @@ from rtx.evaluation.protocols import windows
 from rtx.evaluation.scores import sample_windows
 from rtx.model.transformer import Transformer
 from rtx.options import AuditOptions, read_words
-from rtx.progress_bar import progress_bar
+from rtx.progress import progress_bar
 from rtx.training.inference import LoadedRun, load_run, on_one_device, open_run, prepare_device, run_config
 from rtx.training.run_folder import utc_now
 from rtx.wording import plural

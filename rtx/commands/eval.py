@@ -19,10 +19,9 @@ from rtx.evaluation.protocols import Window, further_lines, measures, read_as_re
 from rtx.evaluation.scores import Score, sample_windows, score_windows
 from rtx.model.ablation import ablate, check_ablation
 from rtx.options import EvalOptions, read_words
-from rtx.progress_bar import progress_bar
+from rtx.progress import clock, progress_bar
 from rtx.report.summary import answers_line, protocol_line, sees_future
 from rtx.training.inference import LoadedRun, open_run, run_config
-from rtx.training.progress import clock
 from rtx.training.run_folder import utc_now
 
 

@@ -61,5 +61,6 @@ def track(report: Report, config: LoggerConfig, output: Path) -> None:
         return
     for number, table in enumerate(report.every_table(), 1):
         columns = list(dict.fromkeys(key for row in table.rows for key in row))
-        logger.log_rows(f"table_{number}", columns, [[row.get(key) for key in columns] for row in table.rows])
+        cells = [["" if row.get(key) is None else str(row[key]) for key in columns] for row in table.rows]
+        logger.log_table(f"table_{number}", columns=columns, data=cells)
     logger.finish(exit_code=0)

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from rtx.errors import UserError
 from rtx.options import read_words
-from rtx.training.progress import clock
+from rtx.progress import clock
 from rtx.training.run_folder import read_status, seems_running, shown
 from rtx.wording import printable
 

@@ -28,6 +28,7 @@ from rtx.errors import RunFailed, UserError
 from rtx.evaluation.baselines import baselines
 from rtx.evaluation.protocols import further_lines, measures, stamp_phrases
 from rtx.options import SampleOptions
+from rtx.progress import say
 from rtx.report.summary import answers_line, closing_lines, protocol_line
 from rtx.training.checkpoint import Checkpoint, newest_checkpoint
 from rtx.training.distributed import Ranks
@@ -36,7 +37,6 @@ from rtx.training.inference import load_run, on_one_device
 from rtx.training.loggers import logging_to
 from rtx.training.memory import OUT_OF_MEMORY, device_memory, out_of_memory
 from rtx.training.module import TrainingModule, build_model
-from rtx.training.progress import say
 from rtx.training.resumption import Resumption, as_chosen, differences, plan_resumption, refuse_changes
 from rtx.training.run_folder import Status, given_folder, new_run_folder, read_status, record_start, shown, working_in
 from rtx.training.signals import Signals, Stopped, ignore_signals, started_by_another, state_after

@@ -25,7 +25,7 @@ from rtx.config import DataConfig
 from rtx.data.sets import SPLITS, Report, Source, column_text
 from rtx.disk import is_full
 from rtx.errors import RunFailed, UserError, nearest
-from rtx.progress_bar import progress_bar
+from rtx.progress import progress_bar
 
 if TYPE_CHECKING:
     import datasets

@@ -18,16 +18,13 @@ from torch import nn
 
 from rtx.data.datamodule import RtxDataModule
 from rtx.errors import RunFailed
-from rtx.training.module import TrainingModule, restore_rng, rng_state, seed_everything
-from rtx.training.optimizers import learning_rate
-from rtx.training.progress import clock, peak_memory
+from rtx.progress import PLAIN_SECONDS, clock, peak_memory
+from rtx.training.module import TrainingModule, learning_rate, restore_rng, rng_state, seed_everything
 from rtx.training.run_folder import Status
 from rtx.training.signals import Signals, Stopped
 
 LOOK_STEPS = {"cpu": 1, "cuda": 8}
 """Steps between two looks at a device's numbers, where nothing else asks for one: each makes the CPU wait for it."""
-PLAIN_SECONDS = 15.0
-"""Shortest time between two lines where the output is not a terminal."""
 
 
 class Watch(Callback):
@@ -53,7 +50,7 @@ class Watch(Callback):
         self.module, self.ranks, self.plan, self.data = module, module.ranks, module.config.trainer, data
         self.signals, self.telemetry, self.status, self.say = signals, telemetry, status, say
         self.units_per_step = self.plan.batch_size * module.config.data.length
-        self.began = self.mark = self.saved_at = time.monotonic()
+        self.began = self.mark = time.monotonic()
         self.row_step, self.waited, self.pace, self.bits = data.step, 0.0, 0.0, math.nan
         self.saved = data.step or None  # step of the checkpoint that a run in need may go back to
         self.kept: dict[str, Any] = {"seconds": 0.0, "ranks": []}
@@ -81,7 +78,7 @@ class Watch(Callback):
         else:
             seed_everything(self.module.config.seed, 1 + rank + world * step)
         self.signals.hold()
-        self.began = self.mark = self.saved_at = time.monotonic()
+        self.began = self.mark = time.monotonic()
         trainer.should_stop = step >= self.plan.steps
         if step and (trainer.should_stop or step % self.plan.val_every == 0):
             trainer.validating = True
@@ -95,31 +92,30 @@ class Watch(Callback):
         step, plan, look = trainer.global_step, self.plan, LOOK_STEPS.get(pl_module.device.type, 1)
         due = any(step % every == 0 for every in (plan.log_every, plan.val_every, plan.checkpoint_every, look))
         asked = self.ranks.world == 1 and self.signals.requested  # of several ranks, others may not know of it yet
-        stop, save = 0, 0
+        stop = 0
         if due or asked or step >= plan.steps:
             nats, _, passes = self.module.sums.tolist()
             self.bits = nats / passes / math.log(2)
-            stop, save = self.agree(trainer, self.module.not_finite())
+            stop = self.agree(trainer)
         self.pace = (step - self.row_step) * self.units_per_step / max(1e-9, time.monotonic() - self.mark)
         if step % plan.log_every == 0 or trainer.should_stop:
             self.write_train_row(trainer)
         self.leave_if(stop, trainer)
-        if (save or step % plan.checkpoint_every == 0) and not trainer.should_stop:
+        if step % plan.checkpoint_every == 0 and not trainer.should_stop:
             self.save(trainer)
 
-    def agree(self, trainer: Trainer, problem: str) -> tuple[int, int]:
-        """Return the exit code that a signal to any rank asks for, or 0, and whether a checkpoint is due by the clock.
+    def agree(self, trainer: Trainer) -> int:
+        """Return the exit code that a signal to any rank asks for, or 0; `RunFailed` where a number is not finite.
 
         The last step, and time that is up, end the training by `trainer.should_stop`, upon which Lightning validates.
         """
-        limit, pause, last = self.plan.max_minutes, self.plan.checkpoint_minutes, trainer.global_step >= self.plan.steps
-        up = last or (limit is not None and self.seconds >= 60 * limit)
-        save = pause is not None and time.monotonic() - self.saved_at >= 60 * pause
-        stop, up, save, failed = self.ranks.largest(self.signals.requested, int(up), int(save), int(bool(problem)))
+        problem, limit = self.module.not_finite(), self.plan.max_minutes
+        up = trainer.global_step >= self.plan.steps or (limit is not None and self.seconds >= 60 * limit)
+        stop, up, failed = self.ranks.largest(self.signals.requested, int(up), int(bool(problem)))
         trainer.should_stop = bool(up)
         if failed:
             raise RunFailed(problem or "the loss of another rank is not finite")
-        return stop, save
+        return stop
 
     def leave_if(self, stop: int, trainer: Trainer) -> None:
         """Upon a signal save what is not saved yet, and raise `Stopped`."""
@@ -134,8 +130,7 @@ class Watch(Callback):
         """Replace last.ckpt; `RunFailed` where the disk is full, or something is not finite: the old one stays."""
         began = time.monotonic()
         trainer.save_checkpoint(self.last)
-        self.saved, self.saved_at = trainer.global_step, time.monotonic()
-        self.mark += self.saved_at - began  # which was no stepping
+        self.saved, self.mark = trainer.global_step, self.mark + time.monotonic() - began  # which was no stepping
         if self.status:
             self.status.update(step=self.saved, saved=self.saved, write=True)
 
@@ -213,10 +208,6 @@ class Progress(TQDMProgressBar):
         steps, done, form = self.watch.plan.steps, self.trainer.global_step, "{bar:12}| {desc}"
         return Tqdm(total=steps, initial=done, file=sys.stdout, bar_format=form, disable=self.is_disabled)
 
-    def init_validation_tqdm(self) -> Tqdm:
-        form = "{bar:12}| validating {n_fmt}/{total_fmt}"
-        return Tqdm(file=sys.stdout, leave=False, bar_format=form, disable=self.is_disabled)
-
     def on_train_epoch_start(self, *_: Any) -> None:
         """Do nothing: a run is one epoch."""
 
@@ -224,16 +215,12 @@ class Progress(TQDMProgressBar):
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         step, last = trainer.global_step, trainer.global_step >= self.watch.plan.steps
-        if self.plain:
-            self.say_at_times(self.line(step), force=last)
-        else:
+        if self.plain and (last or time.monotonic() - self.said_at >= PLAIN_SECONDS):
+            self.said_at = time.monotonic()
+            self.watch.say(self.line(step))
+        elif not self.plain:
             self.train_progress_bar.set_description_str(self.line(step), refresh=last)
             self.train_progress_bar.update(step - self.train_progress_bar.n)  # drawn ten times a second at the most
-
-    def on_validation_batch_end(self, trainer: Trainer, pl_module: Any, *hook: Any) -> None:
-        super().on_validation_batch_end(trainer, pl_module, *hook)
-        done, total = hook[2] + 1, trainer.num_val_batches[0]
-        self.say_at_times(f"step {trainer.global_step:,}: validating {done:,}/{total:,} batches")
 
     def line(self, step: int) -> str:
         """Return `step 1,200/4,000 | 2.713 bits | lr 2.9e-03 | 84,210 units/s | 03:21 left | 1.2 GB`."""
@@ -243,11 +230,6 @@ class Progress(TQDMProgressBar):
             left = max(0.0, min(left, 60 * plan.max_minutes - watch.seconds))
         told = f"step {step:,}/{plan.steps:,} | {watch.bits:.3f} bits | lr {rate:.1e} | {watch.pace:,.0f} units/s"
         return f"{told} | {clock(left)} left | {peak_memory() / 1e9:.1f} GB"
-
-    def say_at_times(self, line: str, *, force: bool = False) -> None:
-        if self.plain and (force or time.monotonic() - self.said_at >= PLAIN_SECONDS):
-            self.said_at = time.monotonic()
-            self.watch.say(line)
 
     def on_exception(self, *_: Any) -> None:
         """Leave the line to the message."""

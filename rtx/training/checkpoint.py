@@ -1,14 +1,13 @@
 """Checkpoints: plain dicts in a zip file that torch.load reads, with a checksum, replaced only by a whole new one.
 
-A run keeps `last.ckpt` (all that a resume needs), the one before as `previous.ckpt`, older ones as `previous-2.ckpt`
-and so on, and `best.ckpt` (weights alone). The SHA-256 of the file stands in the comment at its end.
+A run keeps `last.ckpt` (all that a resume needs), the one before as `previous.ckpt`, and `best.ckpt` (weights alone).
+The SHA-256 of the file stands in the comment at its end.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import os
 import pickle
 import struct
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import TorchCheckpointIO
 
 from rtx.disk import sync_folder, write_beside
 from rtx.errors import RunFailed, UserError
@@ -37,14 +36,11 @@ class Damaged(RunFailed):
     """A checkpoint file that is not what was written."""
 
 
-class CheckpointFiles(CheckpointIO):
-    """Writes a checkpoint beside its place, syncs it to the disk, and renames; `keep` of them remain to go on from.
+class CheckpointFiles(TorchCheckpointIO):
+    """Writes a checkpoint beside its place, syncs it to the disk, and renames; last.ckpt becomes previous.ckpt.
 
     Lightning's own collects the file in memory, writes it by way of the system's temporary folder, and never syncs.
     """
-
-    def __init__(self, keep: int = 2) -> None:
-        self.keep = keep
 
     def save_checkpoint(
         self, checkpoint: Checkpoint, path: str | os.PathLike[str], storage_options: Any = None
@@ -55,33 +51,25 @@ class CheckpointFiles(CheckpointIO):
             path.parent.mkdir(exist_ok=True)
             written = write_beside(path, lambda file: write_zip(file, checkpoint))
             if path.name == "last.ckpt":
-                self.rotate(path.parent)
+                keep_previous(path)
             os.replace(written, path)
             sync_folder(path.parent)
         except OSError as error:
             raise RunFailed(f"cannot write {path}: {error.strerror}") from error
 
-    def rotate(self, folder: Path) -> None:
-        """Give each checkpoint the place of the one before it; the new last.ckpt, whole already, comes at once."""
-        older = (f"previous-{number}.ckpt" for number in range(2, self.keep))
-        places = [folder / name for name in ("last.ckpt", "previous.ckpt", *older)][: self.keep]
-        for path in {*resumable(folder)} - {*places}:
-            path.unlink(missing_ok=True)
-        for newer, older in reversed([*itertools.pairwise(places)]):
-            with contextlib.suppress(FileNotFoundError):
-                os.replace(newer, older)
-
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Checkpoint:
         return read_checkpoint(Path(path))
 
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        Path(path).unlink(missing_ok=True)
+
+def keep_previous(last: Path) -> None:
+    """Make last.ckpt the previous one; the new one, whole already, takes its place at once."""
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(last, last.with_name("previous.ckpt"))
 
 
 def resumable(folder: Path) -> list[Path]:
-    """Return the files that a run may go on from, the newest first; last.ckpt and previous.ckpt may be missing."""
-    older = sorted(folder.glob("previous-*.ckpt"), key=lambda path: (len(path.name), path.name))
-    return [folder / "last.ckpt", folder / "previous.ckpt", *older]
+    """Return the files that a run may go on from, the newest first; either may be missing."""
+    return [folder / "last.ckpt", folder / "previous.ckpt"]
 
 
 def write_zip(file: BinaryIO, checkpoint: Checkpoint) -> None:
@@ -98,18 +86,24 @@ def write_zip(file: BinaryIO, checkpoint: Checkpoint) -> None:
 
 
 def verify(path: Path) -> None:
-    """Raise `Damaged` for a file that is cut short or altered, OSError for one that cannot be read."""
-    with open(path, "rb") as file:
-        left, digest = os.fstat(file.fileno()).st_size - COMMENT_BYTES, hashlib.sha256()
-        while left > 0 and (piece := file.read(min(left, 1 << 22))):
-            digest.update(piece)
-            left -= len(piece)
-        if file.read() != TAG + digest.hexdigest().encode():
-            raise Damaged(f"{path} is damaged (its checksum does not match)")
+    """Raise `Damaged` for a file that is cut short or altered, `RunFailed` for one that the system cannot read."""
+    try:
+        with open(path, "rb") as file:
+            left, digest = os.fstat(file.fileno()).st_size - COMMENT_BYTES, hashlib.sha256()
+            while left > 0 and (piece := file.read(min(left, 1 << 22))):
+                digest.update(piece)
+                left -= len(piece)
+            comment = file.read()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise RunFailed(f"{path} cannot be read ({error.strerror}); nothing was changed: mend that first") from error
+    if comment != TAG + digest.hexdigest().encode():
+        raise Damaged(f"{path} is damaged (its checksum does not match)")
 
 
 def is_whole(path: Path) -> bool:
-    with contextlib.suppress(Damaged, OSError):
+    with contextlib.suppress(RunFailed, FileNotFoundError):
         verify(path)
         return True
     return False
@@ -119,9 +113,9 @@ def read_checkpoint(path: Path, *, facts_only: bool = False) -> Checkpoint:
     """Return the checkpoint in a file; of its tensors, with `facts_only`, the shapes alone.
 
     Raises:
-        Damaged: it is cut short or altered.
+        FileNotFoundError: there is none.
+        Damaged, RunFailed: it is cut short or altered, or the system cannot read it.
         UserError: it holds more than plain data, which is never unpickled, or is of another version.
-        OSError: there is none, or the system cannot read it.
     """
     verify(path)
     try:
@@ -147,19 +141,13 @@ def check_layout(path: Path, checkpoint: Any) -> None:
 def newest_checkpoint(folder: Path, *, set_aside: bool, report: Say = print) -> Checkpoint | None:
     """Return the facts of the newest checkpoint of a run that is whole, and its `path`; None: none was ever written.
 
-    With `set_aside` a damaged file becomes `<name>.damaged`, so that it cannot displace a good one, and one that is
-    whole all the same (a disk had failed then) gets its name back. `report` is told of each.
+    With `set_aside` a damaged file becomes `<name>.damaged`, so that it cannot displace a good one. `report` is told.
 
     Raises:
         RunFailed: there are checkpoints, but none is whole; or one cannot be read.
         UserError: the newest whole one is refused.
     """
-    for aside in folder.glob("*.ckpt.damaged") if set_aside else ():
-        if not (path := aside.with_suffix("")).exists() and is_whole(aside):
-            aside.rename(path)
-            report(f"{aside} is whole: it is {path.name} again")
-    last, *older = resumable(folder)
-    for path in (last, *older):
+    for path in resumable(folder):
         try:
             checkpoint = read_checkpoint(path, facts_only=True)
         except FileNotFoundError:
@@ -168,14 +156,11 @@ def newest_checkpoint(folder: Path, *, set_aside: bool, report: Say = print) -> 
             if set_aside:
                 path.rename(path.with_name(path.name + ".damaged"))
             report(f"{error}; {f'set aside as {path.name}.damaged' if set_aside else 'passed over'}")
-        except OSError as error:
-            problem = f"{path} cannot be read ({error.strerror}); nothing was changed: mend that first"
-            raise RunFailed(problem) from error
         else:
-            if path != last:
+            if path.name != "last.ckpt":
                 report(f"going on from {path} (step {checkpoint['step']}), the newest that is whole")
             return {**checkpoint, "path": path}
-    if any(path.exists() for path in (last, *older)) or list(folder.glob("*.damaged")):
+    if any(path.exists() for path in resumable(folder)) or list(folder.glob("*.damaged")):
         raise RunFailed(f"no checkpoint in {folder} is whole; the weights of best.ckpt may still be scored")
     return None
 
@@ -185,7 +170,7 @@ def load_for_use(folder: Path, name: str, say: Say = print) -> Checkpoint:
 
     Raises:
         UserError: the run has no checkpoint yet, or the file is refused.
-        RunFailed: no checkpoint is whole.
+        RunFailed: no checkpoint is whole, or one cannot be read.
     """
     problems: list[str] = []
     for path in dict.fromkeys([folder / f"{name}.ckpt", folder / "best.ckpt", *resumable(folder)]):
@@ -195,15 +180,13 @@ def load_for_use(folder: Path, name: str, say: Say = print) -> Checkpoint:
             continue
         except Damaged as error:
             problems.append(str(error))
-        except OSError as error:
-            problems.append(f"{path} cannot be read ({error.strerror})")
         else:
             if path.stem != name:
                 say(f"{problems[0] if problems else f'no {name}.ckpt'}; using {path.name} (step {checkpoint['step']})")
             return {**checkpoint, "file": path.stem}
-    if not problems:
-        raise UserError(f"the run has no checkpoint yet: nothing in {folder}")
-    raise RunFailed("\n".join(problems))
+    if problems:
+        raise RunFailed("\n".join(problems))
+    raise UserError(f"the run has no checkpoint yet: nothing in {folder}")
 
 
 def check_config(checkpoint: Checkpoint, config: Mapping[str, Any], path: Path) -> None:

@@ -98,12 +98,6 @@ class GuardedWandbLogger(WandbLogger):
         row = {key: value for key, value in metrics.items() if key != "kind"}
         self.guarded(super().log_metrics, row, step, then=ALONE)
 
-    def log_rows(self, key: str, columns: list[Any], rows: list[Any]) -> None:
-        """Hand over a table, None for a gap."""
-        import wandb
-
-        self.log_metrics({key: wandb.Table(columns=columns, data=rows, allow_mixed_types=True)})
-
     def finish(self, exit_code: int) -> None:
         """End the run at W&B, waiting for uploads for a minute at the most."""
         self.guarded(lambda: self.experiment.finish(exit_code=exit_code), then="it has not ended well")
@@ -119,17 +113,21 @@ def wandb_logger(
     os.environ |= {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}  # read when wandb is first imported
     mode = config.name
     if mode == "auto":
-        wish = os.environ.get("WANDB_MODE", "")
-        mode = wish if wish in ("online", "offline", "disabled") else "online" if has_key() else "offline"
+        mode = os.environ.get("WANDB_MODE") or ("online" if has_key() else "offline")
         if mode == "offline":
             say(f"W&B: no key found, so curves go to {folder / 'wandb'} (upload them with: wandb sync)")
     if mode in ("jsonl", "disabled"):
         return None
     asked = {"project": config.project, "entity": config.entity, "group": config.group, "name": name}
-    asked |= {"job_type": job_type, "config": facts, "save_dir": str(folder)}
     for attempt in ["online", "offline"] if mode == "online" else ["offline"]:
         try:
-            logger = GuardedWandbLogger(say, id=kept_id(folder), mode=attempt, settings=settings(), **asked)
+            import wandb
+
+            patience = {"init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
+            more = {"settings": wandb.Settings(console="off", disable_git=True, **patience), "job_type": job_type}
+            logger = GuardedWandbLogger(
+                say, id=kept_id(folder), mode=attempt, save_dir=str(folder), config=facts, **asked, **more
+            )
         except Exception as error:
             say(trouble(error, "going on offline" if attempt == "online" else ALONE))
         else:
@@ -137,13 +135,6 @@ def wandb_logger(
                 say(f"W&B: {logger.experiment.url}")
             return logger
     return None
-
-
-def settings() -> Any:
-    """Return the settings of a run at W&B: silent, and patient with its server for a limited time."""
-    import wandb
-
-    return wandb.Settings(console="off", disable_git=True, init_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS)
 
 
 def has_key() -> bool:

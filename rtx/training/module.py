@@ -1,4 +1,7 @@
-"""The LightningModule: one optimizer step (forward, backward, clipping, optimizer, centroids) and validation."""
+"""The LightningModule: one optimizer step (forward, backward, clipping, optimizer, centroids) and validation.
+
+The learning rate is a pure function of the step, so that no scheduler has a state to lose.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,12 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rtx.attention.centroids import after_step, initialise_from_data
 from rtx.compose import flat
-from rtx.config import Config
+from rtx.config import Config, OptimizerConfig
 from rtx.errors import RunFailed
 from rtx.evaluation.scores import Score, score_batch
 from rtx.model.transformer import Transformer, compile_loss
 from rtx.training.checkpoint import FORMAT
 from rtx.training.distributed import Ranks
-from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
 from rtx.training.sharding import is_part, shard, whole
 
 OWN_PLACES = ("data.path", "data.verify", "data.processes", "hardware.workers", "logger.", "name")
@@ -150,6 +152,50 @@ class TrainingModule(pl.LightningModule):
         loop, step = self.trainer.fit_loop.epoch_loop, checkpoint["step"]
         loop.batch_progress.total.ready = step * self.trainer.accumulate_grad_batches
         loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """Return the learning rate of optimizer step `step`; the first step is 1.
+
+    Linear warm-up to `optimizer.lr` over `optimizer.warmup` steps, then peak * sqrt(warmup / step) (rsqrt, as the
+    paper), a cosine that ends at a tenth of the peak at `trainer.steps`, or the peak throughout (constant).
+    """
+    assert step >= 1
+    peak, warmup, schedule = config.optimizer.lr, config.optimizer.warmup, config.optimizer.schedule
+    if step < warmup:
+        return peak * step / warmup
+    if schedule == "rsqrt":
+        return peak * math.sqrt(warmup / step)
+    if schedule == "cosine":
+        share = min(1.0, (step - warmup) / max(1, config.trainer.steps - warmup))
+        return peak * (0.1 + 0.45 * (1.0 + math.cos(math.pi * share)))
+    return peak
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return the optimizer that `config` names; its learning rate must be set before each step.
+
+    The weights of linear layers decay, and `output_VS` where it is not the embedding table; all else does not.
+    Adafactor is torch's own, with no first moment, as Shazeer and Stern (2018), but that the step size is
+    min(lr, 1 / sqrt(step)) and that the mean square of the gradient has a floor of 1e-18 instead of 1e-30 added to each
+    entry: torch's default of 1e-7 would hide the small gradients of large models, and 1e-30 squared is 0 in float32.
+    """
+    linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    decaying, exempt = [], []
+    for name, parameter in model.named_parameters():
+        is_matrix = id(parameter) in linear or name.rpartition(".")[2] == "output_VS"
+        (decaying if is_matrix else exempt).append(parameter)
+    groups = [{"params": decaying, "weight_decay": config.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    if config.name == "adafactor":
+        return torch.optim.Adafactor(groups, lr=config.lr, beta2_decay=-0.8, eps=(1e-18, 1e-3), d=1.0)
+    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name]
+    return kind(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
 
 
 def check_finite(step: int, weights: dict[str, Tensor], optimizers: list[dict[str, Any]]) -> None:

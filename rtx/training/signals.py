@@ -116,7 +116,7 @@ class Signals:
                 finally:
                     os._exit(EXIT_CODES[number])
             if number == signal.SIGINT and self.holding:
-                from rtx.training.progress import say  # tqdm, which `rtx --help` does not wait for
+                from rtx.progress import say  # tqdm, which `rtx --help` does not wait for
 
                 say("finishing this step; Ctrl-C again stops at once")
             first.setdefault(number, now)

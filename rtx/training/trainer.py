@@ -20,12 +20,12 @@ from torch import nn
 from rtx.data.datamodule import RtxDataModule
 from rtx.errors import RunFailed
 from rtx.evaluation.scores import Score
+from rtx.progress import say
 from rtx.training.callbacks import Progress, Watch
 from rtx.training.checkpoint import CheckpointFiles
 from rtx.training.distributed import cluster_environment, lost_process, start_ranks, strategy
 from rtx.training.hardware import resolve_hardware
 from rtx.training.module import TrainingModule
-from rtx.training.progress import say
 from rtx.training.run_folder import Status, shown
 from rtx.training.signals import PREEMPTED, Signals, Stopped, state_after
 
@@ -67,7 +67,7 @@ class Run:
         self.children: list[Any] = []
         self.watch = Watch(folder, module, data, signals, telemetry, status, say)
         precision = PRECISIONS[hardware.precision]
-        plugins: list[Any] = [cluster_environment(hardware), CheckpointFiles(config.trainer.keep_checkpoints)]
+        plugins: list[Any] = [cluster_environment(hardware), CheckpointFiles()]
         if hardware.sharded and precision == "64-true":  # Lightning refuses the word, and takes the plugin
             precision, plugins = None, [*plugins, DoublePrecision()]
         for name in ("lightning.pytorch", "lightning.fabric"):  # their banners, tips and advice

@@ -157,12 +157,11 @@ def test_a_screen_that_takes_no_more_ends_no_run(workshop: Workshop, undisturbed
 
 
 def test_a_resume_gives_the_same_bits_from_whichever_checkpoint(workshop: Workshop) -> None:
-    steady = ("optimizer.schedule=constant", "trainer.keep_checkpoints=4")
-    whole = workshop.train("whole", *steady)
-    nine = workshop.train("nine", *steady, "trainer.steps=9")
+    whole = workshop.train("whole", "optimizer.schedule=constant")
+    nine = workshop.train("nine", "optimizer.schedule=constant", "trainer.steps=9")
     kept = [path for path in resumable(nine / "checkpoints") if path.exists()]
-    assert [path.name for path in kept] == ["last.ckpt", "previous.ckpt", "previous-2.ckpt"]
-    for damaged in (0, 1, 2):
+    assert [path.name for path in kept] == ["last.ckpt", "previous.ckpt"]
+    for damaged in (0, 1):
         run = workshop.folder / f"without-{damaged}"
         shutil.copytree(nine, run)
         for path in kept[:damaged]:

@@ -103,15 +103,11 @@ def begun(
     return fake, lines, wandb_logger(config, folder, {"seed": 0}, "rtx-1", lines.append)
 
 
-def test_rows_and_tables_reach_wandb_and_a_resumed_run_continues_the_same_one(
-    monkeypatch: pytest.MonkeyPatch, bare: Path
-) -> None:
+def test_rows_reach_wandb_and_a_resumed_run_continues_the_same_one(monkeypatch: pytest.MonkeyPatch, bare: Path) -> None:
     fake, lines, logger = begun(monkeypatch, bare)
     logger.log_metrics({"kind": "train", "bits": 2.0}, 3)
-    logger.log_rows("table_1", ["a", 2], [["x", 1.0], [None, "y"]])
     logger.finish(exit_code=0)
     assert fake.rows[0] == {"bits": 2.0, "trainer/global_step": 3} and fake.exit_code == 0
-    assert fake.rows[1]["table_1"].data == [["x", 1.0], [None, "y"]]
     assert lines == ["W&B: https://wandb.example/run"]
     (asked,) = fake.begun
     assert (asked["project"], asked["entity"], asked["group"], asked["dir"]) == ("p", "e", "g", str(bare))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rtx.config import Config, OptimizerConfig, TrainerConfig
-from rtx.training.optimizers import build_optimizer, learning_rate, set_learning_rate
+from rtx.training.module import build_optimizer, learning_rate, set_learning_rate
 
 
 def config(schedule: str, warmup: int, steps: int = 100) -> Config:

@@ -17,13 +17,11 @@ from rtx.attention.patterns import AdaptiveSpan
 from rtx.checks import resolve
 from rtx.config import Config, DataConfig, ModelConfig, OptimizerConfig, RoutingConfig
 from rtx.model.transformer import Transformer
-from rtx.training.module import TrainingModule
-from rtx.training.optimizers import build_optimizer
+from rtx.training.module import TrainingModule, build_optimizer
 from rtx.training.sharding import is_part, local, shard, shared_as, whole
 
 KINDS: dict[str, dict[str, Any]] = {
     "tied": {"tie_embeddings": True, "ffn": "geglu"},
-    "adafactor": {"optimizer": "adafactor"},
     "spans": {"base": "adaptive_span", "positions": "none", "span_cost": 0.1},
     "recomputed": {"positions": "shaw", "recompute": True, "ffn_parts": 3, "embedding": 7},
     "learned": {"positions": "learned", "norm": "post", "optimizer": "adamw"},

@@ -48,7 +48,7 @@ def test_what_is_ignored_from_outside_stays_ignored() -> None:
 
 BUSY = """
 import hashlib, sys, threading
-import rtx.training.progress, rtx.training.signals as room
+import rtx.progress, rtx.training.signals as room
 room.AGAIN_SECONDS[room.signal.SIGTERM] = 0.3
 with room.Signals() as signals:
     signals.holding = True

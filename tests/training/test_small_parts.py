@@ -20,9 +20,9 @@ import torch
 from rtx.compose import compose
 from rtx.disk import is_full, remove_leftovers, replace_file, write_beside, write_json
 from rtx.errors import RunFailed
+from rtx.progress import say
 from rtx.training.memory import OUT_OF_MEMORY, device_memory, out_of_memory, physical_memory
 from rtx.training.module import restore_rng, rng_state, seed_everything
-from rtx.training.progress import say
 from rtx.training.resumption import as_chosen, differences
 from rtx.training.run_folder import read_status, working_in
 

@@ -24,11 +24,9 @@ from rtx.data.sampler import TrainingItems
 from rtx.errors import RunFailed
 from rtx.training.callbacks import LOOK_STEPS
 from rtx.training.checkpoint import CheckpointFiles, newest_checkpoint, read_checkpoint, resumable
-from rtx.training.distributed import Ranks
 from rtx.training.hardware import has_compiler, resolve_hardware
 from rtx.training.loggers import logging_to
-from rtx.training.module import TrainingModule, seed_everything
-from rtx.training.optimizers import build_optimizer, learning_rate
+from rtx.training.module import TrainingModule, build_optimizer, learning_rate, seed_everything
 from rtx.training.run_folder import working_in
 from rtx.training.signals import PREEMPTED, Signals, Stopped
 from rtx.training.trainer import Outcome, Run
@@ -232,25 +230,6 @@ def test_minutes_that_are_up_end_the_run_validated_and_saved(tmp_path: Path, mod
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [(row["kind"], row["step"]) for row in rows] == [("train", 1), ("valid", 1), ("final", 1)]
     assert saved_steps(tmp_path) == [1]
-
-
-@pytest.mark.parametrize(("minutes", "of_another"), [(1e-9, False), (1000.0, True)])
-def test_minutes_of_any_rank_make_a_checkpoint_due_on_all_whatever_the_step(
-    tmp_path: Path, model: Bigram, monkeypatch: pytest.MonkeyPatch, minutes: float, of_another: bool
-) -> None:
-    def largest(ranks: Ranks, *values: int) -> list[int]:
-        return [values[0], values[1], 1, values[3]] if len(values) == 4 else list(values)
-
-    rare = {"checkpoint_every": 1000, "val_every": 1000, "keep_checkpoints": 10}
-    run_fit(tmp_path, small_config(**rare, checkpoint_minutes=1000.0), model)
-    assert saved_steps(tmp_path) == [6]
-    (tmp_path / "checkpoints" / "last.ckpt").unlink()
-    if of_another:
-        monkeypatch.setattr(Ranks, "largest", largest)
-    monkeypatch.setitem(LOOK_STEPS, "cpu", 1000)
-    run_fit(tmp_path, small_config(**rare, checkpoint_minutes=minutes), often := drawn())
-    assert saved_steps(tmp_path) == [6, 4, 2], "one after each look, here at the rows"
-    assert_equal(model, often)
 
 
 @pytest.mark.parametrize("at", [23, 25], ids=["in step 8", "in its validation"])

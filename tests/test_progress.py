@@ -7,15 +7,15 @@ import sys
 
 import pytest
 
-from rtx import progress_bar
+from rtx import progress
 
 
 @pytest.mark.parametrize("patience", [0.0, 60.0])
 def test_lines_where_there_is_no_terminal(
     patience: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress_bar, "PLAIN_SECONDS", patience)
-    with progress_bar.progress_bar("windows") as show:
+    monkeypatch.setattr(progress, "PLAIN_SECONDS", patience)
+    with progress.progress_bar("windows") as show:
         for done in (1, 2, 3):
             show(done, 3)
     lines = capsys.readouterr().err.splitlines()
@@ -27,8 +27,8 @@ def test_a_bar_on_a_terminal_that_is_gone_at_the_end(monkeypatch: pytest.MonkeyP
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(progress_bar, "QUIET_SECONDS", 0.0)
-    with pytest.raises(KeyboardInterrupt), progress_bar.progress_bar("layers") as show:
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
+    with pytest.raises(KeyboardInterrupt), progress.progress_bar("layers") as show:
         show(1, 2)
         raise KeyboardInterrupt
     assert "layers" in terminal.getvalue() and terminal.getvalue().endswith("\r")
