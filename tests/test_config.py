@@ -59,7 +59,7 @@ def test_clusters_and_hash_buckets_are_frozen(words: str, frozen: tuple[int, int
         ("hardware.name=cpu hardware.precision=tf32", "hardware.precision=tf32 needs a GPU; a CPU takes"),
         ("hardware.devices=2", "hardware.devices=2 needs hardware=ddp or fsdp, not hardware=auto"),
         ("hardware.name=fsdp hardware.compile=true", "hardware.compile=true is not for hardware=fsdp"),
-        ("hardware.name=fsdp optimizer=adafactor", "optimizer=adafactor is not for hardware=fsdp"),
+        ("hardware.name=fsdp optimizer.name=adafactor", "optimizer=adafactor is not for hardware=fsdp"),
         ("hardware.attention=flex hardware.name=cpu", "hardware.attention=flex is for a GPU"),
         ("hardware.attention=native hardware.name=gpu", "hardware.attention=native is for hardware.precision=fp32 on"),
         ("hardware.attention=native model.positions=shaw", "hardware.attention=auto takes torch for them"),
