@@ -57,7 +57,7 @@ def track(report: Report, config: LoggerConfig, output: Path) -> None:
     from rtx.training.loggers import wandb_logger
 
     facts = {"title": report.title, "commands": report.commands}
-    if (logger := wandb_logger(config, output, facts, f"report-{output.parent.name}", job_type="report")) is None:
+    if (logger := wandb_logger(config, output, facts, f"report-{output.parent.name}")) is None:
         return
     for number, table in enumerate(report.every_table(), 1):
         columns = list(dict.fromkeys(key for row in table.rows for key in row))

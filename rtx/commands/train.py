@@ -30,6 +30,7 @@ from rtx.evaluation.protocols import further_lines, measures, stamp_phrases
 from rtx.options import SampleOptions
 from rtx.progress import say
 from rtx.report.summary import answers_line, closing_lines, protocol_line
+from rtx.training.callbacks import Watch
 from rtx.training.checkpoint import Checkpoint, newest_checkpoint
 from rtx.training.distributed import Ranks
 from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware
@@ -40,7 +41,7 @@ from rtx.training.module import TrainingModule, build_model
 from rtx.training.resumption import Resumption, as_chosen, differences, plan_resumption, refuse_changes
 from rtx.training.run_folder import Status, given_folder, new_run_folder, read_status, record_start, shown, working_in
 from rtx.training.signals import Signals, Stopped, ignore_signals, started_by_another, state_after
-from rtx.training.trainer import Outcome, Run
+from rtx.training.trainer import Outcome, fit
 
 SAMPLE_LENGTH, SAMPLE_TEMPERATURE = 240, 0.8
 SAMPLE_UNITS = 3072
@@ -169,8 +170,8 @@ def train(
         say(opening_line(config, hardware, store, known["parameters"]))
     module = TrainingModule(model, config, store.answers, ranks, facts)
     with logging_to(folder if status else None, config, facts["config"], tell) as loggers:
-        work = Run(folder, module, data, signals, read_telemetry, loggers, status, tell)
-        outcome = work.fit(start["path"] if start else None)
+        watch = Watch(folder, module, data, signals, read_telemetry, status, tell)
+        outcome = fit(watch, loggers, start["path"] if start else None)
         if status:
             final = measures(store, "valid", data.held_out, data.windows, outcome.final)
             record_end(status, outcome, store.unit, final)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from rtx.data.datamodule import RtxDataModule
 from rtx.errors import RunFailed
 from rtx.progress import PLAIN_SECONDS, clock, peak_memory
 from rtx.training.module import TrainingModule, learning_rate, restore_rng, rng_state, seed_everything
-from rtx.training.run_folder import Status
+from rtx.training.run_folder import Status, shown
 from rtx.training.signals import Signals, Stopped
 
 LOOK_STEPS = {"cpu": 1, "cuda": 8}
@@ -30,10 +31,9 @@ LOOK_STEPS = {"cpu": 1, "cuda": 8}
 class Watch(Callback):
     """After each step, alike on all ranks: numbers that are not finite, signals and the time; rows and checkpoints.
 
-    last.ckpt has all that a resume needs. It is saved between optimizer steps, upon a signal, and after the validation
-    that ends the run; other validations follow the checkpoint of their step, and a run that goes on from there begins
-    with them. best.ckpt has the weights of the best validation: Lightning's ModelCheckpoint forgets the best score of a
-    run whose folder has moved. The first rank alone has a `status`, and a `say` that speaks.
+    last.ckpt is saved between optimizer steps, upon a signal, and after the validation that ends the run; others follow
+    the checkpoint of their step, and a run that goes on from there begins with them. best.ckpt is not Lightning's
+    ModelCheckpoint, which forgets the best score of a run whose folder has moved. The first rank alone has a `status`.
     """
 
     def __init__(
@@ -46,7 +46,8 @@ class Watch(Callback):
         status: Status | None,
         say: Callable[[str], object],
     ) -> None:
-        self.last, self.best_path = folder / "checkpoints" / "last.ckpt", folder / "checkpoints" / "best.ckpt"
+        self.folder, self.last = folder, folder / "checkpoints" / "last.ckpt"
+        self.children: list[Any] = []  # processes that this one has started
         self.module, self.ranks, self.plan, self.data = module, module.ranks, module.config.trainer, data
         self.signals, self.telemetry, self.status, self.say = signals, telemetry, status, say
         self.units_per_step = self.plan.batch_size * module.config.data.length
@@ -62,7 +63,7 @@ class Watch(Callback):
         return self.kept["seconds"] + time.monotonic() - self.began
 
     def state_dict(self) -> dict[str, Any]:
-        """Return time, best score, and the random streams and running sums of all ranks, which all call this."""
+        """Return time, best score, and the random streams and sums of all ranks, which all call this."""
         ranks = self.ranks.gather({"rng": rng_state(), "sums": self.module.sums.tolist()})
         return {"seconds": self.seconds, "best": self.best, "ranks": ranks}
 
@@ -91,12 +92,7 @@ class Watch(Callback):
             return  # within a step
         step, plan, look = trainer.global_step, self.plan, LOOK_STEPS.get(pl_module.device.type, 1)
         due = any(step % every == 0 for every in (plan.log_every, plan.val_every, plan.checkpoint_every, look))
-        asked = self.ranks.world == 1 and self.signals.requested  # of several ranks, others may not know of it yet
-        stop = 0
-        if due or asked or step >= plan.steps:
-            nats, _, passes = self.module.sums.tolist()
-            self.bits = nats / passes / math.log(2)
-            stop = self.agree(trainer)
+        stop = self.agree(trainer) if due or step >= plan.steps else 0
         self.pace = (step - self.row_step) * self.units_per_step / max(1e-9, time.monotonic() - self.mark)
         if step % plan.log_every == 0 or trainer.should_stop:
             self.write_train_row(trainer)
@@ -109,22 +105,24 @@ class Watch(Callback):
 
         The last step, and time that is up, end the training by `trainer.should_stop`, upon which Lightning validates.
         """
-        problem, limit = self.module.not_finite(), self.plan.max_minutes
-        up = trainer.global_step >= self.plan.steps or (limit is not None and self.seconds >= 60 * limit)
-        stop, up, failed = self.ranks.largest(self.signals.requested, int(up), int(bool(problem)))
+        (nats, _, passes), norm, step = self.module.sums.tolist(), float(self.module.norm), trainer.global_step
+        self.bits, limit = nats / passes / math.log(2), self.plan.max_minutes
+        up = step >= self.plan.steps or (limit is not None and self.seconds >= 60 * limit)
+        failed = not (math.isfinite(nats) and math.isfinite(norm))
+        stop, up, failed = self.ranks.largest(self.signals.requested, int(up), int(failed))
         trainer.should_stop = bool(up)
         if failed:
-            raise RunFailed(problem or "the loss of another rank is not finite")
+            what = f"norm of the gradient is {norm}" if math.isfinite(nats) else f"loss is {nats}"
+            raise RunFailed(f"step {step}: the {what} at learning rate {learning_rate(self.module.config, step):g}")
         return stop
 
     def leave_if(self, stop: int, trainer: Trainer) -> None:
         """Upon a signal save what is not saved yet, and raise `Stopped`."""
-        if not stop:
-            return
-        if self.saved != (step := trainer.global_step) and step:
-            self.save(trainer)
-        saved = f"saved in {self.last}" if self.saved == step else self.last_good()
-        raise Stopped(stop, f"stopped by {self.signals.name} at step {step:,}; {saved}")
+        if stop:
+            if self.saved != (step := trainer.global_step) and step:
+                self.save(trainer)
+            saved = f"saved in {self.last}" if self.saved == step else self.last_good()
+            raise Stopped(stop, f"stopped by {self.signals.name} at step {step:,}; {saved}")
 
     def save(self, trainer: Trainer) -> None:
         """Replace last.ckpt; `RunFailed` where the disk is full, or something is not finite: the old one stays."""
@@ -139,20 +137,32 @@ class Watch(Callback):
             return "no checkpoint had been written yet"
         return f"the last good checkpoint is {self.last} (step {self.saved:,})"
 
+    def leave_at_once(self, state: str, how: str) -> None:
+        """Before the process ends in the middle of a step: say so, and take the children along."""
+        reason = f"{how}; {self.last_good()}"
+        with contextlib.suppress(OSError):  # by print: the main thread may be about to write, and never come round
+            print(reason, flush=True)
+            if self.saved is not None:
+                print(f"continue with: rtx resume {shown(self.folder)}", flush=True)
+        if self.status:
+            self.status.end(state, reason.removeprefix("rtx: "))
+        for child in self.children:
+            child.kill()
+
+    def end_without(self, how: str) -> None:
+        """End the process where it is, because one that it started is gone and it has not noticed."""
+        self.leave_at_once("failed", f"rtx: {how}")
+        os._exit(1)
+
     def write_train_row(self, trainer: Trainer) -> None:
         nats, right, passes = self.ranks.total(*self.module.sums.tolist())
-        values = {
-            "bits": nats / passes / math.log(2),
-            **({} if self.module.at_A is None else {"accuracy": right / passes}),
-            "lr": learning_rate(self.module.config, trainer.global_step),
-            "grad_norm": float(self.module.norm),
-            "tokens_per_second": self.pace,
-            "data_share": (self.data.seconds - self.waited) / max(1e-9, time.monotonic() - self.mark),
-            "seconds": self.seconds,
-            "memory_bytes": peak_memory(),
-            **self.telemetry(self.module.model),
-        }
-        self.write_row(trainer, "train", values)
+        share = (self.data.seconds - self.waited) / max(1e-9, time.monotonic() - self.mark)
+        rate, norm = learning_rate(self.module.config, trainer.global_step), float(self.module.norm)
+        values = {"bits": nats / passes / math.log(2), "lr": rate, "grad_norm": norm, "tokens_per_second": self.pace}
+        values |= {"data_share": share, "seconds": self.seconds, "memory_bytes": peak_memory()}
+        if self.module.at_A is not None:
+            values["accuracy"] = right / passes
+        self.write_row(trainer, "train", values | self.telemetry(self.module.model))
         if self.status:
             self.status.update(step=trainer.global_step, steps=self.plan.steps)
         self.module.sums.zero_()
@@ -179,16 +189,15 @@ class Watch(Callback):
         self.mark += time.monotonic()  # what has passed was no stepping
         if trainer.state.fn != "fit":
             return
-        score, step = pl_module.score, trainer.global_step
+        score, step, windows = pl_module.score, trainer.global_step, len(pl_module.score.units_K)
         self.write_score(trainer, "valid")
         if not math.isfinite(score.bits):
             raise RunFailed(f"step {step}: the validation loss is {score.bits}")
         share = "" if score.accuracy is None else f", accuracy {score.accuracy:.2%}"
         self.say(f"step {step:,}: validation {score.bits:.4f} bits ({score.units:,} units){share}")
-        windows = len(score.units_K)
         if self.best is None or self.best["windows"] != windows or score.bits < self.best["bits"]:
             self.best = {"bits": score.bits, "step": step, "windows": windows}
-            trainer.save_checkpoint(self.best_path, weights_only=True)
+            trainer.save_checkpoint(self.last.with_name("best.ckpt"), weights_only=True)
         if self.status:
             self.status.update(step=step, best=self.best)
         if trainer.should_stop:
@@ -215,12 +224,12 @@ class Progress(TQDMProgressBar):
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         step, last = trainer.global_step, trainer.global_step >= self.watch.plan.steps
-        if self.plain and (last or time.monotonic() - self.said_at >= PLAIN_SECONDS):
-            self.said_at = time.monotonic()
-            self.watch.say(self.line(step))
-        elif not self.plain:
+        if not self.plain:
             self.train_progress_bar.set_description_str(self.line(step), refresh=last)
             self.train_progress_bar.update(step - self.train_progress_bar.n)  # drawn ten times a second at the most
+        elif last or time.monotonic() - self.said_at >= PLAIN_SECONDS:
+            self.said_at = time.monotonic()
+            self.watch.say(self.line(step))
 
     def line(self, step: int) -> str:
         """Return `step 1,200/4,000 | 2.713 bits | lr 2.9e-03 | 84,210 units/s | 03:21 left | 1.2 GB`."""
@@ -235,4 +244,3 @@ class Progress(TQDMProgressBar):
         """Leave the line to the message."""
         with contextlib.suppress(TypeError):  # there is none yet
             self.train_progress_bar.close()
-            self.val_progress_bar.close()

@@ -11,7 +11,7 @@ import hashlib
 import os
 import pickle
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -19,7 +19,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from rtx.disk import sync_folder, write_beside
-from rtx.errors import RunFailed, UserError
+from rtx.errors import RunFailed, UserError, refuse
 from rtx.training.resumption import differences, makes_another
 
 FORMAT = 3
@@ -27,9 +27,9 @@ FORMAT = 3
 TAG = b"rtx sha256 "
 COMMENT_BYTES = len(TAG) + 64
 
+Say = Callable[[str], object]
 Checkpoint = dict[str, Any]
 """Lightning's, with weights as `model` and with `format`, `step`, `config` and `data`."""
-Say = Callable[[str], object]
 
 
 class Damaged(RunFailed):
@@ -50,8 +50,8 @@ class CheckpointFiles(TorchCheckpointIO):
         try:
             path.parent.mkdir(exist_ok=True)
             written = write_beside(path, lambda file: write_zip(file, checkpoint))
-            if path.name == "last.ckpt":
-                keep_previous(path)
+            if path.name == "last.ckpt" and path.exists():
+                os.replace(path, path.with_name("previous.ckpt"))
             os.replace(written, path)
             sync_folder(path.parent)
         except OSError as error:
@@ -59,12 +59,6 @@ class CheckpointFiles(TorchCheckpointIO):
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Checkpoint:
         return read_checkpoint(Path(path))
-
-
-def keep_previous(last: Path) -> None:
-    """Make last.ckpt the previous one; the new one, whole already, takes its place at once."""
-    with contextlib.suppress(FileNotFoundError):
-        os.replace(last, last.with_name("previous.ckpt"))
 
 
 def resumable(folder: Path) -> list[Path]:
@@ -77,7 +71,7 @@ def write_zip(file: BinaryIO, checkpoint: Checkpoint) -> None:
     try:
         torch.save(checkpoint, cast(IO[bytes], file))
     except RuntimeError as error:  # torch reports a failed write as an internal error of its own
-        raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+        raise error.__context__ or error from None
     file.seek(-2, os.SEEK_END)
     file.write(struct.pack("<H", COMMENT_BYTES))
     file.seek(0)
@@ -88,17 +82,13 @@ def write_zip(file: BinaryIO, checkpoint: Checkpoint) -> None:
 def verify(path: Path) -> None:
     """Raise `Damaged` for a file that is cut short or altered, `RunFailed` for one that the system cannot read."""
     try:
-        with open(path, "rb") as file:
-            left, digest = os.fstat(file.fileno()).st_size - COMMENT_BYTES, hashlib.sha256()
-            while left > 0 and (piece := file.read(min(left, 1 << 22))):
-                digest.update(piece)
-                left -= len(piece)
-            comment = file.read()
+        content = path.read_bytes()
     except FileNotFoundError:
         raise
     except OSError as error:
         raise RunFailed(f"{path} cannot be read ({error.strerror}); nothing was changed: mend that first") from error
-    if comment != TAG + digest.hexdigest().encode():
+    digest = hashlib.sha256(memoryview(content)[:-COMMENT_BYTES])
+    if content[-COMMENT_BYTES:] != TAG + digest.hexdigest().encode():
         raise Damaged(f"{path} is damaged (its checksum does not match)")
 
 
@@ -110,22 +100,18 @@ def is_whole(path: Path) -> bool:
 
 
 def read_checkpoint(path: Path, *, facts_only: bool = False) -> Checkpoint:
-    """Return the checkpoint in a file; of its tensors, with `facts_only`, the shapes alone.
+    """Return the checkpoint in a file; of its tensors, with `facts_only`, the shapes alone. Errors as `verify`.
 
-    Raises:
-        FileNotFoundError: there is none.
-        Damaged, RunFailed: it is cut short or altered, or the system cannot read it.
-        UserError: it holds more than plain data, which is never unpickled, or is of another version.
+    `UserError` where it holds more than plain data, which is never unpickled, or is of another version.
     """
     verify(path)
     try:
         checkpoint = torch.load(path, map_location="meta" if facts_only else "cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, LookupError, TypeError) as error:
         raise UserError(f"{path} is refused: it holds more than plain tensors and numbers") from error
-    version = checkpoint.get("format") if isinstance(checkpoint, dict) else None
-    if isinstance(version, int) and version != FORMAT:
-        raise UserError(f"{path} has format {version}, which another version of rtx wrote and reads")
-    check_layout(path, checkpoint if version == FORMAT else None)
+    if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
+        raise UserError(f"{path} is not of the format that this version of rtx reads ({FORMAT})")
+    check_layout(path, checkpoint)
     return checkpoint
 
 
@@ -138,29 +124,32 @@ def check_layout(path: Path, checkpoint: Any) -> None:
     raise UserError(f"{path} is no checkpoint of rtx: its parts cannot be right")
 
 
-def newest_checkpoint(folder: Path, *, set_aside: bool, report: Say = print) -> Checkpoint | None:
-    """Return the facts of the newest checkpoint of a run that is whole, and its `path`; None: none was ever written.
-
-    With `set_aside` a damaged file becomes `<name>.damaged`, so that it cannot displace a good one. `report` is told.
-
-    Raises:
-        RunFailed: there are checkpoints, but none is whole; or one cannot be read.
-        UserError: the newest whole one is refused.
-    """
-    for path in resumable(folder):
+def whole_ones(
+    paths: Iterable[Path], say: Say, *, facts_only: bool = False, set_aside: bool = False
+) -> Iterator[Checkpoint]:
+    """Yield the checkpoints that are there and whole, with their `path`; say which are damaged, and set them aside."""
+    for path in paths:
         try:
-            checkpoint = read_checkpoint(path, facts_only=True)
+            yield {**read_checkpoint(path, facts_only=facts_only), "path": path}
         except FileNotFoundError:
             continue
         except Damaged as error:
             if set_aside:
                 path.rename(path.with_name(path.name + ".damaged"))
-            report(f"{error}; {f'set aside as {path.name}.damaged' if set_aside else 'passed over'}")
-        else:
-            if path.name != "last.ckpt":
-                report(f"going on from {path} (step {checkpoint['step']}), the newest that is whole")
-            return {**checkpoint, "path": path}
-    if any(path.exists() for path in resumable(folder)) or list(folder.glob("*.damaged")):
+            say(f"{error}; set aside as {path.name}.damaged" if set_aside else str(error))
+
+
+def newest_checkpoint(folder: Path, *, set_aside: bool, report: Say = print) -> Checkpoint | None:
+    """Return the facts of the newest checkpoint of a run that is whole, and its `path`; None: none was ever written.
+
+    With `set_aside` a damaged file becomes `<name>.damaged`, so that it cannot displace a good one. `RunFailed` where
+    none is whole, or one cannot be read; `UserError` where one is refused.
+    """
+    for found in whole_ones(resumable(folder), report, facts_only=True, set_aside=set_aside):
+        if found["path"].name != "last.ckpt":
+            report(f"going on from {found['path']} (step {found['step']}), the newest that is whole")
+        return found
+    if any(path.exists() for path in (*resumable(folder), *folder.glob("*.damaged"))):
         raise RunFailed(f"no checkpoint in {folder} is whole; the weights of best.ckpt may still be scored")
     return None
 
@@ -168,36 +157,25 @@ def newest_checkpoint(folder: Path, *, set_aside: bool, report: Say = print) -> 
 def load_for_use(folder: Path, name: str, say: Say = print) -> Checkpoint:
     """Return `best` or `last` of a run for use, or, having said so, another one; its key `file` tells which.
 
-    Raises:
-        UserError: the run has no checkpoint yet, or the file is refused.
-        RunFailed: no checkpoint is whole, or one cannot be read.
+    Errors as `newest_checkpoint`, and `UserError` where there is none yet.
     """
-    problems: list[str] = []
-    for path in dict.fromkeys([folder / f"{name}.ckpt", folder / "best.ckpt", *resumable(folder)]):
-        try:
-            checkpoint = read_checkpoint(path)
-        except FileNotFoundError:
-            continue
-        except Damaged as error:
-            problems.append(str(error))
-        else:
-            if path.stem != name:
-                say(f"{problems[0] if problems else f'no {name}.ckpt'}; using {path.name} (step {checkpoint['step']})")
-            return {**checkpoint, "file": path.stem}
-    if problems:
-        raise RunFailed("\n".join(problems))
+    paths = dict.fromkeys([folder / f"{name}.ckpt", folder / "best.ckpt", *resumable(folder)])
+    for found in whole_ones(paths, say):
+        if (file := found["path"].stem) != name:
+            say(f"no whole {name}.ckpt; using {file}.ckpt (step {found['step']})")
+        return {**found, "file": file}
+    if any(path.exists() for path in paths):
+        raise RunFailed(f"no checkpoint in {folder} is whole")
     raise UserError(f"the run has no checkpoint yet: nothing in {folder}")
 
 
 def check_config(checkpoint: Checkpoint, config: Mapping[str, Any], path: Path) -> None:
     """Raise `UserError` where what a configuration file says, without overrides, is another model than was trained."""
-    lines = [
+    refuse(
         f"{path}: {key} is {new}, but {old} in {checkpoint['file']}.ckpt, which was trained so: put that back"
         for key, (old, new) in differences(checkpoint["config"], config, shared=True).items()
         if makes_another(key)
-    ]
-    if lines:
-        raise UserError("\n".join(lines))
+    )
 
 
 def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:

@@ -1,8 +1,7 @@
 """Where the numbers of a run go: metrics.jsonl, and Weights & Biases kept at arm's length.
 
 metrics.jsonl has one JSON object per line and is only ever appended to; after a resume the last row of a step counts.
-Whatever W&B does, the run goes on. Its files and the run's id (`wandb.json`) stay in the run folder, so that a resumed
-run continues the same one.
+W&B's files and the run's id (`wandb.json`) stay in the run folder, so that a resumed run continues the same one.
 """
 
 from __future__ import annotations
@@ -23,12 +22,9 @@ from rtx.disk import write_json
 from rtx.errors import UserError
 from rtx.training.run_folder import open_own, utc_now
 
-INIT_SECONDS = 15.0
-"""Patience with the W&B server at the start of a run."""
-FINISH_SECONDS = 60.0
-"""Patience with uploads at the end of a run."""
-ALONE = "going on with metrics.jsonl alone"
-
+INIT_SECONDS, FINISH_SECONDS = 15.0, 60.0
+"""Patience with the W&B server at the start of a run, and with uploads at its end."""
+ALONE = "with metrics.jsonl alone"
 Say = Callable[[str], object]
 
 
@@ -80,56 +76,49 @@ class JsonlLogger(Logger):
 class GuardedWandbLogger(WandbLogger):
     """Lightning's logger; after the first error (`run` is None) it says so in one line and stays quiet."""
 
-    def __init__(self, say: Say, **asked: Any) -> None:
-        super().__init__(**asked)
+    def __init__(self, say: Say, folder: Path, mode: str, **asked: Any) -> None:
+        import wandb
+
+        patience = {"init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
+        settings = wandb.Settings(console="off", disable_git=True, **patience)  # type: ignore[arg-type]
+        super().__init__(id=kept_id(folder), save_dir=str(folder), mode=mode, settings=settings, **asked)
         self.say, self.run = say, self.experiment  # which begins the run
 
-    def guarded(self, work: Callable[..., object], *arguments: Any, then: str) -> None:
-        """Do something with the run that may fail; `then` says what the run does without it."""
+    def guarded(self, work: Callable[..., object], *arguments: Any, **options: Any) -> None:
+        """Do something with the run that may fail."""
         try:
             if self.run is not None:
-                work(*arguments)
+                work(*arguments, **options)
         except Exception as error:
             self.run = None
-            self.say(trouble(error, then))
+            self.say(trouble(error))
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Hand over a row of metrics; returns at once."""
-        row = {key: value for key, value in metrics.items() if key != "kind"}
-        self.guarded(super().log_metrics, row, step, then=ALONE)
+        self.guarded(super().log_metrics, {key: metrics[key] for key in metrics if key != "kind"}, step)
 
     def finish(self, exit_code: int) -> None:
         """End the run at W&B, waiting for uploads for a minute at the most."""
-        self.guarded(lambda: self.experiment.finish(exit_code=exit_code), then="it has not ended well")
+        self.guarded(self.experiment.finish, exit_code=exit_code)
 
 
 def wandb_logger(
-    config: LoggerConfig, folder: Path, facts: dict[str, Any], name: str, say: Say = print, job_type: str | None = None
+    config: LoggerConfig, folder: Path, facts: dict[str, Any], name: str, say: Say = print
 ) -> GuardedWandbLogger | None:
-    """Begin a run at W&B by this name and kind (`job_type`), or none, and never ask anybody for anything.
-
-    `facts`: the run's configuration, as plain values. `wandb` is imported only where it is used.
-    """
+    """Begin a run at W&B with its configuration (`facts`), or none, and never ask anybody for anything."""
     os.environ |= {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}  # read when wandb is first imported
     mode = config.name
     if mode == "auto":
         mode = os.environ.get("WANDB_MODE") or ("online" if has_key() else "offline")
         if mode == "offline":
             say(f"W&B: no key found, so curves go to {folder / 'wandb'} (upload them with: wandb sync)")
-    if mode in ("jsonl", "disabled"):
-        return None
     asked = {"project": config.project, "entity": config.entity, "group": config.group, "name": name}
-    for attempt in ["online", "offline"] if mode == "online" else ["offline"]:
+    attempts = {"online": ["online", "offline"], "offline": ["offline"]}
+    for attempt in attempts.get(mode, []):
         try:
-            import wandb
-
-            patience = {"init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
-            more = {"settings": wandb.Settings(console="off", disable_git=True, **patience), "job_type": job_type}
-            logger = GuardedWandbLogger(
-                say, id=kept_id(folder), mode=attempt, save_dir=str(folder), config=facts, **asked, **more
-            )
+            logger = GuardedWandbLogger(say, folder, attempt, **asked, config=facts)
         except Exception as error:
-            say(trouble(error, "going on offline" if attempt == "online" else ALONE))
+            say(trouble(error, "offline" if attempt == "online" else ALONE))
         else:
             if attempt == "online":
                 say(f"W&B: {logger.experiment.url}")
@@ -153,6 +142,6 @@ def kept_id(folder: Path) -> str:
     return json.loads(path.read_text())["id"]
 
 
-def trouble(error: Exception, then: str) -> str:
-    """Return what went wrong with W&B, and what the run does then, in a line."""
-    return f"W&B: {(str(error).strip() or type(error).__name__).splitlines()[0]}; {then}"
+def trouble(error: Exception, how: str = ALONE) -> str:
+    """Return what went wrong with W&B, and how the run goes on, in a line."""
+    return f"W&B: {(str(error).strip() or type(error).__name__).splitlines()[0]}; going on {how}"

@@ -6,7 +6,6 @@ The learning rate is a pure function of the step, so that no scheduler has a sta
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from rtx.attention.centroids import after_step, initialise_from_data
 from rtx.compose import flat
 from rtx.config import Config, OptimizerConfig
-from rtx.errors import RunFailed
 from rtx.evaluation.scores import Score, score_batch
 from rtx.model.transformer import Transformer, compile_loss
 from rtx.training.checkpoint import FORMAT
@@ -31,7 +29,7 @@ OWN_PLACES = ("data.path", "data.verify", "data.processes", "hardware.workers", 
 
 
 def build_model(config: Config, vocabulary: int, first_N: Callable[[], Tensor] | None) -> Transformer:
-    """Return the model of a configuration, for a number of different units, with its first weights, on every rank.
+    """Return the model of a configuration with its first weights, the same on every rank.
 
     `first_N` returns the first training sequence, ids `[N]`, which routing.init=data reads; None: others are loaded.
     """
@@ -45,13 +43,8 @@ def build_model(config: Config, vocabulary: int, first_N: Callable[[], Tensor] |
 class TrainingModule(pl.LightningModule):
     """The model with its optimizer; what a checkpoint holds of it, and the score of a validation.
 
-    Args:
-        model: has `loss(tokens_BN) -> (nats_BN, auxiliary)`, or with answers
-            `answers(tokens_BN, at_A) -> (nats_BA, right_BA, auxiliary)`; both take `prefix`.
-        config: the resolved configuration.
-        answers: positions `[A]` of each sequence whose units alone count; None: all of them.
-        ranks: the processes of the run.
-        facts: what else every checkpoint holds: `config` and `data` as plain values.
+    `answers`: positions `[A]` whose units alone count; None: all. `facts`: what else every checkpoint holds, `config`
+    and `data` as plain values.
     """
 
     at_A: Tensor | None
@@ -62,12 +55,12 @@ class TrainingModule(pl.LightningModule):
         super().__init__()
         self.model, self.config = model, config
         self.ranks, self.facts = ranks or Ranks(0, 1), dict(facts or {})
-        # Mean nats and share of right answers, summed over the forward passes since the last row; number of passes.
+        # Mean nats and share of right answers, summed over the forward passes since the last row; their number.
         self.sums = torch.zeros(3, dtype=torch.float64)
         self.norm = torch.tensor(math.nan)  # of the whole gradient of the last step
         # Of each batch of a validation: number, units, nats and right answers of its windows, float64 `[B, 4]`.
         self.scored: list[Tensor] = []
-        self.score: Score | None = None  # of the last validation, the same on all ranks
+        self.score: Any = None  # `Score` of the last validation, the same on all ranks
         self.register_buffer("at_A", None if answers is None else torch.from_numpy(answers), persistent=False)
         self.loss: Callable[..., tuple[Tensor, ...]] = model.loss if answers is None else model.answers  # type: ignore[assignment]
         if config.hardware.compile:
@@ -113,14 +106,6 @@ class TrainingModule(pl.LightningModule):
         optimizer.zero_grad()  # nobody reads them any more; Lightning would keep them through the next forward pass
         after_step(self.model)
 
-    def not_finite(self) -> str:
-        """Wait for the device, and return which loss or gradient is not finite, or an empty string."""
-        nats, norm = float(self.sums[0]), float(self.norm)
-        if math.isfinite(nats) and math.isfinite(norm):
-            return ""
-        what = f"norm of the gradient is {norm}" if math.isfinite(nats) else f"loss is {nats}"
-        return f"step {self.global_step}: the {what} at learning rate {learning_rate(self.config, self.global_step):g}"
-
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
         """Score windows of equal length: ids `[B, N]`, units before the first that counts `[B]`, their numbers `[B]`.
 
@@ -143,11 +128,10 @@ class TrainingModule(pl.LightningModule):
         weights = checkpoint.pop("state_dict")
         del checkpoint["loops"]
         model = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
-        check_finite(self.global_step, model, checkpoint.get("optimizer_states", []))
         checkpoint.update({"format": FORMAT, "step": self.global_step, "model": model, **self.facts})
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Set the counters of Lightning's loops; its own would count micro-batches, which may have another size now."""
+        """Set the counters of Lightning's loops: its own count micro-batches, which may have another size now."""
         checkpoint["state_dict"] = {f"model.{name}": tensor for name, tensor in checkpoint["model"].items()}
         loop, step = self.trainer.fit_loop.epoch_loop, checkpoint["step"]
         loop.batch_progress.total.ready = step * self.trainer.accumulate_grad_batches
@@ -155,10 +139,10 @@ class TrainingModule(pl.LightningModule):
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Return the learning rate of optimizer step `step`; the first step is 1.
+    """Return the learning rate of optimizer step `step`, from 1 on.
 
-    Linear warm-up to `optimizer.lr` over `optimizer.warmup` steps, then peak * sqrt(warmup / step) (rsqrt, as the
-    paper), a cosine that ends at a tenth of the peak at `trainer.steps`, or the peak throughout (constant).
+    Linear warm-up to `optimizer.lr`, then peak * sqrt(warmup / step) (rsqrt, as the paper), a cosine that ends at a
+    tenth of the peak at `trainer.steps`, or the peak throughout (constant).
     """
     assert step >= 1
     peak, warmup, schedule = config.optimizer.lr, config.optimizer.warmup, config.optimizer.schedule
@@ -176,8 +160,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     """Return the optimizer that `config` names; its learning rate must be set before each step.
 
     The weights of linear layers decay, and `output_VS` where it is not the embedding table; all else does not.
-    Adafactor is torch's own, with no first moment, as Shazeer and Stern (2018), but that the step size is
-    min(lr, 1 / sqrt(step)) and that the mean square of the gradient has a floor of 1e-18 instead of 1e-30 added to each
+    Adafactor is torch's own: as Shazeer and Stern (2018) without a first moment, but that the step size is
+    min(lr, 1 / sqrt(step)), and a floor of 1e-18 under the mean square of the gradient stands for 1e-30 added to each
     entry: torch's default of 1e-7 would hide the small gradients of large models, and 1e-30 squared is 0 in float32.
     """
     linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
@@ -198,38 +182,19 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def check_finite(step: int, weights: dict[str, Tensor], optimizers: list[dict[str, Any]]) -> None:
-    """Raise `RunFailed` where what is to be saved is not finite; a threshold of -inf takes every position."""
-    tensors: list[tuple[str, Any]] = [(f"weights are not finite ({name})", tensor) for name, tensor in weights.items()]
-    for state in (state for optimizer in optimizers for state in optimizer["state"].values()):
-        tensors += [(f"optimizer's state is not finite ({key})", value) for key, value in state.items()]
-    for what, tensor in tensors:
-        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel():
-            low, high = tensor.aminmax()  # NaN where there is one; on a CPU 25 times as fast as isfinite
-            if not (high < math.inf and (low > -math.inf or "threshold" in what)):
-                raise RunFailed(f"step {step}: the {what}")
-
-
 def seed_everything(seed: int, rank: int = 0) -> None:
-    """Seed python, numpy and torch (all devices); every rank draws weights with `rank=0`, dropout with its own."""
-    mixed = int(np.random.SeedSequence([seed, rank]).generate_state(1)[0])
-    random.seed(mixed)
-    np.random.seed(mixed)
-    torch.manual_seed(mixed)
+    """Seed torch (all devices), the only source of random numbers here; every rank draws weights with `rank=0`."""
+    torch.manual_seed(int(np.random.SeedSequence([seed, rank]).generate_state(1)[0]))
 
 
-def rng_state() -> dict[str, Any]:
-    """Return the state of every random stream of this process, as tensors, numbers and tuples of them only."""
-    numpy: Any = np.random.get_state()
-    own = [numpy[0], numpy[1].tolist(), *numpy[2:]]
-    state = {"python": random.getstate(), "numpy": own, "torch": torch.get_rng_state()}
+def rng_state() -> dict[str, Tensor]:
+    """Return the state of every random stream of this process."""
+    state = {"torch": torch.get_rng_state()}
     return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
-def restore_rng(state: dict[str, Any]) -> None:
+def restore_rng(state: dict[str, Tensor]) -> None:
     """Put every random stream back to what `rng_state` returned."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -23,10 +23,8 @@ EXIT_CODES: dict[int, int] = {
 }
 AGAIN_SECONDS: dict[int, float] = {signal.SIGINT: 0.0, signal.SIGTERM: 3.0}
 """From this time on after a signal the next one counts as a second: schedulers send the first to many at once."""
-PARENT_VARIABLE = "RTX_PARENT"
-"""Environment variable that tells a process of a run the number of the first one, which started it."""
-SWEEP_VARIABLE = "RTX_SWEEP"
-"""Environment variable that tells the cell of a sweep the number of the process that started it."""
+PARENT_VARIABLE, SWEEP_VARIABLE = "RTX_PARENT", "RTX_SWEEP"
+"""Environment variables with the number of the process that started this one: a run's first one, or a sweep's."""
 
 
 class Stopped(BaseException):
@@ -38,16 +36,15 @@ class Stopped(BaseException):
 
 
 def state_after(code: int) -> str:
-    """Return the word for status.json of a run that a signal ended with this exit code."""
     return "interrupted" if code == INTERRUPTED else "preempted"
 
 
 class Signals:
     """The signal handlers of a run, as a context that puts the former handlers back.
 
-    While `holding` is false a signal raises `Stopped` where the process is; while it is true the signal is only noted
-    in `requested`, for the loop to read at the end of its step. A step may wait for another process in one instruction,
-    between which Python runs no handler; so a thread that the system wakes ends the process upon a second signal.
+    While `holding` is false a signal raises `Stopped` where the process is; while it is true it is only noted in
+    `requested`, for the end of the step. A thread ends the process upon a second signal: within one instruction, such
+    as a wait for another process, Python runs no handler.
     """
 
     def __init__(self) -> None:
@@ -60,22 +57,22 @@ class Signals:
             ignore_signals()
             when_orphaned(os.environ[PARENT_VARIABLE], lambda: os._exit(1))
         elif threading.current_thread() is threading.main_thread():
-            # The cell of a sweep stops as after SIGTERM when that ends, however it does.
+            # A cell stops as after SIGTERM when its sweep ends, however that does.
             when_orphaned(os.environ.pop(SWEEP_VARIABLE, ""), lambda: os.kill(os.getpid(), signal.SIGTERM))
             self.former = {number: signal.getsignal(number) for number in EXIT_CODES}
             self.install()
             self.waker, self.wakened = socket.socketpair()
             self.waker.setblocking(False)
-            self.former_fd = signal.set_wakeup_fd(self.waker.fileno(), warn_on_full_buffer=False)
+            signal.set_wakeup_fd(self.waker.fileno(), warn_on_full_buffer=False)
             threading.Thread(target=self.watch, name="signals", daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.former:
-            signal.set_wakeup_fd(self.former_fd)
-            self.waker.close()
         for number, handler in self.former.items():
             signal.signal(number, handler)
+        if self.former:
+            signal.set_wakeup_fd(-1)
+            self.waker.close()
         self.at_once = lambda code: None  # or the thread would keep the run and its data a while
 
     def install(self) -> None:
@@ -110,7 +107,7 @@ class Signals:
         first: dict[int, float] = {}
         while received := self.wakened.recv(1):
             number, now = received[0], time.monotonic()
-            if number in first and now - first[number] >= AGAIN_SECONDS.get(number, math.inf):
+            if now - first.get(number, math.inf) >= AGAIN_SECONDS.get(number, math.inf):
                 try:
                     self.at_once(EXIT_CODES[number])
                 finally:

@@ -14,7 +14,6 @@ CALLS = {
     "rtx.training.module.after_step": 17,
     "rtx.training.module.score_batch": 2,
     "rtx.training.checkpoint.struct.pack": 2,  # the file is written, but for its checksum
-    "rtx.training.checkpoint.keep_previous": 1,  # the new one is whole beside its place
     "rtx.training.checkpoint.sync_folder": 2,
 }
 """What the processes of a run die in, one after the other: a function, and which of its calls."""

@@ -22,14 +22,15 @@ from rtx.config import Config, DataConfig, LoggerConfig, OptimizerConfig, Traine
 from rtx.data.datamodule import RtxDataModule
 from rtx.data.sampler import TrainingItems
 from rtx.errors import RunFailed
-from rtx.training.callbacks import LOOK_STEPS
+from rtx.progress import say
+from rtx.training.callbacks import LOOK_STEPS, Watch
 from rtx.training.checkpoint import CheckpointFiles, newest_checkpoint, read_checkpoint, resumable
 from rtx.training.hardware import has_compiler, resolve_hardware
 from rtx.training.loggers import logging_to
 from rtx.training.module import TrainingModule, build_optimizer, learning_rate, seed_everything
 from rtx.training.run_folder import working_in
 from rtx.training.signals import PREEMPTED, Signals, Stopped
-from rtx.training.trainer import Outcome, Run
+from rtx.training.trainer import Outcome, fit
 
 LENGTH = 8
 TOKENS = torch.randint(0, 16, (400,), generator=torch.Generator().manual_seed(0)).numpy().astype("uint8")
@@ -78,13 +79,8 @@ def run_fit(folder: Path, config: Config, model: nn.Module, signals: Signals | N
     plain = to_dict(config)
     module = TrainingModule(model, config, facts={"config": plain, "data": {"fingerprint": "x"}})
     with working_in(folder) as status, logging_to(folder, config, plain, print) as loggers:
-        run = Run(
-            *(folder, module, data, signals or Signals()),
-            telemetry=lambda model: {"routing/x": 1.0},
-            loggers=loggers,
-            status=status,
-        )
-        return run.fit(start["path"] if start else None)
+        watch = Watch(folder, module, data, signals or Signals(), lambda model: {"routing/x": 1.0}, status, say)
+        return fit(watch, loggers, start["path"] if start else None)
 
 
 def plain_loop(config: Config) -> nn.Module:
@@ -190,33 +186,6 @@ def test_where_reading_back_costs_the_rows_are_the_same_and_a_nan_is_found_at_th
     model.spoil = lambda: next(passes) == 7
     with pytest.raises(RunFailed, match=r"step 6: the loss is nan at learning rate 0\.07"):
         run_fit(tmp_path, config, model)
-
-
-@pytest.mark.parametrize("what", ["table_VS", "centroid_HCD", "exp_avg_sq"])
-def test_weights_buffers_and_optimizer_states_that_are_not_finite_are_not_saved(
-    tmp_path: Path, model: Bigram, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    model.register_buffer("threshold_HC", torch.full((2,), -math.inf))
-    model.register_buffer("centroid_HCD", torch.ones(2, 2))
-    seen: list[torch.optim.Optimizer] = []
-
-    def build(*arguments: Any) -> torch.optim.Optimizer:
-        seen.append(build_optimizer(*arguments))
-        return seen[-1]
-
-    def spoil(spoilt: nn.Module) -> None:
-        known = {**model.state_dict(), "exp_avg_sq": seen[-1].state[model.table_VS]["exp_avg_sq"]}
-        known[what].data[1] = math.nan
-
-    monkeypatch.setattr(module_room, "build_optimizer", build)
-    run_fit(tmp_path, small_config(steps=2, val_every=1), model)  # with a threshold of -inf
-    best = (tmp_path / "checkpoints" / "best.ckpt").read_bytes()
-    monkeypatch.setattr(module_room, "after_step", spoil)
-    never = {"checkpoint_every": 100} if what == "centroid_HCD" else {"val_every": 100}
-    with pytest.raises(RunFailed, match=rf"not finite \(.*{what}"):
-        run_fit(tmp_path, small_config(**{"checkpoint_every": 1, "val_every": 1, **never}), model)
-    assert read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["step"] == 2
-    assert (tmp_path / "checkpoints" / "best.ckpt").read_bytes() == best
 
 
 def saved_steps(run: Path) -> list[int]:
