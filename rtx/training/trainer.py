@@ -42,11 +42,8 @@ class Outcome(NamedTuple):
 
 def build_trainer(watch: Watch, loggers: Sequence[Logger], hardware: Hardware) -> pl.Trainer:
     """Return the Trainer of a run: what a callback of your own would be added to."""
-    trainer, precision, plugins = (
-        watch.plan,
-        PRECISIONS[hardware.precision],
-        [cluster_environment(hardware), CheckpointFiles()],
-    )
+    trainer, plugins = watch.plan, [cluster_environment(hardware), CheckpointFiles()]
+    precision = PRECISIONS[hardware.precision]
     if hardware.sharded and precision == "64-true":  # Lightning refuses the word, and takes the plugin
         precision, plugins = None, [*plugins, DoublePrecision()]
     for name in ("lightning.pytorch", "lightning.fabric"):  # their banners, tips and advice
