@@ -182,9 +182,12 @@ def best_members(score_LN: Tensor, window: int) -> tuple[Tensor, Tensor]:
             score = score_LN[at : at + step].numpy()
             best = np.partition(score, N - window)[:, N - window :]  # NaN, which counts as the largest, is among them
             sound &= not np.isnan(best).any()
-            chosen.append(np.flatnonzero(score >= best[:, :1]) + at * N)
+            taken = score >= (bar := best[:, :1])
+            if np.count_nonzero(taken) > len(score) * window:  # of equals at the bar the earlier
+                taken &= (score > bar) | ((score == bar).cumsum(1) <= window - (score > bar).sum(1, keepdims=True))
+            chosen.append(np.flatnonzero(taken) + at * N)
         cell_M = torch.from_numpy(np.concatenate(chosen))
-        if sound and len(cell_M) == L * window:  # no equals at the bar
+        if sound:
             return cell_M // N, cell_M % N
     place_LW = best_places(score_LN.nan_to_num(-math.inf, math.inf, -math.inf), window).sort(dim=-1).values
     return torch.arange(L, device=score_LN.device).repeat_interleave(place_LW.shape[1]), place_LW.flatten()
@@ -267,8 +270,7 @@ def arrivals(centroid_HCD: Tensor, x_BHND: Tensor, real_BN: Tensor | None, windo
     leaves_M = torch.full_like(number_M, N)
     pushed_M = held_M < N  # an empty slot counts as later than all
     leaves_M[torch.searchsorted(number_M, (list_M * N + held_M)[pushed_M])] = position_M[pushed_M]
-    list_M, position_M = list_M[order_M], position_M[order_M]
-    lists = Packed(list_M // C * N + position_M, torch.bincount(list_M, minlength=B * H * C))
+    lists = Packed(list_M[order_M] // C * N + position_M[order_M], torch.bincount(list_M, minlength=B * H * C))
     return Arrivals(lists, leaves_M, best)
 
 
