@@ -27,11 +27,10 @@ from rtx.attention.centroids import after_step
 from rtx.cells import lay_out
 from rtx.cli import complain
 from rtx.compose import config_hash, to_dict
-from rtx.config import SPREAD, Config
+from rtx.config import SPREAD, Config, short_hash
 from rtx.data.catalog import Store, data_root, open_data
 from rtx.data.datamodule import training_items
-from rtx.errors import RunFailed, UserError
-from rtx.identity import short_hash
+from rtx.errors import RunFailed, UserError, plural
 from rtx.model.transformer import compile_loss
 from rtx.options import LAUNCHED, check_overrides
 from rtx.progress import progress_bar
@@ -42,7 +41,6 @@ from rtx.training.inference import prepare_device
 from rtx.training.memory import device_memory, out_of_memory
 from rtx.training.module import build_model, build_optimizer, learning_rate, set_learning_rate
 from rtx.training.run_folder import environment, outputs_root, unwritable
-from rtx.wording import plural
 
 DEFAULTS = {"turns": 5, "per_turn": 2, "warmup": 2}
 """Turns; timed steps of a row in each, whose mean counts; steps of a row that are not timed, in its first turn."""

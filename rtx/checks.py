@@ -10,8 +10,7 @@ from typing import Any
 
 from rtx.config import CLUSTERED, SPREAD, Config, all_fields, axis_sizes, base_patterns, clusters, hash_buckets
 from rtx.data.sets import HELD_OUT, IMAGE_SETS, NAMES, TWO_WAYS, image_side
-from rtx.errors import refuse
-from rtx.wording import written
+from rtx.errors import refuse, written
 
 TEXTS = tuple(name for name in NAMES if name not in (*IMAGE_SETS, "recall"))
 READ_WITH = (

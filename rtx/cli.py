@@ -19,13 +19,12 @@ from collections.abc import Sequence
 from types import FrameType
 
 from rtx import __version__
-from rtx.errors import RunFailed, UserError, nearest
+from rtx.errors import RunFailed, UserError, nearest, printable
 from rtx.training.memory import out_of_memory
 from rtx.training.signals import EXIT_CODES, INTERRUPTED, PREEMPTED, Stopped, ignore_signals, started_by_another
-from rtx.wording import printable
 
 HELP = ("--help", "-h")
-FLAGS = {"train": (*HELP, "--multirun", "-m", "--cfg=job"), "plan": (*HELP, "--cfg=job")}
+FLAGS = {"train": (*HELP, "--multirun", "-m", "--cfg"), "plan": (*HELP, "--cfg")}
 """The flags of the commands that have more than --help."""
 CHECKED = ("train", "plan", "resume", "eval", "audit", "analyze", "sample", "export")
 """Commands that import torch; the others refuse what is wrong with their words themselves."""
@@ -93,7 +92,7 @@ def dispatch(arguments: list[str]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from rtx import help, options
 
-    word, commands = (*arguments, "")[0], list(dict.fromkeys(name.split()[0] for name in options.READS))
+    word, words, commands = (*arguments, "")[0], arguments[1:], {name.split()[0]: None for name in options.READS}
     if not word or word in HELP:
         print(help.front_page())
         return 0 if word else 2
@@ -103,17 +102,20 @@ def dispatch(arguments: list[str]) -> int:
     if word not in commands:
         hint = nearest(word, [*commands, "--help", "--version"]) or f"; the commands are {', '.join(commands)}"
         raise UserError(f"unknown command {word!r}{hint}")
-    flags, words = split_flags(word, arguments[1:])
-    if {*flags} & {*HELP}:
+    flags = take_flags(word, words)
+    if flags & {*HELP}:
         print(help.command_page(word, words))
         return 0
-    if {*flags} & {"--multirun", "-m"}:
+    if word == "completion":
+        print(help.completion(words))
+        return 0
+    if flags & {"--multirun", "-m"}:
         from rtx.launcher import sweep
 
         return sweep(words)
     if word in CHECKED:
         check_first(word, words)
-    if "--cfg=job" in flags:
+    if "--cfg" in flags:
         from rtx.compose import compose, to_yaml
 
         print(to_yaml(compose(words)), end="")
@@ -121,17 +123,18 @@ def dispatch(arguments: list[str]) -> int:
     return importlib.import_module(f"rtx.commands.{word}").main(words)
 
 
-def split_flags(word: str, arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Take the flags out of the arguments of a command; returns them and the rest."""
-    if "--cfg" in arguments:
-        at = arguments.index("--cfg")
-        arguments = [*arguments[:at], "=".join(arguments[at : at + 2]), *arguments[at + 2 :]]
-    known = FLAGS.get(word, HELP)
-    flags = [each for each in arguments if each.startswith("-")]
-    for each in flags:
-        if each not in known:
-            raise UserError(f"{each}: unknown flag of rtx {word}{nearest(each, known)}; see rtx {word} --help")
-    return flags, [each for each in arguments if each not in flags]
+def take_flags(command: str, words: list[str]) -> set[str]:
+    """Take the flags out of the words of a command, and return them; --cfg with the word behind it, which is job."""
+    known, flags = FLAGS.get(command, HELP), {word for word in words if word.startswith("-")}
+    if unknown := sorted(flags - {*known}):
+        raise UserError(f"{unknown[0]}: unknown flag of rtx {command}{nearest(unknown[0], known)}")
+    if "--cfg" in flags:
+        at = words.index("--cfg")
+        if words[at + 1 : at + 2] != ["job"]:
+            raise UserError("--cfg: say --cfg job")
+        del words[at + 1]
+    words[:] = [word for word in words if word not in flags]
+    return flags
 
 
 def check_first(word: str, words: list[str]) -> None:

@@ -23,13 +23,11 @@ from yaml import BaseLoader, YAMLError, load
 
 from rtx import __version__
 from rtx.checks import data_problems, idle, resolve
-from rtx.config import GROUPS, SECTIONS, Config, DataConfig, all_fields
+from rtx.config import GROUPS, SECTIONS, Config, DataConfig, all_fields, digest
 from rtx.data.sets import IMAGE_SETS, image_side
-from rtx.errors import UserError, collect, refuse
-from rtx.identity import digest
-from rtx.keys import conf_dir, suggest_key, unquoted
+from rtx.errors import UserError, refuse
+from rtx.keys import conf_dir, unknown, unquoted
 from rtx.options import Override, check_overrides, read_words
-from rtx.wording import shorten
 
 RUN_CONFIG = "config.yaml"
 
@@ -38,8 +36,7 @@ def compose(overrides: Iterable[str]) -> Config:
     """Return the configuration that `rtx train <overrides>` runs, checked, with routing.clusters frozen.
 
     Raises:
-        UserError: a key, option, type or range is wrong, nothing reads a key that is set, or two values do not fit
-            together; a line for each.
+        UserError: a key, option, type or range is wrong, nothing reads a key that is set, or two do not fit together.
     """
     checked = check_overrides(overrides)
     config = resolve(compose_unresolved(checked))
@@ -57,16 +54,15 @@ def compose_data(overrides: Iterable[str]) -> DataConfig:
 
 def compose_unresolved(checked: Sequence[Override]) -> Config:
     """As `compose`, before it is checked what fits together."""
+    values = {entry.key: entry.values[0] for entry in checked if entry.key in all_fields()}
     node = OmegaConf.masked_copy(composed(chosen(checked)), [*SECTIONS, "seed", "name"])
     with user_errors():
-        for entry in checked:
-            if field := all_fields().get(entry.key):
-                (text,) = entry.values
-                # What refers to another key is OmegaConf's to read.
-                value = unquoted(text.strip()) if "${" in text else field.read_word(text)
-                OmegaConf.update(node, entry.key, value)
+        for key, text in values.items():
+            # What refers to another key is OmegaConf's to read.
+            value = unquoted(text.strip()) if "${" in text else all_fields()[key].read_word(text)
+            OmegaConf.update(node, key, value)
         config = to_config(OmegaConf.to_container(node, resolve=True))  # type: ignore[arg-type]
-    if config.data.name not in IMAGE_SETS or any(entry.key == "data.length" for entry in checked):
+    if config.data.name not in IMAGE_SETS or "data.length" in values:
         return config
     # Whatever a model preset wrote, N is what the images ask for; of data=images as conf/data has it.
     return with_values(config, {"data.length": 3 * (image_side(config.data) or 32) ** 2})
@@ -75,7 +71,7 @@ def compose_unresolved(checked: Sequence[Override]) -> Config:
 def chosen(checked: Iterable[Override]) -> tuple[str, ...]:
     """Return the options of groups among overrides as Hydra takes them: the last of each; it knows no null."""
     found = {entry.key: entry.values[0] for entry in checked if entry.key in GROUPS}
-    return tuple(f"{group}={option}" for group, option in found.items() if option != "null")
+    return tuple(f"{group}={option}" for group, option in found.items() if option.lower() != "null")
 
 
 @functools.lru_cache(maxsize=64)
@@ -118,19 +114,16 @@ def to_config(values: Mapping[str, Any]) -> Config:
     """Return the configuration that `to_dict` took apart, each value in its type and range; unset: the default.
 
     Raises:
-        UserError: with a line for each key or value that cannot be.
+        UserError: a key or value cannot be.
     """
-    known = all_fields()
-
-    def read(item: tuple[str, Any]) -> tuple[str, Any]:
-        key, value = item
+    known, found = all_fields(), flat(values)
+    for key, value in found.items():
         if key not in known:
-            raise UserError(f"unknown key {shorten(str(key))!r}{suggest_key(key, known)}")
+            raise UserError(unknown(str(key), known))
         if isinstance(value, (dict, list)):
             raise UserError(f"{key} must be one value")
-        return key, known[key].read(value)
-
-    return with_values(Config(), dict(collect(read, flat(values).items())))
+        found[key] = known[key].read(value)
+    return with_values(Config(), found)
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,11 +166,7 @@ def load_run_config(run_dir: str | Path) -> Config:
 
 
 def merge(config: Config, overrides: Iterable[str]) -> Config:
-    """Return a run's configuration with overrides on top, checked; `rtx.options` says which a command takes.
-
-    Raises:
-        UserError: as `compose`.
-    """
+    """Return a run's configuration with overrides on top, checked; `rtx.options` says which a command takes."""
     values: dict[str, Any] = {}
     for entry in check_overrides(overrides):
         if entry.key in GROUPS:
@@ -192,8 +181,7 @@ def merge(config: Config, overrides: Iterable[str]) -> Config:
 def config_hash(config: Config) -> str:
     """Return 12 hexadecimal digits that two configurations share exactly where all that can change results is equal.
 
-    Names, the logger, and how often is saved are left out (`rtx.identity`). A path counts from the current folder: the
-    same words in another folder may mean other files.
+    A path counts from the current folder: the same words in another folder may mean other files.
     """
     return digest(flat(to_dict(with_absolute_path(config))))
 

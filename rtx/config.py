@@ -6,11 +6,16 @@ read stands in `rtx/options.py`. No torch, no Hydra. `rtx train --help` prints t
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from rtx.data.sets import NAMES
-from rtx.keys import Field, fields_of, one_of, ranged
+from rtx.keys import Field, fields_of, one_of, options, ranged
 
 GROUPS = ("data", "routing", "optimizer", "hardware", "logger", "model", "experiment")
 """Hydra groups in the order of composition; a later one wins."""
@@ -42,6 +47,15 @@ CLUSTERED = ("causal", "topk", "nearest", "random")
 
 SPREAD = ("ddp", "fsdp")
 """Values of hardware.name that run one process per device."""
+
+NAMELIKE = (
+    *("name", "model.name", "optimizer.steps", "hardware.workers", "data.verify", "data.processes"),
+    *("trainer.micro_batch_size", "model.recompute"),
+)
+OUTSIDE = ("logger.", "trainer.checkpoint_", "trainer.keep_")
+"""Keys, and what keys begin with, that cannot change a bit of what is trained, or that a machine may choose for itself,
+as they change it by rounding alone: they tell no cells of a sweep apart.
+keep_: of runs that were recorded when there was trainer.keep_checkpoints."""
 
 
 @dataclass
@@ -306,6 +320,14 @@ def all_fields() -> dict[str, Field]:
     return fields_of(Config)
 
 
+@functools.cache
+def settings() -> dict[str, Field]:
+    """The groups, whose values are the files of `conf/<group>/`, and every key."""
+    doc = "a file of conf/{0}/".format
+    groups = {key: Field(key, str, key == "experiment", False, None, doc(key), options(key)) for key in GROUPS}
+    return groups | all_fields()
+
+
 def precision_on(wish: HardwareConfig, gpu: bool) -> str:
     """The arithmetic on a device: hardware.precision, where auto is bf16 on a GPU and fp32 on a CPU."""
     if wish.precision != "auto":
@@ -332,3 +354,14 @@ def hash_buckets(config: Config) -> int:
 def clusters(config: Config) -> int:
     """Clusters C of a routing head: routing.clusters, or ceil(N / W) where unset."""
     return config.routing.clusters or math.ceil(config.data.length / config.routing.window)
+
+
+def digest(values: Mapping[str, Any]) -> str:
+    """Return 12 hexadecimal digits of a configuration's values by their dotted keys, those without effect left out."""
+    kept = {key: value for key, value in values.items() if key not in NAMELIKE and not key.startswith(OUTSIDE)}
+    return short_hash(kept, 12)
+
+
+def short_hash(values: Mapping[str, Any], digits: int = 8) -> str:
+    """Return hexadecimal digits that tell values apart, in whatever order their keys stand; what JSON lacks as text."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:digits]

@@ -1,13 +1,10 @@
-"""The errors a user may see: one or two lines, no traceback."""
+"""The errors a user may see, of a line or two and without a traceback, and how values and texts stand in them."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
-from typing import TypeVar
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+from collections.abc import Iterable
+from typing import Any
 
 
 class UserError(ValueError):
@@ -30,13 +27,24 @@ def refuse(problems: Iterable[str]) -> None:
         raise UserError("\n".join(lines))
 
 
-def collect(check: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Return what `check` gives for each item, or raise `UserError` with the problems of them all."""
-    found, problems = [], []
-    for item in items:
-        try:
-            found.append(check(item))
-        except UserError as error:
-            problems += str(error).splitlines()
-    refuse(problems)
-    return found
+def written(value: Any) -> str:
+    """Return a value of the configuration as one would write it behind its key."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def plural(number: int, word: str) -> str:
+    """Return a number and a word, in the plural where there are several or none."""
+    return f"{number:,} {word}" + ("" if number == 1 else "es" if word.endswith("s") else "s")
+
+
+def printable(text: str) -> str:
+    """Return text with control characters (all but newline and tab) replaced."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def shorten(text: str, width: int = 100) -> str:
+    """Return printable text on one line and no longer than `width`, for an error message."""
+    line = " ".join(printable(text).split())
+    return line if len(line) <= width else line[: width - 3] + "..."

@@ -1,4 +1,7 @@
-"""The pages of `--help`: groups with the options of `conf/`, keys and a command's own options with their docstrings."""
+"""The pages of `--help`, and completion in bash: both tell groups, options, keys, and what is a command's own.
+
+To try completion: source <(rtx completion bash). The script asks `rtx completion words` with the line up to the cursor.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from rtx.config import GROUPS, SECTIONS, all_fields
-from rtx.keys import Field, option_doc, options
-from rtx.options import COMMANDS, LAUNCHED
-from rtx.wording import written
+from rtx.config import GROUPS, SECTIONS, all_fields, settings
+from rtx.errors import UserError, written
+from rtx.keys import Field, conf_dir
+from rtx.options import COMMANDS, READS, check_overrides
 
 FRONT = """rtx: Routing Transformer experiments
 
@@ -23,6 +26,12 @@ EXAMPLES = """
   rtx train -m routing.heads=2,4 seed=1,2,3  a sweep
 
 rtx <command> --help lists its options; rtx --version."""
+SCRIPT = """_rtx() {
+  local IFS=$'\\n'
+  COMPREPLY=($(rtx completion words "${COMP_LINE:0:COMP_POINT}" 2>/dev/null))
+}
+complete -o nospace -o default -F _rtx rtx
+"""
 
 
 def front_page() -> str:
@@ -36,16 +45,14 @@ def command_page(word: str, words: Sequence[str]) -> str:
     first, lines = commands[0], []
     values = composed_values([text for text in words if "=" in text]) if first.composes and not first.runs else {}
     for command in commands:
-        for text in ("", f"usage: {command.usage()}", command.about):
-            lines.append(textwrap.fill(text, terminal_width()))
+        lines += [textwrap.fill(text, terminal_width()) for text in ("", f"usage: {command.usage()}", command.about)]
         lines += [entry(f"{key}={written(own.default)}", told(own)) for key, own in command.own.items()]
     lines += [entry("--cfg job", "print the configuration and stop")] if values else []
     known = first.known(first.composes)
     for group in (group for group in GROUPS if group in known):
         lines += ["", f"{group}=<option>"]
-        for option in options(group):
-            if values or option not in LAUNCHED:
-                lines.append(entry(option + " *" * (option == values.get(group)), option_doc(group, option)))
+        for option in settings()[group].values:
+            lines.append(entry(option + " *" * (option == values.get(group)), option_doc(group, option)))
     for section in (*SECTIONS, ""):
         keys = [field for key, field in all_fields().items() if key in known and key.rpartition(".")[0] == section]
         lines += ["", f"{section}.<key>" if section else "other keys"] if keys else []
@@ -57,10 +64,15 @@ def command_page(word: str, words: Sequence[str]) -> str:
 def composed_values(overrides: Sequence[str]) -> dict[str, Any]:
     """Return the value of every key, and the option of every group, that these overrides give."""
     from rtx.compose import chosen, compose_unresolved, composed, flat, to_dict
-    from rtx.options import check_overrides
 
     checked = check_overrides(overrides)
     return flat(to_dict(compose_unresolved(checked))) | dict(composed(chosen(checked)).hydra.runtime.choices)
+
+
+def option_doc(group: str, option: str) -> str:
+    """Return the first comment line of an option's file, Hydra's own directive (`# @package`) apart."""
+    lines = (conf_dir() / group / f"{option}.yaml").read_text(encoding="utf-8").splitlines()
+    return next(line for line in lines if not line.startswith("# @")).removeprefix("#").strip()
 
 
 def told(field: Field) -> str:
@@ -78,3 +90,32 @@ def entry(left: str, right: str, column: int = 30) -> str:
 def terminal_width() -> int:
     """Return COLUMNS where it is set, else the columns of the terminal, else 100."""
     return shutil.get_terminal_size(fallback=(100, 24)).columns
+
+
+def completion(words: Sequence[str]) -> str:
+    """Return the script for bash (`bash`), or what may stand at the end of a line (`words <line>`), one a line."""
+    match words:
+        case ["bash"]:
+            return SCRIPT
+        case ["words", line]:
+            return "\n".join(candidates(line))
+    raise UserError("rtx completion takes bash; for now: source <(rtx completion bash)")
+
+
+def candidates(line: str) -> list[str]:
+    """Return what the last word of a line may become; bash takes what stands behind its "=" for a word."""
+    _, *words, last = line.replace("--multirun", "-m").split(" ")
+    name = max((name for name in READS if {*name.split()} <= {*words}), key=len, default="")
+    if not name:
+        later = [each.split()[len(words) :] for each in READS if each.split()[: len(words)] == words]
+        return [f"{word} " for word in dict.fromkeys(each[0] for each in later) if word.startswith(last)]
+    command = READS[name]
+    composing = command.composes and not (command.runs and len(words) > 1 and "=" not in words[1])
+    key, equals, start = last.partition("=")
+    if not equals:
+        return [f"{known}=" for known in command.known(composing) if known.startswith(last)]
+    if not (field := command.own.get(command.option(key, composing)) or settings().get(key)):
+        return []
+    values = (*("auto",) * field.auto, *("true", "false") * (field.kind is bool), *field.values)
+    listed = start[: start.rfind(",") + 1]  # of a sweep
+    return [f"{listed}{value} " for value in values if f"{listed}{value}".startswith(start)]

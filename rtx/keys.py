@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rtx.errors import UserError, nearest
-from rtx.wording import shorten, written
+from rtx.errors import UserError, nearest, shorten, written
 
 KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 TRUTH = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
@@ -79,9 +78,8 @@ class Field:
             fits = found is not None and (self.kind is str or (self.low <= found <= self.high and found > self.above))
         if fits:
             return found
-        near = nearest(str(value), self.values, cutoff=0.8)
-        said = f"{self.key}={shorten(written(value))}: must be {self.allowed}{near}"
-        raise UserError(f"{said} ({self.doc.rstrip('.')})")
+        said = f"{self.key}={shorten(written(value))}: must be {shorten(self.allowed, 240)}"
+        raise UserError(f"{said}{nearest(str(value), self.values)} ({self.doc.rstrip('.')})")
 
     def read_word(self, text: str) -> Any:
         """As `read`, of what a user wrote: with quotes where it holds a comma or blanks, or is no null but a text."""
@@ -154,17 +152,12 @@ def options(group: str) -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")))
 
 
-def option_doc(group: str, option: str) -> str:
-    """Return the first comment line of an option's file, Hydra's own directive (`# @package`) apart."""
-    lines = (conf_dir() / group / f"{option}.yaml").read_text(encoding="utf-8").splitlines()
-    return next(line for line in lines if not line.startswith("# @")).removeprefix("#").strip()
-
-
-def suggest_key(word: str, known: Iterable[str]) -> str:
-    """Return " (did you mean 'x' or 'y'?)" for the dotted keys nearest to `word` by their last part, or ""."""
+def unknown(word: str, known: Iterable[str]) -> str:
+    """Return what to say of a key that does not exist: the dotted keys nearest to it by their last part, if any."""
     section, _, leaf = word.lower().rpartition(".")
     names = {key: key.rpartition(".")[2] for key in known}
     near = difflib.get_close_matches(leaf, names.values(), n=1, cutoff=0.65)
     found = [key for key, name in names.items() if name in near]
     found = [key for key in found if key.startswith(f"{section}.")] or found
-    return f" (did you mean {' or '.join(map(repr, found[:3]))}?)" if found else ""
+    hint = f" (did you mean {' or '.join(map(repr, found[:3]))}?)" if found else "; --help lists them"
+    return f"unknown key {shorten(word)!r}{hint}"

@@ -30,14 +30,13 @@ from omegaconf import OmegaConf
 from rtx.cells import NO_CODE, Cell, Outcome, ended_before, ending, has_score, lay_out, threads_begun_with
 from rtx.compose import composed, user_errors
 from rtx.data.catalog import check_source, data_root
-from rtx.errors import UserError, collect, refuse
+from rtx.errors import UserError, plural, printable, refuse
 from rtx.options import LAUNCHED, check_overrides, read_words
 from rtx.progress import say
 from rtx.training.hardware import cores
 from rtx.training.memory import system_kills
 from rtx.training.run_folder import read_status, shown, unwritable, utc_now
 from rtx.training.signals import EXIT_CODES, SWEEP_VARIABLE
-from rtx.wording import plural, printable
 
 OUTPUT = "output.log"
 """What a cell prints; in its folder."""
@@ -59,7 +58,8 @@ def sweep(arguments: Sequence[str]) -> int:
     if asked := job_words(checked):
         launcher = Launcher(cells, words.options.retry, words.options.parallel or len(cells), submitter(cells, asked))
     needed = {str(cell.config.data): cell.config.data for cell in cells if not has_score(read_status(cell.folder))}
-    collect(lambda data: check_source(data, data_root(), lambda line: None), needed.values())
+    for data in needed.values():
+        check_source(data, data_root(), lambda line: None)
     roots = record_sweep(cells, arguments)
     say(f"{plural(len(cells), 'cell')}, each a run of its own; to watch: rtx sweep {' '.join(map(shown, roots))}")
     outcomes = launcher.launch()

@@ -1,7 +1,7 @@
 """What stands behind the name of a command: its options, run folders, and overrides of a configuration (`key=value`).
 
-A value is taken as it is written, `~/a=b (1).txt` and all. In a sweep commas outside quotes part several values,
-`range(1,4)` counts, and `model=glob(rt*)` lists options. No torch, no Hydra, no YAML.
+A value is taken as it is written, `~/a=b (1).txt` and all. In a sweep commas outside quotes part several values. No
+torch, no Hydra, no YAML.
 """
 
 from __future__ import annotations
@@ -12,21 +12,19 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import filter as matching
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from rtx.config import GROUPS, SPREAD, all_fields
-from rtx.errors import UserError, collect, nearest
-from rtx.keys import Field, fields_of, one_of, options, ranged, suggest_key, unquoted
-from rtx.wording import shorten
+from rtx.config import GROUPS, SPREAD, all_fields, settings
+from rtx.errors import UserError, nearest, shorten
+from rtx.keys import Field, fields_of, one_of, ranged, unknown, unquoted
 
 COMMA = re.compile(r""",(?=(?:[^"']|"[^"]*"|'[^']*')*$)""")
 """A comma outside quotes."""
 
 MOST_CELLS = 1_000
-"""Cells of a sweep, and values of a range."""
+"""Cells of a sweep."""
 
 LAUNCHED = ("slurm",)
 """Options of hardware that make jobs of the cells of a sweep."""
@@ -160,12 +158,6 @@ class SweepOptions:
     """Run failed cells again, from their checkpoint if there is one; otherwise they are reported as they failed."""
 
 
-@dataclass
-class WatchOptions:
-    once: bool = False
-    """Print how the sweep stands and leave, instead of watching it until it ends."""
-
-
 @dataclass(frozen=True)
 class Command:
     """What stands behind the name of a command."""
@@ -201,17 +193,16 @@ class Command:
         if self.name == "resume":
             from rtx.training.resumption import may_change  # which reads configurations by this module
 
-            names = ("name", "model.name")
-            return ["hardware", "logger", *(key for key in all_fields() if may_change(key) and key not in names)]
+            return ["hardware", "logger", *filter(may_change, all_fields())]
         own = [f"{self.section}.{name}" if composing else name for name in self.own]
         patterns = ("*",) if composing else self.keys
-        return own + [key for key in (*GROUPS, *all_fields()) if any(fnmatchcase(key, each) for each in patterns)]
+        return own + [key for key in settings() if any(fnmatchcase(key, each) for each in patterns)]
 
     def usage(self) -> str:
         """Return the line that says how it is called."""
         runs = {0: "", 1: " <run>"}.get(self.runs, " [<run> ...]")
-        settings = " [key=value ...]" if self.runs or self.keys or self.composes else ""
-        return f"rtx {self.name}{runs}{' [group=option ...]' * self.composes}{settings}"
+        words = " [key=value ...]" if self.runs or self.keys or self.composes else ""
+        return f"rtx {self.name}{runs}{' [group=option ...]' * self.composes}{words}"
 
 
 DEVICE = ("hardware", "hardware.name", "hardware.precision", "hardware.deterministic", "hardware.threads")
@@ -229,11 +220,10 @@ COMMANDS = (
     Command("analyze context", "loss by position, and what far context is worth", ContextOptions, 1, RUN),
     Command("sample", "generate from a run", SampleOptions, 1, DEVICE),
     Command("export", "write a run's model as safetensors with a card, for others to load", ExportOptions, 1),
-    Command("sweep", "watch a sweep: what is done, runs, failed, waits", WatchOptions, 1),
+    Command("sweep", "watch a sweep: what is done, runs, failed, waits", runs=1),
     Command("report", "set runs and sweeps beside the paper's tables", ReportOptions, MANY, ("logger", "logger.*")),
     Command("plan", "count parameters, FLOPs and memory of a run, and run nothing", composes=True),
     Command("data", "prepare, verify, info or remove data=<set>; list what lies here", keys=("data", "data.*")),
-    Command("schema", "print what a file of conf/<group>/ may hold, for editors: rtx schema <group>"),
     Command("completion", "print a script by which bash completes lines: source <(rtx completion bash)"),
 )
 READS = {command.name: command for command in COMMANDS}
@@ -263,33 +253,31 @@ class Words:
 def what_to_do(word: str, words: Sequence[str]) -> tuple[str, list[str]]:
     """Return which of several things a command (`rtx analyze`) is asked to do, and the words behind that."""
     known = [name.partition(" ")[2] for name in READS if name.startswith(f"{word} ") and word not in READS]
-    what = words[0] if words and known else ""
-    if what in known or not known:
-        return what, list(words[bool(known) :])
-    said = f"rtx {word} {shorten(what)}".rstrip()
-    raise UserError(f"{said}: say {', '.join(known)}{nearest(what, known)}; rtx {word} --help says more")
+    if not known or {*words[:1]} & {*known}:
+        return "".join(words[: bool(known)]), list(words[bool(known) :])
+    what = "".join(words[:1])
+    raise UserError(f"rtx {word} {shorten(what)}: say {', '.join(known)}{nearest(what, known)}")
 
 
 def read_words(command: str, words: Sequence[str]) -> Words:
     """Take apart what stands behind a command (its name as in `READS`).
 
     Raises:
-        UserError: with a line for each word that the command does not read, or a run that is missing.
+        UserError: the first word that the command does not read, or a run that is missing.
     """
     reads = READS[command]
     runs = leading_runs(reads, words) if reads.runs else []
-    composing = reads.composes and not runs
-
-    def read(word: str) -> tuple[str, Any]:
+    composing, values, overrides = reads.composes and not runs, {}, []
+    many = (*LAUNCHED, *(SPREAD if command != "resume" else ()))
+    for word in words[len(runs) :]:
         key, text = split_word(word)
+        if runs and key in ("hardware", "hardware.name") and unquoted(text.strip()) in many:
+            raise UserError(f"{word}: not for rtx {command}, which takes one run on this machine")
         if name := reads.option(key, composing):
-            return name, replace(reads.own[name], key=key).read_word(text)
-        check_override(word, command, composing)
-        return "", word
-
-    found = collect(read, words[len(runs) :])
-    values = {name: value for name, value in found if name}
-    overrides = [word for name, word in found if not name]
+            values[name] = replace(reads.own[name], key=key).read_word(text)
+        else:
+            refuse_foreign(reads, key, composing)
+            overrides.append(word)
     return Words(runs, reads.options(**values) if reads.options else None, overrides, frozenset(values))
 
 
@@ -297,42 +285,10 @@ def leading_runs(reads: Command, words: Sequence[str]) -> list[Path]:
     """Return the run folders that words begin with; one that exists may have "=" in its name."""
     runs = [Path(word) for word in itertools.takewhile(lambda word: "=" not in word or os.path.isdir(word), words)]
     if not runs and reads.runs < MANY:
-        found = f", not {shorten(words[0])!r}" if words else ""
-        raise UserError(f"rtx {reads.name} needs the run's folder first{found}; usage: {reads.usage()}")
+        raise UserError(f"rtx {reads.name} needs the run's folder first; usage: {reads.usage()}")
     if len(runs) > reads.runs:
         raise UserError(f"rtx {reads.name} takes 1 run, not also {shorten(str(runs[1]))!r}")
     return runs
-
-
-def check_overrides(words: Iterable[str], *, sweep: bool = False) -> list[Override]:
-    """Return the overrides of a configuration, checked one by one; `sweep`: they may list values.
-
-    Raises:
-        UserError: with a line for each that cannot be.
-    """
-    return collect(lambda word: check_override(word, "train -m" if sweep else "train", True), words)
-
-
-def check_override(word: str, command: str, composing: bool) -> Override:
-    """Return one override, checked: the command reads its key, and each value is an option, or in type and range."""
-    (key, text), sweep = split_word(word), command == "train -m"
-    if sweep and key.startswith("hydra.launcher."):
-        return Override(key, (text,))
-    refuse_foreign(READS[command], key, word, composing)
-    values = listed(key, text)
-    if len(values) > 1 and not sweep:
-        said = f"{shorten(word)}: takes one value; several make a sweep (rtx train -m)"
-        raise UserError(f"{said}; quote it where it is one: '{key}=\"...\"'")
-    for value in values:
-        if key in GROUPS:
-            check_option(key, value)
-        elif "${" not in value:  # what refers to another key is known when all is composed
-            all_fields()[key].read_word(value)
-    apart = (*LAUNCHED, *(SPREAD if command != "resume" else ()))
-    if not composing and key in ("hardware", "hardware.name") and {*values} & {*apart}:
-        takes = ", ".join(option for option in options("hardware") if option not in apart)
-        raise UserError(f"{word}: not for rtx {command}; hardware takes {takes}")
-    return Override(key, tuple(values))
 
 
 def split_word(word: str) -> tuple[str, str]:
@@ -340,50 +296,49 @@ def split_word(word: str) -> tuple[str, str]:
     key, equals, text = word.partition("=")
     key = key.lstrip("+").strip()
     if not equals or not key or word.startswith(("-", "~")):
-        near = suggest_key(key.lstrip("~-"), [*GROUPS, *all_fields()])
-        raise UserError(f"{shorten(word)!r} is not of the form key=value{near}")
+        raise UserError(f"{shorten(word)!r} is not of the form key=value")
     return key, text
 
 
-def refuse_foreign(reads: Command, key: str, word: str, composing: bool) -> None:
+def refuse_foreign(reads: Command, key: str, composing: bool) -> None:
     """Refuse a key that the command does not read; say which command reads it, or which key is near."""
-    known, ours = reads.known(composing), {*GROUPS, *all_fields()}
-    if key in known or (reads.name == "resume" and key in all_fields() and key != "name"):  # which tells what changes
+    known = reads.known(composing)
+    told_later = reads.name == "resume" and key in all_fields()  # with the value that the run has
+    if key in known or told_later or (reads.name == "train -m" and key.startswith("hydra.launcher.")):
         return
     owners = [name for name, other in READS.items() if "." in key and other.option(key, False)]
-    if owners or key in ours:
-        where = (
-            f"is an option of rtx {owners[0]}"
-            if owners
-            else f"reads {shorten(', '.join([*reads.own, *(reads.keys or known)]), 300)}"
-        )
-        raise UserError(f"{shorten(word)}: rtx {reads.name} does not read {key}; it {where}")
-    near = suggest_key(key, known) or f"; rtx {reads.name} --help lists them"
-    raise UserError(f"unknown key {shorten(key)!r}{near}")
+    if owners:
+        raise UserError(f"rtx {reads.name} does not read {key}; it is an option of rtx {owners[0]}")
+    if key in settings():
+        raise UserError(f"rtx {reads.name} does not read {key}; it reads {shorten(', '.join(known), 300)}")
+    raise UserError(unknown(key, known))
 
 
-def check_option(group: str, name: str) -> None:
-    """Refuse an option that `conf/<group>/` does not have, and jobs where nothing makes them."""
-    known, shown = options(group), f"{group}={shorten(name)}"
-    if name not in known and (group, name) != ("experiment", "null"):
-        takes = f"{group} takes {shorten(', '.join(known), 240)}"
-        raise UserError(f"{shown}: no such option{nearest(name, known)}; {takes}")
-    if name in LAUNCHED and importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
-        raise UserError(f"{shown}: needs hydra-submitit-launcher and submitit; pip install 'rtx[slurm]' brings them")
+def check_overrides(words: Iterable[str], *, sweep: bool = False) -> list[Override]:
+    """Return the overrides of a configuration, each value checked; `sweep`: they may list values.
+
+    Raises:
+        UserError: the first that cannot be.
+    """
+    return [check_override(word, sweep) for word in words]
 
 
-def listed(key: str, text: str) -> list[str]:
-    """Return the texts of the values that stand behind a key."""
-    function, _, inner = text.strip().removesuffix(")").partition("(")
-    if function == "glob" and key in GROUPS:
-        found = matching(options(key), inner)
-    elif function == "range" and key not in GROUPS and all_fields()[key].kind is int:
-        try:
-            found = [str(number) for number in range(*map(int, inner.split(",")))[: MOST_CELLS + 1]]
-        except (ValueError, TypeError, OverflowError):
-            raise UserError(f"{key}={shorten(text)}: say range(start,stop) or range(start,stop,step)") from None
-    else:
-        return COMMA.split(text) if key not in GROUPS else [unquoted(part.strip()) for part in text.split(",")]
-    if not 0 < len(found) <= MOST_CELLS:
-        raise UserError(f"{key}={shorten(text)}: stands for {'too many values' if found else 'no value'}")
-    return found
+def check_override(word: str, sweep: bool) -> Override:
+    """Return one override, each of its values an option of a group, or in the type and range of a key."""
+    key, text = split_word(word)
+    if sweep and key.startswith("hydra.launcher."):
+        return Override(key, (text,))
+    if key not in settings():
+        raise UserError(unknown(key, settings()))
+    field, values = settings()[key], COMMA.split(text)
+    if len(values) > 1 and not sweep:
+        said = f"{shorten(word)}: takes one value; several make a sweep (rtx train -m)"
+        raise UserError(f"{said}; quote it where it is one: '{key}=\"...\"'")
+    for value in values:
+        if "${" not in value or key in GROUPS:  # what refers to another key is known when all is composed
+            field.read_word(value)
+    if key in GROUPS:
+        values = [unquoted(value.strip()) for value in values]
+        if {*values} & {*LAUNCHED} and importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
+            raise UserError(f"{word}: needs submitit and its plugin for Hydra: pip install 'rtx[slurm]'")
+    return Override(key, tuple(values))

@@ -17,18 +17,17 @@ from rtx.analysis import attention_weights as weights
 from rtx.analysis.loss_by_position import by_context, by_position, unit_bits
 from rtx.analysis.output import print_table, save
 from rtx.compose import with_values
+from rtx.config import short_hash
 from rtx.data.catalog import Store
 from rtx.data.sets import IMAGE_SETS
-from rtx.errors import UserError
+from rtx.errors import UserError, plural
 from rtx.evaluation.protocols import Window, windows
 from rtx.evaluation.scores import read_windows, sample_windows
-from rtx.identity import short_hash
 from rtx.options import ContextOptions, DivergenceOptions, PatternsOptions, read_words, what_to_do
 from rtx.progress import progress_bar
 from rtx.report.summary import protocol_line, sees_future
 from rtx.training.inference import LoadedRun, open_run, run_config
 from rtx.training.run_folder import utc_now
-from rtx.wording import plural
 
 Result = dict[str, Any]
 ROWS = 512

@@ -17,7 +17,7 @@ from rtx.analysis.output import print_table, save
 from rtx.compose import compose, to_dict
 from rtx.config import Config
 from rtx.data.catalog import Store, vocabulary_size
-from rtx.errors import UserError
+from rtx.errors import UserError, plural
 from rtx.evaluation.protocols import windows
 from rtx.evaluation.scores import sample_windows
 from rtx.model.transformer import Transformer
@@ -25,7 +25,6 @@ from rtx.options import AuditOptions, read_words
 from rtx.progress import progress_bar
 from rtx.training.inference import LoadedRun, load_run, on_one_device, open_run, prepare_device, run_config
 from rtx.training.run_folder import utc_now
-from rtx.wording import plural
 
 Result = dict[str, Any]
 

@@ -11,8 +11,8 @@ from rtx.analysis.footprint import choose_micro_batch, devices, footprint, with_
 from rtx.compose import compose, with_values
 from rtx.config import CLUSTERED, Config, base_patterns
 from rtx.data.catalog import vocabulary_size
+from rtx.errors import plural
 from rtx.training.memory import device_memory
-from rtx.wording import plural
 
 GIB, TERA = 2**30, 1e12
 GPUS = (16, 24, 80)

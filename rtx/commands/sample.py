@@ -15,12 +15,11 @@ from rtx.data.images import png_grid
 from rtx.data.sets import IMAGE_SETS
 from rtx.data.tokenizers import encode_text
 from rtx.disk import replace_file
-from rtx.errors import RunFailed, UserError
+from rtx.errors import RunFailed, UserError, printable
 from rtx.model.decoding import generate
 from rtx.options import SampleOptions, read_words
 from rtx.training.inference import LoadedRun, load_run, prepare_device, run_config
 from rtx.training.signals import INTERRUPTED, Stopped
-from rtx.wording import printable
 
 TEXT_LENGTH = 1000
 

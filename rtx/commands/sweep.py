@@ -1,4 +1,4 @@
-"""`rtx sweep FOLDER [once=true]`: how a sweep stands by its records, a table refreshed in place until it is over."""
+"""`rtx sweep FOLDER`: how a sweep stands by its records, a table refreshed in place until it is over."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rtx.errors import UserError
+from rtx.errors import UserError, printable
 from rtx.options import read_words
 from rtx.progress import clock
 from rtx.training.run_folder import read_status, seems_running, shown
-from rtx.wording import printable
 
 STYLES = {"running": "cyan", "failed": "red", "waiting": "dim", "done": "green"}
 """Of states; the others are those of cells that broke off."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run `rtx sweep FOLDER [once=true]`: on a terminal until the sweep is over or Ctrl-C (130), elsewhere once."""
+    """Run `rtx sweep FOLDER`: on a terminal until the sweep is over or Ctrl-C (130), elsewhere once."""
     words = read_words("sweep", arguments)
     console, folder, code = Console(width=shutil.get_terminal_size().columns, highlight=False), words.runs[0], 0
-    if console.is_terminal and not console.is_dumb_terminal and not words.options.once:
+    if console.is_terminal and not console.is_dumb_terminal:
         try:
             with Live(console=console, screen=True, auto_refresh=False) as live:
                 while not (state := board(folder))[1]:

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rtx.config import digest
+from rtx.errors import printable
 from rtx.evaluation.protocols import stamp_phrases
-from rtx.identity import digest
 from rtx.report.paper import looks_ahead
 from rtx.training.run_folder import run_state, shown
-from rtx.wording import printable
 
 SIGHT = {True: "selection sees the future", False: "sees no future"}
 RECORDS = ("config.yaml", "status.json", "environment.json", "metrics.jsonl")

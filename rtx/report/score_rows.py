@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rtx.identity import NAMELIKE, OUTSIDE
+from rtx.config import NAMELIKE, OUTSIDE
+from rtx.errors import written
 from rtx.report.paper import Config, heads_label, routes
 from rtx.report.ranking import mean
 from rtx.report.run_records import Cell, Protocol, Score
-from rtx.wording import written
 
 WITHOUT_EFFECT = (*OUTSIDE, "hardware.devices", "hardware.nodes", "hardware.name")
 """What keys begin with by which two runs of one row may differ, beside the seed."""

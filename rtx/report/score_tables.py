@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rtx.errors import plural
 from rtx.report.paper import PaperTable, heads_label, table_of
 from rtx.report.ranking import FEW, OPPOSITE, SEEDS, Comparison, Values, chosen, compare, half_interval, mean
 from rtx.report.run_records import Protocol
 from rtx.report.score_rows import Row, differing_keys, row_key, value_of
 from rtx.report.tables import MINUS, Column, Table
-from rtx.wording import plural
 
 Paces = Mapping[Any, tuple[float, float | None, str]]
 """Steps a second and half their interval, as timed in turn, and why they may not be those of training, by row."""

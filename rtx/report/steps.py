@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from rtx.errors import plural
 from rtx.report.paper import Config, PaperTable, heads_label, kind_of, numbered, table_of
 from rtx.report.ranking import half_interval, mean
 from rtx.report.run_records import Cell, Collection, Score, flat, read_object
 from rtx.report.score_rows import Row, name_rows, row_key
 from rtx.report.score_tables import kinds_table
 from rtx.report.tables import Column, Table
-from rtx.wording import plural
 
 WHAT = "training steps in turn"  # what a record says it is
 SAME = ("data.length", "trainer.val_stride", "trainer.val_windows")

@@ -8,14 +8,13 @@ import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import yaml
 
 from rtx.config import GROUPS, all_fields
-from rtx.keys import Field, options
-from rtx.wording import written
+from rtx.errors import written
+from rtx.keys import Field
 
 TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 NUMBER = re.compile(r"[+-]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)(e[+-]?\d[\d_]*)?", re.IGNORECASE | re.ASCII)
@@ -42,11 +41,6 @@ def cells(words: Sequence[str]) -> list[dict[str, str]]:
 def several(key: str, text: str) -> list[str]:
     """Return the texts of the values that stand behind a key."""
     text = text.strip()
-    if called := re.fullmatch(r"(range|glob)\((.*)\)", text, re.DOTALL):
-        inner = [part.strip() for part in called[2].split(",")]
-        if called[1] == "glob":
-            return [option for option in options(key) if fnmatchcase(option, inner[0])] if key in GROUPS else [text]
-        return [str(number) for number in range(*map(int, inner))] if all_fields()[key].kind is int else inner
     return [text] if "," not in text or re.fullmatch(QUOTED, text) else [part.strip() for part in text.split(",")]
 
 

@@ -9,14 +9,13 @@ import pytest
 from rtx.compose import compose
 from rtx.config import all_fields
 from rtx.errors import UserError
-from rtx.keys import suggest_key
 from rtx.options import READS, EvalOptions, SampleOptions, SweepOptions, check_overrides, read_words
 
 
 def refusal(command: str, *words: str) -> str:
     """Return what is said of words that are refused."""
     with pytest.raises(UserError) as caught:
-        read_words(command, words)
+        check_overrides(read_words(command, words).overrides, sweep=command == "train -m")
     assert all(len(line) < 500 for line in str(caught.value).splitlines())
     return str(caught.value)
 
@@ -49,8 +48,11 @@ def test_a_value_is_taken_as_it_is_written(word: str, value: object) -> None:
         ("routing.windw=3", "unknown key 'routing.windw' (did you mean 'routing.window'?)"),
         ("+lrr=3", "unknown key 'lrr' (did you mean 'optimizer.lr'?)"),
         ("modle=rt24", "unknown key 'modle' (did you mean 'model'?)"),
-        ("data=enwik9", "data=enwik9: no such option (did you mean 'enwik8'?); data takes cifar10, enwik8, hub,"),
-        ("data=../routing/causal", "data=../routing/causal: no such option"),
+        ("TRAINER.STEPS=3", "(did you mean 'trainer.steps'?)"),
+        ("routing.hiden=3", "(did you mean 'model.hidden'?)"),
+        ("data=enwik9", "data=enwik9: must be one of cifar10, enwik8, hub, "),
+        ("data=enwik9", "text, wikitext103 (did you mean 'enwik8'?)"),
+        ("data=../routing/causal", "data=../routing/causal: must be one of cifar10"),
         ("trainer={steps: 3}", "unknown key 'trainer'"),
         ("trainer.steps=abc", "trainer.steps=abc: must be an integer, at least 1 (Optimizer steps to train;"),
         ("trainer.steps=٤", "trainer.steps=٤: must be an integer"),
@@ -63,11 +65,11 @@ def test_a_value_is_taken_as_it_is_written(word: str, value: object) -> None:
         ("model.base=local+none", "must be one or more of local, full, lsh, adaptive_span, strided, fixed, joined"),
         ("name=a,b", "takes one value; several make a sweep (rtx train -m); quote it where it is one: 'name=\"...\"'"),
         ("hydra.run.dir=x", "unknown key 'hydra.run.dir'"),
-        ("foo=3", "unknown key 'foo'; rtx train --help lists them"),
-        ("trainer.stps", "'trainer.stps' is not of the form key=value (did you mean 'trainer.steps'?)"),
-        ("~routing.heads", "'~routing.heads' is not of the form key=value (did you mean 'routing.heads'?)"),
+        ("foo=3", "unknown key 'foo'; --help lists them"),
+        ("trainer.stps", "'trainer.stps' is not of the form key=value"),
+        ("~routing.heads", "'~routing.heads' is not of the form key=value"),
         ("", "'' is not of the form key=value"),
-        ("a\nb=3", "unknown key 'a?b'"),
+        ("a\nb=3", "unknown key 'a b'"),
         ("sweep.retry=true", "it is an option of rtx train -m"),
     ],
 )
@@ -79,9 +81,8 @@ def test_what_training_refuses(word: str, said: str) -> None:
     ("word", "values"),
     [
         ("routing.heads=2, 4", ("2", " 4")),
-        ("seed=range(1,4)", ("1", "2", "3")),
         ("data.path=a.txt,'b,c.txt'", ("a.txt", "'b,c.txt'")),
-        ("model=glob(rt1*)", ("rt10", "rt12", "rt12-cifar10")),
+        ("model=rt10, 'rt12'", ("rt10", "rt12")),
         ("hydra.launcher.setup=[a,b]", ("[a,b]",)),
     ],
 )
@@ -90,17 +91,9 @@ def test_what_a_sweep_lists(word: str, values: tuple[str, ...]) -> None:
     assert override.values == values
 
 
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("routing.heads=2,x", "routing.heads=x: must be an integer"),
-        ("model=glob(x*)", "model=glob(x*): stands for no value"),
-        ("seed=range(1,nan)", "seed=range(1,nan): say range(start,stop) or range(start,stop,step)"),
-        ("seed=range(0,1_000_000)", "stands for too many values"),
-    ],
-)
-def test_what_a_sweep_refuses(word: str, said: str) -> None:
-    assert said in refusal("train -m", word)
+def test_a_sweep_refuses_a_value_among_others() -> None:
+    assert "routing.heads=x: must be an integer" in refusal("train -m", "routing.heads=2,x")
+    assert "model=rtx: must be one of" in refusal("train -m", "model=rt24,rtx")
 
 
 def test_options_are_written_short_or_with_their_section() -> None:
@@ -130,30 +123,21 @@ def test_a_folder_may_have_an_equals_sign_in_its_name(tmp_path: Path) -> None:
     ("command", "word", "said"),
     [
         ("eval", "splt=test", "unknown key 'splt' (did you mean 'split'?)"),
-        ("eval", "optimizer.lr=5", "optimizer.lr=5: rtx eval does not read optimizer.lr; it reads split"),
+        ("eval", "optimizer.lr=5", "rtx eval does not read optimizer.lr; it reads split"),
         ("eval", "sample.length=5", "rtx eval does not read sample.length; it is an option of rtx sample"),
-        ("eval", "hardware=ddp", "hardware=ddp: not for rtx eval; hardware takes auto, cpu, gpu"),
-        ("resume", "hardware=slurm", "not for rtx resume; hardware takes auto, cpu, ddp, fsdp, gpu"),
+        ("eval", "hardware=ddp", "hardware=ddp: not for rtx eval"),
+        ("resume", "hardware=slurm", "hardware=slurm: not for rtx resume"),
         ("sample", "data.path=x", "rtx sample does not read data.path"),
-        ("resume", "name=x", "name=x: rtx resume does not read name"),
+        ("resume", "model=rt24", "rtx resume does not read model; it reads hardware, logger, "),
     ],
 )
 def test_a_command_refuses_what_it_does_not_read(command: str, word: str, said: str) -> None:
     assert said in refusal(command, "run", word)
 
 
-def test_runs_are_counted_and_every_mistake_is_told_at_once() -> None:
-    said = refusal("eval", "split=test")
-    assert said.startswith("rtx eval needs the run's folder first, not 'split=test'; usage: rtx eval <run>")
+def test_runs_are_counted() -> None:
+    assert "rtx eval needs the run's folder first; usage: rtx eval <run>" in refusal("eval", "split=test")
     assert "takes 1 run, not also 'b'" in refusal("eval", "a", "b")
-    assert len(refusal("eval", "run", "splt=test", "limit=0", "model=rt24").splitlines()) == 3
-    assert len(refusal("train", "trainer.steps=abc", "seed=1", "nmae=x", "data=x", "~data").splitlines()) == 4
-
-
-def test_suggestions() -> None:
-    assert suggest_key("TRAINER.STEPS", all_fields()) == " (did you mean 'trainer.steps'?)"
-    assert suggest_key("routing.hiden", all_fields()) == " (did you mean 'model.hidden'?)"
-    assert not any(suggest_key(word, all_fields()) for word in ("eval.xyzzy", "", "é" * 2000))
 
 
 def test_every_key_has_a_docstring_of_one_sentence_or_more() -> None:

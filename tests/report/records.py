@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from rtx.compose import compose, to_dict
-from rtx.identity import digest
+from rtx.config import digest
 from rtx.report.run_records import flat
 
 DATA = {"name": "text", "unit": "byte", "fingerprint": "f00d" * 4}

@@ -1,14 +1,17 @@
-"""`rtx schema GROUP`: a JSON schema of the files in `conf/<group>/`, by which editors complete and check them."""
+"""Writes the JSON schemas beside this file, by which editors complete and check `conf/` and a run's config.yaml.
+
+Run `python docs/schema/make.py` after a change of a key, its range or its docstring in rtx/config.py.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import typing
+from pathlib import Path
 from typing import Any
 
 from rtx.config import GROUPS, Config
-from rtx.errors import UserError, nearest
 from rtx.keys import Field, fields_of
 
 TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
@@ -16,17 +19,8 @@ REFERENCE = {"type": "string", "pattern": r"^\$\{.+\}$"}
 """The value of another key, such as ${optimizer.steps}."""
 
 
-def main(arguments: list[str]) -> int:
-    """Print the schema of a group's files, or with `config` that of a run's config.yaml."""
-    known, word = (*GROUPS, "config"), " ".join(arguments)
-    if word not in known:
-        raise UserError(f"rtx schema {word}: say one of {', '.join(known)}{nearest(word, known)}")
-    print(text_of(word), end="")
-    return 0
-
-
 def text_of(group: str) -> str:
-    """Return the schema of a group's files as the text of a JSON file."""
+    """Return the schema of a group's files, or of a run's config.yaml (`config`), as the text of a JSON file."""
     section = typing.get_type_hints(Config).get(group)
     whole = of_section(Config, f"conf/{group}" if group != "config" else "config.yaml")
     schema = of_section(section, f"conf/{group}") if section and group != "model" else whole
@@ -56,3 +50,8 @@ def of_field(field: Field) -> dict[str, Any]:
     value |= {word: limit for word, limit in bounds.items() if math.isfinite(limit)}
     other = [{"type": "null"}] * field.optional + [{"type": "string", "enum": ["auto"]}] * field.auto
     return {"description": field.doc, "default": field.default, "anyOf": [value, *other, REFERENCE]}
+
+
+if __name__ == "__main__":
+    for name in (*GROUPS, "config"):
+        Path(__file__).with_name(f"{name}.json").write_text(text_of(name))
