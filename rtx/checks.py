@@ -43,11 +43,7 @@ OURS = {"local", "full", "lsh", "adaptive_span", "strided", "fixed"}
 
 
 def resolve(config: Config) -> Config:
-    """Return a checked copy with routing.clusters frozen, and model.hash_buckets where base=lsh reads it.
-
-    Raises:
-        UserError: two values do not fit together; the message has a line for each problem.
-    """
+    """Return a copy with routing.clusters and model.hash_buckets frozen; `UserError`: a line for all that fits not."""
     routing, model = replace(config.routing, clusters=clusters(config)), config.model
     if "lsh" in base_patterns(model):
         model = replace(model, hash_buckets=hash_buckets(config))
@@ -108,24 +104,20 @@ def model_problems(config: Config) -> Iterator[str]:
     if model.positions == "rotary" and size % 2:
         yield f"model.positions=rotary needs an even head size, not hidden/heads = {size}"
     if any(heads % len(patterns) for heads in plain):
-        each = f"a multiple of {len(patterns)} heads that do not route in every layer"
-        yield f"model.base={model.base} needs {each}, not {' and '.join(map(str, sorted(plain)))}"
+        yield f"model.base={model.base} needs in every layer a multiple of {len(patterns)} heads that do not route"
     if (model.hash_buckets or 2) % 2:
         yield f"model.hash_buckets={model.hash_buckets} must be even: a rotation and its opposite give two buckets"
     if model.positions == "axial" and math.prod(axis_sizes(model)) != length:
-        product = f"model.axes with the product data.length={length}, such as 32x32x3 for 3072"
-        yield f"model.positions=axial needs {product}, not model.axes={model.axes}"
+        yield f"model.axes={model.axes} must have the product data.length={length}, such as 32x32x3 for 3072"
     chosen, keys = routing.selection, routing.keys
     if not (routing.heads and routing.layers):
         return
     if keys == "projected" and chosen not in CLUSTERED[:3]:
         yield f"routing.keys=projected needs routing.selection=causal, topk or nearest, not {chosen}"
     if keys != "separate" and chosen not in CLUSTERED:
-        own = f"routing.selection={chosen} needs routing.keys=separate"
-        yield f"{own}, not routing.keys={keys}; routing={chosen} sets both"
+        yield f"routing.selection={chosen} needs routing.keys=separate, not {keys}; routing={chosen} sets both"
     if keys == "shared" and (routing.key_shift, routing.key_conv) != (0, 1):
-        both = f"routing.key_shift={routing.key_shift} and routing.key_conv={routing.key_conv}"
-        yield f"{both} are for keys of their own (routing.keys=separate or projected), not for routing.keys=shared"
+        yield "routing.key_shift and routing.key_conv are for routing.keys=separate or projected, not for shared"
 
 
 def training_problems(config: Config) -> Iterator[str]:
@@ -136,22 +128,19 @@ def training_problems(config: Config) -> Iterator[str]:
     micro = asked if isinstance(asked, int) else max(1, trainer.batch_size // devices)
     if hardware.precision == "tf32" and hardware.name == "cpu":
         yield "hardware.precision=tf32 needs a GPU; a CPU takes fp32, bf16 or fp64"
-    for key, number in (("nodes", hardware.nodes), ("devices", hardware.devices or 1)):
-        if number > 1 and hardware.name not in SPREAD:
-            yield f"hardware.{key}={number} needs hardware=ddp or fsdp, not hardware={hardware.name}"
+    if devices > 1 and hardware.name not in SPREAD:
+        yield f"hardware.devices and nodes above 1 need hardware=ddp or fsdp, not hardware={hardware.name}"
     if hardware.compile and hardware.name == "fsdp":
         yield "hardware.compile=true is not for hardware=fsdp, which gathers weights between blocks; use hardware=ddp"
     if optimizer.name == "adafactor" and hardware.name == "fsdp":
         yield "optimizer=adafactor is not for hardware=fsdp, which has parts of matrices; take ddp, or optimizer=adam"
     if trainer.batch_size % (micro * devices):
-        multiple = f"a multiple of trainer.micro_batch_size={micro} times {devices} device(s)"
-        yield f"trainer.batch_size={trainer.batch_size} must be {multiple}"
+        yield f"trainer.batch_size={trainer.batch_size} must be a multiple of micro-batch {micro} x {devices} device(s)"
     if optimizer.schedule == "rsqrt" and not optimizer.warmup:
         yield "optimizer.schedule=rsqrt needs optimizer.warmup of at least 1"
     plain = model.attention_dropout == 0 and model.positions != "shaw" and "adaptive_span" not in base_patterns(model)
     if hardware.attention in ("native", "flex") and not plain:
-        lacks = "has no model.attention_dropout, model.positions=shaw or base=adaptive_span"
-        yield f"hardware.attention={hardware.attention} {lacks}; hardware.attention=auto takes torch for them"
+        yield "model.attention_dropout, positions=shaw and base=adaptive_span need hardware.attention=auto or torch"
     on_cpu = hardware.precision in ("auto", "fp32") and hardware.name in ("auto", "cpu", "ddp")
     if hardware.attention == "native" and not on_cpu:
         yield "hardware.attention=native is for hardware.precision=fp32 on a CPU (hardware=cpu)"
@@ -177,5 +166,4 @@ def data_problems(config: Config) -> Iterator[str]:
     if data.name == "recall" and data.pairs > data.keys:
         yield f"data.pairs={data.pairs} must be at most data.keys={data.keys}: the keys of a sequence differ"
     if data.name == "recall" and 4 * data.pairs > data.length:
-        taken = f"data.pairs={data.pairs} pairs and their questions take {4 * data.pairs} units"
-        yield f"{taken}, more than data.length={data.length}"
+        yield f"data.pairs={data.pairs} and their questions take {4 * data.pairs} units, not data.length={data.length}"

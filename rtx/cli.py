@@ -23,9 +23,8 @@ from rtx.errors import RunFailed, UserError, nearest, printable
 from rtx.training.memory import out_of_memory
 from rtx.training.signals import EXIT_CODES, INTERRUPTED, PREEMPTED, Stopped, ignore_signals, started_by_another
 
-HELP = ("--help", "-h")
-FLAGS = {"train": (*HELP, "--multirun", "-m", "--cfg"), "plan": (*HELP, "--cfg")}
-"""The flags of the commands that have more than --help."""
+FLAGS = {"--help", "-h"}
+MORE_FLAGS = {"train": {"-m", "--multirun", "--cfg"}, "plan": {"--cfg"}}
 CHECKED = ("train", "plan", "resume", "eval", "audit", "analyze", "sample", "export")
 """Commands that import torch; the others refuse what is wrong with their words themselves."""
 
@@ -78,10 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         if reason := out_of_memory(error):
             return complain(reason, 1)
-        try:
-            traceback.print_exc()
-        except MemoryError:  # what ran out first may look like anything (a SystemError, say)
-            complain("out of memory", 1)
+        traceback.print_exc()
         return 1
 
 
@@ -92,24 +88,18 @@ def dispatch(arguments: list[str]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from rtx import help, options
 
-    word, words, commands = (*arguments, "")[0], arguments[1:], {name.split()[0]: None for name in options.READS}
-    if not word or word in HELP:
-        print(help.front_page())
+    word, *rest = arguments or [""]
+    if word in ("", *FLAGS, "--version"):
+        print(f"rtx {__version__}" if word == "--version" else help.front_page())
         return 0 if word else 2
-    if word == "--version":
-        print(f"rtx {__version__}")
-        return 0
-    if word not in commands:
+    if word not in (commands := list(dict.fromkeys(name.split()[0] for name in options.READS))):
         hint = nearest(word, [*commands, "--help", "--version"]) or f"; the commands are {', '.join(commands)}"
         raise UserError(f"unknown command {word!r}{hint}")
-    flags = take_flags(word, words)
-    if flags & {*HELP}:
-        print(help.command_page(word, words))
+    flags, words = split_flags(word, rest)
+    if flags & FLAGS or word == "completion":
+        print(help.command_page(word, words) if flags else help.completion(words))
         return 0
-    if word == "completion":
-        print(help.completion(words))
-        return 0
-    if flags & {"--multirun", "-m"}:
+    if flags & {"-m", "--multirun"}:
         from rtx.launcher import sweep
 
         return sweep(words)
@@ -123,18 +113,17 @@ def dispatch(arguments: list[str]) -> int:
     return importlib.import_module(f"rtx.commands.{word}").main(words)
 
 
-def take_flags(command: str, words: list[str]) -> set[str]:
-    """Take the flags out of the words of a command, and return them; --cfg with the word behind it, which is job."""
-    known, flags = FLAGS.get(command, HELP), {word for word in words if word.startswith("-")}
-    if unknown := sorted(flags - {*known}):
+def split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
+    """Return the flags among the words of a command, and the other words; --cfg goes with the word job behind it."""
+    flags, known = {word for word in words if word.startswith("-")}, FLAGS | MORE_FLAGS.get(command, set())
+    if unknown := sorted(flags - known):
         raise UserError(f"{unknown[0]}: unknown flag of rtx {command}{nearest(unknown[0], known)}")
     if "--cfg" in flags:
-        at = words.index("--cfg")
-        if words[at + 1 : at + 2] != ["job"]:
+        at = words.index("--cfg") + 1
+        if words[at : at + 1] != ["job"]:
             raise UserError("--cfg: say --cfg job")
-        del words[at + 1]
-    words[:] = [word for word in words if word not in flags]
-    return flags
+        del words[at]
+    return flags, [word for word in words if word not in flags]
 
 
 def check_first(word: str, words: list[str]) -> None:

@@ -42,27 +42,27 @@ def test_clusters_and_hash_buckets_are_frozen(words: str, frozen: tuple[int, int
     ("words", "said"),
     [
         ("routing.heads=9", "routing.heads=9 must be at most model.heads=8"),
-        ("routing.selection=exact", "routing.selection=exact needs routing.keys=separate, not routing.keys=shared;"),
+        ("routing.selection=exact", "routing.selection=exact needs routing.keys=separate, not shared;"),
         ("routing.selection=random routing.keys=projected", "routing.keys=projected needs routing.selection=causal"),
-        ("routing.key_shift=1", "routing.key_shift=1 and routing.key_conv=1 are for keys of their own"),
+        ("routing.key_shift=1", "routing.key_shift and routing.key_conv are for routing.keys=separate"),
         ("routing.selection=blocks routing.keys=separate routing.block=300", "must be at most routing.window=256"),
         ("model.window=2000", "model.window=2000 must be at most data.length=1024"),
         ("model.base=fixed model.summary=129", "model.summary=129 must be at most model.stride=128"),
-        ("model.base=local+local+lsh", "needs a multiple of 3 heads that do not route in every layer, not 4 and 8"),
+        ("model.base=local+local+lsh", "needs in every layer a multiple of 3 heads that do not route"),
         *(
-            (f"model.positions=axial model.axes={axes}", f"such as 32x32x3 for 3072, not model.axes={axes}")
+            (f"model.positions=axial model.axes={axes}", f"model.axes={axes} must have the product data.length=1024")
             for axes in ("32x33", "32*32", "-32x-32", "1024x", "")
         ),
         ("model.hash_buckets=7", "model.hash_buckets=7 must be even: a rotation and its opposite give two buckets"),
         ("model.hidden=250 model.positions=none", "model.hidden=250 must be a multiple of model.heads=8"),
         ("model.hidden=264", "model.positions=rotary needs an even head size, not hidden/heads = 33"),
         ("hardware.name=cpu hardware.precision=tf32", "hardware.precision=tf32 needs a GPU; a CPU takes"),
-        ("hardware.devices=2", "hardware.devices=2 needs hardware=ddp or fsdp, not hardware=auto"),
+        ("hardware.devices=2", "hardware.devices and nodes above 1 need hardware=ddp or fsdp, not hardware=auto"),
         ("hardware.name=fsdp hardware.compile=true", "hardware.compile=true is not for hardware=fsdp"),
         ("hardware.name=fsdp optimizer.name=adafactor", "optimizer=adafactor is not for hardware=fsdp"),
         ("hardware.attention=flex hardware.name=cpu", "hardware.attention=flex is for a GPU"),
         ("hardware.attention=native hardware.name=gpu", "hardware.attention=native is for hardware.precision=fp32 on"),
-        ("hardware.attention=native model.positions=shaw", "hardware.attention=auto takes torch for them"),
+        ("hardware.attention=native model.positions=shaw", "need hardware.attention=auto or torch"),
         ("trainer.batch_size=10 trainer.micro_batch_size=4", "trainer.batch_size=10 must be a multiple of"),
         ("optimizer.warmup=0", "optimizer.schedule=rsqrt needs optimizer.warmup of at least 1"),
         ("data.name=text", "data=text needs data.path=<file, folder or glob>"),

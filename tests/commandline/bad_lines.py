@@ -1,9 +1,8 @@
-"""Command lines and configuration files that go wrong in the ways of people: good ones with one to three slips."""
+"""Command lines that go wrong in the ways of people: good ones with one to three slips."""
 
 from __future__ import annotations
 
 import math
-import re
 
 import hypothesis.strategies as st
 from hypothesis.strategies import DrawFn
@@ -110,24 +109,3 @@ def values_of(field: Field) -> st.SearchStrategy[str]:
     near = [str(end + step) for end in ends for step in (-1, 0, 1)]
     near += [*field.values, *(choice[:-1] for choice in field.values), str(field.default)]
     return st.one_of(st.sampled_from(near), st.sampled_from(VALUES))
-
-
-@st.composite
-def bad_files(draw: DrawFn, good: str) -> bytes:
-    """Draw the bytes of a run's config.yaml with one to three slips."""
-    lines = good.splitlines()
-    for _ in range(draw(st.sampled_from((1, 1, 1, 2, 3)))):
-        at = draw(st.integers(0, len(lines) - 1))
-        line = lines[at]
-        key = re.match(r" *[^:]*:?", line, re.DOTALL)[0]  # type: ignore[index]
-        odd = draw(st.sampled_from(VALUES))
-        slips = [
-            *([f"{key} {odd}"], [f"{key} {odd}"], [line[1:]], ["  " + line], [line, line], [], ["---", line]),
-            *([line.replace(":", "")], [key.replace(":", "s:")], ["\t" + line], [f"{odd}: 1"], [f"{key} '{odd}'"]),
-            *([f"{key} !!python/object/apply:os.getcwd []"], [f"{key} *alias"], [f"{key} [{odd}"], [f"{key} {{a: 1}}"]),
-        ]
-        lines[at : at + 1] = draw(st.sampled_from(slips))
-        lines = lines or [""]
-    content = ("\n".join(lines) + "\n").encode("utf-8", "surrogateescape")
-    cut = draw(st.sampled_from((len(content), len(content), len(content) // 2, 0)))
-    return content[:cut] + draw(st.sampled_from((b"", b"", b"\x00", b"\xff\xfe", b"seed: 1\n")))

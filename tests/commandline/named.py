@@ -10,8 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from rtx.config import GROUPS, all_fields
 from rtx.errors import written
 from rtx.keys import Field
@@ -87,17 +85,3 @@ def value_of(field: Field, text: str) -> Any:
     number = float(bare.replace("_", ""))
     assert field.kind is float or number.is_integer()
     return number if field.kind is float else int(number)
-
-
-def from_yaml(text: str) -> dict[str, Any]:
-    """Return what the text of a run's config.yaml names, by dotted keys."""
-    document = yaml.compose(text, Loader=yaml.BaseLoader)
-    assert isinstance(document, yaml.MappingNode)
-    values: dict[str, Any] = {}
-    for key, node in document.value:
-        inner = node.value if isinstance(node, yaml.MappingNode) else [(None, node)]
-        for name, scalar in inner:
-            field = all_fields()[f"{key.value}.{name.value}" if name else key.value]
-            unset = scalar.value == "null" and field.optional
-            values[field.key] = None if unset else scalar.value if field.kind is str else value_of(field, scalar.value)
-    return values

@@ -1,4 +1,4 @@
-"""Generated bad command lines and configuration files: no traceback, no other exit code than the promised ones, and
+"""Generated bad command lines: no traceback, no other exit code than the promised ones, and
 what is accepted runs with exactly the values that were named.
 
 The lines are the same in every run of the tests. RTX_BAD_LINES=1000 draws as many of them.
@@ -18,9 +18,8 @@ from typing import Any
 
 import named
 import pytest
-from bad_lines import GOOD, RUN, bad_files, bad_lines
+from bad_lines import GOOD, RUN, bad_lines
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import rtx.commands.data
 import rtx.compose
@@ -128,13 +127,3 @@ def test_another_value_than_the_named_one_would_be_noticed() -> None:
 @settings(max_examples=LINES, **SAME_EVERY_TIME)
 def test_a_bad_line_is_refused_in_words_or_means_what_it_says(stage: Stage, words: list[str]) -> None:
     judge(words, stage.ask(words))
-
-
-@given(content=st.deferred(lambda: bad_files(GOOD_FILE)))
-@settings(max_examples=LINES, **SAME_EVERY_TIME)
-def test_a_bad_file_is_refused_in_words_or_means_what_it_says(stage: Stage, content: bytes) -> None:
-    Path("outputs/rtx/other").mkdir(exist_ok=True)
-    Path("outputs/rtx/other/config.yaml").write_bytes(content)
-    for config in stage.ask(["eval", "outputs/rtx/other"]):
-        found, written = flat(to_dict(config)), named.from_yaml(content.decode())
-        assert not {key for key, value in written.items() if found[key] != value} - {*named.SELF_MADE}
