@@ -290,10 +290,6 @@ class TrainerConfig:
     """Units by which the windows of a validation advance; unset: N. Smaller gives every unit more context."""
     checkpoint_every: int = ranged(250, low=1)
     """Steps between checkpoints; one is also written at the end and on a signal."""
-    checkpoint_minutes: float | None = ranged(None, above=0.0)
-    """Minutes after which a checkpoint is due, if no step of checkpoint_every comes before; unset: by steps alone."""
-    keep_checkpoints: int = ranged(2, low=1, high=10_000)
-    """Whole checkpoints to keep: last.ckpt, previous.ckpt, then previous-2.ckpt and so on (best.ckpt is one more)."""
     log_every: int = ranged(10, low=1)
     """Steps between rows in metrics.jsonl."""
 

@@ -159,7 +159,7 @@ def test_merge_takes_keys_and_groups_and_checks_them(default: Any) -> None:
 def test_the_hash_tells_cells_apart_by_what_changes_results(default: Any) -> None:
     reference = config_hash(default)
     assert len(reference) == 12
-    same = "name=other logger.group=g hardware.workers=2 trainer.checkpoint_minutes=5 model.name=mine data.verify=never"
+    same = "name=other logger.group=g hardware.workers=2 model.name=mine data.verify=never"
     same += " trainer.checkpoint_every=7 trainer.micro_batch_size=2 model.recompute=true"
     assert config_hash(compose(same.split())) == reference
     others = ("seed=1", "routing.window=32", "trainer.steps=5", "hardware.threads=1", "optimizer.lr=0.1")

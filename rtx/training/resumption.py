@@ -15,8 +15,7 @@ from rtx.training.run_folder import is_export, read_status, run_state
 ALLOWED = {
     *("trainer.steps", "trainer.max_minutes", "trainer.micro_batch_size", "trainer.log_every"),
     *("trainer.val_every", "trainer.val_windows", "trainer.val_stride"),
-    *("trainer.checkpoint_every", "trainer.checkpoint_minutes", "trainer.keep_checkpoints"),
-    *("optimizer.steps", "model.recompute", "model.ffn_parts"),
+    *("trainer.checkpoint_every", "optimizer.steps", "model.recompute", "model.ffn_parts"),
     *("name", "model.name", "data.path", "data.verify", "data.processes"),
 }
 """What `rtx resume` may change: how long, where, how often; the rest would make another run of it."""
