@@ -19,10 +19,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from machine import code, machine
 from omegaconf import OmegaConf
 
-from rtx.analysis.loss_by_position import DIFFERENCES
+from rtx.analysis.loss_by_position import DIFFERENCES, estimate
 from rtx.training.run_folder import read_status
 
 SELECTIONS = ("topk", "causal", "random")
@@ -66,7 +67,7 @@ def audit(args: argparse.Namespace, runs: list[Path]) -> list[dict[str, Any]]:
     results = [run / "audit.json" for run in runs]
     if all(path.exists() for path in results):
         found = [json.loads(path.read_text()) for path in results]
-        if all(is_wanted(result, args, runs) for result in found):
+        if all(is_wanted(result, args) for result in found):
             return found
     overrides = [
         *(f"audit.windows={args.windows}", f"audit.positions={args.positions}", "audit.checkpoint=last"),
@@ -76,14 +77,9 @@ def audit(args: argparse.Namespace, runs: list[Path]) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in results]
 
 
-def is_wanted(result: dict[str, Any], args: argparse.Namespace, runs: list[Path]) -> bool:
-    """Tell whether an audit was of these runs together, with as many windows and positions."""
-    together, paid = result.get("over_runs", {}).get("runs"), result["price"]
-    return (
-        together == [str(run) for run in runs]
-        and paid["windows"] == args.windows
-        and len(paid["positions"]) == args.positions
-    )
+def is_wanted(result: dict[str, Any], args: argparse.Namespace) -> bool:
+    """Tell whether an audit was of as many windows and positions."""
+    return result["price"]["windows"] == args.windows and len(result["price"]["positions"]) == args.positions
 
 
 def rows_of(args: argparse.Namespace, selection: str, runs: list[Path]) -> list[dict[str, Any]]:
@@ -106,9 +102,12 @@ def rows_of(args: argparse.Namespace, selection: str, runs: list[Path]) -> list[
         priced = {name: result["price"][name] for name in ("bits", *DIFFERENCES)}
         rows.append({"what": "audit", "seed": result["seed"], "final_bits": final, **priced, **common})
     if len(runs) > 1:
-        together = results[0]["over_runs"]
-        means = {name: together[name] for name in DIFFERENCES}
-        rows.append({"what": "audit over seeds", "seeds": together["seeds"], **means, **common})
+        means = {}
+        for name in DIFFERENCES:
+            bits, error = estimate(np.array([result["price"][name]["bits"] for result in results]))
+            means[name] = {"bits": bits, "standard_error": error}
+        seeds = [result["seed"] for result in results]
+        rows.append({"what": "audit over seeds", "seeds": seeds, **means, **common})
     return rows
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
-import math
 import os
 import signal
 from collections.abc import Sequence
@@ -24,7 +22,7 @@ from rtx.compose import RUN_CONFIG, compose_unresolved, composed, config_hash, l
 from rtx.config import Config
 from rtx.errors import UserError, refuse
 from rtx.keys import conf_dir
-from rtx.options import LAUNCHED, MOST_CELLS, Override, check_overrides
+from rtx.options import LAUNCHED, Override, check_overrides
 from rtx.training.memory import OUT_OF_MEMORY
 from rtx.training.run_folder import busy, close, outputs_root, read_status, seems_running
 from rtx.training.signals import EXIT_CODES, SWEEP_VARIABLE, state_after
@@ -56,12 +54,10 @@ def lay_out(checked: Sequence[Override]) -> list[Cell]:
     """Compose and check every cell that the overrides stand for.
 
     Raises:
-        UserError: the first cell that cannot be; cells that are the same run; too many; a key that no cell reads.
+        UserError: the first cell that cannot be; cells that are the same run; a key that no cell reads.
     """
     given = list({entry.key: entry for entry in checked if not entry.key.startswith("hydra.")}.values())
     grids = list(expanded(given).values())
-    if (count := sum(math.prod(len(entry.values) for entry in grid) for grid in grids)) > MOST_CELLS:
-        raise UserError(f"the sweep has {count:,} cells; at most {MOST_CELLS:,} are taken at once")
     for entry in given:
         if entry.key != "experiment" and not any(entry in grid for grid in grids):
             raise UserError(f"{entry}: each of these experiments sets {entry.key} itself; sweep them one by one")
@@ -74,10 +70,9 @@ def lay_out(checked: Sequence[Override]) -> list[Cell]:
         with user_errors(f"cell {number} ({title}): "):
             config = resolve(compose_unresolved(entries))
         folder = outputs_root() / config.name / config_hash(config)
-        same = cells.setdefault(folder, Cell(number, tuple(map(str, entries)), folder, config, title))
-        if same.number != number:
-            both = f"cells {same.number} and {number} are the same run ({title})"
-            raise UserError(f"{both}; list values that change the result")
+        same = cells.setdefault(folder, Cell(number, tuple(map(str, entries)), folder, config, title)).number
+        if same != number:
+            raise UserError(f"cells {same} and {number} are the same run ({title}); list values that change the result")
     unread = [idle(cell.config, (entry.key for entry in given)) for cell in cells.values()]
     refuse(line for key, line in unread[0].items() if all(key in each for each in unread))
     return list(cells.values())
@@ -140,12 +135,6 @@ def refuse_sweep(arguments: Sequence[str]) -> None:
 def has_score(status: dict[str, Any] | None) -> bool:
     """Tell whether a run is done and says with what score."""
     return bool(status and status["state"] == "done" and status.get("final"))
-
-
-def threads_begun_with(cell: Cell) -> int | None:
-    """Return the threads that the run of a cell recorded, on which its bits depend; None where it has not begun."""
-    path = cell.folder / "environment.json"
-    return json.loads(path.read_text()).get("threads") if path.exists() else None
 
 
 def ended_before(cell: Cell, retry: bool) -> Outcome | None:

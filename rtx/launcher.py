@@ -1,7 +1,4 @@
-"""`rtx train -m`: every cell of a sweep in a process of its own, one after the other or several side by side.
-
-So a crash, a kill or memory left behind in one cell touches no other, and the processes of a distributed cell start
-that cell alone (under Hydra's own multirun they would start the sweep again).
+"""`rtx train -m`: every cell of a sweep in a process of its own, so that a crash or a kill of one touches no other.
 
 With hardware=slurm a cell is a job, by submitit. `hydra.launcher.*` says what it asks for, as hydra-submitit-launcher
 has it; its launcher is not used, for it waits for all jobs together and loses what they return to the first that fails.
@@ -21,13 +18,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from rtx.cells import NO_CODE, Cell, Outcome, ended_before, ending, has_score, lay_out, threads_begun_with
+from rtx.cells import NO_CODE, Cell, Outcome, ended_before, ending, has_score, lay_out
 from rtx.compose import composed, user_errors
 from rtx.data.catalog import check_source, data_root
 from rtx.errors import UserError, plural, printable, refuse
@@ -38,12 +35,9 @@ from rtx.training.memory import system_kills
 from rtx.training.run_folder import read_status, shown, unwritable, utc_now
 from rtx.training.signals import EXIT_CODES, SWEEP_VARIABLE
 
-OUTPUT = "output.log"
-"""What a cell prints; in its folder."""
-QUEUE_SECONDS = 5.0
-"""Time between two looks at the queue of a cluster."""
-RESULT_SECONDS = 15.0
-"""Time for what a job returns to appear on a disk that machines share."""
+OUTPUT = "output.log"  # what a cell prints; in its folder
+QUEUE_SECONDS = 5.0  # between two looks at the queue of a cluster
+RESULT_SECONDS = 15.0  # for what a job returns to appear on a disk that machines share
 
 
 def sweep(arguments: Sequence[str]) -> int:
@@ -54,9 +48,9 @@ def sweep(arguments: Sequence[str]) -> int:
     words = read_words("train -m", arguments)
     checked = check_overrides(words.overrides, sweep=True)
     cells = lay_out(checked)
-    launcher = Launcher(cells, words.options.retry, words.options.parallel or 1)
-    if asked := job_words(checked):
-        launcher = Launcher(cells, words.options.retry, words.options.parallel or len(cells), submitter(cells, asked))
+    jobs = job_words(checked)
+    at_once = min(words.options.parallel or (len(cells) if jobs else 1), len(cells))
+    launcher = Launcher(cells, words.options.retry, at_once, submitter(cells, jobs) if jobs else None)
     needed = {str(cell.config.data): cell.config.data for cell in cells if not has_score(read_status(cell.folder))}
     for data in needed.values():
         check_source(data, data_root(), lambda line: None)
@@ -94,26 +88,23 @@ def closing_table(cells: Sequence[Cell], outcomes: Sequence[Outcome]) -> str:
     for cell, outcome in zip(cells, outcomes, strict=True):
         final = (read_status(cell.folder) or {}).get("final") if outcome.word.startswith("done") else None
         code, bits = "" if outcome.code == NO_CODE else str(outcome.code), f"{final['bits']:.4f}" if final else ""
-        place = os.path.relpath(cell.folder)
-        rows.append((str(cell.number), cell.title, outcome.word, code, bits, place, outcome.reason))
+        ended = (outcome.word, code, bits, os.path.relpath(cell.folder), outcome.reason)
+        rows.append((str(cell.number), cell.title, *ended))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n" + "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def share(cell: Cell, place: int = 0, places: int = 1) -> dict[str, str]:
-    """Return the variables that give a cell its part of the machine: of the threads, and of several GPUs one.
+def share(cell: Cell, place: int, places: int) -> dict[str, str]:
+    """Return the variables that give one of several cells its part of the machine: of the threads, and one of the GPUs.
 
-    A cell that goes on keeps the threads it began with, on which its bits depend. What the user has set stays:
-    hardware.threads, OMP_NUM_THREADS, and hardware=ddp, whose processes share the GPUs.
+    What the user has set stays: hardware.threads, OMP_NUM_THREADS, and hardware=ddp, whose processes share the GPUs.
     """
-    hardware, variables, threads = cell.config.hardware, {}, threads_begun_with(cell)
-    if threads is None and places > 1:
-        threads = max(1, cores() // (places * (hardware.devices or 1)))
-    if threads and hardware.threads is None and "OMP_NUM_THREADS" not in os.environ:
-        variables["OMP_NUM_THREADS"] = str(threads)
+    hardware, variables = cell.config.hardware, {}
+    if hardware.threads is None and "OMP_NUM_THREADS" not in os.environ:
+        variables["OMP_NUM_THREADS"] = str(max(1, cores() // (places * (hardware.devices or 1))))
     here = ",".join(str(number) for number, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*")))
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", here).split(",")
-    if places > 1 and len(gpus) > 1 and hardware.name in ("auto", "gpu"):
+    if len(gpus) > 1 and hardware.name in ("auto", "gpu"):
         variables["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
     return variables
 
@@ -133,19 +124,19 @@ def start(words: Sequence[str], folder: Path, variables: Mapping[str, str]) -> s
         )
 
 
+@dataclass
 class Launcher:
     """Runs the cells of a sweep, so many at once.
 
     `submit` starts a cell elsewhere than as a process of this machine; what it returns is polled and signalled as one.
     """
 
-    def __init__(
-        self, cells: Sequence[Cell], retry: bool, at_once: int, submit: Callable[[Cell], Any] | None = None
-    ) -> None:
-        self.cells, self.retry, self.places, self.submit = cells, retry, min(at_once, len(cells)), submit
-        self.free: asyncio.Queue[int] = asyncio.Queue()
-        self.running: set[Any] = set()
-        self.stopped_by = 0  # the first signal
+    cells: Sequence[Cell]
+    retry: bool
+    at_once: int
+    submit: Callable[[Cell], Any] | None = None
+    stopped_by: int = 0  # the first signal
+    running: set[Any] = field(default_factory=set)
 
     def launch(self) -> list[Outcome]:
         """Run the cells; returns how each ended, in their order."""
@@ -156,9 +147,10 @@ class Launcher:
         for number in EXIT_CODES:
             if signal.getsignal(number) != signal.SIG_IGN:
                 asyncio.get_running_loop().add_signal_handler(number, self.stop, number)
-        for place in range(self.places):
-            self.free.put_nowait(place)
-        return await asyncio.gather(*map(self.run, self.cells))
+        places: asyncio.Queue[int] = asyncio.Queue()
+        for place in range(self.at_once):
+            places.put_nowait(place)
+        return await asyncio.gather(*(self.run(cell, places) for cell in self.cells))
 
     def stop(self, number: int) -> None:
         """Begin no cell any more, and let those that run obey the signal; at a second Ctrl-C they leave at once."""
@@ -166,42 +158,37 @@ class Launcher:
         for process in self.running:
             process.send_signal(number)
 
-    async def run(self, cell: Cell) -> Outcome:
+    async def run(self, cell: Cell, places: asyncio.Queue[int]) -> Outcome:
         """Wait for a place, and run a cell to its end, where it has not come to one."""
-        place = await self.free.get()
+        place, said = await places.get(), f"cell {cell.number} of {len(self.cells)}: {cell.title}: "
         try:
-            outcome = ended_before(cell, self.retry)
-            if self.stopped_by:
-                outcome = Outcome(NO_CODE, "not started")
-            outcome = outcome or await self.attempt(cell, place)
+            outcome = Outcome(NO_CODE, "not started") if self.stopped_by else ended_before(cell, self.retry)
+            if outcome is None:
+                say(f"{said}begins")
+                outcome = await self.attempt(cell, place)
         except (UserError, OSError) as error:  # a full disk must not end the other cells
             outcome = Outcome(2, "failed", str(error))
-        self.tell(cell, f"{outcome.word}: {outcome.reason}".removesuffix(": "))
-        self.free.put_nowait(place)
+        say(f"{said}{outcome.word}: {outcome.reason}".removesuffix(": "))
+        places.put_nowait(place)
         return outcome
 
     async def attempt(self, cell: Cell, place: int) -> Outcome:
         """Start a cell, and return how it ended."""
-        self.tell(cell, "begins")
         before, kills, code, said = read_status(cell.folder), system_kills(), None, ""
         cell.folder.mkdir(parents=True, exist_ok=True)
         with open(cell.folder / OUTPUT, "ab+") as output:  # at its end
-            variables = share(cell, place, self.places)
-            process = self.submit(cell) if self.submit else start(cell.overrides, cell.folder, variables)
+            mine = share(cell, place, self.at_once) if self.at_once > 1 else {}
+            process = self.submit(cell) if self.submit else start(cell.overrides, cell.folder, mine)
             self.running.add(process)
             while code is None:
                 await asyncio.sleep(0.05)
                 code = process.poll()
                 new = printable(output.read().decode(errors="replace"))
                 said = (said + new)[-4096:]
-                if new and self.places == 1:
+                if new and self.at_once == 1:
                     say(new.removesuffix("\n"))
         self.running.discard(process)
         return ending(cell, code if code >= 0 else 128 - code, said, before, system_kills() > kills, self.stopped_by)
-
-    def tell(self, cell: Cell, line: str) -> None:
-        """Print a line on a cell."""
-        say(f"cell {cell.number} of {len(self.cells)}: {cell.title}: {line}")
 
 
 def job_words(checked: Sequence[Any]) -> list[str]:
@@ -236,7 +223,7 @@ def submitter(cells: Sequence[Cell], words: Sequence[str]) -> Callable[[Cell], J
             with submitit.helpers.environment_variables(PYTHONSAFEPATH="1"):  # an rtx.py here is not to be run for ours
                 executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_max_num_timeout=timeouts)
                 executor.update_parameters(**asked)
-                return Job(executor.submit(Attempt(cell.overrides, cell.folder, share(cell))), cell.folder)
+                return Job(executor.submit(Attempt(cell.overrides, cell.folder)), cell.folder)
         except Exception as error:  # by whatever name submitit calls it
             said = str(error).strip().splitlines() or [type(error).__name__]
             raise UserError(f"its job cannot be submitted: {said[-1]}") from error
@@ -283,12 +270,12 @@ class Job:
 class Attempt:
     """What a job runs: the process of a cell."""
 
-    def __init__(self, words: Sequence[str], folder: Path, variables: Mapping[str, str]) -> None:
-        self.given = words, folder, variables
+    def __init__(self, words: Sequence[str], folder: Path) -> None:
+        self.given = words, folder
 
     def __call__(self) -> int:
         """Run the process to its end; returns its exit code."""
-        self.process = start(*self.given)
+        self.process = start(*self.given, {})
         # A scheduler may have told the cell, too: a second SIGUSR2 changes nothing.
         signal.signal(signal.SIGTERM, lambda *_: self.process.send_signal(signal.SIGUSR2))
         while (code := self.process.poll()) is None:

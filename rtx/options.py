@@ -72,12 +72,6 @@ class SampleOptions:
 
 @dataclass
 class AuditOptions:
-    length: int | None = ranged(None, low=2)
-    """Positions of the sequences that are changed; unset: N."""
-    double: bool = True
-    """Compute the changes in float64; false: in the parameters' own type (audit.tolerance must allow its rounding)."""
-    streaming: bool = True
-    """Change the future of decisions made from the prefix alone, too."""
     sequences: int = ranged(2, low=1)
     """Sequences whose future is changed."""
     prefixes: int = ranged(24, low=1)
@@ -86,16 +80,14 @@ class AuditOptions:
     """Relative change from which on an output counts as moved."""
     split: str = one_of("valid", "test", "train")
     """Part of a run's data to take sequences from."""
-    windows: int = ranged(32, low=0)
-    """Windows of a run's data that are priced; 0: no price, and the data are not read."""
+    windows: int = ranged(32, low=1)
+    """Windows of a run's data that are priced."""
     positions: int = ranged(32, low=1)
     """Positions scored in each window: each is a run of the model on its prefix alone."""
     checkpoint: str = one_of("best", "last")
     """Checkpoint of the run to audit."""
     seed: int = ranged(0, low=0, high=2**31 - 1)
     """Seed of the windows, positions and changed ids: the same ones for every run."""
-    output: str | None = None
-    """File for the result as JSON, of a configuration; a run gets audit.json in its folder."""
 
 
 @dataclass
@@ -118,20 +110,14 @@ class DivergenceOptions(AnalyzeOptions):
 
 @dataclass
 class PatternsOptions(AnalyzeOptions):
-    start: int | None = ranged(None, low=0)
-    """Unit of the split that the sequence begins with, or number of the image; unset: drawn by the seed."""
-    layer: str | None = None
-    """Layers to draw, 0 the lowest, joined by +; unset: the topmost."""
-    head: str | None = None
-    """Heads of these layers, counted from 0, joined by +; unset: all."""
+    layer: int | None = ranged(None, low=0)
+    """Layer to draw, 0 the lowest; unset: the topmost."""
 
 
 @dataclass
 class ContextOptions(AnalyzeOptions):
     windows: int = ranged(64, low=1)
     """Windows scored."""
-    bins: int = ranged(16, low=1, high=256)
-    """Ranges of position that the loss is averaged over."""
     mode: str = one_of("parallel", "streaming")
     """parallel: one pass over each window (teacher-forced); streaming: every decision from the prefix alone."""
 
@@ -221,9 +207,9 @@ COMMANDS = (
     Command("sample", "generate from a run", SampleOptions, 1, DEVICE),
     Command("export", "write a run's model as safetensors with a card, for others to load", ExportOptions, 1),
     Command("sweep", "watch a sweep: what is done, runs, failed, waits", runs=1),
-    Command("report", "set runs and sweeps beside the paper's tables", ReportOptions, MANY, ("logger", "logger.*")),
+    Command("report", "set runs and sweeps beside the paper's tables", ReportOptions, MANY),
     Command("plan", "count parameters, FLOPs and memory of a run, and run nothing", composes=True),
-    Command("data", "prepare, verify, info or remove data=<set>; list what lies here", keys=("data", "data.*")),
+    Command("data", "prepare, verify or info data=<set>; list what lies here, remove <name>", keys=("data", "data.*")),
     Command("completion", "print a script by which bash completes lines: source <(rtx completion bash)"),
 )
 READS = {command.name: command for command in COMMANDS}

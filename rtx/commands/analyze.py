@@ -30,8 +30,8 @@ from rtx.training.inference import LoadedRun, open_run, run_config
 from rtx.training.run_folder import utc_now
 
 Result = dict[str, Any]
-ROWS = 512
-"""Positions that a map of a head shows, at the most."""
+ROWS, BINS = 512, 16
+"""Positions that a map of a head shows, and ranges of position that a loss is averaged over, at the most."""
 
 
 def main(arguments: list[str]) -> int:
@@ -68,60 +68,38 @@ def divergence(run: LoadedRun, store: Store, options: DivergenceOptions) -> Resu
         kind = " ".join(row["kind"]).replace("routed", "routing")
         table.setdefault(row["layer"], {"layer": row["layer"]})[kind] = "{mean:.4f} ± {deviation:.4f}".format(**row)
     print_table(list(table.values()))
-    if (share := float(np.mean([row["share"] for row in found]))) < 1:
-        print(f"over the positions where both heads read something, {share:.0%}")
     return {"layers": found, "over_layers": means}
 
 
 def patterns(run: LoadedRun, store: Store, options: PatternsOptions) -> Result:
-    """Which positions the heads read in one sequence: a table, and a picture of a map for each of them."""
-    model = run.config.model
-    layers = numbers(options.layer, "layer", model.layers) or [model.layers - 1]
-    heads = numbers(options.head, "head", model.heads) or list(range(model.heads))
-    start, ids_1N = sequence(run, store, options)
+    """Which positions the heads of a layer read in one sequence: a table, and a picture with a map for each head."""
+    top, N = run.config.model.layers - 1, run.config.data.length
+    if (layer := top if options.layer is None else options.layer) > top:
+        raise UserError(f"layer={layer}: the topmost layer is layer={top}")
+    tokens = store.split(options.split)
+    chosen = sample_windows(windows(len(tokens), N), 1, options.seed)
+    ids_1N = read_windows(tokens, chosen)[0].to(run.device)
     at_P = torch.linspace(0, ids_1N.shape[1] - 1, min(ROWS, ids_1N.shape[1])).round().long()
     rows, maps = [], []
-    with run.autocast(), torch.no_grad(), progress_bar("layers") as show:
-        for layer, (attention, x_1NE) in enumerate(weights.layer_inputs(run.model, ids_1N.to(run.device))):
-            head = itertools.count()
-            for name, group in weights.groups_of(attention, x_1NE).items() if layer in layers else ():
-                for weight_PN in torch.cat([block.cpu() for block in weights.weight_blocks(group, at_P)], dim=-1):
-                    row = {"layer": layer, "head": next(head), "pattern": name.replace("routed", "routing")}
-                    if row["head"] in heads:
-                        rows.append({**row, **weights.summary(weight_PN, at_P)})
-                        maps.append(weight_PN.float())
-            show(layer + 1, model.layers)
+    with run.autocast(), torch.no_grad():
+        attention, x_1NE = next(itertools.islice(weights.layer_inputs(run.model, ids_1N), layer, None))
+        for name, group in weights.groups_of(attention, x_1NE).items():
+            for weight_PN in torch.cat([block.cpu() for block in weights.weight_blocks(group, at_P)], dim=-1):
+                row = {"layer": layer, "head": len(rows), "pattern": name.replace("routed", "routing")}
+                rows.append({**row, **weights.summary(weight_PN, at_P)})
+                maps.append(weight_PN.float())
     print("means over the positions: keys read, distance by weight, weight on itself")
     print_table(rows)
-    return {"start": start, "positions": ids_1N.shape[1], "heads": rows, "picture": drawn(rows, maps, len(heads))}
+    return {"start": chosen[0].start, "positions": ids_1N.shape[1], "heads": rows, "picture": drawn(rows, maps)}
 
 
-def numbers(value: str | None, name: str, count: int) -> list[int]:
-    """Return the numbers below `count`, ascending, that a key joins by +; none where it is unset, else `UserError`."""
-    parts = [] if value is None else str(value).split("+")
-    if not all(part.isdecimal() and int(part) < count for part in parts):
-        raise UserError(f"{name}={value}: must be numbers from 0 to {count - 1}, joined by +")
-    return sorted({int(part) for part in parts})
-
-
-def sequence(run: LoadedRun, store: Store, options: PatternsOptions) -> tuple[int, Tensor]:
-    """Return the unit of the split that the sequence begins with, or the number of the image; and its ids `[1, N]`."""
-    tokens, N = store.split(options.split), run.config.data.length
-    step = N if run.config.data.name in IMAGE_SETS else 1
-    places = range(max(1, (len(tokens) - N) // step + 1))
-    start = sample_windows(places, 1, options.seed)[0] if options.start is None else options.start
-    if start not in places:
-        raise UserError(f"start={start}: the last sequence of split {options.split} begins with start={places[-1]}")
-    return start, read_windows(tokens, [Window(start * step, min(start * step + N, len(tokens)), 0)])[0]
-
-
-def drawn(rows: Sequence[Result], maps: Sequence[Tensor], columns: int) -> bytes:
+def drawn(rows: Sequence[Result], maps: Sequence[Tensor]) -> bytes:
     """Return a PNG of what heads read, a map of queries by keys for each in the manner of the paper's Figure 1."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4 * columns, 4 * len(maps) / columns), layout="constrained", dpi=150)
-    axes = figure.subplots(len(maps) // columns, columns, squeeze=False, sharex=True, sharey=True)
+    figure = Figure(figsize=(4 * len(maps), 4), layout="constrained", dpi=150)
+    axes = figure.subplots(1, len(maps), squeeze=False, sharey=True)
     for axis, row, weight_PN in zip(axes.flat, rows, maps, strict=True):
         N = weight_PN.shape[1]  # keys that share a column of the map show the largest weight
         weight_PX = torch.nn.functional.max_pool1d(weight_PN, -(-N // ROWS), ceil_mode=True)
@@ -152,7 +130,7 @@ def context(run: LoadedRun, store: Store, options: ContextOptions) -> Result:
     # A part of an image at another place is no image; a choice that sees the future is another one in a part.
     apart = config.data.name not in IMAGE_SETS and not sees_future(config, mode)
     gains = by_context(score, chosen) if apart else []
-    positions, partial = by_position(bits_KN, options.bins), bits_KN.size < len(tokens)
+    positions, partial = by_position(bits_KN, BINS), bits_KN.size < len(tokens)
     strided, told = with_values(config, {"trainer.val_stride": None}), (options.split, store.unit, bits_KN.size)
     other = "" if run.has_data(store) else store.name
     protocol = protocol_line(strided, *told, mode=mode, partial=partial, other_data=other)

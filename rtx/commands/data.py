@@ -11,30 +11,21 @@ from rtx.errors import UserError, nearest
 
 
 def main(arguments: list[str]) -> int:
-    """Run `rtx data <action> <words>`; stores lie below RTX_DATA, or ./data.
-
-    Raises:
-        UserError: no such action, a wrong option or source, a damaged store, nothing to remove.
-        RunFailed: a download or a full disk.
-    """
+    """Run `rtx data <action> <words>`; stores lie below RTX_DATA, or ./data."""
     word, words = (arguments[0], arguments[1:]) if arguments else ("", [])
-    root = catalog.data_root()
-    if word == "list":
-        if words:
-            raise UserError(f"rtx data list {words[0]}: takes no words")
-        print("\n".join(catalog.listing(root)))
-    elif word == "remove" and words and not any("=" in name for name in words):
+    if word == "list" and not words:
+        print("\n".join(catalog.listing(catalog.data_root())))
+    elif word == "remove" and words:
         for name in words:
-            catalog.remove_store(root, name)
-    elif word == "remove" and not any(name.startswith(("data=", "data.name=")) for name in words):
-        raise UserError("rtx data remove: name a store, as rtx data list has it, or say data=<set>")
+            catalog.remove_store(catalog.data_root(), name)
     elif word in ACTIONS:
         from rtx.compose import compose_data  # once the action is known to be right: Hydra takes its time
 
         ACTIONS[word](compose_data(words))
     else:
-        known, said = [*ACTIONS, "list"], f"rtx data {word}".rstrip()
-        raise UserError(f"{said}: say {', '.join(known[:-1])} or {known[-1]}{nearest(word, known)}")
+        known, said = [*ACTIONS, "list", "remove"], " ".join(["rtx data", *arguments])
+        near = "" if word in known else nearest(word, known)
+        raise UserError(f"{said}: say {', '.join(ACTIONS)} data=<set>, list, or remove <a store of that list>{near}")
     return 0
 
 
@@ -46,9 +37,8 @@ def show(store: catalog.Store) -> None:
     else:
         print(f"{store.folder}: {store.name}, {catalog.disk_size(store.folder)} on disk")
         for name in ("source", "tokenizer", "stamps"):
-            print(
-                f"  {name:<12} {', '.join(f'{key} {value}' for key, value in store.describe()[name].items()) or 'none'}"
-            )
+            facts = ", ".join(f"{key} {value}" for key, value in store.describe()[name].items())
+            print(f"  {name:<12} {facts or 'none'}")
         for name, of in store.facts.items():
             sizes = ", ".join(f"{of[kind]:,} {kind}" for kind in ("documents", "bytes", "words"))
             print(f"  {name:<12} {of['units']:,} {store.unit}s, {sizes}")
@@ -59,7 +49,4 @@ ACTIONS: dict[str, Callable[[DataConfig], object]] = {
     "prepare": lambda data: show(catalog.prepare_data(data, catalog.data_root())),
     "verify": lambda data: catalog.verify_data(data, catalog.data_root()),
     "info": lambda data: show(catalog.find_data(data, catalog.data_root())),
-    "remove": lambda data: catalog.remove_store(
-        catalog.data_root(), catalog.store_folder(data, catalog.data_root()).name
-    ),
 }

@@ -9,74 +9,59 @@ import torch
 from rtx.analysis.cost import cost
 from rtx.analysis.footprint import choose_micro_batch, devices, footprint, with_choice
 from rtx.compose import compose, with_values
-from rtx.config import CLUSTERED, Config, base_patterns
+from rtx.config import Config
 from rtx.data.catalog import vocabulary_size
 from rtx.errors import plural
 from rtx.training.memory import device_memory
 
 GIB, TERA = 2**30, 1e12
-GPUS = (16, 24, 80)
-"""Sizes of the GPUs that a plan is made for, in GiB."""
+GPUS = (16, 24, 80)  # sizes of the GPUs that a plan is made for, in GiB
 
 
 def main(arguments: list[str]) -> int:
     """Run `rtx plan <overrides>`."""
     config = compose(arguments)
-    for line in (*shape_lines(config), *cost_lines(config)):
+    known, world = vocabulary_size(config.data), devices(config)
+    for line in (*cost_lines(config, known, world), *fit_lines(config, known, world)):
         print(textwrap.fill(line, 80, subsequent_indent=" " * 12, break_on_hyphens=False))
     return 0
 
 
-def shape_lines(config: Config) -> list[str]:
-    """Return what the model is, each line beginning with a word of its own."""
-    model, routing, data = config.model, config.routing, config.data
-    window = f" with a window of {model.window:,}" if "local" in base_patterns(model) else ""
-    clusters = f"C = {routing.clusters:,} clusters of " if routing.selection in CLUSTERED else ""
-    return [
-        f"model       {model.name}: {plural(model.layers, 'layer')}, {plural(model.heads, 'head')}, "
-        f"width {model.hidden}, {model.positions} positions",
-        f"sequence    N = {data.length:,} units of {data.name}; {model.base} heads{window}",
-        f"routing     {plural(routing.heads, 'head')} in each of the top {plural(routing.layers, 'layer')}, "
-        f"selection={routing.selection}, {clusters}W = {routing.window:,}",
-    ]
-
-
-def cost_lines(asked: Config) -> list[str]:
+def cost_lines(asked: Config, known: int, world: int) -> list[str]:
     """Return what a run costs, with the micro-batch that this machine would be given (or else a GPU of 80 GiB)."""
-    trainer, known, world = asked.trainer, vocabulary_size(asked.data), devices(asked)
-    total, units = cost(asked, known), trainer.batch_size * asked.data.length
+    trainer, total = asked.trainer, cost(asked, known)
     micro, recompute, *_ = choose_micro_batch(asked, known, device_memory(asked) or GPUS[-1] * GIB, world)
-    config = with_choice(asked, micro, recompute)
+    config, units = with_choice(asked, micro, recompute), trainer.batch_size * asked.data.length
     used, step = footprint(config, total, micro, known), total.step(config) / TERA
     parts = {"dense": total.dense, "attention": total.attention, "selection": total.selection}
     shares = ", ".join(f"{name} {100 * part / total.forward:.0f}%" for name, part in parts.items())
     sizes = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in used.items())
     return [
+        f"model       {asked.model.name}: {plural(asked.model.layers, 'layer')}, {asked.model.base} heads, "
+        f"N = {asked.data.length:,} units of {asked.data.name}",
         f"parameters  {total.parameters:,} ({total.embedding_parameters:,} of them embedding and output)",
-        f"operations  {total.forward / TERA:,.3g} TFLOP a sequence forward: {shares}",
-        f"            attention with every head full: {total.full_attention / TERA:,.3g} TFLOP, "
-        f"{total.full_attention / (total.attention + total.selection):.1f} times as much",
+        f"operations  {total.forward / TERA:,.3g} TFLOP a sequence forward: {shares}; the attention would be "
+        f"{total.full_attention / (total.attention + total.selection):.1f} times as much with every head full",
         f"step        {plural(trainer.batch_size, 'sequence')}, {units:,} units, {step:,.3g} TFLOP "
         f"({plural(world, 'device')}, {plural(micro, 'sequence')} at a time{', recomputed' * recompute})",
-        f"memory      about {sum(used.values()) / GIB:.2f} GiB a device: {sizes}",
-        *(("" if place else "fit").ljust(12) + line for place, line in enumerate(fits(asked, known, world))),
         f"run         {plural(trainer.steps, 'step')}, {units * trainer.steps:,} units, {step * trainer.steps:,.3g} "
         f"TFLOP: {step * trainer.steps / 100 / 3600:,.3g} hours at 100 TFLOP/s",
+        f"memory      about {sum(used.values()) / GIB:.2f} GiB a device: {sizes}",
     ]
 
 
-def fits(config: Config, known: int, world: int) -> list[str]:
+def fit_lines(config: Config, known: int, world: int) -> list[str]:
     """Return what `auto` takes, or whether what is asked for fits, on GPUs of the usual sizes and on this machine."""
     gpus, memory, places = torch.cuda.device_count(), device_memory(config), []
     if config.hardware.name != "cpu" and (gpus or config.hardware.name != "fsdp"):
         planned = config if gpus else with_values(config, {"hardware.name": "gpu"})
         places = [(f"a GPU of {size} GiB", planned, size * GIB) for size in GPUS]
+    places += [(f"this machine ({memory / GIB:.1f} GiB)", config, memory)] if memory else []
     lines = []
-    if memory:
-        places.append((f"this machine ({memory / GIB:.1f} GiB)", config, memory))
     for place, planned, room in places:
-        micro, recompute, peak, fit = choose_micro_batch(planned, known, room, world)
+        micro, recompute, peak, fits = choose_micro_batch(planned, known, room, world)
         what = f"{plural(micro, 'sequence')} at a time{', recomputed' * recompute}, {peak / GIB:.2f} GiB"
-        less = "optimizer=adafactor, model.ffn_parts=16, hardware=fsdp or a smaller data.length"
-        lines.append(f"{place}: {what if fit else f'does not fit ({what}); less is needed with {less}'}")
+        less = "less is needed with optimizer=adafactor, model.ffn_parts=16, hardware=fsdp or a smaller data.length"
+        word = "" if lines else "fit"
+        lines.append(f"{word:<12}{place}: {what if fits else f'does not fit ({what}); {less}'}")
     return lines

@@ -1,4 +1,4 @@
-"""`rtx report RUN ... [overrides]`: a page on what runs allow to say, tables beside the paper's, plots."""
+"""`rtx report RUN ... [output=folder]`: a page on what runs allow to say, tables beside the paper's, plots."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import textwrap
 from dataclasses import replace
 from pathlib import Path
 
-from rtx.compose import compose
-from rtx.config import LoggerConfig
 from rtx.errors import RunFailed, UserError
 from rtx.help import terminal_width
 from rtx.options import READS, read_words
-from rtx.report.contents import Report, build, list_of_tables, write
+from rtx.report.contents import build, list_of_tables, write
 from rtx.report.run_records import collect, run_folders
 from rtx.report.steps import read_records, recorded
 from rtx.report.tables import terminal
@@ -21,7 +19,6 @@ from rtx.training.run_folder import outputs_root, shown
 def main(arguments: list[str]) -> int:
     """Write and print the report of runs; without one, list the paper's tables and what of them is in outputs/."""
     words, width = read_words("report", arguments), terminal_width()
-    logger = compose(["logger=jsonl", *words.overrides]).logger  # W&B is left alone unless it is asked for
     if words.options.output and not words.runs:
         raise UserError(f"output={words.options.output}: which runs? usage: {READS['report'].usage()}")
     for folder in words.runs:
@@ -47,20 +44,4 @@ def main(arguments: list[str]) -> int:
     for table in (table for table in report.tables if table.shown(brief=True)):
         print(f"\n{terminal(table, width)}")
     print(*(f"note: {problem}" for problem in report.problems), "", *map(shown, files), sep="\n")
-    if logger.name != "jsonl":
-        track(report, logger, output)
     return 0
-
-
-def track(report: Report, config: LoggerConfig, output: Path) -> None:
-    """Log each table to W&B."""
-    from rtx.training.loggers import wandb_logger
-
-    facts = {"title": report.title, "commands": report.commands}
-    if (logger := wandb_logger(config, output, facts, f"report-{output.parent.name}")) is None:
-        return
-    for number, table in enumerate(report.every_table(), 1):
-        columns = list(dict.fromkeys(key for row in table.rows for key in row))
-        cells = [["" if row.get(key) is None else str(row[key]) for key in columns] for row in table.rows]
-        logger.log_table(f"table_{number}", columns=columns, data=cells)
-    logger.finish(exit_code=0)

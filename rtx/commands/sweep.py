@@ -7,7 +7,6 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,11 @@ from rich.text import Text
 from rtx.errors import UserError, printable
 from rtx.options import read_words
 from rtx.progress import clock
-from rtx.training.run_folder import read_status, seems_running, shown
+from rtx.training.run_folder import read_status, run_state, shown
 
+ORDER = ("running", "failed", "killed", "interrupted", "preempted", "waiting", "done")
+"""States of cells, those of interest first."""
 STYLES = {"running": "cyan", "failed": "red", "waiting": "dim", "done": "green"}
-"""Of states; the others are those of cells that broke off."""
 
 
 def main(arguments: list[str]) -> int:
@@ -42,31 +42,28 @@ def main(arguments: list[str]) -> int:
 
 
 def board(root: Path) -> tuple[Group, bool]:
-    """Return the cells of the sweeps in a folder, those of interest first, and whether all are over."""
+    """Return the cells of the sweeps in a folder, and whether all are over."""
     path = root / "sweeps.jsonl"
     if not path.is_file():
         raise UserError(f"{root}: holds no sweep; a sweep is a folder such as outputs/<name>")
     sweeps = json_rows(path.read_bytes())
     titles = {name: title for sweep in sweeps for name, title in sweep["cells"].items()}
-    order = ("running", "failed", "killed", "interrupted", "preempted", "waiting", "done")
-    cells = sorted((standing(root / name, title) for name, title in titles.items()), key=lambda c: order.index(c[0]))
+    cells = sorted((standing(root / name, title) for name, title in titles.items()), key=lambda c: ORDER.index(c[0]))
     counts = Counter(state for state, _ in cells)
     table = Table("cell", "state", box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("step", "bits", "left"):
         table.add_column(name, justify="right")
     for _, columns in cells:
         table.add_row(*columns)
-    said = ", ".join(f"{counts[state]} {state}" for state in reversed(order) if counts[state])
+    said = ", ".join(f"{counts[state]} {state}" for state in reversed(ORDER) if counts[state])
     head = Text(f"{shown(root)}: {len(cells)} cells: {said}; asked again it goes on: {sweeps[-1]['command']}")
-    return Group(head, table), all(state in ("done", "failed") for state, _ in cells)
+    return Group(head, table), counts.keys() <= {"done", "failed"}
 
 
 def standing(folder: Path, title: str) -> tuple[str, list[Text]]:
     """Return the state of a cell, and its row of the table."""
-    status: Mapping[str, Any] = read_status(folder) or {"state": "waiting"}
-    state, metrics = status["state"], folder / "metrics.jsonl"
-    if state == "running" and not seems_running(dict(status)):
-        state = "killed"
+    status, metrics = read_status(folder) or {}, folder / "metrics.jsonl"
+    state = run_state(folder) if status else "waiting"
     tail = metrics.read_bytes()[-(1 << 14) :] if metrics.is_file() else b""
     last = next((row for row in reversed(json_rows(tail)) if row.get("kind") == "train"), {})
     step, steps = max(status.get("step") or 0, last.get("step", 0)), status.get("steps") or 0

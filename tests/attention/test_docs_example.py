@@ -31,7 +31,7 @@ COMMANDS = """
 import sys
 from rtx.cli import main
 train = ["trainer.steps=2", "trainer.batch_size=2", "logger=jsonl"]
-for command, more in (("train", train), ("audit", ["audit.prefixes=2", "audit.output=audit.json"]), ("plan", [])):
+for command, more in (("train", train), ("audit", ["audit.prefixes=2"]), ("plan", [])):
     if code := main([command, *sys.argv[1:], *more]):
         sys.exit(f"{command}: {code}")
 """

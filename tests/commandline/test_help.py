@@ -81,7 +81,7 @@ def test_bash_completes_by_the_script() -> None:
         ("rtx train --multirun sweep.p", ["sweep.parallel="]),
         ("rtx train --cfg job data=enwik8 data.le", ["data.length="]),
         ("rtx audit rou", ["routing=", "routing.selection="]),
-        ("rtx audit outputs/rtx/run len", ["length="]),
+        ("rtx audit outputs/rtx/run pos", ["positions="]),
         ("rtx resume outputs/rtx/run trainer.st", ["trainer.steps="]),
         ("rtx eval outputs/rtx/run split=t", ["test ", "train "]),
         ("rtx analyze pat", ["patterns "]),

@@ -108,8 +108,8 @@ def test_options_are_written_short_or_with_their_section() -> None:
 
 
 def test_an_audit_without_a_run_takes_a_whole_configuration() -> None:
-    words = read_words("audit", ["model=rt24", "seed=3", "audit.seed=4", "windows=0", "model.layers=2"])
-    assert (words.runs, words.options.seed, words.options.windows) == ([], 4, 0)
+    words = read_words("audit", ["model=rt24", "seed=3", "audit.seed=4", "windows=9", "model.layers=2"])
+    assert (words.runs, words.options.seed, words.options.windows) == ([], 4, 9)
     assert words.overrides == ["model=rt24", "seed=3", "model.layers=2"]
     assert read_words("audit", ["run", "seed=4"]).options.seed == 4
 

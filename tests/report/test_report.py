@@ -278,13 +278,6 @@ def test_heat_maps_of_different_selections_are_panels_of_their_own(tmp_path: Pat
     assert all(plot.svg.count(f">{kind}<") == 1 for kind in ("routing (topk)", "routing (causal)"))
 
 
-def test_tables_go_to_wandb_where_that_is_asked_for(tmp_path: Path) -> None:
-    run = write_run(tmp_path, config("smoke"))
-    for logger in ("offline", "jsonl"):
-        assert cli.main(["report", str(run), f"logger={logger}", f"output={tmp_path / logger}"]) == 0
-        assert bool(list((tmp_path / logger).glob("wandb/offline-run-*"))) is (logger == "offline")
-
-
 def test_a_plot_is_saved_beside_runs_that_have_one(tmp_path: Path) -> None:
     assert save_plots([tmp_path]) == ""
     for values in (LOCAL, CAUSAL):

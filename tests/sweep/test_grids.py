@@ -127,8 +127,3 @@ def test_an_axis_that_every_row_sets_itself_is_not_dropped_without_a_word() -> N
     with pytest.raises(UserError, match=r"routing\.heads=2,4: each of these experiments sets routing\.heads itself"):
         cells(rows, "routing.heads=2,4")
     assert len(cells(f"{rows},comparison_topk", "routing.heads=2,4")) == 4
-
-
-def test_too_many() -> None:
-    with pytest.raises(UserError, match=r"the sweep has 10,000 cells; at most 1,000 are taken at once"):
-        cells("seed=" + ",".join(map(str, range(100))), "trainer.steps=" + ",".join(map(str, range(1, 101))))

@@ -142,7 +142,7 @@ os._exit(143)
     code = (
         "import signal, sys; from pathlib import Path; from rtx.launcher import Attempt\n"
         f"sys.executable, run = {str(script)!r}, Path({str(run)!r})\n"
-        "attempt = Attempt(['seed=1'], run, {})\n"
+        "attempt = Attempt(['seed=1'], run)\n"
         "def checkpoint(*_):\n"
         "    again = attempt.checkpoint()\n"
         "    assert (run / 'saved').exists() and again.function.given[0] == ['seed=1']\n"
