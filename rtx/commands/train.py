@@ -170,7 +170,7 @@ def train(
         say(opening_line(config, hardware, store, known["parameters"]))
     module = TrainingModule(model, config, store.answers, ranks, facts)
     with logging_to(folder if status else None, config, facts["config"], tell) as loggers:
-        watch = Watch(folder, module, data, signals, read_telemetry, status, tell)
+        watch = Watch(folder, module, data, signals, read_telemetry, status)
         outcome = fit(watch, loggers, start["path"] if start else None)
         if status:
             final = measures(store, "valid", data.held_out, data.windows, outcome.final)

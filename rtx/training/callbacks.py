@@ -7,7 +7,6 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,9 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
-from torch import nn
 
-from rtx.data.datamodule import RtxDataModule
 from rtx.errors import RunFailed
-from rtx.progress import PLAIN_SECONDS, clock, peak_memory
+from rtx.progress import PLAIN_SECONDS, clock, peak_memory, say
 from rtx.training.module import TrainingModule, learning_rate, restore_rng, rng_state, seed_everything
 from rtx.training.run_folder import Status, shown
 from rtx.training.signals import Signals, Stopped
@@ -34,22 +31,17 @@ class Watch(Callback):
     last.ckpt is saved between optimizer steps, upon a signal, and after the validation that ends the run; others follow
     the checkpoint of their step, and a run that goes on from there begins with them. best.ckpt is not Lightning's
     ModelCheckpoint, which forgets the best score of a run whose folder has moved. The first rank alone has a `status`.
+    `data` is the run's `RtxDataModule`; `telemetry` returns numbers of the model by name.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        module: TrainingModule,
-        data: RtxDataModule,
-        signals: Signals,
-        telemetry: Callable[[nn.Module], dict[str, float]],
-        status: Status | None,
-        say: Callable[[str], object],
+        self, folder: Path, module: TrainingModule, data: Any, signals: Signals, telemetry: Any, status: Status | None
     ) -> None:
         self.folder, self.last = folder, folder / "checkpoints" / "last.ckpt"
         self.children: list[Any] = []  # processes that this one has started
         self.module, self.ranks, self.plan, self.data = module, module.ranks, module.config.trainer, data
-        self.signals, self.telemetry, self.status, self.say = signals, telemetry, status, say
+        self.signals, self.telemetry, self.status = signals, telemetry, status
+        self.say = say if status else lambda line: None
         self.units_per_step = self.plan.batch_size * module.config.data.length
         self.began = self.mark = time.monotonic()
         self.row_step, self.waited, self.pace, self.bits = data.step, 0.0, 0.0, math.nan

@@ -6,7 +6,6 @@ The SHA-256 of the file stands in the comment at its end.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import pickle
@@ -30,10 +29,6 @@ COMMENT_BYTES = len(TAG) + 64
 Say = Callable[[str], object]
 Checkpoint = dict[str, Any]
 """Lightning's, with weights as `model` and with `format`, `step`, `config` and `data`."""
-
-
-class Damaged(RunFailed):
-    """A checkpoint file that is not what was written."""
 
 
 class CheckpointFiles(TorchCheckpointIO):
@@ -79,32 +74,23 @@ def write_zip(file: BinaryIO, checkpoint: Checkpoint) -> None:
     file.write(TAG + digest.hexdigest().encode())
 
 
-def verify(path: Path) -> None:
-    """Raise `Damaged` for a file that is cut short or altered, `RunFailed` for one that the system cannot read."""
+def is_whole(path: Path) -> bool:
+    """Tell whether a file is there and as it was written; `RunFailed` where the system cannot read it."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        raise
+        return False
     except OSError as error:
         raise RunFailed(f"{path} cannot be read ({error.strerror}); nothing was changed: mend that first") from error
     digest = hashlib.sha256(memoryview(content)[:-COMMENT_BYTES])
-    if content[-COMMENT_BYTES:] != TAG + digest.hexdigest().encode():
-        raise Damaged(f"{path} is damaged (its checksum does not match)")
-
-
-def is_whole(path: Path) -> bool:
-    with contextlib.suppress(RunFailed, FileNotFoundError):
-        verify(path)
-        return True
-    return False
+    return content[-COMMENT_BYTES:] == TAG + digest.hexdigest().encode()
 
 
 def read_checkpoint(path: Path, *, facts_only: bool = False) -> Checkpoint:
-    """Return the checkpoint in a file; of its tensors, with `facts_only`, the shapes alone. Errors as `verify`.
+    """Return the checkpoint in a file that is whole; of its tensors, with `facts_only`, the shapes alone.
 
     `UserError` where it holds more than plain data, which is never unpickled, or is of another version.
     """
-    verify(path)
     try:
         checkpoint = torch.load(path, map_location="meta" if facts_only else "cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, LookupError, TypeError) as error:
@@ -129,14 +115,13 @@ def whole_ones(
 ) -> Iterator[Checkpoint]:
     """Yield the checkpoints that are there and whole, with their `path`; say which are damaged, and set them aside."""
     for path in paths:
-        try:
+        if is_whole(path):
             yield {**read_checkpoint(path, facts_only=facts_only), "path": path}
-        except FileNotFoundError:
-            continue
-        except Damaged as error:
+        elif path.exists():
+            aside = path.with_name(f"{path.name}.damaged")
             if set_aside:
-                path.rename(path.with_name(path.name + ".damaged"))
-            say(f"{error}; set aside as {path.name}.damaged" if set_aside else str(error))
+                path.rename(aside)
+            say(f"{path} is damaged (its checksum does not match)" + f"; set aside as {aside.name}" * set_aside)
 
 
 def newest_checkpoint(folder: Path, *, set_aside: bool, report: Say = print) -> Checkpoint | None:

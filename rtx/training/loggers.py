@@ -24,7 +24,6 @@ from rtx.training.run_folder import open_own, utc_now
 
 INIT_SECONDS, FINISH_SECONDS = 15.0, 60.0
 """Patience with the W&B server at the start of a run, and with uploads at its end."""
-ALONE = "with metrics.jsonl alone"
 Say = Callable[[str], object]
 
 
@@ -83,6 +82,8 @@ class GuardedWandbLogger(WandbLogger):
         settings = wandb.Settings(console="off", disable_git=True, **patience)  # type: ignore[arg-type]
         super().__init__(id=kept_id(folder), save_dir=str(folder), mode=mode, settings=settings, **asked)
         self.say, self.run = say, self.experiment  # which begins the run
+        if mode == "online":
+            say(f"W&B: {self.run.url}")
 
     def guarded(self, work: Callable[..., object], *arguments: Any, **options: Any) -> None:
         """Do something with the run that may fail."""
@@ -112,18 +113,14 @@ def wandb_logger(
         mode = os.environ.get("WANDB_MODE") or ("online" if has_key() else "offline")
         if mode == "offline":
             say(f"W&B: no key found, so curves go to {folder / 'wandb'} (upload them with: wandb sync)")
-    asked = {"project": config.project, "entity": config.entity, "group": config.group, "name": name}
-    attempts = {"online": ["online", "offline"], "offline": ["offline"]}
-    for attempt in attempts.get(mode, []):
-        try:
-            logger = GuardedWandbLogger(say, folder, attempt, **asked, config=facts)
-        except Exception as error:
-            say(trouble(error, "offline" if attempt == "online" else ALONE))
-        else:
-            if attempt == "online":
-                say(f"W&B: {logger.experiment.url}")
-            return logger
-    return None
+    if mode not in ("online", "offline"):
+        return None
+    place = {"project": config.project, "entity": config.entity, "group": config.group}
+    try:
+        return GuardedWandbLogger(say, folder, mode, name=name, config=facts, **place)
+    except Exception as error:
+        say(trouble(error))
+        return None
 
 
 def has_key() -> bool:
@@ -142,6 +139,6 @@ def kept_id(folder: Path) -> str:
     return json.loads(path.read_text())["id"]
 
 
-def trouble(error: Exception, how: str = ALONE) -> str:
-    """Return what went wrong with W&B, and how the run goes on, in a line."""
-    return f"W&B: {(str(error).strip() or type(error).__name__).splitlines()[0]}; going on {how}"
+def trouble(error: Exception) -> str:
+    """Return what went wrong with W&B in a line."""
+    return f"W&B: {(str(error).strip() or type(error).__name__).splitlines()[0]}; going on with metrics.jsonl alone"

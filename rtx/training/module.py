@@ -1,7 +1,4 @@
-"""The LightningModule: one optimizer step (forward, backward, clipping, optimizer, centroids) and validation.
-
-The learning rate is a pure function of the step, so that no scheduler has a state to lose.
-"""
+"""The LightningModule: one optimizer step (forward, backward, clipping, optimizer, centroids) and validation."""
 
 from __future__ import annotations
 
@@ -139,7 +136,7 @@ class TrainingModule(pl.LightningModule):
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Return the learning rate of optimizer step `step`, from 1 on.
+    """Return the learning rate of step `step`, from 1 on: a pure function, so that no scheduler has a state to lose.
 
     Linear warm-up to `optimizer.lr`, then peak * sqrt(warmup / step) (rsqrt, as the paper), a cosine that ends at a
     tenth of the peak at `trainer.steps`, or the peak throughout (constant).
@@ -148,12 +145,9 @@ def learning_rate(config: Config, step: int) -> float:
     peak, warmup, schedule = config.optimizer.lr, config.optimizer.warmup, config.optimizer.schedule
     if step < warmup:
         return peak * step / warmup
-    if schedule == "rsqrt":
-        return peak * math.sqrt(warmup / step)
-    if schedule == "cosine":
-        share = min(1.0, (step - warmup) / max(1, config.trainer.steps - warmup))
-        return peak * (0.1 + 0.45 * (1.0 + math.cos(math.pi * share)))
-    return peak
+    share = min(1.0, (step - warmup) / max(1, config.trainer.steps - warmup))
+    cosine = 0.1 + 0.45 * (1.0 + math.cos(math.pi * share))
+    return peak * {"rsqrt": math.sqrt(warmup / step), "cosine": cosine, "constant": 1.0}[schedule]
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -60,7 +60,8 @@ class Signals:
             # A cell stops as after SIGTERM when its sweep ends, however that does.
             when_orphaned(os.environ.pop(SWEEP_VARIABLE, ""), lambda: os.kill(os.getpid(), signal.SIGTERM))
             self.former = {number: signal.getsignal(number) for number in EXIT_CODES}
-            self.install()
+            self.hold()
+            self.holding = False
             self.waker, self.wakened = socket.socketpair()
             self.waker.setblocking(False)
             signal.set_wakeup_fd(self.waker.fileno(), warn_on_full_buffer=False)
@@ -75,14 +76,11 @@ class Signals:
             self.waker.close()
         self.at_once = lambda code: None  # or the thread would keep the run and its data a while
 
-    def install(self) -> None:
+    def hold(self) -> None:
+        """From here on a signal waits for the end of the step. (Lightning has set a handler for SIGTERM by now.)"""
         for number in self.former:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self.handle)
-
-    def hold(self) -> None:
-        """From here on a signal waits for the end of the step. (Lightning has set a handler for SIGTERM by now.)"""
-        self.install()
         self.holding = True
 
     def handle(self, number: int, frame: FrameType | None) -> None:

@@ -21,7 +21,7 @@ from rtx.training.distributed import cluster_environment, lost_process, start_ra
 from rtx.training.hardware import Hardware, resolve_hardware
 from rtx.training.signals import state_after
 
-PRECISIONS: dict[str, Any] = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp64": "64-true"}
+PRECISIONS: dict[str, Any] = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed"}
 """Our word for each arithmetic, and Lightning's."""
 KNOWN_WARNINGS = (
     ".*`broadcast_buffers` is deprecated"  # its successor is not in all versions of torch that we take
@@ -42,10 +42,9 @@ class Outcome(NamedTuple):
 
 def build_trainer(watch: Watch, loggers: Sequence[Logger], hardware: Hardware) -> pl.Trainer:
     """Return the Trainer of a run: what a callback of your own would be added to."""
-    trainer, plugins = watch.plan, [cluster_environment(hardware), CheckpointFiles()]
-    precision = PRECISIONS[hardware.precision]
-    if hardware.sharded and precision == "64-true":  # Lightning refuses the word, and takes the plugin
-        precision, plugins = None, [*plugins, DoublePrecision()]
+    plugins: list[Any] = [cluster_environment(hardware), CheckpointFiles()]
+    if hardware.precision == "fp64":  # Lightning refuses the word for fsdp, and takes the plugin
+        plugins.append(DoublePrecision())
     for name in ("lightning.pytorch", "lightning.fabric"):  # their banners, tips and advice
         logging.getLogger(name).setLevel(logging.WARNING)
     return pl.Trainer(
@@ -53,14 +52,14 @@ def build_trainer(watch: Watch, loggers: Sequence[Logger], hardware: Hardware) -
         devices=hardware.devices,
         num_nodes=hardware.nodes,
         strategy=strategy(hardware),
-        precision=precision,
+        precision=PRECISIONS.get(hardware.precision),
         plugins=plugins,
         callbacks=[watch, Progress(watch)],
         enable_checkpointing=False,  # by Lightning's own callback
         logger=list(loggers) or False,
-        max_steps=max(trainer.steps, watch.data.step + 1),  # with no step left Lightning would not even begin
+        max_steps=max(watch.plan.steps, watch.data.step + 1),  # with no step left Lightning would not even begin
         accumulate_grad_batches=hardware.accumulate,
-        val_check_interval=trainer.val_every * hardware.accumulate,
+        val_check_interval=watch.plan.val_every * hardware.accumulate,
         check_val_every_n_epoch=None,
         enable_model_summary=False,
         num_sanity_val_steps=0,

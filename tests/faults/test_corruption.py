@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import shutil
 from pathlib import Path
@@ -18,7 +17,7 @@ from rtx.config import DataConfig
 from rtx.data.catalog import open_data
 from rtx.data.store import DamagedStore
 from rtx.errors import RunFailed, UserError
-from rtx.training.checkpoint import Damaged, newest_checkpoint, read_checkpoint
+from rtx.training.checkpoint import is_whole, newest_checkpoint, read_checkpoint
 from rtx.training.resumption import already_done
 from rtx.training.run_folder import read_status, run_state
 
@@ -56,8 +55,7 @@ def test_a_hundred_damaged_checkpoints_are_known(copy: Path) -> None:
     for way in ways:
         last.write_bytes(content)
         damage(last, **way)
-        with pytest.raises(Damaged, match="its checksum does not match"):
-            read_checkpoint(last)
+        assert not is_whole(last)
         said: list[str] = []
         found = newest_checkpoint(last.parent, set_aside=True, report=said.append)
         assert found is not None and found["step"] == before, way
@@ -93,22 +91,6 @@ def test_a_hundred_damaged_stores_are_known(workshop: Workshop, run: Path, tmp_p
 def store_config(workshop: Workshop, verify: str = "once") -> DataConfig:
     """Return the data of small runs."""
     return compose([workshop.text, *SIZES, f"data.verify={verify}"]).data
-
-
-def test_a_bit_that_rots_without_a_trace_is_found_by_reading_all(workshop: Workshop, run: Path, tmp_path: Path) -> None:
-    (folder,) = (path for path in workshop.data.iterdir() if path.is_dir())
-    path = folder / "train.bin"
-    whole, times = path.read_bytes(), path.stat()
-    damage(path, flip=4242)
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    try:
-        words = ("train", workshop.text, *SIZES, "data.verify=always")
-        said = workshop.command(*words, run=tmp_path / "rotten", code=2)
-        assert "train.bin: damaged: expected sha256" in said and len(said.splitlines()) == 1
-        assert not (tmp_path / "rotten").exists()
-        assert said == workshop.command("data", "verify", "data=text", workshop.text, "data.length=32", code=2)
-    finally:
-        path.write_bytes(whole)
 
 
 @pytest.mark.parametrize("word", ["train", "resume", "eval"])
@@ -191,18 +173,3 @@ def test_a_model_or_data_other_than_was_trained_are_not_scored(workshop: Worksho
     assert not any((copy / name).exists() for name in ("eval", "export", "analysis"))
     path.write_text(whole)
     workshop.command(*command, *(["length=9"] if word == "sample" else []))
-
-
-def test_an_export_whose_configuration_was_changed_is_not_scored(
-    workshop: Workshop, copy: Path, tmp_path: Path
-) -> None:
-    model = tmp_path / "model"
-    workshop.command("export", str(copy), f"output={model}")
-    text = (model / "config.yaml").read_text()
-    (model / "config.yaml").write_text(text.replace("window: 8", "window: 9"))
-    said = workshop.command("eval", str(model), code=2)
-    assert f"{model / 'config.yaml'}: model.window is 9, but 8 in best.ckpt" in said and not (model / "eval").exists()
-    (model / "config.yaml").write_text(text)
-    workshop.command("eval", str(model), "data.length=16")
-    (result,) = (model / "eval").glob("*.json")
-    assert "-N16-" in result.name

@@ -68,22 +68,6 @@ def some_gradients(count: int, scale: float = 1.0) -> list[torch.Tensor]:
     return [scale * torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(count)]
 
 
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_adam_and_adamw_are_what_their_papers_print(decoupled: bool) -> None:
-    x = start = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
-    gradients, rates = some_gradients(3), [0.1, 0.05, 0.2]
-    m = v = torch.zeros_like(x)
-    for t, (gradient, rate) in enumerate(zip(gradients, rates, strict=True), 1):
-        if decoupled:
-            x = x * (1 - rate * 0.3)
-        else:
-            gradient = gradient + 0.3 * x
-        m, v = 0.9 * m + 0.1 * gradient, 0.98 * v + 0.02 * gradient**2
-        x = x - rate * (m / (1 - 0.9**t)) / ((v / (1 - 0.98**t)).sqrt() + 1e-8)
-    got = stepped("adamw" if decoupled else "adam", start, gradients, rates, weight_decay=0.3)
-    torch.testing.assert_close(got, x, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-7])
 def test_adafactor_is_shazeer_and_stern_at_any_size_of_gradient(scale: float) -> None:
     x = start = 0.05 * torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)

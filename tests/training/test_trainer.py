@@ -22,7 +22,6 @@ from rtx.config import Config, DataConfig, LoggerConfig, OptimizerConfig, Traine
 from rtx.data.datamodule import RtxDataModule
 from rtx.data.sampler import TrainingItems
 from rtx.errors import RunFailed
-from rtx.progress import say
 from rtx.training.callbacks import LOOK_STEPS, Watch
 from rtx.training.checkpoint import CheckpointFiles, newest_checkpoint, read_checkpoint, resumable
 from rtx.training.hardware import has_compiler, resolve_hardware
@@ -79,7 +78,7 @@ def run_fit(folder: Path, config: Config, model: nn.Module, signals: Signals | N
     plain = to_dict(config)
     module = TrainingModule(model, config, facts={"config": plain, "data": {"fingerprint": "x"}})
     with working_in(folder) as status, logging_to(folder, config, plain, print) as loggers:
-        watch = Watch(folder, module, data, signals or Signals(), lambda model: {"routing/x": 1.0}, status, say)
+        watch = Watch(folder, module, data, signals or Signals(), lambda model: {"routing/x": 1.0}, status)
         return fit(watch, loggers, start["path"] if start else None)
 
 
