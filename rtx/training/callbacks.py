@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from rtx.errors import RunFailed
 from rtx.progress import PLAIN_SECONDS, clock, peak_memory, say
-from rtx.training.module import TrainingModule, learning_rate, restore_rng, rng_state, seed_everything
+from rtx.training.module import TrainingModule, learning_rate, seed_everything
 from rtx.training.run_folder import Status, shown
 from rtx.training.signals import Signals, Stopped
 
@@ -31,7 +31,6 @@ class Watch(Callback):
     last.ckpt is saved between optimizer steps, upon a signal, and after the validation that ends the run; others follow
     the checkpoint of their step, and a run that goes on from there begins with them. best.ckpt is not Lightning's
     ModelCheckpoint, which forgets the best score of a run whose folder has moved. The first rank alone has a `status`.
-    `data` is the run's `RtxDataModule`; `telemetry` returns numbers of the model by name.
     """
 
     def __init__(
@@ -56,7 +55,10 @@ class Watch(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return time, best score, and the random streams and sums of all ranks, which all call this."""
-        ranks = self.ranks.gather({"rng": rng_state(), "sums": self.module.sums.tolist()})
+        streams = {"torch": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            streams["cuda"] = torch.cuda.get_rng_state()
+        ranks = self.ranks.gather({"rng": streams, "sums": self.module.sums.tolist()})
         return {"seconds": self.seconds, "best": self.best, "ranks": ranks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -66,8 +68,11 @@ class Watch(Callback):
         """Restore streams and sums, hold signals from here on, and validate where that is still due."""
         rank, world, step = self.ranks.rank, self.ranks.world, trainer.global_step
         if len(self.kept["ranks"]) == world:
-            restore_rng(self.kept["ranks"][rank]["rng"])
-            self.module.sums = torch.tensor(self.kept["ranks"][rank]["sums"], dtype=torch.float64)
+            own = self.kept["ranks"][rank]
+            self.module.sums = torch.tensor(own["sums"], dtype=torch.float64)
+            torch.set_rng_state(own["rng"]["torch"])
+            if "cuda" in own["rng"] and torch.cuda.is_available():
+                torch.cuda.set_rng_state(own["rng"]["cuda"])
         else:
             seed_everything(self.module.config.seed, 1 + rank + world * step)
         self.signals.hold()
@@ -93,10 +98,7 @@ class Watch(Callback):
             self.save(trainer)
 
     def agree(self, trainer: Trainer) -> int:
-        """Return the exit code that a signal to any rank asks for, or 0; `RunFailed` where a number is not finite.
-
-        The last step, and time that is up, end the training by `trainer.should_stop`, upon which Lightning validates.
-        """
+        """Return the exit code that a signal to any rank asks for, or 0; end training after its last step or minute."""
         (nats, _, passes), norm, step = self.module.sums.tolist(), float(self.module.norm), trainer.global_step
         self.bits, limit = nats / passes / math.log(2), self.plan.max_minutes
         up = step >= self.plan.steps or (limit is not None and self.seconds >= 60 * limit)

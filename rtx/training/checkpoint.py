@@ -32,10 +32,7 @@ Checkpoint = dict[str, Any]
 
 
 class CheckpointFiles(TorchCheckpointIO):
-    """Writes a checkpoint beside its place, syncs it to the disk, and renames; last.ckpt becomes previous.ckpt.
-
-    Lightning's own collects the file in memory, writes it by way of the system's temporary folder, and never syncs.
-    """
+    """Writes a checkpoint beside its place, syncs and renames; Lightning's own collects it in memory, and never syncs."""
 
     def save_checkpoint(
         self, checkpoint: Checkpoint, path: str | os.PathLike[str], storage_options: Any = None
@@ -87,10 +84,7 @@ def is_whole(path: Path) -> bool:
 
 
 def read_checkpoint(path: Path, *, facts_only: bool = False) -> Checkpoint:
-    """Return the checkpoint in a file that is whole; of its tensors, with `facts_only`, the shapes alone.
-
-    `UserError` where it holds more than plain data, which is never unpickled, or is of another version.
-    """
+    """Return the checkpoint in a file that is whole; of its tensors, with `facts_only`, the shapes alone."""
     try:
         checkpoint = torch.load(path, map_location="meta" if facts_only else "cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, LookupError, TypeError) as error:
@@ -128,7 +122,7 @@ def newest_checkpoint(folder: Path, *, set_aside: bool, report: Say = print) -> 
     """Return the facts of the newest checkpoint of a run that is whole, and its `path`; None: none was ever written.
 
     With `set_aside` a damaged file becomes `<name>.damaged`, so that it cannot displace a good one. `RunFailed` where
-    none is whole, or one cannot be read; `UserError` where one is refused.
+    none is whole; `UserError` for one that holds more than plain data, which is never unpickled.
     """
     for found in whole_ones(resumable(folder), report, facts_only=True, set_aside=set_aside):
         if found["path"].name != "last.ckpt":
@@ -140,10 +134,7 @@ def newest_checkpoint(folder: Path, *, set_aside: bool, report: Say = print) -> 
 
 
 def load_for_use(folder: Path, name: str, say: Say = print) -> Checkpoint:
-    """Return `best` or `last` of a run for use, or, having said so, another one; its key `file` tells which.
-
-    Errors as `newest_checkpoint`, and `UserError` where there is none yet.
-    """
+    """Return `best` or `last` of a run for use, or, having said so, another one; its key `file` tells which."""
     paths = dict.fromkeys([folder / f"{name}.ckpt", folder / "best.ckpt", *resumable(folder)])
     for found in whole_ones(paths, say):
         if (file := found["path"].stem) != name:

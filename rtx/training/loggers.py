@@ -29,10 +29,7 @@ Say = Callable[[str], object]
 
 @contextlib.contextmanager
 def logging_to(folder: Path | None, config: Config, facts: dict[str, Any], say: Say) -> Iterator[list[Logger]]:
-    """Yield the loggers of a run, and end them with it; on a rank that keeps no records (`folder` None) there are none.
-
-    `facts`: the configuration as plain values. `UserError` where metrics.jsonl is not a file of the run's own.
-    """
+    """Yield the loggers of a run, and end them with it; a rank that keeps no records (`folder` None) has none."""
     if folder is None:
         yield []
         return
@@ -78,9 +75,12 @@ class GuardedWandbLogger(WandbLogger):
     def __init__(self, say: Say, folder: Path, mode: str, **asked: Any) -> None:
         import wandb
 
+        if not (path := folder / "wandb.json").exists():
+            write_json(path, {"id": secrets.token_hex(4)})
         patience = {"init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
         settings = wandb.Settings(console="off", disable_git=True, **patience)  # type: ignore[arg-type]
-        super().__init__(id=kept_id(folder), save_dir=str(folder), mode=mode, settings=settings, **asked)
+        asked |= {"id": json.loads(path.read_text())["id"], "save_dir": str(folder)}
+        super().__init__(mode=mode, settings=settings, **asked)
         self.say, self.run = say, self.experiment  # which begins the run
         if mode == "online":
             say(f"W&B: {self.run.url}")
@@ -108,35 +108,20 @@ def wandb_logger(
 ) -> GuardedWandbLogger | None:
     """Begin a run at W&B with its configuration (`facts`), or none, and never ask anybody for anything."""
     os.environ |= {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}  # read when wandb is first imported
-    mode = config.name
-    if mode == "auto":
-        mode = os.environ.get("WANDB_MODE") or ("online" if has_key() else "offline")
-        if mode == "offline":
-            say(f"W&B: no key found, so curves go to {folder / 'wandb'} (upload them with: wandb sync)")
-    if mode not in ("online", "offline"):
-        return None
-    place = {"project": config.project, "entity": config.entity, "group": config.group}
+    mode, place = config.name, {"project": config.project, "entity": config.entity, "group": config.group}
     try:
-        return GuardedWandbLogger(say, folder, mode, name=name, config=facts, **place)
+        if mode == "auto":
+            import wandb
+
+            key = wandb.login(prompt=False, verify=False)
+            mode = os.environ.get("WANDB_MODE") or ("online" if key else "offline")
+            if mode == "offline":
+                say(f"W&B: no key found, so curves go to {folder / 'wandb'} (upload them with: wandb sync)")
+        if mode in ("online", "offline"):
+            return GuardedWandbLogger(say, folder, mode, name=name, config=facts, **place)
     except Exception as error:
         say(trouble(error))
-        return None
-
-
-def has_key() -> bool:
-    with contextlib.suppress(Exception):  # whatever it is, the run goes on offline
-        import wandb
-
-        return wandb.login(prompt=False, verify=False)
-    return False
-
-
-def kept_id(folder: Path) -> str:
-    """Return the run's id at W&B, made and kept in the run folder when first asked for."""
-    path = folder / "wandb.json"
-    if not path.exists():
-        write_json(path, {"id": secrets.token_hex(4)})
-    return json.loads(path.read_text())["id"]
+    return None
 
 
 def trouble(error: Exception) -> str:

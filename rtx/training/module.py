@@ -26,10 +26,7 @@ OWN_PLACES = ("data.path", "data.verify", "data.processes", "hardware.workers", 
 
 
 def build_model(config: Config, vocabulary: int, first_N: Callable[[], Tensor] | None) -> Transformer:
-    """Return the model of a configuration with its first weights, the same on every rank.
-
-    `first_N` returns the first training sequence, ids `[N]`, which routing.init=data reads; None: others are loaded.
-    """
+    """Return the model of a configuration with its first weights; `first_N` gives what routing.init=data reads."""
     seed_everything(config.seed)
     model = Transformer(config, vocabulary)
     if first_N and config.routing.init == "data":
@@ -179,16 +176,3 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def seed_everything(seed: int, rank: int = 0) -> None:
     """Seed torch (all devices), the only source of random numbers here; every rank draws weights with `rank=0`."""
     torch.manual_seed(int(np.random.SeedSequence([seed, rank]).generate_state(1)[0]))
-
-
-def rng_state() -> dict[str, Tensor]:
-    """Return the state of every random stream of this process."""
-    state = {"torch": torch.get_rng_state()}
-    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
-
-
-def restore_rng(state: dict[str, Tensor]) -> None:
-    """Put every random stream back to what `rng_state` returned."""
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -42,9 +42,8 @@ def state_after(code: int) -> str:
 class Signals:
     """The signal handlers of a run, as a context that puts the former handlers back.
 
-    While `holding` is false a signal raises `Stopped` where the process is; while it is true it is only noted in
-    `requested`, for the end of the step. A thread ends the process upon a second signal: within one instruction, such
-    as a wait for another process, Python runs no handler.
+    While `holding` is false a signal raises `Stopped` where the process is, else it is noted for the end of the step. A
+    thread obeys a second one: within one instruction, such as a wait for another process, Python runs no handler.
     """
 
     def __init__(self) -> None:
@@ -57,7 +56,6 @@ class Signals:
             ignore_signals()
             when_orphaned(os.environ[PARENT_VARIABLE], lambda: os._exit(1))
         elif threading.current_thread() is threading.main_thread():
-            # A cell stops as after SIGTERM when its sweep ends, however that does.
             when_orphaned(os.environ.pop(SWEEP_VARIABLE, ""), lambda: os.kill(os.getpid(), signal.SIGTERM))
             self.former = {number: signal.getsignal(number) for number in EXIT_CODES}
             self.hold()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +39,7 @@ class Outcome(NamedTuple):
     final: Score
 
 
-def build_trainer(watch: Watch, loggers: Sequence[Logger], hardware: Hardware) -> pl.Trainer:
+def build_trainer(watch: Watch, loggers: list[Logger], hardware: Hardware) -> pl.Trainer:
     """Return the Trainer of a run: what a callback of your own would be added to."""
     plugins: list[Any] = [cluster_environment(hardware), CheckpointFiles()]
     if hardware.precision == "fp64":  # Lightning refuses the word for fsdp, and takes the plugin
@@ -56,7 +55,7 @@ def build_trainer(watch: Watch, loggers: Sequence[Logger], hardware: Hardware) -
         plugins=plugins,
         callbacks=[watch, Progress(watch)],
         enable_checkpointing=False,  # by Lightning's own callback
-        logger=list(loggers) or False,
+        logger=loggers or False,
         max_steps=max(watch.plan.steps, watch.data.step + 1),  # with no step left Lightning would not even begin
         accumulate_grad_batches=hardware.accumulate,
         val_check_interval=watch.plan.val_every * hardware.accumulate,
@@ -69,7 +68,7 @@ def build_trainer(watch: Watch, loggers: Sequence[Logger], hardware: Hardware) -
     )
 
 
-def fit(watch: Watch, loggers: Sequence[Logger], checkpoint: Path | None) -> Outcome:
+def fit(watch: Watch, loggers: list[Logger], checkpoint: Path | None) -> Outcome:
     """Train to the last step, and score the whole validation split; signals are still held when it returns.
 
     `Stopped` upon a signal, once the checkpoint is saved; `RunFailed` upon NaN, a full disk, or a lost process.
