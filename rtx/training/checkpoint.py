@@ -32,7 +32,7 @@ Checkpoint = dict[str, Any]
 
 
 class CheckpointFiles(TorchCheckpointIO):
-    """Writes a checkpoint beside its place, syncs and renames; Lightning's own collects it in memory, and never syncs."""
+    """Writes a checkpoint beside its place, syncs and renames it; Lightning's own fills the memory and never syncs."""
 
     def save_checkpoint(
         self, checkpoint: Checkpoint, path: str | os.PathLike[str], storage_options: Any = None

@@ -45,7 +45,9 @@ def test_what_a_run_leaves_and_says(workshop: Workshop, tmp_path: Path) -> None:
     store = open_data(config.data, workshop.folder / "data")
     assert environment["data"]["fingerprint"] == store.fingerprint
     assert (status["state"], status["step"], status["final"]["units"]) == ("done", 12, len(store.split("valid")))
-    final = read_metrics(run / "metrics.jsonl")[-1]
+    first, *_, final = read_metrics(run / "metrics.jsonl")
+    assert first["kind"] == "train"
+    assert {"routing/empty_share", "routing/member_most", "routing/self_weight"} <= first.keys()
     assert final["kind"] == "final" and final["val_bits"] == status["final"]["bits"]
     assert f"{final['val_bits']:.4f} bits/byte on the validation split" in said
     assert f"bits/byte on valid, {final['val_units']:,} bytes each scored once, windows of 32, stride 5" in said
@@ -66,11 +68,6 @@ def test_the_same_seed_gives_the_same_bits_and_another_others(workshop: Workshop
     assert difference(again, run) == ""
     other = workshop.train("other", "seed=1")
     assert not torch.equal(weight(run), weight(other))
-
-
-def test_numbers_of_the_routing_heads_are_logged(run: Path) -> None:
-    row = next(row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "train")
-    assert {"routing/empty_share", "routing/member_most", "routing/self_weight"} <= row.keys()
 
 
 def test_centroids_may_start_from_the_data(workshop: Workshop) -> None:

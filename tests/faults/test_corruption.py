@@ -1,4 +1,4 @@
-"""Two hundred damaged files, each one found out; and what the commands do then."""
+"""A hundred damaged checkpoints, each one found out; what the commands do then, and upon other damaged files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ import pytest
 from disturbances import damage, places
 from small_runs import SIZES, Workshop, checkpoint_difference
 
-from rtx.compose import compose, load_run_config
-from rtx.config import DataConfig
-from rtx.data.catalog import open_data
-from rtx.data.store import DamagedStore
+from rtx.compose import load_run_config
 from rtx.errors import RunFailed, UserError
 from rtx.training.checkpoint import is_whole, newest_checkpoint, read_checkpoint
 from rtx.training.resumption import already_done
@@ -60,37 +57,6 @@ def test_a_hundred_damaged_checkpoints_are_known(copy: Path) -> None:
         found = newest_checkpoint(last.parent, set_aside=True, report=said.append)
         assert found is not None and found["step"] == before, way
         assert said[0].endswith("set aside as last.ckpt.damaged") and not last.exists()
-
-
-def data_bytes(path: Path) -> int:
-    """Return how many bytes of a store's file say something of the data: the record ends with when it was made."""
-    return path.read_bytes().index(b'"made"') if path.suffix == ".json" else path.stat().st_size
-
-
-def test_a_hundred_damaged_stores_are_known(workshop: Workshop, run: Path, tmp_path: Path) -> None:
-    root = Path(shutil.copytree(workshop.data, tmp_path / "data"))
-    (folder,) = (path for path in root.iterdir() if path.is_dir())
-    data = store_config(workshop)
-    open_data(data, root)
-    files = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
-    assert {path.suffix for path in files} == {".bin", ".npy", ".json"}
-    draw = random.Random(2)
-    for number in range(100):
-        path = files[number % len(files)]
-        content = path.read_bytes()
-        if number % 3:
-            damage(path, flip=draw.randrange(8 * data_bytes(path)))
-        else:
-            damage(path, keep=draw.randrange(data_bytes(path)))
-        with pytest.raises(DamagedStore, match=r"damaged: expected .*; to rebuild the store: rtx data prepare"):
-            open_data(data, root)
-        path.write_bytes(content)
-    open_data(data, root)
-
-
-def store_config(workshop: Workshop, verify: str = "once") -> DataConfig:
-    """Return the data of small runs."""
-    return compose([workshop.text, *SIZES, f"data.verify={verify}"]).data
 
 
 @pytest.mark.parametrize("word", ["train", "resume", "eval"])

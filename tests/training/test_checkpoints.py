@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -184,13 +183,3 @@ def test_parts_of_other_types_or_another_format_are_refused(tmp_path: Path, wron
     for read in (lambda: newest_checkpoint(tmp_path, set_aside=True), lambda: load_for_use(tmp_path, "last")):
         with pytest.raises(UserError, match=why):
             read()
-
-
-def test_a_folder_that_was_removed_is_made_again_and_without_its_run_the_error_is_told(tmp_path: Path) -> None:
-    folder = tmp_path / "run" / "checkpoints"
-    folder.parent.mkdir()
-    save_last(folder, 1)
-    assert names(folder) == ["last.ckpt"]
-    shutil.rmtree(folder.parent)
-    with pytest.raises(RunFailed, match="No such file or directory"):
-        save_last(folder, 2)

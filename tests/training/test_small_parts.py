@@ -22,23 +22,7 @@ from rtx.errors import RunFailed
 from rtx.progress import say
 from rtx.training.memory import OUT_OF_MEMORY, device_memory, out_of_memory, physical_memory
 from rtx.training.module import seed_everything
-from rtx.training.resumption import as_chosen, differences
 from rtx.training.run_folder import read_status, working_in
-
-
-def test_differences_have_dotted_names() -> None:
-    old = {"name": "a", "model": {"layers": None, "heads": 2}, "seed": 1}
-    assert differences(old, old) == {}
-    new = {"name": "a", "model": {"layers": 3, "heads": 2}, "data": {"path": 0}}
-    assert differences(old, new) == {"data.path": (None, 0), "model.layers": (None, 3), "seed": (1, None)}
-    assert differences(old, new, shared=True) == {"model.layers": (None, 3)}
-
-
-def test_what_a_run_has_chosen_is_kept_where_nothing_else_is_asked_for() -> None:
-    before = compose(["trainer.micro_batch_size=2", "model.recompute=true"])
-    assert as_chosen(compose([]), before) == before
-    asked = compose(["trainer.micro_batch_size=1", "model.recompute=false"])
-    assert as_chosen(asked, before) == asked
 
 
 def test_seeds_and_ranks_have_streams_of_their_own() -> None:
@@ -61,10 +45,8 @@ def test_a_refusal_of_memory_is_known(ask: Callable[[], object]) -> None:
     ("error", "known"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"), True),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
         (MemoryError(), True),
-        (ImportError("libarrow.so: failed to map segment from shared object"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (OSError(errno.ENOSPC, "No space left on device"), False),
         (ValueError("out of memory"), False),
