@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator
 
 from tqdm.auto import tqdm
 
-QUIET_SECONDS = 3.0
-"""Work that is done by then shows no bar."""
-PLAIN_SECONDS = 15.0
-"""Time between two lines where there is no terminal."""
+QUIET_SECONDS, PLAIN_SECONDS = 3.0, 15.0
+"""Work that is done by then shows no bar; time between two lines where there is no terminal."""
 
 clock = tqdm.format_interval
 """Returns seconds as 03:21, 1:03:21 or 49:03:21."""

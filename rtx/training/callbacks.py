@@ -119,7 +119,7 @@ class Watch(Callback):
             raise Stopped(stop, f"stopped by {self.signals.name} at step {step:,}; {saved}")
 
     def save(self, trainer: Trainer) -> None:
-        """Replace last.ckpt; `RunFailed` where the disk is full, or something is not finite: the old one stays."""
+        """Replace last.ckpt; `RunFailed` where the disk is full: the old one stays."""
         began = time.monotonic()
         trainer.save_checkpoint(self.last)
         self.saved, self.mark = trainer.global_step, self.mark + time.monotonic() - began  # which was no stepping

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-from pathlib import Path
 
 from small_runs import SIZES, Workshop, after, difference
 
@@ -35,29 +34,6 @@ def test_two_resumes_of_one_run(workshop: Workshop) -> None:
     codes = [process.wait() for process in processes]
     assert sorted(codes) == [0, 2, 2], process.log.read_text()
     assert difference(process.run, alone) == ""
-
-
-def test_a_preparation_waits_for_another_and_takes_over_from_a_dead_one(workshop: Workshop) -> None:
-    book = workshop.folder / "large.txt"
-    book.write_bytes(bytes(range(256)) * 400_000)
-    words = ("data", "prepare", "data=text", f"data.path={book}")
-    data = workshop.folder / "data"
-
-    def working(run: Path) -> bool:
-        return any(data.glob(".*.work/cache/*"))
-
-    first = workshop.fork(workshop.folder / "first", *words)
-    first.until(working)
-    first.send(signal.SIGSTOP)  # it stays at it, however busy the machine is
-    second, third = (workshop.fork(workshop.folder / name, *words) for name in ("second", "third"))
-    second.until(lambda run: second.log.exists() and "waiting for another process" in second.log.read_text())
-    first.send(signal.SIGKILL)
-    assert first.wait() == -signal.SIGKILL
-    assert (second.wait(), third.wait()) == (0, 0), second.log.read_text() + third.log.read_text()
-    said = [process.log.read_text().splitlines()[-1] for process in (second, third)]
-    assert said[0] == said[1] and "  fingerprint  " in said[0]
-    assert workshop.command("data", "verify", *words[2:]).count("every byte as recorded") == 1
-    assert not [path for path in data.iterdir() if path.name.startswith(".")]
 
 
 def test_a_run_keeps_its_data(workshop: Workshop) -> None:
