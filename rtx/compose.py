@@ -33,11 +33,7 @@ RUN_CONFIG = "config.yaml"
 
 
 def compose(overrides: Iterable[str]) -> Config:
-    """Return the configuration that `rtx train <overrides>` runs, checked, with routing.clusters frozen.
-
-    Raises:
-        UserError: a key, option, type or range is wrong, nothing reads a key that is set, or two do not fit together.
-    """
+    """Return the configuration that `rtx train <overrides>` runs; `UserError` for all that is wrong with the words."""
     checked = check_overrides(overrides)
     config = resolve(compose_unresolved(checked))
     refuse(idle(config, (entry.key for entry in checked)).values())
@@ -111,11 +107,7 @@ def to_yaml(config: Config) -> str:
 
 
 def to_config(values: Mapping[str, Any]) -> Config:
-    """Return the configuration that `to_dict` took apart, each value in its type and range; unset: the default.
-
-    Raises:
-        UserError: a key or value cannot be.
-    """
+    """Return the configuration that `to_dict` took apart, each value in its type and range; unset: the default."""
     known, found = all_fields(), flat(values)
     for key, value in found.items():
         if key not in known:
@@ -145,11 +137,7 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def load_run_config(run_dir: str | Path) -> Config:
-    """Return the configuration of a run from its folder; nothing in it is interpolated, a text is taken as it stands.
-
-    Raises:
-        UserError: there is no such run, its config.yaml is not one, or is of rtx 0.1.
-    """
+    """Return the configuration of a run from its folder; nothing in it is interpolated."""
     path = Path(run_dir) / RUN_CONFIG
     if not path.is_file():
         what = "has no config.yaml" if Path(run_dir).is_dir() else "no such folder"
@@ -179,10 +167,7 @@ def merge(config: Config, overrides: Iterable[str]) -> Config:
 
 
 def config_hash(config: Config) -> str:
-    """Return 12 hexadecimal digits that two configurations share exactly where all that can change results is equal.
-
-    A path counts from the current folder: the same words in another folder may mean other files.
-    """
+    """Return 12 hexadecimal digits that two configurations share where all that can change results is equal."""
     return digest(flat(to_dict(with_absolute_path(config))))
 
 

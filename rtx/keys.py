@@ -64,11 +64,7 @@ class Field:
         return "auto or " * self.auto + KINDS[self.kind] + "".join(limits) + ", or null" * self.optional
 
     def read(self, value: Any) -> Any:
-        """Return a value, or the text of one, in the field's type; None stands for null.
-
-        Raises:
-            UserError: it is of another type or out of range.
-        """
+        """Return a value, or the text of one, in the field's type and range (`UserError`); None stands for null."""
         if (value is None and self.optional) or (value == "auto" and self.auto):
             return value
         found = convert(self.kind, value)
@@ -153,11 +149,10 @@ def options(group: str) -> tuple[str, ...]:
 
 
 def unknown(word: str, known: Iterable[str]) -> str:
-    """Return what to say of a key that does not exist: the dotted keys nearest to it by their last part, if any."""
+    """Return what to say of a key that does not exist: the dotted key nearest to it by its last part, if any."""
     section, _, leaf = word.lower().rpartition(".")
     names = {key: key.rpartition(".")[2] for key in known}
     near = difflib.get_close_matches(leaf, names.values(), n=1, cutoff=0.65)
-    found = [key for key, name in names.items() if name in near]
-    found = [key for key in found if key.startswith(f"{section}.")] or found
-    hint = f" (did you mean {' or '.join(map(repr, found[:3]))}?)" if found else "; --help lists them"
+    found = sorted((key for key in names if names[key] in near), key=lambda key: key.rpartition(".")[0] != section)
+    hint = f" (did you mean {found[0]!r}?)" if found else "; --help lists them"
     return f"unknown key {shorten(word)!r}{hint}"

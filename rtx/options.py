@@ -241,16 +241,11 @@ def what_to_do(word: str, words: Sequence[str]) -> tuple[str, list[str]]:
     known = [name.partition(" ")[2] for name in READS if name.startswith(f"{word} ") and word not in READS]
     if not known or {*words[:1]} & {*known}:
         return "".join(words[: bool(known)]), list(words[bool(known) :])
-    what = "".join(words[:1])
-    raise UserError(f"rtx {word} {shorten(what)}: say {', '.join(known)}{nearest(what, known)}")
+    raise UserError(f"rtx {word}: say {', '.join(known)}{nearest(''.join(words[:1]), known)}")
 
 
 def read_words(command: str, words: Sequence[str]) -> Words:
-    """Take apart what stands behind a command (its name as in `READS`).
-
-    Raises:
-        UserError: the first word that the command does not read, or a run that is missing.
-    """
+    """Take apart what stands behind a command (its name as in `READS`); `UserError` for what it does not read."""
     reads = READS[command]
     runs = leading_runs(reads, words) if reads.runs else []
     composing, values, overrides = reads.composes and not runs, {}, []
@@ -301,22 +296,18 @@ def refuse_foreign(reads: Command, key: str, composing: bool) -> None:
 
 
 def check_overrides(words: Iterable[str], *, sweep: bool = False) -> list[Override]:
-    """Return the overrides of a configuration, each value checked; `sweep`: they may list values.
-
-    Raises:
-        UserError: the first that cannot be.
-    """
+    """Return the overrides of a configuration, each value checked; `sweep`: they may list values."""
     return [check_override(word, sweep) for word in words]
 
 
 def check_override(word: str, sweep: bool) -> Override:
     """Return one override, each of its values an option of a group, or in the type and range of a key."""
-    key, text = split_word(word)
+    (key, text), known = split_word(word), settings()
     if sweep and key.startswith("hydra.launcher."):
         return Override(key, (text,))
-    if key not in settings():
-        raise UserError(unknown(key, settings()))
-    field, values = settings()[key], COMMA.split(text)
+    if key not in known:
+        raise UserError(unknown(key, known))
+    field, values = known[key], COMMA.split(text)
     if len(values) > 1 and not sweep:
         said = f"{shorten(word)}: takes one value; several make a sweep (rtx train -m)"
         raise UserError(f"{said}; quote it where it is one: '{key}=\"...\"'")

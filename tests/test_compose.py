@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +58,8 @@ def test_images_fix_the_length_whatever_a_model_writes_and_the_command_line_wins
 
 
 def test_no_experiment_undoes_one_that_stands_before_it(default: Any) -> None:
-    for words in (["experiment=null"], ["experiment=smoke", "experiment=null"]):
-        assert compose(words) == default
-    for words in (["experiment=null", "experiment=smoke"], ["experiment=smoke", "experiment=recall"] * 2):
-        assert compose(words).name == words[-1].removeprefix("experiment=")
+    assert compose(["experiment=smoke", "experiment=null"]) == default
+    assert compose(["experiment=null", "experiment=smoke"]).name == "smoke"
 
 
 @pytest.mark.parametrize(
@@ -84,16 +81,6 @@ def test_mistakes_that_show_when_all_is_composed(overrides: list[str], said: str
     assert "\n" not in str(caught.value)
 
 
-def test_composing_leaves_the_process_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    before = dict(os.environ)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        compose(["seed=1"])
-    assert list(tmp_path.iterdir()) == []
-    assert dict(os.environ) == before
-
-
 def test_plain_values_and_back(default: Any, tmp_path: Path) -> None:
     assert resolve(to_config(to_dict(default))) == default
     small = compose(["optimizer.lr=1e-5", "trainer.max_minutes=1e-3", "name=1e3", "logger.group='a: [b'"])
@@ -106,12 +93,6 @@ def test_plain_values_and_back(default: Any, tmp_path: Path) -> None:
 def test_a_text_of_a_run_is_taken_as_it_is_written(default: Any, tmp_path: Path, name: str) -> None:
     (tmp_path / "config.yaml").write_text(to_yaml(default).replace("\nname: rtx\n", f"\nname: {name}\n"))
     assert load_run_config(tmp_path).name == name
-
-
-def test_a_key_that_an_older_run_lacks_keeps_the_schemas_default(default: Any) -> None:
-    values = to_dict(default)
-    del values["routing"]["key_shift"]
-    assert resolve(to_config(values)) == default
 
 
 @pytest.mark.parametrize(
@@ -174,10 +155,6 @@ def test_the_hash_of_recorded_configurations_stands() -> None:
 
 
 def test_the_hash_knows_the_folder_that_a_path_counts_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = set()
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-        monkeypatch.chdir(tmp_path / name)
-        seen.add(config_hash(compose(["data=text", "data.path=book.txt"])))
-    assert len(seen) == 2
-    assert config_hash(compose(["data=text", f"data.path={tmp_path}/other/book.txt"])) in seen
+    before = config_hash(compose(words := ["data=text", "data.path=book.txt"]))
+    monkeypatch.chdir(tmp_path)
+    assert before != config_hash(compose(words)) == config_hash(compose([words[0], f"data.path={tmp_path}/book.txt"]))

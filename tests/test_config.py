@@ -97,12 +97,6 @@ def test_what_fits(words: str) -> None:
     assert with_values(resolve(config), {"routing.clusters": None}) == config
 
 
-def test_every_problem_is_told_at_once() -> None:
-    with pytest.raises(UserError) as caught:
-        resolve(changed("routing.heads=9 routing.layers=5 name=/"))
-    assert len(str(caught.value).splitlines()) == 3
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

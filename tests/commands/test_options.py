@@ -1,12 +1,10 @@
-"""Every option of hardware, logger, data and experiment that a CPU can run takes steps through the command."""
+"""Every option of hardware, data and experiment that a CPU can run takes steps through the command."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
-import wandb
 from small_runs import SIZES, Workshop, counted_rows
 
 from rtx.compose import load_run_config
@@ -50,24 +48,6 @@ def test_data(workshop: Workshop, data: str, monkeypatch: pytest.MonkeyPatch) ->
     workshop.command("train", f"data={data}", *DATA.get(data, ()), *SMALL, *STEP, run=run)
     assert is_done(run, 1)
     assert load_run_config(run).data.name == data
-
-
-@pytest.mark.parametrize(
-    ("logger", "mode"), [("auto", "offline"), ("jsonl", None), ("offline", "offline"), ("online", "online")]
-)
-def test_logger(workshop: Workshop, logger: str, mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(workshop.folder))
-    init = MagicMock()
-    monkeypatch.setattr(wandb, "init", init)
-    monkeypatch.setattr(wandb, "login", lambda **how: False)  # no key
-    run = workshop.train(f"logger-{logger}", *STEP, f"logger={logger}")
-    assert is_done(run, 1)
-    asked = [call.kwargs["mode"] for call in init.call_args_list]
-    assert logger in options("logger") and len(options("logger")) == 4
-    assert asked == ([mode] if mode else [])
-    assert init.return_value.log.called is bool(mode)
 
 
 def test_the_smoke_experiment(workshop: Workshop) -> None:
