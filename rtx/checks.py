@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from operator import attrgetter
 
 from rtx.config import CLUSTERED, SPREAD, Config, all_fields, axis_sizes, base_patterns, clusters, hash_buckets
 from rtx.data.sets import HELD_OUT, IMAGE_SETS, NAMES, TWO_WAYS, image_side
@@ -56,20 +55,15 @@ def resolve(config: Config) -> Config:
 def idle(config: Config, keys: Iterable[str]) -> dict[str, str]:
     """Return a line for each of the keys that was set, not to null, and that nothing reads."""
     known, lines = all_fields(), {}
-    wanted = {key for key in keys if key in known and value_at(config, key) is not None}
+    wanted = {key for key in keys if key in known and attrgetter(key)(config) is not None}
     for other, values, read in READ_WITH:
-        found = value_at(config, other)
+        found = attrgetter(other)(config)
         parts = set(found.split("+"))
         if not parts & set(values) and (other != "model.base" or parts <= OURS):
             for key in wanted.intersection(read.split()):
-                said = f"{key}={written(value_at(config, key))} has no effect with {other}={found}"
+                said = f"{key}={written(attrgetter(key)(config))} has no effect with {other}={found}"
                 lines[key] = f"{said}; it is for {', '.join(values)}"
     return lines
-
-
-def value_at(config: Config, key: str) -> Any:
-    """Return the value at a dotted key."""
-    return functools.reduce(getattr, key.split("."), config)
 
 
 def too_large(config: Config) -> Iterator[str]:
@@ -89,7 +83,7 @@ def too_large(config: Config) -> Iterator[str]:
         ("data.pairs", "data.keys", config.data.name == "recall"),
     )
     for key, limit, applies in limits:
-        value, most = value_at(config, key), value_at(config, limit)
+        value, most = attrgetter(key, limit)(config)
         if applies and value is not None and value > most:
             yield f"{key}={value} must be at most {limit}={most}"
 

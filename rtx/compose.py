@@ -31,6 +31,9 @@ from rtx.options import Override, check_overrides, read_words
 
 RUN_CONFIG = "config.yaml"
 
+to_dict = dataclasses.asdict
+"""Returns a configuration as nested dictionaries of plain values."""
+
 
 def compose(overrides: Iterable[str]) -> Config:
     """Return the configuration that `rtx train <overrides>` runs; `UserError` for all that is wrong with the words."""
@@ -96,11 +99,6 @@ def user_errors(where: str = "") -> Iterator[None]:
         raise UserError(where + what + " ".join(str(error).split())) from error
 
 
-def to_dict(config: Config) -> dict[str, Any]:
-    """Return the configuration as nested dictionaries of plain values."""
-    return dataclasses.asdict(config)
-
-
 def to_yaml(config: Config) -> str:
     """Return the configuration as YAML, in the order of the schema: the text of a run's config.yaml."""
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
@@ -129,11 +127,11 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     """Return a copy of a configuration with other values at some dotted keys."""
-    nested = {key: value for key, value in values.items() if "." not in key}
-    for section in SECTIONS:
-        own = {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{section}.")}
-        nested[section] = dataclasses.replace(getattr(config, section), **own)
-    return dataclasses.replace(config, **nested)
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        changed = {section: dataclasses.replace(getattr(config, section), **{name: value})} if section else {key: value}
+        config = dataclasses.replace(config, **changed)
+    return config
 
 
 def load_run_config(run_dir: str | Path) -> Config:
