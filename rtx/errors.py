@@ -15,9 +15,9 @@ class RunFailed(RuntimeError):
     """A run that cannot go on (NaN loss, full disk); the command prints it and exits with 1."""
 
 
-def nearest(word: str, known: Iterable[str], cutoff: float = 0.55) -> str:
-    """Return " (did you mean 'x'?)" for the nearest of `known` that is at least `cutoff` alike (1: the same), or ""."""
-    match = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return " (did you mean 'x'?)" for the nearest of `known`, or "" where none is near."""
+    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.55)
     return f" (did you mean '{match[0]}'?)" if match else ""
 
 
