@@ -62,6 +62,5 @@ def fit_lines(config: Config, known: int, world: int) -> list[str]:
         micro, recompute, peak, fits = choose_micro_batch(planned, known, room, world)
         what = f"{plural(micro, 'sequence')} at a time{', recomputed' * recompute}, {peak / GIB:.2f} GiB"
         less = "less is needed with optimizer=adafactor, model.ffn_parts=16, hardware=fsdp or a smaller data.length"
-        word = "" if lines else "fit"
-        lines.append(f"{word:<12}{place}: {what if fits else f'does not fit ({what}); {less}'}")
+        lines.append(f"{'' if lines else 'fit':<12}{place}: {what if fits else f'does not fit ({what}); {less}'}")
     return lines

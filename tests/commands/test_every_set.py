@@ -42,9 +42,3 @@ def test_a_set_trains_and_every_unit_is_scored_once(
         assert result["units"] == result["split_units"] == units["test"] > 0
         assert result["nats"] > 0 and not result["partial"] and result["own_data"]
         assert result["data"]["fingerprint"] == store["fingerprint"]
-
-
-def test_the_sets_are_all(workshop: Workshop) -> None:
-    from rtx.data.sets import SETS as KNOWN
-
-    assert set(SETS) == set(KNOWN)

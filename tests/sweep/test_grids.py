@@ -62,15 +62,6 @@ def test_the_rows_beside_a_tables_own_model(experiment: str) -> None:
     assert configs(f"experiment={experiment}") == [compose([f"experiment={base}", *row]) for row in rows]
 
 
-def test_the_comparison_has_five_rows_of_three_seeds_with_as_many_parameters() -> None:
-    rows = configs("experiment=comparison")
-    assert [cell.seed for cell in rows] == [0, 1, 2] * 5
-    kinds = [(cell.model.base, cell.routing.heads and cell.routing.selection, cell.model.ffn_hidden) for cell in rows]
-    routed = [("local", kind, 660) for kind in ("random", "topk", "causal")]
-    assert list(dict.fromkeys(kinds)) == [("full", 0, 640), ("local", 0, 640), *routed]
-    assert {cell.name for cell in rows} == {"comparison"}
-
-
 def test_several_experiments_are_one_sweep_and_an_override_reaches_every_cell() -> None:
     both = "experiment=cifar10_grid,cifar10_baselines"
     every = configs(both, "trainer.steps=2000", "model.hidden=128", "seed=3")
@@ -113,13 +104,6 @@ def test_no_command_takes_one_configuration_for_a_sweep(command: list[str], caps
     said = "is a sweep (experiment=cifar10_full,cifar10_local,cifar10_random): rtx train -m runs it; for one cell of it"
     out, error = capsys.readouterr()
     assert out == "" and error.startswith(f"rtx: experiment=cifar10_baselines {said}")
-
-
-def test_the_last_of_a_key_counts_in_the_place_of_the_first() -> None:
-    words = ["routing.heads=2,4", "seed=9", "routing.window=64,32", "routing.heads=1,2"]
-    assert [cell.overrides for cell in cells(*words)] == [
-        (f"routing.heads={heads}", "seed=9", f"routing.window={window}") for heads in (1, 2) for window in (64, 32)
-    ]
 
 
 def test_an_axis_that_every_row_sets_itself_is_not_dropped_without_a_word() -> None:
