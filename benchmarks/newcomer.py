@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from machine import code, machine
 
-from rtx.evaluation.baselines import baselines
+from rtx.evaluation.protocols import baselines
 
 
 def last_rows(path: Path) -> list[dict[str, Any]]:
@@ -39,8 +39,7 @@ def main() -> None:
         rows = last_rows(run / "metrics.jsonl")
         status = json.loads((run / "status.json").read_text())
         store = next(Path(scratch, "data").glob("*/store.json")).parent
-        train, valid = (np.memmap(store / f"{split}.bin", dtype=np.uint8, mode="r") for split in ("train", "valid"))
-        others = baselines(train, valid)
+        others = baselines(np.memmap(store / "valid.bin", dtype=np.uint8, mode="r"))
     shares = [row["data_share"] for row in rows if "data_share" in row]
     result = {
         "what": "rtx train",

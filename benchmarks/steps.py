@@ -36,9 +36,8 @@ from rtx.options import LAUNCHED, check_overrides
 from rtx.progress import progress_bar
 from rtx.report.steps import WHAT, read_record, views
 from rtx.report.tables import terminal
-from rtx.training.hardware import resolve_hardware
+from rtx.training.hardware import device_memory, out_of_memory, resolve_hardware
 from rtx.training.inference import prepare_device
-from rtx.training.memory import device_memory, out_of_memory
 from rtx.training.module import build_model, build_optimizer, learning_rate, set_learning_rate
 from rtx.training.run_folder import environment, outputs_root, unwritable
 

@@ -23,7 +23,7 @@ from rtx.config import Config
 from rtx.errors import UserError, refuse
 from rtx.keys import conf_dir
 from rtx.options import LAUNCHED, Override, check_overrides
-from rtx.training.memory import OUT_OF_MEMORY
+from rtx.training.hardware import OUT_OF_MEMORY
 from rtx.training.run_folder import busy, close, outputs_root, read_status, seems_running
 from rtx.training.signals import EXIT_CODES, SWEEP_VARIABLE, state_after
 

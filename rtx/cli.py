@@ -20,7 +20,7 @@ from types import FrameType
 
 from rtx import __version__
 from rtx.errors import RunFailed, UserError, nearest, printable
-from rtx.training.memory import out_of_memory
+from rtx.training.hardware import out_of_memory
 from rtx.training.signals import EXIT_CODES, INTERRUPTED, PREEMPTED, Stopped, ignore_signals, started_by_another
 
 FLAGS = {"--help", "-h"}

@@ -30,8 +30,7 @@ from rtx.data.catalog import check_source, data_root
 from rtx.errors import UserError, plural, printable, refuse
 from rtx.options import LAUNCHED, check_overrides, read_words
 from rtx.progress import say
-from rtx.training.hardware import cores
-from rtx.training.memory import system_kills
+from rtx.training.hardware import cores, system_kills
 from rtx.training.run_folder import read_status, shown, unwritable, utc_now
 from rtx.training.signals import EXIT_CODES, SWEEP_VARIABLE
 

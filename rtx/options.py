@@ -54,8 +54,6 @@ class EvalOptions:
 class SampleOptions:
     length: int | None = ranged(None, low=1)
     """Units to generate; unset: 1,000 of text, a whole image of N."""
-    count: int = ranged(1, low=1, high=1024)
-    """Images to generate, side by side in one picture (image sets)."""
     temperature: float = ranged(1.0, low=0.0)
     """Divides the logits; 0: always the most likely unit."""
     top_k: int | None = ranged(None, low=1)
@@ -177,7 +175,7 @@ class Command:
     def known(self, composing: bool) -> list[str]:
         """Return the options, groups and keys that the command reads."""
         if self.name == "resume":
-            from rtx.training.resumption import may_change  # which reads configurations by this module
+            from rtx.training.run_folder import may_change  # which reads configurations by this module
 
             return ["hardware", "logger", *filter(may_change, all_fields())]
         own = [f"{self.section}.{name}" if composing else name for name in self.own]

@@ -23,7 +23,6 @@ from rtx.attention.softmax import Relative
 from rtx.model.layer_heads import ROUTED
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.transformer import Transformer
-from rtx.training.sharding import whole
 
 KEYS, PROBES = 256, 32
 """Keys whose weights are worked out at once; positions of a training batch whose weights are."""
@@ -193,6 +192,8 @@ def read_telemetry(model: nn.Module) -> dict[str, float]:
     to 0, 1 or more clusters; `self_weight` and `distance`: mean weight that a position puts on itself, and mean
     distance it reads at. `span/*`: of heads that learn their span, in positions, the ramp left out.
     """
+    from rtx.training.distributed import whole  # imports Lightning
+
     spans = [whole(heads.spans()) for heads in model.modules() if isinstance(heads, AdaptiveSpan)]
     told = {"span/mean": float(torch.cat(spans).mean()), "span/max": float(torch.cat(spans).max())} if spans else {}
     routing = [heads for heads in model.modules() if isinstance(heads, Routing)]

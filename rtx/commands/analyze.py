@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     result = {"divergence": divergence, "patterns": patterns, "context": context}[what](run, store, options)
     picture = result.pop("picture", None)
     asked = {"analyze": dataclasses.asdict(options), "length": config.data.length, "data": store.fingerprint}
-    name = f"{what}-{options.split}-{run.name}-step{run.checkpoint['step']}-{short_hash(asked)}"
+    name = f"{what}-{options.split}-{run.checkpoint['file']}-step{run.checkpoint['step']}-{short_hash(asked)}"
     if picture:
         save(folder / "analysis" / f"{name}.png", picture)
     facts = {**asked, "checkpoint": run.facts(), "data": store.describe(), "time": utc_now()}

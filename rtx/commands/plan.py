@@ -12,7 +12,7 @@ from rtx.compose import compose, with_values
 from rtx.config import Config
 from rtx.data.catalog import vocabulary_size
 from rtx.errors import plural
-from rtx.training.memory import device_memory
+from rtx.training.hardware import device_memory
 
 GIB, TERA = 2**30, 1e12
 GPUS = (16, 24, 80)  # sizes of the GPUs that a plan is made for, in GiB

@@ -21,8 +21,6 @@ from rtx.options import SampleOptions, read_words
 from rtx.training.inference import LoadedRun, load_run, prepare_device, run_config
 from rtx.training.signals import INTERRUPTED, Stopped
 
-TEXT_LENGTH = 1000
-
 
 def main(arguments: list[str]) -> int:
     """Print the text on stdout as it comes, or the path of a picture; all else on stderr."""
@@ -35,17 +33,14 @@ def main(arguments: list[str]) -> int:
     if is_image and options.prompt:
         raise UserError("sample.prompt has no place in a run on images, which have no text to continue")
     if is_image and (options.length or 0) > size:
-        several = "for several images: sample.count=<number>"
-        raise UserError(f"sample.length={options.length}: an image has {size} units; {several}")
-    if not is_image and options.count != 1:
-        raise UserError(f"sample.count={options.count} is for runs on images; for another text: sample.seed=<number>")
+        raise UserError(f"sample.length={options.length}: an image has {size} units")
     run = load_run(folder, config, options.checkpoint, prepare_device(config), say=tell)
-    return draw_images(run, options) if is_image else write_text(run, options)
+    return draw_image(run, options) if is_image else write_text(run, options)
 
 
 def write_text(run: LoadedRun, options: SampleOptions) -> int:
     """Print a text as it comes and keep it; returns the exit code of a signal that stopped it, or 0."""
-    tokenizer, length, most = run.tokenizer, options.length or TEXT_LENGTH, run.config.data.length
+    tokenizer, length, most = run.tokenizer, options.length or 1000, run.config.data.length
     prompt_1P = torch.from_numpy(encode_text(tokenizer, options.prompt))[None]
     given = prompt_1P.shape[1]
     if run.model.embedding.positions is not None and given + length > most:
@@ -68,34 +63,30 @@ def write_text(run: LoadedRun, options: SampleOptions) -> int:
     return stopped
 
 
-def draw_images(run: LoadedRun, options: SampleOptions) -> int:
-    """Keep images side by side as one PNG, in which what was not drawn is black; returns as `write_text`."""
-    size, columns = run.config.data.length, []
-    empty = torch.empty(options.count, 0, dtype=torch.int64)
-    done, stopped = draw(run, options, empty, options.length or size, columns.append)
+def draw_image(run: LoadedRun, options: SampleOptions) -> int:
+    """Keep an image as PNG, in which what was not drawn is black; returns as `write_text`."""
+    size, image_N = run.config.data.length, np.zeros(run.config.data.length, dtype=np.uint8)
+    units: list[int] = []
+    empty = torch.empty(1, 0, dtype=torch.int64)
+    done, stopped = draw(run, options, empty, options.length or size, lambda unit_1: units.append(int(unit_1)))
     if done < size:
         tell(f"{'stopped after ' if stopped else ''}{done:,} units; an image has {size:,}: the rest is black")
-    images_BN = np.zeros((options.count, size), dtype=np.uint8)
-    for n, unit_B in enumerate(columns):
-        images_BN[:, n] = unit_B.numpy()
-    picture = png_grid(list(images_BN), tuple(run.checkpoint["data"]["image"]))
+    image_N[:done] = units
+    picture = png_grid([image_N], tuple(run.checkpoint["data"]["image"]))
     print(save_sample(run, options.seed, picture, "png"))
     return stopped
 
 
 def draw(
-    run: LoadedRun, options: SampleOptions, prompt_BP: torch.Tensor, length: int, write: Callable[[torch.Tensor], None]
+    run: LoadedRun, options: SampleOptions, prompt_1P: torch.Tensor, length: int, write: Callable[[torch.Tensor], None]
 ) -> tuple[int, int]:
-    """Draw units behind a prompt, which may be empty (`[B, 0]`), handing each `[B]` to `write`.
-
-    Returns how many, and the exit code of a signal that came, or 0.
-    """
+    """Draw units behind a prompt, handing each to `write`; returns how many, and the exit code of a signal, or 0."""
     done, generator = 0, torch.Generator().manual_seed(options.seed)
     choice = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     try:
         with run.autocast():
-            for unit_B in generate(run.model, prompt_BP, length, **choice, generator=generator):
-                write(unit_B)
+            for unit_1 in generate(run.model, prompt_1P, length, **choice, generator=generator):
+                write(unit_1)
                 done += 1
     except (KeyboardInterrupt, Stopped) as stop:
         return done, stop.code if isinstance(stop, Stopped) else INTERRUPTED

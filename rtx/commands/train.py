@@ -1,7 +1,4 @@
-"""`rtx train`: from a configuration to a trained model, its score beside simple baselines, and a sample.
-
-Where RTX_RUN names the folder of a run, the command goes on with it, and does nothing where it is done.
-"""
+"""`rtx train`: from a configuration to a trained model, its score and a sample; it goes on with the run of RTX_RUN."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ import torch
 
 from rtx.analysis.attention_weights import read_telemetry
 from rtx.analysis.footprint import fit_to_device, with_less_memory
-from rtx.commands.sample import draw_images, write_text
+from rtx.commands.sample import draw_image, write_text
 from rtx.compose import RUN_CONFIG, compose, load_run_config, to_dict, to_yaml, with_absolute_path
 from rtx.config import Config
 from rtx.data.catalog import Store, data_root, open_data
@@ -25,68 +22,60 @@ from rtx.data.datamodule import RtxDataModule
 from rtx.data.store import TokenStore
 from rtx.disk import replace_file
 from rtx.errors import RunFailed, UserError
-from rtx.evaluation.baselines import baselines
-from rtx.evaluation.protocols import further_lines, measures, stamp_phrases
+from rtx.evaluation.protocols import baselines, further_lines, measures, stamp_phrases
 from rtx.options import SampleOptions
 from rtx.progress import say
 from rtx.report.summary import answers_line, closing_lines, protocol_line
+from rtx.training import run_folder
 from rtx.training.callbacks import Watch
 from rtx.training.checkpoint import Checkpoint, newest_checkpoint
 from rtx.training.distributed import Ranks
-from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware
+from rtx.training.hardware import OUT_OF_MEMORY, Hardware, device_memory, out_of_memory, prepare_torch, resolve_hardware
 from rtx.training.inference import load_run, on_one_device
 from rtx.training.loggers import logging_to
-from rtx.training.memory import OUT_OF_MEMORY, device_memory, out_of_memory
 from rtx.training.module import TrainingModule, build_model
-from rtx.training.resumption import Resumption, as_chosen, differences, plan_resumption, refuse_changes
-from rtx.training.run_folder import Status, given_folder, new_run_folder, read_status, record_start, shown, working_in
+from rtx.training.run_folder import Status, shown
 from rtx.training.signals import Signals, Stopped, ignore_signals, started_by_another, state_after
 from rtx.training.trainer import Outcome, fit
 
 SAMPLE_LENGTH, SAMPLE_TEMPERATURE = 240, 0.8
-SAMPLE_UNITS = 3072
-"""Sub-pixels of a sample image: all of one of 32 x 32, the upper rows of a larger one."""
+SAMPLE_UNITS = 3072  # of a sample image: all of one of 32 x 32, the upper rows of a larger one
 
 
 def main(arguments: list[str]) -> int:
-    config, folder = with_absolute_path(compose(arguments)), given_folder()
+    config, folder = with_absolute_path(compose(arguments)), run_folder.given_folder()
     if folder is None or not (folder / RUN_CONFIG).exists():
         return run(config)
-    config = as_chosen(config, load_run_config(folder))
-    plan = plan_resumption(folder, config)
-    return 0 if plan is None else run(config, folder, plan)
+    config = run_folder.as_chosen(config, load_run_config(folder))
+    before = run_folder.plan_resumption(folder, config)
+    return run(config, folder, before) if before else 0
 
 
-def run(config: Config, folder: Path | None = None, resumption: Resumption | None = None) -> int:
-    """Train in a new folder, or go on in that of a run, and return the exit code; also the work of `rtx resume`.
-
-    Raises:
-        UserError: the configuration does not fit the data, the machine or the checkpoint.
-        RunFailed: NaN, a full disk, a lost process.
-    """
+def run(config: Config, folder: Path | None = None, before: str = "") -> int:
+    """Train in a new folder, or go on in that of a run by its state `before`, and return the exit code."""
     hardware = resolve_hardware(config)
     prepare_torch(config, hardware)
     if hardware.rank > 0:
         # Only the first process writes; the others, whoever started them, need no folder of their own.
-        return follow(config, hardware, folder or Path(os.devnull), resumption)
+        return follow(config, hardware, folder or Path(os.devnull), before)
     with Signals() as signals:
         try:
             store = open_data(config.data, data_root())  # before there is a folder for a mistake to leave behind
             fitted, choice = fitted_to(hardware, config, store)
             signals.holding = True  # until the run has a status to tell about it
-            folder = folder or new_run_folder(config.name)
-            begin = nothing if resumption else partial(write_config, fitted, folder)
-            with working_in(folder, begin) as status:
+            folder = folder or run_folder.new_run_folder(config.name)
+            begin = nothing if before else partial(write_config, fitted, folder)
+            with run_folder.working_in(folder, begin) as status:
                 signals.at_once = lambda code: status.end(state_after(code), "stopped at once")
                 if choice:
                     say(choice)
                 place = (folder, store, signals, Ranks(0, hardware.world), status)
-                outcome = within_memory(fitted, config, resumption, hardware, *place)
+                outcome = within_memory(fitted, config, before, hardware, *place)
                 finish(fitted, hardware, folder, store, outcome, status)
             return 0
         except Stopped as stop:
             print(stop, file=sys.stderr)
-            if folder and (read_status(folder) or {}).get("state") == "done":
+            if folder and run_folder.run_state(folder) == "done":
                 return 0  # only an upload, or the closing lines, were cut short
             if folder:
                 print(f"continue with: rtx resume {shown(folder)}", file=sys.stderr)
@@ -97,40 +86,35 @@ def fitted_to(hardware: Hardware, config: Config, store: Store) -> tuple[Config,
     return fit_to_device(config, store.vocabulary, device_memory(config, hardware.devices) or 0, hardware.world)
 
 
-def within_memory(
-    config: Config, asked: Config, resumption: Resumption | None, hardware: Hardware, *place: Any
-) -> Outcome:
+def within_memory(config: Config, asked: Config, before: str, hardware: Hardware, *place: Any) -> Outcome:
     """Train; where memory runs out, go on from the newest checkpoint with smaller micro-batches, or begin again.
 
-    The other processes of a run would wait for one whose memory has run out: of several, none tries again. Nor does it
-    help where a score had too little (`RunFailed`). Of `asked`, as composed, only what is `auto` may change.
+    Of several processes none tries again: the others would wait. Of `asked`, as composed, what is `auto` may change.
     """
     while True:
         less = with_less_memory(config, asked) if hardware.world == 1 else None
         try:
-            return train(config, resumption, *place)
+            return train(config, before, *place)
         except (RuntimeError, MemoryError) as error:
             reason = out_of_memory(error)
-            if isinstance(error, RunFailed) or less is None or not reason.startswith(f"{OUT_OF_MEMORY}: "):
+            if isinstance(error, RunFailed) or less is None or not reason:
                 raise
         say(reason)
-        config, resumption = less, Resumption(OUT_OF_MEMORY, differences(to_dict(config), to_dict(less)))
+        config, before = less, OUT_OF_MEMORY
         gc.collect()  # what the error held of model and step; only now may there be room for others
         torch.cuda.empty_cache()
 
 
-def follow(config: Config, hardware: Hardware, folder: Path, resumption: Resumption | None) -> int:
+def follow(config: Config, hardware: Hardware, folder: Path, before: str) -> int:
     """Do the work of a rank that writes nothing; how a run ends that has begun is for the first rank to say.
 
-    A child that the first process of its machine started has nothing to do with signals, goes when its parent goes, and
-    then leaves with 0: any other end is one that the parent does not know of.
+    A child that the first process started then leaves with 0: any other end is one that the parent does not know of.
     """
     code, ranks = 0, Ranks(hardware.rank, hardware.world)
     try:
         with Signals() as signals:
             store = open_data(config.data, data_root(), nothing)
-            config, _ = fitted_to(hardware, config, store)
-            train(config, resumption, folder, store, signals, ranks, None)
+            train(fitted_to(hardware, config, store)[0], before, folder, store, signals, ranks, None)
     except Stopped as stop:
         code = stop.code
     except (RunFailed, UserError) as error:
@@ -141,72 +125,63 @@ def follow(config: Config, hardware: Hardware, folder: Path, resumption: Resumpt
 
 
 def train(
-    config: Config,
-    resumption: Resumption | None,
-    folder: Path,
-    store: Store,
-    signals: Signals,
-    ranks: Ranks,
-    status: Status | None,
+    config: Config, before: str, folder: Path, store: Store, signals: Signals, ranks: Ranks, status: Status | None
 ) -> Outcome:
     """Build the model, fit it and return what came of it; ranks without a `status` write nothing."""
     signals.release()
-    tell, hardware, facts = say if status else nothing, resolve_hardware(config), {"config": to_dict(config)}
-    start, changed = find_start(config, resumption, folder, store, status)
-    facts["data"] = store.describe()
+    tell, hardware = say if status else nothing, resolve_hardware(config)
+    facts = {"config": to_dict(config), "data": store.describe()}
+    start, changed = find_start(config, before, folder, store, status)
     share = {"rank": hardware.rank, "world": hardware.world, "micro_batch": hardware.micro_batch_size}
     loader: dict[str, Any] = {"pin_memory": hardware.accelerator == "gpu", "worker_init_fn": ignore_signals}
     data = RtxDataModule(config, store, step=start["step"] if start else 0, **share, **loader)
     model = build_model(config, store.vocabulary, None if start else lambda: data.items[0])
     if status:
         known = {"hardware": vars(hardware), "data": facts["data"], "parameters": model.count_parameters()}
-        if moved := record_start(folder, known, changed if resumption else None, anew=start is None):
+        if moved := run_folder.record_start(folder, known, changed, anew=start is None):
             say(f"no longer exact: {', '.join(moved)}")
-        if resumption:  # only now: it is known to fit the checkpoint
-            write_config(config, folder)
+        write_config(config, folder)  # only now: it is known to fit the checkpoint
         if isinstance(store, TokenStore) and (name := store.tokenizer.describe().get("file")):
             content = (store.folder / name).read_bytes()  # so that sampling needs no data
             replace_file(folder / name, lambda file: file.write(content))
-        say(opening_line(config, hardware, store, known["parameters"]))
+        size = f"{config.trainer.steps:,} steps of {config.trainer.batch_size} x {config.data.length:,}"
+        where = f"{hardware.world} x {hardware.accelerator}"
+        say(f"{known['parameters']:,} parameters ({config.model.name}), {store.name}, {size}, {where}")
     module = TrainingModule(model, config, store.answers, ranks, facts)
     with logging_to(folder if status else None, config, facts["config"], tell) as loggers:
         watch = Watch(folder, module, data, signals, read_telemetry, status)
         outcome = fit(watch, loggers, start["path"] if start else None)
         if status:
-            final = measures(store, "valid", data.held_out, data.windows, outcome.final)
-            record_end(status, outcome, store.unit, final)
+            record_end(status, outcome, store)
             signals.end()
     signals.release()
     return outcome
 
 
 def find_start(
-    config: Config, resumption: Resumption | None, folder: Path, store: Store, status: Status | None
-) -> tuple[Checkpoint | None, dict[str, Any]]:
+    config: Config, before: str, folder: Path, store: Store, status: Status | None
+) -> tuple[Checkpoint | None, run_folder.Differences | None]:
     """Return the checkpoint to go on from, if any, and the fields that change; `UserError` where they do not fit."""
-    tell, where = say if status else nothing, shown(folder)
-    if resumption is None:
-        tell(f"run: {where}")
-        return None, {}
+    tell, begins = say if status else nothing, "from the beginning: it has no checkpoint"
+    if not before:
+        tell(f"run: {shown(folder)}")
+        return None, None
     start = newest_checkpoint(folder / "checkpoints", set_aside=bool(status), report=tell)
+    if not status:  # the others are compared with the first one
+        return start, None
     # An editor, or a disk, may have changed config.yaml: it is compared with the checkpoint as well.
-    was = differences(start["config"], to_dict(config), shared=True) if start else {}
-    changed, step, steps = {**was, **resumption.changed}, start["step"] if start else 0, config.trainer.steps
-    if status:  # the others are compared with the first one
-        refuse_changes(changed)
-        saved, checkpoints = status.fields.get("saved"), folder / "checkpoints"
-        if start is None and saved and (checkpoints / "best.ckpt").exists():
-            raise UserError(
-                f"{checkpoints} holds best.ckpt alone, last.ckpt (step {saved:,}) is gone: the run cannot go on "
-                "(rtx eval and rtx sample take best.ckpt as it is); to begin anew, move best.ckpt away"
-            )
-        if start and "trainer.steps" in changed and steps <= step:
+    was, now, steps = start["config"] if start else {}, to_dict(config), config.trainer.steps
+    changed = run_folder.differences(was, now, shared=True)
+    changed |= run_folder.differences(to_dict(load_run_config(folder)), now)
+    run_folder.refuse_changes(changed)
+    if start:
+        begins = f"from step {start['step']:,}"
+        if "trainer.steps" in changed and steps <= (step := start["step"]):
             raise UserError(f"trainer.steps={steps}: the newest checkpoint is of step {step}; give more than that")
-        if start and start["data"]["fingerprint"] != store.fingerprint:
+        if start["data"]["fingerprint"] != store.fingerprint:
             raise UserError(f"the data of {store.name} are not those that the run began with")
-    begins = f"from step {step:,}" if start else "from the beginning: it has no checkpoint"
     lines = [f"  {key}: {old} -> {new}" for key, (old, new) in changed.items()]
-    tell("\n".join([f"resuming {where} ({resumption.state}) {begins}", *lines]))
+    say("\n".join([f"resuming {shown(folder)} ({before}) {begins}", *lines]))
     return start, changed
 
 
@@ -214,20 +189,12 @@ def write_config(config: Config, folder: Path) -> None:
     replace_file(folder / RUN_CONFIG, lambda file: file.write(to_yaml(config).encode()))
 
 
-def opening_line(config: Config, hardware: Hardware, store: Store, parameters: int) -> str:
-    trainer, length = config.trainer, config.data.length
-    size = f"{len(store.split('train')):,} {store.unit}s" if isinstance(store, TokenStore) else "made on the fly"
-    where = f"{hardware.world} x {hardware.accelerator}" if hardware.world > 1 else hardware.accelerator
-    told = f"{parameters:,} parameters ({config.model.name}), {store.name} ({size})"
-    return f"{told}, {trainer.steps:,} steps of {trainer.batch_size} x {length:,}, {where}"
-
-
-def record_end(status: Status, outcome: Outcome, unit: str, final: dict[str, Any]) -> None:
+def record_end(status: Status, outcome: Outcome, store: Store) -> None:
+    """Write the score of the whole validation split to the status, and that the run is done."""
     score = outcome.final
     error = score.standard_error if math.isfinite(score.standard_error) else None  # of one window there is none
-    final = {"bits": score.bits, "unit": unit, "units": score.units, "se": error, **final}
-    if score.accuracy is not None:
-        final["accuracy"] = score.accuracy
+    final = {"bits": score.bits, "unit": store.unit, "units": score.units, "se": error}
+    final |= measures(store, "valid", score) | ({} if score.accuracy is None else {"accuracy": score.accuracy})
     status.update(step=outcome.step, seconds=outcome.seconds, best=outcome.best, final=final)
     status.end("done", "trainer.max_minutes is up" if outcome.time_up else None)
 
@@ -235,9 +202,10 @@ def record_end(status: Status, outcome: Outcome, unit: str, final: dict[str, Any
 def finish(config: Config, hardware: Hardware, folder: Path, store: Store, outcome: Outcome, status: Status) -> None:
     """Print the score of a finished run beside baselines on the same split, and a sample, where memory is left."""
     score, final = outcome.final, status.fields["final"]
+    stamps, accuracy = stamp_phrases(store.stamps, "valid"), score.accuracy
     try:
         if store.unit == "byte":
-            final["baselines"] = baselines(store.split("train"), store.split("valid"))
+            final["baselines"] = baselines(store.split("valid"))
             status.update(write=True)
         lines = closing_lines(
             run=shown(folder),
@@ -245,12 +213,10 @@ def finish(config: Config, hardware: Hardware, folder: Path, store: Store, outco
             time_up=outcome.time_up,
             bits=score.bits,
             unit=store.unit,
-            protocol=protocol_line(
-                *(config, "valid", store.unit, score.units), stamps=stamp_phrases(store.stamps, "valid")
-            ),
+            protocol=protocol_line(config, "valid", store.unit, score.units, stamps=stamps),
             baselines=final.get("baselines", {}),
             further=further_lines(store.unit, final),
-            answers="" if score.accuracy is None else answers_line(score.accuracy, 1 / config.data.values),
+            answers="" if accuracy is None else answers_line(accuracy, 1 / config.data.values),
         )
         say(lines)
         if isinstance(store, TokenStore):
@@ -258,7 +224,7 @@ def finish(config: Config, hardware: Hardware, folder: Path, store: Store, outco
             work = load_run(folder, on_one_device(config), "last", device, say=nothing)
             length = min(SAMPLE_UNITS if store.image else SAMPLE_LENGTH, config.data.length)
             say(f"a sample (temperature {SAMPLE_TEMPERATURE}):")
-            (draw_images if store.image else write_text)(work, SampleOptions(length, temperature=SAMPLE_TEMPERATURE))
+            (draw_image if store.image else write_text)(work, SampleOptions(length, temperature=SAMPLE_TEMPERATURE))
     except (RuntimeError, MemoryError) as error:  # the run is done, whatever becomes of these
         if not (reason := str(error) if isinstance(error, RunFailed) else out_of_memory(error)):
             raise

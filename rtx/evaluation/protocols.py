@@ -1,10 +1,12 @@
-"""How a split is read and scored, and what total nats mean: windows, words, bytes, the released code's reading."""
+"""How a split is read, what total nats of it mean (bits, words, bytes), and what it costs without a neural network."""
 
 from __future__ import annotations
 
 import itertools
+import lzma
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,8 +19,7 @@ from rtx.errors import UserError
 if TYPE_CHECKING:
     from rtx.evaluation.scores import Score
 
-SUBWORDS_PER_WORD = 1.248
-"""PG-19: the released perplexity is exp(1.248 times the mean nats of a subword)."""
+SUBWORDS_PER_WORD = 1.248  # PG-19: the released perplexity is exp(1.248 times the mean nats of a subword)
 RELEASED = {
     "enwik8": ("bytes", "newlines dropped"),
     "wikitext103": ("words", "blank lines and the last window that is not full dropped"),
@@ -26,10 +27,7 @@ RELEASED = {
     "cifar10": ("bytes", "as ours"),
     "imagenet64": ("bytes", "as ours"),
 }
-"""The units that the paper's released data readers take, and what they do otherwise than score every unit, in words.
-
-Not known, and not reproduced: how lines of enwik-8 were joined, and the cut of Wikitext-103's chunks at line ends.
-"""
+"""The units that the paper's released data readers take, and what they do otherwise than score every unit, in words."""
 
 
 class Window(NamedTuple):
@@ -52,11 +50,7 @@ def windows(units: int, length: int, stride: int | None = None) -> list[Window]:
 
 
 def read_as_released(store: TokenStore | RecallStore, split: str, length: int) -> tuple[np.ndarray, str]:
-    """Return a split as the paper's released code reads it, for windows of `length` units, and what that leaves out.
-
-    Raises:
-        UserError: the released code did not read such data, or not in such units.
-    """
+    """Return a split as the paper's released code reads it, for windows of `length` units, and what that leaves out."""
     if store.name not in RELEASED or isinstance(store, RecallStore):
         raise UserError(f"eval.protocol=released: known of {', '.join(RELEASED)}, not of data={store.name}")
     tokens, (units, habits) = store.split(split), RELEASED[store.name]
@@ -76,65 +70,36 @@ def read_as_released(store: TokenStore | RecallStore, split: str, length: int) -
 
 
 def measures(
-    store: TokenStore | RecallStore,
-    split: str,
-    tokens: np.ndarray,
-    scored: Sequence[Window],
-    score: Score,
-    partial: bool = False,
-    habits: str = "",
+    store: TokenStore | RecallStore, split: str, score: Score, *, partial: bool = False, released: bool = False
 ) -> dict[str, Any]:
     """Return a score in every measure that its text has, as JSON values: bits per unit and byte, perplexity per word.
 
-    Args:
-        store: of any set.
-        split: the split's name.
-        tokens: the split as it was read, unsigned integers `[units]`.
-        scored: windows of them.
-        score: what they scored.
-        partial: whether they are only a sample of the windows.
-        habits: what was left out or counted otherwise, in words; empty: every unit is scored.
+    A sample of the windows (`partial`) has bits per unit alone; `released`: read as the released code does.
     """
     result: dict[str, Any] = {f"bits_per_{store.unit}": score.bits}
-    if isinstance(store, RecallStore) or store.image is not None:
+    if isinstance(store, RecallStore) or store.image is not None or partial:
         return result
-    all_of_it = not partial and not habits
-    if store.unit == "subword":  # words are no account of the bytes between and in them
-        text_bytes = store.facts[split]["bytes"] if all_of_it else sum(map(len, texts(store, tokens, scored)))
-        result["bits_per_byte"] = score.nats / text_bytes / math.log(2)
-    if (words := words_scored(store, split, tokens, scored, all_of_it, habits)) is not None:
+    if store.unit == "subword" and not released:  # words are no account of the bytes between and in them
+        result["bits_per_byte"] = score.nats / store.facts[split]["bytes"] / math.log(2)
+    if (words := words_scored(store, split, score.units, released)) is not None:
         count, note, comparable = words
         perplexity = math.exp(score.nats / count) if score.nats / count < 700 else math.inf  # beyond float64
         result |= {"perplexity_per_word": perplexity, "words": count, "words_are": note, "words_comparable": comparable}
     return result
 
 
-def words_scored(
-    store: TokenStore, split: str, tokens: np.ndarray, scored: Sequence[Window], all_of_it: bool, habits: str
-) -> tuple[float, str, bool] | None:
-    """Return the words that the scored windows stand for, whose count it is, and whether published perplexities of the
-    split are over the same words; None where no perplexity per word is published.
-    """
-    units = sum(window.stop - window.first for window in scored)
+def words_scored(store: TokenStore, split: str, units: int, released: bool) -> tuple[float, str, bool] | None:
+    """Return how many words a split has, whose count that is, and whether published perplexities are over the same."""
     published = SETS[store.name].words if store.name in SETS else {}
-    if habits and store.name == "pg19":
+    if released and store.name == "pg19":
         return units / SUBWORDS_PER_WORD, "as the released code converts its own subwords", False
-    if store.unit == "word" and (habits or not published):
+    if store.unit == "word" and (released or not published):
         return units, "its own words and line ends", False
     if not published:
         return None
-    if all_of_it and store.stamps.get("complete") is not False:
-        return published[split], "the published count of the split", True
-    words = sum(len(text.split()) for text in texts(store, tokens, scored))
     if store.stamps.get("complete") is False:
-        return max(1, words), "between blanks of the text scored", False
-    share = words / max(1, store.facts[split]["words"])
-    return max(1.0, published[split] * share), "the split's published count times the share scored", False
-
-
-def texts(store: TokenStore, tokens: np.ndarray, scored: Sequence[Window]) -> Iterator[bytes]:
-    """Yield the text that each window scores; a word cut by the border of two counts twice."""
-    yield from (store.tokenizer.decode(tokens[window.first : window.stop]) for window in scored)
+        return max(1, store.facts[split]["words"]), "between blanks of the text scored", False
+    return published[split], "the published count of the split", True
 
 
 def further_lines(unit: str, result: Mapping[str, Any]) -> list[str]:
@@ -160,3 +125,12 @@ def stamp_phrases(stamps: Mapping[str, Any], split: str) -> list[str]:
         "valid is the published test split": stamps.get("valid") == "test" and split == "valid",
     }
     return [phrase for phrase, holds in phrases.items() if holds]
+
+
+def baselines(held_out: np.ndarray) -> dict[str, float]:
+    """Return bits/byte of bytes (uint8) under zlib (level 9) and xz (preset 9), which start from nothing."""
+    data = held_out.tobytes()
+    # A dictionary no larger than the data need gives what preset 9 gives, in less memory.
+    dictionary = min(1 << 26, max(1 << 16, 1 << (len(data) - 1).bit_length()))
+    packed = lzma.compress(data, filters=[{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": dictionary}])
+    return {"zlib": 8 * len(zlib.compress(data, 9)) / len(data), "xz": 8 * len(packed) / len(data)}

@@ -1,14 +1,11 @@
-"""Scoring windows of a split: every unit once.
-
-Shapes: B windows of a batch, N units of a window, A of them that are answers, K windows of the split.
-"""
+"""Scoring windows: B of a batch, N units of a window, A of them that are answers, K windows of the split."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,22 +13,16 @@ from torch import Tensor, nn
 
 from rtx.evaluation.protocols import Window
 
-W = TypeVar("W")
-
-BATCH_UNITS = 16_384
-"""Units scored at once where the user does not say."""
+BATCH_UNITS = 16_384  # scored at once where the user does not say
 
 
 @dataclass(frozen=True)
 class Score:
-    """What windows scored, in float64: `units_K` scored units and `nats_K` total nats of each window.
-
-    `right_K`: where answers alone are scored, of how many of them the unit was the likeliest.
-    """
+    """What windows scored, in float64."""
 
     units_K: np.ndarray
     nats_K: np.ndarray
-    right_K: np.ndarray | None = None
+    right_K: np.ndarray | None = None  # where answers alone are scored: of how many the unit was the likeliest
 
     @property
     def units(self) -> int:
@@ -61,7 +52,7 @@ class Score:
         return math.sqrt(variance) / self.units / math.log(2)
 
 
-def sample_windows(windows: Sequence[W], count: int | None, seed: int = 0) -> Sequence[W]:
+def sample_windows(windows: Sequence[Any], count: int | None, seed: int = 0) -> Sequence[Any]:
     """Return `count` of the windows in order, the same ones for a seed, or all of them where `count` covers them."""
     if count is None or count >= len(windows):
         return windows
@@ -80,17 +71,10 @@ def score_windows(
     streaming: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Score:
-    """Score windows with `model`, which is in evaluation mode.
+    """Score windows of a split (`tokens`) with a model in evaluation mode, `batch_size` of them at once.
 
-    Args:
-        model: has `loss(tokens_BN, prefix=...) -> (nats_BN, auxiliary)`.
-        tokens: the split, unsigned integers `[units]`.
-        windows: units `[start, stop)` are read, and of those `[first, stop)` are scored.
-        answers: positions `[A]` in each window whose units alone are scored; None: all. Windows must then be whole
-            (`first == start`), and the model has `answers(tokens_BN, at_A, prefix=...) -> (nats_BA, right_BA, _)`.
-        batch_size: windows scored at once; unset: as many as make 16,384 units.
-        streaming: decisions from the prefix alone, instead of teacher-forced.
-        on_progress: called with windows done and windows in all.
+    `answers`: positions `[A]` in each window, which must be whole, whose units alone are scored; None: all units.
+    `streaming`: decisions from the prefix alone. `on_progress` is called with windows done and windows in all.
     """
     device = next(model.parameters()).device
     at_A = None if answers is None else torch.from_numpy(answers).to(device)
@@ -125,7 +109,11 @@ def read_windows(tokens: np.ndarray, windows: Sequence[Window]) -> tuple[Tensor,
 def score_batch(
     model: nn.Module, tokens_BN: Tensor, skipped_B: Tensor, at_A: Tensor | None, streaming: bool = False
 ) -> Tensor:
-    """Return what each window of `read_windows` scores: units, nats and right answers; float64 `[B, 3]` on the CPU."""
+    """Return what each window of `read_windows` scores: units, nats and right answers; float64 `[B, 3]` on the CPU.
+
+    `model` has `loss(tokens_BN, prefix=...) -> (nats_BN, auxiliary)`, or, where answers are scored,
+    `answers(tokens_BN, at_A, prefix=...) -> (nats_BA, right_BA, auxiliary)`.
+    """
     if at_A is None:
         nats_BN, _ = model.loss(tokens_BN, prefix=streaming)  # type: ignore[operator]
         counts_BN = torch.arange(tokens_BN.shape[1], device=tokens_BN.device) >= skipped_B[:, None]

@@ -19,7 +19,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 
 from rtx.disk import sync_folder, write_beside
 from rtx.errors import RunFailed, UserError, refuse
-from rtx.training.resumption import differences, makes_another
+from rtx.training.run_folder import differences, makes_another
 
 FORMAT = 3
 """Version of the layout; only files of this one are read."""

@@ -1,14 +1,12 @@
 """Several processes of one run: who starts them, what they tell each other, and how parameters are shared out.
 
-torchrun and srun start processes on one machine or several. Where neither did, the first process starts the others of
-its machine (`start_ranks`), which leave signals and speech to it.
+Where neither torchrun nor srun did, the first process starts the others, which leave signals and speech to it.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,15 +22,16 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
-from torch.optim import Adafactor, Optimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from rtx.config import short_hash
 from rtx.errors import UserError
+from rtx.model.block import Block
 from rtx.training.hardware import Hardware, process_rank
-from rtx.training.sharding import shared_as, whole
 from rtx.training.signals import PARENT_VARIABLE, started_by_another
 
-PATIENCE_SECONDS = 10.0
-"""Time that the main thread is given to notice by itself that another process is gone, at its next exchange with it."""
+PATIENCE_SECONDS = 10.0  # that the main thread is given to notice by itself that another process is gone
 
 
 class Ranks:
@@ -62,18 +61,12 @@ class Ranks:
         return everyone
 
     def compare(self, own: Mapping[str, Any]) -> None:
-        """Compare what the processes begin with, plain values by name; all of them call it.
-
-        Raises:
-            UserError: on all of them alike; names a process that differs from the first one, and both values.
-        """
-        (first, host), *others = self.gather((dict(own), socket.gethostname()))
-        for rank, (other, place) in enumerate(others, 1):
-            if unlike := [f"{k} is {other.get(k)}, not {value}" for k, value in first.items() if other.get(k) != value]:
-                raise UserError(
-                    f"the processes of the run do not begin alike: with process {rank} (on {place}) "
-                    f"{'; '.join(unlike)} as with the first one (on {host})"
-                )
+        """Compare what the processes begin with; `UserError` on all of them alike, where it differs."""
+        if len({*self.gather(short_hash(own))}) > 1:
+            how = (
+                "start them all with the same words, on the same data, and on a folder of the run that all of them see"
+            )
+            raise UserError(f"the processes of the run do not begin alike: {how}")
 
 
 def lost_process(error: RuntimeError) -> str:
@@ -112,8 +105,7 @@ def cluster_environment(hardware: Hardware) -> ClusterEnvironment:
 def start_ranks(hardware: Hardware, folder: Path, lost: Callable[[str], object]) -> list[subprocess.Popen[bytes]]:
     """Start the other processes of this machine with the words of this one, where nobody else does, and watch them.
 
-    Lightning's own launcher ends the first process by SIGKILL when another one is gone, and nothing could be said or
-    written then; hence this one. `folder`: of the run, for commands that would make a new one.
+    Lightning's own launcher ends the first process by SIGKILL when another is gone: nothing could be said or written.
     """
     if hardware.launcher != "rtx" or hardware.devices == 1 or started_by_another():
         return []
@@ -144,12 +136,43 @@ def strategy(hardware: Hardware) -> Strategy | str:
     return Shared(hardware.world) if hardware.sharded else DDPStrategy(broadcast_buffers=False)
 
 
-class Shared(ModelParallelStrategy):
-    """hardware=fsdp: parameters, gradients and optimizer state are shared out among the processes (`sharding.shard`).
+def shard(model: nn.Module, mesh: Any) -> None:
+    """Share out the parameters of a model among the processes of `mesh`, in place; buffers stay whole."""
+    from torch.distributed.fsdp import fully_shard
 
-    A checkpoint is that of any other run: whole tensors in the layout of torch's own optimizers, gathered on the first
-    process for one file. Lightning's own layout names parameters where torch's numbers them, and its loading wants its
-    own files.
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)  # the loss reads the output matrix after `forward`
+    if mesh.device_type == "cpu":  # gloo adds, and has no mean
+        for module in (*blocks, model):
+            module.set_force_sum_reduction_for_comms(True)  # type: ignore[attr-defined, operator]
+
+
+def is_part(value: Any) -> bool:
+    """Tell whether a value is a shared-out tensor (a DTensor, whose module takes a second to import)."""
+    return hasattr(value, "full_tensor")
+
+
+def whole(value: Any) -> Any:
+    """Return the whole of a shared-out tensor, on every process (all call it); all else as it is."""
+    return value.full_tensor().detach() if is_part(value) else value
+
+
+def shared_as(value: Tensor, like: Any) -> Tensor:
+    """Return a whole tensor, the same on every process, shared out as `like` is; nothing is sent."""
+    if not is_part(like):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(like.dtype), like.device_mesh, like.placements, src_data_rank=None)
+
+
+class Shared(ModelParallelStrategy):
+    """hardware=fsdp: parameters, gradients and optimizer state are shared out among the processes (`shard`).
+
+    A checkpoint is that of any other run, gathered on the first process for one file: Lightning's own layout names
+    parameters where torch's numbers them, and its loading wants its own files.
     """
 
     lightning_restore_optimizer = True  # type: ignore[assignment]  # by `load_optimizer_state_dict`
@@ -184,10 +207,10 @@ class Shared(ModelParallelStrategy):
         self.lightning_module.load_state_dict(parts, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Let each process take its part of the state that all have read; Adafactor's stays whole."""
+        """Let each process take its part of the state that all have read."""
         (optimizer,), (state,) = self.optimizers, checkpoint["optimizer_states"]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for number, values in state["state"].items() if not isinstance(optimizer, Adafactor) else ():
+        for number, values in state["state"].items():
             like = parameters[number]
             values |= {name: shared_as(value, like) for name, value in values.items() if value.shape == like.shape}
         optimizer.load_state_dict(state)

@@ -1,22 +1,30 @@
-"""Where a run computes: the configuration's wishes against the machine, and against whoever started the process.
+"""Where a run computes: the configuration's wishes against the machine, its memory, and who started the process.
 
-torch, whose import takes seconds, is imported where it is used: who started a process is asked for before.
+torch, whose import takes seconds, is imported where it is used.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 from rtx.config import SPREAD, Config, HardwareConfig, precision_on
 from rtx.errors import UserError
 from rtx.training.signals import started_by_another
 
-TRIM_THRESHOLD, MMAP_MAX = -1, -4
-"""glibc's numbers for mallopt."""
+TRIM_THRESHOLD, MMAP_MAX = -1, -4  # glibc's numbers for mallopt
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+OUT_OF_MEMORY = "out of memory"  # how the reason of a run that had too little begins
+SIGNS = (
+    *("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "alloc_failed"),
+    *("bad_alloc", "could not create a primitive", "failed to map segment", "can't start new thread"),
+)
+"""What Python, torch, CUDA and their libraries say then, in small letters; not all have an error of its own for it."""
 
 
 @dataclass(frozen=True)
@@ -43,65 +51,51 @@ def resolve_hardware(config: Config) -> Hardware:
     """Decide where to compute; `UserError` where machine or launcher do not have what the configuration asks for."""
     import torch
 
-    wish, gpus = config.hardware, torch.cuda.device_count()
-    use_gpu, distributed = gpus > 0 and wish.name != "cpu", wish.name in SPREAD
+    wish, gpus, batch = config.hardware, torch.cuda.device_count(), config.trainer.batch_size
+    use_gpu = gpus > 0 and wish.name != "cpu"
     if wish.name == "gpu" and not use_gpu:
         raise UserError("hardware=gpu, but torch finds no GPU on this machine; use hardware=cpu or hardware=auto")
     if wish.precision == "tf32" and not use_gpu:
         raise UserError("hardware.precision=tf32 needs a GPU and there is none; a CPU takes fp32, bf16 or fp64")
-    devices, nodes = processes(wish, gpus)
-    if distributed and use_gpu and devices > gpus:
+    launcher, rank, devices, nodes = processes(wish, gpus)
+    if use_gpu and devices > gpus:
         raise UserError(f"hardware.devices={devices}, but this machine has {gpus} GPU(s)")
-    micro, accumulate = micro_batches(config, devices * nodes)
+    asked, world = config.trainer.micro_batch_size, devices * nodes
+    micro = asked if isinstance(asked, int) else max(1, batch // world)  # auto: all that a device has of the batch
+    if batch % (micro * world):
+        multiple = f"a multiple of trainer.micro_batch_size={micro} times {world} device(s)"
+        raise UserError(f"trainer.batch_size={batch} must be {multiple}")
     return Hardware(
         accelerator="gpu" if use_gpu else "cpu",
         precision=precision_on(wish, use_gpu),
         devices=devices,
         nodes=nodes,
-        rank=process_rank(),
-        distributed=distributed,
+        rank=rank,
+        distributed=wish.name in SPREAD,
         sharded=wish.name == "fsdp",
-        launcher=started_by()[0],
+        launcher=launcher,
         micro_batch_size=micro,
-        accumulate=accumulate,
+        accumulate=batch // (micro * world),
     )
 
 
-def processes(wish: HardwareConfig, gpus: int) -> tuple[int, int]:
-    """Return the processes on each machine, and the machines: as a launcher has started them, else as configured."""
-    (launcher, _, world, nodes), distributed = started_by(), wish.name in SPREAD
-    if launcher == "rtx":
-        if wish.nodes > 1:
-            raise UserError(f"hardware.nodes={wish.nodes}: start the run on all machines by torchrun or srun")
-        return (wish.devices or gpus or 1) if distributed else 1, 1
+def processes(wish: HardwareConfig, gpus: int) -> tuple[str, int, int, int]:
+    """Return who started this process, its number, the processes on each machine, and the machines."""
+    (launcher, rank, world, nodes), distributed = started_by(), wish.name in SPREAD
+    if launcher == "rtx" and wish.nodes > 1:
+        raise UserError(f"hardware.nodes={wish.nodes}: start the run on all machines by torchrun or srun")
     nodes = wish.nodes if wish.nodes > 1 else nodes if distributed else 1
-    devices = (wish.devices or world // nodes) if distributed else 1
-    if world != devices * nodes:
-        raise UserError(
-            f"{launcher} started {world} processes, but hardware={wish.name} asks for {devices} on {nodes} machine(s); "
-            f"{'make them agree' if distributed else 'set hardware=ddp or hardware=fsdp'}"
-        )
-    return devices, nodes
-
-
-def micro_batches(config: Config, world: int) -> tuple[int, int]:
-    """Return the sequences of a forward pass, and the forward passes of a step on each of `world` devices.
-
-    Where trainer.micro_batch_size is still auto, it is all that a device has of the batch.
-    """
-    batch, asked = config.trainer.batch_size, config.trainer.micro_batch_size
-    micro = asked if isinstance(asked, int) else max(1, batch // world)
-    if batch % (micro * world):
-        raise UserError(
-            f"trainer.batch_size={batch} must be a multiple of trainer.micro_batch_size={micro} times {world} device(s)"
-        )
-    return micro, batch // (micro * world)
+    each = (gpus or 1) if launcher == "rtx" else world // nodes
+    devices = (wish.devices or each) if distributed else 1
+    if launcher != "rtx" and world != devices * nodes:
+        asks = f"hardware={wish.name} asks for {devices} on {nodes} machine(s)"
+        raise UserError(f"{launcher} started {world} processes, but {asks}; make them agree, by hardware=ddp or fsdp")
+    return launcher, rank, devices, nodes
 
 
 def started_by() -> tuple[str, int, int, int]:
-    """Return who started this process (torchrun, srun, else rtx), its number, of how many, and on how many machines.
-
-    srun counts where it runs several tasks; a single task, or an interactive shell inside an allocation, is our own.
+    """Return who started this process (torchrun, srun of several tasks, else rtx), its number, of how many, on how many
+    machines.
     """
     known = os.environ
     if "TORCHELASTIC_RUN_ID" in known:
@@ -142,6 +136,10 @@ def prepare_torch(config: Config, hardware: Hardware) -> None:
         raise UserError("hardware.compile=true needs a C++ compiler (g++, clang++ or CXX); there is none on the PATH")
 
 
+def has_compiler() -> bool:
+    return any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "g++", "clang++"))
+
+
 def keep_freed_memory() -> None:
     """Tell glibc to keep what is freed: to fault it in and zero it anew is a tenth of a step's time on a CPU."""
     with contextlib.suppress(AttributeError, OSError):  # another C library is left as it is
@@ -150,5 +148,41 @@ def keep_freed_memory() -> None:
         library.mallopt(TRIM_THRESHOLD, -1)
 
 
-def has_compiler() -> bool:
-    return any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "g++", "clang++"))
+def device_memory(config: Config, processes: int = 0) -> int | None:
+    """Return the bytes of memory that each process of a run may fill here; None: it is for a GPU that is not there."""
+    import torch
+
+    if config.hardware.name != "cpu" and torch.cuda.device_count():
+        return torch.cuda.get_device_properties(0).total_memory
+    if config.hardware.name == "gpu":
+        return None
+    return physical_memory() // (processes or config.hardware.devices or 1)
+
+
+def physical_memory() -> int:
+    """Return the bytes of memory that this machine has, or that its container may use."""
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(installed, int(CONTAINER_LIMIT.read_text()))
+    except (OSError, ValueError):  # no container, or none with a limit: "max"
+        return installed
+
+
+def out_of_memory(error: BaseException) -> str:
+    """Return the reason for a run that ended for want of memory, or an empty string where the error is another."""
+    known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if isinstance(error, RuntimeError | ImportError):
+        known = known or any(sign in str(error).lower() for sign in SIGNS)
+    if not known and not (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return ""
+    said = " ".join(str(error).split()).removeprefix(f"{OUT_OF_MEMORY}: ") or type(error).__name__
+    return f"{OUT_OF_MEMORY}: {said if len(said) <= 200 else said[:197] + '...'}"
+
+
+def system_kills() -> int:
+    """Return how many processes the system has killed for want of memory since it started; 0 where it does not say."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))

@@ -1,14 +1,11 @@
-"""A trained model from its run folder or from an export of it, on one device: to score, to sample, to look into.
-
-An export is the weights as safetensors, and `export.json` with what else a checkpoint knows and their SHA-256.
-"""
+"""A trained model from its run folder or from an export of it (safetensors), on one device."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +25,7 @@ from rtx.training.hardware import prepare_torch, resolve_hardware
 from rtx.training.run_folder import EXPORT_FACTS, is_export
 
 WEIGHTS = "model.safetensors"
-KEPT = ("step", "config", "data", "file")
-"""Keys of a checkpoint that an export keeps, beside the model's state."""
+KEPT = ("step", "config", "data", "file")  # keys of a checkpoint that export.json keeps
 
 
 @dataclass(frozen=True)
@@ -42,18 +38,13 @@ class LoadedRun:
     checkpoint: Checkpoint
 
     @property
-    def name(self) -> str:
-        return self.checkpoint["file"]
-
-    @property
     def device(self) -> torch.device:
         return self.model.output_VS.device
 
     @property
     def tokenizer(self) -> Tokenizer:
         """What makes units of bytes and back; `UserError` where the data have none, `RunFailed` where it is lost."""
-        described = self.checkpoint["data"].get("tokenizer")
-        if described is None:
+        if (described := self.checkpoint["data"].get("tokenizer")) is None:
             raise UserError(f"{self.folder}: a run on data={self.config.data.name} has no tokenizer")
         try:
             return load_tokenizer(described, self.folder)
@@ -62,7 +53,6 @@ class LoadedRun:
 
     @property
     def precision(self) -> str:
-        """The arithmetic on this device."""
         return precision_on(self.config.hardware, self.device.type == "cuda")
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
@@ -70,27 +60,21 @@ class LoadedRun:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
 
     def facts(self) -> dict[str, Any]:
-        return {"name": self.name, "step": self.checkpoint["step"]}
+        return {"name": self.checkpoint["file"], "step": self.checkpoint["step"]}
 
     def has_data(self, store: Store) -> bool:
         return self.checkpoint["data"]["fingerprint"] == store.fingerprint
 
 
 def load(folder: str | Path, checkpoint: str = "best", device: str | None = None) -> LoadedRun:
-    """Load a run, or an exported model, for use from Python; nothing of the process changes, random streams included.
-
-    Args:
-        folder: the run's, such as outputs/rtx/<run>.
-        checkpoint: best or last.
-        device: such as cpu; unset: the GPU, if there is one.
+    """Load the best or last checkpoint of a run, or an export, for use from Python; nothing of the process changes.
 
     Raises:
         UserError: there is no such run or checkpoint, or its config.yaml is not what was trained.
         RunFailed: no checkpoint of the run is whole, or its weights are not numbers.
     """
-    config = on_one_device(load_run_config(folder))
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return load_run(Path(folder), config, checkpoint, where, say=lambda line: None)
+    return load_run(Path(folder), run_config(folder), checkpoint, where, say=lambda line: None)
 
 
 def load_run(
@@ -101,7 +85,7 @@ def load_run(
     vocabulary: int | None = None,
     say: Callable[[str], object] = print,
 ) -> LoadedRun:
-    """Load best or last of a run; `vocabulary` of the data that are read, unset: the run's. Errors as `load`."""
+    """As `load`; `vocabulary`: of the data that are read, unset: the run's."""
     found = read_export(folder) if is_export(folder) else load_for_use(folder / "checkpoints", checkpoint, say)
     check_config(found, to_dict(load_run_config(folder)), folder / RUN_CONFIG)
     where = f"{folder}: {found['file']}.ckpt"
@@ -118,20 +102,13 @@ def load_run(
 
 
 def open_run(folder: Path, config: Config, checkpoint: str) -> tuple[LoadedRun, Store]:
-    """Load a run for a command, with the data that its configuration names; errors as `load`.
-
-    Raises:
-        UserError, RunFailed: the data are not there, or their units are of another tokenizer.
-    """
+    """Load a run for a command, with the data that its configuration names; `UserError` for another tokenizer's."""
     store = open_data(config.data, data_root())
     run = load_run(folder, config, checkpoint, prepare_device(config), store.vocabulary)
     theirs, ours = (data.get("tokenizer") or {} for data in (run.checkpoint["data"], store.describe()))
     if any(theirs.get(key) != ours.get(key) for key in ("name", "sha256")):
-        names = [f"{one.get('name')} {one.get('sha256', '')[:12]}".strip() for one in (theirs, ours)]
-        raise UserError(
-            f"{store.name}: expected the run's tokenizer ({names[0]}), found a store of another one ({names[1]}); "
-            "name the data and the settings of data.* that the run was trained with"
-        )
+        own = "name the data and the settings of data.* that the run was trained with"
+        raise UserError(f"{store.name}: the tokenizer of these data is not that of the run; {own}")
     if not run.has_data(store):
         print(f"note: these are not the data of the run ({store.name}); parts of this split may have been trained on")
     return run, store
@@ -144,29 +121,25 @@ def prepare_device(config: Config) -> torch.device:
     return torch.device("cuda" if hardware.accelerator == "gpu" else "cpu")
 
 
-def run_config(folder: Path, overrides: list[str]) -> Config:
+def run_config(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Return a run's configuration with overrides, for work on one device."""
     return on_one_device(merge(load_run_config(folder), overrides))
 
 
 def on_one_device(config: Config) -> Config:
     """Return a configuration for work on one device, not compiled."""
-    name = "auto" if config.hardware.name in SPREAD else config.hardware.name
-    one = {"hardware.name": name, "hardware.devices": None, "hardware.nodes": 1, "hardware.compile": False}
-    return with_values(config, one)
+    one = {"hardware.devices": None, "hardware.nodes": 1, "hardware.compile": False}
+    return with_values(config, one | ({"hardware.name": "auto"} if config.hardware.name in SPREAD else {}))
 
 
 def write_export(folder: Path, checkpoint: Checkpoint, files: Mapping[str, bytes]) -> None:
-    """Write a model and what else belongs to it (`files`, by name) into a folder; RunFailed where that cannot be.
-
-    The facts come first: with them it is known for an unfinished export, to be made anew.
-    """
+    """Write a model and what else belongs to it (`files`, by name) into a folder; RunFailed where that cannot be."""
     weights = safetensors.torch.save({name: tensor.contiguous() for name, tensor in checkpoint["model"].items()})
     facts = {"sha256": hashlib.sha256(weights).hexdigest(), **{key: checkpoint[key] for key in KEPT}}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
-        write_json(folder / EXPORT_FACTS, facts)
+        write_json(folder / EXPORT_FACTS, facts)  # first: by it an unfinished export is known, to be made anew
         for name, content in {**files, WEIGHTS: weights}.items():
             replace_file(folder / name, lambda file, content=content: file.write(content))
     except OSError as error:

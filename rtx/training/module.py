@@ -18,8 +18,7 @@ from rtx.config import Config, OptimizerConfig
 from rtx.evaluation.scores import Score, score_batch
 from rtx.model.transformer import Transformer, compile_loss
 from rtx.training.checkpoint import FORMAT
-from rtx.training.distributed import Ranks
-from rtx.training.sharding import is_part, shard, whole
+from rtx.training.distributed import Ranks, is_part, shard, whole
 
 OWN_PLACES = ("data.path", "data.verify", "data.processes", "hardware.workers", "logger.", "name")
 """What may differ between the processes of a run."""

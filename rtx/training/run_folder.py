@@ -1,7 +1,4 @@
-"""A run's folder: where it is, who works in it, what it records at the start, and how it ends. No torch.
-
-status.json says what a run is doing, kept fresh by a heartbeat; a lock tells it apart from leftovers of a killed run.
-"""
+"""A run's folder: where it is, who works in it, what it records, how it ends, and whether it may go on. No torch."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import contextlib
 import datetime
 import fcntl
 import json
+import math
 import os
 import platform
 import secrets
@@ -17,28 +15,34 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
 from rtx import __version__
+from rtx.compose import flat, load_run_config, to_dict, with_values
+from rtx.config import Config
 from rtx.disk import is_full, remove_leftovers, write_json
 from rtx.errors import RunFailed, UserError
-from rtx.training.memory import out_of_memory
+from rtx.training.hardware import out_of_memory, process_rank
 from rtx.training.signals import Stopped, state_after
 
 BEAT_SECONDS = 15.0
-SILENCE_SECONDS = 120.0
-"""A run on another machine that has been silent for this long is taken for dead."""
-EXPORT_FACTS = "export.json"
-"""Says of what run a folder has the model, and that it is an export."""
-LESS_MEMORY = (
-    "a smaller trainer.micro_batch_size, or model.recompute=true, needs less with the same result but for rounding"
-)
+SILENCE_SECONDS = 120.0  # so long without a heartbeat, a run on another machine is taken for dead
+EXPORT_FACTS = "export.json"  # says of what run a folder has the model, and that it is an export
+LESS_MEMORY = "a smaller trainer.micro_batch_size, or model.recompute=true, needs less with the same result"
 EXACT = ("torch", "threads", "gpu", "accelerator", "precision", "devices", "nodes", "sharded")
 """Facts of environment.json that bits depend on."""
 STATES = ("running", "done", "failed", "preempted", "interrupted")
+ALLOWED = {
+    *("trainer.steps", "trainer.max_minutes", "trainer.micro_batch_size", "trainer.log_every"),
+    *("trainer.val_every", "trainer.val_windows", "trainer.val_stride", "trainer.checkpoint_every"),
+    *("optimizer.steps", "model.recompute", "model.ffn_parts"),
+    *("name", "model.name", "data.path", "data.verify", "data.processes"),
+}
+"""What `rtx resume` may change: how long, where, how often; the rest would make another run of it."""
+Differences = dict[str, tuple[Any, Any]]
 
 
 def outputs_root() -> Path:
@@ -53,16 +57,17 @@ def given_folder() -> Path | None:
 
 
 def new_run_folder(name: str) -> Path:
-    """Make the folder of a new run: outputs/<name>/<UTC date, time and four random digits>, or RTX_RUN where set."""
-    stamp, given = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S"), given_folder()
-    folder = given or outputs_root() / name / f"{stamp}-{secrets.token_hex(2)}"
+    """Return the folder of a new run: outputs/<name>/<UTC date, time and random digits>, or RTX_RUN where set."""
+    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+    folder = given_folder() or outputs_root() / name / f"{stamp}-{secrets.token_hex(4)}"
     if any((folder / "checkpoints").glob("*.ckpt")):
         raise UserError(f"RTX_RUN={folder} holds checkpoints but no config.yaml: take them out, or name another folder")
-    try:
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=given is not None)
-    except OSError as error:
-        raise UserError(unwritable(folder, error)) from error
     return folder
+
+
+def unwritable(folder: Path, error: OSError) -> str:
+    name = "RTX_RUN" if given_folder() == folder else "RTX_OUTPUTS"
+    return f"cannot write to {folder}: {error.strerror}; set {name} to a folder that you can write"
 
 
 def is_export(folder: Path) -> bool:
@@ -75,11 +80,6 @@ def shown(folder: Path) -> str:
     return shlex.quote(str(folder) if short.startswith("..") else short)
 
 
-def unwritable(folder: Path, error: OSError) -> str:
-    name = "RTX_RUN" if given_folder() == folder else "RTX_OUTPUTS"
-    return f"cannot write to {folder}: {error.strerror}; set {name} to a folder that you can write"
-
-
 def open_own(path: Path, mode: str) -> IO[Any]:
     """Open a file that is the run's own: a link in its place, which may lead anywhere, is an error (OSError)."""
     return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o644))
@@ -89,21 +89,14 @@ def utc_now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def this_process() -> dict[str, Any]:
-    return {"pid": os.getpid(), "host": socket.gethostname(), "started": utc_now(), "heartbeat": utc_now()}
-
-
 class Status:
-    """The status.json of a run that this process owns, written by the training thread and by a heartbeat.
-
-    Fields: state (one of STATES), reason, step, steps, saved (step of the last checkpoint), best, final, seconds, pid,
-    host, started, heartbeat.
-    """
+    """The status.json of a run that this process owns, written by the training thread and by a heartbeat."""
 
     def __init__(self, folder: Path) -> None:
         self.path, self.before = folder / "status.json", read_status(folder) or {}
-        kept = {key: self.before[key] for key in ("step", "steps", "best", "saved") if key in self.before}
-        self.fields = {"step": 0, **kept, "state": "running", "reason": None, **this_process()}
+        kept = {key: self.before[key] for key in ("step", "steps", "best") if key in self.before}
+        self.fields = {"step": 0, **kept, "state": "running", "reason": None, "started": utc_now()}
+        self.fields |= {"pid": os.getpid(), "host": socket.gethostname()}
         self.guard, self.ended = threading.RLock(), threading.Event()
         self.write()
         threading.Thread(target=self.beat, name="heartbeat", daemon=True).start()
@@ -141,13 +134,12 @@ def read_status(folder: Path) -> dict[str, Any] | None:
     """Return what status.json says, or None where there is none that can be read, or its fields make no sense."""
     try:
         status = json.loads((folder / "status.json").read_text())
-        scores = [score["bits"] for key in ("best", "final") if (score := status.get(key)) is not None]
-        numbers = [*scores, status.get("step", 0), status.get("seconds", 0), status.get("pid", 1)]
-        sound = all(isinstance(number, int | float) for number in numbers) and 0 < status.get("pid", 1) < 2**31
-        if status["state"] == "running":
-            seems_running(status)
+        scores = [status[key]["bits"] for key in ("best", "final") if status.get(key) is not None]
+        numbers = [*scores, *(status.get(key, 1) for key in ("step", "seconds", "pid"))]
+        sound = all(isinstance(number, int | float) for number in numbers) and 0 < numbers[-1] < 2**31
+        seems_running(status)  # fails where it has no place or heartbeat
         return status if sound and status["state"] in STATES else None
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError, OverflowError):
         return None
 
 
@@ -160,41 +152,34 @@ def run_state(folder: Path) -> str:
 
 
 def seems_running(status: dict[str, Any]) -> bool:
-    """Tell whether a run is at work: it wrote lately, and its process, if it is of this machine, is there.
-
-    A heartbeat of a far future says nothing. No lock is touched: a run that begins would find the folder in use.
-    """
+    """Tell whether a run is at work: it wrote lately, not in a far future, and its process, if it is ours, is there."""
     if status["state"] != "running":
         return False
     silence = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(status["heartbeat"])
-    if abs(silence.total_seconds()) >= SILENCE_SECONDS:
-        return False
     try:
         if status["host"] == socket.gethostname():
             os.kill(status["pid"], 0)
-    except OSError as error:
-        return isinstance(error, PermissionError)  # the process is somebody else's
-    return True
+    except PermissionError:
+        pass  # the process is somebody else's
+    except OSError:
+        return False
+    return abs(silence.total_seconds()) < SILENCE_SECONDS
 
 
 def close(folder: Path, state: str, reason: str) -> None:
     """Write how a run ended whose process could not: the rest of its status stays; OSError where that cannot be."""
     folder.mkdir(parents=True, exist_ok=True)
-    status = {"step": 0, **this_process(), **(read_status(folder) or {})}
-    write_json(folder / "status.json", status | {"state": state, "reason": reason})
+    status = {"step": 0, **(read_status(folder) or {}), "state": state, "reason": reason}
+    write_json(folder / "status.json", status)
 
 
 def lock(file: IO[bytes], folder: Path) -> None:
-    """Keep two runs out of one folder until the file is closed or the process ends, however it does; else `UserError`.
-
-    Record locks (`lockf`) belong to one process: neither loader processes nor children that outlive it keep them. Where
-    a file system has no locks, and from other machines, the heartbeat alone tells.
-    """
+    """Keep two runs out of one folder until the file is closed or the process ends, or raise `UserError`."""
     status = read_status(folder)
-    is_busy = run_state(folder) == "running" and status is not None and status["host"] != socket.gethostname()
+    is_busy = status is not None and seems_running(status) and status["host"] != socket.gethostname()
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone: children do not keep it
+    except OSError as error:  # some file systems have no locks
         is_busy = is_busy or isinstance(error, BlockingIOError)
     if is_busy:
         raise UserError(busy(folder, read_status(folder)))
@@ -207,13 +192,12 @@ def busy(folder: Path, status: dict[str, Any] | None) -> str:
 
 @contextlib.contextmanager
 def working_in(folder: Path, begin: Callable[[], object] = lambda: None) -> Iterator[Status]:
-    """Hold a run folder: lock it, call `begin`, keep its status, and write how the work ended.
-
-    A body that ends without a word is `done`. `Stopped` and errors are written and passed on, a full disk and a want of
-    memory as `RunFailed`; a `UserError` (as another run's work in the folder is one) leaves the status of before.
+    """Hold a run folder: lock it, call `begin`, keep its status, and write how the work ended; a `UserError` leaves
+    the status of before, a full disk and a want of memory are passed on as `RunFailed`.
     """
     with contextlib.ExitStack() as stack:
         try:
+            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             lock(stack.enter_context(open_own(folder / "lock", "a+b")), folder)
             remove_leftovers(folder)
             remove_leftovers(folder / "checkpoints")
@@ -233,20 +217,15 @@ def working_in(folder: Path, begin: Callable[[], object] = lambda: None) -> Iter
                 status.ended.set()
                 write_json(status.path, status.before)
             status.end("failed", reason or str(error) or type(error).__name__)
-            if reason:
-                raise RunFailed(f"{reason}\n{LESS_MEMORY}") from error
             if isinstance(error, OSError) and is_full(error):
                 raise RunFailed(f"the disk of {folder} is full: {error}") from error
+            if reason:
+                raise RunFailed(f"{reason}\n{LESS_MEMORY}") from error
             raise
 
 
-def record_start(
-    folder: Path, facts: dict[str, Any], changed: dict[str, tuple[Any, Any]] | None, anew: bool
-) -> list[str]:
-    """Record machine and software, and in resumes.jsonl which fields a run changes that goes on, from what to what.
-
-    Returns what about machine and software may change the bits of a run since it began, each as `what old -> new`.
-    """
+def record_start(folder: Path, facts: dict[str, Any], changed: Differences | None, anew: bool) -> list[str]:
+    """Record machine, software and changes of a run; return what since it began may change bits, `what old -> new`."""
     now, path = environment(facts), folder / "environment.json"
     if anew or not path.exists():
         write_json(path, now)
@@ -280,11 +259,79 @@ def environment(facts: dict[str, Any]) -> dict[str, Any]:
 
 def git_state(checkout: Path) -> dict[str, Any] | None:
     """Return commit and whether files differ from it, where the code stands in a checkout of this project."""
-    if not (checkout / ".git").exists():
-        return None
     question = ["git", "-C", checkout, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
-    try:
-        answer = subprocess.run(question, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return {"commit": answer.removesuffix("-dirty"), "changed": answer.endswith("-dirty")}
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        if (checkout / ".git").exists():
+            answer = subprocess.run(question, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+            return {"commit": answer.removesuffix("-dirty"), "changed": answer.endswith("-dirty")}
+    return None
+
+
+def may_change(key: str) -> bool:
+    """Tell whether a run may go on with another value of a field."""
+    return key in ALLOWED or key.startswith(("hardware.", "logger."))
+
+
+def makes_another(key: str) -> bool:
+    """Tell whether a change of a field makes another model, or other data."""
+    return key.startswith(("model.", "routing.", "data.")) and not may_change(key)
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, shared: bool = False) -> Differences:
+    """Return the fields (dotted names) whose values differ, with both; `shared`: of those that both have."""
+    old, new = flat(old), flat(new)
+    keys = sorted(old.keys() & new.keys() if shared else old.keys() | new.keys())
+    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
+
+
+def refuse_changes(changed: Differences) -> None:
+    """Raise `UserError` for a change that would make another run."""
+    may = (
+        "a run that goes on may change trainer.steps, max_minutes, micro_batch_size, the intervals, hardware and logger"
+    )
+    for key, (old, new) in changed.items():
+        if not may_change(key):
+            raise UserError(f"{key}: {old} -> {new} is refused: it would make another run ({may})")
+
+
+def plan_resumption(folder: Path, config: Config) -> str:
+    """Return the state of a run that goes on with a configuration; empty where nothing is left to do, which is said."""
+    if is_export(folder):
+        raise UserError(f"{folder} is an exported model; resume the run it came from")
+    is_first = process_rank() == 0
+    if is_first:  # the others are compared with it
+        refuse_changes(differences(to_dict(load_run_config(folder)), to_dict(config)))
+    if not (line := already_done(folder, config)):
+        return run_state(folder)
+    if is_first:
+        print(line, flush=True)
+    return ""
+
+
+def already_done(folder: Path, config: Config) -> str:
+    """Return the line for a run that has nothing left to do, else (also where its last.ckpt is damaged) nothing."""
+    status = read_status(folder) or {"state": "unknown"}
+    limit, step, steps = config.trainer.max_minutes or math.inf, status.get("step", 0), config.trainer.steps
+    is_over = step >= steps or status.get("seconds", 0.0) >= 60 * limit
+    if status["state"] != "done" or not (final := status.get("final")) or not is_over:
+        return ""
+    if step > steps:
+        raise UserError(f"trainer.steps={steps}: the run is done with {step} steps; give more than that")
+    from rtx.training.checkpoint import is_whole, resumable  # imports torch
+
+    whole = [is_whole(path) for path in resumable(folder / "checkpoints")]
+    if not any(whole):
+        raise RunFailed(f"{folder} was done after {step:,} steps, but no whole checkpoint is left in it")
+    longer = f"trainer.steps=N with N above {step:,}"
+    longer = longer if step == steps else f"trainer.max_minutes=M with M above {limit:g}"
+    score = f"{final['bits']:.4f} bits/{final.get('unit', 'unit')} on the validation split"
+    return f"{folder} is done: {step:,} steps, {score}; {longer} continues it" if whole[0] else ""
+
+
+def as_chosen(config: Config, before: Config) -> Config:
+    """Return a configuration in which what is `auto` is as a run has chosen it before, if it was on as many devices."""
+    wished, chosen = flat(to_dict(config)), flat(to_dict(before))
+    if any(wished[f"hardware.{key}"] != chosen[f"hardware.{key}"] for key in ("name", "devices", "nodes")):
+        return config
+    keys = [key for key in ("trainer.micro_batch_size", "model.recompute") if wished[key] == "auto"]
+    return with_values(config, {key: chosen[key] for key in keys})

@@ -67,8 +67,7 @@ class Process:
 
     def __init__(self, number: int, run: Path, log: Path, ended: Callable[[], int]) -> None:
         self.number, self.run, self.log = number, run, log
-        self.ended = ended
-        """Waits for the end, and returns the exit code, negative where a signal killed it."""
+        self.ended = ended  # waits for the end, and returns the exit code, negative where a signal killed it
 
     def send(self, signal_number: int) -> None:
         """Send a signal, if the process is still there."""
@@ -81,10 +80,7 @@ class Process:
         return Path(f"/proc/{self.number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
     def wait(self, send: int = 0) -> int:
-        """Wait for the end; returns the exit code, negative where a signal killed it.
-
-        `send`: a signal to send again and again until then.
-        """
+        """Wait for the end, sending a signal again and again if named; returns the exit code, negative by a signal."""
         for _ in patiently(lambda: self.said("does not end"), pause=0.05 if send else 0.002):
             if not self.alive:
                 break
@@ -117,13 +113,9 @@ class Process:
         return f"process {self.number} {what}: {self.log.read_text() if self.log.exists() else 'it said nothing'}"
 
 
-PATIENCE = 120.0
-"""Seconds until a test that waits for something fails."""
-
-
 def patiently(problem: Callable[[], str], pause: float = 0.0005) -> Iterator[None]:
     """Yield again and again, with a pause between, until the loop is left; fails with `problem()` after two minutes."""
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + 120
     while time.monotonic() < end:
         yield
         time.sleep(pause)
@@ -141,8 +133,11 @@ def asked(server: subprocess.Popen[str], **question: Any) -> str:
 @pytest.fixture(scope="session")
 def forker() -> Iterator[subprocess.Popen[str]]:
     """The process that has imported everything."""
-    with forking_server() as process:
-        yield process
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdin=pipe, stdout=pipe, text=True) as server:
+        yield server
+        assert server.stdin is not None
+        server.stdin.close()
 
 
 @pytest.fixture(scope="module")
@@ -206,16 +201,6 @@ class Workshop:
         return Process(process.pid, run, log, process.wait)
 
 
-@contextlib.contextmanager
-def forking_server() -> Iterator[subprocess.Popen[str]]:
-    """Run the process that has imported everything."""
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", SERVER], stdin=pipe, stdout=pipe, text=True) as server:
-        yield server
-        assert server.stdin is not None
-        server.stdin.close()
-
-
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows that count, in the order of their steps: of each kind and step, the last one written."""
     rows: dict[tuple[int, str], dict[str, Any]] = {}
@@ -237,19 +222,13 @@ def steps_logged(run: Path) -> int:
 
 
 def difference(one: Path, other: Path, ignoring: Sequence[str] = ()) -> str:
-    """Return the first thing in which two runs differ but for times, workers and places, or an empty string.
-
-    `ignoring`: groups of the configuration that may differ.
-    """
-    for name in ("last", "best"):
-        if found := checkpoint_difference(one, other, name, ignoring):
-            return found
-    a, b = (counted_rows(run) for run in (one, other))
-    return first_difference(a, b, "metrics")
+    """Return the first thing in which two runs differ but for times, workers and places, or an empty string."""
+    found = [checkpoint_difference(one, other, name, ignoring) for name in ("last", "best")]
+    return "".join(found) or first_difference(counted_rows(one), counted_rows(other), "metrics")
 
 
 def checkpoint_difference(one: Path, other: Path, name: str, ignoring: Sequence[str] = ()) -> str:
-    """Return the first thing in which a checkpoint of two runs differs, as `difference`."""
+    """Return the first thing in which a checkpoint differs; `ignoring`: groups of the configuration that may."""
     a, b = (read_checkpoint(run / "checkpoints" / f"{name}.ckpt") for run in (one, other))
     for content in (a, b):
         content.get("callbacks", {}).get("Watch", {}).pop("seconds", None)

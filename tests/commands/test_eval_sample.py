@@ -8,8 +8,8 @@ import json
 import math
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,16 +32,8 @@ UNITS = 4_001
 """An awkward number: the splits are no multiples of N."""
 
 
-@dataclass
-class Said:
-    """What a command printed."""
-
-    stdout: bytes
-    stderr: bytes
-
-
-def rtx(folder: Path, *arguments: str, code: int = 0) -> Said:
-    """Run a command as in `folder`, in this process, and check its exit code."""
+def rtx(folder: Path, *arguments: str, code: int = 0) -> SimpleNamespace:
+    """Run a command as in `folder`, in this process, check its exit code, and return its `stdout` and `stderr`."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.chdir(folder)
@@ -51,7 +43,7 @@ def rtx(folder: Path, *arguments: str, code: int = 0) -> Said:
         returned = main(arguments)
     assert returned == code, err.getvalue()
     assert "Traceback" not in err.getvalue()
-    return Said(out.getvalue().encode(), err.getvalue().encode())
+    return SimpleNamespace(stdout=out.getvalue().encode(), stderr=err.getvalue().encode())
 
 
 def train(folder: Path, *overrides: str) -> Path:
@@ -108,34 +100,27 @@ def test_causal_selection_scores_the_same_in_both_modes_and_topk_is_marked(causa
 
 
 def test_results_of_other_protocols_do_not_replace_each_other(causal_run: Path) -> None:
-    folder = causal_run.parents[2]
-    others = [folder / "second.txt", folder / "third.txt"]
-    for number, other in enumerate(others):
-        other.write_bytes(bytes([97 + number]) * 1_500)
+    folder, other = causal_run.parents[2], causal_run.parents[2] / "second.txt"
+    other.write_bytes(b"a" * 1_500)
     protocols = (
-        *((), ("stride=7",), ("data.length=16",), ("limit=2",), ("limit=3",), ("checkpoint=last",)),
-        *(("limit=2", "seed=1"), ("hardware.precision=fp64",)),
-        *((f"data.path={other}",) for other in others),
+        *((), ("stride=7",), ("data.length=16",), ("limit=2",), ("limit=2", "seed=1"), ("checkpoint=last",)),
+        *(("hardware.precision=fp64",), (f"data.path={other}",)),
     )
     for overrides in protocols:
         printed = rtx(folder, "eval", str(causal_run), *overrides).stdout.decode()
         assert ("these are not the data of the run" in printed) == any("txt" in word for word in overrides)
     results = [json.loads(path.read_text()) for path in sorted(causal_run.glob("eval/*.json"))]
     shutil.rmtree(causal_run / "eval")
-    assert len(results) == len(protocols)
-    assert [result["own_data"] for result in results].count(False) == len(others)
+    assert len(results) == len(protocols) and [result["own_data"] for result in results].count(False) == 1
     assert all(("of other data than the run's" in one["protocol"]) == (not one["own_data"]) for one in results)
 
 
 def test_mistakes_are_told_in_a_line(causal_run: Path, tmp_path: Path) -> None:
     folder = causal_run.parents[2]
     for arguments, said in (
-        (["eval"], "needs the run's folder"),
         (["eval", "split=test"], "needs the run's folder"),
         (["eval", str(tmp_path)], "has no config.yaml"),
         (["eval", str(causal_run), "splt=test"], "'split'"),
-        (["eval", str(causal_run), "split=tset"], "valid, test, train"),
-        (["sample", str(causal_run), "top_p=2"], "at most 1"),
     ):
         assert said in rtx(folder, *arguments, code=2).stderr.decode()
 
@@ -152,8 +137,7 @@ def test_weights_that_are_no_numbers_are_told_and_nothing_is_written(causal_run:
         answer = rtx(causal_run.parents[2], "eval", str(exported), code=1)
         assert said in answer.stderr.decode() and "bits/byte" not in answer.stdout.decode()
         assert not list(exported.glob("eval/*"))
-    for command in (["sample"], ["audit"], ["analyze", "context"]):
-        assert b"holds NaN" in rtx(causal_run.parents[2], *command, str(tmp_path / "export-nan"), code=1).stderr
+    assert b"holds NaN" in rtx(causal_run.parents[2], "sample", str(tmp_path / "export-nan"), code=1).stderr
 
 
 def test_a_run_is_loaded_for_python_without_a_change_of_its_process(causal_run: Path) -> None:
@@ -182,11 +166,6 @@ def test_a_sample_is_reproducible_and_kept_byte_for_byte(causal_run: Path) -> No
     assert kept[0].read_bytes() == kept[1].read_bytes()
     assert len(kept[0].read_bytes()) == 64
     assert rtx(folder, *wish, "sample.seed=1").stdout != first.stdout
-    best = causal_run / "checkpoints" / "best.ckpt"
-    best.rename(best.with_suffix(".kept"))
-    said = rtx(folder, *wish)  # the text alone is on stdout
-    best.with_suffix(".kept").rename(best)
-    assert b"using last.ckpt (step 4)" in said.stderr and said.stdout == first.stdout
 
 
 def test_a_stream_may_outrun_the_window_but_not_learned_positions(causal_run: Path, topk_run: Path) -> None:

@@ -11,7 +11,6 @@ from PIL import Image
 
 from rtx.cli import main
 
-REAL = Path(__file__).parents[3] / "shared" / "data" / "cifar10" / "jpeg_plain_text"
 SIZES = [
     *("model=tiny", "model.layers=2", "model.hidden=16", "model.heads=2", "model.ffn_hidden=16", "model.window=16"),
     *("routing.heads=1", "routing.layers=1", "routing.window=16", "trainer.steps=3", "trainer.batch_size=2"),
@@ -61,8 +60,6 @@ def test_a_run_on_images_keeps_an_image_and_counts_sub_pixels(run: Path) -> None
     status = json.loads((run / "status.json").read_text())
     assert status["final"]["unit"] == "dim" and status["final"]["units"] == 144
 
-
-def test_every_image_of_a_split_is_scored_whole(run: Path) -> None:
     rtx(run.parents[2], "eval", str(run), "split=train")
     (result,) = (run / "eval").glob("train*.json")
     scored = json.loads(result.read_text())
@@ -74,45 +71,16 @@ def test_samples_are_pictures(run: Path, capsys: pytest.CaptureFixture[str]) -> 
     said = capsys.readouterr()
     assert said.out == f"{run / 'samples' / 'step3-seed0-2.png'}\n"
     assert pictures(run)["step3-seed0-2.png"] == (8, 6)
-    rtx(run.parents[2], "sample", str(run), "length=30", "sample.count=3", "seed=7")
+    rtx(run.parents[2], "sample", str(run), "length=30", "seed=7")
     said = capsys.readouterr()
     assert "30 units; an image has 144: the rest is black" in said.err
-    path = run / "samples" / "step3-seed7-1.png"
-    sheet = np.asarray(Image.open(path))
-    assert sheet.shape == (6 + 2 + 6, 8 + 2 + 8, 3)
-    assert (sheet[2:6, :8] == 0).all() and (sheet[8 + 2 :, :8] == 0).all()  # 30 units are 10 pixels
-    assert sheet[0, :8].any() and (sheet[0, :8] != sheet[0, 10:]).any()
-
-
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        ("length=145", "sample.length=145: an image has 144 units; for several images: sample.count=<number>"),
-        ("prompt=cat", "sample.prompt has no place in a run on images"),
-    ],
-)
-def test_wishes_that_have_no_place(run: Path, option: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    rtx(run.parents[2], "sample", str(run), option, code=2)
-    assert said in capsys.readouterr().err
+    pixels = np.asarray(Image.open(run / "samples" / "step3-seed7-1.png"))
+    assert pixels.shape == (6, 8, 3) and pixels[0].any() and (pixels[2:] == 0).all()  # 30 units are 10 pixels
+    for option, line in (("length=145", "an image has 144 units"), ("prompt=cat", "no place in a run on images")):
+        rtx(run.parents[2], "sample", str(run), option, code=2)
+        assert line in capsys.readouterr().err
 
 
 def test_a_wrong_length_names_the_right_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rtx(folder, "train", "data=images", "data.path=pictures", *SIZES, code=2)
     assert "data.length=3072: expected 144, for one image is one sequence" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(not REAL.exists(), reason="no copy of CIFAR-10 in JPEG beside the project")
-def test_real_images_train_score_and_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["data=cifar10", f"data.path={REAL}", "data.size=8"]  # N follows: 192
-    rtx(tmp_path, "train", *options, "data.held_out=100", *SIZES)
-    (run,) = (tmp_path / "outputs").glob("*/*/config.yaml")
-    assert pictures(run.parent) == {"step3-seed0-1.png": (8, 8)}
-    record = json.loads(next((tmp_path / "data").glob("cifar10-*/store.json")).read_text())
-    assert record["stamps"] == {"scaled": "8x8", "lossy": True} and record["image"] == [8, 8]
-    assert {name: split["units"] // 192 for name, split in record["splits"].items()} == {
-        "train": 49_900,
-        "valid": 100,
-        "test": 10_000,
-    }
-    rtx(tmp_path, "eval", str(run.parent), "split=test", "limit=4")
-    assert "bits/dim" in capsys.readouterr().out

@@ -22,7 +22,7 @@ ANSWERS = 9 * 3
 def recall_run(workshop: Workshop) -> Path:
     run = workshop.folder / "recall"
     printed = workshop.command("train", *RECALL, "routing=topk", run=run)
-    assert "recall (made on the fly), 12 steps of 4 x 32" in printed
+    assert "recall, 12 steps of 4 x 32" in printed
     assert "(15 units), accuracy " in printed  # trainer.val_windows=5
     assert "of the answers right (chance 25.00%)" in printed
     assert f"bits/answer on valid, {ANSWERS} answers each scored once" in " ".join(printed.split())
@@ -79,24 +79,19 @@ def test_every_answer_is_scored_once(workshop: Workshop, recall_run: Path) -> No
 @pytest.mark.parametrize("mode", ["parallel", "streaming"])
 def test_an_ablation_is_named_and_kept_beside_the_plain_score(workshop: Workshop, recall_run: Path, mode: str) -> None:
     kept = f"mode={mode}", "limit=7"
-    first = score(workshop, recall_run, *kept, "ablate=routing")
-    assert "the ablation changes" not in first["printed"]
     plain = score(workshop, recall_run, *kept)
-    results = {how: score(workshop, recall_run, *kept, f"ablate={how}") for how in ("local", "random")}
-    results["routing"] = first
+    results = {}
     for how, said in (
         ("routing", "outputs of the routing heads set to zero"),
         ("local", "routing heads read the last W positions"),
         ("random", "routing heads read random members"),
     ):
-        result = results[how]
+        result = results[how] = score(workshop, recall_run, *kept, f"ablate={how}")
         assert result["ablate"] == how
         assert result["protocol"].endswith(f"; ablated ({said}; trained with selection=topk): sees no future")
         assert not result["selection_sees_future"]
     assert plain["ablate"] == "none" and "ablated" not in plain["protocol"]
     assert plain["selection_sees_future"] == (mode == "parallel")
-    difference = results["local"]["bits_per_answer"] - plain["bits_per_answer"]
-    assert f"bits/answer by {difference:+.5f}" in results["local"]["printed"]
     assert len({result["bits_per_answer"] for result in (plain, *results.values())}) > 1
 
 
@@ -105,7 +100,6 @@ def test_an_ablation_of_nothing_is_refused(workshop: Workshop) -> None:
     workshop.command("train", *RECALL, "routing.heads=0", "trainer.steps=1", run=run)
     printed = workshop.command("eval", str(run), "ablate=routing", code=2)
     assert "eval.ablate=routing: the model has no routing heads" in printed
-    assert "one of none, routing, local, random" in workshop.command("eval", str(run), "ablate=rooting", code=2)
 
 
 def test_what_recall_does_not_have_is_refused_in_a_line(workshop: Workshop, recall_run: Path) -> None:
@@ -113,9 +107,6 @@ def test_what_recall_does_not_have_is_refused_in_a_line(workshop: Workshop, reca
         (("sample", str(recall_run)), "a run on data=recall has no text to write"),
         (("eval", str(recall_run), "split=train"), "data=recall has no train split"),
         (("eval", str(recall_run), "stride=5"), "trainer.val_stride=5 has no place in data=recall"),
-        (("train", "data=recall", "data.pairs=70", "data.keys=70"), "take 280 units, more than data.length=256"),
-        (("train", "data=recall", "data.pairs=17"), "data.pairs=17 must be at most data.keys=16"),
-        (("train", "data=recall", "data.path=x"), "data.path=x has no effect with data.name=recall"),
     ):
         printed = workshop.command(*arguments, code=2)
         assert said in printed and printed.count("\n") <= 2

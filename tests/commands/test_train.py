@@ -12,7 +12,7 @@ from small_runs import SIZES, Workshop, difference, read_metrics
 
 from rtx.compose import load_run_config
 from rtx.data.catalog import open_data
-from rtx.evaluation.baselines import baselines
+from rtx.evaluation.protocols import baselines
 from rtx.training.checkpoint import read_checkpoint
 from rtx.training.run_folder import read_status
 
@@ -52,7 +52,7 @@ def test_what_a_run_leaves_and_says(workshop: Workshop, tmp_path: Path) -> None:
     assert f"{final['val_bits']:.4f} bits/byte on the validation split" in said
     assert f"bits/byte on valid, {final['val_units']:,} bytes each scored once, windows of 32, stride 5" in said
     assert "selection=causal: sees no future" in said
-    plain = baselines(store.split("train"), store.split("valid"))
+    plain = baselines(store.split("valid"))
     assert status["final"]["baselines"] == plain
     for name, bits in plain.items():
         assert re.search(rf"{name} +{bits:.4f}", said)

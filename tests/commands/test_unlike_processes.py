@@ -26,32 +26,22 @@ def both(workshop: Workshop, run: Path, *commands: tuple[str, ...]) -> str:
     return ended(run, processes, 2)
 
 
-@pytest.fixture(scope="module")
-def six(workshop: Workshop) -> Path:
-    """A run of six steps."""
-    return workshop.train("six", "trainer.steps=6", "optimizer.schedule=constant")
-
-
-def test_other_data_and_another_configuration_end_both(workshop: Workshop) -> None:
+def test_other_data_another_configuration_and_a_stale_copy_end_both(workshop: Workshop) -> None:
     text, other = (workshop.folder / "book.txt").read_bytes(), workshop.folder / "other.txt"
     other.write_bytes(text[:1000] + b"c" + text[1001:])
-    run, begun = workshop.folder / "unlike", ("train", *SIZES, *DDP)
-    changed = (f"data.path={other}", "optimizer.lr=0.1", "hardware.workers=1")
-    said = both(workshop, run, (*begun, workshop.text), (*begun, *changed))
-    (line,) = [line for line in said.splitlines() if line.startswith("rtx:")]
-    assert "do not begin alike: with process 1 (on " in line
-    assert "optimizer.lr is 0.1, not 0.0" in line and "the data's fingerprint is " in line
-    assert "data.path" not in line and "workers" not in line and "checkpoint's step" not in line
-    assert (read_status(run) or {})["state"] == "failed"
-
-
-def test_a_stale_copy_of_a_run_ends_both(workshop: Workshop, six: Path) -> None:
-    run, stale = (Path(shutil.copytree(six, workshop.folder / name)) for name in ("fresh", "stale"))
+    six = workshop.train("six", "trainer.steps=6", "optimizer.schedule=constant")
+    fresh, stale = (Path(shutil.copytree(six, workshop.folder / name)) for name in ("fresh", "stale"))
     shutil.copy(stale / "checkpoints" / "previous.ckpt", stale / "checkpoints" / "last.ckpt")
-    more = (*DDP, "trainer.steps=9")
-    text = both(workshop, run, ("resume", str(run), *more), ("resume", str(stale), *more))
-    assert "the checkpoint's step is 3, not 6" in text
-    assert (read_status(run) or {})["state"] == "done"  # nothing was lost, or done
+    begun, resumed = ("train", *SIZES, *DDP), (*DDP, "trainer.steps=9")
+    for run, first, second, state in (
+        (workshop.folder / "data", (*begun, workshop.text), (*begun, f"data.path={other}"), "failed"),
+        (workshop.folder / "rate", (*begun, workshop.text), (*begun, workshop.text, "optimizer.lr=0.1"), "failed"),
+        (fresh, ("resume", str(fresh), *resumed), ("resume", str(stale), *resumed), "done"),
+    ):
+        said = both(workshop, run, first, second)
+        (line,) = [line for line in said.splitlines() if line.startswith("rtx:")]
+        assert "do not begin alike: start them all with the same words, on the same data" in line
+        assert (read_status(run) or {})["state"] == state  # of what was done, nothing is lost
 
 
 def test_a_child_that_cannot_begin_tells_its_parent(
@@ -63,5 +53,5 @@ def test_a_child_that_cannot_begin_tells_its_parent(
     for name, instead in {"started_by_another": lambda: True, "open_data": refuse}.items():
         monkeypatch.setattr(f"rtx.commands.train.{name}", instead)
     hardware = dataclasses.replace(resolve_hardware(Config()), rank=1, devices=2, distributed=True)
-    assert follow(Config(), hardware, Path(os.devnull), None) == 2  # the parent looks at this code
+    assert follow(Config(), hardware, Path(os.devnull), "") == 2  # the parent looks at this code
     assert capsys.readouterr().err == "rtx: no data\n"

@@ -15,8 +15,7 @@ from small_runs import SIZES, Workshop, checkpoint_difference
 from rtx.compose import load_run_config
 from rtx.errors import RunFailed, UserError
 from rtx.training.checkpoint import is_whole, newest_checkpoint, read_checkpoint
-from rtx.training.resumption import already_done
-from rtx.training.run_folder import read_status, run_state
+from rtx.training.run_folder import already_done, read_status, run_state
 
 
 @pytest.fixture(scope="module")

@@ -1,40 +1,45 @@
-"""The processes that the first one of a run starts: one that dies is noticed, whatever the first one is doing."""
+"""Processes of one run: one that dies is noticed; parameters shared out take the steps of whole ones."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
 
 import rtx.training.distributed as room
+from rtx.analysis.attention_weights import read_telemetry
+from rtx.attention.centroids import after_step
+from rtx.attention.patterns import AdaptiveSpan
+from rtx.checks import resolve
 from rtx.compose import compose
+from rtx.config import Config, DataConfig, ModelConfig, OptimizerConfig, RoutingConfig
+from rtx.model.transformer import Transformer
+from rtx.training.distributed import is_part, shard, shared_as, whole
 from rtx.training.hardware import resolve_hardware
+from rtx.training.module import TrainingModule, build_optimizer
 from rtx.training.signals import PARENT_VARIABLE
 
 
-def told(monkeypatch: pytest.MonkeyPatch, *commands: str, kill: signal.Signals | None = None) -> list[str]:
-    """Return what is told of shell commands that are watched as ranks."""
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [("true", []), ("exit 3", ["ended with 3"]), ("kill -9 $$", ["was killed by SIGKILL"])],
+)
+def test_a_child_that_ends_otherwise_than_by_leaving_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, command: str, told: list[str]
+) -> None:
     monkeypatch.setattr(room, "PATIENCE_SECONDS", 0.0)
-    children, lines = [subprocess.Popen(["sh", "-c", command]) for command in commands], []
-    if kill:
-        children[0].send_signal(kill)
+    children, lines = [subprocess.Popen(["sh", "-c", each]) for each in (command, "sleep 0.05")], []
     room.watch_ranks(children, lines.append)
     for child in children:
-        child.kill()
         child.wait()
-    return [line.partition(" of ")[2] for line in lines]
-
-
-def test_a_child_that_leaves_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert told(monkeypatch, "true", "sleep 0.05") == []
-
-
-def test_a_child_that_ends_otherwise_is_told_of_while_others_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert told(monkeypatch, "exit 3", "exec sleep 60") == ["the run ended with 3"]
-    assert told(monkeypatch, "exec sleep 60", "true", kill=signal.SIGKILL) == ["the run was killed by SIGKILL"]
+    assert [line.partition(" the run ")[2] for line in lines] == told
 
 
 def test_a_process_that_the_first_one_started_starts_no_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -42,3 +47,93 @@ def test_a_process_that_the_first_one_started_starts_no_others(monkeypatch: pyte
     monkeypatch.setenv(PARENT_VARIABLE, str(os.getppid()))
     hardware = resolve_hardware(compose(["hardware=ddp", "hardware.devices=2", "trainer.batch_size=2"]))
     assert hardware.rank == 1 and room.start_ranks(hardware, tmp_path, print) == []
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "tied": {"tie_embeddings": True, "ffn": "geglu"},
+    "spans": {"base": "adaptive_span", "positions": "none", "span_cost": 0.1},
+    "recomputed": {"positions": "shaw", "recompute": True, "ffn_parts": 3, "embedding": 7},
+    "axial": {"positions": "axial", "axes": "8x3", "base": "lsh", "norm": "post", "optimizer": "adamw"},
+}
+STEPS, VOCABULARY = 4, 11
+
+
+def config_of(kind: str) -> Config:
+    """Return a model of odd sizes, so that parts differ, and its optimizer."""
+    options = {"layers": 2, "heads": 3, "hidden": 18, "window": 5, "ffn_hidden": 13, "max_distance": 8, **KINDS[kind]}
+    optimizer = OptimizerConfig(name=options.pop("optimizer", "adam"), lr=0.01, weight_decay=0.1)
+    routing = RoutingConfig(heads=2, layers=1, window=6, clusters=4)
+    return resolve(
+        Config(data=DataConfig(length=24), model=ModelConfig(**options), routing=routing, optimizer=optimizer)
+    )
+
+
+def trained(config: Config, mesh: Any, rows: slice) -> tuple[TrainingModule, torch.optim.Optimizer]:
+    """Take a few steps with some sequences of each batch, the parameters shared out where there is a mesh."""
+    torch.manual_seed(0)
+    module = TrainingModule(Transformer(config, VOCABULARY).double(), config)
+    for heads in (heads for heads in module.modules() if isinstance(heads, AdaptiveSpan)):
+        heads.share_H.data.fill_(0.5)  # at 0 the gradient of each part of a batch is held by itself, which is no sum
+    if mesh is not None:
+        shard(module.model, mesh)
+    optimizer = build_optimizer(module.model, config.optimizer)
+    for step in range(STEPS):
+        tokens_BN = torch.randint(VOCABULARY, (4, 24), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        module.training_step(tokens_BN[rows], 0).backward()
+        module.configure_gradient_clipping(optimizer)
+        optimizer.step()
+        after_step(module.model)
+    return module, optimizer
+
+
+def furthest(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Return the largest relative difference between tensors of the same names; those of `one` may be shared out."""
+    assert one.keys() == other.keys()
+    pairs = [(whole(one[name]).double(), other[name].double()) for name in other]
+    return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-12)) for a, b in pairs)
+
+
+def rank_main(rank: int, folder: str) -> None:
+    """One of two processes: whole parameters with all sequences, then its part of them with every other sequence."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    mesh, found = init_device_mesh("cpu", (2,)), {}
+    for kind in KINDS:
+        config = config_of(kind)
+        (plain, plain_optimizer), (parts, optimizer) = (
+            trained(config, where, rows) for where, rows in ((None, slice(None)), (mesh, slice(rank, None, 2)))
+        )
+        assert all(is_part(p) for p in parts.parameters()) and not any(is_part(p) for p in plain.parameters())
+        held = sum(parameter.to_local().numel() for parameter in parts.model.parameters())  # type: ignore[attr-defined]
+        states, plain_states = (each.state_dict()["state"] for each in (optimizer, plain_optimizer))
+        found[kind] = {
+            "weights": furthest(parts.model.state_dict(), plain.model.state_dict()),
+            "optimizer": max(furthest(states[number], plain_states[number]) for number in plain_states),
+            "norm": abs(float(parts.norm) / float(plain.norm) - 1),
+            "held": held / sum(parameter.numel() for parameter in plain.model.parameters()),
+            "told": len(read_telemetry(parts.model)) - len(read_telemetry(plain.model)),
+            "centroids": [buffer for name, buffer in parts.model.named_buffers() if "centroid_HCD" in name],
+        }
+        for parameter in parts.parameters():  # shared out again, a whole tensor is what it was
+            assert torch.equal(whole(shared_as(whole(parameter), parameter)), whole(parameter))
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(rank_main, args=(str(folder),), nprocs=2)  # type: ignore[attr-defined]
+    return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_parts_take_the_steps_of_the_whole(ranks: list[dict[str, dict[str, Any]]], kind: str) -> None:
+    for found in (rank[kind] for rank in ranks):
+        assert max(found["weights"], found["optimizer"], found["norm"]) < 1e-9
+        assert found["told"] == 0
+    assert sum(rank[kind]["held"] for rank in ranks) == pytest.approx(1)
+    assert max(rank[kind]["held"] for rank in ranks) < 0.6
+    (first,), (second,) = (rank[kind]["centroids"] for rank in ranks)
+    assert torch.equal(first, second) and first.any()

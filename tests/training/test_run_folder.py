@@ -64,25 +64,15 @@ def test_on_another_machine_the_heartbeat_tells(tmp_path: Path, beat: str, state
             pass
 
 
-@pytest.mark.parametrize(
-    ("error", "state"),
-    [
-        (Stopped(INTERRUPTED, "why"), "interrupted"),
-        (Stopped(PREEMPTED, "why"), "preempted"),
-        (RunFailed("why"), "failed"),
-        (ValueError("why"), "failed"),
-    ],
-)
-def test_the_status_says_how_the_work_ended(tmp_path: Path, error: BaseException, state: str) -> None:
-    with pytest.raises(type(error)), working_in(tmp_path):
-        raise error
-    status = read_status(tmp_path) or {}
-    assert (status["state"], status["reason"], status["pid"]) == (state, "why", os.getpid())
-
-
-def test_a_refused_resume_leaves_the_status_of_before(tmp_path: Path) -> None:
+def test_the_status_says_how_the_work_ended(tmp_path: Path) -> None:
+    ends = {"interrupted": Stopped(INTERRUPTED, "why"), "preempted": Stopped(PREEMPTED, "why")}
+    for state, error in (*ends.items(), ("failed", RunFailed("why")), ("failed", ValueError("why"))):
+        with pytest.raises(type(error)), working_in(tmp_path):
+            raise error
+        status = read_status(tmp_path) or {}
+        assert (status["state"], status["reason"], status["pid"]) == (state, "why", os.getpid())
     written(tmp_path, state="done", step=7)
-    with pytest.raises(UserError), working_in(tmp_path):
+    with pytest.raises(UserError), working_in(tmp_path):  # a refused resume leaves the status of before
         raise UserError("other data")
     assert (read_status(tmp_path) or {})["state"] == "done"
 
@@ -118,6 +108,7 @@ def test_run_folders_are_unique_and_obey_the_environment(tmp_path: Path, monkeyp
     assert first != second and first.parent == second.parent == tmp_path / "runs" / "mine"
     monkeypatch.setenv("RTX_RUN", "~/cell")
     assert new_run_folder("mine") == tmp_path / "cell" == new_run_folder("mine")
+    (tmp_path / "cell" / "checkpoints").mkdir(parents=True)
     (tmp_path / "cell" / "checkpoints" / "last.ckpt").touch()
     with pytest.raises(UserError, match="holds checkpoints"):
         new_run_folder("mine")

@@ -20,7 +20,7 @@ from rtx.compose import compose
 from rtx.disk import is_full, remove_leftovers, replace_file, write_beside, write_json
 from rtx.errors import RunFailed
 from rtx.progress import say
-from rtx.training.memory import OUT_OF_MEMORY, device_memory, out_of_memory, physical_memory
+from rtx.training.hardware import OUT_OF_MEMORY, device_memory, out_of_memory, physical_memory
 from rtx.training.module import seed_everything
 from rtx.training.run_folder import read_status, working_in
 
@@ -74,7 +74,7 @@ def test_the_memory_of_this_machine_is_shared_by_the_processes_of_a_run(
     assert device_memory(compose(["hardware=ddp", "trainer.batch_size=4"]), processes=4) == whole // 4
     assert device_memory(compose(["hardware=gpu"])) is None
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr("rtx.training.memory.CONTAINER_LIMIT", limit)
+    monkeypatch.setattr("rtx.training.hardware.CONTAINER_LIMIT", limit)
     for text, bytes_there in (("268435456\n", 2**28), ("max\n", whole)):
         limit.write_text(text)
         assert physical_memory() >= whole if text == "max\n" else physical_memory() == bytes_there
