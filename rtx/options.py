@@ -30,8 +30,14 @@ LAUNCHED = ("slurm",)
 """Options of hardware that make jobs of the cells of a sweep."""
 
 
+@dataclass(kw_only=True)
+class RunOptions:
+    checkpoint: str = one_of("best", "last")
+    """Checkpoint of the run: of the best validation, or the last."""
+
+
 @dataclass
-class EvalOptions:
+class EvalOptions(RunOptions):
     split: str = one_of("valid", "test", "train")
     """Part of the data to score."""
     mode: str = one_of("parallel", "streaming")
@@ -44,14 +50,12 @@ class EvalOptions:
     """Windows scored at once; unset: as many as make 16,384 units."""
     protocol: str = one_of("whole", "released")
     """whole: every unit of the split once; released: the text as the paper's released code reads it, parts left out."""
-    checkpoint: str = one_of("best", "last")
-    """Checkpoint of the run to score."""
     ablate: str = one_of("none", "routing", "local", "random")
     """Score without routing: its heads' outputs zero (routing), their keys the last W (local), or random members."""
 
 
 @dataclass
-class SampleOptions:
+class SampleOptions(RunOptions):
     length: int | None = ranged(None, low=1)
     """Units to generate; unset: 1,000 of text, a whole image of N."""
     temperature: float = ranged(1.0, low=0.0)
@@ -64,38 +68,28 @@ class SampleOptions:
     """Text to continue."""
     seed: int = ranged(0, low=0)
     """Seed of the draw."""
-    checkpoint: str = one_of("best", "last")
-    """Checkpoint of the run to sample from."""
 
 
 @dataclass
-class AuditOptions:
+class AnalyzeOptions(RunOptions):
+    split: str = one_of("valid", "test", "train")
+    """Part of the data to take sequences from."""
+    seed: int = ranged(0, low=0, high=2**31 - 1)
+    """Seed of what is drawn: the same for every run."""
+
+
+@dataclass
+class AuditOptions(AnalyzeOptions):
     sequences: int = ranged(2, low=1)
     """Sequences whose future is changed."""
     prefixes: int = ranged(24, low=1)
     """Prefix lengths behind which everything is changed, one after the other."""
     tolerance: float = ranged(1e-9, low=0.0)
     """Relative change from which on an output counts as moved."""
-    split: str = one_of("valid", "test", "train")
-    """Part of a run's data to take sequences from."""
     windows: int = ranged(32, low=1)
     """Windows of a run's data that are priced."""
     positions: int = ranged(32, low=1)
     """Positions scored in each window: each is a run of the model on its prefix alone."""
-    checkpoint: str = one_of("best", "last")
-    """Checkpoint of the run to audit."""
-    seed: int = ranged(0, low=0, high=2**31 - 1)
-    """Seed of the windows, positions and changed ids: the same ones for every run."""
-
-
-@dataclass
-class AnalyzeOptions:
-    split: str = one_of("valid", "test", "train")
-    """Part of the data to take sequences from."""
-    seed: int = ranged(0, low=0, high=2**31 - 1)
-    """Seed of what is drawn."""
-    checkpoint: str = one_of("best", "last")
-    """Checkpoint of the run to look into."""
 
 
 @dataclass
@@ -127,9 +121,7 @@ class ReportOptions:
 
 
 @dataclass
-class ExportOptions:
-    checkpoint: str = one_of("best", "last")
-    """Weights: of the best validation, or the last."""
+class ExportOptions(RunOptions):
     output: str | None = None
     """Folder to write to; unset: export/ in the run's folder."""
 
