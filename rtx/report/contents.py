@@ -17,6 +17,7 @@ from rtx.report.score_tables import departures, kinds_table, score_tables
 from rtx.report.steps import StepRecord, equal_time_tables, paces_of, views
 from rtx.report.tables import Column, Table, filled
 from rtx.training.run_folder import shown
+from rtx.wording import plural
 
 
 @dataclass
@@ -38,8 +39,11 @@ def build(found: Collection, title: str, records: Sequence[StepRecord] = ()) -> 
     paces, by_protocol = paces_of(records), rows_by_protocol(found.cells)
     report = Report(title, found.problems)
     for protocol, rows in by_protocol:
-        if protocol and len({heads_label(row.config) for row in rows if row.scores}) > 1:
-            table, said = kinds_table(protocol, rows, paces)
+        ranked = [done for row in rows if (done := row.done()).scores]
+        if protocol and len({heads_label(row.config) for row in ranked}) > 1:
+            table, said = kinds_table(protocol, ranked, paces)
+            left_out = sum(len(row.scores) for row in rows) - sum(len(row.scores) for row in ranked)
+            table.lines += [f"Left out: {plural(left_out, 'scored run')} that did not end."] if left_out else []
             if report.answer is None:
                 report.headline, report.answer = said, table
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -80,17 +81,35 @@ def finished(name: str, caption: str, figure: Figure) -> Plot:
     return Plot(name, caption, text.replace("<svg ", f'<svg role="img" aria-label="{caption}" ', 1), picture.getvalue())
 
 
-def direct_labels(one: Axes, places: Mapping[str, tuple[float, float]]) -> None:
-    """Write names beside their points, moved up where they would cover another."""
+RIGHT, AROUND = ((1, 0),), ((1, 0), (-1, 0), (0, 1), (0, -1))
+
+
+def direct_labels(one: Axes, places: Mapping[str, tuple[float, ...]], sides: Sequence[tuple[int, int]] = RIGHT) -> None:
+    """Write names beside their points, given with half their error bars: x, y, and where there are such bars dx, dy.
+
+    A name takes the first place where it covers neither a bar nor another name: at one of the `sides` of its own bars,
+    then ever farther up, or farther away.
+    """
+    from matplotlib.transforms import Bbox
+
     one.figure.canvas.draw()
-    taken: list[tuple[float, float]] = []
-    pixels = one.figure.dpi / 72
-    for name, (x, y) in sorted(places.items(), key=lambda place: place[1][1]):
-        left, at = one.transData.transform((x, y))
-        near = [other for side, other in taken if abs(side - left) < 90 * pixels]
-        place = max([at, *(other + 12 * pixels for other in near)])
-        taken.append((left, place))
-        one.annotate(name, (x, y), (8, (place - at) / pixels + 1), textcoords="offset points", va="center")
+    bars = {name: (*place, 0.0, 0.0)[:4] for name, place in places.items()}
+    spans = [[(x - dx, y), (x + dx, y)] for x, y, dx, _ in bars.values()]
+    spans += [[(x, y - dy), (x, y + dy)] for x, y, _, dy in bars.values()]
+    taken = [Bbox(one.transData.transform(span)).padded(3) for span in spans]
+    for name, (x, y, dx, dy) in sorted(bars.items(), key=lambda bar: bar[1][1]):
+        for farther, (a, b) in itertools.product(range(0, 240, 3), sides):
+            offset, align = (8 * a, b * (9 + farther) if b else farther), ("center", "left", "right")[a]
+            text = one.annotate(name, (x + a * dx, y + b * dy), offset, textcoords="offset points", va="center")
+            text.set_horizontalalignment(align)
+            box = text.get_window_extent()
+            inside = one.bbox.x0 < box.x0 and box.x1 < one.figure.bbox.x1 and box.y0 > one.bbox.y0
+            if inside and not any(box.overlaps(other) for other in taken):
+                break
+            text.remove()
+        else:
+            one.annotate(name, (x, y), (8, 0), textcoords="offset points", va="center")
+        taken.append(box)
 
 
 def scores_and_speed(table: Table, unit: str) -> Plot | None:
@@ -105,9 +124,9 @@ def scores_and_speed(table: Table, unit: str) -> Plot | None:
         place = (row["steps_per_second"], row["ours"], row["half"], row["pace_half"])
         one.errorbar(*place, fmt="o", capsize=3, color=ink, markerfacecolor="none" if ahead else ink)
         name = row["heads"] + " (sees the future)" * ahead
-        ends[name] = (row["steps_per_second"] + (row["pace_half"] or 0.0), row["ours"])
+        ends[name] = (row["steps_per_second"], row["ours"], row["pace_half"] or 0.0, row["half"] or 0.0)
     one.set_xlim(right=max(speeds) + 0.5 * (max(speeds) - min(speeds)))
-    direct_labels(one, ends)
+    direct_labels(one, ends, AROUND)
     return finished("speed", "Scores beside speed, with 95% intervals", figure)
 
 

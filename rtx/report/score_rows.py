@@ -43,6 +43,11 @@ class Row:
         counted = self.cells[: len(self.scores)] or [cell for cell in self.cells if cell.state == "done"]
         return min((cell.step for cell in counted), default=max(cell.step for cell in self.cells))
 
+    def done(self) -> Row:
+        """Return its finished runs that have a score: what a run had when it was killed is no verdict's business."""
+        pairs = [pair for pair in zip(self.cells, self.scores, strict=False) if pair[0].state == "done"]
+        return Row([cell for cell, _ in pairs], [score for _, score in pairs], self.name)
+
     def values(self, metric: str = "bits") -> dict[str, float]:
         """Return a number for each seed: of one that was run more than once, say on other threads, the mean."""
         by_seed: dict[str, list[float]] = {}

@@ -98,11 +98,16 @@ def kinds_table(
         Column("of", "of"),
     ]
     order = sorted(entries.values(), key=lambda row: (row["sees_future"] == "yes", row["ours"] or math.inf))
-    order += baseline("heads", rows, protocol)
+    lowest, simple = min(entry["ours"] or math.inf for entry in order), baseline("heads", rows, protocol)
+    order += simple
     table = Table(f"Which heads pay? {protocol.where}", columns, order, [f"{protocol.line(units_of(rows))}. {HOW}"])
     table.lines[0] += said_of_paces(picked, paces)
     table.lines += [f"{kind}: {entry['note']}." for kind, entry in entries.items() if entry["note"]]
-    return table, conclusion(legal, against, found, [kind for kind in kinds if kind not in legal])
+    said = conclusion(legal, against, found, [kind for kind in kinds if kind not in legal])
+    for row in (row for row in simple if row["ours"] < lowest):
+        name = row["heads"].partition(": ")[2]
+        said += f" The simple baseline {name} ({row['ours']:.3f} bits/{protocol.unit}) is ahead of every model."
+    return table, said
 
 
 def pick(alike: Sequence[Row]) -> tuple[Row, Values, str]:

@@ -27,8 +27,7 @@ class Server:
     address: str
     content: bytes = CONTENT
     answers: list[Answer] = field(default_factory=list)
-    ranges: list[str | None] = field(default_factory=list)
-    """Which range each request has asked for."""
+    ranges: list[str | None] = field(default_factory=list)  # which one each request has asked for
 
     @property
     def remote(self) -> Remote:

@@ -217,13 +217,6 @@ def made_images(folder: Path, patch: pytest.MonkeyPatch) -> Made:
 
 
 SETS: dict[str, Callable[[Path, pytest.MonkeyPatch], Made]] = {
-    "text": made_text,
-    "stdlib": made_library,
-    "enwik8": made_enwik8,
-    "wikitext103": made_wikitext,
-    "pg19": made_pg19,
-    "hub": made_hub,
-    "cifar10": made_cifar10,
-    "imagenet64": made_imagenet64,
-    "images": made_images,
+    **{"text": made_text, "stdlib": made_library, "hub": made_hub, "images": made_images, "cifar10": made_cifar10},
+    **{"enwik8": made_enwik8, "wikitext103": made_wikitext, "pg19": made_pg19, "imagenet64": made_imagenet64},
 }

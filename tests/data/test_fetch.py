@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from bad_servers import CONTENT, Server, broken, ranged, redirect, refuse, serving, whole
@@ -137,12 +138,9 @@ def test_a_connection_that_falls_silent_is_broken(server, tmp_path, said, monkey
 
 
 def test_a_full_disk_keeps_the_part_and_says_so(server, tmp_path, said, monkeypatch):
-    def full(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     server.answers = [ranged]
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", full)
+        patch.setattr(Path, "replace", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
         with pytest.raises(RunFailed, match="no space left to write"):
             download(server.remote, tmp_path, said.append)
     assert os.listdir(tmp_path) == ["file.zip.part"]
@@ -194,15 +192,8 @@ def test_what_is_not_cached_is_told_at_once(cache, said, repository, pattern, re
 
 
 def test_whatever_the_hubs_client_raises_becomes_a_line(cache, said, monkeypatch):
-    import huggingface_hub
-
-    class Odd(Exception):
-        """As that of its HTTP library: no OSError."""
-
-    def fail(*arguments: object, **options: object) -> None:
-        raise Odd("503 Server Error\nfor url")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    odd = RuntimeError("503 Server Error\nfor url")  # those of its HTTP library are no OSErrors
+    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=odd))
     monkeypatch.setattr(files, "unreachable", lambda address: None)
     with pytest.raises(RunFailed, match="cannot be fetched: 503 Server Error for url; fetch it"):
         hub_files(REPOSITORY, ["*"], None, said.append)

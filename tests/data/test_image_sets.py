@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import tarfile
 import zlib
 from pathlib import Path
@@ -14,7 +13,7 @@ from PIL import Image
 
 from rtx.data import images
 from rtx.data.files import Remote
-from rtx.data.images import Pixels, cut, held_images, png_grid
+from rtx.data.images import Pixels, cut, held_images
 from rtx.data.store import TokenStore
 from rtx.errors import UserError
 
@@ -213,10 +212,3 @@ def test_what_is_no_folder_of_images_is_refused(tmp_path, root):
     for number in range(20):
         (tmp_path / f"{number}.png").write_bytes(b"no image")
     refused(root, "images", tmp_path, r"\d\.png: expected a whole image")
-
-
-def test_images_are_laid_out_in_a_grid():
-    sheet = np.asarray(Image.open(io.BytesIO(png_grid([image.ravel() for image in TRAIN[:5]], (32, 32)))))
-    assert (sheet[:32, :32] == TRAIN[0]).all() and (sheet[:32, 34:66] == TRAIN[1]).all()
-    alone = np.asarray(Image.open(io.BytesIO(png_grid([TRAIN[0].ravel()], (32, 32)))))
-    assert (alone == TRAIN[0]).all(), "as large as it is"

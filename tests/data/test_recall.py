@@ -6,12 +6,10 @@ import dataclasses
 
 import numpy as np
 import pytest
-import torch
 
 from rtx.config import DataConfig, all_fields
 from rtx.data.catalog import check_source, open_data, prepare_data, verify_data
 from rtx.data.recall import TEST, TRAIN, VALID, RecallStore
-from rtx.data.sampler import MadeItems, training_batches
 from rtx.errors import UserError
 
 TASK = DataConfig(name="recall", length=40, pairs=5, keys=9, values=4, fillers=3, sequences=7)
@@ -62,14 +60,6 @@ def test_every_key_value_and_order_is_as_likely() -> None:
     place = np.mean([np.flatnonzero(a[:, 0] == t[0, 0])[0] for t, a in zip(told, asked, strict=True)])
     assert abs(keys - 1 / TASK.keys).max() < 0.03 and abs(values - 1 / TASK.values).max() < 0.04
     assert abs(place - (TASK.pairs - 1) / 2) < 0.15
-
-
-def test_training_items_hang_on_seed_and_number() -> None:
-    store = RecallStore(TASK)
-    items = MadeItems(store.sequence, seed=5, batch_size=6)
-    assert items[20].dtype == torch.int64 and items[20].tolist() == store.sequence(5, 20).tolist()
-    (batch,) = training_batches(items, 3, 4)
-    assert batch[2].tolist() == items[20].tolist()
 
 
 def test_held_out_splits_are_fixed_counted_and_named_by_the_fingerprint() -> None:

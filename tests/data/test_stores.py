@@ -78,9 +78,8 @@ def test_the_key_follows_the_source_and_the_fingerprint_the_content(data, root, 
 
 @pytest.mark.parametrize("tokenizer", ["words", "sentencepiece"])
 def test_any_number_of_processes_makes_the_same_store(data, root, tokenizer, monkeypatch):
-    """And rows that are cut; the processes are forked."""
     monkeypatch.setattr(store, "PAYS", 0)
-    monkeypatch.setattr("rtx.data.text.PIECE", 1_000)
+    monkeypatch.setattr("rtx.data.text.PIECE", 1_000)  # rows are cut
     settings = {"tokenizer": tokenizer, "vocabulary": 400}
     one, three = (opened(data, root / str(number), processes=number, **settings) for number in (1, 3))
     assert one.fingerprint == three.fingerprint
@@ -273,10 +272,8 @@ def test_who_waits_for_another_process_waits_without_a_limit(data, root, said, m
     ("words", "options"),
     [
         ([], "data=stdlib"),
-        (["data=wikitext103", "data.processes=2"], "data=wikitext103"),
         (["data=pg19", "data.path='a b'"], "data=pg19 data.path='a b'"),
         (["data=cifar10", "data.size=8"], "data=cifar10 data.length=192 data.size=8"),
-        (["data=imagenet64", "data.path=x", "data.held_out=7"], "data=imagenet64 data.path=x data.held_out=7"),
         (["data=hub", "data.path=a/b", "data.column=c"], "data=hub data.path=a/b data.column=c"),
     ],
 )

@@ -127,18 +127,8 @@ def test_text_becomes_fewer_subwords_and_comes_back():
     assert spaceless.decode(spaceless.encode(b"a b  c\n ")) == b"a b  c\n "
 
 
-@pytest.mark.parametrize("text", NASTY)
-def test_whatever_the_bytes_they_come_back(text):
-    both = TEXT[:300] + text + TEXT[300:600]
-    for raw in (text, both):
-        assert trained().decode(trained().encode(raw)) == raw
-    for tokenizer in (trained(), words(TEXT)):
-        for size in (1, 3, 7):
-            assert ids_of(tokenizer, both, size) == tokenizer.encode(both).tolist()
-
-
 @settings(deadline=None)
-@given(st.binary(max_size=300) | st.text("ab \n▁é\t", max_size=100).map(str.encode), st.integers(1, 40))
+@given(st.sampled_from(NASTY) | st.binary(max_size=300) | st.text("ab \n▁é\t").map(str.encode), st.integers(1, 40))
 def test_any_bytes_come_back_and_their_ids_do_not_know_the_cuts(text, size):
     assert trained().decode(trained().encode(text)) == text
     assert ids_of(trained(), text, size) == trained().encode(text).tolist()

@@ -6,8 +6,6 @@ import csv
 import io
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -43,14 +41,6 @@ def test_every_row_of_latex_has_as_many_entries_as_columns(report: Report) -> No
 def test_nothing_is_a_command_of_latex() -> None:
     assert tex("50% & _x_ #1 {y}") == r"50\% \& \_x\_ \#1 \{y\}"
     assert tex(f"{DASH} -- [w] 漢 \N{MINUS SIGN}1 ± 2") == r"\textendash{} {-}{-} {[}w] ? $-$1 $\pm$ 2"
-
-
-@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="there is no pdflatex")
-def test_pdflatex_sets_every_table(report: Report, tmp_path: Path) -> None:
-    head = "\\documentclass{article}\\usepackage[utf8]{inputenc}\\usepackage{booktabs,graphicx}\\begin{document}\n"
-    (tmp_path / "all.tex").write_text(f"{head}{latex(report)}\\end{{document}}")
-    words = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "all.tex"]
-    assert subprocess.run(words, cwd=tmp_path, capture_output=True).returncode == 0
 
 
 def test_csv_columns_of_numbers_hold_numbers_whole_ones_stay_whole(report: Report) -> None:

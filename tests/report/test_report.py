@@ -60,8 +60,12 @@ def test_the_answer_ranks_legal_kinds_and_marks_what_sees_the_future(tmp_path: P
     assert report.headline.endswith("routing (topk) sees the future and is not ranked.")
 
 
-def test_three_seeds_give_no_verdict(tmp_path: Path) -> None:
-    report = built(write_kinds(tmp_path, seeds=3))
+def test_four_seeds_give_no_verdict_and_a_killed_run_with_a_score_is_none(tmp_path: Path) -> None:
+    for values in (LOCAL, CAUSAL):
+        write_run(tmp_path, config("comparison", seed=4, **values), bits=1.0, state="killed")
+    report = built(write_kinds(tmp_path, seeds=4))
+    assert column(report.answer, "seeds") == [4, 4, 4, 4] and min(column(report.answer, "ours")) > 1.0
+    assert report.answer and report.answer.lines[-1] == "Left out: 2 scored runs that did not end."
     assert set(column(report.answer, "against_local")) == {"", "too few seeds", "not ranked"}
     assert report.headline.startswith("Not certain: routing (causal) heads have the lowest mean, but a verdict takes 5")
     assert all(half is not None for half in column(report.answer, "half"))
@@ -158,7 +162,9 @@ def test_a_simple_baseline_stands_beside_the_scores_of_every_table(tmp_path: Pat
     tables = [table for table in report.every_table() if table.title.startswith(("Which", "All"))]
     rows = [(table.rows[-1].get("heads", table.rows[-1].get("run")), table.rows[-1]["ours"]) for table in tables]
     assert rows == [("baseline: order-2", 4.0)] * 2, "of the split that was scored"
-    assert "baseline: order-2" not in report.headline
+    assert "order-2" not in report.headline
+    write_eval(run, 2.5, baselines={"xz": 1.5})
+    assert built(tmp_path).headline.endswith(" The simple baseline xz (1.500 bits/byte) is ahead of every model.")
 
 
 @pytest.mark.parametrize("manner", [{"mode": "streaming"}, {"ablate": "routing"}, {"partial": True}, {}])
