@@ -99,9 +99,9 @@ def direct_labels(one: Axes, places: Mapping[str, tuple[float, ...]], sides: Seq
     taken = [Bbox(one.transData.transform(span)).padded(3) for span in spans]
     for name, (x, y, dx, dy) in sorted(bars.items(), key=lambda bar: bar[1][1]):
         for farther, (a, b) in itertools.product(range(0, 240, 3), sides):
-            offset, align = (8 * a, b * (9 + farther) if b else farther), ("center", "left", "right")[a]
-            text = one.annotate(name, (x + a * dx, y + b * dy), offset, textcoords="offset points", va="center")
-            text.set_horizontalalignment(align)
+            style: Any = {"va": "center", "ha": ("center", "left", "right")[a], "textcoords": "offset points"}
+            offset = (8 * a, b * (9 + farther) if b else farther)
+            text = one.annotate(name, (x + a * dx, y + b * dy), offset, **style)
             box = text.get_window_extent()
             inside = one.bbox.x0 < box.x0 and box.x1 < one.figure.bbox.x1 and box.y0 > one.bbox.y0
             if inside and not any(box.overlaps(other) for other in taken):
