@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rtx.disk import replace_file
+from rtx.errors import plural
 from rtx.report.divergences import divergence_view, newest_divergence
 from rtx.report.paper import heads_label, paper_tables, table_of
 from rtx.report.plots import Plot, plots_of
@@ -17,7 +18,6 @@ from rtx.report.score_tables import departures, kinds_table, score_tables
 from rtx.report.steps import StepRecord, equal_time_tables, paces_of, views
 from rtx.report.tables import Column, Table, filled
 from rtx.training.run_folder import shown
-from rtx.wording import plural
 
 
 @dataclass
