@@ -110,19 +110,17 @@ def prepare_data(data: DataConfig, root: Path, report: Report = print, source: S
             return long_enough(open_store(folder, options, verify=bool(problem)), data)
 
 
-def find_data(data: DataConfig, root: Path, verify: bool = False) -> Store:
-    """Return the store of `data` that is there, with `verify` every byte compared; UserError where there is none."""
+def find_data(data: DataConfig, root: Path) -> Store:
+    """Return the store of `data` that is there; UserError where there is none."""
     if data.name == "recall":
         return RecallStore(data)
-    return open_store(store_folder(data, root), options_of(data), verify)
+    return open_store(store_folder(data, root), options_of(data))
 
 
 def verify_data(data: DataConfig, root: Path, report: Report = print) -> Store:
-    """Compare every byte of the store of `data` with its recorded checksums; raises as `find_data`."""
-    store = find_data(data, root, verify=True)
-    place = store.describe()["folder"]
-    told = f"{place}: every byte as recorded" if place else "data=recall: made on the fly, nothing on disk to verify"
-    report(f"{told}; fingerprint {store.fingerprint}")
+    """Compare every byte of the store of `data` with its recorded checksums; UserError where there is none."""
+    store = open_store(store_folder(data, root), options_of(data), verify=True)
+    report(f"{store.folder}: every byte as recorded; fingerprint {store.fingerprint}")
     return store
 
 

@@ -374,8 +374,7 @@ def hub_rows(found: datasets.DatasetDict, split: str, data: DataConfig) -> datas
     order = ["train", *(ours for ours, name in here.items() if name is None)]
     if split in order:
         bounds = [0, *range(105 - 5 * len(order), 101, 5)]
-        begin, end = (len(rows) * percent // 100 for percent in bounds[order.index(split) :][:2])
-        rows = rows.select(range(begin, end))
+        rows = rows.select(range(*(len(rows) * percent // 100 for percent in bounds[order.index(split) :][:2])))
     rows = rows.select_columns([data.column])
     return rows if data.column == "text" else rows.rename_column(data.column, "text")
 

@@ -96,9 +96,8 @@ def words_of(text: bytes) -> Iterator[list[bytes]]:
 def learn_words(texts: Iterable[bytes], options: str, report: Report) -> WordTokenizer:
     """Return the tokenizer of all words in `texts`, by falling count, then by their bytes; UserError for none."""
     counts: Counter[bytes] = Counter()
-    for text in texts:
-        for words in words_of(text):
-            counts.update(words)
+    for words in chain.from_iterable(map(words_of, texts)):
+        counts.update(words)
     total, newlines = counts.total(), counts.pop(b"\n", 0)
     if not counts:
         raise UserError(f"{options}: expected words in the training split, found none; use data.tokenizer=bytes")
@@ -156,9 +155,8 @@ def learn_subwords(
     size, model = sum(map(len, kept)), io.BytesIO()
     report(f"{options}: learning {vocabulary:,} subwords from {size:,} of {total:,} bytes of split train")
     counts = Counter(chain.from_iterable(map(RUN.findall, kept)))
-    ordered = sorted(counts.items(), key=lambda row: (-row[1], row[0]))
-    fit = [row for row in ordered if not MARKS.search(row[0]) and row[0].decode(errors="ignore").encode() == row[0]]
-    rows = (b"%s\t%d" % row for row in fit)  # each different run once, with its count
+    fit = {x: n for x, n in counts.items() if not MARKS.search(x) and x.decode(errors="ignore").encode() == x}
+    rows = (b"%s\t%d" % row for row in sorted(fit.items(), key=lambda row: (-row[1], row[0])))
     if not fit:
         raise UserError(f"{options}: expected text in the training split, found none in {size:,} bytes")
     kind: Any = {"model_type": "bpe", "byte_fallback": True, "character_coverage": 0.9995, "required_chars": BLANK}
@@ -175,16 +173,24 @@ def learn_subwords(
 
 
 def even_sample(texts: Iterable[bytes], size: int) -> tuple[list[bytes], int]:
-    """Return blocks from all over `texts` (half of `size` bytes or more, or all), and how many bytes there are."""
+    """Return pieces from all over `texts` (half of `size` bytes or more, or all), and the bytes of all pieces."""
     kept: list[bytes] = []
-    total, step = 0, 1
-    for number, block in enumerate(block for text in texts for block in BLOCK.findall(text)):
-        total += len(block)
+    total, step, length = 0, 1, max(256, min(1 << 16, size // 256))
+    for number, piece in enumerate((piece for text in texts for piece in pieces(text, length)), 1):
+        total += len(piece)
         if number % step == 0:
-            kept.append(block[:size])
-            if sum(map(len, kept)) > size:
-                kept, step = kept[::2], 2 * step  # every second block goes, and of the following ones, too
+            kept.append(piece[:size])
+        if sum(map(len, kept)) > size:
+            kept, step = kept[1::2], 2 * step  # every second piece goes, and of the following ones, too
     return kept, total
+
+
+def pieces(text: bytes, length: int) -> Iterator[bytes]:
+    """Yield a text in pieces of at most `length` bytes, without the runs that their borders cut, if it has blanks."""
+    for start in range(0, len(text), length):
+        piece = text[start : start + length]
+        piece = piece if start + length >= len(text) else piece.rpartition(b" ")[0] or piece
+        yield b"".join(piece.partition(b" ")[1:]) or piece if start else piece
 
 
 def encode_text(tokenizer: Tokenizer, text: bytes | str) -> np.ndarray:

@@ -123,7 +123,7 @@ def test_a_folder_may_have_an_equals_sign_in_its_name(tmp_path: Path) -> None:
     ("command", "word", "said"),
     [
         ("eval", "splt=test", "unknown key 'splt' (did you mean 'split'?)"),
-        ("eval", "optimizer.lr=5", "rtx eval does not read optimizer.lr; it reads split"),
+        ("eval", "optimizer.lr=5", "rtx eval does not read optimizer.lr; it reads checkpoint, split"),
         ("eval", "sample.length=5", "rtx eval does not read sample.length; it is an option of rtx sample"),
         ("eval", "hardware=ddp", "hardware=ddp: not for rtx eval"),
         ("resume", "hardware=slurm", "hardware=slurm: not for rtx resume"),

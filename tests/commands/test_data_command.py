@@ -46,7 +46,7 @@ def test_only_keys_of_data_are_taken(tmp_path, monkeypatch, capsys):
     assert main(["data", "prepare", "data.pth=x"]) == 2
     assert "rtx: unknown key 'data.pth' (did you mean 'data.path'?)" in capsys.readouterr().err
     assert not (tmp_path / "stores").exists()
-    assert main(["data", "verify", "data=recall", "data.length=40", "data.pairs=2"]) == 0  # no window of a model counts
+    assert main(["data", "info", "data=recall", "data.length=40", "data.pairs=2"]) == 0  # no window of a model counts
     assert main(["data", "--help"]) == 0
     assert "\n  data.path" in capsys.readouterr().out
 

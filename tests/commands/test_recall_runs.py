@@ -117,4 +117,4 @@ def test_plan_and_data_know_recall(workshop: Workshop) -> None:
     assert "N = 32 units of recall" in printed
     task = [word for word in RECALL if word.startswith("data")]
     assert "made on the fly; 27 answers each in valid and test" in workshop.command("data", "prepare", *task)
-    assert "nothing on disk to verify" in workshop.command("data", "verify", *task)
+    assert "nothing on disk" in workshop.command("data", "verify", *task, code=2)

@@ -107,8 +107,8 @@ def test_a_machine_without_slurm(
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name.startswith("hydra_plugins") else name)
     for words, said in (
-        (["train", "-m", "hardware=slurm"], "hardware=slurm: needs hydra-submitit-launcher and submitit; pip install"),
-        (["train", "hardware=slurm"], "hardware=slurm: needs hydra-submitit-launcher"),
+        (["train", "-m", "hardware=slurm"], "hardware=slurm: needs submitit and its plugin for Hydra: pip install"),
+        (["train", "hardware=slurm"], "hardware=slurm: needs submitit"),
     ):
         assert cli.main(words) == 2
         assert said in capsys.readouterr().err
