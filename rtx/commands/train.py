@@ -6,6 +6,7 @@ import gc
 import math
 import os
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,9 @@ def find_start(
             raise UserError(f"trainer.steps={steps}: the newest checkpoint is of step {step}; give more than that")
         if start["data"]["fingerprint"] != store.fingerprint:
             raise UserError(f"the data of {store.name} are not those that the run began with")
+    elif (best := folder / "checkpoints" / "best.ckpt").exists():  # a run from the beginning would write its own there
+        aside = best.rename(best.with_name(f"best-{time.time_ns()}.ckpt"))
+        say(f"{best} is kept as {aside.name}")
     lines = [f"  {key}: {old} -> {new}" for key, (old, new) in changed.items()]
     say("\n".join([f"resuming {shown(folder)} ({before}) {begins}", *lines]))
     return start, changed

@@ -164,6 +164,19 @@ def test_a_full_disk_in_mid_checkpoint(workshop: Workshop, undisturbed: Path) ->
     assert checkpoint_difference(run, whole, "last") == "" == checkpoint_difference(run, whole, "best")
 
 
+def test_a_best_without_a_checkpoint_beside_it_is_kept(workshop: Workshop, undisturbed: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(undisturbed, tmp_path / "run"))
+    best = (run / "checkpoints" / "best.ckpt").read_bytes()
+    for name in ("status.json", "checkpoints/last.ckpt", "checkpoints/previous.ckpt"):
+        (run / name).unlink()
+    said = workshop.command("resume", str(run), "trainer.steps=3", "optimizer.schedule=constant", code=2)
+    assert "optimizer.schedule" in said and (run / "checkpoints" / "best.ckpt").read_bytes() == best
+    said = workshop.command("resume", str(run))
+    (kept,) = (run / "checkpoints").glob("best-*.ckpt")
+    assert f"{run / 'checkpoints' / 'best.ckpt'} is kept as {kept.name}" in said and kept.read_bytes() == best
+    assert checkpoint_difference(run, undisturbed, "last") == "" == checkpoint_difference(run, undisturbed, "best")
+
+
 def test_another_pattern_and_optimizer_resume_as_exactly(workshop: Workshop) -> None:
     changes = (
         *("routing=topk", "routing.init=data", "routing.heads=2", "model.positions=shaw"),
