@@ -78,8 +78,10 @@ def test_held_out_splits_are_fixed_counted_and_named_by_the_fingerprint() -> Non
 def test_nothing_is_written_or_read_and_units_fit(tmp_path, said) -> None:
     root = tmp_path / "stores"
     check_source(TASK, root)
-    for action in (open_data, prepare_data, verify_data):
+    for action in (open_data, prepare_data):
         assert action(TASK, root, said.append).fingerprint == RecallStore(TASK).fingerprint
+    with pytest.raises(UserError, match="made on the fly, nothing on disk"):
+        verify_data(TASK, root, said.append)
     assert not root.exists()
     highest = sum(all_fields()[f"data.{name}"].high for name in ("keys", "values", "fillers"))
     assert highest < 2**16
