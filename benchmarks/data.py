@@ -224,7 +224,8 @@ class Memory(threading.Thread):
     def run(self) -> None:
         """Look ten times a second."""
         while not self.over:
-            self.largest = max(self.largest, sum(own_bytes(number) for number in family(self.process)))
+            now = sum(own_bytes(number) for number in family(self.process))
+            self.largest = max(now, self.largest)  # read last: `measured` sets it back meanwhile
             time.sleep(0.1)
 
 

@@ -46,27 +46,20 @@ class RtxDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> Iterator[Tensor]:
         """Yield this rank's micro-batches of the steps that are left; waiting for them is timed."""
         last, workers = max(self.step, self.config.trainer.steps), self.config.hardware.workers
-        batches = iter(training_batches(self.items, self.step, last, num_workers=workers, **self.loader))
-        while True:
-            began = time.perf_counter()
-            batch = next(batches, None)
+        began = time.perf_counter()
+        for batch in training_batches(self.items, self.step, last, num_workers=workers, **self.loader):
             self.seconds += time.perf_counter() - began
-            if batch is None:
-                return
             yield batch
+            began = time.perf_counter()
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Widen training ids, which travel as small as they are kept, once they are on the device."""
         return batch.long() if isinstance(batch, Tensor) else batch
 
-    def val_dataloader(self) -> WindowBatches:
-        """Return this rank's windows of a validation during training."""
-        few = sample_windows(self.windows, self.config.trainer.val_windows)
-        return WindowBatches(self.held_out, few, self.rank, self.world)
-
-    def whole_split(self) -> WindowBatches:
-        """Return this rank's windows of the whole held-out split."""
-        return WindowBatches(self.held_out, self.windows, self.rank, self.world)
+    def val_dataloader(self, whole: bool = False) -> WindowBatches:
+        """Return this rank's windows of a validation during training, or of the `whole` held-out split."""
+        chosen = self.windows if whole else sample_windows(self.windows, self.config.trainer.val_windows)
+        return WindowBatches(self.held_out, chosen, self.rank, self.world)
 
 
 def training_items(config: Config, store: Store) -> MadeItems:

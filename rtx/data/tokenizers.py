@@ -21,8 +21,8 @@ from rtx.disk import replace_file, write_json
 from rtx.errors import UserError
 
 RECORD = "tokenizer.json"
-# About 64 KiB up to the next blank or newline are encoded at once: what is made of them stays in a cache.
-BLOCK = re.compile(rb"(?s).{1,65536}[^ \n]*")
+# How much is encoded at once, up to the next blank or newline: subwords of what stays in a cache, words by the 4 MiB.
+BLOCK, MEGABYTES = re.compile(rb"(?s).{1,65536}[^ \n]*"), re.compile(rb"(?s).{1,4194304}[^ \n]*")
 EOS, UNK = b"<eos>", b"<unk>"
 BLANKS = bytes.maketrans(b"\t\r\v\f", b"    ")
 
@@ -82,22 +82,27 @@ class WordTokenizer(Tokenizer):
         self.ids = {word: number for number, word in enumerate(words)}
 
     def encode(self, text: bytes) -> np.ndarray:
-        dtype, known, unk = self.dtype, self.ids.get, repeat(self.settings["unk"])
-        found = [np.fromiter(map(known, words, unk), dtype, len(words)) for words in words_of(text)]
-        return np.concatenate([np.empty(0, dtype), *found])
+        known, unk = self.ids.get, repeat(self.settings["unk"])
+        found = [np.fromiter(map(known, words, unk), self.dtype)[places] for words, places in words_of(text)]
+        return np.concatenate([np.empty(0, self.dtype), *found])
 
 
-def words_of(text: bytes) -> Iterator[list[bytes]]:
-    """Yield the words of a text in order, newlines among them, some thousands at a time."""
-    for block in BLOCK.findall(text):
-        yield list(filter(None, block.translate(BLANKS).replace(b"\n", b" \n ").split(b" ")))
+def words_of(text: bytes) -> Iterator[tuple[list[bytes], np.ndarray]]:
+    """Yield, for some megabytes of a text, its different words, newlines among them, and which one stands where."""
+    from pyarrow import array, compute, large_binary
+
+    for block in MEGABYTES.findall(text):
+        row = array([block.translate(BLANKS).replace(b"\n", b" \n ")], large_binary())
+        words = compute.call_function("split_pattern", [row], compute.SplitPatternOptions(" ")).flatten()
+        words = words.filter(compute.call_function("not_equal", [words, b""])).dictionary_encode()
+        yield words.dictionary.to_pylist(), words.indices.to_numpy()
 
 
 def learn_words(texts: Iterable[bytes], options: str, report: Report) -> WordTokenizer:
     """Return the tokenizer of all words in `texts`, by falling count, then by their bytes; UserError for none."""
     counts: Counter[bytes] = Counter()
-    for words in chain.from_iterable(map(words_of, texts)):
-        counts.update(words)
+    for words, places in chain.from_iterable(map(words_of, texts)):
+        counts.update(dict(zip(words, np.bincount(places).tolist(), strict=True)))
     total, newlines = counts.total(), counts.pop(b"\n", 0)
     if not counts:
         raise UserError(f"{options}: expected words in the training split, found none; use data.tokenizer=bytes")

@@ -83,7 +83,7 @@ def fit(watch: Watch, loggers: list[Logger], checkpoint: Path | None) -> Outcome
             trainer.fit(watch.module, datamodule=watch.data, ckpt_path=checkpoint, weights_only=True)
             step = trainer.global_step
             if len(watch.module.score.units_K) < len(watch.data.windows):  # the last validation was of some
-                trainer.validate(watch.module, watch.data.whole_split(), verbose=False)
+                trainer.validate(watch.module, watch.data.val_dataloader(whole=True), verbose=False)
             watch.write_score(trainer, "final")
             return Outcome(step, watch.seconds, step < watch.plan.steps, watch.best, watch.module.score)
     except RuntimeError as error:
