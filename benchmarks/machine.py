@@ -31,6 +31,5 @@ def processor() -> str:
 
 def code() -> dict[str, str]:
     """Return the versions of rtx and torch, and the commit of a checkout (marked where files differ from it)."""
-    state = run_folder.git_state(Path(run_folder.__file__).parents[2])
-    commit = {} if state is None else {"commit": state["commit"] + " with changes" * state["changed"]}
-    return {"rtx": __version__} | commit | {"torch": torch.__version__}
+    commit = (run_folder.code_commit() or "").replace("-dirty", " with changes")
+    return {"rtx": __version__} | ({"commit": commit} if commit else {}) | {"torch": torch.__version__}

@@ -1,7 +1,4 @@
-"""Several processes of one run: who starts them, what they tell each other, and how parameters are shared out.
-
-Where neither torchrun nor srun did, the first process starts the others, which leave signals and speech to it.
-"""
+"""Several processes of one run: who starts them, what they tell each other, and how parameters are shared out."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from torch.optim import Optimizer
 from rtx.config import short_hash
 from rtx.errors import UserError
 from rtx.model.block import Block
-from rtx.training.hardware import Hardware, process_rank
+from rtx.training.hardware import Hardware, started_by
 from rtx.training.signals import PARENT_VARIABLE, started_by_another
 
 PATIENCE_SECONDS = 10.0  # that the main thread is given to notice by itself that another process is gone
@@ -63,9 +60,7 @@ class Ranks:
     def compare(self, own: Mapping[str, Any]) -> None:
         """Compare what the processes begin with; `UserError` on all of them alike, where it differs."""
         if len({*self.gather(short_hash(own))}) > 1:
-            how = (
-                "start them all with the same words, on the same data, and on a folder of the run that all of them see"
-            )
+            how = "start them all with the same words, on the same data, and on a run folder that all of them see"
             raise UserError(f"the processes of the run do not begin alike: {how}")
 
 
@@ -85,7 +80,7 @@ class StartedRanks(LightningEnvironment):
     creates_processes_externally = True  # type: ignore[assignment]
 
     def local_rank(self) -> int:
-        return process_rank()
+        return started_by()[1]
 
     def node_rank(self) -> int:
         return 0
@@ -103,10 +98,8 @@ def cluster_environment(hardware: Hardware) -> ClusterEnvironment:
 
 
 def start_ranks(hardware: Hardware, folder: Path, lost: Callable[[str], object]) -> list[subprocess.Popen[bytes]]:
-    """Start the other processes of this machine with the words of this one, where nobody else does, and watch them.
-
-    Lightning's own launcher ends the first process by SIGKILL when another is gone: nothing could be said or written.
-    """
+    """Start the other processes of this machine with the words of this one, where nobody else does, and watch them."""
+    # Lightning's own launcher ends the first process by SIGKILL when another is gone: nothing could be said or written.
     if hardware.launcher != "rtx" or hardware.devices == 1 or started_by_another():
         return []
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())}
@@ -119,14 +112,14 @@ def start_ranks(hardware: Hardware, folder: Path, lost: Callable[[str], object])
 
 def watch_ranks(children: list[subprocess.Popen[bytes]], lost: Callable[[str], object]) -> None:
     """Call `lost` with how a process ended that should not have: later, for the main thread may know more by itself."""
-    while any(child.poll() is None for child in children) or any(child.returncode for child in children):
-        if ended := next((child for child in children if child.returncode), None):
-            time.sleep(PATIENCE_SECONDS)
-            code = ended.returncode
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-            lost(f"process {ended.pid} of the run {how}")
+    while not (ended := [(child.pid, code) for child in children if (code := child.poll())]):
+        if all(child.returncode == 0 for child in children):
             return
         time.sleep(0.5)
+    time.sleep(PATIENCE_SECONDS)
+    number, code = ended[0]
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+    lost(f"process {number} of the run {how}")
 
 
 def strategy(hardware: Hardware) -> Strategy | str:
@@ -171,8 +164,7 @@ def shared_as(value: Tensor, like: Any) -> Tensor:
 class Shared(ModelParallelStrategy):
     """hardware=fsdp: parameters, gradients and optimizer state are shared out among the processes (`shard`).
 
-    A checkpoint is that of any other run, gathered on the first process for one file: Lightning's own layout names
-    parameters where torch's numbers them, and its loading wants its own files.
+    A checkpoint is that of any other run, gathered on the first process: Lightning's own layout is another.
     """
 
     lightning_restore_optimizer = True  # type: ignore[assignment]  # by `load_optimizer_state_dict`

@@ -1,7 +1,4 @@
-"""Where a run computes: the configuration's wishes against the machine, its memory, and who started the process.
-
-torch, whose import takes seconds, is imported where it is used.
-"""
+"""Where a run computes: what is wished against the machine, its memory, and who started the process. No torch yet."""
 
 from __future__ import annotations
 
@@ -14,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rtx.config import SPREAD, Config, HardwareConfig, precision_on
-from rtx.errors import UserError
+from rtx.errors import UserError, shorten
 from rtx.training.signals import started_by_another
 
-TRIM_THRESHOLD, MMAP_MAX = -1, -4  # glibc's numbers for mallopt
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 OUT_OF_MEMORY = "out of memory"  # how the reason of a run that had too little begins
 SIGNS = (
@@ -81,12 +77,12 @@ def resolve_hardware(config: Config) -> Hardware:
 
 def processes(wish: HardwareConfig, gpus: int) -> tuple[str, int, int, int]:
     """Return who started this process, its number, the processes on each machine, and the machines."""
-    (launcher, rank, world, nodes), distributed = started_by(), wish.name in SPREAD
+    (launcher, rank, world, machines), nodes, devices = started_by(), wish.nodes, 1
     if launcher == "rtx" and wish.nodes > 1:
         raise UserError(f"hardware.nodes={wish.nodes}: start the run on all machines by torchrun or srun")
-    nodes = wish.nodes if wish.nodes > 1 else nodes if distributed else 1
-    each = (gpus or 1) if launcher == "rtx" else world // nodes
-    devices = (wish.devices or each) if distributed else 1
+    if wish.name in SPREAD:
+        nodes = nodes if nodes > 1 else machines
+        devices = wish.devices or ((gpus or 1) if launcher == "rtx" else world // nodes)
     if launcher != "rtx" and world != devices * nodes:
         asks = f"hardware={wish.name} asks for {devices} on {nodes} machine(s)"
         raise UserError(f"{launcher} started {world} processes, but {asks}; make them agree, by hardware=ddp or fsdp")
@@ -94,9 +90,7 @@ def processes(wish: HardwareConfig, gpus: int) -> tuple[str, int, int, int]:
 
 
 def started_by() -> tuple[str, int, int, int]:
-    """Return who started this process (torchrun, srun of several tasks, else rtx), its number, of how many, on how many
-    machines.
-    """
+    """Return who started this process (torchrun, srun, else rtx), its number, of how many, and on how many machines."""
     known = os.environ
     if "TORCHELASTIC_RUN_ID" in known:
         world = int(known["WORLD_SIZE"])
@@ -104,10 +98,6 @@ def started_by() -> tuple[str, int, int, int]:
     if {"SLURM_STEP_ID", "SLURM_PROCID"} <= known.keys() and int(known.get("SLURM_NTASKS", 1)) > 1:
         return "srun", int(known["SLURM_PROCID"]), int(known["SLURM_NTASKS"]), int(known.get("SLURM_NNODES", 1))
     return "rtx", int(known["LOCAL_RANK"]) if started_by_another() else 0, 1, 1
-
-
-def process_rank() -> int:
-    return started_by()[1]
 
 
 def cores() -> int:
@@ -144,8 +134,8 @@ def keep_freed_memory() -> None:
     """Tell glibc to keep what is freed: to fault it in and zero it anew is a tenth of a step's time on a CPU."""
     with contextlib.suppress(AttributeError, OSError):  # another C library is left as it is
         library = ctypes.CDLL(None)
-        library.mallopt(MMAP_MAX, 0)
-        library.mallopt(TRIM_THRESHOLD, -1)
+        library.mallopt(-4, 0)  # M_MMAP_MAX
+        library.mallopt(-1, -1)  # M_TRIM_THRESHOLD
 
 
 def device_memory(config: Config, processes: int = 0) -> int | None:
@@ -156,33 +146,24 @@ def device_memory(config: Config, processes: int = 0) -> int | None:
         return torch.cuda.get_device_properties(0).total_memory
     if config.hardware.name == "gpu":
         return None
-    return physical_memory() // (processes or config.hardware.devices or 1)
-
-
-def physical_memory() -> int:
-    """Return the bytes of memory that this machine has, or that its container may use."""
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(installed, int(CONTAINER_LIMIT.read_text()))
-    except (OSError, ValueError):  # no container, or none with a limit: "max"
-        return installed
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # no container, or none with a limit: "max"
+        memory = min(memory, int(CONTAINER_LIMIT.read_text()))
+    return memory // (processes or config.hardware.devices or 1)
 
 
 def out_of_memory(error: BaseException) -> str:
     """Return the reason for a run that ended for want of memory, or an empty string where the error is another."""
     known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    if isinstance(error, RuntimeError | ImportError):
-        known = known or any(sign in str(error).lower() for sign in SIGNS)
-    if not known and not (isinstance(error, OSError) and error.errno == errno.ENOMEM):
-        return ""
-    said = " ".join(str(error).split()).removeprefix(f"{OUT_OF_MEMORY}: ") or type(error).__name__
-    return f"{OUT_OF_MEMORY}: {said if len(said) <= 200 else said[:197] + '...'}"
+    known |= isinstance(error, RuntimeError | ImportError) and any(sign in str(error).lower() for sign in SIGNS)
+    known |= isinstance(error, OSError) and error.errno == errno.ENOMEM
+    said = shorten(str(error).strip().removeprefix(f"{OUT_OF_MEMORY}: "), 200) or type(error).__name__
+    return f"{OUT_OF_MEMORY}: {said}" if known else ""
 
 
 def system_kills() -> int:
     """Return how many processes the system has killed for want of memory since it started; 0 where it does not say."""
-    try:
+    with contextlib.suppress(OSError):
         lines = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+        return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+    return 0

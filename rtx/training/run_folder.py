@@ -25,12 +25,13 @@ from rtx.compose import flat, load_run_config, to_dict, with_values
 from rtx.config import Config
 from rtx.disk import is_full, remove_leftovers, write_json
 from rtx.errors import RunFailed, UserError
-from rtx.training.hardware import out_of_memory, process_rank
+from rtx.training.hardware import out_of_memory, started_by
 from rtx.training.signals import Stopped, state_after
 
 BEAT_SECONDS = 15.0
 SILENCE_SECONDS = 120.0  # so long without a heartbeat, a run on another machine is taken for dead
 EXPORT_FACTS = "export.json"  # says of what run a folder has the model, and that it is an export
+CHECKOUT = Path(__file__).parents[2]
 LESS_MEMORY = "a smaller trainer.micro_batch_size, or model.recompute=true, needs less with the same result"
 EXACT = ("torch", "threads", "gpu", "accelerator", "precision", "devices", "nodes", "sharded")
 """Facts of environment.json that bits depend on."""
@@ -95,8 +96,8 @@ class Status:
     def __init__(self, folder: Path) -> None:
         self.path, self.before = folder / "status.json", read_status(folder) or {}
         kept = {key: self.before[key] for key in ("step", "steps", "best") if key in self.before}
-        self.fields = {"step": 0, **kept, "state": "running", "reason": None, "started": utc_now()}
-        self.fields |= {"pid": os.getpid(), "host": socket.gethostname()}
+        own = {"state": "running", "reason": None, "pid": os.getpid(), "host": socket.gethostname()}
+        self.fields: dict[str, Any] = {"step": 0, **kept, **own}
         self.guard, self.ended = threading.RLock(), threading.Event()
         self.write()
         threading.Thread(target=self.beat, name="heartbeat", daemon=True).start()
@@ -192,9 +193,7 @@ def busy(folder: Path, status: dict[str, Any] | None) -> str:
 
 @contextlib.contextmanager
 def working_in(folder: Path, begin: Callable[[], object] = lambda: None) -> Iterator[Status]:
-    """Hold a run folder: lock it, call `begin`, keep its status, and write how the work ended; a `UserError` leaves
-    the status of before, a full disk and a want of memory are passed on as `RunFailed`.
-    """
+    """Hold a run folder: lock it, call `begin`, and keep its status to the end, which `UserError` leaves as before."""
     with contextlib.ExitStack() as stack:
         try:
             (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -247,23 +246,21 @@ def environment(facts: dict[str, Any]) -> dict[str, Any]:
         "time": utc_now(),
         "command": shlex.join(sys.argv),
         "host": platform.node(),
-        "platform": platform.platform(),
         "python": platform.python_version(),
         "versions": {"rtx": __version__} | {name: metadata.version(name) for name in packages},
-        "git": git_state(Path(__file__).parents[2]),
+        "git": {"commit": code_commit()},
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         **facts,
     }
 
 
-def git_state(checkout: Path) -> dict[str, Any] | None:
-    """Return commit and whether files differ from it, where the code stands in a checkout of this project."""
-    question = ["git", "-C", checkout, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+def code_commit() -> str | None:
+    """Return the commit of this code where it is a checkout of the project, with `-dirty` where files differ."""
+    ask = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        if (checkout / ".git").exists():
-            answer = subprocess.run(question, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-            return {"commit": answer.removesuffix("-dirty"), "changed": answer.endswith("-dirty")}
+        if (CHECKOUT / ".git").exists():
+            return subprocess.check_output(ask, cwd=CHECKOUT, stderr=subprocess.DEVNULL, text=True, timeout=10).strip()
     return None
 
 
@@ -286,34 +283,29 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, shared: bool 
 
 def refuse_changes(changed: Differences) -> None:
     """Raise `UserError` for a change that would make another run."""
-    may = (
-        "a run that goes on may change trainer.steps, max_minutes, micro_batch_size, the intervals, hardware and logger"
-    )
+    may = "trainer.steps, max_minutes, micro_batch_size, the intervals, hardware and logger"
     for key, (old, new) in changed.items():
         if not may_change(key):
-            raise UserError(f"{key}: {old} -> {new} is refused: it would make another run ({may})")
+            raise UserError(f"{key}: {old} -> {new} is refused: a run that goes on may change {may} alone")
 
 
 def plan_resumption(folder: Path, config: Config) -> str:
     """Return the state of a run that goes on with a configuration; empty where nothing is left to do, which is said."""
     if is_export(folder):
         raise UserError(f"{folder} is an exported model; resume the run it came from")
-    is_first = process_rank() == 0
-    if is_first:  # the others are compared with it
+    if is_first := started_by()[1] == 0:  # the others are compared with it
         refuse_changes(differences(to_dict(load_run_config(folder)), to_dict(config)))
-    if not (line := already_done(folder, config)):
-        return run_state(folder)
-    if is_first:
+    line = already_done(folder, config)
+    if line and is_first:
         print(line, flush=True)
-    return ""
+    return "" if line else run_state(folder)
 
 
 def already_done(folder: Path, config: Config) -> str:
     """Return the line for a run that has nothing left to do, else (also where its last.ckpt is damaged) nothing."""
-    status = read_status(folder) or {"state": "unknown"}
-    limit, step, steps = config.trainer.max_minutes or math.inf, status.get("step", 0), config.trainer.steps
-    is_over = step >= steps or status.get("seconds", 0.0) >= 60 * limit
-    if status["state"] != "done" or not (final := status.get("final")) or not is_over:
+    status, steps, limit = read_status(folder) or {}, config.trainer.steps, config.trainer.max_minutes or math.inf
+    step, final, is_over = status.get("step", 0), status.get("final"), status.get("seconds", 0.0) >= 60 * limit
+    if status.get("state") != "done" or not final or not (is_over or step >= steps):
         return ""
     if step > steps:
         raise UserError(f"trainer.steps={steps}: the run is done with {step} steps; give more than that")
@@ -322,10 +314,9 @@ def already_done(folder: Path, config: Config) -> str:
     whole = [is_whole(path) for path in resumable(folder / "checkpoints")]
     if not any(whole):
         raise RunFailed(f"{folder} was done after {step:,} steps, but no whole checkpoint is left in it")
-    longer = f"trainer.steps=N with N above {step:,}"
-    longer = longer if step == steps else f"trainer.max_minutes=M with M above {limit:g}"
+    longer = f"steps=N with N above {step:,}" if step == steps else f"max_minutes=M with M above {limit:g}"
     score = f"{final['bits']:.4f} bits/{final.get('unit', 'unit')} on the validation split"
-    return f"{folder} is done: {step:,} steps, {score}; {longer} continues it" if whole[0] else ""
+    return f"{folder} is done: {step:,} steps, {score}; trainer.{longer} continues it" if whole[0] else ""
 
 
 def as_chosen(config: Config, before: Config) -> Config:

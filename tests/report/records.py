@@ -22,7 +22,7 @@ CAUSAL = {"routing__selection": "causal"}
 ENVIRONMENT = {
     "command": "/somewhere/rtx train data=text data.path=book.txt",
     "versions": {"rtx": "0.1", "torch": "2.11.0"},
-    "git": {"commit": "0123456789abcdef", "changed": False},
+    "git": {"commit": "0123456789abcdef"},
     **{"gpu": None, "threads": 2, "python": "3.11.7"},
 }
 
@@ -59,7 +59,7 @@ def write_run(
     (run / "checkpoints").mkdir(parents=True)
     (run / "config.yaml").write_text(yaml.safe_dump(made, sort_keys=False))
     (run / "environment.json").write_text(json.dumps({**ENVIRONMENT, "data": data}))
-    final = None if bits is None else {"bits": bits, "unit": data["unit"], "units": 1000, "se": 0.01, **more}
+    final = None if bits is None else {"bits": bits, "unit": data["unit"], "units": 1000, **more}
     status = {"state": state, "reason": reason, "step": step, "steps": 200_000, "final": final, "host": "h", "pid": 1}
     (run / "status.json").write_text(json.dumps({**status, "heartbeat": "2020-01-01T00:00:00Z"}))
     pace = speed * made["trainer"]["batch_size"] * made["data"]["length"]
