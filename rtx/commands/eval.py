@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from rtx.analysis.output import save
 from rtx.data.catalog import Store
-from rtx.disk import write_json
 from rtx.errors import RunFailed
 from rtx.evaluation import protocols
 from rtx.evaluation.scores import Score, sample_windows, score_windows
 from rtx.model.ablation import ablate, check_ablation
 from rtx.options import EvalOptions, read_words
 from rtx.progress import clock, progress_bar
-from rtx.report.summary import answers_line, protocol_line, sees_future
+from rtx.report.summary import protocol_line, sees_future
 from rtx.training.inference import LoadedRun, open_run, run_config
 from rtx.training.run_folder import utc_now
 
@@ -38,9 +38,8 @@ def main(arguments: list[str]) -> int:
     chosen = sample_windows(every, options.limit, config.seed)
     print(f"{len(chosen):,} of {len(every):,} windows of split {options.split}")
     score = score_split(run, store, tokens, chosen, options)
-    partial, units = len(chosen) < len(every), len(tokens)
-    if store.answers is not None:
-        units = len(tokens) // length * len(store.answers)
+    partial, answers = len(chosen) < len(every), store.answers
+    units = len(tokens) if answers is None else len(tokens) // length * len(answers)
     assert partial or score.units == units, f"scored {score.units} units of a split of {units}"
     result = described(run, store, score, options, habits, partial) | {"windows": len(chosen), "split_units": units}
     if store.unit == "byte" and not partial and not habits and options.split != "train":
@@ -74,7 +73,6 @@ def described(
         "nats": score.nats,
         "units": score.units,
         "standard_error": score.standard_error if math.isfinite(score.standard_error) else None,
-        **({} if score.accuracy is None else {"accuracy": score.accuracy, "chance": 1 / config.data.values}),
         **how,
         "split": split,
         "read_as": options.protocol,
@@ -96,17 +94,10 @@ def keep(folder: Path, result: dict[str, Any]) -> None:
     unit, error, checkpoint = result["data"]["unit"], result["standard_error"], result["checkpoint"]
     spread = f" (standard error {error:.5f} over windows)" if error is not None else ""
     share = f"a sample: {result['units']:,} of" if result["partial"] else f"all {result['units']:,} of"
-    answers = [answers_line(result["accuracy"], result["chance"])] if "accuracy" in result else []
-    lines = [f"{result[f'bits_per_{unit}']:.5f} bits/{unit}{spread}", *protocols.further_lines(unit, result), *answers]
+    lines = [f"{result[f'bits_per_{unit}']:.5f} bits/{unit}{spread}", *protocols.further_lines(unit, result)]
     lines += [f"{share} the split's {result['split_units']:,} {unit}s scored, in {clock(result['seconds'])}"]
     print("\n".join([*lines, result["protocol"]]))
     sample = f"{result['windows']}windows" + (f"-seed{result['seed']}" if result["partial"] else "")
     parts = [result["split"], result["mode"], f"N{result['length']}", f"stride{result['stride']}", sample]
     parts += [result["precision"], result["read_as"], f"ablate_{result['ablate']}", result["data"]["fingerprint"][:8]]
-    path = folder / "eval" / ("-".join([*parts, checkpoint["name"], f"step{checkpoint['step']}"]) + ".json")
-    try:
-        path.parent.mkdir(exist_ok=True)
-        write_json(path, result)
-    except OSError as problem:
-        raise RunFailed(f"cannot write {path}: {problem.strerror}") from problem
-    print(path)
+    save(folder / "eval" / ("-".join([*parts, checkpoint["name"], f"step{checkpoint['step']}"]) + ".json"), result)

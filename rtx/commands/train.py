@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
 import sys
 import time
@@ -26,7 +25,7 @@ from rtx.errors import RunFailed, UserError
 from rtx.evaluation.protocols import baselines, further_lines, measures, stamp_phrases
 from rtx.options import SampleOptions
 from rtx.progress import say
-from rtx.report.summary import answers_line, closing_lines, protocol_line
+from rtx.report.summary import closing_lines, protocol_line
 from rtx.training import run_folder
 from rtx.training.callbacks import Watch
 from rtx.training.checkpoint import Checkpoint, newest_checkpoint
@@ -88,11 +87,8 @@ def fitted_to(hardware: Hardware, config: Config, store: Store) -> tuple[Config,
 
 
 def within_memory(config: Config, asked: Config, before: str, hardware: Hardware, *place: Any) -> Outcome:
-    """Train; where memory runs out, go on from the newest checkpoint with smaller micro-batches, or begin again.
-
-    Of several processes none tries again: the others would wait. Of `asked`, as composed, what is `auto` may change.
-    """
-    while True:
+    """Train; where memory runs out, go on with smaller micro-batches, if `asked` leaves them to us."""
+    while True:  # of several processes none tries again: the others would wait
         less = with_less_memory(config, asked) if hardware.world == 1 else None
         try:
             return train(config, before, *place)
@@ -107,10 +103,7 @@ def within_memory(config: Config, asked: Config, before: str, hardware: Hardware
 
 
 def follow(config: Config, hardware: Hardware, folder: Path, before: str) -> int:
-    """Do the work of a rank that writes nothing; how a run ends that has begun is for the first rank to say.
-
-    A child that the first process started then leaves with 0: any other end is one that the parent does not know of.
-    """
+    """Do the work of a rank that writes nothing; how a run ends that has begun is for the first rank to say."""
     code, ranks = 0, Ranks(hardware.rank, hardware.world)
     try:
         with Signals() as signals:
@@ -122,6 +115,7 @@ def follow(config: Config, hardware: Hardware, folder: Path, before: str) -> int
         code = 2 if isinstance(error, UserError) else 1
         if not ranks.connected:
             print("\n".join(f"rtx: {line}" for line in str(error).splitlines()), file=sys.stderr)
+    # To the parent of a child any other end than 0 is one that it does not know of.
     return 0 if started_by_another() and ranks.connected else code
 
 
@@ -196,33 +190,21 @@ def write_config(config: Config, folder: Path) -> None:
 def record_end(status: Status, outcome: Outcome, store: Store) -> None:
     """Write the score of the whole validation split to the status, and that the run is done."""
     score = outcome.final
-    error = score.standard_error if math.isfinite(score.standard_error) else None  # of one window there is none
-    final = {"bits": score.bits, "unit": store.unit, "units": score.units, "se": error}
-    final |= measures(store, "valid", score) | ({} if score.accuracy is None else {"accuracy": score.accuracy})
+    final = {"bits": score.bits, "unit": store.unit, "units": score.units} | measures(store, "valid", score)
     status.update(step=outcome.step, seconds=outcome.seconds, best=outcome.best, final=final)
     status.end("done", "trainer.max_minutes is up" if outcome.time_up else None)
 
 
 def finish(config: Config, hardware: Hardware, folder: Path, store: Store, outcome: Outcome, status: Status) -> None:
     """Print the score of a finished run beside baselines on the same split, and a sample, where memory is left."""
-    score, final = outcome.final, status.fields["final"]
-    stamps, accuracy = stamp_phrases(store.stamps, "valid"), score.accuracy
+    final, stamps = status.fields["final"], stamp_phrases(store.stamps, "valid")
+    protocol = protocol_line(config, "valid", store.unit, outcome.final.units, stamps=stamps)
+    steps = f"{outcome.step:,} steps" + " (trainer.max_minutes is up)" * outcome.time_up
     try:
         if store.unit == "byte":
             final["baselines"] = baselines(store.split("valid"))
             status.update(write=True)
-        lines = closing_lines(
-            run=shown(folder),
-            step=outcome.step,
-            time_up=outcome.time_up,
-            bits=score.bits,
-            unit=store.unit,
-            protocol=protocol_line(config, "valid", store.unit, score.units, stamps=stamps),
-            baselines=final.get("baselines", {}),
-            further=further_lines(store.unit, final),
-            answers="" if accuracy is None else answers_line(accuracy, 1 / config.data.values),
-        )
-        say(lines)
+        say(closing_lines(shown(folder), steps, final, protocol, further_lines(store.unit, final)))
         if isinstance(store, TokenStore):
             device = torch.device("cuda" if hardware.accelerator == "gpu" else "cpu")
             work = load_run(folder, on_one_device(config), "last", device, say=nothing)

@@ -41,8 +41,7 @@ class Window(NamedTuple):
 def windows(units: int, length: int, stride: int | None = None) -> list[Window]:
     """Return the windows of `length` units that advance by `stride` (unset: `length`) over a split of `units` units.
 
-    Each window scores only the units that no earlier one scored; the last ends at the split's end (so it may overlap
-    more than the stride asks); a split shorter than `length` is one short window. Their scored parts tile the split.
+    Each scores the units that no earlier one did; the last ends with the split; a split below `length` is one window.
     """
     length = min(length, units)
     stops = [0, *range(length, units, stride or length), units]
@@ -72,12 +71,11 @@ def read_as_released(store: TokenStore | RecallStore, split: str, length: int) -
 def measures(
     store: TokenStore | RecallStore, split: str, score: Score, *, partial: bool = False, released: bool = False
 ) -> dict[str, Any]:
-    """Return a score in every measure that its text has, as JSON values: bits per unit and byte, perplexity per word.
-
-    A sample of the windows (`partial`) has bits per unit alone; `released`: read as the released code does.
-    """
+    """Return a score in every measure that its text has; a sample of windows (`partial`) has bits per unit alone."""
     result: dict[str, Any] = {f"bits_per_{store.unit}": score.bits}
-    if isinstance(store, RecallStore) or store.image is not None or partial:
+    if isinstance(store, RecallStore):
+        return result | {"accuracy": score.accuracy, "chance": 1 / store.task.values}
+    if store.image is not None or partial:
         return result
     if store.unit == "subword" and not released:  # words are no account of the bytes between and in them
         result["bits_per_byte"] = score.nats / store.facts[split]["bytes"] / math.log(2)
@@ -111,6 +109,8 @@ def further_lines(unit: str, result: Mapping[str, Any]) -> list[str]:
         lines.append(f"{result['perplexity_per_word']:.4g} perplexity per word: {over}")
     if unit != "byte" and "bits_per_byte" in result:
         lines.append(f"{result['bits_per_byte']:.5f} bits/byte of text")
+    if "accuracy" in result:
+        lines.append(f"{result['accuracy']:.2%} of the answers right (chance {result['chance']:.2%})")
     return lines
 
 

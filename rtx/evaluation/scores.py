@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -90,13 +91,9 @@ def score_windows(
 def equal_batches(windows: Sequence[Window], batch_size: int | None) -> list[list[int]]:
     """Cut 0..K-1 into runs of at most `batch_size` windows of the same length."""
     batches: list[list[int]] = []
-    length = -1
-    for k, window in enumerate(windows):
-        size = window.stop - window.start
-        if size != length or len(batches[-1]) == (batch_size or max(1, BATCH_UNITS // size)):
-            batches.append([])
-            length = size
-        batches[-1].append(k)
+    for size, group in itertools.groupby(range(len(windows)), lambda k: windows[k].stop - windows[k].start):
+        numbers, most = list(group), batch_size or max(1, BATCH_UNITS // size)
+        batches += [numbers[at : at + most] for at in range(0, len(numbers), most)]
     return batches
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rtx.config import Config
 from rtx.report.paper import hashes, looks_ahead, routes
@@ -77,36 +78,21 @@ def comparison(bits: float, unit: str, baselines: Mapping[str, float]) -> str:
     return f"bits/{unit}, lower is better:\n" + "\n".join(lines)
 
 
-def closing_lines(
-    *,
-    run: str,
-    step: int,
-    time_up: bool,
-    bits: float,
-    unit: str,
-    protocol: str,
-    baselines: Mapping[str, float],
-    answers: str = "",
-    further: Sequence[str] = (),
-) -> str:
+def closing_lines(run: str, steps: str, final: Mapping[str, Any], protocol: str, further: Sequence[str] = ()) -> str:
     """Return the summary of a finished run, to be printed.
 
     Args:
-        time_up: whether `trainer.max_minutes` ended it.
-        bits: bits/unit on the whole validation split, as are those of the baselines, of which there may be none.
+        steps: how many it took, and what ended it before the last.
+        final: bits/unit on the whole validation split; those of baselines, and the accuracy of answers, if there are.
         protocol: from `protocol_line`.
-        answers: from `answers_line` where answers alone were scored, of a model that has no text to write.
         further: the score in other measures, a line each.
     """
-    why = " (trainer.max_minutes is up)" if time_up else ""
-    lines = textwrap.wrap(f"done after {step:,} steps{why}: {bits:.4f} bits/{unit} on the validation split", WIDTH)
-    lines += [*filter(None, [answers]), *further, *textwrap.wrap(protocol, WIDTH)]
+    bits, unit, baselines = final["bits"], final["unit"], final.get("baselines")
+    lines = textwrap.wrap(f"done after {steps}: {bits:.4f} bits/{unit} on the validation split", WIDTH)
+    lines += [*further, *textwrap.wrap(protocol, WIDTH)]
     lines += [comparison(bits, unit, baselines)] if baselines else []
-    return "\n".join([*lines, f"next: rtx eval {run} split=test", *([] if answers else [f"      rtx sample {run}"])])
-
-
-def answers_line(accuracy: float, chance: float) -> str:
-    return f"{accuracy:.2%} of the answers right (chance {chance:.2%})"
+    lines += [f"next: rtx eval {run} split=test", *([] if "accuracy" in final else [f"      rtx sample {run}"])]
+    return "\n".join(lines)
 
 
 def card(cell: Cell, step: int, checkpoint: str, numbers: int) -> str:

@@ -12,10 +12,8 @@ def test_the_closing_lines_fit_a_narrow_terminal() -> None:
     run = "outputs/rtx/20260101-120000-abcd"
     protocol = protocol_line(compose(["routing=topk"]), "valid", "byte", 628_118, partial=True, ablate="local")
     assert "628,118 bytes each scored once (a sample of the windows), windows of 256, stride 256" in protocol
-    baselines = {"order-2 bytes": 2.75, "zlib": 1.93}
-    said = closing_lines(
-        run=run, step=1_000, time_up=True, bits=2.5, unit="byte", protocol=protocol, baselines=baselines
-    )
+    final = {"bits": 2.5, "unit": "byte", "baselines": {"order-2 bytes": 2.75, "zlib": 1.93}}
+    said = closing_lines(run, "1,000 steps (trainer.max_minutes is up)", final, protocol)
     assert max(map(len, said.splitlines())) < 80
     assert said.splitlines()[-2:] == [f"next: rtx eval {run} split=test", f"      rtx sample {run}"]
 
