@@ -23,10 +23,9 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"{folder} is an exported model already")
     checkpoint = load_for_use(folder / "checkpoints", options.checkpoint)
     check_config(checkpoint, to_dict(config), folder / RUN_CONFIG)
-    if output.exists() and not output.is_dir():
-        raise UserError(f"output={output}: is a file; name a folder")
-    if output.is_dir() and not is_export(output) and any(path.suffix != MARK for path in output.iterdir()):
-        raise UserError(f"output={output}: the folder holds other files; name a new or an empty one")
+    foreign = output.is_file() or any(path.suffix != MARK for path in output.glob("*"))
+    if foreign and not is_export(output):
+        raise UserError(f"output={output}: is a file, or holds other files; name a new or an empty folder")
     numbers = sum(tensor.numel() for tensor in checkpoint["model"].values())
     page = card(collect([folder]).cells[0], checkpoint["step"], checkpoint["file"], numbers)
     files = {"config.yaml": to_yaml(config).encode(), "README.md": page.encode()}

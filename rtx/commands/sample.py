@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import itertools
 import sys
 from collections.abc import Callable
@@ -11,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rtx.analysis.output import save
 from rtx.data.images import png_grid
 from rtx.data.sets import IMAGE_SETS
 from rtx.data.tokenizers import encode_text
-from rtx.disk import replace_file
-from rtx.errors import RunFailed, UserError, printable
+from rtx.errors import UserError, printable
 from rtx.model.decoding import generate
 from rtx.options import SampleOptions, read_words
 from rtx.training.inference import LoadedRun, load_run, prepare_device, run_config
@@ -28,8 +29,6 @@ def main(arguments: list[str]) -> int:
     folder, options = words.runs[0], words.options
     config = run_config(folder, words.overrides)
     is_image, size = config.data.name in IMAGE_SETS, config.data.length
-    if config.data.name == "recall":
-        raise UserError("a run on data=recall has no text to write; rtx eval says how many answers it has right")
     if is_image and options.prompt:
         raise UserError("sample.prompt has no place in a run on images, which have no text to continue")
     if is_image and (options.length or 0) > size:
@@ -44,10 +43,8 @@ def write_text(run: LoadedRun, options: SampleOptions) -> int:
     prompt_1P = torch.from_numpy(encode_text(tokenizer, options.prompt))[None]
     given = prompt_1P.shape[1]
     if run.model.embedding.positions is not None and given + length > most:
-        raise UserError(
-            f"sample.length={length}: with a prompt of {given} units that is {given + length}, but model.positions="
-            f"{run.config.model.positions} covers data.length={most}; at most {most - given}"
-        )
+        positions = f"model.positions={run.config.model.positions} covers data.length={most}"
+        raise UserError(f"sample.length={length}: {positions}; with the prompt, at most {most - given}")
     text, decoder = bytearray(), codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(units: torch.Tensor) -> None:
@@ -59,21 +56,20 @@ def write_text(run: LoadedRun, options: SampleOptions) -> int:
     print(printable(decoder.decode(b"", final=True)), flush=True)
     if stopped:
         tell(f"stopped after {done:,} of {length:,} units")
-    tell(save_sample(run, options.seed, bytes(text), "txt"))
+    with contextlib.redirect_stdout(sys.stderr):
+        save_sample(run, options.seed, bytes(text), "txt")
     return stopped
 
 
 def draw_image(run: LoadedRun, options: SampleOptions) -> int:
     """Keep an image as PNG, in which what was not drawn is black; returns as `write_text`."""
-    size, image_N = run.config.data.length, np.zeros(run.config.data.length, dtype=np.uint8)
+    size, empty = run.config.data.length, torch.empty(1, 0, dtype=torch.int64)
     units: list[int] = []
-    empty = torch.empty(1, 0, dtype=torch.int64)
     done, stopped = draw(run, options, empty, options.length or size, lambda unit_1: units.append(int(unit_1)))
     if done < size:
         tell(f"{'stopped after ' if stopped else ''}{done:,} units; an image has {size:,}: the rest is black")
-    image_N[:done] = units
-    picture = png_grid([image_N], tuple(run.checkpoint["data"]["image"]))
-    print(save_sample(run, options.seed, picture, "png"))
+    image_N = np.array(units + [0] * (size - done), dtype=np.uint8)
+    save_sample(run, options.seed, png_grid([image_N], tuple(run.checkpoint["data"]["image"])), "png")
     return stopped
 
 
@@ -93,16 +89,10 @@ def draw(
     return done, 0
 
 
-def save_sample(run: LoadedRun, seed: int, content: bytes, kind: str) -> Path:
-    """Keep a text (with its prompt) or a PNG under a name that no earlier sample has, and return its path."""
+def save_sample(run: LoadedRun, seed: int, content: bytes, kind: str) -> None:
+    """Keep a text (with its prompt) or a PNG under a name that no earlier sample has, and print its path."""
     begin = run.folder / "samples" / f"step{run.checkpoint['step']}-seed{seed}"
-    path = next(path for n in itertools.count(1) if not (path := Path(f"{begin}-{n}.{kind}")).exists())
-    try:
-        path.parent.mkdir(exist_ok=True)
-        replace_file(path, lambda file: file.write(content))
-    except OSError as error:
-        raise RunFailed(f"cannot write {path}: {error.strerror}") from error
-    return path
+    save(next(path for n in itertools.count(1) if not (path := Path(f"{begin}-{n}.{kind}")).exists()), content)
 
 
 def tell(line: object) -> None:

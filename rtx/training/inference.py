@@ -6,14 +6,14 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
 
-from rtx.compose import RUN_CONFIG, load_run_config, merge, to_dict, with_values
+from rtx.compose import RUN_CONFIG, load_run_config, merge, to_dict
 from rtx.config import SPREAD, Config, precision_on
 from rtx.data.catalog import Store, data_root, open_data
 from rtx.data.tokenizers import Tokenizer, load_tokenizer
@@ -45,7 +45,7 @@ class LoadedRun:
     def tokenizer(self) -> Tokenizer:
         """What makes units of bytes and back; `UserError` where the data have none, `RunFailed` where it is lost."""
         if (described := self.checkpoint["data"].get("tokenizer")) is None:
-            raise UserError(f"{self.folder}: a run on data={self.config.data.name} has no tokenizer")
+            raise UserError(f"{self.folder}: a run on data={self.config.data.name} has no text to write or read")
         try:
             return load_tokenizer(described, self.folder)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -107,8 +107,7 @@ def open_run(folder: Path, config: Config, checkpoint: str) -> tuple[LoadedRun, 
     run = load_run(folder, config, checkpoint, prepare_device(config), store.vocabulary)
     theirs, ours = (data.get("tokenizer") or {} for data in (run.checkpoint["data"], store.describe()))
     if any(theirs.get(key) != ours.get(key) for key in ("name", "sha256")):
-        own = "name the data and the settings of data.* that the run was trained with"
-        raise UserError(f"{store.name}: the tokenizer of these data is not that of the run; {own}")
+        raise UserError(f"{store.name}: the tokenizer of these data is not that of the run; name the data as it does")
     if not run.has_data(store):
         print(f"note: these are not the data of the run ({store.name}); parts of this split may have been trained on")
     return run, store
@@ -128,8 +127,8 @@ def run_config(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def on_one_device(config: Config) -> Config:
     """Return a configuration for work on one device, not compiled."""
-    one = {"hardware.devices": None, "hardware.nodes": 1, "hardware.compile": False}
-    return with_values(config, one | ({"hardware.name": "auto"} if config.hardware.name in SPREAD else {}))
+    name = "auto" if config.hardware.name in SPREAD else config.hardware.name
+    return replace(config, hardware=replace(config.hardware, name=name, devices=None, nodes=1, compile=False))
 
 
 def write_export(folder: Path, checkpoint: Checkpoint, files: Mapping[str, bytes]) -> None:
@@ -151,11 +150,9 @@ def read_export(folder: Path) -> Checkpoint:
     try:
         facts, weights = json.loads((folder / EXPORT_FACTS).read_text()), (folder / WEIGHTS).read_bytes()
         if hashlib.sha256(weights).hexdigest() != facts["sha256"]:
-            raise RunFailed(f"{folder / WEIGHTS} is cut short or altered: export the run anew")
+            raise ValueError(f"{WEIGHTS} is cut short or altered")
         checkpoint = {**{name: facts[name] for name in KEPT}, "model": safetensors.torch.load(weights)}
-    except FileNotFoundError as error:
-        raise RunFailed(f"{error.filename} is missing: export the run anew") from error
     except (OSError, ValueError, LookupError, TypeError, safetensors.SafetensorError) as error:
-        raise RunFailed(f"{folder / EXPORT_FACTS} is damaged ({error}): export the run anew") from error
+        raise RunFailed(f"{folder} is a damaged export ({error}): export the run anew") from error
     check_layout(folder / EXPORT_FACTS, checkpoint)
     return checkpoint
