@@ -190,7 +190,7 @@ COMMANDS = (
     Command("train -m", "train every combination of listed values, a process each", SweepOptions, composes=True),
     Command("resume", "go on exactly where a run stopped, or lengthen it by trainer.steps=N", runs=1),
     Command("eval", "score a run on a split, every unit exactly once", EvalOptions, 1, (*RUN, "seed")),
-    Command("audit", "change the future, see what of the past moves and its price", AuditOptions, MANY, RUN, True),
+    Command("audit", "change the future, see what of the past moves and its price", AuditOptions, MANY, RUN),
     Command("analyze divergence", "do heads read elsewhere (Table 6)", DivergenceOptions, 1, RUN),
     Command("analyze patterns", "draw what every head reads, as in Figure 1", PatternsOptions, 1, RUN),
     Command("analyze context", "loss by position, and what far context is worth", ContextOptions, 1, RUN),
@@ -255,7 +255,7 @@ def read_words(command: str, words: Sequence[str]) -> Words:
 def leading_runs(reads: Command, words: Sequence[str]) -> list[Path]:
     """Return the run folders that words begin with; one that exists may have "=" in its name."""
     runs = [Path(word) for word in itertools.takewhile(lambda word: "=" not in word or os.path.isdir(word), words)]
-    if not runs and reads.runs < MANY:
+    if not runs and reads.name != "report":
         raise UserError(f"rtx {reads.name} needs the run's folder first; usage: {reads.usage()}")
     if len(runs) > reads.runs:
         raise UserError(f"rtx {reads.name} takes 1 run, not also {shorten(str(runs[1]))!r}")

@@ -1,4 +1,4 @@
-"""`rtx audit`: change the future and see what of the past moves; of runs, also what that is worth in bits."""
+"""`rtx audit RUN`: change the future and see what of the past moves, and what that is worth in bits."""
 
 from __future__ import annotations
 
@@ -7,59 +7,39 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from rtx.analysis.causality import Audit, audit_model, choice_gradients
 from rtx.analysis.loss_by_position import DIFFERENCES, STREAMING, TEACHER_FORCED, differences, price
 from rtx.analysis.output import print_table, save
-from rtx.compose import compose
-from rtx.config import Config
-from rtx.data.catalog import Store, vocabulary_size
+from rtx.data.catalog import Store
 from rtx.errors import plural
 from rtx.evaluation.protocols import windows
 from rtx.evaluation.scores import sample_windows
-from rtx.model.transformer import Transformer
 from rtx.options import AuditOptions, read_words
 from rtx.progress import progress_bar
-from rtx.training.inference import LoadedRun, on_one_device, open_run, prepare_device, run_config
+from rtx.training.inference import LoadedRun, open_run, run_config
 from rtx.training.run_folder import utc_now
 
 Result = dict[str, Any]
 
 
 def main(arguments: list[str]) -> int:
-    """Run `rtx audit RUN ... [overrides]` or `rtx audit [overrides]`."""
+    """Run `rtx audit RUN ... [overrides]`; the record stands in each run as `audit.json`."""
     words = read_words("audit", arguments)
-    folders, options = words.runs, words.options
-    configs = [run_config(folder, words.overrides) for folder in folders] or [on_one_device(compose(words.overrides))]
-    if not folders:
-        audit_configuration(configs[0], options)
-        return 0
-    for folder, config in zip(folders, configs, strict=True):
-        run, store = open_run(folder, config, options.checkpoint)
+    configs = [run_config(folder, words.overrides) for folder in words.runs]  # all are checked before one is opened
+    for folder, config in zip(words.runs, configs, strict=True):
+        run, store = open_run(folder, config, words.options.checkpoint)
         known = {"run": str(folder), "checkpoint": run.facts(), "seed": config.seed, "time": utc_now()}
-        moves, paid = what_moves(run.model, config, options), price_run(run, options, store)
+        moves, paid = what_moves(run, words.options), price_run(run, words.options, store)
         save(folder / "audit.json", {**known, **moves, "price": paid})
     return 0
 
 
-def audit_configuration(config: Config, options: AuditOptions) -> None:
-    """Audit a fresh model of a configuration."""
-    size, device = vocabulary_size(config.data), prepare_device(config)
-    torch.manual_seed(config.seed)
-    model = Transformer(config, size).eval().to(device)
-    if not bool(model.output_VS.any()):
-        nn.init.normal_(model.output_VS)  # as initialised, zero, it hides all that moves
-    print(f"{config.model.name}: a fresh model, {plural(model.count_parameters(), 'parameter')}, seed {config.seed}")
-    what_moves(model, config, options)
-
-
-def what_moves(model: Transformer, config: Config, options: AuditOptions) -> Result:
+def what_moves(run: LoadedRun, options: AuditOptions) -> Result:
     """Audit a model in every reading on random units, and what trains its choices; print both, return the record."""
-    B, N = options.sequences, config.data.length
-    ids_BN = torch.randint(model.vocabulary, (B, N), generator=torch.Generator().manual_seed(options.seed))
-    ids_BN = ids_BN.to(model.output_VS.device)
-    wide = copy.deepcopy(model).double()
+    B, N, generator = options.sequences, run.config.data.length, torch.Generator().manual_seed(options.seed)
+    ids_BN = torch.randint(run.model.vocabulary, (B, N), generator=generator).to(run.device)
+    wide = copy.deepcopy(run.model).double()
     prefixes = np.unique(np.geomspace(1, N - 1, options.prefixes).astype(int)).tolist()
     changes: Result = {"sequences": B, "length": N, "prefixes": prefixes, "tolerance": options.tolerance}
     for mode in (TEACHER_FORCED, STREAMING):
@@ -74,7 +54,7 @@ def what_moves(model: Transformer, config: Config, options: AuditOptions) -> Res
         changes[mode] = {**found, "rows": rows}
         print(f"\n{mode}: {verdict(audit)}")
         print_table(rows)
-    if choices := choice_gradients(model, ids_BN[:1].roll(-1, dims=1)):
+    if choices := choice_gradients(run.model, ids_BN[:1].roll(-1, dims=1)):
         print("\nwhat trains each choice of keys; one whose gradient is missing stays as it is")
         print_table(choices)
     return {"changes": changes, "choices": choices}

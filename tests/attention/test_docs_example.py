@@ -30,10 +30,11 @@ RUN = (
 COMMANDS = """
 import sys
 from rtx.cli import main
-train = ["trainer.steps=2", "trainer.batch_size=2", "logger=jsonl"]
-for command, more in (("train", train), ("audit", ["audit.prefixes=2"]), ("plan", [])):
-    if code := main([command, *sys.argv[1:], *more]):
-        sys.exit(f"{command}: {code}")
+run, *model = sys.argv[1:]
+train = ["train", *model, "trainer.steps=2", "trainer.batch_size=2", "logger=jsonl"]
+for words in (train, ["audit", run, "prefixes=2", "windows=2", "positions=2"], ["plan", *model]):
+    if code := main(words):
+        sys.exit(f"{words[0]}: {code}")
 """
 
 
@@ -128,8 +129,8 @@ def test_one_line_more_makes_a_base_of_it(tmp_path: Path) -> None:
     text = schema.read_text(encoding="utf-8")
     assert text.count("\nBASES = {\n") == 1
     schema.write_text(text.replace("\nBASES = {\n", f"\nBASES = {{\n{line()}"), encoding="utf-8")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "RTX_OUTPUTS": str(tmp_path / "outputs")}
-    command = [sys.executable, "-c", COMMANDS, *RUN]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "RTX_RUN": str(tmp_path / "run")}
+    command = [sys.executable, "-c", COMMANDS, str(tmp_path / "run"), *RUN]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\n +0 +dilated +0 +0\n", done.stdout), done.stdout

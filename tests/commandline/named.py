@@ -26,7 +26,7 @@ def cell(words: Sequence[str]) -> dict[str, str]:
     """Return key and text of what a line of one cell sets, the last of each; not what is its command's own seed."""
     split = [word.partition("=")[::2] for word in words[1:] if "=" in word and not word.startswith("-")]
     found = {key.lstrip("+").strip(): text for key, text in split}
-    own = words[0] in ("sample", "analyze") or (words[0] == "audit" and "=" not in "".join(words[1:2]))
+    own = words[0] in ("sample", "analyze", "audit")
     return {key: text for key, text in found.items() if not (own and key == "seed")}
 
 

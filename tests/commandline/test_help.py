@@ -80,7 +80,6 @@ def test_bash_completes_by_the_script() -> None:
         ("rtx train -m routing=topk,ca", ["topk,causal "]),
         ("rtx train --multirun sweep.p", ["sweep.parallel="]),
         ("rtx train --cfg job data=enwik8 data.le", ["data.length="]),
-        ("rtx audit rou", ["routing=", "routing.selection="]),
         ("rtx audit outputs/rtx/run pos", ["positions="]),
         ("rtx resume outputs/rtx/run trainer.st", ["trainer.steps="]),
         ("rtx eval outputs/rtx/run split=t", ["test ", "train "]),

@@ -107,13 +107,6 @@ def test_options_are_written_short_or_with_their_section() -> None:
     assert (swept.options, swept.overrides) == (SweepOptions(parallel=2), ["seed=1,2"])
 
 
-def test_an_audit_without_a_run_takes_a_whole_configuration() -> None:
-    words = read_words("audit", ["model=rt24", "seed=3", "audit.seed=4", "windows=9", "model.layers=2"])
-    assert (words.runs, words.options.seed, words.options.windows) == ([], 4, 9)
-    assert words.overrides == ["model=rt24", "seed=3", "model.layers=2"]
-    assert read_words("audit", ["run", "seed=4"]).options.seed == 4
-
-
 def test_a_folder_may_have_an_equals_sign_in_its_name(tmp_path: Path) -> None:
     (tmp_path / "lr=0.1").mkdir()
     assert read_words("eval", [f"{tmp_path}/lr=0.1", "limit=1"]).runs == [tmp_path / "lr=0.1"]
