@@ -1,7 +1,6 @@
 """The cells of a sweep: what a command lays out, whether each is to be run, and how it ended.
 
-An experiment's file may carry axes (`hydra.sweeper.params`, as Hydra users write them); an axis `experiment` makes it
-stand for others. Each is a grid of its own, which is why Hydra's BasicSweeper, for one grid, does not lay them out.
+Each experiment's axes (`hydra.sweeper.params`) are a grid of its own; Hydra's BasicSweeper lays out one alone.
 """
 
 from __future__ import annotations
@@ -51,11 +50,7 @@ class Outcome:
 
 
 def lay_out(checked: Sequence[Override]) -> list[Cell]:
-    """Compose and check every cell that the overrides stand for.
-
-    Raises:
-        UserError: the first cell that cannot be; cells that are the same run; a key that no cell reads.
-    """
+    """Compose and check every cell; `UserError` for one that cannot be, equal ones, and a key that no cell reads."""
     given = list({entry.key: entry for entry in checked if not entry.key.startswith("hydra.")}.values())
     grids = list(expanded(given).values())
     for entry in given:
@@ -79,11 +74,9 @@ def lay_out(checked: Sequence[Override]) -> list[Cell]:
 
 
 def expanded(given: Sequence[Override]) -> dict[str, list[Override]]:
-    """Return the grid of every experiment that is chosen, or the one without any: each key once.
+    """Return the grid of every experiment that is chosen, or of none: each key once, the file's axes first.
 
-    Its own axes come first; an axis of the command line replaces the file's, in its place. Of several experiments each
-    keeps what tells it from the one that its file builds on: the local row has no routing heads, whatever is asked of
-    all rows.
+    Of several, each keeps what tells it from the one that it builds on: the local row never has routing heads.
     """
     rest = [entry for entry in given if entry.key != "experiment"]
     chosen = next((entry.values for entry in given if entry.key == "experiment"), ("",))
@@ -141,8 +134,7 @@ def ended_before(cell: Cell, retry: bool) -> Outcome | None:
     """Return how a cell stands that is not to be run, or None."""
     status = read_status(cell.folder)
     if (cell.folder / RUN_CONFIG).exists() and config_hash(load_run_config(cell.folder)) != cell.folder.name:
-        advice = "move it away, or give the sweep another name=, to run the cell anew"
-        return Outcome(2, "changed", f"{cell.folder}/{RUN_CONFIG} has other values by now; {advice}")
+        return Outcome(2, "changed", f"{cell.folder}/{RUN_CONFIG} has other values by now; move it away to run it anew")
     if has_score(status):
         return Outcome(0, "done before")
     if status and seems_running(status):
@@ -153,11 +145,7 @@ def ended_before(cell: Cell, retry: bool) -> Outcome | None:
 
 
 def ending(cell: Cell, code: int, said: str, before: Any, out_of_memory: bool, stopped_by: int) -> Outcome:
-    """Return how the process of a cell ended; a failure that it could not write into its status is written here.
-
-    `code`: 128 + N after signal N, or `NO_CODE`; `said`: the last that it printed; `before`: the status it found;
-    `out_of_memory`: the system killed some process for want of memory; `stopped_by`: the sweep's signal, or 0.
-    """
+    """Return how the process of a cell ended; a failure that it could not write into its status is written here."""
     status, killed = read_status(cell.folder), code in (NO_CODE, 128 + signal.SIGKILL)
     if has_score(status) and code == 0:
         return Outcome(code, "done")

@@ -1,7 +1,6 @@
 """`rtx train -m`: every cell of a sweep in a process of its own, so that a crash or a kill of one touches no other.
 
-With hardware=slurm a cell is a job, by submitit. `hydra.launcher.*` says what it asks for, as hydra-submitit-launcher
-has it; its launcher is not used, for it waits for all jobs together and loses what they return to the first that fails.
+With hardware=slurm a cell is a job, by submitit; hydra-submitit-launcher would lose all to the first that fails.
 """
 
 from __future__ import annotations
@@ -94,10 +93,7 @@ def closing_table(cells: Sequence[Cell], outcomes: Sequence[Outcome]) -> str:
 
 
 def share(cell: Cell, place: int, places: int) -> dict[str, str]:
-    """Return the variables that give one of several cells its part of the machine: of the threads, and one of the GPUs.
-
-    What the user has set stays: hardware.threads, OMP_NUM_THREADS, and hardware=ddp, whose processes share the GPUs.
-    """
+    """Return the variables that give one of several cells its threads and a GPU, where nobody has set them."""
     hardware, variables = cell.config.hardware, {}
     if hardware.threads is None and "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = str(max(1, cores() // (places * (hardware.devices or 1))))
@@ -125,15 +121,12 @@ def start(words: Sequence[str], folder: Path, variables: Mapping[str, str]) -> s
 
 @dataclass
 class Launcher:
-    """Runs the cells of a sweep, so many at once.
-
-    `submit` starts a cell elsewhere than as a process of this machine; what it returns is polled and signalled as one.
-    """
+    """Runs the cells of a sweep, so many at once."""
 
     cells: Sequence[Cell]
     retry: bool
     at_once: int
-    submit: Callable[[Cell], Any] | None = None
+    submit: Callable[[Cell], Any] | None = None  # starts what is polled and signalled as a process of this machine
     stopped_by: int = 0  # the first signal
     running: set[Any] = field(default_factory=set)
 
@@ -232,10 +225,8 @@ def submitter(cells: Sequence[Cell], words: Sequence[str]) -> Callable[[Cell], J
 
 @functools.lru_cache(maxsize=1)
 def queue(moment: int) -> set[str] | None:
-    """Return the numbers of the user's jobs in the queue, None where it does not answer; asked once in a `moment`.
-
-    (submitit asks `sacct`, which on a cluster without accounts never tells of the end of a job that was killed.)
-    """
+    """Return the numbers of the user's jobs in the queue, None where it does not answer; asked once in a `moment`."""
+    # submitit asks `sacct`, which on a cluster without accounts never tells of the end of a job that was killed.
     answer = subprocess.run(["squeue", "--me", "--noheader", "--format=%i"], capture_output=True, text=True)
     return None if answer.returncode else set(answer.stdout.split())
 
@@ -282,10 +273,7 @@ class Attempt:
         return code
 
     def checkpoint(self) -> Any:
-        """Let the cell save, and return what is to be run when the job comes back: its time is nearly up.
-
-        submitit calls this in a signal handler, which has interrupted `__call__`.
-        """
+        """Let the cell save, and return what is to be run when the job comes back; it has interrupted `__call__`."""
         from submitit.helpers import DelayedSubmission
 
         self.process.send_signal(signal.SIGUSR2)

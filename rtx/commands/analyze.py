@@ -30,16 +30,14 @@ from rtx.training.inference import LoadedRun, open_run, run_config
 from rtx.training.run_folder import utc_now
 
 Result = dict[str, Any]
-ROWS, BINS = 512, 16
-"""Positions that a map of a head shows, and ranges of position that a loss is averaged over, at the most."""
+ROWS, BINS = 512, 16  # positions that a map of a head shows, and ranges that a loss is averaged over, at the most
 
 
 def main(arguments: list[str]) -> int:
     """Run `rtx analyze WHAT RUN [overrides]`; figures, and a picture, stand in the run's `analysis/`."""
     what, rest = what_to_do("analyze", arguments)
     words = read_words(f"analyze {what}", rest)
-    folder, options = words.runs[0], words.options
-    config = run_config(folder, words.overrides)
+    folder, options, config = words.runs[0], words.options, run_config(words.runs[0], words.overrides)
     run, store = open_run(folder, config, options.checkpoint)
     result = {"divergence": divergence, "patterns": patterns, "context": context}[what](run, store, options)
     picture = result.pop("picture", None)
@@ -104,10 +102,8 @@ def drawn(rows: Sequence[Result], maps: Sequence[Tensor]) -> bytes:
         N = weight_PN.shape[1]  # keys that share a column of the map show the largest weight
         weight_PX = torch.nn.functional.max_pool1d(weight_PN, -(-N // ROWS), ceil_mode=True)
         colours = axis.imshow(weight_PX.numpy(), norm=LogNorm(1e-4, 1), cmap="viridis_r", extent=(0, N, N, 0))
-        axis.set_title("layer {layer} head {head}: {pattern}".format(**row))
+        axis.set(title="layer {layer} head {head}: {pattern}".format(**row), xlabel="key", ylabel="query")
     figure.colorbar(colours, ax=axes, label="weight")
-    figure.supxlabel("key")
-    figure.supylabel("query")
     file = io.BytesIO()
     figure.savefig(file, format="png")
     return file.getvalue()
