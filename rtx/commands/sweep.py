@@ -59,7 +59,7 @@ def standing(folder: Path, title: str) -> tuple[str, list[Text]]:
     """Return the state of a cell, and its row of the table."""
     status = read_status(folder) or {}
     state = run_state(folder) if status else "waiting"
-    rows = [] if state == "done" else read_lines(folder / "metrics.jsonl", Collection())  # reading a long one takes time
+    rows = [] if state == "done" else read_lines(folder / "metrics.jsonl", Collection())
     last = next((row for row in reversed(rows) if row.get("kind") == "train"), {})
     step, steps = max(status.get("step") or 0, last.get("step", 0)), status.get("steps") or 0
     bits = status["final"]["bits"] if state == "done" and status.get("final") else last.get("bits")
