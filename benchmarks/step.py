@@ -131,7 +131,7 @@ def weights_step(args: argparse.Namespace, device: str) -> Step:
 
     def step() -> None:
         for linear, x_NE, gradient_NF in zip(linears, inputs, gradients, strict=True):
-            linear(x_NE).backward(gradient_NF)
+            torch.autograd.grad(linear(x_NE), [x_NE, *linear.parameters()], gradient_NF)
 
     return step
 
