@@ -64,7 +64,7 @@ def run(config: Config, folder: Path | None = None, before: str = "") -> int:
             fitted, choice = fitted_to(hardware, config, store)
             signals.holding = True  # until the run has a status to tell about it
             folder = folder or run_folder.new_run_folder(config.name)
-            begin = nothing if before else partial(write_config, fitted, folder)
+            begin = (lambda: None) if before else partial(write_config, fitted, folder)
             with run_folder.working_in(folder, begin) as status:
                 signals.at_once = lambda code: status.end(state_after(code), "stopped at once")
                 if choice:
@@ -107,7 +107,7 @@ def follow(config: Config, hardware: Hardware, folder: Path, before: str) -> int
     code, ranks = 0, Ranks(hardware.rank, hardware.world)
     try:
         with Signals() as signals:
-            store = open_data(config.data, data_root(), nothing)
+            store = open_data(config.data, data_root(), lambda line: None)
             train(fitted_to(hardware, config, store)[0], before, folder, store, signals, ranks, None)
     except Stopped as stop:
         code = stop.code
@@ -124,7 +124,7 @@ def train(
 ) -> Outcome:
     """Build the model, fit it and return what came of it; ranks without a `status` write nothing."""
     signals.release()
-    tell, hardware = say if status else nothing, resolve_hardware(config)
+    tell, hardware = say if status else (lambda line: None), resolve_hardware(config)
     facts = {"config": to_dict(config), "data": store.describe()}
     start, changed = find_start(config, before, folder, store, status)
     share = {"rank": hardware.rank, "world": hardware.world, "micro_batch": hardware.micro_batch_size}
@@ -157,7 +157,7 @@ def find_start(
     config: Config, before: str, folder: Path, store: Store, status: Status | None
 ) -> tuple[Checkpoint | None, run_folder.Differences | None]:
     """Return the checkpoint to go on from, if any, and the fields that change; `UserError` where they do not fit."""
-    tell, begins = say if status else nothing, "from the beginning: it has no checkpoint"
+    tell, begins = say if status else (lambda line: None), "from the beginning: it has no checkpoint"
     if not before:
         tell(f"run: {shown(folder)}")
         return None, None
@@ -207,7 +207,7 @@ def finish(config: Config, hardware: Hardware, folder: Path, store: Store, outco
         say(closing_lines(shown(folder), steps, final, protocol, further_lines(store.unit, final)))
         if isinstance(store, TokenStore):
             device = torch.device("cuda" if hardware.accelerator == "gpu" else "cpu")
-            work = load_run(folder, on_one_device(config), "last", device, say=nothing)
+            work = load_run(folder, on_one_device(config), "last", device, say=lambda line: None)
             length = min(SAMPLE_UNITS if store.image else SAMPLE_LENGTH, config.data.length)
             say(f"a sample (temperature {SAMPLE_TEMPERATURE}):")
             (draw_image if store.image else write_text)(work, SampleOptions(length, temperature=SAMPLE_TEMPERATURE))
@@ -215,7 +215,3 @@ def finish(config: Config, hardware: Hardware, folder: Path, store: Store, outco
         if not (reason := str(error) if isinstance(error, RunFailed) else out_of_memory(error)):
             raise
         say(f"no sample: {reason}")
-
-
-def nothing(*_: object) -> None:
-    """Do nothing."""
