@@ -12,9 +12,8 @@ from rtx.training.run_folder import as_chosen, plan_resumption
 
 def changed(before: Config, overrides: Sequence[str]) -> Config:
     """Return a run's configuration with changes; its micro-batch is chosen anew where its devices change."""
-    # The old micro-batch need not divide a device's share.
-    config = merge(before, ["trainer.micro_batch_size=auto", *overrides])
-    return as_chosen(with_absolute_path(config), before)
+    auto = "trainer.micro_batch_size=auto"  # the old one need not divide a device's share
+    return as_chosen(with_absolute_path(merge(before, [auto, *overrides])), before)
 
 
 def main(arguments: list[str]) -> int:

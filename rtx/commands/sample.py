@@ -29,10 +29,9 @@ def main(arguments: list[str]) -> int:
     folder, options = words.runs[0], words.options
     config = run_config(folder, words.overrides)
     is_image, size = config.data.name in IMAGE_SETS, config.data.length
-    if is_image and options.prompt:
-        raise UserError("sample.prompt has no place in a run on images, which have no text to continue")
-    if is_image and (options.length or 0) > size:
-        raise UserError(f"sample.length={options.length}: an image has {size} units")
+    if is_image and (options.prompt or (options.length or 0) > size):
+        extra = f"sample.prompt, or a sample.length above {size}"
+        raise UserError(f"{extra}, has no place in a run on images: an image has {size} units")
     run = load_run(folder, config, options.checkpoint, prepare_device(config), say=tell)
     return draw_image(run, options) if is_image else write_text(run, options)
 
@@ -63,12 +62,11 @@ def write_text(run: LoadedRun, options: SampleOptions) -> int:
 
 def draw_image(run: LoadedRun, options: SampleOptions) -> int:
     """Keep an image as PNG, in which what was not drawn is black; returns as `write_text`."""
-    size, empty = run.config.data.length, torch.empty(1, 0, dtype=torch.int64)
-    units: list[int] = []
+    size, empty, units = run.config.data.length, torch.empty(1, 0, dtype=torch.int64), bytearray()
     done, stopped = draw(run, options, empty, options.length or size, lambda unit_1: units.append(int(unit_1)))
     if done < size:
         tell(f"{'stopped after ' if stopped else ''}{done:,} units; an image has {size:,}: the rest is black")
-    image_N = np.array(units + [0] * (size - done), dtype=np.uint8)
+    image_N = np.frombuffer(units.ljust(size, b"\0"), dtype=np.uint8)
     save_sample(run, options.seed, png_grid([image_N], tuple(run.checkpoint["data"]["image"])), "png")
     return stopped
 

@@ -31,7 +31,7 @@ from rtx.training.callbacks import Watch
 from rtx.training.checkpoint import Checkpoint, newest_checkpoint
 from rtx.training.distributed import Ranks
 from rtx.training.hardware import OUT_OF_MEMORY, Hardware, device_memory, out_of_memory, prepare_torch, resolve_hardware
-from rtx.training.inference import load_run, on_one_device
+from rtx.training.inference import load
 from rtx.training.loggers import logging_to
 from rtx.training.module import TrainingModule, build_model
 from rtx.training.run_folder import Status, shown
@@ -206,8 +206,7 @@ def finish(config: Config, hardware: Hardware, folder: Path, store: Store, outco
             status.update(write=True)
         say(closing_lines(shown(folder), steps, final, protocol, further_lines(store.unit, final)))
         if isinstance(store, TokenStore):
-            device = torch.device("cuda" if hardware.accelerator == "gpu" else "cpu")
-            work = load_run(folder, on_one_device(config), "last", device, say=lambda line: None)
+            work = load(folder, "last", "cuda" if hardware.accelerator == "gpu" else "cpu")
             length = min(SAMPLE_UNITS if store.image else SAMPLE_LENGTH, config.data.length)
             say(f"a sample (temperature {SAMPLE_TEMPERATURE}):")
             (draw_image if store.image else write_text)(work, SampleOptions(length, temperature=SAMPLE_TEMPERATURE))

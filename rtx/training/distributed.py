@@ -162,10 +162,7 @@ def shared_as(value: Tensor, like: Any) -> Tensor:
 
 
 class Shared(ModelParallelStrategy):
-    """hardware=fsdp: parameters, gradients and optimizer state are shared out among the processes (`shard`).
-
-    A checkpoint is that of any other run, gathered on the first process: Lightning's own layout is another.
-    """
+    """hardware=fsdp: parameters, gradients and optimizer state are shared out (`shard`), but not in checkpoints."""
 
     lightning_restore_optimizer = True  # type: ignore[assignment]  # by `load_optimizer_state_dict`
 

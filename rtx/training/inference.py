@@ -121,12 +121,8 @@ def prepare_device(config: Config) -> torch.device:
 
 
 def run_config(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Return a run's configuration with overrides, for work on one device."""
-    return on_one_device(merge(load_run_config(folder), overrides))
-
-
-def on_one_device(config: Config) -> Config:
-    """Return a configuration for work on one device, not compiled."""
+    """Return a run's configuration with overrides, for work on one device, not compiled."""
+    config = merge(load_run_config(folder), overrides)
     name = "auto" if config.hardware.name in SPREAD else config.hardware.name
     return replace(config, hardware=replace(config.hardware, name=name, devices=None, nodes=1, compile=False))
 
