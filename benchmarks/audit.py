@@ -70,8 +70,8 @@ def audit(args: argparse.Namespace, runs: list[Path]) -> list[dict[str, Any]]:
         if all(is_wanted(result, args) for result in found):
             return found
     overrides = [
-        *(f"audit.windows={args.windows}", f"audit.positions={args.positions}", "audit.checkpoint=last"),
-        *("audit.prefixes=4", "audit.sequences=1"),  # the price is what is asked for
+        *(f"windows={args.windows}", f"positions={args.positions}", "checkpoint=last"),
+        *("prefixes=4", "sequences=1"),  # the price is what is asked for
     ]
     subprocess.run([sys.executable, "-m", "rtx", "audit", *map(str, runs), *overrides], check=True)
     return [json.loads(path.read_text()) for path in results]

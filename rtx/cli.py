@@ -1,9 +1,7 @@
 """`rtx <command> [overrides]`: finds the command, reads its flags, and imports only what that command needs.
 
-Exit codes: 0; 2 a mistake of the user, told in lines that begin with "rtx:"; 1 a run that failed or a fault of ours;
-130 after SIGINT; 143 after SIGTERM, and after SIGUSR1 and SIGUSR2 where they stop a run.
-
-`sys.argv` stays as it is, command word and all: the first process of a run starts the other ranks with it.
+Exit codes: 0; 2 a mistake of the user; 1 a failed run or a fault of ours; 130 after SIGINT; 143 after SIGTERM, and
+after SIGUSR1 and SIGUSR2 where they stop a run. `sys.argv` stays as it is: a run starts its other ranks with it.
 """
 
 from __future__ import annotations
@@ -25,8 +23,6 @@ from rtx.training.signals import EXIT_CODES, INTERRUPTED, PREEMPTED, Stopped, ig
 
 FLAGS = {"--help", "-h"}
 MORE_FLAGS = {"train": {"-m", "--multirun", "--cfg"}, "plan": {"--cfg"}}
-CHECKED = ("train", "plan", "resume", "eval", "audit", "analyze", "sample", "export")
-"""Commands that import torch; the others refuse what is wrong with their words themselves."""
 
 
 def entry() -> None:
@@ -41,15 +37,12 @@ def entry() -> None:
 
 
 def handle_signals(words: list[str]) -> None:
-    """Leave with the code that schedulers expect while imports take their seconds; later a run has its own handlers.
-
-    A process that the first one of a run has started leaves them to it from its first moment on.
-    """
+    """Leave with the code that schedulers expect while imports take their seconds; later a run has its own handlers."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise Stopped(PREEMPTED, f"stopped by {signal.Signals(number).name}")
 
-    if started_by_another():
+    if started_by_another():  # by the first process of a run, which has the signals from this one's first moment on
         ignore_signals()
         return
     for number, code in EXIT_CODES.items():
@@ -64,10 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
-    except UserError as error:
-        return complain(str(error), 2)
-    except RunFailed as error:
-        return complain(str(error), 1)
+    except (UserError, RunFailed) as error:
+        return complain(str(error), 2 if isinstance(error, UserError) else 1)
     except Stopped as stopped:
         return complain(str(stopped), stopped.code)
     except KeyboardInterrupt:
@@ -103,7 +94,7 @@ def dispatch(arguments: list[str]) -> int:
         from rtx.launcher import sweep
 
         return sweep(words)
-    if word in CHECKED:
+    if word not in ("sweep", "report", "data"):  # which import no torch and check their words themselves
         check_first(word, words)
     if "--cfg" in flags:
         from rtx.compose import compose, to_yaml
@@ -127,16 +118,14 @@ def split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
 
 
 def check_first(word: str, words: list[str]) -> None:
-    """Raise `UserError` for a wrong configuration, or for data that are not there, before the imports of the command:
-    torch takes seconds.
-    """
+    """Raise `UserError` for a wrong configuration or missing data before torch is imported, which takes seconds."""
     from rtx.cells import refuse_sweep
     from rtx.compose import compose, load_run_config, merge
     from rtx.options import read_words, what_to_do
 
     what, words = what_to_do(word, words)
     read = read_words(f"{word} {what}".strip(), words)
-    if not read.runs:
+    if word in ("train", "plan"):
         config = compose(read.overrides)
         refuse_sweep(read.overrides)
         if word == "train":
@@ -152,8 +141,7 @@ def check_first(word: str, words: list[str]) -> None:
 def complain(message: str, code: int) -> int:
     """Write each line of an error message to stderr, and return `code`."""
     sys.stdout.flush()
-    for line in message.splitlines():
-        print(printable(f"rtx: {line}"), file=sys.stderr)
+    print("\n".join(printable(f"rtx: {line}") for line in message.splitlines()), file=sys.stderr)
     return code
 
 

@@ -1,7 +1,4 @@
-"""The pages of `--help`, and completion in bash: both tell groups, options, keys, and what is a command's own.
-
-To try completion: source <(rtx completion bash). The script asks `rtx completion words` with the line up to the cursor.
-"""
+"""The pages of `--help`, and completion in bash, whose script asks `rtx completion words` with the line so far."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any
 
 from rtx.config import GROUPS, SECTIONS, all_fields, settings
 from rtx.errors import UserError, written
-from rtx.keys import Field, conf_dir
+from rtx.keys import conf_dir
 from rtx.options import COMMANDS, READS, check_overrides
 
 FRONT = """rtx: Routing Transformer experiments
@@ -43,41 +40,30 @@ def command_page(word: str, words: Sequence[str]) -> str:
     """Return the page of `rtx <word> --help`; the values shown are those that overrides among the words give."""
     commands = [command for command in COMMANDS if command.name.split()[0] == word]
     first, lines = commands[0], []
-    values = composed_values([text for text in words if "=" in text]) if first.composes and not first.runs else {}
+    values: dict[str, Any] = {}
+    if first.composes:
+        from rtx.compose import chosen, compose_unresolved, composed, flat, to_dict
+
+        checked = check_overrides([text for text in words if "=" in text])
+        values = flat(to_dict(compose_unresolved(checked))) | dict(composed(chosen(checked)).hydra.runtime.choices)
     for command in commands:
         lines += [textwrap.fill(text, terminal_width()) for text in ("", f"usage: {command.usage()}", command.about)]
-        lines += [entry(f"{key}={written(own.default)}", told(own)) for key, own in command.own.items()]
+        own = command.own.items()
+        lines += [entry(f"{key}={written(field.default)}", f"{field.doc} [{field.allowed}]") for key, field in own]
     lines += [entry("--cfg job", "print the configuration and stop")] if values else []
-    known = first.known(first.composes)
+    known = first.known()
     for group in (group for group in GROUPS if group in known):
         lines += ["", f"{group}=<option>"]
         for option in settings()[group].values:
-            lines.append(entry(option + " *" * (option == values.get(group)), option_doc(group, option)))
+            texts = (conf_dir() / group / f"{option}.yaml").read_text("utf-8").splitlines()
+            about = next(text for text in texts if not text.startswith("# @"))  # Hydra's own directive
+            lines.append(entry(option + " *" * (option == values.get(group)), about.removeprefix("#").strip()))
     for section in (*SECTIONS, ""):
         keys = [field for key, field in all_fields().items() if key in known and key.rpartition(".")[0] == section]
         lines += ["", f"{section}.<key>" if section else "other keys"] if keys else []
         shown = [f"{field.key}={written(values[field.key])}" if values else field.key for field in keys]
-        lines += [entry(left, told(field)) for left, field in zip(shown, keys, strict=True)]
+        lines += [entry(left, f"{field.doc} [{field.allowed}]") for left, field in zip(shown, keys, strict=True)]
     return "\n".join(lines[1:])
-
-
-def composed_values(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the value of every key, and the option of every group, that these overrides give."""
-    from rtx.compose import chosen, compose_unresolved, composed, flat, to_dict
-
-    checked = check_overrides(overrides)
-    return flat(to_dict(compose_unresolved(checked))) | dict(composed(chosen(checked)).hydra.runtime.choices)
-
-
-def option_doc(group: str, option: str) -> str:
-    """Return the first comment line of an option's file, Hydra's own directive (`# @package`) apart."""
-    lines = (conf_dir() / group / f"{option}.yaml").read_text(encoding="utf-8").splitlines()
-    return next(line for line in lines if not line.startswith("# @")).removeprefix("#").strip()
-
-
-def told(field: Field) -> str:
-    """Return the docstring of a key with what it takes."""
-    return f"{field.doc} [{field.allowed}]"
 
 
 def entry(left: str, right: str, column: int = 30) -> str:
@@ -94,11 +80,10 @@ def terminal_width() -> int:
 
 def completion(words: Sequence[str]) -> str:
     """Return the script for bash (`bash`), or what may stand at the end of a line (`words <line>`), one a line."""
-    match words:
-        case ["bash"]:
-            return SCRIPT
-        case ["words", line]:
-            return "\n".join(candidates(line))
+    if list(words) == ["bash"]:
+        return SCRIPT
+    if words[:1] == ["words"] and len(words) == 2:
+        return "\n".join(candidates(words[1]))
     raise UserError("rtx completion takes bash; for now: source <(rtx completion bash)")
 
 
@@ -110,11 +95,10 @@ def candidates(line: str) -> list[str]:
         later = [each.split()[len(words) :] for each in READS if each.split()[: len(words)] == words]
         return [f"{word} " for word in dict.fromkeys(each[0] for each in later) if word.startswith(last)]
     command = READS[name]
-    composing = command.composes and not (command.runs and len(words) > 1 and "=" not in words[1])
     key, equals, start = last.partition("=")
     if not equals:
-        return [f"{known}=" for known in command.known(composing) if known.startswith(last)]
-    if not (field := command.own.get(command.option(key, composing)) or settings().get(key)):
+        return [f"{known}=" for known in command.known() if known.startswith(last)]
+    if not (field := command.own.get(key) or settings().get(key)):
         return []
     values = (*("auto",) * field.auto, *("true", "false") * (field.kind is bool), *field.values)
     listed = start[: start.rfind(",") + 1]  # of a sweep

@@ -1,7 +1,6 @@
-"""What stands behind the name of a command: its options, run folders, and overrides of a configuration (`key=value`).
+"""What stands behind the name of a command: run folders, its options, overrides of a configuration (`key=value`).
 
-A value is taken as it is written, `~/a=b (1).txt` and all. In a sweep commas outside quotes part several values. No
-torch, no Hydra, no YAML.
+A value is taken as it is written, `~/a=b (1).txt` and all. No torch, no Hydra, no YAML.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,7 @@ from rtx.errors import UserError, nearest, shorten
 from rtx.keys import Field, fields_of, one_of, ranged, unknown, unquoted
 
 COMMA = re.compile(r""",(?=(?:[^"']|"[^"]*"|'[^']*')*$)""")
-"""A comma outside quotes."""
-
-MOST_CELLS = 1_000
-"""Cells of a sweep."""
-
+"""A comma outside quotes: in a sweep it parts several values."""
 LAUNCHED = ("slurm",)
 """Options of hardware that make jobs of the cells of a sweep."""
 
@@ -142,62 +137,49 @@ class Command:
     """Its word; with what it is to do behind analyze, and -m behind train for a sweep."""
     about: str
     options: type | None = None
-    runs: int = 0
-    """Run folders in front: one, or up to many."""
+    runs: str = ""
+    """The run folders in front, as its usage has them."""
     keys: tuple[str, ...] = ()
     """Groups and keys of a run's configuration that may be changed for the command."""
     composes: bool = False
-    """Whether the words make a configuration, where there is no run: then every group and key is read."""
+    """Whether the words make a configuration: then every group and key is read."""
 
     @property
     def own(self) -> dict[str, Field]:
-        """The options by their names."""
-        return fields_of(self.options) if self.options else {}
+        """The options by their names; those that stand among the keys of a configuration (of a sweep) behind sweep."""
+        return fields_of(self.options, "sweep." * self.composes) if self.options else {}
 
-    @property
-    def section(self) -> str:
-        """What may stand before an option and a dot, and must where it is a key of the configuration as well."""
-        return "sweep" if self.name == "train -m" else self.name.split()[0]
-
-    def option(self, key: str, composing: bool) -> str:
-        """Return the name of the option that `key` means, or an empty string."""
-        name = key.removeprefix(f"{self.section}.")
-        return name if name in self.own and not (composing and key in all_fields()) else ""
-
-    def known(self, composing: bool) -> list[str]:
+    def known(self) -> list[str]:
         """Return the options, groups and keys that the command reads."""
         if self.name == "resume":
             from rtx.training.run_folder import may_change  # which reads configurations by this module
 
             return ["hardware", "logger", *filter(may_change, all_fields())]
-        own = [f"{self.section}.{name}" if composing else name for name in self.own]
-        patterns = ("*",) if composing else self.keys
-        return own + [key for key in settings() if any(fnmatchcase(key, each) for each in patterns)]
+        patterns = ("*",) if self.composes else self.keys
+        return [*self.own, *(key for key in settings() if any(fnmatchcase(key, each) for each in patterns))]
 
     def usage(self) -> str:
         """Return the line that says how it is called."""
-        runs = {0: "", 1: " <run>"}.get(self.runs, " [<run> ...]")
         words = " [key=value ...]" if self.runs or self.keys or self.composes else ""
-        return f"rtx {self.name}{runs}{' [group=option ...]' * self.composes}{words}"
+        return f"rtx {self.name} {self.runs}{'[group=option ...]' * self.composes}".rstrip() + words
 
 
 DEVICE = ("hardware", "hardware.name", "hardware.precision", "hardware.deterministic", "hardware.threads")
 """What a command on a run reads of its hardware: it works on one device."""
 RUN = ("data.*", *DEVICE)
-MANY = 10_000
 COMMANDS = (
     Command("train", "train a model; every option has a default", composes=True),
     Command("train -m", "train every combination of listed values, a process each", SweepOptions, composes=True),
-    Command("resume", "go on exactly where a run stopped, or lengthen it by trainer.steps=N", runs=1),
-    Command("eval", "score a run on a split, every unit exactly once", EvalOptions, 1, (*RUN, "seed")),
-    Command("audit", "change the future, see what of the past moves and its price", AuditOptions, MANY, RUN),
-    Command("analyze divergence", "do heads read elsewhere (Table 6)", DivergenceOptions, 1, RUN),
-    Command("analyze patterns", "draw what every head reads, as in Figure 1", PatternsOptions, 1, RUN),
-    Command("analyze context", "loss by position, and what far context is worth", ContextOptions, 1, RUN),
-    Command("sample", "generate from a run", SampleOptions, 1, DEVICE),
-    Command("export", "write a run's model as safetensors with a card, for others to load", ExportOptions, 1),
-    Command("sweep", "watch a sweep: what is done, runs, failed, waits", runs=1),
-    Command("report", "set runs and sweeps beside the paper's tables", ReportOptions, MANY),
+    Command("resume", "go on exactly where a run stopped, or lengthen it by trainer.steps=N", runs="<run>"),
+    Command("eval", "score a run on a split, every unit exactly once", EvalOptions, "<run>", (*RUN, "seed")),
+    Command("audit", "change the future, see what of the past moves and its price", AuditOptions, "<run> ...", RUN),
+    Command("analyze divergence", "do heads read elsewhere (Table 6)", DivergenceOptions, "<run>", RUN),
+    Command("analyze patterns", "draw what every head reads, as in Figure 1", PatternsOptions, "<run>", RUN),
+    Command("analyze context", "loss by position, and what far context is worth", ContextOptions, "<run>", RUN),
+    Command("sample", "generate from a run", SampleOptions, "<run>", DEVICE),
+    Command("export", "write a run's model as safetensors with a card, for others to load", ExportOptions, "<run>"),
+    Command("sweep", "watch a sweep: what is done, runs, failed, waits", runs="<run>"),
+    Command("report", "set runs and sweeps beside the paper's tables", ReportOptions, "[<run> ...]"),
     Command("plan", "count parameters, FLOPs and memory of a run, and run nothing", composes=True),
     Command("data", "prepare, verify or info data=<set>; list what lies here, remove <name>", keys=("data", "data.*")),
     Command("completion", "print a script by which bash completes lines: source <(rtx completion bash)"),
@@ -236,30 +218,24 @@ def what_to_do(word: str, words: Sequence[str]) -> tuple[str, list[str]]:
 
 def read_words(command: str, words: Sequence[str]) -> Words:
     """Take apart what stands behind a command (its name as in `READS`); `UserError` for what it does not read."""
-    reads = READS[command]
-    runs = leading_runs(reads, words) if reads.runs else []
-    composing, values, overrides = reads.composes and not runs, {}, []
+    reads, runs, values, overrides = READS[command], [], {}, []
+    if reads.runs:  # a folder that exists may have "=" in its name
+        runs = [Path(word) for word in itertools.takewhile(lambda word: "=" not in word or os.path.isdir(word), words)]
+        if not runs and "[" not in reads.runs:
+            raise UserError(f"rtx {command} needs the run's folder first; usage: {reads.usage()}")
+        if len(runs) > 1 and "..." not in reads.runs:
+            raise UserError(f"rtx {command} takes 1 run, not also {shorten(str(runs[1]))!r}")
     many = (*LAUNCHED, *(SPREAD if command != "resume" else ()))
     for word in words[len(runs) :]:
         key, text = split_word(word)
         if runs and key in ("hardware", "hardware.name") and unquoted(text.strip()) in many:
             raise UserError(f"{word}: not for rtx {command}, which takes one run on this machine")
-        if name := reads.option(key, composing):
-            values[name] = replace(reads.own[name], key=key).read_word(text)
+        if key in reads.own:
+            values[key.rpartition(".")[2]] = reads.own[key].read_word(text)
         else:
-            refuse_foreign(reads, key, composing)
+            refuse_foreign(reads, key)
             overrides.append(word)
     return Words(runs, reads.options(**values) if reads.options else None, overrides, frozenset(values))
-
-
-def leading_runs(reads: Command, words: Sequence[str]) -> list[Path]:
-    """Return the run folders that words begin with; one that exists may have "=" in its name."""
-    runs = [Path(word) for word in itertools.takewhile(lambda word: "=" not in word or os.path.isdir(word), words)]
-    if not runs and reads.name != "report":
-        raise UserError(f"rtx {reads.name} needs the run's folder first; usage: {reads.usage()}")
-    if len(runs) > reads.runs:
-        raise UserError(f"rtx {reads.name} takes 1 run, not also {shorten(str(runs[1]))!r}")
-    return runs
 
 
 def split_word(word: str) -> tuple[str, str]:
@@ -271,41 +247,40 @@ def split_word(word: str) -> tuple[str, str]:
     return key, text
 
 
-def refuse_foreign(reads: Command, key: str, composing: bool) -> None:
+def refuse_foreign(reads: Command, key: str) -> None:
     """Refuse a key that the command does not read; say which command reads it, or which key is near."""
-    known = reads.known(composing)
+    known = reads.known()
     told_later = reads.name == "resume" and key in all_fields()  # with the value that the run has
     if key in known or told_later or (reads.name == "train -m" and key.startswith("hydra.launcher.")):
         return
-    owners = [name for name, other in READS.items() if "." in key and other.option(key, False)]
-    if owners:
-        raise UserError(f"rtx {reads.name} does not read {key}; it is an option of rtx {owners[0]}")
+    for other in COMMANDS:
+        if "." in key and (option := key.removeprefix(f"{other.name.split()[0]}.")) in other.own:
+            raise UserError(f"rtx {reads.name} does not read {key}; {option} is an option of rtx {other.name}")
     if key in settings():
         raise UserError(f"rtx {reads.name} does not read {key}; it reads {shorten(', '.join(known), 300)}")
     raise UserError(unknown(key, known))
 
 
 def check_overrides(words: Iterable[str], *, sweep: bool = False) -> list[Override]:
-    """Return the overrides of a configuration, each value checked; `sweep`: they may list values."""
-    return [check_override(word, sweep) for word in words]
-
-
-def check_override(word: str, sweep: bool) -> Override:
-    """Return one override, each of its values an option of a group, or in the type and range of a key."""
-    (key, text), known = split_word(word), settings()
-    if sweep and key.startswith("hydra.launcher."):
-        return Override(key, (text,))
-    if key not in known:
-        raise UserError(unknown(key, known))
-    field, values = known[key], COMMA.split(text)
-    if len(values) > 1 and not sweep:
-        said = f"{shorten(word)}: takes one value; several make a sweep (rtx train -m)"
-        raise UserError(f"{said}; quote it where it is one: '{key}=\"...\"'")
-    for value in values:
-        if "${" not in value or key in GROUPS:  # what refers to another key is known when all is composed
-            field.read_word(value)
-    if key in GROUPS:
-        values = [unquoted(value.strip()) for value in values]
-        if {*values} & {*LAUNCHED} and importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
-            raise UserError(f"{word}: needs submitit and its plugin for Hydra: pip install 'rtx[slurm]'")
-    return Override(key, tuple(values))
+    """Return the overrides of a configuration, their values (several in a sweep) of the right type and range."""
+    known, found = settings(), []
+    for word in words:
+        key, text = split_word(word)
+        values = COMMA.split(text)
+        if sweep and key.startswith("hydra.launcher."):
+            found.append(Override(key, (text,)))
+            continue
+        if key not in known:
+            raise UserError(unknown(key, known))
+        if len(values) > 1 and not sweep:
+            said = f"{shorten(word)}: takes one value; several make a sweep (rtx train -m)"
+            raise UserError(f"{said}; quote it where it is one: '{key}=\"...\"'")
+        for value in values:
+            if "${" not in value or key in GROUPS:  # what refers to another key is known when all is composed
+                known[key].read_word(value)
+        if key in GROUPS:
+            values = [unquoted(value.strip()) for value in values]
+            if {*values} & {*LAUNCHED} and importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
+                raise UserError(f"{word}: needs submitit and its plugin for Hydra: pip install 'rtx[slurm]'")
+        found.append(Override(key, tuple(values)))
+    return found

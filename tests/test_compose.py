@@ -99,7 +99,7 @@ def test_a_text_of_a_run_is_taken_as_it_is_written(default: Any, tmp_path: Path,
     ("text", "said"),
     [
         ("", "is not the configuration of a run"),
-        ("eval: {split: test}\naudit: {double: true}\n", "the run was made by rtx 0.1, which alone can read it"),
+        ("eval: {split: test}\n", "config.yaml: unknown key 'eval'"),
         ("a: &a [x, x]\nb: &b [*a, *a]\nseed: [*b, *b]\n", "unknown key 'a'"),
         ("seed: " + "[" * 5000, "config.yaml: "),
         ("seed: [1, 2]", "seed must be one value"),

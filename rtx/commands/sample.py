@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
     config = run_config(folder, words.overrides)
     is_image, size = config.data.name in IMAGE_SETS, config.data.length
     if is_image and (options.prompt or (options.length or 0) > size):
-        extra = f"sample.prompt, or a sample.length above {size}"
+        extra = f"prompt, or a length above {size}"
         raise UserError(f"{extra}, has no place in a run on images: an image has {size} units")
     run = load_run(folder, config, options.checkpoint, prepare_device(config), say=tell)
     return draw_image(run, options) if is_image else write_text(run, options)
@@ -43,7 +43,7 @@ def write_text(run: LoadedRun, options: SampleOptions) -> int:
     given = prompt_1P.shape[1]
     if run.model.embedding.positions is not None and given + length > most:
         positions = f"model.positions={run.config.model.positions} covers data.length={most}"
-        raise UserError(f"sample.length={length}: {positions}; with the prompt, at most {most - given}")
+        raise UserError(f"length={length}: {positions}; with the prompt, at most {most - given}")
     text, decoder = bytearray(), codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(units: torch.Tensor) -> None:

@@ -51,12 +51,12 @@ def windows(units: int, length: int, stride: int | None = None) -> list[Window]:
 def read_as_released(store: TokenStore | RecallStore, split: str, length: int) -> tuple[np.ndarray, str]:
     """Return a split as the paper's released code reads it, for windows of `length` units, and what that leaves out."""
     if store.name not in RELEASED or isinstance(store, RecallStore):
-        raise UserError(f"eval.protocol=released: known of {', '.join(RELEASED)}, not of data={store.name}")
+        raise UserError(f"protocol=released: known of {', '.join(RELEASED)}, not of data={store.name}")
     tokens, (units, habits) = store.split(split), RELEASED[store.name]
     if store.image is not None:
         return tokens, habits
     if (found := store.tokenizer.name) != units:
-        raise UserError(f"eval.protocol=released: {store.name} was read as {units}, not data.tokenizer={found}")
+        raise UserError(f"protocol=released: {store.name} was read as {units}, not data.tokenizer={found}")
     is_newline = tokens == store.tokenizer.encode(b"\n")[0]
     if store.name == "wikitext103":  # blank lines alone; the first one is blank where the text begins with a newline
         is_newline[1:] &= is_newline[:-1].copy()
@@ -64,7 +64,7 @@ def read_as_released(store: TokenStore | RecallStore, split: str, length: int) -
     if store.name == "wikitext103":
         tokens = tokens[: len(tokens) // length * length]
     if not len(tokens):
-        raise UserError(f"eval.protocol=released: split {split} has not one whole window of {length:,} units")
+        raise UserError(f"protocol=released: split {split} has not one whole window of {length:,} units")
     return tokens, habits
 
 

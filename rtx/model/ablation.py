@@ -31,9 +31,9 @@ def check_ablation(config: Config, how: str) -> None:
     if how == "none":
         return
     if routing.heads == 0 or routing.layers == 0:
-        raise UserError(f"eval.ablate={how}: the model has no routing heads to take away")
+        raise UserError(f"ablate={how}: the model has no routing heads to take away")
     if how == "random" and routing.selection == "random":
-        raise UserError("eval.ablate=random: the heads of selection=random read random members already")
+        raise UserError("ablate=random: the heads of selection=random read random members already")
 
 
 def ablate(model: Transformer, config: Config, how: str) -> None:

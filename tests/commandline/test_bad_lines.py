@@ -59,9 +59,9 @@ class Stage:
         self.reach([cell.config for cell in launcher.cells])
         return [Outcome(0, "done") for _ in launcher.cells]
 
-    def resolve(self, config: Config) -> Config:
+    def resolve(self, config: Config, *keys: Any) -> Config:
         """Check a configuration, and note it."""
-        self.last = RESOLVE(config)
+        self.last = RESOLVE(config, *keys)
         return self.last
 
     def ask(self, words: Sequence[str]) -> list[Config]:

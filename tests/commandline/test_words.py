@@ -70,7 +70,8 @@ def test_a_value_is_taken_as_it_is_written(word: str, value: object) -> None:
         ("~routing.heads", "'~routing.heads' is not of the form key=value"),
         ("", "'' is not of the form key=value"),
         ("a\nb=3", "unknown key 'a b'"),
-        ("sweep.retry=true", "it is an option of rtx train -m"),
+        ("sweep.retry=true", "sweep.retry is an option of rtx train -m"),
+        ("eval.split=test", "rtx train does not read eval.split; split is an option of rtx eval"),
     ],
 )
 def test_what_training_refuses(word: str, said: str) -> None:
@@ -96,8 +97,8 @@ def test_a_sweep_refuses_a_value_among_others() -> None:
     assert "model=rtx: must be one of" in refusal("train -m", "model=rt24,rtx")
 
 
-def test_options_are_written_short_or_with_their_section() -> None:
-    words = read_words("eval", ["run", "split=test", "eval.limit=5", "seed=3", "hardware=cpu", "data.path=a=b"])
+def test_options_are_read_beside_keys() -> None:
+    words = read_words("eval", ["run", "split=test", "limit=5", "seed=3", "hardware=cpu", "data.path=a=b"])
     assert (words.runs, words.options) == ([Path("run")], EvalOptions(split="test", limit=5))
     assert words.overrides == ["seed=3", "hardware=cpu", "data.path=a=b"] and words.given == {"split", "limit"}
     sample = read_words("sample", ["run", "prompt=Once, (upon) a=b", "seed=3", "top_k=null", "temperature=5e-1"])
@@ -117,7 +118,8 @@ def test_a_folder_may_have_an_equals_sign_in_its_name(tmp_path: Path) -> None:
     [
         ("eval", "splt=test", "unknown key 'splt' (did you mean 'split'?)"),
         ("eval", "optimizer.lr=5", "rtx eval does not read optimizer.lr; it reads checkpoint, split"),
-        ("eval", "sample.length=5", "rtx eval does not read sample.length; it is an option of rtx sample"),
+        ("eval", "sample.length=5", "rtx eval does not read sample.length; length is an option of rtx sample"),
+        ("eval", "eval.split=test", "rtx eval does not read eval.split; split is an option of rtx eval"),
         ("eval", "hardware=ddp", "hardware=ddp: not for rtx eval"),
         ("resume", "hardware=slurm", "hardware=slurm: not for rtx resume"),
         ("sample", "data.path=x", "rtx sample does not read data.path"),
@@ -131,6 +133,9 @@ def test_a_command_refuses_what_it_does_not_read(command: str, word: str, said: 
 def test_runs_are_counted() -> None:
     assert "rtx eval needs the run's folder first; usage: rtx eval <run>" in refusal("eval", "split=test")
     assert "takes 1 run, not also 'b'" in refusal("eval", "a", "b")
+    assert "usage: rtx audit <run> ..." in refusal("audit", "windows=9")
+    assert read_words("audit", ["a", "b", "seed=4"]).runs == [Path("a"), Path("b")]
+    assert read_words("report", []).runs == []
 
 
 def test_every_key_has_a_docstring_of_one_sentence_or_more() -> None:

@@ -165,7 +165,7 @@ def test_a_sample_is_reproducible_and_kept_byte_for_byte(causal_run: Path) -> No
     kept = sorted((causal_run / "samples").glob("*.txt"))[-2:]
     assert kept[0].read_bytes() == kept[1].read_bytes()
     assert len(kept[0].read_bytes()) == 64
-    assert rtx(folder, *wish, "sample.seed=1").stdout != first.stdout
+    assert rtx(folder, *wish, "seed=1").stdout != first.stdout
 
 
 def test_a_stream_may_outrun_the_window_but_not_learned_positions(causal_run: Path, topk_run: Path) -> None:

@@ -99,7 +99,7 @@ def test_an_ablation_of_nothing_is_refused(workshop: Workshop) -> None:
     run = workshop.folder / "local"
     workshop.command("train", *RECALL, "routing.heads=0", "trainer.steps=1", run=run)
     printed = workshop.command("eval", str(run), "ablate=routing", code=2)
-    assert "eval.ablate=routing: the model has no routing heads" in printed
+    assert "ablate=routing: the model has no routing heads" in printed
 
 
 def test_what_recall_does_not_have_is_refused_in_a_line(workshop: Workshop, recall_run: Path) -> None:

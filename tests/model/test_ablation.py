@@ -82,7 +82,7 @@ def test_only_routing_layers_change_and_none_changes_nothing() -> None:
 @pytest.mark.parametrize("how", ["routing", "local", "random"])
 @pytest.mark.parametrize("sizes", [{"routing_heads": 0}, {"routing_layers": 0}])
 def test_a_model_without_routing_heads_is_refused(how: str, sizes: dict[str, int]) -> None:
-    with pytest.raises(UserError, match=f"eval.ablate={how}: the model has no routing heads"):
+    with pytest.raises(UserError, match=f"ablate={how}: the model has no routing heads"):
         check_ablation(tiny_config(**sizes), how)  # type: ignore[arg-type]
 
 
