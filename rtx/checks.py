@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from operator import attrgetter
 
-from rtx.config import CLUSTERED, SPREAD, Config, all_fields, axis_sizes, base_patterns, clusters, hash_buckets
+from rtx.config import CLUSTERED, SPREAD, Config, all_fields, axis_sizes, clusters, hash_buckets
 from rtx.data.sets import HELD_OUT, IMAGE_SETS, NAMES, TWO_WAYS, image_side
 from rtx.errors import refuse, written
 
@@ -41,14 +41,14 @@ OURS = {"local", "full", "lsh", "adaptive_span", "strided", "fixed"}
 """Values of model.base of which that is known: a pattern of one's own may read any key."""
 
 
-def resolve(config: Config) -> Config:
-    """Return a copy with routing.clusters and model.hash_buckets frozen; `UserError`: a line for all that fits not."""
+def resolve(config: Config, keys: Iterable[str] = ()) -> Config:
+    """Return a copy with routing.clusters and model.hash_buckets frozen; `UserError`: what fits not, idle `keys`."""
     routing, model = replace(config.routing, clusters=clusters(config)), config.model
-    if "lsh" in base_patterns(model):
+    if "lsh" in model.base.split("+"):
         model = replace(model, hash_buckets=hash_buckets(config))
     config = replace(config, routing=routing, model=model)
     parts = (too_large, model_problems, training_problems, data_problems)
-    refuse(line for problems in parts for line in problems(config))
+    refuse([*(line for problems in parts for line in problems(config)), *idle(config, keys).values()])
     return config
 
 
@@ -68,7 +68,7 @@ def idle(config: Config, keys: Iterable[str]) -> dict[str, str]:
 
 def too_large(config: Config) -> Iterator[str]:
     """Yield which sizes are larger than others allow."""
-    routing, patterns = config.routing, set(base_patterns(config.model))
+    routing, patterns = config.routing, set(config.model.base.split("+"))
     routes, sparse = bool(routing.heads and routing.layers), bool(patterns & {"strided", "fixed"})
     limits = (
         ("routing.heads", "model.heads", True),
@@ -91,7 +91,7 @@ def too_large(config: Config) -> Iterator[str]:
 def model_problems(config: Config) -> Iterator[str]:
     """Yield what is wrong with the model's sizes, and with the keys of its routing heads."""
     length, model, routing = config.data.length, config.model, config.routing
-    patterns, size = base_patterns(model), model.hidden // model.heads
+    patterns, size = model.base.split("+"), model.hidden // model.heads
     plain = {model.heads} if routing.layers < model.layers else set()
     plain |= {model.heads - routing.heads} if routing.layers else set()
     if model.hidden % model.heads:
@@ -119,8 +119,7 @@ def training_problems(config: Config) -> Iterator[str]:
     """Yield what is wrong with devices, batches, schedule and the attention asked for by name."""
     hardware, trainer, optimizer, model = config.hardware, config.trainer, config.optimizer, config.model
     devices = (hardware.devices or 1) * hardware.nodes
-    asked = trainer.micro_batch_size
-    micro = asked if isinstance(asked, int) else max(1, trainer.batch_size // devices)
+    micro = 1 if trainer.micro_batch_size == "auto" else int(trainer.micro_batch_size)
     if hardware.precision == "tf32" and hardware.name == "cpu":
         yield "hardware.precision=tf32 needs a GPU; a CPU takes fp32, bf16 or fp64"
     if devices > 1 and hardware.name not in SPREAD:
@@ -133,7 +132,7 @@ def training_problems(config: Config) -> Iterator[str]:
         yield f"trainer.batch_size={trainer.batch_size} must be a multiple of micro-batch {micro} x {devices} device(s)"
     if optimizer.schedule == "rsqrt" and not optimizer.warmup:
         yield "optimizer.schedule=rsqrt needs optimizer.warmup of at least 1"
-    plain = model.attention_dropout == 0 and model.positions != "shaw" and "adaptive_span" not in base_patterns(model)
+    plain = model.attention_dropout == 0 and model.positions != "shaw" and "adaptive_span" not in model.base.split("+")
     if hardware.attention in ("native", "flex") and not plain:
         yield "model.attention_dropout, positions=shaw and base=adaptive_span need hardware.attention=auto or torch"
     on_cpu = hardware.precision in ("auto", "fp32") and hardware.name in ("auto", "cpu", "ddp")

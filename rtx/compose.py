@@ -1,16 +1,16 @@
 """Overrides and the files of `conf/` -> one checked `Config`; a `Config` -> plain dictionaries and back.
 
-Hydra composes the groups (through its compose API, which touches no folder, no logging and no `sys.argv`); keys are set
-on what it gives, so that cells of a sweep with the same groups share one composition.
+Hydra composes the groups; keys are set on what it gives, so that cells of a sweep with the same groups share that.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict as to_dict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import BaseLoader, YAMLError, load
 
-from rtx import __version__
 from rtx.checks import data_problems, idle, resolve
 from rtx.config import GROUPS, SECTIONS, Config, DataConfig, all_fields, digest
 from rtx.data.sets import IMAGE_SETS, image_side
@@ -31,16 +30,11 @@ from rtx.options import Override, check_overrides, read_words
 
 RUN_CONFIG = "config.yaml"
 
-to_dict = dataclasses.asdict
-"""Returns a configuration as nested dictionaries of plain values."""
-
 
 def compose(overrides: Iterable[str]) -> Config:
     """Return the configuration that `rtx train <overrides>` runs; `UserError` for all that is wrong with the words."""
     checked = check_overrides(overrides)
-    config = resolve(compose_unresolved(checked))
-    refuse(idle(config, (entry.key for entry in checked)).values())
-    return config
+    return resolve(compose_unresolved(checked), (entry.key for entry in checked))
 
 
 def compose_data(overrides: Iterable[str]) -> DataConfig:
@@ -129,8 +123,8 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     """Return a copy of a configuration with other values at some dotted keys."""
     for key, value in values.items():
         section, _, name = key.rpartition(".")
-        changed = {section: dataclasses.replace(getattr(config, section), **{name: value})} if section else {key: value}
-        config = dataclasses.replace(config, **changed)
+        changed = {section: replace(getattr(config, section), **{name: value})} if section else {key: value}
+        config = replace(config, **changed)
     return config
 
 
@@ -144,8 +138,6 @@ def load_run_config(run_dir: str | Path) -> Config:
         values = load(path.read_text("utf-8"), Loader=BaseLoader)  # every value as its text
         if not isinstance(values, dict):
             raise UserError("is not the configuration of a run")
-        if "eval" in values and "audit" in values:
-            raise UserError(f"the run was made by rtx 0.1, which alone can read it; this is {__version__}")
         known, found = all_fields(), flat(values)
         unset = [key for key, value in found.items() if value == "null" and key in known and known[key].optional]
         return resolve(to_config(found | dict.fromkeys(unset)))
@@ -156,12 +148,10 @@ def merge(config: Config, overrides: Iterable[str]) -> Config:
     values: dict[str, Any] = {}
     for entry in check_overrides(overrides):
         if entry.key in GROUPS:
-            config = dataclasses.replace(config, **{entry.key: getattr(compose_unresolved([entry]), entry.key)})
+            config = replace(config, **{entry.key: getattr(compose_unresolved([entry]), entry.key)})
         else:
             values[entry.key] = all_fields()[entry.key].read_word(entry.values[0])
-    config = resolve(with_values(config, values))
-    refuse(idle(config, values).values())
-    return config
+    return resolve(with_values(config, values), values)
 
 
 def config_hash(config: Config) -> str:

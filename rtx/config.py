@@ -1,7 +1,6 @@
-"""The configuration of a training run: one dataclass per group, a docstring per key.
+"""The keys of a training run, their types, ranges and docstrings: a dataclass for each group. No torch, no Hydra.
 
-Values live in `conf/`, types and ranges here, what fits with what in `rtx/checks.py`; what commands that train nothing
-read stands in `rtx/options.py`. No torch, no Hydra. `rtx train --help` prints the docstrings.
+Values live in `conf/`, what fits with what in `rtx/checks.py`, what other commands read in `rtx/options.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from rtx.keys import Field, fields_of, one_of, options, ranged
 
 GROUPS = ("data", "routing", "optimizer", "hardware", "logger", "model", "experiment")
 """Hydra groups in the order of composition; a later one wins."""
-
 SECTIONS = (*GROUPS[:-1], "trainer")
 
 BASES = {
@@ -44,18 +42,14 @@ SELECTIONS = {
 
 CLUSTERED = ("causal", "topk", "nearest", "random")
 """The selections by clusters; the others choose keys for each query."""
-
 SPREAD = ("ddp", "fsdp")
 """Values of hardware.name that run one process per device."""
-
 NAMELIKE = (
     *("name", "model.name", "optimizer.steps", "hardware.workers", "data.verify", "data.processes"),
     *("trainer.micro_batch_size", "model.recompute"),
 )
 OUTSIDE = ("logger.", "trainer.checkpoint_", "trainer.keep_")
-"""Keys, and what keys begin with, that cannot change a bit of what is trained, or that a machine may choose for itself,
-as they change it by rounding alone: they tell no cells of a sweep apart.
-keep_: of runs that were recorded when there was trainer.keep_checkpoints."""
+"""Keys, and what keys begin with (keep_: in older runs), that tell no cells apart: they change rounding at the most."""
 
 
 @dataclass
@@ -109,8 +103,7 @@ class RoutingConfig:
     """The content-based heads: how many, where, and how a position chooses its cluster."""
 
     selection: str = one_of(*SELECTIONS)
-    """What a head reads: clusters by thresholds (causal), by the nearest centroid, topk (Algorithm 1, sees the future)
-    or random; or each query's keys: exact, blocks, blocks_random, indexer."""
+    """What a head reads: a cluster (causal, nearest, random; topk, Algorithm 1: sees the future), or chosen keys."""
     keys: str = one_of("shared", "separate", "projected")
     """Keys: the queries, or their own: clustered apart (separate), or by a fixed random W_R (q + k) (projected)."""
     heads: int = ranged(4, low=0)
@@ -242,8 +235,7 @@ class HardwareConfig:
     precision: str = one_of("auto", "fp32", "bf16", "tf32", "fp64")
     """Arithmetic: bf16 (mixed), fp32, tf32 (GPU only), fp64 (for tests); auto: bf16 on a GPU, fp32 on a CPU."""
     attention: str = one_of("auto", "torch", "native", "flex")
-    """Who attends: torch's kernels, a C++ kernel compiled here (CPU, float32), FlexAttention (GPU); auto: native from
-    1,024 positions on where it can run, else torch."""
+    """torch's kernels, C++ built here (native; fp32 on a CPU), FlexAttention (GPU); auto: native from N = 1,024 on."""
     compile: bool = False
     """Compile the model with torch.compile (needs a C++ compiler on a CPU)."""
     deterministic: bool = False
@@ -326,14 +318,7 @@ def settings() -> dict[str, Field]:
 
 def precision_on(wish: HardwareConfig, gpu: bool) -> str:
     """The arithmetic on a device: hardware.precision, where auto is bf16 on a GPU and fp32 on a CPU."""
-    if wish.precision != "auto":
-        return wish.precision
-    return "bf16" if gpu else "fp32"
-
-
-def base_patterns(model: ModelConfig) -> list[str]:
-    """The patterns that heads which do not route are shared out among."""
-    return model.base.split("+")
+    return wish.precision if wish.precision != "auto" else ("bf16" if gpu else "fp32")
 
 
 def axis_sizes(model: ModelConfig) -> tuple[int, ...]:

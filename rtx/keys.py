@@ -1,7 +1,4 @@
-"""What can be set: keys with type, range and docstring, and the options of the groups in `conf/`.
-
-Help, errors, the schema for editors and the shell's completion read this. No torch, no Hydra, no YAML.
-"""
+"""What can be set: keys with type, range and docstring, and options of the groups in `conf/`. No torch, Hydra, YAML."""
 
 from __future__ import annotations
 

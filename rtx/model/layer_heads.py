@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from rtx.attention.pattern import Pattern
-from rtx.config import BASES, SELECTIONS, Config, base_patterns
+from rtx.config import BASES, SELECTIONS, Config
 
 ROUTED = "routed"
 """The group of the heads that `routing` describes; the others are called by their pattern."""
@@ -19,7 +19,7 @@ def routing_heads(config: Config, layer: int) -> int:
 def layer_patterns(config: Config, layer: int) -> dict[str, int]:
     """Return the groups of a layer's heads in order, and how many heads each has: base patterns, then `routed`."""
     routed = routing_heads(config, layer)
-    patterns = base_patterns(config.model)
+    patterns = config.model.base.split("+")
     share = (config.model.heads - routed) // len(patterns)
     groups = {name: share * patterns.count(name) for name in patterns} if share else {}
     return groups | ({ROUTED: routed} if routed else {})
