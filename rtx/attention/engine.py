@@ -62,6 +62,8 @@ def attend_part(
     q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Part, terms: Terms, backend: str, joined: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs `[R, D]` and the logarithms of the summed exponentials, of rows where these are `joined`."""
+    if isinstance(part, Reads) and part.until_M is not None:
+        backend = "torch"  # the others know ranges alone
     if backend == "auto":
         usual = part.length >= MIN_NATIVE and native_refusal(q_RD, terms) is None and native.available()
         backend = "native" if usual else "torch"
@@ -143,9 +145,13 @@ def make_block(part: Reads, begin_G: Tensor, left_G: Tensor, low_G: Tensor, quer
     alike = (~inside_GQ | ((start_GQ == start_Q) & (stop_GQ == stop_Q))).all()
     if bool(alike):
         start_GQ, stop_GQ = start_Q, stop_Q
-        if queries == keys and bool(((start_Q <= 0) & ((stop_Q == slot_Q + 1) | (stop_Q < 0))).all()):
+        triangle = queries == keys and bool(((start_Q <= 0) & ((stop_Q == slot_Q + 1) | (stop_Q < 0))).all())
+        if triangle and part.until_M is None:
             return Block(query_GQ, real_GQ, key_GK, None)
     mask = (slot_K >= start_GQ[..., None]) & (slot_K < stop_GQ[..., None])
+    if part.until_M is not None:
+        position_GQ = part.query.row_M[query_GQ] % part.length
+        mask = mask & (part.until_M[key_GK][:, None] > position_GQ[..., None])
     mask[..., 0] |= ~mask.any(-1)  # no softmax is empty; what such a query reads is thrown away
     return Block(query_GQ, real_GQ, key_GK, mask)
 
@@ -155,7 +161,7 @@ def by_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Return what `attend_part` does, by torch's kernels, or by our own softmax for what they do not offer."""
     plain = not joined and not terms.by_distance and not (terms.dropout and q_RD.device.type == "cpu")
-    blocks, rows = cut(part, triangles=plain), len(q_RD)
+    blocks, rows = cut(part, triangles=plain and part.until_M is None), len(q_RD)
     query_rows, key_rows = [part.query.row_M[b.query_GQ] for b in blocks], [part.key.row_M[b.key_GK] for b in blocks]
     weight_P = 1 / part.times_R(rows).clamp(min=1)[part.query.row_M].double()
     # One row more takes what is thrown away.

@@ -47,6 +47,8 @@ class Reads(NamedTuple):
     stop_P: Tensor
     length: int
     """N."""
+    until_M: Tensor | None = None
+    """Positions before which alone a key member is read, where not for good; who reads a range reads some of it."""
 
     def times_R(self, rows: int) -> Tensor:
         """Return in how many lists each row reads something."""

@@ -15,12 +15,10 @@ from rtx.attention import oracle
 from rtx.attention.arguments import check_choice, check_number
 from rtx.attention.cache import ClusterCache
 from rtx.attention.centroids import Centroids, paused, to_sphere
-from rtx.attention.packed import Indexed, Packed, Part, Reads, members_read, queries_read
+from rtx.attention.packed import Packed, Part, Reads, members_read, queries_read
 from rtx.attention.pattern import Inputs, Pattern, routed_options
 from rtx.attention.selection import (
-    MAX_SCORES,
     SELECTIONS,
-    Arrivals,
     Assignment,
     PrefixTopK,
     arrivals,
@@ -138,8 +136,10 @@ class Routing(Pattern):
             store.seed_from([x.detach() for x in self.clustered(given)], real_BN)
         if prefix and self.selection == "topk":
             self.nearest = []
+            # All that ever joined, until they leave: at least one is there beside a newcomer, unless W is 1.
             both = [arrivals(store.centroid_HCD, x, real_BN, store.window) for x in self.clustered(given)]
-            return [prefix_reads(both[0], both[-1], store.window, N, self.attend_self)]
+            part = queries_read(both[0].lists, both[-1].lists, N, N, self.attend_self or store.window == 1)
+            return [part._replace(until_M=both[-1].leaves_M)]
         found = self.assign(given, real_BN)
         lists = [one.lists for one in found]
         if self.training:
@@ -246,22 +246,3 @@ class RoutingCache(ClusterCache):
         at_L = torch.full((score_BHC.numel(),), position, device=score_BHC.device)
         joins_L, slot_L, _ = self.best[number].offer(score_BHC.flatten(), at_L)
         return joins_L.view(score_BHC.shape), slot_L.view(score_BHC.shape)
-
-
-def prefix_reads(queries: Arrivals, keys: Arrivals, window: int, length: int, attend_self: bool) -> Indexed:
-    """Return what streaming top-w reads: the keys that are among a cluster's best when the query arrives."""
-    row_P, list_P = queries.lists.row_M, queries.lists.list_M()
-    first_L, count_L = keys.lists.first_L(), keys.lists.count_L
-    slot_A = torch.arange(int(count_L.max()) if len(count_L) else 0, device=row_P.device)
-    chosen = []
-    piece = max(1, MAX_SCORES // max(1, len(slot_A)))
-    for row_Q, list_Q in zip(row_P.split(piece), list_P.split(piece), strict=True):
-        number_QA = (first_L[list_Q][:, None] + slot_A).clamp(max=max(0, len(keys.lists.row_M) - 1))
-        row_QA = keys.lists.row_M[number_QA]
-        there_QA = (slot_A < count_L[list_Q][:, None]) & (row_QA <= row_Q[:, None])
-        there_QA &= keys.leaves_M[number_QA] > (row_Q % max(1, length))[:, None]
-        hidden_QA = there_QA & (row_QA == row_Q[:, None]) & (there_QA.sum(-1, keepdim=True) > 1) & (not attend_self)
-        there_QA &= ~hidden_QA
-        chosen.append(torch.where(there_QA, row_QA, -1).topk(min(window, len(slot_A)), dim=-1).values)
-    index_PK = torch.cat(chosen) if chosen else row_P.new_zeros(0, 1)
-    return Indexed(row_P, index_PK, length)
