@@ -1,7 +1,6 @@
 """Checkpoints: plain dicts in a zip file that torch.load reads, with a checksum, replaced only by a whole new one.
 
 A run keeps `last.ckpt` (all that a resume needs), the one before as `previous.ckpt`, and `best.ckpt` (weights alone).
-The SHA-256 of the file stands in the comment at its end.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import hashlib
 import os
 import pickle
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -21,26 +20,21 @@ from rtx.disk import sync_folder, write_beside
 from rtx.errors import RunFailed, UserError, refuse
 from rtx.training.run_folder import differences, makes_another
 
-FORMAT = 3
-"""Version of the layout; only files of this one are read."""
-TAG = b"rtx sha256 "
+FORMAT = 3  # version of the layout; only files of this one are read
+TAG = b"rtx sha256 "  # in the comment at the end of the file, before the SHA-256 of all before it
 COMMENT_BYTES = len(TAG) + 64
 
 Say = Callable[[str], object]
-Checkpoint = dict[str, Any]
-"""Lightning's, with weights as `model` and with `format`, `step`, `config` and `data`."""
+Checkpoint = dict[str, Any]  # Lightning's, with weights as `model` and with `format`, `step`, `config` and `data`
 
 
 class CheckpointFiles(TorchCheckpointIO):
     """Writes a checkpoint beside its place, syncs and renames it; Lightning's own fills the memory and never syncs."""
 
-    def save_checkpoint(
-        self, checkpoint: Checkpoint, path: str | os.PathLike[str], storage_options: Any = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: Checkpoint, path: Any, storage_options: Any = None) -> None:
         """Replace a checkpoint; `RunFailed` where the disk is full: all files are as they were."""
         path = Path(path)
         try:
-            path.parent.mkdir(exist_ok=True)
             written = write_beside(path, lambda file: write_zip(file, checkpoint))
             if path.name == "last.ckpt" and path.exists():
                 os.replace(path, path.with_name("previous.ckpt"))
@@ -104,44 +98,40 @@ def check_layout(path: Path, checkpoint: Any) -> None:
     raise UserError(f"{path} is no checkpoint of rtx: its parts cannot be right")
 
 
-def whole_ones(
-    paths: Iterable[Path], say: Say, *, facts_only: bool = False, set_aside: bool = False
-) -> Iterator[Checkpoint]:
-    """Yield the checkpoints that are there and whole, with their `path`; say which are damaged, and set them aside."""
+def first_whole(
+    paths: list[Path], say: Say, instead: str, *, facts_only: bool = False, set_aside: bool = False
+) -> Checkpoint | None:
+    """Return the first that is there and whole, with `path` and `file`, and say `instead` where it is not paths[0]."""
     for path in paths:
         if is_whole(path):
-            yield {**read_checkpoint(path, facts_only=facts_only), "path": path}
-        elif path.exists():
+            found = {**read_checkpoint(path, facts_only=facts_only), "path": path, "file": path.stem}
+            if path != paths[0]:
+                say(instead.format_map(found))
+            return found
+        if path.exists():
             aside = path.with_name(f"{path.name}.damaged")
             if set_aside:
                 path.rename(aside)
             say(f"{path} is damaged (its checksum does not match)" + f"; set aside as {aside.name}" * set_aside)
+    if any(path.exists() for path in (*paths, *paths[0].parent.glob("*.damaged"))):
+        raise RunFailed(f"no checkpoint in {paths[0].parent} is whole")
+    return None
 
 
 def newest_checkpoint(folder: Path, *, set_aside: bool, report: Say = print) -> Checkpoint | None:
     """Return the facts of the newest checkpoint of a run that is whole, and its `path`; None: none was ever written.
 
-    With `set_aside` a damaged file becomes `<name>.damaged`, so that it cannot displace a good one. `RunFailed` where
-    none is whole; `UserError` for one that holds more than plain data, which is never unpickled.
+    With `set_aside` a damaged file becomes `<name>.damaged`: it cannot displace a good one. `RunFailed`: none is whole.
     """
-    for found in whole_ones(resumable(folder), report, facts_only=True, set_aside=set_aside):
-        if found["path"].name != "last.ckpt":
-            report(f"going on from {found['path']} (step {found['step']}), the newest that is whole")
-        return found
-    if any(path.exists() for path in (*resumable(folder), *folder.glob("*.damaged"))):
-        raise RunFailed(f"no checkpoint in {folder} is whole; the weights of best.ckpt may still be scored")
-    return None
+    instead = "going on from {path} (step {step}), the newest that is whole"
+    return first_whole(resumable(folder), report, instead, facts_only=True, set_aside=set_aside)
 
 
 def load_for_use(folder: Path, name: str, say: Say = print) -> Checkpoint:
     """Return `best` or `last` of a run for use, or, having said so, another one; its key `file` tells which."""
     paths = dict.fromkeys([folder / f"{name}.ckpt", folder / "best.ckpt", *resumable(folder)])
-    for found in whole_ones(paths, say):
-        if (file := found["path"].stem) != name:
-            say(f"no whole {name}.ckpt; using {file}.ckpt (step {found['step']})")
-        return {**found, "file": file}
-    if any(path.exists() for path in paths):
-        raise RunFailed(f"no checkpoint in {folder} is whole")
+    if found := first_whole(list(paths), say, f"no whole {name}.ckpt; using {{file}}.ckpt (step {{step}})"):
+        return found
     raise UserError(f"the run has no checkpoint yet: nothing in {folder}")
 
 
