@@ -19,10 +19,7 @@ from rtx.errors import RunFailed
 from rtx.progress import PLAIN_SECONDS, clock, peak_memory, say
 from rtx.training.module import TrainingModule, learning_rate, seed_everything
 from rtx.training.run_folder import Status, shown
-from rtx.training.signals import Signals, Stopped
-
-LOOK_STEPS = {"cpu": 1, "cuda": 8}
-"""Steps between two looks at a device's numbers, where nothing else asks for one: each makes the CPU wait for it."""
+from rtx.training.signals import Signals, Stopped, state_after
 
 
 class Watch(Callback):
@@ -41,6 +38,8 @@ class Watch(Callback):
         self.module, self.ranks, self.plan, self.data = module, module.ranks, module.config.trainer, data
         self.signals, self.telemetry, self.status = signals, telemetry, status
         self.say = say if status else lambda line: None
+        self.record = status.update if status else lambda **fields: None
+        self.streams: dict[str, Any] = {"torch": torch} | ({"cuda": torch.cuda} if torch.cuda.is_available() else {})
         self.units_per_step = self.plan.batch_size * module.config.data.length
         self.began = self.mark = time.monotonic()
         self.row_step, self.waited, self.pace, self.bits = data.step, 0.0, 0.0, math.nan
@@ -55,10 +54,8 @@ class Watch(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return time, best score, and the random streams and sums of all ranks, which all call this."""
-        streams = {"torch": torch.get_rng_state()}
-        if torch.cuda.is_available():
-            streams["cuda"] = torch.cuda.get_rng_state()
-        ranks = self.ranks.gather({"rng": streams, "sums": self.module.sums.tolist()})
+        states = {name: stream.get_rng_state() for name, stream in self.streams.items()}
+        ranks = self.ranks.gather({"rng": states, "sums": self.module.sums.tolist()})
         return {"seconds": self.seconds, "best": self.best, "ranks": ranks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -70,9 +67,8 @@ class Watch(Callback):
         if len(self.kept["ranks"]) == world:
             own = self.kept["ranks"][rank]
             self.module.sums = torch.tensor(own["sums"], dtype=torch.float64)
-            torch.set_rng_state(own["rng"]["torch"])
-            if "cuda" in own["rng"] and torch.cuda.is_available():
-                torch.cuda.set_rng_state(own["rng"]["cuda"])
+            for name in self.streams.keys() & own["rng"].keys():
+                self.streams[name].set_rng_state(own["rng"][name])
         else:
             seed_everything(self.module.config.seed, 1 + rank + world * step)
         self.signals.hold()
@@ -87,7 +83,8 @@ class Watch(Callback):
         """Look around, if due, and write what is; `RunFailed` where a number is not finite, `Stopped` by a signal."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return  # within a step
-        step, plan, look = trainer.global_step, self.plan, LOOK_STEPS.get(pl_module.device.type, 1)
+        step, plan = trainer.global_step, self.plan
+        look = 8 if pl_module.device.type == "cuda" else 1  # each look at numbers makes the CPU wait for the device
         due = any(step % every == 0 for every in (plan.log_every, plan.val_every, plan.checkpoint_every, look))
         stop = self.agree(trainer) if due or step >= plan.steps else 0
         self.pace = (step - self.row_step) * self.units_per_step / max(1e-9, time.monotonic() - self.mark)
@@ -123,30 +120,25 @@ class Watch(Callback):
         began = time.monotonic()
         trainer.save_checkpoint(self.last)
         self.saved, self.mark = trainer.global_step, self.mark + time.monotonic() - began  # which was no stepping
-        if self.status:
-            self.status.update(step=self.saved, saved=self.saved, write=True)
+        self.record(step=self.saved, saved=self.saved, write=True)
 
     def last_good(self) -> str:
         if self.saved is None:
             return "no checkpoint had been written yet"
         return f"the last good checkpoint is {self.last} (step {self.saved:,})"
 
-    def leave_at_once(self, state: str, how: str) -> None:
-        """Before the process ends in the middle of a step: say so, and take the children along."""
+    def leave_at_once(self, how: str, code: int = 1) -> None:
+        """End the process in the middle of a step, and its children: by a second signal, or as one of them is gone."""
         reason = f"{how}; {self.last_good()}"
         with contextlib.suppress(OSError):  # by print: the main thread may be about to write, and never come round
-            print(reason, flush=True)
+            print("rtx: " * (code == 1) + reason, flush=True)
             if self.saved is not None:
                 print(f"continue with: rtx resume {shown(self.folder)}", flush=True)
         if self.status:
-            self.status.end(state, reason.removeprefix("rtx: "))
+            self.status.end(state_after(code), reason)
         for child in self.children:
             child.kill()
-
-    def end_without(self, how: str) -> None:
-        """End the process where it is, because one that it started is gone and it has not noticed."""
-        self.leave_at_once("failed", f"rtx: {how}")
-        os._exit(1)
+        os._exit(code)
 
     def write_train_row(self, trainer: Trainer) -> None:
         nats, right, passes = self.ranks.total(*self.module.sums.tolist())
@@ -154,11 +146,9 @@ class Watch(Callback):
         rate, norm = learning_rate(self.module.config, trainer.global_step), float(self.module.norm)
         values = {"bits": nats / passes / math.log(2), "lr": rate, "grad_norm": norm, "tokens_per_second": self.pace}
         values |= {"data_share": share, "seconds": self.seconds, "memory_bytes": peak_memory()}
-        if self.module.at_A is not None:
-            values["accuracy"] = right / passes
-        self.write_row(trainer, "train", values | self.telemetry(self.module.model))
-        if self.status:
-            self.status.update(step=trainer.global_step, steps=self.plan.steps)
+        accuracy = {} if self.module.at_A is None else {"accuracy": right / passes}
+        self.write_row(trainer, "train", values | accuracy | self.telemetry(self.module.model))
+        self.record(step=trainer.global_step, steps=self.plan.steps)
         self.module.sums.zero_()
         self.row_step, self.waited, self.mark = trainer.global_step, self.data.seconds, time.monotonic()
 
@@ -192,8 +182,7 @@ class Watch(Callback):
         if self.best is None or self.best["windows"] != windows or score.bits < self.best["bits"]:
             self.best = {"bits": score.bits, "step": step, "windows": windows}
             trainer.save_checkpoint(self.last.with_name("best.ckpt"), weights_only=True)
-        if self.status:
-            self.status.update(step=step, best=self.best)
+        self.record(step=step, best=self.best)
         if trainer.should_stop:
             self.save(trainer)
 
@@ -203,6 +192,7 @@ class Progress(TQDMProgressBar):
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
+        self.train_progress_bar = Tqdm(disable=True)  # until training begins
         self.watch, self.plain, self.said_at = watch, not sys.stdout.isatty(), -math.inf
         if self.plain:
             self.disable()
@@ -235,6 +225,4 @@ class Progress(TQDMProgressBar):
         return f"{told} | {clock(left)} left | {peak_memory() / 1e9:.1f} GB"
 
     def on_exception(self, *_: Any) -> None:
-        """Leave the line to the message."""
-        with contextlib.suppress(TypeError):  # there is none yet
-            self.train_progress_bar.close()
+        self.train_progress_bar.close()  # leaves the line to the message

@@ -1,7 +1,5 @@
-"""What the signals mean to a run: save at the end of the step and leave with the code that schedulers expect.
-
-SIGINT (Ctrl-C): save, exit 130; a second one: at once, 130. SIGTERM, SIGUSR1, SIGUSR2 (preemption) and SIGHUP (a lost
-terminal): save, exit 143; a second SIGTERM, some seconds later: at once, 143.
+"""What the signals mean to a run: save at the end of the step, and exit as schedulers expect: 130 after SIGINT, 143
+after SIGTERM, SIGUSR1, SIGUSR2 (preemption) and SIGHUP (a lost terminal); at once upon a second SIGINT or SIGTERM.
 """
 
 from __future__ import annotations
@@ -17,14 +15,11 @@ from types import FrameType
 from typing import Any
 
 INTERRUPTED, PREEMPTED = 130, 143
-EXIT_CODES: dict[int, int] = {
-    signal.SIGINT: INTERRUPTED,
-    **dict.fromkeys((signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP), PREEMPTED),
-}
+EXIT_CODES: dict[int, int] = dict.fromkeys((signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP), PREEMPTED)
+EXIT_CODES[signal.SIGINT] = INTERRUPTED
 AGAIN_SECONDS: dict[int, float] = {signal.SIGINT: 0.0, signal.SIGTERM: 3.0}
 """From this time on after a signal the next one counts as a second: schedulers send the first to many at once."""
-PARENT_VARIABLE, SWEEP_VARIABLE = "RTX_PARENT", "RTX_SWEEP"
-"""Environment variables with the number of the process that started this one: a run's first one, or a sweep's."""
+PARENT_VARIABLE, SWEEP_VARIABLE = "RTX_PARENT", "RTX_SWEEP"  # number of a run's first process, of its sweep
 
 
 class Stopped(BaseException):
@@ -36,7 +31,7 @@ class Stopped(BaseException):
 
 
 def state_after(code: int) -> str:
-    return "interrupted" if code == INTERRUPTED else "preempted"
+    return {INTERRUPTED: "interrupted", PREEMPTED: "preempted"}.get(code, "failed")
 
 
 class Signals:
@@ -58,8 +53,7 @@ class Signals:
         elif threading.current_thread() is threading.main_thread():
             when_orphaned(os.environ.pop(SWEEP_VARIABLE, ""), lambda: os.kill(os.getpid(), signal.SIGTERM))
             self.former = {number: signal.getsignal(number) for number in EXIT_CODES}
-            self.hold()
-            self.holding = False
+            self.hold(False)
             self.waker, self.wakened = socket.socketpair()
             self.waker.setblocking(False)
             signal.set_wakeup_fd(self.waker.fileno(), warn_on_full_buffer=False)
@@ -74,12 +68,12 @@ class Signals:
             self.waker.close()
         self.at_once = lambda code: None  # or the thread would keep the run and its data a while
 
-    def hold(self) -> None:
+    def hold(self, holding: bool = True) -> None:
         """From here on a signal waits for the end of the step. (Lightning has set a handler for SIGTERM by now.)"""
         for number in self.former:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self.handle)
-        self.holding = True
+        self.holding = holding
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Note the signal, or raise `Stopped` where nothing is held."""

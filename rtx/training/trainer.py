@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +19,7 @@ from rtx.training.callbacks import Progress, Watch
 from rtx.training.checkpoint import CheckpointFiles
 from rtx.training.distributed import cluster_environment, lost_process, start_ranks, strategy
 from rtx.training.hardware import Hardware, resolve_hardware
-from rtx.training.signals import state_after
 
-PRECISIONS: dict[str, Any] = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed"}
-"""Our word for each arithmetic, and Lightning's."""
 KNOWN_WARNINGS = (
     ".*`broadcast_buffers` is deprecated"  # its successor is not in all versions of torch that we take
     r"|.*isinstance\(treespec, LeafSpec\)"  # Lightning's use of a torch name that is to change
@@ -41,9 +39,7 @@ class Outcome(NamedTuple):
 
 def build_trainer(watch: Watch, loggers: list[Logger], hardware: Hardware) -> pl.Trainer:
     """Return the Trainer of a run: what a callback of your own would be added to."""
-    plugins: list[Any] = [cluster_environment(hardware), CheckpointFiles()]
-    if hardware.precision == "fp64":  # Lightning refuses the word for fsdp, and takes the plugin
-        plugins.append(DoublePrecision())
+    double = [DoublePrecision()] if hardware.precision == "fp64" else []  # Lightning refuses the word for fsdp
     for name in ("lightning.pytorch", "lightning.fabric"):  # their banners, tips and advice
         logging.getLogger(name).setLevel(logging.WARNING)
     return pl.Trainer(
@@ -51,8 +47,8 @@ def build_trainer(watch: Watch, loggers: list[Logger], hardware: Hardware) -> pl
         devices=hardware.devices,
         num_nodes=hardware.nodes,
         strategy=strategy(hardware),
-        precision=PRECISIONS.get(hardware.precision),
-        plugins=plugins,
+        precision={"bf16": "bf16-mixed", "fp64": None}.get(hardware.precision, "32-true"),  # type: ignore[arg-type]
+        plugins=[cluster_environment(hardware), CheckpointFiles(), *double],
         callbacks=[watch, Progress(watch)],
         enable_checkpointing=False,  # by Lightning's own callback
         logger=loggers or False,
@@ -75,8 +71,8 @@ def fit(watch: Watch, loggers: list[Logger], checkpoint: Path | None) -> Outcome
     """
     hardware = resolve_hardware(watch.module.config)
     trainer = build_trainer(watch, loggers, hardware)
-    watch.signals.at_once = lambda code: watch.leave_at_once(state_after(code), "stopped at once")
-    watch.children = start_ranks(hardware, watch.folder, watch.end_without)
+    watch.signals.at_once = partial(watch.leave_at_once, "stopped at once")
+    watch.children = start_ranks(hardware, watch.folder, watch.leave_at_once)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=KNOWN_WARNINGS)
