@@ -11,11 +11,8 @@ from collections.abc import Callable, Iterator
 
 from tqdm.auto import tqdm
 
-QUIET_SECONDS, PLAIN_SECONDS = 3.0, 15.0
-"""Work that is done by then shows no bar; time between two lines where there is no terminal."""
-
-clock = tqdm.format_interval
-"""Returns seconds as 03:21, 1:03:21 or 49:03:21."""
+QUIET_SECONDS, PLAIN_SECONDS = 3.0, 15.0  # until there is a bar; between two lines where there is no terminal
+clock = tqdm.format_interval  # seconds as 03:21, 1:03:21 or 49:03:21
 
 
 def say(line: str) -> None:
@@ -32,9 +29,8 @@ def peak_memory() -> int:
     """Return the most memory used so far in bytes: of the GPU if there is one in use, else of this process."""
     import torch  # takes seconds, and clock times are told without it
 
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return torch.cuda.max_memory_allocated() or resident  # 0 where no GPU is in use
 
 
 @contextlib.contextmanager

@@ -1,7 +1,5 @@
-"""Where the numbers of a run go: metrics.jsonl, and Weights & Biases kept at arm's length.
-
-metrics.jsonl has one JSON object per line and is only ever appended to; after a resume the last row of a step counts.
-W&B's files and the run's id (`wandb.json`) stay in the run folder, so that a resumed run continues the same one.
+"""Where the numbers of a run go: metrics.jsonl (an object per line; after a resume the last row of a step counts), and
+Weights & Biases at arm's length: its files and its id of the run (`wandb.json`), kept by a resume, are in its folder.
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ from rtx.disk import write_json
 from rtx.errors import UserError
 from rtx.training.run_folder import open_own, utc_now
 
-INIT_SECONDS, FINISH_SECONDS = 15.0, 60.0
-"""Patience with the W&B server at the start of a run, and with uploads at its end."""
+INIT_SECONDS, FINISH_SECONDS = 15.0, 60.0  # patience with the W&B server at the start, and with uploads at the end
 Say = Callable[[str], object]
 
 
@@ -34,8 +31,7 @@ def logging_to(folder: Path | None, config: Config, facts: dict[str, Any], say: 
         yield []
         return
     with contextlib.closing(JsonlLogger(folder / "metrics.jsonl")) as metrics, contextlib.ExitStack() as stack:
-        wandb = wandb_logger(config.logger, folder, facts, f"{config.name}-{folder.name}", say)
-        if wandb:
+        if wandb := wandb_logger(config.logger, folder, facts, f"{config.name}-{folder.name}", say):
             stack.push(lambda kind, *_: wandb.finish(exit_code=int(kind is not None)))
         yield [metrics, *([wandb] if wandb else [])]
 
@@ -43,8 +39,7 @@ def logging_to(folder: Path | None, config: Config, facts: dict[str, Any], say: 
 class JsonlLogger(Logger):
     """Appends rows to a metrics.jsonl; each is on its way to the disk before `log_metrics` returns."""
 
-    name = "metrics"  # type: ignore[assignment]
-    version = ""  # type: ignore[assignment]
+    name = version = "metrics"  # type: ignore[assignment]
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -52,8 +47,7 @@ class JsonlLogger(Logger):
             self.file = open_own(path, "a+b")
         except OSError as error:
             raise UserError(f"{path}: rows cannot be appended to it ({error.strerror})") from error
-        self.file.seek(0)
-        self.file.truncate(self.file.read().rfind(b"\n") + 1)  # a killed run may leave a last line without its end
+        self.file.truncate(path.read_bytes().rfind(b"\n") + 1)  # a killed run may leave a last line without its end
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Append a row with its `kind` (train, valid, final); numbers that JSON does not know become null."""
@@ -86,7 +80,6 @@ class GuardedWandbLogger(WandbLogger):
             say(f"W&B: {self.run.url}")
 
     def guarded(self, work: Callable[..., object], *arguments: Any, **options: Any) -> None:
-        """Do something with the run that may fail."""
         try:
             if self.run is not None:
                 work(*arguments, **options)
@@ -95,7 +88,6 @@ class GuardedWandbLogger(WandbLogger):
             self.say(trouble(error))
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Hand over a row of metrics; returns at once."""
         self.guarded(super().log_metrics, {key: metrics[key] for key in metrics if key != "kind"}, step)
 
     def finish(self, exit_code: int) -> None:
@@ -103,9 +95,7 @@ class GuardedWandbLogger(WandbLogger):
         self.guarded(self.experiment.finish, exit_code=exit_code)
 
 
-def wandb_logger(
-    config: LoggerConfig, folder: Path, facts: dict[str, Any], name: str, say: Say = print
-) -> GuardedWandbLogger | None:
+def wandb_logger(config: LoggerConfig, folder: Path, facts: Any, name: str, say: Say) -> GuardedWandbLogger | None:
     """Begin a run at W&B with its configuration (`facts`), or none, and never ask anybody for anything."""
     os.environ |= {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}  # read when wandb is first imported
     mode, place = config.name, {"project": config.project, "entity": config.entity, "group": config.group}
@@ -113,8 +103,7 @@ def wandb_logger(
         if mode == "auto":
             import wandb
 
-            key = wandb.login(prompt=False, verify=False)
-            mode = os.environ.get("WANDB_MODE") or ("online" if key else "offline")
+            mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
             if mode == "offline":
                 say(f"W&B: no key found, so curves go to {folder / 'wandb'} (upload them with: wandb sync)")
         if mode in ("online", "offline"):
@@ -125,5 +114,4 @@ def wandb_logger(
 
 
 def trouble(error: Exception) -> str:
-    """Return what went wrong with W&B in a line."""
     return f"W&B: {(str(error).strip() or type(error).__name__).splitlines()[0]}; going on with metrics.jsonl alone"

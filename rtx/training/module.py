@@ -20,9 +20,6 @@ from rtx.model.transformer import Transformer, compile_loss
 from rtx.training.checkpoint import FORMAT
 from rtx.training.distributed import Ranks, is_part, shard, whole
 
-OWN_PLACES = ("data.path", "data.verify", "data.processes", "hardware.workers", "logger.", "name")
-"""What may differ between the processes of a run."""
-
 
 def build_model(config: Config, vocabulary: int, first_N: Callable[[], Tensor] | None) -> Transformer:
     """Return the model of a configuration with its first weights; `first_N` gives what routing.init=data reads."""
@@ -36,11 +33,8 @@ def build_model(config: Config, vocabulary: int, first_N: Callable[[], Tensor] |
 class TrainingModule(pl.LightningModule):
     """The model with its optimizer; what a checkpoint holds of it, and the score of a validation.
 
-    `answers`: positions `[A]` whose units alone count; None: all. `facts`: what else every checkpoint holds, `config`
-    and `data` as plain values.
+    `answers`: positions `[A]` whose units alone count; None: all. `facts`: the `config` and `data` of every checkpoint.
     """
-
-    at_A: Tensor | None
 
     def __init__(
         self, model: nn.Module, config: Config, answers: Any = None, ranks: Ranks | None = None, facts: Any = None
@@ -54,19 +48,18 @@ class TrainingModule(pl.LightningModule):
         # Of each batch of a validation: number, units, nats and right answers of its windows, float64 `[B, 4]`.
         self.scored: list[Tensor] = []
         self.score: Any = None  # `Score` of the last validation, the same on all ranks
+        self.at_A: Tensor | None
         self.register_buffer("at_A", None if answers is None else torch.from_numpy(answers), persistent=False)
-        self.loss: Callable[..., tuple[Tensor, ...]] = model.loss if answers is None else model.answers  # type: ignore[assignment]
-        if config.hardware.compile:
-            self.loss = compile_loss(model, self.loss)
+        loss: Any = model.loss if answers is None else model.answers
+        self.loss = compile_loss(model, loss) if config.hardware.compile else loss
 
     def setup(self, stage: str) -> None:
         """Open the channel between the ranks, and compare what they begin with, before they have one model."""
         self.ranks.connect()
-        config = flat(self.facts.get("config", {}))
-        begins = {key: value for key, value in config.items() if not key.startswith(OWN_PLACES)}
+        own = ("data.path", "data.verify", "data.processes", "hardware.workers", "logger.", "name")  # may differ
+        begins = {key: value for key, value in flat(self.facts.get("config", {})).items() if not key.startswith(own)}
         step = getattr(getattr(self.trainer, "datamodule", None), "step", None)
-        fingerprint = self.facts.get("data", {}).get("fingerprint")
-        self.ranks.compare({"the checkpoint's step": step, "the data's fingerprint": fingerprint, **begins})
+        self.ranks.compare({"step": step, "data": self.facts.get("data", {}).get("fingerprint"), **begins})
 
     def configure_model(self) -> None:
         """Give the parameters their type, and share them out (hardware=fsdp), before a checkpoint is loaded."""
@@ -84,9 +77,7 @@ class TrainingModule(pl.LightningModule):
         self.sums = self.sums.to(mean.device) + torch.stack([mean.detach(), share, torch.ones_like(share)])
         return mean + auxiliary
 
-    def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
-    ) -> None:
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         """Measure the norm of the whole gradient, and scale the gradient down to `trainer.clip`."""
         self.norm = whole(get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
         if self.config.trainer.clip:
@@ -100,10 +91,7 @@ class TrainingModule(pl.LightningModule):
         after_step(self.model)
 
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
-        """Score windows of equal length: ids `[B, N]`, units before the first that counts `[B]`, their numbers `[B]`.
-
-        A number of -1 marks a window that another rank scores: it keeps this one in step (`WindowBatches`).
-        """
+        """Score windows: ids, units before the first that counts, their numbers (-1: scored by another rank)."""
         tokens_BN, skipped_B, number_B = batch
         scored_B3, number_B = score_batch(self.model, tokens_BN, skipped_B, self.at_A), number_B.cpu()
         self.scored.append(torch.cat([number_B[:, None], scored_B3], dim=1)[number_B >= 0])
@@ -118,9 +106,8 @@ class TrainingModule(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what other commands read, and leave out the loops' counters: they follow from the step."""
-        weights = checkpoint.pop("state_dict")
         del checkpoint["loops"]
-        model = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+        model = {name.removeprefix("model."): tensor for name, tensor in checkpoint.pop("state_dict").items()}
         checkpoint.update({"format": FORMAT, "step": self.global_step, "model": model, **self.facts})
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -150,9 +137,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     """Return the optimizer that `config` names; its learning rate must be set before each step.
 
     The weights of linear layers decay, and `output_VS` where it is not the embedding table; all else does not.
-    Adafactor is torch's own: as Shazeer and Stern (2018) without a first moment, but that the step size is
-    min(lr, 1 / sqrt(step)), and a floor of 1e-18 under the mean square of the gradient stands for 1e-30 added to each
-    entry: torch's default of 1e-7 would hide the small gradients of large models, and 1e-30 squared is 0 in float32.
+    Adafactor is torch's own: as Shazeer and Stern (2018), but that the step size is min(lr, 1 / sqrt(step)), and for
+    1e-30 in each square 1e-18 under their mean: 1e-7, torch's default, would hide the gradients of large models.
     """
     linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     decaying, exempt = [], []
@@ -160,7 +146,6 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         is_matrix = id(parameter) in linear or name.rpartition(".")[2] == "output_VS"
         (decaying if is_matrix else exempt).append(parameter)
     groups = [{"params": decaying, "weight_decay": config.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
     if config.name == "adafactor":
         return torch.optim.Adafactor(groups, lr=config.lr, beta2_decay=-0.8, eps=(1e-18, 1e-3), d=1.0)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name]
