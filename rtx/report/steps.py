@@ -41,14 +41,19 @@ class TimedRow:
     @property
     def half(self) -> float | None:
         """Half the 95% interval of the speed, from the turns."""
-        half = half_interval(list(np.log(self.turns)))
-        return None if half is None else self.speed * math.sinh(half)
+        return half_around(self.speed, self.turns)
 
 
 @dataclass(frozen=True)
 class StepRecord:
     rows: Sequence[TimedRow]
     facts: Mapping[str, Any]
+
+
+def half_around(middle: float, turns: Sequence[float]) -> float | None:
+    """Return half the 95% interval of a geometric mean over turns."""
+    half = half_interval(list(np.log(turns)))
+    return None if half is None else middle * math.sinh(half)
 
 
 def recorded(folder: Path) -> list[Path]:
@@ -109,13 +114,16 @@ def steps_table(record: StepRecord, table: PaperTable | None, rows: Sequence[Tim
     for row, name, theirs in zip(rows, named, printed, strict=True):
         local = local_row(row, record.rows)
         paper = theirs.steps_per_second if theirs else None
+        ratio = row.speed / local.speed if row.turns and local else None
+        paired = [a / b for a, b in zip(local.turns, row.turns, strict=False)] if local and local is not row else []
         entries.append(
             {
                 "row": name.name,
                 "milliseconds": 1e3 / row.speed if row.turns else row.reason,
                 "steps_per_second": row.speed or None,
                 "pace_half": row.half,
-                "speed_ratio": row.speed / local.speed if row.turns and local else None,
+                "speed_ratio": ratio,
+                "ratio_half": half_around(ratio or 0.0, paired),
                 "paper_steps_per_second": paper,
                 "paper_speed_ratio": paper / base if paper and base else None,
                 "parameters": row.parameters,
@@ -129,7 +137,7 @@ def steps_table(record: StepRecord, table: PaperTable | None, rows: Sequence[Tim
         Column("row", "row"),
         Column("milliseconds", "ms", 1),
         Column("steps_per_second", "steps/s", 3, "pace_half"),
-        Column("speed_ratio", "x local", 2),
+        Column("speed_ratio", "x local", 2, "ratio_half"),
         Column("paper_steps_per_second", "paper", 3),
         Column("paper_speed_ratio", "paper x", 2),
         Column("parameters", "parameters", brief=False),

@@ -47,6 +47,7 @@ def test_ratios_stand_beside_the_papers(tmp_path: Path, capsys: pytest.CaptureFi
     assert ratios["routing (topk)"] == (pytest.approx(0.5), pytest.approx(5.14 / 9.023))
     assert ratios["full"] == (pytest.approx(2.0), pytest.approx(5.608 / 9.023))
     assert all(0 < row["pace_half"] < 0.1 * row["steps_per_second"] for row in table.rows)
+    assert {row["ratio_half"] and round(row["ratio_half"], 9) for row in table.rows} == {None, 0.0}, "drift cancels"
 
 
 def test_paces_of_a_record_count_before_those_of_runs(tmp_path: Path) -> None:
