@@ -55,7 +55,7 @@ def build(found: Collection, title: str, records: Sequence[StepRecord] = ()) -> 
         report.tables.append(table)
     report.tables += [divergence_view(cell, one) for cell in found.cells if (one := newest_divergence(cell))]
     report.tables += [table for record in records for table in views(record)]
-    report.tables += [environment_table(found.cells), list_of_tables(found.cells)]
+    report.tables += [one for one in (environment_table(found.cells), list_of_tables(found.cells)) if one.rows]
     protocol, rows = by_protocol[0]
     report.plots = plots_of(report.answer, rows, found.cells, f"bits/{protocol.unit}" if protocol else "bits")
     own = found.commands or [cell.command for cell in found.cells if cell.command]
