@@ -18,7 +18,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 
 from rtx.disk import sync_folder, write_beside
 from rtx.errors import RunFailed, UserError, refuse
-from rtx.training.run_folder import differences, makes_another
+from rtx.training.run_folder import differences, may_change
 
 FORMAT = 3  # version of the layout; only files of this one are read
 TAG = b"rtx sha256 "  # in the comment at the end of the file, before the SHA-256 of all before it
@@ -140,7 +140,7 @@ def check_config(checkpoint: Checkpoint, config: Mapping[str, Any], path: Path) 
     refuse(
         f"{path}: {key} is {new}, but {old} in {checkpoint['file']}.ckpt, which was trained so: put that back"
         for key, (old, new) in differences(checkpoint["config"], config, shared=True).items()
-        if makes_another(key)
+        if key.startswith(("model.", "routing.", "data.")) and not may_change(key)  # another model, or other data
     )
 
 

@@ -269,11 +269,6 @@ def may_change(key: str) -> bool:
     return key in ALLOWED or key.startswith(("hardware.", "logger."))
 
 
-def makes_another(key: str) -> bool:
-    """Tell whether a change of a field makes another model, or other data."""
-    return key.startswith(("model.", "routing.", "data.")) and not may_change(key)
-
-
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, shared: bool = False) -> Differences:
     """Return the fields (dotted names) whose values differ, with both; `shared`: of those that both have."""
     old, new = flat(old), flat(new)
