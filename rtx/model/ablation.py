@@ -37,7 +37,7 @@ def check_ablation(config: Config, how: str) -> None:
 
 
 def ablate(model: Transformer, config: Config, how: str) -> None:
-    """Take routing out of a model in place, as `how` (eval.ablate) says; all weights stay, `none` changes nothing.
+    """Take routing out of a model in place, as `how` (option `ablate`) says; all weights stay, `none` changes nothing.
 
     routing: the outputs of the routing heads are zero. local: they read the last `routing.window` positions. random:
     they read `routing.window` random members of each cluster. In both swaps queries and keys are normalised and scaled

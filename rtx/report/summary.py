@@ -19,7 +19,7 @@ ABLATED = {
     "local": "routing heads read the last W positions",
     "random": "routing heads read random members",
 }
-"""What eval.ablate does to a model, in words."""
+"""What option `ablate` does to a model, in words."""
 
 SIZES = ("model.layers", "model.heads", "model.hidden", "model.base", "model.window", "data.length")
 ROUTING = ("routing.selection", "routing.heads", "routing.layers", "routing.clusters", "routing.window")
@@ -50,7 +50,7 @@ def protocol_line(
         units: how many were scored, each once.
         mode: parallel (teacher-forced) or streaming.
         partial: only a sample of the windows was scored.
-        ablate: what was done to the routing heads, as eval.ablate.
+        ablate: what was done to the routing heads, as option `ablate` has it.
         other_data: the name of the data, where the model was not trained on their training split.
         released: how the released code's reading of the text differs, where it was read so; empty: whole.
         stamps: what else makes the number another than the published ones, as `stamp_phrases` says it.
