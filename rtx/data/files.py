@@ -329,8 +329,9 @@ def source(data: DataConfig, root: Path, report: Report) -> Source:
     identity: list[Any] = [path, data.subset, data.column, data.revision]
     if folder.is_dir():
         identity += identity_of(walk(folder, leave_out=root))
-    elif path.count("/") != 1:
-        raise UserError(f"data.path={path}: expected a folder, or owner/name of a data set of the hub, found neither")
+    elif path.count("/") != 1 or folder.exists():
+        found = "a file" if folder.exists() else "neither"
+        raise UserError(f"data.path={path}: expected a folder, or owner/name of a data set of the hub, found {found}")
     place: dict[str, Any] = {"place": path if folder.is_dir() else f"hf://datasets/{path}", "column": data.column}
 
     def load(split: str, work: Path) -> datasets.Dataset:

@@ -37,7 +37,6 @@ FORMAT = 3  # version of what is written for the same settings; raise it wheneve
 RECORD = "store.json"
 PAYS = 1 << 23  # bytes of a split from which on several processes pay; where bytes are copied they never do
 forking: list[bool] = []  # something, while processes that are forked work for this one alone
-IS_BLANK = np.isin(np.arange(256), list(b" \t\n\r\v\f"))
 
 
 class DamagedStore(UserError):
@@ -188,6 +187,8 @@ def fill(work: Path, source: Source, data: DataConfig, options: str, report: Rep
     cache.mkdir(parents=True, exist_ok=True)
     for leftover in cache.glob("tmp*"):
         leftover.unlink()
+    for read in (*SPLITS, "tables"):  # by a preparation that was killed: it is read anew
+        shutil.rmtree(cache / read, ignore_errors=True)
     tokenizer: Tokenizer = Tokenizer("dim" if source.image else "byte")
     if data.tokenizer != "bytes":
 
@@ -270,15 +271,9 @@ def encode_rows(table: pa.Table, tokenizer: Tokenizer, source: Source) -> pa.Tab
     values = np.concatenate([np.empty(0, tokenizer.dtype), *ids])
     columns: dict[str, Any] = {"ids": pa.LargeListArray.from_arrays(pa.array(ends), pa.array(values))}
     columns["bytes"] = pa.array(map(len, read), pa.int64())
-    columns["words"] = pa.array([0 if source.image else count_words(text) for text in read], pa.int64())
+    columns["words"] = pa.array([0 if source.image else len(text.split()) for text in read], pa.int64())
     columns["first"] = table["first"] if "first" in table.column_names else pa.array([True] * len(read))
     return pa.table(columns)
-
-
-def count_words(text: bytes) -> int:
-    """Return how many words between blanks a text has."""
-    is_blank = IS_BLANK[np.frombuffer(b" " + text, dtype=np.uint8)]
-    return int(np.count_nonzero(is_blank[:-1] & ~is_blank[1:]))
 
 
 def write_split(encoded: datasets.Dataset, path: Path, tokenizer: Tokenizer, options: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from rtx.errors import UserError
 
 RECORD = "tokenizer.json"
 # How much is encoded at once, up to the next blank or newline: subwords of what stays in a cache, words by the 4 MiB.
-BLOCK, MEGABYTES = re.compile(rb"(?s).{1,65536}[^ \n]*"), re.compile(rb"(?s).{1,4194304}[^ \n]*")
+BLOCK, MEGABYTES = re.compile(rb"(?s).{1,65536}[^ \n]*"), re.compile(rb"(?s).{1,4194304}\S*")
 EOS, UNK = b"<eos>", b"<unk>"
 BLANKS = bytes.maketrans(b"\t\r\v\f", b"    ")
 
@@ -88,21 +88,27 @@ class WordTokenizer(Tokenizer):
 
 
 def words_of(text: bytes) -> Iterator[tuple[list[bytes], np.ndarray]]:
-    """Yield, for some megabytes of a text, its different words, newlines among them, and which one stands where."""
+    """Yield, for some megabytes of a text, words, newlines among them, and which of these stands where."""
     from pyarrow import array, compute, large_binary
 
     for block in MEGABYTES.findall(text):
-        row = array([block.translate(BLANKS).replace(b"\n", b" \n ")], large_binary())
-        words = compute.call_function("split_pattern", [row], compute.SplitPatternOptions(" ")).flatten()
-        words = words.filter(compute.call_function("not_equal", [words, b""])).dictionary_encode()
-        yield words.dictionary.to_pylist(), words.indices.to_numpy()
+        spaced = block.translate(BLANKS).replace(b"\n", b" \n ")
+        if len(spaced) < 1 << 16:  # pyarrow's calls would take longer than what they save
+            some = list(filter(None, spaced.split(b" ")))
+            yield some, np.arange(len(some))
+        else:  # each word is looked up once, however often it stands there
+            row = array([spaced], large_binary())
+            words = compute.call_function("split_pattern", [row], compute.SplitPatternOptions(" ")).flatten()
+            words = words.filter(compute.call_function("not_equal", [words, b""])).dictionary_encode()
+            yield words.dictionary.to_pylist(), words.indices.to_numpy()
 
 
 def learn_words(texts: Iterable[bytes], options: str, report: Report) -> WordTokenizer:
     """Return the tokenizer of all words in `texts`, by falling count, then by their bytes; UserError for none."""
     counts: Counter[bytes] = Counter()
     for words, places in chain.from_iterable(map(words_of, texts)):
-        counts.update(dict(zip(words, np.bincount(places).tolist(), strict=True)))
+        for word, count in zip(words, np.bincount(places).tolist(), strict=True):
+            counts[word] += count
     total, newlines = counts.total(), counts.pop(b"\n", 0)
     if not counts:
         raise UserError(f"{options}: expected words in the training split, found none; use data.tokenizer=bytes")
