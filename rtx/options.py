@@ -253,8 +253,8 @@ def refuse_foreign(reads: Command, key: str) -> None:
     told_later = reads.name == "resume" and key in all_fields()  # with the value that the run has
     if key in known or told_later or (reads.name == "train -m" and key.startswith("hydra.launcher.")):
         return
-    for other in COMMANDS:
-        if "." in key and (option := key.removeprefix(f"{other.name.split()[0]}.")) in other.own:
+    for other in () if any(name.endswith(f".{key}") for name in known) else COMMANDS:
+        if (option := key.removeprefix(f"{other.name.split()[0]}.")) in other.own:
             raise UserError(f"rtx {reads.name} does not read {key}; {option} is an option of rtx {other.name}")
     if key in settings():
         raise UserError(f"rtx {reads.name} does not read {key}; it reads {shorten(', '.join(known), 300)}")

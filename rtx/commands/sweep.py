@@ -51,7 +51,8 @@ def board(root: Path) -> tuple[Group, bool]:
     for _, columns in cells:
         table.add_row(*columns)
     said = ", ".join(f"{counts[state]} {state}" for state in reversed(ORDER) if counts[state])
-    head = Text(f"{shown(root)}: {len(cells)} cells: {said}; asked again it goes on: {sweeps[-1]['command']}")
+    again = "made by" if counts.keys() == {"done"} else "asked again it goes on"
+    head = Text(f"{shown(root)}: {len(cells)} cells: {said}; {again}: {sweeps[-1]['command']}")
     return Group(head, table), counts.keys() <= {"done", "failed"}
 
 

@@ -114,14 +114,15 @@ def first_whole(
                 path.rename(aside)
             say(f"{path} is damaged (its checksum does not match)" + f"; set aside as {aside.name}" * set_aside)
     if any(path.exists() for path in (*paths, *paths[0].parent.glob("*.damaged"))):
-        raise RunFailed(f"no checkpoint in {paths[0].parent} is whole")
+        names = ", ".join(path.name for path in paths)
+        raise RunFailed(f"{paths[0].parent}: none of {names} is whole")
     return None
 
 
 def newest_checkpoint(folder: Path, *, set_aside: bool, report: Say = print) -> Checkpoint | None:
     """Return the facts of the newest checkpoint of a run that is whole, and its `path`; None: none was ever written.
 
-    With `set_aside` a damaged file becomes `<name>.damaged`: it cannot displace a good one. `RunFailed`: none is whole.
+    With `set_aside` a damaged file becomes `<name>.damaged`: it cannot displace a good one. `RunFailed`: none is.
     """
     instead = "going on from {path} (step {step}), the newest that is whole"
     return first_whole(resumable(folder), report, instead, facts_only=True, set_aside=set_aside)

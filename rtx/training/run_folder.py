@@ -281,7 +281,7 @@ def refuse_changes(changed: Differences) -> None:
     may = "trainer.steps, max_minutes, micro_batch_size, the intervals, hardware and logger"
     for key, (old, new) in changed.items():
         if not may_change(key):
-            raise UserError(f"{key}: {old} -> {new} is refused: a run that goes on may change {may} alone")
+            raise UserError(f"{key}: {old} -> {new} is refused: a run that goes on may change {may}")
 
 
 def plan_resumption(folder: Path, config: Config) -> str:
