@@ -48,7 +48,7 @@ class Reads(NamedTuple):
     length: int
     """N."""
     until_M: Tensor | None = None
-    """Positions before which alone a key member is read, where not for good; who reads a range reads some of it."""
+    """The position from which on a key member is no longer read; None: there is none. Every range has one that is."""
 
     def times_R(self, rows: int) -> Tensor:
         """Return in how many lists each row reads something."""

@@ -73,7 +73,7 @@ def own_files(data: DataConfig, root: Path, report: Report) -> Source:
         for path, size in zip(paths, sizes, strict=True):
             if start < size and stop > 0:
                 with open(path, "rb") as stream:
-                    yield from pieces(stream, max(0, start), min(stop, size))
+                    yield from line_pieces(stream, max(0, start), min(stop, size))
             start, stop = start - size, stop - size
 
     place = {"place": data.path or "the standard library", "files": len(paths), "bytes": total}
@@ -85,7 +85,7 @@ def library_files() -> list[Path]:
     return [path for path in walk(Path(sysconfig.get_paths()["stdlib"]), NOT_LIBRARY) if path.suffix == ".py"]
 
 
-def pieces(stream: IO[bytes], start: int, stop: int) -> Iterator[tuple[bytes, bool]]:
+def line_pieces(stream: IO[bytes], start: int, stop: int) -> Iterator[tuple[bytes, bool]]:
     """Yield bytes `[start, stop)` of a document in pieces of whole lines, with whether it is the first."""
     stream.seek(start)
     at = start
@@ -150,7 +150,7 @@ def enwik8(data: DataConfig, root: Path, report: Report) -> Source:
         start, stop = (size * percent // 100 for percent in CUTS[split])
         with opened(path, "enwik8") as stream:
             parts = (
-                (part.replace(b"\n", b"" if drop else b"\n"), first) for part, first in pieces(stream, start, stop)
+                (part.replace(b"\n", b"" if drop else b"\n"), first) for part, first in line_pieces(stream, start, stop)
             )
             return rows_of(parts, work / "cache" / split)
 

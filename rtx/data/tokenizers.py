@@ -187,7 +187,7 @@ def even_sample(texts: Iterable[bytes], size: int) -> tuple[list[bytes], int]:
     """Return pieces from all over `texts` (half of `size` bytes or more, or all), and the bytes of all pieces."""
     kept: list[bytes] = []
     total, step, length = 0, 1, max(256, min(1 << 16, size // 256))
-    for number, piece in enumerate((piece for text in texts for piece in pieces(text, length)), 1):
+    for number, piece in enumerate((piece for text in texts for piece in samples(text, length)), 1):
         total += len(piece)
         if number % step == 0:
             kept.append(piece[:size])
@@ -196,7 +196,7 @@ def even_sample(texts: Iterable[bytes], size: int) -> tuple[list[bytes], int]:
     return kept, total
 
 
-def pieces(text: bytes, length: int) -> Iterator[bytes]:
+def samples(text: bytes, length: int) -> Iterator[bytes]:
     """Yield a text in pieces of at most `length` bytes, without the runs that their borders cut, if it has blanks."""
     for start in range(0, len(text), length):
         piece = text[start : start + length]
