@@ -87,6 +87,9 @@ def place(x_BHSD: Tensor | None, new_BHND: Tensor, first: int, ring: int | None 
         x_BHSD = new_BHND.new_zeros(B, H, ring or max(FIRST_SLOTS, N), D)
     if not ring and first + N > x_BHSD.shape[2]:
         x_BHSD = F.pad(x_BHSD, (0, 0, 0, max(first + N - x_BHSD.shape[2], x_BHSD.shape[2])))
+    if N == 1:
+        x_BHSD[:, :, first % x_BHSD.shape[2]] = new_BHND[:, :, 0]
+        return x_BHSD
     skipped = max(0, N - x_BHSD.shape[2])
     slot_N = torch.arange(first + skipped, first + N, device=x_BHSD.device) % x_BHSD.shape[2]
     return x_BHSD.index_copy_(2, slot_N, new_BHND[:, :, skipped:])
@@ -119,8 +122,11 @@ class PositionCache(RowCache):
 
     def decode(self, given: Inputs, v_BH1D: Tensor, position: int) -> Tensor:
         k, v = self.put(given, v_BH1D, position)
-        slots = k.shape[2]
-        at_S = position - (position - torch.arange(slots, device=k.device)) % slots
+        slots, filled = k.shape[2], min(k.shape[2], position + 1)
+        at_S = position - (position - torch.arange(filled, device=k.device)) % slots
+        k, v = k[:, :, :filled], v[:, :, :filled]
+        if self.pattern.reads_all_kept:
+            return self.attend(given, k, v, None, (position - at_S)[None, None, None])
         seen_HS = self.seen(at_S, position % slots, k.shape[1])
         if self.ring is None and len(seen_HS) and bool((seen_HS.sum(-1) == seen_HS[0].sum()).all()):
             # Most of what is kept is not read: gather what is.
@@ -132,8 +138,8 @@ class PositionCache(RowCache):
     def seen(self, at_S: Tensor, own: int, heads: int) -> Tensor:
         """Return which slots the position in slot `own` reads, `[H, S]`, where they hold the positions `at_S`."""
         seen_HS = torch.zeros(heads, len(at_S), dtype=torch.bool, device=at_S.device)
-        for spread in self.pattern.spreads(at_S.clamp(min=0), heads):
-            between_S = (at_S >= spread.since_N[own].clamp(min=0)) & (at_S < spread.until_N[own])
+        for spread in self.pattern.spreads(at_S, heads):
+            between_S = (at_S >= spread.since_N[own]) & (at_S < spread.until_N[own])
             seen_HS |= (spread.key_list_HN == spread.list_HN[..., own, None]) & between_S
         return seen_HS
 
@@ -194,7 +200,9 @@ class ClusterCache(Cache):
         query_BHC, key_BHC, slot_BHC = self.pattern.join(given, position, self)  # type: ignore[operator]
         self.put(given, v_BH1D, key_BHC, slot_BHC, position)
         assert self.key_LSD is not None
-        list_J = (query_BHC.flatten() & (self.joined_L > 0)).nonzero()[:, 0]
+        # Where queries stand for keys there is a key in every list that a query reads: its own.
+        read_L = query_BHC.flatten() if query_BHC is key_BHC else query_BHC.flatten() & (self.joined_L > 0)
+        list_J = read_L.nonzero()[:, 0]
         total_RD = torch.zeros_like(v_BH1D.flatten(0, 2), dtype=torch.promote_types(dtype, torch.float32))
         if not len(list_J):
             return torch.zeros_like(v_BH1D)

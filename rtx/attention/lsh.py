@@ -91,16 +91,9 @@ class Lsh(Pattern):
     @classmethod
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
         model = config.model
-        return cls(
-            heads,
-            model.hidden // model.heads,
-            window=model.window,
-            rounds=model.hash_rounds,
-            buckets=hash_buckets(config),
-            seed=config.seed * 1_000 + layer,
-            variant=model.lsh,
-            **options(config),
-        )
+        own = {"window": model.window, "rounds": model.hash_rounds, "buckets": hash_buckets(config)}
+        drawn = {"seed": config.seed * 1_000 + layer}
+        return cls(heads, model.hidden // model.heads, variant=model.lsh, **own, **drawn, **options(config))
 
     def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the queries, and as keys the same at unit norm; those far shorter than 1e-3 stay short."""

@@ -202,6 +202,8 @@ class PositionPattern(Pattern):
 
     keeps: int | None = None
     """Positions behind which a key is never read again, which bounds a stream's cache; None: never."""
+    reads_all_kept = False
+    """Whether every position reads all keys that a stream keeps, so that a step of it takes no mask."""
 
     def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
         """Return who reads whom at some positions, in any order; the keys of several spreads differ for every query."""

@@ -26,6 +26,8 @@ from rtx.config import Config, clusters
 class Full(PositionPattern):
     """Every position reads every j <= i. Cost N^2, memory linear in N."""
 
+    reads_all_kept = True
+
     @classmethod
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
         return cls(**options(config))
@@ -40,6 +42,8 @@ class Full(PositionPattern):
 
 class Local(PositionPattern):
     """Position i reads i - W < j <= i: exactly `window` keys with its own."""
+
+    reads_all_kept = True
 
     def __init__(self, *, window: int, **given: Any) -> None:
         super().__init__(**given)
@@ -132,6 +136,8 @@ class AdaptiveSpan(PositionPattern):
         ramp: R, positions over which the weight falls from 1 to 0.
         cost: weight, in the loss, of the heads' mean span in positions (the paper's lambda); the layers add up.
     """
+
+    reads_all_kept = True
 
     def __init__(self, heads: int, *, window: int, ramp: int = 32, cost: float = 0.0, **given: Any) -> None:
         super().__init__(**given)
@@ -227,15 +233,9 @@ class Random(Pattern):
     @classmethod
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
         routing = config.routing
-        return cls(
-            heads,
-            clusters(config),
-            window=routing.window,
-            length=config.data.length,
-            seed=config.seed * 1_000 + layer,
-            keys=routing.keys != "shared",
-            **routed_options(config),
-        )
+        drawn = {"length": config.data.length, "seed": config.seed * 1_000 + layer}
+        own = {"window": routing.window, **drawn, **routed_options(config)}
+        return cls(heads, clusters(config), keys=routing.keys != "shared", **own)
 
     def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> tuple[Tensor, Tensor]:
         q_BHND = normalise(q_BHND)

@@ -24,6 +24,7 @@ from rtx.attention.selection import (
     arrivals,
     assign,
     centroid_scores,
+    joins,
     normalise,
     tie_margin,
 )
@@ -217,12 +218,12 @@ class Routing(Pattern):
 
     def join(self, given: Inputs, position: int, cache: RoutingCache) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return which clusters a step's query and key join, and with topk the slots that the key takes."""
+        scores = [centroid_scores(self.centroids.centroid_HCD, x) for x in self.clustered(given)]
         if self.selection != "topk":
-            shape = *given.q_BHND.shape[:2], self.centroids.centroid_HCD.shape[1]
-            joined = [one.lists.count_L.view(shape) > 0 for one in self.assign(given, None)]
+            thresholds = self.thresholds() if self.selection == "causal" else (None, None)
+            joined = [joins(score, t_HC)[..., 0] for score, t_HC in zip(scores, thresholds, strict=False)]
             return joined[0], joined[-1], None
-        scores = [centroid_scores(self.centroids.centroid_HCD, x)[..., 0] for x in self.clustered(given)]
-        offers = [cache.offer(number, score_BHC, position) for number, score_BHC in enumerate(scores)]
+        offers = [cache.offer(number, score[..., 0], position) for number, score in enumerate(scores)]
         return offers[0][0], *offers[-1]
 
 

@@ -161,16 +161,16 @@ def members(
     return list_M[kept_M], position_M[kept_M]
 
 
-def joins(score_XCN: Tensor, threshold_XC: Tensor) -> Tensor:
-    """Return the memberships by thresholds, `[X, C, N]`, each decided by its position alone.
+def joins(score_XCN: Tensor, threshold_XC: Tensor | None) -> Tensor:
+    """Return the memberships by thresholds, `[X, C, N]` (X: any dimensions), each decided by its position alone.
 
     A position joins every cluster that scores it at or above its threshold, and where there is none the one whose
     threshold it misses by least, so that it is never left out; thresholds that follow counts then share positions out.
+    Without thresholds it joins the cluster alone that scores it highest.
     """
-    above_XCN = score_XCN - threshold_XC[..., None]
-    if not above_XCN.numel():
-        return above_XCN >= 0
-    return (above_XCN >= 0).scatter_(1, above_XCN.max(1, keepdim=True).indices, True)
+    above_XCN = score_XCN - (math.inf if threshold_XC is None else threshold_XC[..., None])
+    joined_XCN, best_XCN = above_XCN >= 0, score_XCN if threshold_XC is None else above_XCN
+    return joined_XCN.scatter_(-2, best_XCN.max(-2, keepdim=True).indices, True) if joined_XCN.numel() else joined_XCN
 
 
 def best_members(score_LN: Tensor, window: int) -> tuple[Tensor, Tensor]:
