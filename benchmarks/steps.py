@@ -146,15 +146,15 @@ def training_step(config: Config, store: Store, device: torch.device) -> tuple[C
     model = build_model(config, store.vocabulary, lambda: items[0])
     model = (model.double() if config.hardware.precision == "fp64" else model).to(device).train()
     optimizer = build_optimizer(model, config.optimizer)
-    answers = [] if store.answers is None else [torch.from_numpy(store.answers).to(device)]
-    loss: Callable[..., Any] = model.answers if answers else model.loss
+    loss: Callable[..., Any] = model.loss if store.answers is None else model.answers
     loss = compile_loss(model, loss) if config.hardware.compile else loss
 
     def step() -> torch.Tensor:
         for _ in range(hardware.accumulate):
             tokens_BN = torch.stack([items[next(numbers)] for _ in range(hardware.micro_batch_size)]).to(device)
             with torch.autocast(device.type, torch.bfloat16, enabled=hardware.precision == "bf16"):
-                nats, *_, auxiliary = loss(tokens_BN, *answers)
+                at = [] if store.answers is None else [store.answers(tokens_BN)[0]]
+                nats, *_, auxiliary = loss(tokens_BN, *at)
                 mean = nats.mean() + auxiliary
             (mean / hardware.accumulate).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.trainer.clip or float("inf"))

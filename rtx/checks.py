@@ -8,13 +8,15 @@ from dataclasses import replace
 from operator import attrgetter
 
 from rtx.config import CLUSTERED, SPREAD, Config, all_fields, axis_sizes, clusters, hash_buckets
-from rtx.data.sets import HELD_OUT, IMAGE_SETS, NAMES, TWO_WAYS, image_side
+from rtx.data.sets import HELD_OUT, IMAGE_SETS, MADE, NAMES, TWO_WAYS, image_side
 from rtx.errors import refuse, written
 
-TEXTS = tuple(name for name in NAMES if name not in (*IMAGE_SETS, "recall"))
+TEXTS = tuple(name for name in NAMES if name not in (*IMAGE_SETS, *MADE))
 READ_WITH = (
-    ("data.name", ("recall",), "data.pairs data.keys data.values data.fillers data.sequences"),
-    ("data.name", tuple(name for name in NAMES if name not in ("stdlib", "recall")), "data.path"),
+    ("data.name", MADE, "data.pairs data.keys data.values data.fillers data.sequences"),
+    ("data.name", MADE[1:], "data.distance"),
+    ("data.name", ("mqar", "copy"), "data.gaps"),
+    ("data.name", tuple(name for name in NAMES if name not in ("stdlib", *MADE)), "data.path"),
     ("data.name", ("hub",), "data.column data.subset data.revision"),
     ("data.name", TEXTS, "data.tokenizer"),
     ("data.name", ("enwik8",), "data.newlines"),
@@ -80,7 +82,7 @@ def too_large(config: Config) -> Iterator[str]:
         ("model.stride", "data.length", sparse),
         ("model.summary", "model.stride", "fixed" in patterns),
         ("trainer.val_stride", "data.length", True),
-        ("data.pairs", "data.keys", config.data.name == "recall"),
+        ("data.pairs", "data.keys", config.data.name in MADE and config.data.name != "copy"),
     )
     for key, limit, applies in limits:
         value, most = attrgetter(key, limit)(config)
@@ -157,5 +159,7 @@ def data_problems(config: Config) -> Iterator[str]:
         whole = f"{3 * side**2} = {side} x {side} x 3" if side else "height x width x 3"
         if data.length % 3 or (side and data.length != 3 * side**2):
             yield f"data.length={data.length} must be {whole}: an image is one sequence"
-    if data.name == "recall" and 4 * data.pairs > data.length:
-        yield f"data.pairs={data.pairs} and their questions take {4 * data.pairs} units, not data.length={data.length}"
+    needed = {"copy": 2 * data.pairs + 2, "induction": 8 * data.pairs}.get(data.name, 4 * data.pairs)
+    if data.name in MADE and needed + data.distance > data.length:
+        taken = f"take {needed} units" + f" besides data.distance={data.distance}" * bool(data.distance)
+        yield f"data.pairs={data.pairs} and their questions {taken}, not data.length={data.length}"

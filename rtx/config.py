@@ -51,13 +51,16 @@ NAMELIKE = (
 OUTSIDE = ("logger.", "trainer.checkpoint_", "trainer.keep_")
 """Keys, and what keys begin with (keep_: in older runs), that tell no cells apart: they change rounding at the most."""
 
+YOUNGER = (("data.distance", 0), ("data.gaps", "uniform"))
+"""Keys that recorded cells lack, with the values that say what they did: then they tell no cells apart, either."""
+
 
 @dataclass
 class DataConfig:
-    """What is learned: text or images on disk in sequences of `length` units, or associative recall made on the fly."""
+    """What is learned: text or images on disk in sequences of `length` units, or recall tasks made on the fly."""
 
     name: str = one_of(*NAMES)
-    """Data set: Python's standard library, your own text or images, a benchmark, or associative recall."""
+    """Data set: Python's standard library, your own text or images, a benchmark, or a recall task."""
     path: str | None = None
     """File, folder or glob to read (data=text, images, hub), owner/name on the hub (data=hub), or a local copy."""
     column: str = "text"
@@ -87,15 +90,19 @@ class DataConfig:
     processes: int | None = ranged(None, low=1, high=256)
     """Processes that prepare a store; unset: one for each core. The store is the same for any number."""
     pairs: int = ranged(8, low=1, high=10_000)
-    """Key-value pairs at the start of a sequence, all asked again at its end (data=recall)."""
+    """Key-value pairs of a sequence, all asked again; recall tasks but recall draw this, a half or a quarter of it."""
     keys: int = ranged(16, low=1, high=10_000)
-    """Different keys, of which each sequence draws its own (data=recall)."""
+    """Different keys, of which each sequence draws its own (recall tasks)."""
     values: int = ranged(16, low=2, high=10_000)
-    """Different values; chance is one over their number (data=recall)."""
+    """Different values; chance is one over their number (recall tasks)."""
     fillers: int = ranged(16, low=1, high=10_000)
-    """Different units that the filler between pairs and questions is drawn from (data=recall)."""
+    """Different units that the filler between pairs and questions is drawn from (recall tasks)."""
     sequences: int = ranged(256, low=1)
-    """Sequences of each held-out split (data=recall)."""
+    """Sequences of each held-out split (recall tasks)."""
+    distance: int = ranged(0, low=0)
+    """Units between a pair and its question at the least, all pairs being at the start but of data=induction."""
+    gaps: str = one_of("uniform", "power")
+    """Places of questions behind that: drawn evenly, or by a power law of their distance as Zoology's (mqar, copy)."""
 
 
 @dataclass
@@ -339,7 +346,8 @@ def clusters(config: Config) -> int:
 
 def digest(values: Mapping[str, Any]) -> str:
     """Return 12 hexadecimal digits of a configuration's values by their dotted keys, those without effect left out."""
-    kept = {key: value for key, value in values.items() if key not in NAMELIKE and not key.startswith(OUTSIDE)}
+    idle = (*NAMELIKE, *(key for key, value in values.items() if (key, value) in YOUNGER))
+    kept = {key: value for key, value in values.items() if key not in idle and not key.startswith(OUTSIDE)}
     return short_hash(kept, 12)
 
 

@@ -108,22 +108,25 @@ def price(
     model: nn.Module,
     tokens: np.ndarray,
     windows_K: Sequence[Window],
-    positions_P: np.ndarray,
+    positions: np.ndarray,
     on_progress: Progress = lambda done, total: None,
 ) -> dict[str, np.ndarray]:
-    """Return the bits of `positions_P` of some windows in three ways, float64 `[K, P]`; see `unit_bits`.
+    """Return the bits of some windows at positions, `[K, P]` or for all alike `[P]`, in three ways, float64 `[K, P]`.
 
     Teacher-forced, in one pass over the whole window, as published scores are; by prefix rerun, the model run on the
     units up to each position alone, so that nothing behind it exists; and streaming, where every decision is made on
     arrival and never revised. For patterns that see no future all agree. What the leak gives is net: later positions
     also take places from earlier ones, which a rerun's prefix has to itself.
     """
-    prefixes = [Window(start, start + p + 1, start + p) for start, _, _ in windows_K for p in positions_P.tolist()]
+    positions_KP = np.broadcast_to(positions, (len(windows_K), positions.shape[-1]))
+    pairs = zip(windows_K, positions_KP.tolist(), strict=True)
+    prefixes = [Window(start, start + p + 1, start + p) for (start, _, _), of_one in pairs for p in of_one]
     rerun = np.concatenate(unit_bits(model, tokens, prefixes, on_progress=on_progress))
+    whole, streamed = (np.stack(unit_bits(model, tokens, windows_K, streaming=how)) for how in (False, True))
     return {
-        TEACHER_FORCED: np.stack(unit_bits(model, tokens, windows_K))[:, positions_P],
-        RERUN: rerun.reshape(len(windows_K), len(positions_P)),
-        STREAMING: np.stack(unit_bits(model, tokens, windows_K, streaming=True))[:, positions_P],
+        TEACHER_FORCED: np.take_along_axis(whole, positions_KP, axis=1),
+        RERUN: rerun.reshape(positions_KP.shape),
+        STREAMING: np.take_along_axis(streamed, positions_KP, axis=1),
     }
 
 

@@ -19,7 +19,7 @@ from rtx.analysis.output import print_table, save
 from rtx.compose import with_values
 from rtx.config import short_hash
 from rtx.data.catalog import Store
-from rtx.data.sets import IMAGE_SETS
+from rtx.data.sets import IMAGE_SETS, MADE
 from rtx.errors import UserError, plural
 from rtx.evaluation.protocols import Window, windows
 from rtx.evaluation.scores import read_windows, sample_windows
@@ -113,8 +113,8 @@ def context(run: LoadedRun, store: Store, options: ContextOptions) -> Result:
     """Loss by position in the window, and what the same units gain from farther context."""
     config, mode, N = run.config, options.mode, run.config.data.length
     tokens = store.split(options.split)
-    if config.data.name == "recall":
-        raise UserError("a run on data=recall scores its answers alone; there is no loss by position")
+    if config.data.name in MADE:
+        raise UserError(f"a run on data={config.data.name} scores its answers alone; there is no loss by position")
     every = windows(len(tokens), N)[: max(1, len(tokens) // N)]  # without the last, that scores a part of its units
     chosen = sample_windows(every, options.windows, options.seed)
 

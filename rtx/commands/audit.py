@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from rtx.analysis.output import print_table, save
 from rtx.data.catalog import Store
 from rtx.errors import plural
 from rtx.evaluation.protocols import windows
-from rtx.evaluation.scores import sample_windows
+from rtx.evaluation.scores import read_windows, sample_windows
 from rtx.options import AuditOptions, read_words
 from rtx.progress import progress_bar
 from rtx.training.inference import LoadedRun, open_run, run_config
@@ -75,15 +76,19 @@ def price_run(run: LoadedRun, options: AuditOptions, store: Store) -> Result:
     every = windows(len(tokens), run.config.data.length)
     chosen = [one._replace(first=one.start) for one in sample_windows(every, options.windows, options.seed)]
     length = chosen[0].stop - chosen[0].start
-    candidates = range(length) if store.answers is None else store.answers.tolist()
-    positions_P = np.array(sample_windows(candidates, options.positions, options.seed))
+    candidates: list[Sequence[int]] = [range(length)]
+    if store.answers is not None:
+        at_KA, _ = store.answers(read_windows(tokens, chosen)[0])
+        candidates = [at_A[at_A >= 0].tolist() for at_A in at_KA]
+    most = min(options.positions, *map(len, candidates))
+    positions_KP = np.array([sample_windows(of_one, most, options.seed) for of_one in candidates])
     with run.autocast(), progress_bar("prefixes") as show:
-        bits = price(run.model, tokens, chosen, positions_P, show)
+        bits = price(run.model, tokens, chosen, positions_KP, show)
     means, found = {mode: float(bits_KP.mean()) for mode, bits_KP in bits.items()}, differences(bits)
-    places = f"{plural(len(positions_P), 'position')} in each of {plural(len(chosen), 'window')} of {length:,}"
+    places = f"{plural(most, 'position')} in each of {plural(len(chosen), 'window')} of {length:,}"
     print(f"\nbits/{store.unit} on {options.split}, {places}")
     print_table([means])
     print_table([{"": f"{name} ({' - '.join(DIFFERENCES[name])})", **figures} for name, figures in found.items()])
-    facts = {"unit": store.unit, "split": options.split, "windows": len(chosen), "positions": positions_P.tolist()}
+    facts = {"unit": store.unit, "split": options.split, "windows": len(chosen), "positions": positions_KP.tolist()}
     facts |= {"length": length, "precision": run.precision, "data": store.describe(), "bits": means}
     return {**facts, **found}

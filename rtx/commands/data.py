@@ -32,8 +32,8 @@ def main(arguments: list[str]) -> int:
 def show(store: catalog.Store) -> None:
     """Print what is in a store: where it is from, its stamps, and the sizes of its splits."""
     if isinstance(store, RecallStore):
-        answers = store.task.sequences * store.task.pairs
-        print(f"data=recall: made on the fly; {answers:,} answers each in valid and test; {store.vocabulary} ids")
+        each = ", ".join(f"{store.scored(tokens):,} answers in {name}" for name, tokens in store.held_out.items())
+        print(f"data={store.name}: made on the fly; {each}; {store.vocabulary} ids")
     else:
         print(f"{store.folder}: {store.name}, {catalog.disk_size(store.folder)} on disk")
         for name in ("source", "tokenizer", "stamps"):

@@ -12,6 +12,7 @@ import numpy as np
 
 from rtx.analysis.output import save
 from rtx.data.catalog import Store
+from rtx.data.store import TokenStore
 from rtx.errors import RunFailed
 from rtx.evaluation import protocols
 from rtx.evaluation.scores import Score, sample_windows, score_windows
@@ -38,8 +39,7 @@ def main(arguments: list[str]) -> int:
     chosen = sample_windows(every, options.limit, config.seed)
     print(f"{len(chosen):,} of {len(every):,} windows of split {options.split}")
     score = score_split(run, store, tokens, chosen, options)
-    partial, answers = len(chosen) < len(every), store.answers
-    units = len(tokens) if answers is None else len(tokens) // length * len(answers)
+    partial, units = len(chosen) < len(every), len(tokens) if isinstance(store, TokenStore) else store.scored(tokens)
     assert partial or score.units == units, f"scored {score.units} units of a split of {units}"
     result = described(run, store, score, options, habits, partial) | {"windows": len(chosen), "split_units": units}
     if store.unit == "byte" and not partial and not habits and options.split != "train":
@@ -51,7 +51,8 @@ def main(arguments: list[str]) -> int:
 def score_split(
     run: LoadedRun, store: Store, tokens: np.ndarray, chosen: Sequence[protocols.Window], options: EvalOptions
 ) -> Score:
-    asked = {"answers": store.answers, "batch_size": options.batch_size, "streaming": options.mode == "streaming"}
+    counted = {"answers": store.answers, "reach": protocols.local_reach(run.config)}
+    asked = {**counted, "batch_size": options.batch_size, "streaming": options.mode == "streaming"}
     with run.autocast(), progress_bar("windows") as show:
         score = score_windows(run.model, tokens, chosen, **asked, on_progress=show)
     if not math.isfinite(score.nats):

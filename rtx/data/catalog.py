@@ -18,7 +18,7 @@ import yaml
 from rtx.config import DataConfig
 from rtx.data.files import disk_errors
 from rtx.data.recall import RecallStore
-from rtx.data.sets import SETS, Report, Source
+from rtx.data.sets import MADE, SETS, Report, Source
 from rtx.data.store import FORMAT, DamagedStore, TokenStore, build_store, is_verified, open_store, read_record
 from rtx.errors import UserError, nearest
 from rtx.keys import conf_dir
@@ -36,8 +36,8 @@ def data_root() -> Path:
 
 
 def check_source(data: DataConfig, root: Path, report: Report = print) -> Source | None:
-    """Return what a store is made from (None: data=recall has none); UserError where that is missing or unreadable."""
-    if data.name == "recall":
+    """Return what a store is made from (None: of recall tasks); UserError where that is missing or unreadable."""
+    if data.name in MADE:
         return None
     module = SETS[data.name].module if data.name in SETS else f"own.{data.name}"
     source = importlib.import_module(f"rtx.data.{module}").source(data, root, report)
@@ -58,7 +58,7 @@ def store_folder(data: DataConfig, root: Path, source: Source | None = None) -> 
     """Return where the store of `data` lies below `root`: its name tells source, tokenizer and version of the files."""
     source = source or check_source(data, root)
     if source is None:
-        raise UserError("data=recall: made on the fly, nothing on disk")
+        raise UserError(f"data={data.name}: made on the fly, nothing on disk")
     subwords = [data.vocabulary, data.tokenizer_sample] if data.tokenizer == "sentencepiece" else []
     tokenizer = ["bytes", "dim"] if source.image else [data.tokenizer, *subwords]
     key = json.dumps([FORMAT, source.name, source.identity, tokenizer, source.stamps, source.image])
@@ -112,7 +112,7 @@ def prepare_data(data: DataConfig, root: Path, report: Report = print, source: S
 
 def find_data(data: DataConfig, root: Path) -> Store:
     """Return the store of `data` that is there; UserError where there is none."""
-    if data.name == "recall":
+    if data.name in MADE:
         return RecallStore(data)
     return open_store(store_folder(data, root), options_of(data))
 
@@ -127,7 +127,7 @@ def verify_data(data: DataConfig, root: Path, report: Report = print) -> Store:
 def vocabulary_size(data: DataConfig) -> int:
     """Return the number of different units of `data`; UserError for words of a text whose store is not prepared."""
     kinds = SETS[data.name].kinds if data.name in SETS else None
-    if data.name == "recall" or (data.tokenizer == "words" and kinds is None):
+    if data.name in MADE or (data.tokenizer == "words" and kinds is None):
         return find_data(data, data_root()).vocabulary
     return {"words": kinds or 0, "sentencepiece": data.vocabulary, "bytes": 256}[data.tokenizer]
 

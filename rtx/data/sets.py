@@ -45,7 +45,8 @@ SETS = {
     "images": DataSet("images", image=True),
 }
 OWN = Path(__file__).parent / "own"  # of files <name>.py with `source`, beside conf/data/<name>.yaml
-NAMES = (*SETS, *sorted(path.stem for path in OWN.glob("[a-z]*.py")), "recall")
+MADE = ("recall", "mqar", "copy", "induction")  # as they are asked for (rtx/data/recall.py)
+NAMES = (*SETS, *sorted(path.stem for path in OWN.glob("[a-z]*.py")), *MADE)
 IMAGE_SETS = tuple(name for name, known in SETS.items() if known.image)
 TWO_WAYS = ("wikitext103", "cifar10")  # from the hub or (data.fetch=archive) from an archive
 HELD_OUT = ("cifar10", "imagenet64")  # valid is held out of train (data.held_out)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from rtx.checks import TEXTS
+from rtx.config import Config
 from rtx.data.recall import RecallStore
 from rtx.data.sets import SETS
 from rtx.data.store import TokenStore
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from rtx.evaluation.scores import Score
 
 SUBWORDS_PER_WORD = 1.248  # PG-19: the released perplexity is exp(1.248 times the mean nats of a subword)
+REPEATED = 8  # units before one that must have stood before for it to be repeated
 RELEASED = {
     "enwik8": ("bytes", "newlines dropped"),
     "wikitext103": ("words", "blank lines and the last window that is not full dropped"),
@@ -48,6 +51,31 @@ def windows(units: int, length: int, stride: int | None = None) -> list[Window]:
     return [Window(stop - length, stop, before) for before, stop in itertools.pairwise(stops)]
 
 
+def local_reach(config: Config) -> int | None:
+    """Return how many units back stacked local heads read, of texts: layers x model.window, whatever the heads."""
+    return config.model.layers * config.model.window if config.data.name in TEXTS else None
+
+
+def far_repeated(tokens_BN: np.ndarray, reach: int) -> np.ndarray:
+    """Return which units of windows follow `REPEATED` units that stood in the window before, boolean `[B, N]`.
+
+    Their last occurrence lies more than `reach` units back. Runs of 2, 4 and 8 units get numbers by sorting.
+    """
+    B, N = tokens_BN.shape
+    found_BN = np.zeros((B, N), bool)
+    if N <= REPEATED:
+        return found_BN
+    run_BS = tokens_BN + np.arange(B)[:, None] * (tokens_BN.max() + 1)  # S starts; the windows of a batch apart
+    for size in (1, 2, 4):
+        pair_BS = run_BS[:, :-size] * (run_BS.max() + 1) + run_BS[:, size:]
+        run_BS = np.unique(pair_BS, return_inverse=True)[1].reshape(pair_BS.shape)
+    order = run_BS.ravel().argsort(kind="stable")
+    far = np.zeros(len(order), bool)
+    far[order[1:]] = (np.diff(run_BS.ravel()[order]) == 0) & (np.diff(order) > reach)
+    found_BN[:, REPEATED:] = far.reshape(run_BS.shape)[:, :-1]
+    return found_BN
+
+
 def read_as_released(store: TokenStore | RecallStore, split: str, length: int) -> tuple[np.ndarray, str]:
     """Return a split as the paper's released code reads it, for windows of `length` units, and what that leaves out."""
     if store.name not in RELEASED or isinstance(store, RecallStore):
@@ -74,7 +102,12 @@ def measures(
     """Return a score in every measure that its text has; a sample of windows (`partial`) has bits per unit alone."""
     result: dict[str, Any] = {f"bits_per_{store.unit}": score.bits}
     if isinstance(store, RecallStore):
-        return result | {"accuracy": score.accuracy, "chance": 1 / store.task.values}
+        result |= {f"accuracy_by_{kind}": found for kind, found in score.accuracies().items()}
+        chance = {"chance": 1 / store.task.values, "baselines": {"chance": math.log2(store.task.values)}}
+        return result | {"accuracy": score.accuracy, **chance}
+    if score.far_K2 is not None and score.far_K2[:, 0].any():
+        units, nats = score.far_K2.sum(0)
+        result |= {"bits_far_repeated": nats / units / math.log(2), "far_repeated": units / score.units}
     if store.image is not None or partial:
         return result
     if store.unit == "subword" and not released:  # words are no account of the bytes between and in them
@@ -109,8 +142,15 @@ def further_lines(unit: str, result: Mapping[str, Any]) -> list[str]:
         lines.append(f"{result['perplexity_per_word']:.4g} perplexity per word: {over}")
     if unit != "byte" and "bits_per_byte" in result:
         lines.append(f"{result['bits_per_byte']:.5f} bits/byte of text")
+    if "bits_far_repeated" in result:
+        far = f"bits/{unit} on far-repeated units, {result['far_repeated']:.2%} of all"
+        lines.append(f"{result['bits_far_repeated']:.5f} {far}")
     if "accuracy" in result:
         lines.append(f"{result['accuracy']:.2%} of the answers right (chance {result['chance']:.2%})")
+    for kind in ("distance", "pairs"):
+        found = result.get(f"accuracy_by_{kind}", {})
+        told = ", ".join(f"{value}{'+' * (kind == 'distance')}: {share:.1%}" for value, (share, _) in found.items())
+        lines += [f"accuracy by {kind}: {told}"] if len(found) > 1 else []
     return lines
 
 

@@ -145,14 +145,16 @@ class Transformer(nn.Module):
         hidden_BNS, auxiliary = self(tokens_BN, prefix)
         return token_nats(hidden_BNS, self.output_VS, self.output_bias_V, tokens_BN), auxiliary
 
-    def answers(self, tokens_BN: Tensor, at_A: Tensor, prefix: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the nats of the units at positions `at_A` alone and whether each is the likeliest, `[B, A]`.
+    def answers(self, tokens_BN: Tensor, at_BA: Tensor, prefix: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the nats of the units at positions `at_BA` alone and whether each is the likeliest, `[B, A]`.
 
-        The third result is the auxiliary loss, of the whole sequence.
+        Where the position is -1: 0 and false. The third result is the auxiliary loss, of the whole sequence.
         """
         hidden_BNS, auxiliary = self(tokens_BN, prefix)
-        nats_BA, right_BA = answer_nats(hidden_BNS[:, at_A], self.output_VS, self.output_bias_V, tokens_BN[:, at_A])
-        return nats_BA, right_BA, auxiliary
+        row_B1, chosen_BA = torch.arange(len(tokens_BN), device=at_BA.device)[:, None], at_BA.clamp(min=0)
+        targets_BA = tokens_BN.gather(1, chosen_BA)
+        nats_BA, right_BA = answer_nats(hidden_BNS[row_B1, chosen_BA], self.output_VS, self.output_bias_V, targets_BA)
+        return nats_BA.masked_fill(at_BA < 0, 0.0), right_BA & (at_BA >= 0), auxiliary
 
     def logits(self, hidden_BS: Tensor) -> Tensor:
         """Return the logits `[B, V]` of a few rows."""

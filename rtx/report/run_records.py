@@ -66,6 +66,7 @@ class Score:
     step: int
     perplexity: float | None = None  # per word, where the data have a count of words
     best: bool = False  # whether these were the best checkpoint's weights
+    figures: Mapping[str, float] = field(default_factory=dict)  # other measures, by the titles of their columns
 
     def line(self) -> str:
         return f"{self.protocol.line(self.units)}; {SIGHT[self.sees_future]}"
@@ -197,7 +198,18 @@ def evaluated(record: Mapping[str, Any]) -> Score:
     )
     bits, perplexity = float(record[f"bits_per_{data['unit']}"]), record.get("perplexity_per_word")
     sight = bool(record["selection_sees_future"])
-    return Score(protocol, bits, record["units"], sight, point["step"], perplexity, point["name"] == "best")
+    best = point["name"] == "best"
+    return Score(protocol, bits, record["units"], sight, point["step"], perplexity, best, figures_of(record))
+
+
+def figures_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the measures of some data alone that a record holds, by the titles of their columns."""
+    keys = ("accuracy", "bits_far_repeated", "far_repeated")
+    found = {key.replace("_", " "): record[key] for key in keys if key in record}
+    for kind in ("distance", "pairs"):
+        shares = record.get(f"accuracy_by_{kind}", {}).items()
+        found |= {f"accuracy, {kind} {value}": share for value, (share, _) in shares}
+    return found
 
 
 def closing(config: Mapping[str, Any], data: Mapping[str, Any], final: Mapping[str, Any], step: int) -> Score:
@@ -205,7 +217,7 @@ def closing(config: Mapping[str, Any], data: Mapping[str, Any], final: Mapping[s
     where = ("valid", "parallel", final["unit"], data["name"], data["fingerprint"])
     protocol = Protocol(*where, length, config["trainer.val_stride"] or length, stamps=tuple(stamps))
     bits, perplexity = float(final["bits"]), final.get("perplexity_per_word")
-    return Score(protocol, bits, final["units"], looks_ahead(config), step, perplexity)
+    return Score(protocol, bits, final["units"], looks_ahead(config), step, perplexity, figures=figures_of(final))
 
 
 def suspicions(cell: Cell) -> list[str]:

@@ -34,7 +34,14 @@ def facts_of(row: Row, values: Values, paces: Paces) -> dict[str, Any]:
     pace = paces.get(row_key(row.config)) or ((mean(own), half_interval(own)) if own else (None, None))
     facts = {"ours": mean(found) if found else None, "half": half_interval(found), "seeds": len(found)}
     facts |= {"sees_future": "yes" if row.sees_future else "no"} if row.scores else {}
+    for name in figures([row]):
+        facts[name] = mean(score.figures[name] for score in row.scores if name in score.figures)
     return {**facts, "steps_per_second": pace[0], "pace_half": pace[1]}
+
+
+def figures(rows: Sequence[Row]) -> list[str]:
+    """Return the titles of the further measures that rows have."""
+    return list(dict.fromkeys(name for row in rows for score in row.scores for name in score.figures))
 
 
 def said_of_paces(picked: Mapping[str, Row], paces: Paces) -> str:
@@ -93,6 +100,7 @@ def kinds_table(
         Column("ours", f"bits/{protocol.unit}", 4, "half"),
         Column("seeds", "seeds"),
         Column("sees_future", "sees future"),
+        *(Column(name, name, 3, brief="," not in name) for name in figures(rows)),
         Column("steps_per_second", "steps/s", 3, "pace_half"),
         *(Column(f"against_{kind}", f"against {kind}") for kind in against),
         Column("of", "of"),
@@ -235,6 +243,7 @@ def rows_table(
         Column("seeds", "seeds"),
         Column("sees_future", "sees future"),
         Column("bits", bits, 3),
+        *(Column(name, name, 3, brief="," not in name) for name in figures(rows)),
         Column("steps_per_second", "steps/s", 3, "pace_half", brief=False),
         Column("step", "steps done", brief=False),
         Column("paper_row", "the paper's row", brief=equal),

@@ -146,7 +146,7 @@ class Watch(Callback):
         rate, norm = learning_rate(self.module.config, trainer.global_step), float(self.module.norm)
         values = {"bits": nats / passes / math.log(2), "lr": rate, "grad_norm": norm, "tokens_per_second": self.pace}
         values |= {"data_share": share, "seconds": self.seconds, "memory_bytes": peak_memory()}
-        accuracy = {} if self.module.at_A is None else {"accuracy": right / passes}
+        accuracy = {} if self.module.answers is None else {"accuracy": right / passes}
         self.write_row(trainer, "train", values | accuracy | self.telemetry(self.module.model))
         self.record(step=trainer.global_step, steps=self.plan.steps)
         self.module.sums.zero_()

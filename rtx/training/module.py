@@ -15,7 +15,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from rtx.attention.centroids import after_step, initialise_from_data
 from rtx.compose import flat
 from rtx.config import Config, OptimizerConfig
-from rtx.evaluation.scores import Score, score_batch
+from rtx.evaluation.protocols import local_reach
+from rtx.evaluation.scores import Answers, joined, score_batch
 from rtx.model.transformer import Transformer, compile_loss
 from rtx.training.checkpoint import FORMAT
 from rtx.training.distributed import Ranks, is_part, shard, whole
@@ -33,7 +34,7 @@ def build_model(config: Config, vocabulary: int, first_N: Callable[[], Tensor] |
 class TrainingModule(pl.LightningModule):
     """The model with its optimizer; what a checkpoint holds of it, and the score of a validation.
 
-    `answers`: positions `[A]` whose units alone count; None: all. `facts`: the `config` and `data` of every checkpoint.
+    `answers`: finds the units that alone count; None: all do. `facts`: the `config` and `data` of every checkpoint.
     """
 
     def __init__(
@@ -45,11 +46,11 @@ class TrainingModule(pl.LightningModule):
         # Mean nats and share of right answers, summed over the forward passes since the last row; their number.
         self.sums = torch.zeros(3, dtype=torch.float64)
         self.norm = torch.tensor(math.nan)  # of the whole gradient of the last step
-        # Of each batch of a validation: number, units, nats and right answers of its windows, float64 `[B, 4]`.
+        # Of each batch of a validation: the numbers of its windows, and what `score_batch` gives, float64 `[B, 1 + X]`.
         self.scored: list[Tensor] = []
         self.score: Any = None  # `Score` of the last validation, the same on all ranks
-        self.at_A: Tensor | None
-        self.register_buffer("at_A", None if answers is None else torch.from_numpy(answers), persistent=False)
+        self.answers: Answers | None = answers
+        self.reach = local_reach(config)
         loss: Any = model.loss if answers is None else model.answers
         self.loss = compile_loss(model, loss) if config.hardware.compile else loss
 
@@ -71,9 +72,14 @@ class TrainingModule(pl.LightningModule):
         return build_optimizer(self.model, self.config.optimizer)
 
     def training_step(self, tokens_BN: Tensor, batch_idx: int) -> Tensor:
-        nats_BN, *right, auxiliary = self.loss(tokens_BN, *([] if self.at_A is None else [self.at_A]))
-        mean = nats_BN.mean()
-        share = right[0].double().mean() if right else torch.zeros_like(mean)
+        if self.answers is None:
+            nats_BN, auxiliary = self.loss(tokens_BN)
+            mean, share = nats_BN.mean(), nats_BN.new_zeros(())
+        else:  # sequences count alike, however many answers they have: a step is then the same in parts
+            at_BA, _ = self.answers(tokens_BN)
+            nats_BA, right_BA, auxiliary = self.loss(tokens_BN, at_BA)
+            weight_B1 = at_BA.shape[1] / (at_BA >= 0).sum(1, keepdim=True)
+            mean, share = (nats_BA * weight_B1).mean(), (right_BA * weight_B1.double()).mean()
         self.sums = self.sums.to(mean.device) + torch.stack([mean.detach(), share, torch.ones_like(share)])
         return mean + auxiliary
 
@@ -93,16 +99,17 @@ class TrainingModule(pl.LightningModule):
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
         """Score windows: ids, units before the first that counts, their numbers (-1: scored by another rank)."""
         tokens_BN, skipped_B, number_B = batch
-        scored_B3, number_B = score_batch(self.model, tokens_BN, skipped_B, self.at_A), number_B.cpu()
-        self.scored.append(torch.cat([number_B[:, None], scored_B3], dim=1)[number_B >= 0])
+        scored_BX = score_batch(self.model, (tokens_BN, skipped_B), self.answers, self.reach)
+        number_B = number_B.cpu()
+        self.scored.append(torch.cat([number_B[:, None], scored_BX], dim=1)[number_B >= 0])
 
     def on_validation_epoch_end(self) -> None:
         """Join the ranks' windows in their order into one score, the same on any number of ranks."""
-        own_K4 = torch.cat(self.scored).numpy() if self.scored else np.zeros((0, 4))
-        all_K4 = np.concatenate(self.ranks.gather(own_K4))
-        number_K, units_K, nats_K, right_K = all_K4[np.argsort(all_K4[:, 0])].T
-        assert np.array_equal(number_K, np.arange(len(number_K))), "each window once"
-        self.score, self.scored = Score(units_K, nats_K, None if self.at_A is None else right_K), []
+        own = [torch.cat(self.scored).numpy()] if self.scored else []
+        all_KX = np.concatenate([part for parts in self.ranks.gather(own) for part in parts])
+        all_KX = all_KX[np.argsort(all_KX[:, 0])]
+        assert np.array_equal(all_KX[:, 0], np.arange(len(all_KX))), "each window once"
+        self.score, self.scored = joined(all_KX[:, 1:], self.answers), []
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what other commands read, and leave out the loops' counters: they follow from the step."""

@@ -27,7 +27,7 @@ def test_random_membership_is_the_control(workshop: Workshop) -> None:
     assert all(abs(result["price"][name]["bits"]) < 1e-5 for name in ("leak_gives", "competing_costs", "together"))
     assert [(one["layer"], one["gradient"]) for one in result["choices"]] == [(1, None)]
     assert "nothing: it is drawn" in printed and result["seed"] == 0
-    assert len(result["price"]["positions"]) == 5 and result["price"]["windows"] == 3
+    assert len(result["price"]["positions"][0]) == 5 and result["price"]["windows"] == 3
 
 
 def test_top_w_is_found_and_priced(workshop: Workshop) -> None:

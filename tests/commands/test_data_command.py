@@ -35,7 +35,7 @@ def test_every_action_says_what_it_found(tmp_path, monkeypatch, capsys):
     assert f"  {split.parent.name}  data=text " in said("list")
     assert said("remove", split.parent.name).startswith(f"{split.parent}: removed, ") and not list(root.iterdir())
     assert "no store of this name" in said("remove", *options, code=2)
-    assert "made on the fly; 2,048 answers each in valid and test" in said("info", "data=recall")
+    assert "made on the fly; 2,048 answers in valid, 2,048 answers in test" in said("info", "data=recall")
 
 
 def test_only_keys_of_data_are_taken(tmp_path, monkeypatch, capsys):

@@ -20,6 +20,7 @@ DATA = {
     "text": ["data.path=book.txt"],
     "hub": ["data.path=texts"],
     "recall": ["data.pairs=2", "data.sequences=4"],
+    **{task: ["data.pairs=2", "data.sequences=4", "data.distance=4"] for task in ("mqar", "copy", "induction")},
 }
 
 

@@ -116,5 +116,39 @@ def test_plan_and_data_know_recall(workshop: Workshop) -> None:
     printed = workshop.command("plan", *RECALL)
     assert "N = 32 units of recall" in printed
     task = [word for word in RECALL if word.startswith("data")]
-    assert "made on the fly; 27 answers each in valid and test" in workshop.command("data", "prepare", *task)
+    assert "made on the fly; 27 answers in valid, 27 answers in test" in workshop.command("data", "prepare", *task)
     assert "nothing on disk" in workshop.command("data", "verify", *task, code=2)
+
+
+@pytest.mark.parametrize("task", ["mqar", "copy", "induction"])
+def test_answers_at_any_place_are_scored_once_and_told_by_distance_and_pairs(workshop: Workshop, task: str) -> None:
+    run = workshop.folder / task
+    words = [word for word in RECALL if word not in ("data=recall", "data.length=32")]
+    words += [f"data={task}", "data.length=64", "data.distance=20", "data.pairs=4", "data.gaps=power"]
+    words = [word for word in words if task != "induction" or "gaps" not in word]
+    printed = workshop.command("train", *words, run=run)
+    assert "accuracy by pairs: 1: " in printed and "accuracy by distance: 16+: " in printed
+    final = json.loads((run / "status.json").read_text())["final"]
+    for table in (final["accuracy_by_distance"], final["accuracy_by_pairs"]):
+        assert sum(count for _, count in table.values()) == final["units"]
+        right = sum(share * count for share, count in table.values())
+        assert right == pytest.approx(final["accuracy"] * final["units"])
+    assert {*final["accuracy_by_pairs"]} == {"1", "2", "4"} and {*final["accuracy_by_distance"]} <= {"16", "32"}
+    result = score(workshop, run, "mode=streaming", "checkpoint=last")
+    assert result["units"] == result["split_units"] == final["units"]
+    assert result["accuracy_by_pairs"] == final["accuracy_by_pairs"]
+    assert f"{final['units']} answers in valid" in workshop.command("data", "info", *[w for w in words if "data" in w])
+    audited = workshop.command("audit", str(run), "sequences=1", "prefixes=4", "windows=3", "positions=5")
+    assert "1 position in each of 3 windows" in audited
+    report = workshop.command("report", str(run))
+    assert "accuracy" in report and "baseline: chance" in report
+
+
+def test_steps_are_the_same_in_parts(workshop: Workshop) -> None:
+    task = ("data=mqar", "data.distance=4", "model.dropout=0", "model.attention_dropout=0", "model.ffn_dropout=0")
+    words = [*(word for word in RECALL if word != "data=recall"), *task, "routing.heads=0", "trainer.steps=4"]
+    runs = {size: workshop.folder / f"parts{size}" for size in (1, 4)}
+    for size, run in runs.items():
+        workshop.command("train", *words, f"trainer.micro_batch_size={size}", run=run)
+    one, other = (json.loads((run / "status.json").read_text())["final"] for run in runs.values())
+    assert one["bits"] == pytest.approx(other["bits"], rel=1e-5)

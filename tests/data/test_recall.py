@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
 from rtx.config import DataConfig, all_fields
 from rtx.data.catalog import check_source, open_data, prepare_data, verify_data
@@ -38,7 +39,9 @@ def test_the_keys_are_asked_again_and_the_answers_are_what_was_told(task: DataCo
         assert dict(told.tolist()) == dict(asked.tolist())
         assert told[:, 0].max() < task.keys <= told[:, 1].min() and told[:, 1].max() < task.keys + task.values
         assert all(task.keys + task.values <= unit < store.vocabulary for unit in filler)
-        assert (sequence[store.answers] == asked[:, 1]).all() and (sequence[store.answers - 1] == asked[:, 0]).all()
+        at_BA, back_BA = store.answers(torch.from_numpy(sequence.astype(np.int64))[None])
+        assert (sequence[at_BA[0]] == asked[:, 1]).all() and (sequence[at_BA[0] - 1] == asked[:, 0]).all()
+        assert (sequence[at_BA[0] - back_BA[0]] == asked[:, 1]).all()
 
 
 def test_a_sequence_is_the_same_on_every_machine_for_its_split_seed_and_number() -> None:

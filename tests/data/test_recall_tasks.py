@@ -1,0 +1,108 @@
+"""mqar, copy and induction: every answer stands in the prefix, at any place, and nothing short of recall tells it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from rtx.config import DataConfig
+from rtx.data.recall import RecallStore
+
+MQAR = DataConfig(name="mqar", length=64, pairs=4, keys=9, values=8, fillers=3, sequences=7, distance=10)
+COPY = replace(MQAR, name="copy", keys=1, pairs=6)
+INDUCTION = replace(MQAR, name="induction")
+RECALL = replace(MQAR, name="recall", distance=0)
+TASKS = (MQAR, replace(MQAR, gaps="power"), COPY, INDUCTION, RECALL)
+DRAWN = 2_000
+FINGERPRINTS = {
+    "mqar-uniform": "a4368443829d",
+    "mqar-power": "d56acb33392f",
+    "copy-uniform": "952031069090",
+    "induction-uniform": "cbdc3923a861",
+    "recall-uniform": "2da0e42a6f4d",
+}
+CHANCE = 1 / MQAR.values
+
+
+def drawn(task: DataConfig, count: int = DRAWN) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return sequences `[count, N]`, the positions of their answers, and how far back each was told: `[count, A]`."""
+    store = RecallStore(task)
+    tokens = np.stack([store.sequence(0, index) for index in range(count)]).astype(np.int64)
+    at, back = store.answers(torch.from_numpy(tokens))
+    return tokens, at.numpy(), back.numpy()
+
+
+def solved(sequence: list[int], task: DataConfig) -> list[tuple[int, int, int]]:
+    """Answer by reading from left to right: position, value and how far back it was told, of every answer."""
+    told: dict[int, int] = {}
+    found, run = [], None  # where the string behind the key is told that is being asked
+    for place, unit in enumerate(sequence):
+        if unit < task.keys:
+            run = told.get(unit)
+            told.setdefault(unit, place + 1)
+        elif unit >= task.keys + task.values:
+            run = None
+        elif run is not None:
+            found.append((place, sequence[run], place - run))
+            run += 1
+    return found
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: f"{task.name}-{task.gaps}")
+def test_a_reader_of_the_prefix_finds_every_answer_and_no_other(task: DataConfig) -> None:
+    counts = set()
+    for sequence, at_A, back_A in zip(*drawn(task, 300), strict=True):
+        answers = solved(sequence.tolist(), task)
+        assert [(place, back) for place, _, back in answers] == [
+            pair for pair in zip(at_A.tolist(), back_A.tolist(), strict=True) if pair[0] >= 0
+        ]
+        assert all(sequence[place] == value and back >= max(2, task.distance) for place, value, back in answers)
+        counts.add(len(answers))
+    sizes = {task.pairs} if task.name == "recall" else {task.pairs, task.pairs // 2, task.pairs // 4}
+    assert counts == sizes
+
+
+@pytest.mark.parametrize("task", [MQAR, COPY])
+def test_questions_are_asked_at_every_place_alike(task: DataConfig) -> None:
+    _, at, _ = drawn(task)
+    first = task.distance + (2 * task.pairs if task.name == "mqar" else task.pairs + 1)
+    if task.name == "mqar":
+        counts = np.bincount(at[at >= 0], minlength=task.length)[first + 1 :: 2]
+        assert (at[at >= 0] - first).min() == 1 and counts.sum() == (at >= 0).sum()
+    else:  # of the longest string, which has the fewest places
+        longest = at[at[:, -1] >= 0, 0] - 1 - first
+        counts = np.bincount(longest, minlength=task.length - first - task.pairs)
+    assert chisquare(counts).pvalue > 0.001
+
+
+def test_the_power_law_asks_soon_and_pairs_of_induction_stand_anywhere() -> None:
+    soon, late = (np.median(drawn(replace(MQAR, distance=0, gaps=gaps))[2]) for gaps in ("power", "uniform"))
+    assert soon < 0.6 * late
+    _, at, back = drawn(INDUCTION)
+    told = np.bincount((at - back)[at >= 0] // 2, minlength=32) / (at >= 0).sum()
+    assert (told[: 32 - 5] > 0).all() and not told[32 - 5 :].any()
+    assert told[:5].mean() > 2 * told[-10:-5].mean(), "early pairs have more places for their question"
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: f"{task.name}-{task.gaps}")
+def test_neither_the_unit_before_nor_the_position_tells_an_answer(task: DataConfig) -> None:
+    tokens, at, _ = drawn(task)
+    split = DRAWN // 2
+    rows, columns = np.nonzero(at >= 0)
+    place, answer = at[rows, columns], tokens[rows, at[rows, columns]]
+    for context in (tokens[rows, place - 1], place):
+        table = np.zeros((max(task.length, RecallStore(task).vocabulary), RecallStore(task).vocabulary))
+        np.add.at(table, (context[rows < split], answer[rows < split]), 1)
+        right = (table.argmax(1)[context] == answer)[rows >= split].mean()
+        assert abs(right - CHANCE) < 0.03
+
+
+def test_a_sequence_is_the_same_on_every_machine() -> None:
+    fingerprints = {f"{task.name}-{task.gaps}": RecallStore(task).fingerprint[:12] for task in TASKS}
+    assert fingerprints == FINGERPRINTS
+    small = RecallStore(replace(INDUCTION, length=8 * 4 + 10))  # as many pairs as fit for certain
+    assert {int((small.sequence(0, index) < 9).sum()) for index in range(50)} == {8, 4, 2}
