@@ -50,6 +50,7 @@ def patterns() -> dict[str, Pattern]:
         return {
             "full": attention.Full(),
             "local": attention.Local(window=W),
+            "recurrent": attention.Recurrent(length=W, memory=W // 2),
             "strided": attention.Strided(stride=W),
             "fixed": attention.Fixed(block=W, summary=2),
             "topk": routed("topk"),

@@ -32,6 +32,8 @@ READ_WITH = (
     ("routing.selection", ("indexer",), "routing.warmup"),
     ("model.base", ("lsh",), "model.lsh model.hash_rounds model.hash_buckets"),
     ("model.base", ("adaptive_span",), "model.span_ramp model.span_cost"),
+    ("model.base", ("recurrent",), "model.memory model.same_length"),
+    ("model.positions", ("xl",), "model.clamp model.tie_biases"),
     ("model.base", ("strided", "fixed"), "model.stride"),
     ("model.base", ("fixed",), "model.summary"),
     ("model.positions", ("axial",), "model.axes"),
@@ -39,7 +41,7 @@ READ_WITH = (
     ("logger.name", ("auto", "online", "offline"), "logger.project logger.entity logger.group"),
 )
 """A key, its values, or parts of them, and the keys that are read with these alone."""
-OURS = {"local", "full", "lsh", "adaptive_span", "strided", "fixed"}
+OURS = {"local", "full", "recurrent", "lsh", "adaptive_span", "strided", "fixed"}
 """Values of model.base of which that is known: a pattern of one's own may read any key."""
 
 
@@ -49,7 +51,7 @@ def resolve(config: Config, keys: Iterable[str] = ()) -> Config:
     if "lsh" in model.base.split("+"):
         model = replace(model, hash_buckets=hash_buckets(config))
     config = replace(config, routing=routing, model=model)
-    parts = (too_large, model_problems, training_problems, data_problems)
+    parts = (too_large, model_problems, recurrent_problems, training_problems, data_problems)
     refuse([*(line for problems in parts for line in problems(config)), *idle(config, keys).values()])
     return config
 
@@ -78,10 +80,10 @@ def too_large(config: Config) -> Iterator[str]:
         ("routing.window", "data.length", routes),
         ("routing.clusters", "data.length", routes),
         ("routing.block", "routing.window", routes and routing.selection.startswith("blocks")),
-        ("model.window", "data.length", not patterns <= {"full", "strided", "fixed"}),
+        ("model.window", "data.length", not patterns <= {"full", "recurrent", "strided", "fixed"}),
         ("model.stride", "data.length", sparse),
         ("model.summary", "model.stride", "fixed" in patterns),
-        ("trainer.val_stride", "data.length", True),
+        ("trainer.val_stride", "data.length", not config.model.memory),
         ("data.pairs", "data.keys", config.data.name in MADE and config.data.name != "copy"),
     )
     for key, limit, applies in limits:
@@ -117,6 +119,28 @@ def model_problems(config: Config) -> Iterator[str]:
         yield "routing.key_shift and routing.key_conv are for routing.keys=separate or projected, not for shared"
 
 
+def recurrent_problems(config: Config) -> Iterator[str]:
+    """Yield what does not go with segments, a memory of earlier ones, and the positions of Transformer-XL."""
+    model, routing, data, hardware = config.model, config.routing, config.data, config.hardware
+    recurrent, patterns = model.base == "recurrent", model.base.split("+")
+    if model.positions == "xl" and not recurrent:
+        yield f"model.positions=xl is for model.base=recurrent, not {model.base}"
+    if "recurrent" in patterns and not recurrent:
+        yield f"model.base={model.base}: recurrent heads take no others beside them"
+    if recurrent and routing.heads and routing.layers:
+        yield f"routing.heads={routing.heads} has no place beside model.base=recurrent; take routing.heads=0"
+    if recurrent and model.positions in ("learned", "axial"):
+        yield f"model.positions={model.positions} has no place in model.base=recurrent; take xl, rotary, shaw or none"
+    if recurrent and model.same_length and not model.memory:
+        yield "model.same_length=true needs model.memory of at least 1: so many keys every position reads"
+    if recurrent and model.memory and data.name not in TEXTS:
+        yield f"model.memory={model.memory} needs a text that goes on: data={data.name} has sequences of its own"
+    if recurrent and model.memory and hardware.compile:
+        yield f"hardware.compile=true is not for model.memory={model.memory}, which grows over the first steps"
+    if model.positions == "xl" and model.tie_biases and hardware.name == "fsdp":
+        yield "model.tie_biases=true is not for hardware=fsdp, which shares out each block by itself; take false"
+
+
 def training_problems(config: Config) -> Iterator[str]:
     """Yield what is wrong with devices, batches, schedule and the attention asked for by name."""
     hardware, trainer, optimizer, model = config.hardware, config.trainer, config.optimizer, config.model
@@ -134,9 +158,9 @@ def training_problems(config: Config) -> Iterator[str]:
         yield f"trainer.batch_size={trainer.batch_size} must be a multiple of micro-batch {micro} x {devices} device(s)"
     if optimizer.schedule == "rsqrt" and not optimizer.warmup:
         yield "optimizer.schedule=rsqrt needs optimizer.warmup of at least 1"
-    plain = model.attention_dropout == 0 and model.positions != "shaw" and "adaptive_span" not in model.base.split("+")
-    if hardware.attention in ("native", "flex") and not plain:
-        yield "model.attention_dropout, positions=shaw and base=adaptive_span need hardware.attention=auto or torch"
+    by_distance = model.positions in ("shaw", "xl") or "adaptive_span" in model.base.split("+")
+    if hardware.attention in ("native", "flex") and (model.attention_dropout or by_distance):
+        yield "model.attention_dropout, positions=shaw or xl, base=adaptive_span need hardware.attention=auto or torch"
     on_cpu = hardware.precision in ("auto", "fp32") and hardware.name in ("auto", "cpu", "ddp")
     if hardware.attention == "native" and not on_cpu:
         yield "hardware.attention=native is for hardware.precision=fp32 on a CPU (hardware=cpu)"

@@ -23,6 +23,7 @@ SECTIONS = (*GROUPS[:-1], "trainer")
 BASES = {
     "local": "rtx.attention.patterns.Local",
     "full": "rtx.attention.patterns.Full",
+    "recurrent": "rtx.attention.patterns.Recurrent",
     "lsh": "rtx.attention.lsh.Lsh",
     "adaptive_span": "rtx.attention.patterns.AdaptiveSpan",
     "strided": "rtx.attention.patterns.Strided",
@@ -167,8 +168,16 @@ class ModelConfig:
     """Stride of strided heads, block of fixed heads (Sparse Transformer)."""
     summary: int = ranged(8, low=1)
     """Columns of every earlier block that a fixed head reads (Sparse Transformer)."""
-    positions: str = one_of("rotary", "shaw", "learned", "axial", "none")
-    """Position terms: rotary angles, Shaw's relative keys and values, a learned table, one for each axis, or none."""
+    memory: int = ranged(0, low=0, high=2**30)
+    """Positions of earlier segments that base=recurrent reads, too (Transformer-XL); above 0 it trains on streams."""
+    same_length: bool = False
+    """Whether every position of base=recurrent reads as many keys, model.memory with its own."""
+    positions: str = one_of("rotary", "shaw", "xl", "learned", "axial", "none")
+    """Position terms: rotary angles, Shaw's tables, Transformer-XL's sinusoids, a learned table, one an axis, none."""
+    clamp: int | None = ranged(None, low=1)
+    """Largest distance that positions=xl tells apart; unset: any."""
+    tie_biases: bool = True
+    """Whether all layers share the biases u and v of positions=xl, as Transformer-XL's PyTorch code has it."""
     axes: str | None = None
     """Sizes of the axes of positions=axial, slowest first, such as 32x32x3; their product is data.length."""
     max_distance: int = ranged(256, low=1, high=2**30)

@@ -38,11 +38,17 @@ class EvalOptions(RunOptions):
     mode: str = one_of("parallel", "streaming")
     """parallel: one pass over each window (teacher-forced); streaming: every decision from the prefix alone."""
     stride: int | None = ranged(None, low=1)
-    """Units by which windows advance; unset: N. Smaller gives every unit more context, at more cost."""
+    """Units by which windows advance; unset: N (65,536 with a memory). Smaller gives more context, at more cost."""
     limit: int | None = ranged(None, low=1)
     """Score a seeded sample of this many windows only; the result is marked partial."""
     batch_size: int | None = ranged(None, low=1)
     """Windows scored at once; unset: as many as make 16,384 units."""
+    memory: int | None = ranged(None, low=0)
+    """Units of memory (model.base=recurrent; data.length=N says how many make a segment); unset: the run's."""
+    clamp: int | None = ranged(None, low=1)
+    """Largest distance told apart (model.positions=xl); unset: the run's."""
+    same_length: bool = False
+    """Let every position read as many keys, the memory's number (model.base=recurrent)."""
     protocol: str = one_of("whole", "released")
     """whole: every unit of the split once; released: the text as the paper's released code reads it, parts left out."""
     ablate: str = one_of("none", "routing", "local", "random")

@@ -28,6 +28,7 @@ EXPERIMENTS = {
 ENWIK8 = "model.heads=8 data.length=8192 routing.heads=4 routing.clusters=32 routing.window=256 model.positions=shaw"
 DROPOUT = "model.attention_dropout=0.4 model.ffn_dropout=0.4"
 ADAM = "optimizer.name=adam optimizer.lr=2e-4 optimizer.beta1=0.9 optimizer.beta2=0.98 optimizer.schedule=rsqrt"
+XL = "model.base=recurrent model.positions=xl model.ffn=relu model.norm=post model.tie_embeddings=true"
 SAID = {
     "rt24": f"model.layers=24 routing.layers=24 {ENWIK8} {DROPOUT} {ADAM}",
     "rt12": f"model.layers=12 routing.layers=12 {ENWIK8} {DROPOUT}",
@@ -43,6 +44,12 @@ SAID = {
     "model.hash_rounds=2 model.hash_buckets=192 model.lsh=causal",
     "adaptive_span": "model.layers=24 model.heads=8 model.hidden=768 model.ffn_hidden=4096 model.base=adaptive_span "
     "model.window=8192 model.span_ramp=32 model.span_cost=5e-7 model.ffn=relu",
+    "transformer_xl": f"model.layers=18 model.heads=16 model.hidden=1024 model.ffn_hidden=4096 data.length=384 "
+    f"model.memory=384 model.dropout=0.2 model.attention_dropout=0.2 model.tie_biases=false {XL}",
+    "transformer_xl-base": f"model.layers=16 model.heads=10 model.hidden=410 model.ffn_hidden=2100 data.length=150 "
+    f"model.memory=150 model.dropout=0.1 model.attention_dropout=0 model.tie_biases=true {XL}",
+    "transformer_xl-enwik8": f"model.layers=24 model.heads=8 model.hidden=1024 model.ffn_hidden=3072 data.length=768 "
+    f"model.memory=768 model.dropout=0.15 model.attention_dropout=0.15 model.tie_biases=true {XL}",
     "sparse_transformer": "model.layers=30 model.heads=8 model.hidden=512 data.length=12288 model.base=fixed "
     "model.stride=128 model.summary=32 model.dropout=0.4 model.init=depth_scaled model.positions=axial",
     "sparse_transformer-cifar10": "model.layers=128 model.heads=2 model.hidden=256 data.length=3072",
@@ -52,7 +59,7 @@ SAID = {
 """What papers say of their models: naming it changes nothing of a preset."""
 SPARSE = {"sparse_transformer": 95e6, "sparse_transformer-cifar10": 67e6, "sparse_transformer-imagenet64": 152e6}
 """Parameters as their paper counts them."""
-BASELINES = {"reformer", "adaptive_span", *SPARSE}
+BASELINES = {"reformer", "adaptive_span", "transformer_xl", "transformer_xl-base", "transformer_xl-enwik8", *SPARSE}
 """Presets of other papers' models, where no head routes."""
 NEEDS_A_PATH = ("text", "images", "hub")
 

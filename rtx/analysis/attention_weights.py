@@ -75,8 +75,7 @@ def weight_blocks(heads: Heads, at_P: Tensor) -> Iterator[Tensor]:
     parts = [read_by(part, torch.isin(torch.arange(N, device=device), at_P).repeat(H)) for part in parts]
     for first in range(0, N, KEYS):
         unit_NK = torch.eye(N, min(KEYS, N - first), dtype=wide, device=device).roll(first, dims=0)
-        if relative is not None:
-            relative = Relative(relative.keys_MD, unit_NK.new_zeros(len(relative.keys_MD), unit_NK.shape[1]))
+        relative = None if relative is None else relative._replace(values_MD=None)
         with torch.autocast(device.type, enabled=False):
             q, k = given.turned_q_BHND.to(wide), given.turned_k_BHND.to(wide)
             terms = pattern.terms(D, relative)

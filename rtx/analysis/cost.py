@@ -51,13 +51,15 @@ def cost(config: Config, vocabulary: int) -> Cost:
     N, layers, size = config.data.length, config.model.layers, config.model.hidden // config.model.heads
     tables = {id(model.embedding.table_VS), id(model.output_VS), id(model.output_bias_V)}
     matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
+    products = 6.0 if config.model.positions == "xl" else 4.0  # with keys, with keys of distances, with values
+    again = sum(block.attention.qkv.weight.numel() for block in model.blocks)  # type: ignore[union-attr,operator,misc]
     groups = [group for layer in range(layers) for group in layer_patterns(config, layer).items()]
     heads = {name: head_cost(name, config) for name, _ in groups}
     return Cost(
         parameters=model.count_parameters(),
         embedding_parameters=sum(p.numel() for p in model.parameters() if id(p) in tables),
-        dense=2.0 * N * (matrices + model.output_VS.numel()),
-        attention=sum(4.0 * size * count * heads[name][0] for name, count in groups),
+        dense=2.0 * (N * (matrices + model.output_VS.numel()) + config.model.memory * again),
+        attention=sum(products * size * count * heads[name][0] for name, count in groups),
         selection=sum(count * heads[name][1] for name, count in groups),
         full_attention=4.0 * size * config.model.heads * layers * triangle(N),
     )
@@ -76,6 +78,8 @@ def head_cost(name: str, config: Config) -> tuple[float, float]:
         return strided_pairs(N, model.stride), 0.0
     if name == "fixed":
         return fixed_pairs(N, model.stride, model.summary), 0.0
+    if name == "recurrent":
+        return N * model.memory + (0 if model.same_length else triangle(N)), 0.0
     if name != ROUTED:
         return triangle(N) if name == "full" else window_pairs(N, model.window), 0.0
     if routing.selection == "exact":

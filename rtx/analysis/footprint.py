@@ -54,11 +54,12 @@ def footprint(config: Config, total: Cost, micro_batch: int, vocabulary: int) ->
     """Return the parts of the peak, in bytes on each device; their sum is the peak."""
     (wide, narrow), adafactor = widths_of(config), config.optimizer.name == "adafactor"
     shares = devices(config) if config.hardware.name == "fsdp" else 1
-    own, outside = total.parameters / shares, total.embedding_parameters
+    own, outside, M = total.parameters / shares, total.embedding_parameters, config.model.memory
     # Shared out, the embedding and output matrices stay whole from the forward to the end of the backward pass, one
     # block is whole at a time, and so are their gradients before they are shared out.
     gathered = wide * (outside + (total.parameters - outside) / config.model.layers) if shares > 1 else 0.0
     gradients, activations, working = max(moments(config, wide * own, gathered, micro_batch, vocabulary), key=sum)
+    memories = config.trainer.batch_size / devices(config) + micro_batch
     return {
         # Autocast holds on to the weights that it has narrowed.
         "weights": (wide + (narrow if narrow < wide else 0)) * own,
@@ -67,6 +68,8 @@ def footprint(config: Config, total: Cost, micro_batch: int, vocabulary: int) ->
         "optimizer": (0.02 if adafactor else 2) * wide * own,
         "activations": activations,
         "working": working,
+        # What every layer of every stream keeps of earlier segments, and of a micro-batch what replaces it.
+        **({"memory": wide * config.model.hidden * config.model.layers * M * memories} if M else {}),
     }
 
 
@@ -134,6 +137,8 @@ def block(config: Config, layer: int, micro_batch: int) -> tuple[float, float]:
     pieces, hidden = model.ffn_parts, narrow * F * factor
     feed_forward = (hidden if pieces == 1 else 0) + (wide + narrow) * h + dropped
     rest = (wide + 2 * narrow) * h + dropped  # the stream, the attention's norm, its joined heads
+    # Of a memory: beside the stream, what the norm and the product behind it read, and the queries that are not asked.
+    rest += model.memory / config.data.length * (wide + 2 * narrow) * h
     # Backward, the gradients of the stream and of the branch are there, and of the hidden units two or three copies
     # while the product's own input is freed; later, the feed-forward branch is gone, and every vector that the heads
     # keep gets a gradient.
@@ -187,8 +192,9 @@ def kept(pattern: Pattern, config: Config) -> Kept:
     if isinstance(pattern, Choice):
         parts: list[Part] = [Indexed(torch.arange(N), torch.zeros(N, pattern.most_keys(N), dtype=torch.int8), N)]
     else:
-        q_11ND, k_11ND = torch.randn(2, 1, 1, N, size)
-        parts = pattern.reads(pattern.inputs(q_11ND, k_11ND if pattern.has_keys else None, None), None, False)
+        q_11ND, k_11ND = torch.randn(2, 1, 1, N + model.memory, size)
+        given = pattern.inputs(q_11ND, k_11ND if pattern.has_keys else None, None)
+        parts = pattern.reads(given._replace(memory=model.memory), None, False)
     found = [kept_of(part, pattern, config, joined=len(parts) > 1) for part in parts]
     vectors, others = sum(one.vectors for one in found), sum(one.others for one in found)
     compressed = isinstance(pattern, Blocks) and config.routing.compressed
@@ -207,7 +213,7 @@ def kept(pattern: Pattern, config: Config) -> Kept:
 def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool) -> Kept:
     """Count what a part of what a head reads keeps, vectors in values; see `rtx.attention.engine.attend_part`."""
     model, N, (wide, narrow), gpu = config.model, config.data.length, widths_of(config), on_gpu(config)
-    shaw, wish = model.positions == "shaw", config.hardware.attention
+    shaw, wish = model.positions in ("shaw", "xl"), config.hardware.attention
     by_distance = shaw or pattern.terms(model.hidden // model.heads, None).by_distance
     native_wished = wish == "native" or (wish == "auto" and N >= MIN_NATIVE and native.available())
     plain = not by_distance and model.attention_dropout == 0 and not gpu
@@ -228,9 +234,11 @@ def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool) -> Kept:
     others = (INDEX + wide) * queries + (INDEX * (queries + 2 * keys) if queries != N or keys != N else 0)
     if not softly:
         return Kept(vectors, others + narrow * masks + 4 * queries, 0)
-    scores = min(MAX_SCORES_GPU if gpu else MAX_SCORES_CPU, N * N)  # worked out again; row numbers, for distances
+    # Worked out again; row numbers, for distances.
+    scores = min(MAX_SCORES_GPU if gpu else MAX_SCORES_CPU, N * (N + model.memory))
     rows = min(scores // min(b.key_GK.shape[1] for b in blocks), queries * model.heads)
-    again = wide * (6.0 * scores + 3.0 * shaw * rows * model.max_distance)
+    distances = {"shaw": model.max_distance, "xl": N + model.memory}.get(model.positions, 0)
+    again = wide * (6.0 * scores + 3.0 * rows * distances)
     return Kept(vectors, others + INDEX * (queries + keys) + masks, again)
 
 

@@ -47,23 +47,26 @@ def check_call(
     check_relative(relative, q_BHND, v_BHND)
     if finite:
         check_finite_values(real_BN, q_BHND=q_BHND, k_BHND=k_BHND, v_BHND=v_BHND)
-        for name, table_MD in zip(("keys_MD", "values_MD"), relative or (), strict=False):
-            check_finite_values(**{f"relative.{name}": table_MD})
+        for name, table in (relative._asdict() if relative else {}).items():
+            check_finite_values(**{f"relative.{name}": table})
 
 
 def check_relative(relative: Relative | None, q_BHND: Tensor, v_BHND: Tensor) -> None:
-    """Refuse what is not Shaw's tables, and tables that do not fit keys and values."""
+    """Refuse what is not tables by distance, and tables that do not fit queries, keys and values."""
     if relative is None:
         return
     if not isinstance(relative, Relative):
         kind = type(relative).__name__
         raise ValueError(f"relative is a {kind}: must be None or rtx.attention.Relative(keys_MD, values_MD)")
-    for name, table_MD, like in zip(("keys_MD", "values_MD"), relative, (q_BHND, v_BHND), strict=True):
-        check_tensor(f"relative.{name}", table_MD)
-        distances = max(1, len(relative.keys_MD)) if relative.keys_MD.dim() else 1
-        check_shape(f"relative.{name}", table_MD, (distances, like.shape[-1]), q_BHND)
-        if not table_MD.is_floating_point():
-            raise ValueError(f"relative.{name} is of {table_MD.dtype}: must be of a float type")
+    check_tensor("relative.keys_MD", relative.keys_MD)
+    heads, distances = q_BHND.shape[1], max(1, relative.keys_MD.shape[-2]) if relative.keys_MD.dim() > 1 else 1
+    by_head = (heads,) if relative.keys_MD.dim() == 3 else ()
+    shapes = {"keys_MD": (*by_head, distances, q_BHND.shape[-1]), "values_MD": (distances, v_BHND.shape[-1])}
+    for name, shape in (shapes | {"bias_HM": (heads, distances)}).items():
+        if (table := getattr(relative, name)) is not None:
+            check_shape(f"relative.{name}", table, shape, q_BHND)
+            if not table.is_floating_point():
+                raise ValueError(f"relative.{name} is of {table.dtype}: must be of a float type")
 
 
 def check_heads(q_BHND: Tensor, heads: int | None, size: int | None) -> None:

@@ -219,7 +219,7 @@ def soft_block(
 
 def heads_of(row_G: Tensor, length: int, terms: Terms) -> Tensor:
     """Return the head of each row, where terms differ by it."""
-    return row_G // length % (terms.bias_HM.shape[0] if terms.bias_HM is not None else 1)
+    return row_G // length % terms.heads
 
 
 def take(x_RD: Tensor, rows: list[Tensor]) -> list[Tensor]:

@@ -36,8 +36,11 @@ def dense(
     logits_PNN = (q_ND @ k_ND.T).expand(mask_PNN.shape) * terms.scale
     relative = terms.relative
     if relative is not None:
-        row_NN = true_NN.clamp(max=len(relative.keys_MD) - 1)
-        logits_PNN = logits_PNN + terms.scale * torch.einsum("nd,nmd->nm", q_ND, relative.keys_MD[row_NN])
+        keys_MD, bias_M = relative.of_heads(head)
+        row_NN = true_NN.clamp(max=len(keys_MD) - 1)
+        logits_PNN = logits_PNN + terms.scale * torch.einsum("nd,nmd->nm", q_ND, keys_MD[row_NN])
+        if bias_M is not None:
+            logits_PNN = logits_PNN + terms.scale * bias_M[row_NN]
     if terms.bias_HM is not None:
         logits_PNN = logits_PNN + terms.bias_HM[head][true_NN.clamp(max=terms.bias_HM.shape[1] - 1)]
     mask_PNN = mask_PNN & (logits_PNN > float("-inf"))
@@ -47,7 +50,7 @@ def dense(
     weight_PNN = logits_PNN.nan_to_num(0.0, neginf=float("-inf")).softmax(-1) * mask_PNN
     weight_PNN = weight_PNN / reads_PN1.sum(0).clamp(min=1)
     out_ND = weight_PNN.sum(0) @ v_ND
-    if relative is not None:
+    if relative is not None and relative.values_MD is not None:
         out_ND = out_ND + torch.einsum("pnm,nmd->nd", weight_PNN, relative.values_MD[row_NN])
     return out_ND, weight_PNN
 

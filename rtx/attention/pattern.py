@@ -34,6 +34,8 @@ class Inputs(NamedTuple):
     turned_q_BHND: Tensor
     turned_k_BHND: Tensor
     """As the logits read them: turned by rotary angles, where there are any."""
+    memory: int = 0
+    """Positions in front whose keys alone are read: what earlier segments have left."""
 
 
 class Pattern(nn.Module):
@@ -118,18 +120,20 @@ class Pattern(nn.Module):
         prefix: bool = False,
         real_BN: Tensor | None = None,
         check_finite: bool = False,
+        memory: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Return the outputs `[B, H, N, D]` and the auxiliary loss.
+        """Return the outputs `[B, H, N, D]`, of positions behind a memory, and the auxiliary loss.
 
         Args:
             q_BHND, k_BHND, v_BHND: queries, keys (None where the queries stand for them) and values.
             rotate: applied to queries and keys after any choice by content (rotary positions).
-            relative: Shaw's tables, by true distance.
+            relative: tables by true distance.
             prefix: every choice is made from the prefix alone, as a stream makes it (it matters for patterns that are
                 not strictly causal).
             real_BN: false at padding, which is not read and gets zero.
             check_finite: refuse NaN and infinity (padding may hold them). Without it such a value may spread inside a
                 block, into the past, too.
+            memory: so many positions in front are read, but not asked (patterns that choose by position).
 
         Raises:
             ValueError: tensors that do not go together; always with the argument's name.
@@ -137,11 +141,11 @@ class Pattern(nn.Module):
         check_call(self.has_keys, q_BHND, k_BHND, v_BHND, real_BN, relative, check_finite)
         q_BHND, v_BHND = without_padding(q_BHND, real_BN), without_padding(v_BHND, real_BN)
         k_BHND = None if k_BHND is None else without_padding(k_BHND, real_BN)
-        given = self.inputs(q_BHND, k_BHND, rotate)
+        given = self.inputs(q_BHND, k_BHND, rotate)._replace(memory=memory)
         with torch.no_grad():
             parts = self.reads(given, real_BN, prefix)
         out_BHND = self.attend(given, v_BHND, parts, relative)
-        return without_padding(out_BHND, real_BN), self.loss(given, real_BN)
+        return without_padding(out_BHND, real_BN)[:, :, memory:], self.loss(given, real_BN)
 
     def inputs(self, q_BHND: Tensor, k_BHND: Tensor | None, rotate: Rotate | None, first: int = 0) -> Inputs:
         """Return the queries and keys of positions from `first` on."""
@@ -214,19 +218,21 @@ class PositionPattern(Pattern):
         raise NotImplementedError
 
     def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
-        i = torch.arange(given.q_BHND.shape[2], device=given.q_BHND.device)[:, None]
+        i = torch.arange(given.q_BHND.shape[2], device=given.q_BHND.device)[:, None] - given.memory
         return ((i >= i.T) & self.sees(head, i, i.T))[None]
 
     def reads(self, given: Inputs, real_BN: Tensor | None, prefix: bool) -> list[Part]:
         B, H, N, _ = given.q_BHND.shape
         real_R = None if real_BN is None else real_BN[:, None].expand(B, H, N).flatten()
-        parts = []
-        for spread in self.spreads(torch.arange(N, device=given.q_BHND.device), H):
+        parts, memory = [], given.memory
+        position_N = torch.arange(-memory, N - memory, device=given.q_BHND.device)
+        for spread in self.spreads(position_N, H):
             lists = int(torch.cat([spread.list_HN.flatten(), spread.key_list_HN.flatten()]).max()) + 1 if N else 1
             keys = packed(spread.key_list_HN, lists, (B, H, N), real_R)
-            same = spread.list_HN is spread.key_list_HN
-            queries = keys if same else packed(spread.list_HN, lists, (B, H, N), real_R)
-            parts.append(bounded_read(queries, keys, N, spread.since_N, spread.until_N))
+            asked_HN = torch.where(position_N < 0, -1, spread.list_HN) if memory else spread.list_HN
+            same = asked_HN is spread.key_list_HN
+            queries = keys if same else packed(asked_HN, lists, (B, H, N), real_R)
+            parts.append(bounded_read(queries, keys, N, spread.since_N + memory, spread.until_N + memory))
         return parts
 
     def start(self, relative: Relative | None = None) -> Cache:

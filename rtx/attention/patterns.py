@@ -1,4 +1,4 @@
-"""The patterns that choose by position: who reads whom in full, local, strided, fixed, span and random heads.
+"""The patterns that choose by position: who reads whom in full, local, recurrent, strided, fixed, span, random heads.
 
 Each states its lists for the engine (`spreads`) and its rule for the oracle and pictures (`sees`), in one place.
 
@@ -60,6 +60,38 @@ class Local(PositionPattern):
 
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
         return i - j < self.window
+
+
+class Recurrent(PositionPattern):
+    """Position i reads its own segment of `length` positions up to itself, and `memory` positions before the segment.
+
+    Transformer-XL (Dai et al. 2019, section 3.2). With `same_length` it reads `memory` keys, its own included, as the
+    released code evaluates.
+    """
+
+    def __init__(self, *, length: int, memory: int, same_length: bool = False, **given: Any) -> None:
+        super().__init__(**given)
+        check_positive("length", length)
+        check_positive("memory", memory, least=int(same_length))
+        self.length, self.memory, self.same_length = length, memory, same_length
+        self.keeps = memory if same_length else length + memory
+
+    @classmethod
+    def from_config(cls, config: Config, heads: int, layer: int) -> Self:
+        model = config.model
+        own = {"length": config.data.length, "memory": model.memory, "same_length": model.same_length}
+        return cls(**own, **options(config))
+
+    def since(self, i: Tensor) -> Tensor:
+        """Return the first position that the query at i reads."""
+        return (i + 1 if self.same_length else i // self.length * self.length) - self.memory
+
+    def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
+        one_N = torch.zeros_like(position_N)
+        return [Spread(one_N, one_N, self.since(position_N), position_N + 1)]
+
+    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
+        return j >= self.since(i)
 
 
 class Strided(PositionPattern):

@@ -164,7 +164,7 @@ class Routing(Pattern):
         B, H, N, _ = given.q_BHND.shape
         if not B * H * N:
             return None
-        q_HND, k_HND, real_N = (None if x is None else x[0].detach() for x in (*given[2:], real_BN))
+        q_HND, k_HND, real_N = (None if x is None else x[0].detach() for x in (*given[2:4], real_BN))
         if B > 1:
             count = H * self.centroids.centroid_HCD.shape[1]
             lists = [Packed(x.row_M[: int(x.count_L[:count].sum())].clone(), x.count_L[:count].clone()) for x in lists]

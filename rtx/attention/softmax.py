@@ -14,13 +14,22 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Relative(NamedTuple):
-    """Shaw's tables (Shaw et al. 2018, equations 3 and 4), shared by all heads of a kind.
+    """Keys and values by distance: row m is for distance m, the last for every distance beyond.
 
-    Row m is for distance m, the last for every distance beyond.
+    Shaw's tables (Shaw et al. 2018, equations 3 and 4) are shared by all heads of a kind. Transformer-XL (Dai et al.
+    2019, section 3.3) has keys of each head, a bias and no values.
     """
 
     keys_MD: Tensor
-    values_MD: Tensor
+    """`[M, D]`, or of each head `[H, M, D]`."""
+    values_MD: Tensor | None = None
+    bias_HM: Tensor | None = None
+    """Added to the products of queries and keys, before the scale."""
+
+    def of_heads(self, head: Tensor | int) -> tuple[Tensor, Tensor | None]:
+        """Return the keys `[M, D]`, or of some heads `[G, M, D]`, and the bias of these heads."""
+        keys = self.keys_MD if self.keys_MD.dim() == 2 else self.keys_MD[head]
+        return keys, None if self.bias_HM is None else self.bias_HM[head]
 
 
 class Terms(NamedTuple):
@@ -36,6 +45,13 @@ class Terms(NamedTuple):
     def by_distance(self) -> bool:
         """Whether anything depends on distances."""
         return self.relative is not None or self.bias_HM is not None
+
+    @property
+    def heads(self) -> int:
+        """The number of heads that the terms tell apart."""
+        own_keys = self.relative is not None and self.relative.keys_MD.dim() == 3
+        by_head = self.relative.keys_MD if self.relative is not None and own_keys else self.bias_HM
+        return 1 if by_head is None else len(by_head)
 
 
 def soft_attend(
@@ -59,8 +75,12 @@ def soft_attend(
         relative, bias_HM = terms.relative, terms.bias_HM
         if relative is not None:
             assert distance_GQK is not None
-            row_GQK = distance_GQK.clamp(0, len(relative.keys_MD) - 1).expand_as(logits_GQK)
-            logits_GQK = logits_GQK + (q_GQD @ relative.keys_MD.to(wide).T).gather(-1, row_GQK)
+            row_GQK = distance_GQK.clamp(0, relative.keys_MD.shape[-2] - 1).expand_as(logits_GQK)
+            keys, bias_GM = relative.of_heads(0 if head_G is None else head_G)
+            by_GQM = q_GQD @ keys.to(wide).mT
+            if bias_GM is not None:
+                by_GQM = by_GQM + bias_GM.to(wide)[:, None] * terms.scale
+            logits_GQK = logits_GQK + by_GQM.gather(-1, row_GQK)
         if bias_HM is not None:
             assert distance_GQK is not None and head_G is not None
             by_GQM = bias_HM.to(wide)[head_G][:, None].expand(-1, logits_GQK.shape[1], -1)
@@ -74,7 +94,7 @@ def soft_attend(
         sum_GQ = sum_GQ.masked_fill(none_GQ1[..., 0], float("-inf"))
         weight_GQK = F.dropout(weight_GQK, terms.dropout, training=terms.dropout > 0)
         out_GQD = weight_GQK @ v_GKD
-        if relative is not None:
+        if relative is not None and relative.values_MD is not None:
             by_GQM = weight_GQK.new_zeros(*weight_GQK.shape[:2], len(relative.values_MD))
             out_GQD = out_GQD + by_GQM.scatter_add(-1, row_GQK, weight_GQK) @ relative.values_MD.to(wide)
     return out_GQD, sum_GQ

@@ -115,6 +115,8 @@ def context(run: LoadedRun, store: Store, options: ContextOptions) -> Result:
     tokens = store.split(options.split)
     if config.data.name in MADE:
         raise UserError(f"a run on data={config.data.name} scores its answers alone; there is no loss by position")
+    if memory := config.model.memory:
+        raise UserError(f"model.memory={memory}: far context is there; compare rtx eval memory=0 with memory={memory}")
     every = windows(len(tokens), N)[: max(1, len(tokens) // N)]  # without the last, that scores a part of its units
     chosen = sample_windows(every, options.windows, options.seed)
 

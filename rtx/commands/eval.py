@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 
 from rtx.analysis.output import save
+from rtx.compose import flat, merge, to_dict
+from rtx.config import short_hash
 from rtx.data.catalog import Store
 from rtx.data.store import TokenStore
-from rtx.errors import RunFailed
+from rtx.errors import RunFailed, UserError, written
 from rtx.evaluation import protocols
 from rtx.evaluation.scores import Score, sample_windows, score_windows
 from rtx.model.ablation import ablate, check_ablation
@@ -23,19 +25,27 @@ from rtx.report.summary import protocol_line, sees_future
 from rtx.training.inference import LoadedRun, open_run, run_config
 from rtx.training.run_folder import utc_now
 
+STREAM = 65_536  # units of text that a model with a memory is scored on at a stretch
+
 
 def main(arguments: list[str]) -> int:
     words = read_words("eval", arguments)
     folder, options, began = words.runs[0], words.options, time.monotonic()
-    stride = [f"trainer.val_stride={options.stride or 'null'}"] if "stride" in words.given else []
-    config = run_config(folder, [*words.overrides, *stride])
+    own = {"memory", "clamp", "same_length"} & words.given
+    config = run_config(folder, [*words.overrides, *(f"model.{key}={written(getattr(options, key))}" for key in own)])
+    if "stride" in words.given or config.model.memory:
+        stride = options.stride or (STREAM if config.model.memory else None)
+        config = merge(config, [f"trainer.val_stride={written(stride)}"])
     check_ablation(config, options.ablate)
     run, store = open_run(folder, config, options.checkpoint)
     ablate(run.model, config, options.ablate)
     length, tokens, habits = config.data.length, store.split(options.split), ""
     if options.protocol == "released":
         tokens, habits = protocols.read_as_released(store, options.split, length)
-    every = protocols.windows(len(tokens), length, config.trainer.val_stride)
+    if config.model.memory > len(tokens):
+        units = f"the units of split {options.split}"
+        raise UserError(f"memory={config.model.memory} must be at most {len(tokens):,}, {units}")
+    every = protocols.windows(len(tokens), *protocols.spans(flat(to_dict(config))))
     chosen = sample_windows(every, options.limit, config.seed)
     print(f"{len(chosen):,} of {len(every):,} windows of split {options.split}")
     score = score_split(run, store, tokens, chosen, options)
@@ -66,6 +76,7 @@ def described(
 ) -> dict[str, Any]:
     """Return a score and all that it means: which weights, on what data, read how, in what arithmetic."""
     config, split, own = run.config, options.split, run.has_data(store)
+    reads, stride = protocols.spans(values := flat(to_dict(config)))
     how = {"mode": options.mode, "ablate": options.ablate}
     stamps, other = protocols.stamp_phrases(store.stamps, split), "" if own else store.name
     read = {"partial": partial, "other_data": other, "released": habits, "stamps": stamps}
@@ -77,8 +88,9 @@ def described(
         **how,
         "split": split,
         "read_as": options.protocol,
-        "length": config.data.length,
-        "stride": config.trainer.val_stride or config.data.length,
+        "length": reads,
+        "stride": stride,
+        "memory": protocols.memory_phrases(values),
         "partial": partial,
         "seed": config.seed if partial else None,
         "selection_sees_future": sees_future(config, options.mode, options.ablate),
@@ -100,5 +112,6 @@ def keep(folder: Path, result: dict[str, Any]) -> None:
     print("\n".join([*lines, result["protocol"]]))
     sample = f"{result['windows']}windows" + (f"-seed{result['seed']}" if result["partial"] else "")
     parts = [result["split"], result["mode"], f"N{result['length']}", f"stride{result['stride']}", sample]
+    parts += [f"memory_{short_hash({'': result['memory']})}"] if result["memory"] else []
     parts += [result["precision"], result["read_as"], f"ablate_{result['ablate']}", result["data"]["fingerprint"][:8]]
     save(folder / "eval" / ("-".join([*parts, checkpoint["name"], f"step{checkpoint['step']}"]) + ".json"), result)

@@ -38,7 +38,9 @@ def cost_lines(asked: Config, known: int, world: int) -> list[str]:
     sizes = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in used.items())
     return [
         f"model       {asked.model.name}: {plural(asked.model.layers, 'layer')}, {asked.model.base} heads, "
-        f"N = {asked.data.length:,} units of {asked.data.name}",
+        f"N = {asked.data.length:,} units of {asked.data.name}"
+        + f", with a memory of {asked.model.memory:,}"
+        * bool(asked.model.memory),
         f"parameters  {total.parameters:,} ({total.embedding_parameters:,} of them embedding and output)",
         f"operations  {total.forward / TERA:,.3g} TFLOP a sequence forward: {shares}; the attention would be "
         f"{total.full_attention / (total.attention + total.selection):.1f} times as much with every head full",

@@ -18,7 +18,7 @@ from rtx.commands.sample import draw_image, write_text
 from rtx.compose import RUN_CONFIG, compose, load_run_config, to_dict, to_yaml, with_absolute_path
 from rtx.config import Config
 from rtx.data.catalog import Store, data_root, open_data
-from rtx.data.datamodule import RtxDataModule
+from rtx.data.datamodule import RtxDataModule, training_items
 from rtx.data.store import TokenStore
 from rtx.disk import replace_file
 from rtx.errors import RunFailed, UserError
@@ -61,6 +61,7 @@ def run(config: Config, folder: Path | None = None, before: str = "") -> int:
     with Signals() as signals:
         try:
             store = open_data(config.data, data_root())  # before there is a folder for a mistake to leave behind
+            training_items(config, store)
             fitted, choice = fitted_to(hardware, config, store)
             signals.holding = True  # until the run has a status to tell about it
             folder = folder or run_folder.new_run_folder(config.name)

@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rtx.compose import flat, to_dict
 from rtx.config import Config
 from rtx.data.catalog import Store, data_root, open_data
 from rtx.data.recall import RecallStore
-from rtx.data.sampler import MadeItems, TrainingItems, training_batches
-from rtx.evaluation.protocols import Window, windows
+from rtx.data.sampler import MadeItems, StreamItems, TrainingItems, training_batches
+from rtx.errors import UserError
+from rtx.evaluation.protocols import Window, spans, windows
 from rtx.evaluation.scores import equal_batches, read_windows, sample_windows
 
 
@@ -41,7 +43,7 @@ class RtxDataModule(pl.LightningDataModule):
         """Open the store; `windows` are those of the closing score, which cover the held-out split."""
         self.store = store = self.store or open_data(self.config.data, data_root())
         self.items, self.held_out = training_items(self.config, store), store.split("valid")
-        self.windows = windows(len(self.held_out), self.config.data.length, self.config.trainer.val_stride)
+        self.windows = windows(len(self.held_out), *spans(flat(to_dict(self.config))))
 
     def train_dataloader(self) -> Iterator[Tensor]:
         """Yield this rank's micro-batches of the steps that are left; waiting for them is timed."""
@@ -66,8 +68,15 @@ def training_items(config: Config, store: Store) -> MadeItems:
     """Return the sequences to train on, by their number."""
     if isinstance(store, RecallStore):
         return MadeItems(store.sequence, config.seed, config.trainer.batch_size)
-    whole = store.image is not None
-    return TrainingItems(store.split("train"), config.data.length, config.seed, config.trainer.batch_size, whole)
+    tokens, whole, streams = store.split("train"), store.image is not None, config.trainer.batch_size
+    if not config.model.memory:
+        return TrainingItems(tokens, config.data.length, config.seed, streams, whole)
+    if streams * config.data.length > len(tokens):
+        wanted = f"{streams} streams of at least data.length={config.data.length} units"
+        raise UserError(f"trainer.batch_size={streams}: expected {wanted}, found {len(tokens):,} in the training split")
+    if config.model.memory > (most := len(tokens) // streams):
+        raise UserError(f"model.memory={config.model.memory} must be at most {most:,}, the units of a stream of text")
+    return StreamItems(tokens, config.data.length, config.seed, streams)
 
 
 class WindowBatches:

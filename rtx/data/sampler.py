@@ -94,6 +94,26 @@ class TrainingItems(MadeItems):
         return offset + permuted(slot, self.per_epoch, key) * self.length
 
 
+class StreamItems(TrainingItems):
+    """Segments of `batch_size` parallel streams: item i of a step goes on where item i of the step before ended.
+
+    The text is a ring of as many whole segments as every stream can have; the seed says where in it the first stream
+    begins, and which of the few units left over stand before the ring. Nothing else is drawn.
+    """
+
+    def __init__(self, tokens: np.ndarray, length: int, seed: int, batch_size: int) -> None:
+        super().__init__(tokens, length, seed, batch_size)
+        self.segments = len(tokens) // (length * batch_size)  # of each stream
+        assert self.segments, (len(tokens), length, batch_size)
+        self.per_epoch, key = self.segments * batch_size, pack("<QQ", seed, 0)
+        self.offset = draw(key, PHASE, 0) % (len(tokens) - self.per_epoch * length + 1)
+        self.turn = draw(key, COIN, 0) % self.per_epoch
+
+    def start(self, index: int) -> int:
+        step, stream = divmod(index, self.batch_size)
+        return self.offset + (self.turn + stream * self.segments + step) % self.per_epoch * self.length
+
+
 class MicroBatches(Dataset[Tensor]):
     """Runs of `size` items by the number of the first: ids `[size, N]`, in as few bytes as they are kept."""
 

@@ -76,6 +76,25 @@ def far_repeated(tokens_BN: np.ndarray, reach: int) -> np.ndarray:
     return found_BN
 
 
+def spans(values: Mapping[str, Any]) -> tuple[int, int]:
+    """Return length and stride of the windows of a configuration, by its dotted keys.
+
+    A model with a memory reads as many units before those that a window scores.
+    """
+    length, stride = values["data.length"], values["trainer.val_stride"] or values["data.length"]
+    memory = values.get("model.memory") or 0
+    return (stride + memory if memory else length), stride
+
+
+def memory_phrases(values: Mapping[str, Any]) -> list[str]:
+    """Return how a model with a memory reads a window, in words; nothing of others. `values` as for `spans`."""
+    if not (memory := values.get("model.memory")):
+        return []
+    said = f"segments of {values['data.length']:,} with a memory of {memory:,}"
+    said += f", distances clamped at {clamp:,}" if (clamp := values.get("model.clamp")) else ""
+    return [said + ", the same length for all" * bool(values.get("model.same_length"))]
+
+
 def read_as_released(store: TokenStore | RecallStore, split: str, length: int) -> tuple[np.ndarray, str]:
     """Return a split as the paper's released code reads it, for windows of `length` units, and what that leaves out."""
     if store.name not in RELEASED or isinstance(store, RecallStore):

@@ -62,10 +62,19 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(config.model.hidden)
 
     def forward(
-        self, x_BNE: Tensor, prefix: bool = False, streams: list[Stream] | None = None
+        self,
+        x_BNE: Tensor,
+        prefix: bool = False,
+        streams: list[Stream] | None = None,
+        memory_BME: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the block's output `[B, N, E]` and the auxiliary loss of its attention; see `MultiheadAttention`."""
-        branch_BNE, loss = self.attention(self.attention_norm(x_BNE) if self.pre else x_BNE, prefix, streams)
+        """Return the block's output `[B, N, E]` and the auxiliary loss of its attention; see `MultiheadAttention`.
+
+        `memory_BME`: what earlier segments gave this block, which its attention reads, too.
+        """
+        read_BKE = x_BNE if memory_BME is None else torch.cat([memory_BME, x_BNE], dim=1)
+        read_BKE, memory = self.attention_norm(read_BKE) if self.pre else read_BKE, read_BKE.shape[1] - x_BNE.shape[1]
+        branch_BNE, loss = self.attention(read_BKE, prefix, streams, memory)
         return self.finish(x_BNE, branch_BNE), loss
 
     def finish(self, x_BNE: Tensor, branch_BNE: Tensor) -> Tensor:

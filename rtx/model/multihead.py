@@ -16,7 +16,7 @@ from rtx.attention.pattern import Pattern
 from rtx.attention.softmax import Relative
 from rtx.config import Config
 from rtx.model.layer_heads import ROUTED, layer_patterns, make_pattern
-from rtx.model.positions import Rotary, Shaw
+from rtx.model.positions import Rotary, Shaw, SinusoidKeys
 
 
 class Stream(NamedTuple):
@@ -48,6 +48,8 @@ class MultiheadAttention(nn.Module):
         self.shaw = nn.ModuleDict()
         if model.positions == "shaw":
             self.shaw.update({name: Shaw(model.max_distance, self.size) for name in patterns})
+        with_sinusoids = model.positions == "xl"
+        self.xl = SinusoidKeys(model.hidden, model.heads, model.clamp, model.dropout) if with_sinusoids else None
         routing, self.mix = config.routing, nn.ModuleDict()
         if ROUTED in patterns and (routing.key_shift or routing.key_conv > 1):
             self.mix[ROUTED] = KeyMix(patterns[ROUTED], self.size, routing.key_shift, routing.key_conv)
@@ -65,6 +67,8 @@ class MultiheadAttention(nn.Module):
         split = [part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in parts]
         count = len(self.with_keys)
         queries, keys, values = split[:count], iter(split[count:-count]), split[-count:]
+        if self.xl is not None:
+            queries = [q_BHND + self.xl.content_HD[:, None].to(q_BHND.dtype) for q_BHND in queries]
         own_keys = [next(keys) if with_keys else None for with_keys in self.with_keys]
         for number, name in enumerate(self.groups):
             if name in self.mix:
@@ -73,19 +77,24 @@ class MultiheadAttention(nn.Module):
         return list(zip(queries, own_keys, values, strict=True))
 
     def relative(self) -> list[Relative | None]:
-        """Shaw's tables of each group, None without."""
+        """Return the tables by distance of each group, None without."""
+        if self.xl is not None:
+            return [self.xl(pattern.keeps) for pattern in self.each()]  # type: ignore[attr-defined]
         return [self.shaw[name]() if name in self.shaw else None for name in self.groups]
 
     def forward(
-        self, x_BNE: Tensor, prefix: bool = False, streams: list[Stream] | None = None
+        self, x_BNE: Tensor, prefix: bool = False, streams: list[Stream] | None = None, memory: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Return the layer's output `[B, N, E]` and its auxiliary loss; fresh `streams` take the sequence in."""
+        """Return the layer's output `[B, N, E]` and its auxiliary loss; fresh `streams` take the sequence in.
+
+        The first `memory` positions are read, and have no output.
+        """
         outputs, total = [], x_BNE.new_zeros((), dtype=torch.float32)
         split = self.split(x_BNE, streams)
         for stream, pattern, (q, k, v) in zip(streams or [], self.each(), split, strict=False):
             stream.cache.prefill(pattern.inputs(q, k, self.rotary), v)
         for pattern, relative, (q, k, v) in zip(self.each(), self.relative(), split, strict=True):
-            out_BHND, loss = pattern(q, k, v, rotate=self.rotary, relative=relative, prefix=prefix)
+            out_BHND, loss = pattern(q, k, v, rotate=self.rotary, relative=relative, prefix=prefix, memory=memory)
             outputs.append(out_BHND)
             total = total + loss
         joined_BNE = torch.cat(outputs, dim=1).transpose(1, 2).flatten(2)

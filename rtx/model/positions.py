@@ -1,4 +1,4 @@
-"""Position terms: rotary angles, Shaw's tables of relative keys and values, learned absolute and axial positions."""
+"""Position terms: rotary angles, relative keys of Shaw and of Transformer-XL, learned absolute and axial positions."""
 
 from __future__ import annotations
 
@@ -57,6 +57,41 @@ class Shaw(nn.Module):
     def forward(self) -> Relative:
         """Return the tables."""
         return Relative(self.keys_MD, self.values_MD)
+
+
+class SinusoidKeys(nn.Module):
+    """Transformer-XL's positions (Dai et al. 2019, section 3.3): a logit is (q + u) k + (q + v) r of the distance.
+
+    r is a matrix times the sinusoids of the distance, of which `clamp` is the largest that is told apart; `dropout` is
+    on the sinusoids. u is `content_HD`, which whoever calls adds to the queries; v is `place_HD`.
+    """
+
+    def __init__(self, hidden: int, heads: int, clamp: int | None, dropout: float) -> None:
+        super().__init__()
+        self.clamp, self.dropout = clamp, dropout
+        self.project = nn.Linear(hidden, hidden, bias=False)
+        self.content_HD = nn.Parameter(torch.randn(heads, hidden // heads) * TABLE_DEVIATION)
+        self.place_HD = nn.Parameter(torch.randn(heads, hidden // heads) * TABLE_DEVIATION)
+
+    def forward(self, distances: int) -> Relative:
+        """Return keys and bias, for queries with u, of so many distances from 0 on."""
+        weight_EE = self.project.weight
+        count = min(distances, (self.clamp or distances) + 1)
+        sinusoid_ME = sinusoids(weight_EE.shape[0], count, weight_EE.dtype, weight_EE.device)
+        keys_ME = self.project(F.dropout(sinusoid_ME, self.dropout, self.training))
+        keys_HMD = keys_ME.unflatten(-1, self.place_HD.shape).transpose(0, 1)
+        bias_HM = (keys_HMD @ (self.place_HD - self.content_HD)[..., None])[..., 0]
+        return Relative(keys_HMD, None, bias_HM)
+
+
+@functools.lru_cache(maxsize=4)  # all layers have the same
+def sinusoids(width: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return sines, then cosines, of distances 0 to `count` - 1, `[count, width]` (Vaswani et al. 2017)."""
+    with torch.inference_mode(False):
+        distance_M = torch.arange(count, device=device, dtype=torch.float64)
+        exponent_F = torch.arange(0, width, 2, device=device, dtype=torch.float64) / width
+        angle_MF = distance_M[:, None] * 10_000.0**-exponent_F
+        return torch.cat([angle_MF.sin(), angle_MF.cos()], dim=-1)[:, :width].to(dtype)
 
 
 class LearnedPositions(nn.Module):

@@ -39,9 +39,14 @@ class Embedding(nn.Module):
             self.positions = LearnedPositions(sizes, model.hidden)
         self.dropout = model.dropout
 
-    def forward(self, tokens_BN: Tensor) -> Tensor:
-        """Return the input of the first block: at position i the vector of unit i - 1, `[B, N, E]`."""
+    def forward(self, tokens_BN: Tensor, before_B: Tensor | None = None) -> Tensor:
+        """Return the input of the first block: at position i the vector of unit i - 1, `[B, N, E]`.
+
+        `before_B`: the unit before each sequence, where it goes on with a stream.
+        """
         start_B1S = self.start_S.expand(len(tokens_BN), 1, -1)
+        if before_B is not None:  # the sum keeps the start vector in the graph, where DDP looks for its gradient
+            start_B1S = F.embedding(before_B, self.table_VS)[:, None] + 0 * start_B1S
         x_BNS = torch.cat([start_B1S, F.embedding(tokens_BN[:, :-1], self.table_VS)], dim=1)
         return self.finish(x_BNS, 0)
 
@@ -58,6 +63,22 @@ class Embedding(nn.Module):
         return self.finish(x_BS[:, None], position)
 
 
+class Memory:
+    """What parallel streams keep of their earlier segments (Dai et al. 2019), at most `length` positions of them."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.layers: list[Tensor] = []  # what each block was given, `[B, M, E]`, without gradient
+        self.last_B: Tensor | None = None  # the last unit of each stream
+
+    def take(self, inputs: list[Tensor], tokens_BN: Tensor) -> None:
+        """Take in what the blocks were given for a segment, `[B, N, E]` each, and its units."""
+        kept = self.layers or [x_BNE[:, :0] for x_BNE in inputs]
+        joined = [torch.cat(pair, dim=1) for pair in zip(kept, inputs, strict=True)]
+        self.layers = [x_BKE[:, max(0, x_BKE.shape[1] - self.length) :].detach().clone() for x_BKE in joined]
+        self.last_B = tokens_BN[:, -1]
+
+
 class Transformer(nn.Module):
     """The decoder of a resolved configuration over `vocabulary` units.
 
@@ -69,8 +90,13 @@ class Transformer(nn.Module):
         model = config.model
         self.vocabulary = vocabulary
         self.recompute = model.recompute is True
+        self.segment = config.data.length if model.base == "recurrent" else 0
+        self.memory = model.memory
         self.embedding = Embedding(config, vocabulary)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(model.layers))
+        positions: list[Any] = [block.attention.xl for block in self.blocks]  # type: ignore[union-attr]
+        for own in positions[1:] if model.positions == "xl" and model.tie_biases else ():
+            own.content_HD, own.place_HD = positions[0].content_HD, positions[0].place_HD
         self.norm = nn.LayerNorm(model.hidden) if model.norm == "pre" else nn.Identity()
         width = model.embedding or model.hidden
         self.narrow = nn.Linear(model.hidden, width) if width != model.hidden else nn.Identity()
@@ -125,24 +151,36 @@ class Transformer(nn.Module):
             for parameter in self.embedding.positions.parameters():
                 parameter.mul_(0.01 / TABLE_DEVIATION)
 
-    def forward(self, tokens_BN: Tensor, prefix: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens_BN: Tensor, prefix: bool = False, memory: Memory | None = None) -> tuple[Tensor, Tensor]:
         """Return what predicts each unit, `[B, N, S]`, from the units before it, and the auxiliary loss.
 
         `prefix`: every choice of keys is made from the prefix alone (it matters for top-w and lsh=reformer).
+        `memory`: the sequences go on where it ends, and it takes them in.
         """
-        x_BNE = self.embedding(tokens_BN)
+        x_BNE, inputs = self.embedding(tokens_BN, memory and memory.last_B), []
         total = x_BNE.new_zeros((), dtype=torch.float32)
-        for block in self.blocks:
+        for layer, block in enumerate(self.blocks):
+            given = (x_BNE, prefix, None, memory.layers[layer] if memory and memory.layers else None)
+            inputs += [x_BNE] if memory else []
             if self.recompute and self.training and torch.is_grad_enabled():
-                x_BNE, loss = checkpoint(block, x_BNE, prefix, use_reentrant=False, context_fn=recompute_contexts)  # type: ignore[misc]
+                x_BNE, loss = checkpoint(block, *given, use_reentrant=False, context_fn=recompute_contexts)  # type: ignore[misc]
             else:
-                x_BNE, loss = block(x_BNE, prefix)
+                x_BNE, loss = block(*given)
             total = total + loss
+        if memory:
+            memory.take(inputs, tokens_BN)
         return self.narrow(self.norm(x_BNE)), total
 
-    def loss(self, tokens_BN: Tensor, prefix: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the nats of every unit `[B, N]`, the first included, and the auxiliary loss."""
-        hidden_BNS, auxiliary = self(tokens_BN, prefix)
+    def loss(self, tokens_BN: Tensor, prefix: bool = False, memory: Memory | None = None) -> tuple[Tensor, Tensor]:
+        """Return the nats of every unit `[B, N]`, the first included, and the auxiliary loss.
+
+        A model of segments reads a sequence of several as a stream; `memory`: see `forward`.
+        """
+        if memory is None and 0 < self.segment < tokens_BN.shape[1]:
+            memory = Memory(self.memory)
+            nats = [self.loss(part_BN, prefix, memory)[0] for part_BN in tokens_BN.split(self.segment, dim=1)]
+            return torch.cat(nats, dim=1), nats[0].new_zeros(())
+        hidden_BNS, auxiliary = self(tokens_BN, prefix, memory)
         return token_nats(hidden_BNS, self.output_VS, self.output_bias_V, tokens_BN), auxiliary
 
     def answers(self, tokens_BN: Tensor, at_BA: Tensor, prefix: bool = False) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from rtx.config import digest
 from rtx.errors import printable
-from rtx.evaluation.protocols import stamp_phrases
+from rtx.evaluation.protocols import memory_phrases, spans, stamp_phrases
 from rtx.report.paper import looks_ahead
 from rtx.training.run_folder import run_state, shown
 
@@ -194,7 +194,7 @@ def evaluated(record: Mapping[str, Any]) -> Score:
         stride=record["stride"],
         windows=record["windows"] if record["partial"] else None,
         ablate=record["ablate"],
-        stamps=tuple(stamp_phrases(data.get("stamps", {}), split)),
+        stamps=(*stamp_phrases(data.get("stamps", {}), split), *record.get("memory", ())),
     )
     bits, perplexity = float(record[f"bits_per_{data['unit']}"]), record.get("perplexity_per_word")
     sight = bool(record["selection_sees_future"])
@@ -213,9 +213,9 @@ def figures_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def closing(config: Mapping[str, Any], data: Mapping[str, Any], final: Mapping[str, Any], step: int) -> Score:
-    length, stamps = config["data.length"], stamp_phrases(data.get("stamps", {}), "valid")
+    stamps = [*stamp_phrases(data.get("stamps", {}), "valid"), *memory_phrases(config)]
     where = ("valid", "parallel", final["unit"], data["name"], data["fingerprint"])
-    protocol = Protocol(*where, length, config["trainer.val_stride"] or length, stamps=tuple(stamps))
+    protocol = Protocol(*where, *spans(config), stamps=tuple(stamps))
     bits, perplexity = float(final["bits"]), final.get("perplexity_per_word")
     return Score(protocol, bits, final["units"], looks_ahead(config), step, perplexity, figures=figures_of(final))
 

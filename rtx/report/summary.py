@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rtx.config import Config
+from rtx.evaluation.protocols import memory_phrases, spans
 from rtx.report.paper import hashes, looks_ahead, routes
 from rtx.report.run_records import SIGHT, Cell, Protocol, flat
 from rtx.report.tables import filled
@@ -55,11 +56,11 @@ def protocol_line(
         released: how the released code's reading of the text differs, where it was read so; empty: whole.
         stamps: what else makes the number another than the published ones, as `stamp_phrases` says it.
     """
-    values, length = flat(dataclasses.asdict(config)), config.data.length
+    values = flat(dataclasses.asdict(config))
     place = f"{split} of other data than the run's ({other_data})" if other_data else split
-    said = [f"protocol=released ({released})", *stamps] if released else stamps
-    windows, stride = 0 if partial else None, config.trainer.val_stride or length
-    protocol = Protocol(place, mode, unit, "", "", length, stride, windows, stamps=tuple(said))
+    said = [*([f"protocol=released ({released})"] if released else []), *stamps, *memory_phrases(values)]
+    windows = 0 if partial else None
+    protocol = Protocol(place, mode, unit, "", "", *spans(values), windows, stamps=tuple(said))
     selection = f"selection={config.routing.selection}" if routes(values) else "no routing heads"
     if ablate != "none":  # what the model was trained with chooses nothing here
         selection = f"ablated ({ABLATED[ablate]}; trained with {selection})"

@@ -53,17 +53,19 @@ class Watch(Callback):
         return self.kept["seconds"] + time.monotonic() - self.began
 
     def state_dict(self) -> dict[str, Any]:
-        """Return time, best score, and the random streams and sums of all ranks, which all call this."""
+        """Return time, best score, and the random streams, sums and memories of all ranks, which all call this."""
         states = {name: stream.get_rng_state() for name, stream in self.streams.items()}
-        ranks = self.ranks.gather({"rng": states, "sums": self.module.sums.tolist()})
+        sums, memory = self.module.sums.tolist(), self.module.kept_memory()
+        ranks = self.ranks.gather({"rng": states, "sums": sums, "memory": memory})
         return {"seconds": self.seconds, "best": self.best, "ranks": ranks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.kept, self.best = state_dict, state_dict["best"]
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Restore streams and sums, hold signals from here on, and validate where that is still due."""
+        """Restore streams, sums and memories, hold signals from here on, and validate where that is still due."""
         rank, world, step = self.ranks.rank, self.ranks.world, trainer.global_step
+        self.module.restore_memory([own["memory"] for own in self.kept["ranks"]])
         if len(self.kept["ranks"]) == world:
             own = self.kept["ranks"][rank]
             self.module.sums = torch.tensor(own["sums"], dtype=torch.float64)

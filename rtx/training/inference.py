@@ -129,7 +129,7 @@ def run_config(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def write_export(folder: Path, checkpoint: Checkpoint, files: Mapping[str, bytes]) -> None:
     """Write a model and what else belongs to it (`files`, by name) into a folder; RunFailed where that cannot be."""
-    weights = safetensors.torch.save({name: tensor.contiguous() for name, tensor in checkpoint["model"].items()})
+    weights = safetensors.torch.save({name: tensor.clone() for name, tensor in checkpoint["model"].items()})
     facts = {"sha256": hashlib.sha256(weights).hexdigest(), **{key: checkpoint[key] for key in KEPT}}
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from rtx.compose import flat
 from rtx.config import Config, OptimizerConfig
 from rtx.evaluation.protocols import local_reach
 from rtx.evaluation.scores import Answers, joined, score_batch
-from rtx.model.transformer import Transformer, compile_loss
+from rtx.model.transformer import Memory, Transformer, compile_loss
 from rtx.training.checkpoint import FORMAT
 from rtx.training.distributed import Ranks, is_part, shard, whole
 
@@ -46,6 +46,7 @@ class TrainingModule(pl.LightningModule):
         # Mean nats and share of right answers, summed over the forward passes since the last row; their number.
         self.sums = torch.zeros(3, dtype=torch.float64)
         self.norm = torch.tensor(math.nan)  # of the whole gradient of the last step
+        self.memories: list[Memory] = []  # of this rank's streams, by the micro-batch of a step they are in
         # Of each batch of a validation: the numbers of its windows, and what `score_batch` gives, float64 `[B, 1 + X]`.
         self.scored: list[Tensor] = []
         self.score: Any = None  # `Score` of the last validation, the same on all ranks
@@ -73,7 +74,8 @@ class TrainingModule(pl.LightningModule):
 
     def training_step(self, tokens_BN: Tensor, batch_idx: int) -> Tensor:
         if self.answers is None:
-            nats_BN, auxiliary = self.loss(tokens_BN)
+            given: dict[str, Any] = {"memory": self.memory(batch_idx)} if self.config.model.memory else {}
+            nats_BN, auxiliary = self.loss(tokens_BN, **given)
             mean, share = nats_BN.mean(), nats_BN.new_zeros(())
         else:  # sequences count alike, however many answers they have: a step is then the same in parts
             at_BA, _ = self.answers(tokens_BN)
@@ -82,6 +84,28 @@ class TrainingModule(pl.LightningModule):
             mean, share = (nats_BA * weight_B1).mean(), (right_BA * weight_B1.double()).mean()
         self.sums = self.sums.to(mean.device) + torch.stack([mean.detach(), share, torch.ones_like(share)])
         return mean + auxiliary
+
+    def memory(self, batch_idx: int) -> Memory:
+        """Return what the streams of a micro-batch have kept, empty at the start of a run."""
+        parts = self.trainer.accumulate_grad_batches
+        self.memories = self.memories or [Memory(self.config.model.memory) for _ in range(parts)]
+        return self.memories[batch_idx % parts]
+
+    def kept_memory(self) -> list[Tensor]:
+        """Return the last units, and what each layer keeps, of this rank's streams, `[micro-batches, B, ...]`."""
+        kept = zip(*([memory.last_B, *memory.layers] for memory in self.memories), strict=True)
+        return [torch.stack(parts).cpu() for parts in kept]  # type: ignore[arg-type]
+
+    def restore_memory(self, kept: list[list[Tensor]]) -> None:
+        """Take this rank's share of what all ranks had kept, of whatever number and size their micro-batches were."""
+        streams = [torch.stack(parts, dim=1).flatten(0, 2) for parts in zip(*kept, strict=True)]
+        parts = self.trainer.accumulate_grad_batches
+        for part in range(parts if streams else 0):
+            size, share = len(streams[0]) // (parts * self.ranks.world), part * self.ranks.world + self.ranks.rank
+            own = slice(share * size, (share + 1) * size)
+            memory = Memory(self.config.model.memory)
+            memory.last_B, *memory.layers = (stream[own].to(self.device) for stream in streams)
+            self.memories.append(memory)
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         """Measure the norm of the whole gradient, and scale the gradient down to `trainer.clip`."""

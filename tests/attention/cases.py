@@ -23,13 +23,26 @@ from rtx.attention import (
     Pattern,
     Random,
     RandomBlocks,
+    Recurrent,
     Relative,
     Routing,
     Strided,
 )
 from rtx.model.positions import Rotary
 
-KINDS = ("full", "local", "strided", "fixed", "span", "lsh", "reformer", "random", "random-keys")
+KINDS = (
+    "full",
+    "local",
+    "recurrent",
+    "recurrent-same",
+    "strided",
+    "fixed",
+    "span",
+    "lsh",
+    "reformer",
+    "random",
+    "random-keys",
+)
 KINDS += tuple(f"{how}-{keys}" for how in ("topk", "causal", "nearest") for keys in ("shared", "separate", "projected"))
 KINDS += ("exact", "blocks", "compressed", "blocks_random", "indexer", "indexer-dense")
 CLUSTERED = tuple(kind for kind in KINDS if kind.partition("-")[0] in ("random", "topk", "causal", "nearest"))
@@ -86,6 +99,7 @@ def make(kind: str, case: Case, **options: Any) -> Pattern:
     made = {
         "full": lambda: Full(**options),
         "local": lambda: Local(window=W, **options),
+        "recurrent": lambda: Recurrent(length=W, memory=W if keys else case.C - 1, same_length=bool(keys), **options),
         "strided": lambda: Strided(stride=W, **options),
         "fixed": lambda: Fixed(block=W, summary=1 + case.seed % W, **options),
         "span": lambda: AdaptiveSpan(H, window=W, ramp=1 + case.C, cost=0.1, **options),

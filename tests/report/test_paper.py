@@ -34,11 +34,13 @@ ROWS = {
     "wikitext103": (2, "Routing", []),
     "wikitext103_local": (2, "Local", []),
     "wikitext103_adaptive_span": (2, "Adaptive", None),
+    "wikitext103_transformer_xl": (2, "TransformerXL", None),
     "enwik8": (3, "Routing", []),
     "enwik8_local": (3, "Local", []),
     "enwik8_t64": (3, "T64", None),
     "enwik8_sparse_transformer": (3, "Sparse", None),
     "enwik8_adaptive_span": (3, "Adaptive", None),
+    "enwik8_transformer_xl": (3, "TransformerXL", None),
     "imagenet64": (4, "Routing", OTHER_STEPS),
     "imagenet64_local": (4, "ImageTransformer", OTHER_STEPS),
     "imagenet64_sparse_transformer": (4, "Sparse", None),
@@ -46,6 +48,7 @@ ROWS = {
     "imagenet64_lsh": (4, "Reformer", None),
     "pg19": (5, "Routing", []),
     "pg19_local": (5, "Local", []),
+    "pg19_transformer_xl": (5, "TransformerXL", None),
 }
 """Table, row, and what differs; None: the number is another paper's."""
 
