@@ -116,6 +116,20 @@ class ContextOptions(AnalyzeOptions):
 
 
 @dataclass
+class CoverageOptions(AnalyzeOptions):
+    windows: int = ranged(8, low=1)
+    """Windows scored."""
+    window: int | None = ranged(None, low=0)
+    """Keys, the own included, that local heads read anyhow; unset: the run's model.window; 0: none, all keys count."""
+    keys: int | None = ranged(None, low=1)
+    """Keys at which selections are compared (not indexer, which must train); unset: the run's routing.window."""
+    block: int | None = ranged(None, low=1)
+    """Positions of a block (blocks, blocks_random), at most its keys; unset: the run's routing.block."""
+    steps: int = ranged(50, low=1)
+    """Training batches that centroids and thresholds are fitted to, the model frozen."""
+
+
+@dataclass
 class ReportOptions:
     output: str | None = None
     """Folder to write report.{md,csv,tex,html} to; unset: report/ in the first with a run."""
@@ -182,6 +196,7 @@ COMMANDS = (
     Command("analyze divergence", "do heads read elsewhere (Table 6)", DivergenceOptions, "<run>", RUN),
     Command("analyze patterns", "draw what every head reads, as in Figure 1", PatternsOptions, "<run>", RUN),
     Command("analyze context", "loss by position, and what far context is worth", ContextOptions, "<run>", RUN),
+    Command("analyze coverage", "what selections keep of full heads' weight", CoverageOptions, "<run>", RUN),
     Command("sample", "generate from a run", SampleOptions, "<run>", DEVICE),
     Command("export", "write a run's model as safetensors with a card, for others to load", ExportOptions, "<run>"),
     Command("sweep", "watch a sweep: what is done, runs, failed, waits", runs="<run>"),

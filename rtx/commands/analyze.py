@@ -1,4 +1,4 @@
-"""`rtx analyze WHAT RUN`: what a run's heads read (divergence, patterns), and what far context is worth (context)."""
+"""`rtx analyze WHAT RUN`: what heads read (divergence, patterns, coverage), and what far context is worth (context)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ import torch
 from torch import Tensor
 
 from rtx.analysis import attention_weights as weights
-from rtx.analysis.loss_by_position import by_context, by_position, unit_bits
+from rtx.analysis import coverage as covered
+from rtx.analysis.loss_by_position import by_context, by_position, estimate, unit_bits
 from rtx.analysis.output import print_table, save
 from rtx.compose import with_values
 from rtx.config import short_hash
 from rtx.data.catalog import Store
+from rtx.data.datamodule import RtxDataModule
 from rtx.data.sets import IMAGE_SETS, MADE
 from rtx.errors import UserError, plural
 from rtx.evaluation.protocols import Window, windows
 from rtx.evaluation.scores import read_windows, sample_windows
-from rtx.options import ContextOptions, DivergenceOptions, PatternsOptions, read_words, what_to_do
+from rtx.options import ContextOptions, CoverageOptions, DivergenceOptions, PatternsOptions, read_words, what_to_do
 from rtx.progress import progress_bar
+from rtx.report import plots
 from rtx.report.summary import protocol_line, sees_future
 from rtx.training.inference import LoadedRun, open_run, run_config
 from rtx.training.run_folder import utc_now
@@ -39,7 +42,7 @@ def main(arguments: list[str]) -> int:
     words = read_words(f"analyze {what}", rest)
     folder, options, config = words.runs[0], words.options, run_config(words.runs[0], words.overrides)
     run, store = open_run(folder, config, options.checkpoint)
-    result = {"divergence": divergence, "patterns": patterns, "context": context}[what](run, store, options)
+    result = {way.__name__: way for way in (divergence, patterns, context, coverage)}[what](run, store, options)
     picture = result.pop("picture", None)
     asked = {"analyze": dataclasses.asdict(options), "length": config.data.length, "data": store.fingerprint}
     name = f"{what}-{options.split}-{run.checkpoint['file']}-step{run.checkpoint['step']}-{short_hash(asked)}"
@@ -142,3 +145,48 @@ def context(run: LoadedRun, store: Store, options: ContextOptions) -> Result:
     print(protocol)
     sampled = {"windows": len(chosen), "partial": partial, "protocol": protocol}
     return {"unit": store.unit, "positions": positions, "gains": gains, **sampled}
+
+
+def coverage(run: LoadedRun, store: Store, options: CoverageOptions) -> Result:
+    """What share of full heads' weight beyond a local window each selection keeps at equal keys."""
+    config = with_values(run.config, {"seed": options.seed, "trainer.steps": options.steps})
+    tokens, N, model = store.split(options.split), config.data.length, config.model
+    chosen = sample_windows(windows(len(tokens), N)[: max(1, len(tokens) // N)], options.windows, options.seed)
+    ids_KN, window = read_windows(tokens, chosen)[0], model.window if options.window is None else options.window
+    if window >= ids_KN.shape[1]:
+        raise UserError(f"window={window}: must be less than the {ids_KN.shape[1]} units of a sequence")
+    keys, block = options.keys or config.routing.window, options.block or config.routing.block
+    sizes = sorted({min(N, max(1, keys << double >> 2)) for double in range(5)})
+    every = [covered.selections(config, layer, sizes, block) for layer in range(model.layers)]
+    if not (layers := [f"layer {layer}" for layer, patterns in enumerate(every) if len(patterns)]):
+        raise UserError(f"model.base={model.base}: no layer has full heads, whose attention could be covered")
+    made, found = torch.nn.ModuleList(every).to(run.device), []
+    for ids_BN in RtxDataModule(config, store).train_dataloader():
+        covered.fit(run.model, made, ids_BN.long().to(run.device))
+    with progress_bar("windows") as show:
+        for ids_1N in ids_KN.to(run.device).split(1):
+            found.append(covered.measure(run.model, made, ids_1N, window))
+            show(len(found), len(chosen))
+    found_SLKZ3 = np.reshape(found, (len(found), len(layers), -1, len(sizes), 3)).transpose(2, 1, 0, 3, 4)
+    far_LK, rows, at_keys = found_SLKZ3[0, :, :, 0, 0], [], covered.at_keys
+    for name, found_LKZ3 in zip(covered.NAMES, found_SLKZ3, strict=True):
+        first, *curve = [at_keys(found_LKZ3.mean(0), each) for each in (keys, *found_LKZ3[..., 2].mean((0, 1)))]
+        shares = {layer: at_keys(of, keys)["share"] for layer, of in zip(layers, found_LKZ3, strict=True)}
+        rows.append({"selection": name + " (sees the future)" * (name == "topk"), **first, **shares, "curve": curve})
+    rows.sort(key=lambda row: -row["share"])
+    beyond = dict(zip(("mean", "error", *layers), (*estimate(far_LK.mean(0)), *far_LK.mean(1)), strict=True))
+    print_table([{"full heads' weight": f"{window} or more positions back, of all", **beyond}])
+    print(f"\nshare of that kept with {keys} keys a query, standard errors over {plural(len(chosen), 'window')}")
+    print_table([{key: row[key] for key in row if key != "curve"} for row in rows])
+    return {"window": window, "keys": keys, "block": block, "beyond": beyond, "rows": rows, "picture": curves(rows)}
+
+
+def curves(rows: Sequence[Result]) -> bytes:
+    """Return a PNG of the share that each selection keeps by the keys that a query reads."""
+    figure, (axis,) = plots.axes("keys of a query (mean)", "share kept")
+    for row in rows:
+        x, y, error = zip(*((at["keys"], at["share"], at["error"] or 0) for at in row["curve"]), strict=True)
+        axis.errorbar(x, y, error, marker=".", label=row["selection"])
+    axis.set(xscale="log", ylim=(0, 1.02))
+    axis.legend(fontsize="small")
+    return plots.finished("coverage", "", figure).png

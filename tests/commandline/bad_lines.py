@@ -32,6 +32,7 @@ GOOD = [
         f"resume {RUN} trainer.steps=2000 trainer.max_minutes=5",
         f"audit {RUN} windows=4 prefixes=4",
         f"analyze context {RUN} split=valid windows=2",
+        f"analyze coverage {RUN} keys=16 block=8 steps=5",
         f"export {RUN} checkpoint=last output=there",
         f"report {RUN} output=there",
         f"sweep {SWEEP}",

@@ -59,7 +59,7 @@ def test_patterns_are_a_table_and_one_picture(workshop: Workshop, run: Path) -> 
     [
         (("patterns", "layer=2"), "layer=2: the topmost layer is layer=1"),
         (("patterns", "lyer=1"), "unknown key 'lyer' (did you mean 'layer'?)"),
-        (("diverge",), "say divergence, patterns, context (did you mean 'divergence'?)"),
+        (("diverge",), "say divergence, patterns, context, coverage (did you mean 'divergence'?)"),
     ],
 )
 def test_what_is_not_there_to_analyze_is_said(
@@ -109,3 +109,29 @@ def test_a_part_of_the_window_tells_nothing_where_selection_sees_the_future(work
     assert result["gains"] == [] and "no gain from far context" in printed and "sees the future" in printed
     result, printed, _ = analyzed(workshop, "context", run, "windows=3", "mode=streaming")
     assert len(result["gains"]) == 2 and "streaming" in printed
+
+
+def test_coverage_of_full_heads_by_every_selection_but_the_indexer(workshop: Workshop) -> None:
+    run = workshop.train("full", "model.base=full", "routing.heads=0")
+    options = ("keys=4", "steps=3", "split=train", "windows=5")
+    result, printed, path = analyzed(workshop, "coverage", run, *options)
+    rows = {row["selection"]: row for row in result["rows"]}
+    assert {"exact", "blocks", "blocks_random", "causal", "nearest", "random", "next keys"} <= {*rows}
+    assert "topk (sees the future)" in rows and "indexer" not in rows
+    shares = [point["share"] for row in rows.values() for point in (row, *row["curve"])]
+    assert all(0 <= share <= 1 for share in shares) and all(row["error"] > 0 for row in rows.values())
+    assert next(iter(rows)) == "exact" and {row["keys"] for row in rows.values()} == {4}, "at equal keys, best first"
+    assert 0 < result["beyond"]["layer 0"] < 1 and result["window"] == 8
+    row = rows["blocks"]
+    assert row["of all"] == pytest.approx(row["share"] * result["beyond"]["mean"], rel=0.02)
+    assert f"{row['share']:.4g}" in printed and "over 5 windows" in printed
+    with Image.open(path.with_suffix(".png")) as picture:
+        assert picture.size[0] > 600
+    assert analyzed(workshop, "coverage", run, *options)[0]["rows"] == result["rows"], "the same again"
+    every, _, _ = analyzed(workshop, "coverage", run, "keys=32", "steps=1", "window=0")
+    assert all(row["share"] == pytest.approx(1) and row["keys"] == 16.5 for row in every["rows"])
+    assert "window=32: must be less" in workshop.command("analyze", "coverage", str(run), "window=32", code=2)
+
+
+def test_coverage_needs_full_heads(workshop: Workshop, run: Path) -> None:
+    assert "model.base=local: no layer has full heads" in workshop.command("analyze", "coverage", str(run), code=2)

@@ -1,0 +1,84 @@
+"""Coverage: what share of full heads' attention each selection keeps at equal keys, without training a model for it.
+
+Of keys at least `back` positions back a pattern chooses by its own rule, over queries that stand so much earlier: all
+it sees is that far back. Shapes: K sequences, N positions, P of them looked at, H heads, S selections, Z sizes.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rtx.analysis.attention_weights import groups_of, layer_inputs, weight_blocks
+from rtx.analysis.loss_by_position import estimate
+from rtx.attention.centroids import after_step
+from rtx.attention.pattern import Inputs, Pattern
+from rtx.attention.routing import Routing
+from rtx.compose import with_values
+from rtx.config import SELECTIONS, Config, RoutingConfig
+from rtx.model.layer_heads import ROUTED, layer_patterns, make_pattern
+from rtx.model.transformer import Transformer
+
+NAMES = (*(name for name in SELECTIONS if name != "indexer"), "drawn keys", "next keys")
+"""Selections but the one that gradients train; keys drawn one by one; the last keys, as a longer window reads them."""
+
+
+def selections(config: Config, layer: int, sizes: list[int], block: int) -> nn.ModuleList:
+    """Return S * Z patterns of as many heads as are full in a layer, or none; their clusters are yet to be fitted."""
+    heads, made = layer_patterns(config, layer).get("full", 0), nn.ModuleList()
+    for name, size in product(NAMES, sizes if heads else ()):
+        kind, width = ("blocks_random", 1) if name == "drawn keys" else (name, min(block, size))
+        routing = RoutingConfig(selection=kind, keys="separate", window=size, block=width, decay=0.9)  # tens of steps
+        asked = with_values(config, {"routing": routing, "model.window": size})
+        made.append(pattern := make_pattern("local" if name == "next keys" else ROUTED, heads, asked, layer))
+        if isinstance(pattern, Routing):
+            pattern.centroids.seed_with_next = True
+    return made
+
+
+@torch.no_grad()
+def fit(model: Transformer, made: Any, ids_BN: Tensor) -> None:
+    """Move centroids and thresholds of the `selections` of every layer as training does, by what full heads see."""
+    for patterns, (attention, x_BNE) in zip(made.train(), layer_inputs(model, ids_BN), strict=True):
+        for pattern in (each for each in patterns if isinstance(each, Routing)):
+            q_BHND, k_BHND, _ = attention.split(x_BNE)[list(attention.groups).index("full")]
+            pattern.reads(pattern.inputs(q_BHND, k_BHND, None), None, False)
+    after_step(made)
+
+
+@torch.no_grad()
+def measure(model: Transformer, made: Any, ids_1N: Tensor, back: int) -> list[list[tuple[float, ...]]]:
+    """Return what `selections` keep, at up to 256 positions, by layers with full heads, `[., S * Z, 3]`; see `kept`."""
+    found, N = [], ids_1N.shape[1]
+    at_P = torch.linspace(back, N - 1, min(256, N - back), device=ids_1N.device).round().long()
+    for patterns, (attention, x_1NE) in zip(made.eval(), layer_inputs(model, ids_1N), strict=True):
+        if len(patterns):
+            heads = groups_of(attention, x_1NE)["full"]
+            weight_HPN = torch.cat(list(weight_blocks(heads, at_P)), dim=-1)
+            q, k, *_ = heads[1]
+            found.append([kept(p, p.inputs(q, k, attention.rotary), weight_HPN, at_P, back) for p in patterns])
+    return found
+
+
+def kept(pattern: Pattern, given: Inputs, weight_HPN: Tensor, at_P: Tensor, back: int) -> tuple[float, ...]:
+    """Return what a query puts on keys at least `back` back, what of it a selection of these keeps, and how many."""
+    N = weight_HPN.shape[-1] - back
+    moved = Inputs(*(x.narrow(2, first, N) for x, first in zip(given, (back, 0, back, 0), strict=True)))
+    alike = moved._replace(turned_q_BHND=torch.zeros_like(moved.turned_q_BHND))  # what is read then has equal weights
+    heads = pattern, alike, pattern.reads(moved, None, False), None
+    read_HPN = torch.cat(list(weight_blocks(heads, at_P - back)), dim=-1) > 0
+    far_HPN = weight_HPN[..., :N] * (torch.arange(N, device=at_P.device) <= at_P[:, None] - back)
+    return tuple(float(x.double().sum(-1).mean()) for x in (far_HPN, far_HPN * read_HPN, read_HPN))
+
+
+def at_keys(found_KZ3: np.ndarray, keys: float) -> dict[str, Any]:
+    """Return the share kept with so many keys, its standard error, and that of all weight; linear between sizes."""
+    found_KZ3 = found_KZ3[:, found_KZ3[..., 2].mean(0).argsort()]
+    keys_Z = [0.0, *found_KZ3[..., 2].mean(0)]
+    kept_K = np.array([np.interp(keys, keys_Z, [0.0, *kept_Z]) for kept_Z in found_KZ3[..., 1]])
+    share, error = estimate(kept_K / found_KZ3[:, 0, 0])
+    return {"keys": min(keys, keys_Z[-1]), "share": share, "error": error, "of all": float(kept_K.mean())}
