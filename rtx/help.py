@@ -21,6 +21,7 @@ EXAMPLES = """
   rtx train data=text data.path=book.txt     on text of your own
   rtx train data=enwik8 model=rt24           the paper's enwik-8 model
   rtx train -m routing.heads=2,4 seed=1,2,3  a sweep
+  rtx eval last                              score the newest run (rtx runs)
 
 rtx <command> --help lists its options; rtx --version."""
 SCRIPT = """_rtx() {

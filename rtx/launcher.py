@@ -30,7 +30,7 @@ from rtx.errors import UserError, plural, printable, refuse
 from rtx.options import LAUNCHED, check_overrides, read_words
 from rtx.progress import say
 from rtx.training.hardware import cores, system_kills
-from rtx.training.run_folder import read_status, shown, unwritable, utc_now
+from rtx.training.run_folder import bits_of, read_status, shown, unwritable, utc_now
 from rtx.training.signals import EXIT_CODES, SWEEP_VARIABLE
 
 OUTPUT = "output.log"  # what a cell prints; in its folder
@@ -84,9 +84,9 @@ def closing_table(cells: Sequence[Cell], outcomes: Sequence[Outcome]) -> str:
     """Return the lines that close a sweep: each cell, how it ended, its bits, its folder, the reason."""
     rows = [("cell", "overrides", "state", "exit", "bits", "run", "reason")]
     for cell, outcome in zip(cells, outcomes, strict=True):
-        final = (read_status(cell.folder) or {}).get("final") if outcome.word.startswith("done") else None
-        code, bits = "" if outcome.code == NO_CODE else str(outcome.code), f"{final['bits']:.4f}" if final else ""
-        ended = (outcome.word, code, bits, os.path.relpath(cell.folder), outcome.reason)
+        status = read_status(cell.folder) if outcome.word.startswith("done") else None
+        code = "" if outcome.code == NO_CODE else str(outcome.code)
+        ended = (outcome.word, code, bits_of(status or {}), os.path.relpath(cell.folder), outcome.reason)
         rows.append((str(cell.number), cell.title, *ended))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n" + "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -158,7 +158,7 @@ class Command:
     about: str
     options: type | None = None
     runs: str = ""
-    """The run folders in front, as its usage has them."""
+    """The runs (by folder or name, see `rtx.runs`) or folders in front, as its usage has them."""
     keys: tuple[str, ...] = ()
     """Groups and keys of a run's configuration that may be changed for the command."""
     composes: bool = False
@@ -199,7 +199,8 @@ COMMANDS = (
     Command("analyze coverage", "what selections keep of full heads' weight", CoverageOptions, "<run>", RUN),
     Command("sample", "generate from a run", SampleOptions, "<run>", DEVICE),
     Command("export", "write a run's model as safetensors with a card, for others to load", ExportOptions, "<run>"),
-    Command("sweep", "watch a sweep: what is done, runs, failed, waits", runs="<run>"),
+    Command("runs", "list what was run, the newest first", runs="[<folder>]"),
+    Command("sweep", "watch a sweep: what is done, runs, failed, waits", runs="<folder>"),
     Command("report", "set runs and sweeps beside the paper's tables", ReportOptions, "[<run> ...]"),
     Command("plan", "count parameters, FLOPs and memory of a run, and run nothing", composes=True),
     Command("data", "prepare, verify or info data=<set>; list what lies here, remove <name>", keys=("data", "data.*")),
@@ -256,6 +257,10 @@ def read_words(command: str, words: Sequence[str]) -> Words:
         else:
             refuse_foreign(reads, key)
             overrides.append(word)
+    if "<run>" in reads.runs:
+        from rtx.runs import find_run  # which reads configurations by this module
+
+        runs = [run if "[" in reads.runs and run.is_dir() else find_run(run) for run in runs]  # a report is of many
     return Words(runs, reads.options(**values) if reads.options else None, overrides, frozenset(values))
 
 

@@ -16,7 +16,7 @@ from rtx.errors import UserError, printable
 from rtx.options import read_words
 from rtx.progress import clock
 from rtx.report.run_records import Collection, read_lines
-from rtx.training.run_folder import read_status, run_state, shown
+from rtx.training.run_folder import bits_of, read_status, run_state, shown
 
 ORDER = ("running", "failed", "killed", "interrupted", "preempted", "waiting", "done")  # those of interest first
 
@@ -63,8 +63,8 @@ def standing(folder: Path, title: str) -> tuple[str, list[Text]]:
     rows = [] if state == "done" else read_lines(folder / "metrics.jsonl", Collection())
     last = next((row for row in reversed(rows) if row.get("kind") == "train"), {})
     step, steps = max(status.get("step") or 0, last.get("step", 0)), status.get("steps") or 0
-    bits = status["final"]["bits"] if state == "done" and status.get("final") else last.get("bits")
+    bits = bits_of(status) if state == "done" else f"{last['bits']:.4f}" if "bits" in last else ""
     left = clock(last["seconds"] * (steps / last["step"] - 1)) if state == "running" and steps and last else ""
     cell = printable(f"{title}\n  {status['reason']}" if state == "failed" else title)
-    figures = (f"{step:,}/{steps:,}" if step else "", f"{bits:.4f}" if bits else "", left)
+    figures = (f"{step:,}/{steps:,}" if step else "", bits, left)
     return state, [Text(word) for word in (cell, state, *figures)]

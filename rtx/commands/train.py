@@ -17,7 +17,7 @@ from rtx.analysis.footprint import fit_to_device, with_less_memory
 from rtx.commands.sample import draw_image, write_text
 from rtx.compose import RUN_CONFIG, compose, load_run_config, to_dict, to_yaml, with_absolute_path
 from rtx.config import Config
-from rtx.data.catalog import Store, data_root, open_data
+from rtx.data.catalog import Store, open_data
 from rtx.data.datamodule import RtxDataModule, training_items
 from rtx.data.store import TokenStore
 from rtx.disk import replace_file
@@ -31,7 +31,7 @@ from rtx.training.callbacks import Watch
 from rtx.training.checkpoint import Checkpoint, newest_checkpoint
 from rtx.training.distributed import Ranks
 from rtx.training.hardware import OUT_OF_MEMORY, Hardware, device_memory, out_of_memory, prepare_torch, resolve_hardware
-from rtx.training.inference import load
+from rtx.training.inference import load, stores_of
 from rtx.training.loggers import logging_to
 from rtx.training.module import TrainingModule, build_model
 from rtx.training.run_folder import Status, shown
@@ -60,7 +60,8 @@ def run(config: Config, folder: Path | None = None, before: str = "") -> int:
         return follow(config, hardware, folder or Path(os.devnull), before)
     with Signals() as signals:
         try:
-            store = open_data(config.data, data_root())  # before there is a folder for a mistake to leave behind
+            root = stores_of(folder, config.data)
+            store = open_data(config.data, root)  # before there is a folder for a mistake to leave behind
             training_items(config, store)
             fitted, choice = fitted_to(hardware, config, store)
             signals.holding = True  # until the run has a status to tell about it
@@ -108,7 +109,7 @@ def follow(config: Config, hardware: Hardware, folder: Path, before: str) -> int
     code, ranks = 0, Ranks(hardware.rank, hardware.world)
     try:
         with Signals() as signals:
-            store = open_data(config.data, data_root(), lambda line: None)
+            store = open_data(config.data, stores_of(folder, config.data), lambda line: None)
             train(fitted_to(hardware, config, store)[0], before, folder, store, signals, ranks, None)
     except Stopped as stop:
         code = stop.code

@@ -89,7 +89,7 @@ class TokenStore:
         described: dict[str, Any] = {key: getattr(self, key) for key in keys}
         described["splits"] = {name: len(tokens) for name, tokens in self.splits.items()}
         image = {"image": list(self.image)} if self.image else {}
-        return {**described, "tokenizer": self.tokenizer.describe(), "folder": str(self.folder), **image}
+        return {**described, "tokenizer": self.tokenizer.describe(), "folder": str(self.folder.absolute()), **image}
 
 
 def open_store(folder: Path, options: str, verify: bool = False) -> TokenStore:

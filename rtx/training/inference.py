@@ -14,8 +14,8 @@ import safetensors.torch
 import torch
 
 from rtx.compose import RUN_CONFIG, load_run_config, merge, to_dict
-from rtx.config import SPREAD, Config, precision_on
-from rtx.data.catalog import Store, data_root, open_data
+from rtx.config import SPREAD, Config, DataConfig, precision_on
+from rtx.data.catalog import Store, data_root, open_data, store_folder
 from rtx.data.tokenizers import Tokenizer, load_tokenizer
 from rtx.disk import remove_leftovers, replace_file, write_json
 from rtx.errors import RunFailed, UserError
@@ -101,9 +101,22 @@ def load_run(
     return LoadedRun(folder, model, config, {key: found[key] for key in KEPT})
 
 
+def stores_of(folder: Path | None, data: DataConfig) -> Path:
+    """Return where the store of a run's data lies: in `data_root()`, or else where the run has recorded it."""
+    root = data_root()
+    if folder is None:
+        return root
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        facts = json.loads((folder / (EXPORT_FACTS if is_export(folder) else "environment.json")).read_text())
+        kept = Path(facts["data"]["folder"])
+        if kept.exists() and not store_folder(data, root).exists() and store_folder(data, kept.parent) == kept:
+            return kept.parent
+    return root
+
+
 def open_run(folder: Path, config: Config, checkpoint: str) -> tuple[LoadedRun, Store]:
     """Load a run for a command, with the data that its configuration names; `UserError` for another tokenizer's."""
-    store = open_data(config.data, data_root())
+    store = open_data(config.data, stores_of(folder, config.data))
     run = load_run(folder, config, checkpoint, prepare_device(config), store.vocabulary)
     theirs, ours = (data.get("tokenizer") or {} for data in (run.checkpoint["data"], store.describe()))
     if any(theirs.get(key) != ours.get(key) for key in ("name", "sha256")):

@@ -144,6 +144,12 @@ def read_status(folder: Path) -> dict[str, Any] | None:
         return None
 
 
+def bits_of(status: Mapping[str, Any]) -> str:
+    """Return the bits of a run's closing score, else of its best validation; ~ before those of a sample of windows."""
+    score = (final := status.get("final")) or status.get("best")
+    return f"{'~' * (not final or bool(final.get('windows')))}{score['bits']:.4f}" if score else ""
+
+
 def run_state(folder: Path) -> str:
     """Return the state of a run as it is: a stale `running` is called `killed`, a folder without status `unknown`."""
     status = read_status(folder)

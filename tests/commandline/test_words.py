@@ -97,7 +97,16 @@ def test_a_sweep_refuses_a_value_among_others() -> None:
     assert "model=rtx: must be one of" in refusal("train -m", "model=rt24,rtx")
 
 
-def test_options_are_read_beside_keys() -> None:
+def make_runs(folder: Path, *names: str) -> None:
+    """Make the current folder one with runs."""
+    for name in names:
+        (folder / name).mkdir()
+        (folder / name / "config.yaml").touch()
+
+
+def test_options_are_read_beside_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_runs(tmp_path, "run")
     words = read_words("eval", ["run", "split=test", "limit=5", "seed=3", "hardware=cpu", "data.path=a=b"])
     assert (words.runs, words.options) == ([Path("run")], EvalOptions(split="test", limit=5))
     assert words.overrides == ["seed=3", "hardware=cpu", "data.path=a=b"] and words.given == {"split", "limit"}
@@ -109,7 +118,7 @@ def test_options_are_read_beside_keys() -> None:
 
 
 def test_a_folder_may_have_an_equals_sign_in_its_name(tmp_path: Path) -> None:
-    (tmp_path / "lr=0.1").mkdir()
+    make_runs(tmp_path, "lr=0.1")
     assert read_words("eval", [f"{tmp_path}/lr=0.1", "limit=1"]).runs == [tmp_path / "lr=0.1"]
 
 
@@ -130,7 +139,9 @@ def test_a_command_refuses_what_it_does_not_read(command: str, word: str, said: 
     assert said in refusal(command, "run", word)
 
 
-def test_runs_are_counted() -> None:
+def test_runs_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_runs(tmp_path, "a", "b")
     assert "rtx eval needs the run's folder first; usage: rtx eval <run>" in refusal("eval", "split=test")
     assert "takes 1 run, not also 'b'" in refusal("eval", "a", "b")
     assert "usage: rtx audit <run> ..." in refusal("audit", "windows=9")

@@ -62,7 +62,7 @@ def test_it_prints_once_where_the_output_is_no_terminal(root: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "rtx sweep needs the run's folder first; usage: rtx sweep <run> [key=value ...]"),
+        ([], "rtx sweep needs the run's folder first; usage: rtx sweep <folder> [key=value ...]"),
         (["outputs/grid", "outputs/grid"], "rtx sweep takes 1 run, not also"),
         (["outputs/grids"], "holds no sweep; a sweep is a folder such as"),
         (["outputs/grid", "onse=true"], "unknown key 'onse'"),
