@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rtx.extensions import register_data, register_pattern
+
 if TYPE_CHECKING:
     from rtx.training.inference import LoadedRun
 
+__all__ = ["load", "register_data", "register_pattern"]
 __version__ = "0.2.0"
 
 

@@ -20,7 +20,7 @@ from rtx.checks import idle, resolve
 from rtx.compose import RUN_CONFIG, compose_unresolved, composed, config_hash, load_run_config, user_errors
 from rtx.config import Config
 from rtx.errors import UserError, refuse
-from rtx.keys import conf_dir
+from rtx.keys import CONFIG_DIRS, preset
 from rtx.options import LAUNCHED, Override, check_overrides
 from rtx.training.hardware import OUT_OF_MEMORY
 from rtx.training.run_folder import busy, close, outputs_root, read_status, seems_running
@@ -65,7 +65,8 @@ def lay_out(checked: Sequence[Override]) -> list[Cell]:
         with user_errors(f"cell {number} ({title}): "):
             config = resolve(compose_unresolved(entries))
         folder = outputs_root() / config.name / config_hash(config)
-        same = cells.setdefault(folder, Cell(number, tuple(map(str, entries)), folder, config, title)).number
+        words = (*map(str, entries), *(f"--config-dir={place}" for place in CONFIG_DIRS))
+        same = cells.setdefault(folder, Cell(number, words, folder, config, title)).number
         if same != number:
             raise UserError(f"cells {same} and {number} are the same run ({title}); list values that change the result")
     unread = [idle(cell.config, (entry.key for entry in given)) for cell in cells.values()]
@@ -95,8 +96,8 @@ def expanded(given: Sequence[Override]) -> dict[str, list[Override]]:
 
 def own_keys(experiment: str) -> set[str]:
     """Return the keys and groups that an experiment's file sets which builds on another experiment, else none."""
-    path = conf_dir() / "experiment" / f"{experiment}.yaml"
-    node = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path))) if path.is_file() else {}
+    path = preset("experiment", experiment)
+    node = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path))) if path else {}
     defaults = node.pop("defaults", [])
     if not any(isinstance(entry, str) and entry != "_self_" for entry in defaults):
         return set()

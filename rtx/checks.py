@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from operator import attrgetter
 
-from rtx.config import CLUSTERED, SPREAD, Config, all_fields, axis_sizes, clusters, hash_buckets
-from rtx.data.sets import HELD_OUT, IMAGE_SETS, MADE, NAMES, TWO_WAYS, image_side
+from rtx.config import CLUSTERED, REGISTERED, SPREAD, Config, all_fields, axis_sizes, clusters, hash_buckets
+from rtx.data.sets import HELD_OUT, IMAGE_SETS, MADE, NAMES, SETS, TWO_WAYS, image_side
 from rtx.errors import refuse, written
 
 TEXTS = tuple(name for name in NAMES if name not in (*IMAGE_SETS, *MADE))
@@ -41,8 +41,6 @@ READ_WITH = (
     ("logger.name", ("auto", "online", "offline"), "logger.project logger.entity logger.group"),
 )
 """A key, its values, or parts of them, and the keys that are read with these alone."""
-OURS = {"local", "full", "recurrent", "lsh", "adaptive_span", "strided", "fixed"}
-"""Values of model.base of which that is known: a pattern of one's own may read any key."""
 
 
 def resolve(config: Config, keys: Iterable[str] = ()) -> Config:
@@ -62,8 +60,7 @@ def idle(config: Config, keys: Iterable[str]) -> dict[str, str]:
     wanted = {key for key in keys if key in known and attrgetter(key)(config) is not None}
     for other, values, read in READ_WITH:
         found = attrgetter(other)(config)
-        parts = set(found.split("+"))
-        if not parts & set(values) and (other != "model.base" or parts <= OURS):
+        if {*found.split("+")}.isdisjoint({*values, *REGISTERED}):  # what a user's own reads is not known
             for key in wanted.intersection(read.split()):
                 said = f"{key}={written(attrgetter(key)(config))} has no effect with {other}={found}"
                 lines[key] = f"{said}; it is for {', '.join(values)}"
@@ -176,9 +173,9 @@ def data_problems(config: Config) -> Iterator[str]:
     wanted = {"text": "file, folder or glob", "images": "folder with images", "hub": "owner/name, or a folder"}
     if data.name in wanted and data.path is None:
         yield f"data={data.name} needs data.path=<{wanted[data.name]}>"
-    if stride not in (None, data.length) and data.name not in TEXTS:
+    if stride not in (None, data.length) and (SETS[data.name].image or data.name in MADE):
         yield f"trainer.val_stride={stride} has no place in data={data.name}, whose sequences are scored whole"
-    if data.name in IMAGE_SETS:
+    if SETS[data.name].image:
         side = image_side(data)
         whole = f"{3 * side**2} = {side} x {side} x 3" if side else "height x width x 3"
         if data.length % 3 or (side and data.length != 3 * side**2):

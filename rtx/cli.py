@@ -22,7 +22,8 @@ from rtx.training.hardware import out_of_memory
 from rtx.training.signals import EXIT_CODES, INTERRUPTED, PREEMPTED, Stopped, ignore_signals, started_by_another
 
 FLAGS = {"--help", "-h"}
-MORE_FLAGS = {"train": {"-m", "--multirun", "--cfg"}, "plan": {"--cfg"}}
+MORE_FLAGS = {"train": {"-m", "--multirun", "--cfg", "--config-dir"}, "plan": {"--cfg", "--config-dir"}}
+MORE_FLAGS["data"] = {"--config-dir"}
 
 
 def entry() -> None:
@@ -94,7 +95,7 @@ def dispatch(arguments: list[str]) -> int:
         from rtx.launcher import sweep
 
         return sweep(words)
-    if word not in ("sweep", "report", "data"):  # which import no torch and check their words themselves
+    if word not in ("runs", "sweep", "report", "data"):  # which import no torch and check their words themselves
         check_first(word, words)
     if "--cfg" in flags:
         from rtx.compose import compose, to_yaml
@@ -106,6 +107,7 @@ def dispatch(arguments: list[str]) -> int:
 
 def split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
     """Return the flags among the words of a command, and the other words; --cfg goes with the word job behind it."""
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--config-dir=") else [word])]
     flags, known = {word for word in words if word.startswith("-")}, FLAGS | MORE_FLAGS.get(command, set())
     if unknown := sorted(flags - known):
         raise UserError(f"{unknown[0]}: unknown flag of rtx {command}{nearest(unknown[0], known)}")
@@ -113,6 +115,12 @@ def split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
         at = words.index("--cfg") + 1
         if words[at : at + 1] != ["job"]:
             raise UserError("--cfg: say --cfg job")
+        del words[at]
+    if "--config-dir" in flags:
+        from rtx.extensions import add_config_dir
+
+        at = words.index("--config-dir") + 1
+        add_config_dir("".join(words[at : at + 1]))
         del words[at]
     return flags, [word for word in words if word not in flags]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict as to_dict
@@ -23,10 +24,12 @@ from yaml import BaseLoader, YAMLError, load
 
 from rtx.checks import data_problems, idle, resolve
 from rtx.config import GROUPS, SECTIONS, Config, DataConfig, all_fields, digest
-from rtx.data.sets import IMAGE_SETS, image_side
+from rtx.data.sets import SETS, image_side
 from rtx.errors import UserError, refuse
-from rtx.keys import conf_dir, unknown, unquoted
+from rtx.extensions import run_files
+from rtx.keys import CONFIG_DIRS, conf_dir, unknown, unquoted
 from rtx.options import Override, check_overrides, read_words
+from rtx.training.signals import SWEEP_VARIABLE
 
 RUN_CONFIG = "config.yaml"
 
@@ -34,7 +37,8 @@ RUN_CONFIG = "config.yaml"
 def compose(overrides: Iterable[str]) -> Config:
     """Return the configuration that `rtx train <overrides>` runs; `UserError` for all that is wrong with the words."""
     checked = check_overrides(overrides)
-    return resolve(compose_unresolved(checked), (entry.key for entry in checked))
+    told = SWEEP_VARIABLE in os.environ  # of a cell: a key that others of its sweep read
+    return resolve(compose_unresolved(checked), () if told else (entry.key for entry in checked))
 
 
 def compose_data(overrides: Iterable[str]) -> DataConfig:
@@ -48,14 +52,16 @@ def compose_data(overrides: Iterable[str]) -> DataConfig:
 def compose_unresolved(checked: Sequence[Override]) -> Config:
     """As `compose`, before it is checked what fits together."""
     values = {entry.key: entry.values[0] for entry in checked if entry.key in all_fields()}
-    node = OmegaConf.masked_copy(composed(chosen(checked)), [*SECTIONS, "seed", "name"])
+    if "extensions" in values:  # by their names and sha256: a run has copies, wherever they came from
+        values["extensions"] = re.sub(f"[^{os.pathsep}]*/", "", values["extensions"])
+    node = OmegaConf.masked_copy(composed(chosen(checked)), [*SECTIONS, "seed", "name", "extensions"])
     with user_errors():
         for key, text in values.items():
             # What refers to another key is OmegaConf's to read.
             value = unquoted(text.strip()) if "${" in text else all_fields()[key].read_word(text)
             OmegaConf.update(node, key, value)
         config = to_config(OmegaConf.to_container(node, resolve=True))  # type: ignore[arg-type]
-    if config.data.name not in IMAGE_SETS or "data.length" in values:
+    if not SETS[config.data.name].image or "data.length" in values:
         return config
     # Whatever a model preset wrote, N is what the images ask for; of data=images as conf/data has it.
     return with_values(config, {"data.length": 3 * (image_side(config.data) or 32) ** 2})
@@ -71,6 +77,11 @@ def chosen(checked: Iterable[Override]) -> tuple[str, ...]:
 def composed(words: tuple[str, ...]) -> DictConfig:
     """Return what the files of `conf/` give for options of groups, Hydra's own part included; not to be changed."""
     ConfigStore.instance().store(name="schema", node=Config)
+    for name, known in SETS.items():
+        if known.defaults is not None:
+            ConfigStore.instance().store(group="data", name=name, node=dict(known.defaults))
+    own = ["'file://{}'".format(str(folder).replace("'", r"\'")) for folder in CONFIG_DIRS]
+    words += (f"hydra.searchpath=[{','.join(own)}]",) if own else ()
     with user_errors(), hydra.initialize_config_dir(str(conf_dir()), job_name="rtx", version_base="1.3"):
         return hydra.compose("config", list(words), return_hydra_config=True)
 
@@ -139,6 +150,8 @@ def load_run_config(run_dir: str | Path) -> Config:
         if not isinstance(values, dict):
             raise UserError("is not the configuration of a run")
         known, found = all_fields(), flat(values)
+        if isinstance(text := found.get("extensions", "null"), str) and text != "null":
+            run_files(text, path.parent)
         unset = [key for key, value in found.items() if value == "null" and key in known and known[key].optional]
         return resolve(to_config(found | dict.fromkeys(unset)))
 

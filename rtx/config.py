@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rtx.data.sets import NAMES
-from rtx.keys import Field, fields_of, one_of, options, ranged
+from rtx.data.sets import SETS, DataSet
+from rtx.keys import Field, fields_of, key_of, one_of, options, ranged
 
 GROUPS = ("data", "routing", "optimizer", "hardware", "logger", "model", "experiment")
 """Hydra groups in the order of composition; a later one wins."""
 SECTIONS = (*GROUPS[:-1], "trainer")
 
-BASES = {
+BASES: dict[str, str | type] = {
     "local": "rtx.attention.patterns.Local",
     "full": "rtx.attention.patterns.Full",
     "recurrent": "rtx.attention.patterns.Recurrent",
@@ -29,9 +29,9 @@ BASES = {
     "strided": "rtx.attention.patterns.Strided",
     "fixed": "rtx.attention.patterns.Fixed",
 }
-"""The patterns of model.base, and where they are. A pattern of your own is one line more (docs/attention.md)."""
+"""The patterns of model.base, and where they are, or what they are; docs/extending.md adds to it."""
 
-SELECTIONS = {
+SELECTIONS: dict[str, str | type] = {
     **dict.fromkeys(("causal", "topk", "nearest"), "rtx.attention.routing.Routing"),
     "random": "rtx.attention.patterns.Random",
     "exact": "rtx.attention.choices.Exact",
@@ -40,6 +40,8 @@ SELECTIONS = {
     "indexer": "rtx.attention.choices.Indexer",
 }
 """The patterns of routing.selection."""
+REGISTERED: dict[str, str] = {}
+"""Names that were added to BASES, SELECTIONS and SETS, each with the installed package that it is from, if any."""
 
 CLUSTERED = ("causal", "topk", "nearest", "random")
 """The selections by clusters; the others choose keys for each query."""
@@ -52,7 +54,7 @@ NAMELIKE = (
 OUTSIDE = ("logger.", "trainer.checkpoint_", "trainer.keep_")
 """Keys, and what keys begin with (keep_: in older runs), that tell no cells apart: they change rounding at the most."""
 
-YOUNGER = (("data.distance", 0), ("data.gaps", "uniform"))
+YOUNGER = (("data.distance", 0), ("data.gaps", "uniform"), ("extensions", None))
 """Keys that recorded cells lack, with the values that say what they did: then they tell no cells apart, either."""
 
 
@@ -60,7 +62,7 @@ YOUNGER = (("data.distance", 0), ("data.gaps", "uniform"))
 class DataConfig:
     """What is learned: text or images on disk in sequences of `length` units, or recall tasks made on the fly."""
 
-    name: str = one_of(*NAMES)
+    name: str = key_of(SETS)
     """Data set: Python's standard library, your own text or images, a benchmark, or a recall task."""
     path: str | None = None
     """File, folder or glob to read (data=text, images, hub), owner/name on the hub (data=hub), or a local copy."""
@@ -110,7 +112,7 @@ class DataConfig:
 class RoutingConfig:
     """The content-based heads: how many, where, and how a position chooses its cluster."""
 
-    selection: str = one_of(*SELECTIONS)
+    selection: str = key_of(SELECTIONS)
     """What a head reads: a cluster (causal, nearest, random; topk, Algorithm 1: sees the future), or chosen keys."""
     keys: str = one_of("shared", "separate", "projected")
     """Keys: the queries, or their own: clustered apart (separate), or by a fixed random W_R (q + k) (projected)."""
@@ -160,7 +162,7 @@ class ModelConfig:
     """Attention heads in each block."""
     hidden: int = ranged(256, low=1, high=2**20)
     """Width of the residual stream; a head has hidden / heads units."""
-    base: str = one_of(*BASES, joined=True)
+    base: str = key_of(BASES, joined=True)
     """Pattern of all heads that do not route; local+full shares them out evenly, local+local+lsh two to one."""
     window: int = ranged(256, low=1)
     """Keys that a local head sees, its own position included."""
@@ -317,19 +319,37 @@ class Config:
     """Seed of weights, batches, dropout, random heads, and of the windows that rtx eval limit= draws."""
     name: str = "rtx"
     """Folder of the run below outputs/, and its name in Weights & Biases."""
+    extensions: str | None = None
+    """Python file, or several with : between, that registers patterns or data sets: its code runs, a run keeps it."""
 
 
 def all_fields() -> dict[str, Field]:
     """Every key of a run's configuration."""
+    add_installed()
     return fields_of(Config)
+
+
+@functools.cache
+def add_installed() -> None:
+    """Add the patterns and data sets of installed packages, by the names of their entry points; none is imported."""
+    from importlib import metadata  # takes longer than all else that `rtx --help` imports
+
+    for group, table in (("rtx.patterns", BASES), ("rtx.selections", SELECTIONS), ("rtx.data", SETS)):
+        for point in metadata.entry_points(group=group):
+            if point.name not in (*BASES, *SELECTIONS, *SETS):
+                found = point.value.replace(":", ".")
+                table[point.name] = found if table is not SETS else DataSet(found, defaults={"name": point.name})
+                REGISTERED[point.name] = point.dist.name if point.dist else ""
 
 
 @functools.cache
 def settings() -> dict[str, Field]:
     """The groups, whose values are the files of `conf/<group>/`, and every key."""
     doc = "a file of conf/{0}/".format
-    groups = {key: Field(key, str, key == "experiment", False, None, doc(key), options(key)) for key in GROUPS}
-    return groups | all_fields()
+    keys, own = all_fields(), {"data": [name for name in SETS if name in REGISTERED]}
+    known = {key: (*options(key), *own.get(key, ())) for key in GROUPS}
+    groups = {key: Field(key, str, key == "experiment", False, None, doc(key), known[key]) for key in GROUPS}
+    return groups | keys
 
 
 def precision_on(wish: HardwareConfig, gpu: bool) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rtx.config import GROUPS, SECTIONS, all_fields, settings
 from rtx.errors import UserError, written
-from rtx.keys import conf_dir
+from rtx.keys import preset
 from rtx.options import COMMANDS, READS, check_overrides
 
 FRONT = """rtx: Routing Transformer experiments
@@ -56,8 +56,9 @@ def command_page(word: str, words: Sequence[str]) -> str:
     for group in (group for group in GROUPS if group in known):
         lines += ["", f"{group}=<option>"]
         for option in settings()[group].values:
-            texts = (conf_dir() / group / f"{option}.yaml").read_text("utf-8").splitlines()
-            about = next(text for text in texts if not text.startswith("# @"))  # Hydra's own directive
+            path = preset(group, option)
+            texts = path.read_text("utf-8").splitlines() if path else ["of an extension"]
+            about = next((text for text in texts if not text.startswith("# @")), "")  # Hydra's own directive
             lines.append(entry(option + " *" * (option == values.get(group)), about.removeprefix("#").strip()))
     for section in (*SECTIONS, ""):
         keys = [field for key, field in all_fields().items() if key in known and key.rpartition(".")[0] == section]

@@ -12,7 +12,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,11 @@ TRUTH = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("fa
 def one_of(default: str, *choices: str, joined: bool = False) -> Any:
     """A text field with a closed list of values; `joined`: one or more of them with + between."""
     return dataclasses.field(default=default, metadata={"values": (default, *choices), "joined": joined})
+
+
+def key_of(table: Mapping[str, Any], joined: bool = False) -> Any:
+    """As `one_of` of the keys that a table has whenever it is asked; the first is the default."""
+    return dataclasses.field(default=next(iter(table)), metadata={"values": table.keys(), "joined": joined})
 
 
 def ranged(default: Any, low: float = -math.inf, high: float = math.inf, *, above: float = -math.inf) -> Any:
@@ -43,7 +48,7 @@ class Field:
     auto: bool
     default: Any
     doc: str
-    values: tuple[str, ...] = ()
+    values: Collection[str] = ()
     """The closed list of values, or of their parts (`joined`); empty where any value of the type will do."""
     joined: bool = False
     low: float = -math.inf
@@ -139,10 +144,21 @@ def conf_dir() -> Path:
     return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 
 
+CONFIG_DIRS: list[Path] = []
+"""Folders with presets of the user's own, as `--config-dir` names them."""
+
+
 @functools.cache
 def options(group: str) -> tuple[str, ...]:
     """Return the options of a group in alphabetical order."""
-    return tuple(sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")))
+    found = (path.stem for folder in (conf_dir(), *CONFIG_DIRS) for path in (folder / group).glob("*.yaml"))
+    return tuple(sorted({*found}))
+
+
+def preset(group: str, option: str) -> Path | None:
+    """Return the file of a group's option, if it has one; ours stands before one of the user's."""
+    paths = (folder / group / f"{option}.yaml" for folder in (conf_dir(), *CONFIG_DIRS))
+    return next((path for path in paths if path.is_file()), None)
 
 
 def unknown(word: str, known: Iterable[str]) -> str:

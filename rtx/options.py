@@ -17,6 +17,7 @@ from typing import Any
 
 from rtx.config import GROUPS, SPREAD, all_fields, settings
 from rtx.errors import UserError, nearest, shorten
+from rtx.extensions import run_files
 from rtx.keys import Field, fields_of, one_of, ranged, unknown, unquoted
 
 COMMA = re.compile(r""",(?=(?:[^"']|"[^"]*"|'[^']*')*$)""")
@@ -187,6 +188,7 @@ class Command:
 DEVICE = ("hardware", "hardware.name", "hardware.precision", "hardware.deterministic", "hardware.threads")
 """What a command on a run reads of its hardware: it works on one device."""
 RUN = ("data.*", *DEVICE)
+DATA = ("data", "data.*", "extensions")
 COMMANDS = (
     Command("train", "train a model; every option has a default", composes=True),
     Command("train -m", "train every combination of listed values, a process each", SweepOptions, composes=True),
@@ -203,7 +205,7 @@ COMMANDS = (
     Command("sweep", "watch a sweep: what is done, runs, failed, waits", runs="<folder>"),
     Command("report", "set runs and sweeps beside the paper's tables", ReportOptions, "[<run> ...]"),
     Command("plan", "count parameters, FLOPs and memory of a run, and run nothing", composes=True),
-    Command("data", "prepare, verify or info data=<set>; list what lies here, remove <name>", keys=("data", "data.*")),
+    Command("data", "prepare, verify or info data=<set>; list what lies here, remove <name>", keys=DATA),
     Command("completion", "print a script by which bash completes lines: source <(rtx completion bash)"),
 )
 READS = {command.name: command for command in COMMANDS}
@@ -289,10 +291,12 @@ def refuse_foreign(reads: Command, key: str) -> None:
 
 def check_overrides(words: Iterable[str], *, sweep: bool = False) -> list[Override]:
     """Return the overrides of a configuration, their values (several in a sweep) of the right type and range."""
+    pairs = [(word, *split_word(word)) for word in words]
+    named = {value for _, key, text in pairs if key == "extensions" for value in COMMA.split(text)} - {"null"}
+    files = {value: run_files(unquoted(value)) for value in sorted(named)}  # first: what they register is a value, too
     known, found = settings(), []
-    for word in words:
-        key, text = split_word(word)
-        values = COMMA.split(text)
+    for word, key, text in pairs:
+        values = [files.get(value, value) if key == "extensions" else value for value in COMMA.split(text)]
         if sweep and key.startswith("hydra.launcher."):
             found.append(Override(key, (text,)))
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -26,35 +27,18 @@ def find_run(folder: Path) -> Path:
     """
     if os.path.isfile(folder / RUN_CONFIG):
         return folder
-    every, word = runs_below(outputs_root()), str(folder)
-    if os.path.isdir(folder):
-        found = runs_below(folder)
-    elif word == "last":
-        found = every[:1]
-    else:
-        found = called(f"{word}/", every) or called(word, every)
+    every, word, is_folder = runs_below(outputs_root()), str(folder), os.path.isdir(folder)
+    names = {run: [*("/".join(run.parts[-n:]) for n in (1, 2, 3)), run.name.rpartition("-")[2]] for run in every}
+    found = runs_below(folder) if is_folder else every[:1] if word == "last" else []
+    for end in () if is_folder or found else ("/", ""):
+        found = found or [run for run in every if any(f"{name}/".startswith(word + end) for name in names[run])]
     if len(found) == 1:
         return Path(os.path.relpath(found[0])) if found[0].is_relative_to(Path.cwd()) else found[0]
-    said = shorten(word)
+    listed = ", ".join(shown(run) for run in (found or every)[:NAMED]) + ", ..." * (len(found or every) > NAMED)
+    said = f"{shorten(word)}: "
     if found:
-        raise UserError(f"{said}: {plural(len(found), 'run')}; name one: {listed(found)}")
-    if os.path.isdir(folder):
-        raise UserError(f"{said}: has no config.yaml; a run is a folder such as outputs/<name>/<run>")
-    near = nearest(word, [name for run in every for name in names_of(run)])
-    newest = f"the newest in {shown(outputs_root())}: {listed(every)}" if every else "there is none yet"
-    raise UserError(f"{said}: no such folder, and no run of this name{near}; {newest}")
-
-
-def called(start: str, runs: list[Path]) -> list[Path]:
-    """Return the runs of which a name begins so; a whole name ends in a slash."""
-    return [run for run in runs if any(f"{name}/".startswith(start) for name in names_of(run))]
-
-
-def names_of(run: Path) -> list[str]:
-    """Return what a run may be called: <id>, <name>/<id>, outputs/<name>/<id>, and the random digits of the id."""
-    return [*("/".join(run.parts[-n:]) for n in (1, 2, 3)), run.name.rpartition("-")[2]]
-
-
-def listed(runs: list[Path]) -> str:
-    """Return the names of the first runs, for a message."""
-    return shorten(", ".join(names_of(run)[1] for run in runs[:NAMED]), 240) + ", ..." * (len(runs) > NAMED)
+        raise UserError(f"{said}{plural(len(found), 'run')}; name one: {listed}")
+    if is_folder:
+        raise UserError(f"{said}has no config.yaml; a run is a folder such as outputs/<name>/<run>")
+    near = nearest(word, itertools.chain(*names.values()))
+    raise UserError(f"{said}no such folder, and no run of this name{near}; the newest: {listed or 'there is none'}")

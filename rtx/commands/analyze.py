@@ -21,7 +21,7 @@ from rtx.compose import with_values
 from rtx.config import short_hash
 from rtx.data.catalog import Store
 from rtx.data.datamodule import RtxDataModule
-from rtx.data.sets import IMAGE_SETS, MADE
+from rtx.data.sets import MADE, SETS
 from rtx.errors import UserError, plural
 from rtx.evaluation.protocols import Window, windows
 from rtx.evaluation.scores import read_windows, sample_windows
@@ -129,7 +129,7 @@ def context(run: LoadedRun, store: Store, options: ContextOptions) -> Result:
 
     bits_KN = np.stack(score(chosen))
     # A part of an image at another place is no image; a choice that sees the future is another one in a part.
-    apart = config.data.name not in IMAGE_SETS and not sees_future(config, mode)
+    apart = not SETS[config.data.name].image and not sees_future(config, mode)
     gains = by_context(score, chosen) if apart else []
     positions, partial = by_position(bits_KN, BINS), bits_KN.size < len(tokens)
     strided, told = with_values(config, {"trainer.val_stride": None}), (options.split, store.unit, bits_KN.size)

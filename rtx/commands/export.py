@@ -7,6 +7,7 @@ from pathlib import Path
 from rtx.compose import RUN_CONFIG, load_run_config, to_dict, to_yaml
 from rtx.disk import MARK
 from rtx.errors import RunFailed, UserError
+from rtx.extensions import copies
 from rtx.options import read_words
 from rtx.report.run_records import collect
 from rtx.report.summary import card
@@ -28,7 +29,8 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"output={output}: is a file, or holds other files; name a new or an empty folder")
     numbers = sum(tensor.numel() for tensor in checkpoint["model"].values())
     page = card(collect([folder]).cells[0], checkpoint["step"], checkpoint["file"], numbers)
-    files = {"config.yaml": to_yaml(config).encode(), "README.md": page.encode()}
+    files = {name: content for name, (_, content) in copies(config.extensions).items()}
+    files |= {"config.yaml": to_yaml(config).encode(), "README.md": page.encode()}
     if name := (checkpoint["data"].get("tokenizer") or {}).get("file"):
         try:
             files[name] = (folder / name).read_bytes()

@@ -14,7 +14,7 @@ import torch
 
 from rtx.analysis.output import save
 from rtx.data.images import png_grid
-from rtx.data.sets import IMAGE_SETS
+from rtx.data.sets import SETS
 from rtx.data.tokenizers import encode_text
 from rtx.errors import UserError, printable
 from rtx.model.decoding import generate
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     words = read_words("sample", arguments)
     folder, options = words.runs[0], words.options
     config = run_config(folder, words.overrides)
-    is_image, size = config.data.name in IMAGE_SETS, config.data.length
+    is_image, size = SETS[config.data.name].image, config.data.length
     if is_image and (options.prompt or (options.length or 0) > size):
         extra = f"prompt, or a length above {size}"
         raise UserError(f"{extra}, has no place in a run on images: an image has {size} units")

@@ -23,6 +23,7 @@ from rtx.data.store import TokenStore
 from rtx.disk import replace_file
 from rtx.errors import RunFailed, UserError
 from rtx.evaluation.protocols import baselines, further_lines, measures, stamp_phrases
+from rtx.extensions import copies
 from rtx.options import SampleOptions
 from rtx.progress import say
 from rtx.report.summary import closing_lines, protocol_line
@@ -135,6 +136,7 @@ def train(
     model = build_model(config, store.vocabulary, None if start else lambda: data.items[0])
     if status:
         known = {"hardware": vars(hardware), "data": facts["data"], "parameters": model.count_parameters()}
+        known["extensions"] = {str(path): name for name, (path, _) in copies(config.extensions).items()}
         if moved := run_folder.record_start(folder, known, changed, anew=start is None):
             say(f"no longer exact: {', '.join(moved)}")
         write_config(config, folder)  # only now: it is known to fit the checkpoint
@@ -186,6 +188,8 @@ def find_start(
 
 
 def write_config(config: Config, folder: Path) -> None:
+    for name, (_, content) in copies(config.extensions).items():
+        replace_file(folder / name, lambda file, content=content: file.write(content))
     replace_file(folder / RUN_CONFIG, lambda file: file.write(to_yaml(config).encode()))
 
 

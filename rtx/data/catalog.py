@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import yaml
@@ -21,7 +21,7 @@ from rtx.data.recall import RecallStore
 from rtx.data.sets import MADE, SETS, Report, Source
 from rtx.data.store import FORMAT, DamagedStore, TokenStore, build_store, is_verified, open_store, read_record
 from rtx.errors import UserError, nearest
-from rtx.keys import conf_dir
+from rtx.keys import preset
 
 Store = TokenStore | RecallStore
 STORE = re.compile(r"[a-z0-9_]+-[0-9a-f]{12}")  # names of stores; nothing else is ever removed
@@ -39,11 +39,20 @@ def check_source(data: DataConfig, root: Path, report: Report = print) -> Source
     """Return what a store is made from (None: of recall tasks); UserError where that is missing or unreadable."""
     if data.name in MADE:
         return None
-    module = SETS[data.name].module if data.name in SETS else f"own.{data.name}"
-    source = importlib.import_module(f"rtx.data.{module}").source(data, root, report)
+    source = found(SETS[data.name].origin)(data, root, report)
+    if bool(source.image) != SETS[data.name].image:
+        raise UserError(f"data={data.name}: side= of register_data is for images, whose Source says image=")
     if source.image and data.length != (dims := 3 * source.image[0] * source.image[1]):
         raise UserError(f"data.length={data.length}: expected {dims}, for one image is one sequence")
     return source
+
+
+def found(origin: str | Callable[..., Source]) -> Callable[..., Source]:
+    """Return the function that `DataSet.origin` means."""
+    if callable(origin):
+        return origin
+    module, _, name = (origin if "." in origin else f"rtx.data.{origin}.source").rpartition(".")
+    return getattr(importlib.import_module(module), name)
 
 
 def long_enough(store: TokenStore, data: DataConfig) -> TokenStore:
@@ -67,9 +76,10 @@ def store_folder(data: DataConfig, root: Path, source: Source | None = None) -> 
 
 def options_of(data: DataConfig) -> str:
     """Return the command-line options that ask for a store, for messages: what conf/data does not say."""
-    usual = DataConfig(**yaml.safe_load((conf_dir() / "data" / f"{data.name}.yaml").read_text()))
+    path = preset("data", data.name)
+    usual = DataConfig(**(yaml.safe_load(path.read_text()) if path else SETS[data.name].defaults or {}))
     left_out = ["name", "verify", "processes", *([] if data.tokenizer == "sentencepiece" else ["vocabulary"])]
-    left_out += [] if data.name in SETS and SETS[data.name].image else ["length"]
+    left_out += [] if SETS[data.name].image else ["length"]
     said = {key: value for key, value in vars(data).items() if key not in left_out and value != getattr(usual, key)}
     return " ".join([f"data={data.name}", *(f"data.{key}={shlex.quote(str(value))}" for key, value in said.items())])
 
@@ -126,7 +136,7 @@ def verify_data(data: DataConfig, root: Path, report: Report = print) -> Store:
 
 def vocabulary_size(data: DataConfig) -> int:
     """Return the number of different units of `data`; UserError for words of a text whose store is not prepared."""
-    kinds = SETS[data.name].kinds if data.name in SETS else None
+    kinds = SETS[data.name].kinds
     if data.name in MADE or (data.tokenizer == "words" and kinds is None):
         return find_data(data, data_root()).vocabulary
     return {"words": kinds or 0, "sentencepiece": data.vocabulary, "bytes": 256}[data.tokenizer]

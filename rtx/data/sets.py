@@ -19,14 +19,18 @@ SPLITS = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class DataSet:
-    """What stands fixed for a name; `module` in rtx/data has `source(data, root, report) -> Source`."""
+    """What stands fixed for a name; `origin` is `source(data, root, report) -> Source`, or where it is.
 
-    module: str
+    That is the name of a module of rtx/data, whose `source` it is, or for a set of an installed package a dotted path.
+    """
+
+    origin: str | Callable[..., Source]
     image: bool = False
     side: int | None = None  # height and width of its images where they are fixed
     words: Mapping[str, int] = field(default_factory=dict)
     """Published words of each split, by which word perplexity divides the total nats, whatever the model's units."""
     kinds: int | None = None  # different words of the training split, `<unk>` and `<eos>` among them
+    defaults: Mapping[str, Any] | None = None  # of a set that was registered: what for others stands in conf/data
 
 
 # Of Wikitext-103 words between blanks and one <eos> for every line, blank ones too (Merity et al. 2016); of PG-19 the
@@ -44,9 +48,9 @@ SETS = {
     "imagenet64": DataSet("images", image=True, side=64),
     "images": DataSet("images", image=True),
 }
-OWN = Path(__file__).parent / "own"  # of files <name>.py with `source`, beside conf/data/<name>.yaml
-MADE = ("recall", "mqar", "copy", "induction")  # as they are asked for (rtx/data/recall.py)
-NAMES = (*SETS, *sorted(path.stem for path in OWN.glob("[a-z]*.py")), *MADE)
+MADE = ("recall", "mqar", "copy", "induction")  # as they are asked for (rtx/data/recall.py), from no source
+SETS |= {name: DataSet("") for name in MADE}
+NAMES = tuple(SETS)
 IMAGE_SETS = tuple(name for name, known in SETS.items() if known.image)
 TWO_WAYS = ("wikitext103", "cifar10")  # from the hub or (data.fetch=archive) from an archive
 HELD_OUT = ("cifar10", "imagenet64")  # valid is held out of train (data.held_out)

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from rtx import __version__
 from rtx.compose import flat, load_run_config, to_dict, with_values
-from rtx.config import Config
+from rtx.config import REGISTERED, Config
 from rtx.disk import is_full, remove_leftovers, write_json
 from rtx.errors import RunFailed, UserError
 from rtx.training.hardware import out_of_memory, started_by
@@ -247,7 +247,7 @@ def environment(facts: dict[str, Any]) -> dict[str, Any]:
     """Return software, machine, code and command of this process, and whatever `facts` adds."""
     import torch  # takes seconds, and the folders of a run are asked for without it
 
-    packages = ("torch", "lightning", "numpy", "hydra-core", "omegaconf", "wandb")
+    packages = ("torch", "lightning", "numpy", "hydra-core", "omegaconf", "wandb", *filter(None, REGISTERED.values()))
     return {
         "time": utc_now(),
         "command": shlex.join(sys.argv),

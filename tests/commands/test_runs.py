@@ -58,11 +58,11 @@ def test_a_run_has_names_and_its_data_wherever_one_stands(
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("2026", f"2026: 2 runs; name one: small/{NEW}, small/{OLD}"),
-        ("small", f"small: 2 runs; name one: small/{NEW}, small/{OLD}"),
-        ("abce1234", "no run of this name (did you mean 'abcd1234'?); the newest in "),
-        ("lats", f"the newest in {{}}: small/{NEW}, small/{OLD}"),
-        ("x" * 3000, "no such folder, and no run of this name; the newest in "),
+        ("2026", f"2026: 2 runs; name one: {{0}}/small/{NEW}, {{0}}/small/{OLD}"),
+        ("small", f"small: 2 runs; name one: {{0}}/small/{NEW}, {{0}}/small/{OLD}"),
+        ("abce1234", "no run of this name (did you mean 'abcd1234'?); the newest: "),
+        ("lats", f"the newest: {{0}}/small/{NEW}, {{0}}/small/{OLD}"),
+        ("x" * 3000, "no such folder, and no run of this name; the newest: "),
     ],
 )
 def test_a_name_of_several_runs_or_none(workshop: Workshop, runs: list[Path], name: str, said: str) -> None:
@@ -72,7 +72,7 @@ def test_a_name_of_several_runs_or_none(workshop: Workshop, runs: list[Path], na
 def test_without_runs(workshop: Workshop, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = workshop.environment
     monkeypatch.setattr(workshop, "environment", lambda run: here(run) | {"RTX_OUTPUTS": str(elsewhere)})
-    assert "last: no such folder, and no run of this name; there is none yet" in workshop.command(
+    assert "last: no such folder, and no run of this name; the newest: there is none" in workshop.command(
         "eval", "last", code=2
     )
     assert "holds no run; rtx train makes one" in workshop.command("runs", code=2)

@@ -1,4 +1,4 @@
-"""The two examples of docs/datasets.md, run as they stand there in a copy of the project."""
+"""The example of docs/datasets.md, run as it stands there in a copy of the project."""
 
 from __future__ import annotations
 
@@ -46,11 +46,3 @@ def test_any_text_of_the_hub(place: Path) -> None:
     folder, record = run(place, block("sh", "## Any text of the hub"))
     assert record["splits"]["valid"]["documents"] == 6 and record["source"]["column"] == "verse"
     assert (folder / "valid.bin").read_bytes().startswith(b"line 1 of validation, and a few words more\nline 2")
-
-
-def test_a_data_set_of_ones_own(place: Path) -> None:
-    (place / "rtx" / "data" / "own").mkdir()
-    (place / "rtx" / "data" / "own" / "primes.py").write_text(block("python", "## A data set of your own"))
-    (place / "conf" / "data" / "primes.yaml").write_text(block("yaml", "and `conf/data/primes.yaml`"))
-    folder, record = run(place, "rtx data prepare data=primes data.tokenizer=words && rtx plan data=primes model=tiny")
-    assert (folder / "train.bin").stat().st_size > 3_000 and record["splits"]["train"]["documents"] == 18

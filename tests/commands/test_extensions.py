@@ -1,0 +1,190 @@
+"""Patterns, data sets and presets of the user's own: the examples of docs/extending.md as printed, in every command."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from small_runs import SIZES, Workshop
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text()
+MODEL = [word for word in SIZES if not word.startswith("data=")]
+OWN = ["data=primes", "model.base=dilated", "model.stride=3"]
+
+
+def block(language: str, heading: str) -> str:
+    """Return the first block of a language behind a heading of the page."""
+    found = re.search(rf"```{language}\n(.*?)```", PAGE[PAGE.index(f"\n## {heading}\n") :], re.S)
+    assert found
+    return found[1]
+
+
+class Place(Workshop):
+    """A workshop with the files of the page, each command in a process of its own, and a run."""
+
+    def asked(self, *words: str, code: int = 0, run: str = "asked", inside: str = "", **variables: str) -> str:
+        """Run a command, check its exit code, and return what it printed."""
+        folder = self.folder / run
+        (log := self.folder / f"{folder.name}.log").unlink(missing_ok=True)
+        variables = {"XDG_CACHE_HOME": str(self.folder / "cache"), "COLUMNS": "200", **variables}
+        inside = f"import os; os.chdir({str(self.folder)!r}); {inside}"
+        variables |= {} if words[0] == "train" else {"RTX_RUN": ""}
+        assert self.fork(folder, *words, inside=inside, **variables).wait() == code, log.read_text()
+        assert "Traceback" not in log.read_text()
+        return log.read_text()
+
+
+@pytest.fixture(scope="module")
+def place(workshop: Workshop) -> Place:
+    place = Place(workshop.folder, workshop.server)
+    for name, heading in (("dilated", "A pattern"), ("primes", "A data set")):
+        (text := block("python", heading)) and (place.folder / f"{name}.py").write_text(text)
+        assert text.count("\n") < 40
+    (place.folder / "presets" / "model").mkdir(parents=True)
+    (place.folder / "presets" / "model" / "mine.yaml").write_text(block("yaml", "Presets"))
+    said = place.asked("train", "extensions=dilated.py:primes.py", *OWN, *MODEL, run="out/own/run")
+    assert said.startswith(f"extensions: running the code of {place.folder}/dilated.py (sha256 ")
+    for name in ("dilated.py", "primes.py"):  # from here on the run has its own
+        (place.folder / name).rename(place.folder / f"kept_{name}")
+    return place
+
+
+def test_a_run_keeps_the_code_and_says_where_it_was(place: Place) -> None:
+    run = place.folder / "out/own/run"
+    facts = json.loads((run / "environment.json").read_text())["extensions"]
+    assert [*facts] == [f"{place.folder}/dilated.py", f"{place.folder}/primes.py"]
+    (line,) = (text for text in (run / "config.yaml").read_text().splitlines() if text.startswith("extensions: "))
+    assert re.fullmatch(r"extensions: dilated\.py@[0-9a-f]{64}:primes\.py@[0-9a-f]{64}", line)
+    assert (run / "dilated.py").read_bytes() == (place.folder / "kept_dilated.py").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("eval last", "windows of 32, stride 32, teacher-forced"),
+        ("eval last mode=streaming split=test", "streaming"),
+        ("audit last prefixes=2 windows=2 positions=2", "dilated"),
+        ("analyze patterns last", "dilated"),
+        ("analyze divergence last", "Jensen-Shannon"),
+        ("sample last length=5", "samples/step"),
+        ("resume last trainer.steps=14", "done after 14 steps"),
+        ("export last", "dilated.py"),
+        ("eval out/own/run/export", "bits/byte"),
+    ],
+)
+def test_commands_on_a_run_take_its_copy(place: Place, words: str, said: str) -> None:
+    printed = place.asked(*words.split())
+    assert said in printed and "extensions: running the code of out/own/run/" in printed
+
+
+def test_a_report_runs_no_code(place: Place) -> None:
+    for words in (["report", "last"], ["runs"]):
+        assert "running the code" not in (said := place.asked(*words))
+    assert "own/run" in said
+
+
+def test_a_sweep_hands_extensions_and_presets_to_its_cells(place: Place) -> None:
+    files = f"extensions={place.folder}/kept_dilated.py:kept_primes.py"
+    words = ["--config-dir", "presets", "model=mine", "model.heads=2", *OWN, *MODEL[2:]]
+    said = place.asked("train", "-m", files, *words, "model.base=dilated,local", "name=grid", run="sweep")
+    assert "cell 2 of 2: model.base=local: done" in said
+    records = sorted((place.folder / "out/grid").glob("*/config.yaml"))
+    assert len(records) == 2 and all("name: mine" in path.read_text() for path in records)
+    with open(place.folder / "kept_dilated.py", "a") as file:  # other code makes other cells
+        file.write("# changed\n")
+    words = [files, *words, "model.base=dilated", "name=grid", "trainer.steps=1"]
+    assert "not" not in place.asked("train", "-m", *words, run="sweep").partition("cell 1 of 1")[0]
+    assert len([*(place.folder / "out/grid").glob("*/config.yaml")]) == 3
+
+
+def test_plan_and_data_take_them_and_help_lists_them(place: Place) -> None:
+    files = "extensions=kept_dilated.py:kept_primes.py"
+    assert "dilated heads, N = 64 units of primes" in place.asked("plan", files, "data=primes", "model.base=dilated")
+    assert "primes, " in place.asked("data", "info", files, "data=primes")
+    page = place.asked("train", "--help", "--config-dir=presets", files)
+    assert "\n  primes  " in page and "Half of tiny." in page and "fixed, dilated, joined" in page
+    assert "mine: 2 layers" in place.asked("plan", "--config-dir", "presets", "model=mine")
+
+
+def test_code_of_a_stranger_is_refused_until_it_is_allowed(place: Place) -> None:
+    foreign = place.folder / "foreign"
+    shutil.copytree(place.folder / "out/own/run", foreign)
+    here = {"XDG_CACHE_HOME": str(place.folder / "other_cache")}
+    said = place.asked("eval", "foreign", code=2, **here)
+    assert "foreign/dilated.py: never named on this machine: read it" in said and "running" not in said
+    place.asked("plan", "extensions=foreign/dilated.py:foreign/primes.py", **here)
+    assert "bits/byte" in place.asked("eval", "foreign", **here)
+    (foreign / "primes.py").write_text("import sys; sys.exit('run')\n")
+    assert "primes.py is other code: expected sha256" in place.asked("eval", "foreign", code=2, **here)
+    text = (foreign / "config.yaml").read_text()
+    (foreign / "config.yaml").write_text(re.sub("@[0-9a-f]{64}", "", text))
+    assert "is other code" in place.asked("eval", "foreign", code=2, **here)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x = 1\ny = 1 / 0\n", "wrong.py, line 2: ZeroDivisionError: division by zero"),
+        ("def f(:\n", "wrong.py, line 1: SyntaxError: invalid syntax"),
+        ("import rtx\nrtx.register_pattern('local', dict)\n", "line 2: UserError: 'local' cannot be registered"),
+        (
+            "import rtx\nrtx.register_data('x', print, lenth=3)\n",
+            "unknown key 'data.lenth' (did you mean 'data.length'?)",
+        ),
+        ("import rtx\nrtx.register_data('x', print, length=1)\n", "data.length=1: must be an integer, at least 2"),
+        ("", "data=primes: must be one of cifar10"),
+        (None, "wrong.py: No such file or directory"),
+    ],
+)
+def test_mistakes_in_a_file(place: Place, text: str | None, said: str) -> None:
+    if text is not None:
+        (place.folder / "wrong.py").write_text(text)
+    assert said in place.asked(
+        "plan", f"extensions={'wrong.py' if text is not None else 'no/wrong.py'}", "data=primes", code=2
+    )
+
+
+def test_a_pattern_that_reads_the_future_is_refused(place: Place) -> None:
+    text = (
+        (place.folder / "kept_dilated.py")
+        .read_text()
+        .replace("def __init__", "strictly_causal = False\n    def __init__")
+    )
+    (place.folder / "ahead.py").write_text(text)
+    said = place.asked("train", "extensions=ahead.py:kept_primes.py", *OWN, *MODEL, code=2, run="ahead")
+    assert "dilated: strictly_causal=False" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--config-dir", "nowhere"], "--config-dir nowhere: holds no preset"),
+        (["--config-dir"], "--config-dir : holds no preset"),
+        (["--config-dir", "presets", "model=mien"], "model=mien: must be one of adaptive_span, mine, "),
+        (["extensions=a.py:b/a.py"], "a.py: No such file"),
+        (["extensions=presets"], "extensions=presets: name a Python file, my.py, or several"),
+    ],
+)
+def test_mistakes_on_the_line(place: Place, words: list[str], said: str) -> None:
+    assert said in place.asked("plan", *words, code=2)
+
+
+def test_a_package_is_known_by_its_entry_points(place: Place) -> None:
+    site = place.folder / "site"
+    (site / "mypackage").mkdir(parents=True)
+    for name in ("dilated", "primes"):
+        (site / "mypackage" / f"{name}.py").write_text(
+            (place.folder / f"kept_{name}.py").read_text().partition("\n\n\nrtx.register")[0]
+        )
+    points = re.sub(r"(?m)^\[project\.entry-points\.\"(.*?)\"\].*$", r"[\1]", block("toml", "A package"))
+    (site / "mypackage-1.5.dist-info").mkdir()
+    (site / "mypackage-1.5.dist-info" / "entry_points.txt").write_text(points.replace('"', ""))
+    (site / "mypackage-1.5.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mypackage\nVersion: 1.5\n")
+    inside = f"import sys, rtx.config; sys.path.insert(0, {str(site)!r}); rtx.config.add_installed.cache_clear()"
+    words = [*OWN, *MODEL, "trainer.steps=1"]
+    assert "dilated" in place.asked("train", *words, run="package", inside=inside)
+    record = json.loads((place.folder / "package" / "environment.json").read_text())
+    assert record["versions"]["mypackage"] == "1.5"
