@@ -22,8 +22,10 @@ from rtx.training.hardware import out_of_memory
 from rtx.training.signals import EXIT_CODES, INTERRUPTED, PREEMPTED, Stopped, ignore_signals, started_by_another
 
 FLAGS = {"--help", "-h"}
-MORE_FLAGS = {"train": {"-m", "--multirun", "--cfg", "--config-dir"}, "plan": {"--cfg", "--config-dir"}}
-MORE_FLAGS["data"] = {"--config-dir"}
+OF_GROUPS = {"--cfg", "--config-dir"}
+MORE_FLAGS = {"train": {"-m", "--multirun", *OF_GROUPS}, "plan": OF_GROUPS, "data": {"--config-dir"}}
+PRINTING = {"plan", "runs", "sweep", "completion", *FLAGS}
+"""What only prints, so that no harm is done where the reader has seen enough (`rtx plan | head -1`)."""
 
 
 def entry() -> None:
@@ -66,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return complain("stopped by SIGINT", INTERRUPTED)
     except Exception as error:
         if isinstance(error, BrokenPipeError) and reader_is_gone():
-            return 1
+            return int(not {*(sys.argv[1:] if argv is None else argv)} & PRINTING)  # others have not done their work
         if reason := out_of_memory(error):
             return complain(reason, 1)
         traceback.print_exc()
@@ -94,34 +96,38 @@ def dispatch(arguments: list[str]) -> int:
     if flags & {"-m", "--multirun"}:
         from rtx.launcher import sweep
 
+        if "--cfg" in flags:
+            raise UserError("--cfg job prints one configuration: give each key one value, and no -m")
         return sweep(words)
     if word not in ("runs", "sweep", "report", "data"):  # which import no torch and check their words themselves
         check_first(word, words)
-    if "--cfg" in flags:
-        from rtx.compose import compose, to_yaml
+        if "--cfg" in flags:
+            from rtx.compose import compose, to_yaml
 
-        print(to_yaml(compose(words)), end="")
-        return 0
+            print(to_yaml(compose(options.read_words(word, words).overrides)), end="")
+            return 0
+        if "torch" not in sys.modules and not started_by_another():
+            print(f"rtx {word}: loading PyTorch, which takes some seconds", file=sys.stderr, flush=True)
     return importlib.import_module(f"rtx.commands.{word}").main(words)
 
 
 def split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
-    """Return the flags among the words of a command, and the other words; --cfg goes with the word job behind it."""
+    """Return the flags among the words of a command, and the other words, without those that belong to a flag."""
     words = [part for word in words for part in (word.split("=", 1) if word.startswith("--config-dir=") else [word])]
     flags, known = {word for word in words if word.startswith("-")}, FLAGS | MORE_FLAGS.get(command, set())
     if unknown := sorted(flags - known):
         raise UserError(f"{unknown[0]}: unknown flag of rtx {command}{nearest(unknown[0], known)}")
-    if "--cfg" in flags:
-        at = words.index("--cfg") + 1
-        if words[at : at + 1] != ["job"]:
-            raise UserError("--cfg: say --cfg job")
-        del words[at]
-    if "--config-dir" in flags:
+    values = {}
+    for flag in flags & OF_GROUPS:
+        at = words.index(flag) + 1
+        values[flag] = "".join(words[at : at + 1])
+        del words[at : at + 1]
+    if values.get("--cfg", "job") != "job":
+        raise UserError("--cfg: say --cfg job")
+    if "--config-dir" in values:
         from rtx.extensions import add_config_dir
 
-        at = words.index("--config-dir") + 1
-        add_config_dir("".join(words[at : at + 1]))
-        del words[at]
+        add_config_dir(values["--config-dir"])
     return flags, [word for word in words if word not in flags]
 
 

@@ -20,7 +20,7 @@ GROUPS = ("data", "routing", "optimizer", "hardware", "logger", "model", "experi
 """Hydra groups in the order of composition; a later one wins."""
 SECTIONS = (*GROUPS[:-1], "trainer")
 
-BASES: dict[str, str | type] = {
+BASES: dict[str, Any] = {
     "local": "rtx.attention.patterns.Local",
     "full": "rtx.attention.patterns.Full",
     "recurrent": "rtx.attention.patterns.Recurrent",
@@ -31,7 +31,7 @@ BASES: dict[str, str | type] = {
 }
 """The patterns of model.base, and where they are, or what they are; docs/extending.md adds to it."""
 
-SELECTIONS: dict[str, str | type] = {
+SELECTIONS: dict[str, Any] = {
     **dict.fromkeys(("causal", "topk", "nearest"), "rtx.attention.routing.Routing"),
     "random": "rtx.attention.patterns.Random",
     "exact": "rtx.attention.choices.Exact",
@@ -49,7 +49,7 @@ SPREAD = ("ddp", "fsdp")
 """Values of hardware.name that run one process per device."""
 NAMELIKE = (
     *("name", "model.name", "optimizer.steps", "hardware.workers", "data.verify", "data.processes"),
-    *("trainer.micro_batch_size", "model.recompute"),
+    *("trainer.micro_batch_size", "model.recompute", "trainer.final_windows"),
 )
 OUTSIDE = ("logger.", "trainer.checkpoint_", "trainer.keep_")
 """Keys, and what keys begin with (keep_: in older runs), that tell no cells apart: they change rounding at the most."""
@@ -298,6 +298,8 @@ class TrainerConfig:
     """Windows scored in a validation during training (the same ones every time); unset: the whole split."""
     val_stride: int | None = ranged(None, low=1)
     """Units by which the windows of a validation advance; unset: N. Smaller gives every unit more context."""
+    final_windows: int | str | None = ranged("auto", low=1)
+    """Windows of the closing score; auto: all, or a sample in a tenth of the training time (or 30 s); null: all."""
     checkpoint_every: int = ranged(250, low=1)
     """Steps between checkpoints; one is also written at the end and on a signal."""
     log_every: int = ranged(10, low=1)
@@ -315,12 +317,12 @@ class Config:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    extensions: str | None = None
+    """Python file, or several with : between, that registers patterns or data sets: its code runs, a run keeps it."""
     seed: int = ranged(0, low=0, high=2**32 - 1)
     """Seed of weights, batches, dropout, random heads, and of the windows that rtx eval limit= draws."""
     name: str = "rtx"
     """Folder of the run below outputs/, and its name in Weights & Biases."""
-    extensions: str | None = None
-    """Python file, or several with : between, that registers patterns or data sets: its code runs, a run keeps it."""
 
 
 def all_fields() -> dict[str, Field]:
@@ -334,7 +336,8 @@ def add_installed() -> None:
     """Add the patterns and data sets of installed packages, by the names of their entry points; none is imported."""
     from importlib import metadata  # takes longer than all else that `rtx --help` imports
 
-    for group, table in (("rtx.patterns", BASES), ("rtx.selections", SELECTIONS), ("rtx.data", SETS)):
+    tables: dict[str, dict[str, Any]] = {"rtx.patterns": BASES, "rtx.selections": SELECTIONS, "rtx.data": SETS}
+    for group, table in tables.items():
         for point in metadata.entry_points(group=group):
             if point.name not in (*BASES, *SELECTIONS, *SETS):
                 found = point.value.replace(":", ".")

@@ -32,7 +32,6 @@ LOADED: dict[str, tuple[Path, bytes]] = {}
 def register_pattern(name: str, cls: type, *, selection: bool = False) -> None:
     """Make a `rtx.attention.Pattern` a value of model.base, or of routing.selection; `UserError` for a name of ours."""
     (SELECTIONS if selection else BASES)[checked(name)] = cls
-    forget()
 
 
 def register_data(name: str, source: Callable[..., Any], *, side: int | None = None, **defaults: Any) -> None:

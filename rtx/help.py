@@ -99,7 +99,8 @@ def candidates(line: str) -> list[str]:
     command = READS[name]
     key, equals, start = last.partition("=")
     if not equals:
-        return [f"{known}=" for known in command.known() if known.startswith(last)]
+        runs = ["last "] if "<run" in command.runs and not any("=" in word for word in words) else []
+        return [each for each in (*runs, *(f"{known}=" for known in command.known())) if each.startswith(last)]
     if not (field := command.own.get(key) or settings().get(key)):
         return []
     values = (*("auto",) * field.auto, *("true", "false") * (field.kind is bool), *field.values)

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import difflib
 import functools
+import importlib
 import inspect
 import itertools
 import math
@@ -109,6 +110,14 @@ def convert(kind: type, value: Any) -> Any:
     return int(number) if number.is_integer() and abs(number) <= 2**53 else None  # beyond, a float stands for several
 
 
+def imported(found: Any) -> Any:
+    """Return what stands in a table: an object, or what its dotted path names."""
+    if not isinstance(found, str):
+        return found
+    module, _, name = found.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
 @functools.cache
 def fields_of(cls: type, prefix: str = "") -> dict[str, Field]:
     """Return every field of a dataclass, and of the dataclasses in it, by its dotted key, in their order."""
@@ -164,6 +173,7 @@ def preset(group: str, option: str) -> Path | None:
 def unknown(word: str, known: Iterable[str]) -> str:
     """Return what to say of a key that does not exist: the dotted key nearest to it by its last part, if any."""
     section, _, leaf = word.lower().rpartition(".")
+    leaf = {"max_epochs": "steps", "epochs": "steps", "max_steps": "steps", "learning_rate": "lr"}.get(leaf, leaf)
     names = {key: key.rpartition(".")[2] for key in known}
     near = difflib.get_close_matches(leaf, names.values(), n=1, cutoff=0.65)
     found = sorted((key for key in names if names[key] in near), key=lambda key: key.rpartition(".")[0] != section)

@@ -133,13 +133,19 @@ class CoverageOptions(AnalyzeOptions):
 @dataclass
 class ReportOptions:
     output: str | None = None
-    """Folder to write report.{md,csv,tex,html} to; unset: report/ in the first with a run."""
+    """Folder to write report.{md,csv,tex,html} to; unset: report/ in the first, with the names of others."""
 
 
 @dataclass
 class ExportOptions(RunOptions):
     output: str | None = None
     """Folder to write to; unset: export/ in the run's folder."""
+
+
+@dataclass
+class PlanOptions:
+    memory: float | None = ranged(None, above=0.0, high=1e6)
+    """GiB of the GPU (with hardware=cpu: of the machine) to plan for; unset: usual GPUs and this machine."""
 
 
 @dataclass
@@ -167,8 +173,9 @@ class Command:
 
     @property
     def own(self) -> dict[str, Field]:
-        """The options by their names; those that stand among the keys of a configuration (of a sweep) behind sweep."""
-        return fields_of(self.options, "sweep." * self.composes) if self.options else {}
+        """The options by their names; those that stand among the keys of a configuration behind sweep or plan."""
+        prefix = ("plan." if self.options is PlanOptions else "sweep.") * self.composes
+        return fields_of(self.options, prefix) if self.options else {}
 
     def known(self) -> list[str]:
         """Return the options, groups and keys that the command reads."""
@@ -201,10 +208,10 @@ COMMANDS = (
     Command("analyze coverage", "what selections keep of full heads' weight", CoverageOptions, "<run>", RUN),
     Command("sample", "generate from a run", SampleOptions, "<run>", DEVICE),
     Command("export", "write a run's model as safetensors with a card, for others to load", ExportOptions, "<run>"),
-    Command("runs", "list what was run, the newest first", runs="[<folder>]"),
+    Command("runs", "list what was run, the newest first; ~ before bits: of a sample of windows", runs="[<folder>]"),
     Command("sweep", "watch a sweep: what is done, runs, failed, waits", runs="<folder>"),
     Command("report", "set runs and sweeps beside the paper's tables", ReportOptions, "[<run> ...]"),
-    Command("plan", "count parameters, FLOPs and memory of a run, and run nothing", composes=True),
+    Command("plan", "count parameters, FLOPs and memory of a run, and run nothing", PlanOptions, composes=True),
     Command("data", "prepare, verify or info data=<set>; list what lies here, remove <name>", keys=DATA),
     Command("completion", "print a script by which bash completes lines: source <(rtx completion bash)"),
 )

@@ -283,18 +283,19 @@ def with_choice(config: Config, micro_batch_size: int, recompute: bool) -> Confi
 
 
 def fit_to_device(config: Config, vocabulary: int, device_bytes: float, world: int = 1) -> tuple[Config, str]:
-    """Return a configuration in which neither of the two keys is `auto`, and a line that says what was chosen, if any.
+    """Return a configuration in which neither of the two keys is `auto`, and a line on what was chosen or does not fit.
 
     Arguments as of `choose_micro_batch`.
     """
-    if "auto" not in (config.trainer.micro_batch_size, config.model.recompute):
-        return config, ""
     size, recompute, peak, fits = choose_micro_batch(config, vocabulary, device_bytes, world)
-    used = f"about {peak / 2**30:.1f} of {device_bytes / 2**30:.1f} GiB, by rtx plan"
-    if not fits:
-        used += "; should it not fit: optimizer=adafactor, model.ffn_parts=16, hardware=fsdp or a smaller data.length"
+    is_free = "auto" in (config.trainer.micro_batch_size, config.model.recompute)
     precision = f"hardware.precision={precision_on(config.hardware, on_gpu(config))}"
-    line = f"auto: {precision} trainer.micro_batch_size={size} model.recompute={str(recompute).lower()}: {used}"
+    what = f"{precision} trainer.micro_batch_size={size} model.recompute={str(recompute).lower()}"
+    used = f"about {peak / 2**30:.1f} of {device_bytes / 2**30:.1f} GiB, by rtx plan"
+    line = f"auto: {what}: {used}" if is_free and fits else ""
+    if not fits:
+        less = "optimizer=adafactor, model.ffn_parts=16, hardware=fsdp or a smaller data.length"
+        line = f"warning: may not fit: {what} takes {used}, which leaves too little; less is needed with {less}"
     return with_choice(config, size, recompute), line
 
 

@@ -12,6 +12,8 @@ from rtx.compose import compose, with_values
 from rtx.config import Config
 from rtx.data.catalog import vocabulary_size
 from rtx.errors import plural
+from rtx.help import terminal_width
+from rtx.options import read_words
 from rtx.training.hardware import device_memory
 
 GIB, TERA = 2**30, 1e12
@@ -20,17 +22,18 @@ GPUS = (16, 24, 80)  # sizes of the GPUs that a plan is made for, in GiB
 
 def main(arguments: list[str]) -> int:
     """Run `rtx plan <overrides>`."""
-    config = compose(arguments)
-    known, world = vocabulary_size(config.data), devices(config)
-    for line in (*cost_lines(config, known, world), *fit_lines(config, known, world)):
-        print(textwrap.fill(line, 80, subsequent_indent=" " * 12, break_on_hyphens=False))
+    words = read_words("plan", arguments)
+    config, memory = compose(words.overrides), words.options.memory
+    known, world, width = vocabulary_size(config.data), devices(config), min(80, terminal_width())
+    for line in (*cost_lines(config, known, world, memory), *fit_lines(config, known, world, memory)):
+        print(textwrap.fill(line, width, subsequent_indent=" " * 12, break_on_hyphens=False))
     return 0
 
 
-def cost_lines(asked: Config, known: int, world: int) -> list[str]:
-    """Return what a run costs, with the micro-batch that this machine would be given (or else a GPU of 80 GiB)."""
-    trainer, total = asked.trainer, cost(asked, known)
-    micro, recompute, *_ = choose_micro_batch(asked, known, device_memory(asked) or GPUS[-1] * GIB, world)
+def cost_lines(asked: Config, known: int, world: int, memory: float | None) -> list[str]:
+    """Return what a run costs, with the micro-batch for `memory` GiB, or else this machine, or a GPU of 80 GiB."""
+    trainer, total, room = asked.trainer, cost(asked, known), (memory or 0) * GIB
+    micro, recompute, *_ = choose_micro_batch(asked, known, room or device_memory(asked) or GPUS[-1] * GIB, world)
     config, units = with_choice(asked, micro, recompute), trainer.batch_size * asked.data.length
     used, step = footprint(config, total, micro, known), total.step(config) / TERA
     parts = {"dense": total.dense, "attention": total.attention, "selection": total.selection}
@@ -52,13 +55,16 @@ def cost_lines(asked: Config, known: int, world: int) -> list[str]:
     ]
 
 
-def fit_lines(config: Config, known: int, world: int) -> list[str]:
-    """Return what `auto` takes, or whether what is asked for fits, on GPUs of the usual sizes and on this machine."""
+def fit_lines(config: Config, known: int, world: int, asked: float | None) -> list[str]:
+    """Return what `auto` takes, or whether what is asked for fits, in `asked` GiB, or usual GPUs and this machine."""
     gpus, memory, places = torch.cuda.device_count(), device_memory(config), []
     if config.hardware.name != "cpu" and (gpus or config.hardware.name != "fsdp"):
         planned = config if gpus else with_values(config, {"hardware.name": "gpu"})
-        places = [(f"a GPU of {size} GiB", planned, size * GIB) for size in GPUS]
-    places += [(f"this machine ({memory / GIB:.1f} GiB)", config, memory)] if memory else []
+        places = [(f"a GPU of {size:g} GiB", planned, size * GIB) for size in ((asked,) if asked else GPUS)]
+    if asked:
+        places = places or [(f"a machine of {asked:g} GiB", config, asked * GIB)]
+    elif memory:
+        places.append((f"this machine ({memory / GIB:.1f} GiB)", config, memory))
     lines = []
     for place, planned, room in places:
         micro, recompute, peak, fits = choose_micro_batch(planned, known, room, world)

@@ -33,7 +33,8 @@ def main(arguments: list[str]) -> int:
         return 0
     records = read_records(words.runs, found)
     report = build(found, "rtx report: " + ", ".join(map(shown, words.runs)), records)
-    output = Path(words.options.output or words.runs[0] / "report").expanduser()
+    others = "-".join(["", *(run.absolute().name for run in words.runs[1:])])[:100]  # a report of one stays as it is
+    output = Path(words.options.output or words.runs[0] / f"report{others}").expanduser()
     try:
         files = write(report, output)
     except OSError as error:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -25,7 +23,8 @@ def main(arguments: list[str]) -> int:
     if not (runs := runs_below(folder.absolute())):
         why = "holds no run" if folder.is_dir() else "no such folder"
         raise UserError(f"{shown(folder)}: {why}; rtx train makes one")
-    asked = [overrides(run) for run in runs]
+    commands = [str(read_object(run / "environment.json", Collection()).get("command")) for run in runs]
+    asked = [[word for word in command.split() if "=" in word] for command in commands]
     shared = set.intersection(*map(set, asked)) if len(runs) > 1 else set()
     figures = [Column(name, justify="right", no_wrap=True) for name in ("step", "bits")]
     table = Table(Column("run", overflow="fold"), "what differs", *figures, "state", box=None, pad_edge=False)
@@ -35,15 +34,4 @@ def main(arguments: list[str]) -> int:
         step = f"{status['step']:,}/{status['steps']:,}" if status.get("steps") else ""
         table.add_row(*(Text(printable(cell)) for cell in (name, differs, step, bits_of(status), run_state(run))))
     Console(width=terminal_width() if sys.stdout.isatty() else 10_000, highlight=False).print(table)
-    if any(bits_of(read_status(run) or {}).startswith("~") for run in runs):
-        print("~ scored on a sample of the validation split, or the best validation so far")
     return 0
-
-
-def overrides(run: Path) -> list[str]:
-    """Return the overrides of the command line that began a run."""
-    try:
-        words = shlex.split(read_object(run / "environment.json", Collection())["command"])
-        return [word for word in words if "=" in word]
-    except (LookupError, TypeError, ValueError, AttributeError):
-        return []

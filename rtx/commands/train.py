@@ -194,9 +194,10 @@ def write_config(config: Config, folder: Path) -> None:
 
 
 def record_end(status: Status, outcome: Outcome, store: Store) -> None:
-    """Write the score of the whole validation split to the status, and that the run is done."""
+    """Write the closing score to the status, and that the run is done."""
     score = outcome.final
-    final = {"bits": score.bits, "unit": store.unit, "units": score.units} | measures(store, "valid", score)
+    final = {"bits": score.bits, "unit": store.unit, "units": score.units, **outcome.sample}
+    final |= measures(store, "valid", score, partial=bool(outcome.sample))
     status.update(step=outcome.step, seconds=outcome.seconds, best=outcome.best, final=final)
     status.end("done", "trainer.max_minutes is up" if outcome.time_up else None)
 
@@ -204,13 +205,18 @@ def record_end(status: Status, outcome: Outcome, store: Store) -> None:
 def finish(config: Config, hardware: Hardware, folder: Path, store: Store, outcome: Outcome, status: Status) -> None:
     """Print the score of a finished run beside baselines on the same split, and a sample, where memory is left."""
     final, stamps = status.fields["final"], stamp_phrases(store.stamps, "valid")
-    protocol = protocol_line(config, "valid", store.unit, outcome.final.units, stamps=stamps)
+    read = {"partial": bool(outcome.sample), "stamps": stamps}
+    protocol, schedule = protocol_line(config, "valid", store.unit, outcome.final.units, **read), config.optimizer.steps
     steps = f"{outcome.step:,} steps" + " (trainer.max_minutes is up)" * outcome.time_up
     try:
-        if store.unit == "byte":
+        if store.unit == "byte" and not outcome.sample:
             final["baselines"] = baselines(store.split("valid"))
             status.update(write=True)
-        say(closing_lines(shown(folder), steps, final, protocol, further_lines(store.unit, final)))
+        further = further_lines(store.unit, final)
+        if outcome.step < schedule:
+            share = f"{100 * outcome.step / schedule:.2g}% of the schedule"
+            further.append(f"{share}: optimizer={config.optimizer.name} is made for {schedule:,} steps")
+        say(closing_lines(shown(folder), steps, final, protocol, further))
         if isinstance(store, TokenStore):
             work = load(folder, "last", "cuda" if hardware.accelerator == "gpu" else "cpu")
             length = min(SAMPLE_UNITS if store.image else SAMPLE_LENGTH, config.data.length)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import json
 import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
@@ -21,7 +20,7 @@ from rtx.data.recall import RecallStore
 from rtx.data.sets import MADE, SETS, Report, Source
 from rtx.data.store import FORMAT, DamagedStore, TokenStore, build_store, is_verified, open_store, read_record
 from rtx.errors import UserError, nearest
-from rtx.keys import preset
+from rtx.keys import imported, preset
 
 Store = TokenStore | RecallStore
 STORE = re.compile(r"[a-z0-9_]+-[0-9a-f]{12}")  # names of stores; nothing else is ever removed
@@ -39,20 +38,12 @@ def check_source(data: DataConfig, root: Path, report: Report = print) -> Source
     """Return what a store is made from (None: of recall tasks); UserError where that is missing or unreadable."""
     if data.name in MADE:
         return None
-    source = found(SETS[data.name].origin)(data, root, report)
+    source = imported(SETS[data.name].origin)(data, root, report)
     if bool(source.image) != SETS[data.name].image:
         raise UserError(f"data={data.name}: side= of register_data is for images, whose Source says image=")
     if source.image and data.length != (dims := 3 * source.image[0] * source.image[1]):
         raise UserError(f"data.length={data.length}: expected {dims}, for one image is one sequence")
     return source
-
-
-def found(origin: str | Callable[..., Source]) -> Callable[..., Source]:
-    """Return the function that `DataSet.origin` means."""
-    if callable(origin):
-        return origin
-    module, _, name = (origin if "." in origin else f"rtx.data.{origin}.source").rpartition(".")
-    return getattr(importlib.import_module(module), name)
 
 
 def long_enough(store: TokenStore, data: DataConfig) -> TokenStore:

@@ -58,9 +58,9 @@ class RtxDataModule(pl.LightningDataModule):
         """Widen training ids, which travel as small as they are kept, once they are on the device."""
         return batch.long() if isinstance(batch, Tensor) else batch
 
-    def val_dataloader(self, whole: bool = False) -> WindowBatches:
-        """Return this rank's windows of a validation during training, or of the `whole` held-out split."""
-        chosen = self.windows if whole else sample_windows(self.windows, self.config.trainer.val_windows)
+    def val_dataloader(self, count: int | None = None) -> WindowBatches:
+        """Return this rank's windows of a validation during training, or `count` ones of the held-out split."""
+        chosen = sample_windows(self.windows, count or self.config.trainer.val_windows)
         return WindowBatches(self.held_out, chosen, self.rank, self.world)
 
 

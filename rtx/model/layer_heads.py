@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 from rtx.attention.pattern import Pattern
 from rtx.config import BASES, REGISTERED, SELECTIONS, Config
 from rtx.errors import UserError
+from rtx.keys import imported
 
 ROUTED = "routed"
 """The group of the heads that `routing` describes; the others are called by their pattern."""
@@ -30,11 +28,7 @@ def layer_patterns(config: Config, layer: int) -> dict[str, int]:
 def make_pattern(name: str, heads: int, config: Config, layer: int) -> Pattern:
     """Return one group of a layer's heads, by the tables of `rtx.config`."""
     table, name = (SELECTIONS, config.routing.selection) if name == ROUTED else (BASES, name)
-    kind: Any = table[name]
-    if isinstance(kind, str):
-        module, _, found = kind.rpartition(".")
-        kind = getattr(importlib.import_module(module), found)
-    pattern = kind.from_config(config, heads, layer)
+    pattern = imported(table[name]).from_config(config, heads, layer)
     if name in REGISTERED and not pattern.strictly_causal:  # every score of it would be said to see no future
         raise UserError(f"{name}: strictly_causal=False: a pattern of an extension reads no later position")
     return pattern

@@ -215,7 +215,7 @@ def figures_of(record: Mapping[str, Any]) -> dict[str, float]:
 def closing(config: Mapping[str, Any], data: Mapping[str, Any], final: Mapping[str, Any], step: int) -> Score:
     stamps = [*stamp_phrases(data.get("stamps", {}), "valid"), *memory_phrases(config)]
     where = ("valid", "parallel", final["unit"], data["name"], data["fingerprint"])
-    protocol = Protocol(*where, *spans(config), stamps=tuple(stamps))
+    protocol = Protocol(*where, *spans(config), final.get("windows"), stamps=tuple(stamps))
     bits, perplexity = float(final["bits"]), final.get("perplexity_per_word")
     return Score(protocol, bits, final["units"], looks_ahead(config), step, perplexity, figures=figures_of(final))
 

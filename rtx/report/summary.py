@@ -89,7 +89,8 @@ def closing_lines(run: str, steps: str, final: Mapping[str, Any], protocol: str,
         further: the score in other measures, a line each.
     """
     bits, unit, baselines = final["bits"], final["unit"], final.get("baselines")
-    lines = textwrap.wrap(f"done after {steps}: {bits:.4f} bits/{unit} on the validation split", WIDTH)
+    place = f"a sample of {final['windows']:,} windows of " if final.get("windows") else ""
+    lines = textwrap.wrap(f"done after {steps}: {bits:.4f} bits/{unit} on {place}the validation split", WIDTH)
     lines += [*further, *textwrap.wrap(protocol, WIDTH)]
     lines += [comparison(bits, unit, baselines)] if baselines else []
     lines += [f"next: rtx eval {run} split=test", *([] if "accuracy" in final else [f"      rtx sample {run}"])]

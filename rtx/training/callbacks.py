@@ -21,6 +21,8 @@ from rtx.training.module import TrainingModule, learning_rate, seed_everything
 from rtx.training.run_folder import Status, shown
 from rtx.training.signals import Signals, Stopped, state_after
 
+FINAL_SECONDS = 30.0  # that the closing score may take whatever the training took
+
 
 class Watch(Callback):
     """After each step, alike on all ranks: numbers that are not finite, signals and the time; rows and checkpoints.
@@ -43,6 +45,7 @@ class Watch(Callback):
         self.units_per_step = self.plan.batch_size * module.config.data.length
         self.began = self.mark = time.monotonic()
         self.row_step, self.waited, self.pace, self.bits = data.step, 0.0, 0.0, math.nan
+        self.validated = 0.0  # seconds that the last validation took
         self.saved = data.step or None  # step of the checkpoint that a run in need may go back to
         self.kept: dict[str, Any] = {"seconds": 0.0, "ranks": []}
         self.best: dict[str, Any] | None = None  # bits, step, and windows: scores of other windows are not compared
@@ -142,6 +145,15 @@ class Watch(Callback):
             child.kill()
         os._exit(code)
 
+    def final_windows(self) -> int:
+        """Return how many windows the closing score takes, alike on all ranks: a sample is a power of two of them."""
+        asked, every, scored = self.plan.final_windows, len(self.data.windows), len(self.module.score.units_K)
+        if asked != "auto":
+            return min(int(asked or every), every)
+        budget = max(FINAL_SECONDS, self.seconds / 10)
+        (count,) = self.ranks.largest(int(scored * budget / max(1e-6, self.validated)))
+        return every if count >= every else max(scored, 1 << count.bit_length() >> 1)
+
     def write_train_row(self, trainer: Trainer) -> None:
         nats, right, passes = self.ranks.total(*self.module.sums.tolist())
         share = (self.data.seconds - self.waited) / max(1e-9, time.monotonic() - self.mark)
@@ -165,14 +177,14 @@ class Watch(Callback):
 
     def on_validation_start(self, *_: Any) -> None:
         self.signals.hold()  # in the closing score Lightning has set a handler again
-        self.mark -= time.monotonic()
+        self.mark, self.validated = self.mark - (now := time.monotonic()), now
 
     def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
         self.leave_if(self.ranks.largest(self.signals.requested)[0], trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Write the score of a validation during training, and keep the weights if it is the best so far."""
-        self.mark += time.monotonic()  # what has passed was no stepping
+        self.mark, self.validated = self.mark + (now := time.monotonic()), now - self.validated  # no stepping
         if trainer.state.fn != "fit":
             return
         score, step, windows = pl_module.score, trainer.global_step, len(pl_module.score.units_K)

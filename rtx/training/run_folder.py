@@ -39,6 +39,7 @@ STATES = ("running", "done", "failed", "preempted", "interrupted")
 ALLOWED = {
     *("trainer.steps", "trainer.max_minutes", "trainer.micro_batch_size", "trainer.log_every"),
     *("trainer.val_every", "trainer.val_windows", "trainer.val_stride", "trainer.checkpoint_every"),
+    "trainer.final_windows",
     *("optimizer.steps", "model.recompute", "model.ffn_parts"),
     *("name", "model.name", "data.path", "data.verify", "data.processes"),
 }
@@ -316,7 +317,8 @@ def already_done(folder: Path, config: Config) -> str:
     if not any(whole):
         raise RunFailed(f"{folder} was done after {step:,} steps, but no whole checkpoint is left in it")
     longer = f"steps=N with N above {step:,}" if step == steps else f"max_minutes=M with M above {limit:g}"
-    score = f"{final['bits']:.4f} bits/{final.get('unit', 'unit')} on the validation split"
+    sample = f"{final['windows']:,} windows of " if final.get("windows") else ""
+    score = f"{final['bits']:.4f} bits/{final.get('unit', 'unit')} on {sample}the validation split"
     return f"{folder} is done: {step:,} steps, {score}; trainer.{longer} continues it" if whole[0] else ""
 
 

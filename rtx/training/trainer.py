@@ -28,13 +28,14 @@ KNOWN_WARNINGS = (
 
 
 class Outcome(NamedTuple):
-    """How a fit ended: after its last step or minute, with the score of the whole split."""
+    """How a fit ended: after its last step or minute, with the closing score."""
 
     step: int
     seconds: float  # of training, that of earlier processes included
     time_up: bool
     best: dict[str, Any] | None  # bits and step of the best validation
     final: Score
+    sample: dict[str, int]  # how many windows were scored where not all were
 
 
 def build_trainer(watch: Watch, loggers: list[Logger], hardware: Hardware) -> pl.Trainer:
@@ -78,10 +79,11 @@ def fit(watch: Watch, loggers: list[Logger], checkpoint: Path | None) -> Outcome
             warnings.filterwarnings("ignore", message=KNOWN_WARNINGS)
             trainer.fit(watch.module, datamodule=watch.data, ckpt_path=checkpoint, weights_only=True)
             step = trainer.global_step
-            if len(watch.module.score.units_K) < len(watch.data.windows):  # the last validation was of some
-                trainer.validate(watch.module, watch.data.val_dataloader(whole=True), verbose=False)
+            if (count := watch.final_windows()) != len(watch.module.score.units_K):  # of the last validation
+                trainer.validate(watch.module, watch.data.val_dataloader(count), verbose=False)
             watch.write_score(trainer, "final")
-            return Outcome(step, watch.seconds, step < watch.plan.steps, watch.best, watch.module.score)
+            sample = {"windows": count} if count < len(watch.data.windows) else {}
+            return Outcome(step, watch.seconds, step < watch.plan.steps, watch.best, watch.module.score, sample)
     except RuntimeError as error:
         if reason := str(error) if isinstance(error, RunFailed) else lost_process(error):
             raise RunFailed(f"{reason}; {watch.last_good()}") from error

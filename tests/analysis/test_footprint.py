@@ -146,7 +146,9 @@ def test_the_largest_that_fits_is_taken_and_blocks_are_recomputed_last() -> None
 
 def test_what_is_asked_for_is_not_chosen_anew() -> None:
     asked = compose([*SMALL, "trainer.micro_batch_size=6", "model.recompute=false"])
-    assert plan.fit_to_device(asked, 256, 1e6) == (asked, "")
+    assert plan.fit_to_device(asked, 256, 80 * GIB) == (asked, "")
+    same, line = plan.fit_to_device(asked, 256, 1e6)
+    assert same == asked and line.startswith("warning: may not fit: ")
     assert plan.choose_micro_batch(compose([*SMALL, "trainer.micro_batch_size=6"]), 256, 1e6)[:2] == (6, True)
     assert plan.choose_micro_batch(compose([*SMALL, "model.recompute=true"]), 256, 80 * GIB)[:2] == (12, True)
 
@@ -157,7 +159,7 @@ def test_the_line_says_what_was_chosen_and_the_cell_stays_the_same() -> None:
     assert (chosen.trainer.micro_batch_size, chosen.model.recompute) == (12, False)
     assert line.startswith("auto: hardware.precision=bf16 trainer.micro_batch_size=12 model.recompute=false: about ")
     assert line.endswith(" of 16.0 GiB, by rtx plan") and config_hash(chosen) == config_hash(config)
-    assert "should it not fit: optimizer=adafactor" in plan.fit_to_device(config, 256, 1e6)[1]
+    assert "less is needed with optimizer=adafactor" in plan.fit_to_device(config, 256, 1e6)[1]
 
 
 def test_where_memory_runs_out_the_micro_batch_is_halved_and_then_blocks_are_recomputed() -> None:
