@@ -67,7 +67,9 @@ def measure(model: Transformer, made: Any, ids_1N: Tensor, back: int) -> list[li
 def kept(pattern: Pattern, given: Inputs, weight_HPN: Tensor, at_P: Tensor, back: int) -> tuple[float, ...]:
     """Return what a query puts on keys at least `back` back, what of it a selection of these keeps, and how many."""
     N = weight_HPN.shape[-1] - back
-    moved = Inputs(*(x.narrow(2, first, N) for x, first in zip(given[:4], (back, 0, back, 0), strict=True)))
+    queries, keys = (given.q_BHND, given.turned_q_BHND), (given.k_BHND, given.turned_k_BHND)
+    (q, turned_q), (k, turned_k) = (x[:, :, back:] for x in queries), (x[:, :, :N] for x in keys)
+    moved = Inputs(q, k, turned_q, turned_k)
     alike = moved._replace(turned_q_BHND=torch.zeros_like(moved.turned_q_BHND))  # what is read then has equal weights
     heads = pattern, alike, pattern.reads(moved, None, False), None
     read_HPN = torch.cat(list(weight_blocks(heads, at_P - back)), dim=-1) > 0
