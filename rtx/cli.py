@@ -6,6 +6,7 @@ after SIGUSR1 and SIGUSR2 where they stop a run. `sys.argv` stays as it is: a ru
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import io
 import os
@@ -32,11 +33,16 @@ def entry() -> None:
     """The `rtx` script and `python -m rtx`."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter is no reason to fail
+    atexit.register(ignore_signals)  # called last: then Python lets go of handlers, and any signal would kill it
     try:
         handle_signals(sys.argv[1:2])
-        sys.exit(main())
+        code = main()
     except Stopped as stopped:  # a moment before or after `main`
-        sys.exit(stopped.code)
+        code = stopped.code
+    for number in EXIT_CODES:  # the work is over: what is left, such as threads to wait for, may be cut short
+        if signal.getsignal(number) not in (signal.SIG_IGN, signal.SIG_DFL):
+            signal.signal(number, lambda *_: os._exit(code))
+    sys.exit(code)
 
 
 def handle_signals(words: list[str]) -> None:
@@ -116,6 +122,8 @@ def split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
     words = [part for word in words for part in (word.split("=", 1) if word.startswith("--config-dir=") else [word])]
     flags, known = {word for word in words if word.startswith("-")}, FLAGS | MORE_FLAGS.get(command, set())
     if unknown := sorted(flags - known):
+        if os.path.isdir(unknown[0]):
+            raise UserError(f"{unknown[0]}: is taken for a flag; write ./{unknown[0]} for the folder")
         raise UserError(f"{unknown[0]}: unknown flag of rtx {command}{nearest(unknown[0], known)}")
     values = {}
     for flag in flags & OF_GROUPS:

@@ -141,3 +141,40 @@ def test_exit_codes_of_signals(number: int, code: int) -> None:
         process.send_signal(number)
         assert process.wait(timeout=60) == code
         assert process.stderr.read() == f"rtx: stopped by {signal.Signals(number).name}\n"
+
+
+TAKEN_APART = """
+import os, sys, threading, time
+from rtx import cli
+from rtx.errors import UserError
+
+class Last:
+    def __init__(self): self.write, self.sleep = os.write, time.sleep
+    def __del__(self):  # called when Python has let go of its handlers
+        self.write(1, b"ready\\n"), self.sleep(1)
+
+def fail(_):
+    {way}
+    raise UserError("no")
+
+cli.dispatch = fail
+cli.entry()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "sys.last = Last()",
+        "threading.Thread(target=lambda: (time.sleep(0.5), os.write(1, b'ready\\n'), time.sleep(60))).start()",
+    ],
+)
+def test_a_signal_after_the_work_changes_no_exit_code(number: int, way: str) -> None:
+    words, pipe = [sys.executable, "-c", TAKEN_APART.format(way=way)], subprocess.PIPE
+    with subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.wait(timeout=30) == 2
+        assert process.stderr.read() == "rtx: no\n"
