@@ -93,7 +93,7 @@ class DataConfig:
     processes: int | None = ranged(None, low=1, high=256)
     """Processes that prepare a store; unset: one for each core. The store is the same for any number."""
     pairs: int = ranged(8, low=1, high=10_000)
-    """Key-value pairs of a sequence, all asked again; recall tasks but recall draw this, a half or a quarter of it."""
+    """Key-value pairs of a sequence, all asked again: with mqar, copy and induction so many, a half or a quarter."""
     keys: int = ranged(16, low=1, high=10_000)
     """Different keys, of which each sequence draws its own (recall tasks)."""
     values: int = ranged(16, low=2, high=10_000)

@@ -196,6 +196,19 @@ def test_names_hold_what_differs_within_a_kind_alone(tmp_path: Path) -> None:
     assert names == ["local", "routing (causal): window=64", "routing (causal): window=128"]
 
 
+def test_measures_of_some_data_alone_have_columns_and_the_best_of_all_keys_are_full_attention(tmp_path: Path) -> None:
+    for seed, share in enumerate((0.5, 0.7)):
+        told = {"accuracy": share, "accuracy_by_pairs": {"4": [share + 0.1, 10]}, "bits_far_repeated": share}
+        write_run(tmp_path, config("mqar_exact", seed=seed), bits=2.0, **told)
+    write_run(tmp_path, config("mqar_full"), bits=1.0, accuracy=1.0)
+    report = built(tmp_path)
+    for table in (report.answer, rows_of(report, "All rows")):
+        assert column(table, "accuracy") == [1.0, pytest.approx(0.6)]
+        assert column(table, "accuracy, pairs 4") == [None, pytest.approx(0.7)]
+        assert column(table, "bits far repeated") == [None, pytest.approx(0.6)]
+    assert column(report.answer, "heads") == ["local+full", "routing (exact)"]
+
+
 def test_perplexities_are_compared_where_the_papers_table_has_them(tmp_path: Path) -> None:
     for seed in range(2):
         run = write_run(tmp_path, config("pg19", seed=seed), bits=None, step=200_000, data={**IMAGES, "name": "pg19"})
