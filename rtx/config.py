@@ -54,7 +54,10 @@ NAMELIKE = (
 OUTSIDE = ("logger.", "trainer.checkpoint_", "trainer.keep_")
 """Keys, and what keys begin with (keep_: in older runs), that tell no cells apart: they change rounding at the most."""
 
-YOUNGER = (("data.distance", 0), ("data.gaps", "uniform"), ("extensions", None))
+YOUNGER = (
+    *(("data.distance", 0), ("data.gaps", "uniform"), ("extensions", None)),
+    *(("model.memory", 0), ("model.same_length", False), ("model.clamp", None), ("model.tie_biases", True)),
+)
 """Keys that recorded cells lack, with the values that say what they did: then they tell no cells apart, either."""
 
 
