@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from operator import attrgetter
 
-from rtx.config import CLUSTERED, REGISTERED, SPREAD, Config, all_fields, axis_sizes, clusters, hash_buckets
+from rtx.config import CLUSTERED, REGISTERED, SPREAD, Config, all_fields, clusters, hash_buckets, sizes_of
 from rtx.data.sets import HELD_OUT, IMAGE_SETS, MADE, NAMES, SETS, TWO_WAYS, image_side
 from rtx.errors import refuse, written
 
@@ -37,6 +37,7 @@ READ_WITH = (
     ("model.base", ("strided", "fixed"), "model.stride"),
     ("model.base", ("fixed",), "model.summary"),
     ("model.positions", ("axial",), "model.axes"),
+    ("model.embedding", ("adaptive",), "model.cutoffs model.band_factor"),
     ("optimizer.name", ("adam", "adamw"), "optimizer.beta1 optimizer.beta2"),
     ("logger.name", ("auto", "online", "offline"), "logger.project logger.entity logger.group"),
 )
@@ -49,7 +50,7 @@ def resolve(config: Config, keys: Iterable[str] = ()) -> Config:
     if "lsh" in model.base.split("+"):
         model = replace(model, hash_buckets=hash_buckets(config))
     config = replace(config, routing=routing, model=model)
-    parts = (too_large, model_problems, recurrent_problems, training_problems, data_problems)
+    parts = (too_large, model_problems, adaptive_problems, recurrent_problems, training_problems, data_problems)
     refuse([*(line for problems in parts for line in problems(config)), *idle(config, keys).values()])
     return config
 
@@ -60,9 +61,9 @@ def idle(config: Config, keys: Iterable[str]) -> dict[str, str]:
     wanted = {key for key in keys if key in known and attrgetter(key)(config) is not None}
     for other, values, read in READ_WITH:
         found = attrgetter(other)(config)
-        if {*found.split("+")}.isdisjoint({*values, *REGISTERED}):  # what a user's own reads is not known
+        if {*str(found).split("+")}.isdisjoint({*values, *REGISTERED}):  # what a user's own reads is not known
             for key in wanted.intersection(read.split()):
-                said = f"{key}={written(attrgetter(key)(config))} has no effect with {other}={found}"
+                said = f"{key}={written(attrgetter(key)(config))} has no effect with {other}={written(found)}"
                 lines[key] = f"{said}; it is for {', '.join(values)}"
     return lines
 
@@ -103,7 +104,7 @@ def model_problems(config: Config) -> Iterator[str]:
         yield f"model.base={model.base} needs in every layer a multiple of {len(patterns)} heads that do not route"
     if (model.hash_buckets or 2) % 2:
         yield f"model.hash_buckets={model.hash_buckets} must be even: a rotation and its opposite give two buckets"
-    if model.positions == "axial" and math.prod(axis_sizes(model)) != length:
+    if model.positions == "axial" and math.prod(sizes_of(model.axes)) != length:
         yield f"model.axes={model.axes} must have the product data.length={length}, such as 32x32x3 for 3072"
     chosen, keys = routing.selection, routing.keys
     if not (routing.heads and routing.layers):
@@ -114,6 +115,21 @@ def model_problems(config: Config) -> Iterator[str]:
         yield f"routing.selection={chosen} needs routing.keys=separate, not {keys}; routing={chosen} sets both"
     if keys == "shared" and (routing.key_shift, routing.key_conv) != (0, 1):
         yield "routing.key_shift and routing.key_conv are for routing.keys=separate or projected, not for shared"
+
+
+def adaptive_problems(config: Config) -> Iterator[str]:
+    """Yield what is wrong with the bands of embedding=adaptive; which of them the vocabulary covers, the data say."""
+    model, ends, factor = config.model, sizes_of(config.model.cutoffs), config.model.band_factor
+    if model.embedding != "adaptive":
+        return
+    if not ends or list(ends) != sorted({*ends} - {0}):
+        yield f"model.cutoffs={written(model.cutoffs)} must be ascending numbers joined by x, such as 20000x60000"
+    if model.hidden < (least := factor ** len(ends)):
+        yield f"model.hidden={model.hidden} must be at least model.band_factor={factor}^{len(ends)} = {least}"
+    if (name := config.data.name) in MADE:
+        yield f"model.embedding=adaptive has no place in data={name}, whose units are all as frequent; take null"
+    if model.init == "depth_scaled":
+        yield "model.init=depth_scaled is not for model.embedding=adaptive; take model.init=fan_in"
 
 
 def recurrent_problems(config: Config) -> Iterator[str]:

@@ -199,10 +199,14 @@ class ModelConfig:
     """Dropout on attention weights."""
     ffn_dropout: float = ranged(0.0, low=0.0, high=0.95)
     """Dropout on the feed-forward layer's hidden units (the papers' ReLU dropout)."""
-    embedding: int | None = ranged(None, low=1, high=2**20)
-    """Width of token embeddings where it differs from hidden (for large vocabularies)."""
+    embedding: int | str | None = ranged(None, low=1, high=2**20, words=("adaptive",))
+    """Width of token embeddings where it differs from hidden; adaptive: bands, narrower for rarer words."""
+    cutoffs: str | None = None
+    """Ids before which the bands of embedding=adaptive end but the last, such as 20000x60000 (tokenizer=words)."""
+    band_factor: int = ranged(4, low=1, high=2**20)
+    """How many times each band of embedding=adaptive is narrower than the one before."""
     tie_embeddings: bool = False
-    """Use the embedding table as the output matrix."""
+    """Use the embedding table as the output matrix (adaptive: tables and matrices of all bands)."""
     lsh: str = one_of("causal", "reformer")
     """What base=lsh reads: a bucket's last window (causal), or sorted chunks, which see the future (as published)."""
     hash_rounds: int = ranged(1, low=1, high=1_000)
@@ -363,9 +367,14 @@ def precision_on(wish: HardwareConfig, gpu: bool) -> str:
     return wish.precision if wish.precision != "auto" else ("bf16" if gpu else "fp32")
 
 
-def axis_sizes(model: ModelConfig) -> tuple[int, ...]:
-    """Sizes of the axes of positions=axial, slowest first; none where model.axes is not numbers joined by x."""
-    parts = (model.axes or "").split("x")
+def embedding_width(model: ModelConfig) -> int:
+    """Width of what the first block is given before it is widened, and the output reads."""
+    return model.embedding if isinstance(model.embedding, int) else model.hidden
+
+
+def sizes_of(text: str | None) -> tuple[int, ...]:
+    """The numbers of model.axes, slowest first, or model.cutoffs; none where these are not joined by x."""
+    parts = (text or "").split("x")
     return tuple(map(int, parts)) if all(part.isdecimal() and len(part) < 10 for part in parts) else ()
 
 

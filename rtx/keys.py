@@ -34,9 +34,16 @@ def key_of(table: Mapping[str, Any], joined: bool = False) -> Any:
     return dataclasses.field(default=next(iter(table)), metadata={"values": table.keys(), "joined": joined})
 
 
-def ranged(default: Any, low: float = -math.inf, high: float = math.inf, *, above: float = -math.inf) -> Any:
-    """A number with `low <= value <= high` and `value > above`; None and auto pass where the type allows them."""
-    return dataclasses.field(default=default, metadata={"low": low, "high": high, "above": above})
+def ranged(
+    default: Any,
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    above: float = -math.inf,
+    words: tuple[str, ...] = (),
+) -> Any:
+    """A number with `low <= value <= high` and `value > above`; None and auto pass by the type, and further `words`."""
+    return dataclasses.field(default=default, metadata={"low": low, "high": high, "above": above, "words": words})
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,8 @@ class Field:
     low: float = -math.inf
     high: float = math.inf
     above: float = -math.inf
+    words: tuple[str, ...] = ()
+    """What stands for no number, beside auto."""
 
     @property
     def allowed(self) -> str:
@@ -64,11 +73,16 @@ class Field:
             return f"one or more of {listed}, joined by +" if self.joined else f"one of {listed}"
         bounds = {"at least": self.low, "greater than": self.above, "at most": self.high}
         limits = [f", {words} {limit:.12g}" for words, limit in bounds.items() if math.isfinite(limit)]
-        return "auto or " * self.auto + KINDS[self.kind] + "".join(limits) + ", or null" * self.optional
+        return (
+            "".join(f"{word} or " for word in ("auto",) * self.auto + self.words)
+            + KINDS[self.kind]
+            + "".join(limits)
+            + ", or null" * self.optional
+        )
 
     def read(self, value: Any) -> Any:
         """Return a value, or the text of one, in the field's type and range (`UserError`); None stands for null."""
-        if (value is None and self.optional) or (value == "auto" and self.auto):
+        if (value is None and self.optional) or (value == "auto" and self.auto) or value in self.words:
             return value
         found = convert(self.kind, value)
         if self.values:

@@ -50,6 +50,8 @@ SAID = {
     f"model.memory=150 model.dropout=0.1 model.attention_dropout=0 model.tie_biases=true {XL}",
     "transformer_xl-enwik8": f"model.layers=24 model.heads=8 model.hidden=1024 model.ffn_hidden=3072 data.length=768 "
     f"model.memory=768 model.dropout=0.15 model.attention_dropout=0.15 model.tie_biases=true {XL}",
+    "adaptive_input": "model.layers=16 model.heads=16 model.hidden=1024 model.base=full model.embedding=adaptive "
+    "model.cutoffs=20000x60000 model.band_factor=4 model.tie_embeddings=true model.dropout=0.3",
     "sparse_transformer": "model.layers=30 model.heads=8 model.hidden=512 data.length=12288 model.base=fixed "
     "model.stride=128 model.summary=32 model.dropout=0.4 model.init=depth_scaled model.positions=axial",
     "sparse_transformer-cifar10": "model.layers=128 model.heads=2 model.hidden=256 data.length=3072",
@@ -59,7 +61,15 @@ SAID = {
 """What papers say of their models: naming it changes nothing of a preset."""
 SPARSE = {"sparse_transformer": 95e6, "sparse_transformer-cifar10": 67e6, "sparse_transformer-imagenet64": 152e6}
 """Parameters as their paper counts them."""
-BASELINES = {"reformer", "adaptive_span", "transformer_xl", "transformer_xl-base", "transformer_xl-enwik8", *SPARSE}
+BASELINES = {
+    "reformer",
+    "adaptive_span",
+    "transformer_xl",
+    "transformer_xl-base",
+    "transformer_xl-enwik8",
+    "adaptive_input",
+    *SPARSE,
+}
 """Presets of other papers' models, where no head routes."""
 NEEDS_A_PATH = ("text", "images", "hub")
 
@@ -114,7 +124,8 @@ def test_a_model_says_its_source_the_papers_score_and_a_command_that_fits_one_de
     (line,) = (line for line in lines if line.startswith("# Command: rtx "))
     words = line.replace("<wiki.train.tokens>", "w").replace("<folder of books>", "b").split()
     overrides = [word for word in words if "=" in word and not word.startswith("(") and not word.endswith(":")]
-    assert choose_micro_batch(compose(overrides), 256, 40 * 2**30).fits
+    config = compose(overrides)
+    assert choose_micro_batch(config, 267_735 if config.model.cutoffs else 256, 40 * 2**30).fits
 
 
 @pytest.mark.parametrize("model", SAID)

@@ -25,7 +25,12 @@ def reduced(*overrides: str) -> Config:
     config = compose(overrides)
     images = config.data.name in IMAGE_SETS
     model = {"layers": 2, "hidden": config.model.heads * 4, "ffn_hidden": 24, "window": 8, "max_distance": 8}
-    model |= {"stride": 4, "summary": 2, "embedding": config.model.embedding and 8}
+    model |= {
+        "stride": 4,
+        "summary": 2,
+        "embedding": "adaptive" if config.model.cutoffs else config.model.embedding and 8,
+    }
+    model |= {"cutoffs": config.model.cutoffs and "16x64", "band_factor": 2}
     model |= {"axes": config.model.axes and f"4x4x{3 if images else 2}"}
     routing = {"layers": min(config.routing.layers, 2), "window": 8, "clusters": 4, "block": 4}
     values = {"data.size": 4 if images else None, "data.length": 48 if images else 32, "trainer.batch_size": 2}
@@ -52,7 +57,8 @@ def take_step(config: Config) -> None:
     after = model.state_dict()
     assert nats_BN.shape == (2, config.data.length)
     assert all(torch.isfinite(value).all() for value in after.values())
-    assert not torch.equal(before["output_VS"], after["output_VS"])
+    output = "output_VS" if model.softmax is None else "softmax.bands.tables.1"
+    assert not torch.equal(before[output], after[output])
     for module in model.modules():
         assert not isinstance(module, Centroids | Indexer) or int(module.steps) == 1
 

@@ -48,7 +48,8 @@ def of_field(field: Field) -> dict[str, Any]:
         value["enum"] = list(field.values)
     bounds = {"minimum": field.low, "maximum": field.high, "exclusiveMinimum": field.above}
     value |= {word: limit for word, limit in bounds.items() if math.isfinite(limit)}
-    other = [{"type": "null"}] * field.optional + [{"type": "string", "enum": ["auto"]}] * field.auto
+    other = [{"type": "null"}] * field.optional
+    other += [{"type": "string", "enum": [word]} for word in ("auto",) * field.auto + field.words]
     return {"description": field.doc, "default": field.default, "anyOf": [value, *other, REFERENCE]}
 
 

@@ -49,7 +49,13 @@ def cost(config: Config, vocabulary: int) -> Cost:
     with torch.device("meta"):
         model = Transformer(config, vocabulary)
     N, layers, size = config.data.length, config.model.layers, config.model.hidden // config.model.heads
-    tables = {id(model.embedding.table_VS), id(model.output_VS), id(model.output_bias_V)}
+    if (softmax := model.softmax) is None:
+        outside = [model.embedding.table_VS, model.output_VS, model.output_bias_V]
+        output = model.output_VS
+    else:  # as if no word were of a rarer band
+        outside = [*model.embedding.bands.parameters(), *softmax.parameters()]  # type: ignore[union-attr]
+        output = softmax.bands.tables[0]
+    tables = {id(parameter) for parameter in outside}
     matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
     products = 6.0 if config.model.positions == "xl" else 4.0  # with keys, with keys of distances, with values
     again = sum(block.attention.qkv.weight.numel() for block in model.blocks)  # type: ignore[union-attr,operator,misc]
@@ -58,7 +64,7 @@ def cost(config: Config, vocabulary: int) -> Cost:
     return Cost(
         parameters=model.count_parameters(),
         embedding_parameters=sum(p.numel() for p in model.parameters() if id(p) in tables),
-        dense=2.0 * (N * (matrices + model.output_VS.numel()) + config.model.memory * again),
+        dense=2.0 * (N * (matrices + output.numel()) + config.model.memory * again),
         attention=sum(products * size * count * heads[name][0] for name, count in groups),
         selection=sum(count * heads[name][1] for name, count in groups),
         full_attention=4.0 * size * config.model.heads * layers * triangle(N),

@@ -7,6 +7,7 @@ beside real runs. Letters: h values of the residual stream of a position, F of t
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from rtx.attention.pattern import Pattern
 from rtx.attention.patterns import Random
 from rtx.attention.routing import Routing
 from rtx.compose import with_values
-from rtx.config import Config, precision_on
+from rtx.config import Config, embedding_width, precision_on, sizes_of
 from rtx.model.layer_heads import ROUTED, layer_patterns, make_pattern
 from rtx.model.likelihood import MAX_LOGITS
 
@@ -86,9 +87,12 @@ def moments(
     again = max(kept for kept, _ in blocks) * rows if model.recompute is True else 0.0
     work = max(work for _, work in blocks) * rows
     earlier = gradients if config.trainer.batch_size > micro_batch * devices(config) else 0.0
-    logits, pieces = logits_bytes(config, rows, vocabulary)
+    ends = sizes_of(model.cutoffs) if model.embedding == "adaptive" else ()
+    logits, pieces = logits_bytes(config, rows, max(ends[0], vocabulary // 4) if ends else vocabulary)
     kept = saved(config, micro_batch)
-    output = wide * vocabulary * (model.embedding or model.hidden)
+    sizes = [stop - start for start, stop in itertools.pairwise([0, *ends, vocabulary])]
+    width = embedding_width(model)
+    output = wide * sum(size * width // model.band_factor**band for band, size in enumerate(sizes))
     # Where the output matrix's gradient adds up over pieces of the rows: the sum, a piece's, a copy in its layout.
     summed = output * min(3, pieces)
     return [
@@ -110,7 +114,7 @@ def saved(config: Config, micro_batch: int) -> float:
         inside = sum(block(config, layer, micro_batch)[0] for layer in range(model.layers))
     # The ids; the last norm's input, and what the output matrix reads; a dropout's factors on the embedding.
     ends = INDEX + wide * model.hidden * ((model.norm == "pre") + (model.dropout > 0))
-    return rows * (inside + ends + narrow * (model.embedding or model.hidden))
+    return rows * (inside + ends + narrow * embedding_width(model))
 
 
 def logits_bytes(config: Config, rows: int, vocabulary: int) -> tuple[float, int]:

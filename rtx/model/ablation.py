@@ -49,7 +49,7 @@ def ablate(model: Transformer, config: Config, how: str) -> None:
         groups: nn.ModuleDict = block.attention.groups  # type: ignore[union-attr,assignment]
         if ROUTED in groups:
             swapped = substitute(groups[ROUTED], layer_patterns(config, layer)[ROUTED], config, layer, how)  # type: ignore[arg-type]
-            groups[ROUTED] = swapped.to(model.output_VS.device).train(model.training)
+            groups[ROUTED] = swapped.to(model.device).train(model.training)
 
 
 def substitute(routed: Pattern, heads: int, config: Config, layer: int, how: str) -> Pattern:

@@ -69,7 +69,7 @@ def generate(
         raise ValueError(f"prompt and length make {total} units; {end}")
     model.eval()
     decoder = Decoder(model, len(prompt_BP))
-    logits_BV = decoder.prefill(prompt_BP.to(model.output_VS.device))
+    logits_BV = decoder.prefill(prompt_BP.to(model.device))
     for left in reversed(range(length)):
         tokens_B = draw(logits_BV, temperature, top_k, top_p, generator)
         yield tokens_B

@@ -5,6 +5,9 @@ Shapes: B sequences, N positions, A of them, E width, V vocabulary, R = B * N ro
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,12 +19,18 @@ MAX_LOGITS = 1 << 24
 
 def token_nats(hidden_BNE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_BN: Tensor) -> Tensor:
     """Return -log p(target) of every position, in nats, float32 or wider, `[B, N]`."""
+    of_rows = functools.partial(rows_nats, weight_VE=weight_VE, bias_V=bias_V)
+    return in_parts(of_rows, hidden_BNE, target_BN, len(weight_VE))
+
+
+def in_parts(of_rows: Callable[..., Tensor], hidden_BNE: Tensor, target_BN: Tensor, logits: int) -> Tensor:
+    """Return what `of_rows(hidden_RE, target_R)` does, which holds so many logits for a row, `[B, N]`."""
     hidden_RE, target_R = hidden_BNE.flatten(0, 1), target_BN.flatten()
-    part = max(1, MAX_LOGITS // weight_VE.shape[0])
+    part = max(1, MAX_LOGITS // logits)
     if len(target_R) <= part:
-        return rows_nats(hidden_RE, weight_VE, bias_V, target_R).view(target_BN.shape)
+        return of_rows(hidden_RE, target_R).view(target_BN.shape)
     parts = [
-        checkpoint(rows_nats, rows_RE, weight_VE, bias_V, target, use_reentrant=False)
+        checkpoint(of_rows, rows_RE, target, use_reentrant=False)
         for rows_RE, target in zip(hidden_RE.split(part), target_R.split(part), strict=True)
     ]
     return torch.cat(parts).view(target_BN.shape)  # type: ignore[arg-type]
@@ -35,7 +44,7 @@ def answer_nats(hidden_BAE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_BA
     return nats_BA, logits_BAV.argmax(-1) == target_BA
 
 
-def rows_nats(hidden_RE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_R: Tensor) -> Tensor:
+def rows_nats(hidden_RE: Tensor, target_R: Tensor, weight_VE: Tensor, bias_V: Tensor) -> Tensor:
     """Return the nats of some rows."""
     logits_RV = F.linear(hidden_RE, weight_VE, bias_V)
     wide = torch.promote_types(logits_RV.dtype, torch.float32)

@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from rtx.attention.centroids import statistics_paused
 from rtx.attention.pattern import Pattern
-from rtx.config import Config, axis_sizes
+from rtx.config import Config, embedding_width, sizes_of
+from rtx.model.adaptive import AdaptiveSoftmax, Bands, band_ends
 from rtx.model.block import Block
-from rtx.model.likelihood import answer_nats, token_nats
+from rtx.model.likelihood import answer_nats, in_parts, token_nats
 from rtx.model.positions import TABLE_DEVIATION, LearnedPositions
 
 
@@ -29,13 +30,17 @@ class Embedding(nn.Module):
     def __init__(self, config: Config, vocabulary: int) -> None:
         super().__init__()
         model = config.model
-        width = model.embedding or model.hidden
-        self.table_VS = nn.Parameter(torch.empty(vocabulary, width))
+        width = embedding_width(model)
+        self.bands: Bands | None = None
+        if model.embedding == "adaptive":
+            self.bands = Bands(band_ends(model, vocabulary), model.hidden, model.band_factor)
+        else:
+            self.table_VS = nn.Parameter(torch.empty(vocabulary, width))
         self.start_S = nn.Parameter(torch.empty(width))
         self.widen = nn.Linear(width, model.hidden) if width != model.hidden else nn.Identity()
         self.positions: LearnedPositions | None = None
         if model.positions in ("learned", "axial"):
-            sizes = (config.data.length,) if model.positions == "learned" else axis_sizes(model)
+            sizes = (config.data.length,) if model.positions == "learned" else sizes_of(model.axes)
             self.positions = LearnedPositions(sizes, model.hidden)
         self.dropout = model.dropout
 
@@ -46,9 +51,12 @@ class Embedding(nn.Module):
         """
         start_B1S = self.start_S.expand(len(tokens_BN), 1, -1)
         if before_B is not None:  # the sum keeps the start vector in the graph, where DDP looks for its gradient
-            start_B1S = F.embedding(before_B, self.table_VS)[:, None] + 0 * start_B1S
-        x_BNS = torch.cat([start_B1S, F.embedding(tokens_BN[:, :-1], self.table_VS)], dim=1)
-        return self.finish(x_BNS, 0)
+            start_B1S = self.vectors(before_B)[:, None] + 0 * start_B1S
+        return self.finish(torch.cat([start_B1S, self.vectors(tokens_BN[:, :-1])], dim=1), 0)
+
+    def vectors(self, ids: Tensor) -> Tensor:
+        """Return the vectors of units, `[..., S]`."""
+        return F.embedding(ids, self.table_VS) if self.bands is None else self.bands(ids)
 
     def finish(self, x_BNS: Tensor, first: int) -> Tensor:
         """Widen, add positions from `first` on, and drop."""
@@ -59,7 +67,7 @@ class Embedding(nn.Module):
 
     def step(self, tokens_B: Tensor | None, batch: int, position: int) -> Tensor:
         """Return the input `[B, 1, E]` at a position, given the unit before it (None at position 0)."""
-        x_BS = self.start_S.expand(batch, -1) if tokens_B is None else F.embedding(tokens_B, self.table_VS)
+        x_BS = self.start_S.expand(batch, -1) if tokens_B is None else self.vectors(tokens_B)
         return self.finish(x_BS[:, None], position)
 
 
@@ -98,11 +106,16 @@ class Transformer(nn.Module):
         for own in positions[1:] if model.positions == "xl" and model.tie_biases else ():
             own.content_HD, own.place_HD = positions[0].content_HD, positions[0].place_HD
         self.norm = nn.LayerNorm(model.hidden) if model.norm == "pre" else nn.Identity()
-        width = model.embedding or model.hidden
+        width = embedding_width(model)
         self.narrow = nn.Linear(model.hidden, width) if width != model.hidden else nn.Identity()
-        tied = model.tie_embeddings
-        self.output_VS = self.embedding.table_VS if tied else nn.Parameter(torch.empty(vocabulary, width))
-        self.output_bias_V = nn.Parameter(torch.zeros(vocabulary))
+        tied, bands = model.tie_embeddings, self.embedding.bands
+        self.softmax: AdaptiveSoftmax | None = None
+        if bands is not None:
+            own = bands if tied else Bands(band_ends(model, vocabulary), model.hidden, model.band_factor)
+            self.softmax = AdaptiveSoftmax(own, model.hidden)
+        else:
+            self.output_VS = self.embedding.table_VS if tied else nn.Parameter(torch.empty(vocabulary, width))
+            self.output_bias_V = nn.Parameter(torch.zeros(vocabulary))
         self.initialise(depth_scaled=model.init == "depth_scaled")
 
     def initialise(self, depth_scaled: bool = False) -> None:
@@ -128,6 +141,14 @@ class Transformer(nn.Module):
             for ends in (block.attention.out, block.feed_forward.outer):
                 with torch.no_grad():
                     ends.weight.mul_(shrink)
+        start_S = self.embedding.start_S
+        if self.softmax is not None:
+            assert self.embedding.bands is not None
+            tied = self.softmax.bands is self.embedding.bands
+            self.embedding.bands.initialise(as_output=False)
+            self.softmax.bands.initialise(as_output=True)
+            nn.init.normal_(start_S, std=0.5 * len(start_S) ** -0.5 if tied else 1.0)
+            return
         output_deviation = 0.5 * self.output_VS.shape[1] ** -0.5
         tied = self.output_VS is self.embedding.table_VS
         for parameter in (self.embedding.table_VS, self.embedding.start_S):
@@ -181,6 +202,9 @@ class Transformer(nn.Module):
             nats = [self.loss(part_BN, prefix, memory)[0] for part_BN in tokens_BN.split(self.segment, dim=1)]
             return torch.cat(nats, dim=1), nats[0].new_zeros(())
         hidden_BNS, auxiliary = self(tokens_BN, prefix, memory)
+        if self.softmax is not None:  # words of rarer bands are asked of few rows
+            held = max(self.softmax.head, self.vocabulary // 4)
+            return in_parts(self.softmax.nats, hidden_BNS, tokens_BN, held), auxiliary
         return token_nats(hidden_BNS, self.output_VS, self.output_bias_V, tokens_BN), auxiliary
 
     def answers(self, tokens_BN: Tensor, at_BA: Tensor, prefix: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -196,7 +220,13 @@ class Transformer(nn.Module):
 
     def logits(self, hidden_BS: Tensor) -> Tensor:
         """Return the logits `[B, V]` of a few rows."""
+        if self.softmax is not None:
+            return self.softmax.log_shares(hidden_BS)
         return F.linear(hidden_BS, self.output_VS, self.output_bias_V)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.start_S.device
 
     def count_parameters(self) -> int:
         """Return the number of trained values."""

@@ -127,12 +127,14 @@ def looks_ahead(config: Config, ablate: str = "none") -> bool:
 
 
 def kind_of(config: Config) -> str:
-    """Return what heads a model has: full, local, random, routing, sparse, lsh, adaptive_span, or its base."""
+    """Return what heads a model has: full, local, random, routing, sparse, lsh, adaptive_input (full), or its base."""
     base, chosen = str(config.get("model.base", "")), config.get("routing.selection")
     if routes(config) and chosen == "exact" and config.get("routing.window", 0) >= config.get("data.length", 1):
         return f"{base}+full"  # the best of all keys are all
     if routes(config):
         return "random" if chosen == "random" else "routing"
+    if base == "full" and config.get("model.embedding") == "adaptive":
+        return "adaptive_input"
     return "sparse" if {"strided", "fixed"} & set(base.split("+")) else base
 
 

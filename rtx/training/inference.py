@@ -39,7 +39,7 @@ class LoadedRun:
 
     @property
     def device(self) -> torch.device:
-        return self.model.output_VS.device
+        return self.model.device
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -105,7 +105,7 @@ def kept_for_backward(config: Config) -> int:
 GIB = 2**30
 DATA = {"tiny": "stdlib", "rt10": "wikitext103", "rt22": "pg19", "reformer": "imagenet64"}
 DATA |= dict.fromkeys(("rt12", "rt24", "adaptive_span", "sparse_transformer"), "enwik8")
-DATA |= dict.fromkeys(("transformer_xl", "transformer_xl-base"), "wikitext103")
+DATA |= dict.fromkeys(("transformer_xl", "transformer_xl-base", "adaptive_input"), "wikitext103")
 """The data set of every preset that does not name it."""
 SMALL = (
     *("data=enwik8", "model=rt12", "data.length=1024", "model.layers=4", "routing.layers=4", "model.hidden=256"),

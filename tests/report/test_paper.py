@@ -34,6 +34,7 @@ ROWS = {
     "wikitext103": (2, "Routing", []),
     "wikitext103_local": (2, "Local", []),
     "wikitext103_adaptive_span": (2, "Adaptive", None),
+    "wikitext103_adaptive_input": (2, "Adaptive Input", None),
     "wikitext103_transformer_xl": (2, "TransformerXL", None),
     "enwik8": (3, "Routing", []),
     "enwik8_local": (3, "Local", []),
