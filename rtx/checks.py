@@ -32,7 +32,8 @@ READ_WITH = (
     ("routing.selection", ("indexer",), "routing.warmup"),
     ("model.base", ("lsh",), "model.lsh model.hash_rounds model.hash_buckets"),
     ("model.base", ("adaptive_span",), "model.span_ramp model.span_cost"),
-    ("model.base", ("recurrent",), "model.memory model.same_length"),
+    ("model.base", ("recurrent",), "model.memory model.same_length model.compressed"),
+    ("model.base", ("recurrent",), "model.compression model.compression_rate"),
     ("model.positions", ("xl",), "model.clamp model.tie_biases"),
     ("model.base", ("strided", "fixed"), "model.stride"),
     ("model.base", ("fixed",), "model.summary"),
@@ -152,6 +153,15 @@ def recurrent_problems(config: Config) -> Iterator[str]:
         yield f"hardware.compile=true is not for model.memory={model.memory}, which grows over the first steps"
     if model.positions == "xl" and model.tie_biases and hardware.name == "fsdp":
         yield "model.tie_biases=true is not for hardware=fsdp, which shares out each block by itself; take false"
+    if not (recurrent and model.compressed):
+        return
+    if not model.memory or model.same_length:
+        yield f"model.compressed={model.compressed} needs model.memory of at least 1, and model.same_length=false"
+    for key, value in (("data.length", data.length), ("model.memory", model.memory)):
+        if value % (rate := model.compression_rate):
+            yield f"{key}={value} must be a multiple of model.compression_rate={rate}"
+    if hardware.name == "fsdp":
+        yield "model.compressed is not for hardware=fsdp, which gathers weights in blocks alone; take hardware=ddp"
 
 
 def training_problems(config: Config) -> Iterator[str]:

@@ -175,6 +175,12 @@ class ModelConfig:
     """Columns of every earlier block that a fixed head reads (Sparse Transformer)."""
     memory: int = ranged(0, low=0, high=2**30)
     """Positions of earlier segments that base=recurrent reads, too (Transformer-XL); above 0 it trains on streams."""
+    compressed: int = ranged(0, low=0, high=2**30)
+    """Compressed positions that base=recurrent reads before its memory, too (Compressive Transformer)."""
+    compression: str = one_of("conv", "mean", "max")
+    """What makes one compressed position of several: a convolution that learns, their mean, or their maximum."""
+    compression_rate: int = ranged(2, low=1, high=1024)
+    """Positions that make one compressed position."""
     same_length: bool = False
     """Whether every position of base=recurrent reads as many keys, model.memory with its own."""
     positions: str = one_of("rotary", "shaw", "xl", "learned", "axial", "none")
@@ -365,6 +371,11 @@ def settings() -> dict[str, Field]:
 def precision_on(wish: HardwareConfig, gpu: bool) -> str:
     """The arithmetic on a device: hardware.precision, where auto is bf16 on a GPU and fp32 on a CPU."""
     return wish.precision if wish.precision != "auto" else ("bf16" if gpu else "fp32")
+
+
+def memory_slots(model: ModelConfig) -> int:
+    """Positions before its segment that a layer reads: memory and compressed memory."""
+    return model.memory + model.compressed
 
 
 def embedding_width(model: ModelConfig) -> int:

@@ -52,6 +52,10 @@ SAID = {
     f"model.memory=768 model.dropout=0.15 model.attention_dropout=0.15 model.tie_biases=true {XL}",
     "adaptive_input": "model.layers=16 model.heads=16 model.hidden=1024 model.base=full model.embedding=adaptive "
     "model.cutoffs=20000x60000 model.band_factor=4 model.tie_embeddings=true model.dropout=0.3",
+    "compressive_transformer": "model.layers=36 data.length=512 model.memory=512 model.compressed=512 "
+    "model.compression_rate=2 model.compression=conv",
+    "compressive_transformer-enwik8": "model.layers=24 data.length=768 model.memory=768 model.compressed=1152 "
+    "model.compression_rate=3 model.hidden=1024",
     "sparse_transformer": "model.layers=30 model.heads=8 model.hidden=512 data.length=12288 model.base=fixed "
     "model.stride=128 model.summary=32 model.dropout=0.4 model.init=depth_scaled model.positions=axial",
     "sparse_transformer-cifar10": "model.layers=128 model.heads=2 model.hidden=256 data.length=3072",
@@ -61,15 +65,9 @@ SAID = {
 """What papers say of their models: naming it changes nothing of a preset."""
 SPARSE = {"sparse_transformer": 95e6, "sparse_transformer-cifar10": 67e6, "sparse_transformer-imagenet64": 152e6}
 """Parameters as their paper counts them."""
-BASELINES = {
-    "reformer",
-    "adaptive_span",
-    "transformer_xl",
-    "transformer_xl-base",
-    "transformer_xl-enwik8",
-    "adaptive_input",
-    *SPARSE,
-}
+COMPRESSIVE = ("compressive_transformer", "compressive_transformer-enwik8")
+XLS = ("transformer_xl", "transformer_xl-base", "transformer_xl-enwik8")
+BASELINES = {"reformer", "adaptive_span", "adaptive_input", *XLS, *COMPRESSIVE, *SPARSE}
 """Presets of other papers' models, where no head routes."""
 NEEDS_A_PATH = ("text", "images", "hub")
 

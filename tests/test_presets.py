@@ -32,6 +32,8 @@ def reduced(*overrides: str) -> Config:
     }
     model |= {"cutoffs": config.model.cutoffs and "16x64", "band_factor": 2}
     model |= {"axes": config.model.axes and f"4x4x{3 if images else 2}"}
+    model |= {"memory": 12 if config.model.memory else 0, "compressed": 8 if config.model.compressed else 0}
+    model |= {"compression_rate": 2}
     routing = {"layers": min(config.routing.layers, 2), "window": 8, "clusters": 4, "block": 4}
     values = {"data.size": 4 if images else None, "data.length": 48 if images else 32, "trainer.batch_size": 2}
     values |= {f"model.{key}": value for key, value in model.items()}

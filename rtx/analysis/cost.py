@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rtx.config import Config, hash_buckets
+from rtx.config import Config, hash_buckets, memory_slots
 from rtx.model.layer_heads import ROUTED, layer_patterns
 from rtx.model.transformer import Transformer
 
@@ -64,7 +64,7 @@ def cost(config: Config, vocabulary: int) -> Cost:
     return Cost(
         parameters=model.count_parameters(),
         embedding_parameters=sum(p.numel() for p in model.parameters() if id(p) in tables),
-        dense=2.0 * (N * (matrices + output.numel()) + config.model.memory * again),
+        dense=2.0 * (N * (matrices + output.numel()) + memory_slots(config.model) * again),
         attention=sum(products * size * count * heads[name][0] for name, count in groups),
         selection=sum(count * heads[name][1] for name, count in groups),
         full_attention=4.0 * size * config.model.heads * layers * triangle(N),
@@ -85,7 +85,7 @@ def head_cost(name: str, config: Config) -> tuple[float, float]:
     if name == "fixed":
         return fixed_pairs(N, model.stride, model.summary), 0.0
     if name == "recurrent":
-        return N * model.memory + (0 if model.same_length else triangle(N)), 0.0
+        return N * memory_slots(model) + (0 if model.same_length else triangle(N)), 0.0
     if name != ROUTED:
         return triangle(N) if name == "full" else window_pairs(N, model.window), 0.0
     if routing.selection == "exact":

@@ -23,7 +23,7 @@ from rtx.attention.pattern import Pattern
 from rtx.attention.patterns import Random
 from rtx.attention.routing import Routing
 from rtx.compose import with_values
-from rtx.config import Config, embedding_width, precision_on, sizes_of
+from rtx.config import Config, embedding_width, memory_slots, precision_on, sizes_of
 from rtx.model.layer_heads import ROUTED, layer_patterns, make_pattern
 from rtx.model.likelihood import MAX_LOGITS
 
@@ -55,7 +55,7 @@ def footprint(config: Config, total: Cost, micro_batch: int, vocabulary: int) ->
     """Return the parts of the peak, in bytes on each device; their sum is the peak."""
     (wide, narrow), adafactor = widths_of(config), config.optimizer.name == "adafactor"
     shares = devices(config) if config.hardware.name == "fsdp" else 1
-    own, outside, M = total.parameters / shares, total.embedding_parameters, config.model.memory
+    own, outside, M = total.parameters / shares, total.embedding_parameters, memory_slots(config.model)
     # Shared out, the embedding and output matrices stay whole from the forward to the end of the backward pass, one
     # block is whole at a time, and so are their gradients before they are shared out.
     gathered = wide * (outside + (total.parameters - outside) / config.model.layers) if shares > 1 else 0.0
@@ -142,7 +142,7 @@ def block(config: Config, layer: int, micro_batch: int) -> tuple[float, float]:
     feed_forward = (hidden if pieces == 1 else 0) + (wide + narrow) * h + dropped
     rest = (wide + 2 * narrow) * h + dropped  # the stream, the attention's norm, its joined heads
     # Of a memory: beside the stream, what the norm and the product behind it read, and the queries that are not asked.
-    rest += model.memory / config.data.length * (wide + 2 * narrow) * h
+    rest += memory_slots(model) / config.data.length * (wide + 2 * narrow) * h
     # Backward, the gradients of the stream and of the branch are there, and of the hidden units two or three copies
     # while the product's own input is freed; later, the feed-forward branch is gone, and every vector that the heads
     # keep gets a gradient.
@@ -196,9 +196,9 @@ def kept(pattern: Pattern, config: Config) -> Kept:
     if isinstance(pattern, Choice):
         parts: list[Part] = [Indexed(torch.arange(N), torch.zeros(N, pattern.most_keys(N), dtype=torch.int8), N)]
     else:
-        q_11ND, k_11ND = torch.randn(2, 1, 1, N + model.memory, size)
+        q_11ND, k_11ND = torch.randn(2, 1, 1, N + memory_slots(model), size)
         given = pattern.inputs(q_11ND, k_11ND if pattern.has_keys else None, None)
-        parts = pattern.reads(given._replace(memory=model.memory), None, False)
+        parts = pattern.reads(given._replace(memory=memory_slots(model)), None, False)
     found = [kept_of(part, pattern, config, joined=len(parts) > 1) for part in parts]
     vectors, others = sum(one.vectors for one in found), sum(one.others for one in found)
     compressed = isinstance(pattern, Blocks) and config.routing.compressed
@@ -239,9 +239,9 @@ def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool) -> Kept:
     if not softly:
         return Kept(vectors, others + narrow * masks + 4 * queries, 0)
     # Worked out again; row numbers, for distances.
-    scores = min(MAX_SCORES_GPU if gpu else MAX_SCORES_CPU, N * (N + model.memory))
+    scores = min(MAX_SCORES_GPU if gpu else MAX_SCORES_CPU, N * (N + memory_slots(model)))
     rows = min(scores // min(b.key_GK.shape[1] for b in blocks), queries * model.heads)
-    distances = {"shaw": model.max_distance, "xl": N + model.memory}.get(model.positions, 0)
+    distances = {"shaw": model.max_distance, "xl": N + memory_slots(model)}.get(model.positions, 0)
     again = wide * (6.0 * scores + 3.0 * rows * distances)
     return Kept(vectors, others + INDEX * (queries + keys) + masks, again)
 

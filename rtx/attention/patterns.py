@@ -20,7 +20,7 @@ from rtx.attention.packed import Packed, Part, members_read
 from rtx.attention.pattern import Inputs, Pattern, PositionPattern, Spread, options, routed_options
 from rtx.attention.selection import normalise
 from rtx.attention.softmax import Relative, Terms
-from rtx.config import Config, clusters
+from rtx.config import Config, clusters, memory_slots
 
 
 class Full(PositionPattern):
@@ -79,7 +79,7 @@ class Recurrent(PositionPattern):
     @classmethod
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
         model = config.model
-        own = {"length": config.data.length, "memory": model.memory, "same_length": model.same_length}
+        own = {"length": config.data.length, "memory": memory_slots(model), "same_length": model.same_length}
         return cls(**own, **options(config))
 
     def since(self, i: Tensor) -> Tensor:

@@ -42,8 +42,8 @@ def cost_lines(asked: Config, known: int, world: int, memory: float | None) -> l
     return [
         f"model       {asked.model.name}: {plural(asked.model.layers, 'layer')}, {asked.model.base} heads, "
         f"N = {asked.data.length:,} units of {asked.data.name}"
-        + f", with a memory of {asked.model.memory:,}"
-        * bool(asked.model.memory),
+        + f", with a memory of {asked.model.memory:,}" * bool(asked.model.memory)
+        + f" and {asked.model.compressed:,} compressed" * bool(asked.model.compressed),
         f"parameters  {total.parameters:,} ({total.embedding_parameters:,} of them embedding and output)",
         f"operations  {total.forward / TERA:,.3g} TFLOP a sequence forward: {shares}; the attention would be "
         f"{total.full_attention / (total.attention + total.selection):.1f} times as much with every head full",

@@ -83,6 +83,7 @@ def spans(values: Mapping[str, Any]) -> tuple[int, int]:
     """
     length, stride = values["data.length"], values["trainer.val_stride"] or values["data.length"]
     memory = values.get("model.memory") or 0
+    memory += (values.get("model.compressed") or 0) * (values.get("model.compression_rate") or 1)
     return (stride + memory if memory else length), stride
 
 
@@ -91,6 +92,7 @@ def memory_phrases(values: Mapping[str, Any]) -> list[str]:
     if not (memory := values.get("model.memory")):
         return []
     said = f"segments of {values['data.length']:,} with a memory of {memory:,}"
+    said += f" and {kept:,} compressed" if (kept := values.get("model.compressed")) else ""
     said += f", distances clamped at {clamp:,}" if (clamp := values.get("model.clamp")) else ""
     return [said + ", the same length for all" * bool(values.get("model.same_length"))]
 

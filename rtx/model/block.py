@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rtx.config import Config, ModelConfig
+from rtx.model.memory import Compression
 from rtx.model.multihead import MultiheadAttention, Stream
 
 
@@ -60,6 +61,9 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config.model)
         self.attention_norm = nn.LayerNorm(config.model.hidden)
         self.feed_forward_norm = nn.LayerNorm(config.model.hidden)
+        self.compression: Compression | None = None
+        if config.model.compressed:
+            self.compression = Compression(config.model.hidden, config.model.compression_rate, config.model.compression)
 
     def forward(
         self,

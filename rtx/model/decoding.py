@@ -5,11 +5,14 @@ Shapes: B streams, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from rtx.model.memory import Memory
 from rtx.model.transformer import Transformer
 
 
@@ -20,6 +23,8 @@ class Decoder:
         self.model, self.batch = model, batch
         self.position = 0
         self.streams = [block.attention.start() for block in model.blocks]  # type: ignore[union-attr,operator]
+        self.memory = Memory(model.config) if model.config.compressed else None
+        self.segment_BN: Tensor | None = None  # units of the segment that is not finished, of a model that compresses
 
     @torch.no_grad()
     def prefill(self, prompt_BP: Tensor) -> Tensor:
@@ -29,6 +34,8 @@ class Decoder:
         """
         assert self.position == 0, "a prompt is taken in at the start"
         model = self.model
+        if self.memory is not None:
+            return self.go_on(prompt_BP)
         # The input of the last position is the last unit of the prompt: what stands at that position is not read.
         x_BNE = model.embedding(torch.cat([prompt_BP, prompt_BP.new_zeros(len(prompt_BP), 1)], dim=1))
         for block, streams in zip(model.blocks, self.streams, strict=True):
@@ -40,11 +47,28 @@ class Decoder:
     def step(self, tokens_B: Tensor | None = None) -> Tensor:
         """Take in the last unit of each stream (None at the start) and return the logits `[B, V]` of the next one."""
         assert (tokens_B is None) == (self.position == 0), "the first step, and only it, takes no unit"
+        if self.memory is not None:
+            return self.go_on(torch.zeros(self.batch, 0, dtype=torch.int64) if tokens_B is None else tokens_B[:, None])
         x_B1E = self.model.embedding.step(tokens_B, self.batch, self.position)
         for block, streams in zip(self.model.blocks, self.streams, strict=True):
             x_B1E = block.decode(x_B1E, streams, self.position)  # type: ignore[operator]
         self.position += 1
         return self.model.logits(self.model.narrow(self.model.norm(x_B1E[:, 0])))
+
+    def go_on(self, tokens_BP: Tensor) -> Tensor:
+        """Take in units of a model that compresses and return the next logits; the open segment is read anew."""
+        model, memory = self.model, self.memory
+        assert memory is not None
+        tokens_BP = tokens_BP.to(model.device)
+        self.position += tokens_BP.shape[1] + (self.segment_BN is None)
+        every_BN = tokens_BP if self.segment_BN is None else torch.cat([self.segment_BN, tokens_BP], dim=1)
+        while every_BN.shape[1] >= model.segment:
+            model(every_BN[:, : model.segment], memory=memory)
+            every_BN = every_BN[:, model.segment :]
+        self.segment_BN = every_BN
+        # What stands at the last position is not read, and the memory not kept.
+        hidden_BNS, _ = model(F.pad(every_BN, (0, 1)), memory=copy.copy(memory))
+        return model.logits(hidden_BNS[:, -1])
 
 
 def generate(

@@ -21,6 +21,7 @@ from rtx.config import Config, embedding_width, sizes_of
 from rtx.model.adaptive import AdaptiveSoftmax, Bands, band_ends
 from rtx.model.block import Block
 from rtx.model.likelihood import answer_nats, in_parts, token_nats
+from rtx.model.memory import Compression, Memory, reconstruction_loss
 from rtx.model.positions import TABLE_DEVIATION, LearnedPositions
 
 
@@ -71,22 +72,6 @@ class Embedding(nn.Module):
         return self.finish(x_BS[:, None], position)
 
 
-class Memory:
-    """What parallel streams keep of their earlier segments (Dai et al. 2019), at most `length` positions of them."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.layers: list[Tensor] = []  # what each block was given, `[B, M, E]`, without gradient
-        self.last_B: Tensor | None = None  # the last unit of each stream
-
-    def take(self, inputs: list[Tensor], tokens_BN: Tensor) -> None:
-        """Take in what the blocks were given for a segment, `[B, N, E]` each, and its units."""
-        kept = self.layers or [x_BNE[:, :0] for x_BNE in inputs]
-        joined = [torch.cat(pair, dim=1) for pair in zip(kept, inputs, strict=True)]
-        self.layers = [x_BKE[:, max(0, x_BKE.shape[1] - self.length) :].detach().clone() for x_BKE in joined]
-        self.last_B = tokens_BN[:, -1]
-
-
 class Transformer(nn.Module):
     """The decoder of a resolved configuration over `vocabulary` units.
 
@@ -99,7 +84,7 @@ class Transformer(nn.Module):
         self.vocabulary = vocabulary
         self.recompute = model.recompute is True
         self.segment = config.data.length if model.base == "recurrent" else 0
-        self.memory = model.memory
+        self.config = model
         self.embedding = Embedding(config, vocabulary)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(model.layers))
         positions: list[Any] = [block.attention.xl for block in self.blocks]  # type: ignore[union-attr]
@@ -131,8 +116,8 @@ class Transformer(nn.Module):
         an output matrix of zeros.
         """
         for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+            if isinstance(module, nn.Linear | nn.Conv1d):
+                nn.init.normal_(module.weight, std=module.weight[0].numel() ** -0.5)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
         shrink = 1 / math.sqrt(2 * len(self.blocks))
@@ -181,7 +166,7 @@ class Transformer(nn.Module):
         x_BNE, inputs = self.embedding(tokens_BN, memory and memory.last_B), []
         total = x_BNE.new_zeros((), dtype=torch.float32)
         for layer, block in enumerate(self.blocks):
-            given = (x_BNE, prefix, None, memory.layers[layer] if memory and memory.layers else None)
+            given = (x_BNE, prefix, None, memory.read(layer) if memory else None)
             inputs += [x_BNE] if memory else []
             if self.recompute and self.training and torch.is_grad_enabled():
                 x_BNE, loss = checkpoint(block, *given, use_reentrant=False, context_fn=recompute_contexts)  # type: ignore[misc]
@@ -189,8 +174,23 @@ class Transformer(nn.Module):
                 x_BNE, loss = block(*given)
             total = total + loss
         if memory:
-            memory.take(inputs, tokens_BN)
+            old = memory.take(inputs, tokens_BN)
+            total = total + (self.compress(memory, inputs, old) if self.config.compressed else 0)
         return self.narrow(self.norm(x_BNE)), total
+
+    def compress(self, memory: Memory, inputs: list[Tensor], old: list[Tensor]) -> Tensor:
+        """Compress what leaves the memory; return the loss that trains the compression, of all blocks together."""
+        modules: list[Compression] = [block.compression for block in self.blocks]  # type: ignore[misc]
+        total = inputs[0].new_zeros(())
+        if not old[0].shape[1]:  # DDP waits for every gradient
+            return total + sum(0 * p.sum() for module in modules for p in module.parameters())
+        made = [module(old_BOE) for module, old_BOE in zip(modules, old, strict=True)]
+        memory.compress(made)
+        if self.training and modules[0].conv is not None:
+            for block, *given in zip(self.blocks, inputs, old, made, strict=True):
+                norm = block.attention_norm if block.pre else None
+                total = total + reconstruction_loss(block.attention, norm, *given)  # type: ignore[arg-type]
+        return total
 
     def loss(self, tokens_BN: Tensor, prefix: bool = False, memory: Memory | None = None) -> tuple[Tensor, Tensor]:
         """Return the nats of every unit `[B, N]`, the first included, and the auxiliary loss.
@@ -198,7 +198,7 @@ class Transformer(nn.Module):
         A model of segments reads a sequence of several as a stream; `memory`: see `forward`.
         """
         if memory is None and 0 < self.segment < tokens_BN.shape[1]:
-            memory = Memory(self.memory)
+            memory = Memory(self.config)
             nats = [self.loss(part_BN, prefix, memory)[0] for part_BN in tokens_BN.split(self.segment, dim=1)]
             return torch.cat(nats, dim=1), nats[0].new_zeros(())
         hidden_BNS, auxiliary = self(tokens_BN, prefix, memory)

@@ -135,6 +135,8 @@ def kind_of(config: Config) -> str:
         return "random" if chosen == "random" else "routing"
     if base == "full" and config.get("model.embedding") == "adaptive":
         return "adaptive_input"
+    if base == "recurrent" and config.get("model.compressed"):
+        return "compressive"
     return "sparse" if {"strided", "fixed"} & set(base.split("+")) else base
 
 

@@ -17,7 +17,8 @@ from rtx.compose import flat
 from rtx.config import Config, OptimizerConfig
 from rtx.evaluation.protocols import local_reach
 from rtx.evaluation.scores import Answers, joined, score_batch
-from rtx.model.transformer import Memory, Transformer, compile_loss
+from rtx.model.memory import Memory
+from rtx.model.transformer import Transformer, compile_loss
 from rtx.training.checkpoint import FORMAT
 from rtx.training.distributed import Ranks, is_part, shard, whole
 
@@ -88,12 +89,12 @@ class TrainingModule(pl.LightningModule):
     def memory(self, batch_idx: int) -> Memory:
         """Return what the streams of a micro-batch have kept, empty at the start of a run."""
         parts = self.trainer.accumulate_grad_batches
-        self.memories = self.memories or [Memory(self.config.model.memory) for _ in range(parts)]
+        self.memories = self.memories or [Memory(self.config.model) for _ in range(parts)]
         return self.memories[batch_idx % parts]
 
     def kept_memory(self) -> list[Tensor]:
         """Return the last units, and what each layer keeps, of this rank's streams, `[micro-batches, B, ...]`."""
-        kept = zip(*([memory.last_B, *memory.layers] for memory in self.memories), strict=True)
+        kept = zip(*([own.last_B, *own.layers, *own.compressed] for own in self.memories), strict=True)
         return [torch.stack(parts).cpu() for parts in kept]  # type: ignore[arg-type]
 
     def restore_memory(self, kept: list[list[Tensor]]) -> None:
@@ -103,8 +104,9 @@ class TrainingModule(pl.LightningModule):
         for part in range(parts if streams else 0):
             size, share = len(streams[0]) // (parts * self.ranks.world), part * self.ranks.world + self.ranks.rank
             own = slice(share * size, (share + 1) * size)
-            memory = Memory(self.config.model.memory)
-            memory.last_B, *memory.layers = (stream[own].to(self.device) for stream in streams)
+            memory, layers = Memory(self.config.model), self.config.model.layers
+            memory.last_B, *kept_here = (stream[own].to(self.device) for stream in streams)
+            memory.layers, memory.compressed = kept_here[:layers], kept_here[layers:]
             self.memories.append(memory)
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:

@@ -14,8 +14,9 @@ from tiny_models import tiny_config, tiny_model, tokens
 from torch import Tensor
 
 from rtx.data.sampler import StreamItems
+from rtx.model.memory import Memory
 from rtx.model.multihead import MultiheadAttention
-from rtx.model.transformer import Memory, Transformer
+from rtx.model.transformer import Transformer
 
 XL: dict[str, Any] = {"base": "recurrent", "positions": "xl", "routing_heads": 0, "routing_layers": 0}
 
@@ -94,14 +95,14 @@ def test_training_reads_a_memory_without_gradient_and_shares_biases_where_asked(
     model = Transformer(tiny_config(length=6, memory=8, tie_biases=tied, **XL), 11).double().train()
     names = [name for name, _ in model.named_parameters() if name.endswith(("content_HD", "place_HD"))]
     assert len(names) == (2 if tied else 2 * len(model.blocks))
-    memory, segments = Memory(8), tokens(length=12).split(6, dim=1)
+    memory, segments = Memory(model.config), tokens(length=12).split(6, dim=1)
     model.loss(segments[0], memory=memory)[0].mean().backward()
     model.zero_grad()
     kept = [x_BME.clone() for x_BME in memory.layers]
     assert all(x_BME.shape == (2, 6, 16) and not x_BME.requires_grad for x_BME in memory.layers)
     loss = model.loss(segments[1], memory=memory)[0].mean()
     loss.backward()
-    fresh = Memory(8)
+    fresh = Memory(model.config)
     fresh.layers, fresh.last_B = kept, segments[0][:, -1]
     again = model.loss(segments[1], memory=fresh)[0].mean()
     assert torch.equal(again, loss)  # nothing but what is kept counts

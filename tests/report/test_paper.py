@@ -50,6 +50,7 @@ ROWS = {
     "pg19": (5, "Routing", []),
     "pg19_local": (5, "Local", []),
     "pg19_transformer_xl": (5, "TransformerXL", None),
+    "pg19_compressive_transformer": (5, "Compressive", None),
 }
 """Table, row, and what differs; None: the number is another paper's."""
 
