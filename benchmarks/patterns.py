@@ -97,7 +97,9 @@ class Ours:
 
     def oracle(self, *inputs: Tensor) -> tuple[Tensor, None]:
         """Return the output as the oracle has it in float64."""
-        tables = None if self.relative is None else Relative(*(table_MD.double() for table_MD in self.relative))
+        tables = None
+        if self.relative is not None:
+            tables = Relative(**{name: x.double() for name, x in self.relative._asdict().items() if x is not None})
         given = self.given(*(x.double() for x in inputs))
         return oracle.attend(self.pattern, *given, relative=tables, rotate=self.rotate), None
 

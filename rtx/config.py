@@ -57,6 +57,8 @@ OUTSIDE = ("logger.", "trainer.checkpoint_", "trainer.keep_")
 YOUNGER = (
     *(("data.distance", 0), ("data.gaps", "uniform"), ("extensions", None)),
     *(("model.memory", 0), ("model.same_length", False), ("model.clamp", None), ("model.tie_biases", True)),
+    *(("model.compressed", 0), ("model.compression", "conv"), ("model.compression_rate", 2)),
+    *(("model.cutoffs", None), ("model.band_factor", 4)),
 )
 """Keys that recorded cells lack, with the values that say what they did: then they tell no cells apart, either."""
 
