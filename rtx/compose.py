@@ -20,10 +20,10 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import BaseLoader, YAMLError, load
+from yaml import YAMLError
 
 from rtx.checks import data_problems, idle, resolve
-from rtx.config import GROUPS, SECTIONS, Config, DataConfig, all_fields, digest
+from rtx.config import GROUPS, SECTIONS, Config, DataConfig, all_fields, digest, read_values
 from rtx.data.sets import SETS, image_side
 from rtx.errors import UserError, refuse
 from rtx.extensions import run_files
@@ -146,11 +146,8 @@ def load_run_config(run_dir: str | Path) -> Config:
         what = "has no config.yaml" if Path(run_dir).is_dir() else "no such folder"
         raise UserError(f"{run_dir}: {what}; a run is a folder such as outputs/<name>/<run>")
     with user_errors(f"{path}: "):
-        values = load(path.read_text("utf-8"), Loader=BaseLoader)  # every value as its text
-        if not isinstance(values, dict):
-            raise UserError("is not the configuration of a run")
-        known, found = all_fields(), flat(values)
-        if isinstance(text := found.get("extensions", "null"), str) and text != "null":
+        known, found = all_fields(), read_values(path)
+        if (text := found.get("extensions", "null")) != "null":
             run_files(text, path.parent)
         unset = [key for key, value in found.items() if value == "null" and key in known and known[key].optional]
         return resolve(to_config(found | dict.fromkeys(unset)))

@@ -11,9 +11,12 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rtx.data.sets import SETS, DataSet
+from rtx.disk import read_file
+from rtx.errors import UserError
 from rtx.keys import Field, fields_of, key_of, one_of, options, ranged
 
 GROUPS = ("data", "routing", "optimizer", "hardware", "logger", "model", "experiment")
@@ -344,6 +347,33 @@ def all_fields() -> dict[str, Field]:
     """Every key of a run's configuration."""
     add_installed()
     return fields_of(Config)
+
+
+def read_values(path: Path) -> dict[str, str]:
+    """Return the values in a run's config.yaml by dotted keys, each as its text; nothing is interpolated.
+
+    `UserError` for whatever YAML can do besides: aliases, lists, deeper or repeated keys (OSError, YAMLError: as read).
+    """
+    import yaml
+
+    names, depth, found = [], 0, {}  # names: section and key of what comes next
+    for event in yaml.parse(read_file(path).decode(), Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader)):
+        match event:
+            case yaml.ScalarEvent(value=text) if len(names) < depth:
+                names.append(text)
+            case yaml.ScalarEvent(value=text) if depth and (key := ".".join(names)) not in found:
+                found[key] = text
+                names.pop()
+            case yaml.MappingStartEvent() if len(names) == depth < 2:
+                depth += 1
+            case yaml.MappingEndEvent():
+                depth -= 1
+                del names[-1:]
+            case yaml.NodeEvent():
+                raise UserError(f"{'.'.join(names) or 'it'} must be one value, or keys with one each, once")
+    if not found:
+        raise UserError("is not the configuration of a run")
+    return found
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,6 +16,14 @@ MARK = ".writing"  # ends the name of a file that is being written; without its 
 def is_full(error: OSError) -> bool:
     """Tell whether an error means that no more can be written: a full disk, a spent quota, a file over its limit."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def read_file(path: Path) -> bytes:
+    """Return the bytes of a regular file; OSError for what is none: nobody need write into a FIFO."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "Not a regular file", str(path))
+        return file.read()
 
 
 def sync_folder(folder: Path) -> None:

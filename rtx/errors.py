@@ -6,6 +6,9 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
+DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
+"""What is raised upon a record or file whose values cannot be right."""
+
 
 class UserError(ValueError):
     """A mistake that the user can mend; the command prints it and exits with 2."""

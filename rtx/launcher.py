@@ -30,7 +30,7 @@ from rtx.errors import UserError, plural, printable, refuse
 from rtx.options import LAUNCHED, check_overrides, read_words
 from rtx.progress import say
 from rtx.training.hardware import cores, system_kills
-from rtx.training.run_folder import bits_of, read_status, shown, unwritable, utc_now
+from rtx.training.run_folder import bits_of, open_own, read_status, shown, unwritable, utc_now
 from rtx.training.signals import EXIT_CODES, SWEEP_VARIABLE
 
 OUTPUT = "output.log"  # what a cell prints; in its folder
@@ -73,7 +73,7 @@ def record_sweep(cells: Sequence[Cell], arguments: Sequence[str]) -> list[Path]:
         mine = {cell.folder.name: cell.title for cell in cells if cell.folder.parent == root}
         try:
             root.mkdir(parents=True, exist_ok=True)
-            with open(root / "sweeps.jsonl", "a") as file:
+            with open_own(root / "sweeps.jsonl", "a") as file:
                 file.write(json.dumps({**row, "cells": mine}) + "\n")
         except OSError as error:
             raise UserError(unwritable(root, error)) from error
@@ -108,7 +108,7 @@ def start(words: Sequence[str], folder: Path, variables: Mapping[str, str]) -> s
     """Start the process of a cell, in a group of its own: what the keyboard sends is passed on to it, once."""
     # The current folder is the user's: an rtx.py there is not to be run for ours, by what a cell starts either.
     safe = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", SWEEP_VARIABLE: str(os.getpid())}
-    with open(folder / OUTPUT, "ab") as output:
+    with open_own(folder / OUTPUT, "ab") as output:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "rtx", "train", *words],
             env={**os.environ, **safe, **variables, "RTX_RUN": str(folder)},
@@ -168,7 +168,7 @@ class Launcher:
         """Start a cell, and return how it ended."""
         before, kills, code, said = read_status(cell.folder), system_kills(), None, ""
         cell.folder.mkdir(parents=True, exist_ok=True)
-        with open(cell.folder / OUTPUT, "ab+") as output:  # at its end
+        with open_own(cell.folder / OUTPUT, "ab+") as output:  # at its end
             mine = share(cell, place, self.at_once) if self.at_once > 1 else {}
             process = self.submit(cell) if self.submit else start(cell.overrides, cell.folder, mine)
             self.running.add(process)
@@ -248,7 +248,7 @@ class Job:
         elif time.monotonic() - self.seen < RESULT_SECONDS:
             return None
         log = f"{self.job.stdout() or ''}\n{self.job.stderr() or ''}".strip().splitlines()
-        with open(self.folder / OUTPUT, "a") as output:
+        with open_own(self.folder / OUTPUT, "a") as output:
             output.write(f"rtx: its job ended: {log[-1] if log else 'it left no word'}\n")
         return NO_CODE
 

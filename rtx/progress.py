@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 
 from tqdm.auto import tqdm
 
+from rtx.errors import printable
+
 QUIET_SECONDS, PLAIN_SECONDS = 3.0, 15.0  # until there is a bar; between two lines where there is no terminal
 clock = tqdm.format_interval  # seconds as 03:21, 1:03:21 or 49:03:21
 
@@ -18,7 +20,7 @@ clock = tqdm.format_interval  # seconds as 03:21, 1:03:21 or 49:03:21
 def say(line: str) -> None:
     """Print a line that stays, above a bar if there is one. That nobody reads any more is no reason to end a run."""
     try:
-        tqdm.write(line)
+        tqdm.write(printable(line))
         sys.stdout.flush()
     except OSError:
         with contextlib.suppress(OSError, ValueError):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rtx.disk import replace_file
-from rtx.errors import RunFailed
+from rtx.errors import RunFailed, printable
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -26,4 +26,4 @@ def save(path: Path, content: bytes | Mapping[str, Any]) -> None:
         replace_file(path, lambda file: file.write(data))
     except OSError as error:
         raise RunFailed(f"cannot write {path}: {error.strerror}") from error
-    print(path)
+    print(printable(str(path)))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from rtx.config import DataConfig
 from rtx.data import catalog
 from rtx.data.recall import RecallStore
-from rtx.errors import UserError, nearest
+from rtx.errors import UserError, nearest, printable
 
 
 def main(arguments: list[str]) -> int:
@@ -38,7 +38,7 @@ def show(store: catalog.Store) -> None:
         print(f"{store.folder}: {store.name}, {catalog.disk_size(store.folder)} on disk")
         for name in ("source", "tokenizer", "stamps"):
             facts = ", ".join(f"{key} {value}" for key, value in store.describe()[name].items())
-            print(f"  {name:<12} {facts or 'none'}")
+            print(printable(f"  {name:<12} {facts or 'none'}"))
         for name, of in store.facts.items():
             sizes = ", ".join(f"{of[kind]:,} {kind}" for kind in ("documents", "bytes", "words"))
             print(f"  {name:<12} {of['units']:,} {store.unit}s, {sizes}")

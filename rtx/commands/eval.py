@@ -15,7 +15,7 @@ from rtx.compose import flat, merge, to_dict
 from rtx.config import short_hash
 from rtx.data.catalog import Store
 from rtx.data.store import TokenStore
-from rtx.errors import RunFailed, UserError, written
+from rtx.errors import RunFailed, UserError, printable, written
 from rtx.evaluation import protocols
 from rtx.evaluation.scores import Score, sample_windows, score_windows
 from rtx.model.ablation import ablate, check_ablation
@@ -109,7 +109,7 @@ def keep(folder: Path, result: dict[str, Any]) -> None:
     share = f"a sample: {result['units']:,} of" if result["partial"] else f"all {result['units']:,} of"
     lines = [f"{result[f'bits_per_{unit}']:.5f} bits/{unit}{spread}", *protocols.further_lines(unit, result)]
     lines += [f"{share} the split's {result['split_units']:,} {unit}s scored, in {clock(result['seconds'])}"]
-    print("\n".join([*lines, result["protocol"]]))
+    print(printable("\n".join([*lines, result["protocol"]])))
     sample = f"{result['windows']}windows" + (f"-seed{result['seed']}" if result["partial"] else "")
     parts = [result["split"], result["mode"], f"N{result['length']}", f"stride{result['stride']}", sample]
     parts += [f"memory_{short_hash({'': result['memory']})}"] if result["memory"] else []

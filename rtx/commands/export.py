@@ -6,13 +6,13 @@ from pathlib import Path
 
 from rtx.compose import RUN_CONFIG, load_run_config, to_dict, to_yaml
 from rtx.disk import MARK
-from rtx.errors import RunFailed, UserError
+from rtx.errors import UserError
 from rtx.extensions import copies
 from rtx.options import read_words
 from rtx.report.run_records import collect
 from rtx.report.summary import card
 from rtx.training.checkpoint import check_config, load_for_use
-from rtx.training.inference import write_export
+from rtx.training.inference import run_tokenizer, write_export
 from rtx.training.run_folder import is_export, shown
 
 
@@ -28,14 +28,12 @@ def main(arguments: list[str]) -> int:
     if foreign and not is_export(output):
         raise UserError(f"output={output}: is a file, or holds other files; name a new or an empty folder")
     numbers = sum(tensor.numel() for tensor in checkpoint["model"].values())
-    page = card(collect([folder]).cells[0], checkpoint["step"], checkpoint["file"], numbers)
+    page = card(collect([folder]).cells[0], config, checkpoint, numbers)
     files = {name: content for name, (_, content) in copies(config.extensions).items()}
     files |= {"config.yaml": to_yaml(config).encode(), "README.md": page.encode()}
-    if name := (checkpoint["data"].get("tokenizer") or {}).get("file"):
-        try:
-            files[name] = (folder / name).read_bytes()
-        except OSError as error:
-            raise RunFailed(f"{folder / name}: {error.strerror}; it makes units of text and back") from error
+    if described := checkpoint["data"].get("tokenizer"):
+        tokenizer = run_tokenizer(folder, described)
+        files |= {tokenizer.file: tokenizer.content} if tokenizer.file else {}
     write_export(output, checkpoint, files)
     size = sum(path.stat().st_size for path in output.iterdir()) / 1e6
     print(f"{shown(output)}: {', '.join(sorted(path.name for path in output.iterdir()))} ({size:,.1f} MB)")

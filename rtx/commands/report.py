@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import replace
 from pathlib import Path
 
-from rtx.errors import RunFailed, UserError
+from rtx.errors import RunFailed, UserError, printable
 from rtx.help import terminal_width
 from rtx.options import READS, read_words
 from rtx.report.contents import build, list_of_tables, write
@@ -41,8 +41,8 @@ def main(arguments: list[str]) -> int:
         raise RunFailed(f"cannot write to {output}: {error.strerror}; output=<folder> names another") from error
     if report.answer:
         print(terminal(replace(report.answer, lines=[report.headline]), width, strip=True), "", sep="\n")
-        print(*(textwrap.fill(line, width) for line in report.answer.lines), sep="\n")
+        print(*(printable(textwrap.fill(line, width)) for line in report.answer.lines), sep="\n")
     for table in (table for table in report.tables if table.shown(brief=True)):
         print(f"\n{terminal(table, width)}")
-    print(*(f"note: {problem}" for problem in report.problems), "", *map(shown, files), sep="\n")
+    print(*(printable(f"note: {problem}") for problem in report.problems), "", *map(shown, files), sep="\n")
     return 0

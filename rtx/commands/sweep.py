@@ -15,7 +15,7 @@ from rich.text import Text
 from rtx.errors import UserError, printable
 from rtx.options import read_words
 from rtx.progress import clock
-from rtx.report.run_records import Collection, read_lines
+from rtx.report.run_records import Collection, read_lines, sweeps_of
 from rtx.training.run_folder import bits_of, read_status, run_state, shown
 
 ORDER = ("running", "failed", "killed", "interrupted", "preempted", "waiting", "done")  # those of interest first
@@ -42,7 +42,8 @@ def board(root: Path) -> tuple[Group, bool]:
     path = root / "sweeps.jsonl"
     if not path.is_file():
         raise UserError(f"{root}: holds no sweep; a sweep is a folder such as outputs/<name>")
-    sweeps = read_lines(path, Collection())
+    if not (sweeps := sweeps_of(path, Collection())):
+        raise UserError(f"{path}: holds no sweep; half written, or damaged")
     titles = {name: title for sweep in sweeps for name, title in sweep["cells"].items()}
     cells = sorted((standing(root / name, title) for name, title in titles.items()), key=lambda c: ORDER.index(c[0]))
     counts = Counter(state for state, _ in cells)
@@ -52,7 +53,7 @@ def board(root: Path) -> tuple[Group, bool]:
         table.add_row(*columns)
     said = ", ".join(f"{counts[state]} {state}" for state in reversed(ORDER) if counts[state])
     again = "made by" if counts.keys() == {"done"} else "asked again it goes on"
-    head = Text(f"{shown(root)}: {len(cells)} cells: {said}; {again}: {sweeps[-1]['command']}")
+    head = Text(printable(f"{shown(root)}: {len(cells)} cells: {said}; {again}: {sweeps[-1]['command']}"))
     return Group(head, table), counts.keys() <= {"done", "failed"}
 
 
@@ -61,10 +62,12 @@ def standing(folder: Path, title: str) -> tuple[str, list[Text]]:
     status = read_status(folder) or {}
     state = run_state(folder) if status else "waiting"
     rows = [] if state == "done" else read_lines(folder / "metrics.jsonl", Collection())
-    last = next((row for row in reversed(rows) if row.get("kind") == "train"), {})
-    step, steps = max(status.get("step") or 0, last.get("step", 0)), status.get("steps") or 0
-    bits = bits_of(status) if state == "done" else f"{last['bits']:.4f}" if "bits" in last else ""
-    left = clock(last["seconds"] * (steps / last["step"] - 1)) if state == "running" and steps and last else ""
+    numbers = [[row.get(key) for key in ("step", "bits", "seconds")] for row in rows if row.get("kind") == "train"]
+    sound = [row for row in numbers if all(isinstance(number, int | float) and number > 0 for number in row)]
+    at, last, seconds = sound[-1] if sound else (0, 0.0, 0.0)
+    step, steps = max(status.get("step") or 0, at), status.get("steps") or 0
+    bits = bits_of(status) if state == "done" else f"{last:.4f}" if last else ""
+    left = seconds * (steps / at - 1) if state == "running" and steps and at else 0.0
     cell = printable(f"{title}\n  {status['reason']}" if state == "failed" else title)
-    figures = (f"{step:,}/{steps:,}" if step else "", bits, left)
+    figures = (f"{step:,}/{steps:,}" if step else "", bits, clock(min(left, 1e9)) if left else "")
     return state, [Text(word) for word in (cell, state, *figures)]

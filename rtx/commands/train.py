@@ -222,7 +222,7 @@ def finish(config: Config, hardware: Hardware, folder: Path, store: Store, outco
             length = min(SAMPLE_UNITS if store.image else SAMPLE_LENGTH, config.data.length)
             say(f"a sample (temperature {SAMPLE_TEMPERATURE}):")
             (draw_image if store.image else write_text)(work, SampleOptions(length, temperature=SAMPLE_TEMPERATURE))
-    except (RuntimeError, MemoryError) as error:  # the run is done, whatever becomes of these
-        if not (reason := str(error) if isinstance(error, RunFailed) else out_of_memory(error)):
+    except (RuntimeError, MemoryError, OSError) as error:  # the run is done, whatever becomes of these
+        if not (reason := str(error) if isinstance(error, RunFailed | OSError) else out_of_memory(error)):
             raise
         say(f"no sample: {reason}")

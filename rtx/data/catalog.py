@@ -19,7 +19,7 @@ from rtx.data.files import disk_errors
 from rtx.data.recall import RecallStore
 from rtx.data.sets import MADE, SETS, Report, Source
 from rtx.data.store import FORMAT, DamagedStore, TokenStore, build_store, is_verified, open_store, read_record
-from rtx.errors import UserError, nearest
+from rtx.errors import RunFailed, UserError, nearest, printable
 from rtx.keys import imported, preset
 
 Store = TokenStore | RecallStore
@@ -159,9 +159,9 @@ def listing(root: Path) -> list[str]:
     for path in filter(lambda path: STORE.fullmatch(path.name), root.glob("*-*")):
         try:
             said[path] = read_record(path, "")["options"]
-        except DamagedStore as damage:
-            said[path] = damage.what
-    lines = [f"{disk_size(path):>9}  {path.relative_to(root)}  {said[path]}" for path in sorted(said)]
+        except (DamagedStore, RunFailed) as error:
+            said[path] = str(getattr(error, "what", error))
+    lines = [printable(f"{disk_size(path):>9}  {path.relative_to(root)}  {said[path]}") for path in sorted(said)]
     return lines or [f"{root}: no data yet"]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import hashlib
 import json
 import os
@@ -26,8 +27,8 @@ from rtx.config import DataConfig
 from rtx.data.files import disk_errors, file_sha256
 from rtx.data.sets import SPLITS, Report, Source
 from rtx.data.tokenizers import Tokenizer, learned, load_tokenizer
-from rtx.disk import replace_file, write_json
-from rtx.errors import UserError, nearest
+from rtx.disk import read_file, replace_file, write_json
+from rtx.errors import DAMAGED, RunFailed, UserError, nearest
 
 if TYPE_CHECKING:
     import datasets
@@ -98,8 +99,8 @@ def open_store(folder: Path, options: str, verify: bool = False) -> TokenStore:
     `options` of the command line stand in messages. Raises DamagedStore, or UserError where there is no store.
     """
     record, splits = read_record(folder, options), {}
-    dtype = np.dtype(record["dtype"])
     try:
+        dtype = np.dtype(record["dtype"])
         for name, facts in record["splits"].items():
             path, size = folder / f"{name}.bin", facts["units"] * dtype.itemsize
             if (found := path.stat().st_size) != size:
@@ -108,19 +109,17 @@ def open_store(folder: Path, options: str, verify: bool = False) -> TokenStore:
             for kind, sha256 in facts["sha256"].items() if verify else ():
                 if (found := file_sha256(path := folder / f"{name}.{kind}")) != sha256:
                     raise DamagedStore(options, path, f"sha256 {sha256}", found)
-    except OSError as error:
-        raise DamagedStore(options, error.filename, "a file that can be read", error.strerror) from error
-    try:
         tokenizer = load_tokenizer(record["tokenizer"], folder)  # compared with its sha256
-    except ValueError as error:
-        raise DamagedStore(options, folder, "its tokenizer", f"another: {error}") from error
+        kept = {key: record[key] for key in ("name", "fingerprint", "source", "stamps")}
+        kept["image"] = tuple(map(int, record["image"])) if record["image"] else None
+        bytes.fromhex(record["fingerprint"])  # names of files have a part of it
+    except (OSError, RuntimeError, *DAMAGED) as error:
+        raise unreadable(folder, options, "what its record says", error) from error
     if verify:
         note, look = note_of(folder)
         with contextlib.suppress(OSError):
             note.parent.mkdir(parents=True, exist_ok=True)
             note.write_text(look)
-    kept = {key: record[key] for key in ("name", "fingerprint", "source", "stamps")}
-    kept["image"] = tuple(record["image"]) if record["image"] else None
     return TokenStore(**kept, folder=folder, splits=splits, tokenizer=tokenizer, facts=record["splits"])
 
 
@@ -146,14 +145,25 @@ def read_record(folder: Path, options: str) -> dict[str, Any]:
     if not folder.exists():
         raise UserError(f"{folder}: not prepared; to prepare it: rtx data prepare {options}")
     try:
-        record = json.loads((folder / RECORD).read_bytes())
+        record = json.loads(read_file(folder / RECORD))
         if (record["format"], record["sha256"]) != (FORMAT, record_sha256(record)):
-            raise ValueError("another")
-    except (OSError, LookupError, TypeError, ValueError) as error:
+            raise ValueError("by its format or sha256")
+    except (OSError, *DAMAGED) as error:
         expected = f"a record of format {FORMAT} with its own sha256"
-        found = error.strerror if isinstance(error, OSError) else "another"
-        raise DamagedStore(options, folder / RECORD, expected, found) from error
+        raise unreadable(folder / RECORD, options, expected, error) from error
     return record
+
+
+def unreadable(path: Path, options: str, expected: str, error: Exception) -> Exception:
+    """Return what to raise for a store that cannot be opened: damaged, unless the system alone would not read it."""
+    if isinstance(error, UserError):
+        return error
+    if not isinstance(error, OSError):
+        return DamagedStore(options, path, expected, f"another ({error})")
+    path = error.filename or path
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL):
+        return DamagedStore(options, path, "a file that can be read", error.strerror)
+    return RunFailed(f"{path} cannot be read ({error.strerror}); nothing was changed: mend that first")
 
 
 def record_sha256(record: dict[str, Any]) -> str:

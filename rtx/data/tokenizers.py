@@ -17,7 +17,7 @@ import numpy as np
 
 from rtx.config import DataConfig
 from rtx.data.sets import Report
-from rtx.disk import replace_file, write_json
+from rtx.disk import read_file, replace_file, write_json
 from rtx.errors import UserError
 
 RECORD = "tokenizer.json"
@@ -77,6 +77,8 @@ class WordTokenizer(Tokenizer):
     def __init__(self, content: bytes, settings: dict[str, Any]) -> None:
         super().__init__("word", content, settings)
         words = content.split(b"\n")[:-1]
+        if not all(0 <= settings[key] < len(words) for key in ("eos", "unk")):
+            raise ValueError(f"its settings are of another file: {settings}")
         words[settings["eos"]] = b"\n"  # which no word between blanks can be
         self.vocabulary, self.table = len(words), [b" " + word for word in words]
         self.ids = {word: number for number, word in enumerate(words)}
@@ -227,10 +229,10 @@ def load_tokenizer(described: dict[str, Any], folder: Path) -> Tokenizer:
     """Return the tokenizer that its `describe` called `described`; ValueError where `folder` lacks its file."""
     if described["name"] == "bytes":
         return Tokenizer(described["unit"])
-    path = folder / described["file"]
-    content = path.read_bytes() if path.is_file() else b""
+    kind = {"words": WordTokenizer, "sentencepiece": SentencepieceTokenizer}[described["name"]]
+    path = folder / kind.file
+    content = read_file(path) if path.is_file() else b""
     if (found := hashlib.sha256(content).hexdigest()) != described["sha256"]:
         wanted = f"the {described['name']} tokenizer with sha256 {described['sha256']}"
         raise ValueError(f"{path}: expected {wanted}, found {found if content else 'nothing'}")
-    kind = {"words": WordTokenizer, "sentencepiece": SentencepieceTokenizer}[described["name"]]
     return kind(content, described["settings"])

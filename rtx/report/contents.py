@@ -6,13 +6,14 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rtx.disk import replace_file
-from rtx.errors import plural
+from rtx.errors import DAMAGED, UserError, plural, printable
 from rtx.report.divergences import divergence_view, newest_divergence
 from rtx.report.paper import heads_label, paper_tables, table_of
 from rtx.report.plots import Plot, plots_of
-from rtx.report.run_records import Cell, Collection, collect
+from rtx.report.run_records import Cell, Collection, collect, without_scores
 from rtx.report.score_rows import Row, rows_by_protocol
 from rtx.report.score_tables import departures, kinds_table, score_tables
 from rtx.report.steps import StepRecord, equal_time_tables, paces_of, views
@@ -35,7 +36,20 @@ class Report:
 
 
 def build(found: Collection, title: str, records: Sequence[StepRecord] = ()) -> Report:
-    """Return the report of all runs and step times that were found."""
+    """Return the report of all runs and step times that were found; of runs with records that fit, if some do not."""
+    try:
+        return assembled(found, title, records)
+    except DAMAGED:
+        for number, cell in enumerate(found.cells):
+            try:
+                assembled(Collection([cell]), title, ())
+            except DAMAGED as error:
+                found.cells[number] = without_scores(cell, error, found)
+        return assembled(found, title, records)
+
+
+def assembled(found: Collection, title: str, records: Sequence[StepRecord]) -> Report:
+    """Return the report; raises one of `DAMAGED` where the values of a record cannot be right."""
     paces, by_protocol = paces_of(records), rows_by_protocol(found.cells)
     report = Report(title, found.problems)
     for protocol, rows in by_protocol:
@@ -60,7 +74,7 @@ def build(found: Collection, title: str, records: Sequence[StepRecord] = ()) -> 
     report.plots = plots_of(report.answer, rows, found.cells, f"bits/{protocol.unit}" if protocol else "bits")
     own = found.commands or [cell.command for cell in found.cells if cell.command]
     timed = [record.facts["command"] for record in records if record.facts["command"]]
-    report.commands = list(dict.fromkeys([*own, *timed]))
+    report.commands = [printable(command).replace("\n", " ") for command in dict.fromkeys([*own, *timed])]
     return report
 
 
@@ -96,11 +110,15 @@ def write(report: Report, output: Path) -> list[Path]:
 
     Raises:
         OSError: the folder cannot be written.
+        UserError: it holds a report of somebody else's.
     """
-    output.mkdir(parents=True, exist_ok=True)
-    texts = {"html": html, "md": markdown, "csv": comma_separated, "json": as_json, "tex": latex}
+    texts = {"json": as_json, "html": html, "md": markdown, "csv": comma_separated, "tex": latex}
     files = {f"report.{form}": text(report).encode("utf-8", "replace") for form, text in texts.items()}
     files |= {f"{plot.name}.png": plot.png for plot in report.plots}
+    foreign = [] if (output / "report.json").exists() else [name for name in files if (output / name).exists()]
+    if foreign:
+        raise UserError(f"output={output}: holds a {foreign[0]} that rtx report did not write; name another folder")
+    output.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         replace_file(output / name, lambda file, content=content: file.write(content), durable=False)
     return [output / name for name in files]
@@ -138,7 +156,12 @@ def comma_separated(report: Report) -> str:
 
     tables = report.every_table()
     frames = [pandas.DataFrame(one.rows).assign(table=one.title, protocol=" ".join(one.lines[:1])) for one in tables]
-    return pandas.concat([frame.convert_dtypes() for frame in frames]).to_csv(index=False)
+    return pandas.concat([frame.map(no_formula).convert_dtypes() for frame in frames]).to_csv(index=False)
+
+
+def no_formula(value: Any) -> Any:
+    """Return the value of a cell; a text that spreadsheets would compute stands behind a quote."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
 def as_json(report: Report) -> str:

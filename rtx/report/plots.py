@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import itertools
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,7 @@ COLOURS = {
 GREY = "#767676"
 STYLE: Any = {
     "svg.fonttype": "none",
+    "text.parse_math": False,  # names are no formulas
     "svg.hashsalt": "rtx",
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -78,7 +80,8 @@ def finished(name: str, caption: str, figure: Figure) -> Plot:
     text = text[text.index("<svg") :].replace("#000000", "currentColor")
     for one in (*COLOURS.values(), GREY):
         text = text.replace(one, f"var(--c{one[1:]}, {one})")
-    return Plot(name, caption, text.replace("<svg ", f'<svg role="img" aria-label="{caption}" ', 1), picture.getvalue())
+    text = text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(caption)}" ', 1)
+    return Plot(name, caption, text, picture.getvalue())
 
 
 RIGHT, AROUND = ((1, 0),), ((1, 0), (-1, 0), (0, 1), (0, -1))

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rtx.config import digest
-from rtx.errors import printable
+from rtx.config import all_fields, digest, read_values
+from rtx.disk import read_file
+from rtx.errors import DAMAGED, printable
 from rtx.evaluation.protocols import memory_phrases, spans, stamp_phrases
 from rtx.report.paper import looks_ahead
 from rtx.training.run_folder import run_state, shown
@@ -143,10 +144,16 @@ def run_folders(folder: Path) -> list[Path]:
 
 def read_sweeps(path: Path, found: Collection) -> None:
     """Take from sweeps.jsonl the sweeps' commands, and their cells as not started."""
-    rows = read_lines(path, found)
+    rows = sweeps_of(path, found)
     found.commands += dict.fromkeys(row["command"] for row in rows)
     cells = {name: title for row in rows for name, title in row["cells"].items()}
     found.cells += [Cell(path.parent / name, state="not started", title=cells[name]) for name in cells]
+
+
+def sweeps_of(path: Path, found: Collection) -> list[dict[str, Any]]:
+    """Return the rows of a sweeps.jsonl, each a command and the titles of its cells by their folders' names."""
+    rows = [row for row in read_lines(path, found) if isinstance(row.get("cells"), dict)]
+    return [row for row in rows if all(isinstance(text, str) for text in (row.get("command"), *row["cells"].values()))]
 
 
 def read_cell(folder: Path, found: Collection) -> Cell:
@@ -158,11 +165,13 @@ def read_cell(folder: Path, found: Collection) -> Cell:
         for kind in ("eval", "analysis")
     )
     rows = read_lines(folder / "metrics.jsonl", found)
-    cell = Cell(folder, config, run_state(folder), printable(status.get("reason") or ""))
-    found.problems += suspicions(cell)
-    if not config or not status or not environment:
-        return cell
+    cell = Cell(folder, config, run_state(folder), printable(str(status.get("reason") or "")))
     try:
+        found.problems += suspicions(cell)
+        if not config or not status or not environment:
+            return cell
+        if not all(isinstance(environment[key], dict) for key in ("data", "versions")):
+            raise TypeError("environment.json")
         final, step = status["final"], int(status["step"])
         latest = [row for _, row in sorted({(row["step"], row["kind"]): row for row in rows}.items())]
         paces = [row["tokens_per_second"] for row in latest if row["kind"] == "train"]
@@ -174,14 +183,20 @@ def read_cell(folder: Path, found: Collection) -> Cell:
             final=closing(config, environment["data"], final, step) if final else None,
             scores=sorted(map(evaluated, evals), key=lambda score: (score.best, score.step)),
             baselines={split: record["baselines"] for split, record in measured if "baselines" in record},
-            curve={row["step"]: (row["val_bits"], row["val_units"]) for row in latest if row["kind"] == "valid"},
+            curve={
+                row["step"]: (row["val_bits"], row["val_units"]) for row in latest if row.get("val_bits") is not None
+            },
             pace=statistics.median(paces[1:] or paces) / units if paces else None,
             analyses=analyses,
             environment=environment,
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        found.problems.append(f"{cell.name}: its records are damaged ({error!r}); listed without its scores")
-        return cell
+    except DAMAGED as error:
+        return without_scores(cell, error, found)
+
+
+def without_scores(cell: Cell, error: Exception, found: Collection) -> Cell:
+    found.problems.append(f"{cell.name}: its records are damaged ({error!r}); listed without its scores")
+    return Cell(cell.folder, cell.config, cell.state, cell.reason)
 
 
 def evaluated(record: Mapping[str, Any]) -> Score:
@@ -233,10 +248,14 @@ def suspicions(cell: Cell) -> list[str]:
 def read_config(path: Path, found: Collection) -> dict[str, Any]:
     import yaml
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    known = all_fields()
     try:
-        return flat(yaml.load(path.read_text(encoding="utf-8"), Loader=loader))  # a safe loader, whichever it is
-    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        found: dict[str, Any] = dict(read_values(path))
+        for field in (known[key] for key in found if key in known):  # patterns of one's own are not known here
+            text = None if field.optional and found[field.key] == "null" else found[field.key]
+            found[field.key] = text if text is None or field.kind is str else field.read(text)
+        return found
+    except (OSError, ValueError, yaml.YAMLError) as error:
         found.problems.append(f"{path}: cannot be read ({str(error).splitlines()[0]}); listed without configuration")
         return {}
 
@@ -252,8 +271,8 @@ def flat(content: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 def read_object(path: Path, found: Collection) -> dict[str, Any]:
     """Return a JSON object; an empty one after a line about why."""
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, TypeError, ValueError) as error:
+        return dict(json.loads(read_file(path)))
+    except (OSError, *DAMAGED) as error:
         why = "missing" if isinstance(error, FileNotFoundError) else "cannot be read; half written, or damaged"
         found.problems.append(f"{path}: {why}")
         return {}
@@ -261,11 +280,16 @@ def read_object(path: Path, found: Collection) -> dict[str, Any]:
 
 def read_lines(path: Path, found: Collection) -> list[dict[str, Any]]:
     """Return the JSON objects of a file, one a line; broken lines are counted, the last one may lack its end."""
-    rows, broken = [], 0
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
+    rows, broken, lines = [], 0, []
+    try:
+        lines = read_file(path).splitlines()
+    except OSError as error:
+        if not isinstance(error, FileNotFoundError):
+            found.problems.append(f"{path}: cannot be read ({error.strerror})")
+    for line in lines:
         try:
             rows.append(dict(json.loads(line)))
-        except (TypeError, ValueError):
+        except DAMAGED:
             broken += 1
     if broken:
         found.problems.append(f"{path}: {broken} broken row{'s' * (broken > 1)} left out")

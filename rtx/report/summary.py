@@ -97,20 +97,22 @@ def closing_lines(run: str, steps: str, final: Mapping[str, Any], protocol: str,
     return "\n".join(lines)
 
 
-def card(cell: Cell, step: int, checkpoint: str, numbers: int) -> str:
+def card(cell: Cell, config: Config, checkpoint: Mapping[str, Any], numbers: int) -> str:
     """Return the card of an exported model as Markdown.
 
     Args:
         cell: the run as its records tell it.
-        step: optimizer steps behind these weights; scores of others are left out.
-        checkpoint: which of the run's checkpoints they are.
+        config: the run's configuration.
+        checkpoint: what its checkpoint says of these weights; scores of other steps are left out.
         numbers: how many numbers weights and buffers are.
     """
-    every = [*filter(None, [cell.final]), *cell.scores]
+    every, step = [*filter(None, [cell.final]), *cell.scores], checkpoint["step"]
+    values = flat(dataclasses.asdict(config))
     facts = {
-        "config": cell.config,
-        "keys": SIZES + (ROUTING if routes(cell.config) else ()),
+        "config": values,
+        "keys": SIZES + (ROUTING if routes(values) else ()),
         "scores": {score.protocol: score for score in every if score.step == step}.values(),
+        "versions": cell.environment.get("versions", {}),
     }
-    facts |= {"cell": cell, "step": step, "checkpoint": checkpoint, "numbers": numbers}
-    return filled("card.md.j2", **facts)
+    facts |= {"cell": cell, "step": step, "checkpoint": checkpoint["file"], "numbers": numbers}
+    return filled("card.md.j2", **facts, data=checkpoint["data"])

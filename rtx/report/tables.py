@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from rtx.errors import printable
 
 DASH = "\N{EN DASH}"  # what stands where there is nothing to say
 MINUS = "\N{MINUS SIGN}"
@@ -82,7 +85,7 @@ def terminal(table: Table, width: int = 80, strip: bool = False) -> str:
     out = io.StringIO()
     Console(file=out, width=max(width, LEAST), color_system=None, highlight=False).print(grid)
     above = [part for line in (table.title, *table.lines) for part in textwrap.wrap(line, width)]
-    return "\n".join([*above, "", *(line.rstrip() for line in out.getvalue().splitlines())])
+    return printable("\n".join([*above, "", *(line.rstrip() for line in out.getvalue().splitlines())]))
 
 
 def interval_strips(rows: Sequence[dict[str, Any]]) -> list[tuple[str]]:
@@ -110,9 +113,9 @@ def filled(template: str, **facts: Any) -> str:
     return page.get_template(template).render(facts, text_of=text_of).rstrip() + "\n"
 
 
-def escaped(text: str) -> str:
-    """Return text that ends no column and starts no tag of a Markdown table."""
-    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+def escaped(text: object) -> str:
+    """Return text on one line that is no markup of Markdown: no column, tag, link, picture or code."""
+    return re.sub(r"([\\|\[`])", r"\\\1", printable(" ".join(str(text).split()))).replace("<", "&lt;")
 
 
 def tex(text: str) -> str:

@@ -63,7 +63,11 @@ class Watch(Callback):
         return {"seconds": self.seconds, "best": self.best, "ranks": ranks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.kept, self.best = state_dict, state_dict["best"]
+        match state_dict:
+            case {"seconds": float(), "best": None | {"bits": float(), "windows": int()} as best, "ranks": list()}:
+                self.kept, self.best = state_dict, best
+            case _:
+                raise TypeError("its time, best score or random streams")
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Restore streams, sums and memories, hold signals from here on, and validate where that is still due."""
@@ -71,7 +75,7 @@ class Watch(Callback):
         self.module.restore_memory([own["memory"] for own in self.kept["ranks"]])
         if len(self.kept["ranks"]) == world:
             own = self.kept["ranks"][rank]
-            self.module.sums = torch.tensor(own["sums"], dtype=torch.float64)
+            self.module.sums = torch.tensor(own["sums"], dtype=torch.float64).view_as(self.module.sums)
             for name in self.streams.keys() & own["rng"].keys():
                 self.streams[name].set_rng_state(own["rng"][name])
         else:

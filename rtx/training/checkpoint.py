@@ -5,10 +5,13 @@ A run keeps `last.ckpt` (all that a resume needs), the one before as `previous.c
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import os
 import pickle
 import struct
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -16,8 +19,9 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from rtx.disk import sync_folder, write_beside
-from rtx.errors import RunFailed, UserError, refuse
+from rtx.disk import read_file, sync_folder, write_beside
+from rtx.errors import DAMAGED, RunFailed, UserError, refuse
+from rtx.training.hardware import out_of_memory
 from rtx.training.run_folder import differences, may_change
 
 FORMAT = 3  # version of the layout; only files of this one are read
@@ -68,7 +72,7 @@ def write_zip(file: BinaryIO, checkpoint: Checkpoint) -> None:
 def is_whole(path: Path) -> bool:
     """Tell whether a file is there and as it was written; `RunFailed` where the system cannot read it."""
     try:
-        content = path.read_bytes()
+        content = read_file(path)
     except FileNotFoundError:
         return False
     except OSError as error:
@@ -80,8 +84,13 @@ def is_whole(path: Path) -> bool:
 def read_checkpoint(path: Path, *, facts_only: bool = False) -> Checkpoint:
     """Return the checkpoint in a file that is whole; of its tensors, with `facts_only`, the shapes alone."""
     try:
+        with zipfile.ZipFile(path) as archive:  # torch.save packs nothing; what does may be a thousand times as large
+            if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
+                raise UserError(f"{path} is refused: it holds more than its size")
         checkpoint = torch.load(path, map_location="meta" if facts_only else "cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, LookupError, TypeError) as error:
+    except (pickle.UnpicklingError, zipfile.BadZipFile, EOFError, RuntimeError, *DAMAGED) as error:
+        if isinstance(error, UserError) or out_of_memory(error):
+            raise
         raise UserError(f"{path} is refused: it holds more than plain tensors and numbers") from error
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise UserError(f"{path} is not of the format that this version of rtx reads ({FORMAT})")
@@ -91,10 +100,12 @@ def read_checkpoint(path: Path, *, facts_only: bool = False) -> Checkpoint:
 
 def check_layout(path: Path, checkpoint: Any) -> None:
     """Raise `UserError` for a checkpoint whose parts are missing or of other types."""
-    match checkpoint:
-        case {"step": int(step), "config": {}, "data": {"fingerprint": str()}, "model": dict(model)}:
-            if step >= 0 and all(isinstance(tensor, torch.Tensor) for tensor in model.values()):
-                return
+    with contextlib.suppress(TypeError, ValueError, RecursionError):  # where configuration or data are none for JSON
+        match checkpoint:
+            case {"step": int(step), "config": {}, "data": {"fingerprint": str()} as data, "model": dict(model)}:
+                plain = isinstance(data.get("tokenizer"), dict | None) and json.dumps([checkpoint["config"], data])
+                if step >= 0 and plain and all(isinstance(tensor, torch.Tensor) for tensor in model.values()):
+                    return
     raise UserError(f"{path} is no checkpoint of rtx: its parts cannot be right")
 
 

@@ -64,7 +64,7 @@ class Ranks:
             raise UserError(f"the processes of the run do not begin alike: {how}")
 
 
-def lost_process(error: RuntimeError) -> str:
+def lost_process(error: Exception) -> str:
     """Return which process of the run has gone, if an error means that, else an empty string."""
     if "DataLoader worker" in str(error):
         return f"a loader process is gone: {str(error).splitlines()[0]}"

@@ -17,9 +17,10 @@ from rtx.compose import RUN_CONFIG, load_run_config, merge, to_dict
 from rtx.config import SPREAD, Config, DataConfig, precision_on
 from rtx.data.catalog import Store, data_root, open_data, store_folder
 from rtx.data.tokenizers import Tokenizer, load_tokenizer
-from rtx.disk import remove_leftovers, replace_file, write_json
-from rtx.errors import RunFailed, UserError
+from rtx.disk import read_file, remove_leftovers, replace_file, write_json
+from rtx.errors import DAMAGED, RunFailed, UserError
 from rtx.model.transformer import Transformer
+from rtx.progress import say
 from rtx.training.checkpoint import Checkpoint, check_config, check_layout, load_for_use, load_weights
 from rtx.training.hardware import prepare_torch, resolve_hardware
 from rtx.training.run_folder import EXPORT_FACTS, is_export
@@ -46,10 +47,7 @@ class LoadedRun:
         """What makes units of bytes and back; `UserError` where the data have none, `RunFailed` where it is lost."""
         if (described := self.checkpoint["data"].get("tokenizer")) is None:
             raise UserError(f"{self.folder}: a run on data={self.config.data.name} has no text to write or read")
-        try:
-            return load_tokenizer(described, self.folder)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise RunFailed(f"{self.folder}: its tokenizer cannot be read: {error}") from error
+        return run_tokenizer(self.folder, described)
 
     @property
     def precision(self) -> str:
@@ -64,6 +62,14 @@ class LoadedRun:
 
     def has_data(self, store: Store) -> bool:
         return self.checkpoint["data"]["fingerprint"] == store.fingerprint
+
+
+def run_tokenizer(folder: Path, described: dict[str, Any]) -> Tokenizer:
+    """Return the tokenizer that a checkpoint describes; `RunFailed` where its file in the run's folder is another."""
+    try:
+        return load_tokenizer(described, folder)
+    except (OSError, RuntimeError, *DAMAGED) as error:
+        raise RunFailed(f"{folder}: its tokenizer cannot be read: {error}") from error
 
 
 def load(folder: str | Path, checkpoint: str = "best", device: str | None = None) -> LoadedRun:
@@ -83,19 +89,20 @@ def load_run(
     checkpoint: str,
     device: torch.device,
     vocabulary: int | None = None,
-    say: Callable[[str], object] = print,
+    say: Callable[[str], object] = say,
 ) -> LoadedRun:
     """As `load`; `vocabulary`: of the data that are read, unset: the run's."""
     found = read_export(folder) if is_export(folder) else load_for_use(folder / "checkpoints", checkpoint, say)
     check_config(found, to_dict(load_run_config(folder)), folder / RUN_CONFIG)
     where = f"{folder}: {found['file']}.ckpt"
-    if not isinstance(vocabulary := vocabulary or found["data"].get("vocabulary"), int):
-        raise UserError(f"{where} does not say what the units of its data are")
-    if broken := [name for name, tensor in found["model"].items() if bool(tensor.isnan().any())]:
-        raise RunFailed(f"{where} (step {found['step']:,}) holds NaN, first in {broken[0]}")
+    vocabulary = vocabulary or found["data"].get("vocabulary")
+    if not isinstance(vocabulary, int) or all(each.shape[:1] != (vocabulary,) for each in found["model"].values()):
+        raise UserError(f"{where} does not fit data of {vocabulary} different units")
     with torch.random.fork_rng(devices=[]):
         model = Transformer(config, vocabulary)
     load_weights(model, found)
+    if broken := [name for name, tensor in model.state_dict().items() if bool(tensor.isnan().any())]:
+        raise RunFailed(f"{where} (step {found['step']:,}) holds NaN, first in {broken[0]}")
     model = model.to(device, torch.float64 if config.hardware.precision == "fp64" else None).eval()
     say(f"{where}, step {found['step']:,}, {model.count_parameters():,} parameters")
     return LoadedRun(folder, model, config, {key: found[key] for key in KEPT})
@@ -122,7 +129,7 @@ def open_run(folder: Path, config: Config, checkpoint: str) -> tuple[LoadedRun, 
     if any(theirs.get(key) != ours.get(key) for key in ("name", "sha256")):
         raise UserError(f"{store.name}: the tokenizer of these data is not that of the run; name the data as it does")
     if not run.has_data(store):
-        print(f"note: these are not the data of the run ({store.name}); parts of this split may have been trained on")
+        say(f"note: these are not the data of the run ({store.name}); parts of this split may have been trained on")
     return run, store
 
 
@@ -157,11 +164,11 @@ def write_export(folder: Path, checkpoint: Checkpoint, files: Mapping[str, bytes
 def read_export(folder: Path) -> Checkpoint:
     """Return an exported model as the checkpoint it was made of; RunFailed where a file is missing, cut or altered."""
     try:
-        facts, weights = json.loads((folder / EXPORT_FACTS).read_text()), (folder / WEIGHTS).read_bytes()
-        if hashlib.sha256(weights).hexdigest() != facts["sha256"]:
+        facts, weights = json.loads(read_file(folder / EXPORT_FACTS)), read_file(folder / WEIGHTS)
+        if hashlib.sha256(weights).hexdigest() != facts["sha256"] or facts["file"] not in ("best", "last", "previous"):
             raise ValueError(f"{WEIGHTS} is cut short or altered")
         checkpoint = {**{name: facts[name] for name in KEPT}, "model": safetensors.torch.load(weights)}
-    except (OSError, ValueError, LookupError, TypeError, safetensors.SafetensorError) as error:
+    except (OSError, safetensors.SafetensorError, *DAMAGED) as error:
         raise RunFailed(f"{folder} is a damaged export ({error}): export the run anew") from error
     check_layout(folder / EXPORT_FACTS, checkpoint)
     return checkpoint

@@ -16,7 +16,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger, WandbLogger
 
 from rtx.config import Config, LoggerConfig
-from rtx.disk import write_json
+from rtx.disk import read_file, write_json
 from rtx.errors import UserError
 from rtx.training.run_folder import open_own, utc_now
 
@@ -45,9 +45,9 @@ class JsonlLogger(Logger):
         super().__init__()
         try:
             self.file = open_own(path, "a+b")
+            self.file.truncate(read_file(path).rfind(b"\n") + 1)  # a killed run may leave a last line without its end
         except OSError as error:
             raise UserError(f"{path}: rows cannot be appended to it ({error.strerror})") from error
-        self.file.truncate(path.read_bytes().rfind(b"\n") + 1)  # a killed run may leave a last line without its end
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Append a row with its `kind` (train, valid, final); numbers that JSON does not know become null."""
@@ -73,7 +73,7 @@ class GuardedWandbLogger(WandbLogger):
             write_json(path, {"id": secrets.token_hex(4)})
         patience = {"init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
         settings = wandb.Settings(console="off", disable_git=True, **patience)  # type: ignore[arg-type]
-        asked |= {"id": json.loads(path.read_text())["id"], "save_dir": str(folder)}
+        asked |= {"id": json.loads(read_file(path))["id"], "save_dir": str(folder)}
         super().__init__(mode=mode, settings=settings, **asked)
         self.say, self.run = say, self.experiment  # which begins the run
         if mode == "online":

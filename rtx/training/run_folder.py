@@ -23,8 +23,8 @@ from typing import IO, Any
 from rtx import __version__
 from rtx.compose import flat, load_run_config, to_dict, with_values
 from rtx.config import REGISTERED, Config
-from rtx.disk import is_full, remove_leftovers, write_json
-from rtx.errors import RunFailed, UserError
+from rtx.disk import is_full, read_file, remove_leftovers, write_json
+from rtx.errors import DAMAGED, RunFailed, UserError, printable
 from rtx.training.hardware import out_of_memory, started_by
 from rtx.training.signals import Stopped, state_after
 
@@ -79,7 +79,8 @@ def is_export(folder: Path) -> bool:
 def shown(folder: Path) -> str:
     """Return a folder as the user would type it."""
     short = os.path.relpath(folder)
-    return shlex.quote(str(folder) if short.startswith("..") else short)
+    short = str(folder) if short.startswith("..") else f"./{short}" if short.startswith("-") else short  # no flag
+    return printable(shlex.quote(short))
 
 
 def open_own(path: Path, mode: str) -> IO[Any]:
@@ -135,13 +136,13 @@ class Status:
 def read_status(folder: Path) -> dict[str, Any] | None:
     """Return what status.json says, or None where there is none that can be read, or its fields make no sense."""
     try:
-        status = json.loads((folder / "status.json").read_text())
+        status = json.loads(read_file(folder / "status.json"))
         scores = [status[key]["bits"] for key in ("best", "final") if status.get(key) is not None]
-        numbers = [*scores, *(status.get(key, 1) for key in ("step", "seconds", "pid"))]
-        sound = all(isinstance(number, int | float) for number in numbers) and 0 < numbers[-1] < 2**31
+        numbers = [*scores, *(status.get(key) or 0 for key in ("step", "steps", "seconds")), status.get("pid", 1)]
+        sound = all(isinstance(one, int | float) and math.isfinite(one) for one in numbers) and 0 < numbers[-1] < 2**31
         seems_running(status)  # fails where it has no place or heartbeat
         return status if sound and status["state"] in STATES else None
-    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError, OverflowError):
+    except (OSError, *DAMAGED):
         return None
 
 
@@ -223,8 +224,9 @@ def working_in(folder: Path, begin: Callable[[], object] = lambda: None) -> Iter
                 status.ended.set()
                 write_json(status.path, status.before)
             status.end("failed", reason or str(error) or type(error).__name__)
-            if isinstance(error, OSError) and is_full(error):
-                raise RunFailed(f"the disk of {folder} is full: {error}") from error
+            if isinstance(error, OSError) and not reason:
+                what = f"the disk of {folder} is full" if is_full(error) else f"{folder} cannot be worked in"
+                raise RunFailed(f"{what}: {error}") from error
             if reason:
                 raise RunFailed(f"{reason}\n{LESS_MEMORY}") from error
             raise
@@ -239,8 +241,11 @@ def record_start(folder: Path, facts: dict[str, Any], changed: Differences | Non
         return []
     with open_own(folder / "resumes.jsonl", "a") as file:
         file.write(json.dumps({**now, "changed": changed}) + "\n")
-    began = json.loads(path.read_text())
-    old, new = ({**known, **known["versions"], **known["hardware"]} for known in (began, now))
+    try:
+        began = json.loads(read_file(path))
+        old, new = ({**known, **known["versions"], **known["hardware"]} for known in (began, now))
+    except DAMAGED:
+        return [f"{path}, which does not say on what the run began"]
     return [f"{name} {old.get(name)} -> {new.get(name)}" for name in EXACT if old.get(name) != new.get(name)]
 
 
@@ -297,7 +302,7 @@ def plan_resumption(folder: Path, config: Config) -> str:
         raise UserError(f"{folder} is an exported model; resume the run it came from")
     if is_first := started_by()[1] == 0:  # the others are compared with it
         refuse_changes(differences(to_dict(load_run_config(folder)), to_dict(config)))
-    line = already_done(folder, config)
+    line = printable(already_done(folder, config))
     if line and is_first:
         print(line, flush=True)
     return "" if line else run_state(folder)

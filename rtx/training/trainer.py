@@ -13,12 +13,12 @@ import torch.distributed as dist
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.precision import DoublePrecision
 
-from rtx.errors import RunFailed
+from rtx.errors import DAMAGED, RunFailed, UserError
 from rtx.evaluation.scores import Score
 from rtx.training.callbacks import Progress, Watch
 from rtx.training.checkpoint import CheckpointFiles
 from rtx.training.distributed import cluster_environment, lost_process, start_ranks, strategy
-from rtx.training.hardware import Hardware, resolve_hardware
+from rtx.training.hardware import Hardware, out_of_memory, resolve_hardware
 
 KNOWN_WARNINGS = (
     ".*`broadcast_buffers` is deprecated"  # its successor is not in all versions of torch that we take
@@ -84,9 +84,11 @@ def fit(watch: Watch, loggers: list[Logger], checkpoint: Path | None) -> Outcome
             watch.write_score(trainer, "final")
             sample = {"windows": count} if count < len(watch.data.windows) else {}
             return Outcome(step, watch.seconds, step < watch.plan.steps, watch.best, watch.module.score, sample)
-    except RuntimeError as error:
+    except (RuntimeError, *DAMAGED) as error:
         if reason := str(error) if isinstance(error, RunFailed) else lost_process(error):
             raise RunFailed(f"{reason}; {watch.last_good()}") from error
+        if checkpoint and not watch.pace and not isinstance(error, UserError) and not out_of_memory(error):
+            raise UserError(f"{checkpoint} is none to go on from: {error!r}") from error  # no step has been taken
         raise
     finally:
         if dist.is_initialized():

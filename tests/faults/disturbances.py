@@ -6,6 +6,7 @@ The tests beside this file use it, and `benchmarks/faults.py` for as long as it 
 from __future__ import annotations
 
 import contextlib
+import io
 import random
 import shutil
 import signal
@@ -19,6 +20,7 @@ from pathlib import Path
 import pytest
 from small_runs import SIZES, Process, Workshop, read_metrics, saving, steps_logged
 
+from rtx.cli import main
 from rtx.errors import RunFailed
 from rtx.training.checkpoint import is_whole, newest_checkpoint
 from rtx.training.run_folder import read_status
@@ -174,6 +176,39 @@ def places(path: Path) -> dict[str, tuple[int, int]]:
         comment = size - len(archive.comment)
         found |= {"the directory": (archive.start_dir, comment - 22), "its end": (comment - 22, comment)}
     return found | {"the checksum": (comment, size)}
+
+
+@contextlib.contextmanager
+def deadline(seconds: float = 30.0) -> Iterator[None]:
+    """Fail where what is done inside never ends."""
+
+    def late(*_: object) -> None:
+        raise AssertionError(f"not done after {seconds} s")
+
+    former = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)
+
+
+def asked(workshop: Workshop, *words: str, run: Path | str = "") -> tuple[int, str]:
+    """Run a command in this process upon hostile files, and return its exit code and all that it printed.
+
+    Whatever they hold it ends, with a promised code, no traceback, and nothing for the terminal to obey.
+    """
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        for name, value in workshop.environment(run).items():
+            patch.setenv(name, value)
+        patch.setattr("rtx.commands.train.SAMPLE_LENGTH", 8)
+        with deadline():
+            code = main(words)
+    said = out.getvalue()
+    assert code in (0, 1, 2) and "Traceback" not in said and "\x1b" not in said, said
+    return code, said
 
 
 @contextlib.contextmanager

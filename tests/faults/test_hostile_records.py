@@ -1,0 +1,296 @@
+"""Records of a run that somebody else has written: bombs, pipes, markup, escapes, parts of other types.
+
+No command may hang, run or follow anything, end in a traceback, or pass markup and escapes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import re
+import shutil
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from disturbances import asked, deadline
+from small_runs import Workshop
+
+from rtx import load
+from rtx.compose import load_run_config
+from rtx.data.store import RECORD, DamagedStore, open_store, record_sha256
+from rtx.errors import RunFailed, UserError
+from rtx.report.contents import build, comma_separated, html, markdown
+from rtx.report.run_records import collect
+from rtx.report.tables import Column, Table
+from rtx.training.checkpoint import COMMENT_BYTES, TAG, CheckpointFiles, read_checkpoint
+from rtx.training.run_folder import read_status, run_state
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what numpy and matplotlib say of impossible numbers
+ESCAPE = "\x1b]0;owned\x07\x1b[31m"
+
+
+@pytest.fixture(scope="module")
+def run(workshop: Workshop) -> Path:
+    return workshop.train("run")
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    """A copy of the run, to be spoilt."""
+    return Path(shutil.copytree(run, tmp_path / "run"))
+
+
+BOMB = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}\n" for n in range(1, 40))
+MERGED = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n}\n  <<: [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [BOMB, MERGED, "- " * 50_000, "seed: " + "[" * 50_000, "seed: 1\nseed: 2\n"],
+    ids=["aliases", "merges", "nested", "nested flow", "twice"],
+)
+def test_no_command_takes_what_only_yaml_can_do(workshop: Workshop, copy: Path, text: str) -> None:
+    (copy / "config.yaml").write_text(text)
+    assert asked(workshop, "eval", str(copy))[0] == 2
+    code, said = asked(workshop, "report", str(copy))
+    assert code == 0 and f"note: {copy}/config.yaml: cannot be read" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("config.yaml", ["report"]),
+        ("status.json", ["resume"]),
+        ("metrics.jsonl", ["report"]),
+        ("metrics.jsonl", ["resume", "trainer.steps=13"]),
+        ("environment.json", ["report"]),
+        ("environment.json", ["resume", "trainer.steps=13"]),
+        ("checkpoints/last.ckpt", ["resume", "trainer.steps=13"]),
+        ("checkpoints/best.ckpt", ["eval"]),
+        ("sweeps.jsonl", ["sweep"]),
+    ],
+)
+def test_nobody_waits_for_the_other_end_of_a_pipe(workshop: Workshop, copy: Path, name: str, words: list[str]) -> None:
+    (copy / name).unlink(missing_ok=True)
+    os.mkfifo(copy / name)
+    assert asked(workshop, words[0], str(copy), *words[1:])[0] in (0, 1, 2)
+
+
+@pytest.mark.parametrize("name", ["status.json", "environment.json", "resumes.jsonl", "wandb.json", "lock"])
+def test_a_folder_in_place_of_a_file(workshop: Workshop, copy: Path, name: str) -> None:
+    (copy / name).unlink(missing_ok=True)
+    (copy / name).mkdir()
+    asked(workshop, "resume", str(copy), "trainer.steps=13")
+    asked(workshop, "report", str(copy))
+
+
+def test_values_of_a_run_are_no_questions_to_the_environment(
+    workshop: Workshop, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", "hunter2")
+    path = copy / "config.yaml"
+    path.write_text(path.read_text().replace("\nname: rtx\n", "\nname: ${oc.env:SECRET}\n"))
+    assert load_run_config(copy).name == "${oc.env:SECRET}"
+    assert asked(workshop, "export", str(copy), f"output={tmp_path / 'out'}")[0] == 0
+    assert asked(workshop, "resume", str(copy), "trainer.steps=13")[0] == 0
+    for file in [*copy.rglob("*"), *(tmp_path / "out").rglob("*")]:
+        assert file.is_dir() or b"hunter2" not in file.read_bytes(), file
+
+
+SWEEP = {"command": f"rtx train -m {ESCAPE}", "cells": {"run": f"seed=1 {ESCAPE}"}}
+
+
+@pytest.mark.parametrize("word", ["report", "sweep", "resume", "eval"])
+def test_nothing_that_a_terminal_obeys_is_printed(workshop: Workshop, run: Path, tmp_path: Path, word: str) -> None:
+    folder = tmp_path / f"sweep{ESCAPE}"
+    copy = Path(shutil.copytree(run, folder / "run"))
+    (folder / "sweeps.jsonl").write_text(json.dumps(SWEEP) + "\n")
+    status = json.loads((copy / "status.json").read_text())
+    status["final"]["unit"] += ESCAPE
+    if word in ("report", "sweep"):
+        status |= {"state": "failed", "reason": ESCAPE}
+    (copy / "status.json").write_text(json.dumps(status))
+    code, said = asked(workshop, word, str(folder if word in ("report", "sweep") else copy))
+    assert code == 0 and "\x07" not in said and "\N{REPLACEMENT CHARACTER}" in said
+
+
+HOSTILE: tuple[Any, ...] = (None, -1, 10**400, float("nan"), "x", [], [[1]], {}, {"x": {}}, True)
+
+
+@pytest.mark.parametrize("name", ["status.json", "environment.json", "metrics.jsonl", "resumes.jsonl", "sweeps.jsonl"])
+def test_records_with_parts_of_other_types_are_told_and_left_out(workshop: Workshop, copy: Path, name: str) -> None:
+    path = copy.parent / name if name == "sweeps.jsonl" else copy / name
+    rows = {"resumes.jsonl": [{"changed": {}}], "sweeps.jsonl": [{"command": "rtx", "cells": {"run": "seed=1"}}]}
+    lines = rows.get(name) or [json.loads(text) for text in path.read_text().splitlines()[:3] if name[0] == "m"]
+    record = lines[-1] if lines else json.loads(path.read_text())
+    values = itertools.cycle(HOSTILE)
+    for key in [*record, *record, ""]:
+        changed = {**record, key: next(values)} if key else next(values)
+        path.write_text("".join(json.dumps(row) + "\n" for row in [*lines[:-1], changed]))
+        assert run_state(copy) and (read_status(copy) or True)
+        build(collect([copy.parent]), "")
+    if name != "sweeps.jsonl":
+        (copy.parent / "sweeps.jsonl").write_text(json.dumps(SWEEP) + "\n")
+    asked(workshop, "sweep", str(copy.parent))
+    path.write_text("[" * 100_000)
+    assert asked(workshop, "report", str(copy.parent))[0] == 0
+
+
+MARKUP = '<img src=x onerror=alert(1)> "onload="alert(1) ![x](http://evil/) ``` `$\\frac` </svg><script>'
+
+
+def test_no_report_passes_markup_or_formulas_on(workshop: Workshop, run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / 'a" onload="alert(1)<b>'
+    copy = Path(shutil.copytree(run, folder))
+    for name in ("status.json", "environment.json"):
+        record = json.loads((copy / name).read_text())
+        record.get("final", {})["unit"] = record.get("data", {})["unit"] = MARKUP
+        (copy / name).write_text(json.dumps({**record, "command": f"rtx train 'name=a\n```\n<script>{MARKUP}'"}))
+    workshop.command("analyze", "divergence", str(copy), "draws=2")
+    report = build(collect([folder]), f"rtx report: {MARKUP}")
+    report.tables.append(Table(MARKUP, [Column("a", MARKUP)], [{"a": value} for value in ("=1+1", "+x", "@x", MARKUP)]))
+    page, text = html(report), markdown(report)
+    assert report.plots and '" onload="' not in page and "<img" not in page and page.count("<script>") == 1
+    outside = "\n".join(line for line in text.splitlines() if not line.startswith("    "))  # which is code
+    assert "<img" not in outside and "<script" not in outside and "![x](" not in outside and "\n```" not in text
+    rows = comma_separated(report)
+    assert "'=1+1" in rows and "'+x" in rows and "'@x" in rows and "\n=1" not in rows and ",=1" not in rows
+    workshop.command("export", str(copy), f"output={tmp_path / 'out'}")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "<img" not in card.replace("      rtx train", "") or "<img" not in card.partition("Command")[0]
+
+
+def test_a_report_of_somebody_else_is_not_written_over(workshop: Workshop, run: Path, tmp_path: Path) -> None:
+    (tmp_path / "report.md").write_text("mine")
+    code, said = asked(workshop, "report", str(run), f"output={tmp_path}")
+    assert code == 2 and "holds a report.md that rtx report did not write" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
+    for _ in range(2):  # one of ours is
+        assert asked(workshop, "report", str(run), f"output={tmp_path / 'ours'}")[0] == 0
+
+
+def craft(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a checkpoint, and write it with a checksum that is right."""
+    checkpoint = read_checkpoint(path)
+    change(checkpoint)
+    path.with_name("previous.ckpt").unlink(missing_ok=True)
+    CheckpointFiles().save_checkpoint(checkpoint, path)
+
+
+PARTS = [
+    *(["optimizer_states"], ["callbacks"], ["callbacks", "Watch"], ["callbacks", "Watch", "best"]),
+    *(["callbacks", "Watch", "seconds"], ["callbacks", "Watch", "ranks"], ["lr_schedulers"], ["global_step"]),
+    *(["optimizer_states", 0], ["optimizer_states", 0, "param_groups"], ["optimizer_states", 0, "state", 0]),
+    *(["optimizer_states", 0, "state", 0, "exp_avg"], ["callbacks", "Watch", "ranks", 0, "sums"], ["epoch"]),
+    *(["callbacks", "Watch", "ranks", 0, "rng", "torch"], ["config", "model"], ["config"], ["data"], ["model"]),
+    *(["data", "tokenizer"], ["data", "vocabulary"], ["pytorch-lightning_version"], ["config", "seed"], ["step"]),
+]
+
+
+@pytest.mark.parametrize("place", PARTS, ids=lambda place: ".".join(map(str, place)))
+def test_a_crafted_checkpoint_is_refused_or_changes_nothing(workshop: Workshop, copy: Path, place: list[Any]) -> None:
+    path = copy / "checkpoints" / "last.ckpt"
+    whole = path.read_bytes()
+    for value in (None, torch.ones(2, 3)):
+
+        def change(checkpoint: dict[str, Any], value: Any = value) -> None:
+            *way, last = place
+            inner: Any = checkpoint
+            for key in way:
+                inner = inner[key]
+            del inner[last]
+            if value is not None:
+                inner.insert(last, value) if isinstance(inner, list) else inner.update({last: value})
+
+        path.write_bytes(whole)
+        craft(path, change)
+        before = (copy / "status.json").read_text()
+        code, said = asked(workshop, "resume", str(copy), "trainer.steps=13")
+        if code:
+            assert code == 2 and (copy / "status.json").read_text() == before
+            assert re.search(
+                "is none to go on from|no checkpoint of rtx|not of the format|was trained so|refused", said
+            )
+        if place[0] in ("config", "data", "model"):
+            asked(workshop, "sample", str(copy), "checkpoint=last", "length=2")
+
+
+def test_a_packed_checkpoint_is_refused_before_it_is_unpacked(copy: Path) -> None:
+    path = copy / "checkpoints" / "last.ckpt"
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(copy / "packed", "w", zipfile.ZIP_DEFLATED) as new:
+        for entry in old.infolist():
+            new.writestr(entry.filename, old.read(entry) + bytes(1 << 20))
+    content = bytearray((copy / "packed").read_bytes())
+    content[-2:] = struct.pack("<H", COMMENT_BYTES)
+    path.write_bytes(content + TAG + hashlib.sha256(content).hexdigest().encode())
+    with pytest.raises(UserError, match="is refused: it holds more than its size"):
+        read_checkpoint(path)
+
+
+def test_a_tokenizer_file_elsewhere_is_neither_read_nor_written(workshop: Workshop, copy: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "id_rsa"
+    secret.write_bytes(b"secret\n")
+    described = {"name": "words", "unit": "word", "vocabulary": 256, "settings": {"eos": 0, "unk": 0}}
+    described |= {"file": "../id_rsa", "sha256": hashlib.sha256(b"secret\n").hexdigest()}
+    craft(copy / "checkpoints" / "best.ckpt", lambda checkpoint: checkpoint["data"].update(tokenizer=described))
+    code, said = asked(workshop, "export", str(copy), f"output={tmp_path / 'a' / 'out'}")
+    assert code == 1 and "its tokenizer cannot be read" in said
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("value", [None, -1, 10**30, "x", [], {"a": 1}, {"name": "words"}], ids=str)
+@pytest.mark.parametrize("key", ["step", "config", "data", "file", "data.tokenizer", "data.vocabulary", ""])
+def test_a_lying_export_is_told(
+    copy: Path, run: Path, workshop: Workshop, key: str, value: Any, tmp_path: Path
+) -> None:
+    exported = workshop.folder / "exported"
+    if not exported.exists():
+        workshop.command("export", str(run), f"output={exported}")
+    facts = json.loads((exported / "export.json").read_text())
+    lie = Path(shutil.copytree(exported, tmp_path / "lie"))
+    section, _, name = key.rpartition(".")
+    (facts[section] if section else facts)[name] = value
+    (lie / "export.json").write_text(json.dumps(facts if key else value))
+    with contextlib.suppress(RunFailed, UserError), deadline():
+        load(lie).tokenizer  # noqa: B018
+    if value in (-1, "x"):
+        asked(workshop, "eval", str(lie), "limit=1")
+
+
+@pytest.mark.parametrize("key", ["dtype", "splits", "tokenizer", "image", "stamps", "source", "name", "fingerprint"])
+def test_a_crafted_store_is_damaged(workshop: Workshop, run: Path, tmp_path: Path, key: str) -> None:
+    store = next(workshop.data.glob("text-*"))
+    for value in (None, 5, "x", ["x"], {"x": 1}):
+        folder = Path(shutil.copytree(store, tmp_path / f"{value}"[:9].strip("[]{}'\" ")))
+        record = json.loads((folder / RECORD).read_text()) | {key: value}
+        (folder / RECORD).write_text(json.dumps({**record, "sha256": record_sha256(record)}))
+        try:
+            with deadline():
+                open_store(folder, "data=text").describe()
+        except DamagedStore as error:
+            assert "; to rebuild the store: rtx data prepare data=text" in str(error)
+        shutil.rmtree(folder)
+
+
+def test_a_system_that_will_not_read_is_no_damage(
+    workshop: Workshop, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = next(workshop.data.glob("text-*"))
+
+    def refused(path: Path, *_: object, **options: object) -> None:
+        raise OSError(24, "Too many open files", str(path))
+
+    monkeypatch.setattr(np, "memmap", refused)
+    with pytest.raises(RunFailed, match=r"cannot be read \(Too many open files\); nothing was changed"):
+        open_store(store, "data=text")
+    code, said = asked(workshop, "data", "prepare", "data=text", workshop.text, "data.length=32")
+    assert code == 1 and "rebuild" not in said and store.exists()
