@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 import warnings
 from functools import partial
 from pathlib import Path
@@ -87,8 +88,10 @@ def fit(watch: Watch, loggers: list[Logger], checkpoint: Path | None) -> Outcome
     except (RuntimeError, *DAMAGED) as error:
         if reason := str(error) if isinstance(error, RunFailed) else lost_process(error):
             raise RunFailed(f"{reason}; {watch.last_good()}") from error
-        if checkpoint and not watch.pace and not isinstance(error, UserError) and not out_of_memory(error):
-            raise UserError(f"{checkpoint} is none to go on from: {error!r}") from error  # no step has been taken
+        if checkpoint and not isinstance(error, UserError) and not out_of_memory(error):
+            last = traceback.extract_tb(error.__traceback__)[-1]  # nothing is held yet while a checkpoint is restored
+            if not watch.signals.holding or (not watch.pace and "/torch/optim/" in last.filename):
+                raise UserError(f"{checkpoint} is none to go on from: {error!r}") from error
         raise
     finally:
         if dist.is_initialized():
