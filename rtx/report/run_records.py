@@ -250,11 +250,11 @@ def read_config(path: Path, found: Collection) -> dict[str, Any]:
 
     known = all_fields()
     try:
-        found: dict[str, Any] = dict(read_values(path))
-        for field in (known[key] for key in found if key in known):  # patterns of one's own are not known here
-            text = None if field.optional and found[field.key] == "null" else found[field.key]
-            found[field.key] = text if text is None or field.kind is str else field.read(text)
-        return found
+        values: dict[str, Any] = dict(read_values(path))
+        for field in (known[key] for key in values if key in known):  # patterns of one's own are not known here
+            text = None if field.optional and values[field.key] == "null" else values[field.key]
+            values[field.key] = text if text is None or field.kind is str else field.read(text)
+        return values
     except (OSError, ValueError, yaml.YAMLError) as error:
         found.problems.append(f"{path}: cannot be read ({str(error).splitlines()[0]}); listed without configuration")
         return {}
