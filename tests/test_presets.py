@@ -11,7 +11,7 @@ from rtx.cells import lay_out
 from rtx.checks import resolve
 from rtx.compose import compose, with_values
 from rtx.config import Config
-from rtx.data.sets import IMAGE_SETS
+from rtx.data.sets import IMAGE_SETS, MADE
 from rtx.keys import conf_dir, options
 from rtx.model.transformer import Transformer
 from rtx.options import check_overrides
@@ -37,6 +37,7 @@ def reduced(*overrides: str) -> Config:
     routing = {"layers": min(config.routing.layers, 2), "window": 8, "clusters": 4, "block": 4}
     values = {"data.size": 4 if images else None, "data.length": 48 if images else 32, "trainer.batch_size": 2}
     values |= {f"model.{key}": value for key, value in model.items()}
+    values |= {"data.pairs": 4, "data.distance": 0} if config.data.name in MADE else {}
     return resolve(with_values(config, values | {f"routing.{key}": value for key, value in routing.items()}))
 
 
