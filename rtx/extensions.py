@@ -19,6 +19,7 @@ from typing import Any
 
 from rtx.config import BASES, REGISTERED, SELECTIONS, all_fields, settings
 from rtx.data.sets import SETS, DataSet
+from rtx.disk import read_file
 from rtx.errors import UserError, shorten
 from rtx.keys import CONFIG_DIRS, options, unknown
 from rtx.training.signals import started_by_another
@@ -94,7 +95,7 @@ def run(path: Path, expected: str | None, named: bool) -> str:
     if expected in LOADED:
         return str(expected)
     try:
-        sha256 = hashlib.sha256(content := path.read_bytes()).hexdigest()
+        sha256 = hashlib.sha256(content := read_file(path)).hexdigest()
     except OSError as error:
         raise UserError(f"extensions: {path}: {error.strerror}") from error
     note = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rtx" / "extensions" / sha256

@@ -113,8 +113,8 @@ def stores_of(folder: Path | None, data: DataConfig) -> Path:
     root = data_root()
     if folder is None:
         return root
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        facts = json.loads((folder / (EXPORT_FACTS if is_export(folder) else "environment.json")).read_text())
+    with contextlib.suppress(OSError, *DAMAGED):
+        facts = json.loads(read_file(folder / (EXPORT_FACTS if is_export(folder) else "environment.json")))
         kept = Path(facts["data"]["folder"])
         if kept.exists() and not store_folder(data, root).exists() and store_folder(data, kept.parent) == kept:
             return kept.parent

@@ -42,6 +42,13 @@ ROWS = {
 }
 """What each experiment of several others stands for: overrides of a table's own model."""
 
+OTHERS = {
+    "wikitext103_baselines": ("wikitext103_adaptive_input", "wikitext103_transformer_xl"),
+    "enwik8_baselines": ("enwik8_transformer_xl",),
+    "pg19_baselines": ("pg19_transformer_xl", "pg19_compressive_transformer"),
+}
+"""Its further rows, which are models of their own."""
+
 
 def cells(*words: str) -> list[Cell]:
     return lay_out(check_overrides(words, sweep=True))
@@ -59,7 +66,9 @@ def shape(config: Config) -> tuple[int, int, int]:
 @pytest.mark.parametrize("experiment", ROWS)
 def test_the_rows_beside_a_tables_own_model(experiment: str) -> None:
     base, rows = ROWS[experiment]
-    assert configs(f"experiment={experiment}") == [compose([f"experiment={base}", *row]) for row in rows]
+    known = [compose([f"experiment={base}", *row]) for row in rows]
+    others = [compose([f"experiment={row}"]) for row in OTHERS.get(experiment, ())]
+    assert configs(f"experiment={experiment}") == known + others
 
 
 def test_several_experiments_are_one_sweep_and_an_override_reaches_every_cell() -> None:
@@ -75,8 +84,8 @@ def test_several_experiments_are_one_sweep_and_an_override_reaches_every_cell() 
     assert [shape(cell) for cell in small[:2]] == [(64, 1, 2), (64, 2, 2)]
     assert {cell.routing.heads for cell in small if cell.model.base == "full"} == {0}  # what makes it that row stands
     assert [config.name for config in configs("experiment=smoke,null", "seed=1,2")] == ["smoke", "smoke", "rtx", "rtx"]
-    twice = "experiment=enwik8,enwik8_full,enwik8_baselines"  # which stands for five, and one of them is there already
-    assert len(cells(twice)) == 6
+    twice = "experiment=enwik8,enwik8_full,enwik8_baselines"  # which stands for six, and one of them is there already
+    assert len(cells(twice)) == 7
 
 
 def test_a_cell_is_named_by_what_is_swept() -> None:
