@@ -24,6 +24,20 @@ from rtx.training.signals import Signals, Stopped, state_after
 FINAL_SECONDS = 30.0  # that the closing score may take whatever the training took
 
 
+def check_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse Adam's moments that are not like their weights: a fused step would read and write beyond them."""
+    for weight, state in optimizer.state.items():
+        for name in ("exp_avg", "exp_avg_sq"):
+            moment = state.get(name, weight)
+            if not torch.is_tensor(moment) or (moment.shape, moment.dtype) != (weight.shape, weight.dtype):
+                raise ValueError(f"{name} is {describe(moment)}, its weight {describe(weight)}")
+
+
+def describe(x: object) -> str:
+    """Return shape and type of a tensor, the type of anything else."""
+    return f"{[*x.shape]} of {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
+
+
 class Watch(Callback):
     """After each step, alike on all ranks: numbers that are not finite, signals and the time; rows and checkpoints.
 
@@ -72,6 +86,8 @@ class Watch(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Restore streams, sums and memories, hold signals from here on, and validate where that is still due."""
         rank, world, step = self.ranks.rank, self.ranks.world, trainer.global_step
+        for optimizer in trainer.optimizers:
+            check_moments(optimizer)
         self.module.restore_memory([own["memory"] for own in self.kept["ranks"]])
         if len(self.kept["ranks"]) == world:
             own = self.kept["ranks"][rank]
