@@ -162,7 +162,7 @@ def test_a_pattern_that_reads_the_future_is_refused(place: Place) -> None:
     [
         (["--config-dir", "nowhere"], "--config-dir nowhere: holds no preset"),
         (["--config-dir"], "--config-dir : holds no preset"),
-        (["--config-dir", "presets", "model=mien"], "model=mien: must be one of adaptive_span, mine, "),
+        (["--config-dir", "presets", "model=mien"], "(did you mean 'mine'?) (a file of conf/model/)"),
         (["extensions=a.py:b/a.py"], "a.py: No such file"),
         (["extensions=presets"], "extensions=presets: name a Python file, my.py, or several"),
     ],

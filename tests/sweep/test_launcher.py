@@ -136,7 +136,7 @@ def test_a_cell_whose_configuration_was_changed_is_told_and_left_alone(
             to_yaml(compose(["seed=1", "trainer.steps=7"])),
             f"changed: {folder}/config.yaml has other values",
         ),
-        ("trainer: [", f"failed: {folder}/config.yaml: not valid YAML"),
+        ("trainer: {", f"failed: {folder}/config.yaml: not valid YAML"),
     ):
         (folder / "config.yaml").write_text(text)
         assert run(monkeypatch, script, "seed=1,2") == 1
