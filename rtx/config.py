@@ -132,8 +132,8 @@ class RoutingConfig:
     """Attention window W: keys per query and cluster at the most."""
     clusters: int | None = ranged(None, low=1)
     """Clusters C of each routing head; unset: ceil(N / W)."""
-    logit_scale: str = one_of("sqrt_d", "none")
-    """Attention logits divided by sqrt(D), or not at all (as Algorithm 1 prints it)."""
+    logit_scale: str = one_of("sqrt_d", "none", "unit")
+    """Logits divided by sqrt(D), not at all (as Algorithm 1 prints it), or by D (unit vectors, as its comment has)."""
     attend_self: bool = True
     """Whether a position may always read itself; false: only where it sees nothing else (routing=causal, nearest)."""
     update: str = one_of("members", "nearest", "sum")

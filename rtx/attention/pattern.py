@@ -169,8 +169,9 @@ def options(config: Config) -> dict[str, Any]:
 
 def routed_options(config: Config) -> dict[str, Any]:
     """Return what the patterns that `routing` describes take from a configuration."""
-    scale = {} if config.routing.logit_scale == "sqrt_d" else {"scale": 1.0}
-    return {**options(config), **scale, "attend_self": config.routing.attend_self}
+    routing, size = config.routing, config.model.hidden // config.model.heads
+    scale = {"sqrt_d": size**-0.5, "none": 1.0, "unit": 1 / size}[routing.logit_scale]
+    return {**options(config), "scale": scale, "attend_self": routing.attend_self}
 
 
 def turn(x_BHND: Tensor, rotate: Rotate | None, first: int = 0) -> Tensor:

@@ -6,9 +6,12 @@ import pytest
 import torch
 from tiny_models import BY_QUERY, tiny_config, tiny_model, tokens
 
+from rtx.attention import oracle
+from rtx.attention.centroids import all_centroids
 from rtx.attention.pattern import Pattern
 from rtx.attention.patterns import Local, Random
 from rtx.attention.routing import Routing
+from rtx.attention.softmax import Terms
 from rtx.errors import UserError
 from rtx.model.layer_heads import layer_patterns, routing_heads
 from rtx.model.multihead import MultiheadAttention
@@ -67,9 +70,25 @@ def test_a_layer_joins_its_heads_in_order() -> None:
 
 
 def test_the_logit_scale_is_that_of_the_configuration() -> None:
-    for wish, scale in (("none", 1.0), ("sqrt_d", 0.5)):
+    for wish, scale in (("none", 1.0), ("sqrt_d", 0.5), ("unit", 0.25)):
         for selection in ("topk", "random", *BY_QUERY):
             assert routed(tiny_model(selection=selection, routing_logit_scale=wish), 1).scale == scale
+
+
+@pytest.mark.parametrize("selection", ["topk", "causal", "nearest"])
+def test_on_the_unit_ball_the_members_are_the_same_and_logits_those_of_unit_vectors(selection: str) -> None:
+    heads = routed(tiny_model(selection=selection, positions="none", routing_logit_scale="unit"), 1)
+    q_BHND, v_BHND = torch.randn(2, 1, 2, 24, 4, dtype=torch.float64)
+    given, (store,) = heads.inputs(q_BHND, None, None), all_centroids(heads)
+    unit = given._replace(q_BHND=given.q_BHND / 2)
+    torch.testing.assert_close(unit.q_BHND.norm(dim=-1), torch.ones(1, 2, 24).double(), rtol=0, atol=1e-2)
+    rules, out_BHND = [heads.rule(given, head, False) for head in range(2)], heads(q_BHND, None, v_BHND)[0]
+    store.centroid_HCD /= 2
+    store.threshold_HC /= 4
+    for head, (unit_ND, rule) in enumerate(zip(unit.q_BHND[0], rules, strict=True)):
+        assert torch.equal(heads.rule(unit, head, False), rule)
+        expected_ND, _ = oracle.dense(unit_ND, unit_ND, v_BHND[0, head], rule, Terms(scale=1.0))
+        torch.testing.assert_close(out_BHND[0, head], expected_ND)
 
 
 def test_random_heads_differ_by_layer_and_seed_alone() -> None:
