@@ -168,17 +168,23 @@ def coverage(run: LoadedRun, store: Store, options: CoverageOptions) -> Result:
             found.append(covered.measure(run.model, made, ids_1N, window))
             show(len(found), len(chosen))
     found_SLKZ3 = np.reshape(found, (len(found), len(layers), -1, len(sizes), 3)).transpose(2, 1, 0, 3, 4)
-    far_LK, rows, at_keys = found_SLKZ3[0, :, :, 0, 0], [], covered.at_keys
-    for name, found_LKZ3 in zip(covered.NAMES, found_SLKZ3, strict=True):
-        first, *curve = [at_keys(found_LKZ3.mean(0), each) for each in (keys, *found_LKZ3[..., 2].mean((0, 1)))]
-        shares = {layer: at_keys(of, keys)["share"] for layer, of in zip(layers, found_LKZ3, strict=True)}
-        rows.append({"selection": name + " (sees the future)" * (name == "topk"), **first, **shares, "curve": curve})
-    rows.sort(key=lambda row: -row["share"])
+    far_LK, rows = found_SLKZ3[0, :, :, 0, 0], coverage_rows(found_SLKZ3, layers, keys)
     beyond = dict(zip(("mean", "error", *layers), (*estimate(far_LK.mean(0)), *far_LK.mean(1)), strict=True))
     print_table([{"full heads' weight": f"{window} or more positions back, of all", **beyond}])
     print(f"\nshare of that kept with {keys} keys a query, standard errors over {plural(len(chosen), 'window')}")
     print_table([{key: row[key] for key in row if key != "curve"} for row in rows])
     return {"window": window, "keys": keys, "block": block, "beyond": beyond, "rows": rows, "picture": curves(rows)}
+
+
+def coverage_rows(found_SLKZ3: np.ndarray, layers: list[str], keys: int) -> list[Result]:
+    """Return what each selection keeps with so many keys, by layers and at all its sizes; the most first."""
+    rows = []
+    for name, found_LKZ3 in zip(covered.NAMES, found_SLKZ3, strict=True):
+        mean_KZ3, every = found_LKZ3.mean(0), (keys, *found_LKZ3[..., 2].mean((0, 1)))
+        first, *curve = [covered.at_keys(mean_KZ3, each) for each in every]
+        shares = {layer: covered.at_keys(of, keys)["share"] for layer, of in zip(layers, found_LKZ3, strict=True)}
+        rows.append({"selection": name + " (sees the future)" * (name == "topk"), **first, **shares, "curve": curve})
+    return sorted(rows, key=lambda row: -row["share"])
 
 
 def curves(rows: Sequence[Result]) -> bytes:
