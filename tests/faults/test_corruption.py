@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import shutil
 from pathlib import Path
 
 import pytest
@@ -16,17 +15,6 @@ from rtx.compose import load_run_config
 from rtx.errors import RunFailed, UserError
 from rtx.training.checkpoint import is_whole, newest_checkpoint, read_checkpoint
 from rtx.training.run_folder import already_done, read_status, run_state
-
-
-@pytest.fixture(scope="module")
-def run(workshop: Workshop) -> Path:
-    return workshop.train("run")
-
-
-@pytest.fixture
-def copy(run: Path, tmp_path: Path) -> Path:
-    """A copy of the run, to be spoilt."""
-    return Path(shutil.copytree(run, tmp_path / "run"))
 
 
 def spoilt(whole: Path, count: int, draw: random.Random) -> list[dict[str, int]]:

@@ -38,17 +38,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what numpy and matplotlib s
 ESCAPE = "\x1b]0;owned\x07\x1b[31m"
 
 
-@pytest.fixture(scope="module")
-def run(workshop: Workshop) -> Path:
-    return workshop.train("run")
-
-
-@pytest.fixture
-def copy(run: Path, tmp_path: Path) -> Path:
-    """A copy of the run, to be spoilt."""
-    return Path(shutil.copytree(run, tmp_path / "run"))
-
-
 BOMB = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}\n" for n in range(1, 40))
 MERGED = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n}\n  <<: [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
 
