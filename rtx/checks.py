@@ -112,10 +112,10 @@ def model_problems(config: Config) -> Iterator[str]:
         return
     if keys == "projected" and chosen not in CLUSTERED[:3]:
         yield f"routing.keys=projected needs routing.selection=causal, topk or nearest, not {chosen}"
-    if keys != "separate" and chosen not in CLUSTERED:
-        yield f"routing.selection={chosen} needs routing.keys=separate, not {keys}; routing={chosen} sets both"
+    if keys in ("shared", "projected") and chosen not in CLUSTERED:
+        yield f"routing.selection={chosen} needs routing.keys=separate or tied, not {keys}; routing={chosen} sets both"
     if keys == "shared" and (routing.key_shift, routing.key_conv) != (0, 1):
-        yield "routing.key_shift and routing.key_conv are for routing.keys=separate or projected, not for shared"
+        yield "routing.key_shift and routing.key_conv are for routing.keys=separate, tied or projected, not for shared"
 
 
 def adaptive_problems(config: Config) -> Iterator[str]:

@@ -61,7 +61,7 @@ YOUNGER = (
     *(("data.distance", 0), ("data.gaps", "uniform"), ("extensions", None)),
     *(("model.memory", 0), ("model.same_length", False), ("model.clamp", None), ("model.tie_biases", True)),
     *(("model.compressed", 0), ("model.compression", "conv"), ("model.compression_rate", 2)),
-    *(("model.cutoffs", None), ("model.band_factor", 4)),
+    *(("model.cutoffs", None), ("model.band_factor", 4), ("routing.rotary", True)),
 )
 """Keys that recorded cells lack, with the values that say what they did: then they tell no cells apart, either."""
 
@@ -122,8 +122,8 @@ class RoutingConfig:
 
     selection: str = key_of(SELECTIONS)
     """What a head reads: a cluster (causal, nearest, random; topk, Algorithm 1: sees the future), or chosen keys."""
-    keys: str = one_of("shared", "separate", "projected")
-    """Keys: the queries, or their own: clustered apart (separate), or by a fixed random W_R (q + k) (projected)."""
+    keys: str = one_of("shared", "separate", "tied", "projected")
+    """Keys: the queries; others, chosen apart (separate); such by W_Q (tied); clustered by W_R (q + k) (projected)."""
     heads: int = ranged(4, low=0)
     """Routing heads in each routing layer; the other heads use the base pattern."""
     layers: int = ranged(2, low=0)
@@ -156,6 +156,8 @@ class RoutingConfig:
     """Positions by which keys of their own look back: 1 lets a head match "the unit before was A"."""
     key_conv: int = ranged(1, low=1, high=64)
     """Keys that a causal convolution adds to keys of their own; 1: none."""
+    rotary: bool = True
+    """Whether model.positions=rotary turns routing heads, too; false: they attend by content alone, at any distance."""
 
 
 @dataclass

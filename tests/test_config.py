@@ -42,7 +42,7 @@ def test_clusters_and_hash_buckets_are_frozen(words: str, frozen: tuple[int, int
     ("words", "said"),
     [
         ("routing.heads=9", "routing.heads=9 must be at most model.heads=8"),
-        ("routing.selection=exact", "routing.selection=exact needs routing.keys=separate, not shared;"),
+        ("routing.selection=exact", "routing.selection=exact needs routing.keys=separate or tied, not shared;"),
         ("routing.selection=random routing.keys=projected", "routing.keys=projected needs routing.selection=causal"),
         ("routing.key_shift=1", "routing.key_shift and routing.key_conv are for routing.keys=separate"),
         ("routing.selection=blocks routing.keys=separate routing.block=300", "must be at most routing.window=256"),

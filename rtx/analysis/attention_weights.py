@@ -46,9 +46,9 @@ def layer_inputs(model: Transformer, tokens_BN: Tensor) -> Iterator[tuple[Multih
 def groups_of(attention: MultiheadAttention, x_1NE: Tensor) -> dict[str, Heads]:
     """Return the groups of a layer's heads, with what they read of one sequence."""
     groups = {}
-    every = zip(attention.groups, attention.each(), attention.relative(), attention.split(x_1NE), strict=True)
-    for name, pattern, relative, (q_1HND, k_1HND, _) in every:
-        given = pattern.inputs(q_1HND, k_1HND, attention.rotary)
+    kinds = attention.groups, attention.each(), attention.rotations(), attention.relative()
+    for name, pattern, rotary, relative, (q_1HND, k_1HND, _) in zip(*kinds, attention.split(x_1NE), strict=True):
+        given = pattern.inputs(q_1HND, k_1HND, rotary)
         groups[name] = pattern, given, pattern.reads(given, None, False), relative
     return groups
 

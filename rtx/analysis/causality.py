@@ -140,8 +140,9 @@ def audit_model(
         unchanged[:] = unchanged if prefix else inputs
         for number, (layer, x_BNE, y_BNE) in enumerate(zip(layers, unchanged, inputs, strict=True)):
             split = layer.split(torch.cat([x_BNE[:, :prefix], y_BNE[:, prefix:]], dim=1))
-            for name, pattern, relative, qkv in zip(layer.groups, layer.each(), layer.relative(), split, strict=True):
-                found[number, name] = pattern(*qkv, rotate=layer.rotary, relative=relative, prefix=streaming)[0]
+            kinds = layer.groups, layer.each(), layer.rotations(), layer.relative()
+            for name, pattern, rotary, relative, qkv in zip(*kinds, split, strict=True):
+                found[number, name] = pattern(*qkv, rotate=rotary, relative=relative, prefix=streaming)[0]
         return found
 
     with contextlib.ExitStack() as hooks:

@@ -102,7 +102,7 @@ def head_cost(name: str, config: Config) -> tuple[float, float]:
     read = C * (
         window_pairs(N / C, routing.window) if routing.selection == "nearest" else triangle(min(routing.window, N))
     )
-    vectors = {"shared": C, "separate": 2 * C, "projected": C + size}[routing.keys]
+    vectors = {"shared": C, "separate": 2 * C, "tied": 2 * C, "projected": C + size}[routing.keys]
     return read, 0.0 if routing.selection == "random" else 2 * size * N * vectors
 
 

@@ -183,7 +183,7 @@ def attention_bytes(config: Config, layer: int, micro_batch: int) -> tuple[float
     work = sum(count * head.vectors for count, head in each) / N
     total = work + sum(count * (head.others + head.once / micro_batch) for count, head in each) / N
     if any(head.projection for _, head in each):
-        own_keys = {"lsh": False, ROUTED: config.routing.keys != "shared"}
+        own_keys = {"lsh": False, ROUTED: config.routing.keys in ("separate", "projected")}
         columns = sum(count * (2 + own_keys.get(name, True)) for name, count in groups.items())
         total += columns * widths_of(config)[1] * config.model.hidden // config.model.heads
     return total, work + max(head.again for _, head in each) / (N * micro_batch)

@@ -90,7 +90,7 @@ class Routing(Pattern):
             decay=routing.decay,
             update=routing.update,
             threshold_rate=routing.threshold_rate if routing.selection == "causal" else 0.0,
-            keys=routing.keys,
+            keys="separate" if routing.keys == "tied" else routing.keys,
         )
         own = {"selection": routing.selection, "commitment": routing.commitment}
         return cls(centroids, **own, **routed_options(config))

@@ -28,7 +28,7 @@ class Stream(NamedTuple):
 
 
 class MultiheadAttention(nn.Module):
-    """One layer's heads, in groups of one pattern each; a group without keys of its own has no key matrix."""
+    """One layer's heads, in groups of one pattern each; where keys are the queries there is no key matrix."""
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
@@ -38,13 +38,15 @@ class MultiheadAttention(nn.Module):
         self.groups = nn.ModuleDict(
             {name: make_pattern(name, heads, config, layer) for name, heads in patterns.items()}
         )
-        self.with_keys = [pattern.has_keys for pattern in self.each()]
+        self.tied = [name == ROUTED and config.routing.keys == "tied" for name in patterns]
+        self.with_keys = [p.has_keys and not tied for p, tied in zip(self.each(), self.tied, strict=True)]
         counts = list(patterns.values())
         key_counts = [count for count, with_keys in zip(counts, self.with_keys, strict=True) if with_keys]
         self.widths = [count * self.size for count in (*counts, *key_counts, *counts)]
         self.qkv = nn.Linear(model.hidden, sum(self.widths), bias=False)
         self.out = nn.Linear(model.hidden, model.hidden, bias=False)
         self.rotary = Rotary(self.size) if model.positions == "rotary" else None
+        self.turned = [name != ROUTED or config.routing.rotary for name in patterns]
         self.shaw = nn.ModuleDict()
         if model.positions == "shaw":
             self.shaw.update({name: Shaw(model.max_distance, self.size) for name in patterns})
@@ -70,11 +72,16 @@ class MultiheadAttention(nn.Module):
         if self.xl is not None:
             queries = [q_BHND + self.xl.content_HD[:, None].to(q_BHND.dtype) for q_BHND in queries]
         own_keys = [next(keys) if with_keys else None for with_keys in self.with_keys]
+        own_keys = [q if tied else k for q, k, tied in zip(queries, own_keys, self.tied, strict=True)]
         for number, name in enumerate(self.groups):
             if name in self.mix:
                 last = streams[number].last_keys if streams is not None else []
                 own_keys[number] = self.mix[name](own_keys[number], last)
         return list(zip(queries, own_keys, values, strict=True))
+
+    def rotations(self) -> list[Rotary | None]:
+        """Return what turns the queries and keys of each group, None without."""
+        return [self.rotary if turned else None for turned in self.turned]
 
     def relative(self) -> list[Relative | None]:
         """Return the tables by distance of each group, None without."""
@@ -90,11 +97,11 @@ class MultiheadAttention(nn.Module):
         The first `memory` positions are read, and have no output.
         """
         outputs, total = [], x_BNE.new_zeros((), dtype=torch.float32)
-        split = self.split(x_BNE, streams)
-        for stream, pattern, (q, k, v) in zip(streams or [], self.each(), split, strict=False):
-            stream.cache.prefill(pattern.inputs(q, k, self.rotary), v)
-        for pattern, relative, (q, k, v) in zip(self.each(), self.relative(), split, strict=True):
-            out_BHND, loss = pattern(q, k, v, rotate=self.rotary, relative=relative, prefix=prefix, memory=memory)
+        split, rotations = self.split(x_BNE, streams), self.rotations()
+        for stream, pattern, rotary, (q, k, v) in zip(streams or [], self.each(), rotations, split, strict=False):
+            stream.cache.prefill(pattern.inputs(q, k, rotary), v)
+        for pattern, rotary, relative, (q, k, v) in zip(self.each(), rotations, self.relative(), split, strict=True):
+            out_BHND, loss = pattern(q, k, v, rotate=rotary, relative=relative, prefix=prefix, memory=memory)
             outputs.append(out_BHND)
             total = total + loss
         joined_BNE = torch.cat(outputs, dim=1).transpose(1, 2).flatten(2)
@@ -109,8 +116,8 @@ class MultiheadAttention(nn.Module):
         """Return the layer's output `[B, 1, E]` at the next position of each stream."""
         split = self.split(x_B1E, streams)
         outputs = [
-            stream.cache.decode(pattern.inputs(q, k, self.rotary, position), v, position)
-            for stream, pattern, (q, k, v) in zip(streams, self.each(), split, strict=True)
+            stream.cache.decode(pattern.inputs(q, k, rotary, position), v, position)
+            for stream, pattern, rotary, (q, k, v) in zip(streams, self.each(), self.rotations(), split, strict=True)
         ]
         return self.out(torch.cat(outputs, dim=1).transpose(1, 2).flatten(2))
 

@@ -129,8 +129,9 @@ def looks_ahead(config: Config, ablate: str = "none") -> bool:
 def kind_of(config: Config) -> str:
     """Return what heads a model has: full, local, random, routing, sparse, lsh, adaptive_input (full), or its base."""
     base, chosen = str(config.get("model.base", "")), config.get("routing.selection")
-    if routes(config) and chosen == "exact" and config.get("routing.window", 0) >= config.get("data.length", 1):
-        return f"{base}+full"  # the best of all keys are all
+    every_key = chosen == "exact" or (chosen == "nearest" and config.get("routing.clusters") == 1)
+    if routes(config) and every_key and config.get("routing.window", 0) >= config.get("data.length", 1):
+        return f"{base}+full"  # the best of all keys are all, and so is the one cluster
     if routes(config):
         return "random" if chosen == "random" else "routing"
     if base == "full" and config.get("model.embedding") == "adaptive":

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from test_decoding import streams_as_it_scores
-from tiny_models import gradients, tiny_config, tiny_model, tokens
+from tiny_models import TIED, gradients, tiny_config, tiny_model, tokens
 
 from rtx.attention.centroids import all_centroids
 from rtx.errors import UserError
+from rtx.model.multihead import MultiheadAttention
 
 KINDS = list(itertools.product(("causal", "topk", "nearest"), ("shared", "separate", "projected"), ("rotary", "shaw")))
 
@@ -44,11 +45,22 @@ def test_keys_of_their_own_are_learned_and_counted(keys: str) -> None:
     assert [int(store.count_HC.sum()) for store in all_centroids(model)] == 2 * [counted * 4 * 2 * 24]
 
 
+def test_tied_keys_are_the_queries_before_them_at_any_distance() -> None:
+    model = tiny_model(selection="exact", positions="rotary", **TIED)
+    attention: MultiheadAttention = model.blocks[2].attention  # type: ignore[assignment]
+    assert attention.qkv.out_features == 16 + 8 + 16, "queries, keys of local heads alone, values"
+    x_BNE = torch.randn(2, 9, 16, dtype=torch.float64)
+    q_BHND, k_BHND, _ = attention.split(x_BNE)[1]
+    assert k_BHND is not None and torch.equal(k_BHND[:, :, 1:], q_BHND[:, :, :-1])
+    local, routed = attention.rotations()
+    assert local is not None and routed is None
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"selection": "random", "routing_keys": "projected"}, r"keys=projected needs .*selection=causal, topk or"),
-        ({"selection": "exact", "routing_keys": "shared"}, r"selection=exact needs routing\.keys=separate"),
+        ({"selection": "exact", "routing_keys": "shared"}, r"selection=exact needs routing\.keys=separate or tied"),
         ({"routing_key_shift": 1}, r"key_shift .* are for .* projected, not for shared"),
         ({"selection": "blocks", "routing_block": 7}, r"block=7 must be at most routing\.window=6"),
     ],

@@ -38,11 +38,13 @@ COMMON: list[Kind] = [dict(zip(("selection", "positions", "norm", "base"), kind,
 """Selection by shared keys, positions, norm and base pattern."""
 
 MIXED: Kind = {"norm": "post", "base": "local+full", "routing_attend_self": False}
+TIED: Kind = {"routing_keys": "tied", "routing_key_shift": 1, "routing_rotary": False}
 OTHERS: list[Kind] = [
     *({"selection": s, "positions": p, **own} for s, own in BY_QUERY.items() for p in ("rotary", "shaw")),
     *({"selection": s, "positions": "none", "routing_keys": "separate", **BY_QUERY["exact"]} for s in CLUSTERED),
     {"selection": "causal", "positions": "shaw", "routing_keys": "projected", "routing_key_shift": 1, **MIXED},
     {"selection": "exact", "positions": "axial", "routing_window": 1, **MIXED},
+    *({"selection": s, "positions": "rotary", **TIED} for s in ("causal", "exact")),
     {"selection": "blocks", "positions": "shaw", "routing_block": 4, "routing_compressed": True, **MIXED},
     {"selection": "blocks", "positions": "learned", "routing_compressed": True, "routing_key_conv": 2, **MIXED},
     {"selection": "indexer", "positions": "rotary", "routing_warmup": 3, "routing_key_conv": 2, **MIXED},
