@@ -40,5 +40,5 @@ def find_run(folder: Path) -> Path:
         raise UserError(f"{said}{plural(len(found), 'run')}; name one: {listed}")
     if is_folder:
         raise UserError(f"{said}has no config.yaml; a run is a folder such as outputs/<name>/<run>")
-    near = nearest(word, itertools.chain(*names.values()))
+    near = nearest(word, itertools.chain(["last"] * bool(every), *names.values()))
     raise UserError(f"{said}no such folder, and no run of this name{near}; the newest: {listed or 'there is none'}")

@@ -69,5 +69,5 @@ def standing(folder: Path, title: str) -> tuple[str, list[Text]]:
     bits = bits_of(status) if state == "done" else f"{last:.4f}" if last else ""
     left = seconds * (steps / at - 1) if state == "running" and steps and at else 0.0
     cell = printable(f"{title}\n  {status['reason']}" if state == "failed" else title)
-    figures = (f"{step:,}/{steps:,}" if step else "", bits, clock(min(left, 1e9)) if left else "")
+    figures = (f"{step:,}" + f"/{steps:,}" * bool(steps) if step else "", bits, clock(min(left, 1e9)) if left else "")
     return state, [Text(word) for word in (cell, state, *figures)]

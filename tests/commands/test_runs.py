@@ -61,7 +61,7 @@ def test_a_run_has_names_and_its_data_wherever_one_stands(
         ("2026", f"2026: 2 runs; name one: {{0}}/small/{NEW}, {{0}}/small/{OLD}"),
         ("small", f"small: 2 runs; name one: {{0}}/small/{NEW}, {{0}}/small/{OLD}"),
         ("abce1234", "no run of this name (did you mean 'abcd1234'?); the newest: "),
-        ("lats", f"the newest: {{0}}/small/{NEW}, {{0}}/small/{OLD}"),
+        ("lats", f"(did you mean 'last'?); the newest: {{0}}/small/{NEW}, {{0}}/small/{OLD}"),
         ("x" * 3000, "no such folder, and no run of this name; the newest: "),
     ],
 )
