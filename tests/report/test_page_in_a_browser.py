@@ -91,7 +91,7 @@ def test_the_first_screen_holds_the_answer(width: int, height: int, scheme: int,
     for at, values in enumerate([LOCAL, FULL, *selections]):
         for seed in range(5):
             bits, speed = 2 + 0.02 * at + 0.01 * (seed * at % 5), 1.0 + 0.04 * at + 0.02 * seed
-            run = write_run(tmp_path / "runs", config("comparison", seed=seed, **values), bits=bits, speed=speed)
+            run = write_run(tmp_path / "runs", config("far_text_causal", seed=seed, **values), bits=bits, speed=speed)
     write_divergence(run, layers=4)
     result = looked_at(tmp_path, html(build(collect([tmp_path / "runs"]), "a sweep")), width, height, scheme)
     assert result["faults"] == []

@@ -44,7 +44,7 @@ def write_kinds(folder: Path, seeds: int = 5, gap: float = 0.5) -> Path:
     for start, values in kinds.values():
         for seed in range(seeds):
             noise = 0.01 * ((seed * 7 + len(values)) % 5) + 0.1 * seed
-            write_run(folder, config("comparison", seed=seed, **values), bits=start + noise)
+            write_run(folder, config("far_text_causal", seed=seed, **values), bits=start + noise)
     return folder
 
 
@@ -62,7 +62,7 @@ def test_the_answer_ranks_legal_kinds_and_marks_what_sees_the_future(tmp_path: P
 
 def test_four_seeds_give_no_verdict_and_a_killed_run_with_a_score_is_none(tmp_path: Path) -> None:
     for values in (LOCAL, CAUSAL):
-        write_run(tmp_path, config("comparison", seed=4, **values), bits=1.0, state="killed")
+        write_run(tmp_path, config("far_text_causal", seed=4, **values), bits=1.0, state="killed")
     report = built(write_kinds(tmp_path, seeds=4))
     assert column(report.answer, "seeds") == [4, 4, 4, 4] and min(column(report.answer, "ours")) > 1.0
     assert report.answer and report.answer.lines[-1] == "Left out: 2 scored runs that did not end."
@@ -87,9 +87,9 @@ def test_the_best_of_several_rows_is_reported_by_seeds_that_did_not_choose_it(tm
     for heads in (1, 2):
         for seed in range(6):
             bits = 2.0 + 0.01 * seed + 0.5 * (heads == 1) + (seed < 3) * -0.3
-            write_run(tmp_path, config("comparison", seed=seed, routing__heads=heads), bits=bits)
+            write_run(tmp_path, config("far_text_causal", seed=seed, routing__heads=heads), bits=bits)
     for seed in range(6):
-        write_run(tmp_path, config("comparison", seed=seed, **LOCAL), bits=2.5 + 0.01 * (seed % 2))
+        write_run(tmp_path, config("far_text_causal", seed=seed, **LOCAL), bits=2.5 + 0.01 * (seed % 2))
     answer = built(tmp_path).answer
     assert answer and answer.lines[1] == "routing (causal): best of 2 (heads=2), by 3 seeds that did not choose it."
     row = next(row for row in answer.rows if row["heads"].startswith("routing"))
@@ -99,7 +99,7 @@ def test_the_best_of_several_rows_is_reported_by_seeds_that_did_not_choose_it(tm
 def test_where_all_seeds_choose_a_row_none_are_left_to_report_it_by(tmp_path: Path) -> None:
     for values in (LOCAL, CAUSAL):
         for lr in (0.1, 0.2):
-            write_run(tmp_path, config("comparison", optimizer__lr=lr, **values), bits=2.0 + lr)
+            write_run(tmp_path, config("far_text_causal", optimizer__lr=lr, **values), bits=2.0 + lr)
     assert built(tmp_path).headline.startswith("Not certain: of several rows of a kind one is chosen, and no seeds are")
 
 
@@ -155,15 +155,18 @@ def test_protocols_and_data_are_set_apart(tmp_path: Path) -> None:
 
 def test_a_simple_baseline_stands_beside_the_scores_of_every_table(tmp_path: Path) -> None:
     bits = {"zlib": 3.5, "order-2": 3.25}
-    for seed, values in enumerate((LOCAL, CAUSAL)):
-        run = write_run(tmp_path, config("comparison", seed=seed, **values), bits=2.0 + seed, baselines=bits)
+    runs = [
+        write_run(tmp_path, config("far_text_causal", **values), bits=2.0, baselines=bits) for values in (LOCAL, CAUSAL)
+    ]
+    for run in runs:
         write_eval(run, 2.5, baselines={"order-2": 4.0})
     report = built(tmp_path)
     tables = [table for table in report.every_table() if table.title.startswith(("Which", "All"))]
     rows = [(table.rows[-1].get("heads", table.rows[-1].get("run")), table.rows[-1]["ours"]) for table in tables]
     assert rows == [("baseline: order-2", 4.0)] * 2, "of the split that was scored"
     assert "order-2" not in report.headline
-    write_eval(run, 2.5, baselines={"xz": 1.5})
+    for run in runs:
+        write_eval(run, 2.5, baselines={"xz": 1.5})
     assert built(tmp_path).headline.endswith(" The simple baseline xz (1.500 bits/byte) is ahead of every model.")
 
 
@@ -189,9 +192,9 @@ def test_the_best_checkpoints_score_counts_and_one_before_the_end_is_told(tmp_pa
 
 
 def test_names_hold_what_differs_within_a_kind_alone(tmp_path: Path) -> None:
-    write_run(tmp_path, config("comparison_local"), bits=2.0)
+    write_run(tmp_path, config("far_text_local"), bits=2.0)
     for window in (64, 128):
-        write_run(tmp_path, config("comparison", routing__window=window), bits=2.1 + window / 1000)
+        write_run(tmp_path, config("far_text_causal", routing__window=window), bits=2.1 + window / 1000)
     names = column(rows_of(built(tmp_path), "All rows"), "run")
     assert names == ["local", "routing (causal): window=64", "routing (causal): window=128"]
 
@@ -292,7 +295,7 @@ def test_without_a_folder_the_papers_tables_are_listed(
 def test_heat_maps_of_different_selections_are_panels_of_their_own(tmp_path: Path) -> None:
     for selection, heads, layers in itertools.product(("topk", "causal"), (1, 2), (1, 2)):
         sizes = {"routing__heads": heads, "routing__layers": layers}
-        write_run(tmp_path, config("comparison", routing__selection=selection, **sizes))
+        write_run(tmp_path, config("far_text_causal", routing__selection=selection, **sizes))
     (plot,) = [plot for plot in built(tmp_path).plots if plot.name == "heads-by-layers"]
     assert all(plot.svg.count(f">{kind}<") == 1 for kind in ("routing (topk)", "routing (causal)"))
 
@@ -300,7 +303,7 @@ def test_heat_maps_of_different_selections_are_panels_of_their_own(tmp_path: Pat
 def test_a_plot_is_saved_beside_runs_that_have_one(tmp_path: Path) -> None:
     assert save_plots([tmp_path]) == ""
     for values in (LOCAL, CAUSAL):
-        write_run(tmp_path, config("comparison", **values))
+        write_run(tmp_path, config("far_text_causal", **values))
     assert save_plots([tmp_path]).endswith("speed.png")
     assert (tmp_path / "speed.png").read_bytes()[:4] == b"\x89PNG"
     (tmp_path / "speed.png").unlink()

@@ -52,9 +52,9 @@ def test_ratios_stand_beside_the_papers(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_paces_of_a_record_count_before_those_of_runs(tmp_path: Path) -> None:
     for values in (LOCAL, FULL):
-        write_run(tmp_path, config("comparison", **values), speed=7.0)
-    write_run(tmp_path, config("comparison", **CAUSAL), speed=7.0)
-    rows = [timed(100.0, "comparison", **LOCAL), timed(400.0, "comparison", "ids drawn at random", **FULL)]
+        write_run(tmp_path, config("far_text_causal", **values), speed=7.0)
+    write_run(tmp_path, config("far_text_causal", **CAUSAL), speed=7.0)
+    rows = [timed(100.0, "far_text_causal", **LOCAL), timed(400.0, "far_text_causal", "ids drawn at random", **FULL)]
     write_record(tmp_path, record(*rows))
     assert cli.main(["report", str(tmp_path)]) == 0
     answer = json.loads((tmp_path / "report" / "report.json").read_text())["tables"][0]
@@ -86,7 +86,7 @@ def test_what_is_no_record_is_told(tmp_path: Path, content: str, said: str) -> N
 def write_five(folder: Path, bits: float, **values: Any) -> None:
     """Write runs of five seeds; the validation of step n has bits + 500 / n + 0.02."""
     for seed in range(5):
-        write_run(folder, config("comparison", seed=seed, **values), bits=bits + 0.001 * (seed * 3 % 5))
+        write_run(folder, config("far_text_causal", seed=seed, **values), bits=bits + 0.001 * (seed * 3 % 5))
 
 
 def equal_time(folder: Path) -> list[tuple[Table, str]]:
@@ -99,14 +99,14 @@ def test_slow_rows_are_taken_where_the_first_one_ended(tmp_path: Path) -> None:
     for values in (LOCAL, FULL):
         write_five(tmp_path, 2.0, **values)
     assert equal_time(tmp_path) == []
-    write_record(tmp_path, record(timed(100.0, "comparison", **LOCAL), timed(250.0, "comparison", **FULL)))
+    write_record(tmp_path, record(timed(100.0, "far_text_causal", **LOCAL), timed(250.0, "far_text_causal", **FULL)))
     ((table, said),) = equal_time(tmp_path)
     assert table.title == "Equal time: 3.3 minutes of training steps"
     ours = {row["heads"]: row["ours"] for row in table.rows}
     assert ours["full"] == pytest.approx(2.0 + 500 / 800 + 0.022) and ours["local"] == pytest.approx(2.0 + 0.25 + 0.022)
-    assert said == "Behind local: full." and "(a sample of 32 windows)" in table.lines[0]
-    uncertain = {**timed(250.0, "comparison", **FULL), "ms_turns": [80.0, 250.0, 800.0]}
-    write_record(tmp_path, record(timed(100.0, "comparison", **LOCAL), uncertain, time="2027"), "b")
+    assert said == "Behind local: full." and "(a sample of 16 windows)" in table.lines[0]
+    uncertain = {**timed(250.0, "far_text_causal", **FULL), "ms_turns": [80.0, 250.0, 800.0]}
+    write_record(tmp_path, record(timed(100.0, "far_text_causal", **LOCAL), uncertain, time="2027"), "b")
     ((_, said),) = equal_time(tmp_path)
     assert said == "No difference from local shown: full.", "the error of the pace is in the verdict"
 
@@ -114,8 +114,8 @@ def test_slow_rows_are_taken_where_the_first_one_ended(tmp_path: Path) -> None:
 def test_a_row_whose_times_are_not_those_of_training_is_left_out(tmp_path: Path) -> None:
     for values in (LOCAL, FULL, CAUSAL):
         write_five(tmp_path, 2.0, **values)
-    paces = [timed(100.0, "comparison", **values) for values in (LOCAL, FULL)]
-    write_record(tmp_path, record(*paces, timed(100.0, "comparison", "ids drawn at random", **CAUSAL)))
+    paces = [timed(100.0, "far_text_causal", **values) for values in (LOCAL, FULL)]
+    write_record(tmp_path, record(*paces, timed(100.0, "far_text_causal", "ids drawn at random", **CAUSAL)))
     ((table, _),) = equal_time(tmp_path)
     assert len(table.rows) == 2 and table.lines[-1] == "Left out: routing (causal) (ids drawn at random)."
 
@@ -126,6 +126,6 @@ def test_a_row_whose_times_are_not_those_of_training_is_left_out(tmp_path: Path)
 def test_rows_of_other_terms_are_not_compared(tmp_path: Path, other: dict[str, Any]) -> None:
     write_five(tmp_path, 2.0, **LOCAL)
     write_five(tmp_path, 2.0, **FULL, **other)
-    paces = [timed(100.0, "comparison", **LOCAL), timed(100.0, "comparison", **FULL, **other)]
+    paces = [timed(100.0, "far_text_causal", **LOCAL), timed(100.0, "far_text_causal", **FULL, **other)]
     write_record(tmp_path, record(*paces))
     assert equal_time(tmp_path) == []

@@ -116,7 +116,7 @@ def test_no_command_takes_one_configuration_for_a_sweep(command: list[str], caps
 
 
 def test_an_axis_that_every_row_sets_itself_is_not_dropped_without_a_word() -> None:
-    rows = "experiment=comparison_full,comparison_local"
+    rows = "experiment=far_text_local,mqar_local"
     with pytest.raises(UserError, match=r"routing\.heads=2,4: each of these experiments sets routing\.heads itself"):
         cells(rows, "routing.heads=2,4")
-    assert len(cells(f"{rows},comparison_topk", "routing.heads=2,4")) == 4
+    assert len(cells(f"{rows},far_text_topk", "routing.heads=2,4")) == 4
