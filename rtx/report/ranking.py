@@ -26,6 +26,8 @@ class Comparison:
     difference: float | None = None  # mean of the row less that of the other; None: too few seeds
     half: float = 0.0
     """Half the interval of the difference, at the level that Holm's correction leaves it: it holds 0 where they tie."""
+    chance: float = 1.0
+    """p after Holm's correction: the least level at which the difference would be told."""
 
     @property
     def verdict(self) -> str:
@@ -71,14 +73,15 @@ def compare(
     gaps, spreads, freedoms = np.array([found[pair] for pair in sure]).reshape(-1, 3).T
     with np.errstate(divide="ignore", invalid="ignore"):
         chances = 2 * stdtr(freedoms, -np.nan_to_num(abs(gaps) / spreads))
-    order, level, levels = np.argsort(chances, kind="stable"), 0.0, np.zeros(len(sure))
+    order, level, levels, corrected = np.argsort(chances, kind="stable"), 0.0, np.zeros(len(sure)), np.zeros(len(sure))
     for rank, at in enumerate(order):
         if not rank or chances[order[rank - 1]] <= level:  # Holm's levels grow until one is not reached
             level = LEVEL / (len(sure) - rank)
         levels[at] = level
+        corrected[at] = min(1.0, max(corrected.max(), (len(sure) - rank) * chances[at]))
     halves = -stdtrit(freedoms, levels / 2) * spreads
-    result = dict.fromkeys(pairs, Comparison())
-    return result | {pair: Comparison(float(gaps[at]), float(halves[at])) for at, pair in enumerate(sure)}
+    told = zip(gaps.tolist(), halves.tolist(), corrected.tolist(), strict=True)
+    return dict.fromkeys(pairs, Comparison()) | {pair: Comparison(*one) for pair, one in zip(sure, told, strict=True)}
 
 
 def difference(

@@ -16,12 +16,12 @@ from rtx.report.tables import MINUS, Column, Table
 Paces = Mapping[Any, tuple[float, float | None, str]]
 """Steps a second and half their interval, as timed in turn, and why they may not be those of training, by row."""
 
-AGAINST = ("local", "random")
-"""The kinds that the others are compared with; where there is neither, it is the first by name."""
+AGAINST = ("local", "random", "routing (blocks_random)")
+"""The kinds that the others are compared with; where there is none of them, it is the first by name."""
 
 HOW = (
-    "± are 95% intervals over seeds. Verdicts: paired differences where seeds match, else Welch's test; Holm's "
-    "correction over the table."
+    "± are 95% intervals over seeds. Verdicts: paired differences where seeds match, else Welch's test; intervals and p "
+    "after Holm's correction over the {} of the table."
 )
 
 
@@ -89,7 +89,7 @@ def kinds_table(
         if not row.sees_future:
             legal[kind] = values
     against = [kind for kind in AGAINST if kind in legal] or sorted(legal)[:1]
-    pairs = [(kind, other) for other in against for kind in legal if kind != other and (kind, other) != AGAINST]
+    pairs = [(kind, other) for other in against for kind in legal if kind not in against[: against.index(other) + 1]]
     known = {kind: row_key(picked[kind].config) for kind in legal} if errors else {}
     found = compare(legal, pairs, {kind: errors[key] for kind, key in known.items()} if errors else None)
     for kind, entry in entries.items():
@@ -108,7 +108,8 @@ def kinds_table(
     order = sorted(entries.values(), key=lambda row: (row["sees_future"] == "yes", row["ours"] or math.inf))
     lowest, simple = min(entry["ours"] or math.inf for entry in order), baseline("heads", rows, protocol)
     order += simple
-    table = Table(f"Which heads pay? {protocol.where}", columns, order, [f"{protocol.line(units_of(rows))}. {HOW}"])
+    how = HOW.format(plural(len(pairs), "comparison"))
+    table = Table(f"Which heads pay? {protocol.where}", columns, order, [f"{protocol.line(units_of(rows))}. {how}"])
     table.lines[0] += said_of_paces(picked, paces)
     table.lines += [f"{kind}: {entry['note']}." for kind, entry in entries.items() if entry["note"]]
     said = conclusion(legal, against, found, [kind for kind in kinds if kind not in legal])
@@ -134,7 +135,8 @@ def words_of(found: Mapping[tuple[str, str], Comparison], kind: str, other: str)
     if entry is None or entry.difference is None:
         return FEW if entry else ""
     verdict = entry.verdict if sign == 1 else OPPOSITE.get(entry.verdict, entry.verdict)
-    return f"{verdict} ({sign * entry.difference:+.3f} ± {entry.half:.3f})".replace("-", MINUS)
+    chance = "p < 0.001" if entry.chance < 0.001 else f"p = {entry.chance:.2g}"
+    return f"{verdict} ({sign * entry.difference:+.3f} ± {entry.half:.3f}, {chance})".replace("-", MINUS)
 
 
 def conclusion(
