@@ -20,8 +20,8 @@ AGAINST = ("local", "random", "routing (blocks_random)")
 """The kinds that the others are compared with; where there is none of them, it is the first by name."""
 
 HOW = (
-    "± are 95% intervals over seeds. Verdicts: paired differences where seeds match, else Welch's test; intervals and p "
-    "after Holm's correction over the {} of the table."
+    "± are 95% intervals over seeds. Verdicts: paired differences where seeds match, else Welch's test; intervals and "
+    "p after Holm's correction over the {} of the table."
 )
 
 
@@ -135,7 +135,7 @@ def words_of(found: Mapping[tuple[str, str], Comparison], kind: str, other: str)
     if entry is None or entry.difference is None:
         return FEW if entry else ""
     verdict = entry.verdict if sign == 1 else OPPOSITE.get(entry.verdict, entry.verdict)
-    chance = "p < 0.001" if entry.chance < 0.001 else f"p = {entry.chance:.2g}"
+    chance = "p<0.001" if entry.chance < 0.001 else f"p={entry.chance:.2g}"
     return f"{verdict} ({sign * entry.difference:+.3f} ± {entry.half:.3f}, {chance})".replace("-", MINUS)
 
 
@@ -150,14 +150,17 @@ def conclusion(
     seen = [f"{' and '.join(unranked)} {verbs[len(unranked) > 1]} not ranked"] if unranked else []
     if len(legal) < 2:
         return "; ".join(["Nothing to compare: one kind of heads has a score that sees no future", *seen]) + "."
-    said = []
-    for other in against:
-        verdicts: dict[str, list[str]] = {}
-        for kind in legal:
-            verdicts.setdefault(words_of(found, kind, other).partition(" (")[0], []).append(kind)
-        texts = {"better": "better than {}", "behind": "behind {}", "tied": "no difference from {} shown"}
-        parts = [f"{texts[word].format(other)}: {', '.join(verdicts[word])}" for word in texts if word in verdicts]
-        said += ["; ".join(parts)] if parts else []
+    same: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for number, other in enumerate(against):
+        kinds = [kind for kind in legal if kind not in against[:number]]  # compared with this one already
+        verdicts = {kind: words_of(found, kind, other).partition(" (")[0] for kind in kinds}
+        for word in dict.fromkeys(verdicts.values()):
+            same.setdefault((word, tuple(kind for kind in kinds if verdicts[kind] == word)), []).append(other)
+    texts = {"better": "better than {}", "behind": "behind {}", "tied": "no difference from {} shown"}
+    every = [
+        (texts[word].format(" and ".join(others)), kinds) for (word, kinds), others in same.items() if word in texts
+    ]
+    said = ["; ".join(f"{text}: {', '.join(kinds)}" for text, kinds in every)] if every else []
     few = {kind: len(values) for kind, values in legal.items() if len(values) < SEEDS}
     if not any(legal.values()):
         said.append("not certain: of several rows of a kind one is chosen, and no seeds are left to report it by")

@@ -40,6 +40,7 @@ def test_equal_rows_have_a_false_verdict_in_one_table_of_twenty_at_most(rows: in
         for one in found.values():
             assert one.difference is not None
             assert (one.verdict == "tied") == (-one.half <= one.difference <= one.half), "the interval says the same"
+            assert (one.verdict == "tied") == (one.chance > 0.05), "and so does p"
     print(f"{rows} rows, {seeds} seeds: false {false / tables:.1%}; two deviations found in {power / tables:.0%}")
     assert false / tables <= 0.05 + 3 * (0.05 * 0.95 / tables) ** 0.5
     assert power / tables > (0.6 if rows == 2 or (rows == 5 and seeds == 10) else 0.01)

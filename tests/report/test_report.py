@@ -56,7 +56,7 @@ def test_the_answer_ranks_legal_kinds_and_marks_what_sees_the_future(tmp_path: P
     verdicts = column(report.answer, "against_local")
     assert verdicts[0].startswith("better (\N{MINUS SIGN}0.") and verdicts[1] == "" and verdicts[3] == "not ranked"
     assert verdicts[2].startswith("tied") or verdicts[2].startswith("behind")
-    assert report.headline.startswith("Better than local: routing (causal)")
+    assert report.headline.startswith("Better than local and random: routing (causal); no difference from local")
     assert report.headline.endswith("routing (topk) sees the future and is not ranked.")
 
 
@@ -80,7 +80,7 @@ def test_the_first_lines_of_a_terminal_hold_the_answer(
     said = "\n".join(lines)
     for part in ("Which heads pay?", "bits/byte", "sees", "steps/s", "against", "●", "Better than local", "yes"):
         assert part in said, part
-    assert max(map(len, lines)) <= 100 and lines[1].startswith("Better than local: routing (causal)")
+    assert max(map(len, lines)) <= 100 and lines[1].startswith("Better than local and random: routing")
 
 
 def test_the_best_of_several_rows_is_reported_by_seeds_that_did_not_choose_it(tmp_path: Path) -> None:
