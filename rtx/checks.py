@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from operator import attrgetter
 
-from rtx.config import CLUSTERED, REGISTERED, SPREAD, Config, all_fields, clusters, hash_buckets, sizes_of
+from rtx.config import CLUSTERED, REGISTERED, SPARSE, SPREAD, Config, all_fields, clusters, hash_buckets, sizes_of
 from rtx.data.sets import HELD_OUT, IMAGE_SETS, MADE, NAMES, SETS, TWO_WAYS, image_side
 from rtx.errors import refuse, written
 
@@ -35,8 +35,9 @@ READ_WITH = (
     ("model.base", ("recurrent",), "model.memory model.same_length model.compressed"),
     ("model.base", ("recurrent",), "model.compression model.compression_rate"),
     ("model.positions", ("xl",), "model.clamp model.tie_biases"),
-    ("model.base", ("strided", "fixed"), "model.stride"),
-    ("model.base", ("fixed",), "model.summary"),
+    ("model.base", SPARSE, "model.stride"),
+    ("model.base", ("fixed", "fixed_summary"), "model.summary"),
+    ("model.base", ("full", "local", "recurrent", *SPARSE), "model.attend_self"),
     ("model.positions", ("axial",), "model.axes"),
     ("model.embedding", ("adaptive",), "model.cutoffs model.band_factor"),
     ("optimizer.name", ("adam", "adamw"), "optimizer.beta1 optimizer.beta2"),
@@ -72,16 +73,16 @@ def idle(config: Config, keys: Iterable[str]) -> dict[str, str]:
 def too_large(config: Config) -> Iterator[str]:
     """Yield which sizes are larger than others allow."""
     routing, patterns = config.routing, set(config.model.base.split("+"))
-    routes, sparse = bool(routing.heads and routing.layers), bool(patterns & {"strided", "fixed"})
+    routes, sparse = bool(routing.heads and routing.layers), bool(patterns & {*SPARSE})
     limits = (
         ("routing.heads", "model.heads", True),
         ("routing.layers", "model.layers", True),
         ("routing.window", "data.length", routes),
         ("routing.clusters", "data.length", routes),
         ("routing.block", "routing.window", routes and routing.selection.startswith("blocks")),
-        ("model.window", "data.length", not patterns <= {"full", "recurrent", "strided", "fixed"}),
+        ("model.window", "data.length", not patterns <= {"full", "recurrent", *SPARSE}),
         ("model.stride", "data.length", sparse),
-        ("model.summary", "model.stride", "fixed" in patterns),
+        ("model.summary", "model.stride", bool(patterns & {"fixed", "fixed_summary"})),
         ("trainer.val_stride", "data.length", not config.model.memory),
         ("data.pairs", "data.keys", config.data.name in MADE and config.data.name != "copy"),
     )

@@ -31,6 +31,8 @@ BASES: dict[str, Any] = {
     "adaptive_span": "rtx.attention.patterns.AdaptiveSpan",
     "strided": "rtx.attention.patterns.Strided",
     "fixed": "rtx.attention.patterns.Fixed",
+    "fixed_block": "rtx.attention.patterns.FixedBlock",
+    "fixed_summary": "rtx.attention.patterns.FixedSummary",
 }
 """The patterns of model.base, and where they are, or what they are; docs/extending.md adds to it."""
 
@@ -46,6 +48,8 @@ SELECTIONS: dict[str, Any] = {
 REGISTERED: dict[str, str] = {}
 """Names that were added to BASES, SELECTIONS and SETS, each with the installed package that it is from, if any."""
 
+SPARSE = ("strided", "fixed", "fixed_block", "fixed_summary")
+"""The Sparse Transformer's patterns."""
 CLUSTERED = ("causal", "topk", "nearest", "random")
 """The selections by clusters; the others choose keys for each query."""
 SPREAD = ("ddp", "fsdp")
@@ -61,7 +65,7 @@ YOUNGER = (
     *(("data.distance", 0), ("data.gaps", "uniform"), ("extensions", None)),
     *(("model.memory", 0), ("model.same_length", False), ("model.clamp", None), ("model.tie_biases", True)),
     *(("model.compressed", 0), ("model.compression", "conv"), ("model.compression_rate", 2)),
-    *(("model.cutoffs", None), ("model.band_factor", 4), ("routing.rotary", True)),
+    *(("model.cutoffs", None), ("model.band_factor", 4), ("routing.rotary", True), ("model.attend_self", True)),
 )
 """Keys that recorded cells lack, with the values that say what they did: then they tell no cells apart, either."""
 
@@ -176,6 +180,8 @@ class ModelConfig:
     """Pattern of all heads that do not route; local+full shares them out evenly, local+local+lsh two to one."""
     window: int = ranged(256, low=1)
     """Keys that a local head sees, its own position included."""
+    attend_self: bool = True
+    """Whether heads that choose by position may always read their own; false: only where they see nothing else."""
     stride: int = ranged(128, low=1)
     """Stride of strided heads, block of fixed heads (Sparse Transformer)."""
     summary: int = ranged(8, low=1)

@@ -4,10 +4,20 @@ from rtx.attention.centroids import Centroids, after_step
 from rtx.attention.choices import Blocks, Exact, Indexer, RandomBlocks
 from rtx.attention.lsh import Lsh
 from rtx.attention.pattern import Pattern, PositionPattern, Spread
-from rtx.attention.patterns import AdaptiveSpan, Fixed, Full, Local, Random, Recurrent, Strided
+from rtx.attention.patterns import (
+    AdaptiveSpan,
+    Fixed,
+    FixedBlock,
+    FixedSummary,
+    Full,
+    Local,
+    Random,
+    Recurrent,
+    Strided,
+)
 from rtx.attention.routing import Routing
 from rtx.attention.softmax import Relative
 
-__all__ = ["AdaptiveSpan", "Blocks", "Centroids", "Exact", "Fixed", "Full", "Indexer", "Local", "Lsh", "Pattern"]
-__all__ += ["PositionPattern", "Random", "RandomBlocks", "Recurrent", "Relative", "Routing", "Spread", "Strided"]
-__all__ += ["after_step"]
+__all__ = ["AdaptiveSpan", "Blocks", "Centroids", "Exact", "Fixed", "FixedBlock", "FixedSummary", "Full", "Indexer"]
+__all__ += ["Local", "Lsh", "Pattern", "PositionPattern", "Random", "RandomBlocks", "Recurrent", "Relative", "Routing"]
+__all__ += ["Spread", "Strided", "after_step"]

@@ -125,7 +125,7 @@ class PositionCache(RowCache):
         slots, filled = k.shape[2], min(k.shape[2], position + 1)
         at_S = position - (position - torch.arange(filled, device=k.device)) % slots
         k, v = k[:, :, :filled], v[:, :, :filled]
-        if self.pattern.reads_all_kept:
+        if self.pattern.reads_all_kept and self.pattern.attend_self:
             return self.attend(given, k, v, None, (position - at_S)[None, None, None])
         seen_HS = self.seen(at_S, position % slots, k.shape[1])
         if self.ring is None and len(seen_HS) and bool((seen_HS.sum(-1) == seen_HS[0].sum()).all()):
@@ -141,7 +141,10 @@ class PositionCache(RowCache):
         for spread in self.pattern.spreads(at_S, heads):
             between_S = (at_S >= spread.since_N[own]) & (at_S < spread.until_N[own])
             seen_HS |= (spread.key_list_HN == spread.list_HN[..., own, None]) & between_S
-        return seen_HS
+        if self.pattern.attend_self:
+            return seen_HS
+        others_HS = seen_HS & (at_S != at_S[own])
+        return torch.where(others_HS.any(-1, keepdim=True), others_HS, seen_HS)
 
 
 class ClusterCache(Cache):

@@ -101,6 +101,20 @@ def queries_read(queries: Packed, keys: Packed, length: int, window: int, attend
     return Reads(queries, keys, start_P, stop_P, length)
 
 
+def without_self(parts: list[Reads], rows: int) -> list[Reads]:
+    """Let no row read itself, the last of a range, but where it reads nothing else in any part."""
+    read_R = torch.zeros(rows, dtype=torch.int64, device=parts[0].query.row_M.device)
+    for part in parts:
+        read_R.index_add_(0, part.query.row_M, part.stop_P - part.start_P)
+    found = []
+    for part in parts:
+        row_P, some_P = part.query.row_M, part.stop_P > part.start_P
+        if len(part.key.row_M):
+            some_P = some_P & (part.key.row_M[(part.stop_P - 1).clamp(min=0)] == row_P) & (read_R[row_P] > 1)
+        found.append(part._replace(stop_P=part.stop_P - some_P.long()))
+    return found
+
+
 def bounded_read(queries: Packed, keys: Packed, length: int, since_N: Tensor, until_N: Tensor) -> Reads:
     """Every query at position n reads the keys of its list at the positions since_N[n] to until_N[n] - 1."""
     key_order_M = keys.list_M() * length + keys.row_M % max(1, length)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rtx.attention.arguments import check_call, check_choice, check_heads, check_number, check_shape
 from rtx.attention.cache import Cache, PositionCache
 from rtx.attention.engine import BACKENDS, attend
-from rtx.attention.packed import Packed, Part, bounded_read, pack
+from rtx.attention.packed import Packed, Part, bounded_read, pack, without_self
 from rtx.attention.softmax import Relative, Terms
 
 if TYPE_CHECKING:
@@ -167,6 +167,11 @@ def options(config: Config) -> dict[str, Any]:
     return {"scale": size**-0.5, "dropout": config.model.attention_dropout, "backend": config.hardware.attention}
 
 
+def position_options(config: Config) -> dict[str, Any]:
+    """Return what the patterns of model.base that choose by position take from a configuration."""
+    return {**options(config), "attend_self": config.model.attend_self}
+
+
 def routed_options(config: Config) -> dict[str, Any]:
     """Return what the patterns that `routing` describes take from a configuration."""
     routing, size = config.routing, config.model.hidden // config.model.heads
@@ -203,12 +208,19 @@ class PositionPattern(Pattern):
     """A pattern that chooses by position alone: it implements `spreads` and `sees`.
 
     It gets forward, gradients, padding, a stream's cache, the oracle and pictures from them.
+
+    Args:
+        attend_self: false: a position reads itself only where it sees nothing else.
     """
 
     keeps: int | None = None
     """Positions behind which a key is never read again, which bounds a stream's cache; None: never."""
     reads_all_kept = False
     """Whether every position reads all keys that a stream keeps, so that a step of it takes no mask."""
+
+    def __init__(self, *, attend_self: bool = True, **given: Any) -> None:
+        super().__init__(**given)
+        self.attend_self = attend_self
 
     def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
         """Return who reads whom at some positions, in any order; the keys of several spreads differ for every query."""
@@ -234,7 +246,7 @@ class PositionPattern(Pattern):
             same = asked_HN is spread.key_list_HN
             queries = keys if same else packed(asked_HN, lists, (B, H, N), real_R)
             parts.append(bounded_read(queries, keys, N, spread.since_N + memory, spread.until_N + memory))
-        return parts
+        return [*(parts if self.attend_self else without_self(parts, B * H * N))]
 
     def start(self, relative: Relative | None = None) -> Cache:
         return PositionCache(self, relative, self.keeps)

@@ -17,7 +17,15 @@ from rtx.attention.arguments import check_positive, check_seed, check_within
 from rtx.attention.cache import Cache, ClusterCache, PositionCache
 from rtx.attention.oracle import last_members
 from rtx.attention.packed import Packed, Part, members_read
-from rtx.attention.pattern import Inputs, Pattern, PositionPattern, Spread, options, routed_options
+from rtx.attention.pattern import (
+    Inputs,
+    Pattern,
+    PositionPattern,
+    Spread,
+    options,
+    position_options,
+    routed_options,
+)
 from rtx.attention.selection import normalise
 from rtx.attention.softmax import Relative, Terms
 from rtx.config import Config, clusters, memory_slots
@@ -30,7 +38,7 @@ class Full(PositionPattern):
 
     @classmethod
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
-        return cls(**options(config))
+        return cls(**position_options(config))
 
     def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
         one_N = torch.zeros_like(position_N)
@@ -52,7 +60,7 @@ class Local(PositionPattern):
 
     @classmethod
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
-        return cls(window=config.model.window, **options(config))
+        return cls(window=config.model.window, **position_options(config))
 
     def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
         one_N = torch.zeros_like(position_N)
@@ -80,7 +88,7 @@ class Recurrent(PositionPattern):
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
         model = config.model
         own = {"length": config.data.length, "memory": memory_slots(model), "same_length": model.same_length}
-        return cls(**own, **options(config))
+        return cls(**own, **position_options(config))
 
     def since(self, i: Tensor) -> Tensor:
         """Return the first position that the query at i reads."""
@@ -107,7 +115,7 @@ class Strided(PositionPattern):
 
     @classmethod
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
-        return cls(stride=config.model.stride, **options(config))
+        return cls(stride=config.model.stride, **position_options(config))
 
     def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
         remainder_N = position_N % self.stride
@@ -133,7 +141,7 @@ class Fixed(PositionPattern):
 
     @classmethod
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
-        return cls(block=config.model.stride, summary=config.model.summary, **options(config))
+        return cls(block=config.model.stride, summary=config.model.summary, **position_options(config))
 
     def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
         """The own block's list, and the list of all summary columns of the head."""
@@ -150,6 +158,36 @@ class Fixed(PositionPattern):
 
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
         return (i // self.block == j // self.block) | self.is_summary(head, j)
+
+
+class FixedBlock(PositionPattern):
+    """Position i reads its own block up to itself: the first of the fixed pattern's parts on heads of its own."""
+
+    def __init__(self, *, block: int, **given: Any) -> None:
+        super().__init__(**given)
+        check_positive("block", block)
+        self.block = self.keeps = block
+
+    @classmethod
+    def from_config(cls, config: Config, heads: int, layer: int) -> Self:
+        return cls(block=config.model.stride, **position_options(config))
+
+    def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
+        own_N = position_N // self.block
+        return [Spread(own_N, own_N, torch.zeros_like(position_N), position_N + 1)]
+
+    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
+        return i // self.block == j // self.block
+
+
+class FixedSummary(Fixed):
+    """Position i reads the summary columns of all blocks up to itself: the fixed pattern's other part, see `Fixed`."""
+
+    def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
+        return [super().spreads(position_N, heads)[1]._replace(until_N=position_N + 1)]
+
+    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
+        return self.is_summary(head, j)
 
 
 class AdaptiveSpan(PositionPattern):
@@ -172,7 +210,7 @@ class AdaptiveSpan(PositionPattern):
     reads_all_kept = True
 
     def __init__(self, heads: int, *, window: int, ramp: int = 32, cost: float = 0.0, **given: Any) -> None:
-        super().__init__(**given)
+        super(PositionPattern, self).__init__(**given)  # no attend_self: a key within reach may weigh nothing
         check_positive("heads", heads)
         check_positive("window", window)
         check_positive("ramp", ramp)

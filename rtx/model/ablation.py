@@ -68,15 +68,14 @@ class Recent(PositionPattern):
     """Heads that read the last `window` positions (0: nothing), by the queries and keys of the heads they stand for."""
 
     def __init__(self, routed: Pattern, window: int) -> None:
-        super().__init__(scale=routed.scale, backend=routed.backend)
+        attend_self = getattr(routed, "attend_self", True)
+        super().__init__(scale=routed.scale, backend=routed.backend, attend_self=attend_self)
         self.prepare, self.has_keys = routed.prepare, routed.has_keys  # type: ignore[method-assign]
         self.window, self.keeps = window, max(1, window)
-        self.attend_self = getattr(routed, "attend_self", True) or window == 1
 
     def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
         one_N = torch.zeros_like(position_N)
-        until_N = position_N + 1 if self.attend_self else position_N.clamp(min=1)
-        return [Spread(one_N, one_N, position_N + 1 - self.window, until_N if self.window else one_N)]
+        return [Spread(one_N, one_N, position_N + 1 - self.window, position_N + 1 if self.window else one_N)]
 
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
-        return (i - j < self.window) & (self.attend_self | (j < i) | (i == 0))
+        return i - j < self.window

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rtx.config import SPARSE
 from rtx.errors import written
 
 FULL_SIZE = {"model.heads": 8, "model.layers": 12, "data.length": 3072}
@@ -138,7 +139,7 @@ def kind_of(config: Config) -> str:
         return "adaptive_input"
     if base == "recurrent" and config.get("model.compressed"):
         return "compressive"
-    return "sparse" if {"strided", "fixed"} & set(base.split("+")) else base
+    return "sparse" if {*SPARSE} & {*base.split("+")} else base
 
 
 def heads_label(config: Config) -> str:

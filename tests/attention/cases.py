@@ -16,6 +16,8 @@ from rtx.attention import (
     Centroids,
     Exact,
     Fixed,
+    FixedBlock,
+    FixedSummary,
     Full,
     Indexer,
     Local,
@@ -37,6 +39,8 @@ KINDS = (
     "recurrent-same",
     "strided",
     "fixed",
+    "fixed_block",
+    "fixed_summary",
     "span",
     "lsh",
     "reformer",
@@ -97,11 +101,15 @@ def make(kind: str, case: Case, **options: Any) -> Pattern:
     length, seed = max(1, case.N), case.seed
     how, _, keys = kind.partition("-")
     made = {
-        "full": lambda: Full(**options),
-        "local": lambda: Local(window=W, **options),
-        "recurrent": lambda: Recurrent(length=W, memory=W if keys else case.C - 1, same_length=bool(keys), **options),
-        "strided": lambda: Strided(stride=W, **options),
-        "fixed": lambda: Fixed(block=W, summary=1 + case.seed % W, **options),
+        "full": lambda: Full(**self_, **options),
+        "local": lambda: Local(window=W, **self_, **options),
+        "recurrent": lambda: Recurrent(
+            length=W, memory=W if keys else case.C - 1, same_length=bool(keys), **self_, **options
+        ),
+        "strided": lambda: Strided(stride=W, **self_, **options),
+        "fixed": lambda: Fixed(block=W, summary=1 + case.seed % W, **self_, **options),
+        "fixed_block": lambda: FixedBlock(block=W, **self_, **options),
+        "fixed_summary": lambda: FixedSummary(block=W, summary=1 + case.seed % W, **self_, **options),
         "span": lambda: AdaptiveSpan(H, window=W, ramp=1 + case.C, cost=0.1, **options),
         "lsh": lambda: Lsh(H, D, window=W, rounds=case.rounds, buckets=4, seed=seed, **options),
         "reformer": lambda: Lsh(

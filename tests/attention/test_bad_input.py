@@ -127,7 +127,7 @@ def test_lsh_needs_heads() -> None:
         Lsh(0, 4, window=4, rounds=1, buckets=4, seed=0)
 
 
-ANY_HEADS = ("full", "local", "recurrent", "strided", "fixed", "exact")
+ANY_HEADS = ("full", "local", "recurrent", "strided", "fixed", "fixed_block", "fixed_summary", "exact")
 """The kinds that take any number of heads."""
 
 

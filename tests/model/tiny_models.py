@@ -32,12 +32,14 @@ PLAIN = list(itertools.product(SELECTIONS, POSITIONS, ("pre", "post"), ("local",
 PLAIN += [(*kind, "lsh+adaptive_span") for kind in (("causal", "rotary", "pre"), ("topk", "shaw", "post"))]
 PLAIN += [(*kind, "lsh+adaptive_span") for kind in (("random", "none", "post"), ("causal", "shaw", "pre"))]
 PLAIN += [
-    ("causal", positions, "pre", base) for positions in POSITIONS for base in ("strided", "fixed", "strided+fixed")
+    ("causal", positions, "pre", base)
+    for positions in POSITIONS
+    for base in ("strided", "fixed", "fixed_block+fixed_summary")
 ]
 COMMON: list[Kind] = [dict(zip(("selection", "positions", "norm", "base"), kind, strict=True)) for kind in PLAIN]
 """Selection by shared keys, positions, norm and base pattern."""
 
-MIXED: Kind = {"norm": "post", "base": "local+full", "routing_attend_self": False}
+MIXED: Kind = {"norm": "post", "base": "local+full", "routing_attend_self": False, "attend_self": False}
 TIED: Kind = {"routing_keys": "tied", "routing_key_shift": 1, "routing_rotary": False}
 OTHERS: list[Kind] = [
     *({"selection": s, "positions": p, **own} for s, own in BY_QUERY.items() for p in ("rotary", "shaw")),
