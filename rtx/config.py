@@ -66,6 +66,7 @@ YOUNGER = (
     *(("model.memory", 0), ("model.same_length", False), ("model.clamp", None), ("model.tie_biases", True)),
     *(("model.compressed", 0), ("model.compression", "conv"), ("model.compression_rate", 2)),
     *(("model.cutoffs", None), ("model.band_factor", 4), ("routing.rotary", True), ("model.attend_self", True)),
+    ("routing.key_loss", 0.0),
 )
 """Keys that recorded cells lack, with the values that say what they did: then they tell no cells apart, either."""
 
@@ -162,6 +163,8 @@ class RoutingConfig:
     """Keys that a causal convolution adds to keys of their own; 1: none."""
     rotary: bool = True
     """Whether model.positions=rotary turns routing heads, too; false: they attend by content alone, at any distance."""
+    key_loss: float = ranged(0.0, low=0.0)
+    """Weight of the loss that pulls the matrices of queries and keys of their own together (the paper's first)."""
 
 
 @dataclass

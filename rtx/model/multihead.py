@@ -55,6 +55,7 @@ class MultiheadAttention(nn.Module):
         routing, self.mix = config.routing, nn.ModuleDict()
         if ROUTED in patterns and (routing.key_shift or routing.key_conv > 1):
             self.mix[ROUTED] = KeyMix(patterns[ROUTED], self.size, routing.key_shift, routing.key_conv)
+        self.key_loss = routing.key_loss if ROUTED in patterns and self.with_keys[-1] else 0.0
 
     def each(self) -> list[Pattern]:
         """The groups in order."""
@@ -83,6 +84,16 @@ class MultiheadAttention(nn.Module):
         """Return what turns the queries and keys of each group, None without."""
         return [self.rotary if turned else None for turned in self.turned]
 
+    def key_distance(self) -> Tensor:
+        """Return how far apart the matrices of queries and of keys of the routing heads are, the mean over these heads.
+
+        ||W_Q - W_K|| of a head is the least delta such that no unit of x (W_Q - W_K) exceeds delta times the largest of
+        x: the largest sum of absolute differences over what one unit reads (the ICLR version, appendix A, equation 14).
+        """
+        parts, queries = self.qkv.weight.split(self.widths), len(self.groups)
+        apart_FE = parts[queries - 1] - parts[queries + sum(self.with_keys) - 1]
+        return apart_FE.abs().sum(-1).unflatten(0, (-1, self.size)).amax(-1).mean()
+
     def relative(self) -> list[Relative | None]:
         """Return the tables by distance of each group, None without."""
         if self.xl is not None:
@@ -97,6 +108,8 @@ class MultiheadAttention(nn.Module):
         The first `memory` positions are read, and have no output.
         """
         outputs, total = [], x_BNE.new_zeros((), dtype=torch.float32)
+        if self.key_loss and self.training:
+            total = total + self.key_loss * self.key_distance()
         split, rotations = self.split(x_BNE, streams), self.rotations()
         for stream, pattern, rotary, (q, k, v) in zip(streams or [], self.each(), rotations, split, strict=False):
             stream.cache.prefill(pattern.inputs(q, k, rotary), v)

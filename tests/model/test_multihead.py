@@ -75,6 +75,21 @@ def test_the_logit_scale_is_that_of_the_configuration() -> None:
             assert routed(tiny_model(selection=selection, routing_logit_scale=wish), 1).scale == scale
 
 
+@pytest.mark.parametrize("keys", ["separate", "projected"])
+def test_the_loss_of_keys_bounds_how_far_queries_and_keys_of_a_position_are_apart(keys: str) -> None:
+    """In loops by its definition, with gradients; and equation 14 of the ICLR version."""
+    layer = attention(tiny_model(routing_keys=keys, routing_key_loss=0.5), 1).train()
+    weight, x_BNE = layer.qkv.weight, torch.randn(2, 24, 16, dtype=torch.float64)
+    apart = [sum(abs(weight[8 + unit, e] - weight[24 + unit, e]) for e in range(16)) for unit in range(8)]
+    norms = [max(apart[:4]), max(apart[4:])]
+    loss, expected = layer(x_BNE)[1], 0.25 * (norms[0] + norms[1])
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(*(torch.autograd.grad(each, weight)[0] for each in (loss, expected)))
+    gap_BNHD = (x_BNE @ (weight[8:16] - weight[24:32]).T).abs().unflatten(-1, (2, 4))
+    assert (gap_BNHD.amax(-1) <= torch.stack(norms) * x_BNE.abs().amax(-1, keepdim=True)).all()
+    assert layer.eval()(x_BNE)[1] == 0
+
+
 @pytest.mark.parametrize("selection", ["topk", "causal", "nearest"])
 def test_on_the_unit_ball_the_members_are_the_same_and_logits_those_of_unit_vectors(selection: str) -> None:
     heads = routed(tiny_model(selection=selection, positions="none", routing_logit_scale="unit"), 1)
