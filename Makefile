@@ -1,9 +1,10 @@
 # make train: set up, then train on the embedded default.  make test: what every change must pass.
+# make presets: every file of conf/model and conf/experiment through all commands, made small; half an hour.
 PYTHON ?= python3
 VENV := .venv
 SOURCES := rtx tests $(wildcard benchmarks)
 
-.PHONY: train test format
+.PHONY: train test format presets
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
@@ -15,6 +16,9 @@ test: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check $(SOURCES)
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(VENV)/bin/pyright
 	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
+presets: $(VENV)/.installed-dev
+	$(VENV)/bin/python benchmarks/presets.py
 
 format: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff format $(SOURCES)
