@@ -128,13 +128,13 @@ def looks_ahead(config: Config, ablate: str = "none") -> bool:
 
 
 def kind_of(config: Config) -> str:
-    """Return what heads a model has: full, local, random, routing, sparse, lsh, adaptive_input (full), or its base."""
+    """Return what heads a model has: full, local, random, random_blocks, routing, sparse, lsh, or its base."""
     base, chosen = str(config.get("model.base", "")), config.get("routing.selection")
     every_key = chosen == "exact" or (chosen == "nearest" and config.get("routing.clusters") == 1)
     if routes(config) and every_key and config.get("routing.window", 0) >= config.get("data.length", 1):
         return f"{base}+full"  # the best of all keys are all, and so is the one cluster
     if routes(config):
-        return "random" if chosen == "random" else "routing"
+        return {"random": "random", "blocks_random": "random_blocks"}.get(str(chosen), "routing")
     if base == "full" and config.get("model.embedding") == "adaptive":
         return "adaptive_input"
     if base == "recurrent" and config.get("model.compressed"):

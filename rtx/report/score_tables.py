@@ -16,7 +16,7 @@ from rtx.report.tables import MINUS, Column, Table
 Paces = Mapping[Any, tuple[float, float | None, str]]
 """Steps a second and half their interval, as timed in turn, and why they may not be those of training, by row."""
 
-AGAINST = ("local", "random", "routing (blocks_random)")
+AGAINST = ("local", "random", "random blocks")
 """The kinds that the others are compared with; where there is none of them, it is the first by name."""
 
 HOW = (
@@ -94,7 +94,7 @@ def kinds_table(
     found = compare(legal, pairs, {kind: errors[key] for kind, key in known.items()} if errors else None)
     for kind, entry in entries.items():
         for other in against:
-            entry[f"against_{other}"] = words_of(found, kind, other) if kind in legal else "not ranked"
+            entry[f"against_{other}"], entry[f"less_{other}"] = verdict(found, kind, other, kind in legal)
     columns = [
         Column("heads", "heads"),
         Column("ours", f"bits/{protocol.unit}", 4, "half"),
@@ -103,6 +103,7 @@ def kinds_table(
         *(Column(name, name, 3, brief="," not in name) for name in figures(rows)),
         Column("steps_per_second", "steps/s", 3, "pace_half"),
         *(Column(f"against_{kind}", f"against {kind}") for kind in against),
+        *(Column(f"less_{kind}", f"less {kind}", brief=False) for kind in against),
         Column("of", "of"),
     ]
     order = sorted(entries.values(), key=lambda row: (row["sees_future"] == "yes", row["ours"] or math.inf))
@@ -129,14 +130,14 @@ def pick(alike: Sequence[Row]) -> tuple[Row, Values, str]:
     return by_name[name], values, f"best of {len(alike)} ({name.partition(': ')[2]}), {seeds}"
 
 
-def words_of(found: Mapping[tuple[str, str], Comparison], kind: str, other: str) -> str:
-    """Return the verdict on a kind against another, with difference and interval."""
+def verdict(found: Mapping[tuple[str, str], Comparison], kind: str, other: str, ranked: bool = True) -> tuple[str, str]:
+    """Return the verdict on a kind against another, and the difference of their means, its interval and p."""
     entry, sign = (found[kind, other], 1) if (kind, other) in found else (found.get((other, kind)), -1)
     if entry is None or entry.difference is None:
-        return FEW if entry else ""
-    verdict = entry.verdict if sign == 1 else OPPOSITE.get(entry.verdict, entry.verdict)
+        return (FEW if entry else "") if ranked else "not ranked", ""
+    word = entry.verdict if sign == 1 else OPPOSITE.get(entry.verdict, entry.verdict)
     chance = "p<0.001" if entry.chance < 0.001 else f"p={entry.chance:.2g}"
-    return f"{verdict} ({sign * entry.difference:+.3f} ± {entry.half:.3f}, {chance})".replace("-", MINUS)
+    return word, f"{sign * entry.difference:+.3f} ± {entry.half:.3f}, {chance}".replace("-", MINUS)
 
 
 def conclusion(
@@ -153,12 +154,15 @@ def conclusion(
     same: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for number, other in enumerate(against):
         kinds = [kind for kind in legal if kind not in against[:number]]  # compared with this one already
-        verdicts = {kind: words_of(found, kind, other).partition(" (")[0] for kind in kinds}
+        verdicts = {kind: verdict(found, kind, other)[0] for kind in kinds}
         for word in dict.fromkeys(verdicts.values()):
             same.setdefault((word, tuple(kind for kind in kinds if verdicts[kind] == word)), []).append(other)
     texts = {"better": "better than {}", "behind": "behind {}", "tied": "no difference from {} shown"}
     every = [
-        (texts[word].format(" and ".join(others)), kinds) for (word, kinds), others in same.items() if word in texts
+        (text.format(" and ".join(others)), kinds)
+        for word, text in texts.items()
+        for (verdict_of, kinds), others in same.items()
+        if verdict_of == word
     ]
     said = ["; ".join(f"{text}: {', '.join(kinds)}" for text, kinds in every)] if every else []
     few = {kind: len(values) for kind, values in legal.items() if len(values) < SEEDS}

@@ -15,6 +15,7 @@ from rtx.errors import printable
 DASH = "\N{EN DASH}"  # what stands where there is nothing to say
 MINUS = "\N{MINUS SIGN}"
 STRIP = 13  # letters of the picture of the intervals beside a ranked table
+WORD = 16  # letters of a word that a terminal breaks at the earliest
 LEAST, ROOMY = 80, 96  # columns that a table takes at least, and with that picture
 LETTERS = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "-": "{-}"}
 LETTERS |= {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", '"': "''", "[": "{[}", "*": "{*}"}
@@ -67,28 +68,41 @@ def terminal(table: Table, width: int = 80, strip: bool = False) -> str:
 
     The table takes `LEAST` at least. `strip`: whether to draw the interval of each row beside it, where there is room.
     """
-    strip = strip and width >= ROOMY
-    from rich import box
-    from rich import table as rich_table
     from rich.console import Console
-    from rich.text import Text
 
-    grid = rich_table.Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1), collapse_padding=True)
-    for column in table.shown(brief=True):
-        number = table.is_number(column)
-        grid.add_column(column.title, justify="right" if number else "left", no_wrap=number, overflow="fold")
-    if strip:
-        grid.add_column("intervals", no_wrap=True)
-    pictures = interval_strips(table.rows) if strip else [() for _ in table.rows]
-    for row, picture in zip(table.rows, pictures, strict=True):
-        grid.add_row(*(Text(text_of(row, column)) for column in table.shown(brief=True)), *picture)
-    out = io.StringIO()
-    Console(file=out, width=max(width, LEAST), color_system=None, highlight=False).print(grid)
+    out, columns = io.StringIO(), table.shown(brief=True)
+    console = Console(file=out, width=max(width, LEAST), color_system=None, highlight=False)
+    grid, wide = grid_of(table, columns), console.options.update(max_width=10_000)
+    while console.measure(grid, options=wide).minimum > console.width:  # the files of the report have all columns
+        columns = columns[:-1]
+        grid = grid_of(table, columns)
+    if strip and width >= ROOMY and console.measure(grid, options=wide).minimum + STRIP + 1 <= width:
+        grid = grid_of(table, columns, interval_strips(table.rows))
+    console.print(grid)
     above = [part for line in (table.title, *table.lines) for part in textwrap.wrap(line, width)]
     return printable("\n".join([*above, "", *(line.rstrip() for line in out.getvalue().splitlines())]))
 
 
-def interval_strips(rows: Sequence[dict[str, Any]]) -> list[tuple[str]]:
+def grid_of(table: Table, columns: Sequence[Column], pictures: Sequence[str] = ()) -> Any:
+    """Return columns of a table as one of rich's, and a last one of `pictures`, if there are."""
+    from rich import box
+    from rich import table as rich_table
+    from rich.text import Text
+
+    grid = rich_table.Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1), collapse_padding=True)
+    for column in columns:
+        number, texts = table.is_number(column), [text_of(row, column) for row in table.rows]
+        parts = [*(texts if number else " ".join(texts).split()), *column.title.split()]
+        options: Any = {"justify": "right" if number else "left", "no_wrap": number, "overflow": "fold"}
+        grid.add_column(column.title, **options, min_width=min(WORD, max(map(len, parts))))
+    if pictures:
+        grid.add_column("intervals", no_wrap=True, min_width=STRIP)
+    for row, picture in zip(table.rows, pictures or [""] * len(table.rows), strict=True):
+        grid.add_row(*(Text(text_of(row, column)) for column in columns), *([picture] if pictures else []))
+    return grid
+
+
+def interval_strips(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return a picture of each row's score and interval, on a scale common to all rows with seeds."""
     spans = [
         [row["ours"] + sign * (row.get("half") or 0) for sign in (-1, 0, 1)] if row.get("seeds") else [] for row in rows
@@ -99,7 +113,7 @@ def interval_strips(rows: Sequence[dict[str, Any]]) -> list[tuple[str]]:
     for span in spans:
         low, middle, high = [round((value - min(every)) * scale) for value in span] or (0, 0, 0)
         line = " " * low + "─" * (middle - low) + "●" + "─" * (high - middle)
-        pictures.append((line if span else "",))
+        pictures.append(line if span else "")
     return pictures
 
 
