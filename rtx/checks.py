@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -9,7 +10,7 @@ from operator import attrgetter
 
 from rtx.config import CLUSTERED, REGISTERED, SPARSE, SPREAD, Config, all_fields, clusters, hash_buckets, sizes_of
 from rtx.data.sets import HELD_OUT, IMAGE_SETS, MADE, NAMES, SETS, TWO_WAYS, image_side
-from rtx.errors import refuse, written
+from rtx.errors import UserError, refuse, written
 
 TEXTS = tuple(name for name in NAMES if name not in (*IMAGE_SETS, *MADE))
 READ_WITH = (
@@ -55,6 +56,12 @@ def resolve(config: Config, keys: Iterable[str] = ()) -> Config:
     parts = (too_large, model_problems, adaptive_problems, recurrent_problems, training_problems, data_problems)
     refuse([*(line for problems in parts for line in problems(config)), *idle(config, keys).values()])
     return config
+
+
+def check_installed(config: Config) -> None:
+    """Raise `UserError` where the logger that is asked for needs an extra: of a run that is to begin or go on."""
+    if config.logger.name == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
+        raise UserError("logger=tensorboard needs TensorBoard: pip install 'rtx[tensorboard]'")
 
 
 def idle(config: Config, keys: Iterable[str]) -> dict[str, str]:

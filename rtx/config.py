@@ -297,14 +297,14 @@ class HardwareConfig:
 class LoggerConfig:
     """Where metrics go besides metrics.jsonl."""
 
-    name: str = one_of("auto", "online", "offline", "jsonl")
-    """Weights & Biases: auto (online with a key, else offline), online, offline; jsonl: not at all."""
+    name: str = one_of("auto", "online", "offline", "jsonl", "csv", "tensorboard")
+    """Weights & Biases: auto (online with a key, else offline), online, offline; csv, tensorboard; jsonl: nowhere."""
     project: str = "rtx"
     """Weights & Biases project."""
     entity: str | None = None
     """Weights & Biases team or user; unset: your default."""
     group: str | None = None
-    """Weights & Biases group, to hold the runs of a sweep together."""
+    """Weights & Biases group; unset: the name of the sweep, for its runs."""
 
 
 @dataclass

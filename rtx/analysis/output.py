@@ -18,8 +18,8 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     print(pandas.DataFrame(rows).to_string(index=False, na_rep="-", float_format="{:.4g}".format))
 
 
-def save(path: Path, content: bytes | Mapping[str, Any]) -> None:
-    """Write a file whole, a mapping as JSON, and say where; `RunFailed` where it cannot be written."""
+def save(path: Path, content: bytes | Mapping[str, Any]) -> Path:
+    """Write a file whole, a mapping as JSON, say where, and return that; `RunFailed` where it cannot be written."""
     data = content if isinstance(content, bytes) else json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
     try:
         path.parent.mkdir(exist_ok=True)
@@ -27,3 +27,4 @@ def save(path: Path, content: bytes | Mapping[str, Any]) -> None:
     except OSError as error:
         raise RunFailed(f"cannot write {path}: {error.strerror}") from error
     print(printable(str(path)))
+    return path

@@ -30,6 +30,7 @@ from rtx.progress import progress_bar
 from rtx.report import plots
 from rtx.report.summary import protocol_line, sees_future
 from rtx.training.inference import LoadedRun, open_run, run_config
+from rtx.training.loggers import add_to_wandb
 from rtx.training.run_folder import utc_now
 
 Result = dict[str, Any]
@@ -46,10 +47,10 @@ def main(arguments: list[str]) -> int:
     picture = result.pop("picture", None)
     asked = {"analyze": dataclasses.asdict(options), "length": config.data.length, "data": store.fingerprint}
     name = f"{what}-{options.split}-{run.checkpoint['file']}-step{run.checkpoint['step']}-{short_hash(asked)}"
-    if picture:
-        save(folder / "analysis" / f"{name}.png", picture)
+    files = [save(folder / "analysis" / f"{name}.png", picture)] if picture else []
     facts = {**asked, "checkpoint": run.facts(), "data": store.describe(), "time": utc_now()}
-    save(folder / "analysis" / f"{name}.json", {"what": what, **result, **facts})
+    files += [save(folder / "analysis" / f"{name}.json", {"what": what, **result, **facts})]
+    add_to_wandb(folder, what, {}, files, run.checkpoint["step"])
     return 0
 
 

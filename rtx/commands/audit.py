@@ -19,6 +19,7 @@ from rtx.evaluation.scores import read_windows, sample_windows
 from rtx.options import AuditOptions, read_words
 from rtx.progress import progress_bar
 from rtx.training.inference import LoadedRun, open_run, run_config
+from rtx.training.loggers import add_to_wandb
 from rtx.training.run_folder import utc_now
 
 Result = dict[str, Any]
@@ -32,7 +33,10 @@ def main(arguments: list[str]) -> int:
         run, store = open_run(folder, config, words.options.checkpoint)
         known = {"run": str(folder), "checkpoint": run.facts(), "seed": config.seed, "time": utc_now()}
         moves, paid = what_moves(run, words.options), price_run(run, words.options, store)
-        save(folder / "audit.json", {**known, **moves, "price": paid})
+        path = save(folder / "audit.json", {**known, **moves, "price": paid})
+        figures = {f"sees_future/{mode}": moves["changes"][mode]["sees_future"] for mode in (TEACHER_FORCED, STREAMING)}
+        figures |= {f"bits/{reading}": mean for reading, mean in paid["bits"].items()}
+        add_to_wandb(folder, "audit", figures, [path], run.checkpoint["step"])
     return 0
 
 

@@ -23,6 +23,7 @@ from rtx.options import EvalOptions, read_words
 from rtx.progress import clock, progress_bar
 from rtx.report.summary import protocol_line, sees_future
 from rtx.training.inference import LoadedRun, open_run, run_config
+from rtx.training.loggers import add_to_wandb
 from rtx.training.run_folder import utc_now
 
 STREAM = 65_536  # units of text that a model with a memory is scored on at a stretch
@@ -114,4 +115,8 @@ def keep(folder: Path, result: dict[str, Any]) -> None:
     parts = [result["split"], result["mode"], f"N{result['length']}", f"stride{result['stride']}", sample]
     parts += [f"memory_{short_hash({'': result['memory']})}"] if result["memory"] else []
     parts += [result["precision"], result["read_as"], f"ablate_{result['ablate']}", result["data"]["fingerprint"][:8]]
-    save(folder / "eval" / ("-".join([*parts, checkpoint["name"], f"step{checkpoint['step']}"]) + ".json"), result)
+    name = "-".join([*parts, checkpoint["name"], f"step{checkpoint['step']}"])
+    path = save(folder / "eval" / f"{name}.json", result)
+    place = f"{result['split']}/{result['mode']}" + f"/ablate_{result['ablate']}" * (result["ablate"] != "none")
+    measured = [key for key in result if key.startswith(("bits_", "accuracy", "perplexity", "standard_error"))]
+    add_to_wandb(folder, "eval", {f"{place}/{key}": result[key] for key in measured}, [path], checkpoint["step"])

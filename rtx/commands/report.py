@@ -45,4 +45,8 @@ def main(arguments: list[str]) -> int:
     for table in (table for table in report.tables if table.shown(brief=True)):
         print(f"\n{terminal(table, width)}")
     print(*(printable(f"note: {problem}") for problem in report.problems), "", *map(shown, files), sep="\n")
+    for folder in (run for run in words.runs if [*run.glob("wandb.json"), *run.glob("*/wandb.json")]):
+        from rtx.training.loggers import add_to_wandb  # imports Lightning, which most reports need not
+
+        add_to_wandb(folder, "report", {}, files)
     return 0

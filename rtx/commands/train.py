@@ -14,6 +14,7 @@ import torch
 
 from rtx.analysis.attention_weights import read_telemetry
 from rtx.analysis.footprint import fit_to_device, with_less_memory
+from rtx.checks import check_installed
 from rtx.commands.sample import draw_image, write_text
 from rtx.compose import RUN_CONFIG, compose, load_run_config, to_dict, to_yaml, with_absolute_path
 from rtx.config import Config
@@ -33,7 +34,7 @@ from rtx.training.checkpoint import Checkpoint, newest_checkpoint
 from rtx.training.distributed import Ranks
 from rtx.training.hardware import OUT_OF_MEMORY, Hardware, device_memory, out_of_memory, prepare_torch, resolve_hardware
 from rtx.training.inference import load, stores_of
-from rtx.training.loggers import logging_to
+from rtx.training.loggers import GuardedWandbLogger, logging_to
 from rtx.training.module import TrainingModule, build_model
 from rtx.training.run_folder import Status, shown
 from rtx.training.signals import Signals, Stopped, ignore_signals, started_by_another, state_after
@@ -54,6 +55,7 @@ def main(arguments: list[str]) -> int:
 
 def run(config: Config, folder: Path | None = None, before: str = "") -> int:
     """Train in a new folder, or go on in that of a run by its state `before`, and return the exit code."""
+    check_installed(config)
     hardware = resolve_hardware(config)
     prepare_torch(config, hardware)
     if hardware.rank > 0:
@@ -73,8 +75,7 @@ def run(config: Config, folder: Path | None = None, before: str = "") -> int:
                 if choice:
                     say(choice)
                 place = (folder, store, signals, Ranks(0, hardware.world), status)
-                outcome = within_memory(fitted, config, before, hardware, *place)
-                finish(fitted, hardware, folder, store, outcome, status)
+                within_memory(fitted, config, before, hardware, *place)
             return 0
         except Stopped as stop:
             print(stop, file=sys.stderr)
@@ -89,7 +90,7 @@ def fitted_to(hardware: Hardware, config: Config, store: Store) -> tuple[Config,
     return fit_to_device(config, store.vocabulary, device_memory(config, hardware.devices) or 0, hardware.world)
 
 
-def within_memory(config: Config, asked: Config, before: str, hardware: Hardware, *place: Any) -> Outcome:
+def within_memory(config: Config, asked: Config, before: str, hardware: Hardware, *place: Any) -> None:
     """Train; where memory runs out, go on with smaller micro-batches, if `asked` leaves them to us."""
     while True:  # of several processes none tries again: the others would wait
         less = with_less_memory(config, asked) if hardware.world == 1 else None
@@ -124,8 +125,8 @@ def follow(config: Config, hardware: Hardware, folder: Path, before: str) -> int
 
 def train(
     config: Config, before: str, folder: Path, store: Store, signals: Signals, ranks: Ranks, status: Status | None
-) -> Outcome:
-    """Build the model, fit it and return what came of it; ranks without a `status` write nothing."""
+) -> None:
+    """Build the model, fit it and tell what came of it; ranks without a `status` write nothing."""
     signals.release()
     tell, hardware = say if status else (lambda line: None), resolve_hardware(config)
     facts = {"config": to_dict(config), "data": store.describe()}
@@ -153,8 +154,9 @@ def train(
         if status:
             record_end(status, outcome, store)
             signals.end()
+            del watch, module, model  # the sample is by the checkpoint, and may need their memory
+            finish(config, hardware, folder, store, outcome, status, loggers)
     signals.release()
-    return outcome
 
 
 def find_start(
@@ -202,7 +204,9 @@ def record_end(status: Status, outcome: Outcome, store: Store) -> None:
     status.end("done", "trainer.max_minutes is up" if outcome.time_up else None)
 
 
-def finish(config: Config, hardware: Hardware, folder: Path, store: Store, outcome: Outcome, status: Status) -> None:
+def finish(
+    config: Config, hardware: Hardware, folder: Path, store: Store, outcome: Outcome, status: Status, loggers: list[Any]
+) -> None:
     """Print the score of a finished run beside baselines on the same split, and a sample, where memory is left."""
     final, stamps = status.fields["final"], stamp_phrases(store.stamps, "valid")
     read = {"partial": bool(outcome.sample), "stamps": stamps}
@@ -222,6 +226,9 @@ def finish(config: Config, hardware: Hardware, folder: Path, store: Store, outco
             length = min(SAMPLE_UNITS if store.image else SAMPLE_LENGTH, config.data.length)
             say(f"a sample (temperature {SAMPLE_TEMPERATURE}):")
             (draw_image if store.image else write_text)(work, SampleOptions(length, temperature=SAMPLE_TEMPERATURE))
+            newest = max((folder / "samples").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+            if isinstance(wandb := loggers[-1], GuardedWandbLogger):
+                wandb.guarded(wandb.add, "sample", {}, [newest], outcome.step)
     except (RuntimeError, MemoryError, OSError) as error:  # the run is done, whatever becomes of these
         if not (reason := str(error) if isinstance(error, RunFailed | OSError) else out_of_memory(error)):
             raise

@@ -188,12 +188,12 @@ class Watch(Callback):
 
     def write_score(self, trainer: Trainer, kind: str) -> None:
         score: Any = self.module.score
-        values = {"val_bits": score.bits, "val_units": score.units, "val_se": score.standard_error}
-        self.write_row(trainer, kind, values | ({} if score.accuracy is None else {"val_accuracy": score.accuracy}))
+        values = {"bits": score.bits, "units": score.units, "se": score.standard_error}
+        self.write_row(trainer, kind, values | ({} if score.accuracy is None else {"accuracy": score.accuracy}))
 
     def write_row(self, trainer: Trainer, kind: str, values: dict[str, Any]) -> None:
         for logger in trainer.loggers:
-            logger.log_metrics({"kind": kind, **values}, trainer.global_step)  # type: ignore[dict-item]
+            logger.log_metrics({f"{kind}/{key}": value for key, value in values.items()}, trainer.global_step)
 
     def on_validation_start(self, *_: Any) -> None:
         self.signals.hold()  # in the closing score Lightning has set a handler again
@@ -208,7 +208,7 @@ class Watch(Callback):
         if trainer.state.fn != "fit":
             return
         score, step, windows = pl_module.score, trainer.global_step, len(pl_module.score.units_K)
-        self.write_score(trainer, "valid")
+        self.write_score(trainer, "val")
         if not math.isfinite(score.bits):
             raise RunFailed(f"step {step}: the validation loss is {score.bits}")
         share = "" if score.accuracy is None else f", accuracy {score.accuracy:.2%}"

@@ -1,5 +1,6 @@
 """Where the numbers of a run go: metrics.jsonl (an object per line; after a resume the last row of a step counts), and
-Weights & Biases at arm's length: its files and its id of the run (`wandb.json`), kept by a resume, are in its folder.
+TensorBoard, CSV, or Weights & Biases at arm's length: its files, and in `wandb.json` what tells it the run, which a
+resume and what comes after training go on with, are in the run's folder. Rows have keys `train/…`, `val/…`, `final/…`.
 """
 
 from __future__ import annotations
@@ -9,18 +10,27 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
-from rtx.config import Config, LoggerConfig
+from rtx.config import Config
 from rtx.disk import read_file, write_json
 from rtx.errors import UserError
+from rtx.progress import say as say_line
 from rtx.training.run_folder import open_own, utc_now
 
 INIT_SECONDS, FINISH_SECONDS = 15.0, 60.0  # patience with the W&B server at the start, and with uploads at the end
+GOES_ON = "going on with metrics.jsonl alone"
+QUIET = {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}  # read when wandb is first imported
+KINDS = {"train": ("train", ""), "val": ("valid", "val_"), "final": ("final", "val_")}
+"""By the first part of a row's keys: its kind in metrics.jsonl, and what the keys begin with there."""
+LOCAL: dict[str, Callable[[Path], Logger]] = {
+    "csv": lambda folder: CSVLogger(folder, name="csv", flush_logs_every_n_steps=1),  # a version for each resume
+    "tensorboard": lambda folder: TensorBoardLogger(folder, name="", version="tensorboard", default_hp_metric=False),
+}
 Say = Callable[[str], object]
 
 
@@ -31,9 +41,13 @@ def logging_to(folder: Path | None, config: Config, facts: dict[str, Any], say: 
         yield []
         return
     with contextlib.closing(JsonlLogger(folder / "metrics.jsonl")) as metrics, contextlib.ExitStack() as stack:
-        if wandb := wandb_logger(config.logger, folder, facts, f"{config.name}-{folder.name}", say):
-            stack.push(lambda kind, *_: wandb.finish(exit_code=int(kind is not None)))
-        yield [metrics, *([wandb] if wandb else [])]
+        if make := LOCAL.get(config.logger.name):
+            other = make(folder)
+            other.log_hyperparams(facts)
+            stack.push(lambda kind, *_: other.finalize("failed" if kind else "success"))
+        elif other := wandb_logger(config, folder, facts, say):
+            stack.push(lambda kind, *_: other.finish(exit_code=int(kind is not None)))
+        yield [metrics, *filter(None, [other])]
 
 
 class JsonlLogger(Logger):
@@ -51,8 +65,11 @@ class JsonlLogger(Logger):
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Append a row with its `kind` (train, valid, final); numbers that JSON does not know become null."""
+        (part,) = {key.partition("/")[0] for key in metrics}
+        kind, prefix = KINDS[part]
         known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
-        row = {"kind": known.pop("kind", "other"), "step": step, "time": utc_now(), **known}
+        keys = {prefix + key.partition("/")[2]: value for key, value in known.items()}
+        row = {"kind": kind, "step": step, "time": utc_now(), **keys}
         self.file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
         self.file.flush()
 
@@ -64,19 +81,24 @@ class JsonlLogger(Logger):
 
 
 class GuardedWandbLogger(WandbLogger):
-    """Lightning's logger; after the first error (`run` is None) it says so in one line and stays quiet."""
+    """Lightning's logger of the run that wandb.json names, else a new one; quiet after an error, told in a line."""
 
-    def __init__(self, say: Say, folder: Path, mode: str, **asked: Any) -> None:
+    def __init__(self, say: Say, folder: Path, asked: Mapping[str, Any], goes_on: str = GOES_ON, **more: Any) -> None:
         import wandb
 
-        if not (path := folder / "wandb.json").exists():
-            write_json(path, {"id": secrets.token_hex(4)})
+        if asked["mode"] == "online" and not wandb.login(prompt=False, verify=False):
+            raise ValueError("no key found (wandb login)")  # W&B itself would ask for one
+        path = folder / "wandb.json"
+        kept = {**asked, "id": json.loads(read_file(path))["id"] if path.exists() else secrets.token_hex(4)}
+        write_json(path, {key: kept[key] for key in kept if key != "mode"})
+        (folder / "wandb").mkdir(exist_ok=True)
+        os.environ["WANDB_DATA_DIR"] = str(folder / "wandb")  # where files of artifacts wait for their upload
         patience = {"init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
         settings = wandb.Settings(console="off", disable_git=True, **patience)  # type: ignore[arg-type]
-        asked |= {"id": json.loads(read_file(path))["id"], "save_dir": str(folder)}
-        super().__init__(mode=mode, settings=settings, **asked)
-        self.say, self.run = say, self.experiment  # which begins the run
-        if mode == "online":
+        super().__init__(save_dir=str(folder), settings=settings, **kept, **more)
+        self.say, self.goes_on, self.run = say, goes_on, self.experiment  # which begins the run
+        self.run.define_metric("val/bits", step_metric="trainer/global_step", summary="min")
+        if asked["mode"] == "online":
             say(f"W&B: {self.run.url}")
 
     def guarded(self, work: Callable[..., object], *arguments: Any, **options: Any) -> None:
@@ -85,20 +107,32 @@ class GuardedWandbLogger(WandbLogger):
                 work(*arguments, **options)
         except Exception as error:
             self.run = None
-            self.say(trouble(error))
+            self.say(trouble(error, self.goes_on))
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        self.guarded(super().log_metrics, {key: metrics[key] for key in metrics if key != "kind"}, step)
+        self.guarded(super().log_metrics, metrics, step)
+
+    def add(self, kind: str, figures: Mapping[str, Any], files: Sequence[Path], step: int | None = None) -> None:
+        """Add figures, pictures among the files, and all files as one artifact; raises what W&B raises."""
+        import wandb
+
+        pictures = [wandb.Image(str(path)) for path in files if path.suffix == ".png"]
+        if shown := {**figures, **({"pictures": pictures} if pictures else {})}:
+            super().log_metrics({f"{kind}/{key}": value for key, value in shown.items()}, step)
+        artifact = wandb.Artifact(f"{kind}-{self.version}", type=kind)
+        for path in files:
+            artifact.add_file(str(path))
+        self.experiment.log_artifact(artifact)
 
     def finish(self, exit_code: int) -> None:
         """End the run at W&B, waiting for uploads for a minute at the most."""
         self.guarded(self.experiment.finish, exit_code=exit_code)
 
 
-def wandb_logger(config: LoggerConfig, folder: Path, facts: Any, name: str, say: Say) -> GuardedWandbLogger | None:
+def wandb_logger(config: Config, folder: Path, facts: Any, say: Say) -> GuardedWandbLogger | None:
     """Begin a run at W&B with its configuration (`facts`), or none, and never ask anybody for anything."""
-    os.environ |= {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}  # read when wandb is first imported
-    mode, place = config.name, {"project": config.project, "entity": config.entity, "group": config.group}
+    os.environ |= QUIET
+    wished, mode = config.logger, config.logger.name
     try:
         if mode == "auto":
             import wandb
@@ -107,11 +141,40 @@ def wandb_logger(config: LoggerConfig, folder: Path, facts: Any, name: str, say:
             if mode == "offline":
                 say(f"W&B: no key found, so curves go to {folder / 'wandb'} (upload them with: wandb sync)")
         if mode in ("online", "offline"):
-            return GuardedWandbLogger(say, folder, mode, name=name, config=facts, **place)
+            tags = [config.data.name, config.model.name, *os.environ.get("WANDB_TAGS", "").split(",")]
+            if config.routing.heads and config.routing.layers:
+                tags.append(config.routing.selection)
+            sweep = config.name if (folder.parent / "sweeps.jsonl").is_file() else None
+            place = {"project": wished.project, "entity": wished.entity, "group": wished.group or sweep}
+            title = {"name": f"{config.name}-{folder.name}", "job_type": "train", "tags": [*filter(None, tags)]}
+            return GuardedWandbLogger(say, folder, {"mode": mode, **place, **title}, config=facts)
     except Exception as error:
         say(trouble(error))
     return None
 
 
-def trouble(error: Exception) -> str:
-    return f"W&B: {(str(error).strip() or type(error).__name__).splitlines()[0]}; going on with metrics.jsonl alone"
+def add_to_wandb(folder: Path, kind: str, figures: Mapping[str, Any], files: Sequence[Path], step: int = 0) -> None:
+    """Add to the run that W&B has of a run, or has for the reports of a sweep, where its runs have any.
+
+    Offline where those are, in a segment of its own. An error is told in a line, and ends nothing.
+    """
+    records = [path for path in (folder / "wandb.json", *sorted(folder.glob("*/wandb.json"))) if path.is_file()]
+    if not records:
+        return
+    os.environ |= QUIET
+    try:
+        mode = "offline" if any(records[0].parent.glob("wandb/offline-run-*")) else "online"
+        known = json.loads(read_file(records[0]))
+        asked = {key: known[key] for key in ("project", "entity", "group", "name", "job_type", "tags")}
+        if records[0].parent != folder:
+            asked |= {"name": f"{kind} on {folder.name}", "job_type": kind}
+        if (mode := os.environ.get("WANDB_MODE") or mode) != "disabled":
+            logger = GuardedWandbLogger(say_line, folder, {"mode": mode, **asked}, "nothing is added there")
+            logger.guarded(logger.add, kind, figures, files, step)
+            logger.finish(exit_code=0)
+    except Exception as error:
+        say_line(trouble(error, "nothing is added there"))
+
+
+def trouble(error: Exception, goes_on: str = GOES_ON) -> str:
+    return f"W&B: {(str(error).strip() or type(error).__name__).splitlines()[0]}; {goes_on}"

@@ -1,10 +1,14 @@
-"""metrics.jsonl: whole rows only, and what JSON knows. Whatever W&B does, a run goes on."""
+"""metrics.jsonl: whole rows only, and what JSON knows. What W&B, TensorBoard and CSV get; whatever W&B does, a run
+goes on.
+"""
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,21 +16,23 @@ from typing import Any
 
 import pytest
 import wandb
+from small_runs import SIZES, Workshop
 
-from rtx.config import LoggerConfig
+from rtx.config import Config, LoggerConfig
 from rtx.errors import UserError
-from rtx.training.loggers import FINISH_SECONDS, JsonlLogger, wandb_logger
+from rtx.training.loggers import FINISH_SECONDS, JsonlLogger, add_to_wandb, wandb_logger
 
 
 def test_rows_survive_a_kill_in_the_middle_of_one_and_hold_what_json_knows(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"kind": "train", "step": 1, "bits": 8.0}\n{"kind": "train", "st')
     logger = JsonlLogger(path)
-    logger.log_metrics({"kind": "train", "a": math.nan, "b": -math.inf, "c": 1.5}, 2)
+    logger.log_metrics({"train/a": math.nan, "train/b/c": -math.inf, "train/c": 1.5}, 2)
     logger.close()
     first, second = (json.loads(line) for line in path.read_text().splitlines())
     assert first == {"kind": "train", "step": 1, "bits": 8.0}
-    assert (second["step"], second["a"], second["b"], second["c"]) == (2, None, None, 1.5)
+    assert (second["kind"], second["step"]) == ("train", 2)
+    assert (second["a"], second["b/c"], second["c"]) == (None, None, 1.5)
     assert second["time"].endswith("Z") and len(second["time"]) == len("2026-11-21T06:07:00.123Z")
 
 
@@ -51,6 +57,7 @@ class FakeWandb:
         self.fault, self.key, self.exit_code = fault, key, -1
         self.rows: list[dict[str, Any]] = []
         self.begun: list[dict[str, Any]] = []
+        self.kept: list[Any] = []
         for name in ("init", "login", "teardown"):
             patch.setattr(wandb, name, getattr(self, name))
 
@@ -61,7 +68,8 @@ class FakeWandb:
     def init(self, **asked: Any) -> Any:
         self.begun.append(asked)
         self.fail_at("server")
-        return SimpleNamespace(url="https://wandb.example/run", log=self.log, finish=self.finish)
+        doors = {"log": self.log, "finish": self.finish, "define_metric": lambda *_, **__: None}
+        return SimpleNamespace(url="https://wandb.example/run", id=asked["id"], log_artifact=self.kept.append, **doors)
 
     def log(self, row: dict[str, Any]) -> None:
         self.fail_at("network")
@@ -95,15 +103,15 @@ def begun(
     monkeypatch: pytest.MonkeyPatch, folder: Path, config: LoggerConfig = ONLINE, **faults: Any
 ) -> tuple[FakeWandb, list[str], Any]:
     """Return W&B, the lines said, and a logger that uses it (None: it could not begin)."""
-    fake, lines = FakeWandb(monkeypatch, **faults), []
-    return fake, lines, wandb_logger(config, folder, {"seed": 0}, "rtx-1", lines.append)
+    fake, lines = FakeWandb(monkeypatch, **({"key": config is ONLINE} | faults)), []
+    return fake, lines, wandb_logger(Config(logger=config), folder, {"seed": 0}, lines.append)
 
 
 def test_rows_reach_wandb_and_a_resumed_run_continues_the_same_one(monkeypatch: pytest.MonkeyPatch, bare: Path) -> None:
     fake, lines, logger = begun(monkeypatch, bare)
-    logger.log_metrics({"kind": "train", "bits": 2.0}, 3)
+    logger.log_metrics({"train/bits": 2.0}, 3)
     logger.finish(exit_code=0)
-    assert fake.rows == [{"bits": 2.0, "trainer/global_step": 3}] and fake.exit_code == 0 and lines == [ON]
+    assert fake.rows == [{"train/bits": 2.0, "trainer/global_step": 3}] and fake.exit_code == 0 and lines == [ON]
     (asked,) = fake.begun
     assert (asked["project"], asked["entity"], asked["group"], asked["dir"]) == ("p", "e", "g", str(bare))
     assert asked["settings"].finish_timeout == FINISH_SECONDS, "an end that hangs is not waited for"
@@ -141,12 +149,98 @@ def test_auto_is_online_with_a_key_and_offline_without(monkeypatch: pytest.Monke
     assert begun(monkeypatch, bare)[2] is not None  # asked for
 
 
-def test_the_real_package_offline(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[str] = []
+@pytest.mark.parametrize("fault", ["server", "network", "upload"])
+def test_what_comes_after_training_fails_nothing(monkeypatch: pytest.MonkeyPatch, bare: Path, fault: str) -> None:
+    said, page = [], bare / "page.json"
+    monkeypatch.setattr("rtx.training.loggers.say_line", said.append)
+    page.write_text("{}")
+    add_to_wandb(bare, "eval", {"x": 1.0}, [page], 3)
+    assert not said, "a run that W&B has nothing of"
+    begun(monkeypatch, bare)
+    fake = FakeWandb(monkeypatch, fault=fault, key=True)
+    add_to_wandb(bare, "eval", {"x": 1.0}, [page], 3)
+    assert said[-1] == f"W&B: no {fault}; nothing is added there"
+    fake.fault = ""
+    add_to_wandb(bare, "eval", {"x": 1.0}, [page], 3)
+    assert fake.rows[-1] == {"eval/x": 1.0, "trainer/global_step": 3} and fake.exit_code == 0
+    assert len({asked["id"] for asked in fake.begun}) == 1 and fake.kept[-1].type == "eval"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    calls = len(fake.begun)
+    add_to_wandb(bare, "eval", {"x": 1.0}, [page], 3)
+    (bare / "wandb.json").write_text('{"id": ["no name"]}')
+    monkeypatch.delenv("WANDB_MODE")
+    add_to_wandb(bare, "eval", {"x": 1.0}, [page], 3)
+    assert len(fake.begun) == calls and said[-1].endswith("nothing is added there")
+
+
+def read_back(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of all segments of an offline run, in the order of their files, by W&B's own reader."""
+    found = []
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_ctime_ns):
+        command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        found += [json.loads(line) for line in answer.stdout.splitlines()]
+    return found
+
+
+def test_a_real_run_offline_read_back(bare: Path, workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.excepthook", sys.excepthook)
-    logger = wandb_logger(AUTO, bare, {"seed": 0}, "rtx-1", lines.append)
-    assert logger is not None
-    logger.log_metrics({"kind": "train", "bits": 8.0}, 1)
-    logger.finish(exit_code=0)
-    assert len(lines) == 1 and "no key found" in lines[0]
-    assert list((bare / "wandb").glob("offline-run-*/*.wandb"))
+    sweep = workshop.folder / "sweep"
+    sweep.mkdir()
+    (sweep / "sweeps.jsonl").touch()
+    run = workshop.train("sweep/cell", "logger=auto", "routing=causal")
+    workshop.command("eval", str(run))
+    workshop.command("audit", str(run), "sequences=1", "prefixes=3", "windows=2", "positions=2")
+    workshop.command("analyze", "patterns", str(run))
+    for folder in (run, sweep):
+        workshop.command("report", str(folder))
+    found: dict[str, list[dict[str, Any]]] = {}
+    for record in read_back(run):
+        found.setdefault(record["type"], []).append(record[record["type"]])
+    known = {(one["run_id"], one["run_group"], one["job_type"], *one["tags"]) for one in found["run"]}
+    assert known == {(json.loads((run / "wandb.json").read_text())["id"], "rtx", "train", "text", "tiny", "causal")}
+    assert found["run"][0]["config"]["update"]["routing"]["selection"] == "causal"
+    steps = {one.get("glob_name", one.get("name")): one.get("step_metric") for one in found["metric"]}
+    assert steps == dict.fromkeys(("*", "val/bits"), "trainer/global_step") | {"trainer/global_step": None}
+    items = [one["item"] for one in found["history"]]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for kind, name, key in (
+        ("train", "train/bits", "bits"),
+        ("valid", "val/bits", "val_bits"),
+        ("final", "final/bits", "val_bits"),
+    ):
+        curve = [(item["trainer/global_step"], item[name]) for item in items if name in item]
+        assert curve == [(row["step"], row[key]) for row in rows if row["kind"] == kind] and curve
+    (score,) = (json.loads(path.read_text()) for path in (run / "eval").iterdir())
+    assert any(item.get("eval/valid/parallel/bits_per_byte") == score["bits_per_byte"] for item in items)
+    assert any(item.get("audit/sees_future/streaming") is False for item in items)
+    assert any(item.get("patterns/pictures.format") == "png" for item in items)
+    kept = {one["name"].rpartition("-")[0]: one["manifest"]["contents"] for one in found["artifact"]}
+    assert kept.keys() == {"sample", "eval", "audit", "patterns", "report"}
+    assert {"report.html", "report.md"} <= {file["path"] for file in kept["report"]}
+    assert all(file["local_path"].startswith(str(run / "wandb")) for files in kept.values() for file in files)
+    (of_sweep,) = (record["run"] for record in read_back(sweep) if record["type"] == "run")
+    assert (of_sweep["run_group"], of_sweep["job_type"]) == ("rtx", "report") and of_sweep["run_id"] not in str(known)
+
+
+def test_csv_by_lightning_with_a_version_for_a_resume(workshop: Workshop) -> None:
+    run = workshop.train("table", "logger=csv", "trainer.steps=4")
+    workshop.command("resume", str(run), "trainer.steps=6", "logger=csv")
+    rows = []
+    for version in ("version_0", "version_1"):
+        with open(run / "csv" / version / "metrics.csv", newline="") as file:
+            rows.append(list(csv.DictReader(file)))
+    assert [row["step"] for row in rows[0] if row["train/bits"]] == ["2", "4"]
+    assert [row["step"] for row in rows[1] if row["train/bits"]] == ["6"]
+    assert all(
+        [row["step"] for row in part if row["final/bits"]] == [step] for part, step in zip(rows, "46", strict=True)
+    )
+    assert (run / "csv" / "version_0" / "hparams.yaml").exists()
+
+
+def test_a_logger_that_is_not_installed_names_its_extra(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as one that cannot be found
+    for words in ([], ["-m", "seed=0,1"]):
+        said = workshop.command("train", *words, workshop.text, *SIZES, "logger=tensorboard", code=2)
+        assert said.endswith("rtx: logger=tensorboard needs TensorBoard: pip install 'rtx[tensorboard]'\n")
+    assert not (workshop.folder / "out").exists()
