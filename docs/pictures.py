@@ -1,15 +1,14 @@
-"""Pictures of the patterns, drawn by their own rules: `python docs/pictures.py docs/attention.md`.
+"""Pictures of the patterns, drawn by their own rules: `python docs/pictures.py` writes docs/pictures/<name>.svg.
 
-Rows are queries from the top, columns are keys; two rows share a line of text.
+Rows are queries from the top, columns are keys. Each cluster has a colour; grey: read in several.
 
-Shapes: N positions, C clusters, D head size, W attention window.
+Shapes: N positions, C clusters, D head size, W attention window, P lists of a head.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-import re
-import sys
 from pathlib import Path
 
 import torch
@@ -20,6 +19,10 @@ from rtx.attention import Pattern
 from rtx.attention.centroids import to_sphere
 
 N, D, W, C = 32, 8, 8, 4
+CELL, EDGE = 8, 18  # pixels of a pair, and left of and above all pairs
+COLOURS = ("#4878b8", "#e07b2a", "#3f9a5a", "#a865b5")
+SEVERAL, MAY = "#777777", "#80808026"  # read in several clusters; a pair that a causal pattern may read
+FOLDER = Path(__file__).parent / "pictures"
 
 
 def sequence() -> tuple[Tensor, Tensor, Tensor]:
@@ -72,49 +75,42 @@ def patterns() -> dict[str, Pattern]:
 
 @torch.no_grad()
 def reads(pattern: Pattern) -> Tensor:
-    """Return the mask `[N, N]` of which query reads which key, in any list."""
+    """Return the mask `[P, N, N]` of which query reads which key in which list."""
     _, q_BHND, k_BHND = sequence()
     given = pattern.inputs(q_BHND, k_BHND if pattern.has_keys else None, None)
-    return pattern.rule(given, 0, False).any(0)
+    return pattern.rule(given, 0, False)
 
 
-def draw(reads_NN: Tensor) -> str:
-    """Return a picture as lines of text."""
-    lines = []
-    for upper_N, lower_N in zip(reads_NN[::2], reads_NN[1::2], strict=True):
-        pairs = zip(upper_N.tolist(), lower_N.tolist(), strict=True)
-        lines.append("".join("·▄▀█"[2 * upper + lower] for upper, lower in pairs))
-    return "\n".join(lines)
-
-
-def share(reads_NN: Tensor) -> str:
-    """Return how many of the pairs that a causal pattern may read are read."""
-    return f"{reads_NN.sum() / math.comb(len(reads_NN) + 1, 2):.0%} of all pairs j <= i"
-
-
-def redraw(page: str) -> str:
-    """Return a page with every picture drawn again: the text block behind `<!-- picture: name -->`.
-
-    Raises:
-        ValueError: a picture of an unknown pattern.
-    """
-    known = patterns()
-
-    def block(match: re.Match[str]) -> str:
-        name = match[1]
-        if name not in known:
-            raise ValueError(f"picture: {name}: must be one of {', '.join(known)}")
-        seen_NN = reads(known[name])
-        return f"<!-- picture: {name} -->\n```text\n{draw(seen_NN)}\n{share(seen_NN)}\n```"
-
-    return re.sub(r"<!-- picture: (\S+) -->\n```text\n.*?\n```", block, page, flags=re.DOTALL)
+def draw(name: str, reads_PNN: Tensor) -> str:
+    """Return a picture as SVG, with the share of all pairs that are read below it."""
+    lists_NN, first_NN = reads_PNN.sum(0), reads_PNN.int().argmax(0)
+    colour_NN = torch.where(lists_NN > 1, C, first_NN % C).masked_fill(lists_NN == 0, -1)
+    paths = dict.fromkeys((*COLOURS, SEVERAL), "")
+    for row, colours in enumerate(colour_NN.tolist()):
+        for colour, run in itertools.groupby(enumerate(colours), key=lambda pair: pair[1]):
+            columns = [column for column, _ in run]
+            if colour >= 0:
+                width = CELL * len(columns) - 1
+                paths[(*COLOURS, SEVERAL)[colour]] += f"M{CELL * columns[0]} {CELL * row}h{width}v{CELL - 1}h-{width}z"
+    side, share = CELL * N, f"{(lists_NN > 0).sum() / math.comb(N + 1, 2):.0%} of all pairs j \u2264 i"
+    stairs = "".join(f"V{CELL * (n + 1)}H{CELL * (n + 2)}" for n in range(N - 1))
+    drawn = "".join(f'<path fill="{colour}" d="{path}"/>\n' for colour, path in paths.items() if path)
+    size = f'viewBox="0 0 {side + EDGE} {side + 2 * EDGE}" width="{side + EDGE}"'
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" {size}>
+<title>{name}: {share}</title>
+<g font-family="sans-serif" font-size="11" fill="#808080"><text x="{EDGE}" y="12">key j \u2192</text>
+<text transform="translate(12 {EDGE}) rotate(90)">query i \u2192</text>
+<text x="{EDGE}" y="{side + EDGE + 14}">{share}</text></g>
+<g transform="translate({EDGE} {EDGE})"><path fill="{MAY}" d="M0 0H{CELL}{stairs}V{side}H0z"/>
+{drawn}</g></svg>
+"""
 
 
 def main() -> None:
-    """Redraw the pictures of the pages named on the command line."""
-    for name in sys.argv[1:]:
-        page = Path(name)
-        page.write_text(redraw(page.read_text(encoding="utf-8")), encoding="utf-8")
+    """Draw every pattern."""
+    FOLDER.mkdir(exist_ok=True)
+    for name, pattern in patterns().items():
+        (FOLDER / f"{name}.svg").write_text(draw(name, reads(pattern)), encoding="utf-8")
 
 
 if __name__ == "__main__":
