@@ -1,10 +1,11 @@
 # make train: set up, then train on the embedded default.  make test: what every change must pass.
 # make presets: every file of conf/model and conf/experiment through all commands, made small; half an hour.
+# make docs: the pages of docs/ as a site in site/.
 PYTHON ?= python3
 VENV := .venv
 SOURCES := rtx tests $(wildcard benchmarks)
 
-.PHONY: train test format presets
+.PHONY: train test docs format presets
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
@@ -20,11 +21,15 @@ test: $(VENV)/.installed-dev
 presets: $(VENV)/.installed-dev
 	$(VENV)/bin/python benchmarks/presets.py
 
+docs: $(VENV)/.installed-docs
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
+	@echo "site/index.html"
+
 format: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff format $(SOURCES)
 	$(VENV)/bin/ruff check --fix $(SOURCES)
 
-# The two stamps make an installation happen once, and again when pyproject.toml changes.
+# The stamps make an installation happen once, and again when pyproject.toml changes.
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	@echo "installing rtx and what it needs into $(VENV) (once; a few minutes)"
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable .
@@ -33,6 +38,11 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
 	@echo "installing rtx, what it needs and its test tools into $(VENV) (once; a few minutes)"
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-docs: pyproject.toml | $(VENV)/bin/python
+	@echo "installing rtx and what its site is built with into $(VENV) (once; a few minutes)"
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/bin/python:
