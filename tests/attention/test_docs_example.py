@@ -1,4 +1,4 @@
-"""The worked example of docs/extending.md and the one of README.md run as they stand there."""
+"""The worked example of docs/extending.md and the one of docs/api.md run as they stand there."""
 
 from __future__ import annotations
 
@@ -100,6 +100,6 @@ def test_a_pattern_that_contradicts_itself_is_caught(dilated: ModuleType, wrong:
         check(Wrong(window=3, stride=3).eval(), Case(N=20))
 
 
-def test_the_readmes_example_runs() -> None:
-    (text,) = [text for text in blocks(ROOT / "README.md") if "rtx.attention" in text]
-    exec(compile(text, "README.md", "exec"), {})
+def test_the_example_of_the_attention_alone_runs() -> None:
+    (text,) = [text for text in blocks(ROOT / "docs/api.md") if "rtx.attention" in text]
+    exec(compile(text, "api.md", "exec"), {})
