@@ -103,7 +103,8 @@ def begun(
     monkeypatch: pytest.MonkeyPatch, folder: Path, config: LoggerConfig = ONLINE, **faults: Any
 ) -> tuple[FakeWandb, list[str], Any]:
     """Return W&B, the lines said, and a logger that uses it (None: it could not begin)."""
-    fake, lines = FakeWandb(monkeypatch, **({"key": config is ONLINE} | faults)), []
+    faults.setdefault("key", config is ONLINE)
+    fake, lines = FakeWandb(monkeypatch, **faults), []
     return fake, lines, wandb_logger(Config(logger=config), folder, {"seed": 0}, lines.append)
 
 
