@@ -22,14 +22,19 @@ if TYPE_CHECKING:
 
 COLOURS = {
     "full": "#000000",
+    "local+full": "#000000",
     "local": "#0072b2",
     "random": "#e69f00",
     "routing (topk)": "#d55e00",
     "routing (causal)": "#009e73",
     "routing (nearest)": "#cc79a7",
+    "routing (blocks)": "#7d4fa3",
+    "routing (indexer)": "#8c6a1f",
     "routing": "#56b4e9",
 }
-"""Okabe and Ito's palette; the same kind has the same colour everywhere, other kinds grey."""
+"""Okabe and Ito's palette and two more; the same kind has the same colour everywhere, other kinds grey."""
+
+AHEAD = " (sees the future)"
 
 GREY = "#767676"
 STYLE: Any = {
@@ -103,6 +108,7 @@ def direct_labels(one: Axes, places: Mapping[str, tuple[float, ...]], sides: Seq
     for name, (x, y, dx, dy) in sorted(bars.items(), key=lambda bar: bar[1][1]):
         for farther, (a, b) in itertools.product(range(0, 240, 3), sides):
             style: Any = {"va": "center", "ha": ("center", "left", "right")[a], "textcoords": "offset points"}
+            style["color"] = colour(name.removesuffix(AHEAD))  # where names are many they stand apart from their points
             offset = (8 * a, b * (9 + farther) if b else farther)
             text = one.annotate(name, (x + a * dx, y + b * dy), offset, **style)
             box = text.get_window_extent()
@@ -111,7 +117,7 @@ def direct_labels(one: Axes, places: Mapping[str, tuple[float, ...]], sides: Seq
                 break
             text.remove()
         else:
-            one.annotate(name, (x, y), (8, 0), textcoords="offset points", va="center")
+            one.annotate(name, (x, y), (8, 0), textcoords="offset points", va="center", color=colour(name))
         taken.append(box)
 
 
@@ -126,7 +132,7 @@ def scores_and_speed(table: Table, unit: str) -> Plot | None:
         ink, ahead = colour(row["heads"]), row["sees_future"] == "yes"
         place = (row["steps_per_second"], row["ours"], row["half"], row["pace_half"])
         one.errorbar(*place, fmt="o", capsize=3, color=ink, markerfacecolor="none" if ahead else ink)
-        name = row["heads"] + " (sees the future)" * ahead
+        name = row["heads"] + AHEAD * ahead
         ends[name] = (row["steps_per_second"], row["ours"], row["pace_half"] or 0.0, row["half"] or 0.0)
     one.set_xlim(right=max(speeds) + 0.5 * (max(speeds) - min(speeds)))
     direct_labels(one, ends, AROUND)
