@@ -363,10 +363,10 @@ def setting(words: list[str]) -> str:
 def prove_all(
     every: dict[str, list[str]], wanted: list[str], jobs: int, folder: Path, data: dict[str, list[str]]
 ) -> Iterator[Row]:
-    """Prove presets, some side by side; equal settings are one run, that of the first file."""
+    """Prove presets, some side by side; equal settings are one run, that of the file that is no grid."""
     first: dict[str, str] = {}
-    for name, words in every.items():
-        first.setdefault(setting(words), name)
+    for name in sorted(every, key=lambda name: name.replace("/", "=") not in every[name]):  # grids last
+        first.setdefault(setting(every[name]), name)
     waiting, running = list(wanted), {}
     while waiting or running:
         if waiting and len(running) < jobs:
