@@ -80,8 +80,8 @@ def test_the_loss_of_keys_bounds_how_far_queries_and_keys_of_a_position_are_apar
     """In loops by its definition, with gradients; and equation 14 of the ICLR version."""
     layer = attention(tiny_model(routing_keys=keys, routing_key_loss=0.5), 1).train()
     weight, x_BNE = layer.qkv.weight, torch.randn(2, 24, 16, dtype=torch.float64)
-    apart = [sum(abs(weight[8 + unit, e] - weight[24 + unit, e]) for e in range(16)) for unit in range(8)]
-    norms = [max(apart[:4]), max(apart[4:])]
+    apart = [torch.stack([(weight[8 + u, e] - weight[24 + u, e]).abs() for e in range(16)]).sum() for u in range(8)]
+    norms = [torch.stack(head).max() for head in (apart[:4], apart[4:])]
     loss, expected = layer(x_BNE)[1], 0.25 * (norms[0] + norms[1])
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(*(torch.autograd.grad(each, weight)[0] for each in (loss, expected)))
