@@ -62,7 +62,7 @@ def test_a_value_is_taken_as_it_is_written(word: str, value: object) -> None:
         ("hardware.compile=maybe", "hardware.compile=maybe: must be true or false"),
         ("trainer.micro_batch_size=0", "must be auto or an integer, at least 1"),
         ("routing.selection=causl", "blocks, blocks_random, indexer (did you mean 'causal'?)"),
-        ("model.base=local+none", "one or more of local, full, recurrent, lsh, adaptive_span, strided, fixed, joined"),
+        ("model.base=local+none", "adaptive_span, strided, fixed, fixed_block, fixed_summary, joined"),
         ("name=a,b", "takes one value; several make a sweep (rtx train -m); quote it where it is one: 'name=\"...\"'"),
         ("hydra.run.dir=x", "unknown key 'hydra.run.dir'"),
         ("foo=3", "unknown key 'foo'; --help lists them"),

@@ -105,7 +105,11 @@ def test_plan_and_data_take_them_and_help_lists_them(place: Place) -> None:
     assert "dilated heads, " in said and " of primes " in " ".join(said.split())
     assert "primes, " in place.asked("data", "info", files, "data=primes")
     page = place.asked("train", "--help", "--config-dir=presets", files)
-    assert "\n  primes  " in page and "Half of tiny." in page and "fixed, dilated, joined" in page
+    assert (
+        "\n  primes  " in page
+        and "Half of tiny." in page
+        and "fixed_summary, dilated, joined" in " ".join(page.split())
+    )
     assert "mine: 2 layers" in place.asked("plan", "--config-dir", "presets", "model=mine")
 
 
