@@ -12,6 +12,7 @@ import torch
 from rtx.analysis.causality import Audit, audit_model, choice_gradients
 from rtx.analysis.loss_by_position import DIFFERENCES, STREAMING, TEACHER_FORCED, differences, price
 from rtx.analysis.output import print_table, save
+from rtx.attention import Pattern
 from rtx.data.catalog import Store
 from rtx.errors import plural
 from rtx.evaluation.protocols import windows
@@ -45,6 +46,8 @@ def what_moves(run: LoadedRun, options: AuditOptions) -> Result:
     B, N, generator = options.sequences, run.config.data.length, torch.Generator().manual_seed(options.seed)
     ids_BN = torch.randint(run.model.vocabulary, (B, N), generator=generator).to(run.device)
     wide = copy.deepcopy(run.model).double()
+    for pattern in (module for module in wide.modules() if isinstance(module, Pattern)):
+        pattern.backend = "torch"  # the compiled kernels have no float64
     prefixes = np.unique(np.geomspace(1, N - 1, options.prefixes).astype(int)).tolist()
     changes: Result = {"sequences": B, "length": N, "prefixes": prefixes, "tolerance": options.tolerance}
     for mode in (TEACHER_FORCED, STREAMING):
