@@ -219,4 +219,4 @@ def score_at(cell: Cell, step: float) -> Score:
     steps = sorted(cell.curve)
     bits = float(np.interp(step, steps, [cell.curve[at][0] for at in steps]))
     protocol = replace(cell.final.protocol, fingerprint="", stamps=(), windows=cell.config["trainer.val_windows"])
-    return replace(cell.final, protocol=protocol, bits=bits, units=cell.curve[steps[0]][1])
+    return replace(cell.final, protocol=protocol, bits=bits, units=cell.curve[steps[0]][1], figures={})
