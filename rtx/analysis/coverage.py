@@ -19,7 +19,7 @@ from rtx.attention.centroids import after_step
 from rtx.attention.pattern import Inputs, Pattern
 from rtx.attention.routing import Routing
 from rtx.compose import with_values
-from rtx.config import SELECTIONS, Config, RoutingConfig
+from rtx.config import SELECTIONS, Config, RoutingConfig, clusters
 from rtx.model.layer_heads import ROUTED, layer_patterns, make_pattern
 from rtx.model.transformer import Transformer
 
@@ -27,9 +27,20 @@ NAMES = (*(name for name in SELECTIONS if name != "indexer"), "drawn keys", "nex
 """Selections but the one that gradients train; keys drawn one by one; the last keys, as a longer window reads them."""
 
 
+def full_group(config: Config, layer: int) -> tuple[str, int]:
+    """Return which group of a layer reads all of its prefix, and how many heads it has.
+
+    These are full heads, or routing heads with keys of their own and one cluster that is as wide as the sequence.
+    """
+    groups, routing = layer_patterns(config, layer), config.routing
+    one = routing.selection == "nearest" and clusters(config) == 1 and routing.window >= config.data.length
+    name = ROUTED if one and routing.keys != "shared" and ROUTED in groups else "full"
+    return name, groups.get(name, 0)
+
+
 def selections(config: Config, layer: int, sizes: list[int], block: int) -> nn.ModuleList:
     """Return S * Z patterns of as many heads as are full in a layer, or none; their clusters are yet to be fitted."""
-    heads, made = layer_patterns(config, layer).get("full", 0), nn.ModuleList()
+    (_, heads), made = full_group(config, layer), nn.ModuleList()
     for name, size in product(NAMES, sizes if heads else ()):
         kind, width = ("blocks_random", 1) if name == "drawn keys" else (name, min(block, size))
         routing = RoutingConfig(selection=kind, keys="separate", window=size, block=width, decay=0.9)  # tens of steps
@@ -41,26 +52,28 @@ def selections(config: Config, layer: int, sizes: list[int], block: int) -> nn.M
 
 
 @torch.no_grad()
-def fit(model: Transformer, made: Any, ids_BN: Tensor) -> None:
+def fit(config: Config, model: Transformer, made: Any, ids_BN: Tensor) -> None:
     """Move centroids and thresholds of the `selections` of every layer as training does, by what full heads see."""
-    for patterns, (attention, x_BNE) in zip(made.train(), layer_inputs(model, ids_BN), strict=True):
+    for layer, (patterns, (attention, x_BNE)) in enumerate(zip(made.train(), layer_inputs(model, ids_BN), strict=True)):
         for pattern in (each for each in patterns if isinstance(each, Routing)):
-            q_BHND, k_BHND, _ = attention.split(x_BNE)[list(attention.groups).index("full")]
+            number = list(attention.groups).index(full_group(config, layer)[0])
+            q_BHND, k_BHND, _ = attention.split(x_BNE)[number]
             pattern.reads(pattern.inputs(q_BHND, k_BHND, None), None, False)
     after_step(made)
 
 
 @torch.no_grad()
-def measure(model: Transformer, made: Any, ids_1N: Tensor, back: int) -> list[list[tuple[float, ...]]]:
+def measure(config: Config, model: Transformer, made: Any, ids_1N: Tensor, back: int) -> list[list[tuple[float, ...]]]:
     """Return what `selections` keep, at up to 256 positions, by layers with full heads, `[., S * Z, 3]`; see `kept`."""
     found, N = [], ids_1N.shape[1]
     at_P = torch.linspace(back, N - 1, min(256, N - back), device=ids_1N.device).round().long()
-    for patterns, (attention, x_1NE) in zip(made.eval(), layer_inputs(model, ids_1N), strict=True):
+    for layer, (patterns, (attention, x_1NE)) in enumerate(zip(made.eval(), layer_inputs(model, ids_1N), strict=True)):
         if len(patterns):
-            heads = groups_of(attention, x_1NE)["full"]
+            name, _ = full_group(config, layer)
+            heads, rotary = groups_of(attention, x_1NE)[name], attention.rotations()[list(attention.groups).index(name)]
             weight_HPN = torch.cat(list(weight_blocks(heads, at_P)), dim=-1)
             q, k, *_ = heads[1]
-            found.append([kept(p, p.inputs(q, k, attention.rotary), weight_HPN, at_P, back) for p in patterns])
+            found.append([kept(p, p.inputs(q, k, rotary), weight_HPN, at_P, back) for p in patterns])
     return found
 
 

@@ -163,10 +163,10 @@ def coverage(run: LoadedRun, store: Store, options: CoverageOptions) -> Result:
         raise UserError(f"model.base={model.base}: no layer has full heads, whose attention could be covered")
     made, found = torch.nn.ModuleList(every).to(run.device), []
     for ids_BN in RtxDataModule(config, store).train_dataloader():
-        covered.fit(run.model, made, ids_BN.long().to(run.device))
+        covered.fit(config, run.model, made, ids_BN.long().to(run.device))
     with progress_bar("windows") as show:
         for ids_1N in ids_KN.to(run.device).split(1):
-            found.append(covered.measure(run.model, made, ids_1N, window))
+            found.append(covered.measure(config, run.model, made, ids_1N, window))
             show(len(found), len(chosen))
     found_SLKZ3 = np.reshape(found, (len(found), len(layers), -1, len(sizes), 3)).transpose(2, 1, 0, 3, 4)
     far_LK, rows = found_SLKZ3[0, :, :, 0, 0], coverage_rows(found_SLKZ3, layers, keys)

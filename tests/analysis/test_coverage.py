@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ from rtx.attention.patterns import Full, Local
 from tests.model.tiny_models import tiny_config, tiny_model, tokens
 
 LENGTH, SIZES = 24, [1, 4, 9, 24]
-FULL = {"base": "full", "routing_layers": 0}
+FULL = {"base": "full", "routing_layers": 0, "positions": "none"}
+ONE_CLUSTER = {"routing_layers": 3, "routing_heads": 4, "routing_clusters": 1, "routing_window": LENGTH}
+LOOKING_BACK = {**ONE_CLUSTER, "routing_keys": "tied", "routing_key_shift": 1, "routing_rotary": False}
 
 
 def full_weights(q_BHND: Tensor, k_BHND: Tensor, given_by: Pattern) -> Tensor:
@@ -30,24 +33,25 @@ def full_weights(q_BHND: Tensor, k_BHND: Tensor, given_by: Pattern) -> Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("back", [0, 5])
-def test_what_is_kept_is_what_the_rule_reads(back: int) -> None:
-    options = {**FULL, "positions": "none"}
+@pytest.mark.parametrize(
+    ("back", "options"), [(0, FULL), (5, FULL), (5, {**LOOKING_BACK, "selection": "nearest"})], ids=str
+)
+def test_what_is_kept_is_what_the_rule_reads(back: int, options: Any) -> None:
     model, config, N = tiny_model(**options), tiny_config(**options), LENGTH - back
     made = nn.ModuleList(coverage.selections(config, layer, SIZES, block=2) for layer in range(3))
     for seed in range(4):
-        coverage.fit(model, made, tokens(batch=3, seed=seed))
+        coverage.fit(config, model, made, tokens(batch=3, seed=seed))
     ids_1N = tokens(batch=1, seed=9)
-    found_LSZ3 = np.reshape(coverage.measure(model, made, ids_1N, back), (3, -1, len(SIZES), 3))
-    attention, x_1NE = next(iter(layer_inputs(model, ids_1N)))
-    pattern, given, *_ = groups_of(attention, x_1NE)["full"]
+    found_LSZ3 = np.reshape(coverage.measure(config, model, made, ids_1N, back), (3, -1, len(SIZES), 3))
+    attention, x_1NE = list(layer_inputs(model, ids_1N))[-1]  # below, units that return have equal scores
+    pattern, given, *_ = groups_of(attention, x_1NE)[coverage.full_group(config, 2)[0]]
     weight_HNN = full_weights(given.q_BHND, given.k_BHND, pattern)[:, back:, :N].tril()
-    of = zip(itertools.product(range(len(coverage.NAMES)), range(len(SIZES))), made[0], strict=True)  # type: ignore[arg-type]
+    of = zip(itertools.product(range(len(coverage.NAMES)), range(len(SIZES))), made[-1], strict=True)  # type: ignore[arg-type]
     for (s, z), each in of:
         moved = each.inputs(given.q_BHND[:, :, back:], given.k_BHND[:, :, :N], None)
         read_HNN = torch.stack([each.rule(moved, head, False).any(0) for head in range(4)])
         expected = [float(x.double().sum(-1).mean()) for x in (weight_HNN, weight_HNN * read_HNN, read_HNN)]
-        np.testing.assert_allclose(found_LSZ3[0, s, z], expected, rtol=1e-9, err_msg=f"{coverage.NAMES[s]} {SIZES[z]}")
+        np.testing.assert_allclose(found_LSZ3[-1, s, z], expected, rtol=1e-9, err_msg=f"{coverage.NAMES[s]} {SIZES[z]}")
     assert found_LSZ3[:, :, -1, 1] == pytest.approx(found_LSZ3[:, :, -1, 0]), "as many keys as there are keep all"
 
 
