@@ -9,6 +9,7 @@ joined at a position (over all streams).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,19 +27,19 @@ FIRST_SLOTS = 256
 """Slots that a growing cache begins with; it doubles when they are full."""
 
 
-class Cache:
+class Cache(ABC):
     """What a stream of heads of one kind keeps."""
 
+    @abstractmethod
     def prefill(self, given: Inputs, v_BHND: Tensor) -> None:
         """Take in positions 0 to N - 1 of each stream, before any step: what N steps would leave, in one pass.
 
         The outputs of these positions are those of the pattern's forward pass with `prefix`.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, given: Inputs, v_BH1D: Tensor, position: int) -> Tensor:
         """Take in the next position of each stream and return its output `[B, H, 1, D]`."""
-        raise NotImplementedError
 
 
 def attend_step(

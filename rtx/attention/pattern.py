@@ -6,6 +6,7 @@ Shapes: B sequences, H heads of one kind, N positions, D head size, P parts' lis
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -38,7 +39,7 @@ class Inputs(NamedTuple):
     """Positions in front whose keys alone are read: what earlier segments have left."""
 
 
-class Pattern(nn.Module):
+class Pattern(nn.Module, ABC):
     """H heads of one pattern.
 
     A pattern implements `reads` and, for the oracle and pictures, `rule`. One that chooses by position alone subclasses
@@ -72,30 +73,30 @@ class Pattern(nn.Module):
     @classmethod
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
         """Return `heads` heads of a layer (0 is the lowest), as a resolved configuration describes them."""
-        raise NotImplementedError
+        return cls(**options(config))
 
     def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return queries and keys as choices and logits use them."""
         assert k_BHND is not None
         return q_BHND, k_BHND
 
+    @abstractmethod
     def reads(self, given: Inputs, real_BN: Tensor | None, prefix: bool) -> list[Part]:
         """Return who reads whom; several parts share no pair, and each shows a position one list at the most.
 
         `prefix`: every choice is made from the prefix alone. Padding (false in `real_BN`) is left out.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
         """Return which keys each position of the first sequence reads in each of a head's lists, `[P, N, N]`, bool.
 
         Written for the reader, not for speed: the oracle of `rtx.attention.oracle`, and what pictures draw.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def start(self, relative: Relative | None = None) -> Cache:
         """Return the empty KV cache of a stream, or of a batch of them."""
-        raise NotImplementedError
 
     def loss(self, given: Inputs, real_BN: Tensor | None) -> Tensor:
         """Return the auxiliary loss of the last forward pass, zero where the pattern has none."""
@@ -222,13 +223,17 @@ class PositionPattern(Pattern):
         super().__init__(**given)
         self.attend_self = attend_self
 
+    @classmethod
+    def from_config(cls, config: Config, heads: int, layer: int) -> Self:
+        return cls(**position_options(config))
+
+    @abstractmethod
     def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
         """Return who reads whom at some positions, in any order; the keys of several spreads differ for every query."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
         """Return whether the query at i reads the key at j, for j <= i (tensors that broadcast)."""
-        raise NotImplementedError
 
     def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
         i = torch.arange(given.q_BHND.shape[2], device=given.q_BHND.device)[:, None] - given.memory

@@ -36,10 +36,6 @@ class Full(PositionPattern):
 
     reads_all_kept = True
 
-    @classmethod
-    def from_config(cls, config: Config, heads: int, layer: int) -> Self:
-        return cls(**position_options(config))
-
     def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
         one_N = torch.zeros_like(position_N)
         return [Spread(one_N, one_N, one_N, position_N + 1)]

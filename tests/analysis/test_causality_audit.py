@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rtx.analysis.causality import LOGITS, Audit, Group, audit_model, audit_outputs, choice_gradients, other_future
 from rtx.attention.choices import Indexer
-from rtx.attention.pattern import Pattern
+from rtx.attention.patterns import Full
 from rtx.config import SELECTIONS, all_fields
 from rtx.errors import RunFailed
 from rtx.model.transformer import Transformer
@@ -57,7 +57,7 @@ def test_top_w_and_published_hashing_move_and_only_they_and_not_where_the_prefix
     assert not audit_model(hashing, IDS, PREFIXES, streaming=True).sees_future
 
 
-class Peeking(Pattern):
+class Peeking(Full):
     """Heads that return the mean value of the whole sequence."""
 
     def forward(self, q_BHND: Tensor, k_BHND: Any, v_BHND: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -126,6 +126,6 @@ def test_a_gradient_that_is_missing_or_not_finite_is_flagged(monkeypatch: pytest
     with torch.no_grad():
         broken.output_VS[0, 0] = torch.nan
     assert all(row["missing"] and row["gradient"] is None for row in choice_gradients(broken, tokens()))
-    monkeypatch.setattr(Indexer, "loss", Pattern.loss)
+    monkeypatch.setattr(Indexer, "loss", Full.loss)
     found = choice_gradients(tiny_model(selection="indexer"), tokens())
     assert all(row["missing"] and row["gradient"] == 0 for row in found)
