@@ -69,35 +69,39 @@ def soft_attend(
     read where terms depend on them.
     """
     wide = torch.promote_types(q_GQD.dtype, torch.float32)
+    if not k_GKD.shape[1]:
+        out_GQD = v_GKD.new_zeros(*q_GQD.shape[:2], v_GKD.shape[2], dtype=wide)
+        return out_GQD, out_GQD.new_full(q_GQD.shape[:2], float("-inf"))
     with torch.autocast(q_GQD.device.type, enabled=False):
         q_GQD, k_GKD, v_GKD = q_GQD.to(wide) * terms.scale, k_GKD.to(wide), v_GKD.to(wide)
-        logits_GQK = q_GQD @ k_GKD.transpose(1, 2)
         relative, bias_HM = terms.relative, terms.bias_HM
-        if relative is not None:
+        if relative is None:
+            logits_GQK = q_GQD @ k_GKD.mT
+        else:
             assert distance_GQK is not None
-            row_GQK = distance_GQK.clamp(0, relative.keys_MD.shape[-2] - 1).expand_as(logits_GQK)
+            row_GQK = distance_GQK.clamp(0, relative.keys_MD.shape[-2] - 1).expand(-1, -1, k_GKD.shape[1])
             keys, bias_GM = relative.of_heads(0 if head_G is None else head_G)
             by_GQM = q_GQD @ keys.to(wide).mT
             if bias_GM is not None:
                 by_GQM = by_GQM + bias_GM.to(wide)[:, None] * terms.scale
-            logits_GQK = logits_GQK + by_GQM.gather(-1, row_GQK)
+            logits_GQK = torch.baddbmm(by_GQM.gather(-1, row_GQK), q_GQD, k_GKD.mT)
         if bias_HM is not None:
             assert distance_GQK is not None and head_G is not None
             by_GQM = bias_HM.to(wide)[head_G][:, None].expand(-1, logits_GQK.shape[1], -1)
-            logits_GQK = logits_GQK + by_GQM.gather(-1, distance_GQK.clamp(0, bias_HM.shape[-1] - 1))
-        logits_GQK = logits_GQK.masked_fill(~mask_GQK, float("-inf"))
-        # A softmax of nothing has no gradient but NaN: such rows get any logits, and then no weight.
-        none_GQ1 = (logits_GQK == float("-inf")).all(-1, keepdim=True)
-        logits_GQK = logits_GQK.masked_fill(none_GQ1, 0.0)
-        sum_GQ = logits_GQK.logsumexp(-1)
-        weight_GQK = (logits_GQK - sum_GQ[..., None]).exp().masked_fill(none_GQ1, 0.0)
-        sum_GQ = sum_GQ.masked_fill(none_GQ1[..., 0], float("-inf"))
+            bias_GQK = by_GQM.gather(-1, distance_GQK.clamp(0, bias_HM.shape[-1] - 1))
+            mask_GQK = mask_GQK & (bias_GQK != float("-inf"))
+            logits_GQK = logits_GQK + bias_GQK.clamp(min=torch.finfo(wide).min / 2)
+        # A softmax of nothing has no gradient but NaN: such rows get any logits, and then no output.
+        none_GQ1 = ~mask_GQK.any(-1, keepdim=True)
+        logits_GQK = logits_GQK.masked_fill(~(mask_GQK | none_GQ1), float("-inf"))
+        weight_GQK = logits_GQK.softmax(-1)
+        sum_GQ = logits_GQK.amax(-1) - weight_GQK.amax(-1).log()  # the largest weight is e^(largest logit - sum)
         weight_GQK = F.dropout(weight_GQK, terms.dropout, training=terms.dropout > 0)
         out_GQD = weight_GQK @ v_GKD
         if relative is not None and relative.values_MD is not None:
             by_GQM = weight_GQK.new_zeros(*weight_GQK.shape[:2], len(relative.values_MD))
             out_GQD = out_GQD + by_GQM.scatter_add(-1, row_GQK, weight_GQK) @ relative.values_MD.to(wide)
-    return out_GQD, sum_GQ
+    return out_GQD.masked_fill(none_GQ1, 0.0), sum_GQ.masked_fill(none_GQ1[..., 0], float("-inf"))
 
 
 def recomputed(function, *inputs):

@@ -69,7 +69,7 @@ def training_items(config: Config, store: Store) -> MadeItems:
     if isinstance(store, RecallStore):
         return MadeItems(store.sequence, config.seed, config.trainer.batch_size)
     tokens, whole, streams = store.split("train"), store.image is not None, config.trainer.batch_size
-    if not config.model.memory:
+    if whole or config.model.base != "recurrent":  # without a memory, too: two runs may then differ by it alone
         return TrainingItems(tokens, config.data.length, config.seed, streams, whole)
     if streams * config.data.length > len(tokens):
         wanted = f"{streams} streams of at least data.length={config.data.length} units"
