@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rtx.analysis.output import save
-from rtx.data.images import png_grid
+from rtx.data.images import png
 from rtx.data.sets import SETS
 from rtx.data.tokenizers import encode_text
 from rtx.errors import UserError, printable
@@ -67,7 +67,7 @@ def draw_image(run: LoadedRun, options: SampleOptions) -> int:
     if done < size:
         tell(f"{'stopped after ' if stopped else ''}{done:,} units; an image has {size:,}: the rest is black")
     image_N = np.frombuffer(units.ljust(size, b"\0"), dtype=np.uint8)
-    save_sample(run, options.seed, png_grid([image_N], tuple(run.checkpoint["data"]["image"])), "png")
+    save_sample(run, options.seed, png(image_N, tuple(run.checkpoint["data"]["image"])), "png")
     return stopped
 
 

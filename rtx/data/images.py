@@ -211,17 +211,10 @@ def cut(files: list[Path]) -> Files:
     return {"train": train, "valid": files[valid::EVERY], "test": files[test::EVERY]}
 
 
-def png_grid(images: Sequence[np.ndarray], image: tuple[int, int]) -> bytes:
-    """Return a PNG with images, each `[height * width * 3]` sub-pixels, in a grid about as wide as high."""
+def png(pixels: np.ndarray, image: tuple[int, int]) -> bytes:
+    """Return a PNG of an image of `(height, width)` from its sub-pixels, uint8 `[height * width * 3]`."""
     from PIL import Image
 
-    height, width = image
-    columns = min(len(images), max(1, round((len(images) * height / width) ** 0.5)))
-    rows, gap = -(-len(images) // columns), 2
-    sheet_HWC = np.full((rows * (height + gap) - gap, columns * (width + gap) - gap, 3), 128, dtype=np.uint8)
-    for place, pixels in enumerate(images):
-        top, left = place // columns * (height + gap), place % columns * (width + gap)
-        sheet_HWC[top : top + height, left : left + width] = pixels.reshape(height, width, 3)
     target = io.BytesIO()
-    Image.fromarray(sheet_HWC).save(target, "PNG")
+    Image.fromarray(pixels.reshape(*image, 3)).save(target, "PNG")
     return target.getvalue()
