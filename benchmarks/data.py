@@ -81,8 +81,8 @@ def case_bytes(folder: Path, args: argparse.Namespace) -> list[Row]:
     """A zip as large as enwik-8 to its store; then random batches from that store."""
     from rtx.data import text
     from rtx.data.catalog import prepare_data
+    from rtx.data.datamodule import TrainingItems, training_batches
     from rtx.data.files import Remote, file_sha256
-    from rtx.data.sampler import TrainingItems, training_batches
 
     content, archive = repeated(text_of(args), int(100 * MB * args.scale)), folder / "enwik8.zip"
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:

@@ -23,7 +23,7 @@ from torch import Tensor
 from rtx.attention.centroids import after_step
 from rtx.checks import resolve
 from rtx.config import Config, DataConfig, ModelConfig, OptimizerConfig, RoutingConfig, TrainerConfig
-from rtx.data.sampler import TrainingItems
+from rtx.data.datamodule import TrainingItems
 from rtx.data.tokenizers import Tokenizer, encode_text
 from rtx.model.transformer import Transformer
 from rtx.training.module import build_optimizer, learning_rate, set_learning_rate

@@ -142,7 +142,7 @@ def benchmark(data: DataConfig, root: Path, report: Report) -> Source:
 
 def held_images(images: int, held_out: int) -> np.ndarray:
     """Return the numbers of the held-out training images, int64 `[held_out]`: the first of a fixed permutation."""
-    from rtx.data.sampler import permuted
+    from rtx.data.datamodule import permuted
 
     return np.sort(np.array([permuted(k, images, HELD_KEY) for k in range(held_out)], dtype=np.int64))
 

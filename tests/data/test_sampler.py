@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rtx.data.sampler import TrainingItems, permuted, training_batches
+from rtx.data.datamodule import TrainingItems, permuted, training_batches
 
 TOKENS = np.arange(20_000, dtype=np.uint16)  # every token says where it stands
 

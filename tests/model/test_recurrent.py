@@ -13,7 +13,7 @@ from test_decoding import same_after_a_prompt, streams_as_it_scores
 from tiny_models import tiny_config, tiny_model, tokens
 from torch import Tensor
 
-from rtx.data.sampler import StreamItems
+from rtx.data.datamodule import StreamItems
 from rtx.model.memory import Memory
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.transformer import Transformer

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 import rtx.training.module as module_room
 from rtx.compose import to_dict
 from rtx.config import Config, DataConfig, LoggerConfig, OptimizerConfig, TrainerConfig
-from rtx.data.datamodule import RtxDataModule
-from rtx.data.sampler import TrainingItems
+from rtx.data.datamodule import RtxDataModule, TrainingItems
 from rtx.training.callbacks import Watch
 from rtx.training.checkpoint import CheckpointFiles, newest_checkpoint, read_checkpoint, resumable
 from rtx.training.hardware import has_compiler, resolve_hardware
