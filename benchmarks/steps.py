@@ -26,8 +26,8 @@ from rtx.analysis.output import save
 from rtx.attention.centroids import after_step
 from rtx.cells import lay_out
 from rtx.cli import complain
-from rtx.compose import config_hash, to_dict
-from rtx.config import SPREAD, Config, short_hash
+from rtx.compose import config_hash, short_hash, to_dict
+from rtx.config import SPREAD, Config
 from rtx.data.catalog import Store, data_root, open_data
 from rtx.data.datamodule import training_items
 from rtx.errors import RunFailed, UserError, plural

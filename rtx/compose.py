@@ -1,4 +1,4 @@
-"""Overrides and the files of `conf/` -> one checked `Config`; a `Config` -> plain dictionaries and back.
+"""Overrides and the files of `conf/` -> one checked `Config`; a `Config` -> plain dictionaries, its hash, and back.
 
 Hydra composes the groups; keys are set on what it gives, so that cells of a sweep with the same groups share that.
 """
@@ -6,6 +6,8 @@ Hydra composes the groups; keys are set on what it gives, so that cells of a swe
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,15 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from rtx.checks import data_problems, idle, resolve
-from rtx.config import GROUPS, SECTIONS, Config, DataConfig, all_fields, digest, read_values
+from rtx.config import GROUPS, NAMELIKE, OUTSIDE, SECTIONS, YOUNGER, Config, DataConfig, all_fields
 from rtx.data.sets import SETS, image_side
+from rtx.disk import read_file
 from rtx.errors import UserError, refuse
 from rtx.extensions import run_files
 from rtx.keys import CONFIG_DIRS, conf_dir, unknown, unquoted
@@ -99,8 +102,8 @@ def user_errors(where: str = "") -> Iterator[None]:
         # Without the advice on its further lines (`+key=...`, search paths, internals).
         said = ": ".join(str(each).strip().partition("\n")[0].rstrip(".") for each in (error, *inner))
         raise UserError(f"{where}{key}: {said}" if key and key not in said else where + said) from error
-    except (YAMLError, OSError, UnicodeError, RecursionError) as error:
-        what = "not valid YAML: " if isinstance(error, YAMLError) else ""
+    except (yaml.YAMLError, OSError, UnicodeError, RecursionError) as error:
+        what = "not valid YAML: " if isinstance(error, yaml.YAMLError) else ""
         raise UserError(where + what + " ".join(str(error).split())) from error
 
 
@@ -139,6 +142,31 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     return config
 
 
+def read_values(path: Path) -> dict[str, str]:
+    """Return the values in a run's config.yaml by dotted keys, each as its text; nothing is interpolated.
+
+    `UserError` for whatever YAML can do besides: aliases, lists, deeper or repeated keys (OSError, YAMLError: as read).
+    """
+    names, depth, found = [], 0, {}  # names: section and key of what comes next
+    for event in yaml.parse(read_file(path).decode(), Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader)):
+        match event:
+            case yaml.ScalarEvent(value=text) if len(names) < depth:
+                names.append(text)
+            case yaml.ScalarEvent(value=text) if depth and (key := ".".join(names)) not in found:
+                found[key] = text
+                names.pop()
+            case yaml.MappingStartEvent() if len(names) == depth < 2:
+                depth += 1
+            case yaml.MappingEndEvent():
+                depth -= 1
+                del names[-1:]
+            case yaml.NodeEvent():
+                raise UserError(f"{'.'.join(names) or 'it'} must be one value, or keys with one each, once")
+    if not found:
+        raise UserError("is not the configuration of a run")
+    return found
+
+
 def load_run_config(run_dir: str | Path) -> Config:
     """Return the configuration of a run from its folder; nothing in it is interpolated."""
     path = Path(run_dir) / RUN_CONFIG
@@ -174,3 +202,15 @@ def with_absolute_path(config: Config) -> Config:
     if config.data.path is None or (config.data.name == "hub" and not os.path.exists(config.data.path)):
         return config
     return with_values(config, {"data.path": os.path.abspath(os.path.expanduser(config.data.path))})
+
+
+def digest(values: Mapping[str, Any]) -> str:
+    """Return 12 hexadecimal digits of a configuration's values by their dotted keys, those without effect left out."""
+    idle = (*NAMELIKE, *(key for key, value in values.items() if (key, value) in YOUNGER))
+    kept = {key: value for key, value in values.items() if key not in idle and not key.startswith(OUTSIDE)}
+    return short_hash(kept, 12)
+
+
+def short_hash(values: Mapping[str, Any], digits: int = 8) -> str:
+    """Return hexadecimal digits that tell values apart, in whatever order their keys stand; what JSON lacks as text."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:digits]

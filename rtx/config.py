@@ -6,17 +6,11 @@ Values live in `conf/`, what fits with what in `rtx/checks.py`, what other comma
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rtx.data.sets import SETS, DataSet
-from rtx.disk import read_file
-from rtx.errors import UserError
 from rtx.keys import Field, fields_of, key_of, one_of, options, ranged
 
 GROUPS = ("data", "routing", "optimizer", "hardware", "logger", "model", "experiment")
@@ -360,33 +354,6 @@ def all_fields() -> dict[str, Field]:
     return fields_of(Config)
 
 
-def read_values(path: Path) -> dict[str, str]:
-    """Return the values in a run's config.yaml by dotted keys, each as its text; nothing is interpolated.
-
-    `UserError` for whatever YAML can do besides: aliases, lists, deeper or repeated keys (OSError, YAMLError: as read).
-    """
-    import yaml
-
-    names, depth, found = [], 0, {}  # names: section and key of what comes next
-    for event in yaml.parse(read_file(path).decode(), Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader)):
-        match event:
-            case yaml.ScalarEvent(value=text) if len(names) < depth:
-                names.append(text)
-            case yaml.ScalarEvent(value=text) if depth and (key := ".".join(names)) not in found:
-                found[key] = text
-                names.pop()
-            case yaml.MappingStartEvent() if len(names) == depth < 2:
-                depth += 1
-            case yaml.MappingEndEvent():
-                depth -= 1
-                del names[-1:]
-            case yaml.NodeEvent():
-                raise UserError(f"{'.'.join(names) or 'it'} must be one value, or keys with one each, once")
-    if not found:
-        raise UserError("is not the configuration of a run")
-    return found
-
-
 @functools.cache
 def add_installed() -> None:
     """Add the patterns and data sets of installed packages, by the names of their entry points; none is imported."""
@@ -440,15 +407,3 @@ def hash_buckets(config: Config) -> int:
 def clusters(config: Config) -> int:
     """Clusters C of a routing head: routing.clusters, or ceil(N / W) where unset."""
     return config.routing.clusters or math.ceil(config.data.length / config.routing.window)
-
-
-def digest(values: Mapping[str, Any]) -> str:
-    """Return 12 hexadecimal digits of a configuration's values by their dotted keys, those without effect left out."""
-    idle = (*NAMELIKE, *(key for key, value in values.items() if (key, value) in YOUNGER))
-    kept = {key: value for key, value in values.items() if key not in idle and not key.startswith(OUTSIDE)}
-    return short_hash(kept, 12)
-
-
-def short_hash(values: Mapping[str, Any], digits: int = 8) -> str:
-    """Return hexadecimal digits that tell values apart, in whatever order their keys stand; what JSON lacks as text."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:digits]

@@ -17,8 +17,7 @@ from rtx.analysis import attention_weights as weights
 from rtx.analysis import coverage as covered
 from rtx.analysis.loss_by_position import by_context, by_position, estimate, unit_bits
 from rtx.analysis.output import print_table, save
-from rtx.compose import with_values
-from rtx.config import short_hash
+from rtx.compose import short_hash, with_values
 from rtx.data.catalog import Store
 from rtx.data.datamodule import RtxDataModule
 from rtx.data.sets import MADE, SETS

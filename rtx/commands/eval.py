@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from rtx.analysis.output import save
-from rtx.compose import flat, merge, to_dict
-from rtx.config import short_hash
+from rtx.compose import flat, merge, short_hash, to_dict
 from rtx.data.catalog import Store
 from rtx.data.store import TokenStore
 from rtx.errors import RunFailed, UserError, printable, written

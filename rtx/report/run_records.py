@@ -1,7 +1,4 @@
-"""Runs read from their folders, as they are: a record that is missing or half written is told and left out.
-
-Nothing here imports torch or Hydra.
-"""
+"""Runs read from their folders, as they are, without torch: what is missing or half written is told and left out."""
 
 from __future__ import annotations
 
@@ -14,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rtx.config import all_fields, digest, read_values
+from rtx.compose import digest, read_values
+from rtx.config import all_fields
 from rtx.disk import read_file
 from rtx.errors import DAMAGED, printable
 from rtx.evaluation.protocols import memory_phrases, spans, stamp_phrases
@@ -258,14 +256,6 @@ def read_config(path: Path, found: Collection) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         found.problems.append(f"{path}: cannot be read ({str(error).splitlines()[0]}); listed without configuration")
         return {}
-
-
-def flat(content: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested values by dotted keys."""
-    values: dict[str, Any] = {}
-    for key, value in content.items():
-        values |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return values
 
 
 def read_object(path: Path, found: Collection) -> dict[str, Any]:

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from rtx.compose import flat
 from rtx.errors import plural
 from rtx.report.paper import Config, PaperTable, heads_label, kind_of, numbered, table_of
 from rtx.report.ranking import half_interval, mean
-from rtx.report.run_records import Cell, Collection, Score, flat, read_object
+from rtx.report.run_records import Cell, Collection, Score, read_object
 from rtx.report.score_rows import Row, name_rows, row_key
 from rtx.report.score_tables import kinds_table
 from rtx.report.tables import Column, Table
@@ -73,11 +74,7 @@ def read_records(folders: Iterable[Path], found: Collection) -> list[StepRecord]
 
 
 def read_record(content: Mapping[str, Any]) -> StepRecord:
-    """Return a record from its JSON.
-
-    Raises:
-        KeyError, TypeError, ValueError, AttributeError: it is none.
-    """
+    """Return a record from its JSON; one of the errors that `read_records` knows where it is none."""
     if content["what"] != WHAT:
         raise ValueError(content["what"])
     rows = [

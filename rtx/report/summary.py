@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rtx.compose import flat, to_dict
 from rtx.config import Config
 from rtx.evaluation.protocols import memory_phrases, spans
 from rtx.report.paper import hashes, looks_ahead, routes
-from rtx.report.run_records import SIGHT, Cell, Protocol, flat
+from rtx.report.run_records import SIGHT, Cell, Protocol
 from rtx.report.tables import filled
 
 BAR = 24  # characters of the longest bar
@@ -28,7 +28,7 @@ ROUTING = ("routing.selection", "routing.heads", "routing.layers", "routing.clus
 
 def sees_future(config: Config, mode: str, ablate: str = "none") -> bool:
     """Tell whether the score of some unit may depend on later units: top-w selection or published LSH in one pass."""
-    return mode == "parallel" and looks_ahead(flat(dataclasses.asdict(config)), ablate)
+    return mode == "parallel" and looks_ahead(flat(to_dict(config)), ablate)
 
 
 def protocol_line(
@@ -56,7 +56,7 @@ def protocol_line(
         released: how the released code's reading of the text differs, where it was read so; empty: whole.
         stamps: what else makes the number another than the published ones, as `stamp_phrases` says it.
     """
-    values = flat(dataclasses.asdict(config))
+    values = flat(to_dict(config))
     place = f"{split} of other data than the run's ({other_data})" if other_data else split
     said = [*([f"protocol=released ({released})"] if released else []), *stamps, *memory_phrases(values)]
     windows = 0 if partial else None
@@ -107,7 +107,7 @@ def card(cell: Cell, config: Config, checkpoint: Mapping[str, Any], numbers: int
         numbers: how many numbers weights and buffers are.
     """
     every, step = [*filter(None, [cell.final]), *cell.scores], checkpoint["step"]
-    values = flat(dataclasses.asdict(config))
+    values = flat(to_dict(config))
     facts = {
         "config": values,
         "keys": SIZES + (ROUTING if routes(values) else ()),

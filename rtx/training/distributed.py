@@ -22,7 +22,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Str
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rtx.config import short_hash
+from rtx.compose import short_hash
 from rtx.errors import UserError
 from rtx.model.block import Block
 from rtx.training.hardware import Hardware, started_by

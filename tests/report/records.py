@@ -10,9 +10,7 @@ from typing import Any
 
 import yaml
 
-from rtx.compose import compose, to_dict
-from rtx.config import digest
-from rtx.report.run_records import flat
+from rtx.compose import compose, digest, flat, to_dict
 
 DATA = {"name": "text", "unit": "byte", "fingerprint": "f00d" * 4}
 IMAGES = {"name": "cifar10", "unit": "dim", "fingerprint": "abcd" * 4}

@@ -12,13 +12,13 @@ import yaml
 from records import IMAGES, config, write_eval, write_run
 
 from rtx.analysis.cost import cost
-from rtx.compose import compose, to_dict
+from rtx.compose import compose, flat, to_dict
 from rtx.config import all_fields
 from rtx.data.catalog import vocabulary_size
 from rtx.keys import conf_dir, options
 from rtx.report.contents import build
 from rtx.report.paper import PaperRow, PaperTable, allowed, paper_tables, table_of
-from rtx.report.run_records import collect, flat
+from rtx.report.run_records import collect
 from rtx.report.score_rows import rows_by_protocol
 from rtx.report.score_tables import departures
 
