@@ -112,17 +112,10 @@ def divergences(
 ) -> list[dict[str, Any]]:
     """Return the Jensen-Shannon divergence between random heads of each layer (the paper's Table 6), at most ln 2.
 
-    Args:
-        model: in evaluation mode.
-        tokens_BN: unit ids; draw r reads sequence r mod B.
-        draws: pairs of heads drawn for each layer and kind of pair: within a group, or across two.
-        seed: of the draws.
-        on_progress: called with layers done and layers in all.
-
-    Returns:
-        A row for each layer, 0 the lowest, and kind (the groups of the two heads, `routed` last): the nats of each
-        draw, a mean over the positions where both heads read something, with their mean and standard deviation; and
-        the share of these positions.
+    For each layer and kind of pair, within a group or across two, `draws` pairs are drawn; draw r reads sequence r mod
+    B. A row for each layer, 0 the lowest, and kind (the groups of the two heads, `routed` last) has the nats of each
+    draw, a mean over the positions where both heads read something, with their mean and standard deviation; and the
+    share of these positions. `on_progress` is called with layers done and layers in all.
     """
     rows, B = [], len(tokens_BN)
     for layer, (attention, x_BNE) in enumerate(layer_inputs(model, tokens_BN)):

@@ -154,11 +154,9 @@ def audit_model(
 def choice_gradients(model: Transformer, tokens_BN: Tensor) -> list[dict[str, Any]]:
     """Take a training pass, forward and backward, with a copy of the model: does each choice that should train do so?
 
-    A choice of keys has no gradient of its own; what makes it must be trained by something else.
-
-    Returns:
-        A row for each group of heads that chooses: its layer, what trains its choice, the norm of the gradient of its
-        queries or of the indexer (None: nothing should train, or it is not finite), and whether it is missing.
+    A choice of keys has no gradient of its own; what makes it must be trained by something else. A row for each group
+    of heads that chooses has its layer, what trains its choice, the norm of the gradient of its queries or of the
+    indexer (None: nothing should train, or it is not finite), and whether it is missing.
     """
     model = copy.deepcopy(model).train()
     model.zero_grad()

@@ -287,10 +287,7 @@ def with_choice(config: Config, micro_batch_size: int, recompute: bool) -> Confi
 
 
 def fit_to_device(config: Config, vocabulary: int, device_bytes: float, world: int = 1) -> tuple[Config, str]:
-    """Return a configuration in which neither of the two keys is `auto`, and a line on what was chosen or does not fit.
-
-    Arguments as of `choose_micro_batch`.
-    """
+    """Return a configuration with what `choose_micro_batch` chooses, and a line on that, or on what does not fit."""
     size, recompute, peak, fits = choose_micro_batch(config, vocabulary, device_bytes, world)
     is_free = "auto" in (config.trainer.micro_batch_size, config.model.recompute)
     precision = f"hardware.precision={precision_on(config.hardware, on_gpu(config))}"
@@ -307,10 +304,7 @@ def with_less_memory(config: Config, asked: Config) -> Config | None:
     """Return the configuration of the same steps to go on with when memory has run out, or None where there is none.
 
     The micro-batch is halved, to the next size that divides the batch; one of a single sequence gets recomputed blocks.
-
-    Args:
-        config: what ran out of memory, with neither key `auto`.
-        asked: the configuration as it was composed, for one device: only what is `auto` there may change.
+    `asked` is the configuration as it was composed, for one device: only what is `auto` there may change.
     """
     now, recompute = config.trainer.micro_batch_size, config.model.recompute is True
     assert isinstance(now, int)

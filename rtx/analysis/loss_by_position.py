@@ -40,17 +40,10 @@ def unit_bits(
     streaming: bool = False,
     on_progress: Progress = lambda done, total: None,
 ) -> list[np.ndarray]:
-    """Return the bits of every scored unit of each span, float64; spans of equal length are read together.
+    """Return the bits of every scored unit of each span, float64; `RunFailed` where they are no numbers.
 
-    Args:
-        model: in evaluation mode; has `loss(tokens_BN, prefix=...) -> (nats_BN, auxiliary)`.
-        tokens: the split, unsigned integers `[units]`.
-        spans: units `[start, stop)` are read, and of those `[first, stop)` are scored.
-        streaming: decisions from the prefix alone, instead of teacher-forced.
-        on_progress: called with spans done and spans in all.
-
-    Raises:
-        RunFailed: what the model gives are no numbers.
+    The `model`, in evaluation mode, has `loss(tokens_BN, prefix=...) -> (nats_BN, auxiliary)`. `tokens`: the split,
+    unsigned integers `[units]`; `streaming`: decisions from the prefix alone, instead of teacher-forced.
     """
     device, found = next(model.parameters()).device, {}
     ordered = sorted(spans, key=lambda span: span.stop - span.start)

@@ -106,12 +106,7 @@ def list_of_tables(cells: Sequence[Cell]) -> Table:
 
 
 def write(report: Report, output: Path) -> list[Path]:
-    """Write the report in every format, each file whole or not at all, and return their paths.
-
-    Raises:
-        OSError: the folder cannot be written.
-        UserError: it holds a report of somebody else's.
-    """
+    """Write the report in every format and return the paths; `UserError` in a folder with files of somebody else's."""
     texts = {"json": as_json, "html": html, "md": markdown, "csv": comma_separated, "tex": latex}
     files = {f"report.{form}": text(report).encode("utf-8", "replace") for form, text in texts.items()}
     files |= {f"{plot.name}.png": plot.png for plot in report.plots}

@@ -54,13 +54,10 @@ def compare(
     pairs: Sequence[tuple[str, str]],
     errors: Mapping[str, tuple[float, float]] | None = None,
 ) -> dict[tuple[str, str], Comparison]:
-    """Return the comparison of each pair, corrected over all of them.
+    """Return the comparison of each pair (a row and what it is compared with), corrected over all of them.
 
-    Args:
-        rows: the scores of each row by seed.
-        pairs: a row and what it is compared with.
-        errors: standard error and degrees of freedom of what else is uncertain in a row's mean, as its pace is at equal
-            time.
+    `errors`: standard error and degrees of freedom of what else is uncertain in a row's mean, as its pace is at equal
+    time.
     """
     from scipy.special import stdtr, stdtrit  # Student's t: its distribution and its quantiles
 

@@ -44,17 +44,11 @@ def protocol_line(
     released: str = "",
     stamps: Sequence[str] = (),
 ) -> str:
-    """Return what a likelihood means: split, units scored, context, and whether selection could see the future.
+    """Return what a likelihood means: split, `units` scored, context, and whether selection could see the future.
 
-    Args:
-        config: the run's configuration; its `trainer.val_stride` counts.
-        units: how many were scored, each once.
-        mode: parallel (teacher-forced) or streaming.
-        partial: only a sample of the windows was scored.
-        ablate: what was done to the routing heads, as option `ablate` has it.
-        other_data: the name of the data, where the model was not trained on their training split.
-        released: how the released code's reading of the text differs, where it was read so; empty: whole.
-        stamps: what else makes the number another than the published ones, as `stamp_phrases` says it.
+    `config` has the stride of the windows. `mode` and `ablate` are as options of rtx eval have them. `partial`: of a
+    sample of the windows. `other_data`: the name of data that the model was not trained on. `released`: how the
+    released code's reading of the text differs, where it was read so. `stamps`: as `stamp_phrases` says them.
     """
     values = flat(to_dict(config))
     place = f"{split} of other data than the run's ({other_data})" if other_data else split
@@ -80,14 +74,7 @@ def comparison(bits: float, unit: str, baselines: Mapping[str, float]) -> str:
 
 
 def closing_lines(run: str, steps: str, final: Mapping[str, Any], protocol: str, further: Sequence[str] = ()) -> str:
-    """Return the summary of a finished run, to be printed.
-
-    Args:
-        steps: how many it took, and what ended it before the last.
-        final: bits/unit on the whole validation split; those of baselines, and the accuracy of answers, if there are.
-        protocol: from `protocol_line`.
-        further: the score in other measures, a line each.
-    """
+    """Return the summary of a finished run: its steps, closing score (`final` of its status), protocol, more lines."""
     bits, unit, baselines = final["bits"], final["unit"], final.get("baselines")
     place = f"a sample of {final['windows']:,} windows of " if final.get("windows") else ""
     lines = textwrap.wrap(f"done after {steps}: {bits:.4f} bits/{unit} on {place}the validation split", WIDTH)
@@ -98,14 +85,7 @@ def closing_lines(run: str, steps: str, final: Mapping[str, Any], protocol: str,
 
 
 def card(cell: Cell, config: Config, checkpoint: Mapping[str, Any], numbers: int) -> str:
-    """Return the card of an exported model as Markdown.
-
-    Args:
-        cell: the run as its records tell it.
-        config: the run's configuration.
-        checkpoint: what its checkpoint says of these weights; scores of other steps are left out.
-        numbers: how many numbers weights and buffers are.
-    """
+    """Return the card of an exported model as Markdown; `numbers`: of weights and buffers, that are of one step."""
     every, step = [*filter(None, [cell.final]), *cell.scores], checkpoint["step"]
     values = flat(to_dict(config))
     facts = {
