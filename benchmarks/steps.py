@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from rtx.analysis.footprint import fit_to_device
-from rtx.analysis.output import save
 from rtx.attention.centroids import after_step
 from rtx.cells import lay_out
 from rtx.cli import complain
@@ -39,7 +38,7 @@ from rtx.report.tables import terminal
 from rtx.training.hardware import device_memory, out_of_memory, resolve_hardware
 from rtx.training.inference import prepare_device
 from rtx.training.module import build_model, build_optimizer, learning_rate, set_learning_rate
-from rtx.training.run_folder import environment, outputs_root, unwritable
+from rtx.training.run_folder import environment, outputs_root, save, unwritable
 
 DEFAULTS = {"turns": 5, "per_turn": 2, "warmup": 2}
 """Turns; timed steps of a row in each, whose mean counts; steps of a row that are not timed, in its first turn."""

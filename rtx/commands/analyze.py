@@ -16,7 +16,6 @@ from torch import Tensor
 from rtx.analysis import attention_weights as weights
 from rtx.analysis import coverage as covered
 from rtx.analysis.loss_by_position import by_context, by_position, estimate, unit_bits
-from rtx.analysis.output import print_table, save
 from rtx.compose import short_hash, with_values
 from rtx.data.catalog import Store
 from rtx.data.datamodule import RtxDataModule
@@ -28,9 +27,10 @@ from rtx.options import ContextOptions, CoverageOptions, DivergenceOptions, Patt
 from rtx.progress import progress_bar
 from rtx.report import plots
 from rtx.report.summary import protocol_line, sees_future
+from rtx.report.tables import print_table
 from rtx.training.inference import LoadedRun, open_run, run_config
 from rtx.training.loggers import add_to_wandb
-from rtx.training.run_folder import utc_now
+from rtx.training.run_folder import save, utc_now
 
 Result = dict[str, Any]
 ROWS, BINS = 512, 16  # positions that a map of a head shows, and ranges that a loss is averaged over, at the most

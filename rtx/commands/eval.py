@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from rtx.analysis.output import save
 from rtx.compose import flat, merge, short_hash, to_dict
 from rtx.data.catalog import Store
 from rtx.data.store import TokenStore
@@ -23,7 +22,7 @@ from rtx.progress import clock, progress_bar
 from rtx.report.summary import protocol_line, sees_future
 from rtx.training.inference import LoadedRun, open_run, run_config
 from rtx.training.loggers import add_to_wandb
-from rtx.training.run_folder import utc_now
+from rtx.training.run_folder import save, utc_now
 
 STREAM = 65_536  # units of text that a model with a memory is scored on at a stretch
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rtx.analysis.output import save
 from rtx.data.images import png
 from rtx.data.sets import SETS
 from rtx.data.tokenizers import encode_text
@@ -20,6 +19,7 @@ from rtx.errors import UserError, printable
 from rtx.model.decoding import generate
 from rtx.options import SampleOptions, read_words
 from rtx.training.inference import LoadedRun, load_run, prepare_device, run_config
+from rtx.training.run_folder import save
 from rtx.training.signals import INTERRUPTED, Stopped
 
 

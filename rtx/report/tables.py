@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,13 @@ def interval_strips(rows: Sequence[dict[str, Any]]) -> list[str]:
         line = " " * low + "─" * (middle - low) + "●" + "─" * (high - middle)
         pictures.append(line if span else "")
     return pictures
+
+
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows of figures, their keys as the heads of the columns."""
+    import pandas
+
+    print(pandas.DataFrame(rows).to_string(index=False, na_rep="-", float_format="{:.4g}".format))
 
 
 def filled(template: str, **facts: Any) -> str:

@@ -23,7 +23,7 @@ from typing import IO, Any
 from rtx import __version__
 from rtx.compose import flat, load_run_config, to_dict, with_values
 from rtx.config import REGISTERED, Config
-from rtx.disk import is_full, read_file, remove_leftovers, write_json
+from rtx.disk import is_full, read_file, remove_leftovers, replace_file, write_json
 from rtx.errors import DAMAGED, RunFailed, UserError, printable
 from rtx.training.hardware import out_of_memory, started_by
 from rtx.training.signals import Stopped, state_after
@@ -86,6 +86,20 @@ def shown(folder: Path) -> str:
 def open_own(path: Path, mode: str) -> IO[Any]:
     """Open a file that is the run's own: a link in its place, which may lead anywhere, is an error (OSError)."""
     return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o644))
+
+
+def save(path: Path, content: bytes | Mapping[str, Any]) -> Path:
+    """Write a result of a run whole, a mapping as JSON, say where, and return that; `RunFailed` where that cannot be."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        if isinstance(content, bytes):
+            replace_file(path, lambda file: file.write(content))
+        else:
+            write_json(path, content)
+    except OSError as error:
+        raise RunFailed(f"cannot write {path}: {error.strerror}") from error
+    print(printable(str(path)))
+    return path
 
 
 def utc_now() -> str:
