@@ -165,7 +165,7 @@ class Command:
     about: str
     options: type | None = None
     runs: str = ""
-    """The runs (by folder or name, see `rtx.find_runs`) or folders in front, as its usage has them."""
+    """The runs (by folder or name, see `find_run`) or folders in front, as its usage has them."""
     keys: tuple[str, ...] = ()
     """Groups and keys of a run's configuration that may be changed for the command."""
     composes: bool = False
@@ -267,7 +267,7 @@ def read_words(command: str, words: Sequence[str]) -> Words:
             refuse_foreign(reads, key)
             overrides.append(word)
     if "<run>" in reads.runs:
-        from rtx.find_runs import find_run  # which reads configurations by this module
+        from rtx.training.run_folder import find_run  # which reads configurations by this module
 
         runs = [run if "[" in reads.runs and run.is_dir() else find_run(run) for run in runs]  # a report is of many
     return Words(runs, reads.options(**values) if reads.options else None, overrides, frozenset(values))

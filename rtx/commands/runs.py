@@ -9,11 +9,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from rtx.errors import UserError, printable
-from rtx.find_runs import runs_below
 from rtx.help import terminal_width
 from rtx.options import read_words
 from rtx.report.run_records import Collection, read_object
-from rtx.training.run_folder import bits_of, outputs_root, read_status, run_state, shown
+from rtx.training.run_folder import bits_of, outputs_root, read_status, run_state, runs_below, shown
 
 
 def main(arguments: list[str]) -> int:

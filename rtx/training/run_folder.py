@@ -1,10 +1,11 @@
-"""A run's folder: where it is, who works in it, what it records, how it ends, and whether it may go on. No torch."""
+"""A run's folder: how it is called, who works in it, what it records, how it ends, whether it may go on. No torch."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -21,13 +22,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from rtx import __version__
-from rtx.compose import flat, load_run_config, to_dict, with_values
+from rtx.compose import RUN_CONFIG, flat, load_run_config, to_dict, with_values
 from rtx.config import REGISTERED, Config
 from rtx.disk import is_full, read_file, remove_leftovers, replace_file, write_json
-from rtx.errors import DAMAGED, RunFailed, UserError, printable
+from rtx.errors import DAMAGED, RunFailed, UserError, nearest, plural, printable, shorten
 from rtx.training.hardware import out_of_memory, started_by
 from rtx.training.signals import Stopped, state_after
 
+NAMED = 5  # runs that a message lists
 BEAT_SECONDS = 15.0
 SILENCE_SECONDS = 120.0  # so long without a heartbeat, a run on another machine is taken for dead
 EXPORT_FACTS = "export.json"  # says of what run a folder has the model, and that it is an export
@@ -76,6 +78,37 @@ def is_export(folder: Path) -> bool:
     return (folder / EXPORT_FACTS).is_file()
 
 
+def runs_below(folder: Path) -> list[Path]:
+    """Return the runs that a folder is, or holds at most two levels down, the one last at work first; no exports."""
+    found = {path.parent for depth in ("", "*/", "*/*/") for path in folder.glob(depth + RUN_CONFIG)}
+    runs = [run for run in sorted(found) if run.parent not in found and not is_export(run)]
+    return sorted(runs, key=lambda run: (read_status(run) or {}).get("heartbeat", ""), reverse=True)
+
+
+def find_run(folder: Path) -> Path:
+    """Return the run that `folder` is or alone holds, or of outputs/ the one of this name; else `UserError`.
+
+    Names are `last`, and what a run's id, its random digits or `<name>/<id>` begin with; a whole one comes first.
+    """
+    if os.path.isfile(folder / RUN_CONFIG):
+        return folder
+    every, word, is_folder = runs_below(outputs_root()), str(folder), os.path.isdir(folder)
+    names = {run: [*("/".join(run.parts[-n:]) for n in (1, 2, 3)), run.name.rpartition("-")[2]] for run in every}
+    found = runs_below(folder) if is_folder else every[:1] if word == "last" else []
+    for end in () if is_folder or found else ("/", ""):
+        found = found or [run for run in every if any(f"{name}/".startswith(word + end) for name in names[run])]
+    if len(found) == 1:
+        return Path(os.path.relpath(found[0])) if found[0].is_relative_to(Path.cwd()) else found[0]
+    listed = ", ".join(shown(run) for run in (found or every)[:NAMED]) + ", ..." * (len(found or every) > NAMED)
+    said = f"{shorten(word)}: "
+    if found:
+        raise UserError(f"{said}{plural(len(found), 'run')}; name one: {listed}")
+    if is_folder:
+        raise UserError(f"{said}has no config.yaml; a run is a folder such as outputs/<name>/<run>")
+    near = nearest(word, itertools.chain(["last"] * bool(every), *names.values()))
+    raise UserError(f"{said}no such folder, and no run of this name{near}; the newest: {listed or 'there is none'}")
+
+
 def shown(folder: Path) -> str:
     """Return a folder as the user would type it."""
     short = os.path.relpath(folder)
@@ -89,7 +122,7 @@ def open_own(path: Path, mode: str) -> IO[Any]:
 
 
 def save(path: Path, content: bytes | Mapping[str, Any]) -> Path:
-    """Write a result of a run whole, a mapping as JSON, say where, and return that; `RunFailed` where that cannot be."""
+    """Write a result of a run, a mapping as JSON, say where, and return that; `RunFailed` where that cannot be."""
     try:
         path.parent.mkdir(exist_ok=True)
         if isinstance(content, bytes):
