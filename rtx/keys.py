@@ -167,8 +167,7 @@ def conf_dir() -> Path:
     return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 
 
-CONFIG_DIRS: list[Path] = []
-"""Folders with presets of the user's own, as `--config-dir` names them."""
+CONFIG_DIRS: list[Path] = []  # folders with presets of the user's own, as `--config-dir` names them
 
 
 @functools.cache

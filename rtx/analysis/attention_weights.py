@@ -24,13 +24,11 @@ from rtx.model.layer_heads import ROUTED
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.transformer import Transformer
 
-KEYS, PROBES = 256, 32
-"""Keys whose weights are worked out at once; positions of a training batch whose weights are."""
+KEYS, PROBES = 256, 32  # keys whose weights are worked out at once; positions of a training batch whose weights are
 
 Heads = tuple[Pattern, Inputs, list[Part], Relative | None]
 """The heads of a group, what they are given, what they read, and Shaw's tables."""
-Pair = tuple[tuple[str, int], tuple[str, int]]
-"""Two heads of a layer: the group of each, and its number in it."""
+Pair = tuple[tuple[str, int], tuple[str, int]]  # two heads of a layer: the group of each, and its number in it
 
 
 @torch.no_grad()

@@ -26,8 +26,7 @@ from rtx.errors import RunFailed
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.transformer import Transformer
 
-Group = tuple[Any, str]
-"""A layer, 0 the lowest, and the name of a group of its heads."""
+Group = tuple[Any, str]  # a layer, 0 the lowest, and the name of a group of its heads
 LOGITS: Group = ("", "logits")
 
 

@@ -14,8 +14,7 @@ from rtx.config import Config, hash_buckets, memory_slots
 from rtx.model.layer_heads import ROUTED, layer_patterns
 from rtx.model.transformer import Transformer
 
-INDEXER_UNITS = 16
-"""Units of a head's queries and keys by which selection=indexer chooses."""
+INDEXER_UNITS = 16  # of a head's queries and keys by which selection=indexer chooses
 
 
 @dataclass(frozen=True)
@@ -24,14 +23,10 @@ class Cost:
 
     parameters: int
     embedding_parameters: int
-    dense: float
-    """Matrix products with weights."""
-    attention: float
-    """Logits and weighted sums of the pairs that are read."""
-    selection: float
-    """Scores of centroids, of blocks or of keys, as the heads choose what to read (without an indexer's loss)."""
-    full_attention: float
-    """What `attention` would be if every head read everything before it."""
+    dense: float  # matrix products with weights
+    attention: float  # logits and weighted sums of the pairs that are read
+    selection: float  # scores of centroids, blocks or keys, as heads choose what to read (without an indexer's loss)
+    full_attention: float  # what `attention` would be if every head read everything before it
 
     @property
     def forward(self) -> float:

@@ -27,8 +27,7 @@ from rtx.config import Config, embedding_width, memory_slots, precision_on, size
 from rtx.model.layer_heads import ROUTED, layer_patterns, make_pattern
 from rtx.model.likelihood import MAX_LOGITS
 
-INDEX = 8
-"""Bytes of a row number."""
+INDEX = 8  # bytes of a row number
 FILLED, FILLED_CPU = 0.85, 0.5
 """Part of a GPU's or a machine's memory that a run is planned to fill: the rest is for what the plan does not count (a
 GPU's context; the program, and holes in the heap, by which a CPU's process takes up to 1.7 times the plan)."""
@@ -155,16 +154,11 @@ def block(config: Config, layer: int, micro_batch: int) -> tuple[float, float]:
 class Kept(NamedTuple):
     """What one head keeps of one sequence."""
 
-    vectors: float
-    """Queries, keys, values and outputs, each of which gets a gradient."""
-    others: float
-    """Row numbers, masks, sums and factors."""
-    again: float
-    """What a piece of the scores that are worked out again holds, for all heads together."""
-    once: float = 0.0
-    """What telemetry looks at, of the first sequence alone."""
-    projection: bool = False
-    """Whether something keeps the product that makes queries, keys and values of all heads."""
+    vectors: float  # queries, keys, values and outputs, each of which gets a gradient
+    others: float  # row numbers, masks, sums and factors
+    again: float  # what a piece of the scores that are worked out again holds, for all heads together
+    once: float = 0.0  # what telemetry looks at, of the first sequence alone
+    projection: bool = False  # whether something keeps the product that makes queries, keys and values of all heads
 
 
 _kept: dict[str, Kept] = {}

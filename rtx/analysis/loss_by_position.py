@@ -17,8 +17,7 @@ from rtx.errors import RunFailed
 from rtx.evaluation.protocols import Window
 from rtx.evaluation.scores import equal_batches, read_windows
 
-CONTEXTS, LEAST_CONTEXT = 8, 8
-"""How many contexts are tried, each half of the one before, and the shortest."""
+CONTEXTS, LEAST_CONTEXT = 8, 8  # how many contexts are tried, each half of the one before, and the shortest
 TEACHER_FORCED, RERUN, STREAMING = "teacher-forced", "prefix rerun", "streaming"
 DIFFERENCES = {
     "leak_gives": (RERUN, TEACHER_FORCED),
@@ -27,8 +26,7 @@ DIFFERENCES = {
 }
 """The first minus the second, in bits: what teacher-forcing gains by the future; what a stream loses to a rerun."""
 
-Progress = Callable[[int, int], None]
-"""Called with how many are done, and how many there are."""
+Progress = Callable[[int, int], None]  # called with how many are done, and how many there are
 
 
 @torch.no_grad()
