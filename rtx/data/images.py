@@ -15,7 +15,7 @@ import numpy as np
 
 from rtx.config import DataConfig
 from rtx.data.files import Remote, column_of, identity_of, table_rows, walk
-from rtx.data.sets import SETS, SPLITS, Report, Source
+from rtx.data.sets import FACTS, SETS, SPLITS, Report, Source
 from rtx.data.text import Files, origin, row_count
 from rtx.errors import UserError
 
@@ -30,23 +30,13 @@ COLUMNS = ("img", "image", "png")
 HELD_KEY = b"rtx: the training images that are held out"
 EVERY = 20
 
-CIFAR10 = Remote(
-    "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
-    170_052_171,
-    "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
-)
-CIFAR10_HUB = ("uoft-cs/cifar10", "0b2714987fa478483af9968de7c934580d0bb9a2", "plain_text/*.parquet")
-IMAGENET64 = {
-    "train": Remote(
-        "train_64x64.tar", 12_112_588_800, "e2a2c1947a748d0d256e98e6d82800d855441dc9e4de2e71a773f1324c4524d7"
-    ),
-    "valid": Remote("valid_64x64.tar", 477_255_680, "eeac03ec4f585baf871d2b4cb9c974bfe345e74878a74e5820fe6eb1041629cd"),
-}
+CIFAR10, CIFAR10_HUB = Remote(**FACTS["cifar10"]["archive"]), FACTS["cifar10"]["hub"]
+IMAGENET64 = {split: Remote(**facts) for split, facts in FACTS["imagenet64"]["files"].items()}
 FORMS = {
     "cifar10": [{"train": "cifar-10-binary.tar.gz", "test": "cifar-10-binary.tar.gz"}],
     "imagenet64": [{split: f"{split}_64x64{form}" for split in IMAGENET64} for form in (".tar", "/*.png")],
 }
-PUBLISHED = {"cifar10": {"train": 50_000, "test": 10_000}, "imagenet64": {"train": 1_281_149, "valid": 49_999}}
+PUBLISHED = {name: FACTS[name]["images"] for name in FORMS}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from rtx.config import DataConfig
 from rtx.data.files import Remote, download, files_of, hub_files, identity_of, rows_of, table_rows, tables_of, walk
-from rtx.data.sets import SETS, Report, Source, column_text
+from rtx.data.sets import FACTS, SETS, Report, Source, column_text
 from rtx.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,27 +26,13 @@ PIECE = 1 << 22  # bytes from which on a document is cut, behind a newline unles
 NOT_LIBRARY = ("test", "tests", "site-packages", "dist-packages")
 CUTS = {"train": (0, 90), "valid": (90, 95), "test": (95, 100)}  # percent of the bytes
 
-ENWIK8 = Remote(
-    "https://mattmahoney.net/dc/enwik8.zip",
-    36_445_475,
-    "547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
-)
-ENWIK8_TEXT = (100_000_000, "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8")  # its only member
-
-WIKITEXT = Remote(
-    "https://wikitext.smerity.com/wikitext-103-v1.zip",
-    190_229_076,
-    "242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
-)
-WIKITEXT_HUB = ("Salesforce/wikitext", "b08601e04326c79dfdd32d625aee71d232d685c3", "wikitext-103-v1/*.parquet")
-WIKITEXT_FACTS: dict[str, dict[str, int | str]] = {
-    "train": {"lines": 1_801_350, "bytes": 537_936_515},
-    "valid": {"lines": 3_760, "bytes": 1_139_711, "md5": "b465742f79b17b85bad5699479b13301"},
-    "test": {"lines": 4_358, "bytes": 1_278_143, "md5": "f202e4c8148839782adc13e7d1ca58e0"},
-}  # lines, bytes of those that are not blank, and the md5 of the file; of train no sum was published
-
-PG19_HUB = ("emozilla/pg19", "c021754c8e01c5b1cc83a1f549c1f97fbbb756b8", "data/*.parquet")
-PG19_BOOKS = {"train": 28_602, "valid": 50, "test": 100}  # one of train, 90.txt, has no text and counts here
+ENWIK8 = Remote(**FACTS["enwik8"]["archive"])
+ENWIK8_TEXT = FACTS["enwik8"]["text"]  # bytes and sha256 of its only member
+WIKITEXT, WIKITEXT_HUB = Remote(**FACTS["wikitext103"]["archive"]), FACTS["wikitext103"]["hub"]
+# Lines, bytes of those that are not blank, and the md5 of the file; of train no sum was published.
+WIKITEXT_FACTS: dict[str, dict[str, int | str]] = FACTS["wikitext103"]["texts"]
+PG19_HUB = FACTS["pg19"]["hub"]
+PG19_BOOKS = FACTS["pg19"]["books"]  # one of train, 90.txt, has no text and counts here
 
 
 def source(data: DataConfig, root: Path, report: Report) -> Source:
