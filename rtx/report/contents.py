@@ -81,10 +81,8 @@ def assembled(found: Collection, title: str, records: Sequence[StepRecord]) -> R
 def environment_table(cells: Sequence[Cell]) -> Table:
     facts = []
     for env in (cell.environment for cell in cells if cell.environment):
-        data, git = env["data"], env.get("git") or {}
-        commit = git.get("commit") or "none"
-        is_changed = git.get("changed") or commit.endswith("-dirty")  # earlier runs have a field for it
-        own = {**env["versions"], "git commit": commit[:12] + " with changes" * bool(is_changed)}
+        data, commit = env["data"], (env.get("git") or {}).get("commit") or "none"
+        own = {**env["versions"], "git commit": commit[:12] + " with changes" * commit.endswith("-dirty")}
         own |= {"device": env["gpu"] or f"CPU, {env['threads']} threads", "python": env["python"]}
         facts.append(own | {"data": data["name"], "data fingerprint": data["fingerprint"]})
     rows = [{"what": key, "value": "; ".join(dict.fromkeys(one[key] for one in facts))} for key in (facts or [{}])[0]]
