@@ -60,8 +60,7 @@ class PaperTable:
     footnotes: Sequence[str]
     routing: Config = field(default_factory=dict)
     speed: str = ""  # what its steps per second were measured on
-    divergences: Sequence[Sequence[tuple[float, float]]] = ()
-    """Table 6: for each layer, mean and deviation of each column."""
+    divergences: Sequence[Sequence[tuple[float, float]]] = ()  # Table 6: mean and deviation of columns, by layer
 
     def row_of(self, config: Config) -> PaperRow | None:
         """Return the row that a configuration is.

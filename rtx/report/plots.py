@@ -35,7 +35,6 @@ COLOURS = {
 """Okabe and Ito's palette and two more; the same kind has the same colour everywhere, other kinds grey."""
 
 AHEAD = " (sees the future)"
-
 GREY = "#767676"
 STYLE: Any = {
     "svg.fonttype": "none",

@@ -24,10 +24,8 @@ class Comparison:
     """A row against another: less is better."""
 
     difference: float | None = None  # mean of the row less that of the other; None: too few seeds
-    half: float = 0.0
-    """Half the interval of the difference, at the level that Holm's correction leaves it: it holds 0 where they tie."""
-    chance: float = 1.0
-    """p after Holm's correction: the least level at which the difference would be told."""
+    half: float = 0.0  # half its interval, at the level that Holm's correction leaves it: it holds 0 where they tie
+    chance: float = 1.0  # p after Holm's correction: the least level at which the difference would be told
 
     @property
     def verdict(self) -> str:

@@ -82,12 +82,9 @@ class Cell:
     step: int = 0
     final: Score | None = None
     scores: Sequence[Score] = ()  # of its evaluations: the best checkpoint's last
-    baselines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Bits of simple models on the same data, by split and name."""
-    curve: Mapping[int, tuple[float, int]] = field(default_factory=dict)
-    """Bits and units of the validations on the way, by step."""
-    pace: float | None = None
-    """Optimizer steps a second: the median over the rows of metrics.jsonl but the first, which warms up."""
+    baselines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # bits of them, by split and name
+    curve: Mapping[int, tuple[float, int]] = field(default_factory=dict)  # bits and units of validations, by step
+    pace: float | None = None  # steps a second: the median over rows of metrics.jsonl but the first, which warms up
     analyses: Sequence[Mapping[str, Any]] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
     title: str = ""
