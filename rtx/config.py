@@ -42,12 +42,9 @@ SELECTIONS: dict[str, Any] = {
 REGISTERED: dict[str, str] = {}
 """Names that were added to BASES, SELECTIONS and SETS, each with the installed package that it is from, if any."""
 
-SPARSE = ("strided", "fixed", "fixed_block", "fixed_summary")
-"""The Sparse Transformer's patterns."""
-CLUSTERED = ("causal", "topk", "nearest", "random")
-"""The selections by clusters; the others choose keys for each query."""
-SPREAD = ("ddp", "fsdp")
-"""Values of hardware.name that run one process per device."""
+SPARSE = ("strided", "fixed", "fixed_block", "fixed_summary")  # the Sparse Transformer's patterns
+CLUSTERED = ("causal", "topk", "nearest", "random")  # selections by clusters; the others choose keys for each query
+SPREAD = ("ddp", "fsdp")  # values of hardware.name that run one process per device
 NAMELIKE = (
     *("name", "model.name", "optimizer.steps", "hardware.workers", "data.verify", "data.processes"),
     *("trainer.micro_batch_size", "model.recompute", "trainer.final_windows"),

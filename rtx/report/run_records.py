@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from rtx.compose import digest, read_values
 from rtx.config import all_fields
 from rtx.disk import read_file
@@ -241,8 +243,6 @@ def suspicions(cell: Cell) -> list[str]:
 
 
 def read_config(path: Path, found: Collection) -> dict[str, Any]:
-    import yaml
-
     known = all_fields()
     try:
         values: dict[str, Any] = dict(read_values(path))
