@@ -142,12 +142,13 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     return config
 
 
-def read_values(path: Path) -> dict[str, str]:
-    """Return the values in a run's config.yaml by dotted keys, each as its text; nothing is interpolated.
+def read_values(path: Path) -> dict[str, Any]:
+    """Return the values in a run's config.yaml by dotted keys; texts, which an extension may know, are not checked.
 
     `UserError` for whatever YAML can do besides: aliases, lists, deeper or repeated keys (OSError, YAMLError: as read).
     """
-    names, depth, found = [], 0, {}  # names: section and key of what comes next
+    names, depth, known = [], 0, all_fields()  # names: section and key of what comes next
+    found: dict[str, Any] = {}
     for event in yaml.parse(read_file(path).decode(), Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader)):
         match event:
             case yaml.ScalarEvent(value=text) if len(names) < depth:
@@ -164,6 +165,9 @@ def read_values(path: Path) -> dict[str, str]:
                 raise UserError(f"{'.'.join(names) or 'it'} must be one value, or keys with one each, once")
     if not found:
         raise UserError("is not the configuration of a run")
+    for field in (known[key] for key in found if key in known):
+        text = None if field.optional and found[field.key] == "null" else found[field.key]
+        found[field.key] = text if text is None or field.kind is str else field.read(text)
     return found
 
 
@@ -174,11 +178,10 @@ def load_run_config(run_dir: str | Path) -> Config:
         what = "has no config.yaml" if Path(run_dir).is_dir() else "no such folder"
         raise UserError(f"{run_dir}: {what}; a run is a folder such as outputs/<name>/<run>")
     with user_errors(f"{path}: "):
-        known, found = all_fields(), read_values(path)
-        if (text := found.get("extensions", "null")) != "null":
+        values = read_values(path)
+        if (text := values.get("extensions")) is not None:
             run_files(text, path.parent)
-        unset = [key for key, value in found.items() if value == "null" and key in known and known[key].optional]
-        return resolve(to_config(found | dict.fromkeys(unset)))
+        return resolve(to_config(values))
 
 
 def merge(config: Config, overrides: Iterable[str]) -> Config:

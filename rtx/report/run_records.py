@@ -14,7 +14,6 @@ from typing import Any
 import yaml
 
 from rtx.compose import digest, read_values
-from rtx.config import all_fields
 from rtx.disk import read_file
 from rtx.errors import DAMAGED, printable
 from rtx.evaluation.protocols import memory_phrases, spans, stamp_phrases
@@ -243,13 +242,8 @@ def suspicions(cell: Cell) -> list[str]:
 
 
 def read_config(path: Path, found: Collection) -> dict[str, Any]:
-    known = all_fields()
     try:
-        values: dict[str, Any] = dict(read_values(path))
-        for field in (known[key] for key in values if key in known):  # patterns of one's own are not known here
-            text = None if field.optional and values[field.key] == "null" else values[field.key]
-            values[field.key] = text if text is None or field.kind is str else field.read(text)
-        return values
+        return read_values(path)
     except (OSError, ValueError, yaml.YAMLError) as error:
         found.problems.append(f"{path}: cannot be read ({str(error).splitlines()[0]}); listed without configuration")
         return {}
