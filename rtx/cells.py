@@ -3,8 +3,6 @@
 Each experiment's axes (`hydra.sweeper.params`) are a grid of its own; Hydra's BasicSweeper lays out one alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

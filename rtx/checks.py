@@ -1,7 +1,5 @@
 """Whether the values of a configuration fit together; every line says what to change."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Iterable, Iterator

@@ -4,8 +4,6 @@ Exit codes: 0; 2 a mistake of the user; 1 a failed run or a fault of ours; 130 a
 after SIGUSR1 and SIGUSR2 where they stop a run. `sys.argv` stays as it is: a run starts its other ranks with it.
 """
 
-from __future__ import annotations
-
 import atexit
 import importlib
 import io

@@ -3,8 +3,6 @@
 Hydra composes the groups; keys are set on what it gives, so that cells of a sweep with the same groups share that.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -3,8 +3,6 @@
 Values live in `conf/`, what fits with what in `rtx/checks.py`, what other commands read in `rtx/options.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass, field

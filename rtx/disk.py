@@ -1,7 +1,5 @@
 """Whole files, names that last, and the errors of a full disk."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

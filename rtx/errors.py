@@ -1,7 +1,5 @@
 """The errors a user may see, of a line or two and without a traceback, and how values and texts stand in them."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 from typing import Any

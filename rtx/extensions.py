@@ -4,8 +4,6 @@ A run keeps a copy of each file, and in its config.yaml `<file>@<sha256>`. The c
 named it; that of a run's copy only where the same content has been named on this machine before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """The pages of `--help`, and completion in bash, whose script asks `rtx completion words` with the line so far."""
 
-from __future__ import annotations
-
 import shutil
 import textwrap
 from collections.abc import Sequence

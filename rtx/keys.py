@@ -1,7 +1,5 @@
 """What can be set: keys with type, range and docstring, and options of the groups in `conf/`. No torch, Hydra, YAML."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import difflib

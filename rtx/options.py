@@ -3,8 +3,6 @@
 A value is taken as it is written, `~/a=b (1).txt` and all. No torch, no Hydra, no YAML.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import os

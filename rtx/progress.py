@@ -1,7 +1,5 @@
 """What a command says while it works: lines, tqdm's bar on a terminal or in a notebook, plain lines elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

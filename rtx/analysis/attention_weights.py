@@ -4,8 +4,6 @@ With unit vectors as values a head's output is its weight on each key (with rout
 selects). Shapes: B sequences, N positions, P of them looked at, K keys of a block, H heads of a group, L lists.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ No gradient shows such a leak: a choice of keys that reads the future is not dif
 Shapes: B sequences, N positions, P past positions, H heads, D head size, E hidden width, V vocabulary.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math

@@ -3,8 +3,6 @@
 Attention is counted by the pairs of positions that patterns read, not by what a kernel computes and throws away.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

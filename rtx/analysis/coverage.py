@@ -4,8 +4,6 @@ Of keys at least `back` positions back a pattern chooses by its own rule, over q
 it sees is that far back. Shapes: K sequences, N positions, P of them looked at, H heads, S selections, Z sizes.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -5,8 +5,6 @@ and what they work with; not what an allocator loses in holes, nor the program i
 beside real runs. Letters: h values of the residual stream of a position, F of the feed-forward layer; N positions.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 Shapes: K windows, B spans of a batch, N units of a window or span, P positions scored in each window.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

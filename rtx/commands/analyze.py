@@ -1,7 +1,5 @@
 """`rtx analyze WHAT RUN`: what heads read (divergence, patterns, coverage), and what far context is worth (context)."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import itertools

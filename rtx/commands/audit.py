@@ -1,7 +1,5 @@
 """`rtx audit RUN`: change the future and see what of the past moves, and what that is worth in bits."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """`rtx data <action>`: make, check, look at, list and remove token stores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from rtx.config import DataConfig

@@ -1,7 +1,5 @@
 """`rtx eval RUN [overrides]`: score a run on a split, every unit exactly once, and say by which protocol."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

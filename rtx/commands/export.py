@@ -1,7 +1,5 @@
 """`rtx export RUN [overrides]`: the model of a run as safetensors, its configuration and a card, for others to load."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rtx.compose import RUN_CONFIG, load_run_config, to_dict, to_yaml

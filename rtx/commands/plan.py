@@ -1,7 +1,5 @@
 """`rtx plan`: what a run would cost, and whether it fits into this machine; nothing is read, allocated or run."""
 
-from __future__ import annotations
-
 import textwrap
 
 import torch

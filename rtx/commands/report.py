@@ -1,7 +1,5 @@
 """`rtx report RUN ... [output=folder]`: a page on what runs allow to say, tables beside the paper's, plots."""
 
-from __future__ import annotations
-
 import textwrap
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`rtx resume RUN [overrides]`: go on exactly where a run stopped."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rtx.compose import load_run_config, merge, with_absolute_path

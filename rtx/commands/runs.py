@@ -1,7 +1,5 @@
 """`rtx runs [folder]`: what was run, the one last at work first: in what their commands differ, how they ended."""
 
-from __future__ import annotations
-
 import sys
 
 from rich.console import Console

@@ -1,7 +1,5 @@
 """`rtx sample RUN [overrides]`: let a run write or draw, one unit at a time; `rtx train` ends with a short one."""
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """`rtx sweep FOLDER`: how a sweep stands by its records, a table refreshed in place until it is over."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections import Counter

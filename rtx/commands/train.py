@@ -1,7 +1,5 @@
 """`rtx train`: from a configuration to a trained model, its score and a sample; it goes on with the run of RTX_RUN."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

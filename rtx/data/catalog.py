@@ -1,7 +1,5 @@
 """The data sets by name, and their stores: open (preparing on demand), verify, list, remove."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Text <-> token ids: bytes, words, or subwords; the last two are learned from split train and kept in a file."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

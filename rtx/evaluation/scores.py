@@ -1,7 +1,5 @@
 """Scoring windows: B of a batch, N units of a window, at most A of them answers, K windows of the split."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A report: the answer, tables, plots and where it ran; as a page that needs nothing else, and in other formats."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The divergence of heads' attention, the paper's Table 6 beside ours."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

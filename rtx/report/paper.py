@@ -5,8 +5,6 @@ Every setting that the paper or the text of a table states is compared: `setting
 roughly.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Mapping, Sequence

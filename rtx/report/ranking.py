@@ -4,8 +4,6 @@ Two rows are compared by their differences seed by seed where five seeds match, 
 Holm's correction over all comparisons of a table. A row with fewer than five seeds gets no verdict.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

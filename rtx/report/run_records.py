@@ -1,7 +1,5 @@
 """Runs read from their folders, as they are, without torch: what is missing or half written is told and left out."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

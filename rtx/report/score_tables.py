@@ -1,7 +1,5 @@
 """Tables of scores: kinds of heads ranked, ours beside the paper's, and all rows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

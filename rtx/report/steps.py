@@ -3,8 +3,6 @@
 A record is outputs/<name>/bench/steps-<key>.json; nothing here imports torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What a run says of itself: its protocol, the lines with which it ends, and the card of its exported model."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A table, its raw values by key and what is shown of them, also on a terminal; and pages filled from templates."""
 
-from __future__ import annotations
-
 import io
 import re
 import textwrap

@@ -1,7 +1,5 @@
 """What happens between two optimizer steps: rows, checkpoints, the screen, and the decision to stop."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

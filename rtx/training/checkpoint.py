@@ -3,8 +3,6 @@
 A run keeps `last.ckpt` (all that a resume needs), the one before as `previous.ckpt`, and `best.ckpt` (weights alone).
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

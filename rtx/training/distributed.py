@@ -1,7 +1,5 @@
 """Several processes of one run: who starts them, what they tell each other, and how parameters are shared out."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Where a run computes: what is wished against the machine, its memory, and who started the process. No torch yet."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -1,7 +1,5 @@
 """A trained model from its run folder or from an export of it (safetensors), on one device."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

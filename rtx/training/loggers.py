@@ -3,8 +3,6 @@ TensorBoard, CSV, or Weights & Biases at arm's length: its files, and in `wandb.
 resume and what comes after training go on with, are in the run's folder. Rows have keys `train/…`, `val/…`, `final/…`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

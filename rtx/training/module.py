@@ -1,7 +1,5 @@
 """The LightningModule: one optimizer step (forward, backward, clipping, optimizer, centroids) and validation."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A run's folder: how it is called, who works in it, what it records, how it ends, whether it may go on. No torch."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import fcntl

@@ -1,7 +1,5 @@
 """The Trainer of a run: callbacks, loggers, plugins and strategy put together; and one fit with its closing score."""
 
-from __future__ import annotations
-
 import logging
 import traceback
 import warnings
