@@ -3,8 +3,6 @@
 Shapes: B sequences, H heads, N positions, D head size, M distances.
 """
 
-from __future__ import annotations
-
 import numbers
 from collections.abc import Callable, Sequence
 

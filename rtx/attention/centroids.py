@@ -4,8 +4,6 @@ Statistics are gathered in the forward pass of training; `after_step` reduces th
 once per optimizer step. Shapes: B sequences, H heads, C clusters, N positions, D head size, M members.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Shapes: B sequences, H heads, N positions, D head size, K keys of a query, E wid
 a piece, G blocks of b positions.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, Self
 

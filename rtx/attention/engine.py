@@ -7,8 +7,6 @@ Shapes: B sequences, H heads, N positions, D head size, R = B * H * N rows, L li
 of all lists together, G blocks of one form, Q query and K key slots of a block.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -6,8 +6,6 @@ pairs; the mask itself takes a number for each pair of blocks of 128.
 Shapes: R rows, P query members and M key members of all lists together, X blocks of queries, D head size.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

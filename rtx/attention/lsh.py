@@ -9,8 +9,6 @@ Shapes: B sequences, H heads, N positions, D head size, T hash rounds, C buckets
 S slots of a bucket, K = T * S.
 """
 
-from __future__ import annotations
-
 from typing import Any, Self
 
 import torch

@@ -4,8 +4,6 @@ Shapes: G heads of all sequences, N positions, R = G * N rows (row g * N + n is 
 columns of an index; P query members and M key members of all lists together. `native.cpp` says what is computed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

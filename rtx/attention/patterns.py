@@ -5,8 +5,6 @@ Each states its lists for the engine (`spreads`) and its rule for the oracle and
 Shapes: H heads, C clusters, N positions, W attention window, M distances.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, Self
 

@@ -7,8 +7,6 @@ Shapes: B sequences, H heads, X = B * H of them or some of those, C clusters, N 
 window, L = B * H * C lists, M members of all lists together, T positions of a piece.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 Shapes: G blocks, Q queries, K keys, D head size, M distances.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

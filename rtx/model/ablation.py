@@ -3,8 +3,6 @@
 Shapes: B sequences or streams, H heads, N positions, D head size.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

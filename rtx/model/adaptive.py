@@ -3,8 +3,6 @@
 Shapes: R rows, E hidden width, V words, G words of a band, S width of a band.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

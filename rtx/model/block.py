@@ -3,8 +3,6 @@
 Shapes: B sequences, N positions, R = B * N rows, E hidden width, F feed-forward width.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

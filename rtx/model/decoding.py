@@ -3,8 +3,6 @@
 Shapes: B streams, V vocabulary.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 

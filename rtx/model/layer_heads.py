@@ -1,7 +1,5 @@
 """From a configuration to the heads of a layer: which patterns it has, and how many heads of each."""
 
-from __future__ import annotations
-
 from rtx.attention.pattern import Pattern
 from rtx.config import BASES, REGISTERED, SELECTIONS, Config
 from rtx.errors import UserError

@@ -3,8 +3,6 @@
 Shapes: B sequences, N positions, A of them, E width, V vocabulary, R = B * N rows.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -3,8 +3,6 @@
 Shapes: B streams, N positions of a segment, M of memory, O old ones that leave it, C compressed, E hidden width.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -3,8 +3,6 @@
 Shapes: B sequences, N positions, E hidden width, H heads, D = E / H head size.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Position terms: rotary angles, relative keys of Shaw and of Transformer-XL, learned absolute and axial positions."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -3,8 +3,6 @@
 Shapes: B sequences, N positions, A of them, E hidden width, S embedding width, V vocabulary.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable
