@@ -100,9 +100,7 @@ def dispatch(arguments: list[str]) -> int:
     if flags & {"-m", "--multirun"}:
         from rtx.launcher import sweep
 
-        if "--cfg" in flags:
-            raise UserError("--cfg job prints one configuration: give each key one value, and no -m")
-        return sweep(words)
+        return sweep(words, preview="--cfg" in flags)
     if word not in ("runs", "sweep", "report", "data"):  # which import no torch and check their words themselves
         check_first(word, words)
         if "--cfg" in flags:
@@ -122,7 +120,8 @@ def split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
     if unknown := sorted(flags - known):
         if os.path.isdir(unknown[0]):
             raise UserError(f"{unknown[0]}: is taken for a flag; write ./{unknown[0]} for the folder")
-        raise UserError(f"{unknown[0]}: unknown flag of rtx {command}{nearest(unknown[0], known)}")
+        hint = "; rtx plan says what a run would cost, --cfg job what it would be" * ("dry" in unknown[0])
+        raise UserError(f"{unknown[0]}: unknown flag of rtx {command}{hint or nearest(unknown[0], known)}")
     values = {}
     for flag in flags & OF_GROUPS:
         at = words.index(flag) + 1

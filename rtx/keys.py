@@ -183,6 +183,9 @@ def preset(group: str, option: str) -> Path | None:
 
 def unknown(word: str, known: Iterable[str]) -> str:
     """Return what to say of a key that does not exist: the dotted key nearest to it by its last part, if any."""
+    if word.lower().startswith("hydra"):
+        own = "RTX_OUTPUTS=<folder> and name= say where runs go, sweep.parallel= and hardware=slurm how cells are run"
+        return f"{shorten(word)}: keys of Hydra's own are not read; {own}"
     section, _, leaf = word.lower().rpartition(".")
     leaf = {"max_epochs": "steps", "epochs": "steps", "max_steps": "steps", "learning_rate": "lr"}.get(leaf, leaf)
     names = {key: key.rpartition(".")[2] for key in known}

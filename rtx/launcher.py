@@ -25,9 +25,9 @@ from omegaconf import OmegaConf
 
 from rtx.cells import NO_CODE, Cell, Outcome, ended_before, ending, has_score, lay_out
 from rtx.checks import check_installed
-from rtx.compose import composed, user_errors
+from rtx.compose import composed, to_yaml, user_errors
 from rtx.data.catalog import check_source, data_root
-from rtx.errors import UserError, plural, printable, refuse
+from rtx.errors import UserError, plural, printable, refuse, shorten
 from rtx.options import LAUNCHED, check_overrides, read_words
 from rtx.progress import say
 from rtx.training.hardware import cores, system_kills
@@ -39,14 +39,18 @@ QUEUE_SECONDS = 5.0  # between two looks at the queue of a cluster
 RESULT_SECONDS = 15.0  # for what a job returns to appear on a disk that machines share
 
 
-def sweep(arguments: Sequence[str]) -> int:
-    """Run `rtx train` for every combination of the listed values, when all have been checked.
+def sweep(arguments: Sequence[str], preview: bool = False) -> int:
+    """Run `rtx train` for every combination of the listed values, when all have been checked; `preview`: print them.
 
     Returns 0 if every cell is done, 1 if not, 130 or 143 after a signal (which the cells that run get, and obey first).
     """
     words = read_words("train -m", arguments)
     checked = check_overrides(words.overrides, sweep=True)
     cells = lay_out(checked)
+    if preview:
+        for cell in cells:
+            print(f"---\n# cell {cell.number}: {shorten(cell.title)}\n{to_yaml(cell.config)}", end="")
+        return 0
     jobs = job_words(checked)
     at_once = min(words.options.parallel or (len(cells) if jobs else 1), len(cells))
     for cell in cells:

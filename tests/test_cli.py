@@ -81,7 +81,10 @@ def test_help_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         ("train --cfg jbo", "--cfg: say --cfg job"),
         ("train --cfg", "--cfg: say --cfg job"),
         ("eval outputs/rtx/run --cfg job", "--cfg: unknown flag of rtx eval"),
-        ("completion zsh", "rtx completion takes bash"),
+        ("completion fish", "rtx completion takes bash or zsh"),
+        ("train --dry-run", "--dry-run: unknown flag of rtx train; rtx plan says what a run would cost, "),
+        ("train -m seed=1,2 hydra.sweep.dir=x", "hydra.sweep.dir: keys of Hydra's own are not read; RTX_OUTPUTS="),
+        ("train -m seed=1,2 hydra/launcher=joblib", "sweep.parallel= and hardware=slurm how cells are run"),
         ("train eval.split=test", "rtx train does not read eval.split; split is an option of rtx eval"),
         ("train sweep.parallel=2", "sweep.parallel is an option of rtx train -m"),
         ("plan hardware=slurm", "hardware=slurm: makes jobs of the cells of a sweep (rtx train -m;"),
@@ -102,6 +105,9 @@ def test_cfg_job_prints_the_configuration_and_leaves_the_arguments_to_the_ranks_
     text = capsys.readouterr().out
     assert "  steps: 1000\n" in text and "  clusters: 32\n" in text and "${" not in text
     assert answer(capsys, "train", "model=rt24", "trainer.steps=1000", "--cfg", "job") == (0, text, "")
+    code, cells, _ = answer(capsys, "train", "-m", "model=rt24", "trainer.steps=9,1000", "--cfg", "job")
+    assert code == 0 and cells.startswith("---\n# cell 1: trainer.steps=9\n")
+    assert cells.endswith(f"---\n# cell 2: trainer.steps=1000\n{text}")
 
 
 def test_a_failed_run_is_told_in_a_line_and_a_fault_of_ours_keeps_its_traceback(
