@@ -1,4 +1,4 @@
-"""The pages of `--help`, and completion in bash, whose script asks `rtx completion words` with the line so far."""
+"""The pages of `--help`, and completion, whose scripts ask `rtx completion words` with the line so far."""
 
 import shutil
 import textwrap
@@ -22,12 +22,23 @@ EXAMPLES = """
   rtx eval last                              score the newest run (rtx runs)
 
 rtx <command> --help lists its options; rtx --version."""
-SCRIPT = """_rtx() {
+SCRIPTS = {
+    "bash": """_rtx() {
   local IFS=$'\\n'
   COMPREPLY=($(rtx completion words "${COMP_LINE:0:COMP_POINT}" 2>/dev/null))
 }
 complete -o nospace -o default -F _rtx rtx
-"""
+""",
+    "zsh": """_rtx() {
+  local -a found=("${(@f)$(rtx completion words "${words[1,CURRENT-1]} $PREFIX" 2>/dev/null)}")
+  compset -P '*='
+  [[ -n "$found" ]] || _files
+  compadd -S '' -- ${found:#* }
+  compadd -- ${${(M)found:#* }% }
+}
+compdef _rtx rtx
+""",
+}
 
 
 def front_page() -> str:
@@ -79,12 +90,12 @@ def terminal_width() -> int:
 
 
 def completion(words: Sequence[str]) -> str:
-    """Return the script for bash (`bash`), or what may stand at the end of a line (`words <line>`), one a line."""
-    if list(words) == ["bash"]:
-        return SCRIPT
+    """Return the script for a shell, or what may stand at the end of a line (`words <line>`), one a line."""
+    if len(words) == 1 and words[0] in SCRIPTS:
+        return SCRIPTS[words[0]]
     if words[:1] == ["words"] and len(words) == 2:
         return "\n".join(candidates(words[1]))
-    raise UserError("rtx completion takes bash; for now: source <(rtx completion bash)")
+    raise UserError("rtx completion takes bash or zsh: source <(rtx completion bash)")
 
 
 def candidates(line: str) -> list[str]:

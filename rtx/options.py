@@ -211,7 +211,7 @@ COMMANDS = (
     Command("report", "set runs and sweeps beside the paper's tables", ReportOptions, "[<run> ...]"),
     Command("plan", "count parameters, FLOPs and memory of a run, and run nothing", PlanOptions, composes=True),
     Command("data", "prepare, verify or info data=<set>; list what lies here, remove <name>", keys=DATA),
-    Command("completion", "print a script by which bash completes lines: source <(rtx completion bash)"),
+    Command("completion", "complete lines in bash or zsh: source <(rtx completion bash)"),
 )
 READS = {command.name: command for command in COMMANDS}
 

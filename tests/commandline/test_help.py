@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,12 +64,21 @@ def test_pages_fit_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -
     assert columns < 80 or all(len(line) <= columns for line in help.front_page().splitlines())
 
 
-def test_bash_completes_by_the_script() -> None:
-    asked = 'COMP_LINE="rtx train data=en"; COMP_POINT=${#COMP_LINE}; _rtx; printf "<%s>" "${COMPREPLY[@]}"'
-    script = f'rtx() {{ "{sys.executable}" -m rtx "$@"; }}\n{help.SCRIPT}\n{asked}'
+ASKED = {
+    "bash": 'COMP_LINE="rtx train data=en"; COMP_POINT=${#COMP_LINE}; _rtx; printf "<%s>" "${COMPREPLY[@]}"',
+    "zsh": 'compset() { :; }; compadd() { printf "<%s>" "$@"; }; words=(rtx train x); CURRENT=3 PREFIX=data=en; _rtx',
+}
+SAID = {"bash": "<enwik8 >", "zsh": "<-S><><--><--><enwik8>"}
+
+
+@pytest.mark.parametrize("shell", ASKED)
+def test_a_shell_completes_by_its_script(shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell} here")
+    script = f'compdef() {{ :; }}\nrtx() {{ "{sys.executable}" -m rtx "$@"; }}\n{help.SCRIPTS[shell]}\n{ASKED[shell]}'
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    answer = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, timeout=60)
-    assert (answer.stdout, answer.stderr) == ("<enwik8 >", "")
+    answer = subprocess.run([shell, "-c", script], capture_output=True, text=True, env=environment, timeout=60)
+    assert (answer.stdout, answer.stderr) == (SAID[shell], "")
 
 
 @pytest.mark.parametrize(
