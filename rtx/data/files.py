@@ -312,11 +312,10 @@ def rows_of(texts: Iterator[tuple[bytes, bool]], cache: Path) -> datasets.Datase
     import datasets
 
     kinds = datasets.Features({"text": datasets.Value("large_binary"), "first": datasets.Value("bool")})
-    made = ({"text": text, "first": first} for text, first in texts)
+    made, named = ({"text": text, "first": first} for text, first in texts), datasets.NamedSplit(cache.name)
     cache.mkdir(parents=True, exist_ok=True)
-    return datasets.Dataset.from_generator(
-        lambda: made, features=kinds, cache_dir=str(cache), fingerprint=os.urandom(8).hex(), writer_batch_size=16
-    )
+    own: dict[str, Any] = {"cache_dir": str(cache), "fingerprint": os.urandom(8).hex(), "split": named}
+    return datasets.Dataset.from_generator(lambda: made, features=kinds, writer_batch_size=16, **own)
 
 
 def source(data: DataConfig, root: Path, report: Report) -> Source:

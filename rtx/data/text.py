@@ -8,7 +8,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -42,15 +42,21 @@ def source(data: DataConfig, root: Path, report: Report) -> Source:
 
 
 def own_files(data: DataConfig, root: Path, report: Report) -> Source:
-    """Return the bytes of all files in order, cut at 90% and 95%; those below `root`, of the stores, are left out."""
-    paths = library_files() if data.name == "stdlib" else files_of(data.path or "", root)
+    """Return the bytes of all files in order, cut at 90% and 95%; those below `root`, of the stores, are left out.
+
+    Of a folder with train.txt, valid.txt and test.txt each is a split, and nothing else is read.
+    """
+    given = own_splits(Path(data.path).expanduser()) if data.path and data.name == "text" else []
+    paths = library_files() if data.name == "stdlib" else given or files_of(data.path or "", root)
     identity = identity_of(paths)
-    sizes = [path.stat().st_size for path in paths]
-    if (total := sum(sizes)) < 31:  # from here on 5% are at least two bytes
-        raise UserError(f"{data.path}: expected at least 31 bytes, found {total:,}; give more text")
+    total = sum(sizes := [path.stat().st_size for path in paths])
+    ends = accumulate(sizes) if given else (total * end // 100 for _, end in CUTS.values())
+    cuts = dict(zip(CUTS, pairwise([0, *ends]), strict=True))
+    if min(stop - start for start, stop in cuts.values()) < 2:
+        raise UserError(f"{data.path}: expected at least 2 bytes in each split, found {total:,} in all; give more text")
 
     def load(split: str, work: Path) -> datasets.Dataset:
-        rows = rows_of(parts(*(total * percent // 100 for percent in CUTS[split])), work / "cache" / split)
+        rows = rows_of(parts(*cuts[split]), work / "cache" / split)
         if identity_of(paths) != identity:
             raise UserError(f"{data.path}: changed while it was read; prepare it again")
         return rows
@@ -63,7 +69,17 @@ def own_files(data: DataConfig, root: Path, report: Report) -> Source:
             start, stop = start - size, stop - size
 
     place = {"place": data.path or "the standard library", "files": len(paths), "bytes": total}
-    return Source(data.name, identity, place, load)
+    return Source(data.name, [*identity, *(path.name for path in given)], place, load)
+
+
+def own_splits(folder: Path) -> list[Path]:
+    """Return the files of a user's own splits, or none; `UserError` where one of three is missing."""
+    there = [path for split in CUTS if (path := folder / f"{split}.txt").is_file()]
+    if len(there) == 2:
+        names = " and ".join(path.name for path in there)
+        said = "splits of your own are train.txt, valid.txt and test.txt; a glob reads all files as one text"
+        raise UserError(f"data.path={folder}: found {names} alone; {said}")
+    return there if len(there) == 3 else []
 
 
 def library_files() -> list[Path]:

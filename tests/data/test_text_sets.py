@@ -54,6 +54,21 @@ def test_a_file_a_folder_and_a_glob_are_read_in_order(tmp_path, root):
     assert split_texts(opened(place / "stores", "text", place)) == found, "the folder of the stores is no text"
 
 
+def test_three_files_of_a_folder_are_its_splits(tmp_path, root):
+    given = {"train": b"training text " * 9, "valid": b"ab", "test": b"of the test"}
+    (tmp_path / "other.txt").write_bytes(b"not read")
+    for count, (split, content) in enumerate(given.items(), 1):
+        (tmp_path / f"{split}.txt").write_bytes(content)
+        if count == 2:
+            refused(
+                root, "text", tmp_path, r"found train\.txt and valid\.txt alone; splits of your own are train\.txt, "
+            )
+    assert split_texts(opened(root, "text", tmp_path)) == given
+    assert len(split_texts(opened(root, "text", tmp_path / "*.txt"))["train"]) > len(given["train"]) + 5
+    (tmp_path / "valid.txt").write_bytes(b"a")
+    refused(root, "text", tmp_path, "at least 2 bytes in each split")
+
+
 def test_what_is_no_text_is_refused(tmp_path, root, monkeypatch):
     (tmp_path / "book.txt").write_bytes(b"x" * 10)
     (tmp_path / "empty").mkdir()
@@ -64,7 +79,7 @@ def test_what_is_no_text_is_refused(tmp_path, root, monkeypatch):
             "bok.txt": r"data\.path=bok\.txt: expected a file, a folder or .*found none \(did you mean 'book\.txt'",
             "empty": r"data\.path=empty: expected a f.*, found none$",
             "*.md": r"data\.path=\*\.md: expected a file, a folder or a glob that matches files, found none",
-            "book.txt": r"book\.txt: expected at least 31 bytes, found 10; give more text",
+            "book.txt": r"book\.txt: expected at least 2 bytes in each split, found 10 in all; give more text",
             "socket": r"socket: expected a regular file or a folder, found ",
         }.items():
             refused(root, "text", path, message)
