@@ -146,7 +146,7 @@ def train(
         where = f"{hardware.world} x {hardware.accelerator}"
         say(f"{known['parameters']:,} parameters ({config.model.name}), {store.name}, {size}, {where}")
     module = TrainingModule(model, config, store.answers, ranks, facts)
-    with logging_to(folder if status else None, config, facts["config"], tell) as loggers:
+    with logging_to(folder if status else None, config, facts["config"], tell, data.step) as loggers:
         watch = Watch(folder, module, data, signals, read_telemetry, status)
         outcome = fit(watch, loggers, start["path"] if start else None)
         if status:

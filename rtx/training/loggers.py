@@ -9,6 +9,7 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 
 from rtx.config import Config
 from rtx.disk import read_file, write_json
-from rtx.errors import UserError
+from rtx.errors import DAMAGED, UserError
 from rtx.progress import say as say_line
-from rtx.training.run_folder import open_own, utc_now
+from rtx.training.run_folder import open_own, shown, utc_now
 
 INIT_SECONDS, FINISH_SECONDS = 15.0, 60.0  # patience with the W&B server at the start, and with uploads at the end
 GOES_ON = "going on with metrics.jsonl alone"
@@ -26,15 +27,18 @@ QUIET = {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}  # read when 
 KINDS = {"train": ("train", ""), "val": ("valid", "val_"), "final": ("final", "val_")}
 """By the first part of a row's keys: its kind in metrics.jsonl, and what the keys begin with there."""
 LOCAL: dict[str, Callable[[Path], Logger]] = {
-    "csv": lambda folder: CSVLogger(folder, name="csv", flush_logs_every_n_steps=1),  # a version for each resume
-    "tensorboard": lambda folder: TensorBoardLogger(folder, name="", version="tensorboard", default_hp_metric=False),
+    "csv": partial(CSVLogger, name="csv", flush_logs_every_n_steps=1),  # a version for each resume
+    "tensorboard": partial(TensorBoardLogger, name="", version="tensorboard", default_hp_metric=False, purge_step=0),
 }
+"""Loggers that begin anew with each resume (TensorBoard hides what files of before it hold), and get all rows again."""
 Say = Callable[[str], object]
 
 
 @contextlib.contextmanager
-def logging_to(folder: Path | None, config: Config, facts: dict[str, Any], say: Say) -> Iterator[list[Logger]]:
-    """Yield the loggers of a run, and end them with it; a rank that keeps no records (`folder` None) has none."""
+def logging_to(
+    folder: Path | None, config: Config, facts: dict[str, Any], say: Say, step: int = 0
+) -> Iterator[list[Logger]]:
+    """Yield the loggers of a run that goes on from `step`, and end them with it; a rank without a `folder` has none."""
     if folder is None:
         yield []
         return
@@ -42,10 +46,25 @@ def logging_to(folder: Path | None, config: Config, facts: dict[str, Any], say: 
         if make := LOCAL.get(config.logger.name):
             other = make(folder)
             other.log_hyperparams(facts)
+            for values, at in rows_before(folder / "metrics.jsonl", step, config):
+                other.log_metrics(values, at)
             stack.push(lambda kind, *_: other.finalize("failed" if kind else "success"))
         elif other := wandb_logger(config, folder, facts, say):
             stack.push(lambda kind, *_: other.finish(exit_code=int(kind is not None)))
         yield [metrics, *filter(None, [other])]
+
+
+def rows_before(path: Path, step: int, config: Config) -> Iterator[tuple[dict[str, float], int]]:
+    """Yield the rows up to `step`, of each kind and step the last, but those that a run from there on writes again."""
+    ended, parts = step >= config.trainer.steps, {kind: (part, prefix) for part, (kind, prefix) in KINDS.items()}
+    again = {"valid": ended or not step % config.trainer.val_every, "final": ended}
+    with contextlib.suppress(*DAMAGED):
+        rows = {(row["step"], row["kind"]): row for row in map(json.loads, read_file(path).splitlines())}
+        for (at, kind), row in sorted(rows.items(), key=lambda item: item[0][0]):
+            if at < step or (at == step and not again.get(kind)):
+                part, prefix = parts[kind]
+                known = {key.removeprefix(prefix): row[key] for key in row if isinstance(row[key], int | float)}
+                yield {f"{part}/{key}": value for key, value in known.items() if key != "step"}, at
 
 
 class JsonlLogger(Logger):
@@ -84,6 +103,7 @@ class GuardedWandbLogger(WandbLogger):
     def __init__(self, say: Say, folder: Path, asked: Mapping[str, Any], goes_on: str = GOES_ON, **more: Any) -> None:
         import wandb
 
+        wandb.setup()  # by which it is quiet from the first
         if asked["mode"] == "online" and not wandb.login(prompt=False, verify=False):
             raise ValueError("no key found (wandb login)")  # W&B itself would ask for one
         path = folder / "wandb.json"
@@ -137,7 +157,7 @@ def wandb_logger(config: Config, folder: Path, facts: Any, say: Say) -> GuardedW
 
             mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
             if mode == "offline":
-                say(f"W&B: no key found, so curves go to {folder / 'wandb'} (upload them with: wandb sync)")
+                say(f"W&B: no key found; to upload the curves later:\n  wandb sync {shown(folder)}/wandb/offline-run-*")
         if mode in ("online", "offline"):
             tags = [config.data.name, config.model.name, *os.environ.get("WANDB_TAGS", "").split(",")]
             if config.routing.heads and config.routing.layers:

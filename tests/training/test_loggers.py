@@ -8,6 +8,7 @@ import csv
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 import wandb
-from small_runs import SIZES, Workshop
+from small_runs import SIZES, Workshop, after, read_metrics
 
 from rtx.config import Config, LoggerConfig
 from rtx.errors import UserError
@@ -224,19 +225,33 @@ def test_a_real_run_offline_read_back(bare: Path, workshop: Workshop, monkeypatc
     assert (of_sweep["run_group"], of_sweep["job_type"]) == ("rtx", "report") and of_sweep["run_id"] not in str(known)
 
 
-def test_csv_by_lightning_with_a_version_for_a_resume(workshop: Workshop) -> None:
-    run = workshop.train("table", "logger=csv", "trainer.steps=4")
-    workshop.command("resume", str(run), "trainer.steps=6", "logger=csv")
-    rows = []
-    for version in ("version_0", "version_1"):
-        with open(run / "csv" / version / "metrics.csv", newline="") as file:
-            rows.append(list(csv.DictReader(file)))
-    assert [row["step"] for row in rows[0] if row["train/bits"]] == ["2", "4"]
-    assert [row["step"] for row in rows[1] if row["train/bits"]] == ["6"]
-    assert all(
-        [row["step"] for row in part if row["final/bits"]] == [step] for part, step in zip(rows, "46", strict=True)
-    )
-    assert (run / "csv" / "version_0" / "hparams.yaml").exists()
+def curve(run: Path, logger: str, key: str) -> list[tuple[int, float]]:
+    """Return the points of a curve, by TensorBoard's own reader, or of the newest of Lightning's tables."""
+    if logger == "csv":
+        newest = max((run / "csv").iterdir(), key=lambda path: path.name)
+        assert (newest / "hparams.yaml").exists()
+        with open(newest / "metrics.csv", newline="") as file:
+            return [(int(row["step"]), float(row[key])) for row in csv.DictReader(file) if row[key]]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(run / "tensorboard")).Reload()
+    return [(event.step, event.value) for event in reader.Scalars(key)]
+
+
+@pytest.mark.parametrize("logger", ["csv", "tensorboard"])
+def test_a_curve_has_each_point_once_after_a_kill_and_a_resume(workshop: Workshop, logger: str) -> None:
+    if logger == "tensorboard":
+        pytest.importorskip("tensorboard")  # an extra
+    process = workshop.start(logger, f"logger={logger}")
+    process.until(after(8))  # a checkpoint is of step 6, a validation of step 8
+    assert process.wait(signal.SIGKILL) == -signal.SIGKILL
+    for more in ([], ["trainer.steps=16"]):
+        workshop.command("resume", str(process.run), *more)
+    rows = {(row["kind"], row["step"]): row for row in read_metrics(process.run / "metrics.jsonl")}
+    for kind, key, name in (("train", "train/bits", "bits"), ("valid", "val/bits", "val_bits")):
+        kept = {step: row[name] for (of, step), row in sorted(rows.items()) if of == kind}
+        points = curve(process.run, logger, key)
+        assert [step for step, _ in points] == list(kept) and dict(points) == pytest.approx(kept), key
 
 
 def test_a_logger_that_is_not_installed_names_its_extra(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
