@@ -230,7 +230,7 @@ class Progress(TQDMProgressBar):
             self.disable()
 
     def init_train_tqdm(self) -> Tqdm:
-        steps, done, form = self.watch.plan.steps, self.trainer.global_step, "{bar:12}| {desc}"
+        steps, done, form = self.watch.plan.steps, self.trainer.global_step, "{desc} |{bar}|"
         return Tqdm(total=steps, initial=done, file=sys.stdout, bar_format=form, disable=self.is_disabled)
 
     def on_train_epoch_start(self, *_: Any) -> None:
@@ -248,13 +248,13 @@ class Progress(TQDMProgressBar):
             self.watch.say(self.line(step))
 
     def line(self, step: int) -> str:
-        """Return `step 1,200/4,000 | 2.713 bits | lr 2.9e-03 | 84,210 units/s | 03:21 left | 1.2 GB`."""
+        """Return `step 1,200/4,000, 2.713 bits, lr 2.9e-03, 84,210 units/s, 03:21 left, 1.2 GB`."""
         watch, plan, rate = self.watch, self.watch.plan, learning_rate(self.watch.module.config, step)
         left = (plan.steps - step) * watch.units_per_step / max(1e-9, watch.pace)
         if plan.max_minutes:
             left = max(0.0, min(left, 60 * plan.max_minutes - watch.seconds))
-        told = f"step {step:,}/{plan.steps:,} | {watch.bits:.3f} bits | lr {rate:.1e} | {watch.pace:,.0f} units/s"
-        return f"{told} | {clock(left)} left | {peak_memory() / 1e9:.1f} GB"
+        told = f"step {step:,}/{plan.steps:,}, {watch.bits:.3f} bits, lr {rate:.1e}, {watch.pace:,.0f} units/s"
+        return f"{told}, {clock(left)} left, {peak_memory() / 1e9:.1f} GB"
 
     def on_exception(self, *_: Any) -> None:
         self.train_progress_bar.close()  # leaves the line to the message

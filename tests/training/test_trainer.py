@@ -154,7 +154,7 @@ def test_a_terminal_has_a_bar(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     run_fit(tmp_path, small_config(), model)
     shown = capsys.readouterr().out
-    assert re.search(r"\r.*\| step 6/6 \| \d\S+ bits \| lr \S+ \| \S+ units/s \| 00:00 left", shown)
+    assert re.search(r"\rstep 6/6, \d\S+ bits, lr \S+, \S+ units/s, 00:00 left, \S+ GB \|", shown)
     assert re.search(r"step 3: validation \S+ bits \(24 units\)\n", shown)
 
 
