@@ -85,6 +85,7 @@ def closing_lines(run: str, steps: str, final: Mapping[str, Any], protocol: str,
 def card(cell: Cell, config: Config, checkpoint: Mapping[str, Any], numbers: int) -> str:
     """Return the card of an exported model as Markdown; `numbers`: of weights and buffers, that are of one step."""
     every, step = [*filter(None, [cell.final]), *cell.scores], checkpoint["step"]
+    every.sort(key=lambda score: score.protocol.ablate != "none")
     values = flat(to_dict(config))
     facts = {
         "config": values,

@@ -46,7 +46,8 @@ def test_the_weights_are_those_of_the_run_bit_for_bit(run: Path, exported: Path)
 
 
 def test_the_card_says_what_was_scored_how_and_of_which_weights(run: Path, exported: Path) -> None:
-    page = (exported / "README.md").read_text()
+    page, parameters = (exported / "README.md").read_text(), load(run).model.count_parameters()
+    assert page.startswith("---\nlibrary_name: rtx\n") and f"{parameters:,} parameters, and centroids and" in page
     final = json.loads((run / "status.json").read_text())["final"]
     assert f"**{final['bits']:.4f} bits/byte**" in page and "teacher-forced" in page and "sees no future" in page
     assert "`routing.selection=causal`" in page and "after 4 steps" not in page and "for 4 steps" in page
