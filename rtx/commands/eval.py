@@ -1,6 +1,8 @@
 """`rtx eval RUN [overrides]`: score a run on a split, every unit exactly once, and say by which protocol."""
 
 import math
+import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,21 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from rtx.compose import flat, merge, short_hash, to_dict
+from rtx.compose import flat, short_hash, to_dict
 from rtx.data.catalog import Store
 from rtx.data.store import TokenStore
 from rtx.errors import RunFailed, UserError, printable, written
 from rtx.evaluation import protocols
 from rtx.evaluation.scores import Score, sample_windows, score_windows
+from rtx.help import terminal_width
 from rtx.model.ablation import ablate, check_ablation
 from rtx.options import EvalOptions, read_words
 from rtx.progress import clock, progress_bar
 from rtx.report.summary import protocol_line, sees_future
-from rtx.training.inference import LoadedRun, open_run, run_config
+from rtx.training.inference import LoadedRun, open_run, run_config, with_stride
 from rtx.training.loggers import add_to_wandb
 from rtx.training.run_folder import save, utc_now
-
-STREAM = 65_536  # units of text that a model with a memory is scored on at a stretch
 
 
 def main(arguments: list[str]) -> int:
@@ -31,8 +32,7 @@ def main(arguments: list[str]) -> int:
     own = {"memory", "clamp", "same_length"} & words.given
     config = run_config(folder, [*words.overrides, *(f"model.{key}={written(getattr(options, key))}" for key in own)])
     if "stride" in words.given or config.model.memory:
-        stride = options.stride or (STREAM if config.model.memory else None)
-        config = merge(config, [f"trainer.val_stride={written(stride)}"])
+        config = with_stride(config, options.stride)
     check_ablation(config, options.ablate)
     run, store = open_run(folder, config, options.checkpoint)
     ablate(run.model, config, options.ablate)
@@ -106,7 +106,8 @@ def keep(folder: Path, result: dict[str, Any]) -> None:
     share = f"a sample: {result['units']:,} of" if result["partial"] else f"all {result['units']:,} of"
     lines = [f"{result[f'bits_per_{unit}']:.5f} bits/{unit}{spread}", *protocols.further_lines(unit, result)]
     lines += [f"{share} the split's {result['split_units']:,} {unit}s scored, in {clock(result['seconds'])}"]
-    print(printable("\n".join([*lines, result["protocol"]])))
+    width = terminal_width() if sys.stdout.isatty() else 10_000
+    print(printable("\n".join([*lines, *textwrap.wrap(result["protocol"], width)])))
     sample = f"{result['windows']}windows" + (f"-seed{result['seed']}" if result["partial"] else "")
     parts = [result["split"], result["mode"], f"N{result['length']}", f"stride{result['stride']}", sample]
     parts += [f"memory_{short_hash({'': result['memory']})}"] if result["memory"] else []

@@ -11,12 +11,15 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from rtx.compose import RUN_CONFIG, load_run_config, merge, to_dict
+from rtx.compose import RUN_CONFIG, flat, load_run_config, merge, to_dict
 from rtx.config import SPREAD, Config, DataConfig, precision_on
 from rtx.data.catalog import Store, data_root, open_data, store_folder
-from rtx.data.tokenizers import Tokenizer, load_tokenizer
+from rtx.data.tokenizers import Tokenizer, encode_text, load_tokenizer
 from rtx.disk import read_file, remove_leftovers, replace_file, write_json
-from rtx.errors import DAMAGED, RunFailed, UserError
+from rtx.errors import DAMAGED, RunFailed, UserError, written
+from rtx.evaluation.protocols import local_reach, spans, windows
+from rtx.evaluation.scores import Score, sample_windows, score_windows
+from rtx.model.decoding import generate
 from rtx.model.transformer import Transformer
 from rtx.progress import say
 from rtx.training.checkpoint import Checkpoint, check_config, check_layout, load_for_use, load_weights
@@ -24,6 +27,7 @@ from rtx.training.hardware import prepare_torch, resolve_hardware
 from rtx.training.run_folder import EXPORT_FACTS, is_export
 
 WEIGHTS = "model.safetensors"
+STREAM = 65_536  # units of text that a model with a memory is scored on at a stretch
 KEPT = ("step", "config", "data", "file")  # keys of a checkpoint that export.json keeps
 
 
@@ -54,6 +58,25 @@ class LoadedRun:
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Return the context that the model computes in: bfloat16 where its precision is bf16."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
+
+    def sample(self, length: int = 1000, prompt: str = "", seed: int = 0, **choice: Any) -> str:
+        """Return a prompt and so many units behind it, as `rtx sample` writes them; `choice`: see `generate`."""
+        prompt_1P, generator = torch.from_numpy(encode_text(self.tokenizer, prompt))[None], torch.Generator()
+        options = {**choice, "generator": generator.manual_seed(seed)}
+        with self.autocast():
+            units = [*prompt_1P[0].tolist(), *map(int, generate(self.model, prompt_1P, length, **options))]
+        return self.tokenizer.decode(units).decode("utf-8", "replace")
+
+    def score(self, split: str = "valid", limit: int | None = None, streaming: bool = False) -> Score:
+        """Score a split of the run's data, or a sample of `limit` windows, as `rtx eval` does."""
+        store = open_data(self.config.data, stores_of(self.folder, self.config.data))
+        if not self.has_data(store):
+            raise UserError(f"{store.name}: these are not the data of the run")
+        config = with_stride(self.config) if self.config.model.memory else self.config
+        every = windows(len(tokens := store.split(split)), *spans(flat(to_dict(config))))
+        chosen, how = sample_windows(every, limit, config.seed), {"answers": store.answers, "streaming": streaming}
+        with self.autocast():
+            return score_windows(self.model, tokens, chosen, reach=local_reach(config), **how)
 
     def facts(self) -> dict[str, Any]:
         return {"name": self.checkpoint["file"], "step": self.checkpoint["step"]}
@@ -143,6 +166,11 @@ def run_config(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
     config = merge(load_run_config(folder), overrides)
     name = "auto" if config.hardware.name in SPREAD else config.hardware.name
     return replace(config, hardware=replace(config.hardware, name=name, devices=None, nodes=1, compile=False))
+
+
+def with_stride(config: Config, stride: int | None = None) -> Config:
+    """Return the configuration of an evaluation by windows that advance by `stride` units; unset: N, or `STREAM`."""
+    return merge(config, [f"trainer.val_stride={written(stride or (STREAM if config.model.memory else None))}"])
 
 
 def write_export(folder: Path, checkpoint: Checkpoint, files: Mapping[str, bytes]) -> None:

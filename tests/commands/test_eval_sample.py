@@ -153,6 +153,14 @@ def test_a_run_is_loaded_for_python_without_a_change_of_its_process(causal_run: 
     assert state() == before
     assert nats_1N.shape == ids_1N.shape and run.config.data.length == 32 and not run.model.training
     assert str(rtx_package.load(causal_run, "last", device="cpu").device) == "cpu"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(causal_run.parents[2])
+        for options, words in (({}, []), ({"split": "test", "limit": 3, "streaming": True}, ["limit=3", "split=test"])):
+            mode = ["mode=streaming"] * bool(options)
+            assert run.score(**options).bits == pytest.approx(score(causal_run, *words, *mode)["bits_per_byte"])
+    rtx(causal_run.parents[2], "sample", str(causal_run), "length=40", "prompt=ab", "top_k=9", "seed=3")
+    (kept,) = causal_run.glob("samples/*-seed3-1.txt")
+    assert run.sample(40, "ab", seed=3, top_k=9) == kept.read_bytes().decode(errors="replace")
     with pytest.raises(UserError, match="no such folder"):
         rtx_package.load(causal_run / "nowhere")
 
@@ -162,7 +170,7 @@ def test_a_sample_is_reproducible_and_kept_byte_for_byte(causal_run: Path) -> No
     first, second = (rtx(folder, *wish) for _ in range(2))
     assert first.stdout == second.stdout
     assert first.stdout.startswith(b"ab c")
-    kept = sorted((causal_run / "samples").glob("*.txt"))[-2:]
+    kept = sorted((causal_run / "samples").glob("*-seed0-*.txt"))[-2:]
     assert kept[0].read_bytes() == kept[1].read_bytes()
     assert len(kept[0].read_bytes()) == 64
     assert rtx(folder, *wish, "seed=1").stdout != first.stdout
