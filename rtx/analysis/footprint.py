@@ -65,7 +65,7 @@ def footprint(config: Config, total: Cost, micro_batch: int, vocabulary: int) ->
         # Adam keeps two moments; Adafactor a row and a column for each matrix.
         "optimizer": (0.02 if adafactor else 2) * wide * own,
         "activations": activations,
-        "working": working,
+        "temporary": working,
         # What every layer of every stream keeps of earlier segments, and of a micro-batch what replaces it.
         **({"memory": wide * config.model.hidden * config.model.layers * M * memories} if M else {}),
     }

@@ -68,5 +68,5 @@ def fit_lines(config: Config, known: int, world: int, asked: float | None) -> li
         micro, recompute, peak, fits = choose_micro_batch(planned, known, room, world)
         what = f"{plural(micro, 'sequence')} at a time{', recomputed' * recompute}, {peak / GIB:.2f} GiB"
         less = "less is needed with optimizer=adafactor, model.ffn_parts=16, hardware=fsdp or a smaller data.length"
-        lines.append(f"{'' if lines else 'fit':<12}{place}: {what if fits else f'does not fit ({what}); {less}'}")
+        lines.append(f"{'' if lines else 'what fits':<12}{place}: {what if fits else f'does not fit ({what}); {less}'}")
     return lines

@@ -62,7 +62,7 @@ def test_what_does_not_fit_is_said_at_once_whatever_was_asked(
     ],
 )
 def test_a_plan_for_a_machine_to_be_rented(workshop: Workshop, words: list[str], said: str) -> None:
-    (fit,) = [line for line in workshop.command("plan", *words).splitlines() if line.startswith("fit ")]
+    (fit,) = [line for line in workshop.command("plan", *words).splitlines() if line.startswith("what fits ")]
     assert said in fit and "this machine" not in workshop.command("plan", *words)
 
 

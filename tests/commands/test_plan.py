@@ -38,8 +38,8 @@ def fit_lines(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert plan.main(["data=enwik8", "model=rt24", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 80 for line in lines)
-    told = " ".join(" ".join(lines[next(i for i, line in enumerate(lines) if line.startswith("fit ")) :]).split())
-    return re.split(r" (?=a GPU of|this machine)", told.removeprefix("fit"))[1:]
+    told = " ".join(" ".join(lines[next(i for i, line in enumerate(lines) if line.startswith("what fits ")) :]).split())
+    return re.split(r" (?=a GPU of|this machine)", told.removeprefix("what fits"))[1:]
 
 
 def test_the_plan_says_what_each_device_is_given(
