@@ -240,8 +240,6 @@ def curve(run: Path, logger: str, key: str) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize("logger", ["csv", "tensorboard"])
 def test_a_curve_has_each_point_once_after_a_kill_and_a_resume(workshop: Workshop, logger: str) -> None:
-    if logger == "tensorboard":
-        pytest.importorskip("tensorboard")  # an extra
     process = workshop.start(logger, f"logger={logger}")
     process.until(after(8))  # a checkpoint is of step 6, a validation of step 8
     assert process.wait(signal.SIGKILL) == -signal.SIGKILL
