@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,16 +130,9 @@ def save_plots(folders: Iterable[Path]) -> str:
     return "\n".join(lines)
 
 
-def html(report: Report) -> str:
-    return filled("page.html.j2", report=report)
-
-
-def markdown(report: Report) -> str:
-    return filled("report.md.j2", report=report)
-
-
-def latex(report: Report) -> str:
-    return filled("report.tex.j2", report=report)
+html = partial(filled, "page.html.j2")
+markdown = partial(filled, "report.md.j2")
+latex = partial(filled, "report.tex.j2")
 
 
 def comma_separated(report: Report) -> str:

@@ -122,14 +122,14 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     print(pandas.DataFrame(rows).to_string(index=False, na_rep="-", float_format="{:.4g}".format))
 
 
-def filled(template: str, **facts: Any) -> str:
+def filled(template: str, report: Any = None, **facts: Any) -> str:
     """Return a template of this folder, filled; in one of HTML nothing that is filled in is markup."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     html, loader = ".html." in template, FileSystemLoader(Path(__file__).parent)
     page = Environment(loader=loader, autoescape=html, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page.filters |= {"escaped": escaped, "tex": tex}
-    return page.get_template(template).render(facts, text_of=text_of).rstrip() + "\n"
+    return page.get_template(template).render(facts, report=report, text_of=text_of).rstrip() + "\n"
 
 
 def escaped(text: object) -> str:
