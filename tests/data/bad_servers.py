@@ -31,7 +31,6 @@ class Server:
 
     @property
     def remote(self) -> Remote:
-        """What is to be had here."""
         return Remote(f"{self.address}/file.zip", len(self.content), hashlib.sha256(self.content).hexdigest())
 
 
@@ -69,7 +68,6 @@ def serving(content: bytes = CONTENT, certificate: Path | None = None) -> Iterat
 
 
 def send(handler: http.server.BaseHTTPRequestHandler, status: int, body: bytes, **headers: str | int) -> None:
-    """Answer with a status, a body and headers."""
     handler.send_response(status)
     for name, value in ({"Content_Length": len(body)} | headers).items():
         handler.send_header(name.replace("_", "-"), str(value))
@@ -78,7 +76,6 @@ def send(handler: http.server.BaseHTTPRequestHandler, status: int, body: bytes, 
 
 
 def whole(handler: http.server.BaseHTTPRequestHandler) -> None:
-    """Send all of the file."""
     send(handler, 200, handler.server.content)  # type: ignore[attr-defined]
 
 
@@ -98,10 +95,8 @@ def broken(handler: http.server.BaseHTTPRequestHandler) -> None:
 
 
 def refuse(status: int) -> Answer:
-    """Return what answers with an error."""
     return lambda handler: send(handler, status, b"<html>no</html>", Content_Type="text/html")
 
 
 def redirect(target: str) -> Answer:
-    """Return what answers with another address."""
     return lambda handler: send(handler, 302, b"", Location=target)

@@ -17,7 +17,6 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """The folder of the stores."""
     return tmp_path / "stores"
 
 

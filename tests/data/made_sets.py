@@ -63,7 +63,6 @@ def refused(root: Path, name: str, path: Path | str | None, message: str, length
 
 
 def remote(path: Path) -> Remote:
-    """Return a file as something published."""
     content = path.read_bytes()
     return Remote(f"https://nowhere.invalid/{path.name}", len(content), hashlib.sha256(content).hexdigest())
 
@@ -88,7 +87,6 @@ def random_images(count: int, height: int = 32, width: int = 32, seed: int = 0) 
 
 
 def encoded(image: np.ndarray | Image.Image, kind: str = "PNG") -> bytes:
-    """Return an image as the content of a file."""
     target = io.BytesIO()
     (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(target, kind)
     return target.getvalue()
@@ -100,11 +98,11 @@ def write_images(path: Path, rows: Sequence[bytes | None], column: str = "img") 
     return write_table(path, 4, **{column: files, "label": list(range(len(rows)))})
 
 
-def records(pictures: np.ndarray) -> bytes:
-    """Return images as CIFAR-10's binary records: a label, then the red, the green and the blue plane."""
-    planes = pictures.transpose(0, 3, 1, 2).reshape(len(pictures), -1)
-    labels = (np.arange(len(pictures), dtype=np.uint8) % 10)[:, None]
-    return np.concatenate([labels, planes], axis=1).tobytes()
+def tables(folder: Path, column: str = "img", kind: str = "PNG", **splits: np.ndarray) -> Path:
+    """Write a parquet file of images for each split, and return the folder."""
+    for split, pixels in splits.items():
+        write_images(folder / f"{split}-00000-of-00001.parquet", [encoded(image, kind) for image in pixels], column)
+    return folder
 
 
 def write_tar(path: Path, members: Mapping[str, bytes]) -> Path:
@@ -118,15 +116,19 @@ def write_tar(path: Path, members: Mapping[str, bytes]) -> Path:
 
 
 def publish_enwik8(archive: Path, content: bytes, patch: pytest.MonkeyPatch) -> None:
-    """Let a zip be the published one."""
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("enwik8", content)
     patch.setattr(text, "ENWIK8", remote(archive))
     patch.setattr(text, "ENWIK8_TEXT", (len(content), hashlib.sha256(content).hexdigest()))
 
 
+def write_wikitext(folder: Path, texts: Mapping[str, bytes]) -> Path:
+    for split, content in texts.items():
+        (folder / f"wiki.{split}.tokens").write_bytes(content)
+    return folder
+
+
 def publish_wikitext(texts: Mapping[str, bytes], patch: pytest.MonkeyPatch) -> None:
-    """Let texts be the published ones."""
     facts, words = {}, {}
     for split, content in texts.items():
         lines = content.split(b"\n")[:-1]
@@ -140,13 +142,11 @@ def publish_wikitext(texts: Mapping[str, bytes], patch: pytest.MonkeyPatch) -> N
 
 
 def made_text(folder: Path, patch: pytest.MonkeyPatch) -> Made:
-    """A file of its own."""
     (folder / "book.txt").write_bytes(prose(700))
     return ["data=text", f"data.path={folder / 'book.txt'}", "data.length=32"]
 
 
 def made_library(folder: Path, patch: pytest.MonkeyPatch) -> Made:
-    """A library of two modules."""
     paths = [folder / name for name in ("a.py", "b.py")]
     for path in paths:
         path.write_bytes(prose(300, ord(path.name[0])))
@@ -163,10 +163,8 @@ def made_enwik8(folder: Path, patch: pytest.MonkeyPatch) -> Made:
 def made_wikitext(folder: Path, patch: pytest.MonkeyPatch) -> Made:
     """The three extracted files, and their words as the published ones."""
     texts = {"train": articles(30, 1), "valid": articles(3, 2), "test": articles(4, 3)}
-    for split, content in texts.items():
-        (folder / f"wiki.{split}.tokens").write_bytes(content)
     publish_wikitext(texts, patch)
-    return ["data=wikitext103", f"data.path={folder}", "data.length=32"]
+    return ["data=wikitext103", f"data.path={write_wikitext(folder, texts)}", "data.length=32"]
 
 
 def made_pg19(folder: Path, patch: pytest.MonkeyPatch) -> Made:
@@ -191,10 +189,7 @@ def made_hub(folder: Path, patch: pytest.MonkeyPatch) -> Made:
 
 
 def made_cifar10(folder: Path, patch: pytest.MonkeyPatch) -> Made:
-    """Parquet files of PNGs."""
-    for split, count in (("train", 9), ("test", 3)):
-        rows = [encoded(image) for image in random_images(count, seed=count)]
-        write_images(folder / f"{split}-00000-of-00001.parquet", rows)
+    tables(folder, train=random_images(9, seed=9), test=random_images(3, seed=3))
     return ["data=cifar10", f"data.path={folder}", "data.held_out=2"]
 
 
@@ -210,7 +205,6 @@ def made_imagenet64(folder: Path, patch: pytest.MonkeyPatch) -> Made:
 
 
 def made_images(folder: Path, patch: pytest.MonkeyPatch) -> Made:
-    """PNG files that are not square."""
     for number, image in enumerate(random_images(20, 4, 6)):
         (folder / f"{number:02d}.png").write_bytes(encoded(image))
     return ["data=images", f"data.path={folder}", "data.length=72"]

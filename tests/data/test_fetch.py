@@ -41,16 +41,27 @@ def test_a_whole_file_arrives_once_and_an_altered_one_again(server, tmp_path, sa
     assert download(server.remote, tmp_path / "downloads", said.append).read_bytes() == CONTENT
 
 
-def test_what_broke_is_continued_where_it_broke(server, tmp_path, said):
-    server.answers = [broken, broken, ranged]
+def test_what_broke_or_fell_silent_is_continued_where_it_was(server, tmp_path, said, monkeypatch):
+    release = threading.Event()
+
+    def silent(handler: http.server.BaseHTTPRequestHandler) -> None:
+        broken(handler)
+        handler.wfile.flush()
+        release.wait(20)
+
+    server.answers = [broken, silent, ranged]
+    monkeypatch.setattr(files, "SILENCE", 0.2)
     (tmp_path / "file.zip.part").write_bytes(CONTENT[:PART])
-    assert download(server.remote, tmp_path, said.append).read_bytes() == CONTENT
+    try:
+        assert download(server.remote, tmp_path, said.append).read_bytes() == CONTENT
+    finally:
+        release.set()
     assert server.ranges == ["bytes=300000-", "bytes=550000-", "bytes=800000-"]
     assert "file.zip: the connection ended early at 550,000 of 1,000,000 bytes; again in 0 s" in said
+    assert any("timed out" in line for line in said)
 
 
 def test_a_server_that_ignores_ranges_sends_it_all_again(server, tmp_path, said):
-    """And a redirect is followed."""
     server.answers = [redirect("/elsewhere/file.bin"), whole]
     (tmp_path / "file.zip.part").write_bytes(b"x" * PART)
     assert download(server.remote, tmp_path, said.append).read_bytes() == CONTENT
@@ -95,7 +106,6 @@ def test_a_busy_server_is_asked_again_with_growing_pauses(server, tmp_path, said
 
 
 def nobody() -> str:
-    """An address where nobody listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -118,23 +128,6 @@ def test_no_network_is_told_at_once(tmp_path, said, monkeypatch):
             download(Remote("http://example.invalid/file.zip", 10, "0" * 64), tmp_path, said.append)
     finally:
         release.set()
-
-
-def test_a_connection_that_falls_silent_is_broken(server, tmp_path, said, monkeypatch):
-    release = threading.Event()
-
-    def silent(handler: http.server.BaseHTTPRequestHandler) -> None:
-        ranged(handler, 250_000)
-        handler.wfile.flush()
-        release.wait(20)
-
-    server.answers = [silent, ranged]
-    monkeypatch.setattr(files, "SILENCE", 0.2)
-    try:
-        assert download(server.remote, tmp_path, said.append).read_bytes() == CONTENT
-    finally:
-        release.set()
-    assert len(server.ranges) == 2 and any("timed out" in line for line in said)
 
 
 def test_a_full_disk_keeps_the_part_and_says_so(server, tmp_path, said, monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_sets import encoded, opened, random_images, records, refused, remote, write_images, write_table, write_tar
+from made_sets import encoded, opened, random_images, refused, remote, tables, write_images, write_table, write_tar
 from PIL import Image
 
 from rtx.data import images
@@ -25,11 +25,11 @@ def pictures(store: TokenStore, split: str) -> np.ndarray:
     return store.split(split).reshape(-1, *store.image, 3)
 
 
-def tables(folder: Path, kind: str = "PNG") -> Path:
-    for split, pixels in (("train", TRAIN), ("test", TEST)):
-        rows = [encoded(image, kind) for image in pixels]
-        write_images(folder / f"{split}-00000-of-00001.parquet", rows)
-    return folder
+def records(pictures: np.ndarray) -> bytes:
+    """Return images as CIFAR-10's binary records: a label, then the red, the green and the blue plane."""
+    planes = pictures.transpose(0, 3, 1, 2).reshape(len(pictures), -1)
+    labels = (np.arange(len(pictures), dtype=np.uint8) % 10)[:, None]
+    return np.concatenate([labels, planes], axis=1).tobytes()
 
 
 def archive(folder: Path) -> Path:
@@ -48,7 +48,11 @@ def published(monkeypatch) -> None:
     monkeypatch.setitem(images.PUBLISHED, "cifar10", {"train": 12, "test": 4})
 
 
-@pytest.mark.parametrize("make", [tables, archive])
+def as_hub_has_it(folder: Path, kind: str = "PNG") -> Path:
+    return tables(folder, kind=kind, train=TRAIN, test=TEST)
+
+
+@pytest.mark.parametrize("make", [as_hub_has_it, archive])
 def test_every_form_of_cifar10_gives_the_same_images(tmp_path, root, published, monkeypatch, make):
     place = make(tmp_path)
     if make is archive:
@@ -64,13 +68,13 @@ def test_every_form_of_cifar10_gives_the_same_images(tmp_path, root, published, 
 def test_held_out_images_are_the_same_everywhere_and_none_makes_test_valid(tmp_path, root, published):
     assert held_images(50_000, 5_000)[:4].tolist() == [24, 27, 41, 46]
     assert set(held_images(100, 7)) < set(held_images(100, 20))
-    store = opened(root, "cifar10", tables(tmp_path), 3072, held_out=0)
+    store = opened(root, "cifar10", as_hub_has_it(tmp_path), 3072, held_out=0)
     assert (pictures(store, "valid") == TEST).all() and store.stamps == {"valid": "test"}
     refused(root, "cifar10", tmp_path, r"data\.held_out=12: expected fewer than the 12 tra", 3072, held_out=12)
 
 
 def test_what_is_not_as_published_is_stamped(tmp_path, root):
-    store = opened(root, "cifar10", tables(tmp_path, "JPEG"), 3072, held_out=3)
+    store = opened(root, "cifar10", as_hub_has_it(tmp_path, "JPEG"), 3072, held_out=3)
     assert store.stamps == {"images": {"train": 12, "test": 4}, "complete": False, "lossy": True}
     scaled = opened(root, "cifar10", tmp_path, 192, held_out=3, size=8)
     assert scaled.stamps["scaled"] == "8x8" and scaled.image == (8, 8)
@@ -86,7 +90,7 @@ def test_other_files_than_cifar10s_are_refused(tmp_path, root, monkeypatch):
     (tmp_path / name).unlink()
     (tmp_path / "cifar-10-python.tar.gz").touch()
     refused(root, "cifar10", tmp_path, r"expected cifar-10-binary\.tar\.gz or parquet files, found none")
-    tables(tmp_path / "half")
+    as_hub_has_it(tmp_path / "half")
     (tmp_path / "half" / "test-00000-of-00001.parquet").unlink()
     refused(root, "cifar10", tmp_path / "half", r"missing split: test; found only train-")
     for split in ("train", "test"):
@@ -155,9 +159,7 @@ def folders(folder: Path) -> Path:
 
 
 def other_tables(folder: Path) -> Path:
-    for split, name in (("train", "train"), ("valid", "validation")):
-        write_images(folder / f"{name}-00000-of-00001.parquet", [encoded(image) for image in BIG[split]], "image")
-    return folder
+    return tables(folder, "image", train=BIG["train"], validation=BIG["valid"])
 
 
 @pytest.mark.parametrize(("make", "variant"), [(tars, "PixelRNN"), (folders, "PixelRNN"), (other_tables, "other")])

@@ -1,90 +1,142 @@
-"""Associative recall: sequences that ask what they told, the same on every machine, and nothing else to learn."""
+"""Recall tasks: every answer stands in the prefix, nothing short of recall tells it, and every machine has the same."""
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from scipy.stats import chisquare
 
 from rtx.config import DataConfig, all_fields
-from rtx.data.catalog import check_source, open_data, prepare_data, verify_data
 from rtx.data.recall import TEST, TRAIN, VALID, RecallStore
 from rtx.errors import UserError
 
-TASK = DataConfig(name="recall", length=40, pairs=5, keys=9, values=4, fillers=3, sequences=7)
-
-
-def parts(sequence: np.ndarray, task: DataConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut a sequence into pairs `[P, 2]`, filler and questions `[P, 2]`."""
-    P = task.pairs
-    return sequence[: 2 * P].reshape(P, 2), sequence[2 * P : -2 * P], sequence[-2 * P :].reshape(P, 2)
-
-
-@pytest.mark.parametrize(
-    "task",
-    [
-        TASK,
-        DataConfig(name="recall", length=4, pairs=1, keys=1, values=2, fillers=1),
-        DataConfig(name="recall", length=2_048, pairs=64, keys=300, values=200, fillers=1),
-    ],
+MQAR = DataConfig(name="mqar", length=64, pairs=4, keys=9, values=8, fillers=3, sequences=7, distance=10)
+COPY, INDUCTION = replace(MQAR, name="copy", keys=1, pairs=6), replace(MQAR, name="induction")
+RECALL = replace(MQAR, name="recall", distance=0)
+TASKS = (MQAR, replace(MQAR, gaps="power"), COPY, INDUCTION, RECALL)
+SIZES = (
+    replace(RECALL, length=4, pairs=1, keys=1, values=2, fillers=1),
+    replace(RECALL, length=2_048, pairs=64, keys=300, values=200, fillers=1),
 )
-def test_the_keys_are_asked_again_and_the_answers_are_what_was_told(task: DataConfig) -> None:
+FINGERPRINTS = {
+    "mqar-uniform": "a4368443829d",
+    "mqar-power": "d56acb33392f",
+    "copy-uniform": "952031069090",
+    "induction-uniform": "cbdc3923a861",
+    "recall-uniform": "2da0e42a6f4d",
+}
+DRAWN = 2_000
+
+
+def drawn(task: DataConfig, count: int = DRAWN) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return sequences `[count, N]`, the positions of their answers, and how far back each was told: `[count, A]`."""
     store = RecallStore(task)
-    for index in range(5):
-        sequence = store.sequence(seed=3, index=index)
-        told, filler, asked = parts(sequence, task)
-        assert len(sequence) == task.length and len(set(told[:, 0])) == task.pairs
-        assert dict(told.tolist()) == dict(asked.tolist())
-        assert told[:, 0].max() < task.keys <= told[:, 1].min() and told[:, 1].max() < task.keys + task.values
-        assert all(task.keys + task.values <= unit < store.vocabulary for unit in filler)
-        at_BA, back_BA = store.answers(torch.from_numpy(sequence.astype(np.int64))[None])
-        assert (sequence[at_BA[0]] == asked[:, 1]).all() and (sequence[at_BA[0] - 1] == asked[:, 0]).all()
-        assert (sequence[at_BA[0] - back_BA[0]] == asked[:, 1]).all()
+    tokens = np.stack([store.sequence(0, index) for index in range(count)]).astype(np.int64)
+    at, back = store.answers(torch.from_numpy(tokens))
+    return tokens, at.numpy(), back.numpy()
+
+
+def solved(sequence: list[int], task: DataConfig) -> list[tuple[int, int, int]]:
+    """Answer by reading from left to right: position, value and how far back it was told, of every answer."""
+    told: dict[int, int] = {}
+    found, run = [], None  # where the string behind the key is told that is being asked
+    for place, unit in enumerate(sequence):
+        if unit < task.keys:
+            run = told.get(unit)
+            told.setdefault(unit, place + 1)
+        elif unit >= task.keys + task.values:
+            run = None
+        elif run is not None:
+            found.append((place, sequence[run], place - run))
+            run += 1
+    return found
+
+
+@pytest.mark.parametrize("task", [*TASKS, *SIZES], ids=lambda task: f"{task.name}-{task.gaps}-{task.length}")
+def test_a_reader_of_the_prefix_finds_every_answer_and_no_other(task: DataConfig) -> None:
+    counts, P = set(), task.pairs
+    for sequence, at_A, back_A in zip(*drawn(task, 300 if task in TASKS else 5), strict=True):
+        answers = solved(sequence.tolist(), task)
+        assert [(place, back) for place, _, back in answers] == [
+            pair for pair in zip(at_A.tolist(), back_A.tolist(), strict=True) if pair[0] >= 0
+        ]
+        assert all(sequence[place] == value and back >= max(2, task.distance) for place, value, back in answers)
+        assert sequence.max() < RecallStore(task).vocabulary
+        if task.name == "recall":
+            assert at_A.tolist() == list(range(task.length - 2 * P + 1, task.length, 2))
+            assert len({*sequence[: 2 * P : 2].tolist()}) == P
+        counts.add(len(answers))
+    assert counts == ({P} if task.name == "recall" else {P, P // 2, P // 4})
+
+
+@pytest.mark.parametrize("task", [MQAR, COPY], ids=lambda task: task.name)
+def test_questions_are_asked_at_every_place_alike(task: DataConfig) -> None:
+    _, at, _ = drawn(task)
+    first = task.distance + (2 * task.pairs if task.name == "mqar" else task.pairs + 1)
+    if task.name == "mqar":
+        counts = np.bincount(at[at >= 0], minlength=task.length)[first + 1 :: 2]
+        assert (at[at >= 0] - first).min() == 1 and counts.sum() == (at >= 0).sum()
+    else:  # of the longest string, which has the fewest places
+        longest = at[at[:, -1] >= 0, 0] - 1 - first
+        counts = np.bincount(longest, minlength=task.length - first - task.pairs)
+    assert chisquare(counts).pvalue > 0.001
+
+
+def test_the_power_law_asks_soon_and_pairs_of_induction_stand_anywhere() -> None:
+    soon, late = (np.median(drawn(replace(MQAR, distance=0, gaps=gaps))[2]) for gaps in ("power", "uniform"))
+    assert soon < 0.6 * late
+    _, at, back = drawn(INDUCTION)
+    told = np.bincount((at - back)[at >= 0] // 2, minlength=32) / (at >= 0).sum()
+    assert (told[: 32 - 5] > 0).all() and not told[32 - 5 :].any()
+    assert told[:5].mean() > 2 * told[-10:-5].mean(), "early pairs have more places for their question"
+    small = RecallStore(replace(INDUCTION, length=8 * 4 + 10))  # as many pairs as fit for certain
+    assert {int((small.sequence(0, index) < 9).sum()) for index in range(50)} == {8, 4, 2}
+
+
+def test_every_key_value_and_order_of_recall_is_as_likely() -> None:
+    tokens, _, _ = drawn(RECALL)
+    asked = (tokens[:, -8::2] == tokens[:, :1]).nonzero()[1]  # where the first key is asked
+    for found, kinds in ((tokens[:, 0], 9), (tokens[:, 5] - 9, 8), (asked, 4)):
+        assert chisquare(np.bincount(found, minlength=kinds)).pvalue > 0.001 and len(found) == DRAWN
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: f"{task.name}-{task.gaps}")
+def test_neither_the_unit_before_nor_the_position_tells_an_answer(task: DataConfig) -> None:
+    tokens, at, _ = drawn(task)
+    split = DRAWN // 2
+    rows, columns = np.nonzero(at >= 0)
+    place, answer = at[rows, columns], tokens[rows, at[rows, columns]]
+    for context in (tokens[rows, place - 1], place):
+        table = np.zeros((max(task.length, RecallStore(task).vocabulary), RecallStore(task).vocabulary))
+        np.add.at(table, (context[rows < split], answer[rows < split]), 1)
+        right = (table.argmax(1)[context] == answer)[rows >= split].mean()
+        assert abs(right - 1 / task.values) < 0.03
 
 
 def test_a_sequence_is_the_same_on_every_machine_for_its_split_seed_and_number() -> None:
-    task = DataConfig(name="recall", length=24, pairs=3, keys=10, values=10, fillers=10)
-    told, filler, asked = parts(RecallStore(task).sequence(2**32 - 1, 10**12, TRAIN), task)
-    assert told.tolist() == [[0, 19], [6, 16], [3, 13]]
-    assert filler.tolist() == [26, 26, 23, 27, 25, 28, 28, 21, 21, 28, 22, 22]
-    assert asked.tolist() == [[0, 19], [3, 13], [6, 16]]
-    store = RecallStore(TASK)
+    fingerprints = {f"{task.name}-{task.gaps}": RecallStore(task).fingerprint[:12] for task in TASKS}
+    assert fingerprints == FINGERPRINTS
+    task = replace(RECALL, length=24, pairs=3, keys=10, values=10, fillers=10)
+    told, asked = [0, 19, 6, 16, 3, 13], [0, 19, 3, 13, 6, 16]
+    filler = [26, 26, 23, 27, 25, 28, 28, 21, 21, 28, 22, 22]
+    assert RecallStore(task).sequence(2**32 - 1, 10**12, TRAIN).tolist() == [*told, *filler, *asked]
+    store = RecallStore(RECALL)
     for other in (store.sequence(1, 3), store.sequence(2, 2), store.sequence(1, 2, VALID), store.sequence(1, 2, TEST)):
         assert (store.sequence(1, 2) != other).any()
 
 
-def test_every_key_value_and_order_is_as_likely() -> None:
-    store = RecallStore(TASK)
-    told, _, asked = zip(*(parts(store.sequence(0, index), TASK) for index in range(3_000)), strict=True)
-    keys = np.bincount(np.stack(told)[:, 0, 0], minlength=TASK.keys) / 3_000
-    values = np.bincount(np.stack(told)[:, 2, 1] - TASK.keys, minlength=TASK.values) / 3_000
-    place = np.mean([np.flatnonzero(a[:, 0] == t[0, 0])[0] for t, a in zip(told, asked, strict=True)])
-    assert abs(keys - 1 / TASK.keys).max() < 0.03 and abs(values - 1 / TASK.values).max() < 0.04
-    assert abs(place - (TASK.pairs - 1) / 2) < 0.15
-
-
 def test_held_out_splits_are_fixed_counted_and_named_by_the_fingerprint() -> None:
-    store = RecallStore(TASK)
+    store = RecallStore(RECALL)
     for name, number in (("valid", VALID), ("test", TEST)):
-        assert store.split(name).shape == (7 * 40,)
-        assert (store.split(name)[80:120] == store.sequence(0, 2, number)).all()
+        assert store.split(name).shape == (7 * 64,)
+        assert (store.split(name)[2 * 64 : 3 * 64] == store.sequence(0, 2, number)).all()
     with pytest.raises(UserError, match="data=recall has no train split"):
         store.split("train")
     fields = ("length", "pairs", "keys", "values", "fillers", "sequences")
-    others = [dataclasses.replace(TASK, **{field: getattr(TASK, field) + 1}) for field in fields]
-    assert len({RecallStore(task).fingerprint for task in [TASK, TASK, *others]}) == 7
-    assert RecallStore(TASK).describe()["fingerprint"] == store.fingerprint
-
-
-def test_nothing_is_written_or_read_and_units_fit(tmp_path, said) -> None:
-    root = tmp_path / "stores"
-    check_source(TASK, root)
-    for action in (open_data, prepare_data):
-        assert action(TASK, root, said.append).fingerprint == RecallStore(TASK).fingerprint
-    with pytest.raises(UserError, match="made on the fly, nothing on disk"):
-        verify_data(TASK, root, said.append)
-    assert not root.exists()
+    others = [replace(RECALL, **{field: getattr(RECALL, field) + 1}) for field in fields]
+    assert len({RecallStore(task).fingerprint for task in [RECALL, RECALL, *others]}) == 7
     highest = sum(all_fields()[f"data.{name}"].high for name in ("keys", "values", "fillers"))
-    assert highest < 2**16
+    assert highest < 2**16, "units are kept as uint16"

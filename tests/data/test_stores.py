@@ -20,7 +20,7 @@ from made_sets import SETS, prose, refused, write_table
 from rtx.compose import compose_data
 from rtx.config import DataConfig
 from rtx.data import store
-from rtx.data.catalog import listing, open_data, options_of, prepare_data, remove_store, verify_data
+from rtx.data.catalog import listing, open_data, prepare_data, remove_store, verify_data
 from rtx.data.store import DamagedStore, TokenStore, is_verified
 from rtx.errors import RunFailed, UserError
 
@@ -29,7 +29,6 @@ TEXT = prose(3_000)
 
 @pytest.fixture
 def data(tmp_path: Path) -> DataConfig:
-    """A text of one's own."""
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_bytes(TEXT)
     (tmp_path / "text" / "b.txt").write_bytes(TEXT[::-1])
@@ -37,17 +36,13 @@ def data(tmp_path: Path) -> DataConfig:
 
 
 def opened(data: DataConfig, root: Path, **changed: object) -> TokenStore:
-    found = open_data(dataclasses.replace(data, **changed), root, quiet)  # type: ignore[arg-type]
+    found = open_data(dataclasses.replace(data, **changed), root)  # type: ignore[arg-type]
     assert isinstance(found, TokenStore)
     return found
 
 
 def starts(store: TokenStore, split: str) -> np.ndarray:
     return np.load(store.folder / f"{split}.starts.npy")
-
-
-def quiet(line: str) -> None:
-    """Say nothing."""
 
 
 def test_splits_are_the_bytes_in_order_with_their_documents(data, root):
@@ -116,7 +111,7 @@ def test_damage_is_named_with_how_to_mend_it(data, root, said, name, spoil, what
         opened(data, root)
     prepare_data(data, root, said.append)
     assert said[0].startswith(f"{path}: damaged: ") and "; rebuilding the store: data=text " in said[0]
-    verify_data(data, root, quiet)
+    verify_data(data, root)
 
 
 def test_a_store_that_was_read_in_full_is_known_until_it_is_touched_or_copied(data, root, monkeypatch, tmp_path):
@@ -176,7 +171,7 @@ def test_a_killed_preparation_goes_on_and_makes_the_same_store(tmp_path, root, m
     os.utime(work, (0, 0))
     opened(DataConfig(name="text", path=str(Path(__file__)), length=16), root)  # another store leaves it alone
     assert len(kept) == after
-    again = prepare_data(data, root, quiet)
+    again = prepare_data(data, root)
     assert isinstance(again, TokenStore)
     assert {name: (again.folder / name).stat().st_mtime_ns for name in kept} == kept, "what is finished is kept"
     assert again.fingerprint == opened(data, tmp_path / "straight").fingerprint
@@ -184,7 +179,6 @@ def test_a_killed_preparation_goes_on_and_makes_the_same_store(tmp_path, root, m
 
 
 def test_an_error_of_the_network_after_a_kill_loses_nothing(tmp_path, root, monkeypatch):
-    """Errors of the hub's client are OSErrors, too."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     data, real = compose_data(SETS["pg19"](tmp_path, monkeypatch)), store.write_split
@@ -197,10 +191,10 @@ def test_an_error_of_the_network_after_a_kill_loses_nothing(tmp_path, root, monk
     with monkeypatch.context() as patch:
         patch.setattr(store, "write_split", failing)
         with pytest.raises(LocalEntryNotFoundError):
-            prepare_data(data, root, quiet)
+            prepare_data(data, root)
     (work,) = root.glob(".pg19-*.work")
     assert {path.name for path in work.glob("*.bin")} == {"train.bin", "valid.bin"}
-    prepare_data(data, root, quiet)
+    prepare_data(data, root)
 
 
 def test_a_full_disk_leaves_nothing_that_looks_whole(data, root, monkeypatch):
@@ -214,9 +208,9 @@ def test_a_full_disk_leaves_nothing_that_looks_whole(data, root, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(store, "replace_file", full)
         with pytest.raises(RunFailed, match="no space left to write; free some, or set RTX_DATA"):
-            prepare_data(data, root, quiet)
+            prepare_data(data, root)
     assert not list(root.glob("text-*"))
-    prepare_data(data, root, quiet)
+    prepare_data(data, root)
 
 
 def test_a_source_that_changes_while_it_is_read_leaves_nothing(data, root, tmp_path):
@@ -242,7 +236,6 @@ print(prepare_data(DataConfig(name="text", path=sys.argv[1], length=16), pathlib
 
 @pytest.mark.parametrize("lock", ["flock", "soft"])
 def test_three_starts_at_once_make_one_store(data, root, lock):
-    """Also where the file system has no flock."""
     words = [sys.executable, "-W", "ignore", "-c", STARTED, data.path, str(root), lock]
     runs = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     said = [run.communicate(timeout=60)[0].splitlines() for run in runs]
@@ -250,35 +243,6 @@ def test_three_starts_at_once_make_one_store(data, root, lock):
     assert len({lines[-1] for lines in said}) == 1
     assert sum(lines.count("made") for lines in said) == 1
     assert any("waiting for another process, which is preparing it" in line for lines in said for line in lines)
-
-
-def test_who_waits_for_another_process_waits_without_a_limit(data, root, said, monkeypatch):
-    import filelock
-
-    asked, real = [], filelock.FileLock.acquire
-
-    def acquire(lock, **limit):
-        asked.append(limit.get("timeout", lock.timeout))
-        if len(asked) == 1:
-            raise filelock.Timeout(lock.lock_file)
-        return real(lock, **limit)
-
-    monkeypatch.setattr(filelock.FileLock, "acquire", acquire)
-    prepare_data(data, root, said.append)
-    assert asked[:2] == [0, -1] and "waiting for another process" in said[0]
-
-
-@pytest.mark.parametrize(
-    ("words", "options"),
-    [
-        ([], "data=stdlib"),
-        (["data=pg19", "data.path='a b'"], "data=pg19 data.path='a b'"),
-        (["data=cifar10", "data.size=8"], "data=cifar10 data.length=192 data.size=8"),
-        (["data=hub", "data.path=a/b", "data.column=c"], "data=hub data.path=a/b data.column=c"),
-    ],
-)
-def test_options_name_a_store_and_no_more(words, options):
-    assert options_of(compose_data(words)) == options
 
 
 def test_stores_are_listed_and_removed_and_nothing_else_is(data, root, said):
@@ -298,8 +262,6 @@ def test_stores_are_listed_and_removed_and_nothing_else_is(data, root, said):
     assert sorted(path.name for path in root.iterdir()) == ["downloads", "my-own"]
 
 
-def test_too_little_text_is_told_and_none_before_anything_is_written(data, root):
-    refused(root, "text", "nowhere", r"data\.path=nowhere: expected a file, a folder or a glob")
-    assert not root.exists()
+def test_too_little_text_is_told(data, root):
     with pytest.raises(UserError, match=r"at least one sequence of data\.length=1000000 .*; give more text or"):
         opened(data, root, length=10**6)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import io
+import json
+import os
 import re
 import socket
+import subprocess
+import sys
 import zipfile
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +17,17 @@ import datasets
 import huggingface_hub
 import numpy as np
 import pytest
-from made_sets import articles, opened, prose, publish_enwik8, publish_wikitext, refused, remote, write_table
+from made_sets import (
+    articles,
+    opened,
+    prose,
+    publish_enwik8,
+    publish_wikitext,
+    refused,
+    remote,
+    write_table,
+    write_wikitext,
+)
 
 from rtx.data import files as hub
 from rtx.data import images, text
@@ -112,32 +125,20 @@ def test_the_zip_the_file_and_the_folder_give_the_same_bytes(tmp_path, root, mon
         refused(root, "enwik8", path, rf"data\.path={path}: expected enwik8\.zip or enwik8, found none")
 
 
-def zip_of(name: str, content: bytes) -> bytes:
-    """Return a small zip with a member."""
-    held = io.BytesIO()
-    with zipfile.ZipFile(held, "w", zipfile.ZIP_DEFLATED) as file:
-        file.writestr(name, content)
-    return held.getvalue()
-
-
-@pytest.mark.parametrize(
-    "content",
-    [zip_of("enwik8", bytes(1_000_000)), zip_of("../enwik8", CONTENT), b"<!DOCTYPE html><html>gone</html>", b""],
-    ids=["bomb", "escaping", "page", "empty"],
-)
 @pytest.mark.parametrize(("name", "file"), [("enwik8", "enwik8.zip"), ("wikitext103", "wikitext-103-v1.zip")])
-def test_no_other_archive_is_ever_opened(tmp_path, root, monkeypatch, name, file, content):
+def test_no_other_archive_is_ever_opened(tmp_path, root, monkeypatch, name, file):
     publish_enwik8(tmp_path / file, CONTENT, monkeypatch)
     monkeypatch.setattr(text, "WIKITEXT", remote(tmp_path / file))
-    (tmp_path / file).write_bytes(content)
     monkeypatch.setattr(zipfile, "ZipFile", lambda *_: pytest.fail("it was opened"))
-    refused(root, name, tmp_path / file, rf"{file}: expected {file} .* with sha256 .*, found [\d,]+ bytes with sha256")
+    whole = (tmp_path / file).read_bytes()
+    message = rf"{file}: expected {file} .* with sha256 .*, found [\d,]+ bytes with sha256"
+    for content in (whole + b"\0", whole[::-1], b"<!DOCTYPE html><html>gone</html>", b""):
+        (tmp_path / file).write_bytes(content)
+        refused(root, name, tmp_path / file, message)
 
 
 def extracted(folder: Path) -> Path:
-    for split, content in TEXTS.items():
-        (folder / f"wiki.{split}.tokens").write_bytes(content)
-    return folder
+    return write_wikitext(folder, TEXTS)
 
 
 def zipped(folder: Path) -> Path:
@@ -305,3 +306,17 @@ def test_without_a_network_it_is_one_line(root, monkeypatch):
     monkeypatch.setattr(hub, "unreachable", lambda address: "huggingface.co: no answer")
     with pytest.raises(RunFailed, match=r"hf://datasets/some/set: cannot be fetched: huggingface\.co: no answer; f"):
         opened(root, "hub", "some/set")
+
+
+def test_the_example_of_the_page_runs(tmp_path):
+    project = Path(__file__).resolve().parents[2]
+    page = (project / "docs" / "datasets.md").read_text()
+    (script,) = re.findall(r"^## Any text of the hub\n.*?^```sh\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    environment = {**os.environ, "PYTHONPATH": str(project), "RTX_DATA": str(tmp_path / "stores")}
+    words = ["sh", "-ec", f'rtx() {{ {sys.executable} -m rtx "$@"; }}\n{script}']
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (path,) = (tmp_path / "stores").glob("*/store.json")
+    record = json.loads(path.read_text())
+    assert record["splits"]["valid"]["documents"] == 6 and record["source"]["column"] == "verse"
+    assert path.with_name("valid.bin").read_bytes().startswith(b"line 1 of validation, and a few words more\nline 2")

@@ -47,16 +47,12 @@ NASTY = [
 ]
 
 
-def quiet(line: str) -> None:
-    """Say nothing."""
-
-
 def words(*texts: bytes) -> WordTokenizer:
-    return learn_words(texts, "data=made", quiet)
+    return learn_words(texts, "data=made", print)
 
 
 def subwords(vocabulary: int, text: bytes = TEXT, sample: int = 10**6) -> SentencepieceTokenizer:
-    return learn_subwords([text], vocabulary, sample, "data=made", quiet)
+    return learn_subwords([text], vocabulary, sample, "data=made", print)
 
 
 @functools.cache
@@ -163,18 +159,18 @@ def test_a_vocabulary_that_does_not_fit_is_refused_with_one_that_does():
 
 @pytest.mark.parametrize("data", LEARNED, ids=lambda data: data.tokenizer)
 def test_a_learned_tokenizer_is_kept_described_and_taken_again_and_no_other(data, tmp_path):
-    tokenizer = learned(data, [TEXT], tmp_path, "data=made", quiet)
+    tokenizer = learned(data, [TEXT], tmp_path, "data=made", print)
     described = json.loads(json.dumps(tokenizer.describe()))
     assert {"name", "unit", "vocabulary", "settings", "file", "sha256"} == set(described)
     file, record = tmp_path / described["file"], tmp_path / "tokenizer.json"
     unread = (pytest.fail("it was read") for _ in range(1))
-    again = learned(data, unread, tmp_path, "data=made", quiet)
+    again = learned(data, unread, tmp_path, "data=made", print)
     for other in (again, load_tokenizer(described, tmp_path)):
         assert other.describe() == tokenizer.describe()
         assert encode_text(other, TEXT).tolist() == encode_text(tokenizer, TEXT).tolist()
     for path, spoilt in [(file, file.read_bytes()[:-5]), (record, record.read_bytes()[:-9])]:
         path.write_bytes(spoilt)
-        assert learned(data, [TEXT], tmp_path, "data=made", quiet).describe() == described  # learned anew
+        assert learned(data, [TEXT], tmp_path, "data=made", print).describe() == described  # learned anew
     for spoil in (lambda: file.write_bytes(file.read_bytes() + b"x\n"), file.unlink):
         spoil()
         with pytest.raises(ValueError, match=f"expected the {data.tokenizer} tokenizer with sha256 .*, found") as error:
