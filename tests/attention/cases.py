@@ -1,8 +1,8 @@
-"""Every pattern with options that a test draws, and the tensors it attends over."""
+"""Every pattern with options that a test draws, the tensors it attends over, and what all of them are checked for."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from rtx.attention import (
     Relative,
     Routing,
     Strided,
+    oracle,
 )
 from rtx.model.positions import Rotary
 
@@ -70,10 +71,6 @@ class Case:
     scaled: bool = False
     rounds: int = 2
     seed: int = 0
-
-    def with_(self, **changes: Any) -> Case:
-        """Return a case that differs."""
-        return replace(self, **changes)
 
 
 CASES = st.builds(
@@ -160,17 +157,52 @@ def run(function: Any, given: dict[str, Any], **more: Any) -> Tensor:
     return found[0] if isinstance(found, tuple) else found
 
 
-def leaves(pattern: Pattern, given: dict[str, Any]) -> dict[str, Tensor]:
-    """Return what gets a gradient, by name."""
+def drawn(kind: str, case: Case, dtype: torch.dtype = torch.float64, **options: Any) -> tuple[Pattern, dict[str, Any]]:
+    pattern = make(kind, case, **options).to(dtype)
+    return pattern, tensors(pattern, case, dtype)
+
+
+def gradients(pattern: Pattern, given: dict[str, Any], out: Tensor) -> dict[str, Tensor]:
+    """Return the gradients of a random projection of the outputs by name; zeros where there is none."""
     named: dict[str, Tensor] = {name: given[name] for name in ("q", "k", "v") if given[name] is not None}
     relative = given["relative"]
     named |= {} if relative is None else {"keys_MD": relative.keys_MD, "values_MD": relative.values_MD}
     named |= {name: parameter for name, parameter in pattern.named_parameters() if name == "share_H"}
-    return named
-
-
-def gradients(out: Tensor, named: dict[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
-    """Return the gradients of a random projection of the outputs; zeros where there is none."""
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(out.dtype)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(out.dtype)
     found = torch.autograd.grad((out * weight).sum(), list(named.values()), allow_unused=True)
     return {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(named.items(), found, strict=True)}
+
+
+def check_oracle(pattern: Pattern, case: Case, prefix: bool = False) -> None:
+    here = tensors(pattern, case)
+    ours = run(pattern, here, prefix=prefix)
+    theirs = run(lambda *given, **more: oracle.attend(pattern, *given, **more), here, prefix=prefix)
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    mine, its = gradients(pattern, here, ours), gradients(pattern, here, theirs)
+    for name in mine:
+        torch.testing.assert_close(mine[name], its[name], rtol=1e-8, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def stream(pattern: Pattern, given: dict[str, Any], prompt: int) -> Tensor:
+    """Return the outputs of a prompt in one pass and of the positions behind it one at a time."""
+    q, k, v, rotate = given["q"], given["k"], given["v"], given["rotate"]
+    cache = pattern.start(given["relative"])
+
+    def inputs(here: slice):
+        return pattern.inputs(q[:, :, here], None if k is None else k[:, :, here], rotate, here.start)
+
+    head = {**given, "q": q[:, :, :prompt], "k": None if k is None else k[:, :, :prompt], "v": v[:, :, :prompt]}
+    outs = [run(pattern, head, prefix=True)]
+    cache.prefill(inputs(slice(0, prompt)), v[:, :, :prompt])
+    for position in range(prompt, q.shape[2]):
+        outs.append(cache.decode(inputs(slice(position, position + 1)), v[:, :, position : position + 1], position))
+    return torch.cat(outs, dim=2)
+
+
+@torch.no_grad()
+def check_stream(pattern: Pattern, case: Case) -> None:
+    """Compare streams behind prompts of some lengths with one pass in which the prefix decides."""
+    here = tensors(pattern, case)
+    whole = run(pattern, here, prefix=True)
+    for prompt in {0, case.seed % (case.N + 1), case.N}:
+        torch.testing.assert_close(stream(pattern, here, prompt), whole, rtol=1e-9, atol=1e-9)

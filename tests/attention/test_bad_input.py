@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from cases import CLUSTERED, KINDS, Case, make, run, tensors
+from cases import CLUSTERED, KINDS, Case, drawn, make, run, tensors
 
-from rtx.attention import Blocks, Exact, Fixed, Full, Indexer, Local, Lsh, Pattern, Random, Relative, Strided
+from rtx.attention import Blocks, Centroids, Exact, Fixed, Full, Indexer, Local, Lsh, Random, Relative, Strided
 
 CASE = Case(B=2, H=3, N=9, D=4)
 TABLES = Relative(torch.zeros(3, 4), torch.zeros(3, 4))
@@ -31,42 +33,30 @@ GIVEN: list[tuple[str, Any, str]] = [
     ("relative", lambda x: Relative(torch.zeros(0, 4), TABLES[1]), "relative.keys_MD has the shape (0, 4): must be"),
     ("rotate", lambda x: lambda q, first=0: q[0], "what rotate returns has the shape (3, 9, 4): must be (2, 3, 9, 4)"),
     ("rotate", lambda x: lambda q, first=0: [q], "what rotate returns is a list: must be a torch.Tensor"),
+    ("real_BN", lambda x: torch.ones(2, 8, dtype=torch.bool), "real_BN has the shape (2, 8): must be (2, 9)"),
+    ("real_BN", lambda x: torch.ones(2, 9), "real_BN is of torch.float32: must be of torch.bool"),
+    ("real_BN", lambda x: [True], "real_BN is a list: must be a torch.Tensor"),
 ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("argument", "give", "said"), GIVEN)
 def test_tensors_that_do_not_go_together(kind: str, argument: str, give: Any, said: str) -> None:
-    pattern = make(kind, CASE)
-    here = tensors(pattern, CASE)
-    if argument == "k" and here["k"] is None:
+    (pattern, here), more = drawn(kind, CASE), {}
+    if argument == "real_BN":
+        more["real_BN"] = give(None)
+    elif argument == "k" and here["k"] is None:
         here["k"], said = here["q"], "k_BHND is given: must be None"
     else:
         here[argument] = give(here[argument])
     with pytest.raises(ValueError, match=re.escape(said)):
-        run(pattern, here)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("mask", "said"),
-    [
-        (torch.ones(2, 8, dtype=torch.bool), "real_BN has the shape (2, 8): must be (2, 9)"),
-        (torch.ones(2, 9), "real_BN is of torch.float32: must be of torch.bool"),
-        ([True], "real_BN is a list: must be a torch.Tensor"),
-    ],
-)
-def test_masks_that_do_not_fit(kind: str, mask: Any, said: str) -> None:
-    pattern = make(kind, CASE)
-    with pytest.raises(ValueError, match=re.escape(said)):
-        run(pattern, tensors(pattern, CASE), real_BN=mask)
+        run(pattern, here, **more)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nan_is_refused_where_a_check_is_asked_for(kind: str) -> None:
-    pattern = make(kind, CASE)
     for name in ("q", "k", "v"):
-        here = tensors(pattern, CASE)
+        pattern, here = drawn(kind, CASE)
         if here[name] is not None:
             here[name] = here[name].detach().clone()
             here[name][1, 2, 3, 0] = float("inf")
@@ -75,23 +65,14 @@ def test_nan_is_refused_where_a_check_is_asked_for(kind: str) -> None:
 
 
 def counts(*names: str) -> list[tuple[str, Any, str]]:
-    """Return what can be wrong with counts."""
     wrong = ((0, "=0: must be at least 1"), (2.5, "=2.5: must be a whole number"), (True, "=True: must be a whole"))
     return [(name, value, name + said) for name in names for value, said in wrong]
 
 
-def random_heads(**options: Any) -> Random:
-    """Return random heads that differ from valid ones."""
-    given: dict[str, Any] = {"heads": 2, "clusters": 3, "window": 4, "length": 9, "seed": 0}
-    return Random(**given | options)
-
-
-def hashing_heads(**options: Any) -> Lsh:
-    """Return hashing heads that differ from valid ones."""
-    given: dict[str, Any] = {"window": 4, "rounds": 1, "buckets": 4, "seed": 0}
-    return Lsh(2, 4, **given | options)
-
-
+FIXED, BLOCKS = partial(Fixed, block=4, summary=2), partial(Blocks, 2, 4, window=8)
+RANDOM = partial(Random, heads=2, clusters=3, window=4, length=9, seed=0)
+LSH = partial(Lsh, heads=2, size=4, window=4, rounds=1, buckets=4, seed=0)
+CENTROIDS = partial(Centroids, 2, 3, 4, window=8, length=24, decay=0.9)
 OPTIONS: list[Any] = [
     (Full, "scale", 0.0, "scale=0.0: must be finite and above 0"),
     (Full, "scale", float("nan"), "scale=nan: must be finite and above 0"),
@@ -101,18 +82,22 @@ OPTIONS: list[Any] = [
     (Full, "backend", "cuda", "backend='cuda': must be one of auto, torch, native, flex"),
     *((Local, *bad) for bad in counts("window")),
     *((Strided, *bad) for bad in counts("stride")),
-    *((lambda **o: Fixed(**{"block": 4, "summary": 2} | o), *bad) for bad in counts("block")),
-    *((lambda **o: Fixed(block=4, **o), "summary", bad, f"summary={bad}: must be") for bad in (0, 2.5, True)),
-    (lambda **o: Fixed(block=4, **o), "summary", 5, "summary=5: must be from 1 to block=4"),
-    *(
-        (random_heads, *bad)
-        for bad in (*counts("clusters", "window", "length"), ("seed", 1 << 70, f"seed={1 << 70}: must be from -2^63"))
-    ),
-    *((lambda **o: Exact(**o), *bad) for bad in counts("window")),
-    (lambda **o: Blocks(2, 4, window=8, **o), "block", 9, "block=9: must be from 1 to window=8"),
-    (lambda **o: Indexer(2, 4, window=8, **o), "warmup", -1, "warmup=-1: must be at least 0"),
-    (hashing_heads, "buckets", 3, "buckets=3: must be even"),
-    (hashing_heads, "variant", "linear", "variant='linear': must be one of causal, reformer"),
+    *((FIXED, *bad) for bad in counts("block")),
+    *((FIXED, "summary", bad, f"summary={bad}: must be") for bad in (0, 2.5, True)),
+    (FIXED, "summary", 5, "summary=5: must be from 1 to block=4"),
+    *((RANDOM, *bad) for bad in counts("clusters", "window", "length")),
+    (RANDOM, "seed", 1 << 70, f"seed={1 << 70}: must be from -2^63"),
+    *((Exact, *bad) for bad in counts("window")),
+    (BLOCKS, "block", 9, "block=9: must be from 1 to window=8"),
+    (partial(Indexer, 2, 4, window=8), "warmup", -1, "warmup=-1: must be at least 0"),
+    (LSH, "heads", 0, "heads=0: must be at least 1"),
+    (LSH, "buckets", 3, "buckets=3: must be even"),
+    (LSH, "variant", "linear", "variant='linear': must be one of causal, reformer"),
+    (CENTROIDS, "keys", "other", "keys='other': must be one of shared, separate, projected"),
+    (CENTROIDS, "update", "mean", "update='mean': must be one of members, nearest, sum"),
+    (CENTROIDS, "decay", 1.5, "decay=1.5: must be from 0 to 1"),
+    (CENTROIDS, "threshold_rate", -1.0, "threshold_rate=-1.0: must be at least 0"),
+    (CENTROIDS, "window", 0, "window=0: must be at least 1"),
 ]
 
 
@@ -122,24 +107,20 @@ def test_options_out_of_range(of: Any, argument: str, value: Any, said: str) -> 
         of(**{argument: value})
 
 
-def test_lsh_needs_heads() -> None:
-    with pytest.raises(ValueError, match="heads=0: must be at least 1"):
-        Lsh(0, 4, window=4, rounds=1, buckets=4, seed=0)
-
-
 ANY_HEADS = ("full", "local", "recurrent", "strided", "fixed", "fixed_block", "fixed_summary", "exact")
 """The kinds that take any number of heads."""
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.partition("-")[0] not in ANY_HEADS])
 def test_another_number_of_heads_is_named(kind: str) -> None:
-    pattern: Pattern = make(kind, CASE)
-    other = CASE.with_(H=2)
+    pattern = make(kind, CASE)
     with pytest.raises(ValueError, match="q_BHND has"):
-        run(pattern, tensors(pattern, other))
+        run(pattern, tensors(pattern, replace(CASE, H=2)))
 
 
-def test_flex_refuses_what_it_cannot_do() -> None:
+def test_what_a_backend_or_a_pattern_cannot_do_is_refused() -> None:
     pattern = make(CLUSTERED[0], CASE, backend="flex")
     with pytest.raises(ValueError, match="backend='flex' has no dropout"):
-        run(pattern, tensors(pattern, CASE.with_(distances=3)))
+        run(pattern, tensors(pattern, replace(CASE, distances=3)))
+    with pytest.raises(ValueError, match="real_BN: heads that choose keys"):
+        run(*drawn("exact", CASE), real_BN=torch.arange(9).expand(2, 9) < 7)

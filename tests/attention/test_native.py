@@ -8,10 +8,9 @@ import sys
 
 import pytest
 import torch
-from cases import KINDS, Case, gradients, leaves, make, run, tensors
+from cases import KINDS, Case, drawn, gradients, run
 
 from rtx.attention import flex, native
-from rtx.attention.softmax import Terms
 from rtx.training.hardware import has_compiler
 
 NATIVE = [kind for kind in KINDS if kind != "span"]
@@ -23,13 +22,11 @@ needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_kernel_agrees_with_torchs_engine(kind: str, seed: int) -> None:
     case = Case(N=70, W=9, D=6, seed=seed, attend_self=bool(seed % 2), rotary=seed == 2)
-    pattern = make(kind, case).float()
-    here = tensors(pattern, case, torch.float32)
-    named, found = leaves(pattern, here), []
+    (pattern, here), found = drawn(kind, case, torch.float32), []
     for backend in ("torch", "native"):
         pattern.backend = backend
         out = run(pattern, here)
-        found.append([out, *gradients(out, named).values()])
+        found.append([out, *gradients(pattern, here, out).values()])
     for ours, theirs in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
 
@@ -37,14 +34,13 @@ def test_the_kernel_agrees_with_torchs_engine(kind: str, seed: int) -> None:
 @needs_compiler
 def test_threads_change_no_bit() -> None:
     case = Case(N=300, W=40, D=16)
-    pattern = make("random", case, backend="native").float()
-    here = tensors(pattern, case, torch.float32)
+    pattern, here = drawn("random", case, torch.float32, backend="native")
     threads, found = torch.get_num_threads(), []
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
             out = run(pattern, here)
-            found.append([out, *gradients(out, leaves(pattern, here)).values()])
+            found.append([out, *gradients(pattern, here, out).values()])
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -53,11 +49,9 @@ def test_threads_change_no_bit() -> None:
 @needs_compiler
 def test_what_the_kernel_cannot_do_is_refused_by_name() -> None:
     for case, dtype in ((Case(distances=3), torch.float32), (Case(), torch.float64)):
-        pattern = make("local", case, backend="native").to(dtype)
         with pytest.raises(ValueError, match=re.escape("backend='native' cannot run this")):
-            run(pattern, tensors(pattern, case, dtype))
-    pattern = make("local", Case(), backend="native").float()
-    here = tensors(pattern, Case(), torch.float32)
+            run(*drawn("local", case, dtype, backend="native"))
+    pattern, here = drawn("local", Case(), torch.float32, backend="native")
     with pytest.raises(RuntimeError, match="first derivatives alone"):
         torch.autograd.grad(run(pattern, here).sum(), here["q"], create_graph=True)
 
@@ -76,15 +70,13 @@ def test_without_a_compiler_there_is_no_kernel_and_one_line(tmp_path) -> None:
 def test_flex_gives_the_same_forward_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "BLOCK", 16)
     case = Case(N=40, W=7, D=16)
-    pattern = make(kind, case).float()
-    here = tensors(pattern, case, torch.float32)
+    pattern, here = drawn(kind, case, torch.float32)
     expected = run(pattern, here)
     pattern.backend = "flex"
     torch.testing.assert_close(run(pattern, here), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_kernel_that_fails_leaves_torchs_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_kernel_auto_takes_torchs_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "available", lambda: False)
-    pattern = make("local", Case(B=1, N=1100, W=4)).float()
-    here = tensors(pattern, Case(B=1, N=1100, W=4), torch.float32)
-    assert Terms(1.0).scale == 1.0 and run(pattern, here).isfinite().all()
+    case = Case(B=1, N=1100, W=4)
+    assert torch.equal(*(run(*drawn("local", case, torch.float32, backend=name)) for name in ("auto", "torch")))

@@ -1,8 +1,0 @@
-"""Tests of attention run on one thread: their tensors are small."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,190 @@
+"""What every pattern keeps: the oracle's outputs and gradients, streams, no future, no padding, edges, all types."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import CASES, KINDS, SEES_FUTURE, Case, check_oracle, check_stream, drawn, gradients, make, run, stream
+from hypothesis import HealthCheck, example, given, settings
+
+from rtx.attention import oracle
+from rtx.attention.choices import Choice
+from rtx.attention.pattern import PositionPattern
+
+EVERY = [*((kind, False) for kind in KINDS if kind != "compressed"), *((kind, True) for kind in SEES_FUTURE)]
+few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.mark.parametrize(("kind", "prefix"), EVERY)
+@given(case=CASES)
+@example(case=Case(N=1))
+@example(case=Case(N=3, C=5, W=40))
+@example(case=Case(N=9, W=1))
+@few
+def test_outputs_and_gradients_are_the_oracles(kind: str, prefix: bool, case: Case) -> None:
+    check_oracle(make(kind, case), case, prefix)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(case=CASES)
+@few
+def test_a_stream_gives_what_one_pass_gives(kind: str, case: Case) -> None:
+    check_stream(make(kind, case), case)
+
+
+@pytest.mark.parametrize("kind", ["exact", "indexer", "blocks"])
+@torch.no_grad()
+def test_of_equal_keys_the_earlier_is_read_however_long_the_sequence(kind: str) -> None:
+    case = Case(B=1, H=2, N=64, W=8, D=4)
+    pattern, here = drawn(kind, case)
+    here |= {name: here[name][:, :, torch.arange(64) % 4].round() for name in ("q", "k")}  # whole numbers: exact ties
+    whole = run(pattern, here)
+    shorter = {name: x[:, :, :40] if name in "qkv" else x for name, x in here.items()}
+    torch.testing.assert_close(run(pattern, shorter), whole[:, :, :40])
+    torch.testing.assert_close(stream(pattern, here, 10), whole)
+
+
+@torch.no_grad()
+def moved(kind: str, case: Case, prefix: bool) -> float:
+    """Return how far outputs before some position move when everything behind it changes."""
+    (pattern, here), most = drawn(kind, case), 0.0
+    before = run(pattern, here, prefix=prefix)
+    for first in (1, 7, 20, 33):
+        changed = dict(here)
+        for name in ("q", "k", "v"):
+            if here[name] is not None:
+                changed[name] = here[name].clone()
+                changed[name][:, :, first:] = torch.randn_like(here[name][:, :, first:])
+        after = run(pattern, changed, prefix=prefix)
+        most = max(most, float((after - before)[:, :, :first].abs().max()))
+    return most
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("attend_self", [True, False])
+def test_the_future_moves_nothing_but_where_the_pattern_says_so(kind: str, attend_self: bool) -> None:
+    case = Case(N=40, C=4, W=6, seed=3, attend_self=attend_self, distances=5, rotary=True)
+    assert make(kind, case).strictly_causal == (kind not in SEES_FUTURE)
+    # Blocks of other sizes may add up in another order.
+    assert moved(kind, case, prefix=True) < 1e-12
+    assert moved(kind, case, prefix=False) > 1e-3 if kind in SEES_FUTURE else moved(kind, case, prefix=False) < 1e-12
+
+
+CASE = Case(B=2, H=2, N=19, D=4, C=3, W=6, seed=5)
+REAL_BN = torch.rand(2, 19, generator=torch.Generator().manual_seed(1)) < 0.7
+PADDED = [kind for kind in KINDS if not isinstance(make(kind, CASE), Choice)]
+
+
+@pytest.mark.parametrize("distances", [0, 4])
+@pytest.mark.parametrize("kind", PADDED)
+def test_real_positions_read_what_they_would_without_padding(kind: str, distances: int) -> None:
+    case = replace(CASE, distances=distances)
+    pattern, here = drawn(kind, case)
+    out = run(pattern, here, real_BN=REAL_BN)
+    assert not out.transpose(1, 2)[~REAL_BN].any()
+    for b, real_N in enumerate(REAL_BN):
+        at = real_N.nonzero()[:, 0]
+        if isinstance(pattern, PositionPattern) or kind.startswith("random"):
+            expected = by_rule(pattern, here, b, real_N)
+        elif distances:
+            continue  # positions of the sequence without padding are others
+        else:
+            short = {n: x[b : b + 1, :, at] if torch.is_tensor(x) else x for n, x in here.items()}
+            expected = run(pattern, short)[0]
+        torch.testing.assert_close(out[b][:, at], expected, rtol=1e-9, atol=1e-9)
+
+
+def by_rule(pattern, here, b: int, real_N):
+    """Return the oracle's outputs at real positions, `[H, R, D]`."""
+    outs = []
+    given = pattern.inputs(here["q"][b : b + 1], None if here["k"] is None else here["k"][b : b + 1], None)
+    for h in range(CASE.H):
+        if isinstance(pattern, PositionPattern):
+            mask_PNN = pattern.rule(given, h, False) & real_N & real_N[:, None]
+        else:
+            member_CN = pattern.member_HCN(CASE.N)[h] & real_N
+            mask_PNN = oracle.last_members(member_CN, member_CN, CASE.W)
+        q, k = given.turned_q_BHND[0, h], given.turned_k_BHND[0, h]
+        out_ND, _ = oracle.dense(q, k, here["v"][b, h], mask_PNN, pattern.terms(CASE.D, here["relative"]), h)
+        outs.append(out_ND[real_N])
+    return torch.stack(outs)
+
+
+@pytest.mark.parametrize("kind", PADDED)
+def test_nan_in_padding_goes_nowhere(kind: str) -> None:
+    pattern, here = drawn(kind, CASE)
+    dirty = dict(here)
+    for name in ("q", "k", "v"):
+        if here[name] is not None:
+            x = here[name].detach().clone()
+            x[~REAL_BN[:, None].expand(2, 2, 19)] = float("nan")
+            dirty[name] = x.requires_grad_()
+    out = run(pattern, dirty, real_BN=REAL_BN, check_finite=True)
+    assert torch.equal(out, run(pattern, here, real_BN=REAL_BN))
+    assert all(g.isfinite().all() for g in gradients(pattern, dirty, out).values())
+
+
+NO_HEADS = [(kind, {"H": 0}) for kind in ("full", "local", "strided", "fixed", "exact", "random")]
+
+
+@pytest.mark.parametrize(("kind", "empty"), [*((kind, {name: 0}) for kind in KINDS for name in "BN"), *NO_HEADS])
+def test_nothing_in_gives_nothing_out_with_a_gradient(kind: str, empty: dict) -> None:
+    pattern, here = drawn(kind, Case(**empty))
+    out = run(pattern.train(), here)
+    assert out.shape == here["v"].shape
+    out.sum().backward()
+    assert here["v"].grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_every_float_type_gives_its_own(kind: str, dtype: torch.dtype) -> None:
+    case = Case(N=33, seed=2)
+    if kind.startswith(("exact", "block", "compressed", "indexer", "topk", "causal", "nearest", "lsh", "reformer")):
+        case = replace(case, W=40)  # of choices among equals by rounding nothing is promised
+    pattern, wide = drawn(kind, case)
+    narrow = {n: x.to(dtype) if torch.is_tensor(x) else x for n, x in wide.items()}
+    rounded = {n: x.double() if torch.is_tensor(x) else x for n, x in narrow.items()}
+    out = run(pattern.to(dtype), narrow)
+    assert out.dtype == dtype
+    if not kind.startswith(("causal", "nearest", "lsh", "reformer", "topk", "block", "compressed")):
+        expected = run(pattern.double(), rounded)
+        assert float((out.double() - expected).abs().max()) < (3e-2 if dtype == torch.bfloat16 else 5e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives_are_refused_or_right(kind: str) -> None:
+    case = Case(N=6, W=3, distances=0)
+    pattern, here = drawn(kind, case)
+
+    def first(v: torch.Tensor) -> torch.Tensor:
+        out = run(pattern, {**here, "v": v})
+        return torch.autograd.grad(out.square().sum(), here["q"], create_graph=True)[0].sum()
+
+    try:
+        second = torch.autograd.grad(first(here["v"]), here["v"])[0]
+    except RuntimeError:
+        return
+    step = 1e-6 * torch.randn_like(here["v"])
+    ahead, behind = (first((here["v"] + each).detach().requires_grad_()) for each in (step, -step))
+    assert float((ahead - behind).detach()) / 2 == pytest.approx(float((second * step).sum()), rel=1e-3, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["local", "topk-shared", "exact"])
+def test_dropout_is_drawn_from_torchs_generator_and_keeps_the_mean(kind: str) -> None:
+    case = Case(B=1, N=24, W=8)
+    pattern, here = drawn(kind, case, dropout=0.5)
+    draws = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        out = run(pattern.train(), here)
+        draws.append((out.detach(), gradients(pattern, here, out)["q"]))
+    assert torch.equal(draws[0][0], draws[1][0]) and torch.equal(draws[0][1], draws[1][1])
+    assert not torch.equal(draws[0][0], draws[2][0])
+    with torch.no_grad():
+        many = {name: x.repeat(3000, 1, 1, 1) if torch.is_tensor(x) else x for name, x in here.items()}
+        mean = run(pattern, many).mean(0, keepdim=True)  # every sequence draws its own
+        assert float((mean - run(pattern.eval(), here)).abs().mean()) < 0.05
