@@ -10,7 +10,6 @@ import torch
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """Fill uninitialised memory with NaN, so that reading it shows."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]

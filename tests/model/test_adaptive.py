@@ -1,4 +1,4 @@
-"""Adaptive input and softmax: an exact likelihood, by the definition and against a full softmax; runs and mistakes."""
+"""Adaptive input and softmax: an exact likelihood, by the definition; runs and mistakes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from small_runs import Workshop, checkpoint_difference
 from test_decoding import streams_as_it_scores
-from tiny_models import tiny_config, tokens
+from tiny_models import check_alike, tiny_config, tokens
 from torch import Tensor
 
 from rtx.model.adaptive import AdaptiveSoftmax
@@ -54,25 +54,7 @@ def test_the_likelihood_is_that_of_the_definition_and_adds_up(tied: bool) -> Non
     torch.testing.assert_close(model.logits(hidden_BNE.flatten(0, 1)).exp(), share_RV, rtol=1e-9, atol=1e-9)
     expected_BN = -share_RV.gather(1, tokens_BN.flatten()[:, None]).log().view(3, 24)
     nats_BN, _ = model.loss(tokens_BN)
-    torch.testing.assert_close(nats_BN, expected_BN, rtol=1e-9, atol=1e-9)
-    inputs = [p for p in model.parameters() if p.requires_grad]
-    ours, theirs = (torch.autograd.grad(x.mean(), inputs, retain_graph=True) for x in (nats_BN, expected_BN))
-    for mine, its in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-9, atol=1e-9)
-
-
-def test_it_is_the_full_softmax_where_bands_count_what_their_words_count_together() -> None:
-    """With the logarithm of its words' sum for a band's logit, both steps are one softmax over all words."""
-    softmax = drawn(tie_embeddings=True).softmax
-    assert softmax is not None
-    hidden_RE = torch.randn(9, 16, dtype=torch.float64)
-    with torch.no_grad():
-        every = [softmax.bands.products(hidden_RE, band) for band in range(3)]
-        full_RV = (torch.cat(every, dim=1) + softmax.bias_V).log_softmax(-1)
-        softmax.clusters.weight.zero_()
-        for row_E, expected_V in zip(hidden_RE[:, None], full_RV, strict=True):
-            softmax.clusters.bias.copy_(torch.stack([softmax.logits(row_E, band)[0].logsumexp(-1) for band in (1, 2)]))
-            torch.testing.assert_close(softmax.log_shares(row_E)[0], expected_V, rtol=1e-9, atol=1e-9)
+    check_alike(nats_BN, expected_BN, (p for p in model.parameters() if p.requires_grad))
 
 
 def test_words_are_read_by_their_bands_and_streams_score_alike() -> None:

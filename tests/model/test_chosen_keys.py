@@ -5,19 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import tiny_model, tokens
-from torch import Tensor
+from tiny_models import TIED, tiny_model, tokens
 
 from rtx.attention.centroids import after_step
 from rtx.attention.choices import Indexer
 from rtx.attention.packed import Indexed
 from rtx.attention.patterns import Full
-from rtx.model.multihead import KeyMix
+from rtx.model.multihead import KeyMix, MultiheadAttention
 from rtx.model.transformer import Transformer
 
 
 def mix(shift: int, width: int) -> KeyMix:
-    """Two heads of four units; the convolution is random."""
     torch.manual_seed(0)
     mixed = KeyMix(2, 4, shift, width).double()
     if mixed.taps_HDK is not None:
@@ -28,42 +26,32 @@ def mix(shift: int, width: int) -> KeyMix:
 K_BHND = torch.randn(3, 2, 7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def test_a_shift_gives_each_position_the_key_before_it() -> None:
-    mixed = mix(1, 1)(K_BHND, [])
-    assert torch.equal(mixed[:, :, 1:], K_BHND[:, :, :-1]) and (mixed[:, :, 0] == 0).all()
-    assert (mix(9, 1)(K_BHND, []) == 0).all(), "a shift beyond the sequence"
-
-
-@pytest.mark.parametrize("shift", [0, 1, 2])
-@pytest.mark.parametrize("width", [2, 3, 9])
-def test_the_convolution_adds_the_keys_before(shift: int, width: int) -> None:
+@pytest.mark.parametrize("shift", [0, 1, 2, 9])
+@pytest.mark.parametrize("width", [1, 2, 3, 9])
+def test_a_position_gets_the_key_so_far_back_and_the_convolution_adds_those_before(shift: int, width: int) -> None:
     mixed = mix(shift, width)
-    taps_HDK = mixed.taps_HDK
-    assert taps_HDK is not None
     expected = torch.zeros_like(K_BHND)
     for j in range(7):
         keys = [K_BHND[:, :, j - shift - back] if j >= shift + back else torch.zeros(2, 4) for back in range(width)]
-        conv = sum(taps_HDK[..., -1 - back] * key for back, key in enumerate(keys))
-        expected[:, :, j] = keys[0] + F.silu(torch.as_tensor(conv))
+        expected[:, :, j] = keys[0]
+        if mixed.taps_HDK is not None:
+            conv = sum(mixed.taps_HDK[..., -1 - back] * key for back, key in enumerate(keys))
+            expected[:, :, j] += F.silu(torch.as_tensor(conv))
     torch.testing.assert_close(mixed(K_BHND, []), expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(KeyMix(2, 4, 0, width).double()(K_BHND, []), K_BHND), "it starts at nothing"
 
 
-def test_a_convolution_starts_at_nothing_and_learns() -> None:
-    mixed = KeyMix(2, 4, 0, 3).double()
-    out = mixed(K_BHND, [])
-    assert torch.equal(out, K_BHND)
-    out.square().sum().backward()
-    assert mixed.taps_HDK is not None and mixed.taps_HDK.grad is not None and (mixed.taps_HDK.grad != 0).all()
-
-
-def test_keys_in_parts_are_the_keys_at_once() -> None:
-    last: list[Tensor] = []
-    parts = [mix(2, 3)(part, last) for part in K_BHND.split([3, 1, 1, 2], dim=2)]
-    torch.testing.assert_close(torch.cat(parts, dim=2), mix(2, 3)(K_BHND, []), rtol=1e-12, atol=1e-12)
+def test_tied_keys_are_the_queries_before_them_at_any_distance() -> None:
+    model = tiny_model(selection="exact", positions="rotary", **TIED)
+    attention: MultiheadAttention = model.blocks[2].attention  # type: ignore[assignment]
+    assert attention.qkv.out_features == 16 + 8 + 16, "queries, keys of local heads alone, values"
+    q_BHND, k_BHND, _ = attention.split(torch.randn(2, 9, 16, dtype=torch.float64))[1]
+    assert k_BHND is not None and torch.equal(k_BHND[:, :, 1:], q_BHND[:, :, :-1])
+    local, routed = attention.rotations()
+    assert local is not None and routed is None
 
 
 def indexers(model: Transformer) -> list[Indexer]:
-    """The indexers of a model."""
     return [module for module in model.modules() if isinstance(module, Indexer)]
 
 

@@ -10,7 +10,7 @@ import torch
 from small_runs import Workshop, checkpoint_difference
 from test_decoding import same_after_a_prompt, streams_as_it_scores
 from test_recurrent import XL
-from tiny_models import tiny_config, tiny_model, tokens
+from tiny_models import check_alike, tiny_config, tiny_model, tokens
 from torch import Tensor, nn
 
 from rtx.model.block import Block
@@ -22,7 +22,6 @@ KINDS = ("conv", "mean", "max")
 
 
 def by_loops(compression: Compression, old_OE: Tensor) -> Tensor:
-    """Every `rate` positions to one, unit by unit."""
     rows, c = [], compression.rate
     for start in range(0, len(old_OE), c):
         part_cE = old_OE[start : start + c]
@@ -79,11 +78,7 @@ def test_the_loss_is_algorithm_2_and_trains_the_compression_alone(norm: str) -> 
     made_BCE = block.compression(old_OE.detach()[None])
     loss = reconstruction_loss(block.attention, used, x_NE[None], old_OE[None], made_BCE)
     expected = loss_by_loops(block, used, x_NE, old_OE.detach(), by_loops(block.compression, old_OE.detach()))
-    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
-    own = list(block.compression.parameters())
-    ours, theirs = (torch.autograd.grad(x, own, retain_graph=True) for x in (loss, expected))
-    for mine, its in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-9, atol=1e-9)
+    check_alike(loss, expected, block.compression.parameters())
     others = [x_NE, old_OE, *block.attention.parameters(), *block.attention_norm.parameters()]
     assert torch.autograd.grad(loss, others, allow_unused=True) == (None,) * len(others)
 

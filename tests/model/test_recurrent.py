@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from test_decoding import same_after_a_prompt, streams_as_it_scores
-from tiny_models import tiny_config, tiny_model, tokens
+from tiny_models import check_alike, tiny_config, tiny_model, tokens
 from torch import Tensor
 
 from rtx.data.datamodule import StreamItems
@@ -46,24 +46,16 @@ def by_loops(attention: MultiheadAttention, x_KE: Tensor, memory: int, most: int
     return torch.stack(rows)
 
 
-def gradients(out: Tensor, attention: MultiheadAttention, x: Tensor) -> list[Tensor]:
-    weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
-    return list(torch.autograd.grad((out * weight).sum(), [x, *attention.parameters()]))
-
-
 @pytest.mark.parametrize("memory", [0, 3, 8])
 @pytest.mark.parametrize("own", [{}, {"clamp": 2}, {"same_length": True}], ids=str)
 def test_attention_over_a_memory_is_the_papers(memory: int, own: dict[str, Any]) -> None:
-    """Outputs and every gradient, those of u, v and the matrix of the sinusoids among them."""
     attention = tiny_model(length=6, memory=8, **XL, **own).blocks[0].attention
     assert isinstance(attention, MultiheadAttention)
     x_KE = torch.randn(memory + 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x_KE = x_KE.requires_grad_()
     found, _ = attention(x_KE[None], memory=memory)
     expected = by_loops(attention, x_KE, memory, 8 if "same_length" in own else None)
-    torch.testing.assert_close(found[0], expected, rtol=1e-9, atol=1e-9)
-    for ours, theirs in zip(gradients(found[0], attention, x_KE), gradients(expected, attention, x_KE), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    check_alike(found[0], expected, [x_KE, *attention.parameters()])
 
 
 STREAMS = [
@@ -77,7 +69,6 @@ STREAMS = [
 
 @pytest.mark.parametrize("own", STREAMS, ids=str)
 def test_segments_are_one_pass_by_the_rule_and_streams_are_both(own: dict[str, Any]) -> None:
-    """Segment after segment with a memory; one pass in which every layer reads by position; unit after unit."""
     model = tiny_model(length=6, **{**XL, **own})
     tokens_BN = tokens(length=33)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The whole model: blocks, embeddings, dropout, recomputation, precision, and the statistics it gathers."""
+"""The whole model: gradients, embeddings, dropout, recomputation, precision, torch.compile, and its state."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from tiny_models import COMMON, EVERY, OTHERS, POSITIONS, Kind, each_kind, gradi
 from torch import Tensor
 
 from rtx.attention import engine
-from rtx.attention.centroids import after_step, all_centroids, initialise_from_data
+from rtx.attention.centroids import after_step, all_centroids, initialise_from_data, to_sphere
 from rtx.attention.routing import Routing
-from rtx.model.block import Block, FeedForward
-from rtx.model.transformer import Transformer
+from rtx.attention.selection import normalise
+from rtx.model.block import Block
+from rtx.model.transformer import Transformer, compile_loss
+from rtx.training.hardware import has_compiler
 
 
 @each_kind(COMMON[::5] + OTHERS)
@@ -39,39 +41,6 @@ def test_a_gradient_is_the_slope_of_the_loss() -> None:
             parameter += 1e-5 * direction
             slope = (losses[0] - losses[1]) / 2e-5
             assert slope == pytest.approx(float((found[name] * direction).sum()), rel=1e-4, abs=1e-7), name
-
-
-@pytest.mark.parametrize("norm", ["pre", "post"])
-def test_a_block_puts_its_norms_where_it_says(norm: str) -> None:
-    block = tiny_model(norm=norm).blocks[0]
-    assert isinstance(block, Block)
-    x = torch.randn(2, 24, 16, dtype=torch.float64)
-    first, second = block.attention_norm, block.feed_forward_norm
-    with torch.no_grad():
-        first.weight.normal_()
-        second.weight.normal_()
-    if norm == "pre":
-        x1 = x + block.attention(first(x))[0]
-        expected = x1 + block.feed_forward(second(x1))
-    else:
-        x1 = first(x + block.attention(x)[0])
-        expected = second(x1 + block.feed_forward(x1))
-    torch.testing.assert_close(block(x)[0], expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("ffn", ["relu", "gelu", "geglu"])
-def test_feed_forward_layers(ffn: str) -> None:
-    layer = FeedForward(tiny_config(ffn=ffn).model)
-    x = torch.randn(3, 16)
-    inner = x @ layer.inner.weight.T
-    if ffn == "geglu":
-        value, gate = inner[:, :24], inner[:, 24:]
-        expected = (value * torch.nn.functional.gelu(gate, approximate="tanh")) @ layer.outer.weight.T
-    else:
-        inner = inner + layer.inner.bias
-        inner = inner.clamp(min=0) if ffn == "relu" else 0.5 * inner * (1 + torch.erf(inner / math.sqrt(2)))
-        expected = inner @ layer.outer.weight.T + layer.outer.bias
-    torch.testing.assert_close(layer(x), expected)
 
 
 def test_the_first_unit_is_scored_from_the_start_vector_alone() -> None:
@@ -132,6 +101,7 @@ def test_the_auxiliary_loss_is_the_sum_over_layers() -> None:
     [
         *({"selection": selection, "positions": "shaw", "routing_commitment": 0.1} for selection in EVERY),
         *({"base": base, "positions": "rotary", "routing_layers": 0} for base in ("fixed", "lsh", "adaptive_span")),
+        {"ffn_parts": 5},
         *OTHERS,
     ]
 )
@@ -152,36 +122,29 @@ def test_recomputation_changes_nothing(kind: Kind, monkeypatch: pytest.MonkeyPat
         torch.testing.assert_close(found[1][name], x, rtol=1e-12, atol=1e-14, msg=name)
 
 
-def test_statistics_count_every_position_once() -> None:
-    model = tiny_model(recompute=True, routing_update="nearest").train()
-    for _ in range(2):
-        gradients(model, tokens())
-    assert len(all_centroids(model)) == 2
-    for centroids in all_centroids(model):
-        assert centroids.count_HC.sum() == 2 * (2 * 2 * 24) and centroids.sequences == 4
-    model.eval()
-    model.loss(tokens())
-    assert all(centroids.sequences == 4 for centroids in all_centroids(model))
-    after_step(model)
-    assert all(centroids.sequences == 0 for centroids in all_centroids(model))
-
-
 @pytest.mark.parametrize("training", [True, False])
-def test_centroids_start_at_data(training: bool) -> None:
+def test_centroids_start_at_vectors_of_training_data_and_wait_for_them(training: bool) -> None:
     states = []
     for _ in range(2):
-        model = tiny_model().train(training)
-        before = torch.get_rng_state()
-        initialise_from_data(model, tokens(3))
-        assert torch.equal(before, torch.get_rng_state())
+        model, seen = tiny_model().train(training), []
+        routing = [module for module in model.modules() if isinstance(module, Routing)]
+        before, drawn = {name: x.clone() for name, x in model.state_dict().items()}, torch.get_rng_state()
+        for heads in routing:
+            heads.centroids.seed_with_next = True
+        model.eval().loss(tokens(3))  # a validation batch
+        assert all(torch.equal(x, model.state_dict()[name]) for name, x in before.items())
+        for heads in routing:
+            heads.register_forward_pre_hook(lambda heads, given: seen.append((heads.centroids, given[0])))  # noqa: B023
+        initialise_from_data(model.train(training), tokens(3, seed=1))
+        assert torch.equal(drawn, torch.get_rng_state())
         assert all(module.training == training for module in model.modules())
+        for centroids, q_BHND in seen:
+            assert not centroids.seed_with_next and centroids.sequences == 0, "what seeds is not observed"
+            q_HND = to_sphere(normalise(q_BHND)[0])
+            assert (centroids.centroid_HCD[:, :, None] - q_HND[:, None]).norm(dim=-1).amin(-1).max() < 1e-5
+        assert len(seen) == 2
         states.append(model.state_dict())
     assert all(torch.equal(x, states[1][name]) for name, x in states[0].items())
-    for layer, centroids in enumerate(all_centroids(model), start=1):
-        assert not centroids.seed_with_next and centroids.sequences == 0
-        name = f"blocks.{layer}.attention.groups.routed.centroids.centroid_HCD"
-        assert not torch.equal(states[0][name], tiny_model().state_dict()[name])
-        torch.testing.assert_close(centroids.centroid_HCD.norm(dim=-1), torch.full((2, 4), 2.0))
 
 
 @pytest.mark.parametrize("selection", EVERY)
@@ -223,3 +186,15 @@ def test_the_state_has_all_that_lasts(kind: Kind) -> None:
         after_step(model.eval())
     other.load_state_dict(model.state_dict())
     assert torch.equal(model.loss(tokens())[0], other.loss(tokens())[0])
+
+
+@pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # torch's own, while it compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch asks
+def test_a_compiled_model_has_the_same_loss_and_gradients() -> None:
+    plain, compiled = tiny_model(selection="causal").train(), tiny_model(selection="causal").train()
+    compiled.loss = compile_loss(compiled, compiled.loss)  # type: ignore[method-assign]
+    expected, found = gradients(plain, tokens()), gradients(compiled, tokens())
+    assert set(found) == set(expected)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12, msg=name)

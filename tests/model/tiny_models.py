@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -28,7 +29,8 @@ BY_QUERY: dict[str, Kind] = {
 """The selections in which each query chooses its keys, and options that two rows of each get."""
 EVERY = (*SELECTIONS, *BY_QUERY)
 
-PLAIN = list(itertools.product(SELECTIONS, POSITIONS, ("pre", "post"), ("local", "full", "local+full")))
+BASED = itertools.product(SELECTIONS, POSITIONS, ("local", "full", "local+full"))
+PLAIN = [(s, p, ("pre", "post")[n % 2], base) for n, (s, p, base) in enumerate(BASED)]  # a norm with any two of these
 PLAIN += [(*kind, "lsh+adaptive_span") for kind in (("causal", "rotary", "pre"), ("topk", "shaw", "post"))]
 PLAIN += [(*kind, "lsh+adaptive_span") for kind in (("random", "none", "post"), ("causal", "shaw", "pre"))]
 PLAIN += [
@@ -53,11 +55,19 @@ OTHERS: list[Kind] = [
 ]
 """Each query's own choice, keys that look back, and both branches of blocks."""
 
-KINDS = COMMON + OTHERS
+OWN_KEYS: list[Kind] = [
+    {"selection": s, "routing_keys": keys, "positions": p}
+    for s in ("causal", "topk", "nearest")
+    for keys in ("shared", "separate", "projected")
+    for p in ("rotary", "shaw")
+    if s == "nearest" or keys != "shared"
+]
+"""Clusters that route queries and keys apart, and one cluster for each position."""
+
+KINDS = COMMON + OTHERS + OWN_KEYS
 
 
 def each_kind(kinds: list[Kind]) -> pytest.MarkDecorator:
-    """Run a test on each of these kinds."""
     return pytest.mark.parametrize("kind", kinds, ids=lambda kind: "-".join(map(str, kind.values())))
 
 
@@ -92,7 +102,6 @@ def tiny_model(seed: int = 0, vocabulary: int = VOCABULARY, **config: Any) -> Tr
 
 
 def tokens(batch: int = 2, length: int = 24, seed: int = 0, vocabulary: int = VOCABULARY) -> Tensor:
-    """Random units `[B, N]`."""
     return torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
@@ -107,3 +116,12 @@ def gradients(model: Transformer, tokens_BN: Tensor) -> dict[str, Tensor]:
     nats_BN, auxiliary = model.loss(tokens_BN)
     (nats_BN.mean() + auxiliary).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check_alike(found: Tensor, expected: Tensor, leaves: Iterable[Tensor], tolerance: float = 1e-9) -> None:
+    """Compare outputs, and the gradients of a projection of them."""
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    weight = torch.linspace(-1, 1, found.numel(), dtype=torch.float64).view(found.shape)
+    leaves = list(leaves)
+    ours, theirs = (torch.autograd.grad((out * weight).sum(), leaves, retain_graph=True) for out in (found, expected))
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
