@@ -30,7 +30,6 @@ def model(base: str = "local", **options: Any) -> Transformer:
 
 
 def largest(audit: Audit) -> float:
-    """The largest change of anything."""
     assert audit.repeat == 0
     return max(float(change_P.max()) for change_P in audit.changes.values())
 
@@ -58,8 +57,6 @@ def test_top_w_and_published_hashing_move_and_only_they_and_not_where_the_prefix
 
 
 class Peeking(Full):
-    """Heads that return the mean value of the whole sequence."""
-
     def forward(self, q_BHND: Tensor, k_BHND: Any, v_BHND: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         return v_BHND.mean(dim=2, keepdim=True).expand_as(v_BHND), v_BHND.new_zeros(())
 

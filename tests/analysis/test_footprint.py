@@ -70,8 +70,6 @@ def test_what_is_kept_is_what_stays_behind(overrides: tuple[str, ...]) -> None:
 
 
 class Made(TorchDispatchMode):
-    """Notes every piece of memory that is made."""
-
     def __init__(self) -> None:
         super().__init__()
         self.pieces: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -85,7 +83,6 @@ class Made(TorchDispatchMode):
         return out
 
     def alive(self, but: set[int]) -> int:
-        """Return the bytes that are still there."""
         return sum(size for own, (piece, size) in self.pieces.items() if own not in but and not piece.expired())
 
 
@@ -131,7 +128,6 @@ def test_the_largest_that_fits_is_taken_and_blocks_are_recomputed_last() -> None
     config = compose(SMALL)
 
     def room(size: int) -> float:
-        """Bytes of a device that holds just this micro-batch."""
         tried = plan.with_choice(config, size, False)
         return sum(plan.footprint(tried, cost(tried, 256), size, 256).values()) / plan.FILLED
 
@@ -161,14 +157,3 @@ def test_the_line_says_what_was_chosen_and_the_cell_stays_the_same() -> None:
     assert line.startswith("auto: hardware.precision=bf16 trainer.micro_batch_size=12 model.recompute=false: about ")
     assert line.endswith(" of 16.0 GiB, by rtx plan") and config_hash(chosen) == config_hash(config)
     assert "less is needed with optimizer=adafactor" in plan.fit_to_device(config, 256, 1e6)[1]
-
-
-def test_where_memory_runs_out_the_micro_batch_is_halved_and_then_blocks_are_recomputed() -> None:
-    config = compose(SMALL)
-    found, now = [], plan.with_choice(config, 12, False)
-    while less := plan.with_less_memory(now, config):
-        found.append((less.trainer.micro_batch_size, less.model.recompute))
-        now = less
-    assert found == [(6, False), (3, False), (1, False), (1, True)]
-    asked = compose([*SMALL, "trainer.micro_batch_size=12", "model.recompute=false"])
-    assert plan.with_less_memory(asked, asked) is None
