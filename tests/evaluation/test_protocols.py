@@ -15,16 +15,9 @@ from made_sets import prose
 
 from rtx.data.sets import SETS
 from rtx.data.store import TokenStore
-from rtx.data.tokenizers import SentencepieceTokenizer, Tokenizer, WordTokenizer, learn_subwords, learn_words
+from rtx.data.tokenizers import Tokenizer, WordTokenizer, learn_subwords, learn_words
 from rtx.errors import UserError
-from rtx.evaluation.protocols import (
-    baselines,
-    further_lines,
-    measures,
-    read_as_released,
-    stamp_phrases,
-    windows,
-)
+from rtx.evaluation.protocols import baselines, measures, read_as_released, stamp_phrases, windows
 from rtx.evaluation.scores import Score
 
 WIKITEXT = b" \n = A title = \n \n first line <unk> \n second \n \n"
@@ -34,12 +27,7 @@ def words(text: bytes) -> WordTokenizer:
     return learn_words([text], "data=made", lambda line: None)
 
 
-def subwords() -> SentencepieceTokenizer:
-    return learn_subwords([prose(3_000)], 400, 10**6, "data=made", lambda line: None)
-
-
 def store(name: str, tokenizer: Any, text: bytes, image: bool = False, **stamps: Any) -> TokenStore:
-    """A store of one split, test."""
     tokens = tokenizer.encode(text)
     facts = {"units": len(tokens), "bytes": len(text), "words": len(text.split()), "documents": 1}
     size = (1, 1) if image else None
@@ -66,6 +54,8 @@ def test_what_the_released_code_leaves_out() -> None:
     assert len(made.tokenizer.encode(text)) == 8 and kept.startswith(text)
     with pytest.raises(UserError, match="has not one whole window of 12 units"):
         released(made, length=12)
+    learned = learn_subwords([prose(3_000)], 400, 10**6, "data=made", lambda line: None)
+    assert released(store("pg19", learned, prose(50)))[0] == prose(50).replace(b"\n", b"")
     made = store("cifar10", Tokenizer("dim"), bytes(range(12)), image=True)
     assert released(made)[0] == bytes(range(12)) and list(measured(made)) == ["bits_per_dim"]
 
@@ -83,30 +73,10 @@ def test_what_the_released_code_did_not_read_is_refused(name: str, tokenizer: To
         released(store(name, tokenizer, b"a b\n"))
 
 
-@pytest.mark.parametrize("tokenizer", [words(WIKITEXT), Tokenizer()])
-def test_a_whole_split_has_the_published_words_and_a_sample_none(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_words_are_the_published_ones_of_a_whole_split_its_own_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SETS["wikitext103"].words, "test", 20)  # type: ignore[arg-type]
-    made = store("wikitext103", tokenizer, WIKITEXT)
-    whole = measured(made)
-    assert whole["words"] == 20 and whole["words_comparable"]
-    assert whole["perplexity_per_word"] == pytest.approx(math.exp(2 * len(made.split("test")) / 20))
-    assert further_lines(made.unit, whole)[0].endswith("words), the published count of the split")
-    assert list(measured(made, units=8, partial=True)) == [f"bits_per_{made.unit}"]
-
-
-def test_subwords_have_bits_per_byte_and_count_for_less_than_a_word_as_released() -> None:
-    made = store("pg19", subwords(), prose(50))
-    whole, units = measured(made), len(made.split("test"))
-    assert whole["bits_per_byte"] == pytest.approx(2 * units / len(prose(50)) / math.log(2))
-    assert f"{whole['bits_per_byte']:.5f} bits/byte of text" in further_lines("subword", whole)
-    assert released(made)[0] == prose(50).replace(b"\n", b"")
-    found = measured(made, units=100, released=True)
-    assert not found["words_comparable"] and found["words"] == pytest.approx(100 / 1.248)
-
-
-def test_other_words_than_published_ones_are_their_own_or_none() -> None:
+    whole = measured(store("wikitext103", Tokenizer(), WIKITEXT))
+    assert whole["words_comparable"] and whole["perplexity_per_word"] == pytest.approx(math.exp(2 * len(WIKITEXT) / 20))
     part = measured(store("pg19", Tokenizer(), b"one two\nthree ", complete=False))
     assert part["words"] == 3 and part["words_are"] == "between blanks of the text scored"
     own = measured(store("text", words(b"a b\n"), b"a b b\n"))

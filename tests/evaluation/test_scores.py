@@ -1,4 +1,4 @@
-"""Scoring windows: every unit counted once, the same sum however the windows are batched or dealt out."""
+"""Scoring windows: every unit counted once, the same sum however they are batched or dealt out; far repeats apart."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rtx.evaluation.protocols import Window, windows
+from rtx.evaluation.protocols import REPEATED, Window, far_repeated, windows
 from rtx.evaluation.scores import Score, equal_batches, sample_windows, score_windows
 
 
@@ -53,8 +53,7 @@ def test_windows_of_another_length_are_batched_apart() -> None:
     assert equal_batches(cut, 8) == [[0, 1], [2, 3]]
     model = Counter()
     score = score_windows(model, TOKENS, cut, batch_size=8, streaming=True)
-    assert model.shapes == [(2, 8), (2, 3)]
-    assert model.streamed == {True}
+    assert model.shapes == [(2, 8), (2, 3)] and model.streamed == {True}
     assert score.nats == by_hand(cut)
 
 
@@ -64,8 +63,7 @@ def test_a_sample_is_the_same_each_time_and_in_order() -> None:
     assert list(few) == list(sample_windows(cut, 10)) == sorted(few)
     assert len(set(few)) == 10
     assert list(few) != list(sample_windows(cut, 10, seed=1))
-    assert sample_windows(cut, None) is cut
-    assert sample_windows(cut, len(cut)) is cut
+    assert sample_windows(cut, None) is cut is sample_windows(cut, len(cut))
 
 
 def test_the_standard_error_is_that_of_the_mean_of_windows() -> None:
@@ -73,3 +71,40 @@ def test_the_standard_error_is_that_of_the_mean_of_windows() -> None:
     score = Score(np.full(4, 8.0), nats)
     assert score.standard_error == pytest.approx(nats.std(ddof=1) / 2 / 8 / math.log(2))
     assert math.isnan(Score(np.array([8.0]), np.array([9.0])).standard_error)
+
+
+def by_a_loop(tokens: list[int], reach: int) -> list[bool]:
+    """Look back from each unit for the nearest place with the same units before it."""
+    found = []
+    for i in range(len(tokens)):
+        before = (j for j in range(i - 1, REPEATED - 1, -1) if tokens[j - REPEATED : j] == tokens[i - REPEATED : i])
+        last = next(before, None) if i >= REPEATED else None
+        found.append(last is not None and i - last > reach)
+    return found
+
+
+@pytest.mark.parametrize("length", [3, 8, 9, 120])
+@pytest.mark.parametrize("kinds", [1, 2, 60_000])
+def test_far_repeats_are_those_of_a_plain_loop(length: int, kinds: int) -> None:
+    generator = np.random.default_rng(length)
+    tokens = generator.integers(kinds, size=(5, length))
+    tokens[1, 60:90] = tokens[1, 10:40][: len(tokens[1, 60:90])]
+    tokens[2, 80:] = tokens[2, : max(0, length - 80)]
+    tokens[2, 50:60] = tokens[2, 45:55][: len(tokens[2, 50:60])]
+    for reach in (0, 25, 60):
+        assert far_repeated(tokens, reach).tolist() == [by_a_loop(row.tolist(), reach) for row in tokens]
+
+
+@pytest.mark.parametrize("stride", [100, 30])
+def test_far_repeats_are_scored_once_each_with_what_their_window_holds(stride: int) -> None:
+    text = np.random.default_rng(0).integers(60, size=50).astype(np.uint8)
+    tokens = np.concatenate([text, text, text, text[:31]])
+    cut = windows(len(tokens), 100, stride)
+    score = score_windows(Counter(), tokens, cut, batch_size=2, reach=40)
+    units = nats = 0
+    for start, stop, first in cut:
+        far = [
+            n for n, is_far in enumerate(by_a_loop(tokens[start:stop].tolist(), 40)) if is_far and n >= first - start
+        ]
+        units, nats = units + len(far), nats + sum(float(tokens[start + n]) + n / 1024 for n in far)
+    assert score.far_K2 is not None and score.far_K2.sum(0).tolist() == [units, nats] and 0 < units < score.units
