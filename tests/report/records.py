@@ -27,7 +27,6 @@ ENVIRONMENT = {
 
 @functools.cache
 def base(experiment: str) -> dict[str, Any]:
-    """The configuration of an experiment, as plain values."""
     return to_dict(compose([f"experiment={experiment}"]))
 
 
@@ -73,7 +72,6 @@ def write_run(
 
 
 def write_eval(run: Path, bits: float, **values: Any) -> None:
-    """Write the record of an evaluation of a run."""
     data = json.loads((run / "environment.json").read_text())["data"]
     record = {f"bits_per_{data['unit']}": bits, "standard_error": 0.01, "units": 5000, "partial": False, "windows": 5}
     record |= {"split": "test", "mode": "parallel", "ablate": "none", "length": 3072, "stride": 3072, "data": data}

@@ -20,7 +20,6 @@ NASTY = 'a|b <c> 50% & _x_ #1 {y} ~z^2 \\n $5 "q" [w] -- é 漢 \x1b'
 
 @pytest.fixture
 def report(tmp_path: Path) -> Report:
-    """A report with every kind of table, and a reason of every kind of letters."""
     write_run(tmp_path, config(routing__heads=4), bits=2.123456789012, data=IMAGES)
     write_run(tmp_path, config(routing__heads=8), bits=None, state="failed", reason=NASTY, data=IMAGES)
     write_run(tmp_path, config("cifar10_local"), bits=2.8, data=IMAGES)

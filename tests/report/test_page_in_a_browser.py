@@ -70,7 +70,6 @@ document.querySelector("iframe").onload = (event) => {{
 
 
 def looked_at(folder: Path, page: str, width: int, height: int, scheme: int) -> dict[str, Any]:
-    """What the browser finds of a page in a frame of some size."""
     (folder / "page.html").write_text(page.replace("<head>", "<head>" + WATCH), encoding="utf-8")
     (folder / "frame.html").write_text(FRAME.format(width=width, height=height), encoding="utf-8")
     command = [*f"{CHROMIUM} --headless --no-sandbox --disable-gpu --no-first-run --window-size=1400,1000".split()]

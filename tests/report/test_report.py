@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from records import CAUSAL, IMAGES, LOCAL, config, write_eval, write_run, write_table_1
+from records import CAUSAL, IMAGES, LOCAL, config, write_divergence, write_eval, write_run, write_table_1
 
 from rtx import cli
 from rtx.report.contents import Report, build, save_plots
@@ -23,18 +23,15 @@ Captured = pytest.CaptureFixture[str]
 
 
 def built(folder: Path) -> Report:
-    """The report of a folder."""
     return build(collect([folder]), "a report")
 
 
 def column(table: Table | None, key: str) -> list[Any]:
-    """The values of a column."""
     assert table is not None
     return [row.get(key) for row in table.rows]
 
 
 def rows_of(report: Report, start: str) -> Table:
-    """The table whose title begins with some words."""
     return next(table for table in report.tables if table.title.startswith(start))
 
 
@@ -49,8 +46,15 @@ def write_kinds(folder: Path, seeds: int = 5, gap: float = 0.5) -> Path:
     return folder
 
 
-def test_the_answer_ranks_legal_kinds_and_marks_what_sees_the_future(tmp_path: Path) -> None:
-    report = built(write_kinds(tmp_path))
+def test_the_answer_ranks_legal_kinds_and_marks_what_sees_the_future(tmp_path: Path, capsys: Captured) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "100")
+        assert cli.main(["report", str(write_kinds(tmp_path))]) == 0
+    lines = capsys.readouterr().out.splitlines()[:25]
+    assert max(map(len, lines)) <= 100 and lines[1].startswith("Better than local and random: routing")
+    for part in ("Which heads pay?", "bits/byte", "sees", "steps/s", "against", "●", "yes"):
+        assert part in "\n".join(lines), part
+    report = built(tmp_path)
     assert column(report.answer, "heads") == ["routing (causal)", "local", "random", "routing (topk)"]
     assert column(report.answer, "seeds") == [5, 5, 5, 5]
     assert column(report.answer, "sees_future") == ["no", "no", "no", "yes"]
@@ -72,18 +76,6 @@ def test_four_seeds_give_no_verdict_and_a_killed_run_with_a_score_is_none(tmp_pa
     assert set(column(report.answer, "against_local")) == {"", "too few seeds", "not ranked"}
     assert report.headline.startswith("Not certain: routing (causal) heads have the lowest mean, but a verdict takes 5")
     assert all(half is not None for half in column(report.answer, "half"))
-
-
-def test_the_first_lines_of_a_terminal_hold_the_answer(
-    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    assert cli.main(["report", str(write_kinds(tmp_path))]) == 0
-    lines = capsys.readouterr().out.splitlines()[:25]
-    said = "\n".join(lines)
-    for part in ("Which heads pay?", "bits/byte", "sees", "steps/s", "against", "●", "Better than local", "yes"):
-        assert part in said, part
-    assert max(map(len, lines)) <= 100 and lines[1].startswith("Better than local and random: routing")
 
 
 def test_the_best_of_several_rows_is_reported_by_seeds_that_did_not_choose_it(tmp_path: Path) -> None:
@@ -223,6 +215,28 @@ def test_perplexities_are_compared_where_the_papers_table_has_them(tmp_path: Pat
     mine, simple = [row for row in table.rows if row.get("ours") != "not run"]
     assert simple == {"run": "baseline: xz", "bits": 5.0}
     assert mine["ours"] == 35.5 and mine["difference"] == pytest.approx(35.5 - 33.2)
+
+
+def test_table_6_has_the_papers_divergences_beside_ours_layer_by_layer_and_in_the_mean(tmp_path: Path) -> None:
+    words = {"name": "wikitext103", "unit": "word", "fingerprint": "f00d" * 4}
+    run = write_run(tmp_path, config("wikitext103"), data=words)
+    write_divergence(run, checkpoint="last", length=1024)
+    write_divergence(run)
+    report = built(tmp_path)
+    table = rows_of(report, "Table 6. Wikitext-103")
+    assert "sequences of 4096;" in table.lines[0], "the best checkpoint counts"
+    assert column(table, "layer") == [*map(str, range(10)), "mean"]
+    assert table.rows[1]["local_routing"] == pytest.approx(0.11) and table.rows[1]["paper_local_routing"] == 0.6674
+    assert table.rows[-1]["local_local"] == pytest.approx(0.045)
+    assert table.rows[-1]["paper_local_local"] == pytest.approx(0.17760)
+    assert f"divergence-{run.name}" in [plot.name for plot in report.plots]
+
+
+def test_divergences_of_a_run_on_other_data_are_not_titled_by_the_papers(tmp_path: Path) -> None:
+    write_divergence(write_run(tmp_path, config("smoke")), layers=4)
+    (table,) = [table for table in built(tmp_path).tables if "divergence" in table.title.lower()]
+    assert "Wikitext" not in table.title and "text" in table.title
+    assert "paper_local_local" not in table.rows[0] and "paper_local_local" in table.rows[-1]
 
 
 @pytest.mark.parametrize(

@@ -16,19 +16,16 @@ from rtx.report.tables import Table
 
 
 def timed(milliseconds: float, experiment: str = "cifar10", reason: str | None = None, **values: Any) -> dict[str, Any]:
-    """A row of a record."""
     turns = [milliseconds, milliseconds * 1.01, milliseconds * 0.99]
     return {"config": config(experiment, **values), "ms_turns": turns, "parameters": 1000, "reason": reason}
 
 
 def record(*rows: dict[str, Any], **facts: Any) -> dict[str, Any]:
-    """The record of some rows."""
     how = {"bench": {"turns": 3, "per_turn": 2, "warmup": 2}, "ids": "training batches", "device": "CPU, 1 thread"}
     return {"what": WHAT, **how, "time": "2026", "rows": rows, **facts}
 
 
 def write_record(folder: Path, content: Any, name: str = "a") -> Path:
-    """Write a record below a folder."""
     (folder / "bench").mkdir(exist_ok=True, parents=True)
     path = folder / "bench" / f"steps-{name}.json"
     path.write_text(json.dumps(content))
@@ -91,35 +88,28 @@ def write_five(folder: Path, bits: float, **values: Any) -> None:
 
 
 def equal_time(folder: Path) -> list[tuple[Table, str]]:
-    """The tables of the runs and records below a folder."""
     found = collect([folder])
     return equal_time_tables(found.cells, read_records([folder], found))
 
 
-def test_slow_rows_are_taken_where_the_first_one_ended(tmp_path: Path) -> None:
-    for values in (LOCAL, FULL):
+def test_slow_rows_are_taken_where_the_first_one_ended_and_those_not_timed_in_training_left_out(tmp_path: Path) -> None:
+    for values in (LOCAL, FULL, CAUSAL):
         write_five(tmp_path, 2.0, **values)
     assert equal_time(tmp_path) == []
-    write_record(tmp_path, record(timed(100.0, "far_text_causal", **LOCAL), timed(250.0, "far_text_causal", **FULL)))
+    drawn = timed(100.0, "far_text_causal", "ids drawn at random", **CAUSAL)
+    paces = [timed(100.0, "far_text_causal", **LOCAL), timed(250.0, "far_text_causal", **FULL)]
+    write_record(tmp_path, record(*paces, drawn))
     ((table, said),) = equal_time(tmp_path)
     assert table.title == "Equal time: 3.3 minutes of training steps"
+    assert len(table.rows) == 2 and table.lines[-1] == "Left out: routing (causal) (ids drawn at random)."
     assert "bits far repeated" not in {column.title for column in table.columns}, "the closing score's alone"
     ours = {row["heads"]: row["ours"] for row in table.rows}
     assert ours["full"] == pytest.approx(2.0 + 500 / 800 + 0.022) and ours["local"] == pytest.approx(2.0 + 0.25 + 0.022)
     assert said == "Behind local: full." and "(a sample of 16 windows)" in table.lines[0]
     uncertain = {**timed(250.0, "far_text_causal", **FULL), "ms_turns": [80.0, 250.0, 800.0]}
-    write_record(tmp_path, record(timed(100.0, "far_text_causal", **LOCAL), uncertain, time="2027"), "b")
+    write_record(tmp_path, record(paces[0], uncertain, drawn, time="2027"), "b")
     ((_, said),) = equal_time(tmp_path)
     assert said == "No difference from local shown: full.", "the error of the pace is in the verdict"
-
-
-def test_a_row_whose_times_are_not_those_of_training_is_left_out(tmp_path: Path) -> None:
-    for values in (LOCAL, FULL, CAUSAL):
-        write_five(tmp_path, 2.0, **values)
-    paces = [timed(100.0, "far_text_causal", **values) for values in (LOCAL, FULL)]
-    write_record(tmp_path, record(*paces, timed(100.0, "far_text_causal", "ids drawn at random", **CAUSAL)))
-    ((table, _),) = equal_time(tmp_path)
-    assert len(table.rows) == 2 and table.lines[-1] == "Left out: routing (causal) (ids drawn at random)."
 
 
 @pytest.mark.parametrize(
