@@ -65,7 +65,7 @@ from rtx.training.callbacks import Watch  # noqa: E402
 STEPS, STOP, LAYERS, HEADS, WIDTH = 20, 10, 2, 2, 64
 ROOM = 8 * 2**30
 SECONDS = 900  # that one preset may take
-MOST_PAIRS = {"fast": 3e7, "soft": 8e6, "gathered": 2e6}
+MOST_PAIRS = {"fast": 3e7, "soft": 8e6, "gathered": 5e5}
 """Pairs that a step's heads may read: by torch's kernels, by the softmax of our own, with keys gathered for a query."""
 CUTOFFS = ("200", "800", "2000")
 KNOWN_WORDS = 3_000

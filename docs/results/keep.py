@@ -1,6 +1,7 @@
 """Keep what reports read of runs, without weights or names of machines: `python docs/results/keep.py RUNS FOLDER`.
 
-Copies configuration, environment, rows, status and evaluations of each run below RUNS, and what was timed of them.
+Copies configuration, environment, rows, status and evaluations of each run below RUNS, and what was timed of them; of
+the place of a user's own data the last name alone.
 """
 
 from __future__ import annotations
@@ -29,11 +30,15 @@ def nameless(value: Any) -> Any:
 def main(runs: Path, folder: Path) -> None:
     """Copy the records of `runs` to `folder`, which is made anew."""
     shutil.rmtree(folder, ignore_errors=True)
+    configs = [path.read_text(encoding="utf-8") for path in runs.glob("*/config.yaml")]
+    places = {place for config in configs for place in re.findall(r"^  path: (/\S+)$", config, re.MULTILINE)}
     for pattern in (*KEPT, *NAMELESS):
         for path in [*runs.glob(pattern), *runs.glob(f"*/{pattern}")]:
             target = folder / path.relative_to(runs)
             target.parent.mkdir(parents=True, exist_ok=True)
             text = path.read_text(encoding="utf-8")
+            for place in places:
+                text = text.replace(place, Path(place).name)
             is_named = pattern in NAMELESS
             target.write_text(json.dumps(nameless(json.loads(text)), indent=1) + "\n" if is_named else text)
 
