@@ -1,7 +1,5 @@
 """A stand-in for Python in the cells of a sweep: it records how it was started and ends as the test wants."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -13,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from rtx import cli
+from rtx.compose import compose, config_hash
 
 ROOT = Path(__file__).resolve().parents[2]
+PYTHON = sys.executable
 STAND_IN = """#!{python}
 import json, os, pathlib, signal, sys, time
 folder = pathlib.Path(os.environ["RTX_RUN"])
@@ -40,22 +40,37 @@ def stand_in(tmp_path: Path, behaviour: str) -> Path:
     """Write the program that stands in for Python in a cell."""
     script = tmp_path / "stand_in"
     record = str(tmp_path / "record.jsonl")
-    script.write_text(STAND_IN.format(python=sys.executable, record=record, behaviour=behaviour))
+    script.write_text(STAND_IN.format(python=PYTHON, record=record, behaviour=behaviour))
     script.chmod(0o755)
     return script
 
 
-def started(tmp_path: Path) -> list[tuple[list[str], Path]]:
-    """Return the arguments, and the folder of the run, of each cell that was started."""
-    record = tmp_path / "record.jsonl"
-    rows = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
-    return [(arguments, Path(folder)) for arguments, folder in rows]
+class Sweep:
+    """`rtx train -m` with a stand-in for Python in its cells."""
 
+    def __init__(self, outputs: Path, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.outputs, self.patch, self.capsys = outputs, patch, capsys
 
-def run(monkeypatch: pytest.MonkeyPatch, script: Path, *arguments: str) -> int:
-    """Run `rtx train -m` with the stand-in."""
-    monkeypatch.setattr(sys, "executable", str(script))
-    return cli.main(["train", "-m", *arguments])
+    def asked(self, behaviour: str, *words: str, code: int = 0) -> str:
+        """Run one whose cells behave so, check its exit code, and return what it printed, or why it was refused."""
+        self.patch.setattr(sys, "executable", str(stand_in(self.outputs.parent, behaviour)))
+        assert cli.main(["train", "-m", *words]) == code
+        out, error = self.capsys.readouterr()
+        assert "Traceback" not in error
+        return error if code == 2 else out
+
+    def cell(self, *words: str) -> Path:
+        """Make the folder of a cell."""
+        folder = self.outputs / "rtx" / config_hash(compose(words))
+        folder.mkdir(parents=True)
+        return folder
+
+    @property
+    def started(self) -> list[tuple[list[str], Path]]:
+        """The arguments, and the folder of the run, of each cell that was started."""
+        record = self.outputs.parent / "record.jsonl"
+        rows = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+        return [(arguments, Path(folder)) for arguments, folder in rows]
 
 
 def begin(script: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -1,11 +1,8 @@
 """The cells that a command stands for: what experiments lay out, and what the command line changes of them."""
 
-from __future__ import annotations
-
 import pytest
 
 from rtx.cells import Cell, lay_out, refuse_sweep
-from rtx.cli import main
 from rtx.compose import compose
 from rtx.config import Config
 from rtx.errors import UserError
@@ -105,14 +102,6 @@ def test_one_cell_of_a_sweep_is_trained_only_where_the_words_say_which() -> None
         refuse_sweep(cells(f"experiment={experiment}")[0].overrides)
     refuse_sweep(["experiment=smoke"])
     refuse_sweep(["seed=1"])
-
-
-@pytest.mark.parametrize("command", [["plan"], ["train", "--cfg", "job"], ["plan", "--cfg", "job"]])
-def test_no_command_takes_one_configuration_for_a_sweep(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command, "experiment=cifar10_baselines"]) == 2
-    said = "is a sweep (experiment=cifar10_full,cifar10_local,cifar10_random): rtx train -m runs it; for one cell of it"
-    out, error = capsys.readouterr()
-    assert out == "" and error.startswith(f"rtx: experiment=cifar10_baselines {said}")
 
 
 def test_an_axis_that_every_row_sets_itself_is_not_dropped_without_a_word() -> None:

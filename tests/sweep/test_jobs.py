@@ -1,7 +1,5 @@
 """Cells as jobs: submitit's for real, on a cluster of shell scripts; what is asked for, and when a job is over."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,42 +1,27 @@
 """`rtx train -m`: checked whole, a process a cell, every end of a cell told; asked again, it goes on."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 from pathlib import Path
 
 import pytest
-from stand_ins import begin, patiently, run, stand_in, started, table
+from stand_ins import Sweep, begin, patiently, stand_in, table
 
 from rtx import cli
 from rtx.compose import compose, config_hash, to_yaml
 from rtx.training.run_folder import read_status, run_state, working_in
 
-Capture = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
 
-
-def cell_folder(outputs: Path, *words: str) -> Path:
-    """The folder of a cell, made."""
-    folder = outputs / "rtx" / config_hash(compose(words))
-    folder.mkdir(parents=True)
-    return folder
-
-
-def test_every_cell_is_a_process_with_its_own_overrides_and_folder(
-    tmp_path: Path, outputs: Path, monkeypatch: Patch, capsys: Capture
-) -> None:
-    script = stand_in(tmp_path, 'print("its own words"); done()')
-    assert run(monkeypatch, script, "routing.heads=2,4", "seed=7", "routing.attend_self=true,false", "name=a b") == 0
-    calls = started(tmp_path)
+def test_every_cell_is_a_process_with_its_own_overrides_and_folder(sweep: Sweep) -> None:
+    words = ("routing.heads=2,4", "seed=7", "routing.attend_self=true,false", "name=a b")
+    shown = sweep.asked('print("its own words"); done()', *words)
+    calls = sweep.started
     assert [arguments[:4] for arguments, _ in calls] == [["-P", "-m", "rtx", "train"]] * 4
     assert calls[1][0][4:] == ["routing.heads=2", "seed=7", "routing.attend_self=false", "name=a b"]
     folders = [folder for _, folder in calls]
-    assert folders == [outputs / "a b" / config_hash(compose(arguments[4:])) for arguments, _ in calls]
+    assert folders == [sweep.outputs / "a b" / config_hash(compose(arguments[4:])) for arguments, _ in calls]
     assert len(set(folders)) == 4
-    shown = capsys.readouterr().out
     assert "4 cells, each a run of its own" in shown
     assert "cell 3 of 4: routing.heads=4 routing.attend_self=true: begins\nits own words\n" in shown
     assert "2     routing.heads=2 routing.attend_self=false  done   0     1.5000  out puts'/a b/" in shown
@@ -47,23 +32,19 @@ def test_every_cell_is_a_process_with_its_own_overrides_and_folder(
     [
         (
             ["routing.heads=2,9", "routing.window=64,600", "model.window=64"],
-            ["cell 2 (routing.heads=2 routing.window=600): routing.window=600 must be at most data.length=256"],
+            "cell 2 (routing.heads=2 routing.window=600): routing.window=600 must be at most data.length=256",
         ),
-        (["routing.heads=9"], ["cell 1 (nothing swept): routing.heads=9 must be at most model.heads=4"]),
-        (["seed=1,1"], ["cells 1 and 2 are the same run (seed=1); list values that change the result"]),
-        (["data=text", "data.path=none.txt,no.txt", "seed=1,2"], ["data.path=none.txt: "]),
-        (["sweep.parallel=1,2"], ["sweep.parallel=1,2: must be"]),
-        (["hardware=slurm,cpu"], ["hardware=slurm,cpu: jobs are made of all cells or of none; give one value"]),
-        (["hydra.launcher.n_jobs=2", "seed=1,2"], ["hydra.launcher.n_jobs"]),
+        (["routing.heads=9"], "cell 1 (nothing swept): routing.heads=9 must be at most model.heads=4"),
+        (["seed=1,1"], "cells 1 and 2 are the same run (seed=1); list values that change the result"),
+        (["data=text", "data.path=none.txt,no.txt", "seed=1,2"], "data.path=none.txt: "),
+        (["sweep.parallel=1,2"], "sweep.parallel=1,2: must be"),
+        (["hardware=slurm,cpu"], "hardware=slurm,cpu: jobs are made of all cells or of none; give one value"),
+        (["hydra.launcher.n_jobs=2", "seed=1,2"], "hydra.launcher.n_jobs"),
     ],
 )
-def test_nothing_starts_unless_every_cell_is_right(
-    tmp_path: Path, outputs: Path, monkeypatch: Patch, capsys: Capture, words: list[str], said: list[str]
-) -> None:
-    assert run(monkeypatch, stand_in(tmp_path, "done()"), *words) == 2
-    error = capsys.readouterr().err
-    assert len(error.splitlines()) == len(said) and all(line in error for line in said), error
-    assert started(tmp_path) == [] and not outputs.exists()
+def test_nothing_starts_unless_every_cell_is_right(sweep: Sweep, words: list[str], said: str) -> None:
+    (line,) = sweep.asked("done()", *words, code=2).splitlines()
+    assert said in line and sweep.started == [] and not sweep.outputs.exists()
 
 
 ENDS = {
@@ -80,13 +61,10 @@ ENDS = {
 """What a cell does, and what is told of it."""
 
 
-def test_every_end_of_a_cell_is_told_and_kept(
-    tmp_path: Path, outputs: Path, monkeypatch: Patch, capsys: Capture
-) -> None:
-    script = stand_in(tmp_path, f'exec({list(ENDS)!r}[int(sys.argv[-1].removeprefix("seed="))])')
-    assert run(monkeypatch, script, "seed=" + ",".join(map(str, range(len(ENDS))))) == 1
-    rows = table(capsys.readouterr().out)
-    for row, (_, folder), (word, code, reason) in zip(rows, started(tmp_path), ENDS.values(), strict=True):
+def test_every_end_of_a_cell_is_told_and_kept(sweep: Sweep) -> None:
+    behaviour = f'exec({list(ENDS)!r}[int(sys.argv[-1].removeprefix("seed="))])'
+    rows = table(sweep.asked(behaviour, "seed=" + ",".join(map(str, range(len(ENDS)))), code=1))
+    for row, (_, folder), (word, code, reason) in zip(rows, sweep.started, ENDS.values(), strict=True):
         assert row[2:4] == [word, str(code)] and " ".join(row).endswith(reason)
         if word == "failed":
             status = read_status(folder) or {}
@@ -94,58 +72,48 @@ def test_every_end_of_a_cell_is_told_and_kept(
 
 
 def test_asked_again_a_sweep_skips_what_is_done_goes_on_with_what_has_begun_and_leaves_alone_what_failed(
-    tmp_path: Path, outputs: Path, monkeypatch: Patch, capsys: Capture
+    sweep: Sweep,
 ) -> None:
     behaviour = """
 if (folder / "begun").exists() or "seed=1" in sys.argv: done()
 (folder / "begun").touch()
 end(143, "preempted") if "seed=2" in sys.argv else end(1, "failed", reason="the loss is NaN at step 3")
 """
-    script = stand_in(tmp_path, behaviour)
     for words, ends in (
         ([], [["done", "0", "1.5000"], ["preempted", "143"], ["failed", "1"]]),
         ([], [["done", "before", "0"], ["done", "0", "1.5000"], ["failed", "before"]]),
         (["sweep.retry=true"], [["done", "before", "0"], ["done", "before", "0"], ["done", "0", "1.5000"]]),
     ):
-        assert run(monkeypatch, script, "seed=1,2,3", *words) == (0 if words else 1)
-        shown = capsys.readouterr().out
+        shown = sweep.asked(behaviour, "seed=1,2,3", *words, code=0 if words else 1)
         assert [row[2:][: len(end)] for row, end in zip(table(shown), ends, strict=True)] == ends
         assert ("the loss is NaN at step 3; sweep.retry=true runs it again" in shown) == (["failed", "before"] in ends)
-    calls = started(tmp_path)
-    assert [arguments[-1] for arguments, _ in calls] == ["seed=1", "seed=2", "seed=3", "seed=2", "seed=3"]
+    assert [words[-1] for words, _ in sweep.started] == ["seed=1", "seed=2", "seed=3", "seed=2", "seed=3"]
 
 
-def test_a_kill_by_the_system_is_out_of_memory(
-    tmp_path: Path, outputs: Path, monkeypatch: Patch, capsys: Capture
-) -> None:
-    script = stand_in(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
+def test_a_kill_by_the_system_is_out_of_memory(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = iter([7, 8])
     monkeypatch.setattr("rtx.launcher.system_kills", lambda: next(counts))
-    assert run(monkeypatch, script, "seed=1") == 1
-    (row,) = table(capsys.readouterr().out)
+    (row,) = table(sweep.asked("os.kill(os.getpid(), signal.SIGKILL)", "seed=1", code=1))
     assert row[3:5] == ["failed", "137"] and " ".join(row).endswith(" out of memory: the system killed it")
 
 
-def test_a_cell_whose_configuration_was_changed_is_told_and_left_alone(
-    tmp_path: Path, outputs: Path, monkeypatch: Patch, capsys: Capture
-) -> None:
-    script = stand_in(tmp_path, "done()")
-    folder = cell_folder(outputs, "seed=1")
+def test_a_cell_whose_configuration_was_changed_or_that_is_in_use_is_told_and_left_alone(sweep: Sweep) -> None:
+    folder = sweep.cell("seed=1")
+    with working_in(folder):
+        rows = table(sweep.asked("done()", "seed=1,2", code=1))
+        assert rows[0][2:4] == ["in", "use"] and f"is in use by process {os.getpid()} on" in " ".join(rows[0])
+        assert rows[1][2] == "done" and run_state(folder) == "running"
     for text, said in (
-        (
-            to_yaml(compose(["seed=1", "trainer.steps=7"])),
-            f"changed: {folder}/config.yaml has other values",
-        ),
+        (to_yaml(compose(["seed=1", "trainer.steps=7"])), f"changed: {folder}/config.yaml has other values"),
         ("trainer: {", f"failed: {folder}/config.yaml: not valid YAML"),
     ):
         (folder / "config.yaml").write_text(text)
-        assert run(monkeypatch, script, "seed=1,2") == 1
-        assert f"seed=1: {said}" in capsys.readouterr().out
-    assert [arguments[-1] for arguments, _ in started(tmp_path)] == ["seed=2"]
+        assert f"seed=1: {said}" in sweep.asked("done()", "seed=1,2", code=1)
+    assert [arguments[-1] for arguments, _ in sweep.started] == ["seed=2"]
 
 
 def test_several_run_side_by_side_with_their_share_of_the_machine(
-    tmp_path: Path, outputs: Path, monkeypatch: Patch, capsys: Capture
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     behaviour = """
 print("said by", os.environ["OMP_NUM_THREADS"], os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -156,53 +124,34 @@ while len(list(folder.parent.glob("*/here"))) < 2 and time.time() < until: time.
 sys.stdout.flush()
 if time.time() < until: done()
 """
-    script = stand_in(tmp_path, behaviour)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     monkeypatch.setenv("RTX_OUTPUTS", "runs")
     monkeypatch.setattr("rtx.launcher.cores", lambda: 4)
-    assert run(monkeypatch, script, "seed=1,2,3", "sweep.parallel=2") == 0
-    shown = capsys.readouterr().out
+    shown = sweep.asked(behaviour, "seed=1,2,3", "sweep.parallel=2")
     assert "to watch: rtx sweep runs/rtx\n" in shown and "cell 3 of 3: seed=3: done\n" in shown
     assert "said by" not in shown
-    logs = [(folder / "output.log").read_text() for _, folder in started(tmp_path)]
+    logs = [(folder / "output.log").read_text() for _, folder in sweep.started]
     assert {line for log in logs for line in log.splitlines()} == {"said by 2 3", "said by 2 5", "to stderr"}
     assert cli.main(["sweep", "runs/rtx"]) == 0
 
 
-def test_what_cannot_be_written(tmp_path: Path, outputs: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    script = stand_in(tmp_path, "done()")
-    (cell_folder(outputs, "seed=1") / "output.log").mkdir()
-    assert run(monkeypatch, script, "seed=1,2,3") == 1
-    said = capsys.readouterr()
-    assert "Is a directory" in said.out and "Traceback" not in said.err
-    assert [row[2] for row in table(said.out)] == ["failed", "done", "done"]
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("RTX_OUTPUTS", str(tmp_path / "file"))
-    assert run(monkeypatch, script, "seed=1,2") == 2
-    error = capsys.readouterr().err
-    assert "set RTX_OUTPUTS to a folder that you can write" in error and "Traceback" not in error
+def test_what_cannot_be_written(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    (sweep.cell("seed=1") / "output.log").mkdir()
+    said = sweep.asked("done()", "seed=1,2,3", code=1)
+    assert "Is a directory" in said and [row[2] for row in table(said)] == ["failed", "done", "done"]
+    (file := sweep.outputs.parent / "file").touch()
+    monkeypatch.setenv("RTX_OUTPUTS", str(file))
+    assert "set RTX_OUTPUTS to a folder that you can write" in sweep.asked("done()", "seed=1,2", code=2)
 
 
-def test_nobody_who_reads_any_more_is_no_reason_to_end_a_cell(tmp_path: Path, outputs: Path) -> None:
+def test_nobody_who_reads_any_more_is_no_reason_to_end_a_cell(tmp_path: Path, sweep: Sweep) -> None:
     script = stand_in(tmp_path, 'print("\\u2026" * 9, flush=True); time.sleep(0.3); print("more", flush=True); done()')
-    with begin(script, "seed=1,2") as sweep:
-        assert sweep.stdout is not None and any("begins" in line for line in sweep.stdout)
-        sweep.stdout.close()
-        sweep.wait(timeout=60)
-    assert [run_state(folder) for _, folder in started(tmp_path)] == ["done", "done"]
-
-
-def test_a_cell_in_use_is_told_and_left_alone(
-    tmp_path: Path, outputs: Path, monkeypatch: Patch, capsys: Capture
-) -> None:
-    script, folder = stand_in(tmp_path, "done()"), cell_folder(outputs, "seed=1")
-    with working_in(folder):
-        assert run(monkeypatch, script, "seed=1,2") == 1
-        rows = table(capsys.readouterr().out)
-        assert rows[0][2:4] == ["in", "use"] and f"is in use by process {os.getpid()} on" in " ".join(rows[0])
-        assert rows[1][2] == "done" and run_state(folder) == "running"
-    assert [arguments[-1] for arguments, _ in started(tmp_path)] == ["seed=2"]
+    with begin(script, "seed=1,2") as process:
+        assert process.stdout is not None and any("begins" in line for line in process.stdout)
+        process.stdout.close()
+        process.wait(timeout=60)
+    assert [run_state(folder) for _, folder in sweep.started] == ["done", "done"]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)])

@@ -1,7 +1,5 @@
 """`rtx sweep`: what records say of a sweep, printed once where nobody watches, in place on a terminal."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty
@@ -57,21 +55,6 @@ def test_it_prints_once_where_the_output_is_no_terminal(root: Path, capsys: pyte
     ]
     assert "out of memory: tried" in shown and "\x1b" not in shown
     assert all(len(line) <= 80 for line in shown.splitlines())
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "rtx sweep needs the run's folder first; usage: rtx sweep <folder> [key=value ...]"),
-        (["outputs/grid", "outputs/grid"], "rtx sweep takes 1 run, not also"),
-        (["outputs/grids"], "holds no sweep; a sweep is a folder such as"),
-        (["outputs/grid", "onse=true"], "unknown key 'onse'"),
-        (["outputs/grid", "data=text"], "rtx sweep does not read data"),
-    ],
-)
-def test_mistakes(root: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
-    assert cli.main(["sweep", *words]) == 2
-    assert said in capsys.readouterr().err
 
 
 def on_a_terminal(root: Path, number: int) -> tuple[int, str]:
