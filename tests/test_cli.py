@@ -1,7 +1,6 @@
-"""The command line: what it answers, on which stream, with which exit code, and what it imports for that."""
+"""The command line: what it answers, on which stream, with which exit code, what it imports, and the bars it shows."""
 
-from __future__ import annotations
-
+import io
 import json
 import os
 import signal
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rtx import cli, options
+from rtx import cli, options, progress
 from rtx.compose import compose, to_yaml
 from rtx.errors import RunFailed
 
@@ -39,26 +38,22 @@ def test_help_imports_neither_hydra_nor_torch() -> None:
     assert not modules_after(["--help"]) & {"hydra", "omegaconf", "yaml", "torch", "numpy", "lightning"}
 
 
-def test_a_configuration_error_does_not_import_torch(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(to_yaml(compose([])))
+def test_a_configuration_error_does_not_import_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (export := tmp_path / "export").mkdir()
+    for folder in (tmp_path, export):
+        (folder / "config.yaml").write_text(to_yaml(compose([])))
+    (export / "export.json").write_text("{}")
+    said = f"rtx: {export} is an exported model; resume the run it came from\n"
+    assert answer(capsys, "resume", str(export)) == (2, "", said)
+    assert sorted(path.name for path in export.iterdir()) == ["config.yaml", "export.json"]
     mistakes = [["train", "trainer.steps=abc"], ["train", "routing.heads=99"], ["train", "-m", "routing.heads=2,9"]]
     mistakes += [["train", "data=text", "data.path=nowhere.txt"], ["eval"], ["sample"], ["resume"]]
+    mistakes += [["resume", str(export)]]
     for word in ("eval", "sample", "resume"):
         run = [word, str(tmp_path)]
         mistakes += [[word, "split=test"], [word, str(tmp_path / "none")], [*run, "splt=test"], [*run, "model=x"]]
     mistakes += [["resume", str(tmp_path), word] for word in ("seed=1", "model.layers=3", "force=maybe")]
     assert not modules_after(*mistakes) & HEAVY
-
-
-def test_an_export_is_not_resumed_and_torch_not_imported_for_that(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.yaml").write_text(to_yaml(compose([])))
-    (tmp_path / "export.json").write_text("{}")
-    said = f"rtx: {tmp_path} is an exported model; resume the run it came from\n"
-    assert answer(capsys, "resume", str(tmp_path)) == (2, "", said)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "export.json"]
-    assert not modules_after(["resume", str(tmp_path)]) & HEAVY
 
 
 def test_help_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,32 +64,6 @@ def test_help_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"\n  {name} " in front
         code, page, error = answer(capsys, name.split()[0], "--help")
         assert (code, error) == (0, "") and f"usage: rtx {name}" in page
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("trian", "unknown command 'trian' (did you mean 'train'?)"),
-        ("bogus", "unknown command 'bogus'; the commands are train, "),
-        ("--hlep", "unknown command '--hlep' (did you mean '--help'?)"),
-        ("train --multrun", "--multrun: unknown flag of rtx train (did you mean '--multirun'?)"),
-        ("train --cfg jbo", "--cfg: say --cfg job"),
-        ("train --cfg", "--cfg: say --cfg job"),
-        ("eval outputs/rtx/run --cfg job", "--cfg: unknown flag of rtx eval"),
-        ("completion fish", "rtx completion takes bash or zsh"),
-        ("train --dry-run", "--dry-run: unknown flag of rtx train; rtx plan says what a run would cost, "),
-        ("train -m seed=1,2 hydra.sweep.dir=x", "hydra.sweep.dir: keys of Hydra's own are not read; RTX_OUTPUTS="),
-        ("train -m seed=1,2 hydra/launcher=joblib", "sweep.parallel= and hardware=slurm how cells are run"),
-        ("train eval.split=test", "rtx train does not read eval.split; split is an option of rtx eval"),
-        ("train sweep.parallel=2", "sweep.parallel is an option of rtx train -m"),
-        ("plan hardware=slurm", "hardware=slurm: makes jobs of the cells of a sweep (rtx train -m;"),
-        ("eval outputs/\x1b[31mred", "outputs/\ufffd[31mred: no such folder"),
-    ],
-)
-def test_a_mistake_on_the_command_line(capsys: pytest.CaptureFixture[str], line: str, said: str) -> None:
-    code, out, error = answer(capsys, *line.split())
-    assert (code, out) == (2, "")
-    assert error.startswith("rtx: ") and said in error and "Traceback" not in error
 
 
 def test_cfg_job_prints_the_configuration_and_leaves_the_arguments_to_the_ranks_that_repeat_them(
@@ -133,22 +102,6 @@ def test_a_reader_that_goes_away_or_lacks_a_letter_is_no_error() -> None:
     assert (shown.returncode, shown.stdout[-8:], shown.stderr) == (0, b"name: ?\n", b"")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_exit_codes_of_signals(number: int, code: int) -> None:
-    script = (
-        "import time; from rtx import cli\n"
-        "def wait(_): print('ready', flush=True); time.sleep(60)\n"
-        "cli.dispatch = wait; cli.entry()"
-    )
-    words, pipe = [sys.executable, "-c", script], subprocess.PIPE
-    with subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT) as process:
-        assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(number)
-        assert process.wait(timeout=60) == code
-        assert process.stderr.read() == f"rtx: stopped by {signal.Signals(number).name}\n"
-
-
 TAKEN_APART = """
 import os, sys, threading, time
 from rtx import cli
@@ -184,3 +137,27 @@ def test_a_signal_after_the_work_changes_no_exit_code(number: int, way: str) -> 
         process.send_signal(number)
         assert process.wait(timeout=30) == 2
         assert process.stderr.read() == "rtx: no\n"
+
+
+@pytest.mark.parametrize("patience", [0.0, 60.0])
+def test_lines_where_there_is_no_terminal(
+    patience: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "PLAIN_SECONDS", patience)
+    with progress.progress_bar("windows") as show:
+        for done in (1, 2, 3):
+            show(done, 3)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == (0 if patience else 3)
+    assert all(len(line) < 80 and f"{done}/3" in line and "windows" in line for done, line in enumerate(lines, 1))
+
+
+def test_a_bar_on_a_terminal_that_is_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
+    with pytest.raises(KeyboardInterrupt), progress.progress_bar("layers") as show:
+        show(1, 2)
+        raise KeyboardInterrupt
+    assert "layers" in terminal.getvalue() and terminal.getvalue().endswith("\r")

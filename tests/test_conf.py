@@ -1,19 +1,24 @@
-"""The files of `conf/`: each composes, says where its values come from, and writes only what it may."""
-
-from __future__ import annotations
+"""The files of `conf/`: each composes, says where its values come from, writes only what it may, and takes a step."""
 
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from rtx.analysis.cost import cost
 from rtx.analysis.footprint import choose_micro_batch
+from rtx.attention.centroids import Centroids, after_step
+from rtx.attention.choices import Indexer
+from rtx.cells import lay_out
 from rtx.checks import resolve
-from rtx.compose import compose
-from rtx.config import GROUPS, all_fields
+from rtx.compose import compose, with_values
+from rtx.config import GROUPS, Config, all_fields
+from rtx.data.sets import IMAGE_SETS, MADE
 from rtx.keys import conf_dir, options
-from rtx.options import LAUNCHED
+from rtx.model.transformer import Transformer
+from rtx.options import LAUNCHED, check_overrides
+from rtx.training.module import build_optimizer, learning_rate, set_learning_rate
 
 MODELS = options("model")
 CIFAR10 = "model.name=rt12-cifar10 data.length=3072 model.layers=12 model.heads=8 routing.clusters=6"
@@ -155,3 +160,68 @@ def test_the_experiments_of_the_papers_tables(experiment: str) -> None:
 def test_conf_stands_where_the_wheel_puts_it_or_beside_the_package() -> None:
     assert conf_dir() == Path(__file__).resolve().parents[1] / "conf"
     assert (conf_dir() / "config.yaml").is_file() and all(path.suffix == ".yaml" for path in conf_dir().glob("*/*"))
+
+
+VOCABULARY = 256
+
+
+def reduced(*overrides: str) -> Config:
+    """The composed configuration with a small model and short sequences; all else stays as the preset has it."""
+    config = compose(overrides)
+    images = config.data.name in IMAGE_SETS
+    model = {"layers": 2, "hidden": config.model.heads * 4, "ffn_hidden": 24, "window": 8, "max_distance": 8}
+    model |= {"embedding": "adaptive" if config.model.cutoffs else config.model.embedding and 8}
+    model |= {"stride": 4, "summary": 2, "cutoffs": config.model.cutoffs and "16x64", "band_factor": 2}
+    model |= {"axes": config.model.axes and f"4x4x{3 if images else 2}"}
+    model |= {"memory": 12 if config.model.memory else 0, "compressed": 8 if config.model.compressed else 0}
+    model |= {"compression_rate": 2}
+    routing = {"layers": min(config.routing.layers, 2), "window": 8, "clusters": 4, "block": 4}
+    values = {"data.size": 4 if images else None, "data.length": 48 if images else 32, "trainer.batch_size": 2}
+    values |= {f"model.{key}": value for key, value in model.items()}
+    values |= {"data.pairs": 4, "data.distance": 0} if config.data.name in MADE else {}
+    return resolve(with_values(config, values | {f"routing.{key}": value for key, value in routing.items()}))
+
+
+def stands_for_others(experiment: str) -> bool:
+    """Tell whether an experiment is several others, which are tried by themselves."""
+    return "\n      experiment:" in (conf_dir() / "experiment" / f"{experiment}.yaml").read_text()
+
+
+def take_step(config: Config) -> None:
+    """Take one step and check that it changes weights and centroids, and that everything stays finite."""
+    torch.manual_seed(0)
+    model = Transformer(config, VOCABULARY).train()
+    optimizer = build_optimizer(model, config.optimizer)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    nats_BN, auxiliary = model.loss(torch.randint(0, VOCABULARY, (2, config.data.length)))
+    (nats_BN.mean() + auxiliary).backward()
+    set_learning_rate(optimizer, learning_rate(config, 1))
+    optimizer.step()
+    after_step(model)
+    after = model.state_dict()
+    assert nats_BN.shape == (2, config.data.length)
+    assert all(torch.isfinite(value).all() for value in after.values())
+    output = "output_VS" if model.softmax is None else "softmax.bands.tables.1"
+    assert not torch.equal(before[output], after[output])
+    for module in model.modules():
+        assert not isinstance(module, Centroids | Indexer) or int(module.steps) == 1
+
+
+ROUTED = [[f"model={model}", f"routing={routing}"] for model in MODELS for routing in options("routing")]
+HEADS_ROUTE = [words for words in ROUTED if words[0].removeprefix("model=") not in BASELINES]
+OTHERS = [[f"model={model}"] for model in sorted(BASELINES)] + [[f"optimizer={name}"] for name in options("optimizer")]
+
+
+@pytest.mark.parametrize("words", [*HEADS_ROUTE, *OTHERS], ids=" ".join)
+def test_presets_take_a_step(words: list[str]) -> None:
+    take_step(reduced(*words))
+
+
+@pytest.mark.parametrize("experiment", [name for name in options("experiment") if not stands_for_others(name)])
+def test_every_cell_of_every_experiment(experiment: str) -> None:
+    laid_out = [cell.overrides for cell in lay_out(check_overrides([f"experiment={experiment}"], sweep=True))]
+    sizes = ("routing.layers=", "routing.window=", "seed=")  # cells that differ by these alone are one at reduced size
+    alike = {tuple(word for word in cell if not word.startswith(sizes)): cell for cell in laid_out}
+    assert len(alike) >= min(len(laid_out), 2)
+    for cell in alike.values():
+        take_step(reduced(*cell))

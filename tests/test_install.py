@@ -1,6 +1,4 @@
-"""The wheel: it carries `conf/`, and works from a folder that is not the checkout. What a newcomer reads first."""
-
-from __future__ import annotations
+"""The wheel: it carries `conf/`, and works from a folder that is not the checkout."""
 
 import os
 import subprocess
@@ -55,9 +53,3 @@ def test_the_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> Non
     code, shown, error = run("train", "model=rt25")
     assert code == 2 and "model=rt25: must be one of" in error
     assert list(here.iterdir()) == []
-
-
-def test_the_readme_is_short_and_fits_a_terminal_of_80_columns() -> None:
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    assert any("rtx train --help" in line for line in lines)
-    assert len(lines) <= 120 and max(map(len, lines)) <= 80

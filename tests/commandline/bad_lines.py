@@ -1,7 +1,5 @@
 """Command lines that go wrong in the ways of people: good ones with one to three slips."""
 
-from __future__ import annotations
-
 import math
 
 import hypothesis.strategies as st

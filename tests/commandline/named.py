@@ -2,8 +2,6 @@
 `test_bad_lines.py`. What this reader does not understand it refuses (an error), so that nothing is waved through.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

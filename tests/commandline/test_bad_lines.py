@@ -4,10 +4,7 @@ what is accepted runs with exactly the values that were named.
 The lines are the same in every run of the tests. RTX_BAD_LINES=1000 draws as many of them.
 """
 
-from __future__ import annotations
-
 import contextlib
-import dataclasses
 import importlib
 import io
 import os
@@ -112,15 +109,6 @@ def judge(words: Sequence[str], configs: Sequence[Config]) -> None:
 def test_the_lines_mean_something_before_they_go_wrong(stage: Stage, words: list[str]) -> None:
     judge(words, configs := stage.ask(words))
     assert configs or {"--help", "--cfg", "list", "report", "sweep"} & {*words}
-
-
-def test_another_value_than_the_named_one_would_be_noticed() -> None:
-    words = ["train", "data=recall", "trainer.steps=5", "seed=1"]
-    config = compose(words[1:])
-    judge(words, [config])
-    for wrong in ([dataclasses.replace(config, seed=2)], [compose(["trainer.steps=5", "seed=1"])], [config, config]):
-        with pytest.raises(AssertionError):
-            judge(words, wrong)
 
 
 @given(words=bad_lines())

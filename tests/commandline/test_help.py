@@ -1,7 +1,5 @@
 """Help pages and completion in bash: every option and field is there, and a terminal of 80 columns is enough."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,0 +1,65 @@
+"""README and docs/: schemas as committed, the notebook runs as it stands, the page on reliability names tests."""
+
+import json
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rtx.config import GROUPS
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+text_of = runpy.run_path(str(DOCS / "schema" / "make.py"))["text_of"]
+
+
+@pytest.mark.parametrize("group", [*GROUPS, "config"])
+def test_the_schema_is_the_committed_one(group: str) -> None:
+    assert (DOCS / "schema" / f"{group}.json").read_text() == text_of(group), "run python docs/schema/make.py"
+
+
+def test_a_key_has_its_type_list_range_and_docstring() -> None:
+    sections = json.loads(text_of("model"))["properties"]
+    model, trainer = sections["model"]["properties"], sections["trainer"]["properties"]
+    assert not sections["model"]["additionalProperties"] and "defaults" in sections
+    assert model["layers"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 10_000}
+    assert model["layers"]["description"] == "Decoder blocks." and {"type": "null"} in model["axes"]["anyOf"]
+    assert model["norm"]["anyOf"][0]["enum"] == ["pre", "post"]
+    assert re.search(model["base"]["anyOf"][0]["pattern"], "local+full")
+    assert not re.search(model["base"]["anyOf"][0]["pattern"], "local+locl")
+    assert re.search(trainer["steps"]["anyOf"][-1]["pattern"], "${optimizer.steps}")
+    assert {"type": "string", "enum": ["auto"]} in trainer["micro_batch_size"]["anyOf"]
+
+
+def test_the_notebook_trains_and_shows_what_heads_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    for name in ("RTX_DATA", "RTX_OUTPUTS", "RTX_RUN"):
+        monkeypatch.delenv(name, raising=False)
+    names: dict[str, Any] = {}
+    for cell in json.loads((DOCS / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "notebook", "exec"), names)
+    assert [name for name, _ in names["heads"]] == ["local 0", "local 1", "routed 0", "routed 1"]
+    reads = {name: weight_NN.sum(-1) for name, weight_NN in names["heads"]}
+    assert all(bool((sum_N[1:] - 1).abs().max() < 1e-5) for name, sum_N in reads.items() if "local" in name)
+    assert "sees the future: False" in capsys.readouterr().out
+
+
+def test_every_test_that_the_page_on_reliability_names_exists() -> None:
+    page = (DOCS / "reliability.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page)
+    assert len(named) > 20
+    for path, name in named:
+        content = (ROOT / path).read_text(encoding="utf-8")
+        assert not name or re.search(rf"^def {name}\(", content, re.MULTILINE), f"{path}::{name}"
+
+
+def test_the_readme_is_short_and_fits_a_terminal_of_80_columns() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert any("rtx train --help" in line for line in lines)
+    assert len(lines) <= 120 and max(map(len, lines)) <= 80
