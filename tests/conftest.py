@@ -1,7 +1,5 @@
 """Of all tests: one thread, since tiny tensors only lose by more; and Ctrl-C."""
 
-from __future__ import annotations
-
 import os
 import signal
 
@@ -16,10 +14,7 @@ from small_runs import forker, workshop  # the workshop in which small runs are 
 
 __all__ = ["forker", "workshop"]
 
-FIRST = (
-    *("test_slurm.py", "test_resume_processes.py", "test_many_processes.py", "test_kills.py", "test_killed_sweep.py"),
-    *("test_multirun.py", "test_sharding.py", "test_network.py", "test_stopped_commands.py", "test_axes.py"),
-)
+FIRST = ("test_slurm.py", "test_many_processes.py", "test_kills.py", "test_resume.py", "test_network.py")
 """Files with few tests that take long: at the end one of them would keep one worker busy and the others idle."""
 
 

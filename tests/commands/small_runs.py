@@ -3,8 +3,6 @@
 Importing torch and Lightning takes seconds, so one process imports them once and forks a run whenever it is asked to.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -140,12 +138,6 @@ def forker() -> Iterator[subprocess.Popen[str]]:
         server.stdin.close()
 
 
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory, forker: subprocess.Popen[str]) -> Workshop:
-    """A workshop for the tests of a file."""
-    return Workshop(tmp_path_factory.mktemp("workshop"), forker)
-
-
 class Workshop:
     """A folder with a text, and commands that run in it."""
 
@@ -162,6 +154,10 @@ class Workshop:
 
     def command(self, *arguments: str, code: int = 0, run: Path | str = "") -> str:
         """Run a command in this process, check its exit code, and return what it printed (stderr behind stdout)."""
+        return "".join(self.answer(*arguments, code=code, run=run))
+
+    def answer(self, *arguments: str, code: int = 0, run: Path | str = "") -> tuple[str, str]:
+        """Do the same, and return stdout and stderr."""
         out, err = io.StringIO(), io.StringIO()
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             for name, value in self.environment(run).items():
@@ -170,7 +166,16 @@ class Workshop:
             returned = main(list(arguments))
         assert returned == code, err.getvalue()
         assert "Traceback" not in err.getvalue()
-        return out.getvalue() + err.getvalue()
+        return out.getvalue(), err.getvalue()
+
+    def score(self, run: Path, *overrides: str) -> tuple[dict[str, Any], str]:
+        """Score a run; returns the result that is written, of numbers that JSON knows, and what is printed."""
+        said = self.command("eval", str(run), *overrides)
+        newest = max(run.glob("eval/*.json"), key=lambda path: path.stat().st_mtime_ns)
+        result = json.loads(newest.read_text(), parse_constant=pytest.fail)
+        unit = result["data"]["unit"]
+        assert result["protocol"] in said and f"{result[f'bits_per_{unit}']:.5f} bits/{unit}" in said
+        return result, said
 
     def train(self, name: str, *overrides: str) -> Path:
         """Train in this process; returns the run folder."""
@@ -201,6 +206,12 @@ class Workshop:
         return Process(process.pid, run, log, process.wait)
 
 
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory, forker: subprocess.Popen[str]) -> Workshop:
+    """A workshop for the tests of a file."""
+    return Workshop(tmp_path_factory.mktemp("workshop"), forker)
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows that count, in the order of their steps: of each kind and step, the last one written."""
     rows: dict[tuple[int, str], dict[str, Any]] = {}
@@ -210,6 +221,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             rows[row["step"], row["kind"]] = row
     order = ("train", "valid", "final")
     return sorted(rows.values(), key=lambda row: (row["step"], order.index(row["kind"])))
+
+
+def final(run: Path) -> dict[str, Any]:
+    """Return the closing score of a run."""
+    return json.loads((run / "status.json").read_text())["final"]
+
+
+def children(process: int) -> list[int]:
+    """Return the numbers of the processes that a process has started and that are still there."""
+    return [int(number) for number in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
 def steps_logged(run: Path) -> int:

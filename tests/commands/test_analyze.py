@@ -1,6 +1,4 @@
-"""`rtx analyze` on real runs of a few steps: what it prints, keeps, and refuses."""
-
-from __future__ import annotations
+"""`rtx analyze` and `rtx audit` on real runs of a few steps: what they print, keep, and refuse."""
 
 import json
 import math
@@ -12,10 +10,17 @@ import pytest
 from PIL import Image
 from small_runs import SIZES, Workshop
 
+from rtx.attention import native
+
 
 @pytest.fixture(scope="module")
 def run(workshop: Workshop) -> Path:
     return workshop.train("run", "routing=causal")
+
+
+@pytest.fixture(scope="module")
+def topk(workshop: Workshop) -> Path:
+    return workshop.train("topk", "routing=topk", "routing.window=5")
 
 
 def analyzed(workshop: Workshop, what: str, run: Path, *options: str) -> tuple[dict[str, Any], str, Path]:
@@ -54,33 +59,17 @@ def test_patterns_are_a_table_and_one_picture(workshop: Workshop, run: Path) -> 
     assert again == path and other not in (path, top), "the same again replaces itself, another stands beside"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
+def test_what_is_not_there_to_analyze_is_said(workshop: Workshop, run: Path) -> None:
+    for words, said in (
         (("patterns", "layer=2"), "layer=2: the topmost layer is layer=1"),
-        (("patterns", "lyer=1"), "unknown key 'lyer' (did you mean 'layer'?)"),
-        (("diverge",), "say divergence, patterns, context, coverage (did you mean 'divergence'?)"),
-    ],
-)
-def test_what_is_not_there_to_analyze_is_said(
-    workshop: Workshop, run: Path, arguments: tuple[str, ...], said: str
-) -> None:
-    what, *options = arguments
-    assert said in workshop.command("analyze", what, str(run), *options, code=2)
+        (("coverage",), "model.base=local: no layer has full heads"),
+    ):
+        assert said in workshop.command("analyze", words[0], str(run), *words[1:], code=2)
 
 
-def test_images_and_recall(workshop: Workshop) -> None:
-    (workshop.folder / "pictures").mkdir()
-    for number, image in enumerate(np.random.default_rng(0).integers(0, 256, (23, 4, 6, 3), dtype=np.uint8)):
-        Image.fromarray(image).save(workshop.folder / "pictures" / f"{number:02d}.png")
-    sizes = [size for size in SIZES if not size.startswith("data")]
-    data = ("data=images", f"data.path={workshop.folder / 'pictures'}", "data.length=72")
-    workshop.command("train", *sizes, *data, run=workshop.folder / "images")
-    analyzed(workshop, "patterns", workshop.folder / "images", "split=train")
-    result, _, _ = analyzed(workshop, "context", workshop.folder / "images")
-    assert result["gains"] == [] and len(result["positions"]) == 16, "a part of an image elsewhere is no image"
+def test_recall(workshop: Workshop) -> None:
     recall = ("data=recall", "data.length=32", "data.pairs=3", "data.keys=5", "data.values=4", "data.sequences=9")
-    run = workshop.folder / "recall"
+    run, sizes = workshop.folder / "recall", [size for size in SIZES if not size.startswith("data")]
     workshop.command("train", *sizes, *recall, "model.base=lsh", "routing=random", run=run)
     result, _, _ = analyzed(workshop, "patterns", run)
     assert [row["pattern"] for row in result["heads"]] == ["lsh", "routing"]
@@ -103,11 +92,10 @@ def test_loss_by_position_and_by_context(workshop: Workshop, run: Path) -> None:
     )
 
 
-def test_a_part_of_the_window_tells_nothing_where_selection_sees_the_future(workshop: Workshop) -> None:
-    run = workshop.train("other", "routing=topk", "routing.window=5")
-    result, printed, _ = analyzed(workshop, "context", run, "windows=3")
+def test_a_part_of_the_window_tells_nothing_where_selection_sees_the_future(workshop: Workshop, topk: Path) -> None:
+    result, printed, _ = analyzed(workshop, "context", topk, "windows=3")
     assert result["gains"] == [] and "no gain from far context" in printed and "sees the future" in printed
-    result, printed, _ = analyzed(workshop, "context", run, "windows=3", "mode=streaming")
+    result, printed, _ = analyzed(workshop, "context", topk, "windows=3", "mode=streaming")
     assert len(result["gains"]) == 2 and "streaming" in printed
 
 
@@ -133,5 +121,40 @@ def test_coverage_of_full_heads_by_every_selection_but_the_indexer(workshop: Wor
     assert "window=32: must be less" in workshop.command("analyze", "coverage", str(run), "window=32", code=2)
 
 
-def test_coverage_needs_full_heads(workshop: Workshop, run: Path) -> None:
-    assert "model.base=local: no layer has full heads" in workshop.command("analyze", "coverage", str(run), code=2)
+SMALL = ("sequences=1", "prefixes=6", "windows=3", "positions=5")
+
+
+def audited(workshop: Workshop, run: Path, *overrides: str) -> tuple[dict[str, Any], str]:
+    """Audit a run and return the JSON it leaves, and what was printed."""
+    printed = workshop.command("audit", str(run), *SMALL, *overrides)
+    assert str(run / "audit.json") in printed
+    return json.loads((run / "audit.json").read_text(), parse_constant=pytest.fail), printed
+
+
+def test_random_membership_is_the_control(workshop: Workshop) -> None:
+    backend = "native" if native.available() else "torch"  # neither is that of the audit, which is in float64
+    exactly = (f"hardware.attention={backend}", "hardware.precision=fp32", "model.attention_dropout=0")
+    run = workshop.train("random", "routing=random", *exactly)
+    result, printed = audited(workshop, run)
+    for mode in ("teacher-forced", "streaming"):
+        assert not result["changes"][mode]["sees_future"] and f"{mode}: sees no future" in printed
+        assert all(row["largest"] <= 1e-12 and row["moved"] == 0 for row in result["changes"][mode]["rows"])
+    assert all(abs(result["price"][name]["bits"]) < 1e-5 for name in ("leak_gives", "competing_costs", "together"))
+    assert [(one["layer"], one["gradient"]) for one in result["choices"]] == [(1, None)]
+    assert "nothing: it is drawn" in printed and result["seed"] == 0
+    assert len(result["price"]["positions"][0]) == 5 and result["price"]["windows"] == 3
+
+
+def test_top_w_is_found_and_priced(workshop: Workshop, topk: Path) -> None:
+    result, printed = audited(workshop, topk, "tolerance=1e-10", "split=test")
+    changes, read = result["changes"], result["changes"]["teacher-forced"]
+    assert read["sees_future"] and changes["tolerance"] == 1e-10 and {1, 31} < {*changes["prefixes"]}
+    assert read["arises_in"] == [[1, "routed"]], "layers count from 0"
+    assert read["rows"][0]["heads"] == "logits" and 0 < read["rows"][0]["moved"] <= 1
+    assert "teacher-forced: sees the future; arises in layer 1 routed" in printed
+    assert "streaming: sees no future" in printed and not changes["streaming"]["sees_future"]
+    assert result["choices"][0]["gradient"] > 0 and "its queries, by the attention; centroids by k-means" in printed
+    assert result["price"]["leak_gives"]["bits"] != 0
+    first, again, other = (audited(workshop, topk, f"seed={seed}")[0] for seed in (3, 3, 4))
+    assert first["price"] == again["price"] and first["changes"] == again["changes"]
+    assert first["price"]["positions"] != other["price"]["positions"]

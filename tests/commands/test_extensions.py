@@ -1,7 +1,5 @@
 """Patterns, data sets and presets of the user's own: the examples of docs/extending.md as printed, in every command."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -105,11 +103,8 @@ def test_plan_and_data_take_them_and_help_lists_them(place: Place) -> None:
     assert "dilated heads, " in said and " of primes " in " ".join(said.split())
     assert "primes, " in place.asked("data", "info", files, "data=primes")
     page = place.asked("train", "--help", "--config-dir=presets", files)
-    assert (
-        "\n  primes  " in page
-        and "Half of tiny." in page
-        and "fixed_summary, dilated, joined" in " ".join(page.split())
-    )
+    assert "\n  primes  " in page and "Half of tiny." in page
+    assert "fixed_summary, dilated, joined" in " ".join(page.split())
     assert "mine: 2 layers" in place.asked("plan", "--config-dir", "presets", "model=mine")
 
 
@@ -128,60 +123,41 @@ def test_code_of_a_stranger_is_refused_until_it_is_allowed(place: Place) -> None
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("words", "text", "said"),
     [
-        ("x = 1\ny = 1 / 0\n", "wrong.py, line 2: ZeroDivisionError: division by zero"),
-        ("def f(:\n", "wrong.py, line 1: SyntaxError: invalid syntax"),
-        ("import rtx\nrtx.register_pattern('local', dict)\n", "line 2: UserError: 'local' cannot be registered"),
-        (
-            "import rtx\nrtx.register_data('x', print, lenth=3)\n",
-            "unknown key 'data.lenth' (did you mean 'data.length'?)",
-        ),
-        ("import rtx\nrtx.register_data('x', print, length=1)\n", "data.length=1: must be an integer, at least 2"),
-        ("", "data=primes: must be one of cifar10"),
-        (None, "wrong.py: No such file or directory"),
+        ("extensions=my.py", "x = 1\ny = 1 / 0\n", "my.py, line 2: ZeroDivisionError: division by zero"),
+        ("extensions=my.py", "def f(:\n", "my.py, line 1: SyntaxError: invalid syntax"),
+        ("extensions=my.py", "rtx.register_pattern('local', dict)\n", "my.py, line 2: UserError: 'local' cannot be"),
+        ("extensions=my.py", "rtx.register_data('x', print, lenth=3)\n", "unknown key 'data.lenth' (did you mean "),
+        ("extensions=my.py", "rtx.register_data('x', print, length=1)\n", "data.length=1: must be an integer, at"),
+        ("extensions=my.py data=primes", "", "data=primes: must be one of cifar10"),
+        ("extensions=no/my.py", "", "my.py: No such file or directory"),
+        ("extensions=a.py:b/a.py", "", "a.py: No such file"),
+        ("extensions=presets", "", "extensions=presets: name a Python file, my.py, or several"),
+        ("--config-dir nowhere", "", "--config-dir nowhere: holds no preset"),
+        ("--config-dir", "", "--config-dir : holds no preset"),
+        ("--config-dir presets model=mien", "", "(did you mean 'mine'?) (a file of conf/model/)"),
     ],
 )
-def test_mistakes_in_a_file(place: Place, text: str | None, said: str) -> None:
-    if text is not None:
-        (place.folder / "wrong.py").write_text(text)
-    assert said in place.asked(
-        "plan", f"extensions={'wrong.py' if text is not None else 'no/wrong.py'}", "data=primes", code=2
-    )
+def test_mistakes(place: Place, words: str, text: str, said: str) -> None:
+    (place.folder / "my.py").write_text(text.replace("rtx.", "import rtx\nrtx.", 1))
+    assert said in place.asked("plan", *words.split(), code=2)
 
 
 def test_a_pattern_that_reads_the_future_is_refused(place: Place) -> None:
-    text = (
-        (place.folder / "kept_dilated.py")
-        .read_text()
-        .replace("def __init__", "strictly_causal = False\n    def __init__")
-    )
-    (place.folder / "ahead.py").write_text(text)
+    text = (place.folder / "kept_dilated.py").read_text()
+    ahead = text.replace("def __init__", "strictly_causal = False\n    def __init__")
+    (place.folder / "ahead.py").write_text(ahead)
     said = place.asked("train", "extensions=ahead.py:kept_primes.py", *OWN, *MODEL, code=2, run="ahead")
     assert "dilated: strictly_causal=False" in said
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--config-dir", "nowhere"], "--config-dir nowhere: holds no preset"),
-        (["--config-dir"], "--config-dir : holds no preset"),
-        (["--config-dir", "presets", "model=mien"], "(did you mean 'mine'?) (a file of conf/model/)"),
-        (["extensions=a.py:b/a.py"], "a.py: No such file"),
-        (["extensions=presets"], "extensions=presets: name a Python file, my.py, or several"),
-    ],
-)
-def test_mistakes_on_the_line(place: Place, words: list[str], said: str) -> None:
-    assert said in place.asked("plan", *words, code=2)
 
 
 def test_a_package_is_known_by_its_entry_points(place: Place) -> None:
     site = place.folder / "site"
     (site / "mypackage").mkdir(parents=True)
     for name in ("dilated", "primes"):
-        (site / "mypackage" / f"{name}.py").write_text(
-            (place.folder / f"kept_{name}.py").read_text().partition("\n\n\nrtx.register")[0]
-        )
+        code = (place.folder / f"kept_{name}.py").read_text().partition("\n\n\nrtx.register")[0]
+        (site / "mypackage" / f"{name}.py").write_text(code)
     points = re.sub(r"(?m)^\[project\.entry-points\.\"(.*?)\"\].*$", r"[\1]", block("toml", "A package"))
     (site / "mypackage-1.5.dist-info").mkdir()
     (site / "mypackage-1.5.dist-info" / "entry_points.txt").write_text(points.replace('"', ""))

@@ -1,22 +1,69 @@
-"""Two processes on one CPU: the same steps as one, one run folder whoever starts them, and one end for both."""
+"""Two processes on one CPU: the steps of one, one run folder whoever starts them, one end for both, and the same bits
+where they are stopped or one of them is lost.
+"""
 
-from __future__ import annotations
-
+import dataclasses
 import os
+import shutil
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 import torch
-from many import TWO, ended, said, start
-from small_runs import SIZES, Workshop, steps_logged
+from small_runs import SIZES, Process, Workshop, children, difference, final, steps_logged
 
+from rtx.commands.train import follow
+from rtx.config import Config
+from rtx.errors import UserError
 from rtx.training.checkpoint import read_checkpoint
+from rtx.training.hardware import resolve_hardware
 from rtx.training.run_folder import read_status
 
+TWO = ("hardware.devices=2", "hardware.threads=1", "trainer.micro_batch_size=1")
+"""Two processes on this machine, which take the four sequences of a step in two passes."""
 EXACT = ("optimizer.schedule=constant", "model.dropout=0", "model.attention_dropout=0", "model.ffn_dropout=0")
 MOST = {"fp64": 1e-9, "fp32": 1e-6}
 """Largest relative difference allowed after 20 steps."""
+STEADY = ("optimizer.schedule=constant", "trainer.checkpoint_every=4", "trainer.val_every=4", "trainer.steps=24")
+
+
+def start(workshop: Workshop, launcher: str, run: Path, *arguments: str) -> list[Process]:
+    """Start a command on two processes, the first in front; what they say goes to a file beside the run.
+
+    Who starts them is `rtx` (the first starts the other) or `torchrun`, each as a user would; or they are forked
+    with their imports behind them, and find the variables that Slurm sets (`srun`).
+    """
+    if launcher == "srun":
+        return [workshop.fork(run, *arguments, **place) for place in slurm()]
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")
+    return [workshop.begin(run, *arguments, starter=torchrun if launcher == "torchrun" else ())]
+
+
+def slurm() -> list[dict[str, str]]:
+    """Return the variables that srun sets for each of two processes."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_STEP_ID": "0", "SLURM_NODEID": "0"}
+    shared |= {"SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
+    return [{**shared, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
+
+
+def ended(run: Path, processes: list[Process], code: int = 0) -> str:
+    """Wait for processes that all end with this code, and return what they said."""
+    for process in processes:
+        assert process.wait() == code, said(run)
+    return said(run)
+
+
+def said(run: Path) -> str:
+    """Return what the commands on a run have said so far."""
+    return run.with_suffix(".log").read_text()
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def worst(one: Path, other: Path) -> float:
@@ -43,8 +90,7 @@ def test_two_processes_take_the_steps_of_one_and_resume_on_one(
     overrides = (f"hardware={hardware}", *TWO, *exact, "trainer.steps=20")
     ended(two, start(workshop, "srun", two, "train", workshop.text, *SIZES, *overrides))
     assert worst(two, joined[precision, 20]) < MOST[precision]
-    status = [(read_status(run) or {})["final"]["bits"] for run in (two, joined[precision, 20])]
-    assert abs(status[0] - status[1]) < MOST[precision]
+    assert abs(final(two)["bits"] - final(joined[precision, 20])["bits"]) < MOST[precision]
     changed = ("hardware=cpu", f"hardware.precision={precision}", "hardware.threads=1")
     resumed = workshop.command("resume", str(two), *changed, "trainer.micro_batch_size=4", "trainer.steps=24")
     moved = "devices 2 -> 1"
@@ -81,3 +127,97 @@ def test_torchrun_shares_a_folder_and_a_signal_to_the_first_stops_all(workshop: 
     assert checkpoint["step"] == status["step"]
     first, second = checkpoint["callbacks"]["Watch"]["ranks"]
     assert not torch.equal(first["rng"]["torch"], second["rng"]["torch"])  # each rank drops units of its own
+
+
+def train(workshop: Workshop, hardware: str, launcher: str, run: Path) -> list[Process]:
+    """Start a run on two processes."""
+    return start(workshop, launcher, run, "train", workshop.text, *SIZES, f"hardware={hardware}", *TWO, *STEADY)
+
+
+@pytest.fixture(scope="module")
+def whole(workshop: Workshop) -> dict[str, Path]:
+    """Runs of 24 steps that nothing disturbs."""
+    runs = {hardware: workshop.folder / f"whole-{hardware}" for hardware in ("ddp", "fsdp")}
+    for hardware, run in runs.items():
+        ended(run, train(workshop, hardware, "srun", run))
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("hardware", "number", "launcher"),
+    [("ddp", signal.SIGUSR2, "rtx"), ("fsdp", signal.SIGUSR1, "srun")],
+    ids=["ddp", "fsdp"],
+)
+def test_a_run_that_is_stopped_and_then_loses_a_process_comes_to_the_same_bits(
+    workshop: Workshop, whole: dict[str, Path], hardware: str, number: signal.Signals, launcher: str
+) -> None:
+    run = workshop.folder / f"stopped-{hardware}"
+    processes = train(workshop, hardware, launcher, run)
+    processes[0].until(lambda run: steps_logged(run) >= 2)
+    processes[0].send(number)
+    text = ended(run, processes, 143)
+    assert f"stopped by {number.name} at step" in text and "LOCAL_RANK" not in text
+    status = read_status(run) or {}
+    assert status["state"] == "preempted" and status["step"] < 24
+    processes = start(workshop, launcher, run, "resume", str(run))
+    processes[0].until(lambda run: steps_logged(run) >= status["step"] + 2)
+    os.kill(processes[1].number if launcher == "srun" else children(processes[0].number)[0], signal.SIGKILL)
+    text = ended(run, processes[:1], 1)
+    assert "rtx: another process of the run is gone; the last good checkpoint is" in text
+    assert (read_status(run) or {})["state"] == "failed"
+    assert [process.wait() for process in processes[1:]] == [-signal.SIGKILL] * len(processes[1:])
+    text = ended(run, start(workshop, "srun", run, "resume", str(run)))
+    assert text.count(f"resuming {run} (failed) from step") == 1, "one of the two speaks"
+    # The weights, the optimizer, the random streams of both processes, and every row.
+    assert difference(run, whole[hardware]) == ""
+
+
+def test_what_is_done_is_said_by_one_process_and_scored_sampled_and_exported_as_any_run(
+    workshop: Workshop, whole: dict[str, Path], tmp_path: Path
+) -> None:
+    run = whole["fsdp"]
+    text = ended(run, start(workshop, "srun", run, "resume", str(run)))
+    assert text.count("is done: 24 steps") == 1
+    for where in (run, tmp_path / "export"):
+        assert f"{final(run)['bits']:.4f}" in workshop.command("eval", str(where), "checkpoint=last")
+        assert workshop.command("sample", str(where), "length=20", "checkpoint=last")
+        if where == run:
+            workshop.command("export", str(run), "checkpoint=last", f"output={tmp_path / 'export'}")
+
+
+def both(workshop: Workshop, run: Path, *commands: tuple[str, ...]) -> str:
+    """Run a command of its own on each of two processes, as srun would; both refuse, and this is what they say."""
+    processes = [workshop.fork(run, *words, **place) for words, place in zip(commands, slurm(), strict=True)]
+    return ended(run, processes, 2)
+
+
+def test_other_data_another_configuration_and_a_stale_copy_end_both(workshop: Workshop) -> None:
+    text, other = (workshop.folder / "book.txt").read_bytes(), workshop.folder / "other.txt"
+    other.write_bytes(text[:1000] + b"c" + text[1001:])
+    six = workshop.train("six", "trainer.steps=6", "optimizer.schedule=constant")
+    fresh, stale = (Path(shutil.copytree(six, workshop.folder / name)) for name in ("fresh", "stale"))
+    shutil.copy(stale / "checkpoints" / "previous.ckpt", stale / "checkpoints" / "last.ckpt")
+    ddp = ("hardware=ddp", *TWO, "optimizer.schedule=constant")
+    begun, resumed = ("train", *SIZES, *ddp), (*ddp, "trainer.steps=9")
+    for run, first, second, state in (
+        (workshop.folder / "data", (*begun, workshop.text), (*begun, f"data.path={other}"), "failed"),
+        (workshop.folder / "rate", (*begun, workshop.text), (*begun, workshop.text, "optimizer.lr=0.1"), "failed"),
+        (fresh, ("resume", str(fresh), *resumed), ("resume", str(stale), *resumed), "done"),
+    ):
+        said = both(workshop, run, first, second)
+        (line,) = [line for line in said.splitlines() if line.startswith("rtx:")]
+        assert "do not begin alike: start them all with the same words, on the same data" in line
+        assert (read_status(run) or {})["state"] == state  # of what was done, nothing is lost
+
+
+def test_a_child_that_cannot_begin_tells_its_parent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise UserError("no data")
+
+    monkeypatch.setattr("rtx.commands.train.started_by_another", lambda: True)
+    monkeypatch.setattr("rtx.commands.train.open_data", refuse)
+    hardware = dataclasses.replace(resolve_hardware(Config()), rank=1, devices=2, distributed=True)
+    assert follow(Config(), hardware, Path(os.devnull), "") == 2  # the parent looks at this code
+    assert capsys.readouterr().err == "rtx: no data\n"

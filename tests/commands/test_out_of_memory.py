@@ -1,7 +1,5 @@
 """Memory that runs out in a step: where `auto` left the choice to rtx, the run goes on with less."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`rtx plan` for every preset."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -52,8 +50,14 @@ def test_the_plan_says_what_each_device_is_given(
     assert " at a time, recomputed, " in given[0] and "recomputed" not in given[2] and "does not fit" not in given[0]
     asked = fit_lines(["trainer.micro_batch_size=8", "model.recompute=false"], monkeypatch, capsys)
     assert "does not fit (8 sequences at a time, " in asked[0] and "optimizer=adafactor" in asked[0]
-    assert len(fit_lines(["hardware=gpu"], monkeypatch, capsys)) == 3
-    assert len(fit_lines(["hardware=cpu"], monkeypatch, capsys)) == 1
+    for words, devices in (
+        (["hardware=gpu"], ["a GPU of 16 GiB", "a GPU of 24 GiB", "a GPU of 80 GiB"]),
+        (["hardware=cpu"], ["this machine (15.0 GiB)"]),
+        (["plan.memory=80"], ["a GPU of 80 GiB"]),  # to be rented
+    ):
+        assert [line.partition(":")[0] for line in fit_lines(words, monkeypatch, capsys)] == devices
+    plan.main(["plan.memory=0.001", "hardware=cpu"])
+    assert "a machine of 0.001 GiB: does not fit (" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,11 @@
 """`rtx train`, `resume`, `eval`, `plan` and `sample` on data=recall, and `ablate=` behind `rtx eval`."""
 
-from __future__ import annotations
-
-import json
 import math
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
-from small_runs import SIZES, Workshop, counted_rows, difference, steps_logged
+from small_runs import SIZES, Workshop, counted_rows, difference, final, steps_logged
 
 RECALL = (
     *(size for size in SIZES if not size.startswith("data")),
@@ -37,8 +33,7 @@ def test_accuracy_is_logged_with_every_row(recall_run: Path) -> None:
         count = {"train": 2 * 4 * 3, "valid": 5 * 3, "final": ANSWERS}[row["kind"]]
         assert share * count == pytest.approx(round(share * count), abs=1e-4)
     assert [row["val_units"] for row in rows if row["kind"] == "valid"] == [15, 15, 15]
-    status = json.loads((recall_run / "status.json").read_text())
-    assert status["final"]["unit"] == "answer" and 0 <= status["final"]["accuracy"] <= 1
+    assert final(recall_run)["unit"] == "answer" and 0 <= final(recall_run)["accuracy"] <= 1
 
 
 def test_a_killed_run_resumes_to_the_same_bits(workshop: Workshop, recall_run: Path) -> None:
@@ -49,75 +44,57 @@ def test_a_killed_run_resumes_to_the_same_bits(workshop: Workshop, recall_run: P
     assert "data.pairs: 3 -> 2 is refused" in workshop.command("resume", str(recall_run), "data.pairs=2", code=2)
 
 
-def score(workshop: Workshop, run: Path, *overrides: str) -> dict[str, Any]:
-    """Score a run and return the JSON that it adds."""
-    before = set(run.glob("eval/*.json"))
-    printed = workshop.command("eval", str(run), *overrides)
-    (path,) = set(run.glob("eval/*.json")) - before
-    result = json.loads(path.read_text())
-    assert result["protocol"] in printed
-    return result | {"printed": printed}
-
-
 def test_every_answer_is_scored_once(workshop: Workshop, recall_run: Path) -> None:
-    final = json.loads((recall_run / "status.json").read_text())["final"]
     for mode in ("parallel", "streaming"):
-        result = score(workshop, recall_run, f"mode={mode}", "checkpoint=last")
+        result, said = workshop.score(recall_run, f"mode={mode}", "checkpoint=last")
         assert result["units"] == result["split_units"] == ANSWERS
         assert result["windows"] == 9 and not result["partial"]
         assert result["accuracy"] * ANSWERS == pytest.approx(round(result["accuracy"] * ANSWERS))
         assert result["chance"] == 0.25
         assert result["bits_per_answer"] == pytest.approx(result["nats"] / ANSWERS / math.log(2))
-        assert f"all {ANSWERS} of the split's {ANSWERS} answers scored" in result["printed"]
+        assert f"all {ANSWERS} of the split's {ANSWERS} answers scored" in said
         if mode == "parallel":
-            assert result["bits_per_answer"] == pytest.approx(final["bits"])
-            assert result["accuracy"] == final["accuracy"]
-    assert score(workshop, recall_run, "limit=2")["units"] == 6
-    assert score(workshop, recall_run, "split=test")["units"] == ANSWERS
+            assert result["bits_per_answer"] == pytest.approx(final(recall_run)["bits"])
+            assert result["accuracy"] == final(recall_run)["accuracy"]
+    assert workshop.score(recall_run, "limit=2")[0]["units"] == 6
+    assert workshop.score(recall_run, "split=test")[0]["units"] == ANSWERS
 
 
 @pytest.mark.parametrize("mode", ["parallel", "streaming"])
 def test_an_ablation_is_named_and_kept_beside_the_plain_score(workshop: Workshop, recall_run: Path, mode: str) -> None:
     kept = f"mode={mode}", "limit=7"
-    plain = score(workshop, recall_run, *kept)
+    plain, _ = workshop.score(recall_run, *kept)
     results = {}
     for how, said in (
         ("routing", "outputs of the routing heads set to zero"),
         ("local", "routing heads read the last W positions"),
         ("random", "routing heads read random members"),
     ):
-        result = results[how] = score(workshop, recall_run, *kept, f"ablate={how}")
+        result, _ = results[how] = workshop.score(recall_run, *kept, f"ablate={how}")
         assert result["ablate"] == how
         assert result["protocol"].endswith(f"; ablated ({said}; trained with selection=topk): sees no future")
         assert not result["selection_sees_future"]
     assert plain["ablate"] == "none" and "ablated" not in plain["protocol"]
     assert plain["selection_sees_future"] == (mode == "parallel")
-    assert len({result["bits_per_answer"] for result in (plain, *results.values())}) > 1
+    assert len({plain["bits_per_answer"], *(result["bits_per_answer"] for result, _ in results.values())}) > 1
 
 
-def test_an_ablation_of_nothing_is_refused(workshop: Workshop) -> None:
-    run = workshop.folder / "local"
-    workshop.command("train", *RECALL, "routing.heads=0", "trainer.steps=1", run=run)
-    printed = workshop.command("eval", str(run), "ablate=routing", code=2)
-    assert "ablate=routing: the model has no routing heads" in printed
-
-
-def test_what_recall_does_not_have_is_refused_in_a_line(workshop: Workshop, recall_run: Path) -> None:
+def test_what_recall_does_not_have_is_refused_in_a_line_and_plan_and_data_know_it(
+    workshop: Workshop, recall_run: Path
+) -> None:
+    local, task = workshop.folder / "local", [word for word in RECALL if word.startswith("data")]
+    workshop.command("train", *RECALL, "routing.heads=0", "trainer.steps=1", run=local)
     for arguments, said in (
+        (("eval", str(local), "ablate=routing"), "ablate=routing: the model has no routing heads"),
         (("sample", str(recall_run)), "a run on data=recall has no text to write"),
         (("eval", str(recall_run), "split=train"), "data=recall has no train split"),
         (("eval", str(recall_run), "stride=5"), "trainer.val_stride=5 has no place in data=recall"),
+        (("data", "verify", *task), "nothing on disk"),
     ):
         printed = workshop.command(*arguments, code=2)
         assert said in printed and printed.count("\n") <= 2
-
-
-def test_plan_and_data_know_recall(workshop: Workshop) -> None:
-    printed = workshop.command("plan", *RECALL)
-    assert "N = 32 units of recall" in printed
-    task = [word for word in RECALL if word.startswith("data")]
+    assert "N = 32 units of recall" in workshop.command("plan", *RECALL)
     assert "made on the fly; 27 answers in valid, 27 answers in test" in workshop.command("data", "prepare", *task)
-    assert "nothing on disk" in workshop.command("data", "verify", *task, code=2)
 
 
 @pytest.mark.parametrize("task", ["mqar", "copy", "induction"])
@@ -128,16 +105,18 @@ def test_answers_at_any_place_are_scored_once_and_told_by_distance_and_pairs(wor
     words = [word for word in words if task != "induction" or "gaps" not in word]
     printed = workshop.command("train", *words, run=run)
     assert "accuracy by pairs: 1: " in printed and "accuracy by distance: 16+: " in printed
-    final = json.loads((run / "status.json").read_text())["final"]
-    for table in (final["accuracy_by_distance"], final["accuracy_by_pairs"]):
-        assert sum(count for _, count in table.values()) == final["units"]
+    closing = final(run)
+    for table in (closing["accuracy_by_distance"], closing["accuracy_by_pairs"]):
+        assert sum(count for _, count in table.values()) == closing["units"]
         right = sum(share * count for share, count in table.values())
-        assert right == pytest.approx(final["accuracy"] * final["units"])
-    assert {*final["accuracy_by_pairs"]} == {"1", "2", "4"} and {*final["accuracy_by_distance"]} <= {"16", "32"}
-    result = score(workshop, run, "mode=streaming", "checkpoint=last")
-    assert result["units"] == result["split_units"] == final["units"]
-    assert result["accuracy_by_pairs"] == final["accuracy_by_pairs"]
-    assert f"{final['units']} answers in valid" in workshop.command("data", "info", *[w for w in words if "data" in w])
+        assert right == pytest.approx(closing["accuracy"] * closing["units"])
+    assert {*closing["accuracy_by_pairs"]} == {"1", "2", "4"} and {*closing["accuracy_by_distance"]} <= {"16", "32"}
+    result, _ = workshop.score(run, "mode=streaming", "checkpoint=last")
+    assert result["units"] == result["split_units"] == closing["units"]
+    assert result["accuracy_by_pairs"] == closing["accuracy_by_pairs"]
+    assert f"{closing['units']} answers in valid" in workshop.command(
+        "data", "info", *[w for w in words if "data" in w]
+    )
     audited = workshop.command("audit", str(run), "sequences=1", "prefixes=4", "windows=3", "positions=5")
     assert "1 position in each of 3 windows" in audited
     report = workshop.command("report", str(run))
@@ -150,5 +129,4 @@ def test_steps_are_the_same_in_parts(workshop: Workshop) -> None:
     runs = {size: workshop.folder / f"parts{size}" for size in (1, 4)}
     for size, run in runs.items():
         workshop.command("train", *words, f"trainer.micro_batch_size={size}", run=run)
-    one, other = (json.loads((run / "status.json").read_text())["final"] for run in runs.values())
-    assert one["bits"] == pytest.approx(other["bits"], rel=1e-5)
+    assert final(runs[1])["bits"] == pytest.approx(final(runs[4])["bits"], rel=1e-5)

@@ -1,11 +1,7 @@
 """Runs with a memory of earlier segments: resumed to the same bits, scored as published, sampled, exported, planned."""
 
-from __future__ import annotations
-
-import json
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from small_runs import Workshop, difference, read_metrics, steps_logged
@@ -42,34 +38,27 @@ def test_a_run_goes_on_with_other_micro_batches(workshop: Workshop) -> None:
     assert bits[0] == pytest.approx(bits[1], abs=1e-6) and len(bits[0]) == 12
 
 
-def score(workshop: Workshop, run: Path, *overrides: str) -> dict[str, Any]:
-    printed = workshop.command("eval", str(run), *overrides)
-    (path,) = run.glob("eval/*.json")
-    result = json.loads(path.read_text())
-    path.unlink()
-    assert result["protocol"] in printed and result["units"] == result["split_units"]
-    return result
-
-
 def test_an_evaluation_has_a_memory_of_its_own_and_scores_every_unit_once(
     workshop: Workshop, undisturbed: Path
 ) -> None:
-    own = score(workshop, undisturbed)
-    assert "segments of 32 with a memory of 40" in own["protocol"] and own["windows"] == 1
     published = ("data.length=8", "memory=64", "clamp=20", "same_length=true")
-    longer = score(workshop, undisturbed, *published)
-    assert "segments of 8 with a memory of 64, distances clamped at 20, the same length for all" in longer["protocol"]
-    streaming = score(workshop, undisturbed, *published, "mode=streaming")
-    assert streaming["bits_per_byte"] == longer["bits_per_byte"] != own["bits_per_byte"]
-    parts = score(workshop, undisturbed, *published, "stride=50", "batch_size=3")
-    assert parts["windows"] > 1 and abs(parts["bits_per_byte"] - longer["bits_per_byte"]) < 0.05
-    assert "no memory" not in score(workshop, undisturbed, "memory=0")["protocol"]
+    asked = ((), published, (*published, "mode=streaming"), (*published, "stride=50", "batch_size=3"), ("memory=0",))
+    results = [workshop.score(undisturbed, *words)[0] for words in asked]
+    assert all(one["units"] == one["split_units"] for one in results)
+    own, longer, streaming, parts = (one["bits_per_byte"] for one in results[:4])
+    said = [one["protocol"] for one in results]
+    assert "segments of 32 with a memory of 40" in said[0] and results[0]["windows"] == 1
+    assert "segments of 8 with a memory of 64, distances clamped at 20, the same length for all" in said[1]
+    assert streaming == longer != own
+    assert results[3]["windows"] > 1 and abs(parts - longer) < 0.05
+    assert "no memory" not in said[4]
 
 
 def test_other_commands_take_it(workshop: Workshop, undisturbed: Path) -> None:
     assert workshop.command("sample", str(undisturbed), "length=50", "prompt=abc")
     workshop.command("export", str(undisturbed))
-    assert score(workshop, undisturbed / "export")["bits_per_byte"] == score(workshop, undisturbed)["bits_per_byte"]
+    one, other = (workshop.score(run)[0]["bits_per_byte"] for run in (undisturbed / "export", undisturbed))
+    assert one == other
     assert "sees no future" in workshop.command("audit", str(undisturbed), "windows=2", "positions=2", "prefixes=2")
     workshop.command("analyze", "patterns", str(undisturbed))
     assert "rtx eval memory=0" in workshop.command("analyze", "context", str(undisturbed), code=2)

@@ -1,7 +1,5 @@
 """`rtx runs`, the names by which commands take a run, and the data that a run finds from another folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`benchmarks/steps.py`: real steps of tiny rows in turn, rows that fail, interruption, mistakes of a user."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM at any moment of a command that trains nothing: one line, no traceback, the code of the signal."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""`rtx train`: what a run leaves, that it repeats, and what it says when it cannot go on."""
-
-from __future__ import annotations
+"""`rtx train`: what a run leaves, its closing score, that it repeats, and what it says when it cannot go on."""
 
 import json
 import re
@@ -8,12 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import SIZES, Workshop, difference, read_metrics
+from small_runs import SIZES, Workshop, counted_rows, difference, final, read_metrics
 
 from rtx.compose import load_run_config
 from rtx.data.catalog import open_data
 from rtx.evaluation.protocols import baselines
+from rtx.keys import options
+from rtx.options import LAUNCHED
+from rtx.training import callbacks
 from rtx.training.checkpoint import read_checkpoint
+from rtx.training.hardware import has_compiler
 from rtx.training.run_folder import read_status
 
 
@@ -45,22 +47,50 @@ def test_what_a_run_leaves_and_says(workshop: Workshop, tmp_path: Path) -> None:
     store = open_data(config.data, workshop.folder / "data")
     assert environment["data"]["fingerprint"] == store.fingerprint
     assert (status["state"], status["step"], status["final"]["units"]) == ("done", 12, len(store.split("valid")))
-    first, *_, final = read_metrics(run / "metrics.jsonl")
+    first, *rows, last = read_metrics(run / "metrics.jsonl")
     assert first["kind"] == "train"
-    assert {"routing/empty_share", "routing/member_most", "routing/self_weight"} <= first.keys()
-    assert final["kind"] == "final" and final["val_bits"] == status["final"]["bits"]
-    assert f"{final['val_bits']:.4f} bits/byte on the validation split" in said
-    assert f"bits/byte on valid, {final['val_units']:,} bytes each scored once, windows of 32, stride 5" in said
+    told = {"bits", "lr", "grad_norm", "tokens_per_second", "data_share", "memory_bytes", "time"}
+    assert told | {"routing/empty_share", "routing/member_most", "routing/self_weight"} <= first.keys()
+    assert last["kind"] == "final" and last["val_bits"] == final(run)["bits"]
+    validations = {row["step"]: row["val_bits"] for row in rows if row["kind"] == "valid"}
+    best = read_checkpoint(run / "checkpoints" / "best.ckpt")["step"]
+    assert [*validations] == [4, 8, 12] and validations[best] == min(validations.values())
+    assert f"{last['val_bits']:.4f} bits/byte on the validation split" in said
+    assert f"bits/byte on valid, {last['val_units']:,} bytes each scored once, windows of 32, stride 5" in said
     assert "selection=causal: sees no future" in said
     plain = baselines(store.split("valid"))
-    assert status["final"]["baselines"] == plain
+    assert final(run)["baselines"] == plain
     for name, bits in plain.items():
         assert re.search(rf"{name} +{bits:.4f}", said)
-    workshop.command("eval", str(run), "split=valid", "checkpoint=last")
-    (kept,) = (run / "eval").iterdir()
-    score = json.loads(kept.read_text())
-    assert (score["stride"], score["units"]) == (5, status["final"]["units"])
-    assert score["bits_per_byte"] == pytest.approx(status["final"]["bits"], abs=1e-9)
+    score, _ = workshop.score(run, "split=valid", "checkpoint=last")
+    assert (score["stride"], score["units"]) == (5, final(run)["units"])
+    assert score["bits_per_byte"] == pytest.approx(final(run)["bits"], abs=1e-9)
+
+
+@pytest.mark.parametrize("hardware", sorted({*options("hardware")} - {"gpu", *LAUNCHED}))
+def test_every_hardware_of_a_cpu_takes_a_step(workshop: Workshop, hardware: str) -> None:
+    process = workshop.start(hardware, "trainer.steps=1", f"hardware={hardware}", "hardware.devices=1")
+    assert process.wait() == 0, process.log.read_text()
+    assert load_run_config(process.run).hardware.name == hardware and final(process.run)["units"] == 150
+
+
+@pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch asks
+def test_a_compiled_run_takes_the_same_steps(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, still = [], ("model.dropout=0", "model.attention_dropout=0", "model.ffn_dropout=0", "trainer.steps=2")
+    real = torch.compile  # what its kernels compute: tests/model/test_compiled.py
+    monkeypatch.setattr(torch, "compile", lambda loss: compiled.append(loss) or real(loss, backend="eager"))
+    runs = [workshop.train(f"compile-{word}", *still, f"hardware.compile={word}") for word in ("true", "false")]
+    assert len(compiled) == 1 and final(runs[0])["bits"] == pytest.approx(final(runs[1])["bits"], rel=1e-6)
+
+
+def test_the_smoke_experiment(workshop: Workshop) -> None:
+    run, sizes = workshop.folder / "smoke", [size for size in SIZES if not size.startswith("trainer.")]
+    workshop.command("train", "experiment=smoke", *sizes, workshop.text, run=run)
+    rows = [(row["kind"], row["step"]) for row in counted_rows(run)]
+    assert [step for kind, step in rows if kind == "train"] == list(range(1, 21))
+    assert next(step for kind, step in rows if kind == "valid") == 10
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt", "previous.ckpt"}
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_others(workshop: Workshop, run: Path) -> None:
@@ -92,7 +122,7 @@ def test_bf16_and_fp64(workshop: Workshop) -> None:
     scores = {}
     for precision in ("fp32", "bf16", "fp64"):
         path = workshop.train(precision, f"hardware.precision={precision}", "trainer.steps=2")
-        scores[precision] = (read_status(path) or {})["final"]["bits"]
+        scores[precision] = final(path)["bits"]
         assert weight(path).dtype == (torch.float64 if precision == "fp64" else torch.float32)
     assert scores["fp32"] == pytest.approx(scores["fp64"], abs=1e-4)
     assert scores["fp32"] == pytest.approx(scores["bf16"], abs=0.05)
@@ -116,3 +146,45 @@ def test_mistakes_are_told_in_a_line_and_leave_no_folder(
     words = [word.format(empty=tmp_path / "empty.txt") for word in overrides]
     said = workshop.command("train", workshop.text, *SIZES, *words, run=tmp_path / "cell", code=2)
     assert line in said and not (tmp_path / "cell").exists()
+
+
+def test_a_number_of_windows_is_a_sample_and_marked_wherever_it_stands(workshop: Workshop) -> None:
+    run = workshop.folder / "out/closing/few"  # of the 10 windows in the validation split a validation takes 5
+    printed = workshop.command("train", workshop.text, *SIZES, "data.length=16", "trainer.final_windows=2", run=run)
+    said = " ".join(printed.split())
+    assert "on a sample of 2 windows of the validation split" in said and "(a sample of the windows)" in said
+    assert "% of the schedule: optimizer=adamw is made for" in said and "zlib" not in said
+    assert final(run)["windows"] == 2 and final(run)["units"] <= 32 and "baselines" not in final(run)
+    assert f" ~{final(run)['bits']:.4f} " in workshop.command("runs")
+    assert "bits/byte on 2 windows of the validation split" in workshop.command("resume", str(run))
+    assert "a sample of 2 windows" in workshop.command("report", str(run))
+    workshop.command("resume", str(run), "trainer.steps=13", "trainer.final_windows=null")
+    assert "windows" not in final(run) and final(run)["units"] == 150 and "zlib" in final(run)["baselines"]
+    assert f" {final(run)['bits']:.4f} " in workshop.command("runs")
+
+
+@pytest.mark.parametrize(("seconds", "windows"), [(1e9, None), (1e-9, 5)])
+def test_auto_takes_all_windows_where_there_is_time_else_no_fewer_than_a_validation(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, seconds: float, windows: int | None
+) -> None:
+    monkeypatch.setattr(callbacks, "FINAL_SECONDS", seconds)
+    monkeypatch.setattr(callbacks.Watch, "seconds", 0.0)
+    run = workshop.train(f"auto{windows}", "data.length=16")
+    assert final(run).get("windows") == windows and (final(run)["units"] == 150) == (windows is None)
+
+
+def test_what_does_not_fit_is_said_at_once_whatever_was_asked(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rtx.commands.train.device_memory", lambda config, processes=0: 2**10)
+    run, words = workshop.folder / "tight", ("data.length=16", "model.recompute=false")
+    said = workshop.command("train", workshop.text, *SIZES, *words, run=run)
+    line = next(line for line in said.splitlines() if not line.startswith(("preparing", "data=text")))
+    assert line.startswith("warning: may not fit: hardware.precision=fp32 trainer.micro_batch_size=2 model.recompute=")
+    assert "of 0.0 GiB, by rtx plan, which leaves too little; less is needed with" in line
+
+
+def test_reports_of_several_runs_leave_that_of_one_alone(workshop: Workshop) -> None:
+    one, two = workshop.train("one", "seed=1"), workshop.train("two", "seed=2")
+    for runs, place in (([one], "report"), ([one, two], "report-two")):
+        assert f"{one}/{place}/report.md" in workshop.command("report", *map(str, runs))

@@ -1,7 +1,5 @@
 """A small run for each file of tests, and copies of it to be spoilt."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

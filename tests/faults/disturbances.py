@@ -3,8 +3,6 @@
 The tests beside this file use it, and `benchmarks/faults.py` for as long as it is told to.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import random

@@ -1,10 +1,9 @@
 """A hundred damaged checkpoints, each one found out; what the commands do then, and upon other damaged files."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -82,6 +81,11 @@ def test_a_damaged_best_gives_way_and_nothing_whole_is_an_error(workshop: Worksh
         said = workshop.command(word, str(copy), code=1)
         assert len(said.splitlines()) == 4 and said.count("is damaged (its checksum does not match)") == 3
     assert "no whole checkpoint is left" in workshop.command("resume", str(copy), code=1)
+    (copy / "status.json").unlink()
+    for _ in range(2):  # what was set aside still counts
+        assert "none of last.ckpt, previous.ckpt is whole" in workshop.command("resume", str(copy), code=1)
+    shutil.rmtree(copy / "checkpoints")
+    assert "the run has no checkpoint yet" in workshop.command("eval", str(copy), code=2)
 
 
 def test_any_flipped_bit_of_a_status_is_told_or_passed_over(run: Path, copy: Path) -> None:

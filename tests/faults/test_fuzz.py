@@ -3,8 +3,6 @@
 The examples are the same in every run of the tests. RTX_FUZZ=2000 draws as many of each, others every time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

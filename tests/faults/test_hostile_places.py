@@ -1,7 +1,5 @@
 """Folders that somebody else has laid out: links, programs, names that look like flags, files of other projects."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path
@@ -39,6 +37,16 @@ def test_no_link_in_the_folder_of_a_sweep_is_followed(workshop: Workshop, tmp_pa
     (workshop.folder / "out" / "linked" / "sweeps.jsonl").symlink_to(foreign)
     code, said = asked(workshop, "train", "-m", workshop.text, *SIZES, "seed=1,2", "name=linked")
     assert code == 2 and "cannot write to" in said and foreign.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["lock", "resumes.jsonl", "metrics.jsonl"])
+def test_no_link_in_the_folder_of_a_run_is_followed(workshop: Workshop, copy: Path, tmp_path: Path, name: str) -> None:
+    (foreign := tmp_path / "foreign").write_bytes(b"a line of somebody else, without its end")
+    (copy / name).unlink(missing_ok=True)
+    (copy / name).symlink_to(foreign)
+    code, said = asked(workshop, "resume", str(copy), "trainer.steps=13")
+    assert code in (1, 2) and "symbolic links" in said
+    assert foreign.read_bytes() == b"a line of somebody else, without its end"
 
 
 def test_paths_are_printed_as_they_can_be_typed(workshop: Workshop, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

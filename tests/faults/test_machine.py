@@ -1,7 +1,5 @@
 """A machine that fails a run: a disk full or read-only, a wrong clock, no memory, gradients that are no numbers."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A network that fails a command: downloads that break, lie or lead elsewhere, and a W&B that is down."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import shutil
@@ -118,11 +116,7 @@ OTHER = b"\0" * len(archive())
     ("name", "answer", "said"),
     [
         ("other", lambda handler: send(handler, 200, OTHER), ": expected sha256 "),
-        (
-            "plain",
-            redirect("http://127.0.0.1:9/enwik8.zip"),
-            ": the server redirects to http://127.0.0.1:9/enwik8.zip: ",
-        ),
+        ("plain", redirect("http://127.0.0.1:9/a.zip"), ": the server redirects to http://127.0.0.1:9/a.zip: "),
         ("file", redirect("file:///etc/passwd"), "file:///etc/passwd"),
     ],
 )
@@ -150,11 +144,8 @@ def test_wandb_that_is_down_or_answers_errors_changes_no_bit(workshop: Workshop)
     with serving() as server, serving() as other, socket.socket() as free:
         server.answers, other.answers = [refuse(500)], [lambda handler: send(handler, 200, b"<html>")]
         free.bind(("127.0.0.1", 0))
-        addresses = {
-            "down": f"http://127.0.0.1:{free.getsockname()[1]}",
-            "errors": server.address,
-            "nonsense": other.address,
-        }
+        down = f"http://127.0.0.1:{free.getsockname()[1]}"
+        addresses = {"down": down, "errors": server.address, "nonsense": other.address}
         processes = {}
         for name, address in addresses.items():
             inside = environment(WANDB_BASE_URL=address, WANDB_API_KEY="0" * 40, HOME=str(workshop.folder))

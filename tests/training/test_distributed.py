@@ -1,16 +1,13 @@
 """Processes of one run: one that dies is noticed; parameters shared out take the steps of whole ones."""
 
-from __future__ import annotations
-
-import os
 import subprocess
-from pathlib import Path
+import sys
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from small_runs import Workshop
 from torch.distributed.device_mesh import init_device_mesh
 
 import rtx.training.distributed as room
@@ -18,13 +15,10 @@ from rtx.analysis.attention_weights import read_telemetry
 from rtx.attention.centroids import after_step
 from rtx.attention.patterns import AdaptiveSpan
 from rtx.checks import resolve
-from rtx.compose import compose
 from rtx.config import Config, DataConfig, ModelConfig, OptimizerConfig, RoutingConfig
 from rtx.model.transformer import Transformer
 from rtx.training.distributed import is_part, shard, shared_as, whole
-from rtx.training.hardware import resolve_hardware
 from rtx.training.module import TrainingModule, build_optimizer
-from rtx.training.signals import PARENT_VARIABLE
 
 
 @pytest.mark.parametrize(
@@ -40,13 +34,6 @@ def test_a_child_that_ends_otherwise_than_by_leaving_is_told_of(
     for child in children:
         child.wait()
     assert [line.partition(" the run ")[2] for line in lines] == told
-
-
-def test_a_process_that_the_first_one_started_starts_no_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv(PARENT_VARIABLE, str(os.getppid()))
-    hardware = resolve_hardware(compose(["hardware=ddp", "hardware.devices=2", "trainer.batch_size=2"]))
-    assert hardware.rank == 1 and room.start_ranks(hardware, tmp_path, print) == []
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -122,10 +109,14 @@ def rank_main(rank: int, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(rank_main, args=(str(folder),), nprocs=2)  # type: ignore[attr-defined]
-    return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
+def ranks(workshop: Workshop) -> list[dict[str, dict[str, Any]]]:
+    inside = f"sys.path[:] = {sys.path!r}; import test_distributed; test_distributed.rank_main"
+    folder, ranks = workshop.folder, range(2)
+    processes = [workshop.fork(folder / "rank", inside=f"{inside}({rank}, {str(folder)!r})") for rank in ranks]
+    for process in processes:
+        process.wait()
+        assert (folder / f"{processes.index(process)}.pt").exists(), process.log.read_text()
+    return [torch.load(folder / f"{rank}.pt") for rank in ranks]
 
 
 @pytest.mark.parametrize("kind", KINDS)

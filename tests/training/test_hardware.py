@@ -1,16 +1,19 @@
-"""Where a run computes: wishes against the machine, and against whoever started the process."""
+"""Where a run computes: wishes against the machine, its memory, and whoever started the process."""
 
-from __future__ import annotations
-
+import ctypes
 import dataclasses
+import errno
 import os
+from pathlib import Path
 
 import pytest
 import torch
+from small_runs import Workshop
 
+from rtx.compose import compose
 from rtx.config import Config, HardwareConfig, TrainerConfig
 from rtx.errors import UserError
-from rtx.training.hardware import Hardware, prepare_torch, resolve_hardware
+from rtx.training.hardware import Hardware, device_memory, out_of_memory, prepare_torch, resolve_hardware
 
 VARIABLES = ("RANK", "LOCAL_RANK", "RTX_PARENT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "3"}
@@ -45,13 +48,6 @@ def test_auto_takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolved(name="ddp").devices == 4
     with pytest.raises(UserError, match=r"hardware\.devices=8, but this machine has 4"):
         resolved(name="ddp", devices=8)
-
-
-def test_the_global_batch_is_cut_over_devices_and_passes() -> None:
-    found = [resolved(), resolved(name="ddp", devices=2), resolved(name="ddp", devices=2, micro=1)]
-    assert [(one.micro_batch_size, one.accumulate) for one in found] == [(8, 1), (4, 1), (1, 4)]
-    with pytest.raises(UserError, match="must be a multiple"):
-        resolved(name="ddp", devices=3)
 
 
 @pytest.mark.parametrize(("launcher", "rank"), [("torchrun", 3), ("srun", 2)])
@@ -103,3 +99,55 @@ def test_processes_of_one_machine_share_its_cores(
     finally:
         torch.set_num_threads(before)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "known"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_a_refusal_of_memory_is_known_and_nothing_else_taken_for_it(error: BaseException, known: bool) -> None:
+    assert bool(out_of_memory(error)) == known
+
+
+def test_the_memory_of_this_machine_is_shared_by_the_processes_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = device_memory(compose(["hardware=cpu"])) or 0
+    assert whole > 2**28
+    assert device_memory(compose(["hardware=ddp", "hardware.devices=2", "trainer.batch_size=2"])) == whole // 2
+    assert device_memory(compose(["hardware=ddp", "trainer.batch_size=4"]), processes=4) == whole // 4
+    assert device_memory(compose(["hardware=gpu"])) is None
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr("rtx.training.hardware.CONTAINER_LIMIT", limit)
+    for text, bytes_there in (("268435456\n", 2**28), ("max\n", whole)):
+        limit.write_text(text)
+        there = device_memory(compose(["hardware=cpu"])) or 0
+        assert there >= whole if text == "max\n" else there == bytes_there
+
+
+PROGRAM = """
+import resource
+from rtx.training.hardware import keep_freed_memory
+import torch
+
+keep_freed_memory()
+for turn in range(9):
+    parts = [torch.ones(2**22) for _ in range(4)]
+    if turn == 6:  # by then the places have settled
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    del parts
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+def test_freed_memory_is_kept(workshop: Workshop) -> None:
+    process = workshop.fork(workshop.folder / "freed", inside=PROGRAM)
+    process.wait()
+    assert int(process.log.read_text().splitlines()[0]) < 64

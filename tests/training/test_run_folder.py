@@ -1,95 +1,44 @@
-"""status.json and the lock: who works in a run folder, and who only seems to."""
-
-from __future__ import annotations
+"""A run folder: who works in it, and who only seems to; checkpoints that are whole, and nothing but plain data."""
 
 import json
 import os
-import signal
-import socket
-import subprocess
-import sys
+import pickle
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from rtx.errors import RunFailed, UserError
 from rtx.training import run_folder as room
-from rtx.training.run_folder import Status, new_run_folder, read_status, record_start, run_state, utc_now, working_in
-from rtx.training.signals import INTERRUPTED, PREEMPTED, Stopped
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from rtx.training.run_folder import working_in
-with working_in(Path(sys.argv[1])) as status:
-    print("working", flush=True)
-    time.sleep(60)
-"""
-
-
-def written(folder: Path, **fields: Any) -> None:
-    """Write the status of some other process."""
-    status = {"state": "running", "pid": 1, "host": socket.gethostname(), "step": 3}
-    (folder / "status.json").write_text(json.dumps(status | {"heartbeat": "2020-01-01T00:00:00.000Z"} | fields))
-
-
-def test_a_killed_run_is_not_taken_for_a_running_one(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    with process.stdout:
-        assert process.stdout.readline() == b"working\n"
-    assert run_state(tmp_path) == "running"
-    refusal = f"in use by process {process.pid} on {socket.gethostname()}"
-    with pytest.raises(UserError, match=refusal), working_in(tmp_path):
-        pass
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert (read_status(tmp_path) or {})["state"] == "running"
-    assert run_state(tmp_path) == "killed"
-    with working_in(tmp_path):
-        assert run_state(tmp_path) == "running"
-    assert run_state(tmp_path) == "done"
+from rtx.training.checkpoint import (
+    FORMAT,
+    CheckpointFiles,
+    is_whole,
+    load_for_use,
+    load_weights,
+    newest_checkpoint,
+    read_checkpoint,
+)
+from rtx.training.run_folder import Status, new_run_folder, read_status, run_state, utc_now, working_in
 
 
 @pytest.mark.parametrize(
     ("beat", "state"), [("2020-01-01T00:00:00.000Z", "killed"), ("2999-01-01T00:00:00.000Z", "killed"), ("", "running")]
 )
 def test_on_another_machine_the_heartbeat_tells(tmp_path: Path, beat: str, state: str) -> None:
-    written(tmp_path, host="elsewhere", heartbeat=beat or utc_now())
+    status = {"state": "running", "pid": 1, "host": "elsewhere", "step": 3, "heartbeat": beat or utc_now()}
+    (tmp_path / "status.json").write_text(json.dumps(status))
     assert run_state(tmp_path) == state
     if state == "running":
         with pytest.raises(UserError, match="in use by process 1 on elsewhere"), working_in(tmp_path):
             pass
 
 
-def test_the_status_says_how_the_work_ended(tmp_path: Path) -> None:
-    ends = {"interrupted": Stopped(INTERRUPTED, "why"), "preempted": Stopped(PREEMPTED, "why")}
-    for state, error in (*ends.items(), ("failed", RunFailed("why")), ("failed", ValueError("why"))):
-        with pytest.raises(type(error)), working_in(tmp_path):
-            raise error
-        status = read_status(tmp_path) or {}
-        assert (status["state"], status["reason"], status["pid"]) == (state, "why", os.getpid())
-    written(tmp_path, state="done", step=7)
-    with pytest.raises(UserError), working_in(tmp_path):  # a refused resume leaves the status of before
-        raise UserError("other data")
-    assert (read_status(tmp_path) or {})["state"] == "done"
-
-
-def test_a_full_disk_is_told_in_one_line_and_the_status_still_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(RunFailed, match="is full"), working_in(tmp_path):
-        monkeypatch.setattr(room, "write_json", full)
-        full()
-    assert (read_status(tmp_path) or {})["state"] == "failed"
-
-
-def test_the_heartbeat_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heartbeat_beats_and_a_fault_of_ours_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "BEAT_SECONDS", 0.01)
     status = Status(tmp_path)
     status.update(step=12)  # reaches the disk with the next beat
@@ -98,6 +47,10 @@ def test_the_heartbeat_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert time.monotonic() < end
     status.end("done")
     assert (read_status(tmp_path) or {})["state"] == "done"
+    with pytest.raises(ValueError, match="why"), working_in(tmp_path):
+        raise ValueError("why")
+    status = read_status(tmp_path) or {}
+    assert (status["state"], status["reason"]) == ("failed", "why")
 
 
 def test_run_folders_are_unique_and_obey_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,23 +67,80 @@ def test_run_folders_are_unique_and_obey_the_environment(tmp_path: Path, monkeyp
         new_run_folder("mine")
 
 
-@pytest.mark.parametrize("name", ["lock", "resumes.jsonl"])
-def test_a_link_in_place_of_a_file_of_the_run_is_not_followed(tmp_path: Path, name: str) -> None:
-    folder, foreign = tmp_path / "run", tmp_path / "foreign"
-    folder.mkdir()
-    foreign.write_bytes(b"a line of somebody else, without its end")
-    (folder / name).symlink_to(foreign)
-    with pytest.raises((UserError, RunFailed)), working_in(folder):
-        record_start(folder, {"hardware": {}}, {}, anew=True)
-    assert foreign.read_bytes() == b"a line of somebody else, without its end"
+def checkpoint(step: int) -> dict[str, Any]:
+    """Return the parts of a checkpoint that matter here."""
+    return {
+        "format": FORMAT,
+        "step": step,
+        "config": {"model": {"hidden": 4}},
+        "data": {"fingerprint": "x"},
+        "model": {"weight": torch.full((4, 3), float(step))},
+    }
 
 
-def test_what_of_a_machine_may_change_the_bits_is_told(tmp_path: Path) -> None:
-    began = {"accelerator": "cpu", "precision": "fp32", "devices": 1, "nodes": 1, "sharded": False}
-    assert record_start(tmp_path, {"hardware": began}, None, anew=True) == []
-    assert record_start(tmp_path, {"hardware": began}, {}, anew=False) == []
-    now = {"hardware": {**began, "precision": "bf16", "devices": 2}}
-    told = record_start(tmp_path, now, {"trainer.steps": (1, 2)}, anew=False)
-    assert told == ["precision fp32 -> bf16", "devices 1 -> 2"]
-    rows = [json.loads(line)["changed"] for line in (tmp_path / "resumes.jsonl").read_text().splitlines()]
-    assert rows == [{}, {"trainer.steps": [1, 2]}]
+def save_last(folder: Path, *steps: int) -> Path:
+    """Save checkpoints of these steps as a run does."""
+    for step in steps:
+        CheckpointFiles().save_checkpoint(checkpoint(step), folder / "last.ckpt")
+    return folder / "last.ckpt"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_checkpoint_is_an_ordinary_file_for_torch_and_zip(tmp_path: Path) -> None:
+    last = save_last(tmp_path, 1)
+    assert torch.load(last, weights_only=True)["step"] == 1
+    with zipfile.ZipFile(last) as archive:
+        assert archive.testzip() is None and archive.comment.startswith(b"rtx sha256 ")
+
+
+def test_a_checkpoint_that_cannot_be_read_is_left_where_it_is(tmp_path: Path) -> None:
+    last = save_last(tmp_path, 1, 2)
+    last.unlink()
+    last.mkdir()
+    for read in (lambda: newest_checkpoint(tmp_path, set_aside=True), lambda: load_for_use(tmp_path, "last")):
+        with pytest.raises(RunFailed, match=r"cannot be read \(Is a directory\); nothing was changed"):
+            read()
+    assert names(tmp_path) == ["last.ckpt", "previous.ckpt"]
+
+
+def test_a_kill_between_the_two_renames_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_last(tmp_path, 1)
+    real = os.replace
+
+    def killed(old: Path, new: Path) -> None:
+        if Path(new).name == "last.ckpt":
+            raise KeyboardInterrupt
+        real(old, new)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", killed)
+        save_last(tmp_path, 2)
+    assert (newest_checkpoint(tmp_path, set_aside=True) or {})["step"] == 1
+    save_last(tmp_path, 3)
+    assert [read_checkpoint(tmp_path / f"{name}.ckpt")["step"] for name in ("previous", "last")] == [1, 3]
+
+
+class Evil:
+    """What a crafted pickle runs when it is loaded."""
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("evil"),))
+
+
+def test_a_crafted_pickle_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    CheckpointFiles().save_checkpoint({**checkpoint(1), "extra": Evil()}, tmp_path / "last.ckpt")
+    with pytest.raises(UserError, match="refused: it holds more than plain tensors and numbers"):
+        newest_checkpoint(tmp_path, set_aside=True)
+    assert names(tmp_path) == ["last.ckpt"]
+    (tmp_path / "last.ckpt").write_bytes(pickle.dumps(Evil()))
+    assert not is_whole(tmp_path / "last.ckpt")
+
+
+def test_a_model_of_another_shape_is_refused() -> None:
+    with pytest.raises(UserError, match=r"does not fit the model: .*\n.*size mismatch for weight"):
+        load_weights(nn.Linear(3, 5, bias=False), checkpoint(1))
+    load_weights(nn.Linear(3, 4, bias=False), checkpoint(1))

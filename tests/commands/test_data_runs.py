@@ -1,0 +1,242 @@
+"""`rtx data`, and runs on every data set: each unit is scored once, whether or not N divides the split; images are
+whole; words and subwords have their measures, the released protocol, and samples without a store.
+"""
+
+import gc
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_sets import SETS, encoded, random_images
+from PIL import Image
+from pyarrow import parquet
+from small_runs import SIZES, Workshop, final
+
+from rtx.cli import main
+from rtx.data.sets import IMAGE_SETS, MADE
+from rtx.data.sets import SETS as KNOWN
+from rtx.keys import options
+
+SMALL = [size for size in SIZES if not size.startswith("data")]
+
+
+@pytest.fixture(scope="module")
+def trained(workshop: Workshop) -> Iterator[Callable[[str], Path]]:
+    """What trains on a set for two steps, once."""
+
+    def train(name: str) -> Path:
+        run, place = workshop.folder / name, workshop.folder / f"{name}-files"
+        if not run.exists():
+            place.mkdir()
+            quick = ["trainer.steps=2", "trainer.val_every=2", "trainer.log_every=1", "trainer.val_windows=1"]
+            quick += ["trainer.batch_size=1", "trainer.micro_batch_size=1"]
+            workshop.command("train", *SETS[name](place, patch), *SMALL, *quick, run=run)
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        yield train
+
+
+@pytest.fixture(scope="module")
+def wikitext(trained: Callable[[str], Path]) -> Path:
+    return trained("wikitext103")
+
+
+@pytest.fixture(scope="module")
+def pg19(trained: Callable[[str], Path]) -> Path:
+    return trained("pg19")
+
+
+def test_every_action_says_what_it_found(tmp_path, monkeypatch, capsys):
+    root, book = tmp_path / "stores", tmp_path / "book.txt"
+    monkeypatch.setenv("RTX_DATA", str(root))
+    book.write_bytes(b"a line of text\n" * 400)
+    options = ["data=text", f"data.path={book}"]
+
+    def said(*words: str, code: int = 0) -> str:
+        assert main(["data", *words]) == code
+        found = capsys.readouterr()
+        return found.err if code else found.out
+
+    assert said("list") == f"{root}: no data yet\n"
+    for word in ("verify", "info"):
+        assert "not prepared; to prepare it: rtx data prepare data=text data.path=" in said(word, *options, code=2)
+    page = said("prepare", *options)
+    assert page.startswith("preparing data=text") and "  train        5,400 bytes, 1 documents, 5,400 bytes, 1," in page
+    assert said("info", *options) in page
+    assert "every byte as recorded" in said("verify", *options)
+    (split,) = root.glob("text-*/valid.bin")
+    split.write_bytes(b"")
+    error = said("verify", *options, code=2)
+    assert error.startswith(f"rtx: {split}: damaged: expected 300 bytes, found 0; ") and error.count("\n") == 1
+    said("prepare", *options)
+    assert f"  {split.parent.name}  data=text " in said("list")
+    assert said("remove", split.parent.name).startswith(f"{split.parent}: removed, ") and not list(root.iterdir())
+    assert "no store of this name" in said("remove", *options, code=2)
+    assert "made on the fly; 2,048 answers in valid, 2,048 answers in test" in said("info", "data=recall")
+
+
+def test_a_path_to_nothing_is_told_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RTX_DATA", str(tmp_path / "stores"))
+    assert main(["data", "prepare", "data=enwik8", "data.path=nowhere"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("rtx: data.path=nowhere: expected enwik8.zip or enwik8, found none")
+    assert error.count("\n") == 1 and not list((tmp_path / "stores").glob("*/*"))
+    assert main(["data", "info", "data=recall", "data.length=40", "data.pairs=2"]) == 0  # no window of a model counts
+    assert main(["data", "--help"]) == 0
+    assert "\n  data.path" in capsys.readouterr().out
+
+
+def test_a_root_that_is_a_file_is_told(tmp_path, monkeypatch, capsys):
+    root = tmp_path / "stores"
+    root.touch()
+    monkeypatch.setenv("RTX_DATA", str(root))
+    assert main(["data", "prepare"]) == 2
+    assert capsys.readouterr().err.startswith(f"rtx: RTX_DATA={root}: is not a folder; set RTX_DATA to")
+
+
+@pytest.mark.parametrize("name", sorted({*options("data")} - {*MADE}))  # they are in test_recall_runs.py
+def test_a_set_trains_and_every_unit_is_scored_once(
+    workshop: Workshop, trained: Callable[[str], Path], name: str
+) -> None:
+    run = trained(name)
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("done", 2)
+    store = json.loads(next((workshop.folder / "data").glob(f"{name}-*/store.json")).read_text())
+    units = {split: facts["units"] for split, facts in store["splits"].items()}
+    assert status["final"]["units"] == units["valid"]
+    dividing = [] if name in IMAGE_SETS else [next(n for n in range(8, units["test"] + 1) if units["test"] % n == 0)]
+    others = [] if name in IMAGE_SETS else [next(n for n in range(9, units["test"]) if units["test"] % n)]
+    for length in [*dividing, *others] or [None]:
+        result, _ = workshop.score(run, "split=test", *([] if length is None else [f"data.length={length}"]))
+        assert result["units"] == result["split_units"] == units["test"] > 0
+        assert result["nats"] > 0 and not result["partial"] and result["own_data"]
+        assert result["data"]["fingerprint"] == store["fingerprint"]
+
+
+def train(workshop: Workshop, *overrides: str, code: int = 0) -> str:
+    data = ("data=images", f"data.path={workshop.folder / 'pictures'}", *overrides)
+    return workshop.command("train", *SMALL, *data, run=workshop.folder / "run", code=code)
+
+
+@pytest.fixture(scope="module")
+def run(workshop: Workshop) -> Path:
+    """A run on a folder with 23 images of 6 x 8, for which a wrong length is refused, and the right one named."""
+    (workshop.folder / "pictures").mkdir()
+    for number, image in enumerate(random_images(23, 6, 8)):
+        (workshop.folder / "pictures" / f"{number:02d}.png").write_bytes(encoded(image))
+    assert "data.length=3072: expected 144, for one image is one sequence" in train(workshop, code=2)
+    train(workshop, "data.length=144")
+    return workshop.folder / "run"
+
+
+def size(run: Path, name: str) -> tuple[int, int]:
+    """Width and height of a picture that a run has kept."""
+    with Image.open(run / "samples" / name) as image:
+        return image.size
+
+
+def test_a_run_on_images_keeps_an_image_and_counts_sub_pixels(workshop: Workshop, run: Path) -> None:
+    assert size(run, "step12-seed0-1.png") == (8, 6)
+    assert final(run)["unit"] == "dim" and final(run)["units"] == 144
+    scored, _ = workshop.score(run, "split=train")
+    assert scored["units"] == 21 * 144 and 7.5 < scored["bits_per_dim"] < 9.5
+
+
+def test_samples_are_pictures(workshop: Workshop, run: Path) -> None:
+    assert workshop.answer("sample", str(run), "checkpoint=last")[0] == f"{run / 'samples' / 'step12-seed0-2.png'}\n"
+    assert size(run, "step12-seed0-2.png") == (8, 6)
+    said = workshop.command("sample", str(run), "length=30", "seed=7", "checkpoint=last")
+    assert "30 units; an image has 144: the rest is black" in said
+    pixels = np.asarray(Image.open(run / "samples" / "step12-seed7-1.png"))
+    assert pixels.shape == (6, 8, 3) and pixels[0].any() and (pixels[2:] == 0).all()  # 30 units are 10 pixels
+    for option, line in (("length=145", "an image has 144 units"), ("prompt=cat", "no place in a run on images")):
+        assert line in workshop.command("sample", str(run), option, code=2)
+
+
+def test_images_are_analyzed_whole(workshop: Workshop, run: Path) -> None:
+    workshop.command("analyze", "patterns", str(run), "split=train")
+    path = Path(workshop.command("analyze", "context", str(run)).splitlines()[-1])
+    result = json.loads(path.read_text())
+    assert result["gains"] == [] and len(result["positions"]) == 16, "a part of an image elsewhere is no image"
+
+
+def test_words_have_a_perplexity_over_the_published_count_and_no_bytes(workshop: Workshop, wikitext: Path) -> None:
+    result, said = workshop.score(wikitext, "split=test")
+    published = KNOWN["wikitext103"].words["test"]
+    assert result["units"] == published == result["words"] and result["words_comparable"]
+    assert result["perplexity_per_word"] == pytest.approx(math.exp(result["nats"] / published))
+    assert "bits_per_byte" not in result and "bits/byte" not in said
+    assert f"perplexity per word: exp(nats / {published:,} words), the published count of the split\n" in said
+    part, said = workshop.score(wikitext, "split=test", "limit=2")
+    assert part["partial"] and "words" not in part and "per word" not in said
+
+
+def test_subwords_have_bits_per_byte_and_a_perplexity_over_the_published_count(workshop: Workshop, pg19: Path) -> None:
+    result, said = workshop.score(pg19, "split=test")
+    rows = parquet.read_table(workshop.folder / "pg19-files" / "test-00000-of-00001.parquet")["text"].to_pylist()
+    text = sum(len(row.encode()) for row in rows)
+    assert result["bits_per_byte"] == pytest.approx(result["nats"] / text / math.log(2))
+    assert result["words"] == KNOWN["pg19"].words["test"] and result["words_comparable"]
+    assert " bits/subword" in said and " bits/byte of text\n" in said
+    assert final(pg19)["unit"] == "subword" and final(pg19)["bits_per_byte"] < final(pg19)["bits"]
+
+
+def test_the_released_protocol_has_a_name_and_a_file_of_its_own(workshop: Workshop, wikitext: Path, pg19: Path) -> None:
+    for run, habit in ((wikitext, "blank lines and the last window that is not"), (pg19, "nats / subwords")):
+        result, said = workshop.score(run, "split=test", "data.length=24", "protocol=released")
+        assert result["read_as"] == "released" and habit in result["protocol"].partition("protocol=released (")[2]
+        assert result["units"] == result["split_units"] and result["protocol"] in said
+        assert not result["words_comparable"] and "not comparable" in said
+    assert result["words"] == pytest.approx(result["units"] / 1.248)
+    assert result["perplexity_per_word"] == pytest.approx(math.exp(1.248 * result["nats"] / result["units"]))
+
+
+@pytest.mark.parametrize(("name", "file"), [("wikitext103", "words.txt"), ("pg19", "sentencepiece.model")])
+def test_a_run_goes_on_and_samples_without_its_store(
+    workshop: Workshop, wikitext: Path, pg19: Path, name: str, file: str
+) -> None:
+    run = {"wikitext103": wikitext, "pg19": pg19}[name]
+    (store,) = (workshop.folder / "data").glob(f"{name}-*")
+    assert (run / file).read_bytes() == (store / file).read_bytes()
+    said = workshop.command("resume", str(run), "trainer.steps=3")
+    assert "done after 3 steps" in said and "perplexity per word" in said
+    gc.collect()  # as the end of a process: Trainer and callbacks refer to each other, and one of them to the store
+    workshop.command("data", "remove", store.name)
+    assert not store.exists()
+    said = workshop.command("sample", str(run), "length=5", "prompt=of")
+    assert said.lstrip().startswith("of") and not store.exists()
+    kept = (run / file).read_bytes()
+    (run / file).write_bytes(kept + b"more\n")
+    said = workshop.command("sample", str(run), "length=5", code=1)
+    assert f"{run / file}: expected the" in said
+    (run / file).write_bytes(kept)
+    workshop.command("eval", str(run), "limit=1")  # the store is made again, the same
+    assert json.loads(next((run / "eval").glob("valid*.json")).read_text())["own_data"]
+
+
+def test_another_tokenizer_than_the_runs_is_refused(workshop: Workshop, pg19: Path) -> None:
+    for command in (["eval", "limit=1"], ["audit", "windows=1"]):
+        said = workshop.command(command[0], str(pg19), *command[1:], "data.tokenizer_sample=5000", code=2)
+        assert "pg19: the tokenizer of these data is not that of the run; name the data" in said
+
+
+def test_a_plan_knows_the_vocabulary(workshop: Workshop, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"the cat and the dog\n" * 40)
+    own = ["data=text", f"data.path={tmp_path}", "data.tokenizer=words", "data.length=16", "model.window=8"]
+    own += ["routing.window=8", "model.hidden=64", "model.heads=4"]
+    assert "not prepared; to prepare it: rtx data prepare data=text" in workshop.command("plan", *own, code=2)
+    workshop.command("data", "prepare", *own[:3], "data.length=16")
+    said = [workshop.command("plan", *own)]
+    said += [
+        workshop.command("plan", *options)
+        for options in (["data=wikitext103"], ["data=pg19"], ["data=cifar10"], ["data=images", f"data.path={tmp_path}"])
+    ]
+    for text, name in zip(said, ("text", "wikitext103", "pg19", "cifar10", "images"), strict=True):
+        assert f" units of {name}" in text
+    sizes = [int(text.partition("parameters")[2].split()[0].replace(",", "")) for text in said]
+    assert sizes[1] > 267_735 * 256 and sizes[2] > 98_000 * 256 > sizes[3]
+    assert sizes[0] < 1_000_000
