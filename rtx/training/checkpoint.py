@@ -90,7 +90,8 @@ def read_checkpoint(path: Path, *, facts_only: bool = False) -> Checkpoint:
         if isinstance(error, UserError) or out_of_memory(error):
             raise
         raise UserError(f"{path} is refused: it holds more than plain tensors and numbers") from error
-    if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
+    written = checkpoint.get("format") if isinstance(checkpoint, dict) else None
+    if not isinstance(written, int) or written != FORMAT:  # a tensor is equal in parts
         raise UserError(f"{path} is not of the format that this version of rtx reads ({FORMAT})")
     check_layout(path, checkpoint)
     return checkpoint

@@ -184,7 +184,7 @@ PARTS = [
     *(["optimizer_states", 0, "state", 0, "exp_avg"], ["callbacks", "Watch", "ranks", 0, "sums"], ["epoch"]),
     *(["callbacks", "Watch", "ranks", 0, "rng", "torch"], ["config", "model"], ["config"], ["data"], ["model"]),
     *(["data", "tokenizer"], ["data", "vocabulary"], ["pytorch-lightning_version"], ["config", "seed"], ["step"]),
-    ["format"],
+    *(["format"], ["model", "embedding.table_VS"]),
 ]
 MORE = {"step": (-5, "5"), "format": (FORMAT + 1,)}
 """Further values of a part, besides none and a tensor."""
