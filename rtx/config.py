@@ -179,7 +179,7 @@ class ModelConfig:
     summary: int = ranged(8, low=1)
     """Columns of every earlier block that a fixed head reads (Sparse Transformer)."""
     memory: int = ranged(0, low=0, high=2**30)
-    """Positions of earlier segments that base=recurrent reads, too (Transformer-XL); above 0 it trains on streams."""
+    """Positions of earlier segments that base=recurrent, which trains on streams, reads, too (Transformer-XL)."""
     compressed: int = ranged(0, low=0, high=2**30)
     """Compressed positions that base=recurrent reads before its memory, too (Compressive Transformer)."""
     compression: str = one_of("conv", "mean", "max")

@@ -183,6 +183,8 @@ def preset(group: str, option: str) -> Path | None:
 
 def unknown(word: str, known: Iterable[str]) -> str:
     """Return what to say of a key that does not exist: the dotted key nearest to it by its last part, if any."""
+    if word.lower().startswith("hydra.launcher."):
+        return f"{shorten(word)}: is read by rtx train -m alone, with hardware=slurm"
     if word.lower().startswith("hydra"):
         own = "RTX_OUTPUTS=<folder> and name= say where runs go, sweep.parallel= and hardware=slurm how cells are run"
         return f"{shorten(word)}: keys of Hydra's own are not read; {own}"

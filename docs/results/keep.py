@@ -31,14 +31,15 @@ def main(runs: Path, folder: Path) -> None:
     """Copy the records of `runs` to `folder`, which is made anew."""
     shutil.rmtree(folder, ignore_errors=True)
     configs = [path.read_text(encoding="utf-8") for path in runs.glob("*/config.yaml")]
-    places = {place for config in configs for place in re.findall(r"^  path: (/\S+)$", config, re.MULTILINE)}
+    found = {place for config in configs for place in re.findall(r"^  path: (/.+)$", config, re.MULTILINE)}
+    places = sorted(found, key=len, reverse=True)
     for pattern in (*KEPT, *NAMELESS):
         for path in [*runs.glob(pattern), *runs.glob(f"*/{pattern}")]:
             target = folder / path.relative_to(runs)
             target.parent.mkdir(parents=True, exist_ok=True)
             text = path.read_text(encoding="utf-8")
             for place in places:
-                text = text.replace(place, Path(place).name)
+                text = re.sub(rf"(?<![\w./-]){re.escape(place)}(?![\w.-])", Path(place).name, text)
             is_named = pattern in NAMELESS
             target.write_text(json.dumps(nameless(json.loads(text)), indent=1) + "\n" if is_named else text)
 

@@ -42,8 +42,8 @@ class Inputs(NamedTuple):
 class Pattern(nn.Module, ABC):
     """H heads of one pattern.
 
-    A pattern implements `reads` and, for the oracle and pictures, `rule`. One that chooses by position alone subclasses
-    `PositionPattern` instead.
+    A pattern implements `reads`, `start` for streams and, for the oracle and pictures, `rule`. One that chooses by
+    position alone subclasses `PositionPattern` instead.
 
     Args:
         scale: multiplies the logits; None: 1 / sqrt(D).

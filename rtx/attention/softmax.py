@@ -93,7 +93,8 @@ def soft_attend(
         none_GQ1 = ~mask_GQK.any(-1, keepdim=True)
         logits_GQK = logits_GQK.masked_fill(~(mask_GQK | none_GQ1), float("-inf"))
         weight_GQK = logits_GQK.softmax(-1)
-        sum_GQ = logits_GQK.amax(-1) - weight_GQK.amax(-1).log()  # the largest weight is e^(largest logit - sum)
+        top_GQ1 = logits_GQK.argmax(-1, keepdim=True)  # its weight is e^(logit - sum)
+        sum_GQ = (logits_GQK.gather(-1, top_GQ1) - weight_GQK.gather(-1, top_GQ1).log())[..., 0]
         weight_GQK = F.dropout(weight_GQK, terms.dropout, training=terms.dropout > 0)
         out_GQD = weight_GQK @ v_GKD
         if relative is not None and relative.values_MD is not None:

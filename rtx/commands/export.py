@@ -25,8 +25,9 @@ def main(arguments: list[str]) -> int:
     foreign = output.is_file() or any(path.suffix != MARK for path in output.glob("*"))
     if foreign and not is_export(output):
         raise UserError(f"output={output}: is a file, or holds other files; name a new or an empty folder")
-    numbers = sum(tensor.numel() for tensor in checkpoint["model"].values())
-    page = card(collect([folder]).cells[0], config, checkpoint, numbers)
+    model, kept = checkpoint["model"], ("centroid_HCD", "threshold_HC")
+    centroids = sum(tensor.numel() for name, tensor in model.items() if name.endswith(kept))
+    page = card(collect([folder]).cells[0], config, checkpoint, centroids)
     files = {name: content for name, (_, content) in copies(config.extensions).items()}
     files |= {"config.yaml": to_yaml(config).encode(), "README.md": page.encode()}
     if described := checkpoint["data"].get("tokenizer"):

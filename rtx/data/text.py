@@ -52,8 +52,11 @@ def own_files(data: DataConfig, root: Path, report: Report) -> Source:
     total = sum(sizes := [path.stat().st_size for path in paths])
     ends = accumulate(sizes) if given else (total * end // 100 for _, end in CUTS.values())
     cuts = dict(zip(CUTS, pairwise([0, *ends]), strict=True))
-    if min(stop - start for start, stop in cuts.values()) < 2:
-        raise UserError(f"{data.path}: expected at least 2 bytes in each split, found {total:,} in all; give more text")
+    for split, (start, stop) in cuts.items():
+        if stop - start < 2:
+            raise UserError(
+                f"{data.path}: expected at least 2 bytes in split {split}, found {stop - start}; give more text"
+            )
 
     def load(split: str, work: Path) -> datasets.Dataset:
         rows = rows_of(parts(*cuts[split]), work / "cache" / split)

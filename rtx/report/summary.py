@@ -82,8 +82,8 @@ def closing_lines(run: str, steps: str, final: Mapping[str, Any], protocol: str,
     return "\n".join(lines)
 
 
-def card(cell: Cell, config: Config, checkpoint: Mapping[str, Any], numbers: int) -> str:
-    """Return the card of an exported model as Markdown; `numbers`: of weights and buffers, that are of one step."""
+def card(cell: Cell, config: Config, checkpoint: Mapping[str, Any], centroids: int) -> str:
+    """Return the card of an exported model as Markdown; `centroids`: how many numbers these and thresholds are."""
     every, step = [*filter(None, [cell.final]), *cell.scores], checkpoint["step"]
     every.sort(key=lambda score: score.protocol.ablate != "none")
     values = flat(to_dict(config))
@@ -93,5 +93,5 @@ def card(cell: Cell, config: Config, checkpoint: Mapping[str, Any], numbers: int
         "scores": {score.protocol: score for score in every if score.step == step}.values(),
         "versions": cell.environment.get("versions", {}),
     }
-    facts |= {"cell": cell, "step": step, "checkpoint": checkpoint["file"], "numbers": numbers}
+    facts |= {"cell": cell, "step": step, "checkpoint": checkpoint["file"], "centroids": centroids}
     return filled("card.md.j2", **facts, data=checkpoint["data"])

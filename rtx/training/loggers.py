@@ -58,13 +58,16 @@ def rows_before(path: Path, step: int, config: Config) -> Iterator[tuple[dict[st
     """Yield the rows up to `step`, of each kind and step the last, but those that a run from there on writes again."""
     ended, parts = step >= config.trainer.steps, {kind: (part, prefix) for part, (kind, prefix) in KINDS.items()}
     again = {"valid": ended or not step % config.trainer.val_every, "final": ended}
-    with contextlib.suppress(*DAMAGED):
-        rows = {(row["step"], row["kind"]): row for row in map(json.loads, read_file(path).splitlines())}
-        for (at, kind), row in sorted(rows.items(), key=lambda item: item[0][0]):
-            if at < step or (at == step and not again.get(kind)):
-                part, prefix = parts[kind]
-                known = {key.removeprefix(prefix): row[key] for key in row if isinstance(row[key], int | float)}
-                yield {f"{part}/{key}": value for key, value in known.items() if key != "step"}, at
+    rows: dict[tuple[int, str], dict[str, Any]] = {}
+    for line in read_file(path).splitlines() if path.exists() else ():
+        with contextlib.suppress(*DAMAGED):  # a line that cannot be read costs no other its place
+            row = json.loads(line)
+            rows[row["step"], row["kind"]] = row
+    for (at, kind), row in sorted(rows.items(), key=lambda item: item[0][0]):
+        if kind in parts and (at < step or (at == step and not again.get(kind))):
+            part, prefix = parts[kind]
+            known = {key.removeprefix(prefix): row[key] for key in row if isinstance(row[key], int | float)}
+            yield {f"{part}/{key}": value for key, value in known.items() if key != "step"}, at
 
 
 class JsonlLogger(Logger):

@@ -151,8 +151,12 @@ def test_an_export_has_the_weights_of_the_run_and_says_how_it_was_scored(
     texts = [workshop.answer("sample", str(folder), "length=40")[0] for folder in (run, exported)]
     assert scores[0] == scores[1] and texts[0] == texts[1]
     page, parameters = (exported / "README.md").read_text(), load(run).model.count_parameters()
-    assert page.startswith("---\nlibrary_name: rtx\n") and f"{parameters:,} parameters, and centroids and" in page
-    assert f"**{final(run)['bits']:.4f} bits/byte**" in page and "teacher-forced" in page and "sees no future" in page
+    assert page.startswith("---\nlibrary_name: rtx\n") and f"; {parameters:,} parameters,\nand " in page
+    assert (
+        f"**{final(run)['bits']:.4f} bits/byte**" in page
+        and " numbers of centroids and thresholds" in page
+        and "sees no future" in page
+    )
     assert "`routing.selection=causal`" in page and "after 12 steps" not in page and "for 12 steps" in page
 
 

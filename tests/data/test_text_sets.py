@@ -79,7 +79,7 @@ def test_three_files_of_a_folder_are_its_splits(tmp_path, root):
     assert split_texts(opened(root, "text", tmp_path)) == given
     assert len(split_texts(opened(root, "text", tmp_path / "*.txt"))["train"]) > len(given["train"]) + 5
     (tmp_path / "valid.txt").write_bytes(b"a")
-    refused(root, "text", tmp_path, "at least 2 bytes in each split")
+    refused(root, "text", tmp_path, "at least 2 bytes in split")
 
 
 def test_what_is_no_text_is_refused(tmp_path, root, monkeypatch):
@@ -92,7 +92,7 @@ def test_what_is_no_text_is_refused(tmp_path, root, monkeypatch):
             "bok.txt": r"data\.path=bok\.txt: expected a file, a folder or .*found none \(did you mean 'book\.txt'",
             "empty": r"data\.path=empty: expected a f.*, found none$",
             "*.md": r"data\.path=\*\.md: expected a file, a folder or a glob that matches files, found none",
-            "book.txt": r"book\.txt: expected at least 2 bytes in each split, found 10 in all; give more text",
+            "book.txt": r"book\.txt: expected at least 2 bytes in split valid, found 0; give more text",
             "socket": r"socket: expected a regular file or a folder, found ",
         }.items():
             refused(root, "text", path, message)
