@@ -74,13 +74,24 @@ def test_resumes_are_killed_too(workshop: Workshop, thirty: Path) -> None:
 STEPS = 40
 
 
-def kill_everything(process: subprocess.Popen[str]) -> None:
-    """End a sweep, and all that it has started in its session, at once and without a word."""
-    process.kill()
+def alive(session: int) -> list[int]:
+    """Return the processes of a session that have not ended."""
+    found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            if int(path.read_text().rpartition(")")[2].split()[3]) == process.pid:
-                os.kill(int(path.parent.name), signal.SIGKILL)
+            state, *rest = path.read_text().rpartition(")")[2].split()
+            found += [int(path.parent.name)] if int(rest[2]) == session and state not in "ZX" else []
+    return found
+
+
+def kill_everything(process: subprocess.Popen[str]) -> None:
+    """End a sweep, and all that it has started in its session, at once and without a word; wait until they are gone."""
+    for _ in patiently(lambda: f"{alive(process.pid)} live on", pause=0.01):
+        if not (left := alive(process.pid)):
+            break
+        for number in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
     process.wait()
 
 
