@@ -1,13 +1,15 @@
-"""Of all tests: one thread, since tiny tensors only lose by more; and Ctrl-C."""
+"""Of all tests: one thread, since tiny tensors only lose by more; and signals."""
 
 import os
 import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the commands that tests start inherit it
 
-# A shell ignores Ctrl-C for what it runs in the background, and the commands that tests start would inherit that.
+# A shell ignores Ctrl-C for what it runs in the background, nohup SIGHUP; the commands that tests start inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import pytest
 from small_runs import forker, workshop  # the workshop in which small runs are made, for whoever asks for it

@@ -37,11 +37,11 @@ struct Problem {
 
 namespace {
 #ifdef __AVX512F__
-constexpr int LANES = 16, WIDE = 4;  // TALL x WIDE vectors of sums take 24 of 32 registers
+constexpr Int LANES = 16, TALL = 8, QUERIES = 64;  // whole tiles and whole vectors make a block
 #else
-constexpr int LANES = 8, WIDE = 2;
+constexpr Int LANES = 8, TALL = 6, QUERIES = 48;
 #endif
-constexpr Int TALL = 6, QUERIES = 48, TILES = QUERIES / TALL;  // whole tiles and whole vectors make a block
+constexpr Int WIDE = 2, TILES = QUERIES / TALL;  // TALL x WIDE vectors of sums stay in registers
 constexpr Int AHEAD = 8, CHUNK = 96, SPAN = 768;  // rows fetched early, keys in the nearest cache, of a segment
 
 typedef float Vec __attribute__((vector_size(LANES * 4)));

@@ -131,11 +131,13 @@ def has_compiler() -> bool:
 def keep_freed_memory() -> None:
     """Tell glibc to keep what is freed: to fault it in and zero it anew is a tenth of a step's time on a CPU.
 
-    Blocks above 32 MiB are given back: kept, they would leave gaps that no other fits, many times what is in use.
+    Blocks above 33 MiB are given back: kept, they would leave gaps that no other fits, many times what is in use. Those
+    of 32 MiB are common and kept where glibc can (2.35 and later).
     """
     with contextlib.suppress(AttributeError, OSError):  # another C library is left as it is
         library = ctypes.CDLL(None)
-        library.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, the most that it takes
+        if not library.mallopt(-3, 33 << 20):  # M_MMAP_THRESHOLD
+            library.mallopt(-3, 32 << 20)
         library.mallopt(-1, -1)  # M_TRIM_THRESHOLD
 
 
