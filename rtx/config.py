@@ -373,11 +373,6 @@ def settings() -> dict[str, Field]:
     return groups | keys
 
 
-def precision_on(wish: HardwareConfig, gpu: bool) -> str:
-    """The arithmetic on a device: hardware.precision, where auto is bf16 on a GPU and fp32 on a CPU."""
-    return wish.precision if wish.precision != "auto" else ("bf16" if gpu else "fp32")
-
-
 def memory_slots(model: ModelConfig) -> int:
     """Positions before its segment that a layer reads: memory and compressed memory."""
     return model.memory + model.compressed

@@ -18,8 +18,7 @@ from rtx.attention.pattern import Inputs, Pattern
 from rtx.attention.patterns import AdaptiveSpan
 from rtx.attention.routing import Routing, Snapshot
 from rtx.attention.softmax import Relative
-from rtx.model.layer_heads import ROUTED
-from rtx.model.multihead import MultiheadAttention
+from rtx.model.multihead import ROUTED, MultiheadAttention
 from rtx.model.transformer import Transformer
 
 KEYS, PROBES = 256, 32  # keys whose weights are worked out at once; positions of a training batch whose weights are

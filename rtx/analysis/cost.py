@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rtx.config import Config, hash_buckets, memory_slots
-from rtx.model.layer_heads import ROUTED, layer_patterns
+from rtx.model.multihead import ROUTED, layer_patterns
 from rtx.model.transformer import Transformer
 
 INDEXER_UNITS = 16  # of a head's queries and keys by which selection=indexer chooses

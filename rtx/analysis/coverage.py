@@ -18,7 +18,7 @@ from rtx.attention.pattern import Inputs, Pattern
 from rtx.attention.routing import Routing
 from rtx.compose import with_values
 from rtx.config import SELECTIONS, Config, RoutingConfig, clusters
-from rtx.model.layer_heads import ROUTED, layer_patterns, make_pattern
+from rtx.model.multihead import ROUTED, layer_patterns, make_pattern
 from rtx.model.transformer import Transformer
 
 NAMES = (*(name for name in SELECTIONS if name != "indexer"), "drawn keys", "next keys")

@@ -21,9 +21,10 @@ from rtx.attention.pattern import Pattern
 from rtx.attention.patterns import Random
 from rtx.attention.routing import Routing
 from rtx.compose import with_values
-from rtx.config import Config, embedding_width, memory_slots, precision_on, sizes_of
-from rtx.model.layer_heads import ROUTED, layer_patterns, make_pattern
+from rtx.config import Config, embedding_width, memory_slots, sizes_of
 from rtx.model.likelihood import MAX_LOGITS
+from rtx.model.multihead import ROUTED, layer_patterns, make_pattern
+from rtx.training.hardware import precision_on
 
 INDEX = 8  # bytes of a row number
 FILLED, FILLED_CPU = 0.85, 0.5

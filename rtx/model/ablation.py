@@ -12,7 +12,7 @@ from rtx.attention.pattern import Pattern, PositionPattern, Spread
 from rtx.attention.patterns import Random
 from rtx.config import Config
 from rtx.errors import UserError
-from rtx.model.layer_heads import ROUTED, layer_patterns
+from rtx.model.multihead import ROUTED, layer_patterns
 from rtx.model.transformer import Transformer
 
 MEMBER_SEED = 1_000_003

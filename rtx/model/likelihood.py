@@ -1,15 +1,20 @@
-"""From hidden states to nats, without holding the logits of a whole batch at once.
+"""From hidden states to nats, without holding the logits of a whole batch at once: by one softmax over all units, or
+adaptive (Baevski and Auli 2019): words in bands of falling frequency, the rarer the narrower, also as they are read.
 
-Shapes: B sequences, N positions, A of them, E width, V vocabulary, R = B * N rows.
+Shapes: B sequences, N positions, A of them, R = B * N rows, E hidden width, V units, G words of a band, S its width.
 """
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from rtx.config import ModelConfig, sizes_of
+from rtx.errors import UserError
 
 MAX_LOGITS = 1 << 24
 """Logits held at once; beyond it they are computed in parts, and again in the backward pass."""
@@ -47,3 +52,98 @@ def rows_nats(hidden_RE: Tensor, target_R: Tensor, weight_VE: Tensor, bias_V: Te
     logits_RV = F.linear(hidden_RE, weight_VE, bias_V)
     wide = torch.promote_types(logits_RV.dtype, torch.float32)
     return F.cross_entropy(logits_RV.to(wide), target_R, reduction="none")
+
+
+def band_ends(model: ModelConfig, vocabulary: int) -> list[int]:
+    """Return where each band of `model.cutoffs` ends; `UserError` where the last begins beyond the vocabulary."""
+    ends = sizes_of(model.cutoffs)
+    if ends[-1] >= vocabulary:
+        below = f"must end below the {vocabulary:,} units of the data"
+        raise UserError(f"model.cutoffs={model.cutoffs} {below}, which go on behind it; or model.embedding=null")
+    return [*ends, vocabulary]
+
+
+class Bands(nn.Module):
+    """The vectors of words by band: a table of the band's own width, and a matrix between it and the hidden width.
+
+    Args:
+        ends: ids before which the bands end, ascending; the last is V.
+        hidden: E.
+        factor: by which each band is narrower than the one before; the first has width E.
+    """
+
+    def __init__(self, ends: Sequence[int], hidden: int, factor: int) -> None:
+        super().__init__()
+        self.ranges = list(itertools.pairwise([0, *ends]))
+        widths = [hidden // factor**band for band in range(len(ends))]
+        sizes = [stop - start for start, stop in self.ranges]
+        self.tables = nn.ParameterList(torch.empty(G, S) for G, S in zip(sizes, widths, strict=True))
+        self.widen = nn.ModuleList(nn.Linear(S, hidden, bias=False) for S in widths)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the vectors of words, `[..., E]`."""
+        vectors = self.tables[0].new_zeros(*ids.shape, self.widen[0].out_features)  # type: ignore[arg-type]
+        for (start, stop), table_GS, widen in zip(self.ranges, self.tables, self.widen, strict=True):
+            at = ((ids >= start) & (ids < stop)).nonzero(as_tuple=True)
+            vectors = vectors.index_put(at, widen(F.embedding(ids[at] - start, table_GS)).to(vectors.dtype))
+        return vectors
+
+    def products(self, hidden_RE: Tensor, band: int) -> Tensor:
+        """Return the products of rows with the vectors of a band, `[R, G]`."""
+        narrow_RS = hidden_RE @ self.widen[band].weight  # type: ignore[operator]
+        return narrow_RS @ self.tables[band].T
+
+    def initialise(self, as_output: bool) -> None:
+        """As `Transformer.initialise`: vectors of variance 1 to read, or products of variance 1/4 with rows of 1."""
+        for table_GS, widen in zip(self.tables, self.widen, strict=True):
+            E, S = widen.weight.shape  # type: ignore[misc]
+            nn.init.normal_(widen.weight, std=E**-0.5 if as_output else S**-0.5)  # type: ignore[arg-type, operator]
+            nn.init.normal_(table_GS, std=0.5 * S**-0.5 if as_output else 1.0)  # type: ignore[operator]
+
+
+class AdaptiveSoftmax(nn.Module):
+    """The likelihood of a word: that of its band times that of the word in it; the first band's words stand alone.
+
+    It is exact: over the whole vocabulary it adds up to 1 (Grave et al. 2017). Only rows whose word is in a rarer band
+    look at that band's words.
+    """
+
+    def __init__(self, bands: Bands, hidden: int) -> None:
+        super().__init__()
+        self.bands = bands
+        self.clusters = nn.Linear(hidden, len(bands.ranges) - 1)
+        self.bias_V = nn.Parameter(torch.zeros(bands.ranges[-1][1]))
+
+    @property
+    def head(self) -> int:
+        """The first band's words and the further bands, over which every row has a softmax."""
+        return self.bands.ranges[0][1] + self.clusters.out_features
+
+    def logits(self, hidden_RE: Tensor, band: int) -> Tensor:
+        """Return the logits of a band's words, behind those of the first band of the further bands; wide."""
+        start, stop = self.bands.ranges[band]
+        logits_RG = self.bands.products(hidden_RE, band) + self.bias_V[start:stop]
+        logits_RG = logits_RG if band else torch.cat([logits_RG, self.clusters(hidden_RE)], dim=-1)
+        return logits_RG.to(torch.promote_types(logits_RG.dtype, torch.float32))
+
+    def nats(self, hidden_RE: Tensor, target_R: Tensor) -> Tensor:
+        """Return -log p(target) of some rows, float32 or wider, `[R]`."""
+        first, place_R = self.bands.ranges[0][1], target_R
+        for band, (start, _) in enumerate(self.bands.ranges[1:]):
+            place_R = torch.where(target_R >= start, first + band, place_R)
+        nats_R = F.cross_entropy(self.logits(hidden_RE, 0), place_R, reduction="none")
+        for band, (start, stop) in enumerate(self.bands.ranges[1:], 1):
+            at = ((target_R >= start) & (target_R < stop)).nonzero()[:, 0]
+            within = F.cross_entropy(self.logits(hidden_RE[at], band), target_R[at] - start, reduction="none")
+            nats_R = nats_R.index_add(0, at, within)
+        return nats_R
+
+    def log_shares(self, hidden_RE: Tensor) -> Tensor:
+        """Return the logarithm of the likelihood of every word, `[R, V]`."""
+        first = self.bands.ranges[0][1]
+        head_RG = self.logits(hidden_RE, 0).log_softmax(-1)
+        tails = [
+            head_RG[:, first + band, None] + self.logits(hidden_RE, band + 1).log_softmax(-1)
+            for band in range(self.clusters.out_features)
+        ]
+        return torch.cat([head_RG[:, :first], *tails], dim=-1)

@@ -16,9 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from rtx.attention.centroids import statistics_paused
 from rtx.attention.pattern import Pattern
 from rtx.config import Config, embedding_width, sizes_of
-from rtx.model.adaptive import AdaptiveSoftmax, Bands, band_ends
 from rtx.model.block import Block
-from rtx.model.likelihood import answer_nats, in_parts, token_nats
+from rtx.model.likelihood import AdaptiveSoftmax, Bands, answer_nats, band_ends, in_parts, token_nats
 from rtx.model.memory import Compression, Memory, reconstruction_loss
 from rtx.model.positions import TABLE_DEVIATION, LearnedPositions
 

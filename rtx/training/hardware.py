@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from rtx.config import SPREAD, Config, HardwareConfig, precision_on
+from rtx.config import SPREAD, Config, HardwareConfig
 from rtx.errors import UserError, shorten
 from rtx.training.signals import started_by_another
 
@@ -71,6 +71,11 @@ def resolve_hardware(config: Config) -> Hardware:
         micro_batch_size=micro,
         accumulate=batch // (micro * world),
     )
+
+
+def precision_on(wish: HardwareConfig, gpu: bool) -> str:
+    """Return the arithmetic on a device: hardware.precision, where auto is bf16 on a GPU and fp32 on a CPU."""
+    return wish.precision if wish.precision != "auto" else ("bf16" if gpu else "fp32")
 
 
 def processes(wish: HardwareConfig, gpus: int) -> tuple[str, int, int, int]:

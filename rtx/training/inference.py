@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 from rtx.compose import RUN_CONFIG, flat, load_run_config, merge, to_dict
-from rtx.config import SPREAD, Config, DataConfig, precision_on
+from rtx.config import SPREAD, Config, DataConfig
 from rtx.data.catalog import Store, data_root, open_data, store_folder
 from rtx.data.tokenizers import Tokenizer, encode_text, load_tokenizer
 from rtx.disk import read_file, remove_leftovers, replace_file, write_json
@@ -23,7 +23,7 @@ from rtx.model.decoding import generate
 from rtx.model.transformer import Transformer
 from rtx.progress import say
 from rtx.training.checkpoint import Checkpoint, check_config, check_layout, load_for_use, load_weights
-from rtx.training.hardware import prepare_torch, resolve_hardware
+from rtx.training.hardware import precision_on, prepare_torch, resolve_hardware
 from rtx.training.run_folder import EXPORT_FACTS, is_export
 
 WEIGHTS = "model.safetensors"

@@ -14,7 +14,7 @@ from rtx.attention.patterns import Fixed, Full, Local, Strided
 from rtx.checks import resolve
 from rtx.compose import compose
 from rtx.config import Config, DataConfig, ModelConfig, RoutingConfig
-from rtx.model.layer_heads import ROUTED, make_pattern
+from rtx.model.multihead import ROUTED, make_pattern
 from rtx.model.transformer import Transformer
 
 SMALL = resolve(

@@ -11,7 +11,7 @@ from test_decoding import streams_as_it_scores
 from tiny_models import check_alike, tiny_config, tokens
 from torch import Tensor
 
-from rtx.model.adaptive import AdaptiveSoftmax
+from rtx.model.likelihood import AdaptiveSoftmax
 from rtx.model.transformer import Transformer
 
 BANDS: dict[str, Any] = {"embedding": "adaptive", "cutoffs": "3x7", "band_factor": 2}

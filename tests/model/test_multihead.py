@@ -8,8 +8,7 @@ from tiny_models import BY_QUERY, Kind, tiny_config, tiny_model, tokens
 
 from rtx.attention.pattern import Pattern
 from rtx.attention.patterns import Local, Random
-from rtx.model.layer_heads import layer_patterns
-from rtx.model.multihead import MultiheadAttention
+from rtx.model.multihead import MultiheadAttention, layer_patterns
 from rtx.model.transformer import Transformer
 
 
