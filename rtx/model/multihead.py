@@ -38,7 +38,10 @@ def layer_patterns(config: Config, layer: int) -> dict[str, int]:
 def make_pattern(name: str, heads: int, config: Config, layer: int) -> Pattern:
     """Return one group of a layer's heads, by the tables of `rtx.config`."""
     table, name = (SELECTIONS, config.routing.selection) if name == ROUTED else (BASES, name)
-    pattern = imported(table[name]).from_config(config, heads, layer)
+    kind = imported(table[name])
+    if missing := sorted(getattr(kind, "__abstractmethods__", ["the base rtx.attention.Pattern"])):
+        raise UserError(f"{name}: {kind.__name__} lacks {', '.join(missing)}; docs/extending.md says what is needed")
+    pattern = kind.from_config(config, heads, layer)
     if name in REGISTERED and not pattern.strictly_causal:  # every score of it would be said to see no future
         raise UserError(f"{name}: strictly_causal=False: a pattern of an extension reads no later position")
     return pattern

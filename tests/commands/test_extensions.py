@@ -11,6 +11,7 @@ from small_runs import SIZES, Workshop
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text()
 MODEL = [word for word in SIZES if not word.startswith("data=")]
 OWN = ["data=primes", "model.base=dilated", "model.stride=3"]
+ABSTRACT = "class Half(rtx.attention.Pattern): pass\nrtx.register_pattern('half', Half)\n"
 
 
 def block(language: str, heading: str) -> str:
@@ -123,24 +124,35 @@ def test_code_of_a_stranger_is_refused_until_it_is_allowed(place: Place) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "text", "said"),
+    ("text", "words", "said"),
     [
-        ("extensions=my.py", "x = 1\ny = 1 / 0\n", "my.py, line 2: ZeroDivisionError: division by zero"),
-        ("extensions=my.py", "def f(:\n", "my.py, line 1: SyntaxError: invalid syntax"),
-        ("extensions=my.py", "rtx.register_pattern('local', dict)\n", "my.py, line 2: UserError: 'local' cannot be"),
-        ("extensions=my.py", "rtx.register_data('x', print, lenth=3)\n", "unknown key 'data.lenth' (did you mean "),
-        ("extensions=my.py", "rtx.register_data('x', print, length=1)\n", "data.length=1: must be an integer, at"),
-        ("extensions=my.py data=primes", "", "data=primes: must be one of cifar10"),
-        ("extensions=no/my.py", "", "my.py: No such file or directory"),
-        ("extensions=a.py:b/a.py", "", "a.py: No such file"),
-        ("extensions=presets", "", "extensions=presets: name a Python file, my.py, or several"),
-        ("--config-dir nowhere", "", "--config-dir nowhere: holds no preset"),
-        ("--config-dir", "", "--config-dir : holds no preset"),
-        ("--config-dir presets model=mien", "", "(did you mean 'mine'?) (a file of conf/model/)"),
+        ("1 / 0\n", "", "my.py, line 2: ZeroDivisionError: division by zero"),
+        ("def f(:\n", "", "my.py, line 2: SyntaxError: invalid syntax"),
+        ("rtx.register_pattern('local', dict)\n", "", "my.py, line 2: UserError: 'local' cannot be"),
+        ("rtx.register_pattern('half', dict)\n", "model.base=half", "half: dict lacks the base rtx.attention.Pattern"),
+        (ABSTRACT, "model.base=half", "half: Half lacks reads, rule, start; docs/extending.md"),
+        ("rtx.register_data('x', print, lenth=3)\n", "", "unknown key 'data.lenth' (did you mean "),
+        ("rtx.register_data('x', print, length=1)\n", "", "data.length=1: must be an integer, at"),
+        ("", "data=primes", "data=primes: must be one of cifar10"),
     ],
 )
-def test_mistakes(place: Place, words: str, text: str, said: str) -> None:
-    (place.folder / "my.py").write_text(text.replace("rtx.", "import rtx\nrtx.", 1))
+def test_mistakes_of_a_file(place: Place, text: str, words: str, said: str) -> None:
+    (place.folder / "my.py").write_text(f"import rtx.attention\n{text}")
+    assert said in place.asked("plan", "extensions=my.py", *words.split(), code=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("extensions=no/my.py", "my.py: No such file or directory"),
+        ("extensions=kept_primes.py:no/kept_primes.py", "name a Python file, my.py, or several, one.py:other.py"),
+        ("extensions=presets", "extensions=presets: name a Python file, my.py, or several"),
+        ("--config-dir nowhere", "--config-dir nowhere: holds no preset"),
+        ("--config-dir", "--config-dir : holds no preset"),
+        ("--config-dir presets model=mien", "(did you mean 'mine'?) (a file of conf/model/)"),
+    ],
+)
+def test_mistakes_of_words(place: Place, words: str, said: str) -> None:
     assert said in place.asked("plan", *words.split(), code=2)
 
 
