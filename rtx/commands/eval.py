@@ -4,24 +4,21 @@ import math
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from rtx.compose import flat, short_hash, to_dict
 from rtx.data.catalog import Store
 from rtx.data.store import TokenStore
-from rtx.errors import RunFailed, UserError, printable, written
+from rtx.errors import printable, written
 from rtx.evaluation import protocols
-from rtx.evaluation.scores import Score, sample_windows, score_windows
+from rtx.evaluation.scores import Score
 from rtx.help import terminal_width
 from rtx.model.ablation import ablate, check_ablation
 from rtx.options import EvalOptions, read_words
-from rtx.progress import clock, progress_bar
+from rtx.progress import clock
 from rtx.report.summary import protocol_line, sees_future
-from rtx.training.inference import LoadedRun, open_run, run_config, with_stride
+from rtx.training.inference import LoadedRun, open_run, run_config, score_split, with_stride
 from rtx.training.loggers import add_to_wandb
 from rtx.training.run_folder import save, utc_now
 
@@ -36,36 +33,19 @@ def main(arguments: list[str]) -> int:
     check_ablation(config, options.ablate)
     run, store = open_run(folder, config, options.checkpoint)
     ablate(run.model, config, options.ablate)
-    length, tokens, habits = config.data.length, store.split(options.split), ""
+    tokens, habits = store.split(options.split), ""
     if options.protocol == "released":
-        tokens, habits = protocols.read_as_released(store, options.split, length)
-    if config.model.memory > len(tokens):
-        units = f"the units of split {options.split}"
-        raise UserError(f"memory={config.model.memory} must be at most {len(tokens):,}, {units}")
-    every = protocols.windows(len(tokens), *protocols.spans(flat(to_dict(config))))
-    chosen = sample_windows(every, options.limit, config.seed)
-    print(f"{len(chosen):,} of {len(every):,} windows of split {options.split}")
-    score = score_split(run, store, tokens, chosen, options)
-    partial, units = len(chosen) < len(every), len(tokens) if isinstance(store, TokenStore) else store.scored(tokens)
+        tokens, habits = protocols.read_as_released(store, options.split, config.data.length)
+    how: dict[str, Any] = {"batch_size": options.batch_size, "streaming": options.mode == "streaming"}
+    score, every = score_split(run, store, options.split, tokens, options.limit, **how)
+    partial, units = len(score.units_K) < every, len(tokens) if isinstance(store, TokenStore) else store.scored(tokens)
     assert partial or score.units == units, f"scored {score.units} units of a split of {units}"
-    result = described(run, store, score, options, habits, partial) | {"windows": len(chosen), "split_units": units}
+    counts = {"windows": len(score.units_K), "split_units": units}
+    result = described(run, store, score, options, habits, partial) | counts
     if store.unit == "byte" and not partial and not habits and options.split != "train":
         result["baselines"] = protocols.baselines(tokens)
     keep(folder, result | {"seconds": time.monotonic() - began, "time": utc_now()})
     return 0
-
-
-def score_split(
-    run: LoadedRun, store: Store, tokens: np.ndarray, chosen: Sequence[protocols.Window], options: EvalOptions
-) -> Score:
-    counted = {"answers": store.answers, "reach": protocols.local_reach(run.config)}
-    asked = {**counted, "batch_size": options.batch_size, "streaming": options.mode == "streaming"}
-    with run.autocast(), progress_bar("windows") as show:
-        score = score_windows(run.model, tokens, chosen, **asked, on_progress=show)
-    if not math.isfinite(score.nats):
-        why = f"the run has diverged, or hardware.precision={run.precision} is too narrow for it; nothing is written"
-        raise RunFailed(f"{run.checkpoint['file']}.ckpt of {run.folder} scores {score.nats} nats: {why}")
-    return score
 
 
 def described(

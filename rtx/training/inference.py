@@ -3,17 +3,20 @@
 import contextlib
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors.torch
 import torch
 
 from rtx.compose import RUN_CONFIG, flat, load_run_config, merge, to_dict
 from rtx.config import SPREAD, Config, DataConfig
 from rtx.data.catalog import Store, data_root, open_data, store_folder
+from rtx.data.sets import Report
 from rtx.data.tokenizers import Tokenizer, encode_text, load_tokenizer
 from rtx.disk import read_file, remove_leftovers, replace_file, write_json
 from rtx.errors import DAMAGED, RunFailed, UserError, written
@@ -21,7 +24,7 @@ from rtx.evaluation.protocols import local_reach, spans, windows
 from rtx.evaluation.scores import Score, sample_windows, score_windows
 from rtx.model.decoding import generate
 from rtx.model.transformer import Transformer
-from rtx.progress import say
+from rtx.progress import progress_bar, say
 from rtx.training.checkpoint import Checkpoint, check_config, check_layout, load_for_use, load_weights
 from rtx.training.hardware import precision_on, prepare_torch, resolve_hardware
 from rtx.training.run_folder import EXPORT_FACTS, is_export
@@ -67,16 +70,15 @@ class LoadedRun:
             units = [*prompt_1P[0].tolist(), *map(int, generate(self.model, prompt_1P, length, **options))]
         return self.tokenizer.decode(units).decode("utf-8", "replace")
 
-    def score(self, split: str = "valid", limit: int | None = None, streaming: bool = False) -> Score:
-        """Score a split of the run's data, or a sample of `limit` windows, as `rtx eval` does."""
-        store = open_data(self.config.data, stores_of(self.folder, self.config.data))
+    def score(
+        self, split: str = "valid", limit: int | None = None, streaming: bool = False, report: Report = print
+    ) -> Score:
+        """Score a split of the run's data, or a sample of `limit` windows, as `rtx eval` does, and `report` what."""
+        store = open_data(self.config.data, stores_of(self.folder, self.config.data), report)
         if not self.has_data(store):
             raise UserError(f"{store.name}: these are not the data of the run")
-        config = with_stride(self.config) if self.config.model.memory else self.config
-        every = windows(len(tokens := store.split(split)), *spans(flat(to_dict(config))))
-        chosen, how = sample_windows(every, limit, config.seed), {"answers": store.answers, "streaming": streaming}
-        with self.autocast():
-            return score_windows(self.model, tokens, chosen, reach=local_reach(config), **how)
+        run = replace(self, config=with_stride(self.config) if self.config.model.memory else self.config)
+        return score_split(run, store, split, store.split(split), limit, report, streaming=streaming)[0]
 
     def facts(self) -> dict[str, Any]:
         return {"name": self.checkpoint["file"], "step": self.checkpoint["step"]}
@@ -152,6 +154,26 @@ def open_run(folder: Path, config: Config, checkpoint: str) -> tuple[LoadedRun, 
     if not run.has_data(store):
         say(f"note: these are not the data of the run ({store.name}); parts of this split may have been trained on")
     return run, store
+
+
+def score_split(
+    run: LoadedRun, store: Store, split: str, tokens: np.ndarray, limit: int | None, report: Report = print, **how: Any
+) -> tuple[Score, int]:
+    """Score `tokens`, as a split is read, or a sample of `limit` windows; return the number of all windows, too.
+
+    `how`: see `score_windows`. `UserError` for a memory longer than the split, `RunFailed` for nats that are no number.
+    """
+    if (memory := run.config.model.memory) > len(tokens):
+        raise UserError(f"memory={memory} must be at most {len(tokens):,}, the units of split {split}")
+    every = windows(len(tokens), *spans(flat(to_dict(run.config))))
+    chosen, reach = sample_windows(every, limit, run.config.seed), local_reach(run.config)
+    report(f"{len(chosen):,} of {len(every):,} windows of split {split}")
+    with run.autocast(), progress_bar("windows") as show:
+        score = score_windows(run.model, tokens, chosen, answers=store.answers, reach=reach, **how, on_progress=show)
+    if not math.isfinite(score.nats):
+        why = f"the run has diverged, or hardware.precision={run.precision} is too narrow for it; nothing is written"
+        raise RunFailed(f"{run.checkpoint['file']}.ckpt of {run.folder} scores {score.nats} nats: {why}")
+    return score, len(every)
 
 
 def prepare_device(config: Config) -> torch.device:

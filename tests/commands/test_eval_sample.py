@@ -89,6 +89,9 @@ def test_weights_that_are_no_numbers_are_told_and_nothing_is_written(
             if "qkv" in name:
                 tensor.fill_(value)
         write_export(exported, broken, {"config.yaml": (run / "config.yaml").read_bytes()})
+        if value == 1e30:
+            with pytest.raises(RunFailed, match=said):
+                load(exported).score()
         out, err = workshop.answer("eval", str(exported), code=1)
         assert said in err and "bits/byte" not in out
         assert not list(exported.glob("eval/*"))
@@ -111,9 +114,11 @@ def test_a_run_is_loaded_for_python_without_a_change_of_its_process(
     assert state() == before
     assert nats_1N.shape == ids_1N.shape and loaded.config.data.length == 32 and not loaded.model.training
     assert str(load(run, "last", device="cpu").device) == "cpu"
+    said: list[str] = []
     for options, words in (({}, []), ({"split": "test", "limit": 3, "streaming": True}, ["limit=3", "split=test"])):
         result, _ = workshop.score(run, *words, *["mode=streaming"] * bool(options))
-        assert loaded.score(**options).bits == pytest.approx(result["bits_per_byte"])
+        assert loaded.score(**options, report=said.append).bits == pytest.approx(result["bits_per_byte"])
+    assert said == ["5 of 5 windows of split valid", "3 of 5 windows of split test"]
     workshop.command("sample", str(run), "length=40", "prompt=ab", "top_k=9", "seed=3")
     (kept,) = run.glob("samples/*-seed3-1.txt")
     assert loaded.sample(40, "ab", seed=3, top_k=9) == kept.read_bytes().decode(errors="replace")
