@@ -33,7 +33,7 @@ SILENCE_SECONDS = 120.0  # so long without a heartbeat, a run on another machine
 EXPORT_FACTS = "export.json"  # says of what run a folder has the model, and that it is an export
 CHECKOUT = Path(__file__).parents[2]
 LESS_MEMORY = "a smaller trainer.micro_batch_size, or model.recompute=true, needs less with the same result"
-EXACT = ("torch", "threads", "gpu", "accelerator", "precision", "devices", "nodes", "sharded")
+EXACT = ("rtx", "torch", "threads", "gpu", "accelerator", "precision", "devices", "nodes", "sharded")
 """Facts of environment.json that bits depend on."""
 STATES = ("running", "done", "failed", "preempted", "interrupted")
 ALLOWED = {

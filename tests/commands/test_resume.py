@@ -23,6 +23,7 @@ from small_runs import (
     saving,
 )
 
+from rtx import __version__
 from rtx.compose import load_run_config
 from rtx.training.checkpoint import is_whole
 from rtx.training.run_folder import read_status, run_state
@@ -236,11 +237,14 @@ def test_minutes_count_over_all_processes_of_a_run(workshop: Workshop) -> None:
     assert (read_status(run) or {})["step"] in (step, step + 1)
 
 
-def test_another_number_of_threads_is_no_longer_exact(workshop: Workshop, steady: Path, tmp_path: Path) -> None:
+def test_another_version_or_number_of_threads_is_no_longer_exact(
+    workshop: Workshop, steady: Path, tmp_path: Path
+) -> None:
     run, threads = Path(shutil.copytree(steady, tmp_path / "run")), torch.get_num_threads()
+    (run / "environment.json").write_text((run / "environment.json").read_text().replace(f'"{__version__}"', '"0.2.0"'))
     said = workshop.command("resume", str(run), "trainer.steps=14", "hardware.threads=2", "hardware.precision=fp64")
     torch.set_num_threads(threads)
-    assert "no longer exact: threads 1 -> 2, precision fp32 -> fp64\n" in said
+    assert f"no longer exact: rtx 0.2.0 -> {__version__}, threads 1 -> 2, precision fp32 -> fp64\n" in said
 
 
 def test_what_would_make_another_run_of_it_is_refused(workshop: Workshop, undisturbed: Path, tmp_path: Path) -> None:
