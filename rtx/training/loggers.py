@@ -62,7 +62,7 @@ def rows_before(path: Path, step: int, config: Config) -> Iterator[tuple[dict[st
     for line in read_file(path).splitlines() if path.exists() else ():
         with contextlib.suppress(*DAMAGED):  # a line that cannot be read costs no other its place
             row = json.loads(line)
-            rows[row["step"], row["kind"]] = row
+            rows[int(row["step"]), row["kind"]] = row
     for (at, kind), row in sorted(rows.items(), key=lambda item: item[0][0]):
         if kind in parts and (at < step or (at == step and not again.get(kind))):
             part, prefix = parts[kind]
@@ -158,9 +158,11 @@ def wandb_logger(config: Config, folder: Path, facts: Any, say: Say) -> GuardedW
         if mode == "auto":
             import wandb
 
-            mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
+            asked = os.environ.get("WANDB_MODE")
+            mode = asked or ("online" if wandb.login(prompt=False, verify=False) else "offline")
             if mode == "offline":
-                say(f"W&B: no key found; to upload the curves later:\n  wandb sync {shown(folder)}/wandb/offline-run-*")
+                why = "WANDB_MODE=offline" if asked else "no key found"
+                say(f"W&B: {why}; to upload the curves later:\n  wandb sync {shown(folder)}/wandb/offline-run-*")
         if mode in ("online", "offline"):
             tags = [config.data.name, config.model.name, *os.environ.get("WANDB_TAGS", "").split(",")]
             if config.routing.heads and config.routing.layers:

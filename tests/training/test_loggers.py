@@ -133,6 +133,8 @@ def test_auto_is_online_with_a_key_and_offline_without(monkeypatch: pytest.Monke
         fake, lines, _ = begun(monkeypatch, bare, AUTO, **faults)
         assert [asked["mode"] for asked in fake.begun] == [mode]
         assert ("no key found" in lines[0]) == (mode == "offline")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert begun(monkeypatch, bare, AUTO, key=True)[1][0].startswith("W&B: WANDB_MODE=offline; to upload the curves")
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert begun(monkeypatch, bare, AUTO, key=True)[2] is None
     assert begun(monkeypatch, bare)[2] is not None  # asked for
