@@ -215,6 +215,6 @@ def data_problems(config: Config) -> Iterator[str]:
         if data.length % 3 or (side and data.length != 3 * side**2):
             yield f"data.length={data.length} must be {whole}: an image is one sequence"
     needed = {"copy": 2 * data.pairs + 2, "induction": 8 * data.pairs}.get(data.name, 4 * data.pairs)
-    if data.name in MADE and needed + data.distance > data.length:
-        taken = f"take {needed} units" + f" besides data.distance={data.distance}" * bool(data.distance)
-        yield f"data.pairs={data.pairs} and their questions {taken}, not data.length={data.length}"
+    if data.name in MADE and (least := needed + data.distance) > data.length:
+        want = f"and data.distance={data.distance} need" if data.distance else "needs"
+        yield f"data.pairs={data.pairs} {want} data.length of at least {least}, not {data.length}"

@@ -190,9 +190,15 @@ def test_clusters_and_hash_buckets_are_frozen(words: str, frozen: tuple[int, int
         ("data.name=images data.path=a", "data.length=1024 must be height x width x 3"),
         ("data.name=cifar10 data.length=3072 trainer.val_stride=1024", "has no place in data=cifar10, whose sequences"),
         ("data.name=recall data.pairs=17", "data.pairs=17 must be at most data.keys=16"),
-        ("data.name=recall data.pairs=16 data.length=63 routing.heads=0 model.window=8", "questions take 64 units"),
-        ("data.name=mqar data.pairs=300 data.keys=400", "data.pairs=300 and their questions take 1200 units, not"),
-        ("data.name=copy data.pairs=100 data.distance=1000", "besides data.distance=1000, not data.length=1024"),
+        (
+            "data.name=recall data.pairs=16 data.length=63 routing.heads=0 model.window=8",
+            "data.pairs=16 needs data.length of at least 64, not 63",
+        ),
+        ("data.name=mqar data.pairs=300 data.keys=400", "data.pairs=300 needs data.length of at least 1200, not"),
+        (
+            "data.name=copy data.pairs=100 data.distance=1000",
+            "and data.distance=1000 need data.length of at least 1202, not 1024",
+        ),
         ("data.name=induction data.pairs=17", "data.pairs=17 must be at most data.keys=16"),
         ("name=a/b", "name='a/b' must be a folder's name"),
         (f"name={'x' * 201}", "must be a folder's name, of at most 200 bytes"),
