@@ -25,15 +25,15 @@ NAMES = (*(name for name in SELECTIONS if name != "indexer"), "drawn keys", "nex
 """Selections but the one that gradients train; keys drawn one by one; the last keys, as a longer window reads them."""
 
 
-def full_group(config: Config, layer: int) -> tuple[str, int]:
-    """Return which group of a layer reads all of its prefix, and how many heads it has.
+def full_group(config: Config, layer: int) -> tuple[int, int]:
+    """Return the number of the group of a layer that reads all of its prefix, and how many heads that has (0: none).
 
     These are full heads, or routing heads with keys of their own and one cluster that is as wide as the sequence.
     """
     groups, routing = layer_patterns(config, layer), config.routing
     one = routing.selection == "nearest" and clusters(config) == 1 and routing.window >= config.data.length
     name = ROUTED if one and routing.keys != "shared" and ROUTED in groups else "full"
-    return name, groups.get(name, 0)
+    return [*groups, name].index(name), groups.get(name, 0)
 
 
 def selections(config: Config, layer: int, sizes: list[int], block: int) -> nn.ModuleList:
@@ -54,8 +54,7 @@ def fit(config: Config, model: Transformer, made: Any, ids_BN: Tensor) -> None:
     """Move centroids and thresholds of the `selections` of every layer as training does, by what full heads see."""
     for layer, (patterns, (attention, x_BNE)) in enumerate(zip(made.train(), layer_inputs(model, ids_BN), strict=True)):
         for pattern in (each for each in patterns if isinstance(each, Routing)):
-            number = list(attention.groups).index(full_group(config, layer)[0])
-            q_BHND, k_BHND, _ = attention.split(x_BNE)[number]
+            q_BHND, k_BHND, _ = attention.split(x_BNE)[full_group(config, layer)[0]]
             pattern.reads(pattern.inputs(q_BHND, k_BHND, None), None, False)
     after_step(made)
 
@@ -67,8 +66,8 @@ def measure(config: Config, model: Transformer, made: Any, ids_1N: Tensor, back:
     at_P = torch.linspace(back, N - 1, min(256, N - back), device=ids_1N.device).round().long()
     for layer, (patterns, (attention, x_1NE)) in enumerate(zip(made.eval(), layer_inputs(model, ids_1N), strict=True)):
         if len(patterns):
-            name, _ = full_group(config, layer)
-            heads, rotary = groups_of(attention, x_1NE)[name], attention.rotations()[list(attention.groups).index(name)]
+            number, _ = full_group(config, layer)
+            heads, rotary = list(groups_of(attention, x_1NE).values())[number], attention.rotations()[number]
             weight_HPN = torch.cat(list(weight_blocks(heads, at_P)), dim=-1)
             q, k, *_ = heads[1]
             found.append([kept(p, p.inputs(q, k, rotary), weight_HPN, at_P, back) for p in patterns])
