@@ -9,8 +9,6 @@ thresholds that follow counts (causal), centroids that follow their members, sel
 `python tests/test_losses.py` records its cases anew, for a change that is meant to move them.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

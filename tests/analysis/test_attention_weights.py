@@ -1,7 +1,5 @@
 """What heads read: the weights of the oracle by the patterns' own rules, divergences, telemetry."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The audit itself: zero where nothing leaks, what leaks is found, counted and located; and what trains a choice."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The plan's counts against counting for real."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """What selections keep of full heads' attention: against the patterns' rules, and of attention made by hand."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The plan's count of memory against what training keeps, and what `auto` takes on devices that are made up."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 

@@ -1,7 +1,5 @@
 """Loss by position and context, and the price of the future, against the model run by plain loops."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Pictures of the patterns are what the patterns read."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Every pattern with options that a test draws, the tensors it attends over, and what all of them are checked for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any

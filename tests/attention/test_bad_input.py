@@ -1,7 +1,5 @@
 """Bad input gets a ValueError that names the argument, what was given, and what is allowed."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import partial

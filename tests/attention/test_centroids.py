@@ -3,8 +3,6 @@
 Shapes: B sequences, H heads, C clusters, N positions, D head size.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The worked example of docs/extending.md and the one of docs/api.md run as they stand there."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

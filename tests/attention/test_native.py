@@ -1,7 +1,5 @@
 """The compiled kernel gives what torch's engine gives, forward and backward, on any number of threads."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What every pattern keeps: the oracle's outputs and gradients, streams, no future, no padding, edges, all types."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

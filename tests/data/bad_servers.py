@@ -1,7 +1,5 @@
 """Servers that behave badly on purpose, all on 127.0.0.1, and the answers they give."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import http.server

@@ -1,7 +1,5 @@
 """What the data tests share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

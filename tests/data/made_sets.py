@@ -1,7 +1,5 @@
 """Every data set of files, small: files in the schema of each, the constants they need, the options that mean them."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import random

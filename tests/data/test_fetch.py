@@ -1,7 +1,5 @@
 """The download against servers that behave badly on purpose, all on 127.0.0.1."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import http.server

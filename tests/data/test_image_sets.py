@@ -1,7 +1,5 @@
 """CIFAR-10, ImageNet 64 x 64 and one's own images: the same pixels from every form; what else is there is refused."""
 
-from __future__ import annotations
-
 import tarfile
 import zlib
 from pathlib import Path

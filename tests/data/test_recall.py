@@ -1,7 +1,5 @@
 """Recall tasks: every answer stands in the prefix, nothing short of recall tells it, and every machine has the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

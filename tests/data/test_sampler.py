@@ -1,7 +1,5 @@
 """Training items and batches: functions of seed, step and place alone, whoever slices them."""
 
-from __future__ import annotations
-
 import pickle
 from collections import Counter
 from itertools import pairwise

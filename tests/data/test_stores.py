@@ -1,7 +1,5 @@
 """Preparing, opening and checking stores: what is written, what a kill, a full disk or damage leave, who waits."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json

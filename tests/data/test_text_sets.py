@@ -1,7 +1,5 @@
 """enwik-8, Wikitext-103, PG-19, text of one's own: the same bytes from every form; else it is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

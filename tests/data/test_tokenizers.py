@@ -1,7 +1,5 @@
 """Bytes, words and subwords: exact on any bytes, the same ids however a text is cut before its blanks."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Windows score every unit once; what the released code leaves out, how many words and bytes are left; baselines."""
 
-from __future__ import annotations
-
 import lzma
 import math
 import random

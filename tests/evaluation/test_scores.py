@@ -1,7 +1,5 @@
 """Scoring windows: every unit counted once, the same sum however they are batched or dealt out; far repeats apart."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Fixtures of the model tests: one thread, and memory that nobody wrote reads as NaN."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

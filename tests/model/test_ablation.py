@@ -1,7 +1,5 @@
 """Ablations take routing away and nothing else: the rest of the model computes as before, in both modes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from test_decoding import streamed_nats

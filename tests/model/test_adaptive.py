@@ -1,7 +1,5 @@
 """Adaptive input and softmax: an exact likelihood, by the definition; runs and mistakes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

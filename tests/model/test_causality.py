@@ -1,7 +1,5 @@
 """Changing later units changes nothing earlier, for every model but those that select over the sequence."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_models import BY_QUERY, KINDS, OTHERS, POSITIONS, Kind, each_kind, tiny_model, tokens

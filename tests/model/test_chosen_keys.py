@@ -1,7 +1,5 @@
 """What heads that choose keys for each query are made of: keys that look back, and an indexer that learns to choose."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """The Compressive Transformer: what it keeps and its loss against loops in float64, streams, runs."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Streaming equals parallel for every kind of model, its state is bounded, and generation does what it is told."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers by themselves, by their definitions: feed-forward layers, likelihood in parts, blocks, positions."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """How a layer's heads are shared out among patterns, and what each head is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny_models import BY_QUERY, Kind, tiny_config, tiny_model, tokens

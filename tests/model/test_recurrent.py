@@ -1,7 +1,5 @@
 """Transformer-XL: segments with a memory against loops in float64, streams, and the segments of the training text."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The whole model: gradients, embeddings, dropout, recomputation, precision, torch.compile, and its state."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiny models of every kind, with output weights that tell hidden states apart, and tokens for them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from typing import Any

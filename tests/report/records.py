@@ -1,7 +1,5 @@
 """Folders of runs as `rtx train` leaves them, made up without training anything."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

@@ -1,7 +1,5 @@
 """A report as LaTeX, Markdown, CSV, a page and on a terminal: nothing in it is markup, and units are right."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """The page in a real browser: its first screen, sizes, contrast, sorting, no errors. Skips where Chromium is not."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

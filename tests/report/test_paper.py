@@ -1,7 +1,5 @@
 """The paper's tables as data, its rows among the experiments, and that no run of other settings stands for one."""
 
-from __future__ import annotations
-
 import functools
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Verdicts by simulation: seldom false where rows are equal, and what they find where one is better."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

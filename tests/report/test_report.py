@@ -1,7 +1,5 @@
 """`rtx report` on made-up records: the answer, seeds, protocols set apart, and what a user may get wrong."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Step times beside the paper's, and what rows score after equal time."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

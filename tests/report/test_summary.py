@@ -1,7 +1,5 @@
 """What a run says when it ends, and which scores may depend on later units."""
 
-from __future__ import annotations
-
 import pytest
 
 from rtx.compose import compose
