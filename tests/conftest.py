@@ -1,9 +1,11 @@
-"""Of all tests: one thread, since tiny tensors only lose by more; and signals."""
+"""Of all tests: one thread, since tiny tensors only lose by more; this code for all that they start; and signals."""
 
 import os
 import signal
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the commands that tests start inherit it
+os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])
 
 # A shell ignores Ctrl-C for what it runs in the background, nohup SIGHUP; the commands that tests start inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

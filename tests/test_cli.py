@@ -14,8 +14,6 @@ from rtx import cli, options, progress
 from rtx.compose import compose, to_yaml
 from rtx.errors import RunFailed
 
-ROOT = Path(__file__).resolve().parents[1]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 HEAVY = {"torch", "lightning", "wandb"}
 
 
@@ -23,7 +21,7 @@ def modules_after(*lines: list[str]) -> set[str]:
     """Return the top-level modules that a process has imported when rtx has answered some lines."""
     code = f"import sys, json, rtx.cli; [rtx.cli.main(line) for line in {lines!r}]"
     code += "; print('\\n' + json.dumps(list(sys.modules)))"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     return {name.partition(".")[0] for name in json.loads(answer.stdout.splitlines()[-1])}
 
 
@@ -94,10 +92,10 @@ def test_a_failed_run_is_told_in_a_line_and_a_fault_of_ours_keeps_its_traceback(
 
 def test_a_reader_that_goes_away_or_lacks_a_letter_is_no_error() -> None:
     command = f"{sys.executable} -W error -m rtx train --help | head -n 1"
-    shown = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+    shown = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
     assert shown.stdout.startswith("usage: rtx train") and shown.stderr == ""
     words = [sys.executable, "-m", "rtx", "train", "--cfg", "job", "name=\u2603"]
-    narrow = {**ENVIRONMENT, "PYTHONIOENCODING": "latin-1"}
+    narrow = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     shown = subprocess.run(words, capture_output=True, env=narrow, timeout=120)
     assert (shown.returncode, shown.stdout[-8:], shown.stderr) == (0, b"name: ?\n", b"")
 
@@ -131,7 +129,7 @@ cli.entry()
 )
 def test_a_signal_after_the_work_changes_no_exit_code(number: int, way: str) -> None:
     words, pipe = [sys.executable, "-c", TAKEN_APART.format(way=way)], subprocess.PIPE
-    with subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT) as process:
+    with subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)

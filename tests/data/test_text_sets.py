@@ -310,7 +310,7 @@ def test_the_example_of_the_page_runs(tmp_path):
     project = Path(__file__).resolve().parents[2]
     page = (project / "docs" / "datasets.md").read_text()
     (script,) = re.findall(r"^## Any text of the hub\n.*?^```sh\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    environment = {**os.environ, "PYTHONPATH": str(project), "RTX_DATA": str(tmp_path / "stores")}
+    environment = {**os.environ, "RTX_DATA": str(tmp_path / "stores")}
     words = ["sh", "-ec", f'rtx() {{ {sys.executable} -m rtx "$@"; }}\n{script}']
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from disturbances import MOMENTS, Ordeal, damaged_bytes, newest_step
-from small_runs import ROOT, SIZES, Workshop, after, difference, final, patiently, steps_logged
+from small_runs import SIZES, Workshop, after, difference, final, patiently, steps_logged
 
 from rtx.training.run_folder import run_state
 
@@ -99,7 +99,7 @@ def test_three_kills_change_nothing(workshop: Workshop) -> None:
     overrides = [workshop.text, *SIZES, f"trainer.steps={STEPS}", "name=killed"]
     alone = [workshop.train(f"alone{seed}", *overrides[len(SIZES) + 1 :], f"seed={seed}") for seed in (1, 2)]
     command = [sys.executable, "-m", "rtx", "train", "-m", *overrides, "seed=1,2"]
-    environment = {**os.environ, **workshop.environment(""), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **workshop.environment("")}
     root, draw = workshop.folder / "out" / "killed", random.Random(5)
 
     def begin() -> subprocess.Popen[str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from small_runs import ROOT, counted_rows
+from small_runs import counted_rows
 
 from rtx.training.checkpoint import read_checkpoint
 from rtx.training.run_folder import read_status
@@ -131,7 +131,7 @@ class Room:
 
     def __init__(self, folder: Path, variables: dict[str, str]) -> None:
         self.folder, self.root = folder, folder / "outputs" / "table"
-        own = {"PYTHONPATH": str(ROOT), "RTX_DATA": str(folder / "data"), "RTX_OUTPUTS": str(folder / "outputs")}
+        own = {"RTX_DATA": str(folder / "data"), "RTX_OUTPUTS": str(folder / "outputs")}
         self.environment = {**os.environ, **own, **variables}
 
     def ask(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:

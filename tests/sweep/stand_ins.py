@@ -1,7 +1,6 @@
 """A stand-in for Python in the cells of a sweep: it records how it was started and ends as the test wants."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -13,7 +12,6 @@ import pytest
 from rtx import cli
 from rtx.compose import compose, config_hash
 
-ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sys.executable
 STAND_IN = """#!{python}
 import json, os, pathlib, signal, sys, time
@@ -77,8 +75,7 @@ def begin(script: Path, *arguments: str) -> subprocess.Popen[str]:
     """Run `rtx train -m` with the stand-in in a process and a session of its own."""
     code = f"import sys; from rtx import cli; sys.executable = {str(script)!r}; cli.entry()"
     command = [sys.executable, "-c", code, "train", "-m", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def patiently(ready: Callable[[], object], process: subprocess.Popen[str]) -> None:

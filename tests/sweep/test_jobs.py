@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from stand_ins import ROOT, SMALL, begin, patiently, stand_in, table
+from stand_ins import SMALL, begin, patiently, stand_in, table
 
 from rtx import cli
 from rtx.compose import compose, config_hash
@@ -33,12 +33,8 @@ echo $$ > "$SLURM_JOB_ID.pid"; exec "$@"
 def cluster(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a text, and on the PATH the programs of a cluster that is this machine."""
     Path("book.txt").write_bytes(bytes(range(32, 127)) * 100)
-    for name, variable in (
-        ("PYTHONPATH", str(ROOT)),
-        ("RTX_DATA", "data"),
-        ("PATH", f"{Path.cwd()}/bin:/usr/bin:/bin"),
-    ):
-        monkeypatch.setenv(name, variable)
+    monkeypatch.setenv("RTX_DATA", "data")
+    monkeypatch.setenv("PATH", f"{Path.cwd()}/bin:/usr/bin:/bin")
     monkeypatch.setattr("rtx.launcher.QUEUE_SECONDS", 0.1)
     Path("queue").mkdir()
     for name, does in SCRIPTS.items():
@@ -148,7 +144,7 @@ os._exit(143)
         "signal.signal(signal.SIGUSR2, checkpoint)\n"
         "attempt()\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True) as job:
+    with subprocess.Popen([sys.executable, "-c", code], text=True) as job:
         patiently(lambda: (run / "ready").exists(), job)
         time.sleep(0.2)
         job.send_signal(signal.SIGUSR2)

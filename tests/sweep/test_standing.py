@@ -15,8 +15,6 @@ import pytest
 from rtx import cli
 from rtx.training.run_folder import utc_now
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def cell(root: Path, name: str, *, rows: int = 0, **status: Any) -> None:
     """Write the records of a cell; rows are ten steps and two seconds apart, the last is half written."""
@@ -60,7 +58,7 @@ def test_it_prints_once_where_the_output_is_no_terminal(root: Path, capsys: pyte
 def on_a_terminal(root: Path, number: int) -> tuple[int, str]:
     """Watch a sweep on a terminal, send a signal (0: let the sweep end); returns the exit code and all that is seen."""
     ours, theirs = pty.openpty()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "90", "LINES": "24"}
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "90", "LINES": "24"}
     seen, sent = "", False
     code = "import sys; from rtx import cli; cli.handle_signals([]); code = cli.main(sys.argv[1:]); "
     code += "print('torch' in sys.modules); sys.exit(code)"
