@@ -22,6 +22,10 @@ HASHES = {
 }
 
 
+RECURRENT = "model.base=recurrent routing.heads=0"
+COMPRESSIVE = f"{RECURRENT} model.memory=32 model.compressed=24 model.compression_rate=4"
+
+
 @pytest.fixture(scope="module")
 def default() -> Any:
     """What `rtx train` runs."""
@@ -200,6 +204,20 @@ def test_clusters_and_hash_buckets_are_frozen(words: str, frozen: tuple[int, int
             "and data.distance=1000 need data.length of at least 1202, not 1024",
         ),
         ("data.name=induction data.pairs=17", "data.pairs=17 must be at most data.keys=16"),
+        ("model.base=recurrent+local", "recurrent heads take no others beside them"),
+        ("model.base=recurrent", " has no place beside model.base=recurrent"),
+        (f"{RECURRENT} model.positions=learned", "model.positions=learned has no place in model.base=recurrent"),
+        (f"{RECURRENT} model.memory=40 hardware.compile=true", "hardware.compile=true is not for model.memory=40"),
+        (f"{RECURRENT} model.same_length=true", "model.same_length=true needs model.memory of at least 1"),
+        (f"{RECURRENT} model.memory=40 data.name=recall", "model.memory=40 needs a text that goes on"),
+        (f"{RECURRENT} model.compressed=24", "model.compressed=24 needs model.memory of at least 1"),
+        (f"{COMPRESSIVE} model.memory=30", "model.memory=30 must be a multiple of model.compression_rate=4"),
+        (f"{COMPRESSIVE} data.length=1022", "data.length=1022 must be a multiple of model.compression_rate=4"),
+        *(
+            (f"model.embedding=adaptive model.cutoffs={cutoffs}", f"model.cutoffs={cutoffs} must be ascending numbers")
+            for cutoffs in ("5x2", "null")
+        ),
+        ("model.embedding=adaptive model.cutoffs=2x5 model.band_factor=99", "at least model.band_factor=99^2 = 9801"),
         ("name=a/b", "name='a/b' must be a folder's name"),
         (f"name={'x' * 201}", "must be a folder's name, of at most 200 bytes"),
     ],
@@ -236,6 +254,8 @@ def test_what_fits(words: str) -> None:
         ("routing=blocks_random routing.compressed=true", "has no effect with routing.selection=blocks_random; it is"),
         ("routing.block=8", "routing.block=8 has no effect with routing.selection=causal; it is for blocks"),
         ("routing=exact routing.decay=0.5", "routing.decay=0.5 has no effect with routing.selection=exact"),
+        ("model.memory=40", "model.memory=40 has no effect with model.base=local; it is for recurrent"),
+        ("model.cutoffs=2x5", "model.cutoffs=2x5 has no effect with model.embedding=null; it is for adaptive"),
         ("model.stride=8", "model.stride=8 has no effect with model.base=local; it is for strided, fixed"),
         ("optimizer=adafactor optimizer.beta1=0.5", "optimizer.beta1=0.5 has no effect with optimizer.name=adafactor"),
         ("logger=jsonl logger.project=x", "logger.project=x has no effect with logger.name=jsonl; it is for auto"),

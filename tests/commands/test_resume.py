@@ -170,18 +170,6 @@ def test_a_best_without_a_checkpoint_beside_it_is_kept(workshop: Workshop, undis
     assert checkpoint_difference(run, undisturbed, "last") == "" == checkpoint_difference(run, undisturbed, "best")
 
 
-def test_another_pattern_and_optimizer_resume_as_exactly(workshop: Workshop) -> None:
-    changes = (
-        *("routing=topk", "routing.init=data", "routing.heads=2", "model.positions=shaw"),
-        *("model.recompute=true", "optimizer=adafactor", "optimizer.warmup=3", "trainer.steps=12"),
-    )
-    whole = workshop.train("topk", *changes)
-    process = workshop.start("topk-killed", *changes)
-    process.kill_when(after(6))
-    workshop.command("resume", str(process.run))
-    assert difference(process.run, whole) == ""
-
-
 def test_a_run_that_is_done_says_so_and_can_be_lengthened_to_the_same_bits(workshop: Workshop, steady: Path) -> None:
     short = workshop.train("short", "optimizer.schedule=constant", "trainer.steps=8")
     said = workshop.command("resume", str(short))

@@ -1,10 +1,9 @@
-"""Adaptive input and softmax: an exact likelihood, by the definition; runs and mistakes."""
+"""Adaptive input and softmax: an exact likelihood, by the definition, and streams."""
 
 from typing import Any
 
 import pytest
 import torch
-from small_runs import Workshop, checkpoint_difference
 from test_decoding import streams_as_it_scores
 from tiny_models import check_alike, tiny_config, tokens
 from torch import Tensor
@@ -64,29 +63,3 @@ def test_words_are_read_by_their_bands_and_streams_score_alike() -> None:
     expected_E = bands.widen[1].weight @ bands.tables[1][2]  # type: ignore[operator]
     torch.testing.assert_close(vectors_VE[5], expected_E, rtol=1e-12, atol=1e-12)
     streams_as_it_scores(model, tokens())
-
-
-def test_runs_on_words_resume_score_and_write_and_mistakes_are_told(workshop: Workshop) -> None:
-    path = workshop.folder / "words.txt"
-    path.write_text(" ".join(f"w{word * word % 23}" for word in range(4_000)))
-    words = ("data.tokenizer=words", f"data.path={path}", "model.embedding=adaptive")
-    words += ("model.cutoffs=2x5", "model.band_factor=2", "model.tie_embeddings=true", "optimizer.schedule=constant")
-    whole = workshop.train("adaptive", *words)
-    parts = workshop.train("adaptive-parts", *words, "trainer.steps=6")
-    workshop.command("resume", str(parts), "trainer.steps=12")
-    assert checkpoint_difference(whole, parts, "last") == ""
-    assert "bits/word" in workshop.command("eval", str(whole), "split=test")
-    assert workshop.command("sample", str(whole), "length=20")
-    workshop.command("export", str(whole))
-    assert "bits/word" in workshop.command("eval", str(whole / "export"))
-    assert "parameters" in workshop.command("plan", "data=wikitext103", "model=adaptive_input")
-    for extra, said in (
-        ("model.cutoffs=2x5000", "model.cutoffs=2x5000 must end below the"),
-        ("model.cutoffs=5x2", "model.cutoffs=5x2 must be ascending numbers"),
-        ("model.cutoffs=null", "model.cutoffs=null must be ascending numbers"),
-        ("model.band_factor=9", "model.hidden=16 must be at least model.band_factor=9^2 = 81"),
-        ("model.embedding=adaptiv", "model.embedding=adaptiv: must be adaptive or an integer"),
-        ("model.embedding=null", "model.cutoffs=2x5 has no effect with model.embedding=null"),
-    ):
-        small = ("data=text", "model=tiny", "model.hidden=16", "model.heads=2", "routing.heads=1", *words)
-        assert said in workshop.command("train", *small, extra, code=2)

@@ -1,11 +1,10 @@
-"""The Compressive Transformer: what it keeps and its loss against loops in float64, streams, runs."""
+"""The Compressive Transformer: what it keeps and its loss against loops in float64, and streams."""
 
 import math
 from typing import Any
 
 import pytest
 import torch
-from small_runs import Workshop, checkpoint_difference
 from test_decoding import same_after_a_prompt, streams_as_it_scores
 from test_recurrent import XL
 from tiny_models import check_alike, tiny_config, tiny_model, tokens
@@ -108,27 +107,3 @@ def test_streaming_equals_parallel(kind: str) -> None:
     with torch.no_grad():
         (nats_BN, _), (fewer_BN, _) = (each.loss(tokens_BN) for each in (model, less))
     assert torch.equal(nats_BN[:, :12], fewer_BN[:, :12]) and not torch.equal(nats_BN, fewer_BN)
-
-
-def test_runs_resume_score_write_and_mistakes_are_told(workshop: Workshop) -> None:
-    words = ("model.base=recurrent", "model.positions=xl", "model.memory=32", "model.compressed=24", "routing.heads=0")
-    words += ("model.compression_rate=4", "optimizer.schedule=constant", "routing.layers=0")
-    whole = workshop.train("compressive", *words)
-    parts = workshop.train("compressive-parts", *words, "trainer.steps=6")
-    workshop.command("resume", str(parts), "trainer.steps=12")
-    assert checkpoint_difference(whole, parts, "last") == ""
-    assert "a memory of 32 and 24 compressed" in " ".join(workshop.command("eval", str(whole), "split=test").split())
-    assert workshop.command("sample", str(whole), "length=40")
-    workshop.command("export", str(whole))
-    workshop.command("eval", str(whole / "export"))
-    assert "sees no future" in workshop.command("audit", str(whole), "windows=2", "positions=2", "prefixes=2")
-    assert "compressed" in workshop.command("plan", "data=pg19", "model=compressive_transformer")
-    small = ("data=text", workshop.text, "model=tiny", "data.length=32", *words)
-    for extra, said in (
-        ("data.length=30", "data.length=30 must be a multiple of model.compression_rate=4"),
-        ("model.memory=30", "model.memory=30 must be a multiple of model.compression_rate=4"),
-        ("model.memory=0", "model.compressed=24 needs model.memory of at least 1"),
-        ("model.compression=conf", "model.compression=conf: must be one of conv, mean, max"),
-        ("model.base=local", "model.compressed=24 has no effect with model.base=local"),
-    ):
-        assert said in workshop.command("train", *small, extra, code=2)

@@ -1,0 +1,89 @@
+"""Runs of models of other papers: resumed to the same bits, taken by every command; memories scored as published."""
+
+import signal
+from pathlib import Path
+
+import pytest
+from small_runs import SIZES, Workshop, after, difference, read_metrics
+
+XL = ("model.base=recurrent", "model.positions=xl", "routing.heads=0", "routing.layers=0", "model.tie_embeddings=true")
+KINDS = {
+    "recurrent": (*XL, "model.memory=40", "trainer.log_every=1"),
+    "compressive": (*XL, "model.memory=32", "model.compressed=24", "model.compression_rate=4"),
+    "adaptive": (
+        *("data.tokenizer=words", "model.embedding=adaptive", "model.cutoffs=2x5", "model.band_factor=2"),
+        "model.tie_embeddings=true",
+    ),
+    "topk": (
+        *("routing=topk", "routing.init=data", "routing.heads=2", "model.positions=shaw", "model.recompute=true"),
+        "optimizer=adafactor",
+    ),
+}
+MEMORY = {"recurrent": "with a memory of 40", "compressive": "with a memory of 32 and 24 compressed"}
+"""What is said of a memory, by evaluations and by the plan."""
+
+
+@pytest.fixture(scope="module")
+def runs(workshop: Workshop) -> dict[str, Path]:
+    return {kind: workshop.train(kind, *words) for kind, words in KINDS.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_run_resumes_to_the_same_bits(workshop: Workshop, runs: dict[str, Path], kind: str) -> None:
+    process = workshop.start(f"{kind}-killed", *KINDS[kind])
+    assert process.kill_when(after(6)) == -signal.SIGKILL, process.log.read_text()
+    workshop.command("resume", str(process.run), "hardware.workers=2")
+    assert difference(process.run, runs[kind]) == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_command_takes_it(workshop: Workshop, runs: dict[str, Path], kind: str) -> None:
+    run, said = runs[kind], MEMORY.get(kind, "")
+    assert workshop.command("sample", str(run), "length=50", "prompt=abc")
+    workshop.command("export", str(run))
+    (own, scored), (exported, _) = (workshop.score(folder) for folder in (run, run / "export"))
+    assert own["nats"] == exported["nats"] and said in " ".join(scored.split())
+    audited = workshop.command("audit", str(run), "windows=2", "positions=2", "prefixes=2")
+    assert "sees no future" in audited and ("sees the future" not in audited or kind == "topk")
+    workshop.command("analyze", "patterns", str(run))
+    planned = " ".join(workshop.command("plan", workshop.text, "data=text", "data.length=32", *KINDS[kind]).split())
+    assert said in planned and (not said or "memory 0." in planned)
+    if said:
+        assert "rtx eval memory=0" in workshop.command("analyze", "context", str(run), code=2)
+
+
+def test_a_run_goes_on_with_other_micro_batches(workshop: Workshop) -> None:
+    """Each stream with its own memory; without dropout, whose numbers are drawn by micro-batch."""
+    still = ["model.dropout=0", "model.attention_dropout=0", "model.ffn_dropout=0", "optimizer.schedule=constant"]
+    whole = workshop.train("whole", *KINDS["recurrent"], *still)
+    parts = workshop.train("parts", *KINDS["recurrent"], *still, "trainer.steps=7")
+    workshop.command("resume", str(parts), "trainer.steps=12", "trainer.micro_batch_size=1")
+    bits = [[row["bits"] for row in read_metrics(run / "metrics.jsonl") if "bits" in row] for run in (whole, parts)]
+    assert bits[0] == pytest.approx(bits[1], abs=1e-6) and len(bits[0]) == 12
+
+
+def test_an_evaluation_has_a_memory_of_its_own_and_scores_every_unit_once(
+    workshop: Workshop, runs: dict[str, Path]
+) -> None:
+    published = ("data.length=8", "memory=64", "clamp=20", "same_length=true")
+    asked = ((), published, (*published, "mode=streaming"), (*published, "stride=50", "batch_size=3"), ("memory=0",))
+    results = [workshop.score(runs["recurrent"], *words)[0] for words in asked]
+    assert all(one["units"] == one["split_units"] for one in results)
+    own, longer, streaming, parts = (one["bits_per_byte"] for one in results[:4])
+    said = [one["protocol"] for one in results]
+    assert "segments of 32 with a memory of 40" in said[0] and results[0]["windows"] == 1
+    assert "segments of 8 with a memory of 64, distances clamped at 20, the same length for all" in said[1]
+    assert streaming == longer != own
+    assert results[3]["windows"] > 1 and abs(parts - longer) < 0.05
+    assert "no memory" not in said[4]
+
+
+def test_sizes_that_the_data_have_not_are_told_in_a_line(workshop: Workshop, runs: dict[str, Path]) -> None:
+    for kind, word, said in (
+        ("recurrent", "trainer.batch_size=100", "=100: expected 100 streams of at least data.length=32 units"),
+        ("recurrent", "model.memory=5000", "model.memory=5000 must be at most 675"),
+        ("adaptive", "model.cutoffs=2x5000", "model.cutoffs=2x5000 must end below the"),
+    ):
+        assert said in workshop.command("train", workshop.text, *SIZES, *KINDS[kind], word, code=2)
+    said = "memory=1000 must be at most 150, the units of split valid"
+    assert said in workshop.command("eval", str(runs["recurrent"]), "memory=1000", code=2)
