@@ -12,19 +12,24 @@ from rtx.attention.patterns import Full
 from rtx.config import SELECTIONS, all_fields
 from rtx.errors import RunFailed
 from rtx.model.transformer import Transformer
-from tests.model.tiny_models import VOCABULARY, gradients, tiny_model, tokens
+from tests.model.tiny_models import KINDS, POSITIONS, VOCABULARY, Kind, each_kind, gradients, tiny_model, tokens
 
 LENGTH = 44
-PREFIXES = (1, 2, 5, 31, 32, 33, 43)
-BASES = all_fields()["model.base"].values
+PREFIXES = (1, 2, 6, 31, 32, 43)
 IDS = tokens(length=LENGTH)
 
 
-def model(base: str = "local", **options: Any) -> Transformer:
+HASHED: Kind = {"base": "lsh", "hash_rounds": 2, "hash_buckets": 4}
+XL: Kind = {"base": "recurrent", "positions": "xl", "routing_heads": 0, "routing_layers": 0}
+CAUSAL = [kind for kind in KINDS if kind["selection"] != "topk"] + [HASHED | {"lsh": "causal"}]
+CAUSAL += [XL if base == "recurrent" else {"base": base} for base in all_fields()["model.base"].values]
+SEE_THE_FUTURE = [kind for kind in KINDS if kind["selection"] == "topk" and "routing_keys" in kind]
+SEE_THE_FUTURE += [*({"selection": "topk", "positions": p} for p in POSITIONS), HASHED | {"lsh": "reformer"}]
+
+
+def model(**options: Any) -> Transformer:
     """A float64 model of three layers, the upper two of which route, if they can beside their base."""
-    if base == "recurrent":
-        options |= {"positions": "xl", "routing_heads": 0, "routing_layers": 0}
-    return tiny_model(length=LENGTH, base=base, window=8, stride=8, summary=2, **options)
+    return tiny_model(length=LENGTH, **options)
 
 
 def largest(audit: Audit) -> float:
@@ -32,26 +37,18 @@ def largest(audit: Audit) -> float:
     return max(float(change_P.max()) for change_P in audit.changes.values())
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize(
-    ("base", "selection"),
-    [(base, "causal") for base in BASES] + [("local+full", name) for name in SELECTIONS if name != "topk"],
-)
-def test_strictly_causal_patterns_move_nothing(base: str, selection: str, streaming: bool) -> None:
-    audit = audit_model(model(base, selection=selection), IDS, PREFIXES, streaming=streaming)
+@each_kind(CAUSAL)
+def test_the_future_moves_nothing(kind: Kind) -> None:
+    audit = audit_model(model(**kind), IDS, PREFIXES)
     assert largest(audit) <= 1e-12 and not audit.sees_future
-    assert len(audit.changes) == 1 + 3 * len(base.split("+")) + 2 * (base != "recurrent")
 
 
-def test_top_w_and_published_hashing_move_and_only_they_and_not_where_the_prefix_decides() -> None:
-    audit = audit_model(model("local+full", selection="topk"), IDS, PREFIXES)
+@each_kind(SEE_THE_FUTURE)
+def test_top_w_and_published_hashing_see_the_future_unless_they_stream(kind: Kind) -> None:
+    audit = audit_model(model(**kind), IDS, PREFIXES)
     assert audit.changes[LOGITS].max() > 1e-3 and (audit.changes[LOGITS] > 1e-9).double().mean() > 0.1
-    assert audit.origins == [(1, "routed"), (2, "routed")]
-    assert all(change_P.max() <= 1e-12 for group, change_P in audit.changes.items() if group[1] in ("local", "full"))
-    assert largest(audit_model(model(selection="topk"), IDS, PREFIXES, streaming=True)) <= 1e-12
-    hashing = model("lsh", lsh="reformer", selection="random")
-    assert {name for _, name in audit_model(hashing, IDS, PREFIXES).origins} == {"lsh"}
-    assert not audit_model(hashing, IDS, PREFIXES, streaming=True).sees_future
+    assert {name for _, name in audit.origins} == {"lsh" if "lsh" in kind else "routed"}
+    assert largest(audit_model(model(**kind), IDS, PREFIXES, streaming=True)) <= 1e-12
 
 
 class Peeking(Full):
@@ -61,7 +58,7 @@ class Peeking(Full):
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_a_leak_is_located_where_it_arises(layer: int) -> None:
-    leaking = model("local+full")
+    leaking = model(base="local+full")
     leaking.blocks[layer].attention.groups["full"] = Peeking()  # type: ignore[union-attr,index]
     audit = audit_model(leaking, IDS, PREFIXES)
     assert audit.origins == [(layer, "full")] and (audit.changes[LOGITS] > 0).all()

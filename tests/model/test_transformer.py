@@ -5,7 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import COMMON, EVERY, OTHERS, POSITIONS, Kind, each_kind, gradients, tiny_config, tiny_model, tokens
+from tiny_models import (
+    BY_QUERY,
+    COMMON,
+    EVERY,
+    OTHERS,
+    POSITIONS,
+    Kind,
+    each_kind,
+    gradients,
+    tiny_config,
+    tiny_model,
+    tokens,
+)
 from torch import Tensor
 
 from rtx.attention import engine
@@ -174,6 +186,29 @@ def test_weights_at_the_start_by_depth(positions: str) -> None:
     if model.embedding.positions is not None:
         assert float(model.embedding.positions(0, 1024).detach().std()) == pytest.approx(0.01, rel=0.1)
     assert (model.output_VS == 0).all()
+
+
+@pytest.mark.parametrize("selection", ["causal", "random", *BY_QUERY])
+def test_in_training_too_later_units_move_nothing_earlier(selection: str) -> None:
+    model = tiny_model(length=44, selection=selection).train()
+    before_BN = tokens(length=44)
+    after_BN = torch.cat([before_BN[:, :31], tokens(length=44, seed=1)[:, 31:]], dim=1)
+    before, after = (model(x)[0][:, :32] for x in (before_BN, after_BN))
+    torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
+
+
+@each_kind([{"selection": "causal"}, *(kind for kind in OTHERS if kind["selection"] != "topk")])
+def test_a_gradient_reaches_only_earlier_units(kind: Kind) -> None:
+    model = tiny_model(**kind)
+    inputs_B1NE = model.embedding(tokens(1)).detach().requires_grad_()
+    x_BNE = inputs_B1NE
+    for block in model.blocks:
+        x_BNE, _ = block(x_BNE)
+    # The first position of a block of 2, 3 or 4: what stands behind it in the block must not reach it.
+    x_BNE[0, 12].square().sum().backward()
+    assert inputs_B1NE.grad is not None
+    reach_N = inputs_B1NE.grad[0].abs().amax(-1)
+    assert (reach_N[13:] == 0).all() and reach_N[12] > 0
 
 
 @each_kind([{}, {"selection": "topk"}, *(kind for kind in OTHERS if kind["selection"] != "random")])
