@@ -1,4 +1,4 @@
-"""How centroids change: statistics, three updates, thresholds, revival, and all ranks alike.
+"""How centroids change: statistics, three updates, thresholds, revival. (All ranks alike: test_many_processes.py.)
 
 Shapes: B sequences, H heads, C clusters, N positions, D head size.
 """
@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rtx.attention.centroids import Centroids, after_step, statistics_paused, to_sphere
@@ -127,24 +126,6 @@ def test_a_head_with_nan_keeps_what_it_has() -> None:
     after = step(pattern, q)
     assert torch.equal(after.centroid_HCD[0], before[0]) and not torch.equal(after.centroid_HCD[1], before[1])
     assert after.threshold_HC.isfinite().all()
-
-
-def two_ranks(rank: int, path: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{path}/meet", rank=rank, world_size=2)
-    step(pattern := make(threshold_rate=0.1), queries(rank))
-    torch.save(pattern.state_dict(), f"{path}/{rank}.pt")
-    dist.destroy_process_group()
-
-
-def test_ranks_move_alike_from_the_joined_batch(tmp_path) -> None:
-    torch.multiprocessing.spawn(  # pyright: ignore[reportPrivateImportUsage]
-        two_ranks, (str(tmp_path),), nprocs=2
-    )
-    whole, found = make(threshold_rate=0.1), make(threshold_rate=0.1)
-    step(whole, torch.cat([queries(0), queries(1)]))
-    for rank in range(2):
-        found.load_state_dict(torch.load(tmp_path / f"{rank}.pt", weights_only=True))
-        check_alike(whole, found)
 
 
 def test_neither_autocast_nor_a_model_in_float64_changes_the_precision_of_statistics() -> None:

@@ -1,4 +1,4 @@
-"""Runs of models of other papers: resumed to the same bits, taken by every command; memories scored as published."""
+"""Runs of every kind of model: resumed to the same bits, taken by every command; memories scored as published."""
 
 import signal
 from pathlib import Path
@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 from small_runs import SIZES, Workshop, after, difference, read_metrics
 
+from rtx.training.run_folder import read_status, run_state
+
 XL = ("model.base=recurrent", "model.positions=xl", "routing.heads=0", "routing.layers=0", "model.tie_embeddings=true")
 KINDS = {
+    "causal": (),
     "recurrent": (*XL, "model.memory=40", "trainer.log_every=1"),
     "compressive": (*XL, "model.memory=32", "model.compressed=24", "model.compression_rate=4"),
     "adaptive": (
@@ -32,8 +35,11 @@ def runs(workshop: Workshop) -> dict[str, Path]:
 def test_a_killed_run_resumes_to_the_same_bits(workshop: Workshop, runs: dict[str, Path], kind: str) -> None:
     process = workshop.start(f"{kind}-killed", *KINDS[kind])
     assert process.kill_when(after(6)) == -signal.SIGKILL, process.log.read_text()
-    workshop.command("resume", str(process.run), "hardware.workers=2")
-    assert difference(process.run, runs[kind]) == ""
+    run = process.run
+    assert (read_status(run) or {})["state"] == "running" and run_state(run) == "killed"
+    assert f"resuming {run} (killed) from " in workshop.command("resume", str(run), "hardware.workers=2")
+    assert (read_status(run) or {})["state"] == "done" and difference(run, runs[kind]) == ""
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt", "previous.ckpt"}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,13 +19,12 @@ from small_runs import (
     exists,
     largest_file,
     read_metrics,
-    saving,
 )
 
 from rtx import __version__
 from rtx.compose import load_run_config
 from rtx.training.checkpoint import is_whole
-from rtx.training.run_folder import read_status, run_state
+from rtx.training.run_folder import read_status
 
 
 @pytest.fixture(scope="module")
@@ -38,24 +36,6 @@ def undisturbed(workshop: Workshop) -> Path:
 def steady(workshop: Workshop) -> Path:
     """A run that can be lengthened: its rates do not depend on the number of steps."""
     return workshop.train("steady", "optimizer.schedule=constant")
-
-
-@pytest.mark.parametrize(
-    ("moment", "ready"), [("begun", exists("metrics.jsonl")), ("five", after(6)), ("saving", saving)]
-)
-def test_a_killed_run_resumes_to_the_same_bits(
-    workshop: Workshop, undisturbed: Path, moment: str, ready: Callable[[Path], bool]
-) -> None:
-    process = workshop.start(moment)
-    assert process.kill_when(ready) == -signal.SIGKILL, process.log.read_text()
-    run = process.run
-    assert (read_status(run) or {})["state"] == "running"
-    assert run_state(run) == "killed"
-    printed = workshop.command("resume", str(run), "hardware.workers=2")
-    assert f"resuming {run} (killed) from " in printed
-    assert (read_status(run) or {})["state"] == "done"
-    assert difference(run, undisturbed) == ""
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt", "previous.ckpt"]
 
 
 @pytest.mark.parametrize(

@@ -53,35 +53,20 @@ def test_no_command_takes_what_only_yaml_can_do(workshop: Workshop, copy: Path, 
     assert code == 0 and f"note: {copy}/config.yaml: cannot be read" in said
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("config.yaml", ["report"]),
-        ("config.yaml", ["eval"]),
-        ("status.json", ["resume"]),
-        ("metrics.jsonl", ["report"]),
-        ("metrics.jsonl", ["resume", "trainer.steps=13"]),
-        ("environment.json", ["report"]),
-        ("environment.json", ["resume", "trainer.steps=13"]),
-        ("checkpoints/last.ckpt", ["resume", "trainer.steps=13"]),
-        ("checkpoints/best.ckpt", ["eval"]),
-        ("sweeps.jsonl", ["sweep"]),
-    ],
-)
-def test_nobody_waits_for_the_other_end_of_a_pipe(workshop: Workshop, copy: Path, name: str, words: list[str]) -> None:
-    (copy / name).unlink(missing_ok=True)
-    os.mkfifo(copy / name)
-    assert asked(workshop, words[0], str(copy), *words[1:])[0] in (0, 1, 2)
+FILES = ("config.yaml", "status.json", "environment.json", "resumes.jsonl", "wandb.json", "lock", "metrics.jsonl")
 
 
-@pytest.mark.parametrize(
-    "name", ["status.json", "environment.json", "resumes.jsonl", "wandb.json", "lock", "metrics.jsonl"]
-)
-def test_a_folder_in_place_of_a_file(workshop: Workshop, copy: Path, name: str) -> None:
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+@pytest.mark.parametrize("name", [*FILES, "checkpoints/last.ckpt", "checkpoints/best.ckpt", "sweeps.jsonl"])
+def test_a_pipe_or_a_folder_in_place_of_a_file(
+    workshop: Workshop, copy: Path, name: str, make: Callable[[Path], None]
+) -> None:
     (copy / name).unlink(missing_ok=True)
-    (copy / name).mkdir()
-    asked(workshop, "resume", str(copy), "trainer.steps=13")
-    asked(workshop, "report", str(copy))
+    make(copy / name)
+    for words in (["resume", str(copy), "trainer.steps=13"], ["report", str(copy)]):
+        asked(workshop, *words)
+    if name not in FILES[1:]:
+        asked(workshop, "sweep" if name == "sweeps.jsonl" else "eval", str(copy))
 
 
 def test_values_of_a_run_are_no_questions_to_the_environment(

@@ -74,19 +74,11 @@ class Prepared:
         return {path.name: path.read_bytes() for path in self.root.glob("enwik8-*/*.bin")}
 
 
-def test_a_download_that_stops_half_way_or_is_killed(workshop: Workshop, server: Server, certificate: Path) -> None:
+def test_a_download_that_is_killed_is_continued(workshop: Workshop, server: Server, certificate: Path) -> None:
     server.answers = [whole]
     straight = Prepared(workshop, server, certificate, "straight")
-    line = straight.said(code=0)
+    assert "fingerprint" in straight.said(code=0)
     assert sorted(straight.files) == ["test.bin", "train.bin", "valid.bin"]
-
-    server.answers = [lambda handler: ranged(handler, 500_000), ranged]
-    server.ranges.clear()
-    halved = Prepared(workshop, server, certificate, "halved")
-    assert halved.said(code=0).partition("fingerprint")[2] == line.partition("fingerprint")[2] != ""
-    assert server.ranges == [None, "bytes=500000-"] and halved.files == straight.files
-    assert "the connection ended early at 500,000 of 1," in (workshop.folder / "halved.log").read_text()
-
     release = threading.Event()
 
     def hanging(handler: object) -> None:

@@ -1,6 +1,5 @@
 """A run is the plain loop it looks like, with the optimizers and learning rates of the papers."""
 
-import dataclasses
 import math
 import re
 import signal
@@ -12,7 +11,7 @@ from small_runs import Workshop, difference
 from torch import nn
 
 from rtx.attention.centroids import after_step
-from rtx.compose import load_run_config
+from rtx.compose import compose, load_run_config
 from rtx.config import Config, OptimizerConfig, TrainerConfig
 from rtx.data.catalog import open_data
 from rtx.data.datamodule import TrainingItems
@@ -89,10 +88,9 @@ def test_a_run_stopped_where_a_validation_is_due_does_that_when_it_goes_on_and_c
         assert difference(process.run, whole) == ""
 
 
-def scheduled(schedule: str, warmup: int, steps: int = 100) -> Config:
-    return Config(
-        optimizer=OptimizerConfig(lr=0.4, schedule=schedule, warmup=warmup), trainer=TrainerConfig(steps=steps)
-    )
+def scheduled(schedule: str, warmup: int) -> Config:
+    optimizer = OptimizerConfig(lr=0.4, schedule=schedule, warmup=warmup)
+    return Config(optimizer=optimizer, trainer=TrainerConfig(steps=100))
 
 
 def test_the_warm_up_is_linear_and_what_follows_is_what_its_name_says() -> None:
@@ -106,54 +104,34 @@ def test_the_warm_up_is_linear_and_what_follows_is_what_its_name_says() -> None:
     assert learning_rate(scheduled("cosine", 0), 1) == pytest.approx(0.4, rel=1e-3)
 
 
-class Parts(nn.Module):
-    """One parameter of every kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-        self.norm = nn.LayerNorm(2)
-        self.table_VS = nn.Parameter(torch.ones(5, 2))
-        self.output_VS = nn.Parameter(torch.ones(5, 2))
-
-
 def test_only_matrices_decay() -> None:
-    model = Parts()
+    model = build_model(compose(["model.positions=shaw", "model.embedding=8"]), 11, None)
     decaying, exempt = build_optimizer(model, OptimizerConfig(name="adamw", weight_decay=0.1)).param_groups
     assert (decaying["weight_decay"], exempt["weight_decay"]) == (0.1, 0.0)
-    assert {id(p) for p in decaying["params"]} == {id(model.linear.weight), id(model.output_VS)}
-    assert len(exempt["params"]) == 4
-
-
-def stepped(name: str, start: torch.Tensor, gradients: list[torch.Tensor], rates: list[float], **more: float):
-    """Return a matrix after steps with given gradients."""
-    model = nn.Linear(start.shape[1], start.shape[0], bias=False, dtype=start.dtype)
-    with torch.no_grad():
-        model.weight.copy_(start)
-    settings = dataclasses.replace(OptimizerConfig(name=name, beta1=0.9, beta2=0.98), **more)
-    optimizer = build_optimizer(model, settings)
-    for gradient, rate in zip(gradients, rates, strict=True):
-        set_learning_rate(optimizer, rate)
-        model.weight.grad = gradient.clone()
-        optimizer.step()
-    return model.weight.detach()
-
-
-def some_gradients(count: int, scale: float = 1.0) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [scale * torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(count)]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    kinds = {names[id(parameter)].rpartition(".")[2] for parameter in decaying["params"]}
+    assert kinds == {"weight", "output_VS"} and all(parameter.ndim == 2 for parameter in decaying["params"])
+    assert {"bias", "weight", "table_VS", "start_S"} <= {
+        names[id(each)].rpartition(".")[2] for each in exempt["params"]
+    }
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-7])
 def test_adafactor_is_shazeer_and_stern_at_any_size_of_gradient(scale: float) -> None:
-    x = start = 0.05 * torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
-    gradients, rates = some_gradients(4, scale), [0.0025, 0.005, 0.0075, 0.01]
+    model, generator = nn.Linear(6, 4, bias=False, dtype=torch.float64), torch.Generator().manual_seed(3)
+    x = 0.05 * torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
+    model.weight.data.copy_(x)
+    optimizer = build_optimizer(model, OptimizerConfig(name="adafactor"))
     row, column = torch.zeros(4, 1, dtype=torch.float64), torch.zeros(1, 6, dtype=torch.float64)
-    for t, (gradient, rate) in enumerate(zip(gradients, rates, strict=True), 1):
+    for t, rate in enumerate((0.0025, 0.005, 0.0075, 0.01), 1):
+        gradient = scale * torch.randn(4, 6, generator=generator, dtype=torch.float64)
+        model.weight.grad = gradient.clone()
+        set_learning_rate(optimizer, rate)
+        optimizer.step()
         decay = 1 - t**-0.8
         row = decay * row + (1 - decay) * (gradient**2).mean(1, keepdim=True)
         column = decay * column + (1 - decay) * (gradient**2).mean(0, keepdim=True)
         update = gradient / (row * column / row.mean()).sqrt()
         update = update / max(1.0, update.square().mean().sqrt().item())
         x = x - rate * max(1e-3, x.square().mean().sqrt().item()) * update
-    torch.testing.assert_close(stepped("adafactor", start, gradients, rates), x, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(model.weight.detach(), x, rtol=1e-9, atol=1e-12)
