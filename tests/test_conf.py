@@ -1,7 +1,5 @@
 """The files of `conf/`: each composes, says where its values come from, writes only what it may, and takes a step."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -136,11 +134,6 @@ def test_the_experiments_of_the_papers_tables(experiment: str) -> None:
     config = compose([f"experiment={experiment}"])
     assert config.name == config.data.name and config.routing.selection == "topk"
     assert (config.trainer.steps, config.model.window) == (200_000, 512)
-
-
-def test_conf_stands_where_the_wheel_puts_it_or_beside_the_package() -> None:
-    assert conf_dir() == Path(__file__).resolve().parents[1] / "conf"
-    assert (conf_dir() / "config.yaml").is_file() and all(path.suffix == ".yaml" for path in conf_dir().glob("*/*"))
 
 
 VOCABULARY = 256

@@ -32,14 +32,6 @@ def default() -> Any:
     return compose([])
 
 
-def test_the_newcomers_configuration(default: Any) -> None:
-    assert (default.data.name, default.model.name, default.routing.selection) == ("stdlib", "tiny", "causal")
-    assert (default.routing.decay, default.routing.logit_scale) == (0.99, "sqrt_d")
-    assert default.optimizer.name == "adamw"
-    assert default.trainer.steps == default.optimizer.steps
-    assert default.routing.clusters == -(-default.data.length // default.routing.window)
-
-
 def test_a_command_line_wins_over_presets_and_a_later_group_over_an_earlier() -> None:
     assert compose(["model=tiny", "optimizer=adafactor"]).optimizer.name == "adafactor"
     assert compose(["optimizer=adam", "model=rt22"]).optimizer.name == "adam"

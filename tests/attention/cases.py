@@ -32,22 +32,11 @@ from rtx.attention import (
 from rtx.model.positions import Rotary
 
 KINDS = (
-    "full",
-    "local",
-    "recurrent",
-    "recurrent-same",
-    "strided",
-    "fixed",
-    "fixed_block",
-    "fixed_summary",
-    "span",
-    "lsh",
-    "reformer",
-    "random",
-    "random-keys",
+    *("full", "local", "recurrent", "recurrent-same", "strided", "fixed", "fixed_block", "fixed_summary", "span"),
+    *("lsh", "reformer", "random", "random-keys"),
+    *(f"{how}-{keys}" for how in ("topk", "causal", "nearest") for keys in ("shared", "separate", "projected")),
+    *("exact", "blocks", "compressed", "blocks_random", "indexer", "indexer-dense"),
 )
-KINDS += tuple(f"{how}-{keys}" for how in ("topk", "causal", "nearest") for keys in ("shared", "separate", "projected"))
-KINDS += ("exact", "blocks", "compressed", "blocks_random", "indexer", "indexer-dense")
 CLUSTERED = tuple(kind for kind in KINDS if kind.partition("-")[0] in ("random", "topk", "causal", "nearest"))
 SEES_FUTURE = tuple(kind for kind in KINDS if kind == "reformer" or kind.startswith("topk"))
 

@@ -93,14 +93,6 @@ def check_alike(one: Routing, other: Routing) -> None:
         torch.testing.assert_close(other.state_dict()[name], value)
 
 
-def test_micro_batches_add_up_to_the_joined_batch() -> None:
-    one, two = make(threshold_rate=0.1), make(threshold_rate=0.1)
-    parts = queries(1), queries(2)
-    step(one, *parts)
-    step(two, torch.cat(parts))
-    check_alike(one, two)
-
-
 def test_padding_is_not_counted() -> None:
     short, padded = make(threshold_rate=0.1), make(threshold_rate=0.1)
     q = queries(1)

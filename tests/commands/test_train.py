@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import SIZES, Workshop, counted_rows, difference, final, read_metrics
+from small_runs import SIZES, Workshop, difference, final, read_metrics
 
 from rtx.compose import load_run_config
 from rtx.data.catalog import open_data
@@ -82,15 +82,6 @@ def test_a_compiled_run_takes_the_same_steps(workshop: Workshop, monkeypatch: py
     monkeypatch.setattr(torch, "compile", lambda loss: compiled.append(loss) or real(loss, backend="eager"))
     runs = [workshop.train(f"compile-{word}", *still, f"hardware.compile={word}") for word in ("true", "false")]
     assert len(compiled) == 1 and final(runs[0])["bits"] == pytest.approx(final(runs[1])["bits"], rel=1e-6)
-
-
-def test_the_smoke_experiment(workshop: Workshop) -> None:
-    run, sizes = workshop.folder / "smoke", [size for size in SIZES if not size.startswith("trainer.")]
-    workshop.command("train", "experiment=smoke", *sizes, workshop.text, run=run)
-    rows = [(row["kind"], row["step"]) for row in counted_rows(run)]
-    assert [step for kind, step in rows if kind == "train"] == list(range(1, 21))
-    assert next(step for kind, step in rows if kind == "valid") == 10
-    assert {path.name for path in (run / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt", "previous.ckpt"}
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_others(workshop: Workshop, run: Path) -> None:
@@ -182,9 +173,3 @@ def test_what_does_not_fit_is_said_at_once_whatever_was_asked(
     line = next(line for line in said.splitlines() if not line.startswith(("preparing", "data=text")))
     assert line.startswith("warning: may not fit: hardware.precision=fp32 trainer.micro_batch_size=2 model.recompute=")
     assert "of 0.0 GiB, by rtx plan, which leaves too little; less is needed with" in line
-
-
-def test_reports_of_several_runs_leave_that_of_one_alone(workshop: Workshop) -> None:
-    one, two = workshop.train("one", "seed=1"), workshop.train("two", "seed=2")
-    for runs, place in (([one], "report"), ([one, two], "report-two")):
-        assert f"{one}/{place}/report.md" in workshop.command("report", *map(str, runs))

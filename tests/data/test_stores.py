@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from disturbances import damage
+from huggingface_hub.errors import LocalEntryNotFoundError
 from made_sets import SETS, prose, refused, write_table
 
 from rtx.compose import compose_data
@@ -176,38 +177,24 @@ def test_a_killed_preparation_goes_on_and_makes_the_same_store(tmp_path, root, m
     assert not list(root.glob(".*.work")) and not (again.folder / "cache").exists()
 
 
-def test_an_error_of_the_network_after_a_kill_loses_nothing(tmp_path, root, monkeypatch):
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    data, real = compose_data(SETS["pg19"](tmp_path, monkeypatch)), store.write_split
-
-    def failing(encoded, path, *rest):
-        if path.name == "test":
-            raise LocalEntryNotFoundError("503")
-        return real(encoded, path, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "write_split", failing)
-        with pytest.raises(LocalEntryNotFoundError):
-            prepare_data(data, root)
-    (work,) = root.glob(".pg19-*.work")
-    assert {path.name for path in work.glob("*.bin")} == {"train.bin", "valid.bin"}
-    prepare_data(data, root)
+FULL, GONE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), LocalEntryNotFoundError("503")
 
 
-def test_a_full_disk_leaves_nothing_that_looks_whole(data, root, monkeypatch):
+@pytest.mark.parametrize("error", [FULL, GONE], ids=["disk", "network"])
+def test_an_error_half_way_leaves_nothing_that_looks_whole_and_all_that_is(data, root, monkeypatch, error):
     real = store.replace_file
 
-    def full(path, write):
-        if path.name == "valid.bin":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def failing(path, write):
+        if path.name == "test.bin":
+            raise error
         real(path, write)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "replace_file", full)
-        with pytest.raises(RunFailed, match="no space left to write; free some, or set RTX_DATA"):
+        patch.setattr(store, "replace_file", failing)
+        with pytest.raises((RunFailed, LocalEntryNotFoundError), match=r"no space left .*; free some, or set RTX_|503"):
             prepare_data(data, root)
-    assert not list(root.glob("text-*"))
+    (work,) = root.glob(".text-*.work")
+    assert not list(root.glob("text-*")) and {path.name for path in work.glob("*.bin")} == {"train.bin", "valid.bin"}
     prepare_data(data, root)
 
 
@@ -258,8 +245,3 @@ def test_stores_are_listed_and_removed_and_nothing_else_is(data, root, said):
     remove_store(root, folder.name, said.append)
     assert said[0].startswith(f"{folder}: removed, ") and len(said) == 2
     assert sorted(path.name for path in root.iterdir()) == ["downloads", "my-own"]
-
-
-def test_too_little_text_is_told(data, root):
-    with pytest.raises(UserError, match=r"at least one sequence of data\.length=1000000 .*; give more text or"):
-        opened(data, root, length=10**6)

@@ -326,6 +326,12 @@ def test_a_plot_is_saved_beside_runs_that_have_one(tmp_path: Path) -> None:
     assert save_plots([tmp_path]).startswith("no plot: ")
 
 
+def test_reports_of_several_runs_leave_that_of_one_alone(tmp_path: Path, capsys: Captured) -> None:
+    one, two = (write_run(tmp_path, config("smoke", seed=seed)) for seed in (1, 2))
+    for runs, place in (([one], "report"), ([one, two], f"report-{two.name}")):
+        assert cli.main(["report", *map(str, runs)]) == 0 and f"{one}/{place}/report.md" in capsys.readouterr().out
+
+
 def test_reports_need_no_torch(tmp_path: Path) -> None:
     run = write_run(tmp_path, config("smoke"))
     code = (
