@@ -23,5 +23,4 @@ FIRST = ("test_slurm.py", "test_many_processes.py", "test_kills.py", "test_resum
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest."""
     items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))

@@ -26,7 +26,6 @@ def modules_after(*lines: list[str]) -> set[str]:
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Run rtx in this process; returns exit code, stdout and stderr."""
     code = cli.main(list(arguments))
     captured = capsys.readouterr()
     return code, captured.out, captured.err

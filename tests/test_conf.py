@@ -58,7 +58,6 @@ NEEDS_A_PATH = ("text", "images", "hub")
 
 
 def header(group: str, option: str) -> list[str]:
-    """Return the comment lines of an option's file."""
     text = (conf_dir() / group / f"{option}.yaml").read_text()
     assert max(map(len, text.splitlines())) <= 120
     assert "_target_" not in text and "${oc." not in text, "nothing in conf/ names a class or asks the host"
@@ -157,7 +156,6 @@ def reduced(*overrides: str) -> Config:
 
 
 def stands_for_others(experiment: str) -> bool:
-    """Tell whether an experiment is several others, which are tried by themselves."""
     return "\n      experiment:" in (conf_dir() / "experiment" / f"{experiment}.yaml").read_text()
 
 

@@ -30,7 +30,6 @@ OPTIONS: list[Kind] = [
 
 
 def oracle_weights(heads: weights.Heads) -> list[Tensor]:
-    """Return the oracle's weights of each head, `[N, N]`."""
     pattern, given, _, relative = heads
     terms, found = pattern.terms(given.q_BHND.shape[-1], relative), []
     for head in range(given.q_BHND.shape[1]):

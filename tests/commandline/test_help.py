@@ -14,7 +14,6 @@ from rtx.options import READS
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no line be wrapped."""
     monkeypatch.setenv("COLUMNS", "1000")
 
 

@@ -121,7 +121,6 @@ def patiently(problem: Callable[[], str], pause: float = 0.0005) -> Iterator[Non
 
 
 def asked(server: subprocess.Popen[str], **question: Any) -> str:
-    """Ask the forking process."""
     assert server.stdin is not None and server.stdout is not None
     server.stdin.write(json.dumps(question) + "\n")
     server.stdin.flush()
@@ -130,7 +129,6 @@ def asked(server: subprocess.Popen[str], **question: Any) -> str:
 
 @pytest.fixture(scope="session")
 def forker() -> Iterator[subprocess.Popen[str]]:
-    """The process that has imported everything."""
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", SERVER], stdin=pipe, stdout=pipe, text=True) as server:
         yield server
@@ -184,7 +182,6 @@ class Workshop:
         return run
 
     def start(self, name: str, *overrides: str, inside: str = "") -> Process:
-        """Train in a process of its own."""
         return self.fork(self.folder / name, "train", self.text, *SIZES, *overrides, inside=inside)
 
     def fork(self, run: Path, *arguments: str, inside: str = "", **variables: str) -> Process:
@@ -224,7 +221,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def final(run: Path) -> dict[str, Any]:
-    """Return the closing score of a run."""
     return json.loads((run / "status.json").read_text())["final"]
 
 

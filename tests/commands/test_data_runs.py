@@ -134,7 +134,6 @@ def run(workshop: Workshop) -> Path:
 
 
 def size(run: Path, name: str) -> tuple[int, int]:
-    """Width and height of a picture that a run has kept."""
     with Image.open(run / "samples" / name) as image:
         return image.size
 

@@ -55,12 +55,10 @@ def ended(run: Path, processes: list[Process], code: int = 0) -> str:
 
 
 def said(run: Path) -> str:
-    """Return what the commands on a run have said so far."""
     return run.with_suffix(".log").read_text()
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -130,13 +128,11 @@ def test_torchrun_shares_a_folder_and_a_signal_to_the_first_stops_all(workshop: 
 
 
 def train(workshop: Workshop, hardware: str, launcher: str, run: Path) -> list[Process]:
-    """Start a run on two processes."""
     return start(workshop, launcher, run, "train", workshop.text, *SIZES, f"hardware={hardware}", *TWO, *STEADY)
 
 
 @pytest.fixture(scope="module")
 def whole(workshop: Workshop) -> dict[str, Path]:
-    """Runs of 24 steps that nothing disturbs."""
     runs = {hardware: workshop.folder / f"whole-{hardware}" for hardware in ("ddp", "fsdp")}
     for hardware, run in runs.items():
         ended(run, train(workshop, hardware, "srun", run))

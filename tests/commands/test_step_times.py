@@ -23,7 +23,6 @@ KINDS = "routing.heads=0,1"
 
 @pytest.fixture
 def steps(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The script, as a module."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     for name, value in workshop.environment("").items():
         monkeypatch.setenv(name, value)
@@ -46,7 +45,6 @@ def ask(
 
 
 def record_of(workshop: Workshop, name: str) -> dict[str, Any]:
-    """The one record below outputs/<name>."""
     (path,) = (workshop.folder / "out" / name / "bench").glob("*.json")
     return json.loads(path.read_text())
 

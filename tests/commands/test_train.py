@@ -25,7 +25,6 @@ def run(workshop: Workshop) -> Path:
 
 
 def weight(run: Path, name: str = "embedding.table_VS") -> torch.Tensor:
-    """Return some weights of a run."""
     return read_checkpoint(run / "checkpoints" / "last.ckpt")["model"][name]
 
 

@@ -88,7 +88,6 @@ def ranged(handler: http.server.BaseHTTPRequestHandler, limit: int | None = None
 
 
 def broken(handler: http.server.BaseHTTPRequestHandler) -> None:
-    """Send a quarter of a million bytes of what is asked for, then end."""
     ranged(handler, 250_000)
 
 

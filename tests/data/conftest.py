@@ -20,5 +20,4 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def said() -> list[str]:
-    """The lines that a call with `report=said.append` printed."""
     return []

@@ -97,14 +97,12 @@ def write_images(path: Path, rows: Sequence[bytes | None], column: str = "img") 
 
 
 def tables(folder: Path, column: str = "img", kind: str = "PNG", **splits: np.ndarray) -> Path:
-    """Write a parquet file of images for each split, and return the folder."""
     for split, pixels in splits.items():
         write_images(folder / f"{split}-00000-of-00001.parquet", [encoded(image, kind) for image in pixels], column)
     return folder
 
 
 def write_tar(path: Path, members: Mapping[str, bytes]) -> Path:
-    """Write a tar, gzipped where its name says so."""
     with tarfile.open(path, "w:gz" if path.name.endswith("gz") else "w") as archive:
         for name, content in members.items():
             info = tarfile.TarInfo(name)

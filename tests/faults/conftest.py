@@ -14,5 +14,4 @@ def run(workshop: Workshop) -> Path:
 
 @pytest.fixture
 def copy(run: Path, tmp_path: Path) -> Path:
-    """A copy of the run, to be spoilt."""
     return Path(shutil.copytree(run, tmp_path / "run"))

@@ -94,17 +94,14 @@ class Ordeal:
         return "a validation" if validating(self, process) else "a step"
 
     def finish(self) -> int:
-        """Let it go on to its end, and return the exit code."""
         return self.go_on().wait()
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is a run to resume."""
         return (self.run / "config.yaml").exists()
 
     @property
     def rows_written(self) -> int:
-        """Bytes of rows so far."""
         path = self.run / "metrics.jsonl"
         return path.stat().st_size if path.exists() else 0
 
@@ -114,7 +111,6 @@ def preparing(ordeal: Ordeal, process: Process) -> bool:
 
 
 def begun(ordeal: Ordeal, process: Process) -> bool:
-    """Whether this process has made the run its own."""
     return (read_status(ordeal.run) or {}).get("pid") == process.number
 
 
@@ -148,7 +144,6 @@ def newest_step(run: Path) -> int:
 
 
 def damaged_bytes(run: Path) -> int:
-    """Return the bytes of the checkpoints of a run that are not as they were written."""
     return sum(path.stat().st_size for path in (run / "checkpoints").glob("*.ckpt") if not is_whole(path))
 
 
@@ -234,7 +229,6 @@ def fill(folder: Path) -> Path:
 
 
 def environment(**variables: str) -> str:
-    """Set environment variables."""
     return f"import os; os.environ.update({variables!r})\n"
 
 

@@ -42,7 +42,6 @@ setattr(owner, name, dying)
 
 @pytest.fixture(scope="module")
 def thirty(workshop: Workshop) -> Path:
-    """A run of thirty steps that nothing disturbs."""
     return workshop.train("thirty", "trainer.steps=30")
 
 
@@ -75,7 +74,6 @@ STEPS = 40
 
 
 def alive(session: int) -> list[int]:
-    """Return the processes of a session that have not ended."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

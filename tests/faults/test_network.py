@@ -21,7 +21,6 @@ TEXT = np.random.default_rng(0).integers(0, 256, 1_000_000, dtype=np.uint8).toby
 
 
 def archive() -> bytes:
-    """Return a zip file like that of enwik-8, a hundredth of its size."""
     held = io.BytesIO()
     with zipfile.ZipFile(held, "w") as file:
         file.writestr(zipfile.ZipInfo("enwik8"), TEXT)
@@ -59,7 +58,6 @@ class Prepared:
         )
 
     def begin(self) -> Process:
-        """Start the command."""
         return self.workshop.fork(self.run, "data", "prepare", "data=enwik8", inside=self.inside)
 
     def said(self, code: int) -> str:
@@ -70,7 +68,6 @@ class Prepared:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """What is in the stores."""
         return {path.name: path.read_bytes() for path in self.root.glob("enwik8-*/*.bin")}
 
 

@@ -109,7 +109,6 @@ def tokens_for(kind: Kind) -> Tensor:
 
 
 def gradients(model: Transformer, tokens_BN: Tensor) -> dict[str, Tensor]:
-    """Return the gradient of the mean nats and the auxiliary loss for every parameter."""
     model.zero_grad()
     nats_BN, auxiliary = model.loss(tokens_BN)
     (nats_BN.mean() + auxiliary).backward()

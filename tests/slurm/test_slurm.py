@@ -100,7 +100,6 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def stop(pid_file: Path) -> None:
-    """End a daemon and wait until it is gone."""
     with contextlib.suppress(OSError, ValueError):
         number = int(pid_file.read_text())
         os.kill(number, signal.SIGTERM)
@@ -135,7 +134,6 @@ class Room:
         self.environment = {**os.environ, **own, **variables}
 
     def ask(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end."""
         environment = {**self.environment, **variables}
         return subprocess.run(
             command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=PATIENCE

@@ -35,7 +35,6 @@ SMALL = (
 
 
 def stand_in(tmp_path: Path, behaviour: str) -> Path:
-    """Write the program that stands in for Python in a cell."""
     script = tmp_path / "stand_in"
     record = str(tmp_path / "record.jsonl")
     script.write_text(STAND_IN.format(python=PYTHON, record=record, behaviour=behaviour))
@@ -58,7 +57,6 @@ class Sweep:
         return error if code == 2 else out
 
     def cell(self, *words: str) -> Path:
-        """Make the folder of a cell."""
         folder = self.outputs / "rtx" / config_hash(compose(words))
         folder.mkdir(parents=True)
         return folder

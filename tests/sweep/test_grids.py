@@ -56,7 +56,6 @@ def configs(*words: str) -> list[Config]:
 
 
 def shape(config: Config) -> tuple[int, int, int]:
-    """What Table 1 varies."""
     return config.routing.window, config.routing.layers, config.routing.heads
 
 

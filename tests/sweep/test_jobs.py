@@ -43,7 +43,6 @@ def cluster(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def program(name: str, does: str) -> None:
-    """Put a program onto the PATH."""
     path = Path("bin", name)
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/bin/sh\ncd {Path.cwd()}\n{does}\n")

@@ -68,7 +68,6 @@ def test_run_folders_are_unique_and_obey_the_environment(tmp_path: Path, monkeyp
 
 
 def checkpoint(step: int) -> dict[str, Any]:
-    """Return the parts of a checkpoint that matter here."""
     return {
         "format": FORMAT,
         "step": step,
@@ -79,7 +78,6 @@ def checkpoint(step: int) -> dict[str, Any]:
 
 
 def save_last(folder: Path, *steps: int) -> Path:
-    """Save checkpoints of these steps as a run does."""
     for step in steps:
         CheckpointFiles().save_checkpoint(checkpoint(step), folder / "last.ckpt")
     return folder / "last.ckpt"
