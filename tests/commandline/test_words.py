@@ -128,6 +128,10 @@ def test_a_value_is_taken_as_it_is_written(word: str, value: object) -> None:
         ("data remove text-12", "rtx: text-12: no store of this name in "),
         ("data info", "not prepared; to prepare it: rtx data prepare"),
         ("data prepare data=text", "rtx: data=text needs data.path=<file, folder or glob>\n"),
+        (
+            "data prepare data=enwik8 data.path=nowhere",
+            "rtx: data.path=nowhere: expected enwik8.zip or enwik8, found n",
+        ),
         ("data prepare trainer.steps=5", "rtx: rtx data does not read trainer.steps; "),
         ("data prepare logger=online", "rtx: rtx data does not read logger; "),
         ("data prepare data.pth=x", "rtx: unknown key 'data.pth' (did you mean 'data.path'?)"),

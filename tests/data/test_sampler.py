@@ -64,9 +64,7 @@ def test_every_epoch_visits_every_image_exactly_once_and_whole():
     assert len({tuple(order) for order in orders}) == 4 and orders[0] != sorted(orders[0])
 
 
-def test_the_permutation_is_one_for_every_size_and_favours_no_place():
-    for size in [*range(1, 40), 1000]:
-        assert sorted(permuted(index, size, b"key") for index in range(size)) == list(range(size))
+def test_the_permutation_favours_no_place():
     for size in (2, 3, 5):
         for index in range(size):
             places = Counter(permuted(index, size, str(key).encode()) for key in range(2000))
