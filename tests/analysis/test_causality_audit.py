@@ -12,7 +12,18 @@ from rtx.attention.patterns import Full
 from rtx.config import SELECTIONS, all_fields
 from rtx.errors import RunFailed
 from rtx.model.transformer import Transformer
-from tests.model.tiny_models import KINDS, POSITIONS, VOCABULARY, Kind, each_kind, gradients, tiny_model, tokens
+from rtx.report.summary import sees_future
+from tests.model.tiny_models import (
+    KINDS,
+    POSITIONS,
+    VOCABULARY,
+    Kind,
+    each_kind,
+    gradients,
+    tiny_config,
+    tiny_model,
+    tokens,
+)
 
 LENGTH = 44
 PREFIXES = (1, 2, 6, 31, 32, 43)
@@ -23,8 +34,10 @@ HASHED: Kind = {"base": "lsh", "hash_rounds": 2, "hash_buckets": 4}
 XL: Kind = {"base": "recurrent", "positions": "xl", "routing_heads": 0, "routing_layers": 0}
 CAUSAL = [kind for kind in KINDS if kind["selection"] != "topk"] + [HASHED | {"lsh": "causal"}]
 CAUSAL += [XL if base == "recurrent" else {"base": base} for base in all_fields()["model.base"].values]
+CAUSAL += [HASHED | {"lsh": "reformer", "routing_heads": 4, "routing_layers": 3}]  # no head is left that hashes
 SEE_THE_FUTURE = [kind for kind in KINDS if kind["selection"] == "topk" and "routing_keys" in kind]
 SEE_THE_FUTURE += [*({"selection": "topk", "positions": p} for p in POSITIONS), HASHED | {"lsh": "reformer"}]
+SEE_THE_FUTURE += [HASHED | {"base": "local+lsh", "lsh": "reformer"}]
 
 
 def model(**options: Any) -> Transformer:
@@ -41,6 +54,7 @@ def largest(audit: Audit) -> float:
 def test_the_future_moves_nothing(kind: Kind) -> None:
     audit = audit_model(model(**kind), IDS, PREFIXES)
     assert largest(audit) <= 1e-12 and not audit.sees_future
+    assert not sees_future(tiny_config(**kind), "parallel"), "and that is what protocols say"
 
 
 @each_kind(SEE_THE_FUTURE)
@@ -49,6 +63,7 @@ def test_top_w_and_published_hashing_see_the_future_unless_they_stream(kind: Kin
     assert audit.changes[LOGITS].max() > 1e-3 and (audit.changes[LOGITS] > 1e-9).double().mean() > 0.1
     assert {name for _, name in audit.origins} == {"lsh" if "lsh" in kind else "routed"}
     assert largest(audit_model(model(**kind), IDS, PREFIXES, streaming=True)) <= 1e-12
+    assert [sees_future(tiny_config(**kind), mode) for mode in ("parallel", "streaming")] == [True, False]
 
 
 class Peeking(Full):

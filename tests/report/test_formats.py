@@ -1,4 +1,6 @@
-"""A report as LaTeX, Markdown, CSV, a page and on a terminal: nothing in it is markup, and units are right."""
+"""A report as LaTeX, Markdown, CSV, a page and on a terminal: nothing in it is markup, and units are right; and what
+a run says when it ends.
+"""
 
 import csv
 import io
@@ -9,8 +11,10 @@ from pathlib import Path
 import pytest
 from records import IMAGES, config, write_divergence, write_eval, write_run
 
+from rtx.compose import compose
 from rtx.report.contents import Report, as_json, build, comma_separated, html, latex, markdown, write
 from rtx.report.run_records import collect
+from rtx.report.summary import closing_lines, protocol_line
 from rtx.report.tables import DASH, Column, Table, terminal, tex
 
 NASTY = 'a|b <c> 50% & _x_ #1 {y} ~z^2 \\n $5 "q" [w] -- é 漢 \x1b'
@@ -74,3 +78,14 @@ def test_tables_fit_a_terminal_and_hold_no_markup(report: Report) -> None:
     table = Table("t", [Column("a", "a"), Column("n", "n", 2, "e")], [{"a": "[red]x", "n": -1.0, "e": 0.5}, {"a": "y"}])
     said = terminal(table, 10, strip=True)
     assert "[red]x" in said and "\N{MINUS SIGN}1.00 ± 0.50" in said and DASH in said
+
+
+def test_the_closing_lines_fit_a_narrow_terminal() -> None:
+    run, config = "outputs/rtx/20260101-120000-abcd", compose(["model.base=lsh", "model.lsh=reformer"])
+    protocol = protocol_line(config, "valid", "byte", 628_118, partial=True, ablate="local")
+    assert "628,118 bytes each scored once (a sample of the windows), windows of 256, stride 256" in protocol
+    assert "lsh=reformer" in protocol and "sees the future" in protocol
+    final = {"bits": 2.5, "unit": "byte", "baselines": {"order-2 bytes": 2.75, "zlib": 1.93}}
+    said = closing_lines(run, "1,000 steps (trainer.max_minutes is up)", final, protocol)
+    assert max(map(len, said.splitlines())) < 80
+    assert said.splitlines()[-2:] == [f"next: rtx eval {run} split=test", f"      rtx sample {run}"]

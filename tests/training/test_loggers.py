@@ -18,7 +18,7 @@ import wandb
 from small_runs import SIZES, Workshop, after, read_metrics
 
 from rtx.config import Config, LoggerConfig
-from rtx.training.loggers import FINISH_SECONDS, JsonlLogger, add_to_wandb, wandb_logger
+from rtx.training.loggers import JsonlLogger, add_to_wandb, wandb_logger
 
 
 def test_rows_survive_a_kill_in_the_middle_of_one_and_hold_what_json_knows(tmp_path: Path) -> None:
@@ -95,18 +95,6 @@ def begun(
     return fake, lines, wandb_logger(Config(logger=config), folder, {"seed": 0}, lines.append)
 
 
-def test_rows_reach_wandb_and_a_resumed_run_continues_the_same_one(monkeypatch: pytest.MonkeyPatch, bare: Path) -> None:
-    fake, lines, logger = begun(monkeypatch, bare)
-    logger.log_metrics({"train/bits": 2.0}, 3)
-    logger.finish(exit_code=0)
-    assert fake.rows == [{"train/bits": 2.0, "trainer/global_step": 3}] and fake.exit_code == 0 and lines == [ON]
-    (asked,) = fake.begun
-    assert (asked["project"], asked["entity"], asked["group"], asked["dir"]) == ("p", "e", "g", str(bare))
-    assert asked["settings"].finish_timeout == FINISH_SECONDS, "an end that hangs is not waited for"
-    again, *_ = begun(monkeypatch, bare)
-    assert asked["id"] == again.begun[0]["id"] and again.begun[0]["resume"] == "allow"
-
-
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
@@ -178,7 +166,8 @@ def test_a_real_run_offline_read_back(bare: Path, workshop: Workshop, monkeypatc
     sweep = workshop.folder / "sweep"
     sweep.mkdir()
     (sweep / "sweeps.jsonl").touch()
-    run = workshop.train("sweep/cell", "logger=auto", "routing=causal")
+    run = workshop.train("sweep/cell", "logger=auto", "logger.project=p", "routing=causal", "trainer.steps=10")
+    workshop.command("resume", str(run), "trainer.steps=12")
     workshop.command("eval", str(run))
     workshop.command("audit", str(run), "sequences=1", "prefixes=3", "windows=2", "positions=2")
     workshop.command("analyze", "patterns", str(run))
