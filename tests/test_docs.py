@@ -1,5 +1,6 @@
-"""README and docs/: schemas as committed, the notebook runs as it stands, the page on reliability names tests."""
+"""README and docs/: schemas and pictures as committed, the notebook runs, the page on reliability names tests."""
 
+import inspect
 import json
 import re
 import runpy
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import rtx.attention
 from rtx.config import GROUPS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,6 +50,22 @@ def test_the_notebook_trains_and_shows_what_heads_read(
     reads = {name: weight_NN.sum(-1) for name, weight_NN in names["heads"]}
     assert all(bool((sum_N[1:] - 1).abs().max() < 1e-5) for name, sum_N in reads.items() if "local" in name)
     assert "sees the future: False" in capsys.readouterr().out
+
+
+def test_the_page_shows_what_every_pattern_reads_and_says_it_in_a_formula() -> None:
+    drawing, page = runpy.run_path(str(DOCS / "pictures.py")), (DOCS / "attention.md").read_text(encoding="utf-8")
+    patterns = drawing["patterns"]()
+    for name, pattern in patterns.items():
+        kept = (DOCS / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
+        assert drawing["draw"](name, drawing["reads"](pattern)) == kept, "python docs/pictures.py"
+        assert f"](pictures/{name}.svg)" in page
+    kinds, every = {type(pattern).__name__ for pattern in patterns.values()}, vars(rtx.attention).items()
+    public = {name for name, kind in every if inspect.isclass(kind) and issubclass(kind, rtx.attention.Pattern)}
+    assert public - kinds == {"Pattern", "PositionPattern", "RandomBlocks"}
+    parts = re.split(r"^## (.*)$", page, flags=re.MULTILINE)[1:]
+    for name in kinds:
+        own = [text for heading, text in zip(parts[::2], parts[1::2], strict=True) if f": `{name}" in heading]
+        assert own and all("](pictures/" in text and re.search("S_i|[ko]_[ij] = ", text) for text in own), name
 
 
 def test_every_test_that_the_page_on_reliability_names_exists() -> None:
