@@ -4,7 +4,7 @@
     python benchmarks/faults.py --minutes 600 --seed 1
 
 Each run is `rtx train` as a user starts it, over data of its own that it prepares first. SIGKILL ends it at a moment
-drawn from those of `tests/faults/disturbances.py` (anywhere; while data are prepared; as the run begins; between steps;
+drawn from `MOMENTS` (anywhere; while data are prepared; as the run begins; between steps;
 in a validation; while a checkpoint is written), the same command or `rtx resume` goes on, and is killed again, up to
 `--each` times; then it may end, and its last and best checkpoints (weights, optimizer, centroids, random streams) and
 all its rows are compared with those of a run that was left alone, bit for bit. After each kill the checkpoints that had
@@ -23,10 +23,12 @@ import json
 import platform
 import random
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,8 +39,130 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.extend([str(ROOT / "tests" / room) for room in ("faults", "commands")])
 
 import pytest  # noqa: E402
-from disturbances import MOMENTS, SAVE_EVERY, Kill, Ordeal  # noqa: E402
-from small_runs import Workshop, difference  # noqa: E402
+from disturbances import damaged_bytes, newest_step  # noqa: E402
+from small_runs import SIZES, Process, Workshop, difference, read_metrics, steps_logged  # noqa: E402
+
+from rtx.training.run_folder import read_status  # noqa: E402
+
+OPTIONS = dict(word.split("=") for word in SIZES)
+SAVE_EVERY, VAL_EVERY = int(OPTIONS["trainer.checkpoint_every"]), int(OPTIONS["trainer.val_every"])
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What a SIGKILL met, and what it left."""
+
+    asked: str  # the moment that was waited for
+    met: str  # what was under way
+    resumed: bool  # it met a resume, not the first process of the run
+    row: int  # last step with a row
+    left: int  # step of the newest whole checkpoint; 0: there is none
+    damaged: int  # bytes in checkpoints that are not whole
+
+    @property
+    def lost(self) -> bool:
+        """Whether a checkpoint is gone: the row of a step is written after those of all steps before it."""
+        return self.left < (self.row - 1) // SAVE_EVERY * SAVE_EVERY
+
+
+class Ordeal:
+    """A run that is killed again and again, and asked to go on each time.
+
+    `begin` starts a process of a command: `workshop.begin`, or `workshop.fork` without its imports.
+    """
+
+    def __init__(self, workshop: Workshop, name: str, begin: Callable[..., Process], *overrides: str) -> None:
+        self.workshop, self.begin, self.run = workshop, begin, workshop.folder / name
+        self.words, self.rows_before = (workshop.text, *SIZES, *overrides), 0
+
+    def go_on(self) -> Process:
+        """Start as a user would: train again where the kill left no run, else resume."""
+        self.rows_before = self.rows_written
+        words = ("resume", str(self.run)) if self.has_begun else ("train", *self.words)
+        return self.begin(self.run, *words)
+
+    def kill(self, moment: str, draw: random.Random, seconds: float) -> Kill | None:
+        """Start it and kill it at a moment of `MOMENTS`, or a little later; None where it came to its end before.
+
+        `seconds`: that the whole run takes, for the moment `anywhere`.
+        """
+        resumed = self.has_begun
+        process = self.go_on()
+        ready, later = MOMENTS[moment]
+        wait = draw.uniform(0, seconds if moment == "anywhere" else later)
+        if process.shows(lambda run: ready(self, process), pause=0.002):
+            end = time.monotonic() + wait
+            while process.alive and time.monotonic() < end:
+                time.sleep(0.001)
+        process.send(signal.SIGKILL)
+        code = process.wait()
+        assert code in (0, -signal.SIGKILL), process.said(f"ended with {code}")
+        if code == 0:
+            return None
+        left = steps_logged(self.run), newest_step(self.run), damaged_bytes(self.run)
+        return Kill(moment, self.under_way(process), resumed, *left)
+
+    def under_way(self, process: Process) -> str:
+        """Say what a process that was killed was at, by what it has left in the folders."""
+        if preparing(self, process):
+            return "data preparation"
+        if not begun(self, process):
+            return "start-up"
+        if any((self.run / "checkpoints").glob(".*.writing")):
+            return "a checkpoint write"
+        if self.rows_written == self.rows_before:
+            return "building and loading"
+        return "a validation" if validating(self, process) else "a step"
+
+    def finish(self) -> int:
+        """Let it go on to its end, and return the exit code."""
+        return self.go_on().wait()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a run to resume."""
+        return (self.run / "config.yaml").exists()
+
+    @property
+    def rows_written(self) -> int:
+        """Bytes of rows so far."""
+        path = self.run / "metrics.jsonl"
+        return path.stat().st_size if path.exists() else 0
+
+
+def preparing(ordeal: Ordeal, process: Process) -> bool:
+    return any(ordeal.workshop.data.glob(".*.lock"))
+
+
+def begun(ordeal: Ordeal, process: Process) -> bool:
+    """Whether this process has made the run its own."""
+    return (read_status(ordeal.run) or {}).get("pid") == process.number
+
+
+def stepping(ordeal: Ordeal, process: Process) -> bool:
+    return ordeal.rows_written > ordeal.rows_before
+
+
+def validating(ordeal: Ordeal, process: Process) -> bool:
+    """Whether a validation is under way: the last row is that of its step."""
+    rows = read_metrics(ordeal.run / "metrics.jsonl") if stepping(ordeal, process) else []
+    return bool(rows) and rows[-1]["kind"] == "train" and rows[-1]["step"] % VAL_EVERY == 0
+
+
+def saving(run: Path) -> bool:
+    """Whether a checkpoint is being written, after the first."""
+    return (run / "checkpoints" / "last.ckpt").exists() and any((run / "checkpoints").glob(".last*"))
+
+
+MOMENTS: dict[str, tuple[Callable[[Ordeal, Process], bool], float]] = {
+    "anywhere": (lambda ordeal, process: True, 0.0),
+    "preparing": (preparing, 0.01),
+    "begun": (begun, 1.0),
+    "stepping": (stepping, 1.0),
+    "validating": (validating, 0.003),
+    "saving": (lambda ordeal, process: begun(ordeal, process) and saving(ordeal.run), 0.003),
+}
+"""What is waited for before a kill, and how many seconds it may come later."""
 
 
 @dataclass

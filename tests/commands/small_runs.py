@@ -293,8 +293,3 @@ def exists(name: str) -> Callable[[Path], bool]:
 def after(step: int) -> Callable[[Path], bool]:
     """Return what waits for the row of a step."""
     return lambda run: steps_logged(run) >= step
-
-
-def saving(run: Path) -> bool:
-    """Whether a checkpoint is being written, after the first."""
-    return (run / "checkpoints" / "last.ckpt").exists() and any((run / "checkpoints").glob(".last*"))

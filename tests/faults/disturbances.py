@@ -1,138 +1,20 @@
-"""What may happen to a run, done to it from outside: kills at chosen moments, damaged files, full disks, wrong clocks.
-
-The tests beside this file use it, and `benchmarks/faults.py` for as long as it is told to.
-"""
+"""What may happen to a run, done to it from outside: damaged files, full disks, wrong clocks; and what is left."""
 
 import contextlib
 import io
-import random
 import shutil
 import signal
 import subprocess
-import time
 import zipfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_runs import SIZES, Process, Workshop, read_metrics, saving, steps_logged
+from small_runs import Workshop
 
 from rtx.cli import main
 from rtx.errors import RunFailed
 from rtx.training.checkpoint import is_whole, newest_checkpoint
-from rtx.training.run_folder import read_status
-
-OPTIONS = dict(word.split("=") for word in SIZES)
-SAVE_EVERY, VAL_EVERY = int(OPTIONS["trainer.checkpoint_every"]), int(OPTIONS["trainer.val_every"])
-
-
-@dataclass(frozen=True)
-class Kill:
-    """What a SIGKILL met, and what it left."""
-
-    asked: str  # the moment that was waited for
-    met: str  # what was under way
-    resumed: bool  # it met a resume, not the first process of the run
-    row: int  # last step with a row
-    left: int  # step of the newest whole checkpoint; 0: there is none
-    damaged: int  # bytes in checkpoints that are not whole
-
-    @property
-    def lost(self) -> bool:
-        """Whether a checkpoint is gone: the row of a step is written after those of all steps before it."""
-        return self.left < (self.row - 1) // SAVE_EVERY * SAVE_EVERY
-
-
-class Ordeal:
-    """A run that is killed again and again, and asked to go on each time.
-
-    `begin` starts a process of a command: `workshop.begin`, or `workshop.fork` without its imports.
-    """
-
-    def __init__(self, workshop: Workshop, name: str, begin: Callable[..., Process], *overrides: str) -> None:
-        self.workshop, self.begin, self.run = workshop, begin, workshop.folder / name
-        self.words, self.rows_before = (workshop.text, *SIZES, *overrides), 0
-
-    def go_on(self) -> Process:
-        """Start as a user would: train again where the kill left no run, else resume."""
-        self.rows_before = self.rows_written
-        words = ("resume", str(self.run)) if self.has_begun else ("train", *self.words)
-        return self.begin(self.run, *words)
-
-    def kill(self, moment: str, draw: random.Random, seconds: float) -> Kill | None:
-        """Start it and kill it at a moment of `MOMENTS`, or a little later; None where it came to its end before.
-
-        `seconds`: that the whole run takes, for the moment `anywhere`.
-        """
-        resumed = self.has_begun
-        process = self.go_on()
-        ready, later = MOMENTS[moment]
-        wait = draw.uniform(0, seconds if moment == "anywhere" else later)
-        if process.shows(lambda run: ready(self, process), pause=0.002):
-            end = time.monotonic() + wait
-            while process.alive and time.monotonic() < end:
-                time.sleep(0.001)
-        process.send(signal.SIGKILL)
-        code = process.wait()
-        assert code in (0, -signal.SIGKILL), process.said(f"ended with {code}")
-        if code == 0:
-            return None
-        left = steps_logged(self.run), newest_step(self.run), damaged_bytes(self.run)
-        return Kill(moment, self.under_way(process), resumed, *left)
-
-    def under_way(self, process: Process) -> str:
-        """Say what a process that was killed was at, by what it has left in the folders."""
-        if preparing(self, process):
-            return "data preparation"
-        if not begun(self, process):
-            return "start-up"
-        if any((self.run / "checkpoints").glob(".*.writing")):
-            return "a checkpoint write"
-        if self.rows_written == self.rows_before:
-            return "building and loading"
-        return "a validation" if validating(self, process) else "a step"
-
-    def finish(self) -> int:
-        return self.go_on().wait()
-
-    @property
-    def has_begun(self) -> bool:
-        return (self.run / "config.yaml").exists()
-
-    @property
-    def rows_written(self) -> int:
-        path = self.run / "metrics.jsonl"
-        return path.stat().st_size if path.exists() else 0
-
-
-def preparing(ordeal: Ordeal, process: Process) -> bool:
-    return any(ordeal.workshop.data.glob(".*.lock"))
-
-
-def begun(ordeal: Ordeal, process: Process) -> bool:
-    return (read_status(ordeal.run) or {}).get("pid") == process.number
-
-
-def stepping(ordeal: Ordeal, process: Process) -> bool:
-    return ordeal.rows_written > ordeal.rows_before
-
-
-def validating(ordeal: Ordeal, process: Process) -> bool:
-    """Whether a validation is under way: the last row is that of its step."""
-    rows = read_metrics(ordeal.run / "metrics.jsonl") if stepping(ordeal, process) else []
-    return bool(rows) and rows[-1]["kind"] == "train" and rows[-1]["step"] % VAL_EVERY == 0
-
-
-MOMENTS: dict[str, tuple[Callable[[Ordeal, Process], bool], float]] = {
-    "anywhere": (lambda ordeal, process: True, 0.0),
-    "preparing": (preparing, 0.01),
-    "begun": (begun, 1.0),
-    "stepping": (stepping, 1.0),
-    "validating": (validating, 0.003),
-    "saving": (lambda ordeal, process: begun(ordeal, process) and saving(ordeal.run), 0.003),
-}
-"""What is waited for before a kill, and how many seconds it may come later."""
 
 
 def newest_step(run: Path) -> int:
