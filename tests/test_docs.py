@@ -22,19 +22,6 @@ def test_the_schema_is_the_committed_one(group: str) -> None:
     assert (DOCS / "schema" / f"{group}.json").read_text() == text_of(group), "run python docs/schema/make.py"
 
 
-def test_a_key_has_its_type_list_range_and_docstring() -> None:
-    sections = json.loads(text_of("model"))["properties"]
-    model, trainer = sections["model"]["properties"], sections["trainer"]["properties"]
-    assert not sections["model"]["additionalProperties"] and "defaults" in sections
-    assert model["layers"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 10_000}
-    assert model["layers"]["description"] == "Decoder blocks." and {"type": "null"} in model["axes"]["anyOf"]
-    assert model["norm"]["anyOf"][0]["enum"] == ["pre", "post"]
-    assert re.search(model["base"]["anyOf"][0]["pattern"], "local+full")
-    assert not re.search(model["base"]["anyOf"][0]["pattern"], "local+locl")
-    assert re.search(trainer["steps"]["anyOf"][-1]["pattern"], "${optimizer.steps}")
-    assert {"type": "string", "enum": ["auto"]} in trainer["micro_batch_size"]["anyOf"]
-
-
 def test_the_notebook_trains_and_shows_what_heads_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
