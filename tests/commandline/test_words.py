@@ -11,17 +11,20 @@ from rtx.config import all_fields
 from rtx.options import READS, EvalOptions, SampleOptions, SweepOptions, check_overrides, read_words
 
 SWEEP = "is a sweep (experiment=cifar10_full,cifar10_local,cifar10_random): rtx train -m runs it; for one cell of it"
+ROUTING = ("heads: 0", "layers: 0", "selection: random")
+"""Of runs that are named after it."""
 DATA = "say prepare, verify, info data=<set>, list, or remove <a store of that list>"
 
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A current folder with two runs, which have a configuration and nothing else, and a sweep."""
+    """A current folder with runs, which have a configuration and nothing else, and a sweep."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RTX_DATA", "stores")
-    for name in ("a", "b"):
+    texts = {"a": "seed: 0", "b": "seed: 0", **{routing: f"routing:\n  {routing}" for routing in ROUTING}}
+    for name, text in texts.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.yaml").write_text("seed: 0\n")
+        (tmp_path / name / "config.yaml").write_text(f"{text}\n")
     (tmp_path / "grid").mkdir()
     (tmp_path / "grid" / "sweeps.jsonl").touch()
 
@@ -106,6 +109,9 @@ def test_a_value_is_taken_as_it_is_written(word: str, value: object) -> None:
         ("eval split=test", "rtx eval needs the run's folder first; usage: rtx eval <run>"),
         ("eval a b", "takes 1 run, not also 'b'"),
         ("eval grid", "has no config.yaml"),
+        ("eval 'heads: 0' ablate=random", "ablate=random: the model has no routing heads to take away"),
+        ("eval 'layers: 0' ablate=local", "ablate=local: the model has no routing heads to take away"),
+        ("eval 'selection: random' ablate=random", "ablate=random: the heads of selection=random read random members"),
         ("audit windows=9", "rtx audit needs the run's folder first; usage: rtx audit <run> ..."),
         ("audit a none", "none: no such folder"),
         ("audit a windws=3", "did you mean 'windows'?"),

@@ -66,8 +66,7 @@ def test_a_clock_that_jumps_changes_no_bit(workshop: Workshop, undisturbed: Path
     assert run_state(process.run) == "killed"
     resumed = workshop.fork(process.run, "resume", str(process.run), inside=WRONG_CLOCK)
     assert resumed.wait() == 0, process.log.read_text()
-    hours = workshop.train("hours", LONG, "trainer.max_minutes=60")
-    assert difference(process.run, hours) == ""
+    assert difference(process.run, undisturbed, ignoring=("trainer",)) == ""
 
 
 def test_a_gradient_that_is_no_number(workshop: Workshop, undisturbed: Path) -> None:
@@ -82,7 +81,7 @@ def test_a_gradient_that_is_no_number(workshop: Workshop, undisturbed: Path) -> 
     assert difference(process.run, undisturbed) == ""
 
 
-def test_a_run_without_enough_memory(workshop: Workshop, undisturbed: Path) -> None:
+def test_a_run_without_enough_memory(workshop: Workshop) -> None:
     large = ("trainer.batch_size=2048", "trainer.micro_batch_size=2048", "model.recompute=false")
     large += ("trainer.steps=2", "trainer.checkpoint_every=1")
     process = workshop.start("starved", *large, inside=more_memory(64 << 20))

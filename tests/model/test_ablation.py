@@ -3,13 +3,12 @@
 import pytest
 import torch
 from test_decoding import streamed_nats
-from tiny_models import BY_QUERY, EVERY, Kind, tiny_config, tiny_model, tokens
+from tiny_models import BY_QUERY, EVERY, tiny_config, tiny_model, tokens
 from torch import nn
 
 from rtx.attention.patterns import Local
 from rtx.attention.selection import normalise
-from rtx.errors import UserError
-from rtx.model.ablation import ablate, check_ablation
+from rtx.model.ablation import ablate
 from rtx.model.transformer import Transformer
 
 TOKENS_BN, HOWS = tokens(), ("routing", "local", "random")
@@ -58,16 +57,3 @@ def test_the_local_swap_reads_the_last_window_of_queries(attend_self: bool) -> N
     q_BHND = normalise(q_BHND)
     expected_BHND, _ = Local(window=6, attend_self=attend_self)(q_BHND, q_BHND, v_BHND)
     torch.testing.assert_close(out_BHND, expected_BHND, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("how", "options", "said"),
-    [
-        *((how, {"routing_heads": 0}, f"ablate={how}: the model has no routing heads") for how in HOWS),
-        *((how, {"routing_layers": 0}, f"ablate={how}: the model has no routing heads") for how in HOWS),
-        ("random", {"selection": "random"}, "random members already"),
-    ],
-)
-def test_an_ablation_of_nothing_is_refused(how: str, options: Kind, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        check_ablation(tiny_config(**options), how)  # type: ignore[arg-type]
