@@ -156,15 +156,20 @@ class Workshop:
 
     def answer(self, *arguments: str, code: int = 0, run: Path | str = "") -> tuple[str, str]:
         """Do the same, and return stdout and stderr."""
+        returned, out, err = self.called(*arguments, run=run)
+        assert returned == code, err
+        assert "Traceback" not in err
+        return out, err
+
+    def called(self, *arguments: str, run: Path | str = "") -> tuple[int, str, str]:
+        """Run a command in this process, and return its exit code, stdout and stderr."""
         out, err = io.StringIO(), io.StringIO()
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             for name, value in self.environment(run).items():
                 patch.setenv(name, value)
             patch.setattr("rtx.commands.train.SAMPLE_LENGTH", 8)
-            returned = main(list(arguments))
-        assert returned == code, err.getvalue()
-        assert "Traceback" not in err.getvalue()
-        return out.getvalue(), err.getvalue()
+            code = main(list(arguments))
+        return code, out.getvalue(), err.getvalue()
 
     def score(self, run: Path, *overrides: str) -> tuple[dict[str, Any], str]:
         """Score a run; returns the result that is written, of numbers that JSON knows, and what is printed."""

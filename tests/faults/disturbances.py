@@ -1,7 +1,6 @@
 """What may happen to a run, done to it from outside: damaged files, full disks, wrong clocks; and what is left."""
 
 import contextlib
-import io
 import shutil
 import signal
 import subprocess
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 from small_runs import Workshop
 
-from rtx.cli import main
 from rtx.errors import RunFailed
 from rtx.training.checkpoint import is_whole, newest_checkpoint
 
@@ -74,14 +72,9 @@ def asked(workshop: Workshop, *words: str, run: Path | str = "") -> tuple[int, s
 
     Whatever they hold it ends, with a promised code, no traceback, and nothing for the terminal to obey.
     """
-    out = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        for name, value in workshop.environment(run).items():
-            patch.setenv(name, value)
-        patch.setattr("rtx.commands.train.SAMPLE_LENGTH", 8)
-        with deadline():
-            code = main(words)
-    said = out.getvalue()
+    with deadline():
+        code, out, err = workshop.called(*words, run=run)
+    said = out + err
     assert code in (0, 1, 2) and "Traceback" not in said and "\x1b" not in said, said
     return code, said
 
