@@ -15,7 +15,6 @@ from PIL import Image
 from pyarrow import parquet
 from small_runs import SIZES, Workshop, final
 
-from rtx.cli import main
 from rtx.data.sets import IMAGE_SETS, MADE
 from rtx.data.sets import SETS as KNOWN
 from rtx.keys import options
@@ -50,38 +49,32 @@ def pg19(trained: Callable[[str], Path]) -> Path:
     return trained("pg19")
 
 
-def test_every_action_says_what_it_found(tmp_path, monkeypatch, capsys):
-    root, book = tmp_path / "stores", tmp_path / "book.txt"
-    monkeypatch.setenv("RTX_DATA", str(root))
-    book.write_bytes(b"a line of text\n" * 400)
-    options = ["data=text", f"data.path={book}"]
+def test_every_action_says_what_it_found(tmp_path: Path) -> None:
+    place = Workshop(tmp_path)
+    root, options = place.data, ["data=text", place.text]
 
     def said(*words: str, code: int = 0) -> str:
-        assert main(["data", *words]) == code
-        found = capsys.readouterr()
-        return found.err if code else found.out
+        return place.command("data", *words, code=code)
 
     assert said("list") == f"{root}: no data yet\n"
     for word in ("verify", "info"):
         assert "not prepared; to prepare it: rtx data prepare data=text data.path=" in said(word, *options, code=2)
     page = said("prepare", *options)
-    assert page.startswith("preparing data=text") and "  train        5,400 bytes, 1 documents, 5,400 bytes, 1," in page
+    assert page.startswith("preparing data=text") and "  train        2,700 bytes, 1 documents, 2,700 bytes, " in page
     assert said("info", *options) in page
     assert "every byte as recorded" in said("verify", *options)
     (split,) = root.glob("text-*/valid.bin")
     split.write_bytes(b"")
     error = said("verify", *options, code=2)
-    assert error.startswith(f"rtx: {split}: damaged: expected 300 bytes, found 0; ") and error.count("\n") == 1
+    assert error.startswith(f"rtx: {split}: damaged: expected 150 bytes, found 0; ") and error.count("\n") == 1
     said("prepare", *options)
     assert f"  {split.parent.name}  data=text " in said("list")
     assert said("remove", split.parent.name).startswith(f"{split.parent}: removed, ") and not list(root.iterdir())
     assert "no store of this name" in said("remove", *options, code=2)
     assert "made on the fly; 2,048 answers in valid, 2,048 answers in test" in said("info", "data=recall")
-    assert "made on the fly" in said(
-        "info", "data=recall", "data.length=40", "data.pairs=2"
-    )  # no model's window counts
-    monkeypatch.setenv("RTX_DATA", str(book))
-    assert said("prepare", code=2).startswith(f"rtx: RTX_DATA={book}: is not a folder; set RTX_DATA to")
+    assert "on the fly" in said("info", "data=recall", "data.length=40", "data.pairs=2"), "a model's window counts not"
+    place.data = tmp_path / "book.txt"
+    assert said("prepare", code=2).startswith(f"rtx: RTX_DATA={place.data}: is not a folder; set RTX_DATA to")
 
 
 @pytest.mark.parametrize("name", sorted({*options("data")} - {*MADE}))  # they are in test_recall_runs.py
