@@ -139,11 +139,11 @@ class AdaptiveSoftmax(nn.Module):
         return nats_R
 
     def log_shares(self, hidden_RE: Tensor) -> Tensor:
-        """Return the logarithm of the likelihood of every word, `[R, V]`."""
+        """Return the logarithm of the likelihood of every word, `[..., V]`, for vectors `[..., E]`."""
         first = self.bands.ranges[0][1]
         head_RG = self.logits(hidden_RE, 0).log_softmax(-1)
         tails = [
-            head_RG[:, first + band, None] + self.logits(hidden_RE, band + 1).log_softmax(-1)
+            head_RG[..., first + band, None] + self.logits(hidden_RE, band + 1).log_softmax(-1)
             for band in range(self.clusters.out_features)
         ]
-        return torch.cat([head_RG[:, :first], *tails], dim=-1)
+        return torch.cat([head_RG[..., :first], *tails], dim=-1)

@@ -52,7 +52,7 @@ def test_every_command_takes_it(workshop: Workshop, runs: dict[str, Path], kind:
     audited = workshop.command("audit", str(run), "windows=2", "positions=2", "prefixes=2")
     assert "sees no future" in audited and ("sees the future" not in audited or kind == "topk")
     workshop.command("analyze", "patterns", str(run))
-    planned = " ".join(workshop.command("plan", workshop.text, "data=text", "data.length=32", *KINDS[kind]).split())
+    planned = " ".join(workshop.command("plan", workshop.text, *SIZES, *KINDS[kind]).split())
     assert said in planned and (not said or "memory 0." in planned)
     if said:
         assert "rtx eval memory=0" in workshop.command("analyze", "context", str(run), code=2)
