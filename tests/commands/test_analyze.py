@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from small_runs import SIZES, Workshop
+from small_runs import Workshop
 
 from rtx.attention import native
 
@@ -65,15 +65,6 @@ def test_what_is_not_there_to_analyze_is_said(workshop: Workshop, run: Path) -> 
         (("coverage",), "model.base=local: no layer has full heads"),
     ):
         assert said in workshop.command("analyze", words[0], str(run), *words[1:], code=2)
-
-
-def test_recall(workshop: Workshop) -> None:
-    recall = ("data=recall", "data.length=32", "data.pairs=3", "data.keys=5", "data.values=4", "data.sequences=9")
-    run, sizes = workshop.folder / "recall", [size for size in SIZES if not size.startswith("data")]
-    workshop.command("train", *sizes, *recall, "model.base=lsh", "routing=random", run=run)
-    result, _, _ = analyzed(workshop, "patterns", run)
-    assert [row["pattern"] for row in result["heads"]] == ["lsh", "routing"]
-    assert "there is no loss by position" in workshop.command("analyze", "context", str(run), code=2)
 
 
 def test_loss_by_position_and_by_context(workshop: Workshop, run: Path) -> None:

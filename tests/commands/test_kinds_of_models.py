@@ -19,7 +19,7 @@ KINDS = {
     ),
     "topk": (
         *("routing=topk", "routing.init=data", "routing.heads=2", "model.positions=shaw", "model.recompute=true"),
-        "optimizer=adafactor",
+        *("model.base=lsh", "optimizer=adafactor"),
     ),
 }
 MEMORY = {"recurrent": "with a memory of 40", "compressive": "with a memory of 32 and 24 compressed"}

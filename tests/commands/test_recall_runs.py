@@ -84,6 +84,7 @@ def test_what_recall_does_not_have_is_refused_in_a_line_and_plan_and_data_know_i
 ) -> None:
     task = [word for word in RECALL if word.startswith("data")]
     for arguments, said in (
+        (("analyze", "context", str(recall_run)), "there is no loss by position"),
         (("sample", str(recall_run)), "a run on data=recall has no text to write"),
         (("eval", str(recall_run), "split=train"), "data=recall has no train split"),
         (("eval", str(recall_run), "stride=5"), "trainer.val_stride=5 has no place in data=recall"),
