@@ -183,9 +183,8 @@ def best_above(score_LN: Tensor, window: int) -> tuple[Tensor, Tensor] | None:
     None where the sample misleads, the worst that is taken has equals, or NaN is among the sample's best.
     """
     sample_LS, share = score_LN[:, ::7], window / 7
-    count = min(
-        sample_LS.shape[1], int(share + 5 * math.sqrt(share)) + 1
-    )  # five deviations of what it holds of the best
+    # Five deviations more than what it holds of the best on average.
+    count = min(sample_LS.shape[1], int(share + 5 * math.sqrt(share)) + 1)
     bar_L1 = sample_LS.topk(count, sorted=False).values.amin(1, keepdim=True)
     list_M, place_M = (score_LN >= bar_L1).nonzero(as_tuple=True)
     count_L = torch.bincount(list_M, minlength=len(score_LN))
