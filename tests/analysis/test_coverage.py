@@ -42,7 +42,7 @@ def test_what_is_kept_is_what_the_rule_reads(back: int, options: Any) -> None:
     ids_1N = tokens(batch=1, seed=9)
     found_LSZ3 = np.reshape(coverage.measure(config, model, made, ids_1N, back), (3, -1, len(SIZES), 3))
     attention, x_1NE = list(layer_inputs(model, ids_1N))[-1]  # below, units that return have equal scores
-    pattern, given, *_ = groups_of(attention, x_1NE)[coverage.full_group(config, 2)[0]]
+    pattern, given, *_ = list(groups_of(attention, x_1NE).values())[coverage.full_group(config, 2)[0]]
     weight_HNN = full_weights(given.q_BHND, given.k_BHND, pattern)[:, back:, :N].tril()
     of = zip(itertools.product(range(len(coverage.NAMES)), range(len(SIZES))), made[-1], strict=True)  # type: ignore[arg-type]
     for (s, z), each in of:
