@@ -57,8 +57,11 @@ def followed(values: Mapping[str, Any], field: Field, text: str) -> Any:
     if "${" not in word:
         return value_of(field, text)
     bare = word[1:-1] if re.fullmatch(QUOTED, word) else word
-    names = REFERENCE.findall(bare)
-    found = {name: os.environ[name[7:]] if name.startswith("oc.env:") else values[name] for name in names}
+    found: dict[str, Any] = {}
+    for name in REFERENCE.findall(bare):
+        leaf = name.lstrip(".")
+        above = field.key.split(".")[: len(leaf) - len(name)] if leaf != name else []  # a dot: beside the key itself
+        found[name] = os.environ[name[7:]] if name.startswith("oc.env:") else values[".".join([*above, leaf])]
     if bare[2:-1] in found and found[bare[2:-1]] is None:
         return None
     filled = REFERENCE.sub(lambda each: written(found[each[1]]), bare)

@@ -132,11 +132,9 @@ def home(factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@given(
-    data=st.data(),
-    name=st.sampled_from(["status.json", "environment.json", "metrics.jsonl", "eval/a.json", "sweeps.jsonl"]),
-)
-@examples(12)
+@pytest.mark.parametrize("name", ["status.json", "environment.json", "metrics.jsonl", "eval/a.json", "sweeps.jsonl"])
+@given(data=st.data())
+@examples(3)
 def test_records(workshop: Workshop, run: Path, data: DataObject, name: str) -> None:
     root = workshop.folder / "records"
     if not root.exists():
