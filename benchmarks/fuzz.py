@@ -143,7 +143,8 @@ def guide(reader: str, folder: Path, seconds: float) -> None:
 def logged(work: Callable[..., None], log: Path, *given: Any) -> None:
     """Do some work, all that it prints in a file."""
     with open(log, "wb") as file:
-        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
     work(*given)
 
 
@@ -162,7 +163,7 @@ def campaign(reader: str, folder: Path, minutes: float, is_guided: bool) -> list
         process.join()
         said = log.read_text(errors="replace")
         found = [*FOUND.findall(said), f"it ended with {process.exitcode}"][:1] if process.exitcode else []
-        examples = sum(map(int, re.findall(f"{EXAMPLES} +([0-9]+)", said)))
+        examples = max(map(int, re.findall(rf"^(?:#|{EXAMPLES} +)(\d+)", said, re.MULTILINE)), default=0)
         taken = (time.monotonic() - began) / 60
         rows.append({"reader": reader, "tool": tool, "minutes": round(taken, 1), "examples": examples, "found": found})
         print(

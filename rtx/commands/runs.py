@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     for run, words in zip(runs, asked, strict=True):
         status, differs = read_status(run) or {}, " ".join(word for word in words if word not in shared)
         name = str(run.relative_to(root)) if root in run.parents else shown(run)
-        step = f"{status['step']:,}/{status['steps']:,}" if status.get("steps") else ""
+        step = f"{status.get('step', 0):,}/{status['steps']:,}" if status.get("steps") else ""
         table.add_row(*(Text(printable(cell)) for cell in (name, differs, step, bits_of(status), run_state(run))))
     Console(width=terminal_width() if sys.stdout.isatty() else 10_000, highlight=False).print(table)
     return 0

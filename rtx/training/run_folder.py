@@ -182,8 +182,9 @@ def read_status(folder: Path) -> dict[str, Any] | None:
     """Return what status.json says, or None where there is none that can be read, or its fields make no sense."""
     try:
         status = json.loads(read_file(folder / "status.json"))
-        scores = [status[key]["bits"] for key in ("best", "final") if status.get(key) is not None]
-        numbers = [*scores, *(status.get(key) or 0 for key in ("step", "steps", "seconds")), status.get("pid", 1)]
+        scores = [status[key] for key in ("best", "final") if status.get(key) is not None]
+        numbers = [number for score in scores for number in (score["bits"], score.get("windows") or 0)]
+        numbers += [*(status.get(key, 0) for key in ("step", "steps", "seconds")), status.get("pid", 1)]
         sound = all(isinstance(one, int | float) and math.isfinite(one) for one in numbers) and 0 < numbers[-1] < 2**31
         seems_running(status)  # fails where it has no place or heartbeat
         return status if sound and status["state"] in STATES else None
