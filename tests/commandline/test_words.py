@@ -57,6 +57,10 @@ def test_a_value_is_taken_as_it_is_written(word: str, value: object) -> None:
         ("train routing.windw=3", "unknown key 'routing.windw' (did you mean 'routing.window'?)"),
         ("train +lrr=3", "unknown key 'lrr' (did you mean 'optimizer.lr'?)"),
         ("train modle=rt24", "unknown key 'modle' (did you mean 'model'?)"),
+        (
+            "train experiment=recall model=tiny",
+            "model=tiny: experiment=recall lays out a model of its own, recall; leave",
+        ),
         ("train TRAINER.STEPS=3", "(did you mean 'trainer.steps'?)"),
         ("train routing.hiden=3", "(did you mean 'model.hidden'?)"),
         ("train data=enwik9", "data=enwik9: must be one of cifar10, copy, enwik8, hub, "),

@@ -121,6 +121,14 @@ def test_records_with_parts_of_other_types_are_told_and_left_out(workshop: Works
     assert asked(workshop, "report", str(copy.parent))[0] == 0
 
 
+@pytest.mark.parametrize("change", [{"step": None}, {"seconds": []}, {"final": {"bits": 1.0, "windows": "x"}}])
+def test_a_status_without_a_number_counts_as_none(workshop: Workshop, copy: Path, change: dict[str, Any]) -> None:
+    path = copy / "status.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    code, said = asked(workshop, "runs", str(copy.parent))
+    assert code == 0 and "unknown" in said
+
+
 MARKUP = '<img src=x onerror=alert(1)> "onload="alert(1) ![x](http://evil/) ``` `$\\frac` </svg><script>'
 
 

@@ -138,6 +138,18 @@ def test_a_crafted_pickle_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not is_whole(tmp_path / "last.ckpt")
 
 
+@pytest.mark.parametrize("pickled", [b"\x80\x02K\x01Q.", b"\x80\x02J\x01"], ids=["asserted", "cut off"])
+def test_a_pickle_that_torch_cannot_follow_is_refused(tmp_path: Path, pickled: bytes) -> None:
+    CheckpointFiles().save_checkpoint(checkpoint(1), path := tmp_path / "last.ckpt")
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, part in parts.items():
+            archive.writestr(name, pickled if name.endswith("data.pkl") else part)
+    with pytest.raises(UserError, match="refused: it holds more than plain tensors and numbers"):
+        read_checkpoint(path)
+
+
 def test_a_model_of_another_shape_is_refused() -> None:
     with pytest.raises(UserError, match=r"does not fit the model: .*\n.*size mismatch for weight"):
         load_weights(nn.Linear(3, 5, bias=False), checkpoint(1))
