@@ -115,8 +115,12 @@ def shown(folder: Path) -> str:
 
 
 def open_own(path: Path, mode: str) -> IO[Any]:
-    """Open a file that is the run's own: a link in its place, which may lead anywhere, is an error (OSError)."""
-    return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o644))
+    """Open a file that is the run's own: a link in its place, which may lead anywhere, is an error (OSError).
+
+    So is a pipe, whose other end nobody need open.
+    """
+    kept = os.O_NOFOLLOW | os.O_NONBLOCK
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags | kept, 0o644))
 
 
 def save(path: Path, content: bytes | Mapping[str, Any]) -> Path:

@@ -112,8 +112,8 @@ class Process:
 
 
 def patiently(problem: Callable[[], str], pause: float = 0.0005) -> Iterator[None]:
-    """Yield again and again, with a pause between, until the loop is left; fails with `problem()` after two minutes."""
-    end = time.monotonic() + 120
+    """Yield again and again, with a pause between, until the loop is left; fails with `problem()` after ten minutes."""
+    end = time.monotonic() + 600
     while time.monotonic() < end:
         yield
         time.sleep(pause)

@@ -31,7 +31,7 @@ def run(workshop: Workshop) -> Path:
     ("number", "code", "word", "place"),
     [
         (signal.SIGINT, 130, "eval", "open_run"),
-        (signal.SIGTERM, 143, "eval", "score_windows"),
+        (signal.SIGTERM, 143, "eval", "score_split"),
         (signal.SIGTERM, 143, "sample", "load_run"),
         (signal.SIGINT, 130, "plan", "cost"),
     ],

@@ -78,7 +78,7 @@ def begin(script: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def patiently(ready: Callable[[], object], process: subprocess.Popen[str]) -> None:
     """Wait until something is so, while a process runs."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 600
     while not ready():
         if time.monotonic() > until or process.poll() is not None:
             process.kill()
