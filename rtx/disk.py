@@ -18,7 +18,11 @@ def is_full(error: OSError) -> bool:
 
 def read_file(path: Path) -> bytes:
     """Return the bytes of a regular file; OSError for what is none: nobody need write into a FIFO."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+    try:
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    except ValueError as error:
+        raise OSError(errno.EINVAL, "Not the name of a file", str(path)) from error
+    with file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "Not a regular file", str(path))
         return file.read()

@@ -57,7 +57,7 @@ def followed(values: Mapping[str, Any], field: Field, text: str) -> Any:
     if "${" not in word:
         return value_of(field, text)
     bare = word[1:-1] if re.fullmatch(QUOTED, word) else word
-    found: dict[str, Any] = {}
+    bare, found = re.sub(r"\$\{oc\.decode:'(\w+)'\}", r"\1", bare), {}
     for name in REFERENCE.findall(bare):
         leaf = name.lstrip(".")
         above = field.key.split(".")[: len(leaf) - len(name)] if leaf != name else []  # a dot: beside the key itself
