@@ -91,6 +91,7 @@ def refusing(read: Read) -> Read:
             pass
         except Exception as error:
             if not out_of_memory(error):
+                Path("found").write_bytes(content)
                 raise
 
     return read_or_refuse

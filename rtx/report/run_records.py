@@ -66,6 +66,14 @@ class Score:
     best: bool = False  # whether these were the best checkpoint's weights
     figures: Mapping[str, float] = field(default_factory=dict)  # other measures, by the titles of their columns
 
+    def __post_init__(self) -> None:
+        how, unknown = self.protocol, (self.perplexity, self.protocol.windows)
+        texts = (how.split, how.mode, how.unit, how.data, how.fingerprint, how.ablate, *how.stamps)
+        numbers = [self.bits, self.units, self.step, how.length, how.stride, *self.figures.values()]
+        numbers += [number for number in unknown if number is not None]
+        if not all(isinstance(one, str) for one in texts) or not all(isinstance(one, int | float) for one in numbers):
+            raise TypeError("a score of other types")
+
     def line(self) -> str:
         return f"{self.protocol.line(self.units)}; {SIGHT[self.sees_future]}"
 
