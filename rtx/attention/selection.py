@@ -24,7 +24,9 @@ MAX_SCORES = 1 << 23
 
 def normalise(x_BHND: Tensor) -> Tensor:
     """Return LayerNorm(x) without scale or bias, at least in float32 (Algorithm 1, line 7)."""
-    return F.layer_norm(x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32)), x_BHND.shape[-1:], eps=1e-6)
+    x_BHND = x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32))
+    one_D = x_BHND.new_ones(x_BHND.shape[-1:])  # a scale of 1 takes torch's vectorised loop, twice as fast on a CPU
+    return F.layer_norm(x_BHND, one_D.shape, one_D, eps=1e-6)
 
 
 def centroid_scores(centroid_HCD: Tensor, x_BHND: Tensor) -> Tensor:
@@ -106,8 +108,7 @@ def assign_heads(
     """Return what `assign` does for some heads, with statistics of each; without thresholds no moments of scores."""
     score_XCN, nearest_XN = centroid_scores(centroid_XCD, x_XND), None
     if selection == "nearest" or nearest or update not in (None, "members"):
-        # Not argmax, which is four times slower along a dimension that is not the last.
-        nearest_XN = score_XCN.max(1).indices if score_XCN.numel() else torch.zeros_like(x_XND[..., 0]).long()
+        nearest_XN = highest(score_XCN) if score_XCN.numel() else torch.zeros_like(x_XND[..., 0]).long()
     (X, C, N), D = score_XCN.shape, x_XND.shape[-1]
 
     def packed(selection: str) -> Packed:
@@ -165,7 +166,19 @@ def joins(score_XCN: Tensor, threshold_XC: Tensor | None) -> Tensor:
     """
     above_XCN = score_XCN - (math.inf if threshold_XC is None else threshold_XC[..., None])
     joined_XCN, best_XCN = above_XCN >= 0, score_XCN if threshold_XC is None else above_XCN
-    return joined_XCN.scatter_(-2, best_XCN.max(-2, keepdim=True).indices, True) if joined_XCN.numel() else joined_XCN
+    return joined_XCN.scatter_(-2, highest(best_XCN).unsqueeze(-2), True) if joined_XCN.numel() else joined_XCN
+
+
+def highest(score_XCN: Tensor) -> Tensor:
+    """Return which of C scores is the highest, `[X, N]` (X: any dimensions); of equals the first, and 0 beside NaN.
+
+    Maxima alone are vectorised along a dimension that is not the last: on a CPU this is three times as fast as max or
+    argmax with their places.
+    """
+    C = score_XCN.shape[-2]
+    rank_C = torch.arange(C, 0, -1, dtype=torch.int16 if C < 1 << 15 else torch.int64, device=score_XCN.device)
+    best_XCN = score_XCN == score_XCN.amax(-2, keepdim=True)
+    return (C - (best_XCN * rank_C[:, None]).amax(-2).long()) % C
 
 
 def best_members(score_LN: Tensor, window: int) -> tuple[Tensor, Tensor]:
@@ -193,8 +206,9 @@ def best_above(score_LN: Tensor, window: int) -> tuple[Tensor, Tensor] | None:
     score_M, slot_M = score_LN[list_M, place_M], torch.arange(len(list_M)) - (count_L.cumsum(0) - count_L)[list_M]
     above_LK = score_LN.new_full((len(score_LN), int(count_L.max())), -math.inf)
     above_LK[list_M, slot_M] = score_M
-    best_M = score_M >= above_LK.topk(window, sorted=False).values.amin(1)[list_M]
-    return (list_M[best_M], place_M[best_M]) if int(best_M.sum()) == len(score_LN) * window else None
+    best_place_M = place_M[score_M >= above_LK.topk(window, sorted=False).values.amin(1)[list_M]]
+    row_M = torch.arange(len(score_LN)).repeat_interleave(window)
+    return (row_M, best_place_M) if len(best_place_M) == len(row_M) else None
 
 
 def best_places(score: Tensor, count: int) -> Tensor:
