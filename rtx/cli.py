@@ -5,6 +5,7 @@ after SIGUSR1 and SIGUSR2 where they stop a run. `sys.argv` stays as it is: a ru
 """
 
 import atexit
+import errno
 import importlib
 import io
 import os
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from rtx import __version__
-from rtx.errors import RunFailed, UserError, nearest, printable
+from rtx.errors import RunFailed, UserError, nearest, printable, shorten
 from rtx.training.hardware import out_of_memory
 from rtx.training.signals import EXIT_CODES, INTERRUPTED, PREEMPTED, Stopped, ignore_signals, started_by_another
 
@@ -73,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and reader_is_gone():
             return int(not {*(sys.argv[1:] if argv is None else argv)} & PRINTING)  # others have not done their work
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            return complain(f"{shorten(str(error.filename))}: {error.strerror}", 2)
         if reason := out_of_memory(error):
             return complain(reason, 1)
         traceback.print_exc()
@@ -121,7 +124,7 @@ def split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
         if os.path.isdir(unknown[0]):
             raise UserError(f"{unknown[0]}: is taken for a flag; write ./{unknown[0]} for the folder")
         hint = "; rtx plan says what a run would cost, --cfg job what it would be" * ("dry" in unknown[0])
-        raise UserError(f"{unknown[0]}: unknown flag of rtx {command}{hint or nearest(unknown[0], known)}")
+        raise UserError(f"{shorten(unknown[0])}: unknown flag of rtx {command}{hint or nearest(unknown[0], known)}")
     values = {}
     for flag in flags & OF_GROUPS:
         at = words.index(flag) + 1

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from rtx.config import DataConfig
 from rtx.data import catalog
 from rtx.data.recall import RecallStore
-from rtx.errors import UserError, nearest, printable
+from rtx.errors import UserError, nearest, printable, shorten
 
 
 def main(arguments: list[str]) -> int:
@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> int:
 
         ACTIONS[word](compose_data(words))
     else:
-        known, said = [*ACTIONS, "list", "remove"], " ".join(["rtx data", *arguments])
+        known, said = [*ACTIONS, "list", "remove"], shorten(" ".join(["rtx data", *arguments]))
         near = "" if word in known else nearest(word, known)
         raise UserError(f"{said}: say {', '.join(ACTIONS)} data=<set>, list, or remove <a store of that list>{near}")
     return 0
