@@ -26,7 +26,7 @@ from rtx.checks import data_problems, idle, resolve
 from rtx.config import GROUPS, NAMELIKE, OUTSIDE, SECTIONS, YOUNGER, Config, DataConfig, all_fields
 from rtx.data.sets import SETS, image_side
 from rtx.disk import read_file
-from rtx.errors import UserError, refuse
+from rtx.errors import UserError, refuse, shorten
 from rtx.extensions import run_files
 from rtx.keys import CONFIG_DIRS, conf_dir, unknown, unquoted
 from rtx.options import Override, check_overrides, read_words
@@ -192,6 +192,8 @@ def merge(config: Config, overrides: Iterable[str]) -> Config:
     for entry in check_overrides(overrides):
         if entry.key in GROUPS:
             config = replace(config, **{entry.key: getattr(compose_unresolved([entry]), entry.key)})
+        elif "${" in entry.values[0]:
+            raise UserError(f"{entry.key}={shorten(entry.values[0])}: a run takes no references; write the value")
         else:
             values[entry.key] = all_fields()[entry.key].read_word(entry.values[0])
     return resolve(with_values(config, values), values)

@@ -101,7 +101,8 @@ def test_merge_takes_keys_and_groups_and_checks_them(default: Any) -> None:
     assert (merged.hardware.name, merged.hardware.threads, merged.data.length) == ("cpu", 2, 512)
     assert (merged.logger.name, merged.seed) == ("jsonl", 3)
     assert merge(default, []) == default
-    assert merge(default, ["name=${oc.env:HOME}"]).name == "${oc.env:HOME}"
+    with pytest.raises(UserError, match=r"name=\$\{oc\.env:HOME\}: a run takes no references"):
+        merge(default, ["name=${oc.env:HOME}"])
     with pytest.raises(UserError, match=r"routing\.window=64 must be at most data\.length=32"):
         merge(default, ["data.length=32"])
 
