@@ -1,6 +1,7 @@
 """`rtx eval RUN [overrides]`: score a run on a split, every unit exactly once, and say by which protocol."""
 
 import math
+import re
 import sys
 import textwrap
 import time
@@ -10,7 +11,7 @@ from typing import Any
 from rtx.compose import flat, short_hash, to_dict
 from rtx.data.catalog import Store
 from rtx.data.store import TokenStore
-from rtx.errors import printable, written
+from rtx.errors import UserError, printable, written
 from rtx.evaluation import protocols
 from rtx.evaluation.scores import Score
 from rtx.help import terminal_width
@@ -22,12 +23,17 @@ from rtx.training.inference import LoadedRun, open_run, run_config, score_split,
 from rtx.training.loggers import add_to_wandb
 from rtx.training.run_folder import save, utc_now
 
+OF_MODEL = ("memory", "clamp", "same_length")  # options that are keys of the model, and told as they are typed
+
 
 def main(arguments: list[str]) -> int:
     words = read_words("eval", arguments)
     folder, options, began = words.runs[0], words.options, time.monotonic()
-    own = {"memory", "clamp", "same_length"} & words.given
-    config = run_config(folder, [*words.overrides, *(f"model.{key}={written(getattr(options, key))}" for key in own)])
+    own = [f"model.{key}={written(getattr(options, key))}" for key in OF_MODEL if key in words.given]
+    try:
+        config = run_config(folder, [*words.overrides, *own])
+    except UserError as error:
+        raise UserError(re.sub(rf"\bmodel\.({'|'.join(OF_MODEL)})\b", r"\1", str(error))) from error
     if "stride" in words.given or config.model.memory:
         config = with_stride(config, options.stride)
     check_ablation(config, options.ablate)

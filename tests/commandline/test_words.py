@@ -104,6 +104,7 @@ def test_a_value_is_taken_as_it_is_written(word: str, value: object) -> None:
         ("eval outputs/\x1b[31mred", "outputs/�[31mred: no such folder"),
         ("eval a splt=test", "unknown key 'splt' (did you mean 'split'?)"),
         ("eval a optimizer.lr=5", "rtx eval does not read optimizer.lr; it reads checkpoint, split"),
+        ("eval a memory=5", "rtx: memory=5 has no effect with model.base=local; it is for recurrent"),
         ("eval a sample.length=5", "rtx eval does not read sample.length; length is an option of rtx sample"),
         ("eval a eval.split=test", "rtx eval does not read eval.split; split is an option of rtx eval"),
         ("eval a hardware=ddp", "hardware=ddp: not for rtx eval"),
