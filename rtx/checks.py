@@ -2,13 +2,14 @@
 
 import importlib.util
 import math
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from operator import attrgetter
 
 from rtx.config import CLUSTERED, REGISTERED, SPARSE, SPREAD, Config, all_fields, clusters, hash_buckets, sizes_of
 from rtx.data.sets import HELD_OUT, IMAGE_SETS, MADE, NAMES, SETS, TWO_WAYS, image_side
-from rtx.errors import UserError, refuse, written
+from rtx.errors import UserError, nearest, refuse, shorten, written
 
 TEXTS = tuple(name for name in NAMES if name not in (*IMAGE_SETS, *MADE))
 READ_WITH = (
@@ -43,6 +44,8 @@ READ_WITH = (
     ("logger.name", ("auto", "online", "offline"), "logger.project logger.entity logger.group"),
 )
 """A key, its values, or parts of them, and the keys that are read with these alone."""
+WANDB_MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled"}
+"""What WANDB_MODE may be (W&B's own words but shared, for several processes that write one run), and what it means."""
 
 
 def resolve(config: Config, keys: Iterable[str] = ()) -> Config:
@@ -56,10 +59,22 @@ def resolve(config: Config, keys: Iterable[str] = ()) -> Config:
     return config
 
 
-def check_installed(config: Config) -> None:
-    """Raise `UserError` where the logger that is asked for needs an extra: of a run that is to begin or go on."""
+def check_logger(config: Config) -> None:
+    """Raise `UserError` for a logger that needs an extra, or a wrong WANDB_MODE: of a run that is to begin or go on."""
     if config.logger.name == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
         raise UserError("logger=tensorboard needs TensorBoard: pip install 'rtx[tensorboard]'")
+    if config.logger.name in ("auto", "online", "offline"):
+        wandb_mode()
+
+
+def wandb_mode() -> str:
+    """Return what WANDB_MODE asks for, "" where it is not set; `UserError` for a value that W&B would not take."""
+    if (word := os.environ.get("WANDB_MODE")) is None:
+        return ""
+    if word not in WANDB_MODES:
+        near = nearest(word, WANDB_MODES)
+        raise UserError(f"WANDB_MODE={shorten(word)}: must be one of {', '.join(WANDB_MODES)}{near}")
+    return WANDB_MODES[word]
 
 
 def idle(config: Config, keys: Iterable[str]) -> dict[str, str]:

@@ -24,7 +24,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rtx.cells import NO_CODE, Cell, Outcome, ended_before, ending, has_score, lay_out
-from rtx.checks import check_installed
+from rtx.checks import check_logger
 from rtx.compose import composed, to_yaml, user_errors
 from rtx.data.catalog import check_source, data_root
 from rtx.errors import UserError, plural, printable, refuse, shorten
@@ -54,7 +54,7 @@ def sweep(arguments: Sequence[str], preview: bool = False) -> int:
     jobs = job_words(checked)
     at_once = min(words.options.parallel or (len(cells) if jobs else 1), len(cells))
     for cell in cells:
-        check_installed(cell.config)
+        check_logger(cell.config)
     launcher = Launcher(cells, words.options.retry, at_once, submitter(cells, jobs) if jobs else None)
     needed = {str(cell.config.data): cell.config.data for cell in cells if not has_score(read_status(cell.folder))}
     for data in needed.values():

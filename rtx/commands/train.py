@@ -12,7 +12,7 @@ import torch
 
 from rtx.analysis.attention_weights import read_telemetry
 from rtx.analysis.footprint import fit_to_device, with_less_memory
-from rtx.checks import check_installed
+from rtx.checks import check_logger
 from rtx.commands.sample import draw_image, write_text
 from rtx.compose import RUN_CONFIG, compose, load_run_config, to_dict, to_yaml, with_absolute_path
 from rtx.config import Config
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
 
 def run(config: Config, folder: Path | None = None, before: str = "") -> int:
     """Train in a new folder, or go on in that of a run by its state `before`, and return the exit code."""
-    check_installed(config)
+    check_logger(config)
     hardware = resolve_hardware(config)
     prepare_torch(config, hardware)
     if hardware.rank > 0:

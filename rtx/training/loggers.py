@@ -15,6 +15,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
+from rtx.checks import wandb_mode
 from rtx.config import Config
 from rtx.disk import read_file, write_json
 from rtx.errors import DAMAGED, UserError
@@ -158,10 +159,10 @@ def wandb_logger(config: Config, folder: Path, facts: Any, say: Say) -> GuardedW
         if mode == "auto":
             import wandb
 
-            asked = os.environ.get("WANDB_MODE")
+            asked = wandb_mode()
             mode = asked or ("online" if wandb.login(prompt=False, verify=False) else "offline")
             if mode == "offline":
-                why = "WANDB_MODE=offline" if asked else "no key found"
+                why = f"WANDB_MODE={os.environ['WANDB_MODE']}" if asked else "no key found"
                 say(f"W&B: {why}; to upload the curves later:\n  wandb sync {shown(folder)}/wandb/offline-run-*")
         if mode in ("online", "offline"):
             tags = [config.data.name, config.model.name, *os.environ.get("WANDB_TAGS", "").split(",")]
@@ -191,7 +192,7 @@ def add_to_wandb(folder: Path, kind: str, figures: Mapping[str, Any], files: Seq
         asked = {key: known[key] for key in ("project", "entity", "group", "name", "job_type", "tags")}
         if records[0].parent != folder:
             asked |= {"name": f"{kind} on {folder.name}", "job_type": kind}
-        if (mode := os.environ.get("WANDB_MODE") or mode) != "disabled":
+        if (mode := wandb_mode() or mode) != "disabled":
             logger = GuardedWandbLogger(say_line, folder, {"mode": mode, **asked}, "nothing is added there")
             logger.guarded(logger.add, kind, figures, files, step)
             logger.finish(exit_code=0)

@@ -21,6 +21,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A current folder with runs, which have a configuration and nothing else, and a sweep."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RTX_DATA", "stores")
+    monkeypatch.setenv("WANDB_MODE", "onlin")
     texts = {"a": "seed: 0", "b": "seed: 0", **{routing: f"routing:\n  {routing}" for routing in ROUTING}}
     for name, text in texts.items():
         (tmp_path / name).mkdir()
@@ -155,6 +156,7 @@ def test_a_value_is_taken_as_it_is_written(word: str, value: object) -> None:
         ("train trainer.steps=${oc.env:NO_SUCH_VARIABLE}", "Environment variable 'NO_SUCH_VARIABLE' not found"),
         ("train name=${name}", "name: Recursive interpolation detected"),
         ("train data.length=${seed}", "data.length=0: must be an integer, at least 2"),
+        ("train", "WANDB_MODE=onlin: must be one of online, run, offline, dryrun, disabled (did you mean 'online'?)"),
         ("train data=text", "data=text needs data.path=<file, folder or glob>"),
     ],
 )

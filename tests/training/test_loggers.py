@@ -122,6 +122,8 @@ def test_auto_is_online_with_a_key_and_offline_without(monkeypatch: pytest.Monke
         assert ("no key found" in lines[0]) == (mode == "offline")
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert begun(monkeypatch, bare, AUTO, key=True)[1][0].startswith("W&B: WANDB_MODE=offline; to upload the curves")
+    monkeypatch.setenv("WANDB_MODE", "dryrun")  # an older word of W&B's
+    assert begun(monkeypatch, bare, AUTO, key=True)[0].begun[0]["mode"] == "offline"
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert begun(monkeypatch, bare, AUTO, key=True)[2] is None
     assert begun(monkeypatch, bare)[2] is not None  # asked for
