@@ -3,6 +3,7 @@
 Shapes: B sequences, N positions, E hidden width, H heads, D = E / H head size.
 """
 
+import traceback
 from typing import NamedTuple
 
 import torch
@@ -41,7 +42,14 @@ def make_pattern(name: str, heads: int, config: Config, layer: int) -> Pattern:
     kind = imported(table[name])
     if missing := sorted(getattr(kind, "__abstractmethods__", ["the base rtx.attention.Pattern"])):
         raise UserError(f"{name}: {kind.__name__} lacks {', '.join(missing)}; docs/extending.md says what is needed")
-    pattern = kind.from_config(config, heads, layer)
+    try:
+        pattern = kind.from_config(config, heads, layer)
+    except TypeError as error:  # of the call itself, not of what it runs
+        called = "__init__() " in str(error) and traceback.extract_tb(error.__traceback__)[-1].name == "from_config"
+        if name not in REGISTERED or not called:
+            raise
+        mend = "write a from_config that gives what it takes, as in docs/extending.md"
+        raise UserError(f"{name}: {error}; {mend}") from error
     if name in REGISTERED and not pattern.strictly_causal:  # every score of it would be said to see no future
         raise UserError(f"{name}: strictly_causal=False: a pattern of an extension reads no later position")
     return pattern

@@ -12,6 +12,10 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text
 MODEL = [word for word in SIZES if not word.startswith("data=")]
 OWN = ["data=primes", "model.base=dilated", "model.stride=3"]
 ABSTRACT = "class Half(rtx.attention.Pattern): pass\nrtx.register_pattern('half', Half)\n"
+TAKES = """class Far(rtx.attention.Local):
+    def __init__(self, *, reach, step, **given): super().__init__(**given)
+rtx.register_pattern('far', Far)
+"""
 
 
 def block(language: str, heading: str) -> str:
@@ -131,6 +135,11 @@ def test_code_of_a_stranger_is_refused_until_it_is_allowed(place: Place) -> None
         ("rtx.register_pattern('local', dict)\n", "", "my.py, line 2: UserError: 'local' cannot be"),
         ("rtx.register_pattern('half', dict)\n", "model.base=half", "half: dict lacks the base rtx.attention.Pattern"),
         (ABSTRACT, "model.base=half", "half: Half lacks reads, rule, start; docs/extending.md"),
+        (
+            TAKES,
+            "model.base=far",
+            "Far.__init__() missing 2 required keyword-only arguments: 'reach' and 'step'; write",
+        ),
         ("rtx.register_data('x', print, lenth=3)\n", "", "unknown key 'data.lenth' (did you mean "),
         ("rtx.register_data('x', print, length=1)\n", "", "data.length=1: must be an integer, at"),
         ("", "data=primes", "data=primes: must be one of cifar10"),
