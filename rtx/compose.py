@@ -62,10 +62,12 @@ def compose_unresolved(checked: Sequence[Override]) -> Config:
             value = unquoted(text.strip()) if "${" in text else all_fields()[key].read_word(text)
             OmegaConf.update(node, key, value)
         config = to_config(OmegaConf.to_container(node, resolve=True))  # type: ignore[arg-type]
-    given, model = dict(word.split("=", 1) for word in chosen(checked)), config.model.name
-    if "experiment" in given and given.get("model", model) != model and "model.name" not in values:
-        own = f"experiment={given['experiment']} lays out a model of its own, {model}"
-        raise UserError(f"model={given['model']}: {own}; leave it out, or set keys of that one (model.layers=...)")
+    given = dict(word.split("=", 1) for word in chosen(checked))
+    if {"experiment", "model"} <= given.keys():  # which lays out its own where it has a name that no preset gave it
+        experiment = f"experiment={given['experiment']}"
+        if (own := composed((experiment, "model=tiny")).model.name) != "tiny":
+            said = f"{experiment} lays out a model of its own, {own}; leave it out, or set keys of that one"
+            raise UserError(f"model={given['model']}: {said} (model.layers=...)")
     if not SETS[config.data.name].image or "data.length" in values:
         return config
     # Whatever a model preset wrote, N is what the images ask for; of data=images as conf/data has it.

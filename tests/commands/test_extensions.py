@@ -47,7 +47,8 @@ def place(workshop: Workshop) -> Place:
         (place.folder / f"{name}.py").write_text(text := block("python", heading))
         assert text.count("\n") < 40
     (place.folder / "presets" / "model").mkdir(parents=True)
-    (place.folder / "presets" / "model" / "mine.yaml").write_text(block("yaml", "Presets"))
+    for name, text in {"mine": block("yaml", "Presets"), "bare": "layers: 3\n", "recall": "name: recall\n"}.items():
+        (place.folder / "presets" / "model" / f"{name}.yaml").write_text(text)
     said = place.asked("train", "extensions=dilated.py:primes.py", *OWN, *MODEL, run="out/own/run")
     assert said.startswith(f"extensions: running the code of {place.folder}/dilated.py (sha256 ")
     for name in ("dilated.py", "primes.py"):  # from here on the run has its own
@@ -111,6 +112,7 @@ def test_plan_and_data_take_them_and_help_lists_them(place: Place) -> None:
     assert "\n  primes  " in page and "Half of tiny." in page
     assert "fixed_summary, dilated, joined" in " ".join(page.split())
     assert "mine: 2 layers" in place.asked("plan", "--config-dir", "presets", "model=mine")
+    assert "custom: 3 layers" in place.asked("plan", "--config-dir", "presets", "experiment=smoke", "model=bare")
 
 
 def test_code_of_a_stranger_is_refused_until_it_is_allowed(place: Place) -> None:
@@ -158,6 +160,10 @@ def test_mistakes_of_a_file(place: Place, text: str, words: str, said: str) -> N
         ("extensions=presets", "extensions=presets: name a Python file, my.py, or several"),
         ("--config-dir nowhere", "--config-dir nowhere: holds no preset"),
         ("--config-dir", "--config-dir : holds no preset"),
+        (
+            "--config-dir presets experiment=recall model=recall",
+            "model=recall: experiment=recall lays out a model of its",
+        ),
         ("--config-dir presets model=mien", "(did you mean 'mine'?) (a file of conf/model/)"),
     ],
 )
