@@ -16,9 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from rtx.attention.centroids import statistics_paused
 from rtx.attention.pattern import Pattern
 from rtx.config import Config, embedding_width, sizes_of
-from rtx.model.block import Block
+from rtx.model.block import Block, Compression, Memory
 from rtx.model.likelihood import AdaptiveSoftmax, Bands, answer_nats, band_ends, in_parts, token_nats
-from rtx.model.memory import Compression, Memory, reconstruction_loss
 from rtx.model.positions import TABLE_DEVIATION, LearnedPositions
 
 
@@ -185,8 +184,7 @@ class Transformer(nn.Module):
         memory.compress(made)
         if self.training and modules[0].conv is not None:
             for block, *given in zip(self.blocks, inputs, old, made, strict=True):
-                norm = block.attention_norm if block.pre else None
-                total = total + reconstruction_loss(block.attention, norm, *given)  # type: ignore[arg-type]
+                total = total + block.reconstruction_loss(*given)  # type: ignore[operator]
         return total
 
     def loss(self, tokens_BN: Tensor, prefix: bool = False, memory: Memory | None = None) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from rtx.compose import flat
 from rtx.config import Config, OptimizerConfig
 from rtx.evaluation.protocols import local_reach
 from rtx.evaluation.scores import Answers, joined, score_batch
-from rtx.model.memory import Memory
+from rtx.model.block import Memory
 from rtx.model.transformer import Transformer, compile_loss
 from rtx.training.checkpoint import FORMAT
 from rtx.training.distributed import Ranks, is_part, shard, whole

@@ -10,8 +10,7 @@ from test_recurrent import XL
 from tiny_models import check_alike, tiny_config, tiny_model, tokens
 from torch import Tensor, nn
 
-from rtx.model.block import Block
-from rtx.model.memory import Compression, Memory, reconstruction_loss
+from rtx.model.block import Block, Compression, Memory
 from rtx.model.transformer import Transformer
 
 KEPT: dict[str, Any] = {**XL, "memory": 4, "compressed": 6, "compression_rate": 2, "norm": "post"}
@@ -73,7 +72,7 @@ def test_the_loss_is_algorithm_2_and_trains_the_compression_alone(norm: str) -> 
     x_NE, old_OE = (torch.randn(n, 16, dtype=torch.float64, requires_grad=True) for n in (6, 8))
     used = block.attention_norm if norm == "pre" else None
     made_BCE = block.compression(old_OE.detach()[None])
-    loss = reconstruction_loss(block.attention, used, x_NE[None], old_OE[None], made_BCE)
+    loss = block.reconstruction_loss(x_NE[None], old_OE[None], made_BCE)
     expected = loss_by_loops(block, used, x_NE, old_OE.detach(), by_loops(block.compression, old_OE.detach()))
     check_alike(loss, expected, block.compression.parameters())
     others = [x_NE, old_OE, *block.attention.parameters(), *block.attention_norm.parameters()]

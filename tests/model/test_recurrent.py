@@ -12,7 +12,7 @@ from tiny_models import check_alike, tiny_config, tiny_model, tokens
 from torch import Tensor
 
 from rtx.data.datamodule import StreamItems
-from rtx.model.memory import Memory
+from rtx.model.block import Memory
 from rtx.model.multihead import MultiheadAttention
 from rtx.model.transformer import Transformer
 
