@@ -37,7 +37,7 @@ def register_data(name: str, source: Callable[..., Any], *, side: int | None = N
     """Make a data set a value of data=; `UserError` for a name of ours, or a default that is none.
 
     Args:
-        source: as in `rtx.data.text`: `source(data, root, report)` returns a `rtx.data.sets.Source`.
+        source: as `own_files` in `rtx.data.text`: `source(data, root, report)` returns a `rtx.data.sets.Source`.
         side: height and width of every image; unset: a set of text.
         defaults: keys of the group data, such as `length=64`.
     """

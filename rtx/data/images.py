@@ -92,11 +92,6 @@ def opened(raw: bytes | None, where: str) -> Iterator[Any]:
         raise UserError(f"{where}: expected a whole image: {reason}; get it anew, or leave it out") from error
 
 
-def source(data: DataConfig, root: Path, report: Report) -> Source:
-    """Return the images that `data` names; raises UserError where they are missing, unreadable or not as expected."""
-    return own_images(data, root) if data.name == "images" else benchmark(data, root, report)
-
-
 def benchmark(data: DataConfig, root: Path, report: Report) -> Source:
     """Return CIFAR-10 (Krizhevsky 2009) or ImageNet 64 x 64, valid held out of train; else than published is stamped.
 
@@ -173,7 +168,7 @@ def cifar_images(archive: Path, split: str) -> list[bytes]:
     return [b"P6 32 32 255\n" + image_HWC.tobytes() for image_HWC in images_BHWC]
 
 
-def own_images(data: DataConfig, root: Path) -> Source:
+def own_images(data: DataConfig, root: Path, report: Report) -> Source:
     """Return the images below data.path, as large as the first one or scaled to data.size; see `cut`."""
     place = Path(data.path or "").expanduser()
     files = [path for path in walk(place, leave_out=root) if path.suffix.lower() in SUFFIXES]

@@ -36,15 +36,15 @@ class DataSet:
 # recounted (blanks alone give about 1% more).
 FACTS: dict[str, Any] = json.loads((Path(__file__).parent / "published.json").read_text())
 SETS: dict[str, DataSet] = {
-    "stdlib": DataSet("rtx.data.text.source"),
-    "text": DataSet("rtx.data.text.source"),
-    "enwik8": DataSet("rtx.data.text.source"),
-    "wikitext103": DataSet("rtx.data.text.source", **FACTS["wikitext103"]["counts"]),
-    "pg19": DataSet("rtx.data.text.source", **FACTS["pg19"]["counts"]),
+    "stdlib": DataSet("rtx.data.text.own_files"),
+    "text": DataSet("rtx.data.text.own_files"),
+    "enwik8": DataSet("rtx.data.text.enwik8"),
+    "wikitext103": DataSet("rtx.data.text.wikitext", **FACTS["wikitext103"]["counts"]),
+    "pg19": DataSet("rtx.data.text.pg19", **FACTS["pg19"]["counts"]),
     "hub": DataSet("rtx.data.files.source"),
-    "cifar10": DataSet("rtx.data.images.source", image=True, side=32),
-    "imagenet64": DataSet("rtx.data.images.source", image=True, side=64),
-    "images": DataSet("rtx.data.images.source", image=True),
+    "cifar10": DataSet("rtx.data.images.benchmark", image=True, side=32),
+    "imagenet64": DataSet("rtx.data.images.benchmark", image=True, side=64),
+    "images": DataSet("rtx.data.images.own_images", image=True),
 }
 MADE = ("recall", "mqar", "copy", "induction")  # as they are asked for (rtx/data/recall.py), from no source
 SETS |= {name: DataSet("") for name in MADE}

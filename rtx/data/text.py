@@ -35,12 +35,6 @@ PG19_HUB = FACTS["pg19"]["hub"]
 PG19_BOOKS = FACTS["pg19"]["books"]  # one of train, 90.txt, has no text and counts here
 
 
-def source(data: DataConfig, root: Path, report: Report) -> Source:
-    """Return the text that `data` names; raises UserError where it is missing, unreadable or not what it should be."""
-    make = {"enwik8": enwik8, "wikitext103": wikitext, "pg19": pg19}.get(data.name, own_files)
-    return make(data, root, report)
-
-
 def own_files(data: DataConfig, root: Path, report: Report) -> Source:
     """Return the bytes of all files in order, cut at 90% and 95%; those below `root`, of the stores, are left out.
 
