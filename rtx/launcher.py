@@ -61,7 +61,7 @@ def sweep(arguments: Sequence[str], preview: bool = False) -> int:
         check_source(data, data_root(), lambda line: None)
     roots = record_sweep(cells, arguments)
     say(f"{plural(len(cells), 'cell')}, each a run of its own; to watch: rtx sweep {' '.join(map(shown, roots))}")
-    outcomes = launcher.launch()
+    outcomes = asyncio.run(launcher.launch())
     if not launcher.stopped_by:
         from rtx.report.contents import save_plots  # takes a third of a second, and only a sweep that ends draws
 
@@ -137,12 +137,11 @@ class Launcher:
     stopped_by: int = 0  # the first signal
     running: set[Any] = field(default_factory=set)
 
-    def launch(self) -> list[Outcome]:
-        """Run the cells; returns how each ended, in their order."""
-        return asyncio.run(self.run_all())
+    async def launch(self) -> list[Outcome]:
+        """Run the cells, and return how each ended, in their order.
 
-    async def run_all(self) -> list[Outcome]:
-        """Run all cells; signals are passed on to them, but those ignored from outside (nohup) stay ignored."""
+        Signals are passed on to them, but those ignored from outside (nohup) stay ignored.
+        """
         for number in EXIT_CODES:
             if signal.getsignal(number) != signal.SIG_IGN:
                 asyncio.get_running_loop().add_signal_handler(number, self.stop, number)

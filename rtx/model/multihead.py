@@ -22,14 +22,12 @@ ROUTED = "routed"
 """The group of the heads that `routing` describes; the others are called by their pattern."""
 
 
-def routing_heads(config: Config, layer: int) -> int:
-    """Return how many heads of a layer (0 is the lowest) route: routing layers are the topmost ones."""
-    return config.routing.heads if layer >= config.model.layers - config.routing.layers else 0
-
-
 def layer_patterns(config: Config, layer: int) -> dict[str, int]:
-    """Return the groups of a layer's heads in order, and how many heads each has: base patterns, then `routed`."""
-    routed = routing_heads(config, layer)
+    """Return the groups of a layer's heads in order, and how many heads each has: base patterns, then `routed`.
+
+    Layer 0 is the lowest; routing layers are the topmost ones.
+    """
+    routed = config.routing.heads if layer >= config.model.layers - config.routing.layers else 0
     patterns = config.model.base.split("+")
     share = (config.model.heads - routed) // len(patterns)
     groups = {name: share * patterns.count(name) for name in patterns} if share else {}

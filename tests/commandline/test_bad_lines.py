@@ -52,7 +52,7 @@ class Stage:
         self.reached = list(configs)
         return 0
 
-    def launch(self, launcher: rtx.launcher.Launcher) -> list[Outcome]:
+    async def launch(self, launcher: rtx.launcher.Launcher) -> list[Outcome]:
         self.reach([cell.config for cell in launcher.cells])
         return [Outcome(0, "done") for _ in launcher.cells]
 
