@@ -28,12 +28,7 @@ def check_moments(optimizer: torch.optim.Optimizer) -> None:
         for name in ("exp_avg", "exp_avg_sq"):
             moment = state.get(name, weight)
             if not torch.is_tensor(moment) or (moment.shape, moment.dtype) != (weight.shape, weight.dtype):
-                raise ValueError(f"{name} is {describe(moment)}, its weight {describe(weight)}")
-
-
-def describe(x: object) -> str:
-    """Return shape and type of a tensor, the type of anything else."""
-    return f"{[*x.shape]} of {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
+                raise ValueError(f"{name} is not like its weight, {[*weight.shape]} of {weight.dtype}")
 
 
 class Watch(Callback):
