@@ -185,9 +185,10 @@ def prepare_device(config: Config) -> torch.device:
 
 def run_config(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Return a run's configuration with overrides, for work on one device, not compiled."""
-    config = merge(load_run_config(folder), overrides)
+    config = load_run_config(folder)
     name = "auto" if config.hardware.name in SPREAD else config.hardware.name
-    return replace(config, hardware=replace(config.hardware, name=name, devices=None, nodes=1, compile=False))
+    alone = replace(config.hardware, name=name, devices=None, nodes=1, compile=False)
+    return merge(replace(config, hardware=alone), overrides)  # what does not go with other devices, or compiled, may
 
 
 def with_stride(config: Config, stride: int | None = None) -> Config:
