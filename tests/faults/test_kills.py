@@ -2,21 +2,16 @@
 a run goes on to the bits of the one left alone.
 """
 
-import contextlib
 import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from disturbances import damaged_bytes, newest_step
-from small_runs import SIZES, Workshop, after, difference, final, patiently, steps_logged
-
-from rtx.training.run_folder import run_state
+from small_runs import SIZES, Workshop, after, children, difference, final, steps_logged
 
 CALLS = {
     "os.fsync": 1,  # while data are prepared
@@ -60,91 +55,51 @@ def test_one_run_is_killed_at_every_kind_of_moment(workshop: Workshop) -> None:
     assert difference(run, workshop.train("alone", *words)) == ""
 
 
-STEPS = 40
-
-
-def alive(session: int) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, *rest = path.read_text().rpartition(")")[2].split()
-            found += [int(path.parent.name)] if int(rest[2]) == session and state not in "ZX" else []
-    return found
-
-
-def kill_everything(process: subprocess.Popen[str]) -> None:
-    """End a sweep, and all that it has started in its session, at once and without a word; wait until they are gone."""
-    for _ in patiently(lambda: f"{alive(process.pid)} live on", pause=0.01):
-        if not (left := alive(process.pid)):
-            break
-        for number in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(number, signal.SIGKILL)
-    process.wait()
-
-
 def test_three_kills_change_nothing(workshop: Workshop) -> None:
-    overrides = [workshop.text, *SIZES, f"trainer.steps={STEPS}", "name=killed"]
-    alone = [workshop.train(f"alone{seed}", *overrides[len(SIZES) + 1 :], f"seed={seed}") for seed in (1, 2)]
-    command = [sys.executable, "-m", "rtx", "train", "-m", *overrides, "seed=1,2"]
-    environment = {**os.environ, **workshop.environment("")}
-    root, draw = workshop.folder / "out" / "killed", random.Random(5)
-
-    def begin() -> subprocess.Popen[str]:
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    """Each of the sweep and its cells at once, without a word: the first perhaps before a cell has begun."""
+    words, draw, root = ("trainer.steps=40", "name=killed"), random.Random(5), workshop.folder / "out" / "killed"
+    alone = [workshop.train(f"alone{seed}", *words, f"seed={seed}") for seed in (1, 2)]
+    command = ("train", "-m", workshop.text, *SIZES, *words, "seed=1,2")
 
     def steps() -> int:
         return sum(steps_logged(run) for run in root.glob("*/"))
 
-    with begin() as process:
-        time.sleep(draw.uniform(0.5, 3.0))  # perhaps before a cell has begun
-        kill_everything(process)
-    for target in (draw.randint(2, STEPS - 10), draw.randint(STEPS + 2, 2 * STEPS - 10)):
-        with begin() as process:
-            for _ in patiently(lambda: f"the sweep has logged {steps()} steps", pause=0.02):
-                if steps() >= target or process.poll() is not None:
-                    break
-            assert process.poll() is None
-            kill_everything(process)
-    with begin() as process:
-        shown, _ = process.communicate(timeout=400)
-    assert process.returncode == 0, shown
-    rows = [line.split() for line in shown.splitlines()[-2:]]
+    for target in (0, draw.randint(2, 30), draw.randint(42, 70)):
+        sweep = workshop.begin(root, *command, RTX_RUN="")
+        assert sweep.shows(lambda _, target=target: steps() >= target, pause=0.02)
+        time.sleep(0 if target else draw.uniform(0.5, 3.0))
+        sweep.send(signal.SIGSTOP)
+        os.waitpid(sweep.number, os.WUNTRACED)  # it starts no cell any more
+        for number in (*children(sweep.number), sweep.number):
+            os.kill(number, signal.SIGKILL)
+        assert sweep.wait() == -signal.SIGKILL
+    sweep = workshop.begin(root, *command, RTX_RUN="")
+    assert sweep.wait() == 0, sweep.log.read_text()
+    rows = [line.split() for line in sweep.log.read_text().splitlines()[-2:]]
     assert [row[:2] for row in rows] == [["1", "seed=1"], ["2", "seed=2"]]
     assert (root / "curves.png").read_bytes()[:4] == b"\x89PNG", "a plot is saved beside the cells"
     for row, run in zip(rows, alone, strict=True):
         assert row[-2] == f"{final(run)['bits']:.4f}"
         assert difference(run, root / Path(row[-1]).name) == ""
-    assert workshop.command(*command[3:]).count("done before") == 4  # as each is looked at, and in the table
+    assert workshop.command(*command).count("done before") == 4  # as each is looked at, and in the table
 
 
 def test_two_runs_in_one_folder(workshop: Workshop, thirty: Path) -> None:
-    for attempt in range(2):
-        run = workshop.folder / f"shared{attempt}"
-        processes = [workshop.fork(run, "train", workshop.text, *SIZES, "trainer.steps=30") for _ in range(2)]
-        codes = [process.wait() for process in processes]
-        said = processes[0].log.read_text()
-        assert sorted(codes) == [0, 2], said
-        refusals = (
-            f"rtx: {run} is in use by .*; wait for it, or stop it first",
-            f"rtx: RTX_RUN={run} holds a run already; ",
-        )
-        assert sum(len(re.findall(refusal, said)) for refusal in refusals) == 1, said
-        assert difference(run, thirty) == ""
+    run = workshop.folder / "shared"
+    processes = [workshop.fork(run, "train", workshop.text, *SIZES, "trainer.steps=30") for _ in range(2)]
+    codes, said = [process.wait() for process in processes], processes[0].log.read_text()
+    assert sorted(codes) == [0, 2], said
+    refusals = f"rtx: {run} is in use by .*; wait for it, or stop it first|rtx: RTX_RUN={run} holds a run already; "
+    assert len(re.findall(refusals, said)) == 1, said
+    assert difference(run, thirty) == ""
 
 
-def test_two_resumes_of_one_run(workshop: Workshop, thirty: Path) -> None:
+def test_a_run_keeps_its_data_and_one_resume_of_three_goes_on_with_it(workshop: Workshop, thirty: Path) -> None:
     process = workshop.start("resumed", "trainer.steps=30")
-    process.kill_when(after(10))
+    process.until(after(2))
+    assert ": removed, " in workshop.command("data", "remove", next(workshop.data.glob("text-*")).name)
+    assert process.kill_when(after(10), signal.SIGTERM) == 143
     processes = [workshop.fork(process.run, "resume", str(process.run)) for _ in range(3)]
     codes = [process.wait() for process in processes]
     assert sorted(codes) == [0, 2, 2], process.log.read_text()
     assert difference(process.run, thirty) == ""
-
-
-def test_a_run_keeps_its_data(workshop: Workshop) -> None:
-    process = workshop.start("reading", "trainer.steps=100000", "trainer.val_every=100000")
-    process.until(after(2))
-    assert ": removed, " in workshop.command("data", "remove", next((workshop.folder / "data").glob("text-*")).name)
-    assert process.kill_when(after(2), signal.SIGTERM) == 143
-    assert run_state(process.run) == "preempted"
