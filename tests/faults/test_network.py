@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bad_servers import Answer, Server, ranged, redirect, refuse, send, serving, whole
-from disturbances import environment
-from small_runs import Process, Workshop, difference
+from small_runs import SIZES, Process, Workshop, difference
 
 TEXT = np.random.default_rng(0).integers(0, 256, 1_000_000, dtype=np.uint8).tobytes()
 
@@ -44,58 +43,36 @@ def server(certificate: Path) -> Iterator[Server]:
         yield running
 
 
-class Prepared:
-    """`rtx data prepare data=enwik8` against a server of ours: the benchmark is a hundredth of its size."""
+def prepare(workshop: Workshop, server: Server, certificate: Path, name: str) -> Process:
+    """Begin `rtx data prepare data=enwik8` against a server of ours; the benchmark is a hundredth of its size."""
+    sha256 = [hashlib.sha256(content).hexdigest() for content in (server.content, TEXT)]
+    inside = (
+        "from rtx.data import text; from rtx.data.files import Remote\n"
+        f"text.ENWIK8 = Remote({server.address + '/enwik8.zip'!r}, {len(server.content)}, {sha256[0]!r})\n"
+        f"text.ENWIK8_TEXT = ({len(TEXT)}, {sha256[1]!r})\n"
+    )
+    root, words = workshop.folder / name, ("data", "prepare", "data=enwik8")
+    return workshop.fork(root, *words, inside=inside, SSL_CERT_FILE=str(certificate), RTX_DATA=str(root))
 
-    def __init__(self, workshop: Workshop, server: Server, certificate: Path, name: str) -> None:
-        self.workshop, self.certificate = workshop, certificate
-        self.run, self.root = workshop.folder / name, workshop.folder / f"{name}-data"
-        self.inside = environment(SSL_CERT_FILE=str(certificate), RTX_DATA=str(self.root)) + (
-            "from rtx.data import text; from rtx.data.files import Remote\n"
-            f"text.ENWIK8 = Remote({server.address + '/enwik8.zip'!r}, {len(server.content)}, "
-            f"{hashlib.sha256(server.content).hexdigest()!r})\n"
-            f"text.ENWIK8_TEXT = ({len(TEXT)}, {hashlib.sha256(TEXT).hexdigest()!r})\n"
-        )
 
-    def begin(self) -> Process:
-        return self.workshop.fork(self.run, "data", "prepare", "data=enwik8", inside=self.inside)
-
-    def said(self, code: int) -> str:
-        """Run the command, check its exit code, and return the last line."""
-        process = self.begin()
-        assert process.wait() == code, process.log.read_text()
-        return process.log.read_text().splitlines()[-1]
-
-    @property
-    def files(self) -> dict[str, bytes]:
-        return {path.name: path.read_bytes() for path in self.root.glob("enwik8-*/*.bin")}
+def prepared(root: Path) -> list[bytes]:
+    return [path.read_bytes() for split in ("train", "valid", "test") for path in root.glob(f"enwik8-*/{split}.bin")]
 
 
 def test_a_download_that_is_killed_is_continued(workshop: Workshop, server: Server, certificate: Path) -> None:
-    server.answers = [whole]
-    straight = Prepared(workshop, server, certificate, "straight")
-    assert "fingerprint" in straight.said(code=0)
-    assert sorted(straight.files) == ["test.bin", "train.bin", "valid.bin"]
-    release = threading.Event()
-
     def hanging(handler: object) -> None:
         ranged(handler, 300_000)  # type: ignore[arg-type]
-        release.wait(60)
+        threading.Event().wait(600)
 
     server.answers = [hanging, ranged]
-    server.ranges.clear()
-    killed = Prepared(workshop, server, certificate, "killed")
-    process, part = killed.begin(), killed.root / "downloads" / "enwik8.zip.part"
-    try:
-        process.until(lambda run: part.exists() and part.stat().st_size > 100_000)
-        process.send(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-    finally:
-        release.set()
-    assert not (killed.root / "downloads" / "enwik8.zip").exists() and killed.files == {}
-    killed.said(code=0)
+    process = prepare(workshop, server, certificate, "killed")
+    part = process.run / "downloads" / "enwik8.zip.part"
+    assert process.kill_when(lambda run: part.exists() and part.stat().st_size > 100_000) == -signal.SIGKILL
+    assert not part.with_suffix("").exists() and prepared(process.run) == []
+    process = prepare(workshop, server, certificate, "killed")
+    assert process.wait() == 0, process.log.read_text()
     assert (server.ranges[1] or "").startswith("bytes=")
-    assert killed.files == straight.files
+    assert b"".join(prepared(process.run)) == TEXT and len(prepared(process.run)) == 3
 
 
 OTHER = b"\0" * len(archive())
@@ -107,25 +84,20 @@ OTHER = b"\0" * len(archive())
         ("other", lambda handler: send(handler, 200, OTHER), ": expected sha256 "),
         ("plain", redirect("http://127.0.0.1:9/a.zip"), ": the server redirects to http://127.0.0.1:9/a.zip: "),
         ("file", redirect("file:///etc/passwd"), "file:///etc/passwd"),
+        ("stranger", whole, "certificate verify failed"),
     ],
 )
-def test_other_bytes_and_other_places_are_refused(
-    workshop: Workshop, server: Server, certificate: Path, name: str, answer: Answer, said: str
+def test_other_bytes_other_places_and_servers_whom_nobody_vouches_for_are_refused(
+    workshop: Workshop, server: Server, certificate: Path, tmp_path: Path, name: str, answer: Answer, said: str
 ) -> None:
     server.answers = [answer]
-    prepared = Prepared(workshop, server, certificate, name)
-    line = prepared.said(code=1)
+    (nobody := tmp_path / "none.pem").touch()
+    process = prepare(workshop, server, nobody if name == "stranger" else certificate, name)
+    assert process.wait() == 1
+    line = process.log.read_text().splitlines()[-1]
     assert line.startswith(f"rtx: {server.address}/enwik8.zip") and said in line
     assert line.endswith("fetch it some other way and name it: data.path=<file or folder>")
-    assert prepared.files == {} and not (prepared.root / "downloads" / "enwik8.zip").exists()
-
-
-def test_a_server_whose_name_nobody_vouches_for(workshop: Workshop, server: Server, tmp_path: Path) -> None:
-    server.answers = [whole]
-    (tmp_path / "none.pem").touch()
-    prepared = Prepared(workshop, server, tmp_path / "none.pem", "stranger")
-    assert "certificate verify failed" in prepared.said(code=1)
-    assert prepared.files == {}
+    assert prepared(process.run) == [] and not (process.run / "downloads" / "enwik8.zip").exists()
 
 
 def test_wandb_that_is_down_or_answers_errors_changes_no_bit(workshop: Workshop) -> None:
@@ -133,16 +105,17 @@ def test_wandb_that_is_down_or_answers_errors_changes_no_bit(workshop: Workshop)
     with serving() as server, serving() as other, socket.socket() as free:
         server.answers, other.answers = [refuse(500)], [lambda handler: send(handler, 200, b"<html>")]
         free.bind(("127.0.0.1", 0))
-        down = f"http://127.0.0.1:{free.getsockname()[1]}"
-        addresses = {"down": down, "errors": server.address, "nonsense": other.address}
-        processes = {}
-        for name, address in addresses.items():
-            inside = environment(WANDB_BASE_URL=address, WANDB_API_KEY="0" * 40, HOME=str(workshop.folder))
-            inside += "import rtx.training.loggers; rtx.training.loggers.INIT_SECONDS = 4.0\n"
-            processes[name] = workshop.start(name, "logger=auto", inside=inside)
-        for name, process in processes.items():
+        addresses = {"down": f"http://127.0.0.1:{free.getsockname()[1]}", "errors": server.address}
+        inside = "import rtx.training.loggers; rtx.training.loggers.INIT_SECONDS = 4.0"
+        words = ("train", workshop.text, *SIZES, "logger=auto")
+        known = {"WANDB_API_KEY": "0" * 40, "HOME": str(workshop.folder)}
+        processes = [
+            workshop.fork(workshop.folder / name, *words, inside=inside, WANDB_BASE_URL=address, **known)
+            for name, address in {**addresses, "nonsense": other.address}.items()
+        ]
+        for process in processes:
             assert process.wait() == 0, process.log.read_text()
             said = process.log.read_text()
             assert "; going on with metrics.jsonl alone\n" in said and "Traceback" not in said, said
-            assert difference(process.run, alone, ignoring=("logger",)) == "", name
+            assert difference(process.run, alone, ignoring=("logger",)) == "", process.run
         assert server.ranges and other.ranges
