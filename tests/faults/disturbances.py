@@ -4,7 +4,6 @@ import contextlib
 import shutil
 import signal
 import subprocess
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,22 +32,6 @@ def damage(path: Path, keep: int | None = None, flip: int | None = None) -> None
     if flip is not None:
         content[flip // 8] ^= 1 << flip % 8
     path.write_bytes(content)
-
-
-def places(path: Path) -> dict[str, tuple[int, int]]:
-    """Return the first byte and the end of each kind of place in a checkpoint: of a zip file with a comment."""
-    found: dict[str, tuple[int, int]] = {}
-    size = path.stat().st_size
-    with zipfile.ZipFile(path) as archive:
-        for entry in archive.infolist():
-            name = "the tensors" if "/data/" in entry.filename else entry.filename.rpartition("/")[2]
-            begin = entry.header_offset
-            found.setdefault("the header of " + name, (begin, begin + 30))
-            end = begin + 30 + len(entry.filename)
-            found.setdefault(name, (end, end + max(1, entry.file_size)))
-        comment = size - len(archive.comment)
-        found |= {"the directory": (archive.start_dir, comment - 22), "its end": (comment - 22, comment)}
-    return found | {"the checksum": (comment, size)}
 
 
 @contextlib.contextmanager
@@ -95,16 +78,10 @@ def small_disk(folder: Path, size: int) -> Iterator[Path]:
 def fill(folder: Path) -> Path:
     """Write a file until the disk of a folder is full, and return it."""
     path = folder / "ballast"
-    with open(path, "wb", buffering=0) as file:
-        for size in (65536, 4096):
-            with contextlib.suppress(OSError):
-                while file.write(bytes(size)) == size:
-                    pass
+    with contextlib.suppress(OSError), open(path, "wb", buffering=0) as file:
+        while file.write(bytes(4096)) == 4096:
+            pass
     return path
-
-
-def environment(**variables: str) -> str:
-    return f"import os; os.environ.update({variables!r})\n"
 
 
 WRONG_CLOCK = """

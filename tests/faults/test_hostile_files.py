@@ -1,4 +1,4 @@
-"""Records of a run that somebody else has written: bombs, pipes, markup, escapes, parts of other types.
+"""What somebody else has written or laid out: bombs, pipes, links, programs, markup, escapes, parts of other types.
 
 No command may hang, run or follow anything, end in a traceback, or pass markup and escapes on.
 """
@@ -20,17 +20,18 @@ import numpy as np
 import pytest
 import torch
 from disturbances import asked, deadline
-from small_runs import Workshop
+from small_runs import SIZES, Workshop, after
 
 from rtx import load
 from rtx.compose import load_run_config
-from rtx.data.store import RECORD, DamagedStore, open_store, record_sha256
+from rtx.data.store import open_store
 from rtx.errors import RunFailed, UserError
+from rtx.launcher import start
 from rtx.report.contents import build, comma_separated, html, markdown
 from rtx.report.run_records import collect
 from rtx.report.tables import Column, Table
 from rtx.training.checkpoint import COMMENT_BYTES, FORMAT, TAG, CheckpointFiles, read_checkpoint
-from rtx.training.run_folder import read_status, run_state
+from rtx.training.run_folder import read_status, run_state, shown
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what numpy and matplotlib say of impossible numbers
 ESCAPE = "\x1b]0;owned\x07\x1b[31m"
@@ -40,33 +41,37 @@ BOMB = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}
 MERGED = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n}\n  <<: [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [BOMB, MERGED, "- " * 50_000, "seed: " + "[" * 50_000, "seed: 1\nseed: 2\n"],
-    ids=["aliases", "merges", "nested", "nested flow", "twice"],
-)
-def test_no_command_takes_what_only_yaml_can_do(workshop: Workshop, copy: Path, text: str) -> None:
-    (copy / "config.yaml").write_text(text)
-    code, said = asked(workshop, "eval", str(copy))
-    assert code == 2 and "must be one value" in said
-    code, said = asked(workshop, "report", str(copy))
-    assert code == 0 and f"note: {copy}/config.yaml: cannot be read" in said
+YAML = {"aliases": BOMB, "merges": MERGED, "nested": "- " * 50_000, "flow": "seed: " + "[" * 50_000}
+YAML["twice"] = "seed: 1\nseed: 2\n"
+
+
+def test_no_command_takes_what_only_yaml_can_do(workshop: Workshop, run: Path, tmp_path: Path) -> None:
+    for name, text in YAML.items():
+        shutil.copytree(run, tmp_path / name)
+        (tmp_path / name / "config.yaml").write_text(text)
+        code, said = asked(workshop, "eval", str(tmp_path / name))
+        assert code == 2 and "must be one value" in said
+    code, said = asked(workshop, "report", str(tmp_path))
+    assert code == 0
+    assert all(f"note: {tmp_path / name}/config.yaml: cannot be read" in said for name in YAML)
 
 
 FILES = ("config.yaml", "status.json", "environment.json", "resumes.jsonl", "wandb.json", "lock", "metrics.jsonl")
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
-@pytest.mark.parametrize("name", [*FILES, "checkpoints/last.ckpt", "checkpoints/best.ckpt", "sweeps.jsonl"])
 def test_a_pipe_or_a_folder_in_place_of_a_file(
-    workshop: Workshop, copy: Path, name: str, make: Callable[[Path], None]
+    workshop: Workshop, run: Path, tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
-    (copy / name).unlink(missing_ok=True)
-    make(copy / name)
-    for words in (["resume", str(copy), "trainer.steps=13"], ["report", str(copy)]):
-        asked(workshop, *words)
-    if name not in FILES[1:]:
-        asked(workshop, "sweep" if name == "sweeps.jsonl" else "eval", str(copy))
+    for name in (*FILES, "checkpoints/last.ckpt", "checkpoints/best.ckpt"):
+        copy = Path(shutil.copytree(run, tmp_path / Path(name).name))
+        (copy / name).unlink(missing_ok=True)
+        make(copy / name)
+        for words in (["resume", str(copy), "trainer.steps=13"], ["eval", str(copy)]):
+            asked(workshop, *words)
+    make(tmp_path / "sweeps.jsonl")
+    for word in ("report", "sweep"):
+        asked(workshop, word, str(tmp_path))
 
 
 def test_values_of_a_run_are_no_questions_to_the_environment(
@@ -85,18 +90,17 @@ def test_values_of_a_run_are_no_questions_to_the_environment(
 SWEEP = {"command": f"rtx train -m {ESCAPE}", "cells": {"run": f"seed=1 {ESCAPE}", "\0\ud800": "no name of a file"}}
 
 
-@pytest.mark.parametrize("word", ["report", "sweep", "resume", "eval"])
-def test_nothing_that_a_terminal_obeys_is_printed(workshop: Workshop, run: Path, tmp_path: Path, word: str) -> None:
+def test_nothing_that_a_terminal_obeys_is_printed(workshop: Workshop, run: Path, tmp_path: Path) -> None:
     folder = tmp_path / f"sweep{ESCAPE}"
-    copy = Path(shutil.copytree(run, folder / "run"))
+    for name, change in (("done", {}), ("run", {"state": "failed", "reason": ESCAPE})):
+        copy = Path(shutil.copytree(run, folder / name))
+        status = json.loads((copy / "status.json").read_text()) | change
+        status["final"]["unit"] += ESCAPE
+        (copy / "status.json").write_text(json.dumps(status))
     (folder / "sweeps.jsonl").write_text(json.dumps(SWEEP) + "\n")
-    status = json.loads((copy / "status.json").read_text())
-    status["final"]["unit"] += ESCAPE
-    if word in ("report", "sweep"):
-        status |= {"state": "failed", "reason": ESCAPE}
-    (copy / "status.json").write_text(json.dumps(status))
-    code, said = asked(workshop, word, str(folder if word in ("report", "sweep") else copy))
-    assert code == 0 and "\x07" not in said and "\N{REPLACEMENT CHARACTER}" in said
+    for word, place in (("report", folder), ("sweep", folder), ("resume", folder / "done"), ("eval", folder / "done")):
+        code, said = asked(workshop, word, str(place))
+        assert code == 0 and "\x07" not in said and "\N{REPLACEMENT CHARACTER}" in said, word
 
 
 HOSTILE: tuple[Any, ...] = (None, -1, 10**400, float("nan"), "x", [], [[1]], {}, {"x": {}}, True)
@@ -119,14 +123,6 @@ def test_records_with_parts_of_other_types_are_told_and_left_out(workshop: Works
     asked(workshop, "sweep", str(copy.parent))
     path.write_text("[" * 100_000)
     assert asked(workshop, "report", str(copy.parent))[0] == 0
-
-
-@pytest.mark.parametrize("change", [{"step": None}, {"seconds": []}, {"final": {"bits": 1.0, "windows": "x"}}])
-def test_a_status_without_a_number_counts_as_none(workshop: Workshop, copy: Path, change: dict[str, Any]) -> None:
-    path = copy / "status.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    code, said = asked(workshop, "runs", str(copy.parent))
-    assert code == 0 and "unknown" in said
 
 
 MARKUP = '<img src=x onerror=alert(1)> "onload="alert(1) ![x](http://evil/) ``` `$\\frac` </svg><script>'
@@ -162,10 +158,15 @@ def test_a_report_of_somebody_else_is_not_written_over(workshop: Workshop, run: 
         assert asked(workshop, "report", str(run), f"output={tmp_path / 'ours'}")[0] == 0
 
 
-def craft(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change a checkpoint, and write it with a checksum that is right."""
-    checkpoint = read_checkpoint(path)
-    change(checkpoint)
+def craft(path: Path, place: list[Any], value: Any = None) -> None:
+    """Take a part of a checkpoint away or give it another value, and write it with a checksum that is right."""
+    checkpoint = inner = read_checkpoint(path)
+    *way, last = place
+    for key in way:
+        inner = inner[key]
+    del inner[last]
+    if value is not None:
+        inner.insert(last, value) if isinstance(inner, list) else inner.update({last: value})
     path.with_name("previous.ckpt").unlink(missing_ok=True)
     CheckpointFiles().save_checkpoint(checkpoint, path)
 
@@ -189,18 +190,8 @@ def test_a_crafted_checkpoint_is_refused_or_changes_nothing(workshop: Workshop, 
     path = copy / "checkpoints" / "last.ckpt"
     whole = path.read_bytes()
     for value in (None, torch.ones(2, 3), *MORE.get(place[0], ())):
-
-        def change(checkpoint: dict[str, Any], value: Any = value) -> None:
-            *way, last = place
-            inner: Any = checkpoint
-            for key in way:
-                inner = inner[key]
-            del inner[last]
-            if value is not None:
-                inner.insert(last, value) if isinstance(inner, list) else inner.update({last: value})
-
         path.write_bytes(whole)
-        craft(path, change)
+        craft(path, place, value)
         before = (copy / "status.json").read_text()
         code, said = asked(workshop, "resume", str(copy), "trainer.steps=13")
         assert code or place[0] not in MORE
@@ -228,7 +219,7 @@ def test_a_tokenizer_file_elsewhere_is_neither_read_nor_written(workshop: Worksh
     secret.write_bytes(b"secret\n")
     described = {"name": "words", "unit": "word", "vocabulary": 256, "settings": {"eos": 0, "unk": 0}}
     described |= {"file": "../id_rsa", "sha256": hashlib.sha256(b"secret\n").hexdigest()}
-    craft(copy / "checkpoints" / "best.ckpt", lambda checkpoint: checkpoint["data"].update(tokenizer=described))
+    craft(copy / "checkpoints" / "best.ckpt", ["data", "tokenizer"], described)
     code, said = asked(workshop, "export", str(copy), f"output={tmp_path / 'a' / 'out'}")
     assert code == 1 and "its tokenizer cannot be read" in said
     assert not (tmp_path / "a").exists()
@@ -250,20 +241,6 @@ def test_a_lying_export_is_told(run: Path, workshop: Workshop, tmp_path: Path) -
                 asked(workshop, "eval", str(lie), "limit=1")
 
 
-@pytest.mark.parametrize("key", ["dtype", "splits", "tokenizer", "image", "stamps", "source", "name", "fingerprint"])
-def test_a_crafted_store_is_damaged(workshop: Workshop, run: Path, tmp_path: Path, key: str) -> None:
-    folder = Path(shutil.copytree(next(workshop.data.glob("text-*")), tmp_path / "store"))
-    whole = json.loads((folder / RECORD).read_text())
-    for value in (None, 5, "x", ["x"], {"x": 1}):
-        record = whole | {key: value}
-        (folder / RECORD).write_text(json.dumps({**record, "sha256": record_sha256(record)}))
-        try:
-            with deadline():
-                open_store(folder, "data=text").describe()
-        except DamagedStore as error:
-            assert "; to rebuild the store: rtx data prepare data=text" in str(error)
-
-
 def test_a_system_that_will_not_read_is_no_damage(
     workshop: Workshop, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,3 +254,70 @@ def test_a_system_that_will_not_read_is_no_damage(
         open_store(store, "data=text")
     code, said = asked(workshop, "data", "prepare", "data=text", workshop.text, "data.length=32")
     assert code == 1 and "rebuild" not in said and store.exists()
+
+
+def test_a_cell_runs_no_code_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("rtx", "torch", "json"):
+        Path(f"{name}.py").write_text("open('attacked', 'w')")
+    process = start(["nonsense"], tmp_path, {})
+    assert process.wait() == 2
+    assert (tmp_path / "output.log").read_text() == "rtx: 'nonsense' is not of the form key=value\n"
+    assert not Path("attacked").exists()
+
+
+def test_no_link_in_the_folder_of_a_sweep_is_followed(workshop: Workshop, tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.write_text("mine")
+    (tmp_path / "output.log").symlink_to(foreign)
+    with pytest.raises(OSError, match="symbolic links"):
+        start(["nonsense"], tmp_path, {})
+    (workshop.folder / "out" / "linked").mkdir(parents=True)
+    (workshop.folder / "out" / "linked" / "sweeps.jsonl").symlink_to(foreign)
+    code, said = asked(workshop, "train", "-m", workshop.text, *SIZES, "seed=1,2", "name=linked")
+    assert code == 2 and "cannot write to" in said and foreign.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["lock", "resumes.jsonl", "metrics.jsonl"])
+def test_no_link_in_the_folder_of_a_run_is_followed(workshop: Workshop, copy: Path, tmp_path: Path, name: str) -> None:
+    (foreign := tmp_path / "foreign").write_bytes(b"a line of somebody else, without its end")
+    (copy / name).unlink(missing_ok=True)
+    (copy / name).symlink_to(foreign)
+    code, said = asked(workshop, "resume", str(copy), "trainer.steps=13")
+    assert code in (1, 2) and "symbolic links" in said
+    assert foreign.read_bytes() == b"a line of somebody else, without its end"
+
+
+def test_paths_are_printed_as_they_can_be_typed(
+    workshop: Workshop, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(run, tmp_path / "a=b")
+    monkeypatch.chdir(tmp_path)
+    assert [shown(Path(name)) for name in ("-o/-r", "a b", "a=b")] == ["./-o/-r", "'a b'", "a=b"]
+    assert asked(workshop, "resume", "a=b")[0] == 0 == asked(workshop, "report", "a=b")[0]
+    os.symlink("a=b", "-r")
+    code, said = asked(workshop, "resume", "-r")
+    assert code == 2 and said == "rtx: -r: is taken for a flag; write ./-r for the folder\n"
+    assert asked(workshop, "resume", "./-r")[0] == 0
+
+
+def test_checkpoints_that_are_taken_away_under_a_run_end_it_in_a_line(workshop: Workshop) -> None:
+    process = workshop.start("bare", "trainer.steps=2000")
+    process.until(after(4))
+    shutil.rmtree(process.run / "checkpoints")
+    assert process.wait() == 1
+    line = process.log.read_text().splitlines()[-1]
+    assert line.startswith(f"rtx: cannot write {process.run}/checkpoints/") and "No such file or directory" in line
+    assert "Traceback" not in process.log.read_text() and run_state(process.run) == "failed"
+    code, said = asked(workshop, "resume", str(process.run), "trainer.steps=5")
+    assert code == 0 and "from the beginning: it has no checkpoint" in said
+
+
+@pytest.mark.parametrize("content", ["", "services: [a, b]\n", "name: mine\nversion: 3\n"])
+def test_the_configuration_of_another_project_is_not_written_over(
+    workshop: Workshop, tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "config.yaml").write_text(content)
+    code, said = asked(workshop, "train", workshop.text, *SIZES, run=tmp_path)
+    assert code == 2 and f"{tmp_path}/config.yaml: " in said
+    assert (tmp_path / "config.yaml").read_text() == content and len(list(tmp_path.iterdir())) == 1
