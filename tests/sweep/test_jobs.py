@@ -1,10 +1,9 @@
 """Cells as jobs: submitit's for real, on a cluster of shell scripts; what is asked for, and when a job is over."""
 
+import importlib.util
 import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from stand_ins import SMALL, begin, patiently, stand_in, table
 
 from rtx import cli
 from rtx.compose import compose, config_hash
+from rtx.launcher import Attempt
 
 SCRIPTS = {
     "sbatch": """
@@ -56,7 +56,8 @@ def test_one_job_is_done_and_one_fails(cluster: Path, outputs: Path, capsys: pyt
     done, failed = table(capsys.readouterr().out)
     assert done[1:4] == ["optimizer.lr=1e-3", "done", "0"] and failed[1:4] == ["optimizer.lr=1e30", "failed", "1"]
     assert "the loss is nan at learning rate" in " ".join(failed)
-    assert "done after 2 steps" in (outputs / "queued" / Path(done[-1]).name / "output.log").read_text()
+    same = config_hash(compose([*SMALL, "optimizer.lr=1e-3", "name=queued"]))  # as a process here would be
+    assert "done after 2 steps" in (outputs / "queued" / same / "output.log").read_text()
     assert not Path("attacked").exists()
     asked = Path("asked.sh").read_text()
     for line in (
@@ -98,53 +99,47 @@ def test_a_machine_without_slurm(
     outputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name.startswith("hydra_plugins") else name)
-    for words, said in (
-        (["train", "-m", "hardware=slurm"], "hardware=slurm: needs submitit and its plugin for Hydra: pip install"),
-        (["train", "hardware=slurm"], "hardware=slurm: needs submitit"),
+    real = importlib.util.find_spec
+    for lacking, line, said in (
+        ("hydra_plugins", "train -m hardware=slurm", "needs submitit and its plugin for Hydra: pip install"),
+        ("hydra_plugins", "train hardware=slurm", "needs submitit"),
+        ("srun", "train -m hardware=slurm seed=1,2", "there is no srun on this machine"),
+        ("srun", "train hardware=slurm", "makes jobs of the cells of a sweep"),
     ):
-        assert cli.main(words) == 2
-        assert said in capsys.readouterr().err
-    monkeypatch.undo()
-    monkeypatch.setenv("PATH", "")
-    for words, said in (
-        (["train", "-m", "hardware=slurm", "seed=1,2"], "hardware=slurm: there is no srun on this machine"),
-        (["train", "hardware=slurm"], "hardware=slurm: makes jobs of the cells of a sweep"),
-    ):
-        assert cli.main(words) == 2
-        assert said in capsys.readouterr().err
+        find = lambda name, gone=lacking: None if name.startswith(gone) else real(name)  # noqa: E731
+        monkeypatch.setattr("importlib.util.find_spec", find)
+        assert cli.main(line.split()) == 2
+        assert f"hardware=slurm: {said}" in capsys.readouterr().err
     assert not outputs.exists()
 
 
-def test_a_job_is_the_same_cell_as_a_process_here() -> None:
-    assert config_hash(compose([*SMALL, "hardware=slurm"])) == config_hash(compose([*SMALL]))
-
-
-def test_a_cell_saves_before_submitit_puts_its_job_back_into_the_queue(tmp_path: Path) -> None:
+def test_a_cell_saves_before_submitit_puts_its_job_back_into_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """submitit calls `checkpoint` in the handler of a signal, which interrupts the call."""
     cell = """
-signal.signal(signal.SIGUSR2, lambda *_: None)
-(folder / "ready").touch()
-signal.pause()
+seen = []
+signal.signal(signal.SIGUSR2, lambda *_: seen.append(1))
+time.sleep(0.2)
+os.kill(os.getppid(), signal.SIGUSR2)
+while not seen: time.sleep(0.01)
 time.sleep(0.3)
 (folder / "saved").touch()
 os._exit(143)
 """
-    script, run = stand_in(tmp_path, cell), tmp_path / "run"
-    run.mkdir()
-    code = (
-        "import signal, sys; from pathlib import Path; from rtx.launcher import Attempt\n"
-        f"sys.executable, run = {str(script)!r}, Path({str(run)!r})\n"
-        "attempt = Attempt(['seed=1'], run)\n"
-        "def checkpoint(*_):\n"
-        "    again = attempt.checkpoint()\n"
-        "    assert (run / 'saved').exists() and again.function.given[0] == ['seed=1']\n"
-        "    raise SystemExit(7)\n"
-        "signal.signal(signal.SIGUSR2, checkpoint)\n"
-        "attempt()\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], text=True) as job:
-        patiently(lambda: (run / "ready").exists(), job)
-        time.sleep(0.2)
-        job.send_signal(signal.SIGUSR2)
-        assert job.wait(timeout=60) == 7
+    monkeypatch.setattr(sys, "executable", str(stand_in(tmp_path, cell)))
+    attempt = Attempt(["seed=1"], tmp_path)
+
+    def checkpoint(*_: object) -> None:
+        again = attempt.checkpoint()
+        assert (tmp_path / "saved").exists() and again.function.given[0] == ["seed=1"]
+        raise SystemExit(7)
+
+    handlers = {number: signal.signal(number, checkpoint) for number in (signal.SIGTERM, signal.SIGUSR2)}
+    try:
+        with pytest.raises(SystemExit, match="7"):
+            attempt()
+    finally:
+        attempt.process.wait()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
