@@ -118,7 +118,11 @@ def publish_enwik8(archive: Path, content: bytes, patch: pytest.MonkeyPatch) -> 
     patch.setattr(text, "ENWIK8_TEXT", (len(content), hashlib.sha256(content).hexdigest()))
 
 
-def write_wikitext(folder: Path, texts: Mapping[str, bytes]) -> Path:
+TEXTS = {"train": articles(30, 1), "valid": articles(3, 2), "test": articles(4, 3)}
+"""The splits of a Wikitext-103."""
+
+
+def write_wikitext(folder: Path, texts: Mapping[str, bytes] = TEXTS) -> Path:
     for split, content in texts.items():
         (folder / f"wiki.{split}.tokens").write_bytes(content)
     return folder
@@ -158,9 +162,8 @@ def made_enwik8(folder: Path, patch: pytest.MonkeyPatch) -> Made:
 
 def made_wikitext(folder: Path, patch: pytest.MonkeyPatch) -> Made:
     """The three extracted files, and their words as the published ones."""
-    texts = {"train": articles(30, 1), "valid": articles(3, 2), "test": articles(4, 3)}
-    publish_wikitext(texts, patch)
-    return ["data=wikitext103", f"data.path={write_wikitext(folder, texts)}", "data.length=32"]
+    publish_wikitext(TEXTS, patch)
+    return ["data=wikitext103", f"data.path={write_wikitext(folder)}", "data.length=32"]
 
 
 def made_pg19(folder: Path, patch: pytest.MonkeyPatch) -> Made:

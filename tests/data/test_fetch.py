@@ -40,20 +40,15 @@ def test_a_whole_file_arrives_once_and_an_altered_one_again(server, tmp_path, sa
 
 
 def test_what_broke_or_fell_silent_is_continued_where_it_was(server, tmp_path, said, monkeypatch):
-    release = threading.Event()
-
     def silent(handler: http.server.BaseHTTPRequestHandler) -> None:
         broken(handler)
         handler.wfile.flush()
-        release.wait(20)
+        threading.Event().wait(20)
 
     server.answers = [broken, silent, ranged]
     monkeypatch.setattr(files, "SILENCE", 0.2)
     (tmp_path / "file.zip.part").write_bytes(CONTENT[:PART])
-    try:
-        assert download(server.remote, tmp_path, said.append).read_bytes() == CONTENT
-    finally:
-        release.set()
+    assert download(server.remote, tmp_path, said.append).read_bytes() == CONTENT
     assert server.ranges == ["bytes=300000-", "bytes=550000-", "bytes=800000-"]
     assert "file.zip: the connection ended early at 550,000 of 1,000,000 bytes; again in 0 s" in said
     assert any("timed out" in line for line in said)
@@ -113,19 +108,10 @@ def test_no_network_is_told_at_once(tmp_path, said, monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waited"))
     with pytest.raises(RunFailed, match=r"127\.0\.0\.1: Connection refused; fetch it some other way"):
         download(Remote(f"{nobody()}/file.zip", 10, "0" * 64), tmp_path, said.append)
-    release = threading.Event()
-
-    def hang(*arguments, **options):
-        release.wait(20)
-        raise socket.gaierror(socket.EAI_AGAIN, "at last")
-
-    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: threading.Event().wait(20))
     monkeypatch.setattr(files, "ANSWER_WITHIN", 0.05)
-    try:
-        with pytest.raises(RunFailed, match="no answer within 0 s"):
-            download(Remote("http://example.invalid/file.zip", 10, "0" * 64), tmp_path, said.append)
-    finally:
-        release.set()
+    with pytest.raises(RunFailed, match="no answer within 0 s"):
+        download(Remote("http://example.invalid/file.zip", 10, "0" * 64), tmp_path, said.append)
 
 
 def test_a_full_disk_keeps_the_part_and_says_so(server, tmp_path, said, monkeypatch):

@@ -16,7 +16,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 from made_sets import (
-    articles,
+    TEXTS,
     opened,
     prose,
     publish_enwik8,
@@ -34,7 +34,6 @@ from rtx.data.store import TokenStore
 from rtx.errors import RunFailed
 
 CONTENT = prose(1_000)[:4_000]
-TEXTS = {"train": articles(30, 1), "valid": articles(3, 2), "test": articles(4, 3)}
 BOOKS = {"train": [prose(300, seed) for seed in range(5)], "valid": [prose(90)], "test": [prose(80), prose(20)]}
 HUB_NAMES = {"train": "train", "valid": "validation", "test": "test"}
 
@@ -71,9 +70,7 @@ def test_three_files_of_a_folder_are_its_splits(tmp_path, root):
     for count, (split, content) in enumerate(given.items(), 1):
         (tmp_path / f"{split}.txt").write_bytes(content)
         if count == 2:
-            refused(
-                root, "text", tmp_path, r"found train\.txt and valid\.txt alone; splits of your own are train\.txt, "
-            )
+            refused(root, "text", tmp_path, r"found train\.txt and valid\.txt alone; splits of your own are train")
     assert split_texts(opened(root, "text", tmp_path)) == given
     assert len(split_texts(opened(root, "text", tmp_path / "*.txt"))["train"]) > len(given["train"]) + 5
     (tmp_path / "valid.txt").write_bytes(b"a")
@@ -135,10 +132,6 @@ def test_no_other_archive_is_ever_opened(tmp_path, root, monkeypatch, name, file
         refused(root, name, tmp_path / file, message)
 
 
-def extracted(folder: Path) -> Path:
-    return write_wikitext(folder, TEXTS)
-
-
 def zipped(folder: Path) -> Path:
     with zipfile.ZipFile(folder / "wikitext-103-v1.zip", "w", zipfile.ZIP_DEFLATED) as file:
         for split, content in TEXTS.items():
@@ -157,7 +150,7 @@ def on_hub(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("make", [extracted, zipped, on_hub])
+@pytest.mark.parametrize("make", [write_wikitext, zipped, on_hub])
 def test_every_form_of_wikitext_gives_the_same_text(tmp_path, root, monkeypatch, make):
     place = make(tmp_path)
     publish_wikitext(TEXTS, monkeypatch)
@@ -179,7 +172,7 @@ def test_every_form_of_wikitext_gives_the_same_text(tmp_path, root, monkeypatch,
 )
 def test_another_text_is_refused_under_this_name(tmp_path, root, monkeypatch, split, change):
     publish_wikitext(TEXTS, monkeypatch)
-    path = extracted(tmp_path) / f"wiki.{split}.tokens"
+    path = write_wikitext(tmp_path) / f"wiki.{split}.tokens"
     path.write_bytes(change(path.read_bytes()))
     message = f"split {split} is not that of Wikitext-103: expected .*; found .*data=text"
     refused(root, "wikitext103", tmp_path, message)
