@@ -158,8 +158,6 @@ def test_every_form_of_wikitext_gives_the_same_text(tmp_path, root, monkeypatch,
         monkeypatch.setattr(text, "WIKITEXT", remote(tmp_path / "wikitext-103-v1.zip"))
     store = opened(root, "wikitext103", place)
     assert split_texts(store) == TEXTS and store.facts["valid"]["words"] == len(TEXTS["valid"].split())
-    words = opened(root, "wikitext103", place, tokenizer="words")
-    assert len(words.split("train")) == sum(len(line.split()) + 1 for line in TEXTS["train"].split(b"\n")[:-1])
 
 
 @pytest.mark.parametrize(

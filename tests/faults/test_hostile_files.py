@@ -149,12 +149,20 @@ def test_no_report_passes_markup_or_formulas_on(workshop: Workshop, run: Path, t
     assert "<img" not in card.replace("      rtx train", "") or "<img" not in card.partition("Command")[0]
 
 
-def test_a_report_of_somebody_else_is_not_written_over(workshop: Workshop, run: Path, tmp_path: Path) -> None:
+def test_a_report_and_a_configuration_of_somebody_else_are_not_written_over(
+    workshop: Workshop, run: Path, tmp_path: Path
+) -> None:
     (tmp_path / "report.md").write_text("mine")
     code, said = asked(workshop, "report", str(run), f"output={tmp_path}")
     assert code == 2 and "holds a report.md that rtx report did not write" in said
-    assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
-    for _ in range(2):  # one of ours is
+    config = tmp_path / "config.yaml"
+    for content in ("", "services: [a, b]\n", "name: mine\nversion: 3\n"):
+        config.write_text(content)
+        code, said = asked(workshop, "train", workshop.text, *SIZES, run=tmp_path)
+        assert code == 2 and f"{config}: " in said and config.read_text() == content
+    assert {path.name for path in tmp_path.iterdir()} == {"report.md", "config.yaml"}
+    assert (tmp_path / "report.md").read_text() == "mine"
+    for _ in range(2):  # a report of ours is
         assert asked(workshop, "report", str(run), f"output={tmp_path / 'ours'}")[0] == 0
 
 
@@ -311,13 +319,3 @@ def test_checkpoints_that_are_taken_away_under_a_run_end_it_in_a_line(workshop: 
     assert "Traceback" not in process.log.read_text() and run_state(process.run) == "failed"
     code, said = asked(workshop, "resume", str(process.run), "trainer.steps=5")
     assert code == 0 and "from the beginning: it has no checkpoint" in said
-
-
-@pytest.mark.parametrize("content", ["", "services: [a, b]\n", "name: mine\nversion: 3\n"])
-def test_the_configuration_of_another_project_is_not_written_over(
-    workshop: Workshop, tmp_path: Path, content: str
-) -> None:
-    (tmp_path / "config.yaml").write_text(content)
-    code, said = asked(workshop, "train", workshop.text, *SIZES, run=tmp_path)
-    assert code == 2 and f"{tmp_path}/config.yaml: " in said
-    assert (tmp_path / "config.yaml").read_text() == content and len(list(tmp_path.iterdir())) == 1
