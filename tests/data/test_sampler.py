@@ -68,12 +68,13 @@ def test_window_starts_cover_the_text_evenly():
 
 @pytest.mark.parametrize(("world", "micro_batch"), [(1, None), (1, 3), (2, None), (2, 2), (3, 4), (4, 1), (12, 1)])
 def test_ranks_and_micro_batches_slice_the_same_global_batch(world, micro_batch):
-    items = TrainingItems(TOKENS, 8, seed=0, batch_size=12)
+    items, before = TrainingItems(TOKENS, 8, seed=0, batch_size=12), torch.get_rng_state()
     ranks = [list(training_batches(items, 5, 8, rank, world, micro_batch)) for rank in range(world)]
     size = micro_batch or 12 // world
     assert all(len(rank) == 3 * 12 // (world * size) and len(batch) == size for rank in ranks for batch in rank)
     dealt = torch.cat([batch for turn in zip(*ranks, strict=True) for batch in turn])  # micro-batch j of all ranks
     assert torch.equal(dealt.long(), torch.stack([items[index] for index in range(5 * 12, 8 * 12)]))
+    assert torch.equal(torch.get_rng_state(), before), "the global stream is left to dropout"
 
 
 @pytest.mark.parametrize("kind", ["uint8", "uint16", "uint32"])
