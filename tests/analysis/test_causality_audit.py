@@ -6,43 +6,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rtx.analysis.causality import LOGITS, Audit, Group, audit_model, audit_outputs, choice_gradients, other_future
+from rtx.analysis.causality import LOGITS, Audit, Group, audit_model, audit_outputs, choice_gradients
 from rtx.attention.choices import Indexer
 from rtx.attention.patterns import Full
 from rtx.config import SELECTIONS, all_fields
 from rtx.errors import RunFailed
-from rtx.model.transformer import Transformer
 from rtx.report.summary import sees_future
-from tests.model.tiny_models import (
-    KINDS,
-    POSITIONS,
-    VOCABULARY,
-    Kind,
-    each_kind,
-    gradients,
-    tiny_config,
-    tiny_model,
-    tokens,
-)
+from tests.model.tiny_models import KINDS, VOCABULARY, Kind, each_kind, gradients, tiny_config, tiny_model, tokens
 
 LENGTH = 44
 PREFIXES = (1, 2, 6, 31, 32, 43)
 IDS = tokens(length=LENGTH)
-
 
 HASHED: Kind = {"base": "lsh", "hash_rounds": 2, "hash_buckets": 4}
 XL: Kind = {"base": "recurrent", "positions": "xl", "routing_heads": 0, "routing_layers": 0}
 CAUSAL = [kind for kind in KINDS if kind["selection"] != "topk"] + [HASHED | {"lsh": "causal"}]
 CAUSAL += [XL if base == "recurrent" else {"base": base} for base in all_fields()["model.base"].values]
 CAUSAL += [HASHED | {"lsh": "reformer", "routing_heads": 4, "routing_layers": 3}]  # no head is left that hashes
-SEE_THE_FUTURE = [kind for kind in KINDS if kind["selection"] == "topk" and "routing_keys" in kind]
-SEE_THE_FUTURE += [*({"selection": "topk", "positions": p} for p in POSITIONS), HASHED | {"lsh": "reformer"}]
-SEE_THE_FUTURE += [HASHED | {"base": "local+lsh", "lsh": "reformer"}]
-
-
-def model(**options: Any) -> Transformer:
-    """A float64 model of three layers, the upper two of which route, if they can beside their base."""
-    return tiny_model(length=LENGTH, **options)
+SEE_THE_FUTURE = [kind for kind in KINDS if kind["selection"] == "topk" and kind.get("base", "local") == "local"]
+SEE_THE_FUTURE += [HASHED | {"base": base, "lsh": "reformer"} for base in ("lsh", "local+lsh")]
 
 
 def largest(audit: Audit) -> float:
@@ -52,17 +34,18 @@ def largest(audit: Audit) -> float:
 
 @each_kind(CAUSAL)
 def test_the_future_moves_nothing(kind: Kind) -> None:
-    audit = audit_model(model(**kind), IDS, PREFIXES)
+    audit = audit_model(tiny_model(length=LENGTH, **kind), IDS, PREFIXES)
     assert largest(audit) <= 1e-12 and not audit.sees_future
     assert not sees_future(tiny_config(**kind), "parallel"), "and that is what protocols say"
 
 
 @each_kind(SEE_THE_FUTURE)
 def test_top_w_and_published_hashing_see_the_future_unless_they_stream(kind: Kind) -> None:
-    audit = audit_model(model(**kind), IDS, PREFIXES)
+    model = tiny_model(length=LENGTH, **kind)
+    audit = audit_model(model, IDS, PREFIXES)
     assert audit.changes[LOGITS].max() > 1e-3 and (audit.changes[LOGITS] > 1e-9).double().mean() > 0.1
     assert {name for _, name in audit.origins} == {"lsh" if "lsh" in kind else "routed"}
-    assert largest(audit_model(model(**kind), IDS, PREFIXES, streaming=True)) <= 1e-12
+    assert largest(audit_model(model, IDS, PREFIXES, streaming=True)) <= 1e-12
     assert [sees_future(tiny_config(**kind), mode) for mode in ("parallel", "streaming")] == [True, False]
 
 
@@ -73,7 +56,7 @@ class Peeking(Full):
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_a_leak_is_located_where_it_arises(layer: int) -> None:
-    leaking = model(base="local+full")
+    leaking = tiny_model(length=LENGTH, base="local+full")
     leaking.blocks[layer].attention.groups["full"] = Peeking()  # type: ignore[union-attr,index]
     audit = audit_model(leaking, IDS, PREFIXES)
     assert audit.origins == [(layer, "full")] and (audit.changes[LOGITS] > 0).all()
@@ -103,13 +86,6 @@ def test_what_a_module_draws_is_no_move_and_what_it_remembers_is_told() -> None:
     assert audit.repeat > 0.1
     with pytest.raises(RunFailed, match="NaN or infinity"):
         audit_outputs(lambda *_: {LOGITS: torch.full((2, LENGTH, 3), torch.nan)}, IDS, VOCABULARY, PREFIXES)
-
-
-def test_every_unit_of_the_other_future_is_another() -> None:
-    for prefix in PREFIXES:
-        other_BN = other_future(IDS, prefix, VOCABULARY, seed=3)
-        assert torch.equal(other_BN[:, :prefix], IDS[:, :prefix]) and other_BN.max() < VOCABULARY
-        assert (other_BN[:, prefix:] != IDS[:, prefix:]).all()
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)

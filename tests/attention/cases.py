@@ -8,27 +8,8 @@ import hypothesis.strategies as st
 import torch
 from torch import Tensor
 
-from rtx.attention import (
-    AdaptiveSpan,
-    Blocks,
-    Centroids,
-    Exact,
-    Fixed,
-    FixedBlock,
-    FixedSummary,
-    Full,
-    Indexer,
-    Local,
-    Lsh,
-    Pattern,
-    Random,
-    RandomBlocks,
-    Recurrent,
-    Relative,
-    Routing,
-    Strided,
-    oracle,
-)
+from rtx import attention
+from rtx.attention import Pattern, Relative, oracle
 from rtx.model.positions import Rotary
 
 KINDS = (
@@ -81,44 +62,38 @@ def make(kind: str, case: Case, **options: Any) -> Pattern:
     """Return a pattern of a kind in evaluation mode, in float64 where it has parameters."""
     torch.manual_seed(case.seed)
     options = {"scale": 0.7 if case.scaled else None} | options
-    H, W, D, self_ = case.H, case.W, case.D, {"attend_self": case.attend_self}
-    length, seed = max(1, case.N), case.seed
+    own, H, W, D, seed = {"attend_self": case.attend_self} | options, case.H, case.W, case.D, case.seed
+    length, summary, some = max(1, case.N), 1 + seed % W, {"window": W, "block": 1 + seed % min(W, 4)}
+    hashed = {"window": W, "rounds": case.rounds, "buckets": 4, "seed": seed}
     how, _, keys = kind.partition("-")
+    memory = W if keys else case.C - 1
     made = {
-        "full": lambda: Full(**self_, **options),
-        "local": lambda: Local(window=W, **self_, **options),
-        "recurrent": lambda: Recurrent(
-            length=W, memory=W if keys else case.C - 1, same_length=bool(keys), **self_, **options
-        ),
-        "strided": lambda: Strided(stride=W, **self_, **options),
-        "fixed": lambda: Fixed(block=W, summary=1 + case.seed % W, **self_, **options),
-        "fixed_block": lambda: FixedBlock(block=W, **self_, **options),
-        "fixed_summary": lambda: FixedSummary(block=W, summary=1 + case.seed % W, **self_, **options),
-        "span": lambda: AdaptiveSpan(H, window=W, ramp=1 + case.C, cost=0.1, **options),
-        "lsh": lambda: Lsh(H, D, window=W, rounds=case.rounds, buckets=4, seed=seed, **options),
-        "reformer": lambda: Lsh(
-            H, D, window=W, rounds=case.rounds, buckets=4, seed=seed, variant="reformer", **options
-        ),
-        "random": lambda: Random(H, case.C, window=W, length=length, seed=seed, keys=bool(keys), **self_, **options),
-        "exact": lambda: Exact(window=W, **self_, **options),
-        "blocks": lambda: Blocks(H, D, window=W, block=1 + case.seed % min(W, 4), **self_, **options),
-        "compressed": lambda: Blocks(
-            H, D, window=W, block=1 + case.seed % min(W, 4), compressed=True, **self_, **options
-        ),
-        "blocks_random": lambda: RandomBlocks(
-            H, D, window=W, block=1 + case.seed % min(W, 4), seed=seed, **self_, **options
-        ),
-        "indexer": lambda: Indexer(H, D, window=W, size=3, warmup=2 if keys else 0, **self_, **options),
+        "full": lambda: attention.Full(**own),
+        "local": lambda: attention.Local(window=W, **own),
+        "recurrent": lambda: attention.Recurrent(length=W, memory=memory, same_length=bool(keys), **own),
+        "strided": lambda: attention.Strided(stride=W, **own),
+        "fixed": lambda: attention.Fixed(block=W, summary=summary, **own),
+        "fixed_block": lambda: attention.FixedBlock(block=W, **own),
+        "fixed_summary": lambda: attention.FixedSummary(block=W, summary=summary, **own),
+        "span": lambda: attention.AdaptiveSpan(H, window=W, ramp=1 + case.C, cost=0.1, **options),
+        "lsh": lambda: attention.Lsh(H, D, **hashed, **options),
+        "reformer": lambda: attention.Lsh(H, D, variant="reformer", **hashed, **options),
+        "random": lambda: attention.Random(H, case.C, window=W, length=length, seed=seed, keys=bool(keys), **own),
+        "exact": lambda: attention.Exact(window=W, **own),
+        "blocks": lambda: attention.Blocks(H, D, **some, **own),
+        "compressed": lambda: attention.Blocks(H, D, compressed=True, **some, **own),
+        "blocks_random": lambda: attention.RandomBlocks(H, D, seed=seed, **some, **own),
+        "indexer": lambda: attention.Indexer(H, D, window=W, size=3, warmup=2 if keys else 0, **own),
     }
     if how in made:
         pattern = made[how]()
     else:
         rate = 0.1 if how == "causal" else 0.0
-        store = Centroids(H, case.C, D, window=W, length=length, decay=0.9, threshold_rate=rate, keys=keys)
-        pattern = Routing(store, selection=how, **self_, **options)
-        store.threshold_HC.copy_(0.5 * torch.randn(H, case.C))
-        if store.key_threshold_HC is not None:
-            store.key_threshold_HC.copy_(0.5 * torch.randn(H, case.C))
+        store = attention.Centroids(H, case.C, D, window=W, length=length, decay=0.9, threshold_rate=rate, keys=keys)
+        pattern = attention.Routing(store, selection=how, **own)
+        for threshold_HC in (store.threshold_HC, store.key_threshold_HC):
+            if threshold_HC is not None:
+                threshold_HC.copy_(0.5 * torch.randn(H, case.C))
     with torch.no_grad():
         for name, parameter in pattern.named_parameters():
             parameter.copy_(torch.rand_like(parameter) if name == "share_H" else torch.randn_like(parameter))

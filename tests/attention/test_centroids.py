@@ -88,27 +88,18 @@ def test_counts_come_to_the_window_within_100_steps_and_nobody_is_left_out() -> 
     assert (late_HC / W - 1).abs().max() < 0.35
 
 
-def check_alike(one: Routing, other: Routing) -> None:
-    for name, value in one.state_dict().items():
-        torch.testing.assert_close(other.state_dict()[name], value)
-
-
-def test_padding_is_not_counted() -> None:
+def test_only_real_positions_of_training_are_gathered_and_a_pause_gathers_nothing() -> None:
     short, padded = make(threshold_rate=0.1), make(threshold_rate=0.1)
     q = queries(1)
     after_step(see(short, q[:, :, :15]))
     after_step(see(padded, q, torch.arange(N).expand(2, N) < 15))
-    check_alike(short, padded)
-
-
-def test_only_training_gathers_and_a_pause_gathers_nothing() -> None:
-    pattern = make(threshold_rate=0.1)
-    before = {name: x.clone() for name, x in pattern.state_dict().items()}
+    torch.testing.assert_close(padded.state_dict(), short.state_dict())
+    before = {name: x.clone() for name, x in short.state_dict().items()}
     with statistics_paused():
-        see(pattern, queries(1))
-    see(pattern.eval(), queries(2))
-    after_step(pattern)
-    assert all(torch.equal(x, before[name]) for name, x in pattern.state_dict().items())
+        see(short, queries(1))
+    see(short.eval(), queries(2))
+    after_step(short)
+    assert all(torch.equal(x, before[name]) for name, x in short.state_dict().items())
 
 
 def test_a_head_with_nan_keeps_what_it_has() -> None:

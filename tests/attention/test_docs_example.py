@@ -48,7 +48,7 @@ def test_it_reads_every_third_of_the_last(dilated: Any) -> None:
     assert [seen_N.nonzero()[:, 0].tolist() for seen_N in seen_2N] == [[1, 4], [10, 13, 16, 19]]
 
 
-@pytest.mark.parametrize("wrong", ["sees", "spreads", "until", "keeps"])
+@pytest.mark.parametrize("wrong", ["sees", "since_N", "until_N", "keeps"])
 def test_a_pattern_that_contradicts_itself_is_caught(dilated: Any, wrong: str) -> None:
     class Wrong(dilated):
         def sees(self, head: int, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
@@ -56,16 +56,13 @@ def test_a_pattern_that_contradicts_itself_is_caught(dilated: Any, wrong: str) -
 
         def spreads(self, position_N: torch.Tensor, heads: int) -> list[Spread]:
             (spread,) = super().spreads(position_N, heads)
-            if wrong == "spreads":  # a key too few
-                spread = spread._replace(since_N=spread.since_N + self.stride)
-            if wrong == "until":  # the next key, too
-                spread = spread._replace(until_N=spread.until_N + self.stride)
+            if wrong in spread._fields:  # a key too few; the next key, too
+                spread = spread._replace(**{wrong: getattr(spread, wrong) + self.stride})
             return [spread]
 
         def start(self, relative: Relative | None = None) -> Cache:
             cache = super().start(relative)
-            if wrong == "keeps":  # forgets a key too early
-                cache.ring -= self.stride
+            cache.ring -= self.stride * (wrong == "keeps")  # forgets a key too early
             return cache
 
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):

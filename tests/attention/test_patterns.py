@@ -1,5 +1,11 @@
-"""What every pattern keeps: the oracle's outputs and gradients, streams, no future, no padding, edges, all types."""
+"""What every pattern keeps: the oracle's outputs and gradients, streams, no future, no padding, edges, all types; and
+what torch's engine gives the compiled kernel gives, too, forward and backward, on any number of threads.
+"""
 
+import itertools
+import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -7,9 +13,10 @@ import torch
 from cases import CASES, KINDS, SEES_FUTURE, Case, check_oracle, check_stream, drawn, gradients, make, run, stream
 from hypothesis import HealthCheck, example, given, settings
 
-from rtx.attention import oracle
+from rtx.attention import flex, native, oracle
 from rtx.attention.choices import Choice
 from rtx.attention.pattern import PositionPattern
+from rtx.training.hardware import has_compiler
 
 EVERY = [*((kind, False) for kind in KINDS if kind != "compressed"), *((kind, True) for kind in SEES_FUTURE)]
 few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -44,30 +51,20 @@ def test_of_equal_keys_the_earlier_is_read_however_long_the_sequence(kind: str) 
     torch.testing.assert_close(stream(pattern, here, 10), whole)
 
 
-@torch.no_grad()
-def moved(kind: str, case: Case, prefix: bool) -> float:
-    """Return how far outputs before some position move when everything behind it changes."""
-    (pattern, here), most = drawn(kind, case), 0.0
-    before = run(pattern, here, prefix=prefix)
-    for first in (1, 7, 20, 33):
-        changed = dict(here)
-        for name in ("q", "k", "v"):
-            if here[name] is not None:
-                changed[name] = here[name].clone()
-                changed[name][:, :, first:] = torch.randn_like(here[name][:, :, first:])
-        after = run(pattern, changed, prefix=prefix)
-        most = max(most, float((after - before)[:, :, :first].abs().max()))
-    return most
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("attend_self", [True, False])
+@torch.no_grad()
 def test_the_future_moves_nothing_but_where_the_pattern_says_so(kind: str, attend_self: bool) -> None:
-    case = Case(N=40, C=4, W=6, seed=3, attend_self=attend_self, distances=5, rotary=True)
-    assert make(kind, case).strictly_causal == (kind not in SEES_FUTURE)
+    pattern, here = drawn(kind, Case(N=40, C=4, W=6, seed=3, attend_self=attend_self, distances=5, rotary=True))
+    assert pattern.strictly_causal == (kind not in SEES_FUTURE)
+    moved = {True: 0.0, False: 0.0}
+    for first, prefix in itertools.product((1, 7, 20, 33), moved):
+        own = {name: here[name] for name in "qkv" if here[name] is not None}
+        after = {n: torch.cat([x[:, :, :first], torch.randn_like(x[:, :, first:])], dim=2) for n, x in own.items()}
+        outs = [run(pattern, given, prefix=prefix)[:, :, :first] for given in (here, here | after)]
+        moved[prefix] = max(moved[prefix], float((outs[1] - outs[0]).abs().max()))
     # Blocks of other sizes may add up in another order.
-    assert moved(kind, case, prefix=True) < 1e-12
-    assert moved(kind, case, prefix=False) > 1e-3 if kind in SEES_FUTURE else moved(kind, case, prefix=False) < 1e-12
+    assert moved[True] < 1e-12 and (moved[False] > 1e-3 if kind in SEES_FUTURE else moved[False] < 1e-12)
 
 
 CASE = Case(B=2, H=2, N=19, D=4, C=3, W=6, seed=5)
@@ -112,13 +109,9 @@ def by_rule(pattern, here, b: int, real_N):
 
 @pytest.mark.parametrize("kind", PADDED)
 def test_nan_in_padding_goes_nowhere(kind: str) -> None:
-    pattern, here = drawn(kind, CASE)
-    dirty = dict(here)
-    for name in ("q", "k", "v"):
-        if here[name] is not None:
-            x = here[name].detach().clone()
-            x[~REAL_BN[:, None].expand(2, 2, 19)] = float("nan")
-            dirty[name] = x.requires_grad_()
+    (pattern, here), padding_B1N1 = drawn(kind, CASE), ~REAL_BN[:, None, :, None]
+    own = {name: here[name].detach() for name in "qkv" if here[name] is not None}
+    dirty = here | {name: x.masked_fill(padding_B1N1, torch.nan).requires_grad_() for name, x in own.items()}
     out = run(pattern, dirty, real_BN=REAL_BN, check_finite=True)
     assert torch.equal(out, run(pattern, here, real_BN=REAL_BN))
     assert all(g.isfinite().all() for g in gradients(pattern, dirty, out).values())
@@ -186,3 +179,71 @@ def test_dropout_is_drawn_from_torchs_generator_and_keeps_the_mean(kind: str) ->
         many = {name: x.repeat(3000, 1, 1, 1) if torch.is_tensor(x) else x for name, x in here.items()}
         mean = run(pattern, many).mean(0, keepdim=True)  # every sequence draws its own
         assert float((mean - run(pattern.eval(), here)).abs().mean()) < 0.05
+
+
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler on this machine")
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "span"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_kernel_agrees_with_torchs_engine(kind: str, seed: int) -> None:
+    case = Case(N=70, W=9, D=6, seed=seed, attend_self=bool(seed % 2), rotary=seed == 2)
+    (pattern, here), found = drawn(kind, case, torch.float32), []
+    for backend in ("torch", "native"):
+        pattern.backend = backend
+        out = run(pattern, here)
+        found.append([out, *gradients(pattern, here, out).values()])
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+
+
+@needs_compiler
+def test_threads_change_no_bit() -> None:
+    case = Case(N=300, W=40, D=16)
+    pattern, here = drawn("random", case, torch.float32, backend="native")
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            out = run(pattern, here)
+            found.append([out, *gradients(pattern, here, out).values()])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@needs_compiler
+def test_what_the_kernel_cannot_do_is_refused_by_name() -> None:
+    for case, dtype in ((Case(distances=3), torch.float32), (Case(), torch.float64)):
+        with pytest.raises(ValueError, match=re.escape("backend='native' cannot run this")):
+            run(*drawn("local", case, dtype, backend="native"))
+    pattern, here = drawn("local", Case(), torch.float32, backend="native")
+    with pytest.raises(RuntimeError, match="first derivatives alone"):
+        torch.autograd.grad(run(pattern, here).sum(), here["q"], create_graph=True)
+
+
+def test_without_a_compiler_there_is_no_kernel_and_one_line(tmp_path) -> None:
+    program = "from rtx.attention import native; print(native.available(), native.library())"
+    env = {"PATH": str(tmp_path), "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "False None\n", done.stderr
+    assert len(done.stderr.splitlines()) == 1 and "compiler" in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("kind", ["full", "local", "fixed", "random", "causal-shared", "topk-separate", "strided"])
+@torch.no_grad()
+def test_flex_gives_the_same_forward_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "BLOCK", 16)
+    case = Case(N=40, W=7, D=16)
+    pattern, here = drawn(kind, case, torch.float32)
+    expected = run(pattern, here)
+    pattern.backend = "flex"
+    torch.testing.assert_close(run(pattern, here), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_without_a_kernel_auto_takes_torchs_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "available", lambda: False)
+    case = Case(B=1, N=1100, W=4)
+    assert torch.equal(*(run(*drawn("local", case, torch.float32, backend=name)) for name in ("auto", "torch")))

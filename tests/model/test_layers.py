@@ -1,18 +1,27 @@
-"""Layers by themselves, by their definitions: feed-forward layers, likelihood in parts, blocks, positions."""
+"""Layers by their definitions: feed-forward, likelihoods, adaptive bands, blocks, positions, heads and their keys."""
 
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import POSITIONS, check_alike, tiny_config, tiny_model, tokens
+from tiny_models import BY_QUERY, POSITIONS, TIED, Kind, check_alike, check_streams, tiny_config, tiny_model, tokens
+from torch import Tensor
 
+from rtx.attention.centroids import after_step
+from rtx.attention.choices import Indexer
+from rtx.attention.packed import Indexed
+from rtx.attention.pattern import Pattern
+from rtx.attention.patterns import Full, Random
 from rtx.model import likelihood
 from rtx.model.block import Block, FeedForward
-from rtx.model.likelihood import token_nats
+from rtx.model.likelihood import AdaptiveSoftmax, token_nats
+from rtx.model.multihead import KeyMix, MultiheadAttention, layer_patterns
 from rtx.model.positions import LearnedPositions, Rotary
+from rtx.model.transformer import Transformer
 
 
 def feed_forward(parts: int, ffn: str = "gelu", dropout: float = 0.0) -> FeedForward:
@@ -69,9 +78,8 @@ def test_a_block_puts_its_norms_where_it_says(norm: str) -> None:
     assert isinstance(block, Block)
     x = torch.randn(2, 24, 16, dtype=torch.float64)
     first, second = block.attention_norm, block.feed_forward_norm
-    with torch.no_grad():
-        first.weight.normal_()
-        second.weight.normal_()
+    for each in (first, second):
+        torch.nn.init.normal_(each.weight)
     if norm == "pre":
         x1 = x + block.attention(first(x))[0]
         expected = x1 + block.feed_forward(second(x1))
@@ -124,3 +132,208 @@ def test_positions_matter(positions: str) -> None:
     with torch.no_grad():
         nats, other = (model.loss(x)[0][:, -1] for x in (tokens(), swapped))
     assert torch.allclose(nats, other, rtol=1e-12) == (positions == "none")
+
+
+def attention(model: Transformer, layer: int) -> MultiheadAttention:
+    return model.blocks[layer].attention  # type: ignore[union-attr,return-value]
+
+
+def routed(model: Transformer, layer: int) -> Pattern:
+    return attention(model, layer).groups["routed"]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("options", "first", "routing"),
+    [
+        ({"base": "local+full"}, {"local": 2, "full": 2}, {"local": 1, "full": 1, "routed": 2}),
+        (
+            {"base": "local+lsh+local", "heads": 6, "hidden": 24, "routing_heads": 3},
+            {"local": 4, "lsh": 2},
+            {"local": 2, "lsh": 1, "routed": 3},
+        ),
+        ({"routing_heads": 4, "routing_layers": 3}, {"routed": 4}, {"routed": 4}),
+    ],
+)
+def test_base_patterns_share_the_heads_that_do_not_route_and_routing_layers_are_on_top(
+    options: Kind, first: dict[str, int], routing: dict[str, int]
+) -> None:
+    config = tiny_config(**options)
+    assert [layer_patterns(config, layer) for layer in range(3)] == [first, routing, routing]
+    assert tiny_model(**options).loss(tokens())[0].isfinite().all()
+
+
+def test_the_logit_scale_is_that_of_the_configuration() -> None:
+    for wish, scale in (("none", 1.0), ("sqrt_d", 0.5), ("unit", 0.25)):
+        for selection in ("topk", "random", *BY_QUERY):
+            assert routed(tiny_model(selection=selection, routing_logit_scale=wish), 1).scale == scale
+    heads = routed(tiny_model(selection="topk", routing_logit_scale="unit"), 1)
+    q_BHND = heads.inputs(torch.randn(1, 2, 24, 4, dtype=torch.float64), None, None).q_BHND
+    torch.testing.assert_close(q_BHND.norm(dim=-1), torch.full((1, 2, 24), 4**0.5).double(), rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize("keys", ["separate", "projected"])
+def test_the_loss_of_keys_bounds_how_far_queries_and_keys_of_a_position_are_apart(keys: str) -> None:
+    layer = attention(tiny_model(routing_keys=keys, routing_key_loss=0.5), 1).train()
+    weight, x_BNE = layer.qkv.weight, torch.randn(2, 24, 16, dtype=torch.float64)
+    apart = [torch.stack([(weight[8 + u, e] - weight[24 + u, e]).abs() for e in range(16)]).sum() for u in range(8)]
+    norms = [torch.stack(head).max() for head in (apart[:4], apart[4:])]
+    loss, expected = layer(x_BNE)[1], 0.25 * (norms[0] + norms[1])
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(*(torch.autograd.grad(each, weight)[0] for each in (loss, expected)))
+    gap_BNHD = (x_BNE @ (weight[8:16] - weight[24:32]).T).abs().unflatten(-1, (2, 4))
+    assert (gap_BNHD.amax(-1) <= torch.stack(norms) * x_BNE.abs().amax(-1, keepdim=True)).all()
+    assert layer.eval()(x_BNE)[1] == 0
+
+
+def test_random_heads_differ_by_layer_and_seed_alone() -> None:
+    layers = [routed(tiny_model(selection="random", seed=s), n) for s in (0, 1) for n in (1, 2)]
+    members = [layer.position_HCW for layer in layers if isinstance(layer, Random)]
+    assert torch.equal(members[0], members[2]) and torch.equal(members[1], members[3]), "weights do not matter"
+    assert not torch.equal(members[0], members[1])
+
+
+def test_attention_dropout_reaches_every_kind_of_head() -> None:
+    x_BNE = torch.randn(1, 24, 16, dtype=torch.float64)
+    for selection in ("causal", "random", *BY_QUERY):
+        layer = attention(tiny_model(attention_dropout=0.5, selection=selection), 1)
+        layer.out.weight.data.copy_(torch.eye(16))
+        calm = layer.eval()(x_BNE)[0]
+        differs = (layer.train()(x_BNE)[0] != calm)[0].any(0).unflatten(0, (4, 4)).any(-1)
+        assert differs.all() and torch.equal(layer.eval()(x_BNE)[0], calm)
+
+
+def mix(shift: int, width: int) -> KeyMix:
+    torch.manual_seed(0)
+    mixed = KeyMix(2, 4, shift, width).double()
+    if mixed.taps_HDK is not None:
+        torch.nn.init.normal_(mixed.taps_HDK)
+    return mixed
+
+
+K_BHND = torch.randn(3, 2, 7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("shift", [0, 1, 2, 9])
+@pytest.mark.parametrize("width", [1, 2, 3, 9])
+def test_a_position_gets_the_key_so_far_back_and_the_convolution_adds_those_before(shift: int, width: int) -> None:
+    mixed = mix(shift, width)
+    expected = torch.zeros_like(K_BHND)
+    for j in range(7):
+        keys = [K_BHND[:, :, j - shift - back] if j >= shift + back else torch.zeros(2, 4) for back in range(width)]
+        expected[:, :, j] = keys[0]
+        if mixed.taps_HDK is not None:
+            conv = sum(mixed.taps_HDK[..., -1 - back] * key for back, key in enumerate(keys))
+            expected[:, :, j] += F.silu(torch.as_tensor(conv))
+    torch.testing.assert_close(mixed(K_BHND, []), expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(KeyMix(2, 4, 0, width).double()(K_BHND, []), K_BHND), "it starts at nothing"
+
+
+def test_tied_keys_are_the_queries_before_them_at_any_distance() -> None:
+    model = tiny_model(selection="exact", positions="rotary", **TIED)
+    layer = attention(model, 2)
+    assert layer.qkv.out_features == 16 + 8 + 16, "queries, keys of local heads alone, values"
+    q_BHND, k_BHND, _ = layer.split(torch.randn(2, 9, 16, dtype=torch.float64))[1]
+    assert k_BHND is not None and torch.equal(k_BHND[:, :, 1:], q_BHND[:, :, :-1])
+    local, routed = layer.rotations()
+    assert local is not None and routed is None
+
+
+def indexers(model: Transformer) -> list[Indexer]:
+    return [module for module in model.modules() if isinstance(module, Indexer)]
+
+
+@pytest.mark.parametrize("attend_self", [True, False])
+def test_an_indexer_reads_everything_while_it_warms_up_and_then_a_window(attend_self: bool) -> None:
+    model = tiny_model(selection="indexer", routing_warmup=2, routing_attend_self=attend_self)
+    q, k, v = torch.randn(3, 2, 2, 24, 4, dtype=torch.float64)
+    full, _ = Full(scale=0.5)(q, k, v)
+    for step in range(4):
+        for heads in indexers(model):
+            out, _ = heads(q, k, v)
+            (part,) = heads.reads(heads.inputs(q, k, None), None, False)
+            assert isinstance(part, Indexed)
+            position_P, row_P1 = part.query_row_P % 24, part.query_row_P[:, None]
+            read_P, earlier_P = (part.index_PK >= 0).sum(-1), position_P + attend_self
+            assert (part.index_PK <= row_P1).all()
+            if step < 2:
+                assert torch.equal(read_P, earlier_P.clamp(min=1))
+                assert torch.allclose(out, full, rtol=1e-10) == attend_self
+            else:
+                assert torch.equal(read_P, earlier_P.clamp(1, 6))
+                assert not torch.isclose(out[:, :, 12:], full[:, :, 12:]).any()
+        model.train().loss(tokens())
+        after_step(model.eval())
+
+
+@pytest.mark.parametrize("warmup", [0, 1000])
+def test_an_indexer_learns_by_its_own_loss_alone(warmup: int) -> None:
+    model = tiny_model(selection="indexer", routing_warmup=warmup, positions="rotary").train()
+    own = {id(p): p for heads in indexers(model) for p in (heads.query_HDE, heads.key_HDE)}
+    optimizer = torch.optim.Adam(own.values(), lr=0.03)
+    losses = []
+    for _ in range(30):
+        model.zero_grad()
+        _, auxiliary = model.loss(tokens())
+        auxiliary.backward()
+        for name, parameter in model.named_parameters():
+            reached = parameter.grad is not None and bool((parameter.grad != 0).any())
+            assert reached == (id(parameter) in own), name
+        optimizer.step()
+        after_step(model)
+        losses.append(float(auxiliary.detach()))
+    assert 0 < losses[-1] < 0.7 * losses[0]
+    assert float(model.eval().loss(tokens())[1]) == 0
+
+
+BANDS: Kind = {"embedding": "adaptive", "cutoffs": "3x7", "band_factor": 2}
+
+
+def banded(**own: Any) -> Transformer:
+    """A model of 11 words in bands of 3, 4 and 4, all of whose weights do something."""
+    torch.manual_seed(0)
+    model = Transformer(tiny_config(**BANDS, **own), 11).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def by_loops(softmax: AdaptiveSoftmax, hidden_E: Tensor) -> Tensor:
+    """The likelihood of every word, word by word: of its band, and of the word among those of its band."""
+    logits: list[list[Tensor]] = []
+    for table_GS, widen in zip(softmax.bands.tables, softmax.bands.widen, strict=True):
+        before = sum(map(len, logits))
+        vectors = [widen.weight @ word_S for word_S in table_GS]  # type: ignore[operator, union-attr]
+        logits.append([hidden_E @ vector_E + softmax.bias_V[before + n] for n, vector_E in enumerate(vectors)])
+    pairs = zip(softmax.clusters.weight, softmax.clusters.bias, strict=True)
+    head = torch.stack([*logits[0], *(hidden_E @ row_E + bias for row_E, bias in pairs)]).exp()
+    shares = [head[word] / head.sum() for word in range(len(logits[0]))]
+    for number, band in enumerate(logits[1:]):
+        within = torch.stack(band).exp()
+        shares += [head[len(logits[0]) + number] / head.sum() * share / within.sum() for share in within]
+    return torch.stack(shares)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_likelihood_is_that_of_the_definition_and_adds_up(tied: bool) -> None:
+    model = banded(tie_embeddings=tied, norm="post")
+    softmax, tokens_BN = model.softmax, tokens(batch=3, length=24)
+    assert softmax is not None and (softmax.bands is model.embedding.bands) == tied
+    hidden_BNE, _ = model(tokens_BN)
+    share_RV = torch.stack([by_loops(softmax, hidden_E) for hidden_E in hidden_BNE.flatten(0, 1)])
+    torch.testing.assert_close(share_RV.sum(-1), torch.ones(72, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(model.logits(hidden_BNE.flatten(0, 1)).exp(), share_RV, rtol=1e-9, atol=1e-9)
+    expected_BN = -share_RV.gather(1, tokens_BN.flatten()[:, None]).log().view(3, 24)
+    nats_BN, _ = model.loss(tokens_BN)
+    check_alike(nats_BN, expected_BN, (p for p in model.parameters() if p.requires_grad))
+
+
+def test_words_are_read_by_their_bands_and_streams_score_alike() -> None:
+    model = banded(tie_embeddings=True)
+    bands = model.embedding.bands
+    assert bands is not None
+    vectors_VE = bands(torch.arange(11))
+    assert [table.shape for table in bands.tables] == [(3, 16), (4, 8), (4, 4)]
+    expected_E = bands.widen[1].weight @ bands.tables[1][2]  # type: ignore[operator]
+    torch.testing.assert_close(vectors_VE[5], expected_E, rtol=1e-12, atol=1e-12)
+    check_streams(model, tokens())

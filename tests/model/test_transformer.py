@@ -5,19 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import (
-    BY_QUERY,
-    COMMON,
-    EVERY,
-    OTHERS,
-    POSITIONS,
-    Kind,
-    each_kind,
-    gradients,
-    tiny_config,
-    tiny_model,
-    tokens,
-)
+from tiny_models import BY_QUERY, COMMON, EVERY, OTHERS, Kind, each_kind, gradients, tiny_config, tiny_model, tokens
 from torch import Tensor
 
 from rtx.attention import engine
@@ -29,28 +17,20 @@ from rtx.model.transformer import Transformer, compile_loss
 from rtx.training.hardware import has_compiler
 
 
-@each_kind(COMMON[::5] + OTHERS)
-def test_every_parameter_gets_a_finite_gradient(kind: Kind) -> None:
+@each_kind([kind for kind in COMMON if kind["base"] == "local"] + COMMON[45::3] + OTHERS)
+def test_every_parameter_gets_a_finite_gradient_and_bfloat16_comes_close(kind: Kind) -> None:
     model = tiny_model(**kind, embedding=6).train()
     found = gradients(model, tokens())
     assert set(found) == {name for name, _ in model.named_parameters()}
     for name, gradient in found.items():
         assert gradient.isfinite().all() and (gradient != 0).any(), name
-
-
-def test_a_gradient_is_the_slope_of_the_loss() -> None:
-    # Random heads: their memberships do not depend on the weights, so the loss is smooth.
-    model = tiny_model(selection="random", positions="shaw", embedding=6, ffn="geglu")
-    found = gradients(model, tokens())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            direction, losses = torch.randn_like(parameter), []
-            for step in (1e-5, -2e-5):
-                parameter += step * direction
-                losses.append(float(model.loss(tokens())[0].mean()))
-            parameter += 1e-5 * direction
-            slope = (losses[0] - losses[1]) / 2e-5
-            assert slope == pytest.approx(float((found[name] * direction).sum()), rel=1e-4, abs=1e-7), name
+    exact = float(model.loss(tokens())[0].mean().detach())
+    with torch.autocast("cpu", torch.bfloat16):
+        nats_BN, auxiliary = model.float().loss(tokens())
+    assert nats_BN.dtype == torch.float32
+    (nats_BN.mean() + auxiliary).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert float(nats_BN.mean().detach()) == pytest.approx(exact, rel=0.05)
 
 
 def test_the_first_unit_is_scored_from_the_start_vector_alone() -> None:
@@ -92,19 +72,6 @@ def test_dropout_is_for_training(kind: str) -> None:
     assert torch.equal(model.loss(tokens())[0], without.loss(tokens())[0])
     model.train()
     assert not torch.equal(model.loss(tokens())[0], model.loss(tokens())[0])
-
-
-def test_the_auxiliary_loss_is_the_sum_over_layers() -> None:
-    model = tiny_model(routing_commitment=0.1).train()
-    layers = [module for module in model.modules() if isinstance(module, Routing)]
-    total = float(model.loss(tokens())[1].detach())
-    parts = []
-    for silent in layers:
-        silent.commitment = 0.0
-        parts.append(float(model.loss(tokens())[1].detach()))
-        silent.commitment = 0.1
-    assert min(parts) > 0 and sum(parts) == pytest.approx(total)
-    assert float(model.eval().loss(tokens())[1]) == 0
 
 
 @each_kind(
@@ -157,19 +124,6 @@ def test_centroids_start_at_vectors_of_training_data_and_wait_for_them(training:
     assert all(torch.equal(x, states[1][name]) for name, x in states[0].items())
 
 
-@pytest.mark.parametrize("selection", EVERY)
-@pytest.mark.parametrize("positions", POSITIONS)
-def test_bfloat16(selection: str, positions: str) -> None:
-    model = tiny_model(selection=selection, positions=positions, attention_dropout=0.0).float().train()
-    exact = float(model.loss(tokens())[0].mean().detach())
-    with torch.autocast("cpu", torch.bfloat16):
-        nats_BN, auxiliary = model.loss(tokens())
-    assert nats_BN.dtype == torch.float32
-    (nats_BN.mean() + auxiliary).backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-    assert float(nats_BN.mean().detach()) == pytest.approx(exact, rel=0.05)
-
-
 @pytest.mark.parametrize("positions", ["axial", "learned", "none"])
 def test_weights_at_the_start_by_depth(positions: str) -> None:
     sizes = {"length": 1024, "hidden": 128, "ffn_hidden": 256, "layers": 4, "positions": positions, "ffn": "relu"}
@@ -197,20 +151,6 @@ def test_in_training_too_later_units_move_nothing_earlier(selection: str) -> Non
     torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
 
 
-@each_kind([{"selection": "causal"}, *(kind for kind in OTHERS if kind["selection"] != "topk")])
-def test_a_gradient_reaches_only_earlier_units(kind: Kind) -> None:
-    model = tiny_model(**kind)
-    inputs_B1NE = model.embedding(tokens(1)).detach().requires_grad_()
-    x_BNE = inputs_B1NE
-    for block in model.blocks:
-        x_BNE, _ = block(x_BNE)
-    # The first position of a block of 2, 3 or 4: what stands behind it in the block must not reach it.
-    x_BNE[0, 12].square().sum().backward()
-    assert inputs_B1NE.grad is not None
-    reach_N = inputs_B1NE.grad[0].abs().amax(-1)
-    assert (reach_N[13:] == 0).all() and reach_N[12] > 0
-
-
 @each_kind([{}, {"selection": "topk"}, *(kind for kind in OTHERS if kind["selection"] != "random")])
 def test_the_state_has_all_that_lasts(kind: Kind) -> None:
     model, other = tiny_model(seed=0, **kind), tiny_model(seed=1, **kind)
@@ -225,7 +165,7 @@ def test_the_state_has_all_that_lasts(kind: Kind) -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # torch's own, while it compiles
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch asks
 def test_a_compiled_model_has_the_same_loss_and_gradients() -> None:
-    plain, compiled = tiny_model(selection="causal").train(), tiny_model(selection="causal").train()
+    plain, compiled = (tiny_model(selection="causal", layers=2, routing_layers=1).train() for _ in range(2))
     compiled.loss = compile_loss(compiled, compiled.loss)  # type: ignore[method-assign]
     expected, found = gradients(plain, tokens()), gradients(compiled, tokens())
     assert set(found) == set(expected)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rtx.checks import resolve
 from rtx.config import CLUSTERED, Config, DataConfig, ModelConfig, RoutingConfig
+from rtx.model.decoding import Decoder
 from rtx.model.transformer import Transformer
 
 Kind = dict[str, Any]
@@ -31,11 +32,8 @@ BASED = itertools.product(SELECTIONS, POSITIONS, ("local", "full", "local+full")
 PLAIN = [(s, p, ("pre", "post")[n % 2], base) for n, (s, p, base) in enumerate(BASED)]  # a norm with any two of these
 PLAIN += [(*kind, "lsh+adaptive_span") for kind in (("causal", "rotary", "pre"), ("topk", "shaw", "post"))]
 PLAIN += [(*kind, "lsh+adaptive_span") for kind in (("random", "none", "post"), ("causal", "shaw", "pre"))]
-PLAIN += [
-    ("causal", positions, "pre", base)
-    for positions in POSITIONS
-    for base in ("strided", "fixed", "fixed_block+fixed_summary")
-]
+SPARSE = ("strided", "fixed", "fixed_block+fixed_summary")
+PLAIN += [("causal", positions, "pre", base) for positions, base in itertools.product(POSITIONS, SPARSE)]
 COMMON: list[Kind] = [dict(zip(("selection", "positions", "norm", "base"), kind, strict=True)) for kind in PLAIN]
 """Selection by shared keys, positions, norm and base pattern."""
 
@@ -63,6 +61,15 @@ OWN_KEYS: list[Kind] = [
 """Clusters that route queries and keys apart, and one cluster for each position."""
 
 KINDS = COMMON + OTHERS + OWN_KEYS
+
+NARROW: Kind = {"embedding": 6, "ffn": "geglu", "routing_attend_self": False}
+HASHED: Kind = {"base": "lsh", "hash_buckets": 4, "window": 6}
+STREAMED: list[Kind] = [
+    *KINDS,
+    *({"selection": s, "routing_logit_scale": scale, **NARROW} for s in EVERY for scale in ("none", "sqrt_d")),
+    *({"lsh": variant, "hash_rounds": rounds, **HASHED} for variant in ("causal", "reformer") for rounds in (1, 2)),
+    *(kind | NARROW for kind in OWN_KEYS[::2]),
+]
 
 
 def each_kind(kinds: list[Kind]) -> pytest.MarkDecorator:
@@ -103,11 +110,6 @@ def tokens(batch: int = 2, length: int = 24, seed: int = 0, vocabulary: int = VO
     return torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def tokens_for(kind: Kind) -> Tensor:
-    """Random units, where the positions allow it more than the model was made for."""
-    return tokens(length=24 if kind.get("positions") in ("learned", "axial") else 37)
-
-
 def gradients(model: Transformer, tokens_BN: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     nats_BN, auxiliary = model.loss(tokens_BN)
@@ -122,3 +124,17 @@ def check_alike(found: Tensor, expected: Tensor, leaves: Iterable[Tensor], toler
     leaves = list(leaves)
     ours, theirs = (torch.autograd.grad((out * weight).sum(), leaves, retain_graph=True) for out in (found, expected))
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def check_streams(model: Transformer, tokens_BN: Tensor, *prompts: int, tolerance: float = 1e-10) -> None:
+    """Steps give the nats of one pass in which the prefix decides, and go on alike behind prompts taken in at once."""
+    slow, inputs = Decoder(model, len(tokens_BN)), [None, *tokens_BN.T[:-1]]
+    logits_NBV = torch.stack([slow.step(tokens_B) for tokens_B in inputs])
+    found_NB = -logits_NBV.log_softmax(-1).gather(-1, tokens_BN.T[..., None])[..., 0]
+    with torch.no_grad():
+        expected_BN, _ = model.loss(tokens_BN, prefix=True)
+    torch.testing.assert_close(found_NB.T, expected_BN, rtol=tolerance, atol=tolerance)
+    for prompt in prompts:
+        quick, end = Decoder(model, len(tokens_BN)), prompt + 13
+        found = [quick.prefill(tokens_BN[:, :prompt]), *map(quick.step, inputs[prompt + 1 : end])]
+        torch.testing.assert_close(torch.stack(found), logits_NBV[prompt:end], rtol=tolerance, atol=tolerance)

@@ -177,12 +177,11 @@ def test_the_cost_of_a_header_is_what_the_plan_says(experiment: str) -> None:
 
 
 def test_the_reformer_is_published_as_it_is_and_marked(tmp_path: Path) -> None:
-    found = {name: values(name) for name in ("imagenet64_reformer", "imagenet64_lsh")}
-    assert [one["model.lsh"] for one in found.values()] == ["reformer", "causal"]
-    assert {one["trainer.batch_size"] for one in found.values()} == {8} and "batch 8" in header("model/reformer.yaml")
-    for name in found:
-        write_run(tmp_path, config(name), bits=3.7, data={**IMAGES, "name": "imagenet64"})
-    write_run(tmp_path, config("imagenet64"), bits=3.6, data={**IMAGES, "name": "imagenet64"})
+    found = [values(name) for name in ("imagenet64_reformer", "imagenet64_lsh")]
+    assert [(one["model.lsh"], one["trainer.batch_size"]) for one in found] == [("reformer", 8), ("causal", 8)]
+    assert "batch 8" in header("model/reformer.yaml")
+    for name in ("imagenet64_reformer", "imagenet64_lsh", "imagenet64"):
+        write_run(tmp_path, config(name), data={**IMAGES, "name": "imagenet64"})
     report = build(collect([tmp_path]), "")
     assert report.answer and report.headline.endswith("see the future and are not ranked.")
     sights = {row["heads"]: row["sees_future"] for row in report.answer.rows}

@@ -52,12 +52,6 @@ def test_intervals_are_those_of_students_t_and_equal_rows_tie() -> None:
     assert [one.verdict for one in found.values()] == ["tied", "behind", "better"]
 
 
-def test_the_error_of_a_pace_widens_a_verdict() -> None:
-    rows = {"a": {str(k): 1.0 + 0.01 * (k % 3) for k in range(5)}, "b": {str(k): 1.1 for k in range(5)}}
-    assert compare(rows, [("a", "b")])["a", "b"].verdict == "better"
-    assert compare(rows, [("a", "b")], {"a": (0.5, 19.0)})["a", "b"].verdict == "tied"
-
-
 def test_the_best_of_many_is_reported_by_other_seeds_than_those_that_chose_it() -> None:
     rng, reported = np.random.default_rng(0), []
     for _ in range(400):

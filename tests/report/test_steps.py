@@ -46,9 +46,8 @@ def test_ratios_stand_beside_the_papers(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_paces_of_a_record_count_before_those_of_runs(tmp_path: Path) -> None:
-    for values in (LOCAL, FULL):
+    for values in (LOCAL, FULL, CAUSAL):
         write_run(tmp_path, config("far_text_causal", **values), speed=7.0)
-    write_run(tmp_path, config("far_text_causal", **CAUSAL), speed=7.0)
     rows = [timed(100.0, "far_text_causal", **LOCAL), timed(400.0, "far_text_causal", "ids drawn at random", **FULL)]
     write_record(tmp_path, record(*rows))
     assert cli.main(["report", str(tmp_path)]) == 0

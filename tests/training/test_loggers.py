@@ -35,7 +35,7 @@ def test_rows_survive_a_kill_in_the_middle_of_one_and_hold_what_json_knows(tmp_p
 
 
 ONLINE, AUTO = LoggerConfig(name="online", project="p", entity="e", group="g"), LoggerConfig(name="auto")
-ON, ALONE = "W&B: https://wandb.example/run", "going on with metrics.jsonl alone"
+ON = "W&B: https://wandb.example/run"
 
 
 class FakeWandb:
@@ -43,11 +43,10 @@ class FakeWandb:
 
     def __init__(self, patch: pytest.MonkeyPatch, fault: str = "", key: bool = False) -> None:
         self.fault, self.key, self.exit_code = fault, key, -1
-        self.rows: list[dict[str, Any]] = []
-        self.begun: list[dict[str, Any]] = []
-        self.kept: list[Any] = []
-        for name in ("init", "login", "teardown"):
-            patch.setattr(wandb, name, getattr(self, name))
+        self.rows, self.begun, self.kept = [], [], []
+        patch.setattr(wandb, "init", self.init)
+        patch.setattr(wandb, "login", self.login)
+        patch.setattr(wandb, "teardown", lambda exit_code: None)
 
     def fail_at(self, door: str) -> None:
         if self.fault == door:
@@ -56,8 +55,8 @@ class FakeWandb:
     def init(self, **asked: Any) -> Any:
         self.begun.append(asked)
         self.fail_at("server")
-        doors = {"log": self.log, "finish": self.finish, "define_metric": lambda *_, **__: None}
-        return SimpleNamespace(url="https://wandb.example/run", id=asked["id"], log_artifact=self.kept.append, **doors)
+        doors = {"log": self.log, "finish": self.finish, "define_metric": str, "log_artifact": self.kept.append}
+        return SimpleNamespace(url="https://wandb.example/run", id=asked["id"], **doors)
 
     def log(self, row: dict[str, Any]) -> None:
         self.fail_at("network")
@@ -71,9 +70,6 @@ class FakeWandb:
         assert not prompt and not verify
         self.fail_at("service")
         return self.key
-
-    def teardown(self, exit_code: int) -> None:
-        pass
 
 
 @pytest.fixture
@@ -95,15 +91,7 @@ def begun(
     return fake, lines, wandb_logger(Config(logger=config), folder, {"seed": 0}, lines.append)
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("service", [f"W&B: no service; {ALONE}"]),
-        ("server", [f"W&B: no server; {ALONE}"]),
-        ("network", [ON, f"W&B: no network; {ALONE}"]),
-        ("upload", [ON, f"W&B: no upload; {ALONE}"]),
-    ],
-)
+@pytest.mark.parametrize(("fault", "said"), [("service", []), ("server", []), ("network", [ON]), ("upload", [ON])])
 def test_an_error_at_the_beginning_in_the_middle_or_at_the_end_is_said_once(
     monkeypatch: pytest.MonkeyPatch, bare: Path, fault: str, said: list[str]
 ) -> None:
@@ -112,7 +100,7 @@ def test_an_error_at_the_beginning_in_the_middle_or_at_the_end_is_said_once(
         for step in range(3):
             logger.log_metrics({"bits": 1.0}, step)
         logger.finish(exit_code=1)
-    assert lines == said
+    assert lines == [*said, f"W&B: no {fault}; going on with metrics.jsonl alone"]
 
 
 def test_auto_is_online_with_a_key_and_offline_without(monkeypatch: pytest.MonkeyPatch, bare: Path) -> None:
@@ -185,12 +173,8 @@ def test_a_real_run_offline_read_back(bare: Path, workshop: Workshop, monkeypatc
     assert steps == dict.fromkeys(("*", "val/bits"), "trainer/global_step") | {"trainer/global_step": None}
     items = [one["item"] for one in found["history"]]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for kind, name, key in (
-        ("train", "train/bits", "bits"),
-        ("valid", "val/bits", "val_bits"),
-        ("final", "final/bits", "val_bits"),
-    ):
-        curve = [(item["trainer/global_step"], item[name]) for item in items if name in item]
+    for kind, name, key in (("train", "train", "bits"), ("valid", "val", "val_bits"), ("final", "final", "val_bits")):
+        curve = [(item["trainer/global_step"], bits) for item in items if (bits := item.get(f"{name}/bits"))]
         assert curve == [(row["step"], row[key]) for row in rows if row["kind"] == kind] and curve
     (score,) = (json.loads(path.read_text()) for path in (run / "eval").iterdir())
     assert any(item.get("eval/valid/parallel/bits_per_byte") == score["bits_per_byte"] for item in items)
