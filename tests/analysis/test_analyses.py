@@ -21,7 +21,7 @@ from rtx.attention.choices import Blocks, Exact
 from rtx.attention.patterns import AdaptiveSpan, Full, Local
 from rtx.attention.routing import Routing
 from rtx.evaluation.protocols import Window, windows
-from tests.model.tiny_models import OTHERS, OWN_KEYS, VOCABULARY, Kind, each_kind, tiny_config, tiny_model, tokens
+from tests.model.tiny_models import OTHERS, OWN_KEYS, TIED, VOCABULARY, Kind, each_kind, tiny_config, tiny_model, tokens
 
 AT = torch.tensor([0, 1, 7, 8, 20, 23])
 LENGTH, WINDOW, CLUSTERS = 24, 5, 4
@@ -154,14 +154,12 @@ def test_spans_are_told_in_positions_and_nothing_without_routing() -> None:
 
 SIZES = [1, 4, 9, 24]
 FULL = {"base": "full", "routing_layers": 0, "positions": "none"}
-ONE_CLUSTER = {"routing_layers": 3, "routing_heads": 4, "routing_clusters": 1, "routing_window": LENGTH}
-LOOKING_BACK = {**ONE_CLUSTER, "routing_keys": "tied", "routing_key_shift": 1, "routing_rotary": False}
+ONE_CLUSTER = {"selection": "nearest", "routing_layers": 3, "routing_heads": 4, "routing_clusters": 1}
+LOOKING_BACK = {**ONE_CLUSTER, **TIED, "routing_window": LENGTH}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("back", "options"), [(0, FULL), (5, FULL), (5, {**LOOKING_BACK, "selection": "nearest"})], ids=str
-)
+@pytest.mark.parametrize(("back", "options"), [(0, FULL), (5, FULL), (5, LOOKING_BACK)], ids=str)
 def test_what_is_kept_is_what_the_rule_reads(back: int, options: Any) -> None:
     model, config, N = tiny_model(**options), tiny_config(**options), LENGTH - back
     made = nn.ModuleList(coverage.selections(config, layer, SIZES, block=2) for layer in range(3))

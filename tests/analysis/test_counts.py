@@ -174,10 +174,9 @@ def test_parameters_and_dense_operations_are_those_that_torch_counts() -> None:
     assert cost(local, 11).dense == dense
 
 
-@pytest.mark.parametrize(
-    ("n", "stride", "summary"), [(1, 1, 1), (7, 3, 2), (8, 8, 1), (7, 20, 5), (30, 4, 3), (31, 5, 5)]
-)
-def test_pairs_by_position_are_those_of_the_rules(n: int, stride: int, summary: int) -> None:
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (7, 3, 2), (8, 8, 1), (7, 20, 5), (30, 4, 3), (31, 5, 5)])
+def test_pairs_by_position_are_those_of_the_rules(sizes: tuple[int, int, int]) -> None:
+    n, stride, summary = sizes
     at_N = torch.arange(n)[:, None]
     for pattern, counted in (
         (Full(), triangle(n)),

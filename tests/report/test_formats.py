@@ -57,9 +57,7 @@ def test_csv_columns_of_numbers_hold_numbers_whole_ones_stay_whole(report: Repor
     assert row["ours"] == 2.123456789012 and row["step"] == 2000 and isinstance(row["step"], int)
 
 
-def test_files_show_letters_as_they_are_the_page_stands_alone_and_plots_are_files_too(
-    report: Report, tmp_path: Path
-) -> None:
+def test_files_show_letters_as_they_are_a_page_stands_alone_plots_are_files(report: Report, tmp_path: Path) -> None:
     files = write(report, tmp_path / "out")
     written, page = ((tmp_path / "out" / f"report.{form}").read_text() for form in ("md", "html"))
     assert "50% & _x_" in written and "a\\|b &lt;c>" in written

@@ -21,19 +21,14 @@ from rtx.training.distributed import is_part, shard, shared_as, whole
 from rtx.training.module import TrainingModule, build_optimizer
 
 
-@pytest.mark.parametrize(
-    ("command", "told"),
-    [("true", []), ("exit 3", ["ended with 3"]), ("kill -9 $$", ["was killed by SIGKILL"])],
-)
-def test_a_child_that_ends_otherwise_than_by_leaving_is_told_of(
-    monkeypatch: pytest.MonkeyPatch, command: str, told: list[str]
-) -> None:
+def test_a_child_that_ends_otherwise_than_by_leaving_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "PATIENCE_SECONDS", 0.0)
-    children, lines = [subprocess.Popen(["sh", "-c", each]) for each in (command, "sleep 0.05")], []
-    room.watch_ranks(children, lines.append)
-    for child in children:
-        child.wait()
-    assert [line.partition(" the run ")[2] for line in lines] == told
+    for command, told in (("true", []), ("exit 3", ["ended with 3"]), ("kill -9 $$", ["was killed by SIGKILL"])):
+        children, lines = [subprocess.Popen(["sh", "-c", each]) for each in (command, "sleep 0.05")], []
+        room.watch_ranks(children, lines.append)
+        for child in children:
+            child.wait()
+        assert [line.partition(" the run ")[2] for line in lines] == told
 
 
 KINDS: dict[str, dict[str, Any]] = {

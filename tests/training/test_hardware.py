@@ -88,9 +88,8 @@ def test_processes_of_one_machine_share_its_cores(
     monkeypatch.setenv("OMP_NUM_THREADS", given)
     if not given:
         monkeypatch.delenv("OMP_NUM_THREADS")
-    prepare_torch(
-        Config(hardware=HardwareConfig(name="ddp", devices=2, threads=wished)), resolved(name="ddp", devices=2)
-    )
+    wish = HardwareConfig(name="ddp", devices=2, threads=wished)
+    prepare_torch(Config(hardware=wish), resolved(name="ddp", devices=2))
     assert taken == ([threads] if threads else [])  # else it is torch's own choice
     assert os.environ["OMP_NUM_THREADS"] == (given or str(threads))  # of the processes that rtx starts
 
@@ -101,9 +100,7 @@ def test_a_refusal_of_memory_is_known_and_nothing_else_taken_for_it() -> None:
     assert all(map(out_of_memory, refusals)) and not any(map(out_of_memory, others))
 
 
-def test_the_memory_of_this_machine_is_shared_by_the_processes_of_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_processes_of_a_run_share_the_memory_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = device_memory(compose(["hardware=cpu"])) or 0
     assert whole > 2**28
     assert device_memory(compose(["hardware=ddp", "hardware.devices=2", "trainer.batch_size=2"])) == whole // 2

@@ -82,12 +82,10 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def begun(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, config: LoggerConfig = ONLINE, **faults: Any
-) -> tuple[FakeWandb, list[str], Any]:
+def begun(patch: pytest.MonkeyPatch, folder: Path, config: LoggerConfig = ONLINE, **faults: Any) -> Any:
     """Return W&B, the lines said, and a logger that uses it (None: it could not begin)."""
     faults.setdefault("key", config is ONLINE)
-    fake, lines = FakeWandb(monkeypatch, **faults), []
+    fake, lines = FakeWandb(patch, **faults), []
     return fake, lines, wandb_logger(Config(logger=config), folder, {"seed": 0}, lines.append)
 
 

@@ -26,11 +26,9 @@ from rtx.training.checkpoint import (
 from rtx.training.run_folder import Status, new_run_folder, read_status, run_state, utc_now, working_in
 
 
-@pytest.mark.parametrize(
-    ("beat", "state"), [("2020-01-01T00:00:00.000Z", "killed"), ("2999-01-01T00:00:00.000Z", "killed"), ("", "running")]
-)
-def test_on_another_machine_the_heartbeat_tells(tmp_path: Path, beat: str, state: str) -> None:
-    status = {"state": "running", "pid": 1, "host": "elsewhere", "step": 3, "heartbeat": beat or utc_now()}
+@pytest.mark.parametrize(("year", "state"), [("2020", "killed"), ("2999", "killed"), (utc_now()[:4], "running")])
+def test_on_another_machine_the_heartbeat_tells(tmp_path: Path, year: str, state: str) -> None:
+    status = {"state": "running", "pid": 1, "host": "elsewhere", "step": 3, "heartbeat": year + utc_now()[4:]}
     (tmp_path / "status.json").write_text(json.dumps(status))
     assert run_state(tmp_path) == state
     if state == "running":
