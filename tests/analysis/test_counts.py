@@ -128,7 +128,7 @@ def test_every_preset_starts_on_a_gpu_of_16_gib(preset: str) -> None:
         assert more.recompute < less.recompute or more.micro_batch_size >= less.micro_batch_size
 
 
-def test_the_largest_that_fits_is_taken_and_blocks_are_recomputed_last() -> None:
+def test_the_largest_that_fits_is_taken_blocks_are_recomputed_last_and_what_is_asked_for_stays() -> None:
     config = compose(SMALL)
 
     def room(size: int) -> float:
@@ -143,9 +143,6 @@ def test_the_largest_that_fits_is_taken_and_blocks_are_recomputed_last() -> None
     nothing = plan.choose_micro_batch(config, 256, 1e6)
     assert nothing[:2] == (1, True) and not nothing.fits
     assert plan.choose_micro_batch(config, 256, 80 * GIB, world=3).micro_batch_size == 4, "devices share the batch"
-
-
-def test_what_is_asked_for_is_not_chosen_anew() -> None:
     asked = compose([*SMALL, "trainer.micro_batch_size=6", "model.recompute=false"])
     assert plan.fit_to_device(asked, 256, 80 * GIB) == (asked, "")
     same, line = plan.fit_to_device(asked, 256, 1e6)
