@@ -1,5 +1,6 @@
 """What every pattern keeps: the oracle's outputs and gradients, streams, no future, no padding, edges, all types; and
-what torch's engine gives the compiled kernel gives, too, forward and backward, on any number of threads.
+what torch's engine gives the compiled kernel gives, too, forward and backward, on any number of threads. The example
+of docs/extending.md keeps the same, and the one of docs/api.md runs.
 """
 
 import itertools
@@ -7,13 +8,17 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from cases import CASES, KINDS, SEES_FUTURE, Case, check_oracle, check_stream, drawn, gradients, make, run, stream
 from hypothesis import HealthCheck, example, given, settings
 
-from rtx.attention import flex, native, oracle
+import rtx
+from rtx.attention import Pattern, Relative, Spread, flex, native, oracle
+from rtx.attention.cache import Cache
 from rtx.attention.choices import Choice
 from rtx.attention.pattern import PositionPattern
 from rtx.training.hardware import has_compiler
@@ -247,3 +252,65 @@ def test_without_a_kernel_auto_takes_torchs_engine(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(native, "available", lambda: False)
     case = Case(B=1, N=1100, W=4)
     assert torch.equal(*(run(*drawn("local", case, torch.float32, backend=name)) for name in ("auto", "torch")))
+
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def blocks(page: str) -> list[str]:
+    """Return the Python of a page of docs/."""
+    return re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def dilated() -> Any:
+    """The class of the page, without the name that it registers for commands."""
+    (text,) = [text for text in blocks("extending.md") if "class Dilated" in text]
+    names: dict[str, Any] = {"__name__": "dilated"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rtx, "register_pattern", lambda name, cls: None)
+        exec(compile(text, "dilated.py", "exec"), names)
+    return names["Dilated"]
+
+
+def check(pattern: Pattern, case: Case) -> None:
+    check_oracle(pattern, case)
+    check_stream(pattern, case)
+
+
+@given(case=CASES)
+@few
+def test_the_pattern_is_the_oracles_and_streams(dilated: Any, case: Case) -> None:
+    check(dilated(window=case.W, stride=case.C).eval(), case)
+
+
+def test_it_reads_every_third_of_the_last(dilated: Any) -> None:
+    i, j = torch.tensor([[4], [19]]), torch.arange(20)
+    seen_2N = dilated(window=4, stride=3).sees(0, i, j) & (i >= j)
+    assert [seen_N.nonzero()[:, 0].tolist() for seen_N in seen_2N] == [[1, 4], [10, 13, 16, 19]]
+
+
+@pytest.mark.parametrize("wrong", ["sees", "since_N", "until_N", "keeps"])
+def test_a_pattern_that_contradicts_itself_is_caught(dilated: Any, wrong: str) -> None:
+    class Wrong(dilated):
+        def sees(self, head: int, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+            return i - j < self.keeps if wrong == "sees" else super().sees(head, i, j)
+
+        def spreads(self, position_N: torch.Tensor, heads: int) -> list[Spread]:
+            (spread,) = super().spreads(position_N, heads)
+            if wrong in spread._fields:  # a key too few; the next key, too
+                spread = spread._replace(**{wrong: getattr(spread, wrong) + self.stride})
+            return [spread]
+
+        def start(self, relative: Relative | None = None) -> Cache:
+            cache = super().start(relative)
+            cache.ring -= self.stride * (wrong == "keeps")  # forgets a key too early
+            return cache
+
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        check(Wrong(window=3, stride=3).eval(), Case(N=20))
+
+
+def test_the_example_of_the_attention_alone_runs() -> None:
+    (text,) = [text for text in blocks("api.md") if "rtx.attention" in text]
+    exec(compile(text, "api.md", "exec"), {})
