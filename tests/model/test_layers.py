@@ -193,21 +193,16 @@ def test_attention_dropout_reaches_every_kind_of_head() -> None:
         assert differs.all() and torch.equal(layer.eval()(x_BNE)[0], calm)
 
 
-def mix(shift: int, width: int) -> KeyMix:
-    torch.manual_seed(0)
-    mixed = KeyMix(2, 4, shift, width).double()
-    if mixed.taps_HDK is not None:
-        torch.nn.init.normal_(mixed.taps_HDK)
-    return mixed
-
-
 K_BHND = torch.randn(3, 2, 7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("shift", [0, 1, 2, 9])
 @pytest.mark.parametrize("width", [1, 2, 3, 9])
 def test_a_position_gets_the_key_so_far_back_and_the_convolution_adds_those_before(shift: int, width: int) -> None:
-    mixed = mix(shift, width)
+    torch.manual_seed(0)
+    mixed = KeyMix(2, 4, shift, width).double()
+    if mixed.taps_HDK is not None:
+        torch.nn.init.normal_(mixed.taps_HDK)
     expected = torch.zeros_like(K_BHND)
     for j in range(7):
         keys = [K_BHND[:, :, j - shift - back] if j >= shift + back else torch.zeros(2, 4) for back in range(width)]
