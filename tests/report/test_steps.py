@@ -107,9 +107,7 @@ def test_slow_rows_are_taken_where_the_first_one_ended_and_those_not_timed_in_tr
     assert said == "No difference from local shown: full.", "the error of the pace is in the verdict"
 
 
-@pytest.mark.parametrize(
-    "term", [("optimizer__schedule", "rsqrt"), ("data__length", 1024), ("trainer__val_windows", 8)]
-)
+@pytest.mark.parametrize("one", [("optimizer__schedule", "rsqrt"), ("data__length", 1024), ("trainer__val_windows", 8)])
 def test_rows_of_other_terms_are_not_compared(tmp_path: Path, one: tuple[str, Any]) -> None:
     other = dict([one])
     write_five(tmp_path, 2.0, **LOCAL)

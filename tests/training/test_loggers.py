@@ -55,8 +55,8 @@ class FakeWandb:
     def init(self, **asked: Any) -> Any:
         self.begun.append(asked)
         self.fail_at("server")
-        doors = {"log": self.log, "finish": self.finish, "define_metric": str, "log_artifact": self.kept.append}
-        return SimpleNamespace(url="https://wandb.example/run", id=asked["id"], **doors)
+        doors = {"log": self.log, "finish": self.finish, "define_metric": lambda *_, **__: None}
+        return SimpleNamespace(url="https://wandb.example/run", id=asked["id"], log_artifact=self.kept.append, **doors)
 
     def log(self, row: dict[str, Any]) -> None:
         self.fail_at("network")
