@@ -1,4 +1,4 @@
-"""`rtx plan` for every preset."""
+"""`rtx plan`: the figures of a model, and what each device is given."""
 
 import re
 
@@ -6,68 +6,52 @@ import pytest
 import torch
 
 from rtx.commands import plan
-from rtx.keys import conf_dir, options
 
 
-@pytest.mark.parametrize("preset", sorted(options("model")))
-def test_every_preset_has_a_plan(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "cutoffs:" in (conf_dir() / "model" / f"{preset}.yaml").read_text()  # bands are of many words
-    data = ["data=wikitext103"] if words else []
-    assert plan.main([*data, f"model={preset}"]) == 0
-    printed = capsys.readouterr().out
-    assert f"{preset}: " in printed
-    for word in ("parameters", "operations", "memory", "run"):
-        assert any(line.startswith(word) for line in printed.splitlines())
-
-
-def test_the_figures_of_a_known_model(capsys: pytest.CaptureFixture[str]) -> None:
-    plan.main(["data=enwik8", "model=rt24", "trainer.steps=1000", "trainer.batch_size=16"])
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """Return the lines of a plan, which fit a terminal of 80 columns."""
+    assert plan.main(list(words)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 80 for line in lines)
+    return lines
+
+
+def test_the_figures_of_a_known_model_and_one_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = planned(capsys, "data=enwik8", "model=rt24", "trainer.steps=1000", "trainer.batch_size=16")
     printed = " ".join(" ".join(lines).split())
     assert "rt24: 24 layers, local heads, N = 8,192 units of enwik8" in printed
     assert "1,000 steps, 131,072,000 units" in printed
-
-
-def fit_lines(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Return what a plan says of devices, a line for each, on a machine of 15 GiB without a GPU."""
-    monkeypatch.setattr(plan, "device_memory", lambda config: None if config.hardware.name == "gpu" else 15 * 2**30)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert plan.main(["data=enwik8", "model=rt24", *words]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert all(len(line) <= 80 for line in lines)
-    told = " ".join(" ".join(lines[next(i for i, line in enumerate(lines) if line.startswith("what fits ")) :]).split())
-    return re.split(r" (?=a GPU of|this machine)", told.removeprefix("what fits"))[1:]
+    for word in ("parameters", "operations", "memory"):
+        assert any(line.startswith(word) for line in lines)
+    one = ("model.layers=1", "routing.layers=1", "trainer.steps=1", "trainer.batch_size=1")
+    printed = " ".join(" ".join(planned(capsys, *one)).split())
+    assert all(said in printed for said in ("tiny: 1 layer,", "(1 device, 1 sequence at a time)", "run 1 step,"))
+    two = planned(capsys, "hardware=ddp", "hardware.devices=2", "trainer.batch_size=4")
+    assert "(2 devices, 2 sequences at a time)" in " ".join(" ".join(two).split())
 
 
 def test_the_plan_says_what_each_device_is_given(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = fit_lines([], monkeypatch, capsys)
-    assert [line.partition(":")[0] for line in given] == [
-        *("a GPU of 16 GiB", "a GPU of 24 GiB", "a GPU of 80 GiB", "this machine (15.0 GiB)"),
-    ]
-    assert " at a time, recomputed, " in given[0] and "recomputed" not in given[2] and "does not fit" not in given[0]
-    asked = fit_lines(["trainer.micro_batch_size=8", "model.recompute=false"], monkeypatch, capsys)
-    assert "does not fit (8 sequences at a time, " in asked[0] and "optimizer=adafactor" in asked[0]
+    monkeypatch.setattr(plan, "device_memory", lambda config: None if config.hardware.name == "gpu" else 15 * 2**30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+    def given(*words: str) -> list[str]:
+        """Return what a plan says of devices, a line for each, on a machine of 15 GiB without a GPU."""
+        told = " ".join(" ".join(planned(capsys, "data=enwik8", "model=rt24", *words)).split())
+        return re.split(r" (?=a GPU of|this machine)", told.partition(" what fits ")[2])
+
+    gpus, machine = [f"a GPU of {size} GiB" for size in (16, 24, 80)], ["this machine (15.0 GiB)"]
     for words, devices in (
-        (["hardware=gpu"], ["a GPU of 16 GiB", "a GPU of 24 GiB", "a GPU of 80 GiB"]),
-        (["hardware=cpu"], ["this machine (15.0 GiB)"]),
-        (["plan.memory=80"], ["a GPU of 80 GiB"]),  # to be rented
+        ([], gpus + machine),
+        (["hardware=gpu"], gpus),
+        (["hardware=cpu"], machine),
+        (["plan.memory=80"], gpus[2:]),  # to be rented
     ):
-        assert [line.partition(":")[0] for line in fit_lines(words, monkeypatch, capsys)] == devices
-    plan.main(["plan.memory=0.001", "hardware=cpu"])
-    assert "a machine of 0.001 GiB: does not fit (" in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (("trainer.batch_size=8",), "(1 device, 8 sequences at a time)"),
-        (("hardware=ddp", "hardware.devices=2", "trainer.batch_size=2"), "(2 devices, 1 sequence at a time)"),
-        (("model.layers=1", "routing.layers=1", "trainer.steps=1"), "tiny: 1 layer,"),
-    ],
-)
-def test_one_is_one(overrides: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    plan.main(list(overrides))
-    assert said in " ".join(capsys.readouterr().out.split())
+        assert [line.partition(":")[0] for line in given(*words)] == devices
+    first, _, last, _ = given()
+    assert " at a time, recomputed, " in first and "recomputed" not in last and "does not fit" not in first
+    asked = given("trainer.micro_batch_size=8", "model.recompute=false")[0]
+    assert "does not fit (8 sequences at a time, " in asked and "optimizer=adafactor" in asked
+    said = " ".join(planned(capsys, "plan.memory=0.001", "hardware=cpu"))
+    assert "a machine of 0.001 GiB: does not fit (" in " ".join(said.split())

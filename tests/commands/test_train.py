@@ -1,4 +1,4 @@
-"""`rtx train`: what a run leaves, its closing score, that it repeats, and what it says when it cannot go on."""
+"""`rtx train`: what a run leaves, its closing score, and what it says when it cannot go on."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import SIZES, Workshop, difference, final, read_metrics
+from small_runs import SIZES, Workshop, final, read_metrics
 
 from rtx.compose import load_run_config
 from rtx.data.catalog import open_data
@@ -17,11 +17,6 @@ from rtx.training import callbacks
 from rtx.training.checkpoint import read_checkpoint
 from rtx.training.hardware import has_compiler
 from rtx.training.run_folder import read_status
-
-
-@pytest.fixture(scope="module")
-def run(workshop: Workshop) -> Path:
-    return workshop.train("run")
 
 
 def weight(run: Path, name: str = "embedding.table_VS") -> torch.Tensor:
@@ -39,8 +34,7 @@ def test_what_a_run_leaves_and_says(workshop: Workshop, tmp_path: Path) -> None:
     config = load_run_config(run)
     assert config.routing.clusters == 4  # ceil(32 / 8), frozen
     environment = json.loads((run / "environment.json").read_text())
-    assert environment["threads"] == 1
-    assert environment["hardware"]["accelerator"] == "cpu"
+    assert environment["threads"] == 1 and environment["hardware"]["accelerator"] == "cpu"
     assert {"torch", "lightning", "rtx"} <= environment["versions"].keys()
     status = read_status(run) or {}
     store = open_data(config.data, workshop.folder / "data")
@@ -83,18 +77,12 @@ def test_a_compiled_run_takes_the_same_steps(workshop: Workshop, monkeypatch: py
     assert len(compiled) == 1 and final(runs[0])["bits"] == pytest.approx(final(runs[1])["bits"], rel=1e-6)
 
 
-def test_the_same_seed_gives_the_same_bits_and_another_others(workshop: Workshop, run: Path) -> None:
-    again = workshop.train("again", "hardware.workers=1")
-    assert difference(again, run) == ""
-    other = workshop.train("other", "seed=1")
-    assert not torch.equal(weight(run), weight(other))
-
-
-def test_centroids_may_start_from_the_data(workshop: Workshop) -> None:
-    still = ("routing.decay=1.0", "trainer.steps=1")
-    runs = [workshop.train(init, f"routing.init={init}", *still) for init in ("data", "random")]
+def test_another_seed_gives_other_bits_and_centroids_may_start_from_the_data(workshop: Workshop) -> None:
+    words = ("routing.init=random", "seed=1", "routing.init=data")
+    plain, other, data = (workshop.train(word, word, "routing.decay=1.0", "trainer.steps=1") for word in words)
+    assert not torch.equal(weight(plain), weight(other))
     name = "blocks.1.attention.groups.routed.centroids.centroid_HCD"
-    assert not torch.equal(*(weight(run, name) for run in runs))
+    assert not torch.equal(weight(plain, name), weight(data, name))
 
 
 def test_a_nan_ends_the_run_in_one_line(workshop: Workshop) -> None:
@@ -119,23 +107,19 @@ def test_bf16_and_fp64(workshop: Workshop) -> None:
     assert len(set(scores.values())) == 3
 
 
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (("hardware=gpu",), "hardware=gpu, but torch finds no GPU"),
-        (("data.length=4000",), "expected at least one sequence of data.length=4000"),
-        (("hardware=ddp", "hardware.devices=2", "trainer.batch_size=3"), "trainer.batch_size=3"),
-        (("data.path={empty}",), "empty.txt"),
-    ],
-)
 def test_mistakes_are_told_in_a_line_and_leave_no_folder(
-    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], line: str
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    (tmp_path / "empty.txt").touch()
-    words = [word.format(empty=tmp_path / "empty.txt") for word in overrides]
-    said = workshop.command("train", workshop.text, *SIZES, *words, run=tmp_path / "cell", code=2)
-    assert line in said and not (tmp_path / "cell").exists()
+    (empty := tmp_path / "empty.txt").touch()
+    for words, line in (
+        ("hardware=gpu", "hardware=gpu, but torch finds no GPU"),
+        ("data.length=4000", "expected at least one sequence of data.length=4000"),
+        ("hardware=ddp hardware.devices=2 trainer.batch_size=3", "trainer.batch_size=3"),
+        (f"data.path={empty}", "empty.txt"),
+    ):
+        said = workshop.command("train", workshop.text, *SIZES, *words.split(), run=tmp_path / "cell", code=2)
+        assert line in said and not (tmp_path / "cell").exists()
 
 
 def test_a_number_of_windows_is_a_sample_and_marked_wherever_it_stands(workshop: Workshop) -> None:
@@ -153,22 +137,16 @@ def test_a_number_of_windows_is_a_sample_and_marked_wherever_it_stands(workshop:
     assert f" {final(run)['bits']:.4f} " in workshop.command("runs")
 
 
-@pytest.mark.parametrize(("seconds", "windows"), [(1e9, None), (1e-9, 5)])
-def test_auto_takes_all_windows_where_there_is_time_else_no_fewer_than_a_validation(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, seconds: float, windows: int | None
-) -> None:
-    monkeypatch.setattr(callbacks, "FINAL_SECONDS", seconds)
-    monkeypatch.setattr(callbacks.Watch, "seconds", 0.0)
-    run = workshop.train(f"auto{windows}", "data.length=16")
-    assert final(run).get("windows") == windows and (final(run)["units"] == 150) == (windows is None)
-
-
-def test_what_does_not_fit_is_said_at_once_whatever_was_asked(
+def test_auto_takes_all_windows_in_time_and_what_does_not_fit_is_said_at_once(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(callbacks.Watch, "seconds", 0.0)
     monkeypatch.setattr("rtx.commands.train.device_memory", lambda config, processes=0: 2**10)
-    run, words = workshop.folder / "tight", ("data.length=16", "model.recompute=false")
-    said = workshop.command("train", workshop.text, *SIZES, *words, run=run)
-    line = next(line for line in said.splitlines() if not line.startswith(("preparing", "data=text")))
-    assert line.startswith("warning: may not fit: hardware.precision=fp32 trainer.micro_batch_size=2 model.recompute=")
-    assert "of 0.0 GiB, by rtx plan, which leaves too little; less is needed with" in line
+    for seconds, windows in ((1e9, None), (1e-9, 5)):  # no fewer than a validation takes
+        monkeypatch.setattr(callbacks, "FINAL_SECONDS", seconds)
+        run, words = workshop.folder / f"auto{windows}", ("data.length=16", "model.recompute=false", "trainer.steps=4")
+        said = workshop.command("train", workshop.text, *SIZES, *words, run=run)
+        assert final(run).get("windows") == windows and (final(run)["units"] == 150) == (windows is None)
+        line = next(line for line in said.splitlines() if not line.startswith(("preparing", "data=text")))
+        told = "warning: may not fit: hardware.precision=fp32 trainer.micro_batch_size=2 model.recompute="
+        assert line.startswith(told) and "of 0.0 GiB, by rtx plan, which leaves too little; less is needed" in line
