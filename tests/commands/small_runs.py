@@ -285,16 +285,6 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
-def largest_file(size: int) -> str:
-    """Return the code for `inside` that lets no file grow beyond so many bytes, as a full disk or a quota would."""
-    return f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size},) * 2)"
-
-
-def exists(name: str) -> Callable[[Path], bool]:
-    """Return what waits for a file of the run."""
-    return lambda run: (run / name).exists()
-
-
 def after(step: int) -> Callable[[Path], bool]:
     """Return what waits for the row of a step."""
     return lambda run: steps_logged(run) >= step

@@ -33,8 +33,7 @@ def analyzed(workshop: Workshop, what: str, run: Path, *options: str) -> tuple[d
 
 def test_the_divergence_of_a_runs_heads_by_layer_and_over_layers(workshop: Workshop, run: Path) -> None:
     result, printed, _ = analyzed(workshop, "divergence", run, "draws=3", "sequences=2", "split=test")
-    assert "local routing" in printed and "Wikitext" not in printed
-    assert result["analyze"]["draws"] == 3
+    assert "local routing" in printed and "Wikitext" not in printed and result["analyze"]["draws"] == 3
     assert [row["layer"] for row in result["layers"]] == [0, 1], "of one head of a kind there is no pair"
     for row in [*result["layers"], *result["over_layers"]]:
         assert len(row["nats_R"]) == 3 and 0 <= row["mean"] <= math.log(2)
@@ -57,17 +56,11 @@ def test_patterns_are_a_table_and_one_picture(workshop: Workshop, run: Path) -> 
     assert kinds == [(1, 0, "local"), (1, 1, "routing")]
     again, other = (analyzed(workshop, "patterns", run, option)[2] for option in ("layer=0", "seed=5"))
     assert again == path and other not in (path, top), "the same again replaces itself, another stands beside"
+    said = workshop.command("analyze", "patterns", str(run), "layer=2", code=2)
+    assert "layer=2: the topmost layer is layer=1" in said
 
 
-def test_what_is_not_there_to_analyze_is_said(workshop: Workshop, run: Path) -> None:
-    for words, said in (
-        (("patterns", "layer=2"), "layer=2: the topmost layer is layer=1"),
-        (("coverage",), "model.base=local: no layer has full heads"),
-    ):
-        assert said in workshop.command("analyze", words[0], str(run), *words[1:], code=2)
-
-
-def test_loss_by_position_and_by_context(workshop: Workshop, run: Path) -> None:
+def test_loss_by_position_and_by_context(workshop: Workshop, run: Path, topk: Path) -> None:
     result, printed, _ = analyzed(workshop, "context", run, "windows=3")
     assert [(row["first"], row["last"]) for row in result["positions"]] == [(n, n + 1) for n in range(0, 32, 2)]
     first, second = result["gains"]
@@ -77,20 +70,16 @@ def test_loss_by_position_and_by_context(workshop: Workshop, run: Path) -> None:
     assert second["gain"] == pytest.approx(second["bits"] - first["bits"]) and second["gain_error"] > 0
     assert f"{second['bits']:.4g}" in printed
     assert "96 bytes each scored once (a sample of the windows)" in " ".join(printed.split())
-    whole, _, _ = analyzed(workshop, "context", run, "split=train")
-    assert whole["windows"] == 64 and analyzed(workshop, "context", run)[0]["windows"] == 4, (
-        "150 bytes of windows of 32"
-    )
-
-
-def test_a_part_of_the_window_tells_nothing_where_selection_sees_the_future(workshop: Workshop, topk: Path) -> None:
-    result, printed, _ = analyzed(workshop, "context", topk, "windows=3")
+    for split, windows in (("train", 64), ("valid", 4)):  # of 150 bytes 4 windows of 32 are whole
+        assert analyzed(workshop, "context", run, f"split={split}")[0]["windows"] == windows
+    result, printed, _ = analyzed(workshop, "context", topk, "windows=3")  # part of a window is told nothing
     assert result["gains"] == [] and "no gain from far context" in printed and "sees the future" in printed
     result, printed, _ = analyzed(workshop, "context", topk, "windows=3", "mode=streaming")
     assert len(result["gains"]) == 2 and "streaming" in printed
 
 
-def test_coverage_of_full_heads_by_every_selection_but_the_indexer(workshop: Workshop) -> None:
+def test_coverage_of_full_heads_by_every_selection_but_the_indexer(workshop: Workshop, topk: Path) -> None:
+    assert "model.base=local: no layer has full" in workshop.command("analyze", "coverage", str(topk), code=2)
     run = workshop.train("full", "model.base=full", "routing.heads=0")
     options = ("keys=4", "steps=3", "split=train", "windows=5")
     result, printed, path = analyzed(workshop, "coverage", run, *options)
@@ -112,12 +101,10 @@ def test_coverage_of_full_heads_by_every_selection_but_the_indexer(workshop: Wor
     assert "window=32: must be less" in workshop.command("analyze", "coverage", str(run), "window=32", code=2)
 
 
-SMALL = ("sequences=1", "prefixes=6", "windows=3", "positions=5")
-
-
 def audited(workshop: Workshop, run: Path, *overrides: str) -> tuple[dict[str, Any], str]:
     """Audit a run and return the JSON it leaves, and what was printed."""
-    printed = workshop.command("audit", str(run), *SMALL, *overrides)
+    small = ("sequences=1", "prefixes=6", "windows=3", "positions=5")
+    printed = workshop.command("audit", str(run), *small, *overrides)
     assert str(run / "audit.json") in printed
     return json.loads((run / "audit.json").read_text(), parse_constant=pytest.fail), printed
 
