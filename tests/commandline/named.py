@@ -30,14 +30,9 @@ def cell(words: Sequence[str]) -> dict[str, str]:
 
 def cells(words: Sequence[str]) -> list[dict[str, str]]:
     """Return what each cell of a sweep sets: lists make several cells."""
-    listed = [[(key, value) for value in several(key, text)] for key, text in cell(["", *words]).items()]
-    return [dict(each) for each in itertools.product(*listed)]
-
-
-def several(key: str, text: str) -> list[str]:
-    """Return the texts of the values that stand behind a key."""
-    text = text.strip()
-    return [text] if "," not in text or re.fullmatch(QUOTED, text) else [part.strip() for part in text.split(",")]
+    given = {key: text.strip() for key, text in cell(["", *words]).items()}
+    listed = [[text] if re.fullmatch(QUOTED, text) else text.split(",") for text in given.values()]
+    return [dict(zip(given, map(str.strip, each), strict=True)) for each in itertools.product(*listed)]
 
 
 def disagree(values: Mapping[str, Any], said: Mapping[str, str]) -> list[str]:

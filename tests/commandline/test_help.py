@@ -31,16 +31,13 @@ def test_every_group_option_and_key_has_its_line_with_the_value_that_overrides_g
         assert f"\n  {shown} " in page, shown
 
 
-def test_the_page_of_resume_shows_what_may_change() -> None:
+def test_a_command_on_a_run_shows_its_own_options_and_what_may_change() -> None:
     page = help.command_page("resume", [])
     assert "lengthen it by trainer.steps=N" in page
     for key in ("trainer.steps", "trainer.max_minutes", "hardware.threads", "logger.name", "data.path", "fsdp"):
         assert f"\n  {key} " in page, key
     for key in ("model.hidden", "routing.heads", "data.length", "trainer.batch_size", "seed", "rt24"):
         assert f"\n  {key} " not in page, key
-
-
-def test_a_command_on_a_run_shows_its_own_defaults_alone() -> None:
     page = help.command_page("eval", ["outputs/rtx/run"])
     assert "\n  split=valid " in page and "\n  hardware.threads " in page and "\n  data.length " in page
     assert "model=<option>" not in page and "hardware.workers" not in page
@@ -73,9 +70,8 @@ def test_a_shell_completes_by_its_script(shell: str) -> None:
     assert (answer.stdout, answer.stderr) == (SAID[shell], "")
 
 
-@pytest.mark.parametrize(
-    ("line", "some"),
-    [
+def test_what_may_stand_at_the_end_of_a_line() -> None:
+    for line, some in (
         ("rtx tr", ["train "]),
         ("rtx train rou", ["routing=", "routing.selection="]),
         ("rtx train -m seed=1 model.recompute=", ["auto ", "true ", "false "]),
@@ -87,9 +83,7 @@ def test_a_shell_completes_by_its_script(shell: str) -> None:
         ("rtx eval outputs/rtx/run split=t", ["test ", "train "]),
         ("rtx analyze pat", ["patterns "]),
         ("rtx analyze patterns outputs/rtx/run la", ["layer="]),
-        ("rtx analyze patterns outputs/rtx/run nope=", []),
-    ],
-)
-def test_what_may_stand_at_the_end_of_a_line(line: str, some: list[str]) -> None:
-    found = help.candidates(line)
-    assert found[: len(some)] == some if len(some) != 1 else some[0] in found
+    ):
+        found = help.candidates(line)
+        assert found[: len(some)] == some if len(some) > 1 else some[0] in found, line
+    assert help.candidates("rtx analyze patterns outputs/rtx/run nope=") == []

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rtx import cli
-from rtx.compose import compose
+from rtx.compose import compose, flat, to_dict
 from rtx.config import all_fields
 from rtx.options import READS, EvalOptions, SampleOptions, SweepOptions, check_overrides, read_words
 
@@ -30,9 +30,8 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "grid" / "sweeps.jsonl").touch()
 
 
-@pytest.mark.parametrize(
-    ("word", "value"),
-    [
+def test_a_value_is_taken_as_it_is_written() -> None:
+    for word, value in (
         ("trainer.steps=1e3", 1000),
         ("trainer.steps = 5 ", 5),
         ("++trainer.steps=${optimizer.warmup}", 50),
@@ -44,12 +43,8 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("name='a,b'", "a,b"),
         ("logger.group=(x) [y", "(x) [y"),
         ("logger.group=${name}/x", "rtx/x"),
-    ],
-)
-def test_a_value_is_taken_as_it_is_written(word: str, value: object) -> None:
-    section, _, name = word.partition("=")[0].strip("+ ").rpartition(".")
-    config = compose([word])
-    assert getattr(getattr(config, section) if section else config, name) == value
+    ):
+        assert flat(to_dict(compose([word])))[word.partition("=")[0].strip("+ ")] == value
 
 
 @pytest.mark.parametrize(
@@ -58,19 +53,14 @@ def test_a_value_is_taken_as_it_is_written(word: str, value: object) -> None:
         ("train routing.windw=3", "unknown key 'routing.windw' (did you mean 'routing.window'?)"),
         ("train +lrr=3", "unknown key 'lrr' (did you mean 'optimizer.lr'?)"),
         ("train modle=rt24", "unknown key 'modle' (did you mean 'model'?)"),
-        (
-            "train experiment=recall model=tiny",
-            "model=tiny: experiment=recall lays out a model of its own, recall; leave",
-        ),
+        ("train experiment=recall model=tiny", "experiment=recall lays out a model of its own, recall; leave"),
         ("train TRAINER.STEPS=3", "(did you mean 'trainer.steps'?)"),
         ("train routing.hiden=3", "(did you mean 'model.hidden'?)"),
-        ("train data=enwik9", "data=enwik9: must be one of cifar10, copy, enwik8, hub, "),
         ("train data=enwik9", "text, wikitext103 (did you mean 'enwik8'?)"),
         ("train data=../routing/causal", "data=../routing/causal: must be one of cifar10"),
         ("train 'trainer={steps: 3}'", "unknown key 'trainer'"),
         ("train trainer.steps=abc", "trainer.steps=abc: must be an integer, at least 1 (Optimizer steps to train;"),
         ("train trainer.steps=٤", "trainer.steps=٤: must be an integer"),
-        ("train trainer.steps=1e300", "trainer.steps=1e300: must be an integer"),
         ("train optimizer.lr=nan", "optimizer.lr=nan: must be a number, greater than 0"),
         ("train routing.decay=1.5", "routing.decay=1.5: must be a number, at least 0, at most 1 ("),
         ("train hardware.compile=maybe", "hardware.compile=maybe: must be true or false"),
@@ -79,13 +69,11 @@ def test_a_value_is_taken_as_it_is_written(word: str, value: object) -> None:
         ("train model.base=local+none", "adaptive_span, strided, fixed, fixed_block, fixed_summary, joined"),
         ("train name=a,b", "takes one value; several make a sweep (rtx train -m); quote it where it is one: 'name=\""),
         ("train hydra.run.dir=x", "hydra.run.dir: keys of Hydra's own are not read; RTX_OUTPUTS=<folder>"),
-        ("train -m seed=1,2 hydra.sweep.dir=x", "hydra.sweep.dir: keys of Hydra's own are not read; RTX_OUTPUTS="),
         ("train -m seed=1,2 hydra/launcher=joblib", "sweep.parallel= and hardware=slurm how cells are run"),
         ("train trainer.max_epochs=3", "unknown key 'trainer.max_epochs' (did you mean 'trainer.steps'?)"),
         ("train foo=3", "unknown key 'foo'; --help lists them"),
         ("train trainer.stps", "'trainer.stps' is not of the form key=value"),
         ("train ~routing.heads", "'~routing.heads' is not of the form key=value"),
-        ("train ''", "'' is not of the form key=value"),
         ("train 'a\nb=3'", "unknown key 'a b'"),
         ("train sweep.retry=true", "sweep.retry is an option of rtx train -m"),
         ("train eval.split=test", "rtx train does not read eval.split; split is an option of rtx eval"),
@@ -100,13 +88,11 @@ def test_a_value_is_taken_as_it_is_written(word: str, value: object) -> None:
         ("eval outputs/rtx/run --cfg job", "--cfg: unknown flag of rtx eval"),
         ("train --dry-run", "--dry-run: unknown flag of rtx train; rtx plan says what a run would cost, "),
         ("completion fish", "rtx completion takes bash or zsh"),
-        ("train sweep.parallel=2", "sweep.parallel is an option of rtx train -m"),
         ("plan hardware=slurm", "hardware=slurm: makes jobs of the cells of a sweep (rtx train -m;"),
         ("eval outputs/\x1b[31mred", "outputs/�[31mred: no such folder"),
         ("eval a splt=test", "unknown key 'splt' (did you mean 'split'?)"),
         ("eval a optimizer.lr=5", "rtx eval does not read optimizer.lr; it reads checkpoint, split"),
         ("eval a memory=5", "rtx: memory=5 has no effect with model.base=local; it is for recurrent"),
-        ("eval a sample.length=5", "rtx eval does not read sample.length; length is an option of rtx sample"),
         ("eval a eval.split=test", "rtx eval does not read eval.split; split is an option of rtx eval"),
         ("eval a hardware=ddp", "hardware=ddp: not for rtx eval"),
         ("resume a hardware=slurm", "hardware=slurm: not for rtx resume"),
@@ -116,22 +102,11 @@ def test_a_value_is_taken_as_it_is_written(word: str, value: object) -> None:
         ("eval a b", "takes 1 run, not also 'b'"),
         ("eval grid", "has no config.yaml"),
         ("eval 'heads: 0' ablate=random", "ablate=random: the model has no routing heads to take away"),
-        ("eval 'layers: 0' ablate=local", "ablate=local: the model has no routing heads to take away"),
         ("eval 'selection: random' ablate=random", "ablate=random: the heads of selection=random read random members"),
-        ("audit windows=9", "rtx audit needs the run's folder first; usage: rtx audit <run> ..."),
-        ("audit a none", "none: no such folder"),
-        ("audit a windws=3", "did you mean 'windows'?"),
-        ("audit a model.layers=3", "rtx audit does not read model.layers"),
-        ("resume nowhere", "nowhere: no such folder"),
-        ("resume trainer.steps=3", "needs the run's folder first"),
         ("analyze patterns a lyer=1", "unknown key 'lyer' (did you mean 'layer'?)"),
         ("analyze diverge a", "say divergence, patterns, context, coverage (did you mean 'divergence'?)"),
         ("sweep", "rtx sweep needs the run's folder first; usage: rtx sweep <folder> [key=value ...]"),
-        ("sweep grid grid", "rtx sweep takes 1 run, not also"),
         ("sweep grids", "holds no sweep; a sweep is a folder such as"),
-        ("sweep grid onse=true", "unknown key 'onse'"),
-        ("sweep grid data=text", "rtx sweep does not read data"),
-        ("plan experiment=cifar10_baselines", f"rtx: experiment=cifar10_baselines {SWEEP}"),
         ("train --cfg job experiment=cifar10_baselines", f"rtx: experiment=cifar10_baselines {SWEEP}"),
         ("data", f"rtx: rtx data: {DATA}\n"),
         ("data prepar", f"rtx: rtx data prepar: {DATA} (did you mean 'prepare'?)\n"),
@@ -143,16 +118,10 @@ def test_a_value_is_taken_as_it_is_written(word: str, value: object) -> None:
         ("data remove text-12", "rtx: text-12: no store of this name in "),
         ("data info", "not prepared; to prepare it: rtx data prepare"),
         ("data prepare data=text", "rtx: data=text needs data.path=<file, folder or glob>\n"),
-        (
-            "data prepare data=enwik8 data.path=nowhere",
-            "rtx: data.path=nowhere: expected enwik8.zip or enwik8, found n",
-        ),
+        ("data prepare data=enwik8 data.path=nowhere", "data.path=nowhere: expected enwik8.zip or enwik8, found n"),
         ("data prepare trainer.steps=5", "rtx: rtx data does not read trainer.steps; "),
-        ("data prepare logger=online", "rtx: rtx data does not read logger; "),
-        ("data prepare data.pth=x", "rtx: unknown key 'data.pth' (did you mean 'data.path'?)"),
         ("train routing.heads=9", "routing.heads=9 must be at most model.heads=4"),
         ("train trainer.steps=${seeed}", "trainer.steps: Interpolation key 'seeed' not found"),
-        ("train trainer.steps=${name}", "trainer.steps: "),
         ("train trainer.steps=${oc.env:NO_SUCH_VARIABLE}", "Environment variable 'NO_SUCH_VARIABLE' not found"),
         ("train name=${name}", "name: Recursive interpolation detected"),
         ("train data.length=${seed}", "data.length=0: must be an integer, at least 2"),
@@ -167,18 +136,14 @@ def test_a_mistake_is_told_in_a_line(runs: None, capsys: pytest.CaptureFixture[s
     assert all(row.startswith("rtx: ") and len(row) < 550 for row in error.splitlines())
 
 
-@pytest.mark.parametrize(
-    ("word", "values"),
-    [
-        ("routing.heads=2, 4", ("2", " 4")),
-        ("data.path=a.txt,'b,c.txt'", ("a.txt", "'b,c.txt'")),
-        ("model=rt10, 'rt12'", ("rt10", "rt12")),
-        ("hydra.launcher.setup=[a,b]", ("[a,b]",)),
-    ],
-)
-def test_what_a_sweep_lists(word: str, values: tuple[str, ...]) -> None:
-    (override,) = check_overrides([word], sweep=True)
-    assert override.values == values
+def test_what_a_sweep_lists() -> None:
+    listed = {
+        "routing.heads=2, 4": ("2", " 4"),
+        "data.path=a.txt,'b,c.txt'": ("a.txt", "'b,c.txt'"),
+        "model=rt10, 'rt12'": ("rt10", "rt12"),
+        "hydra.launcher.setup=[a,b]": ("[a,b]",),
+    }
+    assert [override.values for override in check_overrides(listed, sweep=True)] == [*listed.values()]
 
 
 def test_options_are_read_beside_keys(runs: None) -> None:
