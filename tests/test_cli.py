@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -17,6 +18,9 @@ from rtx.errors import RunFailed
 HEAVY = {"torch", "lightning", "wandb"}
 
 
+Captured = pytest.CaptureFixture[str]
+
+
 def modules_after(*lines: list[str]) -> set[str]:
     """Return the top-level modules that a process has imported when rtx has answered some lines."""
     code = f"import sys, json, rtx.cli; [rtx.cli.main(line) for line in {lines!r}]"
@@ -25,17 +29,14 @@ def modules_after(*lines: list[str]) -> set[str]:
     return {name.partition(".")[0] for name in json.loads(answer.stdout.splitlines()[-1])}
 
 
-def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+def answer(capsys: Captured, *arguments: str) -> tuple[int, str, str]:
     code = cli.main(list(arguments))
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
 
-def test_help_imports_neither_hydra_nor_torch() -> None:
+def test_help_imports_no_hydra_and_a_mistake_no_torch(tmp_path: Path, capsys: Captured) -> None:
     assert not modules_after(["--help"]) & {"hydra", "omegaconf", "yaml", "torch", "numpy", "lightning"}
-
-
-def test_a_configuration_error_does_not_import_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (export := tmp_path / "export").mkdir()
     for folder in (tmp_path, export):
         (folder / "config.yaml").write_text(to_yaml(compose([])))
@@ -43,9 +44,9 @@ def test_a_configuration_error_does_not_import_torch(tmp_path: Path, capsys: pyt
     said = f"rtx: {export} is an exported model; resume the run it came from\n"
     assert answer(capsys, "resume", str(export)) == (2, "", said)
     assert sorted(path.name for path in export.iterdir()) == ["config.yaml", "export.json"]
-    mistakes = [["train", "trainer.steps=abc"], ["train", "routing.heads=99"], ["train", "-m", "routing.heads=2,9"]]
-    mistakes += [["train", "data=text", "data.path=nowhere.txt"], ["eval"], ["sample"], ["resume"]]
-    mistakes += [["resume", str(export)]]
+    lines = "train trainer.steps=abc; train routing.heads=99; train -m routing.heads=2,9; eval; sample; resume"
+    lines += f"; train data=text data.path=nowhere.txt; resume {export}"
+    mistakes = [line.split() for line in lines.split(";")]
     for word in ("eval", "sample", "resume"):
         run = [word, str(tmp_path)]
         mistakes += [[word, "split=test"], [word, str(tmp_path / "none")], [*run, "splt=test"], [*run, "model=x"]]
@@ -53,7 +54,7 @@ def test_a_configuration_error_does_not_import_torch(tmp_path: Path, capsys: pyt
     assert not modules_after(*mistakes) & HEAVY
 
 
-def test_help_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_every_command(capsys: Captured) -> None:
     code, front, error = answer(capsys, "--help")
     assert (code, error) == (0, "")
     assert answer(capsys) == (2, front, "")
@@ -63,11 +64,9 @@ def test_help_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert (code, error) == (0, "") and f"usage: rtx {name}" in page
 
 
-def test_cfg_job_prints_the_configuration_and_leaves_the_arguments_to_the_ranks_that_repeat_them(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cfg_job_prints_the_configuration_and_keeps_argv(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", words := ["rtx", "train", "--cfg", "job", "model=rt24", "trainer.steps=1e3"])
-    assert cli.main() == 0 and sys.argv == words and len(words) == 6
+    assert cli.main() == 0 and sys.argv == words and len(words) == 6  # ranks repeat the command by it
     text = capsys.readouterr().out
     assert "  steps: 1000\n" in text and "  clusters: 32\n" in text and "${" not in text
     assert answer(capsys, "train", "model=rt24", "trainer.steps=1000", "--cfg", "job") == (0, text, "")
@@ -76,16 +75,11 @@ def test_cfg_job_prints_the_configuration_and_leaves_the_arguments_to_the_ranks_
     assert cells.endswith(f"---\n# cell 2: trainer.steps=1000\n{text}")
 
 
-def test_a_failed_run_is_told_in_a_line_and_a_fault_of_ours_keeps_its_traceback(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_: list[str]) -> int:
-        raise RunFailed("the loss is NaN at step 3")
-
-    monkeypatch.setattr(cli, "dispatch", fail)
-    assert answer(capsys, "train") == (1, "", "rtx: the loss is NaN at step 3\n")
-    monkeypatch.setattr(cli, "dispatch", lambda _: 1 / 0)
-    code, _, error = answer(capsys, "train")
+def test_a_failed_run_is_told_in_a_line_and_a_fault_of_ours_keeps_its_traceback(capsys: Captured) -> None:
+    with patch.object(cli, "dispatch", side_effect=RunFailed("the loss is NaN at step 3")):
+        assert answer(capsys, "train") == (1, "", "rtx: the loss is NaN at step 3\n")
+    with patch.object(cli, "dispatch", side_effect=ZeroDivisionError):
+        code, _, error = answer(capsys, "train")
     assert code == 1 and "Traceback" in error and "ZeroDivisionError" in error
 
 
@@ -136,20 +130,16 @@ def test_a_signal_after_the_work_changes_no_exit_code(number: int, way: str) -> 
         assert process.stderr.read() == "rtx: no\n"
 
 
-@pytest.mark.parametrize("patience", [0.0, 60.0])
-def test_lines_where_there_is_no_terminal(
-    patience: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(progress, "PLAIN_SECONDS", patience)
-    with progress.progress_bar("windows") as show:
-        for done in (1, 2, 3):
-            show(done, 3)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == (0 if patience else 3)
+def test_lines_where_there_is_no_terminal(capsys: Captured) -> None:
+    for patience, told in ((60.0, 0), (0.0, 3)):
+        with patch.object(progress, "PLAIN_SECONDS", patience), progress.progress_bar("windows") as show:
+            for done in (1, 2, 3):
+                show(done, 3)
+        assert len(lines := capsys.readouterr().err.splitlines()) == told
     assert all(len(line) < 80 and f"{done}/3" in line and "windows" in line for done, line in enumerate(lines, 1))
 
 
-def test_a_bar_on_a_terminal_that_is_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_on_a_terminal_is_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stderr", terminal)

@@ -88,12 +88,8 @@ def test_losses_are_those_on_record(name: str) -> None:
     case = (CURVES | OURS)[name]
     assert losses(case["routing"], case["model"]) == pytest.approx(case["losses"], rel=1e-9, abs=1e-9)
     assert case["losses"][-1] < case["losses"][0] - 1, "it learns"
-
-
-@pytest.mark.parametrize("name", ["nearest_rotary", "random_shaw", "local", "full_shaw", "sparse", "adaptive_span"])
-def test_float32_trains_alike(name: str) -> None:
-    case = CURVES[name]
-    assert losses(case["routing"], case["model"], torch.float32) == pytest.approx(case["losses"], rel=1e-6)
+    if name in ("nearest_rotary", "random_shaw", "local", "full_shaw", "sparse", "adaptive_span"):
+        assert losses(case["routing"], case["model"], torch.float32) == pytest.approx(case["losses"], rel=1e-6)
 
 
 if __name__ == "__main__":
