@@ -275,14 +275,10 @@ def first_difference(a: Any, b: Any, where: str) -> str:
         pairs = enumerate(zip(a, b, strict=True))
         return next((found for i, (x, y) in pairs if (found := first_difference(x, y, f"{where}.{i}"))), "")
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        alike = (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(as_bytes(a), as_bytes(b))
+        bytes_of_each = (tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (a, b))  # 0 and -0 differ
+        alike = (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*bytes_of_each)
         return "" if alike else f"{where}: tensors differ"
     return "" if a == b else f"{where}: {a} and {b}"
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, in which 0 and -0 differ."""
-    return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
 def after(step: int) -> Callable[[Path], bool]:

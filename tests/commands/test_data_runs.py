@@ -20,10 +20,11 @@ from rtx.data.sets import SETS as KNOWN
 from rtx.keys import options
 
 SMALL = [size for size in SIZES if not size.startswith("data")]
+Train = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def trained(workshop: Workshop) -> Iterator[Callable[[str], Path]]:
+def trained(workshop: Workshop) -> Iterator[Train]:
     """What trains on a set for two steps, once."""
 
     def train(name: str) -> Path:
@@ -39,16 +40,6 @@ def trained(workshop: Workshop) -> Iterator[Callable[[str], Path]]:
         yield train
 
 
-@pytest.fixture(scope="module")
-def wikitext(trained: Callable[[str], Path]) -> Path:
-    return trained("wikitext103")
-
-
-@pytest.fixture(scope="module")
-def pg19(trained: Callable[[str], Path]) -> Path:
-    return trained("pg19")
-
-
 def test_every_action_says_what_it_found(tmp_path: Path) -> None:
     place = Workshop(tmp_path)
     root, options = place.data, ["data=text", place.text]
@@ -57,8 +48,7 @@ def test_every_action_says_what_it_found(tmp_path: Path) -> None:
         return place.command("data", *words, code=code)
 
     assert said("list") == f"{root}: no data yet\n"
-    for word in ("verify", "info"):
-        assert "not prepared; to prepare it: rtx data prepare data=text data.path=" in said(word, *options, code=2)
+    assert "not prepared; to prepare it: rtx data prepare data=text data.path=" in said("verify", *options, code=2)
     page = said("prepare", *options)
     assert page.startswith("preparing data=text") and "  train        2,700 bytes, 1 documents, 2,700 bytes, " in page
     assert said("info", *options) in page
@@ -70,15 +60,13 @@ def test_every_action_says_what_it_found(tmp_path: Path) -> None:
     said("prepare", *options)
     assert f"  {split.parent.name}  data=text " in said("list")
     assert said("remove", split.parent.name).startswith(f"{split.parent}: removed, ") and not list(root.iterdir())
-    assert "no store of this name" in said("remove", *options, code=2)
-    assert "made on the fly; 2,048 answers in valid, 2,048 answers in test" in said("info", "data=recall")
     assert "on the fly" in said("info", "data=recall", "data.length=40", "data.pairs=2"), "a model's window counts not"
     place.data = tmp_path / "book.txt"
     assert said("prepare", code=2).startswith(f"rtx: RTX_DATA={place.data}: is not a folder; set RTX_DATA to")
 
 
 @pytest.mark.parametrize("name", sorted({*options("data")} - {*MADE}))  # they are in test_recall_runs.py
-def test_every_unit_of_a_set_is_scored_once(workshop: Workshop, trained: Callable[[str], Path], name: str) -> None:
+def test_every_unit_of_a_set_is_scored_once(workshop: Workshop, trained: Train, name: str) -> None:
     run = trained(name)
     store = json.loads(next((workshop.folder / "data").glob(f"{name}-*/store.json")).read_text())
     valid, test = (store["splits"][split]["units"] for split in ("valid", "test"))
@@ -123,19 +111,19 @@ def test_a_run_on_images_counts_sub_pixels_and_samples_pictures(workshop: Worksh
     assert result["gains"] == [] and len(result["positions"]) == 16, "a part of an image elsewhere is no image"
 
 
-def test_words_have_a_perplexity_over_the_published_count_and_no_bytes(workshop: Workshop, wikitext: Path) -> None:
-    result, said = workshop.score(wikitext, "split=test")
+def test_words_have_a_perplexity_over_the_published_count_and_no_bytes(workshop: Workshop, trained: Train) -> None:
+    result, said = workshop.score(trained("wikitext103"), "split=test")
     published = KNOWN["wikitext103"].words["test"]
     assert result["units"] == published == result["words"] and result["words_comparable"]
     assert result["perplexity_per_word"] == pytest.approx(math.exp(result["nats"] / published))
     assert "bits_per_byte" not in result and "bits/byte" not in said
     assert f"perplexity per word: exp(nats / {published:,} words), the published count of the split\n" in said
-    part, said = workshop.score(wikitext, "split=test", "limit=2")
+    part, said = workshop.score(trained("wikitext103"), "split=test", "limit=2")
     assert part["partial"] and "words" not in part and "per word" not in said
 
 
-def test_subwords_have_bits_per_byte_and_a_perplexity_over_the_published_count(workshop: Workshop, pg19: Path) -> None:
-    result, said = workshop.score(pg19, "split=test")
+def test_subwords_have_bits_per_byte_and_a_perplexity(workshop: Workshop, trained: Train) -> None:
+    result, said = workshop.score(pg19 := trained("pg19"), "split=test")
     rows = parquet.read_table(workshop.folder / "pg19-files" / "test-00000-of-00001.parquet")["text"].to_pylist()
     text = sum(len(row.encode()) for row in rows)
     assert result["bits_per_byte"] == pytest.approx(result["nats"] / text / math.log(2))
@@ -144,9 +132,10 @@ def test_subwords_have_bits_per_byte_and_a_perplexity_over_the_published_count(w
     assert final(pg19)["unit"] == "subword" and final(pg19)["bits_per_byte"] < final(pg19)["bits"]
 
 
-def test_the_released_protocol_has_a_name_and_a_file_of_its_own(workshop: Workshop, wikitext: Path, pg19: Path) -> None:
-    for run, habit in ((wikitext, "blank lines and the last window that is not"), (pg19, "nats / subwords")):
-        result, said = workshop.score(run, "split=test", "data.length=24", "protocol=released")
+def test_the_released_protocol_has_a_name_and_a_file_of_its_own(workshop: Workshop, trained: Train) -> None:
+    habits = {"wikitext103": "blank lines and the last window that is not", "pg19": "nats / subwords"}
+    for name, habit in habits.items():
+        result, said = workshop.score(trained(name), "split=test", "data.length=24", "protocol=released")
         assert result["read_as"] == "released" and habit in result["protocol"].partition("protocol=released (")[2]
         assert result["units"] == result["split_units"] and result["protocol"] in said
         assert not result["words_comparable"] and "not comparable" in said
@@ -155,10 +144,8 @@ def test_the_released_protocol_has_a_name_and_a_file_of_its_own(workshop: Worksh
 
 
 @pytest.mark.parametrize(("name", "file"), [("wikitext103", "words.txt"), ("pg19", "sentencepiece.model")])
-def test_a_run_goes_on_and_samples_without_its_store(
-    workshop: Workshop, wikitext: Path, pg19: Path, name: str, file: str
-) -> None:
-    run = {"wikitext103": wikitext, "pg19": pg19}[name]
+def test_a_run_samples_without_its_store(workshop: Workshop, trained: Train, name: str, file: str) -> None:
+    run = trained(name)
     (store,) = (workshop.folder / "data").glob(f"{name}-*")
     assert (run / file).read_bytes() == (store / file).read_bytes()
     said = workshop.command("resume", str(run), "trainer.steps=3")
@@ -177,9 +164,9 @@ def test_a_run_goes_on_and_samples_without_its_store(
     assert json.loads(next((run / "eval").glob("valid*.json")).read_text())["own_data"]
 
 
-def test_another_tokenizer_than_the_runs_is_refused(workshop: Workshop, pg19: Path) -> None:
+def test_another_tokenizer_than_the_runs_is_refused(workshop: Workshop, trained: Train) -> None:
     for word in ("eval", "audit"):
-        said = workshop.command(word, str(pg19), "data.tokenizer_sample=5000", code=2)
+        said = workshop.command(word, str(trained("pg19")), "data.tokenizer_sample=5000", code=2)
         assert "pg19: the tokenizer of these data is not that of the run; name the data" in said
 
 

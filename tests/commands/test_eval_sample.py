@@ -90,9 +90,7 @@ def test_weights_that_are_no_numbers_are_told_and_not_scored(workshop: Workshop,
     assert "holds NaN" in workshop.command("sample", str(tmp_path / "export-nan"), code=1)
 
 
-def test_a_run_is_loaded_for_python_without_a_change_of_its_process(
-    workshop: Workshop, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_changes_nothing_of_its_process(workshop: Workshop, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def state() -> tuple[Any, ...]:
         settings = (torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.get_default_dtype())
         streams = (torch.are_deterministic_algorithms_enabled(), torch.get_rng_state().tolist())
@@ -145,7 +143,7 @@ def test_an_export_has_the_weights_and_the_score_of_the_run(workshop: Workshop, 
         assert said in page
 
 
-def test_an_export_that_was_cut_short_is_told_and_made_anew(workshop: Workshop, run: Path, tmp_path: Path) -> None:
+def test_an_export_is_whole_or_told_and_alone(workshop: Workshop, run: Path, tmp_path: Path) -> None:
     output = tmp_path / "half"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inference, "replace_file", full_disk)
@@ -156,6 +154,10 @@ def test_an_export_that_was_cut_short_is_told_and_made_anew(workshop: Workshop, 
     workshop.command("export", str(run), f"output={output}")
     workshop.command("sample", str(output), "length=4")
     assert not list(output.glob("*.writing"))
+    assert "is an exported model already" in workshop.command("export", str(output), code=2)
+    (tmp_path / "letter.txt").write_text("mine")
+    assert "holds other files" in workshop.command("export", str(run), f"output={tmp_path}", code=2)
+    assert {path.name for path in tmp_path.iterdir()} == {"half", "letter.txt"}
 
 
 def full_disk(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -178,11 +180,3 @@ def test_any_flipped_bit_is_told_or_changes_nothing(exported: Path, name: str) -
             continue
         assert name != "model.safetensors"
         assert all(torch.equal(after[key], before[key]) for key in before)
-
-
-def test_an_export_goes_where_nothing_else_is(workshop: Workshop, run: Path, exported: Path, tmp_path: Path) -> None:
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "letter.txt").write_text("mine")
-    assert "holds other files" in workshop.command("export", str(run), f"output={tmp_path / 'full'}", code=2)
-    assert [path.name for path in (tmp_path / "full").iterdir()] == ["letter.txt"]
-    assert "is an exported model already" in workshop.command("export", str(exported), code=2)

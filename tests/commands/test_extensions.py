@@ -63,11 +63,13 @@ def test_a_run_keeps_the_code_and_says_where_it_was(place: Place) -> None:
     (line,) = (text for text in (run / "config.yaml").read_text().splitlines() if text.startswith("extensions: "))
     assert re.fullmatch(r"extensions: dilated\.py@[0-9a-f]{64}:primes\.py@[0-9a-f]{64}", line)
     assert (run / "dilated.py").read_bytes() == (place.folder / "kept_dilated.py").read_bytes()
+    for words in (["report", "last"], ["runs"]):  # which need no code of a run
+        assert "running the code" not in (said := place.asked(*words))
+    assert "own/run" in said
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_commands_on_a_run_take_its_copy(place: Place) -> None:
+    for words, said in (
         ("eval last", "windows of 32, stride 32, teacher-forced"),
         ("eval last mode=streaming split=test", "streaming"),
         ("audit last prefixes=2 windows=2 positions=2", "dilated"),
@@ -76,42 +78,32 @@ def test_a_run_keeps_the_code_and_says_where_it_was(place: Place) -> None:
         ("resume last trainer.steps=14", "done after 14 steps"),
         ("export last", "dilated.py"),
         ("eval out/own/run/export", "bits/byte"),
-    ],
-)
-def test_commands_on_a_run_take_its_copy(place: Place, words: str, said: str) -> None:
-    printed = place.asked(*words.split())
-    assert said in printed and "extensions: running the code of out/own/run/" in printed
-
-
-def test_a_report_runs_no_code(place: Place) -> None:
-    for words in (["report", "last"], ["runs"]):
-        assert "running the code" not in (said := place.asked(*words))
-    assert "own/run" in said
+    ):
+        printed = place.asked(*words.split())
+        assert said in printed and "extensions: running the code of out/own/run/" in printed
 
 
 def test_a_sweep_hands_extensions_and_presets_to_its_cells(place: Place) -> None:
-    files = f"extensions={place.folder}/kept_dilated.py:kept_primes.py"
-    words = ["--config-dir", "presets", "model=mine", "model.heads=2", *OWN, *MODEL[2:]]
-    said = place.asked("train", "-m", files, *words, "model.base=dilated,local", "name=grid", run="sweep")
-    assert "cell 2 of 2: model.base=local: done" in said
-    records = sorted((place.folder / "out/grid").glob("*/config.yaml"))
-    assert len(records) == 2 and all("name: mine" in path.read_text() for path in records)
-    with open(place.folder / "kept_dilated.py", "a") as file:  # other code makes other cells
-        file.write("# changed\n")
-    words = [files, *words, "model.base=dilated", "name=grid", "trainer.steps=1"]
-    assert "not" not in place.asked("train", "-m", *words, run="sweep").partition("cell 1 of 1")[0]
-    assert len([*(place.folder / "out/grid").glob("*/config.yaml")]) == 3
+    words = ["-m", f"extensions={place.folder}/kept_dilated.py:kept_primes.py", "--config-dir", "presets", "model=mine"]
+    words += ["model.heads=2", *OWN, *MODEL[2:], "model.base=dilated", "name=grid", "trainer.steps=1"]
+    for cells in (1, 2):
+        before, _, after = place.asked("train", *words, run="sweep").partition("cell 1 of 1")
+        assert "not" not in before and "done" in after
+        records = [*(place.folder / "out/grid").glob("*/config.yaml")]
+        assert len(records) == cells and all("name: mine" in path.read_text() for path in records)
+        with open(place.folder / "kept_dilated.py", "a") as file:  # other code makes other cells
+            file.write("# changed\n")
 
 
 def test_plan_and_data_take_them_and_help_lists_them(place: Place) -> None:
     files = "extensions=kept_dilated.py:kept_primes.py"
     said = place.asked("plan", files, "data=primes", "model.base=dilated")
     assert "dilated heads, " in said and " of primes " in " ".join(said.split())
+    assert "mine: 2 layers" in place.asked("plan", "--config-dir", "presets", "model=mine")
     assert "primes, " in place.asked("data", "info", files, "data=primes")
     page = place.asked("train", "--help", "--config-dir=presets", files)
     assert "\n  primes  " in page and "Half of tiny." in page
     assert "fixed_summary, dilated, joined" in " ".join(page.split())
-    assert "mine: 2 layers" in place.asked("plan", "--config-dir", "presets", "model=mine")
     assert "custom: 3 layers" in place.asked("plan", "--config-dir", "presets", "experiment=smoke", "model=bare")
 
 
@@ -129,52 +121,32 @@ def test_code_of_a_stranger_is_refused_until_it_is_allowed(place: Place) -> None
     assert "is other code" in place.asked("eval", "foreign", code=2, cache="other")
 
 
-@pytest.mark.parametrize(
-    ("text", "words", "said"),
-    [
-        ("1 / 0\n", "", "my.py, line 2: ZeroDivisionError: division by zero"),
-        ("def f(:\n", "", "my.py, line 2: SyntaxError: invalid syntax"),
-        ("rtx.register_pattern('local', dict)\n", "", "my.py, line 2: UserError: 'local' cannot be"),
-        ("rtx.register_pattern('half', dict)\n", "model.base=half", "half: dict lacks the base rtx.attention.Pattern"),
-        (ABSTRACT, "model.base=half", "half: Half lacks reads, rule, start; docs/extending.md"),
-        (
-            TAKES,
-            "model.base=far",
-            "Far.__init__() missing 2 required keyword-only arguments: 'reach' and 'step'; write",
-        ),
-        ("rtx.register_data('x', print, lenth=3)\n", "", "unknown key 'data.lenth' (did you mean "),
-        ("rtx.register_data('x', print, length=1)\n", "", "data.length=1: must be an integer, at"),
-        ("", "data=primes", "data=primes: must be one of cifar10"),
-    ],
-)
-def test_mistakes_of_a_file(place: Place, text: str, words: str, said: str) -> None:
-    (place.folder / "my.py").write_text(f"import rtx.attention\n{text}")
-    assert said in place.asked("plan", "extensions=my.py", *words.split(), code=2)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("extensions=no/my.py", "my.py: No such file or directory"),
-        ("extensions=kept_primes.py:no/kept_primes.py", "name a Python file, my.py, or several, one.py:other.py"),
-        ("extensions=presets", "extensions=presets: name a Python file, my.py, or several"),
-        ("--config-dir nowhere", "--config-dir nowhere: holds no preset"),
-        ("--config-dir", "--config-dir : holds no preset"),
-        (
-            "--config-dir presets experiment=recall model=recall",
-            "model=recall: experiment=recall lays out a model of its",
-        ),
-        ("--config-dir presets model=mien", "(did you mean 'mine'?) (a file of conf/model/)"),
-    ],
-)
-def test_mistakes_of_words(place: Place, words: str, said: str) -> None:
-    assert said in place.asked("plan", *words.split(), code=2)
+def test_mistakes_of_a_file_and_of_words(place: Place) -> None:
+    for text, words, said in (
+        ("1 / 0\n", "my.py", "my.py, line 2: ZeroDivisionError: division by zero"),
+        ("def f(:\n", "my.py", "my.py, line 2: SyntaxError: invalid syntax"),
+        ("rtx.register_pattern('local', dict)\n", "my.py", "my.py, line 2: UserError: 'local' cannot be"),
+        ("rtx.register_pattern('half', dict)\n", "my.py model.base=half", "dict lacks the base rtx.attention.Pattern"),
+        (ABSTRACT, "my.py model.base=half", "half: Half lacks reads, rule, start; docs/extending.md"),
+        (TAKES, "my.py model.base=far", "missing 2 required keyword-only arguments: 'reach' and 'step'; write"),
+        ("rtx.register_data('x', print, lenth=3)\n", "my.py", "unknown key 'data.lenth' (did you mean "),
+        ("rtx.register_data('x', print, length=1)\n", "my.py", "data.length=1: must be an integer, at"),
+        ("", "my.py data=primes", "data=primes: must be one of cifar10"),
+        ("", "no/my.py", "my.py: No such file or directory"),
+        ("", "my.py:no/my.py", "name a Python file, my.py, or several, one.py:other.py"),
+        ("", "presets", "extensions=presets: name a Python file, my.py, or several"),
+        ("", "my.py --config-dir nowhere", "--config-dir nowhere: holds no preset"),
+        ("", "my.py --config-dir", "--config-dir : holds no preset"),
+        ("", "my.py --config-dir presets experiment=recall model=recall", "experiment=recall lays out a model of its"),
+        ("", "my.py --config-dir presets model=mien", "(did you mean 'mine'?) (a file of conf/model/)"),
+    ):
+        (place.folder / "my.py").write_text(f"import rtx.attention\n{text}")
+        assert said in place.asked("plan", *f"extensions={words}".split(), code=2)
 
 
 def test_a_pattern_that_reads_the_future_is_refused(place: Place) -> None:
     text = (place.folder / "kept_dilated.py").read_text()
-    ahead = text.replace("def __init__", "strictly_causal = False\n    def __init__")
-    (place.folder / "ahead.py").write_text(ahead)
+    (place.folder / "ahead.py").write_text(text.replace("def __init__", "strictly_causal = False\n    def __init__"))
     said = place.asked("train", "extensions=ahead.py:kept_primes.py", *OWN, *MODEL, code=2, run="ahead")
     assert "dilated: strictly_causal=False" in said
 

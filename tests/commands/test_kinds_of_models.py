@@ -68,9 +68,7 @@ def test_a_run_goes_on_with_other_micro_batches(workshop: Workshop) -> None:
     assert bits[0] == pytest.approx(bits[1], abs=1e-6) and len(bits[0]) == 12
 
 
-def test_an_evaluation_has_a_memory_of_its_own_and_scores_every_unit_once(
-    workshop: Workshop, runs: dict[str, Path]
-) -> None:
+def test_an_evaluation_has_a_memory_of_its_own(workshop: Workshop, runs: dict[str, Path]) -> None:
     published = ("data.length=8", "memory=64", "clamp=20", "same_length=true")
     asked = ((), published, (*published, "mode=streaming"), (*published, "stride=50", "batch_size=3"), ("memory=0",))
     results = [workshop.score(runs["recurrent"], *words)[0] for words in asked]
@@ -82,14 +80,14 @@ def test_an_evaluation_has_a_memory_of_its_own_and_scores_every_unit_once(
     assert streaming == longer != own
     assert results[3]["windows"] > 1 and abs(parts - longer) < 0.05
     assert "no memory" not in said[4]
+    said = "memory=1000 must be at most 150, the units of split valid"
+    assert said in workshop.command("eval", str(runs["recurrent"]), "memory=1000", code=2)
 
 
-def test_sizes_that_the_data_have_not_are_told_in_a_line(workshop: Workshop, runs: dict[str, Path]) -> None:
+def test_sizes_that_the_data_have_not_are_told_in_a_line(workshop: Workshop) -> None:
     for kind, word, said in (
         ("recurrent", "trainer.batch_size=100", "=100: expected 100 streams of at least data.length=32 units"),
         ("recurrent", "model.memory=5000", "model.memory=5000 must be at most 675"),
         ("adaptive", "model.cutoffs=2x5000", "model.cutoffs=2x5000 must end below the"),
     ):
         assert said in workshop.command("train", workshop.text, *SIZES, *KINDS[kind], word, code=2)
-    said = "memory=1000 must be at most 150, the units of split valid"
-    assert said in workshop.command("eval", str(runs["recurrent"]), "memory=1000", code=2)

@@ -8,7 +8,7 @@ import shutil
 import signal
 import socket
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -154,12 +154,7 @@ def test_a_run_that_is_stopped_and_then_loses_a_process_comes_to_the_same_bits(
     assert text.count(f"resuming {run} (failed) from step") == 1, "one of the two speaks"
     # The weights, the optimizer, the random streams of both processes, and every row.
     assert difference(run, whole[hardware]) == ""
-
-
-def test_what_is_done_is_said_by_one_process_and_scored_as_any_run(workshop: Workshop, whole: dict[str, Path]) -> None:
-    run = whole["fsdp"]
-    text = ended(start(workshop, "srun", run, "resume", str(run)))
-    assert text.count("is done: 24 steps") == 1
+    assert ended(start(workshop, "srun", run, "resume", str(run))).count("is done: 24 steps") == 1
     workshop.command("export", str(run), "checkpoint=last")
     for folder in (run, run / "export"):
         assert f"{final(run)['bits']:.4f}" in workshop.command("eval", str(folder), "checkpoint=last")
@@ -186,11 +181,9 @@ def test_other_data_another_configuration_and_a_stale_copy_end_both(workshop: Wo
         assert (read_status(run) or {})["state"] == state  # of what was done, nothing is lost
 
 
-def test_a_child_that_cannot_begin_tells_its_parent(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("rtx.commands.train.started_by_another", lambda: True)
-    monkeypatch.setattr("rtx.commands.train.open_data", Mock(side_effect=UserError("no data")))
+def test_a_child_that_cannot_begin_tells_its_parent(capsys: pytest.CaptureFixture[str]) -> None:
     hardware = dataclasses.replace(resolve_hardware(Config()), rank=1, devices=2, distributed=True)
-    assert follow(Config(), hardware, Path(os.devnull), "") == 2  # the parent looks at this code
+    refused = Mock(side_effect=UserError("no data"))
+    with patch.multiple("rtx.commands.train", started_by_another=lambda: True, open_data=refused):
+        assert follow(Config(), hardware, Path(os.devnull), "") == 2  # the parent looks at this code
     assert capsys.readouterr().err == "rtx: no data\n"

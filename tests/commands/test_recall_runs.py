@@ -26,7 +26,7 @@ def recall_run(workshop: Workshop) -> Path:
     return run
 
 
-def test_accuracy_is_logged_with_every_row(recall_run: Path) -> None:
+def test_accuracy_is_logged_with_every_row_and_every_answer_scored_once(workshop: Workshop, recall_run: Path) -> None:
     rows = counted_rows(recall_run)
     for row in rows:
         share = row["accuracy" if row["kind"] == "train" else "val_accuracy"]
@@ -34,16 +34,6 @@ def test_accuracy_is_logged_with_every_row(recall_run: Path) -> None:
         assert share * count == pytest.approx(round(share * count), abs=1e-4)
     assert [row["val_units"] for row in rows if row["kind"] == "valid"] == [15, 15, 15]
     assert final(recall_run)["unit"] == "answer" and 0 <= final(recall_run)["accuracy"] <= 1
-
-
-def test_a_killed_run_resumes_to_the_same_bits(workshop: Workshop, recall_run: Path) -> None:
-    process = workshop.fork(workshop.folder / "killed", "train", *RECALL, "routing=topk")
-    assert process.kill_when(after(6)) == -signal.SIGKILL, process.log.read_text()
-    workshop.command("resume", str(process.run), "hardware.workers=2")
-    assert difference(process.run, recall_run) == ""
-
-
-def test_every_answer_is_scored_once(workshop: Workshop, recall_run: Path) -> None:
     for mode in ("parallel", "streaming"):
         result, said = workshop.score(recall_run, f"mode={mode}", "checkpoint=last")
         assert result["units"] == result["split_units"] == ANSWERS
@@ -56,6 +46,13 @@ def test_every_answer_is_scored_once(workshop: Workshop, recall_run: Path) -> No
             assert result["accuracy"] == final(recall_run)["accuracy"]
     for words, units in (("limit=2", 6), ("split=test", ANSWERS)):
         assert workshop.score(recall_run, words)[0]["units"] == units
+
+
+def test_a_killed_run_resumes_to_the_same_bits(workshop: Workshop, recall_run: Path) -> None:
+    process = workshop.fork(workshop.folder / "killed", "train", *RECALL, "routing=topk")
+    assert process.kill_when(after(6)) == -signal.SIGKILL, process.log.read_text()
+    workshop.command("resume", str(process.run), "hardware.workers=2")
+    assert difference(process.run, recall_run) == ""
 
 
 @pytest.mark.parametrize("mode", ["parallel", "streaming"])

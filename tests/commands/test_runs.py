@@ -48,18 +48,16 @@ def test_a_run_has_names_and_its_data_wherever_one_stands(workshop: Workshop, ru
     (only / OLD).rename(runs[0])
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("2026", f"2026: 2 runs; name one: {{0}}/small/{NEW}, {{0}}/small/{OLD}"),
-        ("small", f"small: 2 runs; name one: {{0}}/small/{NEW}, {{0}}/small/{OLD}"),
+def test_a_name_of_several_runs_or_none(workshop: Workshop, runs: list[Path]) -> None:
+    both = f"{runs[1]}, {runs[0]}"
+    for name, said in (
+        ("2026", f"2026: 2 runs; name one: {both}"),
+        ("small", f"small: 2 runs; name one: {both}"),
         ("abce1234", "no run of this name (did you mean 'abcd1234'?); the newest: "),
-        ("lats", f"(did you mean 'last'?); the newest: {{0}}/small/{NEW}, {{0}}/small/{OLD}"),
+        ("lats", f"(did you mean 'last'?); the newest: {both}"),
         ("x" * 3000, "no such folder, and no run of this name; the newest: "),
-    ],
-)
-def test_a_name_of_several_runs_or_none(workshop: Workshop, runs: list[Path], name: str, said: str) -> None:
-    assert said.format(workshop.folder / "out") in workshop.command("eval", name, code=2)
+    ):
+        assert said in workshop.command("eval", name, code=2)
 
 
 def test_without_runs(workshop: Workshop, elsewhere: dict[str, str], tmp_path: Path) -> None:

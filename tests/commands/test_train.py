@@ -71,7 +71,7 @@ def test_every_hardware_of_a_cpu_takes_a_step(workshop: Workshop, hardware: str)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch asks
 def test_a_compiled_run_takes_the_same_steps(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled, still = [], ("model.dropout=0", "model.attention_dropout=0", "model.ffn_dropout=0", "trainer.steps=2")
-    real = torch.compile  # what its kernels compute: tests/model/test_compiled.py
+    real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda loss: compiled.append(loss) or real(loss, backend="eager"))
     runs = [workshop.train(f"compile-{word}", *still, f"hardware.compile={word}") for word in ("true", "false")]
     assert len(compiled) == 1 and final(runs[0])["bits"] == pytest.approx(final(runs[1])["bits"], rel=1e-6)
@@ -79,10 +79,10 @@ def test_a_compiled_run_takes_the_same_steps(workshop: Workshop, monkeypatch: py
 
 def test_another_seed_gives_other_bits_and_centroids_may_start_from_the_data(workshop: Workshop) -> None:
     words = ("routing.init=random", "seed=1", "routing.init=data")
-    plain, other, data = (workshop.train(word, word, "routing.decay=1.0", "trainer.steps=1") for word in words)
-    assert not torch.equal(weight(plain), weight(other))
-    name = "blocks.1.attention.groups.routed.centroids.centroid_HCD"
-    assert not torch.equal(weight(plain, name), weight(data, name))
+    runs = [workshop.train(word, word, "routing.decay=1.0", "trainer.steps=1") for word in words]
+    assert not torch.equal(weight(runs[0]), weight(runs[1]))
+    drawn, other, data = (weight(run, "blocks.1.attention.groups.routed.centroids.centroid_HCD") for run in runs)
+    assert not torch.equal(drawn, other) and not torch.equal(drawn, data)
 
 
 def test_a_nan_ends_the_run_in_one_line(workshop: Workshop) -> None:
