@@ -33,6 +33,21 @@ def test_every_parameter_gets_a_finite_gradient_and_bfloat16_comes_close(kind: K
     assert float(nats_BN.mean().detach()) == pytest.approx(exact, rel=0.05)
 
 
+def test_a_gradient_is_the_slope_of_the_loss() -> None:
+    # Random heads: their memberships do not depend on the weights, so the loss is smooth.
+    model = tiny_model(selection="random", positions="shaw", embedding=6, ffn="geglu")
+    found = gradients(model, tokens())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            direction, losses = torch.randn_like(parameter), []
+            for step in (1e-5, -2e-5):
+                parameter += step * direction
+                losses.append(float(model.loss(tokens())[0].mean()))
+            parameter += 1e-5 * direction
+            slope = (losses[0] - losses[1]) / 2e-5
+            assert slope == pytest.approx(float((found[name] * direction).sum()), rel=1e-4, abs=1e-7), name
+
+
 def test_the_first_unit_is_scored_from_the_start_vector_alone() -> None:
     model = tiny_model()
     every_V1 = torch.arange(11)[:, None]
