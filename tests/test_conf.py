@@ -85,7 +85,7 @@ def test_every_option_composes_sets_keys_of_the_schema_and_carries_its_own_name(
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_model_writes_its_own_keys_and_says_its_source_score_and_a_command_that_fits(model: str) -> None:
+def test_a_model_writes_its_own_keys_is_as_published_and_says_how_to_train_it(model: str) -> None:
     assert (compose([f"model={model}", "routing=topk"]).routing.heads == 0) == (model in BASELINES)
     keys = keys_of("model", model)
     sizes = {f"routing.{key}" for key in ("heads", "layers", "window", "clusters")}
@@ -100,12 +100,8 @@ def test_a_model_writes_its_own_keys_and_says_its_source_score_and_a_command_tha
     overrides = [word for word in words if "=" in word and not word.startswith("(") and not word.endswith(":")]
     config = compose(overrides)
     assert choose_micro_batch(config, 267_735 if config.model.cutoffs else 256, 40 * 2**30).fits
-
-
-@pytest.mark.parametrize("model", SAID)
-def test_the_paper_and_not_the_released_code(model: str) -> None:
     config = compose([f"model={model}"])
-    assert config == compose([f"model={model}", *SAID[model].split()])
+    assert config == compose([f"model={model}", *SAID.get(model, "").split()])
     if model in SPARSE:
         assert cost(config, 256).parameters == pytest.approx(SPARSE[model], rel=0.01)
 
