@@ -61,7 +61,9 @@ def compose_unresolved(checked: Sequence[Override]) -> Config:
             # What refers to another key is OmegaConf's to read.
             value = unquoted(text.strip()) if "${" in text else all_fields()[key].read_word(text)
             OmegaConf.update(node, key, value)
-        config = to_config(OmegaConf.to_container(node, resolve=True))  # type: ignore[arg-type]
+        # Without types: OmegaConf takes any number that a reference names for a truth value.
+        plain = OmegaConf.create(OmegaConf.to_container(node))
+        config = to_config(OmegaConf.to_container(plain, resolve=True))  # type: ignore[arg-type]
     given = dict(word.split("=", 1) for word in chosen(checked))
     if {"experiment", "model"} <= given.keys():  # which lays out its own where it has a name that no preset gave it
         experiment = f"experiment={given['experiment']}"
