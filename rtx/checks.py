@@ -85,7 +85,8 @@ def idle(config: Config, keys: Iterable[str]) -> dict[str, str]:
         found = attrgetter(other)(config)
         if {*str(found).split("+")}.isdisjoint({*values, *REGISTERED}):  # what a user's own reads is not known
             for key in wanted.intersection(read.split()):
-                said = f"{key}={written(attrgetter(key)(config))} has no effect with {other}={written(found)}"
+                value = shorten(written(attrgetter(key)(config)))
+                said = f"{key}={value} has no effect with {other}={written(found)}"
                 lines[key] = f"{said}; it is for {', '.join(values)}"
     return lines
 

@@ -161,9 +161,10 @@ def check_first(word: str, words: list[str]) -> None:
 
 
 def complain(message: str, code: int) -> int:
-    """Write each line of an error message to stderr, and return `code`."""
+    """Write each line of an error message to stderr, the middle of one left out that a value makes endless."""
     sys.stdout.flush()
-    print("\n".join(printable(f"rtx: {line}") for line in message.splitlines()), file=sys.stderr)
+    lines = (line if len(line) <= 1000 else f"{line[:250]} ... {line[-250:]}" for line in message.splitlines())
+    print("\n".join(printable(f"rtx: {line}") for line in lines), file=sys.stderr)
     return code
 
 

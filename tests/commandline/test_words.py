@@ -114,6 +114,8 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         (f"data list {'9' * 3000}", f"rtx: rtx data list {'9' * 83}...: {DATA}\n"),
         ("data remove", f"rtx: rtx data remove: {DATA}\n"),
         (f"runs {'9' * 3000}", "999...: File name too long\n"),
+        (f"train --cfg job data=recall data.path={'9' * 3000}", "999... has no effect with data.name=recall"),
+        (f"train extensions={'9' * 3000}.py", f"{'9' * 99} ... {'9' * 99}"),
         (f"runs --{'9' * 3000}", f"rtx: --{'9' * 95}...: unknown flag of rtx runs\n"),
         ("data remove text-12", "rtx: text-12: no store of this name in "),
         ("data info", "not prepared; to prepare it: rtx data prepare"),
