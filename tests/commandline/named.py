@@ -30,9 +30,9 @@ def cell(words: Sequence[str]) -> dict[str, str]:
 
 def cells(words: Sequence[str]) -> list[dict[str, str]]:
     """Return what each cell of a sweep sets: lists make several cells."""
-    given = {key: text.strip() for key, text in cell(["", *words]).items()}
-    listed = [[text] if re.fullmatch(QUOTED, text) else text.split(",") for text in given.values()]
-    return [dict(zip(given, map(str.strip, each), strict=True)) for each in itertools.product(*listed)]
+    given = cell(["", *words])
+    listed = [[text] if re.fullmatch(QUOTED, text.strip()) else text.split(",") for text in given.values()]
+    return [dict(zip(given, each, strict=True)) for each in itertools.product(*listed)]
 
 
 def disagree(values: Mapping[str, Any], said: Mapping[str, str]) -> list[str]:
