@@ -42,7 +42,7 @@ def disagree(values: Mapping[str, Any], said: Mapping[str, str]) -> list[str]:
     wrong = [key for key, value in read.items() if values[key] != value and not (value is None and key in SELF_MADE)]
     names = {group: f"{group}.name" for group in GROUPS if group in said and f"{group}.name" in values}
     return wrong + [
-        group for group, own in names.items() if own not in said and said[group].strip("'\" ") != values[own]
+        group for group, own in names.items() if own not in said and said[group].strip().strip("'\"") != values[own]
     ]
 
 
