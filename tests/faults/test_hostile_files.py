@@ -64,7 +64,8 @@ def test_a_pipe_or_a_folder_in_place_of_a_file(
     workshop: Workshop, run: Path, tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
     for name in (*FILES, "checkpoints/last.ckpt", "checkpoints/best.ckpt"):
-        copy = Path(shutil.copytree(run, tmp_path / Path(name).name))
+        # A folder called as a record would stand for it.
+        copy = Path(shutil.copytree(run, tmp_path / f"no-{Path(name).name}"))
         (copy / name).unlink(missing_ok=True)
         make(copy / name)
         for words in (["resume", str(copy), "trainer.steps=13"], ["eval", str(copy)]):
