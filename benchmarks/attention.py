@@ -181,7 +181,11 @@ def measure(size: Size, args: argparse.Namespace, memory: str) -> list[dict[str,
         runs = {name: functools.partial(once, calls[name], inputs, backward) for name in names}
         for run in runs.values():
             run()
-        peaks = {name: peak_bytes(run, args.device) for name, run in runs.items()}
+        peaks = {}
+        for name, run in runs.items():
+            for leaf in inputs:
+                leaf.grad = None  # else the peak would begin by what the row before let go
+            peaks[name] = peak_bytes(run, args.device)
         times: dict[str, list[float]] = {name: [] for name in names}
         for _ in range(args.repeats):
             for name, run in runs.items():

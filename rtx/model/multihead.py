@@ -43,8 +43,9 @@ def make_pattern(name: str, heads: int, config: Config, layer: int) -> Pattern:
     try:
         pattern = kind.from_config(config, heads, layer)
     except TypeError as error:  # of the call itself, not of what it runs
-        called = "__init__() " in str(error) and traceback.extract_tb(error.__traceback__)[-1].name == "from_config"
-        if name not in REGISTERED or not called:
+        own = [f"{each.__qualname__}.{made}() " for each in kind.__mro__ for made in ("from_config", "__init__")]
+        called = traceback.extract_tb(error.__traceback__)[-1].name in ("make_pattern", "from_config")
+        if name not in REGISTERED or not called or not str(error).startswith(tuple(own)):
             raise
         mend = "write a from_config that gives what it takes, as in docs/extending.md"
         raise UserError(f"{name}: {error}; {mend}") from error
