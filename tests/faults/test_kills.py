@@ -2,6 +2,7 @@
 a run goes on to the bits of the one left alone.
 """
 
+import fcntl
 import os
 import random
 import re
@@ -73,6 +74,9 @@ def test_three_kills_change_nothing(workshop: Workshop) -> None:
         for number in (*children(sweep.number), sweep.number):
             os.kill(number, signal.SIGKILL)
         assert sweep.wait() == -signal.SIGKILL
+        for path in root.glob("*/lock"):
+            with path.open("r+") as file:
+                fcntl.lockf(file, fcntl.LOCK_EX)  # what is killed lets go a moment later
     sweep = workshop.begin(root, *command, RTX_RUN="")
     assert sweep.wait() == 0, sweep.log.read_text()
     rows = [line.split() for line in sweep.log.read_text().splitlines()[-2:]]
