@@ -55,16 +55,15 @@ def test_it_prints_once_where_the_output_is_no_terminal(root: Path, capsys: pyte
     assert all(len(line) <= 80 for line in shown.splitlines())
 
 
-def on_a_terminal(root: Path, number: int) -> tuple[int, str]:
-    """Watch a sweep on a terminal, send a signal (0: let the sweep end); returns the exit code and all that is seen."""
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (0, 0)])
+def test_on_a_terminal_it_watches_until_it_is_left_or_the_sweep_is_over(root: Path, number: int, code: int) -> None:
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "90", "LINES": "24"}
     seen, sent = "", False
-    code = "import sys; from rtx import cli; cli.handle_signals([]); code = cli.main(sys.argv[1:]); "
-    code += "print('torch' in sys.modules); sys.exit(code)"
-    with subprocess.Popen(
-        [sys.executable, "-c", code, "sweep", str(root)], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
-    ) as process:
+    program = "import sys; from rtx import cli; cli.handle_signals([]); code = cli.main(sys.argv[1:]); "
+    program += "print('torch' in sys.modules); sys.exit(code)"
+    words = [sys.executable, "-c", program, "sweep", str(root)]
+    with subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
         os.close(theirs)
         try:
             while read := os.read(ours, 4096).decode():
@@ -77,13 +76,7 @@ def on_a_terminal(root: Path, number: int) -> tuple[int, str]:
                         cell(root, name, state="failed", reason="NaN")
         except OSError:  # its side of the terminal is closed
             os.close(ours)
-    return process.returncode, seen
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (0, 0)])
-def test_on_a_terminal_it_watches_until_it_is_left_or_the_sweep_is_over(root: Path, number: int, code: int) -> None:
-    returned, seen = on_a_terminal(root, number)
-    assert returned == code
+    assert process.returncode == code
     watched, _, after = seen.partition("\x1b[?1049l")
     assert watched.startswith("\x1b[?1049h") and "Traceback" not in after
     assert ("1 done" in after) == (code != 143) and ("5 failed" in after) == (code == 0)
