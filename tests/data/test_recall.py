@@ -19,13 +19,7 @@ SIZES = (
     replace(RECALL, length=4, pairs=1, keys=1, values=2, fillers=1),
     replace(RECALL, length=2_048, pairs=64, keys=300, values=200, fillers=1),
 )
-FINGERPRINTS = {
-    "mqar-uniform": "a4368443829d",
-    "mqar-power": "d56acb33392f",
-    "copy-uniform": "952031069090",
-    "induction-uniform": "cbdc3923a861",
-    "recall-uniform": "2da0e42a6f4d",
-}
+FINGERPRINTS = "a4368443829d d56acb33392f 952031069090 cbdc3923a861 2da0e42a6f4d"  # of TASKS
 DRAWN = 2_000
 
 
@@ -115,8 +109,7 @@ def test_neither_the_unit_before_nor_the_position_tells_an_answer(task: DataConf
 
 
 def test_a_sequence_is_the_same_on_every_machine_for_its_split_seed_and_number() -> None:
-    fingerprints = {f"{task.name}-{task.gaps}": RecallStore(task).fingerprint[:12] for task in TASKS}
-    assert fingerprints == FINGERPRINTS
+    assert [RecallStore(task).fingerprint[:12] for task in TASKS] == FINGERPRINTS.split()
     task = replace(RECALL, length=24, pairs=3, keys=10, values=10, fillers=10)
     told, asked = [0, 19, 6, 16, 3, 13], [0, 19, 3, 13, 6, 16]
     filler = [26, 26, 23, 27, 25, 28, 28, 21, 21, 28, 22, 22]
