@@ -98,16 +98,14 @@ def test_a_busy_server_is_asked_again_with_growing_pauses(server, tmp_path, said
     assert len(server.ranges) == 4 + files.ATTEMPTS
 
 
-def nobody() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{free.getsockname()[1]}"
+NOBODY = "http://127.0.0.1:1"
+"""An address where nobody listens."""
 
 
 def test_no_network_is_told_at_once(tmp_path, said, monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waited"))
     with pytest.raises(RunFailed, match=r"127\.0\.0\.1: Connection refused; fetch it some other way"):
-        download(Remote(f"{nobody()}/file.zip", 10, "0" * 64), tmp_path, said.append)
+        download(Remote(f"{NOBODY}/file.zip", 10, "0" * 64), tmp_path, said.append)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: threading.Event().wait(20))
     monkeypatch.setattr(files, "ANSWER_WITHIN", 0.05)
     with pytest.raises(RunFailed, match="no answer within 0 s"):
@@ -141,7 +139,7 @@ def cache(monkeypatch, tmp_path) -> Path:
     blob.write_bytes(b"content")
     link.symlink_to(blob)
     (place / "refs" / "main").write_text("0" * 40)
-    monkeypatch.setattr(constants, "ENDPOINT", nobody())
+    monkeypatch.setattr(constants, "ENDPOINT", NOBODY)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(
         huggingface_hub, "snapshot_download", lambda name, **options: real(name, cache_dir=str(tmp_path), **options)
