@@ -73,7 +73,7 @@ def wandb_mode() -> str:
         return ""
     if word not in WANDB_MODES:
         near = nearest(word, WANDB_MODES)
-        raise UserError(f"WANDB_MODE={shorten(word)}: must be one of {', '.join(WANDB_MODES)}{near}")
+        raise UserError(f"WANDB_MODE={shorten(repr(word))}: must be one of {', '.join(WANDB_MODES)}{near}")
     return WANDB_MODES[word]
 
 

@@ -130,7 +130,7 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         ("train name=${name}", "name: Recursive interpolation detected"),
         ("train data.length=${seed}", "data.length=0: must be an integer, at least 2"),
         ("train model.tie_embeddings=${seed} seed=3", "model.tie_embeddings=3: must be true or false"),
-        ("train", "WANDB_MODE=onlin: must be one of online, run, offline, dryrun, disabled (did you mean 'online'?)"),
+        ("train", "WANDB_MODE='onlin': must be one of online, run, offline, dryrun, disabled (did you mean 'online'?)"),
         ("train data=text", "data=text needs data.path=<file, folder or glob>"),
     ],
 )
