@@ -189,7 +189,8 @@ def unknown(word: str, known: Iterable[str]) -> str:
         own = "RTX_OUTPUTS=<folder> and name= say where runs go, sweep.parallel= and hardware=slurm how cells are run"
         return f"{shorten(word)}: keys of Hydra's own are not read; {own}"
     section, _, leaf = word.lower().rpartition(".")
-    leaf = {"max_epochs": "steps", "epochs": "steps", "max_steps": "steps", "learning_rate": "lr"}.get(leaf, leaf)
+    others = {"max_epochs": "steps", "epochs": "steps", "max_steps": "steps", "learning_rate": "lr"}
+    leaf = {**others, "pattern": "selection"}.get(leaf, leaf)
     names = {key: key.rpartition(".")[2] for key in known}
     near = difflib.get_close_matches(leaf, names.values(), n=1, cutoff=0.65)
     found = sorted((key for key in names if names[key] in near), key=lambda key: key.rpartition(".")[0] != section)
