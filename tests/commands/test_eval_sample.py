@@ -37,17 +37,6 @@ def exported(workshop: Workshop, run: Path, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_every_byte_of_a_split_is_scored_once_or_the_result_is_marked(workshop: Workshop, run: Path) -> None:
-    for split, units in (("train", 2_700), ("valid", 150), ("test", 151)):
-        result, _ = workshop.score(run, f"split={split}")
-        assert result["units"] == result["split_units"] == units and not result["partial"]
-        assert result["bits_per_byte"] == pytest.approx(result["nats"] / result["units"] / math.log(2))
-        assert not result["selection_sees_future"] and ("baselines" in result) == (split != "train")
-    result, _ = workshop.score(run, "limit=3")
-    assert result["partial"] and result["windows"] == 3 and result["standard_error"] > 0
-    assert "sample of the windows" in result["protocol"]
-
-
 def test_causal_scores_the_same_in_both_modes_and_topk_is_marked(workshop: Workshop, run: Path, topk_run: Path) -> None:
     modes = ("mode=parallel", "mode=streaming")
     parallel, streaming = (workshop.score(run, mode)[0] for mode in modes)
@@ -62,13 +51,17 @@ def test_results_of_other_protocols_do_not_replace_each_other(workshop: Workshop
     (other := workshop.folder / "second.txt").write_bytes(b"a" * 1_500)
     protocols = (
         *((), ("stride=7",), ("data.length=16",), ("limit=2",), ("limit=2", "seed=1"), ("checkpoint=last",)),
-        *(("hardware.precision=fp64",), (f"data.path={other}",)),
+        *(("hardware.precision=fp64",), (f"data.path={other}",), ("split=train",)),
     )
     for overrides in protocols:
         result, said = workshop.score(run, *overrides)
         elsewhere = any("txt" in word for word in overrides)
         assert elsewhere == ("these are not the data of the run" in said) != result["own_data"]
         assert elsewhere == ("of other data than the run's" in result["protocol"])
+        assert result["partial"] == ("limit=2" in overrides) == ("sample of the windows" in result["protocol"])
+        assert not result["partial"] or (result["windows"] == 2 and result["standard_error"] > 0)
+        assert ("baselines" in result) == (not result["partial"] and overrides != ("split=train",))
+        assert result["bits_per_byte"] == pytest.approx(result["nats"] / result["units"] / math.log(2))
     assert len([*run.glob("eval/*.json")]) == len(protocols)
 
 
