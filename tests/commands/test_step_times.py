@@ -6,15 +6,13 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-import torch
 from small_runs import ROOT, SIZES, Workshop
 
-from rtx.attention.centroids import all_centroids
-from rtx.compose import compose
-from rtx.data.catalog import data_root, open_data
-from rtx.model.transformer import Transformer
+from rtx.analysis.cost import cost
+from rtx.compose import to_config
 from rtx.report.steps import WHAT
 
 KINDS = "routing.heads=0,1"
@@ -35,7 +33,8 @@ def ask(workshop: Workshop, steps: Any, capsys: pytest.CaptureFixture[str], monk
     """What runs the script with its words, checks the exit code, and returns all that was printed."""
 
     def run(*words: str, code: int = 0) -> str:
-        given = (workshop.text, *SIZES, "turns=3", "per_turn=1", "warmup=1", *words)
+        text = [] if "data=recall" in words else [workshop.text]
+        given = (*text, *SIZES, "turns=3", "per_turn=1", "warmup=1", *words)
         monkeypatch.setattr(sys, "argv", ["benchmarks/steps.py", *given])
         assert steps.entry() == code
         return "".join(capsys.readouterr())
@@ -48,36 +47,25 @@ def record_of(workshop: Workshop, name: str) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def test_rows_are_timed_in_turn_and_seeds_of_a_row_once(workshop: Workshop, ask: Ask) -> None:
-    said = ask("name=timed", KINDS, "seed=1,0")
+def test_rows_are_timed_in_turn_and_seeds_of_a_row_once(workshop: Workshop, steps: Any, ask: Ask) -> None:
+    with patch.object(steps, "after_step", wraps=steps.after_step) as moved:
+        said = ask("name=timed", KINDS, "seed=1,0")
+    assert moved.call_count == 2 * (1 + 3), "once for each step of a row"
     assert "2 rows, 3 turns of 1 step" in said and "local" in said and "routing" in said
     record = record_of(workshop, "timed")
     assert record["what"] == WHAT and record["device"] == "CPU, 1 thread" and record["versions"]["torch"]
     assert record["bench"] == {"turns": 3, "per_turn": 1, "warmup": 1}
     rows = [(len(row["ms_turns"]), row["reason"], row["config"]["seed"]) for row in record["rows"]]
     assert rows == [(3, None, 1)] * 2
+    for row in record["rows"]:
+        assert row["parameters"] == cost(to_config(row["config"]), 256).parameters
     assert "steps/s" in workshop.command("report", str(workshop.folder / "out" / "timed"))
 
 
 @pytest.mark.parametrize("extra", [(), ("routing.init=data",), ("data=recall", "data.length=64")])
-def test_a_step_trains_the_model_in_micro_batches(
-    workshop: Workshop, steps: Any, extra: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = compose([*([] if "data=recall" in extra else [workshop.text]), *SIZES, *extra])
-    made: list[Transformer] = []
-    build = steps.build_model
-    monkeypatch.setattr(steps, "build_model", lambda *given: made.append(build(*given)) or made[0])
-    step, parameters = steps.training_step(config, open_data(config.data, data_root()), torch.device("cpu"))
-    first = {name: value.clone() for name, value in made[0].state_dict().items()}
-    assert all(bool(step().isfinite()) for _ in range(3)) and parameters == made[0].count_parameters()
-    assert any(not torch.equal(value, first[name]) for name, value in made[0].state_dict().items())
-    taken = 3 + (config.routing.init == "data")  # thresholds set by the data count as a step, too
-    assert {int(centroids.steps) for centroids in all_centroids(made[0])} == {taken}
-
-
-def test_a_row_that_fails_leaves_the_others_running(workshop: Workshop, ask: Ask) -> None:
-    said = ask("name=fails", "optimizer.lr=1e-4,1e38", code=1)
-    good, bad = record_of(workshop, "fails")["rows"]
+def test_a_row_that_fails_leaves_the_others_running(workshop: Workshop, ask: Ask, extra: tuple[str, ...]) -> None:
+    said = ask(f"name=fails{len(extra)}", *extra, "optimizer.lr=1e-4,1e38", code=1)  # no step that trains nothing fails
+    good, bad = record_of(workshop, f"fails{len(extra)}")["rows"]
     assert len(good["ms_turns"]) == 3 and good["reason"] is None
     assert bad["ms_turns"] == [] and " at learning rate 1e+38" in bad["reason"]
     assert "learning rate 1e+38" in " ".join(said.split())
