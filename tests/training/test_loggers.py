@@ -9,9 +9,10 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import wandb
@@ -38,38 +39,18 @@ ONLINE, AUTO = LoggerConfig(name="online", project="p", entity="e", group="g"), 
 ON = "W&B: https://wandb.example/run"
 
 
-class FakeWandb:
-    """A W&B that may fail at one of its doors."""
+DOORS = {"service": "login", "server": "init", "network": "init.return_value.log", "upload": "init.return_value.finish"}
 
-    def __init__(self, patch: pytest.MonkeyPatch, fault: str = "", key: bool = False) -> None:
-        self.fault, self.key, self.exit_code = fault, key, -1
-        self.rows, self.begun, self.kept = [], [], []
-        patch.setattr(wandb, "init", self.init)
-        patch.setattr(wandb, "login", self.login)
-        patch.setattr(wandb, "teardown", lambda exit_code: None)
 
-    def fail_at(self, door: str) -> None:
-        if self.fault == door:
-            raise ConnectionError(f"no {door}\nand more")
-
-    def init(self, **asked: Any) -> Any:
-        self.begun.append(asked)
-        self.fail_at("server")
-        doors = {"log": self.log, "finish": self.finish, "define_metric": lambda *_, **__: None}
-        return SimpleNamespace(url="https://wandb.example/run", id=asked["id"], log_artifact=self.kept.append, **doors)
-
-    def log(self, row: dict[str, Any]) -> None:
-        self.fail_at("network")
-        self.rows.append(row)
-
-    def finish(self, exit_code: int) -> None:
-        self.fail_at("upload")
-        self.exit_code = exit_code
-
-    def login(self, *, prompt: bool, verify: bool) -> bool:
-        assert not prompt and not verify
-        self.fail_at("service")
-        return self.key
+def fake_wandb(patch: pytest.MonkeyPatch, fault: str = "", key: bool = True) -> Mock:
+    """Return a W&B that has a key or none, and fails at one of its doors if named."""
+    found = {"login.return_value": key, "init.return_value.url": "https://wandb.example/run"}
+    fake = Mock(**found, **{"init.return_value.id": "fake"})
+    if fault:
+        fake.configure_mock(**{f"{DOORS[fault]}.side_effect": ConnectionError(f"no {fault}\nand more")})
+    for name in ("init", "login", "teardown"):
+        patch.setattr(wandb, name, getattr(fake, name))
+    return fake
 
 
 @pytest.fixture
@@ -82,10 +63,9 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def begun(patch: pytest.MonkeyPatch, folder: Path, config: LoggerConfig = ONLINE, **faults: Any) -> Any:
+def begun(patch: pytest.MonkeyPatch, folder: Path, config: LoggerConfig = ONLINE, *words: Any) -> Any:
     """Return W&B, the lines said, and a logger that uses it (None: it could not begin)."""
-    faults.setdefault("key", config is ONLINE)
-    fake, lines = FakeWandb(patch, **faults), []
+    fake, lines = fake_wandb(patch, *words), []
     return fake, lines, wandb_logger(Config(logger=config), folder, {"seed": 0}, lines.append)
 
 
@@ -93,7 +73,7 @@ def begun(patch: pytest.MonkeyPatch, folder: Path, config: LoggerConfig = ONLINE
 def test_an_error_at_the_beginning_in_the_middle_or_at_the_end_is_said_once(
     monkeypatch: pytest.MonkeyPatch, bare: Path, fault: str, said: list[str]
 ) -> None:
-    _, lines, logger = begun(monkeypatch, bare, AUTO, fault=fault, key=True)
+    _, lines, logger = begun(monkeypatch, bare, AUTO, fault)
     if logger:
         for step in range(3):
             logger.log_metrics({"bits": 1.0}, step)
@@ -102,16 +82,17 @@ def test_an_error_at_the_beginning_in_the_middle_or_at_the_end_is_said_once(
 
 
 def test_auto_is_online_with_a_key_and_offline_without(monkeypatch: pytest.MonkeyPatch, bare: Path) -> None:
-    for faults, mode in (({}, "offline"), ({"key": True}, "online")):
-        fake, lines, _ = begun(monkeypatch, bare, AUTO, **faults)
-        assert [asked["mode"] for asked in fake.begun] == [mode]
+    for key, mode in ((False, "offline"), (True, "online")):
+        fake, lines, _ = begun(monkeypatch, bare, AUTO, "", key)
+        assert [asked.kwargs["mode"] for asked in fake.init.call_args_list] == [mode]
         assert ("no key found" in lines[0]) == (mode == "offline")
+        assert fake.login.call_args_list == [call(prompt=False, verify=False)] * (1 + key)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert begun(monkeypatch, bare, AUTO, key=True)[1][0].startswith("W&B: WANDB_MODE=offline; to upload the curves")
+    assert begun(monkeypatch, bare, AUTO)[1][0].startswith("W&B: WANDB_MODE=offline; to upload the curves")
     monkeypatch.setenv("WANDB_MODE", "dryrun")  # an older word of W&B's
-    assert begun(monkeypatch, bare, AUTO, key=True)[0].begun[0]["mode"] == "offline"
+    assert begun(monkeypatch, bare, AUTO)[0].init.call_args.kwargs["mode"] == "offline"
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert begun(monkeypatch, bare, AUTO, key=True)[2] is None
+    assert begun(monkeypatch, bare, AUTO)[2] is None
     assert begun(monkeypatch, bare)[2] is not None  # asked for
 
 
@@ -120,23 +101,26 @@ def test_what_comes_after_training_fails_nothing(monkeypatch: pytest.MonkeyPatch
     said, page = [], bare / "page.json"
     monkeypatch.setattr("rtx.training.loggers.say_line", said.append)
     page.write_text("{}")
-    add_to_wandb(bare, "eval", {"x": 1.0}, [page], 3)
+    add = partial(add_to_wandb, bare, "eval", {"x": 1.0}, [page], 3)
+    add()
     assert not said, "a run that W&B has nothing of"
     begun(monkeypatch, bare)
-    fake = FakeWandb(monkeypatch, fault=fault, key=True)
-    add_to_wandb(bare, "eval", {"x": 1.0}, [page], 3)
+    broken = fake_wandb(monkeypatch, fault)
+    add()
     assert said[-1] == f"W&B: no {fault}; nothing is added there"
-    fake.fault = ""
-    add_to_wandb(bare, "eval", {"x": 1.0}, [page], 3)
-    assert fake.rows[-1] == {"eval/x": 1.0, "trainer/global_step": 3} and fake.exit_code == 0
-    assert len({asked["id"] for asked in fake.begun}) == 1 and fake.kept[-1].type == "eval"
+    fake = fake_wandb(monkeypatch)
+    add()
+    run = fake.init.return_value
+    run.log.assert_called_once_with({"eval/x": 1.0, "trainer/global_step": 3})
+    run.finish.assert_called_once_with(exit_code=0)
+    assert run.log_artifact.call_args.args[0].type == "eval"
+    assert fake.init.call_args.kwargs["id"] == broken.init.call_args.kwargs["id"]
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    calls = len(fake.begun)
-    add_to_wandb(bare, "eval", {"x": 1.0}, [page], 3)
+    add()
     (bare / "wandb.json").write_text('{"id": ["no name"]}')
     monkeypatch.delenv("WANDB_MODE")
-    add_to_wandb(bare, "eval", {"x": 1.0}, [page], 3)
-    assert len(fake.begun) == calls and said[-1].endswith("nothing is added there")
+    add()
+    assert fake.init.call_count == 1 and said[-1].endswith("nothing is added there")
 
 
 def read_back(folder: Path) -> list[dict[str, Any]]:
