@@ -4,19 +4,22 @@ where they are stopped or one of them is lost.
 
 import dataclasses
 import os
+import re
 import shutil
 import signal
-import socket
+import subprocess
 from pathlib import Path
 from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from small_runs import SIZES, Process, Workshop, after, children, difference, final, read_metrics
 
 from rtx.commands.train import follow
 from rtx.config import Config
 from rtx.errors import UserError
+from rtx.training import distributed
 from rtx.training.checkpoint import read_checkpoint
 from rtx.training.hardware import resolve_hardware
 from rtx.training.run_folder import read_status
@@ -36,14 +39,19 @@ def start(workshop: Workshop, launcher: str, run: Path, *arguments: str) -> list
     with their imports behind them, and find the variables that Slurm sets (`srun`).
     """
     if launcher == "srun":
-        return [workshop.fork(run, *arguments, **place) for place in slurm()]
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")
+        return [workshop.fork(run, *arguments, inside=HELD, **place) for place in slurm()]
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={find_free_network_port()}")
     return [workshop.begin(run, *arguments, starter=torchrun if launcher == "torchrun" else ())]
 
 
 def slurm() -> list[dict[str, str]]:
     """Return the variables that srun sets for each of two processes."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_STEP_ID": "0", "SLURM_NODEID": "0"}
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(find_free_network_port()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_NODEID": "0",
+    }
     shared |= {"SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
     return [{**shared, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
 
@@ -53,12 +61,6 @@ def ended(processes: list[Process], code: int = 0) -> str:
     for process in processes:
         assert process.wait() == code, process.log.read_text()
     return processes[0].log.read_text()
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def worst(one: Path, other: Path) -> float:
@@ -74,35 +76,64 @@ def train(workshop: Workshop, hardware: str, launcher: str, run: Path, *words: s
     return start(workshop, launcher, run, "train", workshop.text, *SIZES, *overrides)
 
 
-@pytest.fixture(scope="module")
-def joined(workshop: Workshop) -> dict[str, Path]:
-    """Runs of one process with the whole batch, by precision."""
-    return {kind: workshop.train(f"one-{kind}", *STEADY, *EXACT, f"hardware.precision={kind}") for kind in MOST}
+ODD = ("model.hidden=18", "model.heads=3", "model.ffn_hidden=13", "routing.heads=2", "model.span_ramp=4")
+KINDS = {
+    "plain": (),
+    "tied": (
+        *(*ODD[:4], "model.tie_embeddings=true", "model.ffn=geglu", "model.positions=axial", "model.axes=8x4"),
+        *("model.base=lsh", "model.norm=post", "optimizer=adam", "optimizer.weight_decay=0.1"),
+    ),
+    "recomputed": (*ODD[:4], "model.positions=shaw", "model.recompute=true", "model.ffn_parts=3", "model.embedding=7"),
+    "spans": (*ODD, "model.base=adaptive_span", "model.positions=none", "model.span_cost=0.1"),
+}
+"""Models of whose parameters two processes hold parts of unequal sizes."""
+HELD = """
+from rtx.training import distributed, module
+def shard(model, mesh):
+    distributed.shard(model, mesh)
+    held, whole = (sum(f(each).numel() for each in model.parameters()) for f in (lambda p: p.to_local(), lambda p: p))
+    print("holds", held / whole)
+module.shard = shard
+"""
+"""Tells what share of the parameters a process holds."""
 
 
-@pytest.mark.parametrize(("hardware", "precision"), [("ddp", "fp32"), ("fsdp", "fp64")])
+def joined(workshop: Workshop, kind: str, precision: str) -> Path:
+    """Return a run of one process with the whole batch."""
+    words = (*STEADY, *EXACT, *KINDS[kind], f"hardware.precision={precision}")
+    return workshop.train(f"one-{kind}-{precision}", *words)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "precision", "kind"), [("ddp", "fp32", "plain"), *(("fsdp", "fp64", kind) for kind in [*KINDS][1:])]
+)
 def test_two_processes_take_the_steps_of_one_and_resume_on_one(
-    workshop: Workshop, joined: dict[str, Path], hardware: str, precision: str
+    workshop: Workshop, hardware: str, precision: str, kind: str
 ) -> None:
-    two, one, most = workshop.folder / f"{hardware}-{precision}", joined[precision], MOST[precision]
+    two, one, most = workshop.folder / f"{hardware}-{kind}", joined(workshop, kind, precision), MOST[precision]
     exact = f"hardware.precision={precision}"
-    ended(train(workshop, hardware, "srun", two, *EXACT, exact, "trainer.steps=20"))
+    said = ended(train(workshop, hardware, "srun", two, *EXACT, *KINDS[kind], exact, "trainer.steps=20"))
+    shares = [float(share) for share in re.findall("holds (.*)", said)]
+    assert hardware == "ddp" or (sum(shares) == pytest.approx(1) and max(shares) < 0.6)
     bits = {row["step"]: row["val_bits"] for row in read_metrics(one / "metrics.jsonl") if row["kind"] == "valid"}
     assert abs(final(two)["bits"] - bits[20]) < most  # each is of the whole split
     changed = ("hardware=cpu", exact, "hardware.threads=1", "trainer.micro_batch_size=4", "trainer.steps=24")
     moved = "devices 2 -> 1" + ", sharded True -> False" * (hardware == "fsdp")
     assert f"no longer exact: {moved}\n" in workshop.command("resume", str(two), *changed)
     assert worst(two, one) < most
+    rows = ([row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "train"] for run in (two, one))
+    for row, other in zip(*rows, strict=True):
+        assert row.keys() == other.keys() and row["grad_norm"] == pytest.approx(other["grad_norm"], rel=most)
 
 
-def test_a_run_of_one_process_goes_on_shared_out_among_two(workshop: Workshop, joined: dict[str, Path]) -> None:
+def test_a_run_of_one_process_goes_on_shared_out_among_two(workshop: Workshop) -> None:
     whole_batch = ("trainer.micro_batch_size=4", "hardware.precision=fp64")  # more than a process has of two
     run = workshop.train("lengthened", *STEADY, *EXACT, *whole_batch, "trainer.steps=20")
     devices = ("hardware=fsdp", "hardware.devices=2", "hardware.threads=1", "hardware.precision=fp64")
     text = ended(start(workshop, "rtx", run, "resume", str(run), *devices, "trainer.steps=24"))
     assert "devices 1 -> 2, sharded False -> True" in text
     assert "LOCAL_RANK" not in text, "the second process starts none of its own"
-    assert worst(run, joined["fp64"]) < MOST["fp64"]
+    assert worst(run, joined(workshop, "plain", "fp64")) < MOST["fp64"]
 
 
 def test_torchrun_shares_a_folder_and_a_signal_to_the_first_stops_all(workshop: Workshop) -> None:
@@ -128,9 +159,7 @@ def whole(workshop: Workshop) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    ("hardware", "number", "launcher"),
-    [("ddp", signal.SIGUSR2, "rtx"), ("fsdp", signal.SIGUSR1, "srun")],
-    ids=["ddp", "fsdp"],
+    ("hardware", "number", "launcher"), [("ddp", signal.SIGUSR2, "rtx"), ("fsdp", signal.SIGUSR1, "srun")]
 )
 def test_a_run_that_is_stopped_and_then_loses_a_process_comes_to_the_same_bits(
     workshop: Workshop, whole: dict[str, Path], hardware: str, number: signal.Signals, launcher: str
@@ -187,3 +216,13 @@ def test_a_child_that_cannot_begin_tells_its_parent(capsys: pytest.CaptureFixtur
     with patch.multiple("rtx.commands.train", started_by_another=lambda: True, open_data=refused):
         assert follow(Config(), hardware, Path(os.devnull), "") == 2  # the parent looks at this code
     assert capsys.readouterr().err == "rtx: no data\n"
+
+
+def test_a_child_that_ends_otherwise_than_by_leaving_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "PATIENCE_SECONDS", 0.0)
+    for command, told in (("true", []), ("exit 3", ["ended with 3"]), ("kill -9 $$", ["was killed by SIGKILL"])):
+        started, lines = [subprocess.Popen(["sh", "-c", each]) for each in (command, "sleep 0.05")], []
+        distributed.watch_ranks(started, lines.append)
+        for child in started:
+            child.wait()
+        assert [line.partition(" the run ")[2] for line in lines] == told
