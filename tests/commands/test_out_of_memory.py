@@ -1,7 +1,6 @@
 """Memory that runs out in a step: where `auto` left the choice to rtx, the run goes on with less."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,35 +18,29 @@ AUTO = (
     *("trainer.checkpoint_every=100", "trainer.val_every=100", "trainer.steps=4", "hardware.precision=auto"),
 )
 """Four sequences to a step, and no checkpoint before the last."""
-Starve = Callable[..., list[int]]
 
 
-@pytest.fixture
-def starve(monkeypatch: pytest.MonkeyPatch) -> Starve:
-    """Return what lets training run out of memory where a micro-batch has more than `most` sequences."""
+def starve(patch: pytest.MonkeyPatch, most: int, passes: int = 0, error: Exception | None = None) -> list[int]:
+    """Let training run out of memory where a micro-batch has more than `most` sequences; returns the sizes of all."""
+    whole, seen = Transformer.loss, []
 
-    def starved(most: int, passes: int = 0, error: Exception | None = None) -> list[int]:
-        whole, seen = Transformer.loss, []
+    def loss(self: Transformer, tokens_BN: torch.Tensor, **options: Any) -> Any:
+        if self.training:
+            seen.append(len(tokens_BN))
+            if len(tokens_BN) > most and len(seen) > passes:
+                raise error or torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return whole(self, tokens_BN, **options)
 
-        def loss(self: Transformer, tokens_BN: torch.Tensor, **options: Any) -> Any:
-            if self.training:
-                seen.append(len(tokens_BN))
-                if len(tokens_BN) > most and len(seen) > passes:
-                    raise error or torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-            return whole(self, tokens_BN, **options)
-
-        monkeypatch.setattr(Transformer, "loss", loss)
-        return seen
-
-    return starved
+    patch.setattr(Transformer, "loss", loss)
+    return seen
 
 
 @pytest.mark.parametrize("passes", [0, 1])
 def test_the_micro_batch_is_halved_and_the_run_says_and_keeps_it(
-    workshop: Workshop, tmp_path: Path, starve: Starve, passes: int
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: int
 ) -> None:
     refused = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes")
-    seen, run, plain = starve(1, passes, refused if passes else None), tmp_path / "run", tmp_path / "plain"
+    seen, run, plain = starve(monkeypatch, 1, passes, refused if passes else None), tmp_path / "run", tmp_path / "plain"
     said = workshop.command("train", workshop.text, *AUTO, run=run)
     assert seen[passes:][:3] == [4, 2, 1] and set(seen[passes + 2 :]) == {1}
     assert "auto: hardware.precision=fp32 trainer.micro_batch_size=4 model.recompute=false: about " in said
@@ -65,16 +58,16 @@ def test_the_micro_batch_is_halved_and_the_run_says_and_keeps_it(
     assert "auto:" not in said and set(seen[-8:]) == {1}
 
 
-def test_it_goes_on_from_the_newest_checkpoint(workshop: Workshop, tmp_path: Path, starve: Starve) -> None:
-    starve(2, passes=2)
-    run = tmp_path / "run"
+def test_it_goes_on_from_the_newest_checkpoint(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    starve(monkeypatch, 2, passes=2)
+    run = workshop.folder / "newest"
     said = workshop.command("train", workshop.text, *AUTO, "trainer.checkpoint_every=1", run=run)
     assert f"resuming {run} (out of memory) from step 2" in said
     assert [row["step"] for row in counted_rows(run) if row["kind"] == "train"] == [2, 4]
 
 
-def test_what_is_asked_for_is_not_changed(workshop: Workshop, tmp_path: Path, starve: Starve) -> None:
-    starve(1)
+def test_what_is_asked_for_is_not_changed(workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starve(monkeypatch, 1)
     for words, left in (([], []), (["model.recompute=auto"], ["  model.recompute: False -> True"])):
         run = tmp_path / str(len(left))
         asked = ("trainer.micro_batch_size=2", "model.recompute=false", *words)
