@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,12 +23,6 @@ HASHES = {
 
 RECURRENT = "model.base=recurrent routing.heads=0"
 COMPRESSIVE = f"{RECURRENT} model.memory=32 model.compressed=24 model.compression_rate=4"
-
-
-@pytest.fixture(scope="module")
-def default() -> Any:
-    """What `rtx train` runs."""
-    return compose([])
 
 
 def test_a_command_line_wins_over_presets_and_a_later_group_over_an_earlier() -> None:
@@ -54,7 +47,8 @@ def test_images_fix_the_length_whatever_a_model_writes_and_the_command_line_wins
         compose(["data=cifar10", "data.length=256"])
 
 
-def test_plain_values_and_back(default: Any, tmp_path: Path) -> None:
+def test_plain_values_and_back(tmp_path: Path) -> None:
+    default = compose([])
     assert resolve(to_config(to_dict(default))) == default
     small = compose(["optimizer.lr=1e-5", "trainer.max_minutes=1e-3", "name=1e3", "logger.group='a: [b'"])
     for config in (default, small, compose(['name="null"', "hardware.compile=true"])):
@@ -87,7 +81,8 @@ def test_a_damaged_configuration_of_a_run(tmp_path: Path, text: str, said: str) 
     assert all(line.startswith(str(tmp_path)) for line in str(caught.value).splitlines())
 
 
-def test_merge_takes_keys_and_groups_and_checks_them(default: Any) -> None:
+def test_merge_takes_keys_and_groups_and_checks_them() -> None:
+    default = compose([])
     merged = merge(default, ["hardware.threads=2", "hardware=cpu", "data.length=512", "logger=jsonl", "seed=3"])
     assert (merged.hardware.name, merged.hardware.threads, merged.data.length) == ("cpu", 2, 512)
     assert (merged.logger.name, merged.seed) == ("jsonl", 3)
@@ -98,8 +93,8 @@ def test_merge_takes_keys_and_groups_and_checks_them(default: Any) -> None:
         merge(default, ["data.length=32"])
 
 
-def test_the_hash_tells_cells_apart_by_what_changes_results(default: Any) -> None:
-    reference = config_hash(default)
+def test_the_hash_tells_cells_apart_by_what_changes_results() -> None:
+    reference = config_hash(default := compose([]))
     assert len(reference) == 12
     same = "name=other logger.group=g hardware.workers=2 model.name=mine data.verify=never"
     same += " trainer.checkpoint_every=7 trainer.micro_batch_size=2 model.recompute=true"
