@@ -1,12 +1,11 @@
 """`benchmarks/steps.py`: real steps of tiny rows in turn, rows that fail, interruption, mistakes of a user."""
 
 import importlib
-import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from small_runs import ROOT, SIZES, Workshop
@@ -74,15 +73,8 @@ def test_a_row_that_fails_leaves_the_others_running(workshop: Workshop, ask: Ask
 
 
 def test_ctrl_c_prints_and_keeps_what_is_there(workshop: Workshop, steps: Any, ask: Ask) -> None:
-    taken = itertools.count()
-
-    def turns(*given: Any) -> Iterator[float]:
-        while next(taken) < 3:
-            yield 10.0
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "turns_of", turns)
+    turns = [map(Mock(side_effect=[10.0, then]), range(2)) for then in (10.0, KeyboardInterrupt)]
+    with patch.object(steps, "turns_of", side_effect=turns):
         said = ask("name=stopped", KINDS, code=130)
     assert "3 turns of 1 step" in said and "stopped by SIGINT" in said
     assert [len(row["ms_turns"]) for row in record_of(workshop, "stopped")["rows"]] == [2, 1]
