@@ -132,8 +132,6 @@ def forker() -> Iterator[subprocess.Popen[str]]:
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", SERVER], stdin=pipe, stdout=pipe, text=True) as server:
         yield server
-        assert server.stdin is not None
-        server.stdin.close()
 
 
 class Workshop:
@@ -236,11 +234,8 @@ def children(process: int) -> list[int]:
 
 def steps_logged(run: Path) -> int:
     """Return the last step with a row."""
-    try:
-        rows = read_metrics(run / "metrics.jsonl")
-    except FileNotFoundError:
-        return 0
-    return max((row["step"] for row in rows), default=0)
+    path = run / "metrics.jsonl"
+    return max((row["step"] for row in read_metrics(path)), default=0) if path.exists() else 0
 
 
 def difference(one: Path, other: Path, ignoring: Sequence[str] = ()) -> str:

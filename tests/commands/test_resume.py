@@ -52,7 +52,7 @@ def test_a_signal_saves_and_leaves_with_its_code(
 @pytest.mark.parametrize(("step", "saved"), [(1, 0), (5, 3)])
 def test_a_second_interrupt_leaves_at_once(workshop: Workshop, undisturbed: Path, step: int, saved: int) -> None:
     process = workshop.start(f"twice{step}", inside=endless_step(step))
-    process.until(is_in_the_step)
+    process.until(lambda run: (run / "endless").exists())
     assert process.wait(send=signal.SIGINT) == 130
     last = process.run / "checkpoints" / "last.ckpt"
     good = f"the last good checkpoint is {last} (step {saved})" if saved else "no checkpoint had been written yet"
@@ -84,10 +84,6 @@ TrainingModule.configure_gradient_clipping = slow
 """
 
 
-def is_in_the_step(run: Path) -> bool:
-    return (run / "endless").exists()
-
-
 @pytest.mark.parametrize("place", ["rtx.training.loggers.JsonlLogger.close", "rtx.commands.train.closing_lines"])
 def test_an_interrupt_after_the_end_does_not_unmake_it(workshop: Workshop, place: str) -> None:
     interrupt = "lambda *_, **__: signal.raise_signal(signal.SIGINT)"
@@ -102,7 +98,7 @@ def test_an_interrupt_after_the_end_does_not_unmake_it(workshop: Workshop, place
 
 def test_a_loader_process_that_is_killed_is_told_in_a_line(workshop: Workshop, undisturbed: Path) -> None:
     process = workshop.start("loaderless", "hardware.workers=1", inside=endless_step(5, seconds=1))
-    process.until(is_in_the_step)
+    process.until(lambda run: (run / "endless").exists())
     for child in children(process.number):
         os.kill(child, signal.SIGKILL)
     assert process.wait() == 1
