@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rtx import help
+from rtx import cli, help
 from rtx.config import GROUPS, all_fields
 from rtx.keys import options
 from rtx.options import READS
@@ -45,13 +45,19 @@ def test_a_command_on_a_run_shows_its_own_options_and_what_may_change() -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
-def test_pages_fit_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_fit_the_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    for word in {name.split()[0] for name in READS}:
-        page = help.command_page(word, [])
-        assert page.startswith(f"usage: rtx {word}")
+    assert (cli.main(["--help"]), cli.main([])) == (0, 2)
+    front, error = capsys.readouterr()
+    assert front == 2 * help.front_page() and error == ""
+    assert columns < 80 or all(len(line) <= columns for line in front.splitlines())
+    for name in READS:
+        assert f"\n  {name} " in front and cli.main([word := name.split()[0], "--help"]) == 0
+        page, error = capsys.readouterr()
+        assert page.startswith(f"usage: rtx {word}") and f"usage: rtx {name}" in page and error == ""
         assert all(len(line) <= columns for line in page.splitlines())
-    assert columns < 80 or all(len(line) <= columns for line in help.front_page().splitlines())
 
 
 ASKED = {

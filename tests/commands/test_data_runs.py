@@ -15,8 +15,7 @@ from PIL import Image
 from pyarrow import parquet
 from small_runs import SIZES, Workshop, final
 
-from rtx.data.sets import IMAGE_SETS, MADE
-from rtx.data.sets import SETS as KNOWN
+from rtx.data import sets
 from rtx.keys import options
 
 SMALL = [size for size in SIZES if not size.startswith("data")]
@@ -65,14 +64,14 @@ def test_every_action_says_what_it_found(tmp_path: Path) -> None:
     assert said("prepare", code=2).startswith(f"rtx: RTX_DATA={place.data}: is not a folder; set RTX_DATA to")
 
 
-@pytest.mark.parametrize("name", sorted({*options("data")} - {*MADE}))  # they are in test_recall_runs.py
+@pytest.mark.parametrize("name", sorted({*options("data")} - {*sets.MADE}))  # they are in test_recall_runs.py
 def test_every_unit_of_a_set_is_scored_once(workshop: Workshop, trained: Train, name: str) -> None:
     run = trained(name)
     store = json.loads(next((workshop.folder / "data").glob(f"{name}-*/store.json")).read_text())
     valid, test = (store["splits"][split]["units"] for split in ("valid", "test"))
     assert final(run)["units"] == valid
     dividing, other = (next(n for n in range(8, test + 1) if bool(test % n) == rest) for rest in (False, True))
-    for words in [()] if name in IMAGE_SETS else [(f"data.length={dividing}",), (f"data.length={other}",)]:
+    for words in [()] if name in sets.IMAGE_SETS else [(f"data.length={dividing}",), (f"data.length={other}",)]:
         result, _ = workshop.score(run, "split=test", *words)
         assert result["units"] == result["split_units"] == test > 0
         assert result["nats"] > 0 and not result["partial"] and result["own_data"]
@@ -113,7 +112,7 @@ def test_a_run_on_images_counts_sub_pixels_and_samples_pictures(workshop: Worksh
 
 def test_words_have_a_perplexity_over_the_published_count_and_no_bytes(workshop: Workshop, trained: Train) -> None:
     result, said = workshop.score(trained("wikitext103"), "split=test")
-    published = KNOWN["wikitext103"].words["test"]
+    published = sets.SETS["wikitext103"].words["test"]
     assert result["units"] == published == result["words"] and result["words_comparable"]
     assert result["perplexity_per_word"] == pytest.approx(math.exp(result["nats"] / published))
     assert "bits_per_byte" not in result and "bits/byte" not in said
@@ -127,7 +126,7 @@ def test_subwords_have_bits_per_byte_and_a_perplexity(workshop: Workshop, traine
     rows = parquet.read_table(workshop.folder / "pg19-files" / "test-00000-of-00001.parquet")["text"].to_pylist()
     text = sum(len(row.encode()) for row in rows)
     assert result["bits_per_byte"] == pytest.approx(result["nats"] / text / math.log(2))
-    assert result["words"] == KNOWN["pg19"].words["test"] and result["words_comparable"]
+    assert result["words"] == sets.SETS["pg19"].words["test"] and result["words_comparable"]
     assert " bits/subword" in said and " bits/byte of text\n" in said
     assert final(pg19)["unit"] == "subword" and final(pg19)["bits_per_byte"] < final(pg19)["bits"]
 

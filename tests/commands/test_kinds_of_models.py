@@ -82,12 +82,3 @@ def test_an_evaluation_has_a_memory_of_its_own(workshop: Workshop, runs: dict[st
     assert "no memory" not in said[4]
     said = "memory=1000 must be at most 150, the units of split valid"
     assert said in workshop.command("eval", str(runs["recurrent"]), "memory=1000", code=2)
-
-
-def test_sizes_that_the_data_have_not_are_told_in_a_line(workshop: Workshop) -> None:
-    for kind, word, said in (
-        ("recurrent", "trainer.batch_size=100", "=100: expected 100 streams of at least data.length=32 units"),
-        ("recurrent", "model.memory=5000", "model.memory=5000 must be at most 675"),
-        ("adaptive", "model.cutoffs=2x5000", "model.cutoffs=2x5000 must end below the"),
-    ):
-        assert said in workshop.command("train", workshop.text, *SIZES, *KINDS[kind], word, code=2)

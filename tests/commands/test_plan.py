@@ -8,26 +8,23 @@ import torch
 from rtx.commands import plan
 
 
-def planned(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    """Return the lines of a plan, which fit a terminal of 80 columns."""
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Return the words of a plan, whose lines fit a terminal of 80 columns."""
     assert plan.main(list(words)) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert all(len(line) <= 80 for line in lines)
-    return lines
+    text = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert all(f"\n{word}" in text for word in ("parameters", "operations", "memory"))
+    return " ".join(text.split())
 
 
 def test_the_figures_of_a_known_model_and_one_is_one(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = planned(capsys, "data=enwik8", "model=rt24", "trainer.steps=1000", "trainer.batch_size=16")
-    printed = " ".join(" ".join(lines).split())
+    printed = planned(capsys, "data=enwik8", "model=rt24", "trainer.steps=1000", "trainer.batch_size=16")
     assert "rt24: 24 layers, local heads, N = 8,192 units of enwik8" in printed
     assert "1,000 steps, 131,072,000 units" in printed
-    for word in ("parameters", "operations", "memory"):
-        assert any(line.startswith(word) for line in lines)
-    one = ("model.layers=1", "routing.layers=1", "trainer.steps=1", "trainer.batch_size=1")
-    printed = " ".join(" ".join(planned(capsys, *one)).split())
+    printed = planned(capsys, "model.layers=1", "routing.layers=1", "trainer.steps=1", "trainer.batch_size=1")
     assert all(said in printed for said in ("tiny: 1 layer,", "(1 device, 1 sequence at a time)", "run 1 step,"))
     two = planned(capsys, "hardware=ddp", "hardware.devices=2", "trainer.batch_size=4")
-    assert "(2 devices, 2 sequences at a time)" in " ".join(" ".join(two).split())
+    assert "(2 devices, 2 sequences at a time)" in two
 
 
 def test_the_plan_says_what_each_device_is_given(
@@ -38,7 +35,7 @@ def test_the_plan_says_what_each_device_is_given(
 
     def given(*words: str) -> list[str]:
         """Return what a plan says of devices, a line for each, on a machine of 15 GiB without a GPU."""
-        told = " ".join(" ".join(planned(capsys, "data=enwik8", "model=rt24", *words)).split())
+        told = planned(capsys, "data=enwik8", "model=rt24", *words)
         return re.split(r" (?=a GPU of|this machine)", told.partition(" what fits ")[2])
 
     gpus, machine = [f"a GPU of {size} GiB" for size in (16, 24, 80)], ["this machine (15.0 GiB)"]
@@ -53,5 +50,4 @@ def test_the_plan_says_what_each_device_is_given(
     assert " at a time, recomputed, " in first and "recomputed" not in last and "does not fit" not in first
     asked = given("trainer.micro_batch_size=8", "model.recompute=false")[0]
     assert "does not fit (8 sequences at a time, " in asked and "optimizer=adafactor" in asked
-    said = " ".join(planned(capsys, "plan.memory=0.001", "hardware=cpu"))
-    assert "a machine of 0.001 GiB: does not fit (" in " ".join(said.split())
+    assert "a machine of 0.001 GiB: does not fit (" in planned(capsys, "plan.memory=0.001", "hardware=cpu")

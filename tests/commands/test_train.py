@@ -18,6 +18,8 @@ from rtx.training.checkpoint import read_checkpoint
 from rtx.training.hardware import has_compiler
 from rtx.training.run_folder import read_status
 
+XL = "model.base=recurrent model.positions=xl routing.heads=0 routing.layers=0 model.memory=40"
+
 
 def weight(run: Path, name: str = "embedding.table_VS") -> torch.Tensor:
     return read_checkpoint(run / "checkpoints" / "last.ckpt")["model"][name]
@@ -89,10 +91,8 @@ def test_a_nan_ends_the_run_in_one_line(workshop: Workshop) -> None:
     run = workshop.folder / "nan"
     wild = ("optimizer.lr=1e30", "optimizer.warmup=0", "optimizer.schedule=constant", "trainer.clip=0")
     said = workshop.command("train", workshop.text, *SIZES, *wild, run=run, code=1)
-    assert re.fullmatch(
-        r"rtx: step \d: the loss is (nan|inf) at learning rate 1e\+30; no checkpoint had been written yet",
-        said.splitlines()[-1],
-    )
+    told = r"rtx: step \d: the loss is (nan|inf) at learning rate 1e\+30; no checkpoint had been written yet"
+    assert re.fullmatch(told, said.splitlines()[-1])
     assert (read_status(run) or {})["state"] == "failed"
 
 
@@ -117,6 +117,9 @@ def test_mistakes_are_told_in_a_line_and_leave_no_folder(
         ("data.length=4000", "expected at least one sequence of data.length=4000"),
         ("hardware=ddp hardware.devices=2 trainer.batch_size=3", "trainer.batch_size=3"),
         (f"data.path={empty}", "empty.txt"),
+        (f"{XL} trainer.batch_size=100", "=100: expected 100 streams of at least data.length=32 units"),
+        (f"{XL} model.memory=5000", "model.memory=5000 must be at most 675"),
+        ("data.tokenizer=words model.embedding=adaptive model.cutoffs=2x5000", "=2x5000 must end below the"),
     ):
         said = workshop.command("train", workshop.text, *SIZES, *words.split(), run=tmp_path / "cell", code=2)
         assert line in said and not (tmp_path / "cell").exists()

@@ -13,16 +13,9 @@ import torch
 from torch import nn
 
 from rtx.errors import RunFailed, UserError
+from rtx.training import checkpoint as files
 from rtx.training import run_folder as room
-from rtx.training.checkpoint import (
-    FORMAT,
-    CheckpointFiles,
-    is_whole,
-    load_for_use,
-    load_weights,
-    newest_checkpoint,
-    read_checkpoint,
-)
+from rtx.training.checkpoint import load_weights, newest_checkpoint, read_checkpoint
 from rtx.training.run_folder import Status, new_run_folder, read_status, run_state, utc_now, working_in
 
 
@@ -66,23 +59,14 @@ def test_run_folders_are_unique_and_obey_the_environment(tmp_path: Path, monkeyp
 
 
 def checkpoint(step: int) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "step": step,
-        "config": {"model": {"hidden": 4}},
-        "data": {"fingerprint": "x"},
-        "model": {"weight": torch.full((4, 3), float(step))},
-    }
+    weights = {"weight": torch.full((4, 3), float(step))}
+    return {"format": files.FORMAT, "step": step, "config": {}, "data": {}, "model": weights}
 
 
 def save_last(folder: Path, *steps: int) -> Path:
     for step in steps:
-        CheckpointFiles().save_checkpoint(checkpoint(step), folder / "last.ckpt")
+        files.CheckpointFiles().save_checkpoint(checkpoint(step), folder / "last.ckpt")
     return folder / "last.ckpt"
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_a_checkpoint_is_an_ordinary_file_and_fits_models_of_its_shape_alone(tmp_path: Path) -> None:
@@ -99,10 +83,10 @@ def test_a_checkpoint_that_cannot_be_read_is_left_where_it_is(tmp_path: Path) ->
     last = save_last(tmp_path, 1, 2)
     last.unlink()
     last.mkdir()
-    for read in (lambda: newest_checkpoint(tmp_path, set_aside=True), lambda: load_for_use(tmp_path, "last")):
+    for read in (lambda: newest_checkpoint(tmp_path, set_aside=True), lambda: files.load_for_use(tmp_path, "last")):
         with pytest.raises(RunFailed, match=r"cannot be read \(Is a directory\); nothing was changed"):
             read()
-    assert names(tmp_path) == ["last.ckpt", "previous.ckpt"]
+    assert {path.name for path in tmp_path.iterdir()} == {"last.ckpt", "previous.ckpt"}
 
 
 def test_a_kill_between_the_two_renames_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +115,7 @@ class Evil:
 
 def test_a_crafted_pickle_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    CheckpointFiles().save_checkpoint({**checkpoint(1), "extra": Evil()}, path := tmp_path / "last.ckpt")
+    files.CheckpointFiles().save_checkpoint({**checkpoint(1), "extra": Evil()}, path := tmp_path / "last.ckpt")
     with pytest.raises(UserError, match="refused: it holds more than plain tensors and numbers"):
         newest_checkpoint(tmp_path, set_aside=True)
     with zipfile.ZipFile(path) as archive:
@@ -143,4 +127,4 @@ def test_a_crafted_pickle_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(UserError, match="refused: it holds more than plain tensors and numbers"):
             read_checkpoint(path)
     path.write_bytes(pickle.dumps(Evil()))
-    assert not is_whole(path) and names(tmp_path) == ["last.ckpt"]
+    assert not files.is_whole(path) and [*tmp_path.iterdir()] == [path]

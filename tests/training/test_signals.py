@@ -64,23 +64,17 @@ def test_a_second_signal_ends_the_process_at_once_and_those_that_come_together_a
 
 @pytest.mark.parametrize("number", CODES)
 def test_while_imports_take_their_seconds(number: signal.Signals) -> None:
-    script = (
-        "import os, sys; sys.argv = ['rtx', 'train']; import rtx.cli;"
-        f"rtx.cli.main = lambda: os.kill(os.getpid(), {int(number)}); rtx.cli.entry()"
-    )
+    script = "import os, sys; sys.argv = ['rtx', 'train']; import rtx.cli;"
+    script += f"rtx.cli.main = lambda: os.kill(os.getpid(), {int(number)}); rtx.cli.entry()"
     code = subprocess.run([sys.executable, "-c", script], stderr=subprocess.DEVNULL).returncode
     assert code == (CODES[number] if number != signal.SIGINT else -signal.SIGINT)
 
 
 def test_processes_that_the_first_one_starts_leave_signals_to_it_and_go_with_it() -> None:
-    child = (
-        "import os, sys, time; from rtx.training.signals import *; ignore_signals();"
-        "when_orphaned(sys.argv[1], lambda: os._exit(1)); print(os.getpid(), flush=True); time.sleep(60)"
-    )
-    script = (
-        "import os, subprocess, sys, time;"
-        f"subprocess.Popen([sys.executable, '-c', {child!r}, str(os.getpid())]); time.sleep(60)"
-    )
+    child = "import os, sys, time; from rtx.training.signals import *; ignore_signals();"
+    child += "when_orphaned(sys.argv[1], lambda: os._exit(1)); print(os.getpid(), flush=True); time.sleep(60)"
+    script = "import os, subprocess, sys, time;"
+    script += f"subprocess.Popen([sys.executable, '-c', {child!r}, str(os.getpid())]); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         number = int(process.stdout.readline())
