@@ -31,10 +31,8 @@ def see(pattern: Routing, q: Tensor, real_BN: Tensor | None = None) -> Routing:
     return pattern
 
 
-def step(pattern: Routing, *batches: Tensor) -> Centroids:
-    for q in batches:
-        see(pattern, q)
-    after_step(pattern)
+def step(pattern: Routing, q: Tensor) -> Centroids:
+    after_step(see(pattern, q))
     return pattern.centroids
 
 
@@ -60,32 +58,24 @@ def test_a_centroid_moves_towards_its_members_or_those_nearest_to_it_or_their_su
     assert torch.allclose(step(pattern, q).centroid_HCD.double(), expected, atol=1e-6)
 
 
-def test_no_cluster_stays_dead() -> None:
-    """Centroids that start far from all data find members, and follow them."""
-    pattern = make(threshold_rate=0.1)
-    around_D = torch.tensor([3.0, 1.0, -1.0, -3.0])
-    pattern.centroids.centroid_HCD[:, 1:] = to_sphere(-normalise(around_D).expand(H, C - 1, D))
-    empty = []
-    for number in range(300):
-        see(pattern, around_D + 0.7 * queries(number, batch=4))
-        empty.append(float((pattern.centroids.seen_XHC[0, 0] == 0).double().mean()))
-        after_step(pattern)
-    assert empty[0] > 0.3 and max(empty[-50:]) == 0.0
-
-
-def test_counts_come_to_the_window_within_100_steps_and_nobody_is_left_out() -> None:
-    pattern = make(threshold_rate=0.1, decay=0.99)
-    tilt_D = torch.tensor([1.0, 0.3, -0.2, -1.1])
+@pytest.mark.parametrize(("decay", "dead", "tilt", "steps"), [(0.99, 0, 1.0, 100), (0.9, C - 1, 4.0, 250)])
+def test_counts_come_to_the_window_and_no_cluster_stays_dead(decay: float, dead: int, tilt: float, steps: int) -> None:
+    """Within 100 steps, nobody left out; centroids that start far from all data find members, and follow them."""
+    pattern = make(threshold_rate=0.1, decay=decay)
+    tilt_D = tilt * torch.tensor([1.0, 0.3, -0.2, -1.1])
+    pattern.centroids.centroid_HCD[:, C - dead :] = to_sphere(-normalise(tilt_D).expand(H, dead, D))
     counts = []
-    for number in range(140):
+    for number in range(steps + 40):
         see(pattern, tilt_D + queries(number, batch=4))
         assert pattern.snapshot is not None
         assert int(pattern.snapshot.lists[0].row_M.bincount(minlength=H * N).min()) >= 1
         counts.append(pattern.centroids.seen_XHC[0, 0] / 4)
         after_step(pattern)
-    late_HC = torch.stack(counts[100:]).mean(0)
-    assert abs(float(late_HC.mean()) / W - 1) < 0.1
-    assert (late_HC / W - 1).abs().max() < 0.35
+    late_SHC = torch.stack(counts[steps:])
+    assert (counts[0] == 0).any() == (dead > 0) and late_SHC.min() > 0
+    if not dead:
+        assert abs(float(late_SHC.mean()) / W - 1) < 0.1
+        assert (late_SHC.mean(0) / W - 1).abs().max() < 0.35
 
 
 def test_only_real_positions_of_training_are_gathered_and_a_pause_gathers_nothing() -> None:
