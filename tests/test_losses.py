@@ -36,11 +36,6 @@ FOLDER = Path(__file__).parent / "losses"
 CURVES, OURS = (json.loads((FOLDER / name).read_text()) for name in ("curves.json", "changed.json"))
 
 
-def text() -> bytes:
-    """Return letters whose order never repeats itself for long: no two positions are alike but for rounding."""
-    return "".join(random.Random(0).choices("abcdefghijkl", k=7_500)).encode()
-
-
 def drawn_model(config: Config, dtype: torch.dtype) -> Transformer:
     """Return a model whose weights are drawn by python's generator: torch's differs between versions."""
     model, draw = Transformer(config, 256).to(dtype), random.Random(1)
@@ -69,7 +64,9 @@ def losses(routing: dict[str, Any], options: dict[str, Any], dtype: torch.dtype 
         )
     )
     model = drawn_model(config, dtype)
-    items = TrainingItems(encode_text(Tokenizer(), text()), 64, 0, 2)
+    # Letters whose order never repeats itself for long: no two positions are alike but for rounding.
+    text = "".join(random.Random(0).choices("abcdefghijkl", k=7_500)).encode()
+    items = TrainingItems(encode_text(Tokenizer(), text), 64, 0, 2)
     optimizer, seen = build_optimizer(model, config.optimizer), []
     for step in range(STEPS):
         nats_BN, auxiliary = model.loss(torch.stack([items[step * items.batch_size + i] for i in range(2)]))

@@ -48,17 +48,6 @@ def test_a_gradient_is_the_slope_of_the_loss() -> None:
             assert slope == pytest.approx(float((found[name] * direction).sum()), rel=1e-4, abs=1e-7), name
 
 
-def test_the_first_unit_is_scored_from_the_start_vector_alone() -> None:
-    model = tiny_model()
-    every_V1 = torch.arange(11)[:, None]
-    with torch.no_grad():
-        first_V = model.loss(every_V1)[0][:, 0]
-        assert float((-first_V).exp().sum()) == pytest.approx(1)
-        torch.testing.assert_close(model.loss(tokens())[0][:, 0], first_V[tokens()[:, 0]])
-        model.embedding.start_S.normal_()
-        assert not torch.isclose(model.loss(every_V1)[0][:, 0], first_V).any()
-
-
 def test_the_start_of_training_knows_next_to_nothing() -> None:
     for tied in (False, True):
         torch.manual_seed(0)
@@ -67,17 +56,10 @@ def test_the_start_of_training_knows_next_to_nothing() -> None:
             nats_BN, auxiliary = model.loss(tokens(2, 64, vocabulary=256))
         # Logits of variance 1/4 cost an eighth of a nat.
         assert float(nats_BN.mean()) == pytest.approx(math.log(256) + 0.125, abs=0.05) and auxiliary == 0
+        assert (model.output_VS is model.embedding.table_VS) == tied
         table_VS, output_VS = model.embedding.table_VS.detach(), model.output_VS.detach()
         assert float(table_VS.std()) == pytest.approx(0.5 / 8 if tied else 1, rel=0.05)
         assert float(output_VS.std()) == pytest.approx(0.5 / 8, rel=0.05)
-
-
-def test_tied_embeddings_are_one_matrix() -> None:
-    model, apart = (tiny_model(tie_embeddings=tied, embedding=6) for tied in (True, False))
-    assert model.output_VS is model.embedding.table_VS
-    assert apart.count_parameters() - model.count_parameters() == 11 * 6
-    assert model.count_parameters() == sum(p.numel() for p in model.parameters())
-    assert gradients(model, tokens())["output_VS"].ne(0).all()
 
 
 @pytest.mark.parametrize("kind", ["dropout", "attention_dropout", "ffn_dropout"])
@@ -109,9 +91,7 @@ def test_recomputation_changes_nothing(kind: Kind, monkeypatch: pytest.MonkeyPat
         after_step(model)
         result |= {"state " + name: x.clone() for name, x in model.state_dict().items()}
         found.append(result)
-    assert found[0].keys() == found[1].keys()
-    for name, x in found[0].items():
-        torch.testing.assert_close(found[1][name], x, rtol=1e-12, atol=1e-14, msg=name)
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -182,7 +162,4 @@ def test_the_state_has_all_that_lasts(kind: Kind) -> None:
 def test_a_compiled_model_has_the_same_loss_and_gradients() -> None:
     plain, compiled = (tiny_model(selection="causal", layers=2, routing_layers=1).train() for _ in range(2))
     compiled.loss = compile_loss(compiled, compiled.loss)  # type: ignore[method-assign]
-    expected, found = gradients(plain, tokens()), gradients(compiled, tokens())
-    assert set(found) == set(expected)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12, msg=name)
+    torch.testing.assert_close(gradients(compiled, tokens()), gradients(plain, tokens()), rtol=1e-9, atol=1e-12)

@@ -92,10 +92,10 @@ def tiny_config(length: int = 24, selection: str = "causal", **options: Any) -> 
     return resolve(Config(data=DataConfig(length=length), routing=routing, model=model))
 
 
-def tiny_model(seed: int = 0, vocabulary: int = VOCABULARY, **config: Any) -> Transformer:
+def tiny_model(seed: int = 0, **config: Any) -> Transformer:
     """A float64 model in evaluation mode. What starts at zero is random here, so that it does something."""
     torch.manual_seed(seed)
-    model = Transformer(tiny_config(**config), vocabulary).double().eval()
+    model = Transformer(tiny_config(**config), VOCABULARY).double().eval()
     with torch.no_grad():
         model.output_VS.normal_()
         model.embedding.table_VS.normal_()
