@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.spatial.distance import jensenshannon
 from torch import Tensor, nn
 
 from rtx.analysis import attention_weights as weights
@@ -17,8 +18,7 @@ from rtx.analysis import coverage
 from rtx.analysis import loss_by_position as losses
 from rtx.analysis.loss_by_position import RERUN, STREAMING, TEACHER_FORCED
 from rtx.attention import oracle
-from rtx.attention.choices import Blocks, Exact
-from rtx.attention.patterns import AdaptiveSpan, Full, Local
+from rtx.attention.patterns import AdaptiveSpan
 from rtx.attention.routing import Routing
 from rtx.evaluation.protocols import Window, windows
 from tests.model.tiny_models import OTHERS, OWN_KEYS, TIED, VOCABULARY, Kind, each_kind, tiny_config, tiny_model, tokens
@@ -67,13 +67,9 @@ def test_what_a_head_reads_on_average() -> None:
 
 
 def apart(p_NN: Tensor, q_NN: Tensor) -> float:
-    """Return (KL(p | m) + KL(q | m)) / 2 with m = (p + q) / 2, a mean over the positions where both read something."""
-
-    def entropy(x: Tensor) -> Tensor:
-        return torch.xlogy(x, x).sum(-1)
-
+    """Return the divergence, whose root scipy gives, as a mean over the positions where both read something."""
     both_N = (p_NN.sum(-1) > 0.5) & (q_NN.sum(-1) > 0.5)
-    return float(((entropy(p_NN) + entropy(q_NN)) / 2 - entropy((p_NN + q_NN) / 2))[both_N].mean())
+    return float(np.mean(jensenshannon(p_NN[both_N].T, q_NN[both_N].T) ** 2))
 
 
 @torch.no_grad()
@@ -104,32 +100,21 @@ def test_each_draw_is_a_mean_where_both_read(monkeypatch: pytest.MonkeyPatch, op
 @pytest.mark.parametrize("keys", ["shared", "separate", "projected"])
 @pytest.mark.parametrize("selection", ["causal", "topk", "nearest"])
 @pytest.mark.parametrize("attend_self", [True, False])
-def test_figures_are_those_of_plain_loops(selection: str, attend_self: bool, keys: str) -> None:
+def test_telemetry_is_that_of_the_oracles_weights(selection: str, attend_self: bool, keys: str) -> None:
     sizes = {"layers": 1, "heads": 2, "routing_layers": 1, "routing_window": WINDOW, "positions": "none"}
     model = tiny_model(selection=selection, routing_attend_self=attend_self, routing_keys=keys, **sizes).train()
     model.loss(tokens(batch=3, seed=1))
-    (heads,) = (module for module in model.modules() if isinstance(module, Routing))
     told = weights.read_telemetry(model)
-    assert heads.snapshot is not None
-    lists, q_HND, k_HND, _ = heads.snapshot
-    queries, of_keys = (
-        [list_M.tolist() for list_M in x.row_M.split(x.count_L.tolist())] for x in (lists[0], lists[-1])
-    )
-    times = [sum(row in members for members in queries) for row in range(2 * LENGTH)]
-    counts = [len(members) for members in of_keys]
+    ((attention, x_BNE),) = weights.layer_inputs(model, tokens(batch=3, seed=1))
+    group = weights.groups_of(attention, x_BNE[:1])["routed"]
+    assert isinstance(group[0], Routing) and group[0].snapshot is not None
+    lists = group[0].snapshot.lists
+    rows, counts = lists[0].row_M.tolist(), lists[-1].count_L.tolist()
+    times = [rows.count(row) for row in range(2 * LENGTH)]
     assert len(counts) == 2 * CLUSTERS and LENGTH <= weights.PROBES, "every position is probed"
-    weight_RN = torch.zeros(2 * LENGTH, LENGTH, dtype=torch.float64)
-    for query_rows, key_rows in zip(queries, of_keys, strict=True):
-        for i in query_rows:
-            read = [j for j in key_rows if j <= i][-WINDOW:]
-            read = read if attend_self or len(read) == 1 else [j for j in read if j != i]
-            if read:
-                q_D, k_KD = q_HND.flatten(0, 1)[i], k_HND.flatten(0, 1)[read]
-                weight_K = (heads.terms(q_HND.shape[-1], None).scale * k_KD @ q_D).softmax(0)
-                weight_RN[i, [j % LENGTH for j in read]] += weight_K
-    own_R = weight_RN.sum(1).nonzero()[:, 0]
-    weight_RN = (weight_RN / weight_RN.sum(1, keepdim=True))[own_R]
-    distance_RN = own_R[:, None] % LENGTH - torch.arange(LENGTH)
+    weight_RN, at_N = torch.cat(oracle_weights(group)), torch.arange(LENGTH)
+    reads_R = weight_RN.sum(1) > 0.5
+    weight_RN, distance_RN = weight_RN[reads_R], (at_N[:, None] - at_N).repeat(2, 1)[reads_R]
     expected = {
         "in_none": times.count(0) / len(times),
         "in_one": times.count(1) / len(times),
@@ -177,20 +162,6 @@ def test_what_is_kept_is_what_the_rule_reads(back: int, options: Any) -> None:
         expected = [float(x.double().sum(-1).mean()) for x in (weight_HNN, weight_HNN * read_HNN, read_HNN)]
         np.testing.assert_allclose(found_LSZ3[-1, s, z], expected, rtol=1e-9, err_msg=f"{coverage.NAMES[s]} {SIZES[z]}")
     assert found_LSZ3[:, :, -1, 1] == pytest.approx(found_LSZ3[:, :, -1, 0]), "as many keys as there are keep all"
-
-
-def test_one_far_key_is_found_by_its_product_and_by_the_mean_of_its_block() -> None:
-    q_1HND, k_1HND, back = torch.zeros(1, 1, 40, 4), torch.zeros(1, 1, 40, 4), 8
-    q_1HND[..., 0], k_1HND[0, 0, 5, 0] = 1.0, 40.0
-    full = Full(), Full().inputs(q_1HND, k_1HND, None), [], None
-    weight_HNN, at_P = torch.stack(oracle_weights(full)), torch.arange(20, 40)
-    kept = [
-        coverage.kept(pattern, pattern.inputs(q_1HND, k_1HND, None), weight_HNN[:, at_P], at_P, back)
-        for pattern in (Exact(window=1), Blocks(1, 4, window=2, block=2), Local(window=4))
-    ]
-    assert all(far > 0.99 for far, _, _ in kept)
-    assert [share > 0.99 for _, share, _ in kept] == [True, True, False]
-    assert [keys for _, _, keys in kept] == [1, 3.5, 4], "a block, and the own one up to the query"
 
 
 def test_shares_at_equal_keys_are_linear_between_sizes() -> None:

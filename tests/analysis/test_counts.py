@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
 from rtx.analysis import footprint as plan
@@ -73,34 +72,17 @@ def test_what_is_kept_is_what_stays_behind(overrides: tuple[str, ...]) -> None:
     assert low < planned / kept_for_backward(config) < high
 
 
-class Made(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pieces: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = function(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                self.pieces[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return out
-
-    def alive(self, but: set[int]) -> int:
-        return sum(size for own, (piece, size) in self.pieces.items() if own not in but and not piece.expired())
-
-
 def kept_for_backward(config: Config) -> int:
     """Return the bytes that a training forward pass leaves behind: for the backward pass, and for telemetry."""
     torch.manual_seed(0)
-    model = Transformer(config, 256).train()
+    model, tracker = Transformer(config, 256).train(), MemTracker()
+    tracker.track_external(model)
     tokens_BN = torch.randint(0, 256, (config.trainer.batch_size, config.data.length))
-    own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
-    with Made() as made, torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.hardware.precision == "bf16"):
+    with tracker, torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.hardware.precision == "bf16"):
         nats_BN, _ = model.loss(tokens_BN)
         assert nats_BN.requires_grad
         gc.collect()
-        return made.alive(own)
+        return tracker.get_tracker_snapshot()[torch.device("cpu")]["Activation"]
 
 
 GIB = 2**30
