@@ -17,33 +17,51 @@ class Counter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(()))
-        self.shapes: list[tuple[int, ...]] = []
-        self.streamed: set[bool] = set()
+        self.calls: list[tuple[int, ...]] = []
 
     def loss(self, tokens_BN: Tensor, prefix: bool = False) -> tuple[Tensor, Tensor]:
         assert not torch.is_grad_enabled()
-        self.shapes.append(tuple(tokens_BN.shape))
-        self.streamed.add(prefix)
+        self.calls.append((*tokens_BN.shape, prefix))
         place_N = torch.arange(tokens_BN.shape[1])
         return tokens_BN.float() + place_N / 1024, torch.zeros(())
 
 
-TOKENS = np.random.default_rng(0).integers(0, 256, 1_003).astype(np.uint8)
+TOKENS = np.resize(np.random.default_rng(0).integers(0, 256, 50), 1_003).astype(np.uint8)
+"""The same fifty units again and again."""
 
 
 def by_hand(cut: list[Window]) -> float:
     return sum(float(TOKENS[i]) + (i - window.start) / 1024 for window in cut for i in range(window.first, window.stop))
 
 
+def by_a_loop(tokens: list[int], reach: int) -> list[bool]:
+    """Look back from each unit for the nearest place with the same units before it."""
+    found = []
+    for i in range(len(tokens)):
+        before = (j for j in range(i - 1, REPEATED - 1, -1) if tokens[j - REPEATED : j] == tokens[i - REPEATED : i])
+        last = next(before, None) if i >= REPEATED else None
+        found.append(last is not None and i - last > reach)
+    return found
+
+
 @pytest.mark.parametrize("stride", [64, 48, 7])
 @pytest.mark.parametrize("batch_size", [1, 3, None])
-def test_each_unit_is_scored_once_and_where_it_stands(stride: int, batch_size: int | None) -> None:
+def test_each_unit_is_scored_once_and_where_it_stands_far_repeats_apart(stride: int, batch_size: int | None) -> None:
     cut, seen = list(windows(len(TOKENS), 64, stride)), []
-    score = score_windows(Counter(), TOKENS, cut, batch_size=batch_size, on_progress=lambda *at: seen.append(at))
+    how = {"batch_size": batch_size, "reach": 40}
+    score = score_windows(Counter(), TOKENS, cut, **how, on_progress=lambda *at: seen.append(at))
     assert score.units == len(TOKENS)
     assert score.nats == by_hand(cut)
     assert score.bits == pytest.approx(by_hand(cut) / len(TOKENS) / math.log(2), rel=1e-15)
     assert seen[-1] == (len(cut), len(cut))
+    far = [
+        float(TOKENS[start + n]) + n / 1024
+        for start, stop, first in cut
+        for n, is_far in enumerate(by_a_loop(TOKENS[start:stop].tolist(), 40))
+        if is_far and n >= first - start
+    ]
+    assert score.far_K2 is not None and score.far_K2.sum(0).tolist() == [len(far), sum(far)]
+    assert 0 < len(far) < score.units
 
 
 def test_windows_of_another_length_are_batched_apart() -> None:
@@ -51,7 +69,7 @@ def test_windows_of_another_length_are_batched_apart() -> None:
     assert equal_batches(cut, 8) == [[0, 1], [2, 3]]
     model = Counter()
     score = score_windows(model, TOKENS, cut, batch_size=8, streaming=True)
-    assert model.shapes == [(2, 8), (2, 3)] and model.streamed == {True}
+    assert model.calls == [(2, 8, True), (2, 3, True)]
     assert score.nats == by_hand(cut)
 
 
@@ -71,16 +89,6 @@ def test_the_standard_error_is_that_of_the_mean_of_windows() -> None:
     assert math.isnan(Score(np.array([8.0]), np.array([9.0])).standard_error)
 
 
-def by_a_loop(tokens: list[int], reach: int) -> list[bool]:
-    """Look back from each unit for the nearest place with the same units before it."""
-    found = []
-    for i in range(len(tokens)):
-        before = (j for j in range(i - 1, REPEATED - 1, -1) if tokens[j - REPEATED : j] == tokens[i - REPEATED : i])
-        last = next(before, None) if i >= REPEATED else None
-        found.append(last is not None and i - last > reach)
-    return found
-
-
 @pytest.mark.parametrize("length", [3, 8, 9, 120])
 @pytest.mark.parametrize("kinds", [1, 2, 60_000])
 def test_far_repeats_are_those_of_a_plain_loop(length: int, kinds: int) -> None:
@@ -91,18 +99,3 @@ def test_far_repeats_are_those_of_a_plain_loop(length: int, kinds: int) -> None:
     tokens[2, 50:60] = tokens[2, 45:55][: len(tokens[2, 50:60])]
     for reach in (0, 25, 60):
         assert far_repeated(tokens, reach).tolist() == [by_a_loop(row.tolist(), reach) for row in tokens]
-
-
-@pytest.mark.parametrize("stride", [100, 30])
-def test_far_repeats_are_scored_once_each_with_what_their_window_holds(stride: int) -> None:
-    text = np.random.default_rng(0).integers(60, size=50).astype(np.uint8)
-    tokens = np.concatenate([text, text, text, text[:31]])
-    cut = windows(len(tokens), 100, stride)
-    score = score_windows(Counter(), tokens, cut, batch_size=2, reach=40)
-    units = nats = 0
-    for start, stop, first in cut:
-        far = [
-            n for n, is_far in enumerate(by_a_loop(tokens[start:stop].tolist(), 40)) if is_far and n >= first - start
-        ]
-        units, nats = units + len(far), nats + sum(float(tokens[start + n]) + n / 1024 for n in far)
-    assert score.far_K2 is not None and score.far_K2.sum(0).tolist() == [units, nats] and 0 < units < score.units
