@@ -91,19 +91,3 @@ def write_divergence(run: Path, layers: int = 10, checkpoint: str = "best", leng
     record |= {"analyze": {"split": "test", "draws": 10, "sequences": 1}, "length": length}
     (run / "analysis").mkdir(exist_ok=True)
     (run / "analysis" / f"divergence-{checkpoint}.json").write_text(json.dumps(record))
-
-
-def write_table_1(folder: Path, data: dict[str, Any]) -> Path:
-    """Write the 27 runs of Table 1 with the paper's bits and speeds, 0.1 bits worse."""
-    from rtx.report.paper import numbered
-
-    for row in numbered(1).rows:
-        values = {"full": FULL, "local": {"routing__heads": 0}}.get(row.kind) or {
-            "routing__heads": row.routing_heads,
-            "routing__layers": row.routing_layers,
-            "routing__window": row.window,
-            "routing__selection": {"routing": "topk"}.get(row.kind, row.kind),
-        }
-        assert row.value and row.steps_per_second
-        write_run(folder, config(**values), bits=row.value + 0.1, speed=row.steps_per_second, data=data)
-    return folder

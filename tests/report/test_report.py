@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from records import CAUSAL, IMAGES, LOCAL, config, write_divergence, write_eval, write_run, write_table_1
+from records import CAUSAL, DATA, FULL, IMAGES, LOCAL, config, write_divergence, write_eval, write_run
 
 from rtx import cli
 from rtx.report.contents import Report, build, save_plots
+from rtx.report.paper import numbered
 from rtx.report.ranking import Values, chosen, compare, half_interval, mean
 from rtx.report.run_records import collect
 from rtx.report.tables import Table
@@ -100,7 +101,16 @@ def test_the_best_of_several_rows_is_reported_by_seeds_that_did_not_choose_it_if
 def test_table_1_beside_the_papers_and_without_a_folder_the_list_of_tables(
     tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = write_table_1(tmp_path / "runs", {**IMAGES, "stamps": {"lossy": True, "scaled": "16x16"}})
+    runs, data = tmp_path / "runs", {**IMAGES, "stamps": {"lossy": True, "scaled": "16x16"}}
+    for row in numbered(1).rows:
+        values = {"full": FULL, "local": LOCAL}.get(row.kind) or {
+            "routing__heads": row.routing_heads,
+            "routing__layers": row.routing_layers,
+            "routing__window": row.window,
+            "routing__selection": {"routing": "topk"}.get(row.kind, row.kind),
+        }
+        assert row.value and row.steps_per_second
+        write_run(runs, config(**values), bits=row.value + 0.1, speed=row.steps_per_second, data=data)
     assert cli.main(["report", str(runs)]) == 0
     assert "Table 1 with other settings than the paper's" in capsys.readouterr().out
     rows = list(csv.DictReader((runs / "report" / "report.csv").read_text().splitlines()))
@@ -119,11 +129,16 @@ def test_table_1_beside_the_papers_and_without_a_folder_the_list_of_tables(
     assert "rtx train -m experiment=pg19,pg19_baselines" in said
 
 
-def test_a_run_of_the_papers_settings_stands_in_the_papers_table(tmp_path: Path) -> None:
+def test_runs_of_the_papers_settings_stand_in_the_papers_tables_by_the_measure_that_those_have(tmp_path: Path) -> None:
     for seed in (0, 1):
         run = write_run(tmp_path, config("cifar10", seed=seed), bits=3.0, data=IMAGES, step=200_000)
         write_eval(run, 3.0 + 0.1 * seed)
-    table = rows_of(built(tmp_path), "Table 1. CIFAR-10")
+        run = write_run(tmp_path, config("pg19", seed=seed), bits=None, data={**IMAGES, "name": "pg19"}, step=200_000)
+        write_eval(run, 4.1, length=8192, perplexity_per_word=35.0 + seed, baselines={"xz": 5.0})
+    words, table = (rows_of(built(tmp_path), title) for title in ("Table 5. PG-19", "Table 1. CIFAR-10"))
+    mine, simple = [row for row in words.rows if row.get("ours") != "not run"]
+    assert simple == {"run": "baseline: xz", "bits": 5.0}
+    assert mine["ours"] == 35.5 and mine["difference"] == pytest.approx(35.5 - 33.2)
     assert column(table, "ours").count("not run") == 26
     (mine,) = [row for row in table.rows if row["ours"] != "not run"]
     assert mine["paper_row"] == "Routing 4x8 W=512" and mine["seeds"] == 2
@@ -132,18 +147,6 @@ def test_a_run_of_the_papers_settings_stands_in_the_papers_table(tmp_path: Path)
     write_eval(write_run(tmp_path, config("cifar10", seed=2), bits=None, state="killed", data=IMAGES, step=5_000), 4.0)
     table = rows_of(built(tmp_path), "Table 1 with other settings")
     assert "difference" not in table.rows[0] and "5,000 steps done of 200,000" in table.lines[1]
-
-
-def test_protocols_and_data_are_set_apart(tmp_path: Path) -> None:
-    first = write_run(tmp_path, config(), data=IMAGES)
-    write_eval(first, 3.1)
-    write_eval(first, 3.2, mode="streaming", selection_sees_future=False)
-    second = write_run(tmp_path, config(routing__heads=2), data={**IMAGES, "fingerprint": "beef" * 4})
-    write_eval(second, 2.9)
-    report = built(tmp_path)
-    scores = [column(table, "ours") for table in report.tables if "other settings" in table.title]
-    assert sorted(scores) == [[2.9], [3.1], [3.2]] and report.answer is None
-    assert {sight for table in report.tables for sight in column(table, "sees_future")} == {"yes", "no", None}
 
 
 def test_a_simple_baseline_stands_beside_the_scores_of_every_table(tmp_path: Path) -> None:
@@ -163,13 +166,17 @@ def test_a_simple_baseline_stands_beside_the_scores_of_every_table(tmp_path: Pat
     assert built(tmp_path).headline.endswith(" The simple baseline xz (1.500 bits/byte) is ahead of every model.")
 
 
-@pytest.mark.parametrize("manner", [{"mode": "streaming"}, {"ablate": "routing"}, {"partial": True}, {}])
+MANNERS = [{"mode": "streaming", "selection_sees_future": False}, {"data": {**DATA, "fingerprint": "beef" * 4}}]
+
+
+@pytest.mark.parametrize("manner", [*MANNERS, {"ablate": "routing"}, {"partial": True}, {}])
 def test_a_run_evaluated_in_another_way_stays_with_the_others(tmp_path: Path, manner: dict[str, Any]) -> None:
     first = write_run(tmp_path, config("smoke"), bits=3.4)
     write_eval(first, 3.1, split="valid" if manner else "test", **manner)
     second = write_run(tmp_path, config("smoke", routing__heads=1), bits=3.5)
     both, other = [table for table in built(tmp_path).tables if table.title.startswith("All rows")]
     assert column(both, "ours") == [3.4, 3.5] and column(other, "ours") == [3.1]
+    assert column(other, "sees_future") == ["yes" if manner.get("selection_sees_future", True) else "no"]
     write_eval(second, 3.2, split="valid" if manner else "test", **manner)
     tables = [table for table in built(tmp_path).tables if table.title.startswith("All rows")]
     assert len(tables) == (2 if manner else 1), "evaluations of the same manner take the place of closing validations"
@@ -201,16 +208,6 @@ def test_measures_of_some_data_alone_have_columns_and_the_best_of_all_keys_are_f
         assert column(table, "accuracy, pairs 4") == [None, pytest.approx(0.7)]
         assert column(table, "bits far repeated") == [None, pytest.approx(0.6)]
     assert column(report.answer, "heads") == ["local+full", "routing (exact)"]
-
-
-def test_perplexities_are_compared_where_the_papers_table_has_them(tmp_path: Path) -> None:
-    for seed in range(2):
-        run = write_run(tmp_path, config("pg19", seed=seed), bits=None, step=200_000, data={**IMAGES, "name": "pg19"})
-        write_eval(run, 4.1, length=8192, perplexity_per_word=35.0 + seed, baselines={"xz": 5.0})
-    table = rows_of(built(tmp_path), "Table 5. PG-19")
-    mine, simple = [row for row in table.rows if row.get("ours") != "not run"]
-    assert simple == {"run": "baseline: xz", "bits": 5.0}
-    assert mine["ours"] == 35.5 and mine["difference"] == pytest.approx(35.5 - 33.2)
 
 
 def test_table_6_has_the_papers_divergences_beside_ours_layer_by_layer_and_in_the_mean(tmp_path: Path) -> None:
@@ -250,19 +247,15 @@ def test_mistakes(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPa
 
 
 def test_records_that_are_not_whole_are_told_and_the_rest_is_written(tmp_path: Path, capsys: Captured) -> None:
-    whole = write_run(tmp_path, config(), data=IMAGES)
-    torn = write_run(tmp_path, config(routing__heads=2), data=IMAGES)
+    runs = (write_run(tmp_path, config(seed=seed), data=IMAGES) for seed in range(6))
+    whole, torn, changed, resumed, bare, damaged = runs
     with open(torn / "metrics.jsonl", "a") as file:
         file.write('{"kind": "train", "st')
     (torn / "status.json").write_text('{"state": "do')
-    changed = write_run(tmp_path, config(routing__layers=4), data=IMAGES)
     (changed / "config.yaml").write_text((changed / "config.yaml").read_text().replace("lr: 0.0002", "lr: 0.5"))
-    resumed = write_run(tmp_path, config(routing__layers=2), data=IMAGES)
     (resumed / "resumes.jsonl").write_text(json.dumps({"changed": {"trainer.steps": [1, 2]}}) + "\n")
-    bare = write_run(tmp_path, config(routing__layers=12), data=IMAGES)
     (bare / "config.yaml").write_text("{[")
     (bare / "environment.json").unlink()
-    damaged = write_run(tmp_path, config(routing__heads=8), data=IMAGES)
     (damaged / "status.json").write_text('{"state": "done", "step": 7, "final": {"bits": [3]}}')
     write_run(tmp_path, config(routing__heads=2, routing__layers=4), bits=None, state="running")
     row = {"time": "t", "command": "rtx train -m seed=1,2", "folder": "/", "cells": {"1" * 12: "seed=2"}}
@@ -328,23 +321,17 @@ def simulated(rng: np.random.Generator, rows: int, seeds: int, paired: bool, bet
     return {str(row): dict(zip(names[row], map(float, scores[row]), strict=True)) for row in range(rows)}
 
 
-def against(rows: int) -> list[tuple[str, str]]:
-    """What a table of kinds compares: all with row 0 and all with row 2, as with local and random heads."""
-    return [
-        (str(row), other) for other in ("0", "2")[: rows - 1] for row in range(rows) if str(row) not in (other, "0")
-    ]
-
-
 @pytest.mark.parametrize("seeds", [5, 10])
 @pytest.mark.parametrize("rows", [2, 5, 27])
 @pytest.mark.parametrize("paired", [True, False], ids=["paired", "welch"])
 def test_equal_rows_have_a_false_verdict_in_one_table_of_twenty_at_most(rows: int, seeds: int, paired: bool) -> None:
     rng, tables = np.random.default_rng(rows + seeds), TABLES[rows]
-    false = power = 0
+    false, power, others = 0, 0, ("0", "2")[: rows - 1]  # what a table compares: all with local and with random heads
+    against = [(str(row), other) for other in others for row in range(1, rows) if str(row) != other]
     for _ in range(tables):
-        found = compare(simulated(rng, rows, seeds, paired), against(rows))
+        found = compare(simulated(rng, rows, seeds, paired), against)
         false += any(one.verdict != "tied" for one in found.values())
-        found = compare(simulated(rng, rows, seeds, paired, better=2.0), against(rows))
+        found = compare(simulated(rng, rows, seeds, paired, better=2.0), against)
         power += found["1", "0"].verdict == "better"
         for one in found.values():
             assert one.difference is not None
