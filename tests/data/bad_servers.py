@@ -15,6 +15,9 @@ from rtx.data.files import Remote
 
 CONTENT = np.random.default_rng(1).integers(0, 256, 1_000_000, dtype=np.uint8).tobytes()
 
+NOBODY = "http://127.0.0.1:1"
+"""An address where nobody listens."""
+
 Answer = Callable[[http.server.BaseHTTPRequestHandler], None]
 
 
@@ -23,7 +26,8 @@ class Server:
     """A server whose answer to its n-th request is the n-th of `answers`, the last one for ever."""
 
     address: str
-    content: bytes = CONTENT
+    content: bytes
+    certificate: Path | None
     answers: list[Answer] = field(default_factory=list)
     ranges: list[str | None] = field(default_factory=list)  # which one each request has asked for
 
@@ -54,7 +58,7 @@ def serving(content: bytes = CONTENT, certificate: Path | None = None) -> Iterat
             context.load_cert_chain(certificate)
             running.socket = context.wrap_socket(running.socket, server_side=True)
         where = "https://localhost" if certificate else "http://127.0.0.1"
-        state = Server(f"{where}:{running.server_port}", content)
+        state = Server(f"{where}:{running.server_port}", content, certificate)
         running.content = content  # type: ignore[attr-defined]
         thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -89,6 +93,12 @@ def ranged(handler: http.server.BaseHTTPRequestHandler, limit: int | None = None
 
 def broken(handler: http.server.BaseHTTPRequestHandler) -> None:
     ranged(handler, 250_000)
+
+
+def silent(handler: http.server.BaseHTTPRequestHandler) -> None:
+    broken(handler)
+    handler.wfile.flush()
+    threading.Event().wait(600)
 
 
 def refuse(status: int) -> Answer:

@@ -12,7 +12,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from bad_servers import CONTENT, Server, broken, ranged, redirect, refuse, serving, whole
+from bad_servers import CONTENT, NOBODY, Server, broken, ranged, redirect, refuse, serving, silent, whole
 
 from rtx.data import files
 from rtx.data.files import Remote, download, hub_files
@@ -40,11 +40,6 @@ def test_a_whole_file_arrives_once_and_an_altered_one_again(server, tmp_path, sa
 
 
 def test_what_broke_or_fell_silent_is_continued_where_it_was(server, tmp_path, said, monkeypatch):
-    def silent(handler: http.server.BaseHTTPRequestHandler) -> None:
-        broken(handler)
-        handler.wfile.flush()
-        threading.Event().wait(20)
-
     server.answers = [broken, silent, ranged]
     monkeypatch.setattr(files, "SILENCE", 0.2)
     (tmp_path / "file.zip.part").write_bytes(CONTENT[:PART])
@@ -98,10 +93,6 @@ def test_a_busy_server_is_asked_again_with_growing_pauses(server, tmp_path, said
     assert len(server.ranges) == 4 + files.ATTEMPTS
 
 
-NOBODY = "http://127.0.0.1:1"
-"""An address where nobody listens."""
-
-
 def test_no_network_is_told_at_once(tmp_path, said, monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waited"))
     with pytest.raises(RunFailed, match=r"127\.0\.0\.1: Connection refused; fetch it some other way"):
@@ -128,10 +119,7 @@ REPOSITORY = "some/set"
 @pytest.fixture
 def cache(monkeypatch, tmp_path) -> Path:
     """The hub's cache, with one file as the hub's client puts it there; and an address where nobody listens."""
-    import huggingface_hub
-    from huggingface_hub import constants
-
-    place, real = tmp_path / "datasets--some--set", huggingface_hub.snapshot_download
+    place = tmp_path / "datasets--some--set"
     blob = place / "blobs" / hashlib.sha256(b"content").hexdigest()
     link = place / "snapshots" / ("0" * 40) / "config" / "a.parquet"
     for folder in (blob.parent, link.parent, place / "refs"):
@@ -139,11 +127,8 @@ def cache(monkeypatch, tmp_path) -> Path:
     blob.write_bytes(b"content")
     link.symlink_to(blob)
     (place / "refs" / "main").write_text("0" * 40)
-    monkeypatch.setattr(constants, "ENDPOINT", NOBODY)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda name, **options: real(name, cache_dir=str(tmp_path), **options)
-    )
+    for name, value in {"ENDPOINT": NOBODY, "HF_HUB_OFFLINE": False, "HF_HUB_CACHE": str(tmp_path)}.items():
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
     return link
 
 

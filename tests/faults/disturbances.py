@@ -75,15 +75,6 @@ def small_disk(folder: Path, size: int) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def fill(folder: Path) -> Path:
-    """Write a file until the disk of a folder is full, and return it."""
-    path = folder / "ballast"
-    with contextlib.suppress(OSError), open(path, "wb", buffering=0) as file:
-        while file.write(bytes(4096)) == 4096:
-            pass
-    return path
-
-
 WRONG_CLOCK = """
 import datetime, itertools, time
 jumps = itertools.cycle([0, 400 * 86_400, -3_600, 86_400, -30 * 365 * 86_400])
@@ -98,17 +89,16 @@ datetime.datetime = Jumping
 """Every look at the clock finds another year: by `time.time` and `datetime.now`, all that rtx ever asks."""
 
 
-def nan_gradient(step: int) -> str:
-    """Make a gradient NaN in a step, before it is clipped."""
-    return f"""
+NAN_GRADIENT = """
 from rtx.training.module import TrainingModule
 real_clipping = TrainingModule.configure_gradient_clipping
 def poisoned(self, *arguments, **options):
-    if self.global_step + 1 == {step}:
+    if self.global_step == 22:
         next(p.grad for p in self.parameters() if p.grad is not None).view(-1)[0] = float("nan")
     return real_clipping(self, *arguments, **options)
 TrainingModule.configure_gradient_clipping = poisoned
 """
+"""A gradient of step 23 is NaN before it is clipped."""
 
 
 def more_memory(size: int) -> str:

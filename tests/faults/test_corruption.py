@@ -2,9 +2,7 @@
 
 import contextlib
 import json
-import random
 import shutil
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -17,23 +15,12 @@ from rtx.training.checkpoint import is_whole, newest_checkpoint, read_checkpoint
 from rtx.training.run_folder import already_done, read_status, run_state
 
 
-def spots(path: Path) -> list[int]:
-    """Return bytes of a checkpoint in headers, names and contents of its parts, the directory, its end, the checksum.
-
-    It is a zip file with the checksum as its comment.
-    """
-    size = path.stat().st_size
-    with zipfile.ZipFile(path) as archive:
-        inside = [entry.header_offset + more for entry in archive.infolist() for more in (5, 31, 90)]
-        ends = [archive.start_dir + 9, size - len(archive.comment) - 9, size - len(archive.comment), size - 1]
-    return [0, *inside[:: len(inside) // 48], *ends]
-
-
 def test_a_hundred_damaged_checkpoints_are_known(copy: Path) -> None:
     last = copy / "checkpoints" / "last.ckpt"
     content = last.read_bytes()
     before = read_checkpoint(copy / "checkpoints" / "previous.ckpt")["step"]
-    ways = [way for at in spots(last) for way in ({"keep": at}, {"flip": 8 * at + at % 8})]
+    places = [*range(0, len(content), len(content) // 40), *range(len(content) - 200, len(content), 13)]
+    ways = [way for at in places for way in ({"keep": at}, {"flip": 8 * at + at % 8})]
     assert len(ways) >= 100
     for way in ways:
         last.write_bytes(content)
@@ -84,12 +71,13 @@ def test_a_damaged_best_gives_way_and_nothing_whole_is_an_error(workshop: Worksh
 
 
 def test_any_flipped_bit_of_a_status_is_told_or_passed_over(copy: Path) -> None:
-    path, config, draw = copy / "status.json", load_run_config(copy), random.Random(3)
-    whole, passed_over = path.read_bytes(), 0
+    path, config, passed_over = copy / "status.json", load_run_config(copy), 0
+    whole = path.read_bytes()
     for state in (b"done", b"running", b"failed"):
         record = whole.replace(b'"done"', b'"' + state + b'"')
         for at in range(0, len(record), 1 if state == b"done" else 4):
-            path.write_bytes(record[:at] + bytes([record[at] ^ 1 << draw.randrange(8)]) + record[at + 1 :])
+            path.write_bytes(record)
+            damage(path, flip=8 * at + at // 4 % 8)
             passed_over += read_status(copy) is None
             with contextlib.suppress(UserError, RunFailed):
                 run_state(copy)
@@ -97,16 +85,10 @@ def test_any_flipped_bit_of_a_status_is_told_or_passed_over(copy: Path) -> None:
     assert passed_over > 100
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"state": "stale"},
-        {"step": None},
-        {"seconds": []},
-        {"final": {"cits": 1}},
-        {"final": {"bits": 1, "windows": "x"}},
-    ],
-)
+CHANGES = [{"state": "stale"}, {"step": None}, {"seconds": []}, {"final": {}}, {"final": {"bits": 1, "windows": "x"}}]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_run_with_a_damaged_status_is_unknown_and_resumes(
     workshop: Workshop, run: Path, copy: Path, change: dict[str, object]
 ) -> None:

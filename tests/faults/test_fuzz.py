@@ -4,6 +4,8 @@ The examples are the same in every run of the tests. RTX_FUZZ=2000 draws as many
 """
 
 import contextlib
+import copy
+import functools
 import hashlib
 import json
 import os
@@ -16,10 +18,10 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from disturbances import deadline
+from disturbances import asked, deadline
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import DataObject
-from made_sets import encoded
+from made_sets import encoded, write_table
 from small_runs import Workshop
 
 from rtx import load
@@ -28,7 +30,7 @@ from rtx.compose import load_run_config
 from rtx.data.files import column_of, tables_of
 from rtx.data.images import Pixels
 from rtx.data.store import RECORD, open_store, record_sha256
-from rtx.data.tokenizers import WordTokenizer, learn_subwords, load_tokenizer
+from rtx.data.tokenizers import Tokenizer, learn_subwords, learn_words, load_tokenizer
 from rtx.errors import DAMAGED, RunFailed, UserError
 from rtx.report.contents import build, markdown
 from rtx.report.run_records import collect
@@ -48,7 +50,9 @@ def examples(number: int) -> Any:
 
 @pytest.fixture(scope="module")
 def run(workshop: Workshop) -> Path:
-    return workshop.train("run")
+    run = workshop.train("run")
+    workshop.command("eval", str(run), "limit=1")
+    return run
 
 
 @contextlib.contextmanager
@@ -67,7 +71,7 @@ VALUES = st.one_of(
 
 def mutated(data: DataObject, record: Any, values: Any = VALUES) -> Any:
     """Return a copy of nested values in which one to three are gone, doubled or others."""
-    changed = {"": json_copy(record)}
+    changed = {"": copy.deepcopy(record)}
     for _ in range(data.draw(st.integers(1, 3))):
         inner: Any = changed
         key: Any = ""
@@ -78,17 +82,10 @@ def mutated(data: DataObject, record: Any, values: Any = VALUES) -> Any:
             case 0 if inner is not changed:
                 del inner[key]
             case 1 if isinstance(inner, dict):
-                inner[data.draw(st.text(max_size=9))] = json_copy(inner[key])
+                inner[data.draw(st.text(max_size=9))] = copy.deepcopy(inner[key])
             case _:
-                inner[key] = json_copy(data.draw(values))
+                inner[key] = copy.deepcopy(data.draw(values))
     return changed.get("")
-
-
-def json_copy(value: Any) -> Any:
-    """Return a copy of nested dictionaries and lists; tensors are shared."""
-    if isinstance(value, dict):
-        return {key: json_copy(each) for key, each in value.items()}
-    return [json_copy(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def spoilt(data: DataObject, content: bytes) -> bytes:
@@ -109,55 +106,45 @@ WORDS = st.sampled_from(
 
 @given(data=st.data())
 @examples(25)
-def test_a_configuration(run: Path, tmp_path_factory: pytest.TempPathFactory, data: DataObject) -> None:
+def test_a_configuration(run: Path, tmp_path: Path, data: DataObject) -> None:
     lines = (run / "config.yaml").read_text().splitlines(keepends=True)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(lines) - 1))
         place, word = data.draw(st.integers(0, len(lines[at]))), data.draw(WORDS | st.text(max_size=5))
         new = (lines[at][:place] + word + lines[at][place:], lines[at] * 2, "", word, f"{word}\n")
         lines[at] = data.draw(st.sampled_from(new))
-    folder = home(tmp_path_factory)
-    (folder / "config.yaml").write_bytes("".join(lines).encode(errors="surrogatepass"))
+    (tmp_path / "config.yaml").write_bytes("".join(lines).encode(errors="surrogatepass"))
     with deadline():
-        found = collect([folder]).cells[0]
+        found = collect([tmp_path]).cells[0]
     with refused_in_words():
-        config = load_run_config(folder)
+        config = load_run_config(tmp_path)
         assert found.config.get("seed", config.seed) == config.seed
 
 
-def home(factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the examples of a test."""
-    folder = factory.getbasetemp() / "fuzz"
-    folder.mkdir(exist_ok=True)
-    return folder
+RECORDS = ("status.json", "environment.json", "metrics.jsonl", "resumes.jsonl", "eval/*step*", "../sweeps.jsonl")
+SWEPT = {"command": "rtx train -m", "cells": {"run": "seed=1"}}
 
 
-@pytest.mark.parametrize("name", ["status.json", "environment.json", "metrics.jsonl", "eval/a.json", "sweeps.jsonl"])
+@pytest.mark.parametrize("name", RECORDS)
 @given(data=st.data())
 @examples(3)
-def test_records(workshop: Workshop, run: Path, data: DataObject, name: str) -> None:
-    root = workshop.folder / "records"
-    if not root.exists():
-        shutil.copytree(run, root / "run", ignore=shutil.ignore_patterns("checkpoints"))
-        workshop.command("eval", str(run), "limit=1")
-        shutil.copytree(run / "eval", root / "run" / "eval", dirs_exist_ok=True)
-        (root / "sweeps.jsonl").write_text(json.dumps({"command": "rtx train -m", "cells": {"run": "seed=1"}}))
-    path = root / name if name == "sweeps.jsonl" else root / "run" / name
-    whole = next((root / "run" / "eval").glob("*step*")) if name == "eval/a.json" else path
-    before = whole.read_bytes()
-    rows = [json.loads(line) for line in before.splitlines()] if name.endswith("l") else [json.loads(before)]
+def test_records(run: Path, tmp_path: Path, data: DataObject, name: str) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder, ignore=shutil.ignore_patterns("checkpoints"), dirs_exist_ok=True)
+    (folder / "resumes.jsonl").write_text(json.dumps({"changed": {}, "overrides": []}))
+    (tmp_path / "sweeps.jsonl").write_text(json.dumps(SWEPT))
+    (path,) = folder.glob(name)
+    text = path.read_text()
+    rows = [json.loads(row) for row in (text.splitlines() if name.endswith("l") else [text])]
     at = data.draw(st.integers(0, len(rows) - 1))
     rows[at] = mutated(data, rows[at])
     content = "".join(json.dumps(row) + "\n" for row in rows).encode()
     path.write_bytes(content if data.draw(st.integers(0, 4)) else spoilt(data, content))
-    try:
-        with refused_in_words():
-            assert run_state(root / "run") and (read_status(root / "run") or True)
-            assert "\x1b" not in markdown(build(collect([root]), ""))
-            board(root)
-            already_done(root / "run", load_run_config(run))
-    finally:
-        path.unlink() if whole != path else path.write_bytes(before)
+    with refused_in_words():
+        assert run_state(folder) and (read_status(folder) or True)
+        assert "\x1b" not in markdown(build(collect([tmp_path]), ""))
+        board(tmp_path)
+        already_done(folder, load_run_config(run))
 
 
 TENSORS = st.sampled_from([torch.ones(2, 3), torch.tensor(0.5), torch.tensor([]), torch.full((3,), float("nan"))])
@@ -165,15 +152,10 @@ TENSORS = st.sampled_from([torch.ones(2, 3), torch.tensor(0.5), torch.tensor([])
 
 @given(data=st.data())
 @examples(6)
-def test_a_checkpoint(workshop: Workshop, run: Path, data: DataObject) -> None:
-    from rtx.commands.resume import changed
-    from rtx.commands.train import run as go_on
-
-    folder = workshop.folder / "crafted"
-    shutil.rmtree(folder, ignore_errors=True)
+def test_a_checkpoint(workshop: Workshop, run: Path, tmp_path: Path, data: DataObject) -> None:
+    shutil.rmtree(folder := tmp_path / "crafted", ignore_errors=True)
     shutil.copytree(run, folder)
-    whole = read_checkpoint(run / "checkpoints" / "last.ckpt")
-    crafted = mutated(data, whole, VALUES | TENSORS)
+    crafted = mutated(data, read_checkpoint(run / "checkpoints" / "last.ckpt"), VALUES | TENSORS)
     for name in ("best", "last"):
         (folder / "checkpoints" / "previous.ckpt").unlink(missing_ok=True)
         CheckpointFiles().save_checkpoint(crafted, folder / "checkpoints" / f"{name}.ckpt")
@@ -181,46 +163,35 @@ def test_a_checkpoint(workshop: Workshop, run: Path, data: DataObject) -> None:
         newest_checkpoint(folder / "checkpoints", set_aside=False, report=str)
     with refused_in_words():
         load(folder).tokenizer  # noqa: B018
-    config = changed(load_run_config(folder), ["trainer.steps=13"])
-    with pytest.MonkeyPatch.context() as patch, refused_in_words():
-        for name, value in workshop.environment(folder).items():
-            patch.setenv(name, value)
-        step = crafted.get("step") if isinstance(crafted, dict) else 0
-        if not isinstance(step, int) or step <= 12:  # beyond, it would train on and on
-            go_on(config, folder, "killed")
+    step = crafted.get("step") if isinstance(crafted, dict) else 0
+    if not isinstance(step, int) or step <= 12:  # beyond, it would train on and on
+        asked(workshop, "resume", str(folder), "trainer.steps=13")
 
 
 @given(data=st.data())
 @examples(20)
-def test_an_export(workshop: Workshop, run: Path, data: DataObject) -> None:
-    folder = workshop.folder / "export"
-    if not folder.exists():
-        workshop.command("export", str(run), f"output={folder}")
-    facts, weights = (folder / "export.json").read_text(), (folder / "model.safetensors").read_bytes()
-    record, changed = json.loads(facts), weights
+def test_an_export(workshop: Workshop, run: Path, tmp_path: Path, data: DataObject) -> None:
+    whole, lie = tmp_path / "whole", tmp_path / "lie"
+    if not whole.exists():
+        workshop.command("export", str(run), f"output={whole}")
+    shutil.copytree(whole, lie, dirs_exist_ok=True)
+    record, weights = json.loads((whole / "export.json").read_text()), (whole / "model.safetensors").read_bytes()
     if data.draw(st.booleans()):  # weights that only their checksum takes for some
         changed = spoilt(data, weights[: 8 + int.from_bytes(weights[:8], "little")]) + weights[len(weights) // 2 :]
+        (lie / "model.safetensors").write_bytes(changed)
         record["sha256"] = hashlib.sha256(changed).hexdigest()
     else:
         record = mutated(data, record)
-    try:
-        (folder / "export.json").write_text(json.dumps(record))
-        (folder / "model.safetensors").write_bytes(changed)
-        with refused_in_words():
-            assert run_config(folder)
-            load(folder).tokenizer  # noqa: B018
-    finally:
-        (folder / "export.json").write_text(facts)
-        (folder / "model.safetensors").write_bytes(weights)
+    (lie / "export.json").write_text(json.dumps(record))
+    with refused_in_words():
+        assert run_config(lie)
+        load(lie).tokenizer  # noqa: B018
 
 
 @given(data=st.data())
 @examples(30)
-def test_a_store(workshop: Workshop, run: Path, data: DataObject) -> None:
-    store = next(workshop.data.glob("text-*"))
-    folder = workshop.folder / "store"
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(store, folder)
+def test_a_store(workshop: Workshop, run: Path, tmp_path: Path, data: DataObject) -> None:
+    folder = Path(shutil.copytree(next(workshop.data.glob("text-*")), tmp_path / "store", dirs_exist_ok=True))
     record = mutated(data, json.loads((folder / RECORD).read_text()))
     if isinstance(record, dict):
         record["sha256"] = record_sha256(record)
@@ -231,24 +202,22 @@ def test_a_store(workshop: Workshop, run: Path, data: DataObject) -> None:
 
 @given(data=st.data())
 @examples(15)
-def test_a_file_of_a_tokenizer(tmp_path_factory: pytest.TempPathFactory, data: DataObject) -> None:
-    folder, tokenizer = home(tmp_path_factory), data.draw(st.sampled_from(learned_ones()))
+def test_a_file_of_a_tokenizer(tmp_path: Path, data: DataObject) -> None:
+    tokenizer = data.draw(st.sampled_from(learned_ones()))
     content = spoilt(data, tokenizer.content)
-    (folder / tokenizer.file).write_bytes(content)
+    (tmp_path / tokenizer.file).write_bytes(content)
     described = {**tokenizer.describe(), "sha256": hashlib.sha256(content).hexdigest()}
     described["settings"] = mutated(data, described["settings"]) if data.draw(st.booleans()) else described["settings"]
     with refused_in_words(RuntimeError, *DAMAGED):
-        found = load_tokenizer(described, folder)
+        found = load_tokenizer(described, tmp_path)
         found.decode(found.encode(b"a word  \xff\n of text").tolist())
 
 
-def learned_ones(kept: list[Any] = []) -> list[Any]:  # noqa: B006  # learned once
+@functools.cache
+def learned_ones() -> list[Tokenizer]:
     """Return a tokenizer of words and one of subwords."""
     text = b"the cat sat on the mat and the dog ate the hat of the cat\n" * 60
-    if not kept:
-        words = b"".join(word + b"\n" for word in sorted({*text.split(), b"<unk>", b"<eos>"}))
-        kept += [WordTokenizer(words, {"eos": 0, "unk": 1}), learn_subwords([text], 300, 10_000, "", str)]
-    return kept
+    return [learn_words([text], "", str), learn_subwords([text], 300, 10_000, "", str)]
 
 
 @given(data=st.data(), kind=st.sampled_from(["PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM"]))
@@ -261,15 +230,9 @@ def test_a_picture(data: DataObject, kind: str) -> None:
 
 @given(data=st.data())
 @examples(30)
-def test_a_table(tmp_path_factory: pytest.TempPathFactory, data: DataObject) -> None:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    folder = home(tmp_path_factory) / "tables"
-    folder.mkdir(exist_ok=True)
-    parquet.write_table(pa.table({"text": ["a", "b"] * 9}), folder / "train.parquet")
-    whole = (folder / "train.parquet").read_bytes()
+def test_a_table(tmp_path: Path, data: DataObject) -> None:
     for name in ("train", "validation", "test"):
-        (folder / f"{name}.parquet").write_bytes(spoilt(data, whole) if name == "test" else whole)
+        write_table(tmp_path / f"{name}.parquet", text=["a", "b"] * 9)
+    (tmp_path / "test.parquet").write_bytes(spoilt(data, (tmp_path / "test.parquet").read_bytes()))
     with refused_in_words():
-        column_of(tables_of(str(folder), [folder])["test"], ["text"])
+        column_of(tables_of(str(tmp_path), [tmp_path])["test"], ["text"])

@@ -35,12 +35,8 @@ from rtx.training.run_folder import read_status, run_state, shown
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what numpy and matplotlib say of impossible numbers
 ESCAPE = "\x1b]0;owned\x07\x1b[31m"
-
-
 BOMB = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}\n" for n in range(1, 40))
 MERGED = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n}\n  <<: [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
-
-
 YAML = {"aliases": BOMB, "merges": MERGED, "nested": "- " * 50_000, "flow": "seed: " + "[" * 50_000}
 YAML["twice"] = "seed: 1\nseed: 2\n"
 
@@ -105,24 +101,22 @@ def test_nothing_that_a_terminal_obeys_is_printed(workshop: Workshop, run: Path,
 
 
 HOSTILE: tuple[Any, ...] = (None, -1, 10**400, float("nan"), "x", [], [[1]], {}, {"x": {}}, True)
+RECORDS = ("status.json", "environment.json", "metrics.jsonl", "resumes.jsonl", "../sweeps.jsonl")
 
 
-@pytest.mark.parametrize("name", ["status.json", "environment.json", "metrics.jsonl", "resumes.jsonl", "sweeps.jsonl"])
+@pytest.mark.parametrize("name", RECORDS)
 def test_records_with_parts_of_other_types_are_told_and_left_out(workshop: Workshop, copy: Path, name: str) -> None:
-    path = copy.parent / name if name == "sweeps.jsonl" else copy / name
-    rows = {"resumes.jsonl": [{"changed": {}}], "sweeps.jsonl": [{"command": "rtx", "cells": {"run": "seed=1"}}]}
-    lines = rows.get(name) or [json.loads(text) for text in path.read_text().splitlines()[:3] if name[0] == "m"]
-    record = lines[-1] if lines else json.loads(path.read_text())
-    values = itertools.cycle(HOSTILE)
+    (copy / "resumes.jsonl").write_text('{"changed": {}}')
+    (copy.parent / "sweeps.jsonl").write_text(json.dumps(SWEEP))
+    text, values = (copy / name).read_text(), itertools.cycle(HOSTILE)
+    *rows, record = map(json.loads, text.splitlines()[:3] if name.endswith("l") else [text])
     for key in [*record, *record, ""]:
         changed = {**record, key: next(values)} if key else next(values)
-        path.write_text("".join(json.dumps(row) + "\n" for row in [*lines[:-1], changed]))
+        (copy / name).write_text("".join(json.dumps(row) + "\n" for row in [*rows, changed]))
         assert run_state(copy) and (read_status(copy) or True)
         build(collect([copy.parent]), "")
-    if name != "sweeps.jsonl":
-        (copy.parent / "sweeps.jsonl").write_text(json.dumps(SWEEP) + "\n")
     asked(workshop, "sweep", str(copy.parent))
-    path.write_text("[" * 100_000)
+    (copy / name).write_text("[" * 100_000)
     assert asked(workshop, "report", str(copy.parent))[0] == 0
 
 
@@ -269,8 +263,7 @@ def test_a_cell_runs_no_code_of_the_current_folder(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     for name in ("rtx", "torch", "json"):
         Path(f"{name}.py").write_text("open('attacked', 'w')")
-    process = start(["nonsense"], tmp_path, {})
-    assert process.wait() == 2
+    assert start(["nonsense"], tmp_path, {}).wait() == 2
     assert (tmp_path / "output.log").read_text() == "rtx: 'nonsense' is not of the form key=value\n"
     assert not Path("attacked").exists()
 

@@ -45,8 +45,7 @@ def test_one_run_is_killed_at_every_kind_of_moment(workshop: Workshop) -> None:
     words, run, saved = ("trainer.steps=40",), workshop.folder / "killed", 0
     for place, call in CALLS.items():
         owner, _, name = place.rpartition(".")
-        begun = (run / "config.yaml").exists()
-        command = ("resume", str(run)) if begun else ("train", workshop.text, *SIZES, *words)
+        command = ("resume", str(run)) if (run / "config.yaml").exists() else ("train", workshop.text, *SIZES, *words)
         process = workshop.fork(run, *command, inside=DYING.format(owner=owner, name=name, call=call))
         assert process.wait() == -signal.SIGKILL, process.said(f"has not died in {place}")
         assert newest_step(run) >= saved and not damaged_bytes(run), place
@@ -61,13 +60,9 @@ def test_three_kills_change_nothing(workshop: Workshop) -> None:
     words, draw, root = ("trainer.steps=40", "name=killed"), random.Random(5), workshop.folder / "out" / "killed"
     alone = [workshop.train(f"alone{seed}", *words, f"seed={seed}") for seed in (1, 2)]
     command = ("train", "-m", workshop.text, *SIZES, *words, "seed=1,2")
-
-    def steps() -> int:
-        return sum(steps_logged(run) for run in root.glob("*/"))
-
     for target in (0, draw.randint(2, 30), draw.randint(42, 70)):
         sweep = workshop.begin(root, *command, RTX_RUN="")
-        assert sweep.shows(lambda _, target=target: steps() >= target, pause=0.02)
+        assert sweep.shows(lambda _, target=target: sum(map(steps_logged, root.glob("*/"))) >= target, pause=0.02)
         time.sleep(0 if target else draw.uniform(0.5, 3.0))
         sweep.send(signal.SIGSTOP)
         os.waitpid(sweep.number, os.WUNTRACED)  # it starts no cell any more

@@ -1,11 +1,12 @@
 """A machine that fails a run: a disk full or read-only, a wrong clock, no memory, gradients that are no numbers."""
 
+import contextlib
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
-from disturbances import WRONG_CLOCK, fill, more_memory, nan_gradient, small_disk
+from disturbances import NAN_GRADIENT, WRONG_CLOCK, more_memory, small_disk
 from small_runs import SIZES, Workshop, after, difference
 
 from rtx.training.run_folder import read_status, run_state
@@ -20,9 +21,11 @@ def undisturbed(workshop: Workshop) -> Path:
 
 def test_a_disk_that_fills_up_under_a_run_and_is_read_only_then(workshop: Workshop, undisturbed: Path) -> None:
     with small_disk(workshop.folder / "small", 1 << 20) as disk:
-        process, new = workshop.fork(disk / "run", "train", workshop.text, *SIZES, LONG), disk / "new"
+        new, ballast = disk / "new", disk / "ballast"
+        process = workshop.fork(disk / "run", "train", workshop.text, *SIZES, LONG)
         process.until(after(6))
-        ballast = fill(disk)
+        with contextlib.suppress(OSError):
+            ballast.write_bytes(bytes(1 << 20))  # of which the disk takes what it has room for
         assert process.wait() == 1
         said = process.log.read_text()
         assert "Traceback" not in said and said.splitlines()[-1].startswith("rtx: "), said
@@ -30,8 +33,7 @@ def test_a_disk_that_fills_up_under_a_run_and_is_read_only_then(workshop: Worksh
         assert run_state(process.run) == "failed"
         said = workshop.command("train", workshop.text, *SIZES, run=new, code=2)
         assert said.startswith(f"rtx: cannot write to {new}: No space left on device; set RTX_RUN to a folder")
-        resumed = workshop.fork(process.run, "resume", str(process.run))
-        assert resumed.wait() in (1, 2)
+        assert workshop.fork(process.run, "resume", str(process.run)).wait() in (1, 2)
         said = process.log.read_text()
         assert "Traceback" not in said and "No space left on device" in said.splitlines()[-1], said
         ballast.unlink()
@@ -56,7 +58,7 @@ def test_a_clock_that_jumps_changes_no_bit(workshop: Workshop, undisturbed: Path
 
 
 def test_a_gradient_that_is_no_number(workshop: Workshop, undisturbed: Path) -> None:
-    process = workshop.start("poisoned", LONG, inside=nan_gradient(23))
+    process = workshop.start("poisoned", LONG, inside=NAN_GRADIENT)
     assert process.wait() == 1
     last = process.run / "checkpoints" / "last.ckpt"
     line = process.log.read_text().splitlines()[-1]

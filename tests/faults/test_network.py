@@ -4,95 +4,77 @@ import hashlib
 import io
 import shutil
 import signal
-import socket
 import subprocess
-import threading
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-from bad_servers import Answer, Server, ranged, redirect, refuse, send, serving, whole
+from bad_servers import CONTENT, NOBODY, Answer, Server, ranged, redirect, refuse, send, serving, silent, whole
 from small_runs import SIZES, Process, Workshop, difference
 
-TEXT = np.random.default_rng(0).integers(0, 256, 1_000_000, dtype=np.uint8).tobytes()
-
-
-def archive() -> bytes:
-    held = io.BytesIO()
-    with zipfile.ZipFile(held, "w") as file:
-        file.writestr(zipfile.ZipInfo("enwik8"), TEXT)
-    return held.getvalue()
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Who a server on this machine says that it is, and its key, in one file."""
-    if shutil.which("openssl") is None:
-        pytest.skip("a server that answers by HTTPS needs a certificate, which openssl makes")
-    path = tmp_path_factory.mktemp("certificate") / "localhost.pem"
-    asked = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
-    subprocess.run(["openssl", *asked.split(), "-keyout", path, "-out", path], check=True, capture_output=True)
-    return path
+with zipfile.ZipFile(held := io.BytesIO(), "w") as file:
+    file.writestr("enwik8", CONTENT)
+ARCHIVE = held.getvalue()
 
 
 @pytest.fixture
-def server(certificate: Path) -> Iterator[Server]:
-    with serving(archive(), certificate) as running:
+def server(tmp_path: Path) -> Iterator[Server]:
+    """A server that proves who it is: its certificate and its key stand in one file."""
+    if shutil.which("openssl") is None:
+        pytest.skip("a server that answers by HTTPS needs a certificate, which openssl makes")
+    path = tmp_path / "localhost.pem"
+    asked = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
+    subprocess.run(["openssl", *asked.split(), "-keyout", path, "-out", path], check=True, capture_output=True)
+    with serving(ARCHIVE, path) as running:
         yield running
 
 
-def prepare(workshop: Workshop, server: Server, certificate: Path, name: str) -> Process:
+def prepare(workshop: Workshop, server: Server, name: str, trusted: Path | None = None) -> Process:
     """Begin `rtx data prepare data=enwik8` against a server of ours; the benchmark is a hundredth of its size."""
-    sha256 = [hashlib.sha256(content).hexdigest() for content in (server.content, TEXT)]
+    sha256 = [hashlib.sha256(content).hexdigest() for content in (ARCHIVE, CONTENT)]
     inside = (
         "from rtx.data import text; from rtx.data.files import Remote\n"
-        f"text.ENWIK8 = Remote({server.address + '/enwik8.zip'!r}, {len(server.content)}, {sha256[0]!r})\n"
-        f"text.ENWIK8_TEXT = ({len(TEXT)}, {sha256[1]!r})\n"
+        f"text.ENWIK8 = Remote({server.address + '/enwik8.zip'!r}, {len(ARCHIVE)}, {sha256[0]!r})\n"
+        f"text.ENWIK8_TEXT = ({len(CONTENT)}, {sha256[1]!r})\n"
     )
     root, words = workshop.folder / name, ("data", "prepare", "data=enwik8")
-    return workshop.fork(root, *words, inside=inside, SSL_CERT_FILE=str(certificate), RTX_DATA=str(root))
+    return workshop.fork(
+        root, *words, inside=inside, SSL_CERT_FILE=str(trusted or server.certificate), RTX_DATA=str(root)
+    )
 
 
 def prepared(root: Path) -> list[bytes]:
     return [path.read_bytes() for split in ("train", "valid", "test") for path in root.glob(f"enwik8-*/{split}.bin")]
 
 
-def test_a_download_that_is_killed_is_continued(workshop: Workshop, server: Server, certificate: Path) -> None:
-    def hanging(handler: object) -> None:
-        ranged(handler, 300_000)  # type: ignore[arg-type]
-        threading.Event().wait(600)
-
-    server.answers = [hanging, ranged]
-    process = prepare(workshop, server, certificate, "killed")
+def test_a_download_that_is_killed_is_continued(workshop: Workshop, server: Server) -> None:
+    server.answers = [silent, ranged]
+    process = prepare(workshop, server, "killed")
     part = process.run / "downloads" / "enwik8.zip.part"
     assert process.kill_when(lambda run: part.exists() and part.stat().st_size > 100_000) == -signal.SIGKILL
     assert not part.with_suffix("").exists() and prepared(process.run) == []
-    process = prepare(workshop, server, certificate, "killed")
+    process = prepare(workshop, server, "killed")
     assert process.wait() == 0, process.log.read_text()
     assert (server.ranges[1] or "").startswith("bytes=")
-    assert b"".join(prepared(process.run)) == TEXT and len(prepared(process.run)) == 3
-
-
-OTHER = b"\0" * len(archive())
+    assert b"".join(prepared(process.run)) == CONTENT and len(prepared(process.run)) == 3
 
 
 @pytest.mark.parametrize(
     ("name", "answer", "said"),
     [
-        ("other", lambda handler: send(handler, 200, OTHER), ": expected sha256 "),
-        ("plain", redirect("http://127.0.0.1:9/a.zip"), ": the server redirects to http://127.0.0.1:9/a.zip: "),
+        ("other", lambda handler: send(handler, 200, bytes(len(ARCHIVE))), ": expected sha256 "),
+        ("plain", redirect(f"{NOBODY}/a.zip"), f": the server redirects to {NOBODY}/a.zip: "),
         ("file", redirect("file:///etc/passwd"), "file:///etc/passwd"),
         ("stranger", whole, "certificate verify failed"),
     ],
 )
 def test_other_bytes_other_places_and_servers_whom_nobody_vouches_for_are_refused(
-    workshop: Workshop, server: Server, certificate: Path, tmp_path: Path, name: str, answer: Answer, said: str
+    workshop: Workshop, server: Server, tmp_path: Path, name: str, answer: Answer, said: str
 ) -> None:
     server.answers = [answer]
     (nobody := tmp_path / "none.pem").touch()
-    process = prepare(workshop, server, nobody if name == "stranger" else certificate, name)
+    process = prepare(workshop, server, name, trusted=nobody if name == "stranger" else None)
     assert process.wait() == 1
     line = process.log.read_text().splitlines()[-1]
     assert line.startswith(f"rtx: {server.address}/enwik8.zip") and said in line
@@ -102,16 +84,14 @@ def test_other_bytes_other_places_and_servers_whom_nobody_vouches_for_are_refuse
 
 def test_wandb_that_is_down_or_answers_errors_changes_no_bit(workshop: Workshop) -> None:
     alone = workshop.train("alone")
-    with serving() as server, serving() as other, socket.socket() as free:
+    with serving() as server, serving() as other:
         server.answers, other.answers = [refuse(500)], [lambda handler: send(handler, 200, b"<html>")]
-        free.bind(("127.0.0.1", 0))
-        addresses = {"down": f"http://127.0.0.1:{free.getsockname()[1]}", "errors": server.address}
         inside = "import rtx.training.loggers; rtx.training.loggers.INIT_SECONDS = 4.0"
         words = ("train", workshop.text, *SIZES, "logger=auto")
         known = {"WANDB_API_KEY": "0" * 40, "HOME": str(workshop.folder)}
         processes = [
             workshop.fork(workshop.folder / name, *words, inside=inside, WANDB_BASE_URL=address, **known)
-            for name, address in {**addresses, "nonsense": other.address}.items()
+            for name, address in (("down", NOBODY), ("errors", server.address), ("nonsense", other.address))
         ]
         for process in processes:
             assert process.wait() == 0, process.log.read_text()
