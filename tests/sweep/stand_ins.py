@@ -12,7 +12,7 @@ import pytest
 from rtx import cli
 from rtx.compose import compose, config_hash
 
-PYTHON = sys.executable
+PYTHON, RECORD = sys.executable, "record.jsonl"
 STAND_IN = """#!{python}
 import json, os, pathlib, signal, sys, time
 folder = pathlib.Path(os.environ["RTX_RUN"])
@@ -26,31 +26,25 @@ def done():
     end(0, "done", final=dict(bits=1.5))
 {behaviour}
 """
-SMALL = (
-    *("data=text", "data.path=book.txt", "data.length=32", "model.layers=1", "model.hidden=16", "model.heads=2"),
-    *("model.ffn_hidden=16", "model.window=16", "routing.layers=1", "routing.window=16", "routing.heads=1"),
-    *("trainer.steps=2", "trainer.batch_size=2", "hardware.threads=1", "logger=jsonl"),
-)
-"""A run of a second, on a text in the current folder."""
 
 
-def stand_in(tmp_path: Path, behaviour: str) -> Path:
-    script = tmp_path / "stand_in"
-    record = str(tmp_path / "record.jsonl")
-    script.write_text(STAND_IN.format(python=PYTHON, record=record, behaviour=behaviour))
+def stand_in(behaviour: str) -> Path:
+    script = Path("stand_in").absolute()
+    script.write_text(STAND_IN.format(python=PYTHON, record=str(script.with_name(RECORD)), behaviour=behaviour))
     script.chmod(0o755)
     return script
 
 
 class Sweep:
-    """`rtx train -m` with a stand-in for Python in its cells."""
+    """`rtx train -m`, with a stand-in for Python in its cells where they are to behave in some way."""
 
     def __init__(self, outputs: Path, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self.outputs, self.patch, self.capsys = outputs, patch, capsys
 
     def asked(self, behaviour: str, *words: str, code: int = 0) -> str:
         """Run one whose cells behave so, check its exit code, and return what it printed, or why it was refused."""
-        self.patch.setattr(sys, "executable", str(stand_in(self.outputs.parent, behaviour)))
+        if behaviour:
+            self.patch.setattr(sys, "executable", str(stand_in(behaviour)))
         assert cli.main(["train", "-m", *words]) == code
         out, error = self.capsys.readouterr()
         assert "Traceback" not in error
@@ -64,14 +58,13 @@ class Sweep:
     @property
     def started(self) -> list[tuple[list[str], Path]]:
         """The arguments, and the folder of the run, of each cell that was started."""
-        record = self.outputs.parent / "record.jsonl"
-        rows = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
-        return [(arguments, Path(folder)) for arguments, folder in rows]
+        rows = Path(RECORD).read_text().splitlines() if Path(RECORD).exists() else []
+        return [(arguments, Path(folder)) for arguments, folder in map(json.loads, rows)]
 
 
-def begin(script: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Run `rtx train -m` with the stand-in in a process and a session of its own."""
-    code = f"import sys; from rtx import cli; sys.executable = {str(script)!r}; cli.entry()"
+def begin(python: Path | str, *arguments: str) -> subprocess.Popen[str]:
+    """Run `rtx train -m`, with such a Python in its cells, in a process and a session of its own."""
+    code = f"import sys; from rtx import cli; sys.executable = {str(python)!r}; cli.entry()"
     command = [sys.executable, "-c", code, "train", "-m", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
 

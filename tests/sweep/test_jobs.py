@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from stand_ins import SMALL, begin, patiently, stand_in, table
+from stand_ins import Sweep, begin, patiently, stand_in, table
 
 from rtx import cli
 from rtx.compose import compose, config_hash
@@ -27,78 +27,76 @@ echo $$ > "$SLURM_JOB_ID.pid"; exec "$@"
     "squeue": "ls queue",
     "scancel": 'kill "$(cat "$1.pid")"',
 }
+SMALL = (
+    *("data=text", "data.path=book.txt", "data.length=32", "model.layers=1", "model.hidden=16", "model.heads=2"),
+    *("model.ffn_hidden=16", "model.window=16", "routing.layers=1", "routing.window=16", "routing.heads=1"),
+    *("trainer.steps=2", "trainer.batch_size=2", "hardware.threads=1", "logger=jsonl"),
+)
+"""A run of a second, on a text in the current folder."""
 
 
 @pytest.fixture
-def cluster(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cluster(sweep: Sweep) -> Sweep:
     """A folder with a text, and on the PATH the programs of a cluster that is this machine."""
     Path("book.txt").write_bytes(bytes(range(32, 127)) * 100)
-    monkeypatch.setenv("RTX_DATA", "data")
-    monkeypatch.setenv("PATH", f"{Path.cwd()}/bin:/usr/bin:/bin")
-    monkeypatch.setattr("rtx.launcher.QUEUE_SECONDS", 0.1)
-    Path("queue").mkdir()
+    sweep.patch.setenv("RTX_DATA", "data")
+    sweep.patch.setenv("PATH", f"{Path.cwd()}/bin:/usr/bin:/bin")
+    sweep.patch.setattr("rtx.launcher.QUEUE_SECONDS", 0.1)
+    for folder in ("queue", "bin"):
+        Path(folder).mkdir()
     for name, does in SCRIPTS.items():
         program(name, does)
-    return Path.cwd()
+    return sweep
 
 
 def program(name: str, does: str) -> None:
-    path = Path("bin", name)
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(f"#!/bin/sh\ncd {Path.cwd()}\n{does}\n")
-    path.chmod(0o755)
+    Path("bin", name).write_text(f"#!/bin/sh\ncd {Path.cwd()}\n{does}\n")
+    Path("bin", name).chmod(0o755)
 
 
-def test_one_job_is_done_and_one_fails(cluster: Path, outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_job_is_done_and_one_fails(cluster: Sweep) -> None:
     Path("rtx.py").write_text("open('attacked', 'w')")  # none of ours
-    words = ["train", "-m", *SMALL, "hardware=slurm", "hydra.launcher.partition=long", "hydra.launcher.timeout_min=90"]
-    assert cli.main([*words, "optimizer.lr=1e-3,1e30", "name=queued"]) == 1
-    done, failed = table(capsys.readouterr().out)
+    words = [*SMALL, "hardware=slurm", "hydra.launcher.partition=long", "hydra.launcher.timeout_min=90", "name=queued"]
+    done, failed = table(cluster.asked("", *words, "optimizer.lr=1e-3,1e30", code=1))
     assert done[1:4] == ["optimizer.lr=1e-3", "done", "0"] and failed[1:4] == ["optimizer.lr=1e30", "failed", "1"]
     assert "the loss is nan at learning rate" in " ".join(failed)
     same = config_hash(compose([*SMALL, "optimizer.lr=1e-3", "name=queued"]))  # as a process here would be
-    assert "done after 2 steps" in (outputs / "queued" / same / "output.log").read_text()
+    assert "done after 2 steps" in (cluster.outputs / "queued" / same / "output.log").read_text()
     assert not Path("attacked").exists()
-    asked = Path("asked.sh").read_text()
     for line in (
         *("--partition=long", "--time=90", "--mem=32GB", "--gpus-per-node=1", "--cpus-per-task=8", "--nodes=1"),
         *("--ntasks-per-node=1", "--signal=USR2@120", "--job-name=queued", "--open-mode=append"),
     ):
-        assert f"#SBATCH {line}\n" in asked
+        assert f"#SBATCH {line}\n" in Path("asked.sh").read_text()
 
 
-def test_ctrl_c_lets_a_job_save(cluster: Path, outputs: Path) -> None:
-    with begin(Path(sys.executable), *SMALL, "trainer.steps=1000000", "hardware=slurm") as sweep:
-        patiently(lambda: any(path.stat().st_size for path in outputs.glob("rtx/*/metrics.jsonl")), sweep)
+def test_ctrl_c_lets_a_job_save(cluster: Sweep) -> None:
+    with begin(sys.executable, *SMALL, "trainer.steps=1000000", "hardware=slurm") as sweep:
+        patiently(lambda: any(path.stat().st_size for path in cluster.outputs.glob("rtx/*/metrics.jsonl")), sweep)
         os.killpg(sweep.pid, signal.SIGINT)
         shown, _ = sweep.communicate(timeout=60)
     assert sweep.returncode == 130
     (row,) = table(shown)
     assert row[3:5] == ["preempted", "143"]
-    assert (outputs / "rtx" / Path(row[-1]).name / "checkpoints" / "last.ckpt").exists()
+    assert (cluster.outputs / "rtx" / Path(row[-1]).name / "checkpoints" / "last.ckpt").exists()
 
 
-def test_a_job_is_over_when_the_queue_no_longer_has_it(
-    cluster: Path, outputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_is_over_when_the_queue_no_longer_has_it(cluster: Sweep) -> None:
     """Here both are killed before they leave a word; `sacct` would know nothing of it."""
-    monkeypatch.setattr("rtx.launcher.RESULT_SECONDS", 0.5)
+    cluster.patch.setattr("rtx.launcher.RESULT_SECONDS", 0.5)
     program("sbatch", 'echo x >> jobs; echo "Submitted batch job $(wc -l < jobs)"')
     program("squeue", "echo x >> looks; [ $(wc -l < looks) -lt 3 ] && seq $(wc -l < jobs); exit 0")
-    assert cli.main(["train", "-m", *SMALL, "seed=1,2", "hardware=slurm"]) == 1
-    rows = table(capsys.readouterr().out)
+    rows = table(cluster.asked("", *SMALL, "seed=1,2", "hardware=slurm", code=1))
     assert [row[2] for row in rows] == ["killed", "killed"]
     assert " ".join(rows[1]).endswith("its job ended: it left no word")
-    assert not list(outputs.glob("rtx/*/status.json"))  # both go on when they are asked for again
+    assert not list(cluster.outputs.glob("rtx/*/status.json"))  # both go on when they are asked for again
     program("sbatch", 'echo "the queue is closed" >&2; exit 1')
-    assert cli.main(["train", "-m", *SMALL, "seed=1,2", "hardware=slurm"]) == 1
-    assert [" ".join(row).endswith("the queue is closed") for row in table(capsys.readouterr().out)] == [True, True]
+    rows = table(cluster.asked("", *SMALL, "seed=1,2", "hardware=slurm", code=1))
+    assert [" ".join(row).endswith("the queue is closed") for row in rows] == [True, True]
 
 
-def test_a_machine_without_slurm(
-    outputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PATH", "")
+def test_a_machine_without_slurm(sweep: Sweep) -> None:
+    sweep.patch.setenv("PATH", "")
     real = importlib.util.find_spec
     for lacking, line, said in (
         ("hydra_plugins", "train -m hardware=slurm", "needs submitit and its plugin for Hydra: pip install"),
@@ -107,15 +105,13 @@ def test_a_machine_without_slurm(
         ("srun", "train hardware=slurm", "makes jobs of the cells of a sweep"),
     ):
         find = lambda name, gone=lacking: None if name.startswith(gone) else real(name)  # noqa: E731
-        monkeypatch.setattr("importlib.util.find_spec", find)
+        sweep.patch.setattr("importlib.util.find_spec", find)
         assert cli.main(line.split()) == 2
-        assert f"hardware=slurm: {said}" in capsys.readouterr().err
-    assert not outputs.exists()
+        assert f"hardware=slurm: {said}" in sweep.capsys.readouterr().err
+    assert not sweep.outputs.exists()
 
 
-def test_a_cell_saves_before_submitit_puts_its_job_back_into_the_queue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cell_saves_before_submitit_puts_its_job_back_into_the_queue(sweep: Sweep) -> None:
     """submitit calls `checkpoint` in the handler of a signal, which interrupts the call."""
     cell = """
 seen = []
@@ -127,12 +123,11 @@ time.sleep(0.3)
 (folder / "saved").touch()
 os._exit(143)
 """
-    monkeypatch.setattr(sys, "executable", str(stand_in(tmp_path, cell)))
-    attempt = Attempt(["seed=1"], tmp_path)
+    sweep.patch.setattr(sys, "executable", str(stand_in(cell)))
+    attempt = Attempt(["seed=1"], Path.cwd())
 
     def checkpoint(*_: object) -> None:
-        again = attempt.checkpoint()
-        assert (tmp_path / "saved").exists() and again.function.given[0] == ["seed=1"]
+        assert attempt.checkpoint().function.given[0] == ["seed=1"] and Path("saved").exists()
         raise SystemExit(7)
 
     handlers = {number: signal.signal(number, checkpoint) for number in (signal.SIGTERM, signal.SIGUSR2)}

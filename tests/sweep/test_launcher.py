@@ -47,9 +47,11 @@ def test_nothing_starts_unless_every_cell_is_right(sweep: Sweep, words: list[str
     assert said in line and sweep.started == [] and not sweep.outputs.exists()
 
 
+SHORT = "out of memory: the system killed it"
 ENDS = {
     'end(1, "failed", reason="the loss is NaN at step 3")': ("failed", 1, "the loss is NaN at step 3"),
     "os.kill(os.getpid(), signal.SIGKILL)": ("killed", 137, ""),
+    'pathlib.Path("short of memory").touch(); os.kill(os.getpid(), signal.SIGKILL)': ("failed", 137, SHORT),
     "os.kill(os.getpid(), signal.SIGSEGV)": ("failed", 139, "it ended with exit code 139, without a score"),
     'print("rtx: no GPU"); sys.stdout.flush(); os._exit(2)': ("failed", 2, "no GPU"),
     'raise ValueError("of ours")': ("failed", 1, "ValueError: of ours"),
@@ -62,6 +64,7 @@ ENDS = {
 
 
 def test_every_end_of_a_cell_is_told_and_kept(sweep: Sweep) -> None:
+    sweep.patch.setattr("rtx.launcher.system_kills", lambda: Path("short of memory").exists())
     behaviour = f'exec({list(ENDS)!r}[int(sys.argv[-1].removeprefix("seed="))])'
     rows = table(sweep.asked(behaviour, "seed=" + ",".join(map(str, range(len(ENDS)))), code=1))
     for row, (_, folder), (word, code, reason) in zip(rows, sweep.started, ENDS.values(), strict=True):
@@ -71,9 +74,7 @@ def test_every_end_of_a_cell_is_told_and_kept(sweep: Sweep) -> None:
             assert (status["state"], status["reason"]) == ("failed", reason)
 
 
-def test_asked_again_a_sweep_skips_what_is_done_goes_on_with_what_has_begun_and_leaves_alone_what_failed(
-    sweep: Sweep,
-) -> None:
+def test_asked_again_a_sweep_skips_what_is_done_goes_on_with_what_has_begun_and_leaves_alone_what_failed(sweep) -> None:
     behaviour = """
 if (folder / "begun").exists() or "seed=1" in sys.argv: done()
 (folder / "begun").touch()
@@ -88,13 +89,6 @@ end(143, "preempted") if "seed=2" in sys.argv else end(1, "failed", reason="the 
         assert [row[2:][: len(end)] for row, end in zip(table(shown), ends, strict=True)] == ends
         assert ("the loss is NaN at step 3; sweep.retry=true runs it again" in shown) == (["failed", "before"] in ends)
     assert [words[-1] for words, _ in sweep.started] == ["seed=1", "seed=2", "seed=3", "seed=2", "seed=3"]
-
-
-def test_a_kill_by_the_system_is_out_of_memory(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = iter([7, 8])
-    monkeypatch.setattr("rtx.launcher.system_kills", lambda: next(counts))
-    (row,) = table(sweep.asked("os.kill(os.getpid(), signal.SIGKILL)", "seed=1", code=1))
-    assert row[3:5] == ["failed", "137"] and " ".join(row).endswith(" out of memory: the system killed it")
 
 
 def test_a_cell_whose_configuration_was_changed_or_that_is_in_use_is_told_and_left_alone(sweep: Sweep) -> None:
@@ -112,9 +106,7 @@ def test_a_cell_whose_configuration_was_changed_or_that_is_in_use_is_told_and_le
     assert [arguments[-1] for arguments, _ in sweep.started] == ["seed=2"]
 
 
-def test_several_run_side_by_side_with_their_share_of_the_machine(
-    sweep: Sweep, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_run_side_by_side_with_their_share_of_the_machine(sweep: Sweep) -> None:
     behaviour = """
 print("said by", os.environ["OMP_NUM_THREADS"], os.environ.get("CUDA_VISIBLE_DEVICES"))
 print("to stderr", file=sys.stderr)
@@ -124,10 +116,10 @@ while len(list(folder.parent.glob("*/here"))) < 2 and time.time() < until: time.
 sys.stdout.flush()
 if time.time() < until: done()
 """
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    monkeypatch.setenv("RTX_OUTPUTS", "runs")
-    monkeypatch.setattr("rtx.launcher.cores", lambda: 4)
+    sweep.patch.delenv("OMP_NUM_THREADS", raising=False)
+    sweep.patch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    sweep.patch.setenv("RTX_OUTPUTS", "runs")
+    sweep.patch.setattr("rtx.launcher.cores", lambda: 4)
     shown = sweep.asked(behaviour, "seed=1,2,3", "sweep.parallel=2")
     assert "to watch: rtx sweep runs/rtx\n" in shown and "cell 3 of 3: seed=3: done\n" in shown
     assert "said by" not in shown
@@ -136,17 +128,17 @@ if time.time() < until: done()
     assert cli.main(["sweep", "runs/rtx"]) == 0
 
 
-def test_what_cannot_be_written(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_written(sweep: Sweep) -> None:
     (sweep.cell("seed=1") / "output.log").mkdir()
     said = sweep.asked("done()", "seed=1,2,3", code=1)
     assert "Is a directory" in said and [row[2] for row in table(said)] == ["failed", "done", "done"]
-    (file := sweep.outputs.parent / "file").touch()
-    monkeypatch.setenv("RTX_OUTPUTS", str(file))
+    Path("file").touch()
+    sweep.patch.setenv("RTX_OUTPUTS", "file")
     assert "set RTX_OUTPUTS to a folder that you can write" in sweep.asked("done()", "seed=1,2", code=2)
 
 
-def test_nobody_who_reads_any_more_is_no_reason_to_end_a_cell(tmp_path: Path, sweep: Sweep) -> None:
-    script = stand_in(tmp_path, 'print("\\u2026" * 9, flush=True); time.sleep(0.3); print("more", flush=True); done()')
+def test_nobody_who_reads_any_more_is_no_reason_to_end_a_cell(sweep: Sweep) -> None:
+    script = stand_in('print("\\u2026" * 9, flush=True); time.sleep(0.3); print("more", flush=True); done()')
     with begin(script, "seed=1,2") as process:
         assert process.stdout is not None and any("begins" in line for line in process.stdout)
         process.stdout.close()
@@ -156,7 +148,7 @@ def test_nobody_who_reads_any_more_is_no_reason_to_end_a_cell(tmp_path: Path, sw
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)])
 def test_a_signal_reaches_the_cells_that_run_once_and_ends_the_sweep_after_them(
-    tmp_path: Path, outputs: Path, number: int, code: int
+    sweep: Sweep, number: int, code: int
 ) -> None:
     behaviour = f"""
 seen = []
@@ -166,31 +158,29 @@ while not seen: time.sleep(0.01)
 time.sleep(0.2)
 end({code}, "interrupted", seen=len(seen))
 """
-    with begin(stand_in(tmp_path, behaviour), "seed=1,2,3", "sweep.parallel=2") as sweep:
-        patiently(lambda: len(list(outputs.glob("rtx/*/ready"))) == 2, sweep)
-        os.killpg(sweep.pid, number)
-        shown, _ = sweep.communicate(timeout=60)
-    assert sweep.returncode == code
+    with begin(stand_in(behaviour), "seed=1,2,3", "sweep.parallel=2") as process:
+        patiently(lambda: len(list(sweep.outputs.glob("rtx/*/ready"))) == 2, process)
+        os.killpg(process.pid, number)
+        shown, _ = process.communicate(timeout=60)
+    assert process.returncode == code
     assert [row[2:4] for row in table(shown)] == [["interrupted", str(code)]] * 2 + [["not", "started"]]
-    assert [json.loads(path.read_text())["seen"] for path in outputs.glob("rtx/*/status.json")] == [1, 1]
+    assert [json.loads(path.read_text())["seen"] for path in sweep.outputs.glob("rtx/*/status.json")] == [1, 1]
 
 
-def test_a_second_interrupt_is_passed_on_and_a_cell_that_aborts_then_is_run_again(
-    tmp_path: Path, outputs: Path
-) -> None:
+def test_a_second_interrupt_is_passed_on_and_a_cell_that_aborts_then_is_run_again(sweep: Sweep) -> None:
     behaviour = """
 if (folder / "seen").exists(): done()
 signal.signal(signal.SIGINT, lambda *_: os.abort() if (folder / "seen").exists() else (folder / "seen").touch())
 (folder / "ready").touch()
 while True: time.sleep(0.01)
 """
-    script = stand_in(tmp_path, behaviour)
-    with begin(script, "seed=1") as sweep:
+    script = stand_in(behaviour)
+    with begin(script, "seed=1") as process:
         for name in ("ready", "seen"):
-            patiently(lambda name=name: list(outputs.glob(f"rtx/*/{name}")), sweep)
-            sweep.send_signal(signal.SIGINT)
-        shown, _ = sweep.communicate(timeout=60)
-    assert sweep.returncode == 130 and table(shown)[0][3:5] == ["interrupted", "134"]
-    with begin(script, "seed=1") as sweep:
-        shown, _ = sweep.communicate(timeout=60)
-    assert sweep.returncode == 0 and table(shown)[0][3] == "done"
+            patiently(lambda name=name: list(sweep.outputs.glob(f"rtx/*/{name}")), process)
+            process.send_signal(signal.SIGINT)
+        shown, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and table(shown)[0][3:5] == ["interrupted", "134"]
+    with begin(script, "seed=1") as process:
+        shown, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and table(shown)[0][3] == "done"
