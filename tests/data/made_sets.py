@@ -122,23 +122,20 @@ TEXTS = {"train": articles(30, 1), "valid": articles(3, 2), "test": articles(4, 
 """The splits of a Wikitext-103."""
 
 
-def write_wikitext(folder: Path, texts: Mapping[str, bytes] = TEXTS) -> Path:
-    for split, content in texts.items():
+def wikitext(folder: Path) -> Path:
+    for split, content in TEXTS.items():
         (folder / f"wiki.{split}.tokens").write_bytes(content)
     return folder
 
 
-def publish_wikitext(texts: Mapping[str, bytes], patch: pytest.MonkeyPatch) -> None:
-    facts, words = {}, {}
-    for split, content in texts.items():
+def publish_wikitext(patch: pytest.MonkeyPatch) -> None:
+    for split, content in TEXTS.items():
         lines = content.split(b"\n")[:-1]
         kept = sum(len(line) + 1 for line in lines if line != b" ")
         md5 = {} if split == "train" else {"md5": hashlib.md5(content).hexdigest()}
-        facts[split] = {"lines": len(lines), "bytes": kept, **md5}
-        words[split] = sum(len(line.split()) + 1 for line in lines)
-    patch.setattr(text, "WIKITEXT_FACTS", facts)
-    for split, count in words.items():
-        patch.setitem(KNOWN["wikitext103"].words, split, count)  # type: ignore[arg-type]
+        patch.setitem(text.WIKITEXT_FACTS, split, {"lines": len(lines), "bytes": kept, **md5})
+        words = sum(len(line.split()) + 1 for line in lines)
+        patch.setitem(KNOWN["wikitext103"].words, split, words)  # type: ignore[arg-type]
 
 
 def made_text(folder: Path, patch: pytest.MonkeyPatch) -> Made:
@@ -162,19 +159,17 @@ def made_enwik8(folder: Path, patch: pytest.MonkeyPatch) -> Made:
 
 def made_wikitext(folder: Path, patch: pytest.MonkeyPatch) -> Made:
     """The three extracted files, and their words as the published ones."""
-    publish_wikitext(TEXTS, patch)
-    return ["data=wikitext103", f"data.path={write_wikitext(folder)}", "data.length=32"]
+    publish_wikitext(patch)
+    return ["data=wikitext103", f"data.path={wikitext(folder)}", "data.length=32"]
 
 
 def made_pg19(folder: Path, patch: pytest.MonkeyPatch) -> Made:
     """Parquet files of seven, two and three books, as the hub has them; the published counts are of as many."""
-    counts = {"train": 7, "valid": 2, "test": 3}
-    for seed, (split, count) in enumerate(counts.items()):
-        name = {"valid": "validation"}.get(split, split)
+    for seed, (split, count, words) in enumerate([("train", 7, 1_390), ("valid", 2, 390), ("test", 3, 590)]):
         books = [prose(200, 10 * seed + number) for number in range(count)]
-        write_table(folder / f"{name}-00000-of-00001.parquet", 2, text=books, publication_date=[1800] * count)
-    patch.setattr(text, "PG19_BOOKS", counts)
-    for split, words in {"train": 1_390, "valid": 390, "test": 590}.items():
+        place = folder / f"{split.replace('valid', 'validation')}-00000-of-00001.parquet"
+        write_table(place, 2, text=books, publication_date=[1800] * count)
+        patch.setitem(text.PG19_BOOKS, split, count)
         patch.setitem(KNOWN["pg19"].words, split, words)  # type: ignore[arg-type]
     return ["data=pg19", f"data.path={folder}", "data.length=32", "data.vocabulary=400"]
 

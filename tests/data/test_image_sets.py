@@ -38,18 +38,14 @@ def archive(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def published(monkeypatch) -> None:
-    monkeypatch.setitem(images.PUBLISHED, "cifar10", {"train": 12, "test": 4})
-
-
 def as_hub_has_it(folder: Path, kind: str = "PNG") -> Path:
     return tables(folder, kind=kind, train=TRAIN, test=TEST)
 
 
 @pytest.mark.parametrize("make", [as_hub_has_it, archive])
-def test_every_form_of_cifar10_gives_the_same_images(tmp_path, root, published, monkeypatch, make):
+def test_every_form_of_cifar10_gives_the_same_images(tmp_path, root, monkeypatch, make):
     place = make(tmp_path)
+    monkeypatch.setitem(images.PUBLISHED, "cifar10", {"train": 12, "test": 4})
     if make is archive:
         monkeypatch.setattr(images, "CIFAR10", remote(tmp_path / "cifar-10-binary.tar.gz"))
     store = opened(root, "cifar10", place, 3072, held_out=3)
@@ -60,9 +56,10 @@ def test_every_form_of_cifar10_gives_the_same_images(tmp_path, root, published, 
     assert store.unit == "dim" and store.stamps == {}
 
 
-def test_held_out_images_are_the_same_everywhere_and_none_makes_test_valid(tmp_path, root, published):
+def test_held_out_images_are_the_same_everywhere_and_none_makes_test_valid(tmp_path, root, monkeypatch):
     assert held_images(50_000, 5_000)[:4].tolist() == [24, 27, 41, 46]
     assert set(held_images(100, 7)) < set(held_images(100, 20))
+    monkeypatch.setitem(images.PUBLISHED, "cifar10", {"train": 12, "test": 4})
     store = opened(root, "cifar10", as_hub_has_it(tmp_path), 3072, held_out=0)
     assert (pictures(store, "valid") == TEST).all() and store.stamps == {"valid": "test"}
     refused(root, "cifar10", tmp_path, r"data\.held_out=12: expected fewer than the 12 tra", 3072, held_out=12)

@@ -15,17 +15,7 @@ import datasets
 import huggingface_hub
 import numpy as np
 import pytest
-from made_sets import (
-    TEXTS,
-    opened,
-    prose,
-    publish_enwik8,
-    publish_wikitext,
-    refused,
-    remote,
-    write_table,
-    write_wikitext,
-)
+from made_sets import TEXTS, opened, prose, publish_enwik8, publish_wikitext, refused, remote, wikitext, write_table
 
 from rtx.data import files as hub
 from rtx.data import images, text
@@ -33,9 +23,9 @@ from rtx.data.sets import SPLITS
 from rtx.data.store import TokenStore
 from rtx.errors import RunFailed
 
-CONTENT = prose(1_000)[:4_000]
-BOOKS = {"train": [prose(300, seed) for seed in range(5)], "valid": [prose(90)], "test": [prose(80), prose(20)]}
+CONTENT, COUNTS = prose(1_000)[:4_000], {"train": 5, "valid": 1, "test": 2}
 HUB_NAMES = {"train": "train", "valid": "validation", "test": "test"}
+BOOKS = {"train": [prose(300, seed) for seed in range(5)], "valid": [prose(90)], "test": [prose(80), prose(20)]}
 
 
 def split_texts(store: TokenStore) -> dict[str, bytes]:
@@ -141,8 +131,7 @@ def zipped(folder: Path) -> Path:
 
 def on_hub(folder: Path) -> Path:
     for split, content in TEXTS.items():
-        lines = [line + b"\n" for line in content.split(b"\n")[:-1]]
-        rows = [b"" if line == b" \n" else line for line in lines]
+        rows = [b"" if line == b" " else line + b"\n" for line in content.split(b"\n")[:-1]]
         shards = [rows[:40], rows[40:]] if split == "train" else [rows]
         for number, shard in enumerate(shards):
             name = f"{HUB_NAMES[split]}-{number:05d}-of-{len(shards):05d}.parquet"
@@ -150,10 +139,10 @@ def on_hub(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("make", [write_wikitext, zipped, on_hub])
+@pytest.mark.parametrize("make", [wikitext, zipped, on_hub])
 def test_every_form_of_wikitext_gives_the_same_text(tmp_path, root, monkeypatch, make):
     place = make(tmp_path)
-    publish_wikitext(TEXTS, monkeypatch)
+    publish_wikitext(monkeypatch)
     if make is zipped:
         monkeypatch.setattr(text, "WIKITEXT", remote(tmp_path / "wikitext-103-v1.zip"))
     store = opened(root, "wikitext103", place)
@@ -162,15 +151,11 @@ def test_every_form_of_wikitext_gives_the_same_text(tmp_path, root, monkeypatch,
 
 @pytest.mark.parametrize(
     ("split", "old", "new"),
-    [
-        ("train", b"Article 3 ", b"Article 3"),
-        ("valid", b"Article", b"Brticle"),
-        ("test", b"\n", b"\n one more line \n"),
-    ],
+    [("train", b"Article 3 ", b"Article 3"), ("valid", b"Article", b"Brticle"), ("test", b"\n", b"\n one line \n")],
 )
 def test_another_text_is_refused_under_this_name(tmp_path, root, monkeypatch, split, old, new):
-    publish_wikitext(TEXTS, monkeypatch)
-    path = write_wikitext(tmp_path) / f"wiki.{split}.tokens"
+    publish_wikitext(monkeypatch)
+    path = wikitext(tmp_path) / f"wiki.{split}.tokens"
     path.write_bytes(path.read_bytes().replace(old, new, 1))
     message = f"split {split} is not that of Wikitext-103: expected .*; found .*data=text"
     refused(root, "wikitext103", tmp_path, message)
@@ -201,17 +186,17 @@ def files(folder: Path) -> Path:
 
 @pytest.mark.parametrize("make", [tables, files])
 def test_every_form_of_pg19_gives_the_same_books(tmp_path, root, monkeypatch, make):
-    monkeypatch.setattr(text, "PG19_BOOKS", {split: len(books) for split, books in BOOKS.items()})
+    monkeypatch.setattr(text, "PG19_BOOKS", COUNTS)
     store = opened(root, "pg19", make(tmp_path))
     assert {split: documents(store, split) for split in SPLITS} == BOOKS
-    assert store.stamps == {"books": {"train": 5, "valid": 1, "test": 2}, "complete": True}
+    assert store.stamps == {"books": COUNTS, "complete": True}
 
 
 def test_fewer_books_are_taken_and_stamped_and_a_missing_split_is_named(tmp_path, root):
     place = files(tmp_path)
     (place / "train" / "empty.txt").touch()
     store = opened(root, "pg19", place)
-    assert store.stamps == {"books": {"train": 6, "valid": 1, "test": 2}, "complete": False}
+    assert store.stamps == {"books": {**COUNTS, "train": 6}, "complete": False}
     assert store.facts["train"]["documents"] == 5
     (place / "validation" / "0.txt").unlink()
     for path in (place, tmp_path / "nowhere"):
@@ -225,9 +210,9 @@ def test_the_hub_is_read_at_a_pinned_commit_which_stands_in_the_record_and_once(
     asked, copied, real = [], [], text.table_rows
     monkeypatch.setattr(text, "hub_files", lambda *words: asked.append(words) or tables(tmp_path / words[2]))
     monkeypatch.setattr(text, "table_rows", lambda paths, *rest: copied.append(paths[0].name[:5]) or real(paths, *rest))
-    monkeypatch.setattr(text, "PG19_BOOKS", {"train": 5, "valid": 1, "test": 3})
+    monkeypatch.setattr(text, "PG19_BOOKS", {**COUNTS, "test": 3})
     refused(root, "pg19", None, "expected 3 books of split test, found 2")
-    monkeypatch.setattr(text, "PG19_BOOKS", {"train": 5, "valid": 1, "test": 2})
+    monkeypatch.setattr(text, "PG19_BOOKS", COUNTS)
     copied.clear()
     store = opened(root, "pg19", None, tokenizer="sentencepiece", vocabulary=350)
     assert copied == ["train", "valid", "test-"], "no parquet file is decoded twice"
@@ -298,8 +283,7 @@ def test_without_a_network_it_is_one_line(root, monkeypatch):
 
 
 def test_the_example_of_the_page_runs(tmp_path):
-    project = Path(__file__).resolve().parents[2]
-    page = (project / "docs" / "datasets.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "datasets.md").read_text()
     (script,) = re.findall(r"^## Any text of the hub\n.*?^```sh\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     environment = {**os.environ, "RTX_DATA": str(tmp_path / "stores")}
     words = ["sh", "-ec", f'rtx() {{ {sys.executable} -m rtx "$@"; }}\n{script}']
