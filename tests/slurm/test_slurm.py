@@ -26,6 +26,10 @@ from rtx.training.checkpoint import read_checkpoint
 from rtx.training.run_folder import read_status
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel")
+PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+MISSING = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
+WHY_NOT = f"needs root and Debian's slurm-wlm and munge; not on the PATH: {', '.join(MISSING) or 'nothing'}"
+pytestmark = pytest.mark.skipif(bool(MISSING) or os.geteuid() != 0, reason=WHY_NOT)
 
 # A job that is put back into the queue waits until its credential has run out: 5 seconds here, else two minutes.
 CONFIGURATION = """
@@ -33,11 +37,7 @@ ClusterName=rtx
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmdPort={ports[1]}
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
-CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -46,27 +46,14 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerParameters=batch_sched_delay=1,sched_interval=2
-MpiDefault=none
-SwitchType=switch/none
 ReturnToService=2
 KillWait=10
 NodeName={host} NodeAddr=127.0.0.1 CPUs=2 RealMemory=4000
 PartitionName=test Nodes={host} Default=YES MaxTime=INFINITE State=UP
 """
-
-
-def why_not() -> str:
-    """Return why this machine cannot be a cluster, or nothing."""
-    path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
-    missing = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
-    if missing:
-        return f"no {', '.join(missing)} on the PATH (Debian: slurm-wlm, munge)"
-    return "" if os.geteuid() == 0 else "its daemons must be started by root"
 
 
 @contextlib.contextmanager
@@ -78,9 +65,8 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
     (folder / "munge.key").chmod(0o400)
     with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
         ports = [one.getsockname()[1] for one in (first, second)]
-    text = CONFIGURATION.format(host=socket.gethostname(), folder=folder, ports=ports)
-    (folder / "slurm.conf").write_text(text)
-    variables = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
+    (folder / "slurm.conf").write_text(CONFIGURATION.format(host=socket.gethostname(), folder=folder, ports=ports))
+    variables = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
     environment = {**os.environ, **variables}
     files = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munged.pid"}
     files |= {"log-file": "munged.log", "seed-file": "munged.seed"}
@@ -121,8 +107,6 @@ JOBS = (
 )
 RTX = (sys.executable, "-m", "rtx")
 PATIENCE = 900.0
-
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"no Slurm: {why_not()}")
 
 
 class Room:
