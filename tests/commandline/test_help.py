@@ -51,7 +51,7 @@ def test_pages_fit_the_terminal(
     monkeypatch.setenv("COLUMNS", str(columns))
     assert (cli.main(["--help"]), cli.main([])) == (0, 2)
     front, error = capsys.readouterr()
-    assert front == 2 * help.front_page() and error == ""
+    assert front == 2 * f"{help.front_page()}\n" and error == ""
     assert columns < 80 or all(len(line) <= columns for line in front.splitlines())
     for name in READS:
         assert f"\n  {name} " in front and cli.main([word := name.split()[0], "--help"]) == 0

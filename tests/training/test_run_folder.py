@@ -60,7 +60,8 @@ def test_run_folders_are_unique_and_obey_the_environment(tmp_path: Path, monkeyp
 
 def checkpoint(step: int) -> dict[str, Any]:
     weights = {"weight": torch.full((4, 3), float(step))}
-    return {"format": files.FORMAT, "step": step, "config": {}, "data": {}, "model": weights}
+    described = {"config": {"model": {"hidden": 4}}, "data": {"fingerprint": "x"}}
+    return {"format": files.FORMAT, "step": step, **described, "model": weights}
 
 
 def save_last(folder: Path, *steps: int) -> Path:
