@@ -14,9 +14,9 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import pytest
-from small_runs import forker, workshop  # the workshop in which small runs are made, for whoever asks for it
+from small_runs import copy, forker, run, workshop  # the workshop in which small runs are made, for whoever asks for it
 
-__all__ = ["forker", "workshop"]
+__all__ = ["copy", "forker", "run", "workshop"]
 
 FIRST = ("test_slurm.py", "test_many_processes.py", "test_kills.py", "test_resume.py", "test_network.py")
 """Files with few tests that take long: at the end one of them would keep one worker busy and the others idle."""

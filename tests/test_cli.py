@@ -97,16 +97,11 @@ def fail(_):
 cli.dispatch = fail
 cli.entry()
 """
+BUSY = "(time.sleep(0.5), os.write(1, b'ready\\n'), time.sleep(60))"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize(
-    "way",
-    [
-        "sys.last = Last()",
-        "threading.Thread(target=lambda: (time.sleep(0.5), os.write(1, b'ready\\n'), time.sleep(60))).start()",
-    ],
-)
+@pytest.mark.parametrize("way", ["sys.last = Last()", f"threading.Thread(target=lambda: {BUSY}).start()"])
 def test_a_signal_after_the_work_changes_no_exit_code(number: int, way: str) -> None:
     words, pipe = [sys.executable, "-c", TAKEN_APART.format(way=way)], subprocess.PIPE
     with subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True) as process:

@@ -84,7 +84,6 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         ("bogus", "unknown command 'bogus'; the commands are train, "),
         ("--hlep", "unknown command '--hlep' (did you mean '--help'?)"),
         ("train --multrun", "--multrun: unknown flag of rtx train (did you mean '--multirun'?)"),
-        ("train --cfg jbo", "--cfg: say --cfg job"),
         ("train --cfg", "--cfg: say --cfg job"),
         ("eval outputs/rtx/run --cfg job", "--cfg: unknown flag of rtx eval"),
         ("train --dry-run", "--dry-run: unknown flag of rtx train; rtx plan says what a run would cost, "),

@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -210,6 +211,18 @@ class Workshop:
 def workshop(tmp_path_factory: pytest.TempPathFactory, forker: subprocess.Popen[str]) -> Workshop:
     """A workshop for the tests of a file."""
     return Workshop(tmp_path_factory.mktemp("workshop"), forker)
+
+
+@pytest.fixture(scope="module")
+def run(workshop: Workshop) -> Path:
+    """A run for the tests of a file."""
+    return workshop.train("run")
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    """A copy of it to be spoilt."""
+    return Path(shutil.copytree(run, tmp_path / "run"))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -14,11 +14,6 @@ from rtx.attention import native
 
 
 @pytest.fixture(scope="module")
-def run(workshop: Workshop) -> Path:
-    return workshop.train("run", "routing=causal")
-
-
-@pytest.fixture(scope="module")
 def topk(workshop: Workshop) -> Path:
     return workshop.train("topk", "routing=topk", "routing.window=5")
 

@@ -1,4 +1,4 @@
-"""Fixtures of the model tests: one thread, and memory that nobody wrote reads as NaN."""
+"""In tests of models, memory that nobody wrote reads as NaN."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,6 @@ import torch
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     yield
