@@ -52,8 +52,8 @@ READERS = {
     "command line": "commandline/test_bad_lines.py::test_a_bad_line_is_refused_in_words_or_means_what_it_says",
     "store": "faults/test_fuzz.py::test_a_store",
     "environment.json": f"{RECORDS}[environment.json]",
-    "eval": f"{RECORDS}[eval/a.json]",
-    "sweeps.jsonl": f"{RECORDS}[sweeps.jsonl]",
+    "eval": f"{RECORDS}[eval/*step*]",
+    "sweeps.jsonl": f"{RECORDS}[../sweeps.jsonl]",
     "picture": "faults/test_fuzz.py::test_a_picture",
     "table": "faults/test_fuzz.py::test_a_table",
 }

@@ -85,7 +85,7 @@ def make_data(folder: Path, patch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     modules = [path.read_bytes() for path in text.library_files()[:400]]
     (folder / "book.txt").write_bytes(b"".join(modules[:60])[:1_000_000])
     publish_enwik8(folder / "enwik8.zip", b"".join(modules)[:2_000_000], patch)
-    publish_wikitext(articles(folder / "wikitext", b"".join(modules).decode(errors="replace")), patch)
+    publish_wikitext(patch, articles(folder / "wikitext", b"".join(modules).decode(errors="replace")))
     counts = books(folder / "pg19", modules)
     patch.setattr(text, "PG19_BOOKS", {split: count for split, (count, _) in counts.items()})
     for split, (_, words) in counts.items():
