@@ -86,7 +86,7 @@ def names_of(size: Size, memory: str, args: argparse.Namespace) -> list[str]:
 
 def all_names(size: Size, memory: str, args: argparse.Namespace) -> list[str]:
     """Return all rows of a size."""
-    ours = ["local", "routing_topk", "routing_causal"]
+    ours = ["local", "random", "routing_topk", "routing_causal"]  # nothing has to select random members
     if size.group == "main":
         ours = BOTH if memory == "system" else [*BOTH, *SHAW, *OTHERS]
     first = memory == "kept" and size == SIZES["main"][0]
