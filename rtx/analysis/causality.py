@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from rtx.attention.centroids import statistics_paused
-from rtx.attention.choices import Choice, Indexer, RandomBlocks
+from rtx.attention.choices import Indexer, RandomBlocks
 from rtx.attention.pattern import Pattern
 from rtx.attention.patterns import Random
 from rtx.attention.routing import Routing
 from rtx.errors import RunFailed
-from rtx.model.multihead import MultiheadAttention
+from rtx.model.multihead import ROUTED, MultiheadAttention
 from rtx.model.transformer import Transformer
 
 Group = tuple[Any, str]  # a layer, 0 the lowest, and the name of a group of its heads
@@ -152,8 +152,8 @@ def choice_gradients(model: Transformer, tokens_BN: Tensor) -> list[dict[str, An
     """Take a training pass, forward and backward, with a copy of the model: does each choice that should train do so?
 
     A choice of keys has no gradient of its own; what makes it must be trained by something else. A row for each group
-    of heads that chooses has its layer, what trains its choice, the norm of the gradient of its queries or of the
-    indexer (None: nothing should train, or it is not finite), and whether it is missing.
+    of heads that route has its layer, what trains its choice, the norm of the gradient of its queries, or of the least
+    among parameters of its own (None: nothing should train, or it is not finite), and whether it is missing.
     """
     model = copy.deepcopy(model).train()
     model.zero_grad()
@@ -167,9 +167,10 @@ def choice_gradients(model: Transformer, tokens_BN: Tensor) -> list[dict[str, An
         assert attention.qkv.weight.grad is not None
         queries = attention.qkv.weight.grad.split(attention.widths)  # then keys, then values
         for (name, pattern), query_grad in zip(attention.groups.items(), queries, strict=False):
-            if isinstance(pattern, Routing | Random | Choice):
-                grads = [p.grad for p in pattern.choice_parameters()] if isinstance(pattern, Indexer) else [query_grad]
-                norm = float(torch.stack([x.norm() for x in grads if x is not None] or [torch.zeros(())]).norm())
+            if name == ROUTED:
+                grads = [p.grad for p in pattern.parameters()] or [query_grad]
+                norms = [0.0 if x is None else float(x.norm()) for x in grads]
+                norm = min(norms, key=lambda norm: (math.isfinite(norm), norm))
                 drawn = isinstance(pattern, Random | RandomBlocks)
                 row = {"layer": layer, "heads": name, "trained_by": trained_by(pattern)}
                 row["gradient"] = None if drawn or not math.isfinite(norm) else norm
@@ -184,7 +185,7 @@ def trained_by(pattern: Pattern) -> str:
     if isinstance(pattern, Indexer):
         return "the divergence of its scores to the attention"
     if not isinstance(pattern, Routing):
-        return "the attention's own queries and keys"
+        return "the attention's own queries and keys" + (", parameters of its own" if [*pattern.parameters()] else "")
     pull = " and the commitment to centroids" if pattern.commitment else ""
     vectors = "queries and keys" if pattern.has_keys else "queries"
     return f"its {vectors}, by the attention{pull}; centroids by k-means (update={pattern.centroids.update_rule})"
