@@ -73,8 +73,25 @@ def attend(
         for h in range(q_BHND.shape[1]):
             q_ND, k_ND = given.turned_q_BHND[0, h], given.turned_k_BHND[0, h]
             mask_PNN = pattern.rule(given, h, prefix)
-            outs.append(dense(q_ND, k_ND, v_BHND[b, h], mask_PNN, terms, h, pattern.attend_self)[0])
+            out_ND = dense(q_ND, k_ND, v_BHND[b, h], mask_PNN, terms, h, pattern.attend_self)[0]
+            gate_H2D, block = getattr(pattern, "gate_H2D", None), getattr(pattern, "block", 0)
+            if gate_H2D is not None:
+                unturned = given.q_BHND[0, h], given.k_BHND[0, h], v_BHND[b, h]
+                out_ND = compressed(out_ND, *unturned, gate_H2D[h], block, terms)
+            outs.append(out_ND)
     return torch.stack(outs).view(v_BHND.shape) if outs else torch.zeros_like(v_BHND)
+
+
+def compressed(
+    out_ND: Tensor, q_ND: Tensor, k_ND: Tensor, v_ND: Tensor, gate_2D: Tensor, block: int, terms: Terms
+) -> Tensor:
+    """Outputs joined, by gates of the query, with attention over the means of the blocks that ended before it."""
+    last_G = torch.arange(block - 1, len(q_ND), block, device=q_ND.device)
+    mean_k, mean_v = (x[: len(last_G) * block].unflatten(0, (len(last_G), block)).mean(1) for x in (k_ND, v_ND))
+    mask_NG = last_G < torch.arange(len(q_ND), device=q_ND.device)[:, None]
+    other_ND, _ = dense(q_ND, mean_k, mean_v, mask_NG[None], terms._replace(relative=None))
+    gate_N2 = (q_ND @ gate_2D.T).sigmoid()
+    return gate_N2[:, :1] * out_ND + gate_N2[:, 1:] * other_ND
 
 
 def last_members(query_CN: Tensor, key_CN: Tensor, window: int) -> Tensor:

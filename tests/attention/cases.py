@@ -129,7 +129,7 @@ def gradients(pattern: Pattern, given: dict[str, Any], out: Tensor) -> dict[str,
     named: dict[str, Tensor] = {name: given[name] for name in ("q", "k", "v") if given[name] is not None}
     relative = given["relative"]
     named |= {} if relative is None else {"keys_MD": relative.keys_MD, "values_MD": relative.values_MD}
-    named |= {name: parameter for name, parameter in pattern.named_parameters() if name == "share_H"}
+    named |= {name: parameter for name, parameter in pattern.named_parameters() if name in ("share_H", "gate_H2D")}
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(out.dtype)
     found = torch.autograd.grad((out * weight).sum(), list(named.values()), allow_unused=True)
     return {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(named.items(), found, strict=True)}
@@ -158,7 +158,7 @@ def check(pattern: Pattern, case: Case) -> None:
     for prefix, ours in zip((False, True), found, strict=True):
         if prefix and pattern.strictly_causal:
             torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
-        elif getattr(pattern, "gate_H2D", None) is None:  # the rule is that of one of two branches
+        else:
             theirs = run(partial(oracle.attend, pattern), here, prefix=prefix)
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
             mine, its = gradients(pattern, here, ours), gradients(pattern, here, theirs)
