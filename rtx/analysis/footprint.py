@@ -187,7 +187,8 @@ def kept(pattern: Pattern, config: Config) -> Kept:
     model, N, (wide, narrow) = config.model, config.data.length, widths_of(config)
     size, normalises = model.hidden // model.heads, isinstance(pattern, Routing | Random)
     if isinstance(pattern, Choice):
-        parts: list[Part] = [Indexed(torch.arange(N), torch.zeros(N, pattern.most_keys(N), dtype=torch.int8), N)]
+        keys = pattern.window if isinstance(pattern, Indexer) else pattern.most_keys(N)  # dense steps keep no more
+        parts: list[Part] = [Indexed(torch.arange(N), torch.zeros(N, keys, dtype=torch.int8), N)]
     else:
         q_11ND, k_11ND = torch.randn(2, 1, 1, N + memory_slots(model), size)
         given = pattern.inputs(q_11ND, k_11ND if pattern.has_keys else None, None)

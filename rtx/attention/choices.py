@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rtx.attention import oracle
 from rtx.attention.arguments import check_positive, check_seed, check_within
 from rtx.attention.cache import Cache, GrowingCache, RowCache, place
-from rtx.attention.packed import Indexed, Part
+from rtx.attention.packed import Indexed, Packed, Part, members_read
 from rtx.attention.pattern import Inputs, Pattern, routed_options
 from rtx.attention.selection import MAX_SCORES, best_places
 from rtx.attention.softmax import Relative, recomputed
@@ -135,10 +135,6 @@ class Indexer(Choice):
         own = {"window": routing.window, "warmup": routing.warmup}
         return cls(heads, size, **own, **routed_options(config))
 
-    def choice_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that choose, which must receive a gradient."""
-        return [self.query_HDE, self.key_HDE]
-
     def choice_queries(self, given: Inputs) -> Tensor:
         scaled_HDE = self.query_HDE * self.query_HDE.shape[-1] ** -0.5
         return given.q_BHND.detach() @ scaled_HDE.to(given.q_BHND.dtype)
@@ -157,6 +153,13 @@ class Indexer(Choice):
 
     def most_keys(self, length: int) -> int:
         return length if self.dense else min(self.window, length)
+
+    def reads(self, given: Inputs, real_BN: Tensor | None, prefix: bool) -> list[Part]:
+        B, H, N, _ = given.q_BHND.shape
+        if not self.dense or real_BN is not None:
+            return super().reads(given, real_BN, prefix)
+        row_M = torch.arange(B * H * N, device=given.q_BHND.device)
+        return [members_read(Packed(row_M, row_M.new_full((B * H,), N)), N, N, self.attend_self)]
 
     def loss(self, given: Inputs, real_BN: Tensor | None) -> Tensor:
         """Return the mean divergence over all positions in training."""
@@ -205,6 +208,7 @@ class Blocks(Choice):
     def __init__(self, heads: int, size: int, *, block: int = 16, compressed: bool = False, **given: Any) -> None:
         super().__init__(**given)
         check_positive("heads", heads, least=0)
+        check_positive("size", size)
         check_within("block", block, self.window, "window")
         self.heads, self.size, self.block, self.count = heads, size, block, self.window // block
         self.gate_H2D = nn.Parameter(torch.zeros(heads, 2, size)) if compressed else None
@@ -258,6 +262,7 @@ class Blocks(Choice):
     def gated(self, q_BHQD: Tensor, out_BHQD: Tensor, mean_k: Tensor, mean_v: Tensor, position_Q: Tensor) -> Tensor:
         """Return outputs joined, by gates of the query, with softmax attention over the means of finished blocks."""
         assert self.gate_H2D is not None
+        q_BHQD, mean_k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q_BHQD, mean_k))
         score_BHQG = self.scores(q_BHQD, mean_k, position_Q) * self.terms(q_BHQD.shape[-1], None).scale
         none_Q1 = (position_Q < self.block)[:, None]
         weight_BHQG = score_BHQG.masked_fill(none_Q1, 0.0).softmax(-1).masked_fill(none_Q1, 0.0)
@@ -265,7 +270,7 @@ class Blocks(Choice):
         return gate_BHQ2[..., :1] * out_BHQD + gate_BHQ2[..., 1:] * (weight_BHQG.to(mean_v.dtype) @ mean_v)
 
     def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
-        """See `Pattern.rule`; of the branch that selects."""
+        """See `Pattern.rule`; of the branch that selects (`oracle.compressed` is the other)."""
         position_N = torch.arange(given.q_BHND.shape[2], device=given.q_BHND.device)
         score_NG = self.scores(given.q_BHND, self.means(given.k_BHND), position_N)[0, head]
         return oracle.best_blocks(score_NG, self.block, self.count, self.attend_self)
