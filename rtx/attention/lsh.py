@@ -175,7 +175,7 @@ class LshCache(ClusterCache):
         assert self.key_LSD is not None
         reach_BHT = self.reach(bucket_BHT)
         list_J = joins_BHC.flatten().nonzero()[:, 0]
-        at_BHTS = self.position_LS[list_J].view(B, H, T, -1)
+        at_BHTS = self.position_LS[list_J].view(B, H, T, self.slots)
         # How many members of the bucket have come since, its own place included.
         place_S = torch.arange(self.slots, device=list_J.device)
         back_BHTS = (self.joined_L[list_J].view(B, H, T, 1) - 1 - place_S) % self.slots
@@ -187,8 +187,8 @@ class LshCache(ClusterCache):
         seen_BHK |= own_BHK & ~seen_BHK.any(-1, keepdim=True)
         return attend_step(
             given.turned_q_BHND.to(dtype),
-            self.key_LSD[list_J].view(B, H, -1, self.key_LSD.shape[-1]),
-            self.value_LSD[list_J].view(B, H, -1, self.value_LSD.shape[-1]),
+            self.key_LSD[list_J].view(B, H, T * self.slots, self.key_LSD.shape[-1]),
+            self.value_LSD[list_J].view(B, H, T * self.slots, self.value_LSD.shape[-1]),
             seen_BHK[:, :, None],
             (position - at_BHTS.flatten(2))[:, :, None],
             pattern.terms(given.q_BHND.shape[-1], self.relative),
