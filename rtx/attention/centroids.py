@@ -86,7 +86,7 @@ class Centroids(nn.Module):
         for name, count in counts.items():
             check_positive(name, count)
         check_number("decay", decay, "from 0 to 1", lambda x: 0 <= x <= 1)
-        check_number("threshold_rate", threshold_rate, "at least 0", lambda x: x >= 0)
+        check_number("threshold_rate", threshold_rate, "finite and at least 0", lambda x: 0 <= x < math.inf)
         self.keys, self.update_rule, self.decay = keys, update, decay
         self.window, self.length = window, length
         self.threshold_rate = threshold_rate

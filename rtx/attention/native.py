@@ -70,8 +70,7 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of queries, keys and values; one for both where queries stand for keys."""
         if torch.is_grad_enabled():  # torch's once_differentiable lets torch.autograd.grad for one input pass
-            message = "create_graph=True: this attention has first derivatives alone"
-            raise RuntimeError(f"{message}; the plain engine, hardware.attention=torch, has all of them")
+            raise RuntimeError("create_graph=True: this attention has first derivatives alone")
         q_RD, k_RD, v_RD, lse, *reads = ctx.saved_tensors
         given = dict(zip(("dout", "dlse"), (x.contiguous() for x in gradients), strict=True))
         dq_RD, dv_RD = torch.empty_like(q_RD), torch.empty_like(v_RD)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from rtx.attention.arguments import check_call, check_choice, check_heads, check_number, check_shape
+from rtx.attention.arguments import check_call, check_choice, check_heads, check_number, check_shape, check_whole
 from rtx.attention.cache import Cache, PositionCache
 from rtx.attention.engine import BACKENDS, attend
 from rtx.attention.packed import Packed, Part, bounded_read, pack, without_self
@@ -140,6 +140,7 @@ class Pattern(nn.Module, ABC):
             ValueError: tensors that do not go together; always with the argument's name.
         """
         check_call(self.has_keys, q_BHND, k_BHND, v_BHND, real_BN, relative, check_finite)
+        check_whole("memory", memory, 0, q_BHND.shape[2], f"from 0 to N={q_BHND.shape[2]}")
         q_BHND, v_BHND = without_padding(q_BHND, real_BN), without_padding(v_BHND, real_BN)
         k_BHND = None if k_BHND is None else without_padding(k_BHND, real_BN)
         given = self.inputs(q_BHND, k_BHND, rotate)._replace(memory=memory)

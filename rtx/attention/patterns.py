@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from rtx.attention.arguments import check_positive, check_seed, check_within
+from rtx.attention.arguments import check_number, check_positive, check_seed, check_within
 from rtx.attention.cache import Cache, ClusterCache, PositionCache
 from rtx.attention.oracle import last_members
 from rtx.attention.packed import Packed, Part, members_read
@@ -208,6 +208,7 @@ class AdaptiveSpan(PositionPattern):
         check_positive("heads", heads)
         check_positive("window", window)
         check_positive("ramp", ramp)
+        check_number("cost", cost, "finite and at least 0", lambda x: 0 <= x < math.inf)
         self.heads, self.window, self.ramp, self.cost = heads, window, ramp, cost
         self.share_H = nn.Parameter(torch.zeros(heads))
 

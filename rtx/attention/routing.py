@@ -6,6 +6,7 @@ P query members and A key members of all lists together.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -69,7 +70,7 @@ class Routing(Pattern):
     ) -> None:
         super().__init__(**given)
         check_choice("selection", selection, SELECTIONS)
-        check_number("commitment", commitment, "at least 0", lambda x: x >= 0)
+        check_number("commitment", commitment, "finite and at least 0", lambda x: 0 <= x < math.inf)
         self.centroids, self.selection, self.commitment = centroids, selection, commitment
         self.attend_self = attend_self
         self.heads, _, self.size = centroids.centroid_HCD.shape

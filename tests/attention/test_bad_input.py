@@ -10,6 +10,7 @@ import torch
 from cases import CLUSTERED, KINDS, Case, drawn, make, run, tensors
 
 from rtx.attention import Blocks, Centroids, Exact, Fixed, Full, Indexer, Local, Lsh, Random, Relative, Strided
+from rtx.attention.patterns import AdaptiveSpan
 
 CASE = Case(B=2, H=3, N=9, D=4)
 TABLES = Relative(torch.zeros(3, 4), torch.zeros(3, 4))
@@ -31,6 +32,8 @@ GIVEN: list[tuple[str, Any, str]] = [
     ("relative", lambda x: Relative(torch.zeros(0, 4), TABLES[1]), "relative.keys_MD has the shape (0, 4): must be"),
     ("rotate", lambda x: lambda q, first=0: q[0], "what rotate returns has the shape (3, 9, 4): must be (2, 3, 9, 4)"),
     ("rotate", lambda x: lambda q, first=0: [q], "what rotate returns is a list: must be a torch.Tensor"),
+    ("memory", lambda x: 10, "memory=10: must be from 0 to N=9"),
+    ("memory", lambda x: "3", "memory='3': must be a whole number"),
     ("real_BN", lambda x: torch.ones(2, 8, dtype=torch.bool), "real_BN has the shape (2, 8): must be (2, 9)"),
     ("real_BN", lambda x: torch.ones(2, 9), "real_BN is of torch.float32: must be of torch.bool"),
     ("real_BN", lambda x: [True], "real_BN is a list: must be a torch.Tensor"),
@@ -41,8 +44,8 @@ GIVEN: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(("argument", "give", "said"), GIVEN)
 def test_tensors_that_do_not_go_together(kind: str, argument: str, give: Any, said: str) -> None:
     (pattern, here), more = drawn(kind, CASE), {}
-    if argument == "real_BN":
-        more["real_BN"] = give(None)
+    if argument in ("real_BN", "memory"):
+        more[argument] = give(None)
     elif argument == "k" and here["k"] is None:
         here["k"], said = here["q"], "k_BHND is given: must be None"
     else:
@@ -87,6 +90,8 @@ OPTIONS: list[Any] = [
     (RANDOM, "seed", 1 << 70, f"seed={1 << 70}: must be from -2^63"),
     *((Exact, *bad) for bad in counts("window")),
     (BLOCKS, "block", 9, "block=9: must be from 1 to window=8"),
+    (partial(Blocks, 2, window=8), "size", "x", "size='x': must be a whole number"),
+    (partial(AdaptiveSpan, 2, window=8), "cost", float("nan"), "cost=nan: must be finite and at least 0"),
     (partial(Indexer, 2, 4, window=8), "warmup", -1, "warmup=-1: must be at least 0"),
     (LSH, "heads", 0, "heads=0: must be at least 1"),
     (LSH, "buckets", 3, "buckets=3: must be even"),
@@ -94,7 +99,7 @@ OPTIONS: list[Any] = [
     (CENTROIDS, "keys", "other", "keys='other': must be one of shared, separate, projected"),
     (CENTROIDS, "update", "mean", "update='mean': must be one of members, nearest, sum"),
     (CENTROIDS, "decay", 1.5, "decay=1.5: must be from 0 to 1"),
-    (CENTROIDS, "threshold_rate", -1.0, "threshold_rate=-1.0: must be at least 0"),
+    (CENTROIDS, "threshold_rate", -1.0, "threshold_rate=-1.0: must be finite and at least 0"),
     (CENTROIDS, "window", 0, "window=0: must be at least 1"),
 ]
 
