@@ -55,6 +55,8 @@ def run(config: Config, folder: Path | None = None, before: str = "") -> int:
     """Train in a new folder, or go on in that of a run by its state `before`, and return the exit code."""
     check_logger(config)
     hardware = resolve_hardware(config)
+    if config.hardware.attention == "flex" and hardware.accelerator == "cpu":
+        raise UserError("hardware.attention=flex is for a GPU: on a CPU FlexAttention has no backward pass")
     prepare_torch(config, hardware)
     if hardware.rank > 0:
         # Only the first process writes; the others, whoever started them, need no folder of their own.

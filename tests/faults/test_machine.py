@@ -27,6 +27,8 @@ def test_a_disk_that_fills_up_under_a_run_and_is_read_only_then(workshop: Worksh
         with contextlib.suppress(OSError):
             ballast.write_bytes(bytes(1 << 20))  # of which the disk takes what it has room for
         assert process.wait() == 1
+        with contextlib.suppress(OSError), ballast.open("ab") as file:  # the room of what it was writing, too
+            file.write(bytes(1 << 20))
         said = process.log.read_text()
         assert "Traceback" not in said and said.splitlines()[-1].startswith("rtx: "), said
         assert "No space left on device" in said.splitlines()[-1]
