@@ -87,11 +87,15 @@ def test_a_model_writes_its_own_keys_is_as_published_and_says_how_to_train_it(mo
     assert (compose([f"model={model}", "routing=topk"]).routing.heads == 0) == (model in BASELINES)
     keys = keys_of("model", model)
     sizes = {f"routing.{key}" for key in ("heads", "layers", "window", "clusters")}
-    sizes |= {"routing.decay", "routing.logit_scale"} if model == "tiny" else set()
+    own = ("decay", "logit_scale", "keys", "key_shift", "rotary")
+    sizes |= {f"routing.{key}" for key in own} if model == "tiny" else set()
     assert "model.window" in keys
     assert {key for key in keys if not key.startswith("model.")} == {"data.length", *sizes}
     lines = header("model", model)
-    for title in ("# Source: ", *(("# Score: ", "# The released code differs") if model != "tiny" else ())):
+    for title in (
+        "# Source: ",
+        *(("# Score: ", "# The released code differs") if model not in ("tiny", "recall") else ()),
+    ):
         assert any(line.startswith(title) for line in lines), title
     (line,) = (line for line in lines if line.startswith("# Command: rtx "))
     words = line.replace("<wiki.train.tokens>", "w").replace("<folder of books>", "b").split()

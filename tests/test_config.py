@@ -13,7 +13,7 @@ from rtx.errors import UserError
 from rtx.options import check_overrides
 
 HASHES = {
-    "": "c15674fb8d83",
+    "": "329f75f421df",
     "data=enwik8 model=rt24": "948064e8fff7",
     "experiment=cifar10 seed=3": "4041088e38d3",
     "experiment=recall routing=blocks routing.block=4": "c8a00dfd5625",
@@ -151,11 +151,9 @@ def test_clusters_and_hash_buckets_are_frozen() -> None:
         ("model.hash_buckets=7", "model.hash_buckets=7 must be even: a rotation and its opposite give two buckets"),
         ("model.hidden=250 model.positions=none", "model.hidden=250 must be a multiple of model.heads=8"),
         ("model.hidden=264", "model.positions=rotary needs an even head size, not hidden/heads = 33"),
-        ("hardware.name=cpu hardware.precision=tf32", "hardware.precision=tf32 needs a GPU; a CPU takes"),
         ("hardware.devices=2", "hardware.devices and nodes above 1 need hardware=ddp or fsdp, not hardware=auto"),
         ("hardware.name=fsdp hardware.compile=true", "hardware.compile=true is not for hardware=fsdp"),
         ("hardware.name=fsdp optimizer.name=adafactor", "optimizer=adafactor is not for hardware=fsdp"),
-        ("hardware.attention=flex hardware.name=cpu", "hardware.attention=flex is for a GPU"),
         ("hardware.attention=native hardware.name=gpu", "hardware.attention=native is for hardware.precision=fp32 on"),
         ("hardware.attention=native model.positions=shaw", "need hardware.attention=auto or torch"),
         ("trainer.batch_size=10 trainer.micro_batch_size=4", "trainer.batch_size=10 must be a multiple of"),

@@ -53,7 +53,7 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         ("train routing.windw=3", "unknown key 'routing.windw' (did you mean 'routing.window'?)"),
         ("train +lrr=3", "unknown key 'lrr' (did you mean 'optimizer.lr'?)"),
         ("train modle=rt24", "unknown key 'modle' (did you mean 'model'?)"),
-        ("train experiment=recall model=tiny", "experiment=recall lays out a model of its own, recall; leave"),
+        ("train experiment=memory model=tiny", "experiment=memory lays out a model of its own, memory; leave"),
         ("train TRAINER.STEPS=3", "(did you mean 'trainer.steps'?)"),
         ("train routing.hiden=3", "(did you mean 'model.hidden'?)"),
         ("train data=enwik9", "text, wikitext103 (did you mean 'enwik8'?)"),
@@ -130,6 +130,7 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         ("train data.length=${seed}", "data.length=0: must be an integer, at least 2"),
         ("train model.tie_embeddings=${seed} seed=3", "model.tie_embeddings=3: must be true or false"),
         ("train", "WANDB_MODE='onlin': must be one of online, run, offline, dryrun, disabled (did you mean 'online'?)"),
+        ("train hardware.attention=flex hardware=cpu logger=jsonl", "hardware.attention=flex is for a GPU: on a CPU"),
         ("train data=text", "data=text needs data.path=<file, folder or glob>"),
     ],
 )

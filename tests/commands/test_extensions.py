@@ -138,7 +138,7 @@ def test_mistakes_of_a_file_and_of_words(place: Place) -> None:
         ("", "presets", "extensions=presets: name a Python file, my.py, or several"),
         ("", "my.py --config-dir nowhere", "--config-dir nowhere: holds no preset"),
         ("", "my.py --config-dir", "--config-dir : holds no preset"),
-        ("", "my.py --config-dir presets experiment=recall model=recall", "experiment=recall lays out a model of its"),
+        ("", "my.py --config-dir presets experiment=memory model=mine", "experiment=memory lays out a model of its"),
         ("", "my.py --config-dir presets model=mien", "(did you mean 'mine'?) (a file of conf/model/)"),
     ):
         (place.folder / "my.py").write_text(f"import rtx.attention\n{text}")
