@@ -15,15 +15,7 @@ from rtx.attention.arguments import check_number, check_positive, check_seed, ch
 from rtx.attention.cache import Cache, ClusterCache, PositionCache
 from rtx.attention.oracle import last_members
 from rtx.attention.packed import Packed, Part, members_read
-from rtx.attention.pattern import (
-    Inputs,
-    Pattern,
-    PositionPattern,
-    Spread,
-    options,
-    position_options,
-    routed_options,
-)
+from rtx.attention.pattern import Inputs, Pattern, PositionPattern, Spread, options, position_options, routed_options
 from rtx.attention.selection import normalise
 from rtx.attention.softmax import Relative, Terms
 from rtx.config import Config, clusters, memory_slots

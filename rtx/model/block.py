@@ -81,11 +81,7 @@ class Block(nn.Module):
             self.compression = Compression(config.model.hidden, config.model.compression_rate, config.model.compression)
 
     def forward(
-        self,
-        x_BNE: Tensor,
-        prefix: bool = False,
-        streams: list[Stream] | None = None,
-        memory_BME: Tensor | None = None,
+        self, x_BNE: Tensor, prefix: bool = False, streams: list[Stream] | None = None, memory_BME: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the block's output `[B, N, E]` and the auxiliary loss of its attention; see `MultiheadAttention`.
 

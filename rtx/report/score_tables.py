@@ -65,10 +65,7 @@ def baseline(name: str, rows: Sequence[Row], protocol: Protocol | None, column: 
 
 
 def kinds_table(
-    protocol: Protocol,
-    rows: Sequence[Row],
-    paces: Paces,
-    errors: Mapping[Any, tuple[float, float]] | None = None,
+    protocol: Protocol, rows: Sequence[Row], paces: Paces, errors: Mapping[Any, tuple[float, float]] | None = None
 ) -> tuple[Table, str]:
     """Return the kinds of heads, those that see no future ranked, and a sentence on what may be concluded.
 

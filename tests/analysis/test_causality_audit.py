@@ -111,10 +111,7 @@ def test_a_gradient_that_is_missing_or_not_finite_is_flagged(monkeypatch: pytest
     assert all(row["missing"] and row["gradient"] is None for row in choice_gradients(broken, tokens()))
     idle = tiny_model(selection="exact")
     idle.blocks[2].attention.groups["routed"].register_parameter("idle", nn.Parameter(torch.ones(3)))  # type: ignore[union-attr,index]
-    assert [(row["missing"], row["gradient"] == 0) for row in choice_gradients(idle, tokens())] == [
-        (False, False),
-        (True, True),
-    ]
+    assert [row["missing"] for row in choice_gradients(idle, tokens())] == [False, True]
     monkeypatch.setattr(Indexer, "loss", Full.loss)
     found = choice_gradients(tiny_model(selection="indexer"), tokens())
     assert all(row["missing"] and row["gradient"] == 0 for row in found)
