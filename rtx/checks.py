@@ -137,7 +137,7 @@ def model_problems(config: Config) -> Iterator[str]:
     if keys in ("shared", "projected") and chosen not in CLUSTERED:
         yield f"routing.selection={chosen} needs routing.keys=separate or tied, not {keys}; routing={chosen} sets both"
     if keys == "shared" and (routing.key_shift, routing.key_conv) != (0, 1):
-        yield "routing.key_shift and routing.key_conv are for routing.keys=separate, tied or projected, not for shared"
+        yield "routing.keys=shared, where queries stand for keys, needs routing.key_shift=0 and routing.key_conv=1"
     if keys in ("shared", "tied") and routing.key_loss:
         yield f"routing.key_loss is for routing.keys=separate or projected, not for {keys}, whose W_K is W_Q"
 
