@@ -138,7 +138,7 @@ def test_clusters_and_hash_buckets_are_frozen() -> None:
     [
         ("routing.selection=exact", "routing.selection=exact needs routing.keys=separate or tied, not shared;"),
         ("routing.selection=random routing.keys=projected", "routing.keys=projected needs routing.selection=causal"),
-        ("routing.key_shift=1", "routing.key_shift and routing.key_conv are for routing.keys=separate"),
+        ("routing.key_shift=1", "needs routing.key_shift=0 and routing.key_conv=1"),
         ("routing.keys=tied routing.key_loss=1", "routing.key_loss is for routing.keys=separate or projected, not for"),
         ("routing.selection=blocks routing.keys=separate routing.block=300", "must be at most routing.window=256"),
         ("model.window=2000", "model.window=2000 must be at most data.length=1024"),
