@@ -167,7 +167,7 @@ def choice_gradients(model: Transformer, tokens_BN: Tensor) -> list[dict[str, An
         assert attention.qkv.weight.grad is not None
         queries = attention.qkv.weight.grad.split(attention.widths)  # then keys, then values
         for (name, pattern), query_grad in zip(attention.groups.items(), queries, strict=False):
-            if name == ROUTED:
+            if name == ROUTED and isinstance(pattern, Pattern):
                 grads = [p.grad for p in pattern.parameters()] or [query_grad]
                 norms = [0.0 if x is None else float(x.norm()) for x in grads]
                 norm = min(norms, key=lambda norm: (math.isfinite(norm), norm))
