@@ -47,6 +47,9 @@ class Table:
         kept = [column for column in self.columns if column.brief or not brief]
         return [column for column in kept if any(row.get(column.key) not in (None, "") for row in self.rows)]
 
+    def is_number(self, column: Column) -> bool:
+        return any(isinstance(row.get(column.key), int | float) for row in self.rows)
+
 
 def text_of(row: dict[str, Any], column: Column) -> str:
     value, error = row.get(column.key), row.get(column.error)
@@ -86,8 +89,7 @@ def grid_of(table: Table, columns: Sequence[Column], pictures: Sequence[str] = (
 
     grid = rich_table.Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1), collapse_padding=True)
     for column in columns:
-        number = any(isinstance(row.get(column.key), int | float) for row in table.rows)
-        texts = [text_of(row, column) for row in table.rows]
+        number, texts = table.is_number(column), [text_of(row, column) for row in table.rows]
         parts = [*(texts if number else " ".join(texts).split()), *column.title.split()]
         options: Any = {"justify": "right" if number else "left", "no_wrap": number, "overflow": "fold"}
         grid.add_column(column.title, **options, min_width=min(WORD, max(map(len, parts))))
