@@ -193,6 +193,8 @@ def training_problems(config: Config) -> Iterator[str]:
     hardware, trainer, optimizer, model = config.hardware, config.trainer, config.optimizer, config.model
     devices = (hardware.devices or 1) * hardware.nodes
     micro = 1 if trainer.micro_batch_size == "auto" else int(trainer.micro_batch_size)
+    if hardware.precision == "tf32" and hardware.name == "cpu":
+        yield "hardware.precision=tf32 needs a GPU; a CPU takes fp32, bf16 or fp64"
     if devices > 1 and hardware.name not in SPREAD:
         yield f"hardware.devices and nodes above 1 need hardware=ddp or fsdp, not hardware={hardware.name}"
     if hardware.compile and hardware.name == "fsdp":

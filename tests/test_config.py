@@ -151,6 +151,7 @@ def test_clusters_and_hash_buckets_are_frozen() -> None:
         ("model.hash_buckets=7", "model.hash_buckets=7 must be even: a rotation and its opposite give two buckets"),
         ("model.hidden=250 model.positions=none", "model.hidden=250 must be a multiple of model.heads=8"),
         ("model.hidden=264", "model.positions=rotary needs an even head size, not hidden/heads = 33"),
+        ("hardware.name=cpu hardware.precision=tf32", "hardware.precision=tf32 needs a GPU; a CPU takes"),
         ("hardware.devices=2", "hardware.devices and nodes above 1 need hardware=ddp or fsdp, not hardware=auto"),
         ("hardware.name=fsdp hardware.compile=true", "hardware.compile=true is not for hardware=fsdp"),
         ("hardware.name=fsdp optimizer.name=adafactor", "optimizer=adafactor is not for hardware=fsdp"),

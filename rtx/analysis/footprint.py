@@ -186,9 +186,8 @@ def kept(pattern: Pattern, config: Config) -> Kept:
     """Count what a pattern of one head keeps, from what it reads of random vectors; nothing is attended."""
     model, N, (wide, narrow) = config.model, config.data.length, widths_of(config)
     size, normalises = model.hidden // model.heads, isinstance(pattern, Routing | Random)
-    if isinstance(pattern, Choice):
-        keys = pattern.window if isinstance(pattern, Indexer) else pattern.most_keys(N)  # dense steps keep no more
-        parts: list[Part] = [Indexed(torch.arange(N), torch.zeros(N, keys, dtype=torch.int8), N)]
+    if isinstance(pattern, Choice) and not (isinstance(pattern, Indexer) and pattern.dense):
+        parts: list[Part] = [Indexed(torch.arange(N), torch.zeros(N, pattern.most_keys(N), dtype=torch.int8), N)]
     else:
         q_11ND, k_11ND = torch.randn(2, 1, 1, N + memory_slots(model), size)
         given = pattern.inputs(q_11ND, k_11ND if pattern.has_keys else None, None)
@@ -198,6 +197,8 @@ def kept(pattern: Pattern, config: Config) -> Kept:
     compressed = isinstance(pattern, Blocks) and config.routing.compressed
     if isinstance(pattern, Choice):  # what a convolution of keys reads and gives; both branches and what gates them
         vectors += N * narrow * (2 * (config.routing.key_conv > 1) + 4 * compressed)
+    if isinstance(pattern, Indexer):  # what it makes of queries and of keys
+        vectors += N * narrow * 2 * pattern.query_HDE.shape[-1] / size
     if normalises and narrow < 4:  # the norm reads a wide copy
         vectors += 4 * N * (1 + pattern.has_keys)
     once = 0.0
@@ -205,7 +206,13 @@ def kept(pattern: Pattern, config: Config) -> Kept:
         of_keys = 0 if part.query is part.key else len(part.key.row_M)
         once = 2 * wide * size * N + INDEX * (3 * len(part.start_P) + of_keys)
     projection = (normalises and narrow >= 4) or compressed or isinstance(pattern, Lsh | Indexer)
-    return Kept(vectors * size, others, max(one.again for one in found), once, projection)
+    all_kept = Kept(vectors * size, others, max(one.again for one in found), once, projection)
+    if isinstance(pattern, Indexer) and pattern.dense:  # and behind these steps by an index, where that keeps more
+        pattern.steps.fill_(pattern.warmup)
+        later = kept(pattern, config)
+        most = max(all_kept, later, key=lambda one: one.vectors + one.others)
+        return most._replace(again=max(all_kept.again, later.again))
+    return all_kept
 
 
 def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool) -> Kept:

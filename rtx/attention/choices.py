@@ -155,6 +155,7 @@ class Indexer(Choice):
         return length if self.dense else min(self.window, length)
 
     def reads(self, given: Inputs, real_BN: Tensor | None, prefix: bool) -> list[Part]:
+        """See `Pattern.reads`; dense heads read one list, as an index would hold N^2 numbers."""
         B, H, N, _ = given.q_BHND.shape
         if not self.dense or real_BN is not None:
             return super().reads(given, real_BN, prefix)

@@ -50,7 +50,7 @@ def resolve_hardware(config: Config) -> Hardware:
     if wish.name == "gpu" and not use_gpu:
         raise UserError("hardware=gpu, but torch finds no GPU on this machine; use hardware=cpu or hardware=auto")
     if wish.precision == "tf32" and not use_gpu:
-        raise UserError("hardware.precision=tf32 needs a GPU; a CPU takes fp32, bf16 or fp64")
+        raise UserError("hardware.precision=tf32 needs a GPU and there is none; a CPU takes fp32, bf16 or fp64")
     launcher, rank, devices, nodes = processes(wish, gpus)
     if use_gpu and devices > gpus:
         raise UserError(f"hardware.devices={devices}, but this machine has {gpus} GPU(s)")
