@@ -14,7 +14,7 @@ import torch
 from rtx.analysis.cost import Cost, cost
 from rtx.attention import native
 from rtx.attention.choices import Blocks, Choice, Indexer
-from rtx.attention.engine import MAX_GATHERED, MAX_SCORES_CPU, MAX_SCORES_GPU, MIN_NATIVE, cut
+from rtx.attention.engine import MAX_GATHERED, MAX_SCORES_CPU, MAX_SCORES_GPU, cut
 from rtx.attention.lsh import Lsh
 from rtx.attention.packed import Indexed, Part
 from rtx.attention.pattern import Pattern
@@ -220,7 +220,7 @@ def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool) -> Kept:
     model, N, (wide, narrow), gpu = config.model, config.data.length, widths_of(config), on_gpu(config)
     shaw, wish = model.positions in ("shaw", "xl"), config.hardware.attention
     by_distance = shaw or pattern.terms(model.hidden // model.heads, None).by_distance
-    native_wished = wish == "native" or (wish == "auto" and N >= MIN_NATIVE and native.available())
+    native_wished = native.wanted(wish, N)
     plain = not by_distance and model.attention_dropout == 0 and not gpu
     natively = native_wished and plain and precision_on(config.hardware, gpu=False) == "fp32"
     if isinstance(part, Indexed):  # a number for each key; keys are gathered some at a time, and again

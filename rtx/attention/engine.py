@@ -22,8 +22,6 @@ MAX_SCORES_CPU, MAX_SCORES_GPU = 1 << 20, 1 << 26
 """Scores of our own softmax worked on at once: few enough for a CPU's cache, enough to fill a GPU."""
 MAX_GATHERED = 1 << 24
 """Numbers of a mask, or of keys gathered for queries that each read rows of their own, held at once."""
-MIN_NATIVE = 1024
-"""Positions from which `auto` takes the compiled kernel: shorter runs do not wait for a compiler."""
 
 
 def attend(q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, parts: list[Part], terms: Terms, backend: str) -> Tensor:
@@ -63,7 +61,7 @@ def attend_part(
     if isinstance(part, Reads) and part.until_M is not None:
         backend = "torch"  # the others know ranges alone
     if backend == "auto":
-        usual = part.length >= MIN_NATIVE and native_refusal(q_RD, terms) is None and native.available()
+        usual = native_refusal(q_RD, terms) is None and native.wanted(backend, part.length)
         backend = "native" if usual else "torch"
     if backend == "native" and (why := native_refusal(q_RD, terms)):
         raise ValueError(f"backend='native' cannot run this ({why}): take backend='torch'")

@@ -13,17 +13,10 @@
 // them, a tile TALL queries or keys of a block. Only tiles that meet are multiplied. Scores stand as [key, query]: each
 // lane is a query, which takes its keys one after the other from the first, however segments, blocks and tiles fall.
 
-#include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <future>
 #include <numeric>
-#include <stdexcept>
-#include <vector>
 
-using Int = std::int64_t;
+#include "vectors.h"
 
 // P query members, M key members, K columns of the index (-1: ranges). The forward pass has no dout and writes out and
 // lse; the backward pass reads lse, may have no dlse, and writes the rest.
@@ -36,36 +29,6 @@ struct Problem {
 };
 
 namespace {
-#ifdef __AVX512F__
-constexpr Int LANES = 16, TALL = 8, QUERIES = 64;  // whole tiles and whole vectors make a block
-#else
-constexpr Int LANES = 8, TALL = 6, QUERIES = 48;
-#endif
-constexpr Int WIDE = 2, TILES = QUERIES / TALL;  // TALL x WIDE vectors of sums stay in registers
-constexpr Int AHEAD = 8, CHUNK = 96, SPAN = 768;  // rows fetched early, keys in the nearest cache, of a segment
-
-typedef float Vec __attribute__((vector_size(LANES * 4)));
-typedef std::int32_t IntVec __attribute__((vector_size(LANES * 4)));
-#define UNROLL _Pragma("GCC unroll 8")  // or sums would live in memory
-
-struct Matrix {
-    float* data;
-    Int length;  // floats from row to row
-    float* at(Int row, Int column = 0) const { return data + row * length + column; }
-    Matrix from(Int row, Int column = 0) const { return {at(row, column), length}; }
-};
-
-Int vectors(Int width) { return (width + LANES - 1) / LANES; }
-
-inline Vec load(const float* x, Int n = LANES) {  // the first n floats, zeros behind them
-    Vec y{};
-    std::memcpy(&y, x, n >= LANES ? sizeof y : n * sizeof(float));
-    return y;
-}
-
-inline void store(float* x, Vec y) { std::memcpy(x, &y, sizeof y); }
-inline Vec keep(IntVec where, Vec x) { return (Vec)((IntVec)x & where); }  // zeros elsewhere, also for NaN
-
 inline float dot(const float* x, const float* y, Int n) {
     Vec sums{};
     for (Int d = 0; d < n; d += LANES) sums += load(x + d, n - d) * load(y + d, n - d);
@@ -86,33 +49,6 @@ inline Vec exponential(Vec x) {
     Vec y = r * 1.9875691500e-4f + 1.3981999507e-3f;
     for (float c : {8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.f, 1.f}) y = y * r + c;
     return keep(~(x < -64.f), y * (Vec)(((IntVec)shifted << 23) + 0x3f800000));  // times 2^n
-}
-
-// c (+)= a b for M rows of a and c and `left` vectors of columns, N of which are summed in registers at a time; a is
-// [M, depth], or [depth, M] where it is TURNED.
-template <bool TURNED, int M, int N = WIDE>
-__attribute__((noinline)) void product(Int left, Int depth, Matrix a, Matrix b, Matrix c, bool more) {
-    for (; left >= N; left -= N, b = b.from(0, N * LANES), c = c.from(0, N * LANES)) {
-        Vec sums[M][N], row[N];
-        UNROLL for (int i = 0; i < M; i++)
-            UNROLL for (int n = 0; n < N; n++) sums[i][n] = more ? load(c.at(i, n * LANES)) : Vec{};
-        for (Int k = 0; k < depth; k++) {
-            UNROLL for (int n = 0; n < N; n++) row[n] = load(b.at(k, n * LANES));
-            UNROLL for (int i = 0; i < M; i++)
-                UNROLL for (int n = 0; n < N; n++) sums[i][n] += (TURNED ? *a.at(k, i) : *a.at(i, k)) * row[n];
-        }
-        UNROLL for (int i = 0; i < M; i++)
-            UNROLL for (int n = 0; n < N; n++) store(c.at(i, n * LANES), sums[i][n]);
-    }
-    if constexpr (N > 1)
-        if (left > 0) product<TURNED, M, N - 1>(left, depth, a, b, c, more);
-}
-
-// y = x^T; compilers make vectors of eight rows.
-void transpose(Int columns, Matrix x, Matrix y) {
-    for (Int i = 0; i < QUERIES; i += 8)
-        for (Int d = 0; d < columns; d++)
-            for (Int l = 0; l < 8; l++) *y.at(d, i + l) = *x.at(i + l, d);
 }
 
 // One thread's work, group after group.
@@ -329,22 +265,4 @@ struct Worker {
 
 }  // namespace
 
-// Returns 0, or 1 where members or rows are not what they should be, or 2 without memory.
-extern "C" int rtx_attend(const Problem* p, int threads) {
-    std::atomic<Int> next{0};
-    const auto work = [&] {
-        Worker worker{*p};
-        for (Int g = next++; g < p->G; g = next++) worker.group(g);
-    };
-    try {
-        std::vector<std::future<void>> crew(std::max<Int>(1, std::min<Int>(threads, p->G)) - 1);
-        for (auto& each : crew) each = std::async(work);  // or later, by this thread
-        work();
-        for (auto& each : crew) each.get();
-        return 0;
-    } catch (const std::out_of_range&) {
-        return 1;
-    } catch (...) {
-        return 2;
-    }
-}
+extern "C" int rtx_attend(const Problem* p, int threads) { return in_threads<Worker>(*p, threads); }

@@ -1,7 +1,8 @@
-"""Sparse softmax attention on a CPU by `native.cpp`, which is compiled on first use and kept in the user's cache.
+"""Attention and selection by clusters on a CPU by C++, which is compiled on first use and kept in the user's cache.
 
-Shapes: G heads of all sequences, N positions, R = G * N rows (row g * N + n is position n of head g), D head size, K
-columns of an index; P query members and M key members of all lists together. `native.cpp` says what is computed.
+Shapes: G heads of all B sequences, H of one, N positions, R = G * N rows (row g * N + n is position n of head g), D
+head size, C clusters, K columns of an index; P query members and M key members of all lists together. `native.cpp` and
+`selection.cpp` say what is computed.
 """
 
 import contextlib
@@ -23,12 +24,16 @@ from torch import Tensor
 
 from rtx.attention.packed import Reads
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCES = [Path(__file__).with_name(name) for name in ("native.cpp", "selection.cpp", "vectors.h")]
 TUNING = {"x86_64": "-march=native -mprefer-vector-width=512", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
 FLAGS = ("-O3 -std=c++17 -ffp-contract=fast -w -shared -fPIC -pthread " + TUNING.get(platform.machine(), "")).split()
 FLOATS = ("q", "k", "v", "dout", "dlse", "weight")
 INTS = ("query_row", "key_row", "start", "stop", "head_begin", "index")
+MIN_LENGTH = 1024
+"""Positions from which `auto` takes the kernels: shorter runs do not wait for a compiler."""
+ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int64)
 Pair = tuple[Tensor, Tensor]
+Selected = tuple[Tensor, Tensor, Tensor | None, list[Tensor]]
 
 
 class Problem(ctypes.Structure):
@@ -39,6 +44,23 @@ class Problem(ctypes.Structure):
         *((field, ctypes.c_int64) for field in ("G", "R", "P", "M", "K", "D", "Dv")),
         ("scale", ctypes.c_float),
     )
+
+
+class Selection(ctypes.Structure):
+    """The arguments of the kernel that selects, in its order."""
+
+    _fields_ = (
+        *((field, ctypes.c_void_p) for field in ("centroid", "x", "threshold", "real")),
+        *((field, ctypes.c_void_p) for field in ("count", "nearest", "score", "square")),
+        ("allocate", ALLOCATE),
+        *((field, ctypes.c_int64) for field in ("G", "H", "C", "N", "D", "W")),
+        ("rows", ctypes.c_void_p),
+    )
+
+
+def wanted(backend: str, length: int) -> bool:
+    """Tell whether kernels are to run: always by "native", and by "auto" from `MIN_LENGTH` on where they can be had."""
+    return backend == "native" or (backend == "auto" and length >= MIN_LENGTH and available())
 
 
 def attend_ranges(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Reads, scale: float) -> Pair:
@@ -92,9 +114,47 @@ def call(scale: float, heads: int, reads: Sequence[Tensor], **given: Tensor) -> 
             raise ValueError(f"{name}: {[*x.shape]} of {x.dtype} on {x.device} does not fit queries {[R, D]}")
     pointers = {name: x.data_ptr() for name, x in given.items()}
     problem = Problem(**pointers, G=heads, R=R, P=P, M=M, K=K, D=D, Dv=Dv, scale=scale)
-    if (kernel := library()) is None:
+    run("rtx_attend", problem)
+
+
+def select(
+    centroid_HCD: Tensor,
+    x_BHND: Tensor,
+    real_BN: Tensor | None,
+    threshold_HC: Tensor | None,
+    *,
+    window: int,
+    nearest: bool,
+    moments: bool,
+) -> Selected:
+    """Return rows `[M]` and counts `[B * H * C]` of members, the nearest centroids `[B, H, N]`, and the moments.
+
+    Members are what joins by thresholds or, without, the `window` best; a window of 0 asks for none. The moments are
+    the sums `[B * H * C]` of all scores of a centroid and of their squares. See `rtx.attention.selection.assign`.
+    """
+    B, H, N, D = x_BHND.shape
+    C = centroid_HCD.shape[1]
+    count_L = torch.zeros(B * H * C, dtype=torch.int64)
+    nearest_BHN = torch.empty(B, H, N, dtype=torch.int64) if nearest else None
+    sums = [torch.zeros(B * H * C, dtype=torch.float64) for _ in range(2 * moments)]
+    floats = (None if x is None else x.detach().float().contiguous() for x in (centroid_HCD, x_BHND, threshold_HC))
+    given = [*floats, None if real_BN is None else real_BN.contiguous(), count_L, nearest_BHN, *(sums or (None, None))]
+    rows: list[Tensor] = []
+
+    def allocate(members: int) -> int:
+        rows.append(torch.empty(members, dtype=torch.int64))
+        return rows[0].data_ptr()
+
+    pointers = (None if x is None else x.data_ptr() for x in given)
+    run("rtx_select", Selection(*pointers, ALLOCATE(allocate), B * H, H, C, N, D, window))
+    return rows[0], count_L, nearest_BHN, [x.float() for x in sums]
+
+
+def run(name: str, problem: ctypes.Structure) -> None:
+    """Run a kernel on as many threads as torch has."""
+    if (kernels := library()) is None:
         raise RuntimeError("there is no attention kernel; hardware.attention=torch needs none")
-    if status := kernel.rtx_attend(ctypes.byref(problem), torch.get_num_threads()):
+    if status := getattr(kernels, name)(ctypes.byref(problem), torch.get_num_threads()):
         raise MemoryError("the attention kernel") if status == 2 else ValueError("members or rows are out of range")
 
 
@@ -127,7 +187,7 @@ def place() -> tuple[list[str], list[Path], Path]:
     commands = (command.split() for command in (os.environ.get("CXX", ""), "c++", "g++", "clang++"))
     command = next((command for command in commands if command and shutil.which(command[0])), [])
     made_by = subprocess.run([*command, "--version"], capture_output=True, timeout=60).stdout if command else b""
-    made_of = f"{SOURCE.read_text()} {FLAGS} {platform.machine()} {platform.libc_ver()}"
+    made_of = f"{[path.read_text() for path in SOURCES]} {FLAGS} {platform.machine()} {platform.libc_ver()}"
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().lower().splitlines()
         made_of += str(sorted({x for x in lines if x.startswith(("flags", "features", "model name", "cpu part"))}))
@@ -144,7 +204,8 @@ def compiled(command: list[str], path: Path) -> ctypes.CDLL:
     print("compiling the attention kernel (once, about 5 s)", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="rtx-") as there:
         made = Path(there, path.name)
-        subprocess.run([*command, *FLAGS, str(SOURCE), "-o", str(made)], check=True, capture_output=True, text=True)
+        sources = [str(path) for path in SOURCES if path.suffix == ".cpp"]
+        subprocess.run([*command, *FLAGS, *sources, "-o", str(made)], check=True, capture_output=True, text=True)
         with contextlib.suppress(OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.parent.chmod(0o700)  # fails where it is somebody else's

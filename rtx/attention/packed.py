@@ -71,13 +71,14 @@ def pack(list_BHN: Tensor, lists: int) -> Packed:
     B, H, N = list_BHN.shape
     head_X1 = torch.arange(B * H, device=list_BHN.device)[:, None]
     list_XN = list_BHN.reshape(B * H, N)
-    member_R = (list_XN >= 0).flatten()
-    # Positions of no list are sorted behind the others and cut off.
-    order_XN = torch.where(list_XN < 0, lists, list_XN).argsort(dim=-1, stable=True) + head_X1 * N
-    row_M = order_XN.flatten()
-    row_M = row_M[member_R[row_M]]
-    count_L = torch.bincount((list_XN + head_X1 * lists).flatten()[member_R], minlength=B * H * lists)
-    return Packed(row_M, count_L)
+    # Positions of no list are counted as a last one of their head, and cut off. Short numbers are sorted faster.
+    number_R = (torch.where(list_XN < 0, lists, list_XN) + head_X1 * (lists + 1)).flatten()
+    few = B * H * (lists + 1) < 1 << 15
+    row_M = number_R.to(torch.int16 if few else torch.int64).argsort(stable=True)
+    count_XL = torch.bincount(number_R, minlength=B * H * (lists + 1)).view(B * H, lists + 1)
+    if bool((list_XN < 0).any()):
+        row_M = row_M[(list_XN >= 0).flatten()[row_M]]
+    return Packed(row_M, count_XL[:, :lists].flatten())
 
 
 def members_read(lists: Packed, length: int, window: int, attend_self: bool = True) -> Reads:

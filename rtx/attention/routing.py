@@ -127,6 +127,7 @@ class Routing(Pattern):
                 threshold_HC=threshold_HC if self.selection == "causal" or store.threshold_rate else None,
                 update=store.update_rule if self.training and not paused.get() else None,
                 nearest=self.training and bool(self.commitment),
+                backend=self.backend,
             )
             for x_BHND, threshold_HC in zip(self.clustered(given), self.thresholds(), strict=False)
         ]

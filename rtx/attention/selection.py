@@ -9,13 +9,14 @@ window, L = B * H * C lists, M members of all lists together, T positions of a p
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention.packed import Packed
+from rtx.attention import native
+from rtx.attention.packed import Packed, pack
 
 SELECTIONS = ("causal", "topk", "nearest")
 MAX_SCORES = 1 << 23
@@ -68,93 +69,93 @@ def assign(
     threshold_HC: Tensor | None = None,
     update: str | None = None,
     nearest: bool = False,
+    backend: str = "auto",
 ) -> Assignment:
     """Return the members of every cluster; padding (false in the mask) belongs nowhere.
 
     "topk": each centroid's `window` best positions of the whole sequence (Algorithm 1, line 13), so that the choice
     sees the future; of equals the earlier, and NaN is worse than every score. "causal": see `joins`. "nearest": the
-    cluster alone that scores a position highest. `update` asks for statistics: of "members", or else of the nearest;
-    `nearest` for the nearest centroids.
+    cluster alone that scores a position highest. `update` asks for statistics: of "members", or else of the nearest,
+    and of scores where there are thresholds; `nearest` for the nearest centroids.
     """
-    B, H, N, _ = x_BHND.shape
-    C = centroid_HCD.shape[1]
+    (B, H, N, D), C = x_BHND.shape, centroid_HCD.shape[1]
+    assert selection != "causal" or threshold_HC is not None
+    x_BHND = x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32))
+    is_float32_on_cpu = x_BHND.dtype == torch.float32 and x_BHND.device.type == "cpu"
+    choose = native.select if is_float32_on_cpu and native.wanted(backend, N) else by_scores
+    row_M, count_L, nearest_BHN, moments = choose(
+        centroid_HCD,
+        x_BHND,
+        real_BN,
+        threshold_HC if selection == "causal" else None,
+        window=0 if selection == "nearest" else window,
+        nearest=nearest or selection == "nearest" or update not in (None, "members"),
+        moments=update is not None and threshold_HC is not None,
+    )
+    lists = counted = Packed(row_M, count_L)
+    if nearest_BHN is not None:
+        near = pack(nearest_BHN if real_BN is None else nearest_BHN.masked_fill(~real_BN[:, None], -1), C)
+        lists = near if selection == "nearest" else lists
+        counted = lists if update == "members" else near
+    if update is None:
+        return Assignment(lists, nearest_BHN, None)
+    sum_LD = F.embedding_bag(counted.row_M, x_BHND.reshape(-1, D), counted.first_L(), mode="sum")
+    zero_L = torch.zeros_like(sum_LD[:, 0])
+    each = sum_LD, counted.count_L, lists.count_L, *(moments or (zero_L, zero_L))
+    sums = [one.view(B, H, C, *one.shape[1:]).sum(0) for one in each]
+    return Assignment(lists, nearest_BHN, Statistics(*sums))
+
+
+def by_scores(
+    centroid_HCD: Tensor,
+    x_BHND: Tensor,
+    real_BN: Tensor | None,
+    threshold_HC: Tensor | None,
+    *,
+    window: int,
+    nearest: bool,
+    moments: bool,
+) -> native.Selected:
+    """Return what `native.select` does, by torch's kernels, some heads at a time."""
+    (B, H, N, _), C = x_BHND.shape, centroid_HCD.shape[1]
     threshold_XC = None if threshold_HC is None else threshold_HC.repeat(B, 1)
     real_XN = None if real_BN is None else real_BN.repeat_interleave(H, 0)
     every = centroid_HCD.repeat(B, 1, 1), x_BHND.flatten(0, 1), threshold_XC, real_XN
     piece = max(1, MAX_SCORES // max(1, C * N))
-    heads = [slice(first, first + piece) for first in range(0, max(1, B * H), piece)]
-    how: dict[str, Any] = {"selection": selection, "window": window, "update": update, "nearest": nearest}
-    given: list[list[Any]] = [[None if x is None else x[here] for x in every] for here in heads]
-    found = [assign_heads(*some, **how) for some in given]
-    rows = [one.lists.row_M + here.start * N for one, here in zip(found, heads, strict=True)]
-    lists = Packed(torch.cat(rows), torch.cat([one.lists.count_L for one in found]))
-    near = [one.nearest_BHN for one in found if one.nearest_BHN is not None]
-    sums = [one.statistics for one in found if one.statistics is not None]
-    joined = [torch.cat(parts).unflatten(0, (B, H)).sum(0) for parts in zip(*sums, strict=True)]
-    return Assignment(lists, torch.cat(near).view(B, H, N) if near else None, Statistics(*joined) if sums else None)
+    rows, near, sums, squares = [], [], [], []
+    for first in range(0, max(1, B * H), piece):
+        centroid, x, threshold, real = (None if one is None else one[first : first + piece] for one in every)
+        assert centroid is not None and x is not None
+        score_XCN = centroid_scores(centroid, x)
+        if window:
+            rows.append(members(score_XCN, real, threshold, window) + first * C * N)
+        if nearest:
+            near.append(highest(score_XCN) if score_XCN.numel() else torch.zeros_like(x[..., 0]).long())
+        if moments:
+            kept_XCN = score_XCN if real is None else score_XCN * real[:, None]
+            sums.append(kept_XCN.sum(-1).flatten())
+            squares.append(torch.linalg.vector_norm(kept_XCN, dim=-1).square().flatten())
+    score_M = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64, device=x_BHND.device)
+    list_M = score_M // max(1, N)
+    count_L = torch.bincount(list_M, minlength=B * H * C)
+    row_M = list_M // C * N + score_M % max(1, N)
+    nearest_BHN = torch.cat(near).view(B, H, N) if near else None
+    return row_M, count_L, nearest_BHN, [torch.cat(sums), torch.cat(squares)] if moments else []
 
 
-def assign_heads(
-    centroid_XCD: Tensor,
-    x_XND: Tensor,
-    threshold_XC: Tensor | None,
-    real_XN: Tensor | None,
-    *,
-    selection: str,
-    window: int,
-    update: str | None,
-    nearest: bool,
-) -> Assignment:
-    """Return what `assign` does for some heads, with statistics of each; without thresholds no moments of scores."""
-    score_XCN, nearest_XN = centroid_scores(centroid_XCD, x_XND), None
-    if selection == "nearest" or nearest or update not in (None, "members"):
-        nearest_XN = highest(score_XCN) if score_XCN.numel() else torch.zeros_like(x_XND[..., 0]).long()
-    (X, C, N), D = score_XCN.shape, x_XND.shape[-1]
-
-    def packed(selection: str) -> Packed:
-        list_M, position_M = members(score_XCN, nearest_XN, real_XN, selection, window, threshold_XC)
-        return Packed(list_M // C * N + position_M, torch.bincount(list_M, minlength=X * C))
-
-    lists = packed(selection)
-    if update is None:
-        return Assignment(lists, nearest_XN, None)
-    counted = lists if update == "members" else packed("nearest")
-    joined_XC, count_XC = lists.count_L.view(X, C), counted.count_L.view(X, C)
-    x_RD = x_XND.to(score_XCN.dtype).flatten(0, 1)
-    sum_XCD = F.embedding_bag(counted.row_M, x_RD, counted.first_L(), mode="sum").view(X, C, D)
-    mean_XC = square_XC = torch.zeros_like(sum_XCD[..., 0])
-    if threshold_XC is not None:
-        kept_XCN = score_XCN if real_XN is None else score_XCN * real_XN[:, None]
-        mean_XC, square_XC = kept_XCN.sum(-1), torch.linalg.vector_norm(kept_XCN, dim=-1).square()
-    return Assignment(lists, nearest_XN, Statistics(sum_XCD, count_XC, joined_XC, mean_XC, square_XC))
-
-
-def members(
-    score_XCN: Tensor,
-    nearest_XN: Tensor | None,
-    real_XN: Tensor | None,
-    selection: str,
-    window: int,
-    threshold_XC: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the number of a list in X * C and the position of every member, list after list."""
+def members(score_XCN: Tensor, real_XN: Tensor | None, threshold_XC: Tensor | None, window: int) -> Tensor:
+    """Return the numbers of the scores that make their positions members, list after list."""
     X, C, N = score_XCN.shape
-    if selection == "topk":
-        hidden = score_XCN if real_XN is None else score_XCN.masked_fill(~real_XN[:, None], -math.inf)
-        list_M, position_M = best_members(hidden.flatten(0, 1), window)
-    elif selection == "nearest":
-        assert nearest_XN is not None
-        list_R = (nearest_XN + torch.arange(X, device=score_XCN.device)[:, None] * C).flatten()
-        few = X * C < 1 << 15  # then the sort is four times faster
-        list_M, row_M = list_R.to(torch.int16 if few else torch.int64).sort(stable=True)
-        list_M, position_M = list_M.long(), row_M % max(1, N)
+    if threshold_XC is None:
+        hidden_XCN = score_XCN if real_XN is None else score_XCN.masked_fill(~real_XN[:, None], -math.inf)
+        # NaN is worse than every score.
+        best_XCW = best_places(hidden_XCN.nan_to_num(-math.inf, math.inf, -math.inf), window).sort(dim=-1).values
+        number_M = (best_XCW + torch.arange(X * C, device=score_XCN.device).view(X, C, 1) * N).flatten()
     else:
-        assert threshold_XC is not None
-        list_M, position_M = joins(score_XCN, threshold_XC).flatten(0, 1).nonzero(as_tuple=True)
+        number_M = joins(score_XCN, threshold_XC).flatten().nonzero().flatten()
     if real_XN is None:
-        return list_M, position_M
-    kept_M = real_XN[list_M // C, position_M]
-    return list_M[kept_M], position_M[kept_M]
+        return number_M
+    return number_M[real_XN[number_M // max(1, C * N), number_M % max(1, N)]]
 
 
 def joins(score_XCN: Tensor, threshold_XC: Tensor | None) -> Tensor:
@@ -179,36 +180,6 @@ def highest(score_XCN: Tensor) -> Tensor:
     rank_C = torch.arange(C, 0, -1, dtype=torch.int16 if C < 1 << 15 else torch.int64, device=score_XCN.device)
     best_XCN = score_XCN == score_XCN.amax(-2, keepdim=True)
     return (C - (best_XCN * rank_C[:, None]).amax(-2).long()) % C
-
-
-def best_members(score_LN: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """Return row and place of the `window` best of each row, ascending; of equals the earlier, NaN is worst."""
-    L, N = score_LN.shape
-    if score_LN.device.type == "cpu" and 0 < window < N and L and (found := best_above(score_LN, window)):
-        return found
-    place_LW = best_places(score_LN.nan_to_num(-math.inf, math.inf, -math.inf), window).sort(dim=-1).values
-    return torch.arange(L, device=score_LN.device).repeat_interleave(place_LW.shape[1]), place_LW.flatten()
-
-
-def best_above(score_LN: Tensor, window: int) -> tuple[Tensor, Tensor] | None:
-    """Return what `best_members` does, some times faster: only what is above a bar, which a sample sets, is sorted.
-
-    None where the sample misleads, the worst that is taken has equals, or NaN is among the sample's best.
-    """
-    sample_LS, share = score_LN[:, ::7], window / 7
-    # Five deviations more than what it holds of the best on average.
-    count = min(sample_LS.shape[1], int(share + 5 * math.sqrt(share)) + 1)
-    bar_L1 = sample_LS.topk(count, sorted=False).values.amin(1, keepdim=True)
-    list_M, place_M = (score_LN >= bar_L1).nonzero(as_tuple=True)
-    count_L = torch.bincount(list_M, minlength=len(score_LN))
-    if int(count_L.min()) < window:
-        return None
-    score_M, slot_M = score_LN[list_M, place_M], torch.arange(len(list_M)) - (count_L.cumsum(0) - count_L)[list_M]
-    above_LK = score_LN.new_full((len(score_LN), int(count_L.max())), -math.inf)
-    above_LK[list_M, slot_M] = score_M
-    best_place_M = place_M[score_M >= above_LK.topk(window, sorted=False).values.amin(1)[list_M]]
-    row_M = torch.arange(len(score_LN)).repeat_interleave(window)
-    return (row_M, best_place_M) if len(best_place_M) == len(row_M) else None
 
 
 def best_places(score: Tensor, count: int) -> Tensor:

@@ -4,6 +4,7 @@ of docs/extending.md keeps the same, and the one of docs/api.md runs.
 """
 
 import itertools
+import math
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from rtx.attention import Pattern, Relative, Spread, flex, oracle
 from rtx.attention.cache import Cache
 from rtx.attention.choices import Choice
 from rtx.attention.pattern import PositionPattern
+from rtx.attention.selection import assign
 from rtx.training.hardware import has_compiler
 
 few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -182,9 +184,28 @@ def test_the_kernel_agrees_with_torchs_engine(kind: str, seed: int) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("selection", ["topk", "causal", "nearest"])
+@pytest.mark.parametrize("N, W, C", [(1, 1, 1), (50, 7, 5), (200, 9, 21), (70, 80, 9), (900, 150, 2)])
+def test_the_kernel_selects_what_torch_selects(selection: str, N: int, W: int, C: int) -> None:
+    draw, shapes = torch.Generator().manual_seed(N), ((3, C, 6), (2, 3, N, 6), (3, C))
+    centroid, x, threshold = (torch.randint(-2, 3, shape, generator=draw).float() for shape in shapes)  # many equals
+    x[0, 0, ::11], x[1, 1, 1:3], real = math.nan, math.inf, torch.rand(2, N, generator=draw) < 0.8
+    if selection != "topk":  # which of its positions would be the best W is open
+        centroid[2, C // 2] = math.nan
+    more = {"selection": selection, "window": W, "threshold_HC": 4 * threshold, "nearest": True}
+    for update, mask in (("members", None), ("nearest", real)):
+        given = x if mask is None else x.where(mask[:, None, :, None], 0)
+        found = [assign(centroid, given, mask, update=update, backend=name, **more) for name in ("torch", "native")]
+        for theirs, ours in zip(
+            *((*one.lists, one.nearest_BHN, *(one.statistics or ())) for one in found), strict=True
+        ):
+            torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+@needs_compiler
 def test_threads_change_no_bit() -> None:
     case = Case(N=300, W=40, D=16)
-    pattern, here = drawn("random", case, torch.float32, backend="native")
+    pattern, here = drawn("causal-shared", case, torch.float32, backend="native")
     threads, found = torch.get_num_threads(), []
     try:
         for count in (1, 3):
