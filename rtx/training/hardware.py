@@ -112,7 +112,7 @@ def prepare_torch(config: Config, hardware: Hardware) -> None:
     """Set threads, matrix arithmetic and determinism before any tensor is made; `UserError` without a compiler."""
     import torch
 
-    wish, threads = config.hardware, config.hardware.threads
+    wish, threads, model = config.hardware, config.hardware.threads, config.model
     if not threads and hardware.distributed and hardware.launcher == "rtx" and "OMP_NUM_THREADS" not in os.environ:
         # Lightning would take the same number, but only as the fit begins: after the run has recorded its threads.
         threads = max(1, cores() // hardware.devices)
@@ -120,7 +120,8 @@ def prepare_torch(config: Config, hardware: Hardware) -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # for the processes that rtx starts; and Lightning sets no other
         torch.set_num_threads(threads)
     if hardware.accelerator == "cpu":
-        keep_freed_memory()
+        own_softmax = model.positions in ("shaw", "xl") or model.attention_dropout > 0
+        keep_freed_memory(of_any_size=not own_softmax and "lsh" not in model.base)
     torch.set_float32_matmul_precision("high" if hardware.precision == "tf32" else "highest")
     if wish.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -133,15 +134,17 @@ def has_compiler() -> bool:
     return any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "g++", "clang++"))
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory(of_any_size: bool = True) -> None:
     """Tell glibc to keep what is freed: to fault it in and zero it anew is a tenth of a step's time on a CPU.
 
-    Blocks above 33 MiB are given back: kept, they would leave gaps that no other fits, many times what is in use. Those
-    of 32 MiB are common and kept where glibc can (2.35 and later).
+    Hashing heads and our own softmax have large blocks of many sizes: kept, they would leave gaps that no other fits,
+    many times what is in use. There, not `of_any_size`, those above 33 MiB are given back (32 MiB before glibc 2.35).
     """
     with contextlib.suppress(AttributeError, OSError):  # another C library is left as it is
         library = ctypes.CDLL(None)
-        if not library.mallopt(-3, 33 << 20):  # M_MMAP_THRESHOLD
+        if of_any_size:
+            library.mallopt(-4, 0)  # M_MMAP_MAX
+        elif not library.mallopt(-3, 33 << 20):  # M_MMAP_THRESHOLD
             library.mallopt(-3, 32 << 20)
         library.mallopt(-1, -1)  # M_TRIM_THRESHOLD
 
