@@ -1,25 +1,27 @@
-// Sparse softmax attention on a CPU, forward and backward, float32: native.py compiles and loads this file.
-// Ranges: a query is a member p of a list and reads the key members start[p] <= m < stop[p] of the packed key list,
-//     out[query_row[p]] += weight[p] * sum_m softmax_m(scale * q[query_row[p]] . k[key_row[m]]) v[key_row[m]].
-// Index: row r reads the rows index[r, :], the valid ones first and -1 behind them.
+// Sparse softmax attention on a CPU, forward and backward, float32; native.py compiles and loads it with selection.cpp.
+//
+// By ranges, query member p reads the key members start[p] <= m < stop[p] of the packed key list,
+//     out[query_row[p]] += weight[p] * sum_m softmax_m(scale * q[query_row[p]] . k[key_row[m]]) v[key_row[m]];
+// by an index, row r reads the rows index[r, :], the valid ones first and -1 behind them.
 // Backward, with P the softmax computed again, dP = dout . v and delta = sum_m P dP:
 //     dS = P (dP - delta + dlse),  dq = scale dS k,  dk = scale dS^T q,  dv = P^T dout.
 //
-// Rows, [R, D] or [R, Dv], belong to G groups (heads) of R / G rows. Group g has the query members head_begin[g] <= p <
-// head_begin[g + 1] and touches its own rows alone; a thread takes whole groups, each in one order, so that no result
-// depends on the number of threads. dk may be dq: then it is their sum.
-//
-// A segment is a run of queries that read close together, whose keys and values are packed once; a block is QUERIES of
-// them, a tile TALL queries or keys of a block. Only tiles that meet are multiplied. Scores stand as [key, query]: each
-// lane is a query, which takes its keys one after the other from the first, however segments, blocks and tiles fall.
+// A thread takes whole groups (heads), each in one order: no result depends on the number of threads. A segment is a
+// run of queries whose keys and values are packed once, a block BLOCK of them. Scores stand as [key, query].
 
+#include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <cstdint>
+#include <cstring>
 #include <numeric>
+#include <stdexcept>
+#include <vector>
 
-#include "vectors.h"
+using Int = std::int64_t;
 
-// P query members, M key members, K columns of the index (-1: ranges). The forward pass has no dout and writes out and
-// lse; the backward pass reads lse, may have no dlse, and writes the rest.
+// R rows of G groups, P query members, M key members, K columns of the index (-1: ranges). The forward pass has no dout
+// and writes out and lse; the backward pass may have no dlse. dk may be dq: then it is their sum.
 struct Problem {
     const float *q, *k, *v, *dout, *dlse, *weight;
     const Int *query_row, *key_row, *start, *stop, *head_begin, *index;
@@ -29,12 +31,40 @@ struct Problem {
 };
 
 namespace {
+#ifdef __AVX512F__
+constexpr Int LANES = 16, TALL = 8;
+#else
+constexpr Int LANES = 8, TALL = 4;
+#endif
+constexpr Int WIDE = 2, BLOCK = WIDE * LANES;  // TALL x WIDE vectors of sums stay in registers
+constexpr Int AHEAD = 8, SEGMENT = 512;        // rows fetched early; queries of a segment
+
+typedef float Vec __attribute__((vector_size(LANES * 4)));
+typedef std::int32_t IntVec __attribute__((vector_size(LANES * 4)));
+#define UNROLL _Pragma("GCC unroll 8")  // or sums would live in memory
+
+struct Matrix {
+    float* data;
+    Int length;  // floats from row to row
+    float* at(Int row, Int column = 0) const { return data + row * length + column; }
+    Matrix from(Int row, Int column = 0) const { return {at(row, column), length}; }
+};
+
+constexpr Int padded(Int n, Int to) { return (n + to - 1) / to * to; }
+
+inline Vec load(const float* x, Int n = LANES) {  // the first n floats, zeros behind them
+    Vec y{};
+    std::memcpy(&y, x, n >= LANES ? sizeof y : std::max<Int>(0, n) * sizeof(float));
+    return y;
+}
+
+inline void store(float* x, Vec y) { std::memcpy(x, &y, sizeof y); }
+inline Vec keep(IntVec where, Vec x) { return (Vec)((IntVec)x & where); }  // zeros elsewhere, also for NaN
+
 inline float dot(const float* x, const float* y, Int n) {
     Vec sums{};
     for (Int d = 0; d < n; d += LANES) sums += load(x + d, n - d) * load(y + d, n - d);
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += sums[i];
-    return total;
+    return std::accumulate((float*)&sums, (float*)&sums + LANES, 0.f);
 }
 
 inline void add(float* __restrict y, const float* __restrict x, float factor, Int n) {
@@ -51,18 +81,52 @@ inline Vec exponential(Vec x) {
     return keep(~(x < -64.f), y * (Vec)(((IntVec)shifted << 23) + 0x3f800000));  // times 2^n
 }
 
-// One thread's work, group after group.
-struct Worker {
-    const Problem& p;
-    const Int ldk = vectors(p.D) * LANES, ldv = vectors(p.Dv) * LANES;
-    Int low = 0, high = 0;                         // rows of the group
-    Int base = 0, keys = 0;                        // the segment's key members: base <= m < base + keys
-    Int begin = 0, end = 0;                        // those of the block; these and all below count from base
-    Int tile_begin[TILES], tile_end[TILES];        // those of a tile of queries
-    std::int32_t starts[QUERIES], stops[QUERIES];  // those of a query
-    Matrix K{}, V{}, dK{}, dV{};                   // of the segment
-    Matrix Q{}, QT{}, dQ{}, O{}, OT{}, S{}, dP{};  // of the block: scale * q, weight * dout (or outputs), weights, dS
+// c (+)= a b for TALL rows of a and c and whole blocks of columns; a is [TALL, depth], or [depth, TALL] if TURNED.
+template <bool TURNED>
+__attribute__((noinline)) void product(Int columns, Int depth, Matrix a, Matrix b, Matrix c, bool more = false) {
+    for (Int d = 0; d < columns; d += BLOCK) {
+        Vec sums[TALL][WIDE], row[WIDE];
+        UNROLL for (int i = 0; i < TALL; i++)
+            UNROLL for (int n = 0; n < WIDE; n++) sums[i][n] = more ? load(c.at(i, d + n * LANES)) : Vec{};
+        for (Int k = 0; k < depth; k++) {
+            UNROLL for (int n = 0; n < WIDE; n++) row[n] = load(b.at(k, d + n * LANES));
+            UNROLL for (int i = 0; i < TALL; i++)
+                UNROLL for (int n = 0; n < WIDE; n++) sums[i][n] += (TURNED ? *a.at(k, i) : *a.at(i, k)) * row[n];
+        }
+        UNROLL for (int i = 0; i < TALL; i++)
+            UNROLL for (int n = 0; n < WIDE; n++) store(c.at(i, d + n * LANES), sums[i][n]);
+    }
+}
+
+// y = x^T for the BLOCK rows of x; compilers make vectors of eight rows.
+void transpose(Int columns, Matrix x, Matrix y) {
+    for (Int i = 0; i < BLOCK; i += 8)
+        for (Int d = 0; d < columns; d++)
+            for (Int l = 0; l < 8; l++) *y.at(d, i + l) = *x.at(i + l, d);
+}
+
+// A thread's memory, used again and again.
+struct Rooms {
     std::vector<Vec> rooms[11];
+
+    Matrix room(int which, Int rows, Int length) {
+        const std::size_t size = padded(rows * length, LANES) / LANES;
+        if (rooms[which].size() < size) rooms[which].resize(size);
+        return {(float*)rooms[which].data(), length};
+    }
+};
+
+// One thread's attention, group after group.
+struct Attention : Rooms {
+    const Problem& p;
+    const Int ldk = padded(p.D, BLOCK), ldv = padded(p.Dv, BLOCK);
+    Int low = 0, high = 0, base = 0;           // rows of the group; the segment's first key member
+    Int begin = 0;                             // the block's first; this and the next count from base
+    std::int32_t starts[BLOCK], stops[BLOCK];  // those of its queries
+    Matrix K{}, V{}, dK{}, dV{};               // of the segment
+    Matrix Q{}, QT{}, O{}, OT{}, S{}, dP{};    // of the block: scale * q, weight * dout (or outputs), weights, dS
+
+    explicit Attention(const Problem& p) : p(p) {}
 
     void group(Int g) {
         low = g * (p.R / p.G), high = low + p.R / p.G;
@@ -71,12 +135,8 @@ struct Worker {
         if (p.K >= 0)
             for (Int row = low; row < high; row++) index_row(row);
         else
-            for (Int i = p.head_begin[g]; i < p.head_begin[g + 1];) i = segment(i, p.head_begin[g + 1]);
-    }
-
-    Matrix room(int which, Int rows, Int length) {
-        if (const std::size_t size = vectors(rows * length); rooms[which].size() < size) rooms[which].resize(size);
-        return {(float*)rooms[which].data(), length};
+            for (Int i = p.head_begin[g], end = p.head_begin[g + 1]; i < end; i += SEGMENT)
+                segment(i, std::min(i + SEGMENT, end));
     }
 
     // Row rows[i] of x. Fetches one of those that come next, as rows lie anywhere and each would wait for memory.
@@ -88,155 +148,121 @@ struct Worker {
         return x + rows[i] * width;
     }
 
-    // Copies rows, times a factor each, and puts zeros behind them up to `padded`.
-    void pack(const float* x, Int width, const Int* rows, Int count, Int padded, float scale, const float* factor,
-              Matrix to) const {
+    // Copies rows, times their factor (null: all `scale`), and puts zeros behind them up to `all`.
+    void pack(Matrix to, Int all, const float* x, Int width, const Int* rows, Int count, float scale = 1,
+              const float* factor = nullptr) const {
         for (Int i = 0; i < count; i++) {
             const float *from = at_row(x, width, rows, i, count), times = factor ? factor[i] : scale;
             for (Int d = 0; d < width; d += LANES) store(to.at(i, d), load(from + d, width - d) * times);
         }
-        std::fill(to.at(count), to.at(padded), 0.f);
+        std::fill(to.at(count), to.at(all), 0.f);
     }
 
-    // Packs the keys of as many queries as read close together, does their blocks, and returns the next query.
-    Int segment(Int first, Int limit) {
-        Int last = first, top = 0;
-        base = p.M;
-        for (; last < limit; last++) {
-            const Int a = p.start[last], b = p.stop[last], span = std::max(b, top) - std::min(a, base);
-            if (a >= b) continue;
-            if (a < 0 || b > p.M) throw std::out_of_range("a range beyond the key members");
-            if (base < top && span > std::max(SPAN, (b - a) * 5 / 4)) break;
-            base = std::min(a, base), top = std::max(b, top);
-        }
-        keys = std::max<Int>(0, top - base);
-        const Int* rows = p.key_row + base;
-        K = room(0, keys + TALL, ldk), V = room(1, keys + TALL, ldv);
-        pack(p.k, p.D, rows, keys, keys + TALL, 1, nullptr, K), pack(p.v, p.Dv, rows, keys, keys + TALL, 1, nullptr, V);
-        dK = room(2, p.dout ? keys + TALL : 0, ldk), dV = room(3, p.dout ? keys + TALL : 0, ldv);
-        if (p.dout) std::fill(dK.data, dK.at(keys + TALL), 0.f), std::fill(dV.data, dV.at(keys + TALL), 0.f);
-        for (Int i = first; i < last; i += QUERIES) block(i, std::min(QUERIES, last - i));
-        for (Int m = 0; p.dout && m < keys; m++) add(at_row(p.dk, p.D, rows, m, keys), dK.at(m), 1, p.D);
-        for (Int m = 0; p.dout && m < keys; m++) add(at_row(p.dv, p.Dv, rows, m, keys), dV.at(m), 1, p.Dv);
-        return last;
+    // Adds packed rows, times a factor, to where they come from.
+    void unpack(Matrix from, float* x, Int width, const Int* rows, Int count, float factor = 1) const {
+        for (Int i = 0; i < count; i++) add(at_row(x, width, rows, i, count), from.at(i), factor, width);
+    }
+
+    // Packs the keys of some queries, and does their blocks. Along a group's members neither starts nor stops fall.
+    void segment(Int first, Int last) {
+        base = p.start[first];
+        const Int keys = p.stop[last - 1] - base, all = keys + TALL, *rows = p.key_row + base;
+        if (base < 0 || keys < 0 || base + keys > p.M) throw std::out_of_range("a range beyond the key members");
+        pack(K = room(0, all, ldk), all, p.k, p.D, rows, keys), pack(V = room(1, all, ldv), all, p.v, p.Dv, rows, keys);
+        dK = room(2, p.dout ? all : 0, ldk), dV = room(3, p.dout ? all : 0, ldv);
+        if (p.dout) std::fill(dK.data, dK.at(all), 0.f), std::fill(dV.data, dV.at(all), 0.f);
+        for (Int i = first; i < last; i += BLOCK) block(i, std::min(BLOCK, last - i));
+        if (p.dout) unpack(dK, p.dk, p.D, rows, keys), unpack(dV, p.dv, p.Dv, rows, keys);
     }
 
     void block(Int first, Int count) {
-        const Int* rows = p.query_row + first;
-        Q = room(4, QUERIES, ldk), QT = room(5, ldk, QUERIES), dQ = room(6, QUERIES, ldk);
-        O = room(7, QUERIES, ldv), OT = room(8, ldv, QUERIES);
-        pack(p.q, p.D, rows, count, QUERIES, p.scale, nullptr, Q);
-        transpose(p.D, Q, QT);
-        if (p.dout) pack(p.dout, p.Dv, rows, count, QUERIES, 1, p.weight + first, O), transpose(p.Dv, O, OT);
-        std::fill_n(tile_begin, TILES, keys), std::fill_n(tile_end, TILES, 0);
-        std::fill_n(starts, QUERIES, 0), std::fill_n(stops, QUERIES, 0);
-        for (Int i = 0; i < count; i++) {
-            const Int a = p.start[first + i] - base, b = p.stop[first + i] - base, t = i / TALL;
-            if (a >= b) continue;
-            starts[i] = (std::int32_t)a, stops[i] = (std::int32_t)b;
-            tile_begin[t] = std::min(tile_begin[t], a), tile_end[t] = std::max(tile_end[t], b);
+        const Int *rows = p.query_row + first, end = p.stop[first + count - 1] - base;
+        begin = p.start[first] - base;
+        for (Int i = 0; i < BLOCK; i++) {
+            starts[i] = (std::int32_t)(i < count ? p.start[first + i] - base : end);
+            stops[i] = (std::int32_t)(i < count ? p.stop[first + i] - base : end);
+            const bool falls = i && (starts[i] < starts[i - 1] || stops[i] < stops[i - 1]);
+            if (falls || starts[i] > stops[i]) throw std::out_of_range("a range that falls");
         }
-        begin = *std::min_element(tile_begin, tile_begin + TILES), end = *std::max_element(tile_end, tile_end + TILES);
-        const Int length = std::max<Int>(0, end - begin) + TALL;
-        S = room(9, length, QUERIES), dP = room(10, p.dout ? length : 0, QUERIES);
-        p.dout ? backward(first, count) : forward(first, count);
+        pack(Q = room(4, BLOCK, ldk), BLOCK, p.q, p.D, rows, count, p.scale);
+        transpose(p.D, Q, QT = room(5, ldk, BLOCK));
+        O = room(6, BLOCK, ldv), OT = room(7, ldv, BLOCK);
+        S = room(8, end - begin + TALL, BLOCK), dP = room(9, p.dout ? end - begin + TALL : 0, BLOCK);
+        if (!p.dout) return forward(first, count, end);
+        pack(O, BLOCK, p.dout, p.Dv, rows, count, 1, p.weight + first), transpose(p.Dv, O, OT);
+        backward(first, count, end);
     }
 
-    // Calls f(key, from, to) for tiles of keys; some of the queries from <= i < to, whole tiles, read them.
+    // Calls f(vector, score, dP, which of its queries read) for some keys and the vectors of queries.
     template <class F>
-    void each_tile(Int first, Int last, F f) const {
-        for (Int key = first; key < std::min(last, end); key += TALL) {
-            Int from = QUERIES, to = 0;
-            for (Int t = 0, i = 0; t < TILES; t++, i += TALL)
-                if (tile_begin[t] < key + TALL && tile_end[t] > key) from = std::min(from, i), to = i + TALL;
-            if (from < to) f(key, from, to);
+    void each(Int key, Int last, F f) const {
+        IntVec start[WIDE], stop[WIDE];
+        std::memcpy(start, starts, sizeof start), std::memcpy(stop, stops, sizeof stop);
+        for (; key < last; key++) {
+            float *s = S.at(key - begin), *dp = dP.at(key - begin);
+            const IntVec at = IntVec{} + (std::int32_t)key;
+            UNROLL for (int v = 0; v < WIDE; v++)
+                f(v, s + v * LANES, dp + v * LANES, (start[v] <= at) & (at < stop[v]));
         }
     }
 
-    // Calls f(sum, other, score, dP, who reads) for a tile of keys and the vectors of these queries.
-    template <class F>
-    void each_vector(Int key, Int from, Int to, float* sums, const float* others, F f) const {
-        for (Int i = from / LANES * LANES; i < to; i += LANES) {
-            Vec sum = load(sums + i), other = load(others + i);
-            const IntVec start = (IntVec)load((float*)starts + i), stop = (IntVec)load((float*)stops + i);
-            for (Int j = key; j < key + TALL; j++) {
-                const IntVec at = IntVec{} + (std::int32_t)j;
-                f(sum, other, S.at(j - begin, i), dP.at(j - begin, i), (start <= at) & (at < stop));
-            }
-            store(sums + i, sum);
-        }
+    // y[query, :] = sum of scores[key, query] x[key, :] over the keys that tiles of queries read.
+    void gather(Int width, Matrix scores, Matrix x, Matrix y) const {
+        for (Int i = 0; i < BLOCK; i += TALL)
+            product<true>(width, stops[i + TALL - 1] - starts[i], scores.from(starts[i] - begin, i), x.from(starts[i]),
+                          y.from(i));
     }
 
-    // scores[key, query] = x[key, :] . y[:, query] for a tile of keys and the vectors of these queries.
-    void score(Int key, Int from, Int to, Int width, Matrix x, Matrix y, Matrix scores) const {
-        const Int i = from / LANES * LANES;
-        product<false, TALL>(vectors(to - i), width, x.from(key), y.from(0, i), scores.from(key - begin, i), false);
+    // y[key, :] += sum of scores[key, query] x[query, :] over the queries that read a tile of keys.
+    void scatter(Int key, Int width, Matrix scores, Matrix x, Matrix y) const {
+        const Int from = std::upper_bound(stops, stops + BLOCK, key) - stops;
+        const Int to = std::lower_bound(starts, starts + BLOCK, key + TALL) - starts;
+        product<false>(width, to - from, scores.from(key - begin, from), x.from(from), y.from(key), true);
     }
 
-    // y[query, :] (+)= sum of scores[key, query] x[key, :] over a chunk of keys.
-    void gather(Int chunk, Int width, Matrix scores, Matrix x, Matrix y) const {
-        for (Int t = 0, i = 0; t < TILES; t++, i += TALL) {
-            const Int a = std::max(chunk, tile_begin[t]), b = std::min(chunk + CHUNK, tile_end[t]);
-            if (a < b)
-                product<true, TALL>(vectors(width), b - a, scores.from(a - begin, i), x.from(a), y.from(i),
-                                    a > tile_begin[t]);
-        }
-    }
-
-    // y[key, :] += sum of scores[key, query] x[query, :] over the queries, for a tile of keys.
-    void scatter(Int key, Int from, Int to, Int width, Matrix scores, Matrix x, Matrix y) const {
-        const Matrix weights = scores.from(key - begin, from);
-        product<false, TALL>(vectors(width), to - from, weights, x.from(from), y.from(key), true);
-    }
-
-    void forward(Int first, Int count) {
-        float most[QUERIES], total[QUERIES] = {};
-        std::fill_n(most, QUERIES, -INFINITY);
-        each_tile(begin, end, [&](Int key, Int from, Int to) {
-            score(key, from, to, p.D, K, QT, S);
-            each_vector(key, from, to, most, most, [](Vec& most, Vec, float* s, float*, IntVec reads) {
-                most = (reads & (load(s) > most)) ? load(s) : most;  // passes over NaN, which comes with the sum
+    void forward(Int first, Int count, Int end) {
+        Vec most[WIDE], total[WIDE] = {};
+        for (Vec& x : most) x = Vec{} - INFINITY;
+        for (Int key = begin; key < end; key += TALL) {
+            product<false>(BLOCK, p.D, K.from(key), QT, S.from(key - begin));
+            each(key, key + TALL, [&](int v, float* s, float*, IntVec reads) {
+                most[v] = (reads & (load(s) > most[v])) ? load(s) : most[v];  // passes over NaN, which the sum keeps
             });
+        }
+        each(begin, end, [&](int v, float* s, float*, IntVec reads) {
+            const Vec x = keep(reads, exponential(load(s) - most[v]));
+            total[v] += x, store(s, x);
         });
-        for (Int chunk = begin; chunk < end; chunk += CHUNK) {
-            each_tile(chunk, chunk + CHUNK, [&](Int key, Int from, Int to) {
-                each_vector(key, from, to, total, most, [](Vec& total, Vec most, float* s, float*, IntVec reads) {
-                    const Vec x = keep(reads, exponential(load(s) - most));
-                    total += x, store(s, x);
-                });
-            });
-            gather(chunk, p.Dv, S, V, O);
-        }
+        gather(ldv, S, V, O);
         for (Int i = 0; i < count; i++) {
-            p.lse[first + i] = most[i] + std::log(total[i]);  // -inf where nothing is read
+            const float sum = total[i / LANES][i % LANES];
+            p.lse[first + i] = most[i / LANES][i % LANES] + std::log(sum);  // -inf where nothing is read
             if (starts[i] < stops[i])
-                add(at_row(p.out, p.Dv, p.query_row + first, i, count), O.at(i), p.weight[first + i] / total[i], p.Dv);
+                add(at_row(p.out, p.Dv, p.query_row + first, i, count), O.at(i), p.weight[first + i] / sum, p.Dv);
         }
     }
 
-    void backward(Int first, Int count) {
-        float lse[QUERIES] = {}, delta[QUERIES] = {};
-        std::copy_n(p.lse + first, count, lse);
-        each_tile(begin, end, [&](Int key, Int from, Int to) {
-            score(key, from, to, p.D, K, QT, S), score(key, from, to, p.Dv, V, OT, dP);
-            each_vector(key, from, to, delta, lse, [](Vec& delta, Vec lse, float* s, float* dp, IntVec reads) {
-                const Vec x = keep(reads, exponential(load(s) - lse));
-                delta += keep(reads, x * load(dp)), store(s, x);
+    void backward(Int first, Int count, Int end) {
+        Vec lse[WIDE], delta[WIDE] = {};
+        for (int v = 0; v < WIDE; v++) lse[v] = load(p.lse + first + v * LANES, count - v * LANES);
+        for (Int key = begin; key < end; key += TALL) {
+            product<false>(BLOCK, p.D, K.from(key), QT, S.from(key - begin));
+            product<false>(BLOCK, p.Dv, V.from(key), OT, dP.from(key - begin));
+            each(key, key + TALL, [&](int v, float* s, float* dp, IntVec reads) {
+                const Vec x = keep(reads, exponential(load(s) - lse[v]));
+                delta[v] += keep(reads, x * load(dp)), store(s, x);
             });
-            scatter(key, from, to, p.Dv, S, O, dV);
-        });
-        for (Int i = 0; p.dlse && i < count; i++) delta[i] -= p.dlse[first + i];
-        for (Int chunk = begin; chunk < end; chunk += CHUNK) {
-            each_tile(chunk, chunk + CHUNK, [&](Int key, Int from, Int to) {
-                each_vector(key, from, to, delta, delta, [](Vec&, Vec delta, float* s, float* dp, IntVec reads) {
-                    store(dp, keep(reads, load(s) * (load(dp) - delta)));
-                });
-                scatter(key, from, to, p.D, dP, Q, dK);
-            });
-            gather(chunk, p.D, dP, K, dQ);
+            scatter(key, ldv, S, O, dV);
         }
-        for (Int i = 0; i < count; i++)
-            if (starts[i] < stops[i]) add(at_row(p.dq, p.D, p.query_row + first, i, count), dQ.at(i), p.scale, p.D);
+        for (int v = 0; p.dlse && v < WIDE; v++) delta[v] -= load(p.dlse + first + v * LANES, count - v * LANES);
+        for (Int key = begin; key < end; key += TALL) {
+            each(key, key + TALL, [&](int v, float* s, float* dp, IntVec reads) {
+                store(dp, keep(reads, load(s) * (load(dp) - delta[v])));
+            });
+            scatter(key, ldk, dP, Q, dK);
+        }
+        gather(ldk, dP, K, Q);
+        unpack(Q, p.dq, p.D, p.query_row + first, count, p.scale);
     }
 
     // Either pass of a row that reads by index: rows share no keys worth packing. Inlined, `add` would be no vectors.
@@ -244,7 +270,7 @@ struct Worker {
         const Int* index = p.index + row * p.K;
         const Int count = std::find(index, index + p.K, -1) - index;
         const float *q = p.q + row * p.D, *dout = p.dout + row * p.Dv;
-        float *s = room(0, 1, vectors(count) * LANES).data, *dp = room(1, 1, vectors(count) * LANES).data;
+        float *s = room(0, 1, count + LANES).data, *dp = room(1, 1, count + LANES).data;
         for (Int j = 0; j < count; j++) s[j] = p.scale * dot(q, at_row(p.k, p.D, index, j, count), p.D);
         const float less = p.dout ? p.lse[row] : count ? *std::max_element(s, s + count) : 0;
         for (Int j = 0; j < count; j += LANES) store(s + j, exponential(load(s + j) - less));
@@ -263,6 +289,24 @@ struct Worker {
     }
 };
 
+// Lets workers do the G groups of a problem on so many threads, those of the OpenMP that torch has loaded. Returns 0, or
+// 1 where members or rows are not what they should be, or 2 without memory.
+template <class Worker, class Problem>
+int in_threads(const Problem& problem, int threads) {
+    std::atomic<Int> next{0};
+    std::atomic<int> status{0};
+#pragma omp parallel num_threads(std::clamp<Int>(problem.G, 1, threads))
+    try {
+        Worker worker{problem};
+        for (Int g = next++; g < problem.G; g = next++) worker.group(g);
+    } catch (const std::out_of_range&) {
+        status = 1;
+    } catch (...) {
+        status = 2;
+    }
+    return status;
+}
+
 }  // namespace
 
-extern "C" int rtx_attend(const Problem* p, int threads) { return in_threads<Worker>(*p, threads); }
+extern "C" int rtx_attend(const Problem* p, int threads) { return in_threads<Attention>(*p, threads); }

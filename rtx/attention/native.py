@@ -24,16 +24,17 @@ from torch import Tensor
 
 from rtx.attention.packed import Reads
 
-SOURCES = [Path(__file__).with_name(name) for name in ("native.cpp", "selection.cpp", "vectors.h")]
+SOURCES = [Path(__file__).with_name(name) for name in ("selection.cpp", "native.cpp")]
+"""What is compiled, and what that includes."""
 TUNING = {"x86_64": "-march=native -mprefer-vector-width=512", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
-FLAGS = ("-O3 -std=c++17 -ffp-contract=fast -w -shared -fPIC -pthread " + TUNING.get(platform.machine(), "")).split()
+FLAGS = ("-O3 -std=c++17 -ffp-contract=fast -w -shared -fPIC -fopenmp " + TUNING.get(platform.machine(), "")).split()
 FLOATS = ("q", "k", "v", "dout", "dlse", "weight")
 INTS = ("query_row", "key_row", "start", "stop", "head_begin", "index")
 MIN_LENGTH = 1024
 """Positions from which `auto` takes the kernels: shorter runs do not wait for a compiler."""
 ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int64)
 Pair = tuple[Tensor, Tensor]
-Selected = tuple[Tensor, Tensor, Tensor | None, list[Tensor]]
+Selected = tuple[Tensor, Tensor, Tensor | None]
 
 
 class Problem(ctypes.Structure):
@@ -50,8 +51,7 @@ class Selection(ctypes.Structure):
     """The arguments of the kernel that selects, in its order."""
 
     _fields_ = (
-        *((field, ctypes.c_void_p) for field in ("centroid", "x", "threshold", "real")),
-        *((field, ctypes.c_void_p) for field in ("count", "nearest", "score", "square")),
+        *((field, ctypes.c_void_p) for field in ("centroid", "x", "threshold", "count", "nearest")),
         ("allocate", ALLOCATE),
         *((field, ctypes.c_int64) for field in ("G", "H", "C", "N", "D", "W")),
         ("rows", ctypes.c_void_p),
@@ -118,27 +118,19 @@ def call(scale: float, heads: int, reads: Sequence[Tensor], **given: Tensor) -> 
 
 
 def select(
-    centroid_HCD: Tensor,
-    x_BHND: Tensor,
-    real_BN: Tensor | None,
-    threshold_HC: Tensor | None,
-    *,
-    window: int,
-    nearest: bool,
-    moments: bool,
+    centroid_HCD: Tensor, x_BHND: Tensor, threshold_HC: Tensor | None, *, window: int, nearest: bool
 ) -> Selected:
-    """Return rows `[M]` and counts `[B * H * C]` of members, the nearest centroids `[B, H, N]`, and the moments.
+    """Return rows `[M]` and counts `[B * H * C]` of members, and the nearest centroids `[B, H, N]` where asked for.
 
-    Members are what joins by thresholds or, without, the `window` best; a window of 0 asks for none. The moments are
-    the sums `[B * H * C]` of all scores of a centroid and of their squares. See `rtx.attention.selection.assign`.
+    Members are what joins by thresholds or, without, the `window` best; a window of 0 asks for none. See
+    `rtx.attention.selection.assign`.
     """
     B, H, N, D = x_BHND.shape
     C = centroid_HCD.shape[1]
     count_L = torch.zeros(B * H * C, dtype=torch.int64)
     nearest_BHN = torch.empty(B, H, N, dtype=torch.int64) if nearest else None
-    sums = [torch.zeros(B * H * C, dtype=torch.float64) for _ in range(2 * moments)]
     floats = (None if x is None else x.detach().float().contiguous() for x in (centroid_HCD, x_BHND, threshold_HC))
-    given = [*floats, None if real_BN is None else real_BN.contiguous(), count_L, nearest_BHN, *(sums or (None, None))]
+    given = [*floats, count_L, nearest_BHN]
     rows: list[Tensor] = []
 
     def allocate(members: int) -> int:
@@ -147,7 +139,7 @@ def select(
 
     pointers = (None if x is None else x.data_ptr() for x in given)
     run("rtx_select", Selection(*pointers, ALLOCATE(allocate), B * H, H, C, N, D, window))
-    return rows[0], count_L, nearest_BHN, [x.float() for x in sums]
+    return rows[0], count_L, nearest_BHN
 
 
 def run(name: str, problem: ctypes.Structure) -> None:
@@ -204,8 +196,7 @@ def compiled(command: list[str], path: Path) -> ctypes.CDLL:
     print("compiling the attention kernel (once, about 5 s)", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="rtx-") as there:
         made = Path(there, path.name)
-        sources = [str(path) for path in SOURCES if path.suffix == ".cpp"]
-        subprocess.run([*command, *FLAGS, *sources, "-o", str(made)], check=True, capture_output=True, text=True)
+        subprocess.run([*command, *FLAGS, str(SOURCES[0]), "-o", str(made)], check=True, capture_output=True, text=True)
         with contextlib.suppress(OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.parent.chmod(0o700)  # fails where it is somebody else's

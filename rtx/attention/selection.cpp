@@ -1,148 +1,105 @@
 // Which positions belong to which cluster, float32, on a CPU: what `by_scores` of selection.py does, with the scores of
-// a block of positions and a tile of centroids at a time, which stay in the nearest cache. A group is a head of a
-// sequence; one thread takes it from its first position to its last: no result depends on the number of threads.
+// a block of positions at a time, which stay in the nearest cache.
 
-#include <cmath>
-#include <functional>
+#include "native.cpp"
 
-#include "vectors.h"
-
-// G groups in sequences of H heads. Without thresholds each cluster takes its W best; W is 0 where nobody asks for
-// members. `nearest`, `score` and `square` may be null. `allocate` returns room for all members' rows, list after list.
+// G groups of N positions, in sequences of H heads. A cluster takes what reaches its threshold, or without thresholds
+// its W best; 0: nobody asks. `nearest` may be null. `allocate` returns room for the members of all groups.
 struct Selection {
     const float *centroid, *x, *threshold;  // [H, C, D], [G, N, D], [H, C]
-    const std::uint8_t* real;               // [G / H, N]; null: there is no padding
     Int *count, *nearest;                   // members [G, C]; the centroid that scores highest [G, N]
-    double *score, *square;                 // sums [G, C] of the scores of all positions, and of their squares
     Int* (*allocate)(Int);
     Int G, H, C, N, D, W;
     std::vector<std::vector<Int>>* rows;  // members of each group
 };
 
 namespace {
-constexpr Int PARTS = QUERIES / LANES;  // vectors of a block
-
 typedef std::int8_t Bytes __attribute__((vector_size(LANES)));
 
-// A member: its score, as an integer of the same order, above the position, of which the earlier counts as more.
-using Member = std::uint64_t;
-
-inline Member member(float score, Int position) {
-    std::uint32_t bits;
-    score += 0.f;  // -0 becomes 0
-    std::memcpy(&bits, &score, 4);
-    bits ^= bits >> 31 ? ~0u : 1u << 31;
-    return (Member)bits << 32 | (std::uint32_t)~position;
-}
-
-inline Int position(Member m) { return (std::uint32_t)~m; }
-
-inline float score(Member m) {
-    std::uint32_t bits = m >> 32;
-    bits ^= bits >> 31 ? 1u << 31 : ~0u;
+struct Member {
     float score;
-    std::memcpy(&score, &bits, 4);
-    return score;
-}
-
-inline double total(Vec x) {
-    double sum = 0;
-    for (int i = 0; i < LANES; i++) sum += x[i];
-    return sum;
-}
-
-// The highest score so far of each lane and whose it is; of equals the first, and 0 beside NaN.
-struct Highest {
-    Vec score = Vec{} - INFINITY;
-    IntVec whose{}, nan{};
-
-    void offer(Vec s, Int c) {
-        const IntVec higher = s > score;
-        score = higher ? s : score, whose = higher ? IntVec{} + (std::int32_t)c : whose, nan |= s != s;
-    }
-    Int at(Int lane) const { return nan[lane] ? 0 : whose[lane]; }
+    std::int32_t position;
+    bool operator<(const Member& o) const { return score > o.score || (score == o.score && position < o.position); }
 };
 
-struct Chooser {
+// One thread's selection, group after group.
+struct Chooser : Rooms {
     const Selection& p;
-    const Int ld = vectors(p.D) * LANES, padded = (p.C + TALL - 1) / TALL * TALL;
-    std::vector<Vec> space = std::vector<Vec>(((padded + QUERIES) * ld + (ld + TALL) * QUERIES) / LANES);
-    const Matrix centroid{(float*)space.data(), ld}, X{centroid.at(padded), ld};
-    const Matrix XT{X.at(QUERIES), QUERIES}, S{XT.at(ld), QUERIES};
+    const Int ld = padded(p.D, BLOCK), all = padded(p.C, TALL);
+    const Matrix centroid = room(0, all, ld), X = room(1, BLOCK, ld), XT = room(2, ld, BLOCK), S = room(3, all, BLOCK);
     std::vector<std::vector<Member>> lists = std::vector<std::vector<Member>>(p.C);
-    std::vector<Member> best;
-    std::vector<float> bar = std::vector<float>(p.C);  // thresholds, or what a new member must exceed (NaN: nothing)
+    std::vector<float> nothing = std::vector<float>(p.C);
+    std::vector<float> bar = nothing;  // thresholds, or what a new member must exceed (NaN: nothing)
+
+    explicit Chooser(const Selection& p) : p(p) {}
 
     void group(Int g) {
         for (Int c = 0, row = g % p.H * p.C; c < p.C; c++, row++) {
-            std::memcpy(centroid.at(c), p.centroid + row * p.D, p.D * sizeof(float));
+            std::copy_n(p.centroid + row * p.D, p.D, centroid.at(c));
             bar[c] = p.threshold ? p.threshold[row] : NAN, lists[c].clear();
         }
-        for (Int n = 0; n < p.N; n += QUERIES) block(g, n, std::min(QUERIES, p.N - n));
+        for (Int n = 0; n < p.N; n += BLOCK) block(g, n, std::min(BLOCK, p.N - n));
         for (Int c = 0; c < p.C; c++) {
             if (!p.threshold && (Int)lists[c].size() > p.W) cut(c);
             p.count[g * p.C + c] = lists[c].size();
-            for (Member m : lists[c]) (*p.rows)[g].push_back(g * p.N + position(m));
+            for (Member m : lists[c]) (*p.rows)[g].push_back(g * p.N + m.position);
         }
     }
 
     // Keeps the W best of a list, in their order.
     void cut(Int c) {
-        best = lists[c];
-        std::nth_element(best.begin(), best.begin() + p.W - 1, best.end(), std::greater<>());
+        std::vector<Member> best = lists[c];
+        std::nth_element(best.begin(), best.begin() + p.W - 1, best.end());
         const Member last = best[p.W - 1];
-        bar[c] = score(last);
-        const auto end = std::remove_if(lists[c].begin(), lists[c].end(), [&](Member m) { return m < last; });
+        bar[c] = last.score;
+        const auto end = std::remove_if(lists[c].begin(), lists[c].end(), [&](Member m) { return last < m; });
         lists[c].erase(end, lists[c].end());
     }
 
     void block(Int g, Int first, Int count) {
-        IntVec real[PARTS] = {};
-        for (Int i = 0; i < count; i++) {
-            std::memcpy(X.at(i), p.x + (g * p.N + first + i) * p.D, p.D * sizeof(float));
-            real[i / LANES][i % LANES] = !p.real || p.real[g / p.H * p.N + first + i] ? -1 : 0;
-        }
+        const IntVec real = IntVec{} + (std::int32_t)count;
+        IntVec lane, nearest[WIDE], above[WIDE];
+        for (Int i = 0; i < count; i++) std::copy_n(p.x + (g * p.N + first + i) * p.D, p.D, X.at(i));
+        for (int i = 0; i < LANES; i++) lane[i] = i;
         transpose(p.D, X, XT);
-        Highest nearest[PARTS], above[PARTS];
-        for (Int c = 0; c < p.C; c++) {
-            if (c % TALL == 0) product<false, TALL>(PARTS, p.D, centroid.from(c), XT, S, false);
-            Vec sum{}, squares{};
-            for (Int v = 0; v < PARTS; v++) {
-                const Vec s = load(S.at(c % TALL, v * LANES)), over = s - bar[c], known = keep(real[v], s);
-                if (p.nearest) nearest[v].offer(s, c);
-                if (p.threshold) above[v].offer(over, c);
-                if (p.score) sum += known, squares += known * known;
-                if (p.W) join(lists[c], s, real[v] & (p.threshold ? over >= 0 : ~(s <= bar[c])), first + v * LANES);
+        for (Int c = 0; c < p.C; c += TALL) product<false>(BLOCK, p.D, centroid.from(c), XT, S.from(c));
+        if (p.nearest) highest(nothing.data(), nearest);
+        if (p.threshold) highest(bar.data(), above);
+        for (Int c = 0; c < p.C && p.W; c++) {
+            for (std::int32_t v = 0; v < WIDE; v++) {
+                const Vec s = load(S.at(c, v * LANES));
+                const IntVec joins = p.threshold ? (s >= bar[c]) | (above[v] == (std::int32_t)c) : ~(s <= bar[c]);
+                join(lists[c], s, joins & (lane + v * (std::int32_t)LANES < real), first + v * LANES);
             }
-            if (p.score) p.score[g * p.C + c] += total(sum), p.square[g * p.C + c] += total(squares);
-            if (!p.threshold && p.W && (Int)lists[c].size() >= 2 * p.W) cut(c);
+            if (!p.threshold && (Int)lists[c].size() >= 2 * p.W) cut(c);
         }
-        for (Int i = 0; i < count; i++) {
-            const Int v = i / LANES, lane = i % LANES;
-            if (p.nearest) p.nearest[g * p.N + first + i] = nearest[v].at(lane);
-            if (p.threshold && real[v][lane] && !(above[v].score[lane] >= 0 && !above[v].nan[lane]))
-                join_one(lists[above[v].at(lane)], first + i);
+        for (Int i = 0; p.nearest && i < count; i++) p.nearest[g * p.N + first + i] = nearest[i / LANES][i % LANES];
+    }
+
+    // Which score of each position is the highest above its centroid's bar; of equals the first.
+    void highest(const float* bars, IntVec* whose) const {
+        for (Int v = 0; v < WIDE; v++) {
+            Vec most = Vec{} - INFINITY;
+            whose[v] = IntVec{};
+            for (Int c = 0; c < p.C; c++) {
+                const Vec over = load(S.at(c, v * LANES)) - bars[c];
+                const IntVec higher = over > most;
+                most = higher ? over : most, whose[v] = higher ? IntVec{} + (std::int32_t)c : whose[v];
+            }
         }
     }
 
-    // Adds the positions of some lanes from `first` on; a byte for each lane finds the few that join.
-    void join(std::vector<Member>& list, Vec s, IntVec joins, Int first) const {
+    // Adds the positions of some lanes from `first` on, mostly none, to a list. NaN is worse than every score.
+    static void join(std::vector<Member>& list, Vec s, IntVec joins, Int first) {
         const auto narrow = __builtin_convertvector(joins, Bytes);
         for (Int part = 0; part < LANES; part += 8) {
             std::uint64_t ones;
             std::memcpy(&ones, (const char*)&narrow + part, 8);
             for (ones &= 0x0101010101010101; ones; ones &= ones - 1) {
                 const Int lane = part + __builtin_ctzll(ones) / 8;
-                list.push_back(member(p.threshold || s[lane] != s[lane] ? -INFINITY : s[lane], first + lane));
+                list.push_back({s[lane] == s[lane] ? s[lane] : -INFINITY, (std::int32_t)(first + lane)});
             }
         }
-    }
-
-    // Adds a position of this block that no threshold let in, in its place.
-    static void join_one(std::vector<Member>& list, Int position) {
-        const Member m = member(-INFINITY, position);
-        const auto at = std::lower_bound(list.begin(), list.end(), m, std::greater<>());
-        if (at == list.end() || *at != m) list.insert(at, m);
     }
 };
 }  // namespace

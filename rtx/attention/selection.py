@@ -9,6 +9,7 @@ window, L = B * H * C lists, M members of all lists together, T positions of a p
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -81,16 +82,14 @@ def assign(
     (B, H, N, D), C = x_BHND.shape, centroid_HCD.shape[1]
     assert selection != "causal" or threshold_HC is not None
     x_BHND = x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32))
-    is_float32_on_cpu = x_BHND.dtype == torch.float32 and x_BHND.device.type == "cpu"
-    choose = native.select if is_float32_on_cpu and native.wanted(backend, N) else by_scores
-    row_M, count_L, nearest_BHN, moments = choose(
+    is_for_kernel = x_BHND.dtype == torch.float32 and x_BHND.device.type == "cpu" and real_BN is None
+    choose = native.select if is_for_kernel and native.wanted(backend, N) else partial(by_scores, real_BN)
+    row_M, count_L, nearest_BHN = choose(
         centroid_HCD,
         x_BHND,
-        real_BN,
         threshold_HC if selection == "causal" else None,
         window=0 if selection == "nearest" else window,
         nearest=nearest or selection == "nearest" or update not in (None, "members"),
-        moments=update is not None and threshold_HC is not None,
     )
     lists = counted = Packed(row_M, count_L)
     if nearest_BHN is not None:
@@ -100,21 +99,30 @@ def assign(
     if update is None:
         return Assignment(lists, nearest_BHN, None)
     sum_LD = F.embedding_bag(counted.row_M, x_BHND.reshape(-1, D), counted.first_L(), mode="sum")
-    zero_L = torch.zeros_like(sum_LD[:, 0])
-    each = sum_LD, counted.count_L, lists.count_L, *(moments or (zero_L, zero_L))
-    sums = [one.view(B, H, C, *one.shape[1:]).sum(0) for one in each]
-    return Assignment(lists, nearest_BHN, Statistics(*sums))
+    sums = [x.view(B, H, C, *x.shape[1:]).sum(0) for x in (sum_LD, counted.count_L, lists.count_L)]
+    moments = torch.zeros(2, H, C, device=x_BHND.device) if threshold_HC is None else moments_of(centroid_HCD, x_BHND)
+    return Assignment(lists, nearest_BHN, Statistics(*sums, *moments))
+
+
+def moments_of(centroid_HCD: Tensor, x_BHND: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums `[H, C]` of all scores of a centroid and of their squares, without the scores.
+
+    mu . sum x and mu^T (sum x x^T) mu; padding, which is zero, adds nothing.
+    """
+    with torch.autocast(x_BHND.device.type, enabled=False):
+        centroid_HCD, x_HMD = centroid_HCD.to(x_BHND.dtype), x_BHND.transpose(0, 1).flatten(1, 2)
+        score_HC = (centroid_HCD @ x_HMD.sum(1)[..., None])[..., 0]
+        return score_HC, ((centroid_HCD @ (x_HMD.mT @ x_HMD)) * centroid_HCD).sum(-1)
 
 
 def by_scores(
+    real_BN: Tensor | None,
     centroid_HCD: Tensor,
     x_BHND: Tensor,
-    real_BN: Tensor | None,
     threshold_HC: Tensor | None,
     *,
     window: int,
     nearest: bool,
-    moments: bool,
 ) -> native.Selected:
     """Return what `native.select` does, by torch's kernels, some heads at a time."""
     (B, H, N, _), C = x_BHND.shape, centroid_HCD.shape[1]
@@ -122,7 +130,7 @@ def by_scores(
     real_XN = None if real_BN is None else real_BN.repeat_interleave(H, 0)
     every = centroid_HCD.repeat(B, 1, 1), x_BHND.flatten(0, 1), threshold_XC, real_XN
     piece = max(1, MAX_SCORES // max(1, C * N))
-    rows, near, sums, squares = [], [], [], []
+    rows, near = [], []
     for first in range(0, max(1, B * H), piece):
         centroid, x, threshold, real = (None if one is None else one[first : first + piece] for one in every)
         assert centroid is not None and x is not None
@@ -131,16 +139,11 @@ def by_scores(
             rows.append(members(score_XCN, real, threshold, window) + first * C * N)
         if nearest:
             near.append(highest(score_XCN) if score_XCN.numel() else torch.zeros_like(x[..., 0]).long())
-        if moments:
-            kept_XCN = score_XCN if real is None else score_XCN * real[:, None]
-            sums.append(kept_XCN.sum(-1).flatten())
-            squares.append(torch.linalg.vector_norm(kept_XCN, dim=-1).square().flatten())
     score_M = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64, device=x_BHND.device)
     list_M = score_M // max(1, N)
     count_L = torch.bincount(list_M, minlength=B * H * C)
     row_M = list_M // C * N + score_M % max(1, N)
-    nearest_BHN = torch.cat(near).view(B, H, N) if near else None
-    return row_M, count_L, nearest_BHN, [torch.cat(sums), torch.cat(squares)] if moments else []
+    return row_M, count_L, torch.cat(near).view(B, H, N) if near else None
 
 
 def members(score_XCN: Tensor, real_XN: Tensor | None, threshold_XC: Tensor | None, window: int) -> Tensor:
