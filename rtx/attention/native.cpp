@@ -32,11 +32,12 @@ struct Problem {
 
 namespace {
 #ifdef __AVX512F__
-constexpr Int LANES = 16, TALL = 8;
+constexpr Int LANES = 16, TALL = 8, BLOCK = 32;
 #else
-constexpr Int LANES = 8, TALL = 4;
+constexpr Int LANES = 8, TALL = 6, BLOCK = 48;
 #endif
-constexpr Int WIDE = 2, BLOCK = WIDE * LANES;  // TALL x WIDE vectors of sums stay in registers
+constexpr Int WIDE = 2, COLUMNS = WIDE * LANES;  // TALL x WIDE vectors of sums stay in registers
+constexpr int VECTORS = BLOCK / LANES;
 constexpr Int AHEAD = 8, SEGMENT = 512;        // rows fetched early; queries of a segment
 
 typedef float Vec __attribute__((vector_size(LANES * 4)));
@@ -84,7 +85,7 @@ inline Vec exponential(Vec x) {
 // c (+)= a b for TALL rows of a and c and whole blocks of columns; a is [TALL, depth], or [depth, TALL] if TURNED.
 template <bool TURNED>
 __attribute__((noinline)) void product(Int columns, Int depth, Matrix a, Matrix b, Matrix c, bool more = false) {
-    for (Int d = 0; d < columns; d += BLOCK) {
+    for (Int d = 0; d < columns; d += COLUMNS) {
         Vec sums[TALL][WIDE], row[WIDE];
         UNROLL for (int i = 0; i < TALL; i++)
             UNROLL for (int n = 0; n < WIDE; n++) sums[i][n] = more ? load(c.at(i, d + n * LANES)) : Vec{};
@@ -119,7 +120,7 @@ struct Rooms {
 // One thread's attention, group after group.
 struct Attention : Rooms {
     const Problem& p;
-    const Int ldk = padded(p.D, BLOCK), ldv = padded(p.Dv, BLOCK);
+    const Int ldk = padded(p.D, COLUMNS), ldv = padded(p.Dv, COLUMNS);
     Int low = 0, high = 0, base = 0;           // rows of the group; the segment's first key member
     Int begin = 0;                             // the block's first; this and the next count from base
     std::int32_t starts[BLOCK], stops[BLOCK];  // those of its queries
@@ -196,12 +197,12 @@ struct Attention : Rooms {
     // Calls f(vector, score, dP, which of its queries read) for some keys and the vectors of queries.
     template <class F>
     void each(Int key, Int last, F f) const {
-        IntVec start[WIDE], stop[WIDE];
+        IntVec start[VECTORS], stop[VECTORS];
         std::memcpy(start, starts, sizeof start), std::memcpy(stop, stops, sizeof stop);
         for (; key < last; key++) {
             float *s = S.at(key - begin), *dp = dP.at(key - begin);
             const IntVec at = IntVec{} + (std::int32_t)key;
-            UNROLL for (int v = 0; v < WIDE; v++)
+            UNROLL for (int v = 0; v < VECTORS; v++)
                 f(v, s + v * LANES, dp + v * LANES, (start[v] <= at) & (at < stop[v]));
         }
     }
@@ -213,18 +214,27 @@ struct Attention : Rooms {
                           y.from(i));
     }
 
+    // The queries that read a tile of keys, the first of them and the last.
+    Int first_reader(Int key) const { return std::upper_bound(stops, stops + BLOCK, key) - stops; }
+    Int last_reader(Int key) const { return std::lower_bound(starts, starts + BLOCK, key + TALL) - starts; }
+
+    // scores[key, query] = x[key, :] . y[:, query] for a tile of keys and the columns of queries that read some of it.
+    void score(Int key, Int width, Matrix x, Matrix y, Matrix scores) const {
+        const Int from = first_reader(key) / COLUMNS * COLUMNS, to = last_reader(key);
+        product<false>(to - from, width, x.from(key), y.from(0, from), scores.from(key - begin, from));
+    }
+
     // y[key, :] += sum of scores[key, query] x[query, :] over the queries that read a tile of keys.
     void scatter(Int key, Int width, Matrix scores, Matrix x, Matrix y) const {
-        const Int from = std::upper_bound(stops, stops + BLOCK, key) - stops;
-        const Int to = std::lower_bound(starts, starts + BLOCK, key + TALL) - starts;
-        product<false>(width, to - from, scores.from(key - begin, from), x.from(from), y.from(key), true);
+        const Int from = first_reader(key), count = last_reader(key) - from;
+        product<false>(width, count, scores.from(key - begin, from), x.from(from), y.from(key), true);
     }
 
     void forward(Int first, Int count, Int end) {
-        Vec most[WIDE], total[WIDE] = {};
+        Vec most[VECTORS], total[VECTORS] = {};
         for (Vec& x : most) x = Vec{} - INFINITY;
         for (Int key = begin; key < end; key += TALL) {
-            product<false>(BLOCK, p.D, K.from(key), QT, S.from(key - begin));
+            score(key, p.D, K, QT, S);
             each(key, key + TALL, [&](int v, float* s, float*, IntVec reads) {
                 most[v] = (reads & (load(s) > most[v])) ? load(s) : most[v];  // passes over NaN, which the sum keeps
             });
@@ -243,18 +253,18 @@ struct Attention : Rooms {
     }
 
     void backward(Int first, Int count, Int end) {
-        Vec lse[WIDE], delta[WIDE] = {};
-        for (int v = 0; v < WIDE; v++) lse[v] = load(p.lse + first + v * LANES, count - v * LANES);
+        Vec lse[VECTORS], delta[VECTORS] = {};
+        for (int v = 0; v < VECTORS; v++) lse[v] = load(p.lse + first + v * LANES, count - v * LANES);
         for (Int key = begin; key < end; key += TALL) {
-            product<false>(BLOCK, p.D, K.from(key), QT, S.from(key - begin));
-            product<false>(BLOCK, p.Dv, V.from(key), OT, dP.from(key - begin));
+            score(key, p.D, K, QT, S);
+            score(key, p.Dv, V, OT, dP);
             each(key, key + TALL, [&](int v, float* s, float* dp, IntVec reads) {
                 const Vec x = keep(reads, exponential(load(s) - lse[v]));
                 delta[v] += keep(reads, x * load(dp)), store(s, x);
             });
             scatter(key, ldv, S, O, dV);
         }
-        for (int v = 0; p.dlse && v < WIDE; v++) delta[v] -= load(p.dlse + first + v * LANES, count - v * LANES);
+        for (int v = 0; p.dlse && v < VECTORS; v++) delta[v] -= load(p.dlse + first + v * LANES, count - v * LANES);
         for (Int key = begin; key < end; key += TALL) {
             each(key, key + TALL, [&](int v, float* s, float* dp, IntVec reads) {
                 store(dp, keep(reads, load(s) * (load(dp) - delta[v])));

@@ -25,7 +25,7 @@ struct Member {
 // One thread's selection, group after group.
 struct Chooser : Rooms {
     const Selection& p;
-    const Int ld = padded(p.D, BLOCK), all = padded(p.C, TALL);
+    const Int ld = padded(p.D, COLUMNS), all = padded(p.C, TALL);
     const Matrix centroid = room(0, all, ld), X = room(1, BLOCK, ld), XT = room(2, ld, BLOCK), S = room(3, all, BLOCK);
     std::vector<std::vector<Member>> lists = std::vector<std::vector<Member>>(p.C);
     std::vector<float> nothing = std::vector<float>(p.C);
@@ -58,7 +58,7 @@ struct Chooser : Rooms {
 
     void block(Int g, Int first, Int count) {
         const IntVec real = IntVec{} + (std::int32_t)count;
-        IntVec lane, nearest[WIDE], above[WIDE];
+        IntVec lane, nearest[VECTORS], above[VECTORS];
         for (Int i = 0; i < count; i++) std::copy_n(p.x + (g * p.N + first + i) * p.D, p.D, X.at(i));
         for (int i = 0; i < LANES; i++) lane[i] = i;
         transpose(p.D, X, XT);
@@ -66,7 +66,7 @@ struct Chooser : Rooms {
         if (p.nearest) highest(nothing.data(), nearest);
         if (p.threshold) highest(bar.data(), above);
         for (Int c = 0; c < p.C && p.W; c++) {
-            for (std::int32_t v = 0; v < WIDE; v++) {
+            for (std::int32_t v = 0; v < VECTORS; v++) {
                 const Vec s = load(S.at(c, v * LANES));
                 const IntVec joins = p.threshold ? (s >= bar[c]) | (above[v] == (std::int32_t)c) : ~(s <= bar[c]);
                 join(lists[c], s, joins & (lane + v * (std::int32_t)LANES < real), first + v * LANES);
@@ -78,7 +78,7 @@ struct Chooser : Rooms {
 
     // Which score of each position is the highest above its centroid's bar; of equals the first.
     void highest(const float* bars, IntVec* whose) const {
-        for (Int v = 0; v < WIDE; v++) {
+        for (Int v = 0; v < VECTORS; v++) {
             Vec most = Vec{} - INFINITY;
             whose[v] = IntVec{};
             for (Int c = 0; c < p.C; c++) {
