@@ -5,7 +5,8 @@ The peer is the PyPI package routing_transformer (extra `peers`); without it the
 Every model runs as its users run it: ours with the memory settings of `rtx train` (freed memory kept), the
 peer with the system's own; the row `peer_routing_kept` is the peer with ours, which its users would have to find.
 Full attention is timed twice, too: `full` as we compute it, `full_torch` by torch's kernels (hardware.attention=torch).
-The row `weights` is the floor: the matrix products with weights, which ours and the peer share, and nothing else.
+All of ours take the faster products with weights (hardware.products=auto: timed on the machine at hand), the peer torch's.
+The rows `weights` and `weights_torch` are floors: these products of our top-w model by either, and nothing else.
 Times on a shared machine drift, so only the ratios of one run mean anything.
 """
 
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from rtx.attention import after_step
 from rtx.checks import resolve
 from rtx.config import Config, DataConfig, HardwareConfig, ModelConfig, RoutingConfig
+from rtx.model.linear import faster_products
 from rtx.model.transformer import Transformer
 from rtx.training.hardware import keep_freed_memory
 
@@ -38,14 +40,16 @@ RIVALS = ("full", "full_torch", "peer_routing", "peer_routing_kept")
 Step = Callable[[], None]
 
 
-def ours(args: argparse.Namespace, selection: str | None, backend: str = "auto") -> Config:
+def ours(args: argparse.Namespace, selection: str | None, backend: str = "auto", products: str = "auto") -> Config:
     """Return the configuration of one of our rows; no selection: full attention."""
+    if products == "auto":
+        products = faster_products(args.length, args.hidden, 4 * args.hidden) if args.device == "cpu" else "torch"
     base = "local" if selection else "full"
     routed = args.heads // 2 if selection else 0
     return resolve(
         Config(
             data=DataConfig(length=args.length),
-            hardware=HardwareConfig(attention=backend),
+            hardware=HardwareConfig(attention=backend, products=products),
             routing=RoutingConfig(
                 selection=selection or "causal",
                 update="nearest" if selection == "topk" else "members",
@@ -122,9 +126,9 @@ def peer_step(args: argparse.Namespace, tokens_BN: Tensor) -> Step:
     return training_step(model, loss, lambda: None)
 
 
-def weights_step(args: argparse.Namespace, device: str) -> Step:
+def weights_step(args: argparse.Namespace, products: str) -> Step:
     """Return the products of every linear layer of our top-w model with activations, forward and backward."""
-    model = Transformer(ours(args, "topk"), 256).to(device)
+    device, model = args.device, Transformer(ours(args, "topk", products=products), 256).to(args.device)
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     inputs = [torch.randn(args.length, linear.in_features, device=device, requires_grad=True) for linear in linears]
     gradients = [torch.randn(args.length, linear.out_features, device=device) for linear in linears]
@@ -144,8 +148,8 @@ def make_step(name: str, args: argparse.Namespace) -> Step:
         keep_freed_memory()
     if name.startswith("peer_routing"):
         return peer_step(args, tokens_BN)
-    if name == "weights":
-        return weights_step(args, args.device)
+    if name.startswith("weights"):
+        return weights_step(args, "torch" if name == "weights_torch" else "auto")
     selection = None if name.startswith("full") else name.removeprefix("routing_")
     return our_step(args, selection, backend_of(name), tokens_BN)
 
@@ -221,7 +225,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    names = ["routing_topk", "routing_causal", "full", "full_torch", "weights"]
+    names = ["routing_topk", "routing_causal", "full", "full_torch", "weights", "weights_torch"]
     if importlib.util.find_spec("routing_transformer"):
         names += ["peer_routing", "peer_routing_kept"]
     else:

@@ -45,7 +45,7 @@ CLUSTERED = ("causal", "topk", "nearest", "random")  # selections by clusters; t
 SPREAD = ("ddp", "fsdp")  # values of hardware.name that run one process per device
 NAMELIKE = (
     *("name", "model.name", "optimizer.steps", "hardware.workers", "data.verify", "data.processes"),
-    *("trainer.micro_batch_size", "model.recompute", "trainer.final_windows"),
+    *("trainer.micro_batch_size", "model.recompute", "trainer.final_windows", "hardware.products"),
 )
 OUTSIDE = ("logger.", "trainer.checkpoint_", "trainer.keep_")
 """Keys, and what keys begin with (keep_: in older runs), that tell no cells apart: they change rounding at the most."""
@@ -272,6 +272,8 @@ class HardwareConfig:
     """Arithmetic: bf16 (mixed), fp32, tf32 (GPU only), fp64 (for tests); auto: bf16 on a GPU, fp32 on a CPU."""
     attention: str = one_of("auto", "torch", "native", "flex")
     """torch's kernels, C++ built here (native; fp32 on a CPU), FlexAttention (GPU); auto: native from N = 1,024 on."""
+    products: str = one_of("auto", "torch", "onednn")
+    """Products with weights, fp32 on a CPU: torch's own or oneDNN's; auto: the faster here, timed for milliseconds."""
     compile: bool = False
     """Compile the model with torch.compile (needs a C++ compiler on a CPU)."""
     deterministic: bool = False

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rtx.config import Config, ModelConfig
+from rtx.model.linear import Linear
 from rtx.model.multihead import MultiheadAttention, Stream
 
 
@@ -23,8 +24,8 @@ class FeedForward(nn.Module):
         self.dropout = config.ffn_dropout
         self.parts = config.ffn_parts
         gates = 2 if config.ffn == "geglu" else 1
-        self.inner = nn.Linear(config.hidden, gates * config.ffn_hidden, bias=config.ffn != "geglu")
-        self.outer = nn.Linear(config.ffn_hidden, config.hidden, bias=config.ffn != "geglu")
+        self.inner = Linear(config.hidden, gates * config.ffn_hidden, bias=config.ffn != "geglu")
+        self.outer = Linear(config.ffn_hidden, config.hidden, bias=config.ffn != "geglu")
 
     def forward(self, x_BNE: Tensor) -> Tensor:
         """Return the layer's output `[B, N, E]`; in parts, the wide units of one of them are held at a time."""

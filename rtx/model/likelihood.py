@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rtx.config import ModelConfig, sizes_of
 from rtx.errors import UserError
+from rtx.model.linear import Linear
 
 MAX_LOGITS = 1 << 24
 """Logits held at once; beyond it they are computed in parts, and again in the backward pass."""
@@ -78,7 +79,7 @@ class Bands(nn.Module):
         widths = [hidden // factor**band for band in range(len(ends))]
         sizes = [stop - start for start, stop in self.ranges]
         self.tables = nn.ParameterList(torch.empty(G, S) for G, S in zip(sizes, widths, strict=True))
-        self.widen = nn.ModuleList(nn.Linear(S, hidden, bias=False) for S in widths)
+        self.widen = nn.ModuleList(Linear(S, hidden, bias=False) for S in widths)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the vectors of words, `[..., E]`."""
@@ -111,7 +112,7 @@ class AdaptiveSoftmax(nn.Module):
     def __init__(self, bands: Bands, hidden: int) -> None:
         super().__init__()
         self.bands = bands
-        self.clusters = nn.Linear(hidden, len(bands.ranges) - 1)
+        self.clusters = Linear(hidden, len(bands.ranges) - 1)
         self.bias_V = nn.Parameter(torch.zeros(bands.ranges[-1][1]))
 
     @property

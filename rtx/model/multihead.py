@@ -16,6 +16,7 @@ from rtx.attention.softmax import Relative
 from rtx.config import BASES, REGISTERED, SELECTIONS, Config
 from rtx.errors import UserError
 from rtx.keys import imported
+from rtx.model.linear import Linear
 from rtx.model.positions import Rotary, Shaw, SinusoidKeys
 
 ROUTED = "routed"
@@ -78,8 +79,8 @@ class MultiheadAttention(nn.Module):
         counts = list(patterns.values())
         key_counts = [count for count, with_keys in zip(counts, self.with_keys, strict=True) if with_keys]
         self.widths = [count * self.size for count in (*counts, *key_counts, *counts)]
-        self.qkv = nn.Linear(model.hidden, sum(self.widths), bias=False)
-        self.out = nn.Linear(model.hidden, model.hidden, bias=False)
+        self.qkv = Linear(model.hidden, sum(self.widths), bias=False)
+        self.out = Linear(model.hidden, model.hidden, bias=False)
         self.rotary = Rotary(self.size) if model.positions == "rotary" else None
         self.turned = [name != ROUTED or config.routing.rotary for name in patterns]
         self.shaw = nn.ModuleDict()

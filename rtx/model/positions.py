@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rtx.attention.softmax import Relative
+from rtx.model.linear import Linear
 
 TABLE_DEVIATION = 0.02
 """Standard deviation of position tables at the start."""
@@ -67,7 +68,7 @@ class SinusoidKeys(nn.Module):
     def __init__(self, hidden: int, heads: int, clamp: int | None, dropout: float) -> None:
         super().__init__()
         self.clamp, self.dropout = clamp, dropout
-        self.project = nn.Linear(hidden, hidden, bias=False)
+        self.project = Linear(hidden, hidden, bias=False)
         self.content_HD = nn.Parameter(torch.randn(heads, hidden // heads) * TABLE_DEVIATION)
         self.place_HD = nn.Parameter(torch.randn(heads, hidden // heads) * TABLE_DEVIATION)
 

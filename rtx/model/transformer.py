@@ -18,6 +18,7 @@ from rtx.attention.pattern import Pattern
 from rtx.config import Config, embedding_width, sizes_of
 from rtx.model.block import Block, Compression, Memory
 from rtx.model.likelihood import AdaptiveSoftmax, Bands, answer_nats, band_ends, in_parts, token_nats
+from rtx.model.linear import Linear, use_onednn
 from rtx.model.positions import TABLE_DEVIATION, LearnedPositions
 
 
@@ -34,7 +35,7 @@ class Embedding(nn.Module):
         else:
             self.table_VS = nn.Parameter(torch.empty(vocabulary, width))
         self.start_S = nn.Parameter(torch.empty(width))
-        self.widen = nn.Linear(width, model.hidden) if width != model.hidden else nn.Identity()
+        self.widen = Linear(width, model.hidden) if width != model.hidden else nn.Identity()
         self.positions: LearnedPositions | None = None
         if model.positions in ("learned", "axial"):
             sizes = (config.data.length,) if model.positions == "learned" else sizes_of(model.axes)
@@ -88,7 +89,7 @@ class Transformer(nn.Module):
             own.content_HD, own.place_HD = positions[0].content_HD, positions[0].place_HD
         self.norm = nn.LayerNorm(model.hidden) if model.norm == "pre" else nn.Identity()
         width = embedding_width(model)
-        self.narrow = nn.Linear(model.hidden, width) if width != model.hidden else nn.Identity()
+        self.narrow = Linear(model.hidden, width) if width != model.hidden else nn.Identity()
         tied, bands = model.tie_embeddings, self.embedding.bands
         self.softmax: AdaptiveSoftmax | None = None
         if bands is not None:
@@ -98,6 +99,8 @@ class Transformer(nn.Module):
             self.output_VS = self.embedding.table_VS if tied else nn.Parameter(torch.empty(vocabulary, width))
             self.output_bias_V = nn.Parameter(torch.zeros(vocabulary))
         self.initialise(depth_scaled=model.init == "depth_scaled")
+        if config.hardware.products == "onednn":
+            use_onednn(self)
 
     def initialise(self, depth_scaled: bool = False) -> None:
         """Matrices: normal with variance 1 / fan in; those that end a residual branch smaller by 2 * layers.
