@@ -5,7 +5,7 @@ The peer is the PyPI package routing_transformer (extra `peers`); without it the
 Every model runs as its users run it: ours with the memory settings of `rtx train` (freed memory kept), the
 peer with the system's own; the row `peer_routing_kept` is the peer with ours, which its users would have to find.
 Full attention is timed twice, too: `full` as we compute it, `full_torch` by torch's kernels (hardware.attention=torch).
-All of ours take the faster products with weights (hardware.products=auto: timed on the machine at hand), the peer torch's.
+Ours take the faster products with weights, as hardware.products=auto does on the machine at hand, the peer torch's.
 The rows `weights` and `weights_torch` are floors: these products of our top-w model by either, and nothing else.
 Times on a shared machine drift, so only the ratios of one run mean anything.
 """

@@ -190,6 +190,21 @@ def test_another_version_or_number_of_threads_is_no_longer_exact(
     assert load_run_config(run).data.path == str(tmp_path / "copy.txt"), "it counts from the current folder"
 
 
+def test_the_products_that_a_run_began_with_are_its_own_whatever_a_timing_finds_later(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, still = [], ("model.dropout=0", "model.attention_dropout=0", "model.ffn_dropout=0", "trainer.steps=4")
+    for found in ("onednn", "torch"):
+        monkeypatch.setattr("rtx.commands.train.faster_products", lambda *shape, found=found: found)
+        runs.append(workshop.train(found, *still))
+        workshop.command("resume", str(runs[0]), f"trainer.steps={5 + len(runs)}")
+        assert load_run_config(runs[-1]).hardware.products == found
+        assert load_run_config(runs[0]).hardware.products == "onednn"
+    ends = runs[1], workshop.train("whole", *still, "hardware.products=onednn")
+    bits = [(read_status(run) or {})["final"]["bits"] for run in ends]
+    assert bits[0] == pytest.approx(bits[1], rel=1e-5) and bits[0] != bits[1]
+
+
 def test_what_would_make_another_run_of_it_is_refused(workshop: Workshop, undisturbed: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(undisturbed, tmp_path / "run"))
     path, resume = run / "config.yaml", ("resume", str(run), "trainer.steps=14")

@@ -16,6 +16,7 @@ from rtx.attention.patterns import Full, Random
 from rtx.model import likelihood
 from rtx.model.block import Block, FeedForward
 from rtx.model.likelihood import token_nats
+from rtx.model.linear import Linear, faster_products, use_onednn
 from rtx.model.multihead import KeyMix, MultiheadAttention, layer_patterns
 from rtx.model.positions import LearnedPositions, Rotary
 from rtx.model.transformer import Transformer
@@ -39,6 +40,20 @@ def test_a_feed_forward_layer_in_any_number_of_parts_is_that_of_the_definition(f
     check_alike(layer(x_BNE), expected, [x_BNE, *layer.parameters()], 1e-12)
     with torch.no_grad():
         torch.testing.assert_close(layer(x_BNE), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN on this machine")
+@pytest.mark.parametrize("bias", [True, False])
+def test_large_products_in_float32_are_onednns_and_those_of_the_definition(bias: bool) -> None:
+    assert faster_products(4, 8, 8) == "torch", "copies cost more than so few rows"
+    layer = Linear(12, 20, bias=bias)
+    use_onednn(layer)
+    x_BNE = torch.randn(40, 3, 12).transpose(0, 1).requires_grad_()
+    leaves = [x_BNE, *layer.parameters()]
+    check_alike(found := layer(x_BNE), F.linear(*(leaf.double() for leaf in leaves)).float(), leaves, 1e-4)
+    with torch.autocast("cpu", torch.bfloat16):
+        others = [layer(x_BNE), layer(x_BNE[:, :5]), layer.double()(x_BNE.double())]
+    assert [type(y.grad_fn).__name__.startswith("ToDense") for y in (found, *others)] == [True, False, False, False]
 
 
 def test_the_backward_pass_drops_the_units_that_the_forward_pass_dropped() -> None:
