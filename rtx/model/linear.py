@@ -4,6 +4,7 @@ Shapes: R rows, I units in, O units out.
 """
 
 import time
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +16,28 @@ MARGIN = 0.8
 """What share of torch's time oneDNN's may be where it is chosen: near to a tie, chance would choose the bits."""
 
 
+class Product(torch.autograd.Function):
+    """x W^T + b by oneDNN. torch's own derivative would keep a copy of x in oneDNN's layout beside x itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight_OI)
+        return onednn_product(x, weight_OI, bias_O)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        (x, weight_OI), gradient = ctx.saved_tensors, gradients[0]
+        x_RI, gradient_RO = x.flatten(0, -2), gradient.flatten(0, -2)
+        of_bias_O = gradient_RO.sum(0) if ctx.needs_input_grad[2] else None
+        return onednn_product(gradient, weight_OI.T), onednn_product(gradient_RO.T, x_RI.T), of_bias_O
+
+
+def onednn_product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    return F.linear(x.to_mkldnn(), weight_OI, bias_O).to_dense()
+
+
 class Linear(nn.Linear):
-    """As torch's; with `by_onednn` large products in float32 on a CPU are oneDNN's (first derivatives alone)."""
+    """As torch's; with `by_onednn` large products in float32 on a CPU are oneDNN's."""
 
     by_onednn = False
 
@@ -24,7 +45,7 @@ class Linear(nn.Linear):
         is_plain = input.dtype != torch.float32 or input.device.type != "cpu" or torch.is_autocast_enabled("cpu")
         if not self.by_onednn or is_plain or input.numel() < FEWEST * self.in_features or torch.compiler.is_compiling():
             return super().forward(input)
-        return F.linear(input.to_mkldnn(), self.weight, self.bias).to_dense()
+        return Product.apply(input, self.weight, self.bias)
 
 
 def use_onednn(model: nn.Module) -> None:
