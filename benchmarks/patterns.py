@@ -222,7 +222,7 @@ def faster(name: str, args: argparse.Namespace) -> list[str]:
         return []
     if args.device == "cuda":
         return [] if without_positions(name) in INDEXED else [f"{name}_flex"]
-    return [f"{name}_native"] if args.dtype == "float32" and native.available() else []
+    return [f"{name}_native"] if args.dtype == "float32" and native.library() else []
 
 
 def make_pattern(kind: str, size: Size, args: argparse.Namespace, backend: str) -> Pattern:

@@ -5,7 +5,7 @@ The peer is the PyPI package routing_transformer (extra `peers`); without it the
 Every model runs as its users run it: ours with the memory settings of `rtx train` (freed memory kept), the
 peer with the system's own; the row `peer_routing_kept` is the peer with ours, which its users would have to find.
 Full attention is timed twice, too: `full` as we compute it, `full_torch` by torch's kernels (hardware.attention=torch).
-Ours take the faster products with weights, as hardware.products=auto does on the machine at hand, the peer torch's.
+Ours take products with weights from oneDNN, as hardware.products does unless told otherwise, the peer from torch.
 The rows `weights` and `weights_torch` are floors: these products of our top-w model by either, and nothing else.
 Times on a shared machine drift, so only the ratios of one run mean anything.
 """
@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from rtx.attention import after_step
 from rtx.checks import resolve
 from rtx.config import Config, DataConfig, HardwareConfig, ModelConfig, RoutingConfig
-from rtx.model.linear import faster_products
 from rtx.model.transformer import Transformer
 from rtx.training.hardware import keep_freed_memory
 
@@ -40,10 +39,8 @@ RIVALS = ("full", "full_torch", "peer_routing", "peer_routing_kept")
 Step = Callable[[], None]
 
 
-def ours(args: argparse.Namespace, selection: str | None, backend: str = "auto", products: str = "auto") -> Config:
+def ours(args: argparse.Namespace, selection: str | None, backend: str = "auto", products: str = "onednn") -> Config:
     """Return the configuration of one of our rows; no selection: full attention."""
-    if products == "auto":
-        products = faster_products(args.length, args.hidden, 4 * args.hidden) if args.device == "cpu" else "torch"
     base = "local" if selection else "full"
     routed = args.heads // 2 if selection else 0
     return resolve(
@@ -149,7 +146,7 @@ def make_step(name: str, args: argparse.Namespace) -> Step:
     if name.startswith("peer_routing"):
         return peer_step(args, tokens_BN)
     if name.startswith("weights"):
-        return weights_step(args, "torch" if name == "weights_torch" else "auto")
+        return weights_step(args, "torch" if name == "weights_torch" else "onednn")
     selection = None if name.startswith("full") else name.removeprefix("routing_")
     return our_step(args, selection, backend_of(name), tokens_BN)
 

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
+from rtx.analysis.footprint import fit_to_device
 from rtx.attention.centroids import after_step
 from rtx.cells import lay_out
 from rtx.cli import complain
-from rtx.commands.train import fitted_to
 from rtx.compose import config_hash, short_hash, to_dict
 from rtx.config import SPREAD, Config
 from rtx.data.catalog import Store, data_root, open_data
@@ -35,7 +35,7 @@ from rtx.options import LAUNCHED, check_overrides
 from rtx.progress import progress_bar
 from rtx.report.steps import WHAT, read_record, views
 from rtx.report.tables import terminal
-from rtx.training.hardware import out_of_memory, resolve_hardware
+from rtx.training.hardware import device_memory, out_of_memory, resolve_hardware
 from rtx.training.inference import prepare_device
 from rtx.training.module import build_model, build_optimizer, learning_rate, set_learning_rate
 from rtx.training.run_folder import environment, outputs_root, save, unwritable
@@ -121,7 +121,7 @@ def turns_of(row: Row, store: Store, asked: Mapping[str, int]) -> Iterator[float
     """Take the steps of a turn, behind a warm-up in the first, whenever asked to, and yield the milliseconds of one."""
     device = prepare_device(row.config)
     # What `rtx train` would choose here for `auto`: a report compares the row with runs.
-    fitted, _ = fitted_to(resolve_hardware(row.config), row.config, store)
+    fitted, _ = fit_to_device(row.config, store.vocabulary, device_memory(row.config) or 0)
     hardware = dataclasses.replace(fitted.hardware, precision=resolve_hardware(fitted).precision)
     row.config = dataclasses.replace(fitted, hardware=hardware)
     step, row.parameters = training_step(row.config, store, device)

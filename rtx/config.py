@@ -272,8 +272,8 @@ class HardwareConfig:
     """Arithmetic: bf16 (mixed), fp32, tf32 (GPU only), fp64 (for tests); auto: bf16 on a GPU, fp32 on a CPU."""
     attention: str = one_of("auto", "torch", "native", "flex")
     """torch's kernels, C++ built here (native; fp32 on a CPU), FlexAttention (GPU); auto: native from N = 1,024 on."""
-    products: str = one_of("auto", "torch", "onednn")
-    """Products with weights, fp32 on a CPU: torch's own or oneDNN's; auto: the faster here, timed for milliseconds."""
+    products: str = one_of("onednn", "torch")
+    """Large products with weights in fp32 on a CPU: oneDNN's, or torch's own (MKL: may be faster on Intel)."""
     compile: bool = False
     """Compile the model with torch.compile (needs a C++ compiler on a CPU)."""
     deterministic: bool = False

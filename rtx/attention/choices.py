@@ -64,7 +64,8 @@ class Choice(Pattern):
     def reads(self, given: Inputs, real_BN: Tensor | None, prefix: bool) -> list[Part]:
         B, H, N, _ = given.q_BHND.shape
         if real_BN is not None and not bool(real_BN.all()):
-            raise ValueError("real_BN: heads that choose keys query by query take no padding")
+            padding = f"real_BN is false at {int((~real_BN).sum())} positions: must be true everywhere"
+            raise ValueError(f"{padding}, as these heads choose keys query by query")
         queries, keys = self.choice_queries(given), self.choice_keys(given)
         index_BHNK = torch.full((B, H, N, self.most_keys(N)), -1, device=given.q_BHND.device)
         for position_Q in self.split(given, keys.shape[2]):

@@ -21,7 +21,7 @@
 using Int = std::int64_t;
 
 // R rows of G groups, P query members, M key members, K columns of the index (-1: ranges). The forward pass has no dout
-// and writes out and lse; the backward pass may have no dlse. dk may be dq: then it is their sum.
+// and writes out and lse. dk may be dq: then it is their sum.
 struct Problem {
     const float *q, *k, *v, *dout, *dlse, *weight;
     const Int *query_row, *key_row, *start, *stop, *head_begin, *index;
@@ -42,6 +42,7 @@ constexpr Int AHEAD = 8, SEGMENT = 512;        // rows fetched early; queries of
 
 typedef float Vec __attribute__((vector_size(LANES * 4)));
 typedef std::int32_t IntVec __attribute__((vector_size(LANES * 4)));
+typedef std::uint32_t BitVec __attribute__((vector_size(LANES * 4)));
 #define UNROLL _Pragma("GCC unroll 8")  // or sums would live in memory
 
 struct Matrix {
@@ -79,7 +80,7 @@ inline Vec exponential(Vec x) {
     const Vec n = shifted - 12582912.f, r = x - n * 0.693359375f + n * 2.12194440e-4f;
     Vec y = r * 1.9875691500e-4f + 1.3981999507e-3f;
     for (float c : {8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.f, 1.f}) y = y * r + c;
-    return keep(~(x < -64.f), y * (Vec)(((IntVec)shifted << 23) + 0x3f800000));  // times 2^n
+    return keep(~(x < -64.f), y * (Vec)(((BitVec)shifted << 23) + 0x3f800000u));  // times 2^n
 }
 
 // c (+)= a b for TALL rows of a and c and whole blocks of columns; a is [TALL, depth], or [depth, TALL] if TURNED.
@@ -264,7 +265,7 @@ struct Attention : Rooms {
             });
             scatter(key, ldv, S, O, dV);
         }
-        for (int v = 0; p.dlse && v < VECTORS; v++) delta[v] -= load(p.dlse + first + v * LANES, count - v * LANES);
+        for (int v = 0; v < VECTORS; v++) delta[v] -= load(p.dlse + first + v * LANES, count - v * LANES);
         for (Int key = begin; key < end; key += TALL) {
             each(key, key + TALL, [&](int v, float* s, float* dp, IntVec reads) {
                 store(dp, keep(reads, load(s) * (load(dp) - delta[v])));
@@ -279,7 +280,7 @@ struct Attention : Rooms {
     __attribute__((noinline)) void index_row(Int row) {
         const Int* index = p.index + row * p.K;
         const Int count = std::find(index, index + p.K, -1) - index;
-        const float *q = p.q + row * p.D, *dout = p.dout + row * p.Dv;
+        const float *q = p.q + row * p.D, *dout = p.dout ? p.dout + row * p.Dv : nullptr;
         float *s = room(0, 1, count + LANES).data, *dp = room(1, 1, count + LANES).data;
         for (Int j = 0; j < count; j++) s[j] = p.scale * dot(q, at_row(p.k, p.D, index, j, count), p.D);
         const float less = p.dout ? p.lse[row] : count ? *std::max_element(s, s + count) : 0;
@@ -292,7 +293,7 @@ struct Attention : Rooms {
         }
         for (Int j = 0; j < count; j++) dp[j] = dot(dout, p.v + index[j] * p.Dv, p.Dv);
         for (Int j = 0; j < count; j++) add(p.dv + index[j] * p.Dv, dout, s[j], p.Dv);
-        const float delta = dot(s, dp, count) - (p.dlse ? p.dlse[row] : 0);
+        const float delta = dot(s, dp, count) - p.dlse[row];
         for (Int j = 0; j < count; j++) s[j] *= p.scale * (dp[j] - delta);
         for (Int j = 0; j < count; j++) add(p.dq + row * p.D, p.k + index[j] * p.D, s[j], p.D);
         for (Int j = 0; j < count; j++) add(p.dk + index[j] * p.D, q, s[j], p.D);
@@ -302,7 +303,7 @@ struct Attention : Rooms {
 // Lets workers do the G groups of a problem on so many threads, those of the OpenMP that torch has loaded. Returns 0, or
 // 1 where members or rows are not what they should be, or 2 without memory.
 template <class Worker, class Problem>
-int in_threads(const Problem& problem, int threads) {
+int in_threads(Problem& problem, int threads) {
     std::atomic<Int> next{0};
     std::atomic<int> status{0};
 #pragma omp parallel num_threads(std::clamp<Int>(problem.G, 1, threads))

@@ -54,13 +54,12 @@ class Selection(ctypes.Structure):
         *((field, ctypes.c_void_p) for field in ("centroid", "x", "threshold", "count", "nearest")),
         ("allocate", ALLOCATE),
         *((field, ctypes.c_int64) for field in ("G", "H", "C", "N", "D", "W")),
-        ("rows", ctypes.c_void_p),
     )
 
 
 def wanted(backend: str, length: int) -> bool:
     """Tell whether kernels are to run: always by "native", and by "auto" from `MIN_LENGTH` on where they can be had."""
-    return backend == "native" or (backend == "auto" and length >= MIN_LENGTH and available())
+    return backend == "native" or (backend == "auto" and length >= MIN_LENGTH and library() is not None)
 
 
 def attend_ranges(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Reads, scale: float) -> Pair:
@@ -151,15 +150,6 @@ def run(name: str, problem: ctypes.Structure) -> None:
 
 
 @functools.cache
-def available() -> bool:
-    """Tell whether the kernel is loaded, or a compiler or a compiled copy promises it; never raises."""
-    try:
-        return library() is not None if library.cache_info().currsize else any(place()[:2])
-    except Exception:
-        return False
-
-
-@functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the kernel, compiled where there is no copy of it; None, after a line on stderr, where that fails."""
     try:
@@ -167,7 +157,7 @@ def library() -> ctypes.CDLL | None:
         return ctypes.CDLL(str(copies[0])) if copies else compiled(command, path)
     except Exception as error:
         said = str(getattr(error, "stderr", None) or error).split()
-        print("no attention kernel:", " ".join(said)[:200], file=sys.stderr)
+        print("no attention kernel, torch's serve:", " ".join(said)[:200], file=sys.stderr)
         return None
 
 

@@ -1,5 +1,5 @@
-// Which positions belong to which cluster, float32, on a CPU: what `by_scores` of selection.py does, with the scores of
-// a block of positions at a time, which stay in the nearest cache.
+// Which positions belong to which cluster, float32, on a CPU: what `by_scores` of selection.py does (of finite scores),
+// with the scores of a block of positions at a time, which stay in the nearest cache.
 
 #include "native.cpp"
 
@@ -10,7 +10,6 @@ struct Selection {
     Int *count, *nearest;                   // members [G, C]; the centroid that scores highest [G, N]
     Int* (*allocate)(Int);
     Int G, H, C, N, D, W;
-    std::vector<std::vector<Int>>* rows;  // members of each group
 };
 
 namespace {
@@ -22,16 +21,20 @@ struct Member {
     bool operator<(const Member& o) const { return score > o.score || (score == o.score && position < o.position); }
 };
 
+struct Task : Selection {
+    std::vector<std::vector<Int>> rows;  // members of each group
+};
+
 // One thread's selection, group after group.
 struct Chooser : Rooms {
-    const Selection& p;
+    Task& p;
     const Int ld = padded(p.D, COLUMNS), all = padded(p.C, TALL);
     const Matrix centroid = room(0, all, ld), X = room(1, BLOCK, ld), XT = room(2, ld, BLOCK), S = room(3, all, BLOCK);
     std::vector<std::vector<Member>> lists = std::vector<std::vector<Member>>(p.C);
     std::vector<float> nothing = std::vector<float>(p.C);
     std::vector<float> bar = nothing;  // thresholds, or what a new member must exceed (NaN: nothing)
 
-    explicit Chooser(const Selection& p) : p(p) {}
+    explicit Chooser(Task& p) : p(p) {}
 
     void group(Int g) {
         for (Int c = 0, row = g % p.H * p.C; c < p.C; c++, row++) {
@@ -42,7 +45,7 @@ struct Chooser : Rooms {
         for (Int c = 0; c < p.C; c++) {
             if (!p.threshold && (Int)lists[c].size() > p.W) cut(c);
             p.count[g * p.C + c] = lists[c].size();
-            for (Member m : lists[c]) (*p.rows)[g].push_back(g * p.N + m.position);
+            for (Member m : lists[c]) p.rows[g].push_back(g * p.N + m.position);
         }
     }
 
@@ -104,14 +107,15 @@ struct Chooser : Rooms {
 };
 }  // namespace
 
-extern "C" int rtx_select(Selection* p, int threads) {
-    std::vector<std::vector<Int>> rows(p->G);
-    p->rows = &rows;
-    if (const int status = in_threads<Chooser>(*p, threads)) return status;
+extern "C" int rtx_select(const Selection* p, int threads) try {
+    Task task{*p, std::vector<std::vector<Int>>(p->G)};
+    if (const int status = in_threads<Chooser>(task, threads)) return status;
     Int total = 0;
-    for (const auto& some : rows) total += some.size();
+    for (const auto& some : task.rows) total += some.size();
     Int* to = p->allocate(total);
     if (total && !to) return 2;
-    for (const auto& some : rows) to = std::copy(some.begin(), some.end(), to);
+    for (const auto& some : task.rows) to = std::copy(some.begin(), some.end(), to);
     return 0;
+} catch (const std::bad_alloc&) {
+    return 2;
 }

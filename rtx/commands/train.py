@@ -14,7 +14,7 @@ from rtx.analysis.attention_weights import read_telemetry
 from rtx.analysis.footprint import fit_to_device, with_less_memory
 from rtx.checks import check_logger
 from rtx.commands.sample import draw_image, write_text
-from rtx.compose import RUN_CONFIG, compose, load_run_config, to_dict, to_yaml, with_absolute_path, with_values
+from rtx.compose import RUN_CONFIG, compose, load_run_config, to_dict, to_yaml, with_absolute_path
 from rtx.config import Config
 from rtx.data.catalog import Store, open_data
 from rtx.data.datamodule import RtxDataModule, training_items
@@ -23,7 +23,6 @@ from rtx.disk import replace_file
 from rtx.errors import RunFailed, UserError
 from rtx.evaluation.protocols import baselines, further_lines, measures, stamp_phrases
 from rtx.extensions import copies
-from rtx.model.linear import faster_products
 from rtx.options import SampleOptions
 from rtx.progress import say
 from rtx.report.summary import closing_lines, protocol_line
@@ -88,13 +87,6 @@ def run(config: Config, folder: Path | None = None, before: str = "") -> int:
 
 
 def fitted_to(hardware: Hardware, config: Config, store: Store) -> tuple[Config, str]:
-    """Return a configuration without `auto` in what this machine decides, and a line on that."""
-    if config.hardware.products == "auto":
-        is_choice = hardware.accelerator == "cpu" and hardware.precision == "fp32" and not config.hardware.compile
-        shape = hardware.micro_batch_size * config.data.length, config.model.hidden, config.model.ffn_hidden
-        # Several processes might find different ones.
-        products = faster_products(*shape) if is_choice and not hardware.distributed else "torch"
-        config = with_values(config, {"hardware.products": products})
     return fit_to_device(config, store.vocabulary, device_memory(config, hardware.devices) or 0, hardware.world)
 
 

@@ -112,7 +112,7 @@ class AdaptiveSoftmax(nn.Module):
     def __init__(self, bands: Bands, hidden: int) -> None:
         super().__init__()
         self.bands = bands
-        self.clusters = Linear(hidden, len(bands.ranges) - 1)
+        self.clusters = nn.Linear(hidden, len(bands.ranges) - 1)
         self.bias_V = nn.Parameter(torch.zeros(bands.ranges[-1][1]))
 
     @property

@@ -1,19 +1,18 @@
-"""Products of activations with weights: torch's own, or on a CPU oneDNN's, which some processors do twice as fast.
+"""Products of activations with weights: large ones in float32 on a CPU by oneDNN, all others torch's own.
+
+For these torch asks MKL, which takes twice as long on processors that are not Intel's.
 
 Shapes: R rows, I units in, O units out.
 """
 
-import time
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-FEWEST, TIMED = 64, 1024
-"""Rows from which oneDNN is worth its copies of inputs and outputs; rows that are timed at the most."""
-MARGIN = 0.8
-"""What share of torch's time oneDNN's may be where it is chosen: near to a tie, chance would choose the bits."""
+LARGE = 1 << 25
+"""Multiplications from which oneDNN is worth its copies of inputs and outputs."""
 
 
 class Product(torch.autograd.Function):
@@ -37,39 +36,14 @@ def onednn_product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -
 
 
 class Linear(nn.Linear):
-    """As torch's; with `by_onednn` large products in float32 on a CPU are oneDNN's."""
+    """As torch's, but for who multiplies; `products` is `hardware.products`."""
 
-    by_onednn = False
+    products = "torch"
 
     def forward(self, input: Tensor) -> Tensor:
-        is_plain = input.dtype != torch.float32 or input.device.type != "cpu" or torch.is_autocast_enabled("cpu")
-        if not self.by_onednn or is_plain or input.numel() < FEWEST * self.in_features or torch.compiler.is_compiling():
+        is_large = input.numel() * self.out_features >= LARGE and input.dtype == torch.float32
+        if self.products == "torch" or not is_large or input.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+            return super().forward(input)
+        if torch.compiler.is_compiling() or not torch.backends.mkldnn.is_available():
             return super().forward(input)
         return Product.apply(input, self.weight, self.bias)
-
-
-def use_onednn(model: nn.Module) -> None:
-    """Let a model's products be oneDNN's, wherever torch has it."""
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.by_onednn = torch.backends.mkldnn.is_available()
-
-
-def faster_products(rows: int, inputs: int, outputs: int) -> str:
-    """Return whose products `[R, I] x [I, O]` are the faster ones on this machine, forward and backward.
-
-    "onednn" or "torch"; some milliseconds of both, in turn.
-    """
-    if not torch.backends.mkldnn.is_available():
-        return "torch"
-    rows = min(rows, TIMED)
-    with torch.random.fork_rng(devices=[]):  # nothing that is drawn later depends on it
-        layer, x_RI = Linear(inputs, outputs), torch.randn(rows, inputs, requires_grad=True)
-    gradient_RO, best = torch.ones(rows, outputs), {}
-    for _ in range(6):
-        for layer.by_onednn in (False, True):
-            start = time.perf_counter()
-            torch.autograd.grad(layer(x_RI), [x_RI, *layer.parameters()], gradient_RO)
-            seconds = time.perf_counter() - start
-            best[layer.by_onednn] = min(seconds, best.get(layer.by_onednn, seconds))
-    return "onednn" if best[True] < MARGIN * best[False] else "torch"

@@ -18,7 +18,7 @@ from rtx.attention.pattern import Pattern
 from rtx.config import Config, embedding_width, sizes_of
 from rtx.model.block import Block, Compression, Memory
 from rtx.model.likelihood import AdaptiveSoftmax, Bands, answer_nats, band_ends, in_parts, token_nats
-from rtx.model.linear import Linear, use_onednn
+from rtx.model.linear import Linear
 from rtx.model.positions import TABLE_DEVIATION, LearnedPositions
 
 
@@ -99,8 +99,9 @@ class Transformer(nn.Module):
             self.output_VS = self.embedding.table_VS if tied else nn.Parameter(torch.empty(vocabulary, width))
             self.output_bias_V = nn.Parameter(torch.zeros(vocabulary))
         self.initialise(depth_scaled=model.init == "depth_scaled")
-        if config.hardware.products == "onednn":
-            use_onednn(self)
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.products = config.hardware.products
 
     def initialise(self, depth_scaled: bool = False) -> None:
         """Matrices: normal with variance 1 / fan in; those that end a residual branch smaller by 2 * layers.

@@ -120,7 +120,7 @@ def prepare_torch(config: Config, hardware: Hardware) -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # for the processes that rtx starts; and Lightning sets no other
         torch.set_num_threads(threads)
     if hardware.accelerator == "cpu":
-        own_softmax = model.positions in ("shaw", "xl") or model.attention_dropout > 0
+        own_softmax = model.positions in ("shaw", "xl") or model.attention_dropout > 0 or "adaptive_span" in model.base
         keep_freed_memory(of_any_size=not own_softmax and "lsh" not in model.base)
     torch.set_float32_matmul_precision("high" if hardware.precision == "tf32" else "highest")
     if wish.deterministic:
@@ -142,9 +142,8 @@ def keep_freed_memory(of_any_size: bool = True) -> None:
     """
     with contextlib.suppress(AttributeError, OSError):  # another C library is left as it is
         library = ctypes.CDLL(None)
-        if of_any_size:
-            library.mallopt(-4, 0)  # M_MMAP_MAX
-        elif not library.mallopt(-3, 33 << 20):  # M_MMAP_THRESHOLD
+        library.mallopt(-4, 0 if of_any_size else 65536)  # M_MMAP_MAX, and its default
+        if not of_any_size and not library.mallopt(-3, 33 << 20):  # M_MMAP_THRESHOLD
             library.mallopt(-3, 32 << 20)
         library.mallopt(-1, -1)  # M_TRIM_THRESHOLD
 

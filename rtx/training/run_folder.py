@@ -382,5 +382,5 @@ def as_chosen(config: Config, before: Config) -> Config:
     wished, chosen = flat(to_dict(config)), flat(to_dict(before))
     if any(wished[f"hardware.{key}"] != chosen[f"hardware.{key}"] for key in ("name", "devices", "nodes")):
         return config
-    free = ("trainer.micro_batch_size", "model.recompute", "hardware.products")
-    return with_values(config, {key: chosen[key] for key in free if wished[key] == "auto"})
+    keys = [key for key in ("trainer.micro_batch_size", "model.recompute") if wished[key] == "auto"]
+    return with_values(config, {key: chosen[key] for key in keys})

@@ -121,5 +121,5 @@ def test_what_a_backend_or_a_pattern_cannot_do_is_refused() -> None:
     pattern = make(CLUSTERED[0], CASE, backend="flex")
     with pytest.raises(ValueError, match="backend='flex' has no dropout"):
         run(pattern, tensors(pattern, replace(CASE, distances=3)))
-    with pytest.raises(ValueError, match="real_BN: heads that choose keys"):
+    with pytest.raises(ValueError, match="real_BN is false at 4 positions: must be true everywhere"):
         run(*drawn("exact", CASE), real_BN=torch.arange(9).expand(2, 9) < 7)

@@ -105,7 +105,7 @@ def audited(workshop: Workshop, run: Path, *overrides: str) -> tuple[dict[str, A
 
 
 def test_random_membership_is_the_control(workshop: Workshop) -> None:
-    backend = "native" if native.available() else "torch"  # neither is that of the audit, which is in float64
+    backend = "native" if native.library() else "torch"  # neither is that of the audit, which is in float64
     exactly = (f"hardware.attention={backend}", "hardware.precision=fp32", "model.attention_dropout=0")
     run = workshop.train("random", "routing=random", *exactly)
     result, printed = audited(workshop, run)

@@ -12,7 +12,6 @@ from small_runs import SIZES, Workshop, after, checkpoint_difference, children, 
 
 from rtx import __version__
 from rtx.compose import load_run_config
-from rtx.model import linear
 from rtx.training.checkpoint import is_whole
 from rtx.training.run_folder import read_status
 
@@ -189,21 +188,6 @@ def test_another_version_or_number_of_threads_is_no_longer_exact(
     torch.set_num_threads(threads)
     assert f"no longer exact: rtx 0.2.0 -> {__version__}, threads 1 -> 2, precision fp32 -> fp64\n" in said
     assert load_run_config(run).data.path == str(tmp_path / "copy.txt"), "it counts from the current folder"
-
-
-def test_the_products_that_a_run_began_with_are_its_own_whatever_a_timing_finds_later(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours, calls = linear.onednn_product, []
-    monkeypatch.setattr(linear, "onednn_product", lambda *given: calls.append(1) or ours(*given))
-    for first, later in (("onednn", "torch"), ("torch", "onednn")):
-        run = workshop.folder / first
-        commands = ("train", workshop.text, *SIZES, "trainer.steps=4"), ("resume", str(run), "trainer.steps=6")
-        for words, found in zip((*commands, ("eval", str(run))), (first, later, later), strict=True):
-            monkeypatch.setattr("rtx.commands.train.faster_products", lambda *shape, found=found: found)
-            workshop.command(*words, run=run if words[0] == "train" else "")
-            assert bool(calls) == (load_run_config(run).hardware.products == "onednn") == (first == "onednn")
-            calls.clear()
 
 
 def test_what_would_make_another_run_of_it_is_refused(workshop: Workshop, undisturbed: Path, tmp_path: Path) -> None:

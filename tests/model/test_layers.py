@@ -13,10 +13,11 @@ from rtx.attention.centroids import after_step
 from rtx.attention.choices import Indexer
 from rtx.attention.pattern import Pattern
 from rtx.attention.patterns import Full, Random
-from rtx.model import likelihood
+from rtx.config import HardwareConfig
+from rtx.model import likelihood, linear
 from rtx.model.block import Block, FeedForward
 from rtx.model.likelihood import token_nats
-from rtx.model.linear import Linear, faster_products, use_onednn
+from rtx.model.linear import Linear
 from rtx.model.multihead import KeyMix, MultiheadAttention, layer_patterns
 from rtx.model.positions import LearnedPositions, Rotary
 from rtx.model.transformer import Transformer
@@ -44,16 +45,21 @@ def test_a_feed_forward_layer_in_any_number_of_parts_is_that_of_the_definition(f
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN on this machine")
 @pytest.mark.parametrize("bias", [True, False])
-def test_large_products_in_float32_are_onednns_and_those_of_the_definition(bias: bool) -> None:
-    assert faster_products(4, 8, 8) == "torch", "copies cost more than so few rows"
-    layer = Linear(12, 20, bias=bias)
-    use_onednn(layer)
-    x_BNE = torch.randn(40, 3, 12).transpose(0, 1).requires_grad_()
-    leaves = [x_BNE, *layer.parameters()]
-    check_alike(found := layer(x_BNE), F.linear(*(leaf.double() for leaf in leaves)).float(), leaves, 1e-4)
+def test_large_products_in_float32_are_onednns_and_those_of_the_definition(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "LARGE", 120 * 12 * 20)
+    layer, x_BNE = Linear(12, 20, bias=bias), torch.randn(40, 3, 12).transpose(0, 1).requires_grad_()
+    leaves, found = [x_BNE, *layer.parameters()], [layer(x_BNE)]
+    for products in ("onednn", "torch"):
+        config = dataclasses.replace(tiny_config(), hardware=HardwareConfig(products=products))
+        assert {each.products for each in Transformer(config, 11).modules() if isinstance(each, Linear)} == {products}
+    layer.products = "onednn"
+    check_alike(layer(x_BNE), F.linear(*(leaf.double() for leaf in leaves)).float(), leaves, 1e-4)
+    found += [layer(x_BNE), layer(x_BNE[:, 1:])]
     with torch.autocast("cpu", torch.bfloat16):
-        others = [layer(x_BNE), layer(x_BNE[:, :5]), layer.double()(x_BNE.double())]
-    assert [type(y.grad_fn).__name__.startswith("Product") for y in (found, *others)] == [True, False, False, False]
+        found += [layer(x_BNE), layer.double()(x_BNE.double())]
+    assert [type(y.grad_fn).__name__.startswith("Product") for y in found] == [False, True, False, False, False]
 
 
 def test_the_backward_pass_drops_the_units_that_the_forward_pass_dropped() -> None:
