@@ -122,7 +122,8 @@ struct Rooms {
 struct Attention : Rooms {
     const Problem& p;
     const Int ldk = padded(p.D, COLUMNS), ldv = padded(p.Dv, COLUMNS);
-    Int low = 0, high = 0, base = 0;           // rows of the group; the segment's first key member
+    Int low = 0, high = 0;                     // rows of the group
+    Int base = 0, keys = 0;                    // the segment's key members: base <= m < base + keys
     Int begin = 0;                             // the block's first; this and the next count from base
     std::int32_t starts[BLOCK], stops[BLOCK];  // those of its queries
     Matrix K{}, V{}, dK{}, dV{};               // of the segment
@@ -167,8 +168,8 @@ struct Attention : Rooms {
 
     // Packs the keys of some queries, and does their blocks. Along a group's members neither starts nor stops fall.
     void segment(Int first, Int last) {
-        base = p.start[first];
-        const Int keys = p.stop[last - 1] - base, all = keys + TALL, *rows = p.key_row + base;
+        base = p.start[first], keys = p.stop[last - 1] - base;
+        const Int all = keys + TALL, *rows = p.key_row + base;
         if (base < 0 || keys < 0 || base + keys > p.M) throw std::out_of_range("a range beyond the key members");
         pack(K = room(0, all, ldk), all, p.k, p.D, rows, keys), pack(V = room(1, all, ldv), all, p.v, p.Dv, rows, keys);
         dK = room(2, p.dout ? all : 0, ldk), dV = room(3, p.dout ? all : 0, ldv);
@@ -184,7 +185,7 @@ struct Attention : Rooms {
             starts[i] = (std::int32_t)(i < count ? p.start[first + i] - base : end);
             stops[i] = (std::int32_t)(i < count ? p.stop[first + i] - base : end);
             const bool falls = i && (starts[i] < starts[i - 1] || stops[i] < stops[i - 1]);
-            if (falls || starts[i] > stops[i]) throw std::out_of_range("a range that falls");
+            if (falls || starts[i] < 0 || starts[i] > stops[i] || stops[i] > keys) throw std::out_of_range("a range that falls");
         }
         pack(Q = room(4, BLOCK, ldk), BLOCK, p.q, p.D, rows, count, p.scale);
         transpose(p.D, Q, QT = room(5, ldk, BLOCK));

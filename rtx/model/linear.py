@@ -21,18 +21,14 @@ class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight_OI)
-        return onednn_product(x, weight_OI, bias_O)
+        return F.linear(x.to_mkldnn(), weight_OI, bias_O).to_dense()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        (x, weight_OI), gradient = ctx.saved_tensors, gradients[0]
-        x_RI, gradient_RO = x.flatten(0, -2), gradient.flatten(0, -2)
-        of_bias_O = gradient_RO.sum(0) if ctx.needs_input_grad[2] else None
-        return onednn_product(gradient, weight_OI.T), onednn_product(gradient_RO.T, x_RI.T), of_bias_O
-
-
-def onednn_product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    return F.linear(x.to_mkldnn(), weight_OI, bias_O).to_dense()
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight_OI), (*_, biased) = ctx.saved_tensors, ctx.needs_input_grad
+        given = x.to_mkldnn(), gradients[0].to_mkldnn(), weight_OI, (True, True, biased)
+        of_x, of_weight_OI, of_bias_O = torch.ops.aten.mkldnn_linear_backward(*given)
+        return of_x.to_dense(), of_weight_OI, of_bias_O if biased else None
 
 
 class Linear(nn.Linear):
