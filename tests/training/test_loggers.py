@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,7 @@ def test_a_curve_has_each_point_once_after_a_kill_and_a_resume(workshop: Worksho
     process.until(after(8))  # a checkpoint is of step 6, a validation of step 8
     assert process.wait(signal.SIGKILL) == -signal.SIGKILL
     for more in ([], ["trainer.steps=16"]):
+        time.sleep(1)  # TensorBoard reads the files of a second in the order of their process numbers
         workshop.command("resume", str(process.run), *more)
     rows = {(row["kind"], row["step"]): row for row in read_metrics(process.run / "metrics.jsonl")}
     for kind, key, name in (("train", "train/bits", "bits"), ("valid", "val/bits", "val_bits")):
