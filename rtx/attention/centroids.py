@@ -48,9 +48,10 @@ class Centroids(nn.Module):
         window, length: a cluster is to hold `window` of `length` positions; thresholds follow that.
         decay: share of a centroid that survives one step.
         update: "members" (ours): a centroid moves towards the mean of its members, however they were chosen, and goes
-            back on the sphere; "nearest" (the released code): towards the mean of the positions that it scores highest
-            of all centroids; without any it stays. "sum": Algorithm 1 as printed, sums of the nearest over a sequence
-            (the mean over the sequences of a step); nothing is normalised.
+            back on the sphere; one without members towards where the others' are, if thresholds stay. "nearest" (the
+            released code): towards the mean of the positions that it scores highest of all centroids; without any it
+            stays. "sum": Algorithm 1 as printed, sums of the nearest over a sequence (the mean over the sequences of a
+            step); nothing is normalised.
         threshold_rate: eta. A threshold moves by eta (count / W - 1) deviations of its centroid's scores, where count
             is what the batch gave the cluster and W what it is to hold; 0: thresholds stay.
         keys: "shared" where queries stand for keys; "separate": keys are members of their own, and both are counted
@@ -181,9 +182,13 @@ class Centroids(nn.Module):
             halves = 2.0 if self.keys == "separate" else 1.0
             new_HCD = self.decay * old_HCD + (1 - self.decay) * self.sum_HCD / (halves * self.sequences)
         else:
+            moves_HC1 = self.count_HC[..., None] > 0
             mean_HCD = self.sum_HCD / self.count_HC[..., None].clamp_min(1)
+            if self.update_rule == "members" and not self.threshold_rate:  # no threshold falls until members come
+                others_H1D = mean_HCD.sum(1, keepdim=True) / moves_HC1.sum(1, keepdim=True).clamp_min(1)
+                mean_HCD, moves_HC1 = torch.where(moves_HC1, mean_HCD, others_H1D), torch.ones_like(moves_HC1)
             moved_HCD = to_sphere(self.decay * old_HCD + (1 - self.decay) * mean_HCD)
-            new_HCD = torch.where(self.count_HC[..., None] > 0, moved_HCD, old_HCD)
+            new_HCD = torch.where(moves_HC1, moved_HCD, old_HCD)
         self.centroid_HCD.copy_(torch.where(sound_H[:, None, None], new_HCD, old_HCD))
         for threshold_HC, seen_XHC in zip((self.threshold_HC, self.key_threshold_HC), self.seen_XHC, strict=True):
             if self.threshold_rate and threshold_HC is not None:

@@ -78,6 +78,17 @@ def test_counts_come_to_the_window_and_no_cluster_stays_dead(decay: float, dead:
         assert (late_SHC.mean(0) / W - 1).abs().max() < 0.35
 
 
+@pytest.mark.parametrize("tilt", [0.0, 2.0])
+def test_no_cluster_of_the_nearest_stays_without_members(tilt: float) -> None:
+    pattern = make(selection="nearest", decay=0.9)
+    counts = []
+    for number in range(120):
+        see(pattern, tilt * torch.tensor([1.0, 0.3, -0.2, -1.1]) + queries(number, batch=4))
+        counts.append(pattern.centroids.count_HC.clone())
+        after_step(pattern)
+    assert (counts[0] == 0).any() == (tilt > 0) and torch.stack(counts[100:]).sum(0).min() > 0
+
+
 def test_only_real_positions_of_training_are_gathered_and_a_pause_gathers_nothing() -> None:
     short, padded = make(threshold_rate=0.1), make(threshold_rate=0.1)
     q = queries(1)
