@@ -7,7 +7,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from operator import attrgetter
 
-from rtx.config import CLUSTERED, REGISTERED, SPARSE, SPREAD, Config, all_fields, clusters, hash_buckets, sizes_of
+from rtx.config import (
+    CLUSTERED,
+    REGISTERED,
+    SPARSE,
+    SPREAD,
+    Config,
+    all_fields,
+    clusters,
+    hash_buckets,
+    reads_self,
+    sizes_of,
+)
 from rtx.data.sets import HELD_OUT, IMAGE_SETS, MADE, NAMES, SETS, TWO_WAYS, image_side
 from rtx.errors import UserError, nearest, refuse, shorten, written
 
@@ -24,7 +35,7 @@ READ_WITH = (
     ("data.name", (*TWO_WAYS, "enwik8"), "data.fetch"),
     ("data.name", HELD_OUT, "data.held_out"),
     ("data.tokenizer", ("sentencepiece",), "data.vocabulary data.tokenizer_sample"),
-    ("routing.selection", CLUSTERED, "routing.clusters"),
+    ("routing.selection", CLUSTERED, "routing.clusters routing.merge"),
     ("routing.selection", CLUSTERED[:3], "routing.decay routing.update routing.init routing.commitment"),
     ("routing.selection", ("causal",), "routing.threshold_rate"),
     ("routing.selection", ("blocks", "blocks_random"), "routing.block"),
@@ -49,8 +60,9 @@ WANDB_MODES = {"online": "online", "run": "online", "offline": "offline", "dryru
 
 
 def resolve(config: Config, keys: Iterable[str] = ()) -> Config:
-    """Return a copy with routing.clusters and model.hash_buckets frozen; `UserError`: what fits not, idle `keys`."""
-    routing, model = replace(config.routing, clusters=clusters(config)), config.model
+    """Return a copy in which what was left to other keys is frozen; `UserError`: what fits not, idle `keys`."""
+    own = {"clusters": clusters(config), "attend_self": reads_self(config.routing)}
+    routing, model = replace(config.routing, **own), config.model
     if "lsh" in model.base.split("+"):
         model = replace(model, hash_buckets=hash_buckets(config))
     config = replace(config, routing=routing, model=model)

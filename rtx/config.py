@@ -55,7 +55,7 @@ YOUNGER = (
     *(("model.memory", 0), ("model.same_length", False), ("model.clamp", None), ("model.tie_biases", True)),
     *(("model.compressed", 0), ("model.compression", "conv"), ("model.compression_rate", 2)),
     *(("model.cutoffs", None), ("model.band_factor", 4), ("routing.rotary", True), ("model.attend_self", True)),
-    ("routing.key_loss", 0.0),
+    *(("routing.key_loss", 0.0), ("routing.merge", "mean")),
 )
 """Keys that recorded cells lack, with the values that say what they did: then they tell no cells apart, either."""
 
@@ -128,8 +128,10 @@ class RoutingConfig:
     """Clusters C of each routing head; unset: ceil(N / W)."""
     logit_scale: str = one_of("sqrt_d", "none", "unit")
     """Logits divided by sqrt(D), not at all (as Algorithm 1 prints it), or by D (unit vectors, as its comment has)."""
-    attend_self: bool = True
-    """Whether a position may always read itself; false: only where it sees nothing else (routing=causal, nearest)."""
+    attend_self: bool | None = None
+    """Whether a position may always read itself; false: only where nothing else; unset: not where queries are keys."""
+    merge: str = one_of("mean", "lse")
+    """A position in several clusters: the mean of their outputs (the paper), or one softmax over their keys (lse)."""
     update: str = one_of("members", "nearest", "sum")
     """Centroid step: to the mean of its members (ours), of those nearest to it (released code), sums (Algorithm 1)."""
     decay: float = ranged(0.999, low=0.0, high=1.0)
@@ -394,6 +396,12 @@ def sizes_of(text: str | None) -> tuple[int, ...]:
 def hash_buckets(config: Config) -> int:
     """Buckets of a hash round: model.hash_buckets, or where unset the even number nearest to 2 N / model.window."""
     return config.model.hash_buckets or max(2, 2 * round(config.data.length / config.model.window))
+
+
+def reads_self(routing: RoutingConfig) -> bool:
+    """Whether routing heads always read their own position: routing.attend_self; unset: if its key is not the query."""
+    own_keys = routing.keys in ("separate", "projected") or routing.key_shift > 0
+    return own_keys if routing.attend_self is None else routing.attend_self
 
 
 def clusters(config: Config) -> int:

@@ -44,7 +44,7 @@ def groups_of(attention: MultiheadAttention, x_1NE: Tensor) -> dict[str, Heads]:
     kinds = attention.groups, attention.each(), attention.rotations(), attention.relative()
     for name, pattern, rotary, relative, (q_1HND, k_1HND, _) in zip(*kinds, attention.split(x_1NE), strict=True):
         given = pattern.inputs(q_1HND, k_1HND, rotary)
-        groups[name] = pattern, given, pattern.reads(given, None, False), relative
+        groups[name] = pattern, given, pattern.reads(given, False), relative
     return groups
 
 
@@ -74,7 +74,7 @@ def weight_blocks(heads: Heads, at_P: Tensor) -> Iterator[Tensor]:
         with torch.autocast(device.type, enabled=False):
             q, k = given.turned_q_BHND.to(wide), given.turned_k_BHND.to(wide)
             terms = pattern.terms(D, relative)
-            yield attend(q, k, unit_NK.expand(1, H, N, -1), parts, terms, "torch")[0][:, at_P]
+            yield attend(q, k, unit_NK.expand(1, H, N, -1), parts, terms, "torch", pattern.merge)[0][:, at_P]
 
 
 def summary(weight_PN: Tensor, at_P: Tensor) -> dict[str, Any]:

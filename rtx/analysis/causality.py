@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtx.attention.centroids import statistics_paused
 from rtx.attention.choices import Indexer, RandomBlocks
 from rtx.attention.pattern import Pattern
 from rtx.attention.patterns import Random
-from rtx.attention.routing import Routing
+from rtx.attention.routing import Routing, statistics_paused
 from rtx.errors import RunFailed
 from rtx.model.multihead import ROUTED, MultiheadAttention
 from rtx.model.transformer import Transformer

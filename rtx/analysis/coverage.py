@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from rtx.analysis.attention_weights import groups_of, layer_inputs, weight_blocks
 from rtx.analysis.loss_by_position import estimate
-from rtx.attention.centroids import after_step
 from rtx.attention.pattern import Inputs, Pattern
-from rtx.attention.routing import Routing
+from rtx.attention.routing import Routing, after_step
 from rtx.compose import with_values
 from rtx.config import SELECTIONS, Config, RoutingConfig, clusters
 from rtx.model.multihead import ROUTED, layer_patterns, make_pattern
@@ -55,7 +54,7 @@ def fit(config: Config, model: Transformer, made: Any, ids_BN: Tensor) -> None:
     for layer, (patterns, (attention, x_BNE)) in enumerate(zip(made.train(), layer_inputs(model, ids_BN), strict=True)):
         for pattern in (each for each in patterns if isinstance(each, Routing)):
             q_BHND, k_BHND, _ = attention.split(x_BNE)[full_group(config, layer)[0]]
-            pattern.reads(pattern.inputs(q_BHND, k_BHND, None), None, False)
+            pattern.reads(pattern.inputs(q_BHND, k_BHND, None), False)
     after_step(made)
 
 
@@ -81,7 +80,7 @@ def kept(pattern: Pattern, given: Inputs, weight_HPN: Tensor, at_P: Tensor, back
     (q, turned_q), (k, turned_k) = (x[:, :, back:] for x in queries), (x[:, :, :N] for x in keys)
     moved = Inputs(q, k, turned_q, turned_k)
     alike = moved._replace(turned_q_BHND=torch.zeros_like(moved.turned_q_BHND))  # what is read then has equal weights
-    heads = pattern, alike, pattern.reads(moved, None, False), None
+    heads = pattern, alike, pattern.reads(moved, False), None
     read_HPN = torch.cat(list(weight_blocks(heads, at_P - back)), dim=-1) > 0
     far_HPN = weight_HPN[..., :N] * (torch.arange(N, device=at_P.device) <= at_P[:, None] - back)
     return tuple(float(x.double().sum(-1).mean()) for x in (far_HPN, far_HPN * read_HPN, read_HPN))

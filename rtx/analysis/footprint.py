@@ -191,8 +191,8 @@ def kept(pattern: Pattern, config: Config) -> Kept:
     else:
         q_11ND, k_11ND = torch.randn(2, 1, 1, N + memory_slots(model), size)
         given = pattern.inputs(q_11ND, k_11ND if pattern.has_keys else None, None)
-        parts = pattern.reads(given._replace(memory=memory_slots(model)), None, False)
-    found = [kept_of(part, pattern, config, joined=len(parts) > 1) for part in parts]
+        parts = pattern.reads(given._replace(memory=memory_slots(model)), False)
+    found = [kept_of(part, pattern, config, joined=len(parts) > 1 or pattern.merge == "lse") for part in parts]
     vectors, others = sum(one.vectors for one in found), sum(one.others for one in found)
     compressed = isinstance(pattern, Blocks) and config.routing.compressed
     if isinstance(pattern, Choice):  # what a convolution of keys reads and gives; both branches and what gates them
@@ -221,7 +221,7 @@ def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool) -> Kept:
     shaw, wish = model.positions in ("shaw", "xl"), config.hardware.attention
     by_distance = shaw or pattern.terms(model.hidden // model.heads, None).by_distance
     native_wished = native.wanted(wish, N)
-    plain = not by_distance and model.attention_dropout == 0 and not gpu
+    plain = not by_distance and model.attention_dropout == 0 and not gpu and pattern.merge == "mean"
     natively = native_wished and plain and precision_on(config.hardware, gpu=False) == "fp32"
     if isinstance(part, Indexed):  # a number for each key; keys are gathered some at a time, and again
         return Kept(3 * N * narrow, INDEX * part.index_PK.numel(), 0 if natively else 4.0 * wide * MAX_GATHERED)

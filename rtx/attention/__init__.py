@@ -1,6 +1,5 @@
 """The attention patterns, usable without the rest of rtx: modules of heads that say who reads whom."""
 
-from rtx.attention.centroids import Centroids, after_step
 from rtx.attention.choices import Blocks, Exact, Indexer, RandomBlocks
 from rtx.attention.lsh import Lsh
 from rtx.attention.pattern import Pattern, PositionPattern, Spread
@@ -15,7 +14,7 @@ from rtx.attention.patterns import (
     Recurrent,
     Strided,
 )
-from rtx.attention.routing import Routing
+from rtx.attention.routing import Centroids, Routing, after_step
 from rtx.attention.softmax import Relative
 
 __all__ = ["AdaptiveSpan", "Blocks", "Centroids", "Exact", "Fixed", "FixedBlock", "FixedSummary", "Full", "Indexer"]

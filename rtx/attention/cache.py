@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rtx.attention.engine import join
 from rtx.attention.packed import Packed
 from rtx.attention.softmax import Relative, Terms, soft_attend
 
@@ -207,19 +208,22 @@ class ClusterCache(Cache):
         # Where queries stand for keys there is a key in every list that a query reads: its own.
         read_L = query_BHC.flatten() if query_BHC is key_BHC else query_BHC.flatten() & (self.joined_L > 0)
         list_J = read_L.nonzero()[:, 0]
-        total_RD = torch.zeros_like(v_BH1D.flatten(0, 2), dtype=torch.promote_types(dtype, torch.float32))
         if not len(list_J):
             return torch.zeros_like(v_BH1D)
+        total_RD = torch.zeros_like(v_BH1D.flatten(0, 2), dtype=torch.promote_types(dtype, torch.float32))
         row_J, at_JS = list_J // self.clusters, self.position_LS[list_J]
-        out_JD = attend_step(
-            given.turned_q_BHND.to(dtype).flatten(0, 2)[row_J][:, None, None],
-            self.key_LSD[list_J][:, None],
-            self.value_LSD[list_J][:, None],
-            self.readable(at_JS, position)[:, None, None],
-            (position - at_JS)[:, None, None],
-            self.pattern.terms(given.q_BHND.shape[-1], self.relative),
-        )[:, 0, 0]
-        total_RD.index_add_(0, row_J, out_JD.to(total_RD.dtype))
+        q_J1D, k_JSD, v_JSD = (
+            given.turned_q_BHND.to(dtype).flatten(0, 2)[row_J, None],
+            self.key_LSD[list_J],
+            self.value_LSD[list_J],
+        )
+        mask_J1S, distance_J1S = self.readable(at_JS, position)[:, None], (position - at_JS)[:, None]
+        terms = self.pattern.terms(given.q_BHND.shape[-1], self.relative)
+        if self.pattern.merge == "lse":
+            out_J1D, sum_J1 = soft_attend(q_J1D, k_JSD, v_JSD, mask_J1S, distance_J1S, None, terms)
+            return join(row_J, out_J1D[:, 0], sum_J1[:, 0], len(total_RD)).to(dtype).view_as(v_BH1D)
+        q, k, v, mask, distance = (x[:, None] for x in (q_J1D, k_JSD, v_JSD, mask_J1S, distance_J1S))
+        total_RD.index_add_(0, row_J, attend_step(q, k, v, mask, distance, terms)[:, 0, 0].to(total_RD.dtype))
         count_R1 = torch.bincount(row_J, minlength=len(total_RD)).clamp(min=1)[:, None]
         return (total_RD / count_R1).to(dtype).view_as(v_BH1D)
 

@@ -61,16 +61,19 @@ class Choice(Pattern):
         positions_N = torch.arange(N, device=given.q_BHND.device)
         return positions_N.split(max(1, MAX_SCORES // max(1, B * H * keys))) if N else ()
 
-    def reads(self, given: Inputs, real_BN: Tensor | None, prefix: bool) -> list[Part]:
+    def reads(self, given: Inputs, prefix: bool) -> list[Part]:
         B, H, N, _ = given.q_BHND.shape
-        if real_BN is not None and not bool(real_BN.all()):
-            padding = f"real_BN is false at {int((~real_BN).sum())} positions: must be true everywhere"
-            raise ValueError(f"{padding}, as these heads choose keys query by query")
+        given, order_BN = real_first(given)
         queries, keys = self.choice_queries(given), self.choice_keys(given)
         index_BHNK = torch.full((B, H, N, self.most_keys(N)), -1, device=given.q_BHND.device)
         for position_Q in self.split(given, keys.shape[2]):
             at_BHQK = self.best(queries[:, :, position_Q], keys, position_Q)
             index_BHNK[:, :, position_Q, : at_BHQK.shape[-1]] = at_BHQK
+        if order_BN is not None and given.real_BN is not None:
+            reads_BHNK = (index_BHNK >= 0) & given.real_BN[:, None, :, None]
+            row_B111 = torch.arange(B, device=order_BN.device)[:, None, None, None]
+            index_BHNK = torch.where(reads_BHNK, order_BN[row_B111, index_BHNK.clamp(min=0)], -1)
+            index_BHNK = put_back(index_BHNK, order_BN)
         first_BH11 = torch.arange(B * H, device=index_BHNK.device).view(B, H, 1, 1) * N
         index_BHNK = torch.where(index_BHNK >= 0, index_BHNK + first_BH11, -1)
         return [Indexed(torch.arange(B * H * N, device=index_BHNK.device), index_BHNK.flatten(0, 2), N)]
@@ -81,6 +84,25 @@ class Choice(Pattern):
 
     def start(self, relative: Relative | None = None) -> Cache:
         return GrowingCache(self, relative)
+
+
+def real_first(given: Inputs) -> tuple[Inputs, Tensor | None]:
+    """Return queries and keys with padding behind all others, and where each stood, `[B, N]` (None: as they are).
+
+    Choices are strictly causal: what is behind a position changes nothing for it.
+    """
+    if given.real_BN is None:
+        return given, None
+    order_BN = (~given.real_BN).byte().argsort(dim=1, stable=True)
+    q, k, turned_q, turned_k = (x.take_along_dim(order_BN[:, None, :, None], 2) for x in given[:4])
+    return Inputs(q, k, turned_q, turned_k, real_BN=given.real_BN.gather(1, order_BN)), order_BN
+
+
+def put_back(x_BHND: Tensor, order_BN: Tensor | None) -> Tensor:
+    """Return vectors where they stood."""
+    if order_BN is None:
+        return x_BHND
+    return torch.empty_like(x_BHND).scatter(2, order_BN[:, None, :, None].expand_as(x_BHND), x_BHND)
 
 
 class Exact(Choice):
@@ -120,9 +142,10 @@ class Indexer(Choice):
 
     def __init__(self, heads: int, size_of_head: int, *, size: int = 16, warmup: int = 0, **given: Any) -> None:
         super().__init__(**given)
-        for name, count in (("heads", heads), ("size_of_head", size_of_head), ("size", size)):
+        for name, count in (("size_of_head", size_of_head), ("size", size)):
             check_positive(name, count)
-        check_positive("warmup", warmup, least=0)
+        for name, count in (("heads", heads), ("warmup", warmup)):
+            check_positive(name, count, least=0)
         self.heads, self.size, self.warmup = heads, size_of_head, warmup
         deviation = size_of_head**-0.5
         self.query_HDE = nn.Parameter(torch.randn(heads, size_of_head, size) * deviation)
@@ -155,23 +178,29 @@ class Indexer(Choice):
     def most_keys(self, length: int) -> int:
         return length if self.dense else min(self.window, length)
 
-    def reads(self, given: Inputs, real_BN: Tensor | None, prefix: bool) -> list[Part]:
+    def reads(self, given: Inputs, prefix: bool) -> list[Part]:
         """See `Pattern.reads`; dense heads read one list, as an index would hold N^2 numbers."""
         B, H, N, _ = given.q_BHND.shape
-        if not self.dense or real_BN is not None:
-            return super().reads(given, real_BN, prefix)
+        if not self.dense:
+            return super().reads(given, prefix)
         row_M = torch.arange(B * H * N, device=given.q_BHND.device)
-        return [members_read(Packed(row_M, row_M.new_full((B * H,), N)), N, N, self.attend_self)]
+        lists = Packed(row_M, row_M.new_full((B * H,), N))
+        if given.real_BN is not None:
+            lists = lists.keep(given.real_BN[:, None].expand(B, H, N).flatten())
+        return [members_read(lists, N, N, self.attend_self)]
 
-    def loss(self, given: Inputs, real_BN: Tensor | None) -> Tensor:
-        """Return the mean divergence over all positions in training."""
+    def loss(self, given: Inputs) -> Tensor:
+        """Return the mean divergence over all real positions in training."""
         if not self.training or not given.q_BHND.numel():
-            return super().loss(given, real_BN)
-        scale = self.terms(given.q_BHND.shape[-1], None).scale
-        N = given.q_BHND.shape[2]
-        wide = torch.promote_types(given.q_BHND.dtype, torch.float32)
+            return super().loss(given)
+        (given, _), N = real_first(given), given.q_BHND.shape[2]
+        scale, wide = (
+            self.terms(given.q_BHND.shape[-1], None).scale,
+            torch.promote_types(given.q_BHND.dtype, torch.float32),
+        )
         turned_q, turned_k = given.turned_q_BHND.detach(), given.turned_k_BHND.detach()
         query_BHNE, key_BHNE = self.choice_queries(given), self.choice_keys(given)
+        real_BN = query_BHNE.new_ones(len(query_BHNE), N) if given.real_BN is None else given.real_BN
 
         def part(position_Q: Tensor, query_BHQE: Tensor, key_BHNE: Tensor) -> Tensor:
             last = int(position_Q[-1]) + 1
@@ -183,10 +212,11 @@ class Indexer(Choice):
                 x.gather(-1, at_BHQK.clamp(min=0)).to(wide).masked_fill(none_BHQK, -1e9)
                 for x in (score_BHQN, logit_BHQN)
             )
-            return F.kl_div(score.log_softmax(-1), logit.log_softmax(-1), reduction="sum", log_target=True)
+            apart = F.kl_div(score.log_softmax(-1), logit.log_softmax(-1), reduction="none", log_target=True)
+            return (apart.sum(-1) * real_BN[:, None, position_Q]).sum()
 
         pieces = [recomputed(part, p, query_BHNE[:, :, p], key_BHNE) for p in self.split(given, N)]
-        return torch.stack(pieces).sum() / query_BHNE[..., 0].numel()
+        return torch.stack(pieces).sum() / (query_BHNE.shape[1] * real_BN.sum()).clamp(min=1)
 
     def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
         score_NN = self.choice_queries(given)[0, head] @ self.choice_keys(given)[0, head].T
@@ -198,7 +228,7 @@ class Blocks(Choice):
 
     A block's score is the product of the unturned query with the mean of its unturned keys, so that the queries and
     keys that attend also choose (Lu et al. 2025). Every position behind the first `window` reads as many keys, but for
-    its place in its own block. Scores cost N^2 / block.
+    its place in its own block; padding is counted nowhere. Scores cost N^2 / block.
 
     Args:
         heads, size: H and D.
@@ -254,12 +284,15 @@ class Blocks(Choice):
         out_BHND = super().attend(given, v_BHND, parts, relative)
         if self.gate_H2D is None:
             return out_BHND
+        given, order_BN = real_first(given)
+        if order_BN is not None:
+            out_BHND, v_BHND = (x.take_along_dim(order_BN[:, None, :, None], 2) for x in (out_BHND, v_BHND))
         means = self.means(given.k_BHND), self.means(v_BHND)
         pieces = [
             recomputed(self.gated, given.q_BHND[:, :, position_Q], out_BHND[:, :, position_Q], *means, position_Q)
             for position_Q in self.split(given, means[0].shape[2])
         ]
-        return torch.cat(pieces, dim=2) if pieces else out_BHND
+        return put_back(torch.cat(pieces, dim=2), order_BN) if pieces else out_BHND
 
     def gated(self, q_BHQD: Tensor, out_BHQD: Tensor, mean_k: Tensor, mean_v: Tensor, position_Q: Tensor) -> Tensor:
         """Return outputs joined, by gates of the query, with softmax attention over the means of finished blocks."""

@@ -18,46 +18,57 @@ from rtx.attention.packed import Indexed, Part, Reads
 from rtx.attention.softmax import Terms, recomputed, soft_attend
 
 BACKENDS = ("auto", "torch", "native", "flex")
+MERGES = ("mean", "lse")
 MAX_SCORES_CPU, MAX_SCORES_GPU = 1 << 20, 1 << 26
 """Scores of our own softmax worked on at once: few enough for a CPU's cache, enough to fill a GPU."""
 MAX_GATHERED = 1 << 24
 """Numbers of a mask, or of keys gathered for queries that each read rows of their own, held at once."""
 
 
-def attend(q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, parts: list[Part], terms: Terms, backend: str) -> Tensor:
+def attend(
+    q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, parts: list[Part], terms: Terms, backend: str, merge: str = "mean"
+) -> Tensor:
     """Return the outputs `[B, H, N, D]`; a position that reads nothing gets zero.
 
-    Inside one part a position gets the mean over the lists in which it reads something (the paper, section 4.1).
-    Several parts, in each of which a position reads at most one list and which share no pair, are joined to one softmax
-    over all that they show.
+    A position in several lists of one part gets the mean over those in which it reads something (the paper, section
+    4.1), or with merge="lse" one softmax over all of them, in which a key counts once for each of its lists. Several
+    parts, which share no pair, and in each of which a position reads at most one list, are always joined so.
     """
     q_RD, v_RD = q_BHND.flatten(0, 2), v_BHND.flatten(0, 2)
     k_RD = q_RD if k_BHND is q_BHND else k_BHND.flatten(0, 2)
+    if merge == "lse" and backend == "native":
+        raise ValueError("backend='native' has no merge='lse': take backend='torch'")
+    if merge == "lse" and backend == "auto":
+        backend = "torch"
     if not v_RD.numel() or not q_RD.numel():
         out_RD = torch.zeros_like(v_RD)
-    elif len(parts) == 1:
+    elif merge == "mean" and len(parts) == 1:
         out_RD, _ = attend_part(q_RD, k_RD, v_RD, parts[0], terms, backend, joined=False)
     else:
         found = [attend_part(q_RD, k_RD, v_RD, part, terms, backend, joined=True) for part in parts]
-        out_RD = join([out for out, _ in found], [sums for _, sums in found])
+        row_S = torch.cat([part.query.row_M if isinstance(part, Reads) else part.query_row_P for part in parts])
+        out_RD = join(row_S, *(torch.cat(each) for each in zip(*found, strict=True)), rows=len(q_RD))
     out_BHND = out_RD.to(v_RD.dtype).view(*q_BHND.shape[:3], v_BHND.shape[-1])
     return in_graph(out_BHND, q_BHND, k_BHND, v_BHND, *(terms.relative or ()), terms.bias_HM)
 
 
-def join(outs: list[Tensor], sums: list[Tensor]) -> Tensor:
-    """Return the outputs of parts as one softmax over all of their keys; `sums` are logarithms of summed exponentials.
+def join(row_S: Tensor, out_SD: Tensor, sum_S: Tensor, rows: int) -> Tensor:
+    """Return one softmax over the keys of all lists that a row reads, `[rows, D]`; zero where it reads nothing.
 
-    Rows that no part shows a key have the sum -inf in all of them.
+    Each output is of a row in one list, with the logarithm of the summed exponentials there (-inf: no key).
     """
-    sum_XR = torch.stack(sums)
-    sum_XR = torch.where((sum_XR == float("-inf")).all(0), torch.zeros_like(sum_XR), sum_XR)
-    return (sum_XR.softmax(0)[..., None] * torch.stack(outs)).sum(0)
+    top_R = sum_S.new_full((rows,), float("-inf")).scatter_reduce(0, row_S, sum_S.detach(), "amax")
+    weight_S = (sum_S - top_R.masked_fill(top_R.isinf(), 0)[row_S]).exp()
+    total_R = weight_S.new_zeros(rows).index_add(0, row_S, weight_S)
+    share_S = weight_S / total_R.masked_fill(total_R == 0, 1)[row_S]
+    shared_SD = share_S[:, None] * out_SD
+    return shared_SD.new_zeros(rows, out_SD.shape[1]).index_add(0, row_S, shared_SD)
 
 
 def attend_part(
     q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Part, terms: Terms, backend: str, joined: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs `[R, D]` and the logarithms of the summed exponentials, of rows where these are `joined`."""
+    """Return the outputs `[R, D]`, or `joined` those of query members `[P, D]` with their log-sums `[P]`."""
     if isinstance(part, Reads) and part.until_M is not None:
         backend = "torch"  # the others know ranges alone
     if backend == "auto":
@@ -66,14 +77,12 @@ def attend_part(
     if backend == "native" and (why := native_refusal(q_RD, terms)):
         raise ValueError(f"backend='native' cannot run this ({why}): take backend='torch'")
     if isinstance(part, Indexed):
-        return attend_indexed(q_RD, k_RD, v_RD, part, terms, backend)
+        return attend_indexed(q_RD, k_RD, v_RD, part, terms, backend, joined)
     if backend == "native":
         out_RD, sum_P = native.attend_ranges(q_RD, k_RD, v_RD, part, terms.scale)
-        if joined:
-            sum_P = sum_P.new_full((len(q_RD),), float("-inf")).index_copy(0, part.query.row_M, sum_P)
-        return out_RD, sum_P
+        return out_RD[part.query.row_M] if joined else out_RD, sum_P
     if backend == "flex":
-        return flex.attend(q_RD, k_RD, v_RD, part, terms)
+        return flex.attend(q_RD, k_RD, v_RD, part, terms, joined)
     return by_blocks(q_RD, k_RD, v_RD, part, terms, joined)
 
 
@@ -157,25 +166,26 @@ def by_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Return what `attend_part` does, by torch's kernels, or by our own softmax for what they do not offer."""
     plain = not joined and not terms.by_distance and not (terms.dropout and q_RD.device.type == "cpu")
-    blocks, rows = cut(part, triangles=plain and part.until_M is None), len(q_RD)
+    blocks, size = cut(part, triangles=plain and part.until_M is None), len(part.start_P if joined else q_RD)
     query_rows, key_rows = [part.query.row_M[b.query_GQ] for b in blocks], [part.key.row_M[b.key_GK] for b in blocks]
-    weight_P = 1 / part.times_R(rows).clamp(min=1)[part.query.row_M].double()
+    weight_P = 1 / part.times_R(len(q_RD)).clamp(min=1)[part.query.row_M].double()
     # One row more takes what is thrown away.
     wide = torch.promote_types(v_RD.dtype, torch.float32)
-    total_RD = v_RD.new_zeros(rows + 1, v_RD.shape[-1], dtype=v_RD.dtype if plain else wide)
-    sum_R = total_RD.new_full((rows + 1,), float("-inf"))
+    total = v_RD.new_zeros(size + 1, v_RD.shape[-1], dtype=v_RD.dtype if plain else wide)
+    sum_P = total.new_full((size + 1,), float("-inf"))
     taken = take(q_RD, query_rows), take(k_RD, key_rows), take(v_RD, key_rows)
     for block, row_GQ, row_GK, q, k, v in zip(blocks, query_rows, key_rows, *taken, strict=True):
-        target_S = torch.where(block.real_GQ, row_GQ, rows).flatten()
+        target_S = torch.where(block.real_GQ, block.query_GQ if joined else row_GQ, size).flatten()
         if plain:
             out_GQD = kernel(q, k, v, block.mask, terms)
         else:
             out_GQD, sum_GQ = soft_block(part.length, block, row_GQ, row_GK, q, k, v, terms)
-            if joined:
-                sum_R = sum_R.index_copy(0, target_S, sum_GQ.flatten())
-        share_GQD = out_GQD * weight_P[block.query_GQ][..., None].to(out_GQD.dtype)
-        total_RD.index_add_(0, target_S, share_GQD.flatten(0, 1).to(total_RD.dtype))
-    return total_RD[:rows], sum_R[:rows]
+        if joined:
+            sum_P = sum_P.index_copy(0, target_S, sum_GQ.flatten())
+        else:
+            out_GQD = out_GQD * weight_P[block.query_GQ][..., None].to(out_GQD.dtype)
+        total.index_add_(0, target_S, out_GQD.flatten(0, 1).to(total.dtype))
+    return total[:size], sum_P[:size]
 
 
 def kernel(q_GQD: Tensor, k_GKD: Tensor, v_GKD: Tensor, mask: Tensor | None, terms: Terms) -> Tensor:
@@ -230,7 +240,7 @@ def take(x_RD: Tensor, rows: list[Tensor]) -> list[Tensor]:
 
 
 def attend_indexed(
-    q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Indexed, terms: Terms, backend: str
+    q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Indexed, terms: Terms, backend: str, joined: bool
 ) -> tuple[Tensor, Tensor]:
     """Return what `attend_part` does where every query names the rows that it reads."""
     rows, N = len(q_RD), part.length
@@ -258,11 +268,9 @@ def attend_indexed(
             outs.append(out_C1D[:, 0])
             sums.append(sum_C1[:, 0])
     if not outs:
-        return torch.zeros_like(v_RD), q_RD.new_full((rows,), float("-inf"))
+        return torch.zeros_like(v_RD), q_RD.new_zeros(0)
     out_PD, sum_P = torch.cat(outs), torch.cat(sums)
-    times_R = torch.bincount(row_P[(index_PK >= 0).any(-1)], minlength=rows).clamp(min=1)
-    out_RD = out_PD.new_zeros(rows, out_PD.shape[1]).index_add(0, row_P, out_PD)
-    return out_RD / times_R[:, None], sum_P.new_full((rows,), float("-inf")).index_copy(0, row_P, sum_P)
+    return (out_PD if joined else out_PD.new_zeros(rows, out_PD.shape[1]).index_copy(0, row_P, out_PD)), sum_P
 
 
 def in_graph(out: Tensor, *inputs: Tensor | None) -> Tensor:

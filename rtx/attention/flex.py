@@ -7,6 +7,7 @@ Shapes: R rows, P query members and M key members of all lists together, X block
 """
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -47,8 +48,8 @@ def block_mask(part: Reads) -> BlockMask:
     )
 
 
-def attend(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Reads, terms: Terms) -> tuple[Tensor, Tensor]:
-    """Return the outputs `[R, D]` and the logarithms of the summed exponentials `[R]` (of rows in one list at most).
+def attend(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Reads, terms: Terms, joined: bool) -> tuple[Tensor, Tensor]:
+    """Return what `rtx.attention.engine.attend_part` does.
 
     Raises:
         ValueError: dropout, or terms by distance.
@@ -57,16 +58,16 @@ def attend(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Reads, terms: Terms) 
         raise ValueError("backend='flex' has no dropout, Shaw's terms or adaptive spans: take backend='torch'")
     row_P, row_M = part.query.row_M, part.key.row_M
     out_RD = v_RD.new_zeros(v_RD.shape)
-    sum_R = torch.full((len(q_RD),), float("-inf"), device=q_RD.device)
     if not len(row_P) or not len(row_M):
-        return out_RD, sum_R
+        return v_RD.new_zeros(len(row_P), v_RD.shape[1]) if joined else out_RD, q_RD.new_full(row_P.shape, -math.inf)
     attention = compiled() if q_RD.device.type != "cpu" else flex_attention
     q, k, v = q_RD[row_P][None, None], k_RD[row_M][None, None], v_RD[row_M][None, None]
     out, found = attention(q, k, v, block_mask=block_mask(part), scale=terms.scale, return_aux=AuxRequest(lse=True))
     sums = found.lse
     assert sums is not None
     seen_P = part.stop_P > part.start_P
+    out_PD, sum_P = out[0, 0].masked_fill(~seen_P[:, None], 0), sums[0, 0].masked_fill(~seen_P, -math.inf)
+    if joined:
+        return out_PD, sum_P
     share_P = seen_P / part.times_R(len(q_RD)).clamp(min=1)[row_P]
-    out_PD = out[0, 0].masked_fill(~seen_P[:, None], 0) * share_P[:, None].to(out.dtype)
-    sum_P = sums[0, 0].masked_fill(~seen_P, float("-inf"))
-    return out_RD.index_add(0, row_P, out_PD), sum_R.index_copy(0, row_P, sum_P.to(sum_R.dtype))
+    return out_RD.index_add(0, row_P, out_PD * share_P[:, None].to(out.dtype)), sum_P

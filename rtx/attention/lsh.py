@@ -71,8 +71,8 @@ class Lsh(Pattern):
     ) -> None:
         super().__init__(**given)
         check_choice("variant", variant, ("causal", "reformer"))
-        counts = {"heads": heads, "size": size, "window": window, "rounds": rounds, "buckets": buckets}
-        for name, count in counts.items():
+        check_positive("heads", heads, least=0)
+        for name, count in {"size": size, "window": window, "rounds": rounds, "buckets": buckets}.items():
             check_positive(name, count)
         check_seed(seed)
         if buckets % 2:
@@ -81,10 +81,12 @@ class Lsh(Pattern):
         self.variant, self.strictly_causal = variant, variant == "causal"
         self.chunk = max(1, window // 2)
         generator = torch.Generator().manual_seed(seed)
-        # One draw for each head, so that it does not depend on how many heads there are.
-        draws = [torch.randn(rounds, size, buckets // 2, generator=generator, device="cpu") for _ in range(heads)]
-        self.register_buffer("rotation_HTDF", torch.stack(draws), persistent=False)
+        self.register_buffer(
+            "rotation_HTDF", torch.empty(heads, rounds, size, buckets // 2, device="cpu"), persistent=False
+        )
         self.rotation_HTDF: Tensor
+        for rotation_TDF in self.rotation_HTDF:  # one draw for each head, however many there are
+            rotation_TDF.normal_(generator=generator)
 
     @classmethod
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
@@ -98,12 +100,12 @@ class Lsh(Pattern):
         wide_BHND = q_BHND.to(torch.promote_types(q_BHND.dtype, torch.float32))
         return q_BHND, wide_BHND / (wide_BHND.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
-    def reads(self, given: Inputs, real_BN: Tensor | None, prefix: bool) -> list[Part]:
+    def reads(self, given: Inputs, prefix: bool) -> list[Part]:
         """See `Pattern.reads`: a list for each bucket where there is one round, else the union row by row."""
         B, H, N, _ = given.q_BHND.shape
         bucket_TBHN = hash_positions(given.q_BHND, self.rotation_HTDF)
-        if real_BN is not None:  # padding shares a bucket of its own, behind all others
-            bucket_TBHN = bucket_TBHN.masked_fill(~real_BN[:, None], self.buckets)
+        if given.real_BN is not None:  # padding shares a bucket of its own, behind all others
+            bucket_TBHN = bucket_TBHN.masked_fill(~given.real_BN[:, None], self.buckets)
         rule = "prefix" if prefix and self.variant == "reformer" else self.variant
         rounds = [self.sorted_round(bucket_BHN, rule) for bucket_BHN in bucket_TBHN]
         if len(rounds) == 1 and rule != "prefix":  # the first keys of a prefix's chunks may fall along a list

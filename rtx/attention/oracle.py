@@ -1,7 +1,8 @@
 """The oracle: dense softmax in float64, by the rules that the patterns state; slow, obvious, differentiable.
 
 The engine, the caches and every kernel are held against it. A rule is a mask `[lists, N, N]`, true where the query
-(first) reads the key (second) in a list; a position's output is the mean over the lists in which it reads something.
+(first) reads the key (second) in a list; a position's output is the mean over the lists in which it reads something,
+or one softmax over all of them.
 
 Shapes: H heads, N positions, D head size, P lists, C clusters, T hash rounds.
 """
@@ -21,11 +22,19 @@ if TYPE_CHECKING:
 
 
 def dense(
-    q_ND: Tensor, k_ND: Tensor, v_ND: Tensor, mask_PNN: Tensor, terms: Terms, head: int = 0, attend_self: bool = True
+    q_ND: Tensor,
+    k_ND: Tensor,
+    v_ND: Tensor,
+    mask_PNN: Tensor,
+    terms: Terms,
+    head: int = 0,
+    attend_self: bool = True,
+    merge: str = "mean",
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs `[N, D]` of one head of one sequence, and its weights in every list, `[P, N, N]`.
 
-    Without `attend_self` a query that reads other keys of a list does not read its own. `terms.dropout` is left out.
+    Without `attend_self` a query that reads other keys of a list does not read its own; `merge`: "mean" or "lse".
+    `terms.dropout` is left out.
     """
     N = len(q_ND)
     position_N = torch.arange(N, device=q_ND.device)
@@ -44,10 +53,12 @@ def dense(
     if terms.bias_HM is not None:
         logits_PNN = logits_PNN + terms.bias_HM[head][true_NN.clamp(max=terms.bias_HM.shape[1] - 1)]
     mask_PNN = mask_PNN & (logits_PNN > float("-inf"))
-    reads_PN1 = mask_PNN.any(-1, keepdim=True)
+    over = (-1,) if merge == "mean" else (0, -1)
+    reads_PN1 = mask_PNN.any(over, keepdim=True)
     # Rows that read nothing get the weights of any row, and then none.
     logits_PNN = torch.where(mask_PNN | ~reads_PN1, logits_PNN, float("-inf"))
-    weight_PNN = logits_PNN.nan_to_num(0.0, neginf=float("-inf")).softmax(-1) * mask_PNN
+    logits_PNN = logits_PNN.nan_to_num(0.0, neginf=float("-inf"))
+    weight_PNN = (logits_PNN - logits_PNN.logsumexp(over, keepdim=True)).exp() * mask_PNN
     weight_PNN = weight_PNN / reads_PN1.sum(0).clamp(min=1)
     out_ND = weight_PNN.sum(0) @ v_ND
     if relative is not None and relative.values_MD is not None:
@@ -73,7 +84,8 @@ def attend(
         for h in range(q_BHND.shape[1]):
             q_ND, k_ND = given.turned_q_BHND[0, h], given.turned_k_BHND[0, h]
             mask_PNN = pattern.rule(given, h, prefix)
-            out_ND = dense(q_ND, k_ND, v_BHND[b, h], mask_PNN, terms, h, pattern.attend_self)[0]
+            own = pattern.attend_self, pattern.merge
+            out_ND = dense(q_ND, k_ND, v_BHND[b, h], mask_PNN, terms, h, *own)[0]
             gate_H2D, block = getattr(pattern, "gate_H2D", None), getattr(pattern, "block", 0)
             if gate_H2D is not None:
                 unturned = given.q_BHND[0, h], given.k_BHND[0, h], v_BHND[b, h]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,7 @@ from rtx.attention.cache import Cache, PositionCache
 from rtx.attention.engine import BACKENDS, attend
 from rtx.attention.packed import Packed, Part, bounded_read, pack, without_self
 from rtx.attention.softmax import Relative, Terms
-
-if TYPE_CHECKING:
-    from rtx.config import Config
+from rtx.config import Config, reads_self
 
 Rotate = Callable[..., Tensor]
 """Turns queries or keys by their positions, the first of which is `first`: `rotate(x_BHND, first=0)`."""
@@ -37,6 +35,8 @@ class Inputs(NamedTuple):
     """As the logits read them: turned by rotary angles, where there are any."""
     memory: int = 0
     """Positions in front whose keys alone are read: what earlier segments have left."""
+    real_BN: Tensor | None = None
+    """False at padding, which is zero and left out; None: there is none."""
 
 
 class Pattern(nn.Module, ABC):
@@ -58,6 +58,8 @@ class Pattern(nn.Module, ABC):
     attend_self = True
     """Whether a query that reads other keys of a list reads its own, too; rules leave it to the oracle."""
 
+    merge = "mean"
+    """What a position in several lists of one part gets, see `rtx.attention.engine.attend`."""
     heads: int | None = None
     """H and D of the inputs, where a pattern's own tensors have them."""
     size: int | None = None
@@ -81,10 +83,10 @@ class Pattern(nn.Module, ABC):
         return q_BHND, k_BHND
 
     @abstractmethod
-    def reads(self, given: Inputs, real_BN: Tensor | None, prefix: bool) -> list[Part]:
+    def reads(self, given: Inputs, prefix: bool) -> list[Part]:
         """Return who reads whom; several parts share no pair, and each shows a position one list at the most.
 
-        `prefix`: every choice is made from the prefix alone. Padding (false in `real_BN`) is left out.
+        `prefix`: every choice is made from the prefix alone. Padding is left out.
         """
 
     @abstractmethod
@@ -98,7 +100,7 @@ class Pattern(nn.Module, ABC):
     def start(self, relative: Relative | None = None) -> Cache:
         """Return the empty KV cache of a stream, or of a batch of them."""
 
-    def loss(self, given: Inputs, real_BN: Tensor | None) -> Tensor:
+    def loss(self, given: Inputs) -> Tensor:
         """Return the auxiliary loss of the last forward pass, zero where the pattern has none."""
         return given.q_BHND.new_zeros((), dtype=torch.promote_types(given.q_BHND.dtype, torch.float32))
 
@@ -143,11 +145,11 @@ class Pattern(nn.Module, ABC):
         check_whole("memory", memory, 0, q_BHND.shape[2], f"from 0 to N={q_BHND.shape[2]}")
         q_BHND, v_BHND = without_padding(q_BHND, real_BN), without_padding(v_BHND, real_BN)
         k_BHND = None if k_BHND is None else without_padding(k_BHND, real_BN)
-        given = self.inputs(q_BHND, k_BHND, rotate)._replace(memory=memory)
+        given = self.inputs(q_BHND, k_BHND, rotate)._replace(memory=memory, real_BN=real_BN)
         with torch.no_grad():
-            parts = self.reads(given, real_BN, prefix)
+            parts = self.reads(given, prefix)
         out_BHND = self.attend(given, v_BHND, parts, relative)
-        return without_padding(out_BHND, real_BN)[:, :, memory:], self.loss(given, real_BN)
+        return without_padding(out_BHND, real_BN)[:, :, memory:], self.loss(given)
 
     def inputs(self, q_BHND: Tensor, k_BHND: Tensor | None, rotate: Rotate | None, first: int = 0) -> Inputs:
         """Return the queries and keys of positions from `first` on."""
@@ -160,7 +162,8 @@ class Pattern(nn.Module, ABC):
         """Return the outputs for what is read."""
         dtype = v_BHND.dtype
         q_BHND, k_BHND = given.turned_q_BHND.to(dtype), given.turned_k_BHND.to(dtype)
-        return attend(q_BHND, k_BHND, v_BHND, parts, self.terms(q_BHND.shape[-1], relative), self.backend)
+        terms = self.terms(q_BHND.shape[-1], relative)
+        return attend(q_BHND, k_BHND, v_BHND, parts, terms, self.backend, self.merge)
 
 
 def options(config: Config) -> dict[str, Any]:
@@ -178,7 +181,7 @@ def routed_options(config: Config) -> dict[str, Any]:
     """Return what the patterns that `routing` describes take from a configuration."""
     routing, size = config.routing, config.model.hidden // config.model.heads
     scale = {"sqrt_d": size**-0.5, "none": 1.0, "unit": 1 / size}[routing.logit_scale]
-    return {**options(config), "scale": scale, "attend_self": routing.attend_self}
+    return {**options(config), "scale": scale, "attend_self": reads_self(routing)}
 
 
 def turn(x_BHND: Tensor, rotate: Rotate | None, first: int = 0) -> Tensor:
@@ -240,9 +243,9 @@ class PositionPattern(Pattern):
         i = torch.arange(given.q_BHND.shape[2], device=given.q_BHND.device)[:, None] - given.memory
         return ((i >= i.T) & self.sees(head, i, i.T))[None]
 
-    def reads(self, given: Inputs, real_BN: Tensor | None, prefix: bool) -> list[Part]:
+    def reads(self, given: Inputs, prefix: bool) -> list[Part]:
         B, H, N, _ = given.q_BHND.shape
-        real_R = None if real_BN is None else real_BN[:, None].expand(B, H, N).flatten()
+        real_R = None if given.real_BN is None else given.real_BN[:, None].expand(B, H, N).flatten()
         parts, memory = [], given.memory
         position_N = torch.arange(-memory, N - memory, device=given.q_BHND.device)
         for spread in self.spreads(position_N, H):

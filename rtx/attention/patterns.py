@@ -9,10 +9,12 @@ import math
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rtx.attention.arguments import check_number, check_positive, check_seed, check_within
+from rtx.attention.arguments import check_choice, check_number, check_positive, check_seed, check_within
 from rtx.attention.cache import Cache, ClusterCache, PositionCache
+from rtx.attention.engine import MERGES
 from rtx.attention.oracle import last_members
 from rtx.attention.packed import Packed, Part, members_read
 from rtx.attention.pattern import Inputs, Pattern, PositionPattern, Spread, options, position_options, routed_options
@@ -197,7 +199,7 @@ class AdaptiveSpan(PositionPattern):
 
     def __init__(self, heads: int, *, window: int, ramp: int = 32, cost: float = 0.0, **given: Any) -> None:
         super(PositionPattern, self).__init__(**given)  # no attend_self: a key within reach may weigh nothing
-        check_positive("heads", heads)
+        check_positive("heads", heads, least=0)
         check_positive("window", window)
         check_positive("ramp", ramp)
         check_number("cost", cost, "finite and at least 0", lambda x: 0 <= x < math.inf)
@@ -221,7 +223,7 @@ class AdaptiveSpan(PositionPattern):
     @torch.no_grad()
     def reach(self) -> int:
         """Return how many keys, its own included, the head with the longest span reads: behind them weights are 0."""
-        reach = self.ramp + max(float(self.spans().max()), 0.0)
+        reach = self.ramp + float(F.pad(self.spans(), (0, 1)).max())
         return math.ceil(reach) if reach < self.window else self.window
 
     def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
@@ -241,9 +243,9 @@ class AdaptiveSpan(PositionPattern):
         bias_HM = weight_HM.masked_fill(~seen_HM, 1).log().masked_fill(~seen_HM, -math.inf)
         return super().terms(size, relative)._replace(bias_HM=bias_HM)
 
-    def loss(self, given: Inputs, real_BN: Tensor | None) -> Tensor:
+    def loss(self, given: Inputs) -> Tensor:
         """Return the weighted mean span, zero outside training."""
-        return self.cost * self.spans().mean() if self.training else super().loss(given, real_BN)
+        return self.cost * self.spans().sum() / max(1, len(self.share_H)) if self.training else super().loss(given)
 
     def start(self, relative: Relative | None = None) -> Cache:
         """See `Pattern.start`; the spans stay as they are now."""
@@ -255,13 +257,12 @@ class Random(Pattern):
 
     Each cluster has `window` random members among `length` positions, a function of (seed, head, `clusters`, `window`,
     `length`) alone; a member reads the last `window` members up to itself. Later positions go on with the same members
-    over and over. Queries and keys are normalised as in `rtx.attention.routing.Routing`; a position in several clusters
-    gets the mean of their outputs.
+    over and over. Queries and keys are normalised as in `rtx.attention.routing.Routing`.
 
     Args:
         heads: H.
         keys: whether keys are given, else the queries stand for them.
-        attend_self: false: a position reads itself only where it sees nothing else.
+        attend_self, merge: as for `Routing`.
     """
 
     def __init__(
@@ -273,16 +274,18 @@ class Random(Pattern):
         length: int,
         seed: int,
         keys: bool = False,
-        attend_self: bool = True,
+        attend_self: bool | None = None,
+        merge: str = "mean",
         **given: Any,
     ) -> None:
         super().__init__(**given)
+        check_choice("merge", merge, MERGES)
         check_positive("heads", heads, least=0)
         for name, value in (("clusters", clusters), ("window", window), ("length", length)):
             check_positive(name, value)
         check_seed(seed)
-        self.heads, self.window, self.length, self.attend_self = heads, window, length, attend_self
-        self.has_keys = keys
+        self.heads, self.window, self.length, self.has_keys = heads, window, length, keys
+        self.attend_self, self.merge = keys if attend_self is None else attend_self, merge
         position_HCW = random_positions(heads, clusters, length, window, seed)
         self.register_buffer("position_HCW", position_HCW, persistent=False)
         self.position_HCW: Tensor
@@ -291,14 +294,14 @@ class Random(Pattern):
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
         routing = config.routing
         drawn = {"length": config.data.length, "seed": config.seed * 1_000 + layer}
-        own = {"window": routing.window, **drawn, **routed_options(config)}
+        own = {"window": routing.window, "merge": routing.merge, **drawn, **routed_options(config)}
         return cls(heads, clusters(config), keys=routing.keys != "shared", **own)
 
     def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> tuple[Tensor, Tensor]:
         q_BHND = normalise(q_BHND)
         return q_BHND, q_BHND if k_BHND is None else normalise(k_BHND)
 
-    def lists(self, batch: int, length: int, real_BN: Tensor | None = None) -> Packed:
+    def lists(self, batch: int, length: int, real_BN: Tensor | None) -> Packed:
         """Return the members of every cluster in sequences of some length."""
         H, device = len(self.position_HCW), self.position_HCW.device
         turn_T1 = torch.arange(-(-length // self.length), device=device)[:, None]
@@ -310,9 +313,9 @@ class Random(Pattern):
         row_BHCT = first_BH[..., None, None] + position_HCT
         return Packed(row_BHCT[inside_BHCT], inside_BHCT.sum(-1).flatten())
 
-    def reads(self, given: Inputs, real_BN: Tensor | None, prefix: bool) -> list[Part]:
+    def reads(self, given: Inputs, prefix: bool) -> list[Part]:
         B, _, N, _ = given.q_BHND.shape
-        return [members_read(self.lists(B, N, real_BN), N, self.window, self.attend_self)]
+        return [members_read(self.lists(B, N, given.real_BN), N, self.window, self.attend_self)]
 
     def member_HCN(self, length: int) -> Tensor:
         """Return the memberships of positions 0 to `length` - 1."""
@@ -329,7 +332,7 @@ class Random(Pattern):
 
     def lists_kept(self, given: Inputs, cache: Cache) -> Packed:
         """Return what a prompt leaves in a stream's cache."""
-        return self.lists(len(given.q_BHND), given.q_BHND.shape[2])
+        return self.lists(len(given.q_BHND), given.q_BHND.shape[2], None)
 
     def join(self, given: Inputs, position: int, cache: Cache) -> tuple[Tensor, Tensor, None]:
         """Return which clusters the query and the key of a stream's next position join, `[B, H, C]`."""

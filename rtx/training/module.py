@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from rtx.attention.centroids import after_step, initialise_from_data
+from rtx.attention.routing import after_step, initialise_from_data
 from rtx.compose import flat
 from rtx.config import Config, OptimizerConfig
 from rtx.evaluation.protocols import local_reach

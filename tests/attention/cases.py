@@ -37,6 +37,7 @@ class Case:
     """Rows of Shaw's tables; 0: none."""
     rotary: bool = False
     scaled: bool = False
+    merge: str = "mean"
     rounds: int = 2
     seed: int = 0
 
@@ -53,6 +54,7 @@ CASES = st.builds(
     distances=st.sampled_from((0, 1, 2, 7, 40)),
     rotary=st.booleans(),
     scaled=st.booleans(),
+    merge=st.sampled_from(("mean", "lse")),
     rounds=st.integers(1, 3),
     seed=st.integers(0, 1 << 20),
 )
@@ -62,7 +64,9 @@ def make(kind: str, case: Case, **options: Any) -> Pattern:
     """Return a pattern of a kind in evaluation mode, in float64 where it has parameters."""
     torch.manual_seed(case.seed)
     options = {"scale": 0.7 if case.scaled else None} | options
-    own, H, W, D, seed = {"attend_self": case.attend_self} | options, case.H, case.W, case.D, case.seed
+    own: dict[str, Any] = {"attend_self": case.attend_self} | options
+    clustered: dict[str, Any] = {"merge": case.merge} | own
+    H, W, D, seed = case.H, case.W, case.D, case.seed
     length, summary, some = max(1, case.N), 1 + seed % W, {"window": W, "block": 1 + seed % min(W, 4)}
     hashed = {"window": W, "rounds": case.rounds, "buckets": 4, "seed": seed}
     how, _, keys = kind.partition("-")
@@ -78,7 +82,7 @@ def make(kind: str, case: Case, **options: Any) -> Pattern:
         "span": lambda: attention.AdaptiveSpan(H, window=W, ramp=1 + case.C, cost=0.1, **options),
         "lsh": lambda: attention.Lsh(H, D, **hashed, **options),
         "reformer": lambda: attention.Lsh(H, D, variant="reformer", **hashed, **options),
-        "random": lambda: attention.Random(H, case.C, window=W, length=length, seed=seed, keys=bool(keys), **own),
+        "random": lambda: attention.Random(H, case.C, window=W, length=length, seed=seed, keys=bool(keys), **clustered),
         "exact": lambda: attention.Exact(window=W, **own),
         "blocks": lambda: attention.Blocks(H, D, **some, **own),
         "compressed": lambda: attention.Blocks(H, D, compressed=True, **some, **own),
@@ -90,7 +94,7 @@ def make(kind: str, case: Case, **options: Any) -> Pattern:
     else:
         rate = 0.1 if how == "causal" else 0.0
         store = attention.Centroids(H, case.C, D, window=W, length=length, decay=0.9, threshold_rate=rate, keys=keys)
-        pattern = attention.Routing(store, selection=how, **own)
+        pattern = attention.Routing(store, selection=how, **clustered)
         for threshold_HC in (store.threshold_HC, store.key_threshold_HC):
             if threshold_HC is not None:
                 threshold_HC.copy_(0.5 * torch.randn(H, case.C))

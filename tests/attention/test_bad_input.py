@@ -87,13 +87,14 @@ OPTIONS: list[Any] = [
     *((FIXED, "summary", bad, f"summary={bad}: must be") for bad in (0, 2.5, True)),
     (FIXED, "summary", 5, "summary=5: must be from 1 to block=4"),
     *((RANDOM, *bad) for bad in counts("clusters", "window", "length")),
+    (RANDOM, "merge", "sum", "merge='sum': must be one of mean, lse"),
     (RANDOM, "seed", 1 << 70, f"seed={1 << 70}: must be from -2^63"),
     *((Exact, *bad) for bad in counts("window")),
     (BLOCKS, "block", 9, "block=9: must be from 1 to window=8"),
     (partial(Blocks, 2, window=8), "size", "x", "size='x': must be a whole number"),
     (partial(AdaptiveSpan, 2, window=8), "cost", float("nan"), "cost=nan: must be finite and at least 0"),
     (partial(Indexer, 2, 4, window=8), "warmup", -1, "warmup=-1: must be at least 0"),
-    (LSH, "heads", 0, "heads=0: must be at least 1"),
+    (LSH, "heads", -1, "heads=-1: must be at least 0"),
     (LSH, "buckets", 3, "buckets=3: must be even"),
     (LSH, "variant", "linear", "variant='linear': must be one of causal, reformer"),
     (CENTROIDS, "keys", "other", "keys='other': must be one of shared, separate, projected"),
@@ -121,5 +122,6 @@ def test_what_a_backend_or_a_pattern_cannot_do_is_refused() -> None:
     pattern = make(CLUSTERED[0], CASE, backend="flex")
     with pytest.raises(ValueError, match="backend='flex' has no dropout"):
         run(pattern, tensors(pattern, replace(CASE, distances=3)))
-    with pytest.raises(ValueError, match="real_BN is false at 4 positions: must be true everywhere"):
-        run(*drawn("exact", CASE), real_BN=torch.arange(9).expand(2, 9) < 7)
+    pattern = make(CLUSTERED[0], replace(CASE, merge="lse"), backend="native")
+    with pytest.raises(ValueError, match="backend='native' has no merge='lse': take backend='torch'"):
+        run(pattern, tensors(pattern, CASE))

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rtx.attention.centroids import Centroids, after_step, statistics_paused, to_sphere
-from rtx.attention.routing import Routing
+from rtx.attention.routing import Centroids, Routing, after_step, statistics_paused, to_sphere
 from rtx.attention.selection import centroid_scores, normalise
 
 H, C, N, D, W = 2, 3, 24, 4, 8

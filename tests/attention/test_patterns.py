@@ -22,7 +22,6 @@ from hypothesis import HealthCheck, example, given, settings
 import rtx
 from rtx.attention import Pattern, Relative, Spread, flex, oracle
 from rtx.attention.cache import Cache
-from rtx.attention.choices import Choice
 from rtx.attention.pattern import PositionPattern
 from rtx.attention.selection import assign
 from rtx.training.hardware import has_compiler
@@ -70,11 +69,10 @@ def test_the_future_moves_nothing_but_where_the_pattern_says_so(kind: str, atten
 
 CASE = Case(B=2, H=2, N=19, D=4, C=3, W=6, seed=5)
 REAL_BN = torch.rand(2, 19, generator=torch.Generator().manual_seed(1)) < 0.7
-PADDED = [kind for kind in KINDS if not isinstance(make(kind, CASE), Choice)]
 
 
 @pytest.mark.parametrize("distances", [0, 4])
-@pytest.mark.parametrize("kind", PADDED)
+@pytest.mark.parametrize("kind", KINDS)
 def test_real_positions_read_what_they_would_without_padding_whatever_it_holds(kind: str, distances: int) -> None:
     pattern, here = drawn(kind, replace(CASE, distances=distances))
     out, padding_B1N1 = run(pattern, here, real_BN=REAL_BN), ~REAL_BN[:, None, :, None]
@@ -83,15 +81,19 @@ def test_real_positions_read_what_they_would_without_padding_whatever_it_holds(k
     again = run(pattern, dirty, real_BN=REAL_BN, check_finite=True)
     assert torch.equal(again, out) and not out.masked_fill(~padding_B1N1, 0).any()
     assert all(g.isfinite().all() for g in gradients(pattern, dirty, again).values())
+    expected = torch.zeros_like(out)
     for b, real_N in enumerate(REAL_BN):
         alone = {name: x[b : b + 1] if torch.is_tensor(x) else x for name, x in here.items()}
         if isinstance(pattern, PositionPattern) or kind.startswith("random"):
-            expected = by_rule(pattern, alone, real_N)[:, :, real_N]
+            found = by_rule(pattern, alone, real_N)[:, :, real_N]
         elif distances:
-            continue  # positions of the sequence without padding are others
+            return  # positions of the sequence without padding are others
         else:
-            expected = run(pattern, {n: x[:, :, real_N] if torch.is_tensor(x) else x for n, x in alone.items()})
-        torch.testing.assert_close(out[b, :, real_N], expected[0], rtol=1e-9, atol=1e-9)
+            found = run(pattern, {n: x[:, :, real_N] if torch.is_tensor(x) else x for n, x in alone.items()})
+        expected = expected.index_put((torch.tensor([[[b]]]), torch.arange(2)[:, None], real_N.nonzero()[:, 0]), found)
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+    mine, its = gradients(pattern, here, out), gradients(pattern, here, expected)
+    torch.testing.assert_close(mine, its, rtol=1e-8, atol=1e-8)
 
 
 def by_rule(pattern: Pattern, alone: dict[str, Any], real_N: torch.Tensor) -> torch.Tensor:
@@ -102,12 +104,22 @@ def by_rule(pattern: Pattern, alone: dict[str, Any], real_N: torch.Tensor) -> to
         return run(partial(oracle.attend, pattern), alone)
 
 
-NO_HEADS = [(kind, {"H": 0}) for kind in ("full", "local", "strided", "fixed", "exact", "random")]
+@pytest.mark.parametrize("kind", ["indexer", "indexer-dense", "nearest-separate"])
+def test_padding_counts_in_no_loss(kind: str) -> None:
+    case = replace(CASE, B=1)
+    pattern, here = drawn(kind, case)
+    pattern.train().commitment = 0.3  # type: ignore[assignment]
+    alone = {name: here[name][:, :, REAL_BN[0]] for name in "qkv"}
+    padded, short = ([x[name] for name in "qkv"] for x in (here, alone))
+    losses = pattern(*padded, real_BN=REAL_BN[:1])[1], pattern(*short)[1]
+    assert losses[0] > 0
+    torch.testing.assert_close(*losses, rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize(("kind", "empty"), [*((kind, {name: 0}) for kind in KINDS for name in "BN"), *NO_HEADS])
-def test_nothing_in_gives_nothing_out_with_a_gradient(kind: str, empty: dict) -> None:
-    pattern, here = drawn(kind, Case(**empty))
+@pytest.mark.parametrize("empty", ["B", "H", "N"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_in_gives_nothing_out_with_a_gradient(kind: str, empty: str) -> None:
+    pattern, here = drawn(kind, Case(**{empty: 0}))  # type: ignore[arg-type]
     out = run(pattern.train(), here)
     assert out.shape == stream(pattern, here, 0).shape == here["v"].shape
     out.sum().backward()

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from tiny_models import BY_QUERY, POSITIONS, TIED, Kind, check_alike, check_streams, tiny_config, tiny_model, tokens
 
-from rtx.attention.centroids import after_step
 from rtx.attention.choices import Indexer
 from rtx.attention.pattern import Pattern
 from rtx.attention.patterns import Full, Random
+from rtx.attention.routing import after_step
 from rtx.config import HardwareConfig
 from rtx.model import likelihood, linear
 from rtx.model.block import Block, FeedForward
