@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from rtx.attention.choices import Indexer, RandomBlocks
+from rtx.attention.lsh import Lsh
 from rtx.attention.pattern import Pattern
 from rtx.attention.patterns import Random
-from rtx.attention.routing import Routing, statistics_paused
+from rtx.attention.routing import Routing, after_step, all_centroids
 from rtx.errors import RunFailed
 from rtx.model.multihead import ROUTED, MultiheadAttention
 from rtx.model.transformer import Transformer
@@ -151,29 +152,34 @@ def choice_gradients(model: Transformer, tokens_BN: Tensor) -> list[dict[str, An
     """Take a training pass, forward and backward, with a copy of the model: does each choice that should train do so?
 
     A choice of keys has no gradient of its own; what makes it must be trained by something else. A row for each group
-    of heads that route has its layer, what trains its choice, the norm of the gradient of its queries, or of the least
-    among parameters of its own (None: nothing should train, or it is not finite), and whether it is missing.
+    of heads that choose by content, or are drawn, has its layer, what trains its choice, the norm of the gradient of
+    its queries, or of the least among parameters of its own (None: nothing should train, or it is not finite), and
+    whether that is missing, or the step moves no centroid.
     """
     model = copy.deepcopy(model).train()
     model.zero_grad()
     devices = [tokens_BN.device] if tokens_BN.is_cuda else []
-    with statistics_paused(), torch.random.fork_rng(devices), torch.enable_grad():
+    with torch.random.fork_rng(devices), torch.enable_grad():
         nats_BN, auxiliary = model.loss(tokens_BN)
         (nats_BN.mean() + auxiliary).backward()
+    before = {store: store.centroid_HCD.clone() for store in all_centroids(model)}
+    after_step(model)
+    frozen = [store for store, old_HCD in before.items() if torch.allclose(store.centroid_HCD, old_HCD)]
     rows = []
     for layer, block in enumerate(model.blocks):
         attention: MultiheadAttention = block.attention  # type: ignore[assignment]
         assert attention.qkv.weight.grad is not None
         queries = attention.qkv.weight.grad.split(attention.widths)  # then keys, then values
         for (name, pattern), query_grad in zip(attention.groups.items(), queries, strict=False):
-            if name == ROUTED and isinstance(pattern, Pattern):
+            if isinstance(pattern, Pattern) and (name == ROUTED or isinstance(pattern, Lsh)):
                 grads = [p.grad for p in pattern.parameters()] or [query_grad]
                 norms = [0.0 if x is None else float(x.norm()) for x in grads]
                 norm = min(norms, key=lambda norm: (math.isfinite(norm), norm))
                 drawn = isinstance(pattern, Random | RandomBlocks)
                 row = {"layer": layer, "heads": name, "trained_by": trained_by(pattern)}
                 row["gradient"] = None if drawn or not math.isfinite(norm) else norm
-                rows.append({**row, "missing": not drawn and not 0 < norm < math.inf})
+                stays = isinstance(pattern, Routing) and pattern.centroids in frozen
+                rows.append({**row, "missing": stays or not (drawn or 0 < norm < math.inf)})
     return rows
 
 
@@ -181,6 +187,8 @@ def trained_by(pattern: Pattern) -> str:
     """Return what trains a choice, in words."""
     if isinstance(pattern, Random | RandomBlocks):
         return "nothing: it is drawn"
+    if isinstance(pattern, Lsh):
+        return "its queries, by the attention; what they are hashed by is drawn"
     if isinstance(pattern, Indexer):
         return "the divergence of its scores to the attention"
     if not isinstance(pattern, Routing):

@@ -112,6 +112,11 @@ def test_a_gradient_that_is_missing_or_not_finite_is_flagged(monkeypatch: pytest
     idle = tiny_model(selection="exact")
     idle.blocks[2].attention.groups["routed"].register_parameter("idle", nn.Parameter(torch.ones(3)))  # type: ignore[union-attr,index]
     assert [row["missing"] for row in choice_gradients(idle, tokens())] == [False, True]
+    frozen = tiny_model(selection="causal")
+    frozen.blocks[2].attention.groups["routed"].centroids.decay = 1.0  # type: ignore[union-attr,index]
+    assert [row["missing"] for row in choice_gradients(frozen, tokens())] == [False, True]
+    (hashed,) = choice_gradients(tiny_model(layers=1, routing_layers=0, base="lsh", hash_buckets=4), tokens())
+    assert (hashed["heads"], hashed["missing"], hashed["trained_by"][:11]) == ("lsh", False, "its queries")
     monkeypatch.setattr(Indexer, "loss", Full.loss)
     found = choice_gradients(tiny_model(selection="indexer"), tokens())
     assert all(row["missing"] and row["gradient"] == 0 for row in found)
