@@ -13,7 +13,8 @@ from rtx.errors import UserError
 from rtx.options import check_overrides
 
 HASHES = {
-    "": "329f75f421df",
+    "": "7f7954436e8c",
+    "routing=causal": "329f75f421df",
     "data=enwik8 model=rt24": "948064e8fff7",
     "experiment=cifar10 seed=3": "4041088e38d3",
     "experiment=recall routing=blocks routing.block=4": "ee225e69f875",
@@ -157,6 +158,7 @@ def test_clusters_and_hash_buckets_are_frozen() -> None:
         ("hardware.name=fsdp optimizer.name=adafactor", "optimizer=adafactor is not for hardware=fsdp"),
         ("hardware.attention=native hardware.name=gpu", "hardware.attention=native is for hardware.precision=fp32 on"),
         ("hardware.attention=native model.positions=shaw", "need hardware.attention=auto or torch"),
+        ("hardware.attention=native routing.merge=lse", "merge=lse needs hardware.attention=auto, torch or"),
         ("trainer.batch_size=10 trainer.micro_batch_size=4", "trainer.batch_size=10 must be a multiple of"),
         ("optimizer.warmup=0", "optimizer.schedule=rsqrt needs optimizer.warmup of at least 1"),
         ("data.name=images data.path=a", "data.length=1024 must be height x width x 3"),
@@ -211,7 +213,7 @@ def test_what_fits() -> None:
         ("data=cifar10 data.tokenizer=words", "data.tokenizer=words has no effect with data.name=cifar10"),
         ("data.vocabulary=500", "data.vocabulary=500 has no effect with data.tokenizer=bytes; it is for sentencepiece"),
         ("routing=blocks_random routing.compressed=true", "has no effect with routing.selection=blocks_random; it is"),
-        ("routing.block=8", "routing.block=8 has no effect with routing.selection=causal; it is for blocks"),
+        ("routing.block=8", "routing.block=8 has no effect with routing.selection=nearest; it is for blocks"),
         ("routing=exact routing.decay=0.5", "routing.decay=0.5 has no effect with routing.selection=exact"),
         ("model.memory=40", "model.memory=40 has no effect with model.base=local; it is for recurrent"),
         ("model.cutoffs=2x5", "model.cutoffs=2x5 has no effect with model.embedding=null; it is for adaptive"),

@@ -23,7 +23,7 @@ from rtx.training.inference import write_export
 
 @pytest.fixture(scope="module")
 def run(workshop: Workshop) -> Path:
-    return workshop.train("causal", "trainer.val_every=12")
+    return workshop.train("causal", "routing=causal", "trainer.val_every=12")
 
 
 @pytest.fixture(scope="module")

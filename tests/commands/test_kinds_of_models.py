@@ -10,7 +10,8 @@ from rtx.training.run_folder import read_status, run_state
 
 XL = ("model.base=recurrent", "model.positions=xl", "routing.heads=0", "routing.layers=0", "model.tie_embeddings=true")
 KINDS = {
-    "causal": (),
+    "causal": ("routing=causal",),
+    "nearest": (),
     "recurrent": (*XL, "model.memory=40", "trainer.log_every=1"),
     "compressive": (*XL, "model.memory=32", "model.compressed=24", "model.compression_rate=4"),
     "adaptive": (

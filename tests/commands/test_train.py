@@ -51,7 +51,7 @@ def test_what_a_run_leaves_and_says(workshop: Workshop, tmp_path: Path) -> None:
     assert [*validations] == [4, 8, 12] and validations[best] == min(validations.values())
     assert f"{last['val_bits']:.4f} bits/byte on the validation split" in said
     assert f"bits/byte on valid, {last['val_units']:,} bytes each scored once, windows of 32, stride 5" in said
-    assert "selection=causal: sees no future" in said
+    assert "selection=nearest: sees no future" in said
     plain = baselines(store.split("valid"))
     assert final(run)["baselines"] == plain
     for name, bits in plain.items():
