@@ -210,22 +210,21 @@ class ClusterCache(Cache):
         list_J = read_L.nonzero()[:, 0]
         if not len(list_J):
             return torch.zeros_like(v_BH1D)
-        total_RD = torch.zeros_like(v_BH1D.flatten(0, 2), dtype=torch.promote_types(dtype, torch.float32))
         row_J, at_JS = list_J // self.clusters, self.position_LS[list_J]
-        q_J1D, k_JSD, v_JSD = (
-            given.turned_q_BHND.to(dtype).flatten(0, 2)[row_J, None],
-            self.key_LSD[list_J],
-            self.value_LSD[list_J],
-        )
-        mask_J1S, distance_J1S = self.readable(at_JS, position)[:, None], (position - at_JS)[:, None]
+        q_J1D = given.turned_q_BHND.to(dtype).flatten(0, 2)[row_J, None]
+        read = q_J1D, self.key_LSD[list_J], self.value_LSD[list_J], self.readable(at_JS, position)[:, None]
         terms = self.pattern.terms(given.q_BHND.shape[-1], self.relative)
-        if self.pattern.merge == "lse":
-            out_J1D, sum_J1 = soft_attend(q_J1D, k_JSD, v_JSD, mask_J1S, distance_J1S, None, terms)
-            return join(row_J, out_J1D[:, 0], sum_J1[:, 0], len(total_RD)).to(dtype).view_as(v_BH1D)
-        q, k, v, mask, distance = (x[:, None] for x in (q_J1D, k_JSD, v_JSD, mask_J1S, distance_J1S))
-        total_RD.index_add_(0, row_J, attend_step(q, k, v, mask, distance, terms)[:, 0, 0].to(total_RD.dtype))
-        count_R1 = torch.bincount(row_J, minlength=len(total_RD)).clamp(min=1)[:, None]
-        return (total_RD / count_R1).to(dtype).view_as(v_BH1D)
+        if terms.by_distance or self.pattern.merge == "lse":
+            head_J = row_J % v_BH1D.shape[1]
+            out_J1D, sum_J1 = soft_attend(*read, (position - at_JS)[:, None], head_J, terms)
+        else:
+            q, k, v, mask = (x[:, None] for x in read)
+            out_J1D = attend_step(q, k, v, mask, None, terms)[:, 0]
+            sum_J1 = out_J1D[..., 0].to(torch.promote_types(dtype, torch.float32))
+        if self.pattern.merge == "mean":
+            sum_J1 = torch.zeros_like(sum_J1)  # all lists weigh the same
+        out_RD = join(row_J, out_J1D[:, 0], sum_J1[:, 0], v_BH1D[..., 0].numel())
+        return out_RD.to(dtype).view_as(v_BH1D)
 
     def readable(self, at_JS: Tensor, position: int) -> Tensor:
         """Return which slots a position reads: all members, or all but itself where there are others."""

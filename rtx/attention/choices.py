@@ -200,7 +200,8 @@ class Indexer(Choice):
         )
         turned_q, turned_k = given.turned_q_BHND.detach(), given.turned_k_BHND.detach()
         query_BHNE, key_BHNE = self.choice_queries(given), self.choice_keys(given)
-        real_BN = query_BHNE.new_ones(len(query_BHNE), N) if given.real_BN is None else given.real_BN
+        whole_BN = torch.ones(len(query_BHNE), N, dtype=torch.bool, device=query_BHNE.device)
+        real_BN = whole_BN if given.real_BN is None else given.real_BN
 
         def part(position_Q: Tensor, query_BHQE: Tensor, key_BHNE: Tensor) -> Tensor:
             last = int(position_Q[-1]) + 1
@@ -317,7 +318,7 @@ class Blocks(Choice):
 class RandomBlocks(Blocks):
     """The control of `Blocks`: as many blocks of the same sizes, drawn instead of chosen.
 
-    What a query reads is a function of (seed, head, its position) alone.
+    What a query reads is a function of (seed, head, its place among real positions) alone.
     """
 
     def __init__(self, heads: int, size: int, *, seed: int, **given: Any) -> None:

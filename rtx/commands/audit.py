@@ -61,7 +61,7 @@ def what_moves(run: LoadedRun, options: AuditOptions) -> Result:
         print(f"\n{mode}: {verdict(audit)}")
         print_table(rows)
     if choices := choice_gradients(run.model, ids_BN[:1].roll(-1, dims=1)):
-        print("\nwhat trains each choice of keys; one whose gradient is missing stays as it is")
+        print("\nwhat trains each choice of keys; missing: no gradient, or centroids that stay as they are")
         print_table(choices)
     return {"changes": changes, "choices": choices}
 

@@ -116,6 +116,21 @@ def test_padding_counts_in_no_loss(kind: str) -> None:
     torch.testing.assert_close(*losses, rtol=1e-9, atol=0)
 
 
+def test_the_indexers_loss_is_a_mean_in_half_precision_too() -> None:
+    pattern, here = drawn("indexer", Case(B=1100, N=32, W=2), torch.float32)
+    losses = [pattern.train().to(t)(*(here[x].to(t) for x in "qkv"))[1].float() for t in (torch.float32, torch.float16)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("merge", ["mean", "lse"])
+@torch.no_grad()
+def test_streams_of_clusters_read_each_heads_own_tables(merge: str) -> None:
+    pattern, here = drawn("causal-shared", Case(merge=merge))
+    here["relative"] = Relative(torch.randn(2, 5, 4).double(), None, torch.randn(2, 5).double())
+    expected = run(partial(oracle.attend, pattern), here)
+    torch.testing.assert_close(stream(pattern, here, 6), expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("empty", ["B", "H", "N"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_in_gives_nothing_out_with_a_gradient(kind: str, empty: str) -> None:
