@@ -65,17 +65,18 @@ class Choice(Pattern):
         B, H, N, _ = given.q_BHND.shape
         given, order_BN = real_first(given)
         queries, keys = self.choice_queries(given), self.choice_keys(given)
+        first_BH11 = torch.arange(B * H, device=given.q_BHND.device).view(B, H, 1, 1) * N
         index_BHNK = torch.full((B, H, N, self.most_keys(N)), -1, device=given.q_BHND.device)
-        for position_Q in self.split(given, keys.shape[2]):
+        # Places are wider than scores, and there several times while they are made.
+        for position_Q in self.split(given, keys.shape[2] + 8 * self.most_keys(N)):
             at_BHQK = self.best(queries[:, :, position_Q], keys, position_Q)
-            index_BHNK[:, :, position_Q, : at_BHQK.shape[-1]] = at_BHQK
-        if order_BN is not None and given.real_BN is not None:
-            reads_BHNK = (index_BHNK >= 0) & given.real_BN[:, None, :, None]
-            row_B111 = torch.arange(B, device=order_BN.device)[:, None, None, None]
-            index_BHNK = torch.where(reads_BHNK, order_BN[row_B111, index_BHNK.clamp(min=0)], -1)
-            index_BHNK = put_back(index_BHNK, order_BN)
-        first_BH11 = torch.arange(B * H, device=index_BHNK.device).view(B, H, 1, 1) * N
-        index_BHNK = torch.where(index_BHNK >= 0, index_BHNK + first_BH11, -1)
+            read_BHQK = at_BHQK >= 0
+            if order_BN is not None and given.real_BN is not None:
+                read_BHQK &= given.real_BN[:, None, position_Q, None]
+                row_B111 = torch.arange(B, device=order_BN.device)[:, None, None, None]
+                at_BHQK = order_BN[row_B111, at_BHQK.clamp(min=0)]
+            index_BHNK[:, :, position_Q, : at_BHQK.shape[-1]] = (at_BHQK + first_BH11).masked_fill(~read_BHQK, -1)
+        index_BHNK = put_back(index_BHNK, order_BN)
         return [Indexed(torch.arange(B * H * N, device=index_BHNK.device), index_BHNK.flatten(0, 2), N)]
 
     def most_keys(self, length: int) -> int:
