@@ -217,7 +217,8 @@ class Indexer(Choice):
             apart = F.kl_div(score.log_softmax(-1), logit.log_softmax(-1), reduction="none", log_target=True)
             return (apart.sum(-1) * real_BN[:, None, position_Q]).sum()
 
-        pieces = [recomputed(part, p, query_BHNE[:, :, p], key_BHNE) for p in self.split(given, N)]
+        # Scores and logits of all keys, and masked copies of them, are held at once.
+        pieces = [recomputed(part, p, query_BHNE[:, :, p], key_BHNE) for p in self.split(given, 4 * N)]
         return torch.stack(pieces).sum() / (query_BHNE.shape[1] * real_BN.sum()).clamp(min=1)
 
     def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:

@@ -112,10 +112,15 @@ class Lsh(Pattern):
             lists, start_M = rounds[0]
             own_M = torch.arange(len(start_M), device=start_M.device)
             return [Reads(lists, lists, start_M, own_M.maximum(start_M + 1), N)]
-        index_RK = torch.cat([self.earlier_rows(lists, start_M) for lists, start_M in rounds], dim=1)
-        index_RK = distinct(index_RK)
-        own_R = torch.arange(B * H * N, device=index_RK.device)
-        index_RK[:, 0] = torch.where((index_RK < 0).all(-1), own_R, index_RK[:, 0])
+        own_R = torch.arange(B * H * N, device=bucket_TBHN.device)
+        index_RK = own_R.new_empty(len(own_R), len(rounds) * self.slots())
+        placed = [(lists.row_M, start_M, lists.row_M.argsort()) for lists, start_M in rounds]
+        # Sorting holds the union several times.
+        for own_P in own_R.split(max(1, MAX_SCORES // (8 * index_RK.shape[1]))):
+            union_PK = distinct(torch.cat([self.earlier_rows(*each, own_P) for each in placed], dim=1))
+            index_PK = union_PK.sort(dim=-1, descending=True).values
+            index_PK[:, 0] = torch.where((index_PK < 0).all(-1), own_P, index_PK[:, 0])
+            index_RK[own_P] = index_PK
         return [Indexed(own_R, index_RK, N)]
 
     def sorted_round(self, bucket_BHN: Tensor, rule: str) -> tuple[Packed, Tensor]:
@@ -134,13 +139,11 @@ class Lsh(Pattern):
             start_M = number_M - self.chunk - place_M % self.chunk
         return lists, first_M.maximum(start_M)
 
-    def earlier_rows(self, lists: Packed, start_M: Tensor) -> Tensor:
-        """Return the rows that each row sees in a round, `[R, S]`, -1 for none."""
-        number_M = torch.arange(len(start_M), device=start_M.device)
-        slot_S = torch.arange(max(1, self.slots() - 1), device=start_M.device)
-        at_MS = number_M[:, None] - 1 - slot_S
-        seen_MS = torch.where(at_MS >= start_M[:, None], lists.row_M[at_MS.clamp(min=0)], -1)
-        return torch.empty_like(seen_MS).index_copy_(0, lists.row_M, seen_MS)
+    def earlier_rows(self, row_M: Tensor, start_M: Tensor, number_R: Tensor, row_P: Tensor) -> Tensor:
+        """Return the rows that some rows, members of a number in a round's lists, see there, `[P, S]`, -1 for none."""
+        number_P1 = number_R[row_P, None]
+        at_PS = number_P1 - 1 - torch.arange(self.slots(), device=row_M.device)
+        return torch.where(at_PS >= start_M[number_P1], row_M[at_PS.clamp(min=0)], -1)
 
     def slots(self) -> int:
         """Return how many members of a bucket a position may look back over, its own place included."""
@@ -182,7 +185,7 @@ class LshCache(ClusterCache):
         place_S = torch.arange(self.slots, device=list_J.device)
         back_BHTS = (self.joined_L[list_J].view(B, H, T, 1) - 1 - place_S) % self.slots
         seen_BHTS = (at_BHTS >= 0) & (back_BHTS > 0) & (back_BHTS < reach_BHT[..., None])
-        at_BHK = distinct(torch.where(seen_BHTS, at_BHTS, -1).flatten(2), keep_order=True)
+        at_BHK = distinct(torch.where(seen_BHTS, at_BHTS, -1).flatten(2))
         seen_BHK = at_BHK >= 0
         own_BHK = (at_BHTS == position).flatten(2)
         own_BHK[..., self.slots :] = False
@@ -206,15 +209,11 @@ class LshCache(ClusterCache):
         return pattern.chunk + place_BHTC.gather(-1, bucket_BHT[..., None])[..., 0] % pattern.chunk + 1
 
 
-def distinct(index: Tensor, keep_order: bool = False) -> Tensor:
+def distinct(index: Tensor) -> Tensor:
     """Return numbers of which each row `[..., K]` names every one once; -1, which stands for none, for the others."""
     value, order = index.sort(dim=-1, stable=True)
-    again = torch.zeros_like(value, dtype=torch.bool)
-    again[..., 1:] = value[..., 1:] == value[..., :-1]
-    value = value.masked_fill(again, -1)
-    if keep_order:
-        return torch.empty_like(value).scatter_(-1, order, value)
-    return value.sort(dim=-1, descending=True).values
+    value[..., 1:].masked_fill_(value[..., 1:] == value[..., :-1], -1)
+    return torch.empty_like(value).scatter_(-1, order, value)
 
 
 def sorted_places(bucket_XN: Tensor, buckets: int) -> Tensor:
