@@ -153,6 +153,7 @@ class Indexer(Choice):
         self.key_HDE = nn.Parameter(torch.randn(heads, size_of_head, size) * deviation)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.steps: Tensor
+        self.chosen: Tensor | None = None
 
     @classmethod
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
@@ -183,7 +184,10 @@ class Indexer(Choice):
         """See `Pattern.reads`; dense heads read one list, as an index would hold N^2 numbers."""
         B, H, N, _ = given.q_BHND.shape
         if not self.dense:
-            return super().reads(given, prefix)
+            (part,) = super().reads(given, prefix)
+            assert isinstance(part, Indexed)
+            self.chosen = part.index_PK.unflatten(0, (B, H, N)) if self.training else None
+            return [part]
         row_M = torch.arange(B * H * N, device=given.q_BHND.device)
         lists = Packed(row_M, row_M.new_full((B * H,), N))
         if given.real_BN is not None:
@@ -191,14 +195,13 @@ class Indexer(Choice):
         return [members_read(lists, N, N, self.attend_self)]
 
     def loss(self, given: Inputs) -> Tensor:
-        """Return the mean divergence over all real positions in training."""
+        """Return the mean divergence over all real positions in training, over the keys that `reads` chose."""
         if not self.training or not given.q_BHND.numel():
             return super().loss(given)
-        (given, _), N = real_first(given), given.q_BHND.shape[2]
-        scale, wide = (
-            self.terms(given.q_BHND.shape[-1], None).scale,
-            torch.promote_types(given.q_BHND.dtype, torch.float32),
-        )
+        chosen_BHNK, self.chosen = self.chosen, None
+        given, N = real_first(given)[0] if chosen_BHNK is None else given, given.q_BHND.shape[2]
+        scale = self.terms(given.q_BHND.shape[-1], None).scale
+        wide = torch.promote_types(given.q_BHND.dtype, torch.float32)
         turned_q, turned_k = given.turned_q_BHND.detach(), given.turned_k_BHND.detach()
         query_BHNE, key_BHNE = self.choice_queries(given), self.choice_keys(given)
         whole_BN = torch.ones(len(query_BHNE), N, dtype=torch.bool, device=query_BHNE.device)
@@ -206,15 +209,16 @@ class Indexer(Choice):
 
         def part(position_Q: Tensor, query_BHQE: Tensor, key_BHNE: Tensor) -> Tensor:
             last = int(position_Q[-1]) + 1
-            score_BHQN = query_BHQE @ key_BHNE[:, :, :last].transpose(-1, -2)
-            logit_BHQN = turned_q[:, :, position_Q] @ turned_k[:, :, :last].transpose(-1, -2) * scale
-            at_BHQK = self.best(query_BHQE.detach(), key_BHNE[:, :, :last].detach(), position_Q)
-            none_BHQK = at_BHQK < 0
-            score, logit = (
-                x.gather(-1, at_BHQK.clamp(min=0)).to(wide).masked_fill(none_BHQK, -1e9)
-                for x in (score_BHQN, logit_BHQN)
-            )
-            apart = F.kl_div(score.log_softmax(-1), logit.log_softmax(-1), reduction="none", log_target=True)
+            score = query_BHQE @ key_BHNE[:, :, :last].mT
+            logit = turned_q[:, :, position_Q] @ turned_k[:, :, :last].mT * scale
+            if chosen_BHNK is None:
+                none = torch.arange(last, device=position_Q.device) > self.last(position_Q)
+            else:
+                row_BHQK = chosen_BHNK[:, :, position_Q]
+                none = row_BHQK < 0
+                score, logit = (x.gather(-1, (row_BHQK % N).masked_fill(none, 0)) for x in (score, logit))
+            score, logit = (x.to(wide).masked_fill(none, -1e9).log_softmax(-1) for x in (score, logit))
+            apart = F.kl_div(score, logit, reduction="none", log_target=True)
             return (apart.sum(-1) * real_BN[:, None, position_Q]).sum()
 
         # Scores and logits of all keys, and masked copies of them, are held at once.

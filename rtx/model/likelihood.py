@@ -1,7 +1,7 @@
 """From hidden states to nats, without holding the logits of a whole batch at once: by one softmax over all units, or
 adaptive (Baevski and Auli 2019): words in bands of falling frequency, the rarer the narrower, also as they are read.
 
-Shapes: B sequences, N positions, A of them, R = B * N rows, E hidden width, V units, G words of a band, S its width.
+Shapes: B sequences, N positions, R = B * N rows, E hidden width, V units, G words of a band, S its width.
 """
 
 import functools
@@ -38,14 +38,6 @@ def in_parts(of_rows: Callable[..., Tensor], hidden_BNE: Tensor, target_BN: Tens
         for rows_RE, target in zip(hidden_RE.split(part), target_R.split(part), strict=True)
     ]
     return torch.cat(parts).view(target_BN.shape)  # type: ignore[arg-type]
-
-
-def answer_nats(hidden_BAE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_BA: Tensor) -> tuple[Tensor, Tensor]:
-    """Return -log p(target) in nats, float32 or wider, and whether the target is the likeliest, each `[B, A]`."""
-    logits_BAV = F.linear(hidden_BAE, weight_VE, bias_V)
-    wide = torch.promote_types(logits_BAV.dtype, torch.float32)
-    nats_BA = F.cross_entropy(logits_BAV.to(wide).mT, target_BA, reduction="none")
-    return nats_BA, logits_BAV.argmax(-1) == target_BA
 
 
 def rows_nats(hidden_RE: Tensor, target_R: Tensor, weight_VE: Tensor, bias_V: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from rtx.attention.pattern import Pattern
 from rtx.attention.routing import statistics_paused
 from rtx.config import Config, embedding_width, sizes_of
 from rtx.model.block import Block, Compression, Memory
-from rtx.model.likelihood import AdaptiveSoftmax, Bands, answer_nats, band_ends, in_parts, token_nats
+from rtx.model.likelihood import AdaptiveSoftmax, Bands, band_ends, in_parts, token_nats
 from rtx.model.linear import Linear
 from rtx.model.positions import TABLE_DEVIATION, LearnedPositions
 
@@ -214,11 +214,14 @@ class Transformer(nn.Module):
         hidden_BNS, auxiliary = self(tokens_BN, prefix)
         row_B1, chosen_BA = torch.arange(len(tokens_BN), device=at_BA.device)[:, None], at_BA.clamp(min=0)
         targets_BA = tokens_BN.gather(1, chosen_BA)
-        nats_BA, right_BA = answer_nats(hidden_BNS[row_B1, chosen_BA], self.output_VS, self.output_bias_V, targets_BA)
-        return nats_BA.masked_fill(at_BA < 0, 0.0), right_BA & (at_BA >= 0), auxiliary
+        logits_BAV = self.logits(hidden_BNS[row_B1, chosen_BA])
+        wide = torch.promote_types(logits_BAV.dtype, torch.float32)
+        nats_BA = F.cross_entropy(logits_BAV.to(wide).mT, targets_BA, reduction="none")
+        right_BA = (logits_BAV.argmax(-1) == targets_BA) & (at_BA >= 0)
+        return nats_BA.masked_fill(at_BA < 0, 0.0), right_BA, auxiliary
 
     def logits(self, hidden_BS: Tensor) -> Tensor:
-        """Return the logits `[B, V]` of a few rows."""
+        """Return the logits `[..., V]` of a few rows."""
         if self.softmax is not None:
             return self.softmax.log_shares(hidden_BS)
         return F.linear(hidden_BS, self.output_VS, self.output_bias_V)
