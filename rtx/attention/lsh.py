@@ -113,12 +113,11 @@ class Lsh(Pattern):
             own_M = torch.arange(len(start_M), device=start_M.device)
             return [Reads(lists, lists, start_M, own_M.maximum(start_M + 1), N)]
         own_R = torch.arange(B * H * N, device=bucket_TBHN.device)
-        index_RK = own_R.new_empty(len(own_R), len(rounds) * self.slots())
+        index_RK = own_R.new_empty(len(own_R), len(rounds) * max(1, self.slots() - 1))
         placed = [(lists.row_M, start_M, lists.row_M.argsort()) for lists, start_M in rounds]
         # Sorting holds the union several times.
         for own_P in own_R.split(max(1, MAX_SCORES // (8 * index_RK.shape[1]))):
-            union_PK = distinct(torch.cat([self.earlier_rows(*each, own_P) for each in placed], dim=1))
-            index_PK = union_PK.sort(dim=-1, descending=True).values
+            index_PK, _ = distinct(torch.cat([self.earlier_rows(*each, own_P) for each in placed], dim=1))
             index_PK[:, 0] = torch.where((index_PK < 0).all(-1), own_P, index_PK[:, 0])
             index_RK[own_P] = index_PK
         return [Indexed(own_R, index_RK, N)]
@@ -142,7 +141,7 @@ class Lsh(Pattern):
     def earlier_rows(self, row_M: Tensor, start_M: Tensor, number_R: Tensor, row_P: Tensor) -> Tensor:
         """Return the rows that some rows, members of a number in a round's lists, see there, `[P, S]`, -1 for none."""
         number_P1 = number_R[row_P, None]
-        at_PS = number_P1 - 1 - torch.arange(self.slots(), device=row_M.device)
+        at_PS = number_P1 - 1 - torch.arange(max(1, self.slots() - 1), device=row_M.device)
         return torch.where(at_PS >= start_M[number_P1], row_M[at_PS.clamp(min=0)], -1)
 
     def slots(self) -> int:
@@ -185,7 +184,8 @@ class LshCache(ClusterCache):
         place_S = torch.arange(self.slots, device=list_J.device)
         back_BHTS = (self.joined_L[list_J].view(B, H, T, 1) - 1 - place_S) % self.slots
         seen_BHTS = (at_BHTS >= 0) & (back_BHTS > 0) & (back_BHTS < reach_BHT[..., None])
-        at_BHK = distinct(torch.where(seen_BHTS, at_BHTS, -1).flatten(2))
+        value_BHK, order_BHK = distinct(torch.where(seen_BHTS, at_BHTS, -1).flatten(2))
+        at_BHK = torch.empty_like(value_BHK).scatter_(-1, order_BHK, value_BHK)
         seen_BHK = at_BHK >= 0
         own_BHK = (at_BHTS == position).flatten(2)
         own_BHK[..., self.slots :] = False
@@ -209,11 +209,11 @@ class LshCache(ClusterCache):
         return pattern.chunk + place_BHTC.gather(-1, bucket_BHT[..., None])[..., 0] % pattern.chunk + 1
 
 
-def distinct(index: Tensor) -> Tensor:
-    """Return numbers of which each row `[..., K]` names every one once; -1, which stands for none, for the others."""
+def distinct(index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the numbers of each row `[..., K]` in order, -1 for one that is there before, and where each stood."""
     value, order = index.sort(dim=-1, stable=True)
     value[..., 1:].masked_fill_(value[..., 1:] == value[..., :-1], -1)
-    return torch.empty_like(value).scatter_(-1, order, value)
+    return value, order
 
 
 def sorted_places(bucket_XN: Tensor, buckets: int) -> Tensor:

@@ -2,7 +2,7 @@
 //
 // By ranges, query member p reads the key members start[p] <= m < stop[p] of the packed key list,
 //     out[query_row[p]] += weight[p] * sum_m softmax_m(scale * q[query_row[p]] . k[key_row[m]]) v[key_row[m]];
-// by an index, row r reads the rows index[r, :], the valid ones first and -1 behind them.
+// by an index, row r reads the rows index[r, :], of which -1 is none.
 // Backward, with P the softmax computed again, dP = dout . v and delta = sum_m P dP:
 //     dS = P (dP - delta + dlse),  dq = scale dS k,  dk = scale dS^T q,  dv = P^T dout.
 //
@@ -128,6 +128,7 @@ struct Attention : Rooms {
     std::int32_t starts[BLOCK], stops[BLOCK];  // those of its queries
     Matrix K{}, V{}, dK{}, dV{};               // of the segment
     Matrix Q{}, QT{}, O{}, OT{}, S{}, dP{};    // of the block: scale * q, weight * dout (or outputs), weights, dS
+    std::vector<Int> reads;                    // the rows that one row reads by index
 
     explicit Attention(const Problem& p) : p(p) {}
 
@@ -279,8 +280,9 @@ struct Attention : Rooms {
 
     // Either pass of a row that reads by index: rows share no keys worth packing. Inlined, `add` would be no vectors.
     __attribute__((noinline)) void index_row(Int row) {
-        const Int* index = p.index + row * p.K;
-        const Int count = std::find(index, index + p.K, -1) - index;
+        reads.assign(p.index + row * p.K, p.index + (row + 1) * p.K);
+        reads.erase(std::remove(reads.begin(), reads.end(), -1), reads.end());
+        const Int *index = reads.data(), count = reads.size();
         const float *q = p.q + row * p.D, *dout = p.dout ? p.dout + row * p.Dv : nullptr;
         float *s = room(0, 1, count + LANES).data, *dp = room(1, 1, count + LANES).data;
         for (Int j = 0; j < count; j++) s[j] = p.scale * dot(q, at_row(p.k, p.D, index, j, count), p.D);

@@ -98,7 +98,7 @@ def compressed(
     out_ND: Tensor, q_ND: Tensor, k_ND: Tensor, v_ND: Tensor, gate_2D: Tensor, block: int, terms: Terms
 ) -> Tensor:
     """Outputs joined, by gates of the query, with attention over the means of the blocks that ended before it."""
-    last_G = torch.arange(block - 1, len(q_ND), block, device=q_ND.device)
+    last_G = torch.arange(len(q_ND) // block, device=q_ND.device) * block + block - 1
     mean_k, mean_v = (x[: len(last_G) * block].unflatten(0, (len(last_G), block)).mean(1) for x in (k_ND, v_ND))
     mask_NG = last_G < torch.arange(len(q_ND), device=q_ND.device)[:, None]
     other_ND, _ = dense(q_ND, mean_k, mean_v, mask_NG[None], terms._replace(relative=None))

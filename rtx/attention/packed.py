@@ -56,7 +56,7 @@ class Reads(NamedTuple):
 
 
 class Indexed(NamedTuple):
-    """Row query_row_P[p], each one once, reads the rows index_PK[p]; -1, behind the others, is none."""
+    """Row query_row_P[p], each one once, reads the rows index_PK[p]; -1 stands for none."""
 
     query_row_P: Tensor
     index_PK: Tensor
