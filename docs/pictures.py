@@ -56,7 +56,7 @@ def patterns() -> dict[str, Pattern]:
             "recurrent": attention.Recurrent(length=W, memory=W // 2),
             "strided": attention.Strided(stride=W),
             "fixed": attention.Fixed(block=W, summary=2),
-            "fixed-block": attention.FixedBlock(length=W),
+            "fixed-block": attention.FixedBlock(block=W),
             "fixed-summary": attention.FixedSummary(block=W, summary=2),
             "topk": routed("topk"),
             "causal": routed("causal"),

@@ -183,6 +183,7 @@ class Indexer(Choice):
     def reads(self, given: Inputs, prefix: bool) -> list[Part]:
         """See `Pattern.reads`; dense heads read one list, as an index would hold N^2 numbers."""
         B, H, N, _ = given.q_BHND.shape
+        self.chosen = None
         if not self.dense:
             (part,) = super().reads(given, prefix)
             assert isinstance(part, Indexed)
@@ -199,31 +200,41 @@ class Indexer(Choice):
         if not self.training or not given.q_BHND.numel():
             return super().loss(given)
         chosen_BHNK, self.chosen = self.chosen, None
-        given, N = real_first(given)[0] if chosen_BHNK is None else given, given.q_BHND.shape[2]
-        scale = self.terms(given.q_BHND.shape[-1], None).scale
-        wide = torch.promote_types(given.q_BHND.dtype, torch.float32)
-        turned_q, turned_k = given.turned_q_BHND.detach(), given.turned_k_BHND.detach()
-        query_BHNE, key_BHNE = self.choice_queries(given), self.choice_keys(given)
-        whole_BN = torch.ones(len(query_BHNE), N, dtype=torch.bool, device=query_BHNE.device)
-        real_BN = whole_BN if given.real_BN is None else given.real_BN
+        assert chosen_BHNK is not None or self.dense, "the loss is of the keys that `reads` has chosen"
+        given = real_first(given)[0] if chosen_BHNK is None else given
+        query_BHNE, (B, H, N, _) = self.choice_queries(given), given.q_BHND.shape
+        # Scores and logits of all keys are held at once, and some copies of those that count.
+        positions = self.split(given, 4 * N if chosen_BHNK is None else 2 * N + 8 * chosen_BHNK.shape[-1])
+        pairs = zip(positions, query_BHNE.split(len(positions[0]), dim=2), strict=True)
+        turned = given.turned_q_BHND.detach(), given.turned_k_BHND.detach()
+        more = self.choice_keys(given), *turned, chosen_BHNK, given.real_BN
+        total = torch.stack([recomputed(self.divergence, *pair, *more) for pair in pairs]).sum()
+        return total / (H * (B * N if given.real_BN is None else given.real_BN.sum().clamp(min=1)))
 
-        def part(position_Q: Tensor, query_BHQE: Tensor, key_BHNE: Tensor) -> Tensor:
-            last = int(position_Q[-1]) + 1
-            score = query_BHQE @ key_BHNE[:, :, :last].mT
-            logit = turned_q[:, :, position_Q] @ turned_k[:, :, :last].mT * scale
-            if chosen_BHNK is None:
-                none = torch.arange(last, device=position_Q.device) > self.last(position_Q)
-            else:
-                row_BHQK = chosen_BHNK[:, :, position_Q]
-                none = row_BHQK < 0
-                score, logit = (x.gather(-1, (row_BHQK % N).masked_fill(none, 0)) for x in (score, logit))
-            score, logit = (x.to(wide).masked_fill(none, -1e9).log_softmax(-1) for x in (score, logit))
-            apart = F.kl_div(score, logit, reduction="none", log_target=True)
-            return (apart.sum(-1) * real_BN[:, None, position_Q]).sum()
-
-        # Scores and logits of all keys, and masked copies of them, are held at once.
-        pieces = [recomputed(part, p, query_BHNE[:, :, p], key_BHNE) for p in self.split(given, 4 * N)]
-        return torch.stack(pieces).sum() / (query_BHNE.shape[1] * real_BN.sum()).clamp(min=1)
+    def divergence(
+        self,
+        position_Q: Tensor,
+        query_BHQE: Tensor,
+        key_BHNE: Tensor,
+        turned_q_BHND: Tensor,
+        turned_k_BHND: Tensor,
+        chosen_BHNK: Tensor | None,
+        real_BN: Tensor | None,
+    ) -> Tensor:
+        """Return the sum of KL(attention || softmax of the scores) of some queries, over chosen keys or the prefix."""
+        last, N = int(position_Q[-1]) + 1, key_BHNE.shape[2]
+        score = query_BHQE @ key_BHNE[:, :, :last].mT
+        logit = turned_q_BHND[:, :, position_Q] @ turned_k_BHND[:, :, :last].mT
+        if chosen_BHNK is None:
+            none = torch.arange(last, device=position_Q.device) > self.last(position_Q)
+        else:
+            none = (row_BHQK := chosen_BHNK[:, :, position_Q]) < 0
+            score, logit = (x.gather(-1, (row_BHQK % N).masked_fill(none, 0)) for x in (score, logit))
+        logit = logit * self.terms(turned_q_BHND.shape[-1], None).scale
+        wide = torch.promote_types(score.dtype, torch.float32)
+        score, logit = (x.to(wide).masked_fill(none, -1e9).log_softmax(-1) for x in (score, logit))
+        apart_BHQ = F.kl_div(score, logit, reduction="none", log_target=True).sum(-1)
+        return (apart_BHQ if real_BN is None else apart_BHQ * real_BN[:, None, position_Q]).sum()
 
     def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
         score_NN = self.choice_queries(given)[0, head] @ self.choice_keys(given)[0, head].T

@@ -148,15 +148,24 @@ class Fixed(PositionPattern):
         return (i // self.block == j // self.block) | self.is_summary(head, j)
 
 
-class FixedBlock(Recurrent):
-    """Position i reads its own block of `length` up to itself: the fixed pattern's one part, on heads of its own."""
+class FixedBlock(PositionPattern):
+    """Position i reads its own block up to itself: the first of the fixed pattern's parts on heads of its own."""
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(memory=0, **given)
+    def __init__(self, *, block: int, **given: Any) -> None:
+        super().__init__(**given)
+        check_positive("block", block)
+        self.block = self.keeps = block
 
     @classmethod
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
-        return cls(length=config.model.stride, **position_options(config))
+        return cls(block=config.model.stride, **position_options(config))
+
+    def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
+        own_N = position_N // self.block
+        return [Spread(own_N, own_N, torch.zeros_like(position_N), position_N + 1)]
+
+    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
+        return i // self.block == j // self.block
 
 
 class FixedSummary(Fixed):

@@ -43,16 +43,16 @@ def ablate(model: Transformer, config: Config, how: str) -> None:
         if heads and how == "routing":  # the last columns of the matrix that joins the heads
             with torch.no_grad():
                 attention.out.weight[:, -heads * attention.size :] = 0
-        elif heads:
+        if heads:
             swapped = substitute(attention.each()[-1], heads, config, layer, how)
             attention.groups[ROUTED] = swapped.to(model.device).train(model.training)
 
 
 def substitute(routed: Pattern, heads: int, config: Config, layer: int, how: str) -> Pattern:
     """Return what takes the place of the routing heads of a layer."""
-    if how == "local":
+    if how != "random":
         given = {"scale": routed.scale, "backend": routed.backend, "attend_self": routed.attend_self}
-        swapped: Pattern = Local(window=config.routing.window, **given)
+        swapped: Pattern = Local(window=1 if how == "routing" else config.routing.window, **given)
     else:
         swapped = Random.from_config(dataclasses.replace(config, seed=config.seed + MEMBER_SEED), heads, layer)
     swapped.prepare = routed.prepare  # type: ignore[method-assign]

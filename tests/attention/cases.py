@@ -77,7 +77,7 @@ def make(kind: str, case: Case, **options: Any) -> Pattern:
         "recurrent": lambda: attention.Recurrent(length=W, memory=memory, same_length=bool(keys), **own),
         "strided": lambda: attention.Strided(stride=W, **own),
         "fixed": lambda: attention.Fixed(block=W, summary=summary, **own),
-        "fixed_block": lambda: attention.FixedBlock(length=W, **own),
+        "fixed_block": lambda: attention.FixedBlock(block=W, **own),
         "fixed_summary": lambda: attention.FixedSummary(block=W, summary=summary, **own),
         "span": lambda: attention.AdaptiveSpan(H, window=W, ramp=1 + case.C, cost=0.1, **options),
         "lsh": lambda: attention.Lsh(H, D, **hashed, **options),
