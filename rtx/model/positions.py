@@ -76,21 +76,13 @@ class SinusoidKeys(nn.Module):
         """Return keys and bias, for queries with u, of so many distances from 0 on."""
         weight_EE = self.project.weight
         count = min(distances, (self.clamp or distances) + 1)
-        sinusoid_ME = sinusoids(weight_EE.shape[0], count, weight_EE.dtype, weight_EE.device)
+        E, half = len(weight_EE), -(-len(weight_EE) // 2)
+        cos_ME, sin_ME = angles(E, 10_000.0, 0, count, weight_EE.dtype, weight_EE.device)
+        sinusoid_ME = torch.cat([sin_ME[:, half:], cos_ME[:, :half]], dim=-1)[:, :E]  # Vaswani et al. 2017
         keys_ME = self.project(F.dropout(sinusoid_ME, self.dropout, self.training))
         keys_HMD = keys_ME.unflatten(-1, self.place_HD.shape).transpose(0, 1)
         bias_HM = (keys_HMD @ (self.place_HD - self.content_HD)[..., None])[..., 0]
         return Relative(keys_HMD, None, bias_HM)
-
-
-@functools.lru_cache(maxsize=4)  # all layers have the same
-def sinusoids(width: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return sines, then cosines, of distances 0 to `count` - 1, `[count, width]` (Vaswani et al. 2017)."""
-    with torch.inference_mode(False):
-        distance_M = torch.arange(count, device=device, dtype=torch.float64)
-        exponent_F = torch.arange(0, width, 2, device=device, dtype=torch.float64) / width
-        angle_MF = distance_M[:, None] * 10_000.0**-exponent_F
-        return torch.cat([angle_MF.sin(), angle_MF.cos()], dim=-1)[:, :width].to(dtype)
 
 
 class LearnedPositions(nn.Module):
