@@ -295,9 +295,11 @@ def main() -> None:
     parser.add_argument("--groups", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--patterns", nargs="+", default=[], help="time these rows alone; default: all")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--check", action="store_true", help="hold the rows against the oracle, and time nothing")
     args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU here; --device cpu needs none")
     args.wrong = check(args)
     if args.check:
         sys.exit(bool(args.wrong))

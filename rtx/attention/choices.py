@@ -154,6 +154,7 @@ class Indexer(Choice):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.steps: Tensor
         self.chosen: Tensor | None = None
+        """Rows of the keys that `reads` chose in training, `[B, H, N, K]`, until `loss` has taken them."""
 
     @classmethod
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:

@@ -113,11 +113,12 @@ class Lsh(Pattern):
             own_M = torch.arange(len(start_M), device=start_M.device)
             return [Reads(lists, lists, start_M, own_M.maximum(start_M + 1), N)]
         own_R = torch.arange(B * H * N, device=bucket_TBHN.device)
-        index_RK = own_R.new_empty(len(own_R), len(rounds) * max(1, self.slots() - 1))
+        back_S = torch.arange(1, max(2, self.slots()), device=own_R.device)
+        index_RK = own_R.new_empty(len(own_R), len(rounds) * len(back_S))
         placed = [(lists.row_M, start_M, lists.row_M.argsort()) for lists, start_M in rounds]
         # Sorting holds the union several times.
         for own_P in own_R.split(max(1, MAX_SCORES // (8 * index_RK.shape[1]))):
-            index_PK, _ = distinct(torch.cat([self.earlier_rows(*each, own_P) for each in placed], dim=1))
+            index_PK, _ = distinct(torch.cat([earlier_rows(*each, own_P, back_S) for each in placed], dim=1))
             index_PK[:, 0] = torch.where((index_PK < 0).all(-1), own_P, index_PK[:, 0])
             index_RK[own_P] = index_PK
         return [Indexed(own_R, index_RK, N)]
@@ -137,12 +138,6 @@ class Lsh(Pattern):
             place_M = sorted_places(bucket_BHN.flatten(0, 1), self.buckets + 1).flatten()[lists.row_M]
             start_M = number_M - self.chunk - place_M % self.chunk
         return lists, first_M.maximum(start_M)
-
-    def earlier_rows(self, row_M: Tensor, start_M: Tensor, number_R: Tensor, row_P: Tensor) -> Tensor:
-        """Return the rows that some rows, members of a number in a round's lists, see there, `[P, S]`, -1 for none."""
-        number_P1 = number_R[row_P, None]
-        at_PS = number_P1 - 1 - torch.arange(max(1, self.slots() - 1), device=row_M.device)
-        return torch.where(at_PS >= start_M[number_P1], row_M[at_PS.clamp(min=0)], -1)
 
     def slots(self) -> int:
         """Return how many members of a bucket a position may look back over, its own place included."""
@@ -207,6 +202,16 @@ class LshCache(ClusterCache):
         # Its place among the positions so far, sorted by bucket.
         place_BHTC = self.joined_L.view(*bucket_BHT.shape, pattern.buckets).cumsum(-1) - 1
         return pattern.chunk + place_BHTC.gather(-1, bucket_BHT[..., None])[..., 0] % pattern.chunk + 1
+
+
+def earlier_rows(row_M: Tensor, start_M: Tensor, number_R: Tensor, row_P: Tensor, back_S: Tensor) -> Tensor:
+    """Return the rows that rows `row_P` see in one round, so many members back in its lists, `[P, S]`; -1 for none.
+
+    `number_R`: where in the lists each row stands; `start_M`: the first member that each sees.
+    """
+    number_P1 = number_R[row_P, None]
+    at_PS = number_P1 - back_S
+    return torch.where(at_PS >= start_M[number_P1], row_M[at_PS.clamp(min=0)], -1)
 
 
 def distinct(index: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,15 +37,17 @@ def ablate(model: Transformer, config: Config, how: str) -> None:
     random: they read `routing.window` random members of each cluster. In both swaps queries and keys are normalised and
     scaled as before, so that only the choice of positions differs.
     """
-    for layer, block in enumerate(model.blocks) if how != "none" else ():
+    if how == "none":
+        return
+    for layer, block in enumerate(model.blocks):
         attention: MultiheadAttention = block.attention  # type: ignore[assignment]
-        heads = layer_patterns(config, layer).get(ROUTED, 0)
-        if heads and how == "routing":  # the last columns of the matrix that joins the heads
+        if not (heads := layer_patterns(config, layer).get(ROUTED, 0)):
+            continue
+        swapped = substitute(attention.each()[-1], heads, config, layer, how)
+        attention.groups[ROUTED] = swapped.to(model.device).train(model.training)
+        if how == "routing":  # the routing heads are the last that `out` joins
             with torch.no_grad():
                 attention.out.weight[:, -heads * attention.size :] = 0
-        if heads:
-            swapped = substitute(attention.each()[-1], heads, config, layer, how)
-            attention.groups[ROUTED] = swapped.to(model.device).train(model.training)
 
 
 def substitute(routed: Pattern, heads: int, config: Config, layer: int, how: str) -> Pattern:

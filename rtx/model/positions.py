@@ -78,7 +78,8 @@ class SinusoidKeys(nn.Module):
         count = min(distances, (self.clamp or distances) + 1)
         E, half = len(weight_EE), -(-len(weight_EE) // 2)
         cos_ME, sin_ME = angles(E, 10_000.0, 0, count, weight_EE.dtype, weight_EE.device)
-        sinusoid_ME = torch.cat([sin_ME[:, half:], cos_ME[:, :half]], dim=-1)[:, :E]  # Vaswani et al. 2017
+        # Sines, then cosines (Vaswani et al. 2017); `angles` has each twice, the sines with a minus first.
+        sinusoid_ME = torch.cat([sin_ME[:, half:], cos_ME[:, :half]], dim=-1)[:, :E]
         keys_ME = self.project(F.dropout(sinusoid_ME, self.dropout, self.training))
         keys_HMD = keys_ME.unflatten(-1, self.place_HD.shape).transpose(0, 1)
         bias_HM = (keys_HMD @ (self.place_HD - self.content_HD)[..., None])[..., 0]
