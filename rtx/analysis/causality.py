@@ -137,7 +137,7 @@ def audit_model(
         unchanged[:] = unchanged if prefix else inputs
         for number, (layer, x_BNE, y_BNE) in enumerate(zip(layers, unchanged, inputs, strict=True)):
             split = layer.split(torch.cat([x_BNE[:, :prefix], y_BNE[:, prefix:]], dim=1))
-            kinds = layer.groups, layer.each(), layer.rotations(), layer.relative()
+            kinds = layer.groups, layer.each(), layer.rotations, layer.relative()
             for name, pattern, rotary, relative, qkv in zip(*kinds, split, strict=True):
                 found[number, name] = pattern(*qkv, rotate=rotary, relative=relative, prefix=streaming)[0]
         return found

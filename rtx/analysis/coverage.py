@@ -66,7 +66,7 @@ def measure(config: Config, model: Transformer, made: Any, ids_1N: Tensor, back:
     for layer, (patterns, (attention, x_1NE)) in enumerate(zip(made.eval(), layer_inputs(model, ids_1N), strict=True)):
         if len(patterns):
             number, _ = full_group(config, layer)
-            heads, rotary = list(groups_of(attention, x_1NE).values())[number], attention.rotations()[number]
+            heads, rotary = list(groups_of(attention, x_1NE).values())[number], attention.rotations[number]
             weight_HPN = torch.cat(list(weight_blocks(heads, at_P)), dim=-1)
             q, k, *_ = heads[1]
             found.append([kept(p, p.inputs(q, k, rotary), weight_HPN, at_P, back) for p in patterns])

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rtx.attention import oracle
-from rtx.attention.arguments import check_positive, check_seed, check_within
+from rtx.attention.arguments import check_call, check_positive, check_seed, check_within
 from rtx.attention.cache import Cache, GrowingCache, RowCache, place
 from rtx.attention.packed import Indexed, Packed, Part, members_read
 from rtx.attention.pattern import Inputs, Pattern, routed_options
@@ -31,6 +31,18 @@ class Choice(Pattern):
         super().__init__(**given)
         check_positive("window", window)
         self.window, self.attend_self = window, attend_self
+
+    def forward(
+        self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, *, real_BN: Tensor | None = None, **given: Any
+    ) -> tuple[Tensor, Tensor]:
+        """See `Pattern.forward`; padding is put behind all else, so that nothing is counted or chosen of it."""
+        if real_BN is None:
+            return super().forward(q_BHND, k_BHND, v_BHND, **given)
+        check_call(self.has_keys, q_BHND, k_BHND, v_BHND, real_BN, given.get("relative"), False)
+        order_BN = (~real_BN).byte().argsort(dim=1, stable=True)
+        first = (x.take_along_dim(order_BN[:, None, :, None], 2) for x in (q_BHND, k_BHND, v_BHND))
+        out_BHND, loss = super().forward(*first, real_BN=real_BN.gather(1, order_BN), **given)
+        return torch.empty_like(out_BHND).scatter(2, order_BN[:, None, :, None].expand_as(out_BHND), out_BHND), loss
 
     def choice_queries(self, given: Inputs) -> Tensor:
         """Return what the choice reads of the queries, `[B, H, N, E]`."""
@@ -63,20 +75,14 @@ class Choice(Pattern):
 
     def reads(self, given: Inputs, prefix: bool) -> list[Part]:
         B, H, N, _ = given.q_BHND.shape
-        given, order_BN = real_first(given)
         queries, keys = self.choice_queries(given), self.choice_keys(given)
         first_BH11 = torch.arange(B * H, device=given.q_BHND.device).view(B, H, 1, 1) * N
         index_BHNK = torch.full((B, H, N, self.most_keys(N)), -1, device=given.q_BHND.device)
         # Places are wider than scores, and there several times while they are made.
         for position_Q in self.split(given, keys.shape[2] + 8 * self.most_keys(N)):
             at_BHQK = self.best(queries[:, :, position_Q], keys, position_Q)
-            read_BHQK = at_BHQK >= 0
-            if order_BN is not None and given.real_BN is not None:
-                read_BHQK &= given.real_BN[:, None, position_Q, None]
-                row_B111 = torch.arange(B, device=order_BN.device)[:, None, None, None]
-                at_BHQK = order_BN[row_B111, at_BHQK.clamp(min=0)]
-            index_BHNK[:, :, position_Q, : at_BHQK.shape[-1]] = (at_BHQK + first_BH11).masked_fill(~read_BHQK, -1)
-        index_BHNK = put_back(index_BHNK, order_BN)
+            rows_BHQK = (at_BHQK + first_BH11).masked_fill(at_BHQK < 0, -1)
+            index_BHNK[:, :, position_Q, : at_BHQK.shape[-1]] = rows_BHQK
         return [Indexed(torch.arange(B * H * N, device=index_BHNK.device), index_BHNK.flatten(0, 2), N)]
 
     def most_keys(self, length: int) -> int:
@@ -85,25 +91,6 @@ class Choice(Pattern):
 
     def start(self, relative: Relative | None = None) -> Cache:
         return GrowingCache(self, relative)
-
-
-def real_first(given: Inputs) -> tuple[Inputs, Tensor | None]:
-    """Return queries and keys with padding behind all others, and where each stood, `[B, N]` (None: as they are).
-
-    Choices are strictly causal: what is behind a position changes nothing for it.
-    """
-    if given.real_BN is None:
-        return given, None
-    order_BN = (~given.real_BN).byte().argsort(dim=1, stable=True)
-    q, k, turned_q, turned_k = (x.take_along_dim(order_BN[:, None, :, None], 2) for x in given[:4])
-    return Inputs(q, k, turned_q, turned_k, real_BN=given.real_BN.gather(1, order_BN)), order_BN
-
-
-def put_back(x_BHND: Tensor, order_BN: Tensor | None) -> Tensor:
-    """Return vectors where they stood."""
-    if order_BN is None:
-        return x_BHND
-    return torch.empty_like(x_BHND).scatter(2, order_BN[:, None, :, None].expand_as(x_BHND), x_BHND)
 
 
 class Exact(Choice):
@@ -191,10 +178,7 @@ class Indexer(Choice):
             self.chosen = part.index_PK.unflatten(0, (B, H, N)) if self.training else None
             return [part]
         row_M = torch.arange(B * H * N, device=given.q_BHND.device)
-        lists = Packed(row_M, row_M.new_full((B * H,), N))
-        if given.real_BN is not None:
-            lists = lists.keep(given.real_BN[:, None].expand(B, H, N).flatten())
-        return [members_read(lists, N, N, self.attend_self)]
+        return [members_read(Packed(row_M, row_M.new_full((B * H,), N)), N, N, self.attend_self)]
 
     def loss(self, given: Inputs) -> Tensor:
         """Return the mean divergence over all real positions in training, over the keys that `reads` chose."""
@@ -202,7 +186,6 @@ class Indexer(Choice):
             return super().loss(given)
         chosen_BHNK, self.chosen = self.chosen, None
         assert chosen_BHNK is not None or self.dense, "the loss is of the keys that `reads` has chosen"
-        given = real_first(given)[0] if chosen_BHNK is None else given
         query_BHNE, (B, H, N, _) = self.choice_queries(given), given.q_BHND.shape
         # Scores and logits of all keys are held at once, and some copies of those that count.
         positions = self.split(given, 4 * N if chosen_BHNK is None else 2 * N + 8 * chosen_BHNK.shape[-1])
@@ -303,15 +286,12 @@ class Blocks(Choice):
         out_BHND = super().attend(given, v_BHND, parts, relative)
         if self.gate_H2D is None:
             return out_BHND
-        given, order_BN = real_first(given)
-        if order_BN is not None:
-            out_BHND, v_BHND = (x.take_along_dim(order_BN[:, None, :, None], 2) for x in (out_BHND, v_BHND))
         means = self.means(given.k_BHND), self.means(v_BHND)
         pieces = [
             recomputed(self.gated, given.q_BHND[:, :, position_Q], out_BHND[:, :, position_Q], *means, position_Q)
             for position_Q in self.split(given, means[0].shape[2])
         ]
-        return put_back(torch.cat(pieces, dim=2), order_BN) if pieces else out_BHND
+        return torch.cat(pieces, dim=2) if pieces else out_BHND
 
     def gated(self, q_BHQD: Tensor, out_BHQD: Tensor, mean_k: Tensor, mean_v: Tensor, position_Q: Tensor) -> Tensor:
         """Return outputs joined, by gates of the query, with softmax attention over the means of finished blocks."""

@@ -36,10 +36,11 @@ def attend(
     """
     q_RD, v_RD = q_BHND.flatten(0, 2), v_BHND.flatten(0, 2)
     k_RD = q_RD if k_BHND is q_BHND else k_BHND.flatten(0, 2)
-    if merge == "lse" and backend == "native":
-        raise ValueError("backend='native' has no merge='lse': take backend='torch'")
-    if merge == "lse" and backend == "auto":
-        backend = "torch"
+    terms = terms._replace(heads=q_BHND.shape[1])
+    if merge == "lse":
+        if backend == "native":
+            raise ValueError("backend='native' has no merge='lse': take backend='torch'")
+        backend = "torch" if backend == "auto" else backend
     if not v_RD.numel() or not q_RD.numel():
         out_RD = torch.zeros_like(v_RD)
     elif merge == "mean" and len(parts) == 1:
@@ -208,7 +209,7 @@ def soft_block(
     mask = block.mask
     if mask is None:
         mask = torch.ones(q_GQD.shape[1], k_GKD.shape[1], dtype=torch.bool, device=q_GQD.device).tril()
-    head_G = heads_of(row_GQ[:, 0], length, terms)
+    head_G = row_GQ[:, 0] // length % terms.heads
 
     def read(q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor]:
         here = slice(first, first + len(q))
@@ -221,11 +222,6 @@ def soft_block(
     parts = zip(range(0, len(q_GQD), piece), *(x.split(piece) for x in (q_GQD, k_GKD, v_GKD)), strict=True)
     outs, sums = zip(*(recomputed(read, q, k, v, first) for first, q, k, v in parts), strict=True)
     return torch.cat(outs), torch.cat(sums)
-
-
-def heads_of(row_G: Tensor, length: int, terms: Terms) -> Tensor:
-    """Return the head of each row, where terms differ by it."""
-    return row_G // length % terms.heads
 
 
 def take(x_RD: Tensor, rows: list[Tensor]) -> list[Tensor]:
@@ -252,7 +248,7 @@ def attend_indexed(
     def read(q_CD: Tensor, k_SD: Tensor, v_SD: Tensor, here: slice, first: int) -> tuple[Tensor, Tensor]:
         row_C1, index_CK = row_P[here, None], index_PK[here]
         near_CK, seen_C1K = (index_CK - first).clamp(min=0), (index_CK >= 0)[:, None]
-        distance_C1K, head_C = (row_C1 - index_CK)[:, None], heads_of(row_C1[:, 0], N, terms)
+        distance_C1K, head_C = (row_C1 - index_CK)[:, None], row_C1[:, 0] // N % terms.heads
         return soft_attend(q_CD[:, None], k_SD[near_CK], v_SD[near_CK], seen_C1K, distance_C1K, head_C, terms)
 
     cells = index_PK.shape[1] * k_RD.shape[1]

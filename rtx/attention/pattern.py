@@ -261,6 +261,23 @@ class PositionPattern(Pattern):
         return PositionCache(self, relative, self.keeps)
 
 
+class ContiguousPattern(PositionPattern):
+    """A pattern whose positions read all keys from one on, up to themselves: it implements `since`."""
+
+    reads_all_kept = True
+
+    @abstractmethod
+    def since(self, i: Tensor) -> Tensor:
+        """Return the first position that the query at i reads; below 0: all."""
+
+    def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
+        one_N = torch.zeros_like(position_N)
+        return [Spread(one_N, one_N, self.since(position_N), position_N + 1)]
+
+    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
+        return j >= self.since(i)
+
+
 def packed(list_HN: Tensor, lists: int, shape: tuple[int, int, int], real_R: Tensor | None) -> Packed:
     """Return the lists of every sequence and head, without padding."""
     found = pack(list_HN.expand(shape), lists)

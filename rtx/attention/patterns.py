@@ -17,29 +17,30 @@ from rtx.attention.cache import Cache, ClusterCache, PositionCache
 from rtx.attention.engine import MERGES
 from rtx.attention.oracle import last_members
 from rtx.attention.packed import Packed, Part, members_read
-from rtx.attention.pattern import Inputs, Pattern, PositionPattern, Spread, options, position_options, routed_options
+from rtx.attention.pattern import (
+    ContiguousPattern,
+    Inputs,
+    Pattern,
+    PositionPattern,
+    Spread,
+    options,
+    position_options,
+    routed_options,
+)
 from rtx.attention.selection import normalise
 from rtx.attention.softmax import Relative, Terms
 from rtx.config import Config, clusters, memory_slots
 
 
-class Full(PositionPattern):
+class Full(ContiguousPattern):
     """Every position reads every j <= i. Cost N^2, memory linear in N."""
 
-    reads_all_kept = True
-
-    def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
-        one_N = torch.zeros_like(position_N)
-        return [Spread(one_N, one_N, one_N, position_N + 1)]
-
-    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
-        return j <= i
+    def since(self, i: Tensor) -> Tensor:
+        return torch.zeros_like(i)
 
 
-class Local(PositionPattern):
+class Local(ContiguousPattern):
     """Position i reads i - W < j <= i: exactly `window` keys with its own."""
-
-    reads_all_kept = True
 
     def __init__(self, *, window: int, **given: Any) -> None:
         super().__init__(**given)
@@ -50,20 +51,18 @@ class Local(PositionPattern):
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
         return cls(window=config.model.window, **position_options(config))
 
-    def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
-        one_N = torch.zeros_like(position_N)
-        return [Spread(one_N, one_N, position_N + 1 - self.window, position_N + 1)]
-
-    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
-        return i - j < self.window
+    def since(self, i: Tensor) -> Tensor:
+        return i + 1 - self.window
 
 
-class Recurrent(PositionPattern):
+class Recurrent(ContiguousPattern):
     """Position i reads its own segment of `length` positions up to itself, and `memory` positions before the segment.
 
     Transformer-XL (Dai et al. 2019, section 3.2). With `same_length` it reads `memory` keys, its own included, as the
     released code evaluates.
     """
+
+    reads_all_kept = False
 
     def __init__(self, *, length: int, memory: int, same_length: bool = False, **given: Any) -> None:
         super().__init__(**given)
@@ -79,15 +78,7 @@ class Recurrent(PositionPattern):
         return cls(**own, **position_options(config))
 
     def since(self, i: Tensor) -> Tensor:
-        """Return the first position that the query at i reads."""
         return (i + 1 if self.same_length else i // self.length * self.length) - self.memory
-
-    def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
-        one_N = torch.zeros_like(position_N)
-        return [Spread(one_N, one_N, self.since(position_N), position_N + 1)]
-
-    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
-        return j >= self.since(i)
 
 
 class Strided(PositionPattern):
@@ -148,21 +139,15 @@ class Fixed(PositionPattern):
         return (i // self.block == j // self.block) | self.is_summary(head, j)
 
 
-class FixedBlock(PositionPattern):
+class FixedBlock(Fixed):
     """Position i reads its own block up to itself: the first of the fixed pattern's parts on heads of its own."""
 
-    def __init__(self, *, block: int, **given: Any) -> None:
-        super().__init__(**given)
-        check_positive("block", block)
-        self.block = self.keeps = block
-
-    @classmethod
-    def from_config(cls, config: Config, heads: int, layer: int) -> Self:
-        return cls(block=config.model.stride, **position_options(config))
+    def __init__(self, *, block: int, summary: int = 1, **given: Any) -> None:
+        super().__init__(block=block, summary=summary, **given)
+        self.keeps = block
 
     def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
-        own_N = position_N // self.block
-        return [Spread(own_N, own_N, torch.zeros_like(position_N), position_N + 1)]
+        return super().spreads(position_N, heads)[:1]
 
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
         return i // self.block == j // self.block
@@ -178,7 +163,7 @@ class FixedSummary(Fixed):
         return self.is_summary(head, j)
 
 
-class AdaptiveSpan(PositionPattern):
+class AdaptiveSpan(ContiguousPattern):
     """Local heads that each learn how far back they read (Sukhbaatar et al. 2019).
 
     A key at distance x counts with the weight m_z(x) = clamp((R + z - x) / R, 0, 1) beside its softmax term.
@@ -194,8 +179,6 @@ class AdaptiveSpan(PositionPattern):
         ramp: R, positions over which the weight falls from 1 to 0.
         cost: weight, in the loss, of the heads' mean span in positions (the paper's lambda); the layers add up.
     """
-
-    reads_all_kept = True
 
     def __init__(self, heads: int, *, window: int, ramp: int = 32, cost: float = 0.0, **given: Any) -> None:
         super(PositionPattern, self).__init__(**given)  # no attend_self: a key within reach may weigh nothing
@@ -226,9 +209,8 @@ class AdaptiveSpan(PositionPattern):
         reach = self.ramp + float(F.pad(self.spans(), (0, 1)).max())
         return math.ceil(reach) if reach < self.window else self.window
 
-    def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
-        one_N = torch.zeros_like(position_N)
-        return [Spread(one_N, one_N, position_N + 1 - self.reach(), position_N + 1)]
+    def since(self, i: Tensor) -> Tensor:
+        return i + 1 - self.reach()
 
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
         """What the head's own weight does not make nothing."""

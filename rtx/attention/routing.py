@@ -56,8 +56,6 @@ class Snapshot(NamedTuple):
     """The members, or those of queries and of keys."""
     q_HND: Tensor
     k_HND: Tensor
-    real_N: Tensor | None
-    """False at padding, which is in no cluster; None: there is none."""
 
 
 class Routing(Pattern):
@@ -193,13 +191,9 @@ class Routing(Pattern):
         B, H, N, _ = given.q_BHND.shape
         if not B * H * N:
             return None
-        q_HND, k_HND, real_N = (None if x is None else x[0].detach() for x in (*given[2:4], given.real_BN))
-        if B > 1:
-            count = H * self.centroids.centroid_HCD.shape[1]
-            lists = [Packed(x.row_M[: int(x.count_L[:count].sum())].clone(), x.count_L[:count].clone()) for x in lists]
-            q_HND, k_HND, real_N = (None if x is None else x.clone() for x in (q_HND, k_HND, real_N))
-        assert q_HND is not None and k_HND is not None
-        return Snapshot(lists, q_HND, k_HND, real_N)
+        take, count = torch.clone if B > 1 else torch.detach, H * self.centroids.centroid_HCD.shape[1]
+        lists = [Packed(take(x.row_M[: int(x.count_L[:count].sum())]), take(x.count_L[:count])) for x in lists]
+        return Snapshot(lists, take(given.turned_q_BHND[0].detach()), take(given.turned_k_BHND[0].detach()))
 
     def loss(self, given: Inputs) -> Tensor:
         """Return the weighted commitment loss, zero outside training."""

@@ -3,7 +3,8 @@
 Shapes: G blocks, Q queries, K keys, D head size, M distances.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,18 +39,13 @@ class Terms(NamedTuple):
     relative: Relative | None = None
     bias_HM: Tensor | None = None
     """Added to the logits by head and distance, as `relative` by the last row beyond; -inf: not read."""
+    heads: int = 1
+    """H, as the engine counts them."""
 
     @property
     def by_distance(self) -> bool:
         """Whether anything depends on distances."""
         return self.relative is not None or self.bias_HM is not None
-
-    @property
-    def heads(self) -> int:
-        """The number of heads that the terms tell apart."""
-        own_keys = self.relative is not None and self.relative.keys_MD.dim() == 3
-        by_head = self.relative.keys_MD if self.relative is not None and own_keys else self.bias_HM
-        return 1 if by_head is None else len(by_head)
 
 
 def soft_attend(
@@ -103,7 +99,7 @@ def soft_attend(
     return out_GQD.masked_fill(none_GQ1, 0.0), sum_GQ.masked_fill(none_GQ1[..., 0], float("-inf"))
 
 
-def recomputed(function, *inputs):
+def recomputed(function: Callable[..., Any], *inputs: Any) -> Any:
     """Return function(*inputs); what it computes on the way is computed again in the backward pass, not kept.
 
     The same dropout mask is drawn again.

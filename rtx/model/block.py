@@ -8,8 +8,8 @@ positions of memory, O old ones that leave it, C compressed.
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from rtx.attention.softmax import recomputed
 from rtx.config import Config, ModelConfig
 from rtx.model.linear import Linear
 from rtx.model.multihead import MultiheadAttention, Stream
@@ -33,11 +33,7 @@ class FeedForward(nn.Module):
             return self.whole(x_BNE)
         rows_RE = x_BNE.reshape(-1, x_BNE.shape[-1])
         parts = rows_RE.split(-(-len(rows_RE) // self.parts))
-        if torch.is_grad_enabled():
-            outputs = [checkpoint(self.whole, part_RE, use_reentrant=False) for part_RE in parts]
-        else:
-            outputs = [self.whole(part_RE) for part_RE in parts]
-        return torch.cat(outputs).view(x_BNE.shape)  # type: ignore[arg-type]
+        return torch.cat([recomputed(self.whole, part_RE) for part_RE in parts]).view(x_BNE.shape)
 
     def whole(self, x_BNE: Tensor) -> Tensor:
         """Return the output of all rows at once; any leading shape."""
@@ -148,8 +144,7 @@ class Memory:
 
         `[B, O, E]` for each block, O a multiple of the rate where it is to be compressed.
         """
-        kept = self.layers or [x_BNE[:, :0] for x_BNE in inputs]
-        joined = [torch.cat(pair, dim=1).detach() for pair in zip(kept, inputs, strict=True)]
+        joined = appended(self.layers, inputs)
         old = max(0, joined[0].shape[1] - self.length)
         old -= old % self.rate if self.compressed_length else 0
         self.layers = [x_BKE[:, old:].clone() for x_BKE in joined]
@@ -158,6 +153,12 @@ class Memory:
 
     def compress(self, made: list[Tensor]) -> None:
         """Take in newly compressed positions of every block, `[B, C, E]`; the oldest are forgotten."""
-        kept = self.compressed or [x_BCE[:, :0] for x_BCE in made]
-        joined = [torch.cat(pair, dim=1).detach() for pair in zip(kept, made, strict=True)]
+        joined = appended(self.compressed, made)
         self.compressed = [x_BCE[:, max(0, x_BCE.shape[1] - self.compressed_length) :].clone() for x_BCE in joined]
+
+
+def appended(kept: list[Tensor], new: list[Tensor]) -> list[Tensor]:
+    """Return what each block has kept (nothing at the start) and behind it what is new, without gradient."""
+    return (
+        [torch.cat(pair, dim=1).detach() for pair in zip(kept, new, strict=True)] if kept else [x.detach() for x in new]
+    )

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from rtx.attention.softmax import recomputed
 from rtx.config import ModelConfig, sizes_of
 from rtx.errors import UserError
 from rtx.model.linear import Linear
@@ -33,11 +33,8 @@ def in_parts(of_rows: Callable[..., Tensor], hidden_BNE: Tensor, target_BN: Tens
     part = max(1, MAX_LOGITS // logits)
     if len(target_R) <= part:
         return of_rows(hidden_RE, target_R).view(target_BN.shape)
-    parts = [
-        checkpoint(of_rows, rows_RE, target, use_reentrant=False)
-        for rows_RE, target in zip(hidden_RE.split(part), target_R.split(part), strict=True)
-    ]
-    return torch.cat(parts).view(target_BN.shape)  # type: ignore[arg-type]
+    parts = zip(hidden_RE.split(part), target_R.split(part), strict=True)
+    return torch.cat([recomputed(of_rows, *given) for given in parts]).view(target_BN.shape)
 
 
 def rows_nats(hidden_RE: Tensor, target_R: Tensor, weight_VE: Tensor, bias_V: Tensor) -> Tensor:

@@ -223,7 +223,7 @@ def test_tied_keys_are_the_queries_before_them_at_any_distance() -> None:
     assert layer.qkv.out_features == 16 + 8 + 16, "queries, keys of local heads alone, values"
     q_BHND, k_BHND, _ = layer.split(torch.randn(2, 9, 16, dtype=torch.float64))[1]
     assert k_BHND is not None and torch.equal(k_BHND[:, :, 1:], q_BHND[:, :, :-1])
-    local, routed = layer.rotations()
+    local, routed = layer.rotations
     assert local is not None and routed is None
 
 
