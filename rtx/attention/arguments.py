@@ -134,9 +134,7 @@ def check_finite_values(real_BN: Tensor | None = None, **named: Tensor | None) -
     for name, x in named.items():
         if x is None:
             continue
-        bad = ~x.isfinite()
-        if real_BN is not None:
-            bad &= real_BN[:, None, :, None]
+        bad = ~x.isfinite() if real_BN is None else ~x.isfinite() & real_BN[:, None, :, None]
         if bool(bad.any()):
             first = tuple(bad.nonzero()[0].tolist())
             found = f"{int(bad.sum())} in all, the first at {first}"

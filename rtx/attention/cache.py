@@ -143,10 +143,13 @@ class PositionCache(RowCache):
         for spread in self.pattern.spreads(at_S, heads):
             between_S = (at_S >= spread.since_N[own]) & (at_S < spread.until_N[own])
             seen_HS |= (spread.key_list_HN == spread.list_HN[..., own, None]) & between_S
-        if self.pattern.attend_self:
-            return seen_HS
-        others_HS = seen_HS & (at_S != at_S[own])
-        return torch.where(others_HS.any(-1, keepdim=True), others_HS, seen_HS)
+        return seen_HS if self.pattern.attend_self else but_own(seen_HS, at_S == at_S[own])
+
+
+def but_own(read_XS: Tensor, own_XS: Tensor) -> Tensor:
+    """Return which slots are read beside the own one; where there are none (X: any dimensions), that one."""
+    others_XS = read_XS & ~own_XS
+    return torch.where(others_XS.any(-1, keepdim=True), others_XS, read_XS)
 
 
 class ClusterCache(Cache):
@@ -212,7 +215,8 @@ class ClusterCache(Cache):
             return torch.zeros_like(v_BH1D)
         row_J, at_JS = list_J // self.clusters, self.position_LS[list_J]
         q_J1D = given.turned_q_BHND.to(dtype).flatten(0, 2)[row_J, None]
-        read = q_J1D, self.key_LSD[list_J], self.value_LSD[list_J], self.readable(at_JS, position)[:, None]
+        seen_JS = at_JS >= 0 if self.pattern.attend_self else but_own(at_JS >= 0, at_JS == position)
+        read = q_J1D, self.key_LSD[list_J], self.value_LSD[list_J], seen_JS[:, None]
         terms = self.pattern.terms(given.q_BHND.shape[-1], self.relative)
         if terms.by_distance or self.pattern.merge == "lse":
             head_J = row_J % v_BH1D.shape[1]
@@ -225,11 +229,3 @@ class ClusterCache(Cache):
             sum_J1 = torch.zeros_like(sum_J1)  # all lists weigh the same
         out_RD = join(row_J, out_J1D[:, 0], sum_J1[:, 0], v_BH1D[..., 0].numel())
         return out_RD.to(dtype).view_as(v_BH1D)
-
-    def readable(self, at_JS: Tensor, position: int) -> Tensor:
-        """Return which slots a position reads: all members, or all but itself where there are others."""
-        filled_JS = at_JS >= 0
-        if self.pattern.attend_self:
-            return filled_JS
-        others_JS = filled_JS & (at_JS != position)
-        return others_JS | (filled_JS & ~others_JS.any(-1, keepdim=True))

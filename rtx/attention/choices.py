@@ -46,11 +46,11 @@ class Choice(Pattern):
 
     def choice_queries(self, given: Inputs) -> Tensor:
         """Return what the choice reads of the queries, `[B, H, N, E]`."""
-        return given.q_BHND
+        return given.turned_q_BHND
 
     def choice_keys(self, given: Inputs) -> Tensor:
         """Return what the choice reads of the keys, `[B, H, N, E]`."""
-        return given.k_BHND
+        return given.turned_k_BHND
 
     def best(self, query_BHQE: Tensor, key_BHNE: Tensor, position_Q: Tensor) -> Tensor:
         """Return the positions `[B, H, Q, K]` that queries at ascending positions read, -1 for none.
@@ -102,12 +102,6 @@ class Exact(Choice):
     @classmethod
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
         return cls(window=config.routing.window, **routed_options(config))
-
-    def choice_queries(self, given: Inputs) -> Tensor:
-        return given.turned_q_BHND
-
-    def choice_keys(self, given: Inputs) -> Tensor:
-        return given.turned_k_BHND
 
     def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
         score_NN = given.turned_q_BHND[0, head] @ given.turned_k_BHND[0, head].T
@@ -263,6 +257,9 @@ class Blocks(Choice):
         """Return the scores of blocks, `[B, H, Q, G]`; -inf for those that are not finished."""
         own_Q1, block_G = position_Q[:, None] // self.block, torch.arange(mean_BHGD.shape[2], device=position_Q.device)
         return (q_BHQD @ mean_BHGD.transpose(-1, -2)).masked_fill(block_G >= own_Q1, -math.inf)
+
+    def choice_queries(self, given: Inputs) -> Tensor:
+        return given.q_BHND
 
     def choice_keys(self, given: Inputs) -> Tensor:
         """Return the means of finished blocks."""

@@ -81,12 +81,11 @@ class Lsh(Pattern):
         self.variant, self.strictly_causal = variant, variant == "causal"
         self.chunk = max(1, window // 2)
         generator = torch.Generator().manual_seed(seed)
-        self.register_buffer(
-            "rotation_HTDF", torch.empty(heads, rounds, size, buckets // 2, device="cpu"), persistent=False
-        )
-        self.rotation_HTDF: Tensor
-        for rotation_TDF in self.rotation_HTDF:  # one draw for each head, however many there are
+        rotation_HTDF = torch.empty(heads, rounds, size, buckets // 2, device="cpu")
+        for rotation_TDF in rotation_HTDF:  # one draw for each head, however many there are
             rotation_TDF.normal_(generator=generator)
+        self.register_buffer("rotation_HTDF", rotation_HTDF, persistent=False)
+        self.rotation_HTDF: Tensor
 
     @classmethod
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:

@@ -121,8 +121,7 @@ def select(
 ) -> Selected:
     """Return rows `[M]` and counts `[B * H * C]` of members, and the nearest centroids `[B, H, N]` where asked for.
 
-    Members are what joins by thresholds or, without, the `window` best; a window of 0 asks for none. See
-    `rtx.attention.selection.assign`.
+    Members are what joins by thresholds or, without, the `window` best; a window of 0 asks for none.
     """
     B, H, N, D = x_BHND.shape
     C = centroid_HCD.shape[1]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from statistics import NormalDist
 from typing import Any, NamedTuple, Self
@@ -29,12 +29,11 @@ from rtx.attention.engine import MERGES
 from rtx.attention.packed import Packed, Part, Reads, members_read, queries_read
 from rtx.attention.pattern import Inputs, Pattern, routed_options
 from rtx.attention.selection import (
-    SELECTIONS,
-    Assignment,
     PrefixTopK,
     Statistics,
     arrivals,
     assign,
+    by_scores,
     centroid_scores,
     joins,
     normalise,
@@ -42,9 +41,6 @@ from rtx.attention.selection import (
 )
 from rtx.attention.softmax import Relative
 from rtx.config import Config, clusters
-
-KEYS = ("shared", "separate", "projected")
-UPDATES = ("members", "nearest", "sum")
 
 paused: ContextVar[bool] = ContextVar("statistics_paused", default=False)
 
@@ -69,12 +65,9 @@ class Routing(Pattern):
             (Algorithm 1 with its left-to-right mask). "separate": queries and keys have memberships of their own by
             the same centroids (TACL version, section 4.1). "projected": a position has one membership, that of
             W_R (q + k) (the ICLR and first arXiv versions; W_R (q + k) is not normalised again).
-        selection: "topk": each centroid takes its W best positions of the whole sequence, as Algorithm 1 does (but
-            masked by true positions, and divided by the clusters' count exactly). **It sees the future**: which past
-            positions are members depends on later ones; `prefix` decides each from the prefix alone. "causal": a
-            position joins every cluster that scores it at or above its threshold, and where there is none the one whose
-            threshold it misses by least. "nearest": the cluster alone that scores it highest. The last two are strictly
-            causal.
+        selection: "topk", "causal" (thresholds) or "nearest", see `rtx.attention.selection.assign`. Algorithm 1's topk
+            **sees the future**: which past positions are members depends on later ones; `prefix` decides each from the
+            prefix alone.
         attend_self: false: a position reads itself only where it sees nothing else; None: so where queries stand for
             keys, as a vector is nearest to itself.
         merge: "mean": a position in several clusters gets the mean of their outputs (the paper). "lse": one softmax
@@ -93,7 +86,7 @@ class Routing(Pattern):
         **given: Any,
     ) -> None:
         super().__init__(**given)
-        check_choice("selection", selection, SELECTIONS)
+        check_choice("selection", selection, ("causal", "topk", "nearest"))
         check_choice("merge", merge, MERGES)
         check_number("commitment", commitment, "finite and at least 0", lambda x: 0 <= x < math.inf)
         self.centroids, self.selection, self.commitment = centroids, selection, commitment
@@ -102,7 +95,6 @@ class Routing(Pattern):
         self.attend_self, self.merge = self.has_keys if attend_self is None else attend_self, merge
         self.strictly_causal = selection != "topk"
         self.snapshot: Snapshot | None = None
-        self.nearest: list[Tensor] = []
 
     @classmethod
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
@@ -139,8 +131,8 @@ class Routing(Pattern):
         """Return the thresholds `[H, C]` of what is clustered."""
         return [self.centroids.threshold_HC, self.centroids.key_threshold_HC]
 
-    def assign(self, given: Inputs) -> list[Assignment]:
-        """Return the members of every cluster: positions, or queries and keys apart."""
+    def assign(self, given: Inputs) -> list[tuple[Packed, Statistics | None]]:
+        """Return the members of every cluster, and statistics: of positions, or of queries and of keys apart."""
         store = self.centroids
         return [
             assign(
@@ -151,7 +143,6 @@ class Routing(Pattern):
                 window=store.window,
                 threshold_HC=threshold_HC if self.selection == "causal" or store.threshold_rate else None,
                 update=store.update_rule if self.training and not paused.get() else None,
-                nearest=self.training and bool(self.commitment),
                 backend=self.backend,
             )
             for x_BHND, threshold_HC in zip(self.clustered(given), self.thresholds(), strict=False)
@@ -163,30 +154,27 @@ class Routing(Pattern):
         if store.seed_with_next and store.training:
             store.seed_from([x.detach() for x in self.clustered(given)], real_BN)
         if prefix and self.selection == "topk":
-            self.nearest = []
             # All that ever joined, until they leave: at least one is there beside a newcomer, unless W is 1.
             both = [arrivals(store.centroid_HCD, x, real_BN, store.window) for x in self.clustered(given)]
             part = queries_read(both[0].lists, both[-1].lists, N, N, self.attend_self or store.window == 1)
             return [part._replace(until_M=both[-1].leaves_M)]
-        found = self.assign(given)
-        lists = [one.lists for one in found]
+        lists, statistics = zip(*self.assign(given), strict=True)
         if self.training:
             B = len(given.q_BHND)
             real = (B * N, B) if real_BN is None else (int(real_BN.sum()), int(real_BN.any(-1).sum()))
-            for number, one in enumerate(found):
-                if one.statistics is not None:
-                    store.observe(one.statistics, *real, of_keys=number == 1)
-            self.nearest = [one.nearest_BHN for one in found if one.nearest_BHN is not None]
+            for number, found in enumerate(statistics):
+                if found is not None:
+                    store.observe(found, *real, of_keys=number == 1)
             self.snapshot = self.first_sequence(given, lists)
         return [self.read_lists(lists, N)]
 
-    def read_lists(self, lists: list[Packed], length: int) -> Reads:
+    def read_lists(self, lists: Sequence[Packed], length: int) -> Reads:
         """Return who reads whom where positions are members, or queries and keys apart."""
         if len(lists) == 1:
             return members_read(lists[0], length, self.centroids.window, self.attend_self)
         return queries_read(lists[0], lists[1], length, self.centroids.window, self.attend_self)
 
-    def first_sequence(self, given: Inputs, lists: list[Packed]) -> Snapshot | None:
+    def first_sequence(self, given: Inputs, lists: Sequence[Packed]) -> Snapshot | None:
         """Return what the first sequence looked like; a copy, unless it is the only one."""
         B, H, N, _ = given.q_BHND.shape
         if not B * H * N:
@@ -197,13 +185,14 @@ class Routing(Pattern):
 
     def loss(self, given: Inputs) -> Tensor:
         """Return the weighted commitment loss, zero outside training."""
-        if not self.training or not self.commitment or not self.nearest or not given.q_BHND.numel():
+        if not self.training or not self.commitment or not given.q_BHND.numel():
             return super().loss(given)
-        pairs = zip(self.clustered(given), self.nearest, strict=True)
-        return torch.stack([self.distance(x_BHND, nearest_BHN, given.real_BN) for x_BHND, nearest_BHN in pairs]).mean()
+        return torch.stack([self.distance(x_BHND, given.real_BN) for x_BHND in self.clustered(given)]).mean()
 
-    def distance(self, x_BHND: Tensor, nearest_BHN: Tensor, real_BN: Tensor | None) -> Tensor:
+    def distance(self, x_BHND: Tensor, real_BN: Tensor | None) -> Tensor:
         """Return the weighted mean of (x - nearest centroid on the sphere)^2 over real positions."""
+        with torch.no_grad():
+            nearest_BHN = by_scores(self.centroids.centroid_HCD, x_BHND, None, window=0, nearest=True)[2]
         centroid_HCD = to_sphere(self.centroids.centroid_HCD).to(x_BHND.dtype)
         head_H1 = torch.arange(x_BHND.shape[1], device=x_BHND.device)[:, None]
         apart_BN = (x_BHND - centroid_HCD[head_H1, nearest_BHN]).square().mean((1, 3))
@@ -231,7 +220,7 @@ class Routing(Pattern):
     def lists_kept(self, given: Inputs, cache: RoutingCache) -> Packed:
         """Return the key members that a prompt leaves in a stream's cache, and keep the best scores of topk there."""
         if self.selection != "topk":
-            return self.assign(given)[-1].lists
+            return self.assign(given)[-1][0]
         store, N = self.centroids, given.q_BHND.shape[2]
         cache.best = [arrivals(store.centroid_HCD, x, None, store.window).best for x in self.clustered(given)]
         position_LW = cache.best[-1].position_W
@@ -328,8 +317,8 @@ class Centroids(nn.Module):
         keys: str = "shared",
     ) -> None:
         super().__init__()
-        check_choice("keys", keys, KEYS)
-        check_choice("update", update, UPDATES)
+        check_choice("keys", keys, ("shared", "separate", "projected"))
+        check_choice("update", update, ("members", "nearest", "sum"))
         check_positive("heads", heads, least=0)
         for name, count in {"clusters": clusters, "size": size, "window": window, "length": length}.items():
             check_positive(name, count)
@@ -358,9 +347,7 @@ class Centroids(nn.Module):
         kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)
         for name, before in kept.items():
-            after = self._buffers[name]
-            assert after is not None
-            if after.dtype != before.dtype:
+            if (after := self._buffers[name]) is not None and after.dtype != before.dtype:
                 self._buffers[name] = before.to(after.device)
         self.reset_sums()
         return self

@@ -8,7 +8,6 @@ window, L = B * H * C lists, M members of all lists together, T positions of a p
 """
 
 import math
-from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -19,7 +18,6 @@ from torch import Tensor
 from rtx.attention import native
 from rtx.attention.packed import Packed, pack
 
-SELECTIONS = ("causal", "topk", "nearest")
 MAX_SCORES = 1 << 23
 """Scores held at once, but for those of one head."""
 
@@ -51,14 +49,6 @@ class Statistics(NamedTuple):
     square_HC: Tensor
 
 
-class Assignment(NamedTuple):
-    """The members of every cluster; the centroid that scores each position highest, of equals the first; statistics."""
-
-    lists: Packed
-    nearest_BHN: Tensor | None
-    statistics: Statistics | None
-
-
 @torch.no_grad()
 def assign(
     centroid_HCD: Tensor,
@@ -69,27 +59,26 @@ def assign(
     window: int,
     threshold_HC: Tensor | None = None,
     update: str | None = None,
-    nearest: bool = False,
     backend: str = "auto",
-) -> Assignment:
+) -> tuple[Packed, Statistics | None]:
     """Return the members of every cluster; padding (false in the mask) belongs nowhere.
 
     "topk": each centroid's `window` best positions of the whole sequence (Algorithm 1, line 13), so that the choice
     sees the future; of equals the earlier, and NaN is worse than every score. "causal": see `joins`. "nearest": the
-    cluster alone that scores a position highest. `update` asks for statistics: of "members", or else of the nearest,
-    and of scores where there are thresholds; `nearest` for the nearest centroids.
+    cluster alone that scores a position highest, of equals the first. `update` asks for statistics: of "members", or
+    else of the nearest, and of scores where there are thresholds.
     """
     (B, H, N, D), C = x_BHND.shape, centroid_HCD.shape[1]
     assert selection != "causal" or threshold_HC is not None
     x_BHND = x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32))
     is_for_kernel = x_BHND.dtype == torch.float32 and x_BHND.device.type == "cpu" and real_BN is None
-    choose = native.select if is_for_kernel and native.wanted(backend, N) else partial(by_scores, real_BN)
+    choose = native.select if is_for_kernel and native.wanted(backend, N) else partial(by_scores, real_BN=real_BN)
     row_M, count_L, nearest_BHN = choose(
         centroid_HCD,
         x_BHND,
         threshold_HC if selection == "causal" else None,
         window=0 if selection == "nearest" else window,
-        nearest=nearest or selection == "nearest" or update not in (None, "members"),
+        nearest=selection == "nearest" or update not in (None, "members"),
     )
     lists = counted = Packed(row_M, count_L)
     if nearest_BHN is not None:
@@ -97,11 +86,11 @@ def assign(
         lists = near if selection == "nearest" else lists
         counted = lists if update == "members" else near
     if update is None:
-        return Assignment(lists, nearest_BHN, None)
+        return lists, None
     sum_LD = F.embedding_bag(counted.row_M, x_BHND.reshape(-1, D), counted.first_L(), mode="sum")
     sums = [x.view(B, H, C, *x.shape[1:]).sum(0) for x in (sum_LD, counted.count_L, lists.count_L)]
     moments = torch.zeros(2, H, C, device=x_BHND.device) if threshold_HC is None else moments_of(centroid_HCD, x_BHND)
-    return Assignment(lists, nearest_BHN, Statistics(*sums, *moments))
+    return lists, Statistics(*sums, *moments)
 
 
 def moments_of(centroid_HCD: Tensor, x_BHND: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,13 +105,13 @@ def moments_of(centroid_HCD: Tensor, x_BHND: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_scores(
-    real_BN: Tensor | None,
     centroid_HCD: Tensor,
     x_BHND: Tensor,
     threshold_HC: Tensor | None,
     *,
     window: int,
     nearest: bool,
+    real_BN: Tensor | None = None,
 ) -> native.Selected:
     """Return what `native.select` does, by torch's kernels, some heads at a time."""
     (B, H, N, _), C = x_BHND.shape, centroid_HCD.shape[1]
@@ -247,15 +236,20 @@ def arrivals(centroid_HCD: Tensor, x_BHND: Tensor, real_BN: Tensor | None, windo
 
     Position i reads j <= i where j joined on arrival and leaves behind i.
     """
-    B, H, N, _ = x_BHND.shape
-    C = centroid_HCD.shape[1]
+    (B, H, N, _), C = x_BHND.shape, centroid_HCD.shape[1]
     margin_L = tie_margin(centroid_HCD, x_BHND.dtype).repeat(B, 1, 1).flatten()
     wide = x_BHND.new_zeros(0, dtype=torch.promote_types(x_BHND.dtype, torch.float32))
     best = PrefixTopK((B * H * C,), window, wide, margin_L)
     none_M = torch.zeros(0, dtype=torch.int64, device=x_BHND.device)
-    joined = [(none_M, none_M, none_M)]
-    for first, score_LT in prefix_scores(centroid_HCD, x_BHND, real_BN, window):
-        joined += newcomers(best, score_LT, first)
+    joined, first = [(none_M, none_M, none_M)], 0
+    while first < N:
+        # At most a quarter of the prefix: of scores that are normal about W / 4 positions of it may still join.
+        end = min(N, first + min(max(1, MAX_SCORES // max(1, B * H * C)), max(window, first // 4)))
+        score_BHCT = centroid_scores(centroid_HCD, x_BHND[:, :, first:end])
+        if real_BN is not None:
+            score_BHCT = score_BHCT.masked_fill(~real_BN[:, None, None, first:end], -math.inf)
+        joined += newcomers(best, score_BHCT.flatten(0, 2), first)
+        first = end
     list_M, position_M, held_M = (torch.cat(parts) for parts in zip(*joined, strict=True))
     number_M, order_M = (list_M * N + position_M).sort()
     leaves_M = torch.full_like(number_M, N)
@@ -263,24 +257,6 @@ def arrivals(centroid_HCD: Tensor, x_BHND: Tensor, real_BN: Tensor | None, windo
     leaves_M[torch.searchsorted(number_M, (list_M * N + held_M)[pushed_M])] = position_M[pushed_M]
     lists = Packed(list_M[order_M] // C * N + position_M[order_M], torch.bincount(list_M, minlength=B * H * C))
     return Arrivals(lists, leaves_M, best)
-
-
-def prefix_scores(
-    centroid_HCD: Tensor, x_BHND: Tensor, real_BN: Tensor | None, window: int
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield the first position and the scores `[L, T]` of one piece of the sequence after the other.
-
-    A piece is at most a quarter of its prefix: of scores that are normal about W / 4 positions of it may still join.
-    """
-    B, H, N, _ = x_BHND.shape
-    first, most = 0, max(1, MAX_SCORES // max(1, B * H * centroid_HCD.shape[1]))
-    while first < N:
-        end = min(N, first + min(most, max(window, first // 4)))
-        score_BHCT = centroid_scores(centroid_HCD, x_BHND[:, :, first:end])
-        if real_BN is not None:
-            score_BHCT = score_BHCT.masked_fill(~real_BN[:, None, None, first:end], -math.inf)
-        yield first, score_BHCT.flatten(0, 2)
-        first = end
 
 
 def newcomers(best: PrefixTopK, score_LT: Tensor, first: int) -> list[tuple[Tensor, Tensor, Tensor]]:

@@ -4,7 +4,6 @@ adaptive (Baevski and Auli 2019): words in bands of falling frequency, the rarer
 Shapes: B sequences, N positions, R = B * N rows, E hidden width, V units, G words of a band, S its width.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -23,7 +22,12 @@ MAX_LOGITS = 1 << 24
 
 def token_nats(hidden_BNE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_BN: Tensor) -> Tensor:
     """Return -log p(target) of every position, in nats, float32 or wider, `[B, N]`."""
-    of_rows = functools.partial(rows_nats, weight_VE=weight_VE, bias_V=bias_V)
+
+    def of_rows(hidden_RE: Tensor, target_R: Tensor) -> Tensor:
+        logits_RV = F.linear(hidden_RE, weight_VE, bias_V)
+        wide = torch.promote_types(logits_RV.dtype, torch.float32)
+        return F.cross_entropy(logits_RV.to(wide), target_R, reduction="none")
+
     return in_parts(of_rows, hidden_BNE, target_BN, len(weight_VE))
 
 
@@ -35,13 +39,6 @@ def in_parts(of_rows: Callable[..., Tensor], hidden_BNE: Tensor, target_BN: Tens
         return of_rows(hidden_RE, target_R).view(target_BN.shape)
     parts = zip(hidden_RE.split(part), target_R.split(part), strict=True)
     return torch.cat([recomputed(of_rows, *given) for given in parts]).view(target_BN.shape)
-
-
-def rows_nats(hidden_RE: Tensor, target_R: Tensor, weight_VE: Tensor, bias_V: Tensor) -> Tensor:
-    """Return the nats of some rows."""
-    logits_RV = F.linear(hidden_RE, weight_VE, bias_V)
-    wide = torch.promote_types(logits_RV.dtype, torch.float32)
-    return F.cross_entropy(logits_RV.to(wide), target_R, reduction="none")
 
 
 def band_ends(model: ModelConfig, vocabulary: int) -> list[int]:
@@ -78,11 +75,6 @@ class Bands(nn.Module):
             vectors = vectors.index_put(at, widen(F.embedding(ids[at] - start, table_GS)).to(vectors.dtype))
         return vectors
 
-    def products(self, hidden_RE: Tensor, band: int) -> Tensor:
-        """Return the products of rows with the vectors of a band, `[R, G]`."""
-        narrow_RS = hidden_RE @ self.widen[band].weight  # type: ignore[operator]
-        return narrow_RS @ self.tables[band].T
-
     def initialise(self, as_output: bool) -> None:
         """As `Transformer.initialise`: vectors of variance 1 to read, or products of variance 1/4 with rows of 1."""
         for table_GS, widen in zip(self.tables, self.widen, strict=True):
@@ -112,7 +104,8 @@ class AdaptiveSoftmax(nn.Module):
     def logits(self, hidden_RE: Tensor, band: int) -> Tensor:
         """Return the logits of a band's words, behind those of the first band of the further bands; wide."""
         start, stop = self.bands.ranges[band]
-        logits_RG = self.bands.products(hidden_RE, band) + self.bias_V[start:stop]
+        narrow_RS = hidden_RE @ self.bands.widen[band].weight  # type: ignore[operator]
+        logits_RG = narrow_RS @ self.bands.tables[band].T + self.bias_V[start:stop]
         logits_RG = logits_RG if band else torch.cat([logits_RG, self.clusters(hidden_RE)], dim=-1)
         return logits_RG.to(torch.promote_types(logits_RG.dtype, torch.float32))
 

@@ -39,17 +39,18 @@ def make_pattern(name: str, heads: int, config: Config, layer: int) -> Pattern:
     """Return one group of a layer's heads, by the tables of `rtx.config`."""
     table, name = (SELECTIONS, config.routing.selection) if name == ROUTED else (BASES, name)
     kind = imported(table[name])
+    if name not in REGISTERED:
+        return kind.from_config(config, heads, layer)
+    needed = "docs/extending.md says what is needed"
     if missing := sorted(getattr(kind, "__abstractmethods__", ["the base rtx.attention.Pattern"])):
-        raise UserError(f"{name}: {kind.__name__} lacks {', '.join(missing)}; docs/extending.md says what is needed")
+        raise UserError(f"{name}: {kind.__name__} lacks {', '.join(missing)}; {needed}")
     try:
         pattern = kind.from_config(config, heads, layer)
-    except TypeError as error:  # of the call itself, not of what it runs
-        called = traceback.extract_tb(error.__traceback__)[-1].name in ("make_pattern", "from_config")
-        if name not in REGISTERED or not called:
-            raise
-        mend = "write a from_config that gives what it takes, as in docs/extending.md"
-        raise UserError(f"{name}: {error}; {mend}") from error
-    if name in REGISTERED and not pattern.strictly_causal:  # every score of it would be said to see no future
+    except TypeError as error:
+        if traceback.extract_tb(error.__traceback__)[-1].name not in ("make_pattern", "from_config"):
+            raise  # not of the call itself
+        raise UserError(f"{name}: {error}; {needed}") from error
+    if not pattern.strictly_causal:  # every score of it would be said to see no future
         raise UserError(f"{name}: strictly_causal=False: a pattern of an extension reads no later position")
     return pattern
 
@@ -108,8 +109,8 @@ class MultiheadAttention(nn.Module):
         queries, keys, values = split[:count], iter(split[count:-count]), split[-count:]
         if self.xl is not None:
             queries = [q_BHND + self.xl.content_HD[:, None].to(q_BHND.dtype) for q_BHND in queries]
-        own_keys = [next(keys) if with_keys else None for with_keys in self.with_keys]
-        own_keys = [q if tied else k for q, k, tied in zip(queries, own_keys, self.tied, strict=True)]
+        kinds = zip(queries, self.tied, self.with_keys, strict=True)
+        own_keys = [q_BHND if tied else next(keys) if with_keys else None for q_BHND, tied, with_keys in kinds]
         for number, name in enumerate(self.groups):
             if name in self.mix:
                 last = streams[number].last_keys if streams is not None else []
@@ -183,13 +184,11 @@ class KeyMix(nn.Module):
         """Return mixed keys; `last` holds the keys before them (none at the start), and then those before the next."""
         back = self.shift + self.width - 1
         before = last.pop() if last else k_BHND.new_zeros(*k_BHND.shape[:2], back, k_BHND.shape[-1])
-        every = torch.cat([before, k_BHND], dim=2)
-        last.append(every[:, :, every.shape[2] - back :])
-        shifted = every[:, :, : every.shape[2] - self.shift]
-        N = k_BHND.shape[2]
-        mixed = shifted[:, :, shifted.shape[2] - N :]
+        every, N = torch.cat([before, k_BHND], dim=2), k_BHND.shape[2]
+        last.append(every[:, :, N:])
+        mixed = every[:, :, self.width - 1 : self.width - 1 + N]
         if self.taps_HDK is None:
             return mixed
         taps = self.taps_HDK.to(k_BHND.dtype).unbind(-1)
-        products = [shifted[:, :, first : first + N] * tap[:, None] for first, tap in enumerate(taps)]
+        products = [every[:, :, first : first + N] * tap[:, None] for first, tap in enumerate(taps)]
         return mixed + F.silu(torch.stack(products).sum(0))

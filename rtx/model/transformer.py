@@ -98,12 +98,13 @@ class Transformer(nn.Module):
         else:
             self.output_VS = self.embedding.table_VS if tied else nn.Parameter(torch.empty(vocabulary, width))
             self.output_bias_V = nn.Parameter(torch.zeros(vocabulary))
-        self.initialise(depth_scaled=model.init == "depth_scaled")
+        self.initialise()
         for module in self.modules():
             if isinstance(module, Linear):
                 module.products = config.hardware.products
 
-    def initialise(self, depth_scaled: bool = False) -> None:
+    @torch.no_grad()
+    def initialise(self) -> None:
         """Matrices: normal with variance 1 / fan in; those that end a residual branch smaller by 2 * layers.
 
         Embeddings and start vector have variance 1, as large as what the first branches add, and the output matrix has
@@ -111,7 +112,7 @@ class Transformer(nn.Module):
         make units of one role alike, and a model then needs long to tell them apart again (experiment=recall shows it).
         A tied table starts as an output matrix.
 
-        `depth_scaled`, for models of many layers (Child et al. 2019): variance 0.125 / fan in inside the blocks,
+        "depth_scaled", for models of many layers (Child et al. 2019): variance 0.125 / fan in inside the blocks,
         embeddings, start vector and positions with a standard deviation of 0.01, that of a position over all axes, and
         an output matrix of zeros.
         """
@@ -120,30 +121,23 @@ class Transformer(nn.Module):
                 nn.init.normal_(module.weight, std=module.weight[0].numel() ** -0.5)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        shrink = 1 / math.sqrt(2 * len(self.blocks))
         for block in self.blocks:
             assert isinstance(block, Block)
             for ends in (block.attention.out, block.feed_forward.outer):
-                with torch.no_grad():
-                    ends.weight.mul_(shrink)
-        start_S = self.embedding.start_S
-        if self.softmax is not None:
-            assert self.embedding.bands is not None
-            tied = self.softmax.bands is self.embedding.bands
-            self.embedding.bands.initialise(as_output=False)
+                ends.weight.mul_(1 / math.sqrt(2 * len(self.blocks)))
+        embedding, tied = self.embedding, self.config.tie_embeddings
+        output_deviation = 0.5 * len(embedding.start_S) ** -0.5
+        if embedding.bands is None or self.softmax is None:
+            nn.init.normal_(embedding.table_VS, std=output_deviation if tied else 1.0)
+        else:
+            embedding.bands.initialise(as_output=False)
             self.softmax.bands.initialise(as_output=True)
-            nn.init.normal_(start_S, std=0.5 * len(start_S) ** -0.5 if tied else 1.0)
-            return
-        output_deviation = 0.5 * self.output_VS.shape[1] ** -0.5
-        tied = self.output_VS is self.embedding.table_VS
-        for parameter in (self.embedding.table_VS, self.embedding.start_S):
-            nn.init.normal_(parameter, std=output_deviation if tied else 1.0)
-        if not tied:
+        nn.init.normal_(embedding.start_S, std=output_deviation if tied else 1.0)
+        if self.softmax is None and not tied:
             nn.init.normal_(self.output_VS, std=output_deviation)
-        if depth_scaled:
+        if self.config.init == "depth_scaled":
             self.shrink_for_depth(tied)
 
-    @torch.no_grad()
     def shrink_for_depth(self, tied: bool) -> None:
         """Bring the standard initialisation to the scales of `depth_scaled`."""
         for module in self.blocks.modules():
@@ -169,7 +163,9 @@ class Transformer(nn.Module):
             given = (x_BNE, prefix, None, memory.read(layer) if memory else None)
             inputs += [x_BNE] if memory else []
             if self.recompute and self.training and torch.is_grad_enabled():
-                x_BNE, loss = checkpoint(block, *given, use_reentrant=False, context_fn=recompute_contexts)  # type: ignore[misc]
+                # The second forward pass gathers no statistics.
+                contexts = {"context_fn": lambda: (contextlib.nullcontext(), statistics_paused())}
+                x_BNE, loss = checkpoint(block, *given, use_reentrant=False, **contexts)  # type: ignore[misc]
             else:
                 x_BNE, loss = block(*given)
             total = total + loss
@@ -233,11 +229,6 @@ class Transformer(nn.Module):
     def count_parameters(self) -> int:
         """Return the number of trained values."""
         return sum(parameter.numel() for parameter in self.parameters())
-
-
-def recompute_contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """Contexts of the first and the second forward pass of recomputation: the second gathers no statistics."""
-    return contextlib.nullcontext(), statistics_paused()
 
 
 def compile_loss(model: nn.Module, loss: Callable[..., Any]) -> Callable[..., Any]:

@@ -221,12 +221,10 @@ def test_the_kernel_selects_what_torch_selects(selection: str, N: int, W: int, C
     draw, shapes = torch.Generator().manual_seed(N), ((3, C, 6), (2, 3, N, 6), (3, C))
     centroid, x, threshold = (torch.randint(-2, 3, shape, generator=draw).float() for shape in shapes)  # many equals
     x[0, 0, ::11] = math.nan
-    more = {"selection": selection, "window": W, "threshold_HC": 4 * threshold, "nearest": True}
+    more = {"selection": selection, "window": W, "threshold_HC": 4 * threshold}
     for update in ("members", "nearest"):
         found = [assign(centroid, x, None, update=update, backend=name, **more) for name in ("torch", "native")]
-        for theirs, ours in zip(
-            *((*one.lists, one.nearest_BHN, *(one.statistics or ())) for one in found), strict=True
-        ):
+        for theirs, ours in zip(*((*lists, *(statistics or ())) for lists, statistics in found), strict=True):
             torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
