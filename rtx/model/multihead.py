@@ -41,7 +41,7 @@ def make_pattern(name: str, heads: int, config: Config, layer: int) -> Pattern:
     kind = imported(table[name])
     if name not in REGISTERED:
         return kind.from_config(config, heads, layer)
-    needed = "docs/extending.md says what is needed"
+    needed = "docs/attention.md says what is needed"
     if missing := sorted(getattr(kind, "__abstractmethods__", ["the base rtx.attention.Pattern"])):
         raise UserError(f"{name}: {kind.__name__} lacks {', '.join(missing)}; {needed}")
     try:

@@ -1,6 +1,6 @@
 """What every pattern keeps: the oracle's outputs and gradients, streams, no future, no padding, edges, all types; and
 what torch's engine gives the compiled kernel gives, too, forward and backward, on any number of threads. The example
-of docs/extending.md keeps the same, and the one of docs/api.md runs.
+of docs/attention.md keeps the same, and the one of docs/api.md runs.
 """
 
 import itertools
@@ -291,7 +291,7 @@ def blocks(page: str) -> list[str]:
 @pytest.fixture(scope="module")
 def dilated() -> Any:
     """The class of the page, without the name that it registers for commands."""
-    (text,) = [text for text in blocks("extending.md") if "class Dilated" in text]
+    (text,) = [text for text in blocks("attention.md") if "class Dilated" in text]
     names: dict[str, Any] = {"__name__": "dilated"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rtx, "register_pattern", lambda name, cls: None)

@@ -1,4 +1,6 @@
-"""Patterns, data sets and presets of the user's own: the examples of docs/extending.md as printed, in every command."""
+"""Patterns, data sets and presets of the user's own: the examples of docs/attention.md and extending.md as printed, in
+every command.
+"""
 
 import json
 import re
@@ -8,7 +10,9 @@ from pathlib import Path
 import pytest
 from small_runs import SIZES, Workshop
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "extending.md").read_text()
+PAGES = "".join(
+    (Path(__file__).resolve().parents[2] / "docs" / page).read_text() for page in ("attention.md", "extending.md")
+)
 MODEL = [word for word in SIZES if not word.startswith("data=")]
 OWN = ["data=primes", "model.base=dilated", "model.stride=3"]
 ABSTRACT = "class Half(rtx.attention.Pattern): pass\nrtx.register_pattern('half', Half)\n"
@@ -19,8 +23,8 @@ rtx.register_pattern('far', Far)
 
 
 def block(language: str, heading: str) -> str:
-    """Return the first block of a language behind a heading of the page."""
-    found = re.search(rf"```{language}\n(.*?)```", PAGE[PAGE.index(f"\n## {heading}\n") :], re.S)
+    """Return the first block of a language behind a heading of the pages."""
+    found = re.search(rf"```{language}\n(.*?)```", PAGES[PAGES.index(f"\n## {heading}\n") :], re.S)
     assert found
     return found[1]
 
@@ -43,7 +47,7 @@ class Place(Workshop):
 @pytest.fixture(scope="module")
 def place(workshop: Workshop) -> Place:
     place = Place(workshop.folder, workshop.server)
-    for name, heading in (("dilated", "A pattern"), ("primes", "A data set")):
+    for name, heading in (("dilated", "A pattern of your own"), ("primes", "A data set")):
         (place.folder / f"{name}.py").write_text(text := block("python", heading))
         assert text.count("\n") < 40
     (place.folder / "presets" / "model").mkdir(parents=True)
@@ -127,7 +131,7 @@ def test_mistakes_of_a_file_and_of_words(place: Place) -> None:
         ("def f(:\n", "my.py", "my.py, line 2: SyntaxError: invalid syntax"),
         ("rtx.register_pattern('local', dict)\n", "my.py", "my.py, line 2: UserError: 'local' cannot be"),
         ("rtx.register_pattern('half', dict)\n", "my.py model.base=half", "dict lacks the base rtx.attention.Pattern"),
-        (ABSTRACT, "my.py model.base=half", "half: Half lacks reads, rule, start; docs/extending.md"),
+        (ABSTRACT, "my.py model.base=half", "half: Half lacks reads, rule, start; docs/attention.md"),
         (TAKES, "my.py model.base=far", "missing 2 required keyword-only arguments: 'reach' and 'step'; docs"),
         (re.sub("__init__.*", "from_config(c): 0", TAKES), "my.py model.base=far", "argument but 3 were given;"),
         ("rtx.register_data('x', print, lenth=3)\n", "my.py", "unknown key 'data.lenth' (did you mean "),
