@@ -263,8 +263,6 @@ def attend_indexed(
             out_C1D, sum_C1 = recomputed(read, q_PD[here], k_SD, v_SD, here, x * heads * N)
             outs.append(out_C1D[:, 0])
             sums.append(sum_C1[:, 0])
-    if not outs:
-        return v_RD.new_zeros(0 if joined else rows, v_RD.shape[1]), q_RD.new_zeros(0)
     out_PD, sum_P = torch.cat(outs), torch.cat(sums)
     return (out_PD if joined else out_PD.new_zeros(rows, out_PD.shape[1]).index_copy(0, row_P, out_PD)), sum_P
 

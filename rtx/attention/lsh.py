@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rtx.attention import oracle
 from rtx.attention.arguments import check_choice, check_positive, check_seed
-from rtx.attention.cache import Cache, ClusterCache, attend_step
+from rtx.attention.cache import Cache, ClusterCache, attend_step, but_own
 from rtx.attention.packed import Indexed, Packed, Part, Reads, pack
 from rtx.attention.pattern import Inputs, Pattern, options
 from rtx.attention.selection import MAX_SCORES
@@ -80,6 +80,8 @@ class Lsh(Pattern):
         self.heads, self.size, self.window, self.buckets = heads, size, window, buckets
         self.variant, self.strictly_causal = variant, variant == "causal"
         self.chunk = max(1, window // 2)
+        self.slots = window if self.strictly_causal else 2 * self.chunk
+        """How many members of a bucket a position may look back over, its own place included."""
         generator = torch.Generator().manual_seed(seed)
         rotation_HTDF = torch.empty(heads, rounds, size, buckets // 2, device="cpu")
         for rotation_TDF in rotation_HTDF:  # one draw for each head, however many there are
@@ -112,7 +114,7 @@ class Lsh(Pattern):
             own_M = torch.arange(len(start_M), device=start_M.device)
             return [Reads(lists, lists, start_M, own_M.maximum(start_M + 1), N)]
         own_R = torch.arange(B * H * N, device=bucket_TBHN.device)
-        back_S = torch.arange(1, max(2, self.slots()), device=own_R.device)
+        back_S = torch.arange(1, max(2, self.slots), device=own_R.device)
         index_RK = own_R.new_empty(len(own_R), len(rounds) * len(back_S))
         placed = [(lists.row_M, start_M, lists.row_M.argsort()) for lists, start_M in rounds]
         # Sorting holds the union several times.
@@ -138,17 +140,13 @@ class Lsh(Pattern):
             start_M = number_M - self.chunk - place_M % self.chunk
         return lists, first_M.maximum(start_M)
 
-    def slots(self) -> int:
-        """Return how many members of a bucket a position may look back over, its own place included."""
-        return self.window if self.variant == "causal" else 2 * self.chunk
-
     def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
         score_TNF = torch.stack([given.q_BHND[0, head] @ r.to(given.q_BHND.dtype) for r in self.rotation_HTDF[head]])
         bucket_TN = torch.cat([score_TNF, -score_TNF], dim=-1).argmax(-1)
         return oracle.hashed(bucket_TN, self.window, "prefix" if prefix and not self.strictly_causal else self.variant)
 
     def start(self, relative: Relative | None = None) -> Cache:
-        return LshCache(self, self.slots(), relative)
+        return LshCache(self, self.slots, relative)
 
     def lists_kept(self, given: Inputs, cache: Cache) -> Packed:
         """Return what a prompt leaves in a stream's cache: list (b, h, t, c) is bucket c of round t."""
@@ -177,13 +175,10 @@ class LshCache(ClusterCache):
         # How many members of the bucket have come since, its own place included.
         place_S = torch.arange(self.slots, device=list_J.device)
         back_BHTS = (self.joined_L[list_J].view(B, H, T, 1) - 1 - place_S) % self.slots
-        seen_BHTS = (at_BHTS >= 0) & (back_BHTS > 0) & (back_BHTS < reach_BHT[..., None])
+        seen_BHTS = (at_BHTS >= 0) & (back_BHTS < reach_BHT[..., None])
         value_BHK, order_BHK = distinct(torch.where(seen_BHTS, at_BHTS, -1).flatten(2))
         at_BHK = torch.empty_like(value_BHK).scatter_(-1, order_BHK, value_BHK)
-        seen_BHK = at_BHK >= 0
-        own_BHK = (at_BHTS == position).flatten(2)
-        own_BHK[..., self.slots :] = False
-        seen_BHK |= own_BHK & ~seen_BHK.any(-1, keepdim=True)
+        seen_BHK = but_own(at_BHK >= 0, at_BHK == position)
         return attend_step(
             given.turned_q_BHND.to(dtype),
             self.key_LSD[list_J].view(B, H, T * self.slots, self.key_LSD.shape[-1]),
