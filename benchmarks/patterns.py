@@ -36,7 +36,7 @@ from rtx.attention import (
     native,
     oracle,
 )
-from rtx.model.positions import Rotary
+from rtx.model.positions import rotate
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
 """From queries, keys and values to outputs, and a loss beside them where there is one."""
@@ -89,7 +89,7 @@ class Ours:
 
     pattern: Pattern
     relative: Relative | None = None
-    rotate: Rotary | None = None
+    rotate: Callable[..., Tensor] | None = None
 
     def __call__(self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output and the loss."""
@@ -201,7 +201,7 @@ def make(name: str, size: Size, args: argparse.Namespace) -> Attention:
     name, backend = pattern_and_backend(name)
     ours = Ours(make_pattern(without_positions(name), size, args, backend).to(args.device).train())
     ours.relative = shaw(args) if name.endswith("_shaw") else None
-    ours.rotate = Rotary(args.dim) if name.endswith("_rotary") else None
+    ours.rotate = rotate if name.endswith("_rotary") else None
     return ours
 
 

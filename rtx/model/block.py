@@ -159,6 +159,5 @@ class Memory:
 
 def appended(kept: list[Tensor], new: list[Tensor]) -> list[Tensor]:
     """Return what each block has kept (nothing at the start) and behind it what is new, without gradient."""
-    return (
-        [torch.cat(pair, dim=1).detach() for pair in zip(kept, new, strict=True)] if kept else [x.detach() for x in new]
-    )
+    kept = kept or [x_BKE[:, :0] for x_BKE in new]
+    return [torch.cat(pair, dim=1).detach() for pair in zip(kept, new, strict=True)]

@@ -96,11 +96,6 @@ class AdaptiveSoftmax(nn.Module):
         self.clusters = nn.Linear(hidden, len(bands.ranges) - 1)
         self.bias_V = nn.Parameter(torch.zeros(bands.ranges[-1][1]))
 
-    @property
-    def head(self) -> int:
-        """The first band's words and the further bands, over which every row has a softmax."""
-        return self.bands.ranges[0][1] + self.clusters.out_features
-
     def logits(self, hidden_RE: Tensor, band: int) -> Tensor:
         """Return the logits of a band's words, behind those of the first band of the further bands; wide."""
         start, stop = self.bands.ranges[band]

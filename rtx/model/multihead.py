@@ -17,7 +17,7 @@ from rtx.config import BASES, REGISTERED, SELECTIONS, Config
 from rtx.errors import UserError
 from rtx.keys import imported
 from rtx.model.linear import Linear
-from rtx.model.positions import Rotary, Shaw, SinusoidKeys
+from rtx.model.positions import Shaw, SinusoidKeys, rotate
 
 ROUTED = "routed"
 """The group of the heads that `routing` describes; the others are called by their pattern."""
@@ -41,15 +41,17 @@ def make_pattern(name: str, heads: int, config: Config, layer: int) -> Pattern:
     kind = imported(table[name])
     if name not in REGISTERED:
         return kind.from_config(config, heads, layer)
-    needed = "docs/attention.md says what is needed"
     if missing := sorted(getattr(kind, "__abstractmethods__", ["the base rtx.attention.Pattern"])):
-        raise UserError(f"{name}: {kind.__name__} lacks {', '.join(missing)}; {needed}")
+        raise UserError(f"{name}: {kind.__name__} lacks {', '.join(missing)}; docs/attention.md says what is needed")
     try:
         pattern = kind.from_config(config, heads, layer)
-    except TypeError as error:
-        if traceback.extract_tb(error.__traceback__)[-1].name not in ("make_pattern", "from_config"):
-            raise  # not of the call itself
-        raise UserError(f"{name}: {error}; {needed}") from error
+    except TypeError as error:  # of the call itself, not of what it runs
+        own = [f"{each.__qualname__}.{made}() " for each in kind.__mro__ for made in ("from_config", "__init__")]
+        called = traceback.extract_tb(error.__traceback__)[-1].name in ("make_pattern", "from_config")
+        if not called or not str(error).startswith(tuple(own)):
+            raise
+        mend = "write a from_config that gives what it takes, as in docs/attention.md"
+        raise UserError(f"{name}: {error}; {mend}") from error
     if not pattern.strictly_causal:  # every score of it would be said to see no future
         raise UserError(f"{name}: strictly_causal=False: a pattern of an extension reads no later position")
     return pattern
@@ -81,8 +83,8 @@ class MultiheadAttention(nn.Module):
         self.widths = [count * self.size for count in (*counts, *key_counts, *counts)]
         self.qkv = Linear(model.hidden, sum(self.widths), bias=False)
         self.out = Linear(model.hidden, model.hidden, bias=False)
-        self.rotary = Rotary(self.size) if model.positions == "rotary" else None
-        self.rotations = [self.rotary if name != ROUTED or config.routing.rotary else None for name in patterns]
+        turned = [name != ROUTED or config.routing.rotary for name in patterns]
+        self.rotations = [rotate if model.positions == "rotary" and each else None for each in turned]
         """What turns the queries and keys of each group, None without."""
         self.shaw = nn.ModuleDict()
         if model.positions == "shaw":

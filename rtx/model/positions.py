@@ -14,21 +14,15 @@ TABLE_DEVIATION = 0.02
 """Standard deviation of position tables at the start."""
 
 
-class Rotary(nn.Module):
-    """Rotary position embedding (Su et al. 2021): pairs of units of a head turn by position times a fixed frequency.
+def rotate(x_BHND: Tensor, first: int = 0) -> Tensor:
+    """Return the vectors turned by their positions, the first of which is `first` (rotary, Su et al. 2021).
 
-    Unit f and unit f + D / 2 are a pair. A dot product of two rotated vectors depends on their distance alone. It is
-    defined for every position.
+    Unit f and unit f + D / 2 are a pair, which turns by the position times a fixed frequency. A dot product of two
+    rotated vectors depends on their distance alone. It is defined for every position.
     """
-
-    def __init__(self, size: int, base: float = 10_000.0) -> None:
-        super().__init__()
-        self.size, self.base = size, base
-
-    def forward(self, x_BHND: Tensor, first: int = 0) -> Tensor:
-        """Return rotated vectors; the first of them stands at position `first`."""
-        cos_ND, sin_ND = angles(self.size, self.base, first, x_BHND.shape[-2], x_BHND.dtype, x_BHND.device)
-        return torch.addcmul(x_BHND * cos_ND, x_BHND.roll(self.size // 2, -1), sin_ND)
+    size = x_BHND.shape[-1]
+    cos_ND, sin_ND = angles(size, 10_000.0, first, x_BHND.shape[-2], x_BHND.dtype, x_BHND.device)
+    return torch.addcmul(x_BHND * cos_ND, x_BHND.roll(size // 2, -1), sin_ND)
 
 
 @functools.lru_cache(maxsize=4)  # all layers and groups turn by the same
@@ -36,7 +30,7 @@ def angles(
     size: int, base: float, first: int, count: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return cosines, and sines with a minus for the first of each pair, `[count, size]`, from position `first` on."""
-    # Not from a buffer of frequencies: `.float()` or `.half()` would round it and turn far positions wrongly.
+    # In float64: rounded frequencies would turn far positions wrongly.
     with torch.inference_mode(False):
         position_N = torch.arange(first, first + count, device=device, dtype=torch.float64)
         exponent_F = torch.arange(0, size, 2, device=device, dtype=torch.float64) / size
@@ -104,8 +98,9 @@ class LearnedPositions(nn.Module):
     def forward(self, first: int, count: int) -> Tensor:
         """Return the vectors of positions `first` to `first + count - 1`; ValueError: one beyond the last."""
         if first + count > self.length:
-            end = f"learned positions cover 0 to {self.length - 1} (data.length)"
-            raise ValueError(f"position {first + count - 1}: {end}")
+            raise ValueError(
+                f"position {first + count - 1}: learned positions cover 0 to {self.length - 1} (data.length)"
+            )
         device = self.tables[0].device
         place_AN = torch.unravel_index(torch.arange(first, first + count, device=device), self.sizes)
         return torch.stack([F.embedding(i, table) for i, table in zip(place_AN, self.tables, strict=True)]).sum(0)

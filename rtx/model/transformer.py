@@ -127,15 +127,16 @@ class Transformer(nn.Module):
                 ends.weight.mul_(1 / math.sqrt(2 * len(self.blocks)))
         embedding, tied = self.embedding, self.config.tie_embeddings
         output_deviation = 0.5 * len(embedding.start_S) ** -0.5
-        if embedding.bands is None or self.softmax is None:
+        if self.softmax is None:
             nn.init.normal_(embedding.table_VS, std=output_deviation if tied else 1.0)
         else:
+            assert embedding.bands is not None
             embedding.bands.initialise(as_output=False)
             self.softmax.bands.initialise(as_output=True)
         nn.init.normal_(embedding.start_S, std=output_deviation if tied else 1.0)
         if self.softmax is None and not tied:
             nn.init.normal_(self.output_VS, std=output_deviation)
-        if self.config.init == "depth_scaled":
+        if self.softmax is None and self.config.init == "depth_scaled":
             self.shrink_for_depth(tied)
 
     def shrink_for_depth(self, tied: bool) -> None:
@@ -163,9 +164,7 @@ class Transformer(nn.Module):
             given = (x_BNE, prefix, None, memory.read(layer) if memory else None)
             inputs += [x_BNE] if memory else []
             if self.recompute and self.training and torch.is_grad_enabled():
-                # The second forward pass gathers no statistics.
-                contexts = {"context_fn": lambda: (contextlib.nullcontext(), statistics_paused())}
-                x_BNE, loss = checkpoint(block, *given, use_reentrant=False, **contexts)  # type: ignore[misc]
+                x_BNE, loss = checkpoint(block, *given, use_reentrant=False, context_fn=recompute_contexts)  # type: ignore[misc]
             else:
                 x_BNE, loss = block(*given)
             total = total + loss
@@ -198,7 +197,7 @@ class Transformer(nn.Module):
             return torch.cat(nats, dim=1), nats[0].new_zeros(())
         hidden_BNS, auxiliary = self(tokens_BN, prefix, memory)
         if self.softmax is not None:  # words of rarer bands are asked of few rows
-            held = max(self.softmax.head, self.vocabulary // 4)
+            held = max(self.softmax.bands.ranges[0][1], self.vocabulary // 4)
             return in_parts(self.softmax.nats, hidden_BNS, tokens_BN, held), auxiliary
         return token_nats(hidden_BNS, self.output_VS, self.output_bias_V, tokens_BN), auxiliary
 
@@ -229,6 +228,11 @@ class Transformer(nn.Module):
     def count_parameters(self) -> int:
         """Return the number of trained values."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+
+def recompute_contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    """Contexts of the first and the second forward pass of recomputation: the second gathers no statistics."""
+    return contextlib.nullcontext(), statistics_paused()
 
 
 def compile_loss(model: nn.Module, loss: Callable[..., Any]) -> Callable[..., Any]:

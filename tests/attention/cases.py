@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rtx import attention
 from rtx.attention import Pattern, Relative, oracle
-from rtx.model.positions import Rotary
+from rtx.model.positions import rotate
 
 KINDS = (
     *("full", "local", "recurrent", "recurrent-same", "strided", "fixed", "fixed_block", "fixed_summary", "span"),
@@ -113,8 +113,8 @@ def tensors(pattern: Pattern, case: Case, dtype: torch.dtype = torch.float64) ->
     relative = None
     if case.distances:
         relative = Relative(*(draw(case.distances, case.D).to(dtype).requires_grad_() for _ in range(2)))
-    rotate = Rotary(case.D) if case.rotary else None
-    return {"q": q, "k": k if pattern.has_keys else None, "v": v, "rotate": rotate, "relative": relative}
+    turn = rotate if case.rotary else None
+    return {"q": q, "k": k if pattern.has_keys else None, "v": v, "rotate": turn, "relative": relative}
 
 
 def run(function: Any, given: dict[str, Any], **more: Any) -> Tensor:

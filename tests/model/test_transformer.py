@@ -158,7 +158,9 @@ def test_the_state_has_all_that_lasts(kind: Kind) -> None:
 @pytest.mark.skipif(not has_compiler(), reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # torch's own, while it compiles
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch asks
-def test_a_compiled_model_has_the_same_loss_and_gradients() -> None:
-    plain, compiled = (tiny_model(selection="causal", layers=2, routing_layers=1).train() for _ in range(2))
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_compiled_model_has_the_same_loss_and_gradients(recompute: bool) -> None:
+    kind = {"selection": "causal", "layers": 2, "routing_layers": 1, "recompute": recompute}
+    plain, compiled = (tiny_model(**kind).train() for _ in range(2))
     compiled.loss = compile_loss(compiled, compiled.loss)  # type: ignore[method-assign]
     torch.testing.assert_close(gradients(compiled, tokens()), gradients(plain, tokens()), rtol=1e-9, atol=1e-12)
