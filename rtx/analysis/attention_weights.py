@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rtx.attention.engine import attend
-from rtx.attention.packed import Indexed, Part, Reads
+from rtx.attention.packed import Hidden, Indexed, Part, Reads
 from rtx.attention.pattern import Inputs, Pattern
 from rtx.attention.patterns import AdaptiveSpan
 from rtx.attention.routing import Routing, Snapshot
@@ -51,10 +51,10 @@ def groups_of(attention: MultiheadAttention, x_1NE: Tensor) -> dict[str, Heads]:
 def read_by(part: Part, kept_R: Tensor) -> Part:
     """Return what is left of a part when only some rows ask."""
     if isinstance(part, Indexed):
-        kept_P = kept_R[part.query_row_P]
-        return Indexed(part.query_row_P[kept_P], part.index_PK[kept_P], part.length)
+        return part._replace(index_RK=part.index_RK.masked_fill(~kept_R[:, None], -1))
     kept_P = kept_R[part.query.row_M]
-    return Reads(part.query.keep(kept_R), part.key, part.start_P[kept_P], part.stop_P[kept_P], part.length)
+    hidden = part.hidden and Hidden(part.hidden.value_XM, part.hidden.low_XP[:, kept_P], part.hidden.high_XP[:, kept_P])
+    return Reads(part.query.keep(kept_R), part.key, part.start_P[kept_P], part.stop_P[kept_P], part.length, hidden)
 
 
 @torch.no_grad()
@@ -199,6 +199,7 @@ def layer_telemetry(heads: Routing, snapshot: Snapshot) -> dict[str, Tensor]:
     (H, N, D), device = snapshot.q_HND.shape, snapshot.q_HND.device
     reads, position_N = heads.read_lists(snapshot.lists, N), torch.arange(N, device=device)
     times_HN = torch.bincount(reads.query.row_M, minlength=H * N).view(H, N)
+    times_HN = times_HN if snapshot.real_N is None else times_HN[:, snapshot.real_N]  # padding is in no cluster
     filled_L = reads.key.count_L.double() / heads.centroids.window
     at_P = torch.linspace(0, N - 1, min(PROBES, N), device=device).long()
     v_NX = torch.cat([position_N[:, None], torch.ones(N, 1, device=device), position_N[:, None] == at_P], dim=1).float()

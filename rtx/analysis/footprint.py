@@ -187,7 +187,7 @@ def kept(pattern: Pattern, config: Config) -> Kept:
     model, N, (wide, narrow) = config.model, config.data.length, widths_of(config)
     size, normalises = model.hidden // model.heads, isinstance(pattern, Routing | Random)
     if isinstance(pattern, Choice) and not (isinstance(pattern, Indexer) and pattern.dense):
-        parts: list[Part] = [Indexed(torch.arange(N), torch.zeros(N, pattern.most_keys(N), dtype=torch.int8), N)]
+        parts: list[Part] = [Indexed(torch.zeros(N, pattern.most_keys(N), dtype=torch.int8), N)]
     else:
         q_11ND, k_11ND = torch.randn(2, 1, 1, N + memory_slots(model), size)
         given = pattern.inputs(q_11ND, k_11ND if pattern.has_keys else None, None)
@@ -224,7 +224,7 @@ def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool) -> Kept:
     plain = not by_distance and model.attention_dropout == 0 and not gpu and pattern.merge == "mean"
     natively = native_wished and plain and precision_on(config.hardware, gpu=False) == "fp32"
     if isinstance(part, Indexed):  # a number for each key; keys are gathered some at a time, and again
-        return Kept(3 * N * narrow, INDEX * part.index_PK.numel(), 0 if natively else 4.0 * wide * MAX_GATHERED)
+        return Kept(3 * N * narrow, INDEX * part.index_RK.numel(), 0 if natively else 4.0 * wide * MAX_GATHERED)
     if natively:  # keys that are the normalised queries are there once; lists; a sum and a factor for each query
         of_keys, own_keys = len(part.key.row_M), pattern.has_keys or not isinstance(pattern, Routing | Random)
         lists = (3 * INDEX + 8) * len(part.start_P) + INDEX * (0 if part.query is part.key else of_keys)

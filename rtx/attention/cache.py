@@ -143,10 +143,10 @@ class PositionCache(RowCache):
         for spread in self.pattern.spreads(at_S, heads):
             between_S = (at_S >= spread.since_N[own]) & (at_S < spread.until_N[own])
             seen_HS |= (spread.key_list_HN == spread.list_HN[..., own, None]) & between_S
-        return seen_HS if self.pattern.attend_self else but_own(seen_HS, at_S == at_S[own])
+        return seen_HS if self.pattern.attend_self else mask_without_self(seen_HS, at_S == at_S[own])
 
 
-def but_own(read_XS: Tensor, own_XS: Tensor) -> Tensor:
+def mask_without_self(read_XS: Tensor, own_XS: Tensor) -> Tensor:
     """Return which slots are read beside the own one; where there are none (X: any dimensions), that one."""
     others_XS = read_XS & ~own_XS
     return torch.where(others_XS.any(-1, keepdim=True), others_XS, read_XS)
@@ -215,7 +215,7 @@ class ClusterCache(Cache):
             return torch.zeros_like(v_BH1D)
         row_J, at_JS = list_J // self.clusters, self.position_LS[list_J]
         q_J1D = given.turned_q_BHND.to(dtype).flatten(0, 2)[row_J, None]
-        seen_JS = at_JS >= 0 if self.pattern.attend_self else but_own(at_JS >= 0, at_JS == position)
+        seen_JS = at_JS >= 0 if self.pattern.attend_self else mask_without_self(at_JS >= 0, at_JS == position)
         read = q_J1D, self.key_LSD[list_J], self.value_LSD[list_J], seen_JS[:, None]
         terms = self.pattern.terms(given.q_BHND.shape[-1], self.relative)
         if terms.by_distance or self.pattern.merge == "lse":
@@ -227,5 +227,5 @@ class ClusterCache(Cache):
             sum_J1 = out_J1D[..., 0].to(torch.promote_types(dtype, torch.float32))
         if self.pattern.merge == "mean":
             sum_J1 = torch.zeros_like(sum_J1)  # all lists weigh the same
-        out_RD = join(row_J, out_J1D[:, 0], sum_J1[:, 0], v_BH1D[..., 0].numel())
+        out_RD = join([(row_J, out_J1D[:, 0], sum_J1[:, 0])], v_BH1D[..., 0].numel())
         return out_RD.to(dtype).view_as(v_BH1D)

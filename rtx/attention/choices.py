@@ -33,15 +33,16 @@ class Choice(Pattern):
         self.window, self.attend_self = window, attend_self
 
     def forward(
-        self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, *, real_BN: Tensor | None = None, **given: Any
+        self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, *, real_BN: Tensor | None = None, **given: Any
     ) -> tuple[Tensor, Tensor]:
         """See `Pattern.forward`; padding is put behind all else, so that nothing is counted or chosen of it."""
         if real_BN is None:
             return super().forward(q_BHND, k_BHND, v_BHND, **given)
-        check_call(self.has_keys, q_BHND, k_BHND, v_BHND, real_BN, given.get("relative"), False)
+        finite = given.pop("check_finite", False)
+        check_call(self.has_keys, q_BHND, k_BHND, v_BHND, real_BN, given.get("relative"), finite)
         order_BN = (~real_BN).byte().argsort(dim=1, stable=True)
-        first = (x.take_along_dim(order_BN[:, None, :, None], 2) for x in (q_BHND, k_BHND, v_BHND))
-        out_BHND, loss = super().forward(*first, real_BN=real_BN.gather(1, order_BN), **given)
+        q, k, v = (x.take_along_dim(order_BN[:, None, :, None], 2) for x in (q_BHND, k_BHND, v_BHND) if x is not None)
+        out_BHND, loss = super().forward(q, k, v, real_BN=real_BN.gather(1, order_BN), **given)
         return torch.empty_like(out_BHND).scatter(2, order_BN[:, None, :, None].expand_as(out_BHND), out_BHND), loss
 
     def choice_queries(self, given: Inputs) -> Tensor:
@@ -83,7 +84,7 @@ class Choice(Pattern):
             at_BHQK = self.best(queries[:, :, position_Q], keys, position_Q)
             rows_BHQK = (at_BHQK + first_BH11).masked_fill(at_BHQK < 0, -1)
             index_BHNK[:, :, position_Q, : at_BHQK.shape[-1]] = rows_BHQK
-        return [Indexed(torch.arange(B * H * N, device=index_BHNK.device), index_BHNK.flatten(0, 2), N)]
+        return [Indexed(index_BHNK.flatten(0, 2), N)]
 
     def most_keys(self, length: int) -> int:
         """Return how many keys a query reads at the most."""
@@ -169,7 +170,7 @@ class Indexer(Choice):
         if not self.dense:
             (part,) = super().reads(given, prefix)
             assert isinstance(part, Indexed)
-            self.chosen = part.index_PK.unflatten(0, (B, H, N)) if self.training else None
+            self.chosen = part.index_RK.unflatten(0, (B, H, N)) if self.training else None
             return [part]
         row_M = torch.arange(B * H * N, device=given.q_BHND.device)
         return [members_read(Packed(row_M, row_M.new_full((B * H,), N)), N, N, self.attend_self)]

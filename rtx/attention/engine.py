@@ -46,39 +46,44 @@ def attend(
     elif merge == "mean" and len(parts) == 1:
         out_RD, _ = attend_part(q_RD, k_RD, v_RD, parts[0], terms, backend, joined=False)
     else:
-        found = [attend_part(q_RD, k_RD, v_RD, part, terms, backend, joined=True) for part in parts]
-        row_S = torch.cat([part.query.row_M if isinstance(part, Reads) else part.query_row_P for part in parts])
-        out_RD = join(row_S, *(torch.cat(each) for each in zip(*found, strict=True)), rows=len(q_RD))
+        every_R = torch.arange(len(q_RD), device=q_RD.device)
+        rows = [part.query.row_M if isinstance(part, Reads) else every_R for part in parts]
+        found = (attend_part(q_RD, k_RD, v_RD, part, terms, backend, joined=True) for part in parts)
+        out_RD = join([(row_P, *each) for row_P, each in zip(rows, found, strict=True)], len(q_RD))
     out_BHND = out_RD.to(v_RD.dtype).view(*q_BHND.shape[:3], v_BHND.shape[-1])
     return in_graph(out_BHND, q_BHND, k_BHND, v_BHND, *(terms.relative or ()), terms.bias_HM)
 
 
-def join(row_S: Tensor, out_SD: Tensor, sum_S: Tensor, rows: int) -> Tensor:
+def join(found: list[tuple[Tensor, Tensor, Tensor]], rows: int) -> Tensor:
     """Return one softmax over the keys of all lists that a row reads, `[rows, D]`; zero where it reads nothing.
 
-    Each output is of a row in one list, with the logarithm of the summed exponentials there (-inf: no key).
+    Args:
+        found: rows `[S]`, their outputs `[S, D]`, each in one list, and the logarithms `[S]` of the summed exponentials
+            there (-inf: no key); one after the other, as all outputs at once would be held twice more.
     """
+    row_SX, out_SDX, sum_SX = zip(*found, strict=True)
+    row_S, sum_S = torch.cat(row_SX), torch.cat(sum_SX)
     top_R = sum_S.new_full((rows,), float("-inf")).scatter_reduce(0, row_S, sum_S.detach(), "amax")
     weight_S = (sum_S - top_R.masked_fill(top_R.isinf(), 0)[row_S]).exp()
     total_R = weight_S.new_zeros(rows).index_add(0, row_S, weight_S)
-    share_S = weight_S / total_R.masked_fill(total_R == 0, 1)[row_S]
-    shared_SD = share_S[:, None] * out_SD
-    return shared_SD.new_zeros(rows, out_SD.shape[1]).index_add(0, row_S, shared_SD)
+    share_SX = (weight_S / total_R.masked_fill(total_R == 0, 1)[row_S]).split([len(row_S) for row_S in row_SX])
+    out_RD = out_SDX[0].new_zeros(rows, out_SDX[0].shape[1])
+    for row_S, out_SD, share_S in zip(row_SX, out_SDX, share_SX, strict=True):
+        out_RD = out_RD.index_add(0, row_S, share_S[:, None] * out_SD)
+    return out_RD
 
 
 def attend_part(
     q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Part, terms: Terms, backend: str, joined: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs `[R, D]`, or `joined` those of query members `[P, D]` with their log-sums `[P]`."""
-    if isinstance(part, Reads) and part.until_M is not None:
-        backend = "torch"  # the others know ranges alone
     if backend == "auto":
         usual = native_refusal(q_RD, terms) is None and native.wanted(backend, part.length)
         backend = "native" if usual else "torch"
     if backend == "native" and (why := native_refusal(q_RD, terms)):
         raise ValueError(f"backend='native' cannot run this ({why}): take backend='torch'")
     if isinstance(part, Indexed):
-        return attend_indexed(q_RD, k_RD, v_RD, part, terms, backend, joined)
+        return attend_indexed(q_RD, k_RD, v_RD, part, terms, backend)
     if backend == "native":
         out_RD, sum_P = native.attend_ranges(q_RD, k_RD, v_RD, part, terms.scale)
         return out_RD[part.query.row_M] if joined else out_RD, sum_P
@@ -152,12 +157,13 @@ def make_block(part: Reads, begin_G: Tensor, left_G: Tensor, low_G: Tensor, quer
     if bool(alike):
         start_GQ, stop_GQ = start_Q, stop_Q
         triangle = queries == keys and bool(((start_Q <= 0) & ((stop_Q == slot_Q + 1) | (stop_Q < 0))).all())
-        if triangle and part.until_M is None:
+        if triangle and part.hidden is None:
             return Block(query_GQ, real_GQ, key_GK, None)
     mask = (slot_K >= start_GQ[..., None]) & (slot_K < stop_GQ[..., None])
-    if part.until_M is not None:
-        position_GQ = part.query.row_M[query_GQ] % part.length
-        mask = mask & (part.until_M[key_GK][:, None] > position_GQ[..., None])
+    for value_M, low_P, high_P in zip(*part.hidden or (), strict=True):
+        value_G1K = value_M[key_GK][:, None]
+        mask = mask & ((value_G1K < low_P[query_GQ][..., None]) | (value_G1K >= high_P[query_GQ][..., None]))
+    real_GQ = inside_GQ & mask.any(-1)
     mask[..., 0] |= ~mask.any(-1)  # no softmax is empty; what such a query reads is thrown away
     return Block(query_GQ, real_GQ, key_GK, mask)
 
@@ -167,7 +173,7 @@ def by_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Return what `attend_part` does, by torch's kernels, or by our own softmax for what they do not offer."""
     plain = not joined and not terms.by_distance and not (terms.dropout and q_RD.device.type == "cpu")
-    blocks, size = cut(part, triangles=plain and part.until_M is None), len(part.start_P if joined else q_RD)
+    blocks, size = cut(part, triangles=plain and part.hidden is None), len(part.start_P if joined else q_RD)
     query_rows, key_rows = [part.query.row_M[b.query_GQ] for b in blocks], [part.key.row_M[b.key_GK] for b in blocks]
     weight_P = 1 / part.times_R(len(q_RD)).clamp(min=1)[part.query.row_M].double()
     # One row more takes what is thrown away.
@@ -236,35 +242,29 @@ def take(x_RD: Tensor, rows: list[Tensor]) -> list[Tensor]:
 
 
 def attend_indexed(
-    q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Indexed, terms: Terms, backend: str, joined: bool
+    q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Indexed, terms: Terms, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Return what `attend_part` does where every query names the rows that it reads."""
-    rows, N = len(q_RD), part.length
-    row_P, index_PK = part.query_row_P, part.index_PK
-    every = len(row_P) == rows and torch.equal(row_P, torch.arange(rows, device=row_P.device))
-    if backend == "native" and every:
-        return native.Attention.apply(q_RD, None if k_RD is q_RD else k_RD, v_RD, terms.scale, rows // N, index_PK)
+    """Return what `attend_part` does where every row names the rows that it reads, in order of the rows."""
+    rows, N, index_RK = len(q_RD), part.length, part.index_RK
+    if backend == "native":
+        return native.Attention.apply(q_RD, None if k_RD is q_RD else k_RD, v_RD, terms.scale, rows // N, index_RK)
 
-    def read(q_CD: Tensor, k_SD: Tensor, v_SD: Tensor, here: slice, first: int) -> tuple[Tensor, Tensor]:
-        row_C1, index_CK = row_P[here, None], index_PK[here]
+    def read(row_C: Tensor, q_CD: Tensor, k_SD: Tensor, v_SD: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        index_CK = index_RK[row_C]
         near_CK, seen_C1K = (index_CK - first).clamp(min=0), (index_CK >= 0)[:, None]
-        distance_C1K, head_C = (row_C1 - index_CK)[:, None], row_C1[:, 0] // N % terms.heads
+        distance_C1K, head_C = (row_C[:, None] - index_CK)[:, None], row_C // N % terms.heads
         return soft_attend(q_CD[:, None], k_SD[near_CK], v_SD[near_CK], seen_C1K, distance_C1K, head_C, terms)
 
-    cells = index_PK.shape[1] * k_RD.shape[1]
-    heads = max(1, MAX_GATHERED // max(1, N * cells))  # heads that are read at once
-    piece = max(1, MAX_GATHERED // max(1, cells))
-    head_X = torch.arange(0, rows // N + heads, heads, device=row_P.device)
-    begin_X = torch.searchsorted(row_P // N, head_X).tolist()
-    outs, sums, q_PD = [], [], q_RD if every else q_RD[row_P]
-    for x, (k_SD, v_SD) in enumerate(zip(k_RD.split(heads * N), v_RD.split(heads * N), strict=True)):
-        for begin in range(begin_X[x], begin_X[x + 1], piece):
-            here = slice(begin, min(begin + piece, begin_X[x + 1]))
-            out_C1D, sum_C1 = recomputed(read, q_PD[here], k_SD, v_SD, here, x * heads * N)
-            outs.append(out_C1D[:, 0])
-            sums.append(sum_C1[:, 0])
-    out_PD, sum_P = torch.cat(outs), torch.cat(sums)
-    return (out_PD if joined else out_PD.new_zeros(rows, out_PD.shape[1]).index_copy(0, row_P, out_PD)), sum_P
+    row_P, cells = (index_RK >= 0).any(-1).nonzero()[:, 0], index_RK.shape[1] * k_RD.shape[1]
+    near = N * max(1, MAX_GATHERED // (N * cells))  # rows of the heads that are read at once
+    counts, found = torch.bincount(row_P // near, minlength=-(-rows // near)).tolist(), []
+    groups = zip(row_P.split(counts), q_RD[row_P].split(counts), k_RD.split(near), v_RD.split(near), strict=True)
+    for number, (row_H, q_HD, k_SD, v_SD) in enumerate(groups):
+        for given in zip(*(x.split(max(1, MAX_GATHERED // cells)) for x in (row_H, q_HD)), strict=True):
+            found.append(recomputed(read, *given, k_SD, v_SD, number * near))
+    out_P1D, sum_P1 = map(torch.cat, zip(*found, strict=True))
+    sum_R = sum_P1.new_full((rows,), float("-inf")).index_copy(0, row_P, sum_P1[:, 0])
+    return out_P1D.new_zeros(rows, v_RD.shape[1]).index_copy(0, row_P, out_P1D[:, 0]), sum_R
 
 
 def in_graph(out: Tensor, *inputs: Tensor | None) -> Tensor:

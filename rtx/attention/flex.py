@@ -41,7 +41,11 @@ def block_mask(part: Reads) -> BlockMask:
 
     def reads(b, h, i, j):
         i = i.clamp(max=P - 1)
-        return (j >= start_P[i]) & (j < stop_P[i])
+        seen = (j >= start_P[i]) & (j < stop_P[i])
+        for value_M, low_P, high_P in zip(*part.hidden or (), strict=True):
+            value = value_M[j.clamp(max=M - 1)]
+            seen = seen & ((value < low_P[i]) | (value >= high_P[i]))
+        return seen
 
     return BlockMask.from_kv_blocks(
         count_X[None, None].int(), index_XY[None, None].int(), BLOCK_SIZE=BLOCK, mask_mod=reads, seq_lengths=(P, M)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rtx.attention import oracle
 from rtx.attention.arguments import check_choice, check_positive, check_seed
-from rtx.attention.cache import Cache, ClusterCache, attend_step, but_own
-from rtx.attention.packed import Indexed, Packed, Part, Reads, pack
+from rtx.attention.cache import Cache, ClusterCache, attend_step, mask_without_self
+from rtx.attention.packed import Hidden, Packed, Part, Reads, pack
 from rtx.attention.pattern import Inputs, Pattern, options
 from rtx.attention.selection import MAX_SCORES
 from rtx.attention.softmax import Relative
@@ -102,27 +102,28 @@ class Lsh(Pattern):
         return q_BHND, wide_BHND / (wide_BHND.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
     def reads(self, given: Inputs, prefix: bool) -> list[Part]:
-        """See `Pattern.reads`: a list for each bucket where there is one round, else the union row by row."""
+        """See `Pattern.reads`: a list for each bucket of every round, which hides what an earlier round shows."""
         B, H, N, _ = given.q_BHND.shape
         bucket_TBHN = hash_positions(given.q_BHND, self.rotation_HTDF)
         if given.real_BN is not None:  # padding shares a bucket of its own, behind all others
             bucket_TBHN = bucket_TBHN.masked_fill(~given.real_BN[:, None], self.buckets)
         rule = "prefix" if prefix and self.variant == "reformer" else self.variant
         rounds = [self.sorted_round(bucket_BHN, rule) for bucket_BHN in bucket_TBHN]
-        if len(rounds) == 1 and rule != "prefix":  # the first keys of a prefix's chunks may fall along a list
-            lists, start_M = rounds[0]
-            own_M = torch.arange(len(start_M), device=start_M.device)
-            return [Reads(lists, lists, start_M, own_M.maximum(start_M + 1), N)]
-        own_R = torch.arange(B * H * N, device=bucket_TBHN.device)
-        back_S = torch.arange(1, max(2, self.slots), device=own_R.device)
-        index_RK = own_R.new_empty(len(own_R), len(rounds) * len(back_S))
-        placed = [(lists.row_M, start_M, lists.row_M.argsort()) for lists, start_M in rounds]
-        # Sorting holds the union several times.
-        for own_P in own_R.split(max(1, MAX_SCORES // (8 * index_RK.shape[1]))):
-            index_PK, _ = distinct(torch.cat([earlier_rows(*each, own_P, back_S) for each in placed], dim=1))
-            index_PK[:, 0] = torch.where((index_PK < 0).all(-1), own_P, index_PK[:, 0])
-            index_RK[own_P] = index_PK
-        return [Indexed(own_R, index_RK, N)]
+        own_M = torch.arange(B * H * N, device=bucket_TBHN.device)
+        number_TR = torch.stack([lists.row_M.argsort() for lists, _ in rounds])  # where each row stands in the lists
+        start_TR = torch.stack([start_M[number_R] for (_, start_M), number_R in zip(rounds, number_TR, strict=True)])
+        alone_R, parts = (start_TR == number_TR).all(0), []
+        for turn, (lists, start_M) in enumerate(rounds):
+            # What earlier rounds show lies from a first member to the own place there.
+            number_TM, low_M = number_TR[:turn, lists.row_M], start_M
+            hidden = Hidden(number_TM, start_TR[:turn, lists.row_M], number_TM)
+            if rule == "prefix":  # the first keys of a prefix's chunks may fall along a list, those of ranges may not
+                low_M = start_M.flip(0).cummin(0).values.flip(0)
+                more = own_M[None], low_M[None], start_M[None]
+                hidden = Hidden(*map(torch.cat, zip(hidden, more, strict=True)))
+            stop_M = own_M if turn else own_M + alone_R[lists.row_M]
+            parts.append(Reads(lists, lists, low_M, stop_M, N, hidden if len(hidden.value_XM) else None))
+        return parts
 
     def sorted_round(self, bucket_BHN: Tensor, rule: str) -> tuple[Packed, Tensor]:
         """Return the buckets' lists, and for every member the first that it sees; it sees those before itself."""
@@ -176,9 +177,10 @@ class LshCache(ClusterCache):
         place_S = torch.arange(self.slots, device=list_J.device)
         back_BHTS = (self.joined_L[list_J].view(B, H, T, 1) - 1 - place_S) % self.slots
         seen_BHTS = (at_BHTS >= 0) & (back_BHTS < reach_BHT[..., None])
-        value_BHK, order_BHK = distinct(torch.where(seen_BHTS, at_BHTS, -1).flatten(2))
+        value_BHK, order_BHK = torch.where(seen_BHTS, at_BHTS, -1).flatten(2).sort(dim=-1, stable=True)
+        value_BHK[..., 1:].masked_fill_(value_BHK[..., 1:] == value_BHK[..., :-1], -1)  # once, whatever rounds show it
         at_BHK = torch.empty_like(value_BHK).scatter_(-1, order_BHK, value_BHK)
-        seen_BHK = but_own(at_BHK >= 0, at_BHK == position)
+        seen_BHK = mask_without_self(at_BHK >= 0, at_BHK == position)
         return attend_step(
             given.turned_q_BHND.to(dtype),
             self.key_LSD[list_J].view(B, H, T * self.slots, self.key_LSD.shape[-1]),
@@ -196,23 +198,6 @@ class LshCache(ClusterCache):
         # Its place among the positions so far, sorted by bucket.
         place_BHTC = self.joined_L.view(*bucket_BHT.shape, pattern.buckets).cumsum(-1) - 1
         return pattern.chunk + place_BHTC.gather(-1, bucket_BHT[..., None])[..., 0] % pattern.chunk + 1
-
-
-def earlier_rows(row_M: Tensor, start_M: Tensor, number_R: Tensor, row_P: Tensor, back_S: Tensor) -> Tensor:
-    """Return the rows that rows `row_P` see in one round, so many members back in its lists, `[P, S]`; -1 for none.
-
-    `number_R`: where in the lists each row stands; `start_M`: the first member that each sees.
-    """
-    number_P1 = number_R[row_P, None]
-    at_PS = number_P1 - back_S
-    return torch.where(at_PS >= start_M[number_P1], row_M[at_PS.clamp(min=0)], -1)
-
-
-def distinct(index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the numbers of each row `[..., K]` in order, -1 for one that is there before, and where each stood."""
-    value, order = index.sort(dim=-1, stable=True)
-    value[..., 1:].masked_fill_(value[..., 1:] == value[..., :-1], -1)
-    return value, order
 
 
 def sorted_places(bucket_XN: Tensor, buckets: int) -> Tensor:

@@ -1,7 +1,8 @@
 // Sparse softmax attention on a CPU, forward and backward, float32; native.py compiles and loads it with selection.cpp.
 //
 // By ranges, query member p reads the key members start[p] <= m < stop[p] of the packed key list,
-//     out[query_row[p]] += weight[p] * sum_m softmax_m(scale * q[query_row[p]] . k[key_row[m]]) v[key_row[m]];
+//     out[query_row[p]] += weight[p] * sum_m softmax_m(scale * q[query_row[p]] . k[key_row[m]]) v[key_row[m]],
+// but those where low[x, p] <= value[x, m] < high[x, p] for any x;
 // by an index, row r reads the rows index[r, :], of which -1 is none.
 // Backward, with P the softmax computed again, dP = dout . v and delta = sum_m P dP:
 //     dS = P (dP - delta + dlse),  dq = scale dS k,  dk = scale dS^T q,  dv = P^T dout.
@@ -20,13 +21,13 @@
 
 using Int = std::int64_t;
 
-// R rows of G groups, P query members, M key members, K columns of the index (-1: ranges). The forward pass has no dout
+// R rows of G groups, P query members, M key members, X rows of values, K columns of the index (-1: ranges). The forward pass has no dout
 // and writes out and lse. dk may be dq: then it is their sum.
 struct Problem {
     const float *q, *k, *v, *dout, *dlse, *weight;
-    const Int *query_row, *key_row, *start, *stop, *head_begin, *index;
+    const Int *query_row, *key_row, *start, *stop, *head_begin, *value, *low, *high, *index;
     float *out, *lse, *dq, *dk, *dv;
-    Int G, R, P, M, K, D, Dv;
+    Int G, R, P, M, X, K, D, Dv;
     float scale;
 };
 
@@ -128,6 +129,7 @@ struct Attention : Rooms {
     std::int32_t starts[BLOCK], stops[BLOCK];  // those of its queries
     Matrix K{}, V{}, dK{}, dV{};               // of the segment
     Matrix Q{}, QT{}, O{}, OT{}, S{}, dP{};    // of the block: scale * q, weight * dout (or outputs), weights, dS
+    std::vector<IntVec> lows, highs;           // between which values are hidden, for each x and the block's queries
     std::vector<Int> reads;                    // the rows that one row reads by index
 
     explicit Attention(const Problem& p) : p(p) {}
@@ -188,6 +190,11 @@ struct Attention : Rooms {
             const bool falls = i && (starts[i] < starts[i - 1] || stops[i] < stops[i - 1]);
             if (falls || starts[i] < 0 || starts[i] > stops[i] || stops[i] > keys) throw std::out_of_range("a range that falls");
         }
+        lows.resize(p.X * VECTORS), highs.resize(p.X * VECTORS);
+        for (Int x = 0; x < p.X; x++)
+            for (Int i = 0; i < count; i++)
+                lows[x * VECTORS + i / LANES][i % LANES] = (std::int32_t)p.low[x * p.P + first + i],
+                highs[x * VECTORS + i / LANES][i % LANES] = (std::int32_t)p.high[x * p.P + first + i];
         pack(Q = room(4, BLOCK, ldk), BLOCK, p.q, p.D, rows, count, p.scale);
         transpose(p.D, Q, QT = room(5, ldk, BLOCK));
         O = room(6, BLOCK, ldv), OT = room(7, ldv, BLOCK);
@@ -200,13 +207,18 @@ struct Attention : Rooms {
     // Calls f(vector, score, dP, which of its queries read) for some keys and the vectors of queries.
     template <class F>
     void each(Int key, Int last, F f) const {
-        IntVec start[VECTORS], stop[VECTORS];
+        IntVec start[VECTORS], stop[VECTORS], reads[VECTORS];
         std::memcpy(start, starts, sizeof start), std::memcpy(stop, stops, sizeof stop);
         for (; key < last; key++) {
             float *s = S.at(key - begin), *dp = dP.at(key - begin);
             const IntVec at = IntVec{} + (std::int32_t)key;
-            UNROLL for (int v = 0; v < VECTORS; v++)
-                f(v, s + v * LANES, dp + v * LANES, (start[v] <= at) & (at < stop[v]));
+            UNROLL for (int v = 0; v < VECTORS; v++) reads[v] = (start[v] <= at) & (at < stop[v]);
+            for (Int x = 0, m = std::min(base + key, p.M - 1); x < p.X; x++) {
+                const IntVec value = IntVec{} + (std::int32_t)p.value[x * p.M + m];
+                UNROLL for (int v = 0; v < VECTORS; v++)
+                    reads[v] &= (value < lows[x * VECTORS + v]) | (value >= highs[x * VECTORS + v]);
+            }
+            UNROLL for (int v = 0; v < VECTORS; v++) f(v, s + v * LANES, dp + v * LANES, reads[v]);
         }
     }
 
@@ -250,7 +262,7 @@ struct Attention : Rooms {
         for (Int i = 0; i < count; i++) {
             const float sum = total[i / LANES][i % LANES];
             p.lse[first + i] = most[i / LANES][i % LANES] + std::log(sum);  // -inf where nothing is read
-            if (starts[i] < stops[i])
+            if (starts[i] < stops[i] && sum != 0)  // all may be hidden
                 add(at_row(p.out, p.Dv, p.query_row + first, i, count), O.at(i), p.weight[first + i] / sum, p.Dv);
         }
     }

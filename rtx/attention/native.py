@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtx.attention.packed import Reads
+from rtx.attention.packed import Hidden, Reads
 
 SOURCES = [Path(__file__).with_name(name) for name in ("selection.cpp", "native.cpp")]
 """What is compiled, and what that includes."""
 TUNING = {"x86_64": "-march=native -mprefer-vector-width=512", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
 FLAGS = ("-O3 -std=c++17 -ffp-contract=fast -w -shared -fPIC -fopenmp " + TUNING.get(platform.machine(), "")).split()
 FLOATS = ("q", "k", "v", "dout", "dlse", "weight")
-INTS = ("query_row", "key_row", "start", "stop", "head_begin", "index")
+INTS = ("query_row", "key_row", "start", "stop", "head_begin", "value", "low", "high", "index")
 MIN_LENGTH = 1024
 """Positions from which `auto` takes the kernels: shorter runs do not wait for a compiler."""
 ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int64)
@@ -42,7 +42,7 @@ class Problem(ctypes.Structure):
 
     _fields_ = (
         *((field, ctypes.c_void_p) for field in (*FLOATS, *INTS, "out", "lse", "dq", "dk", "dv")),
-        *((field, ctypes.c_int64) for field in ("G", "R", "P", "M", "K", "D", "Dv")),
+        *((field, ctypes.c_int64) for field in ("G", "R", "P", "M", "X", "K", "D", "Dv")),
         ("scale", ctypes.c_float),
     )
 
@@ -67,7 +67,8 @@ def attend_ranges(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Reads, scale: 
     heads, row_P = len(q_RD) // part.length, part.query.row_M
     begin = torch.searchsorted(row_P // part.length, torch.arange(heads + 1))
     weight_P = 1 / part.times_R(len(q_RD)).clamp(min=1)[row_P].float()
-    reads = row_P, part.key.row_M, part.start_P, part.stop_P, begin, weight_P
+    hidden = part.hidden or Hidden(*(x.new_zeros(0, len(x)) for x in (part.key.row_M, row_P, row_P)))
+    reads = row_P, part.key.row_M, part.start_P, part.stop_P, begin, *(x.contiguous() for x in hidden), weight_P
     return Attention.apply(q_RD, None if k_RD is q_RD else k_RD, v_RD, scale, heads, *reads)
 
 
@@ -104,15 +105,16 @@ def call(scale: float, heads: int, reads: Sequence[Tensor], **given: Tensor) -> 
     """Let the kernel write the outputs among the given tensors."""
     given |= dict(zip((*INTS[:-1], "weight") if len(reads) > 1 else INTS[-1:], reads, strict=True))
     (R, D), Dv = given["q"].shape, given["v"].shape[1]
-    P, M, K = (len(reads[0]), len(reads[1]), -1) if len(reads) > 1 else (R, 0, reads[0].shape[1])
-    lengths = {"v": R, "index": R, "start": P, "stop": P, "weight": P}
+    P, M, X, K = (*map(len, (*reads[:2], reads[5])), -1) if len(reads) > 1 else (R, 0, 0, reads[0].shape[1])
+    shapes = {"k": (R, D), "start": (P,), "stop": (P,), "weight": (P,)}
+    shapes |= {"value": (X, M), "low": (X, P), "high": (X, P)}
     for name, x in given.items():
         kind = torch.int64 if name in INTS else torch.float32
-        fits = len(x) == lengths.get(name, len(x)) and (name != "k" or x.shape == (R, D))
+        fits = x.shape == shapes.get(name, x.shape) and (name not in ("v", "index") or len(x) == R)
         if not fits or x.dtype != kind or x.device.type != "cpu" or not x.is_contiguous():
             raise ValueError(f"{name}: {[*x.shape]} of {x.dtype} on {x.device} does not fit queries {[R, D]}")
     pointers = {name: x.data_ptr() for name, x in given.items()}
-    problem = Problem(**pointers, G=heads, R=R, P=P, M=M, K=K, D=D, Dv=Dv, scale=scale)
+    problem = Problem(**pointers, G=heads, R=R, P=P, M=M, X=X, K=K, D=D, Dv=Dv, scale=scale)
     run("rtx_attend", problem)
 
 

@@ -153,7 +153,11 @@ def prefix_topk(query_score_CN: Tensor, key_score_CN: Tensor, window: int) -> Te
 
 
 def hashed(bucket_TN: Tensor, window: int, variant: str) -> Tensor:
-    """The union over the rounds of what each variant of `Lsh` shows, `[1, N, N]`; itself only where alone."""
+    """The union over the rounds of what each shows, `[1, N, N]`; itself only where there is nothing else.
+
+    "causal": the last `window` members of the bucket of i. "reformer": the members in its chunk and the one before, of
+    window // 2 positions sorted by bucket, then position. "prefix": the same with chunks of positions up to i alone.
+    """
     N, chunk = bucket_TN.shape[1], max(1, window // 2)
     mask_NN = torch.zeros(N, N, dtype=torch.bool, device=bucket_TN.device)
     for i in range(N):

@@ -38,6 +38,14 @@ class Packed(NamedTuple):
         return Packed(self.row_M[kept_M], count_L)
 
 
+class Hidden(NamedTuple):
+    """What is not read of ranges: by p not m where low_XP[x, p] <= value_XM[x, m] < high_XP[x, p] for any x."""
+
+    value_XM: Tensor
+    low_XP: Tensor
+    high_XP: Tensor
+
+
 class Reads(NamedTuple):
     """Query member p reads the key members start_P[p] to stop_P[p] - 1; both never fall along a list."""
 
@@ -47,8 +55,8 @@ class Reads(NamedTuple):
     stop_P: Tensor
     length: int
     """N."""
-    until_M: Tensor | None = None
-    """The position from which on a key member is no longer read; None: there is none. Every range has one that is."""
+    hidden: Hidden | None = None
+    """What of the ranges is not read; the mean over lists counts all that have a range."""
 
     def times_R(self, rows: int) -> Tensor:
         """Return in how many lists each row reads something."""
@@ -56,10 +64,9 @@ class Reads(NamedTuple):
 
 
 class Indexed(NamedTuple):
-    """Row query_row_P[p], each one once, reads the rows index_PK[p]; -1 stands for none."""
+    """Row r reads the rows index_RK[r]; -1 stands for none."""
 
-    query_row_P: Tensor
-    index_PK: Tensor
+    index_RK: Tensor
     length: int
 
 

@@ -142,7 +142,8 @@ class Pattern(nn.Module, ABC):
             ValueError: tensors that do not go together; always with the argument's name.
         """
         check_call(self.has_keys, q_BHND, k_BHND, v_BHND, real_BN, relative, check_finite)
-        check_whole("memory", memory, 0, q_BHND.shape[2], f"from 0 to N={q_BHND.shape[2]}")
+        with_memory, N = isinstance(self, PositionPattern), q_BHND.shape[2]
+        check_whole("memory", memory, 0, N * with_memory, f"from 0 to N={N}" if with_memory else "0 for this pattern")
         q_BHND, v_BHND = without_padding(q_BHND, real_BN), without_padding(v_BHND, real_BN)
         k_BHND = None if k_BHND is None else without_padding(k_BHND, real_BN)
         given = self.inputs(q_BHND, k_BHND, rotate)._replace(memory=memory, real_BN=real_BN)
@@ -207,6 +208,7 @@ class Spread(NamedTuple):
     """The list that the key of each position stands in; -1: in none."""
     since_N: Tensor
     until_N: Tensor
+    """Both never fall along a list."""
 
 
 class PositionPattern(Pattern):
@@ -264,11 +266,9 @@ class PositionPattern(Pattern):
 class ContiguousPattern(PositionPattern):
     """A pattern whose positions read all keys from one on, up to themselves: it implements `since`."""
 
-    reads_all_kept = True
-
     @abstractmethod
     def since(self, i: Tensor) -> Tensor:
-        """Return the first position that the query at i reads; below 0: all."""
+        """Return the first position that the queries at `i` read; it never falls as i grows. Below 0: the first."""
 
     def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
         one_N = torch.zeros_like(position_N)

@@ -35,12 +35,16 @@ from rtx.config import Config, clusters, memory_slots
 class Full(ContiguousPattern):
     """Every position reads every j <= i. Cost N^2, memory linear in N."""
 
+    reads_all_kept = True
+
     def since(self, i: Tensor) -> Tensor:
-        return torch.zeros_like(i)
+        return torch.full_like(i, -(1 << 40))  # positions of a memory are below 0
 
 
 class Local(ContiguousPattern):
     """Position i reads i - W < j <= i: exactly `window` keys with its own."""
+
+    reads_all_kept = True
 
     def __init__(self, *, window: int, **given: Any) -> None:
         super().__init__(**given)
@@ -61,8 +65,6 @@ class Recurrent(ContiguousPattern):
     Transformer-XL (Dai et al. 2019, section 3.2). With `same_length` it reads `memory` keys, its own included, as the
     released code evaluates.
     """
-
-    reads_all_kept = False
 
     def __init__(self, *, length: int, memory: int, same_length: bool = False, **given: Any) -> None:
         super().__init__(**given)
@@ -142,9 +144,13 @@ class Fixed(PositionPattern):
 class FixedBlock(Fixed):
     """Position i reads its own block up to itself: the first of the fixed pattern's parts on heads of its own."""
 
-    def __init__(self, *, block: int, summary: int = 1, **given: Any) -> None:
-        super().__init__(block=block, summary=summary, **given)
+    def __init__(self, *, block: int, **given: Any) -> None:
+        super().__init__(block=block, summary=1, **given)
         self.keeps = block
+
+    @classmethod
+    def from_config(cls, config: Config, heads: int, layer: int) -> Self:
+        return cls(block=config.model.stride, **position_options(config))
 
     def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
         return super().spreads(position_N, heads)[:1]
@@ -179,6 +185,8 @@ class AdaptiveSpan(ContiguousPattern):
         ramp: R, positions over which the weight falls from 1 to 0.
         cost: weight, in the loss, of the heads' mean span in positions (the paper's lambda); the layers add up.
     """
+
+    reads_all_kept = True
 
     def __init__(self, heads: int, *, window: int, ramp: int = 32, cost: float = 0.0, **given: Any) -> None:
         super(PositionPattern, self).__init__(**given)  # no attend_self: a key within reach may weigh nothing

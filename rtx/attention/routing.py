@@ -26,7 +26,7 @@ from rtx.attention import oracle
 from rtx.attention.arguments import check_choice, check_number, check_positive
 from rtx.attention.cache import ClusterCache
 from rtx.attention.engine import MERGES
-from rtx.attention.packed import Packed, Part, Reads, members_read, queries_read
+from rtx.attention.packed import Hidden, Packed, Part, Reads, members_read, queries_read
 from rtx.attention.pattern import Inputs, Pattern, routed_options
 from rtx.attention.selection import (
     PrefixTopK,
@@ -52,6 +52,8 @@ class Snapshot(NamedTuple):
     """The members, or those of queries and of keys."""
     q_HND: Tensor
     k_HND: Tensor
+    real_N: Tensor | None
+    """False at padding, which is in no cluster; None: there is none."""
 
 
 class Routing(Pattern):
@@ -65,9 +67,12 @@ class Routing(Pattern):
             (Algorithm 1 with its left-to-right mask). "separate": queries and keys have memberships of their own by
             the same centroids (TACL version, section 4.1). "projected": a position has one membership, that of
             W_R (q + k) (the ICLR and first arXiv versions; W_R (q + k) is not normalised again).
-        selection: "topk", "causal" (thresholds) or "nearest", see `rtx.attention.selection.assign`. Algorithm 1's topk
-            **sees the future**: which past positions are members depends on later ones; `prefix` decides each from the
-            prefix alone.
+        selection: "topk": each centroid takes its W best positions of the whole sequence, as Algorithm 1 does (but
+            masked by true positions, and divided by the clusters' count exactly). **It sees the future**: which past
+            positions are members depends on later ones; `prefix` decides each from the prefix alone. "causal": a
+            position joins every cluster that scores it at or above its threshold, and where there is none the one whose
+            threshold it misses by least. "nearest": the cluster alone that scores it highest. The last two are strictly
+            causal.
         attend_self: false: a position reads itself only where it sees nothing else; None: so where queries stand for
             keys, as a vector is nearest to itself.
         merge: "mean": a position in several clusters gets the mean of their outputs (the paper). "lse": one softmax
@@ -157,7 +162,9 @@ class Routing(Pattern):
             # All that ever joined, until they leave: at least one is there beside a newcomer, unless W is 1.
             both = [arrivals(store.centroid_HCD, x, real_BN, store.window) for x in self.clustered(given)]
             part = queries_read(both[0].lists, both[-1].lists, N, N, self.attend_self or store.window == 1)
-            return [part._replace(until_M=both[-1].leaves_M)]
+            position_1P = part.query.row_M[None] % max(1, N)
+            hidden = Hidden(both[-1].leaves_M[None], torch.zeros_like(position_1P), position_1P + 1)
+            return [part._replace(hidden=hidden)]
         lists, statistics = zip(*self.assign(given), strict=True)
         if self.training:
             B = len(given.q_BHND)
@@ -181,7 +188,8 @@ class Routing(Pattern):
             return None
         take, count = torch.clone if B > 1 else torch.detach, H * self.centroids.centroid_HCD.shape[1]
         lists = [Packed(take(x.row_M[: int(x.count_L[:count].sum())]), take(x.count_L[:count])) for x in lists]
-        return Snapshot(lists, take(given.turned_q_BHND[0].detach()), take(given.turned_k_BHND[0].detach()))
+        q_HND, k_HND = (take(x[0].detach()) for x in given[2:4])
+        return Snapshot(lists, q_HND, k_HND, None if given.real_BN is None else take(given.real_BN[0]))
 
     def loss(self, given: Inputs) -> Tensor:
         """Return the weighted commitment loss, zero outside training."""

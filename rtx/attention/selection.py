@@ -63,10 +63,8 @@ def assign(
 ) -> tuple[Packed, Statistics | None]:
     """Return the members of every cluster; padding (false in the mask) belongs nowhere.
 
-    "topk": each centroid's `window` best positions of the whole sequence (Algorithm 1, line 13), so that the choice
-    sees the future; of equals the earlier, and NaN is worse than every score. "causal": see `joins`. "nearest": the
-    cluster alone that scores a position highest, of equals the first. `update` asks for statistics: of "members", or
-    else of the nearest, and of scores where there are thresholds.
+    `selection`: as of `Routing`; of equals the earlier position or the first cluster; NaN is worse than every score.
+    `update` asks for statistics: of "members", or else of the nearest, and of scores where there are thresholds.
     """
     (B, H, N, D), C = x_BHND.shape, centroid_HCD.shape[1]
     assert selection != "causal" or threshold_HC is not None
@@ -153,9 +151,8 @@ def members(score_XCN: Tensor, real_XN: Tensor | None, threshold_XC: Tensor | No
 def joins(score_XCN: Tensor, threshold_XC: Tensor | None) -> Tensor:
     """Return the memberships by thresholds, `[X, C, N]` (X: any dimensions), each decided by its position alone.
 
-    A position joins every cluster that scores it at or above its threshold, and where there is none the one whose
-    threshold it misses by least, so that it is never left out; thresholds that follow counts then share positions out.
-    Without thresholds it joins the cluster alone that scores it highest.
+    Selections "causal" and, without thresholds, "nearest": no position is left out, and thresholds that follow counts
+    share them out.
     """
     above_XCN = score_XCN - (math.inf if threshold_XC is None else threshold_XC[..., None])
     best_XCN = score_XCN if threshold_XC is None else above_XCN

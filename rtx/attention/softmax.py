@@ -40,7 +40,7 @@ class Terms(NamedTuple):
     bias_HM: Tensor | None = None
     """Added to the logits by head and distance, as `relative` by the last row beyond; -inf: not read."""
     heads: int = 1
-    """H, as the engine counts them."""
+    """H; `rtx.attention.engine.attend` sets it."""
 
     @property
     def by_distance(self) -> bool:

@@ -32,7 +32,7 @@ GIVEN: list[tuple[str, Any, str]] = [
     ("relative", lambda x: Relative(torch.zeros(0, 4), TABLES[1]), "relative.keys_MD has the shape (0, 4): must be"),
     ("rotate", lambda x: lambda q, first=0: q[0], "what rotate returns has the shape (3, 9, 4): must be (2, 3, 9, 4)"),
     ("rotate", lambda x: lambda q, first=0: [q], "what rotate returns is a list: must be a torch.Tensor"),
-    ("memory", lambda x: 10, "memory=10: must be from 0 to N=9"),
+    ("memory", lambda x: 10, "memory=10: must be "),
     ("memory", lambda x: "3", "memory='3': must be a whole number"),
     ("real_BN", lambda x: torch.ones(2, 8, dtype=torch.bool), "real_BN has the shape (2, 8): must be (2, 9)"),
     ("real_BN", lambda x: torch.ones(2, 9), "real_BN is of torch.float32: must be of torch.bool"),

@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,7 @@ from cases import CASES, KINDS, SEES_FUTURE, Case, check, drawn, gradients, make
 from hypothesis import HealthCheck, example, given, settings
 
 import rtx
-from rtx.attention import Pattern, Relative, Spread, choices, flex, lsh, oracle
+from rtx.attention import ContiguousPattern, Pattern, Relative, Spread, choices, flex, lsh, oracle
 from rtx.attention.cache import Cache
 from rtx.attention.pattern import PositionPattern
 from rtx.attention.selection import assign
@@ -36,8 +37,7 @@ few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health
 @example(case=Case(N=9, W=1))
 @few
 def test_outputs_and_gradients_are_the_oracles_and_streams_give_the_same(kind: str, case: Case) -> None:
-    # Choices, and unions of hash rounds, are made piece by piece.
-    with mock.patch.object(choices, "MAX_SCORES", 1000), mock.patch.object(lsh, "MAX_SCORES", 1000):
+    with mock.patch.object(choices, "MAX_SCORES", 1000), mock.patch.object(lsh, "MAX_SCORES", 1000):  # in pieces
         check(make(kind, case), case)
 
 
@@ -76,7 +76,7 @@ REAL_BN = torch.rand(2, 19, generator=torch.Generator().manual_seed(1)) < 0.7
 @pytest.mark.parametrize("distances", [0, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_real_positions_read_what_they_would_without_padding_whatever_it_holds(kind: str, distances: int) -> None:
-    pattern, here = drawn(kind, replace(CASE, distances=distances))
+    pattern, here = drawn(kind, replace(CASE, distances=distances, rotary=bool(distances)))
     out, padding_B1N1 = run(pattern, here, real_BN=REAL_BN), ~REAL_BN[:, None, :, None]
     own = {name: here[name].detach() for name in "qkv" if here[name] is not None}
     dirty = here | {name: x.masked_fill(padding_B1N1, torch.nan).requires_grad_() for name, x in own.items()}
@@ -126,12 +126,14 @@ def test_the_indexers_loss_is_a_mean_in_half_precision_too() -> None:
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-2, atol=0)
 
 
+@pytest.mark.parametrize("shape", [(2, 5, 4), (5, 4)])
 @pytest.mark.parametrize("merge", ["mean", "lse"])
 @torch.no_grad()
-def test_streams_of_clusters_read_each_heads_own_tables(merge: str) -> None:
+def test_streams_of_clusters_read_each_heads_own_tables(merge: str, shape: tuple[int, ...]) -> None:
     pattern, here = drawn("causal-shared", Case(merge=merge))
-    here["relative"] = Relative(torch.randn(2, 5, 4).double(), None, torch.randn(2, 5).double())
+    here["relative"] = Relative(torch.randn(shape).double(), None, torch.randn(2, 5).double())
     expected = run(partial(oracle.attend, pattern), here)
+    torch.testing.assert_close(run(pattern, here), expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(stream(pattern, here, 6), expected, rtol=1e-9, atol=1e-9)
 
 
@@ -208,7 +210,7 @@ def test_the_kernel_agrees_with_torchs_engine(kind: str, seed: int) -> None:
     (pattern, here), found = drawn(kind, case, torch.float32), []
     for backend in ("torch", "native"):
         pattern.backend = backend
-        out = run(pattern, here)
+        out = run(pattern, here, prefix=seed == 0)
         found.append([out, *gradients(pattern, here, out).values()])
     for ours, theirs in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
@@ -303,6 +305,28 @@ def dilated() -> Any:
 @few
 def test_the_pattern_is_the_oracles_and_streams(dilated: Any, case: Case) -> None:
     check(dilated(window=case.W, stride=case.C).eval(), case)
+
+
+def test_the_page_says_how_to_hold_it_against_the_oracle(dilated: Any) -> None:
+    (text,) = [text for text in blocks("attention.md") if "oracle.attend" in text]
+    with mock.patch.dict(sys.modules, {"dilated": SimpleNamespace(Dilated=dilated)}):
+        exec(compile(text, "attention.md", "exec"), {})
+
+
+@pytest.mark.parametrize("attend_self", [True, False])
+def test_a_pattern_says_by_one_function_since_when_it_reads(attend_self: bool) -> None:
+    class Back(ContiguousPattern):
+        def since(self, i: torch.Tensor) -> torch.Tensor:
+            return i // 5 * 5 - 3
+
+    check(Back(attend_self=attend_self).eval(), Case(N=20, distances=7))
+
+
+@pytest.mark.parametrize("kind", ["full", "local"])
+@torch.no_grad()
+def test_a_memory_is_read_as_earlier_positions_are(kind: str) -> None:
+    pattern, here = drawn(kind, Case(N=20, W=9))
+    torch.testing.assert_close(run(pattern, here, memory=8), run(pattern, here)[:, :, 8:], rtol=1e-12, atol=1e-12)
 
 
 def test_it_reads_every_third_of_the_last(dilated: Any) -> None:

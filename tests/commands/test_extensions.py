@@ -132,7 +132,7 @@ def test_mistakes_of_a_file_and_of_words(place: Place) -> None:
         ("rtx.register_pattern('local', dict)\n", "my.py", "my.py, line 2: UserError: 'local' cannot be"),
         ("rtx.register_pattern('half', dict)\n", "my.py model.base=half", "dict lacks the base rtx.attention.Pattern"),
         (ABSTRACT, "my.py model.base=half", "half: Half lacks reads, rule, start; docs/attention.md"),
-        (TAKES, "my.py model.base=far", "missing 2 required keyword-only arguments: 'reach' and 'step'; docs"),
+        (TAKES, "my.py model.base=far", "missing 2 required keyword-only arguments: 'reach' and 'step'; write"),
         (re.sub("__init__.*", "from_config(c): 0", TAKES), "my.py model.base=far", "argument but 3 were given;"),
         ("rtx.register_data('x', print, lenth=3)\n", "my.py", "unknown key 'data.lenth' (did you mean "),
         ("rtx.register_data('x', print, length=1)\n", "my.py", "data.length=1: must be an integer, at"),
