@@ -221,14 +221,15 @@ def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool) -> Kept:
     shaw, wish = model.positions in ("shaw", "xl"), config.hardware.attention
     by_distance = shaw or pattern.terms(model.hidden // model.heads, None).by_distance
     native_wished = native.wanted(wish, N)
-    plain = not by_distance and model.attention_dropout == 0 and not gpu and pattern.merge == "mean"
+    plain = not by_distance and model.attention_dropout == 0 and not gpu
     natively = native_wished and plain and precision_on(config.hardware, gpu=False) == "fp32"
     if isinstance(part, Indexed):  # a number for each key; keys are gathered some at a time, and again
         return Kept(3 * N * narrow, INDEX * part.index_RK.numel(), 0 if natively else 4.0 * wide * MAX_GATHERED)
     if natively:  # keys that are the normalised queries are there once; lists; a sum and a factor for each query
         of_keys, own_keys = len(part.key.row_M), pattern.has_keys or not isinstance(pattern, Routing | Random)
         lists = (3 * INDEX + 8) * len(part.start_P) + INDEX * (0 if part.query is part.key else of_keys)
-        return Kept((2 + own_keys) * N * narrow, lists, 0)
+        by_member = len(part.start_P) if pattern.merge == "lse" else 0  # outputs
+        return Kept(((2 + own_keys) * N + by_member) * narrow, lists, 0)
     softly = by_distance or joined or (model.attention_dropout > 0 and not gpu)
     blocks = cut(part, triangles=not softly)
     queries, keys = sum(b.query_GQ.numel() for b in blocks), sum(b.key_GK.numel() for b in blocks)

@@ -90,6 +90,10 @@ class Choice(Pattern):
         """Return how many keys a query reads at the most."""
         return min(self.window, length)
 
+    def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
+        score_NN = self.choice_queries(given)[0, head] @ self.choice_keys(given)[0, head].T
+        return oracle.best_keys(score_NN, self.most_keys(len(score_NN)), self.attend_self)
+
     def start(self, relative: Relative | None = None) -> Cache:
         return GrowingCache(self, relative)
 
@@ -103,10 +107,6 @@ class Exact(Choice):
     @classmethod
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
         return cls(window=config.routing.window, **routed_options(config))
-
-    def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
-        score_NN = given.turned_q_BHND[0, head] @ given.turned_k_BHND[0, head].T
-        return oracle.best_keys(score_NN, self.window, self.attend_self)
 
 
 class Indexer(Choice):
@@ -214,10 +214,6 @@ class Indexer(Choice):
         score, logit = (x.to(wide).masked_fill(none, -1e9).log_softmax(-1) for x in (score, logit))
         apart_BHQ = F.kl_div(score, logit, reduction="none", log_target=True).sum(-1)
         return (apart_BHQ if real_BN is None else apart_BHQ * real_BN[:, None, position_Q]).sum()
-
-    def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
-        score_NN = self.choice_queries(given)[0, head] @ self.choice_keys(given)[0, head].T
-        return oracle.best_keys(score_NN, len(score_NN) if self.dense else self.window, self.attend_self)
 
 
 class Blocks(Choice):

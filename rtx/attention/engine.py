@@ -37,10 +37,6 @@ def attend(
     q_RD, v_RD = q_BHND.flatten(0, 2), v_BHND.flatten(0, 2)
     k_RD = q_RD if k_BHND is q_BHND else k_BHND.flatten(0, 2)
     terms = terms._replace(heads=q_BHND.shape[1])
-    if merge == "lse":
-        if backend == "native":
-            raise ValueError("backend='native' has no merge='lse': take backend='torch'")
-        backend = "torch" if backend == "auto" else backend
     if not v_RD.numel() or not q_RD.numel():
         out_RD = torch.zeros_like(v_RD)
     elif merge == "mean" and len(parts) == 1:
@@ -85,8 +81,7 @@ def attend_part(
     if isinstance(part, Indexed):
         return attend_indexed(q_RD, k_RD, v_RD, part, terms, backend)
     if backend == "native":
-        out_RD, sum_P = native.attend_ranges(q_RD, k_RD, v_RD, part, terms.scale)
-        return out_RD[part.query.row_M] if joined else out_RD, sum_P
+        return native.attend_ranges(q_RD, k_RD, v_RD, part, terms.scale, joined)
     if backend == "flex":
         return flex.attend(q_RD, k_RD, v_RD, part, terms, joined)
     return by_blocks(q_RD, k_RD, v_RD, part, terms, joined)

@@ -2,7 +2,7 @@
 //
 // By ranges, query member p reads the key members start[p] <= m < stop[p] of the packed key list,
 //     out[query_row[p]] += weight[p] * sum_m softmax_m(scale * q[query_row[p]] . k[key_row[m]]) v[key_row[m]],
-// but those where low[x, p] <= value[x, m] < high[x, p] for any x;
+// but those where low[x, p] <= value[x, m] < high[x, p] for any x; without weights that sum is out[p];
 // by an index, row r reads the rows index[r, :], of which -1 is none.
 // Backward, with P the softmax computed again, dP = dout . v and delta = sum_m P dP:
 //     dS = P (dP - delta + dlse),  dq = scale dS k,  dk = scale dS^T q,  dv = P^T dout.
@@ -21,8 +21,8 @@
 
 using Int = std::int64_t;
 
-// R rows of G groups, P query members, M key members, X rows of values, K columns of the index (-1: ranges). The forward pass has no dout
-// and writes out and lse. dk may be dq: then it is their sum.
+// R rows of G groups, P query members, M key members, X values of each, K columns of the index (-1: ranges). The forward
+// pass has no dout and writes out and lse. dk may be dq: then it is their sum.
 struct Problem {
     const float *q, *k, *v, *dout, *dlse, *weight;
     const Int *query_row, *key_row, *start, *stop, *head_begin, *value, *low, *high, *index;
@@ -137,7 +137,7 @@ struct Attention : Rooms {
     void group(Int g) {
         low = g * (p.R / p.G), high = low + p.R / p.G;
         const auto clear = [&](float* x, Int width) { if (x) std::fill(x + low * width, x + high * width, 0.f); };
-        clear(p.out, p.Dv), clear(p.dq, p.D), clear(p.dk, p.D), clear(p.dv, p.Dv);
+        clear(p.K < 0 && !p.weight ? nullptr : p.out, p.Dv), clear(p.dq, p.D), clear(p.dk, p.D), clear(p.dv, p.Dv);
         if (p.K >= 0)
             for (Int row = low; row < high; row++) index_row(row);
         else
@@ -145,9 +145,10 @@ struct Attention : Rooms {
                 segment(i, std::min(i + SEGMENT, end));
     }
 
-    // Row rows[i] of x. Fetches one of those that come next, as rows lie anywhere and each would wait for memory.
+    // Row rows[i] of x (null: i). Fetches one that comes soon, as rows lie anywhere and each would wait for memory.
     template <class T>
     T* at_row(T* x, Int width, const Int* rows, Int i, Int count) const {
+        if (!rows) return x + i * width;
         const Int next = rows[std::min(i + AHEAD, count - 1)];
         for (Int d = 0; d < width; d += 16) __builtin_prefetch(x + next * width + d);
         if (rows[i] < low || rows[i] >= high) throw std::out_of_range("a row of another group");
@@ -200,9 +201,15 @@ struct Attention : Rooms {
         O = room(6, BLOCK, ldv), OT = room(7, ldv, BLOCK);
         S = room(8, end - begin + TALL, BLOCK), dP = room(9, p.dout ? end - begin + TALL : 0, BLOCK);
         if (!p.dout) return forward(first, count, end);
-        pack(O, BLOCK, p.dout, p.Dv, rows, count, 1, p.weight + first), transpose(p.Dv, O, OT);
+        const float* weight = p.weight ? p.weight + first : nullptr;
+        pack(O, BLOCK, outputs(p.dout, first), p.Dv, output_rows(first), count, 1, weight);
+        transpose(p.Dv, O, OT);
         backward(first, count, end);
     }
+
+    // Where the outputs of some query members stand.
+    template <class T> T* outputs(T* x, Int first) const { return p.weight ? x : x + first * p.Dv; }
+    const Int* output_rows(Int first) const { return p.weight ? p.query_row + first : nullptr; }
 
     // Calls f(vector, score, dP, which of its queries read) for some keys and the vectors of queries.
     template <class F>
@@ -263,7 +270,8 @@ struct Attention : Rooms {
             const float sum = total[i / LANES][i % LANES];
             p.lse[first + i] = most[i / LANES][i % LANES] + std::log(sum);  // -inf where nothing is read
             if (starts[i] < stops[i] && sum != 0)  // all may be hidden
-                add(at_row(p.out, p.Dv, p.query_row + first, i, count), O.at(i), p.weight[first + i] / sum, p.Dv);
+                add(at_row(outputs(p.out, first), p.Dv, output_rows(first), i, count), O.at(i),
+                    (p.weight ? p.weight[first + i] : 1) / sum, p.Dv);
         }
     }
 

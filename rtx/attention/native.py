@@ -62,18 +62,20 @@ def wanted(backend: str, length: int) -> bool:
     return backend == "native" or (backend == "auto" and length >= MIN_LENGTH and library() is not None)
 
 
-def attend_ranges(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Reads, scale: float) -> Pair:
-    """Return the means over the ranges that a row reads, `[R, Dv]`, and the log-sums of members' logits, `[P]`."""
+def attend_ranges(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Reads, scale: float, joined: bool) -> Pair:
+    """Return what `rtx.attention.engine.attend_part` does."""
     heads, row_P = len(q_RD) // part.length, part.query.row_M
     begin = torch.searchsorted(row_P // part.length, torch.arange(heads + 1))
-    weight_P = 1 / part.times_R(len(q_RD)).clamp(min=1)[row_P].float()
+    weights = [] if joined else [1 / part.times_R(len(q_RD)).clamp(min=1)[row_P].float()]
     hidden = part.hidden or Hidden(*(x.new_zeros(0, len(x)) for x in (part.key.row_M, row_P, row_P)))
-    reads = row_P, part.key.row_M, part.start_P, part.stop_P, begin, *(x.contiguous() for x in hidden), weight_P
+    reads = row_P, part.key.row_M, part.start_P, part.stop_P, begin, *(x.contiguous() for x in hidden), *weights
     return Attention.apply(q_RD, None if k_RD is q_RD else k_RD, v_RD, scale, heads, *reads)
 
 
 class Attention(torch.autograd.Function):
-    """Both forms: `reads` are all of `INTS` but the last and weights of query members, or an index `[R, K]` alone."""
+    """All forms: `reads` are all of `INTS` but the last, and weights of query members unless outputs are to stand by
+    member; or an index `[R, K]` alone.
+    """
 
     @staticmethod
     def forward(
@@ -83,10 +85,12 @@ class Attention(torch.autograd.Function):
         ctx.shared, ctx.scale, ctx.heads = k_RD is None, scale, heads
         q_RD, v_RD = q_RD.contiguous(), v_RD.contiguous()
         k_RD = q_RD if k_RD is None else k_RD.contiguous()
-        out_RD, lse = torch.empty_like(v_RD), q_RD.new_empty(len(reads[0]))
-        call(scale, heads, reads, q=q_RD, k=k_RD, v=v_RD, out=out_RD, lse=lse)
+        out, lse = torch.empty_like(v_RD), q_RD.new_empty(len(reads[0]))
+        if len(reads) == len(INTS) - 1:  # members that read nothing are not written
+            out = v_RD.new_zeros(len(lse), v_RD.shape[1])
+        call(scale, heads, reads, q=q_RD, k=k_RD, v=v_RD, out=out, lse=lse)
         ctx.save_for_backward(q_RD, k_RD, v_RD, lse, *reads)
-        return out_RD, lse
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -103,7 +107,7 @@ class Attention(torch.autograd.Function):
 
 def call(scale: float, heads: int, reads: Sequence[Tensor], **given: Tensor) -> None:
     """Let the kernel write the outputs among the given tensors."""
-    given |= dict(zip((*INTS[:-1], "weight") if len(reads) > 1 else INTS[-1:], reads, strict=True))
+    given |= dict(zip((*INTS[:-1], "weight") if len(reads) > 1 else INTS[-1:], reads, strict=False))
     (R, D), Dv = given["q"].shape, given["v"].shape[1]
     P, M, X, K = (*map(len, (*reads[:2], reads[5])), -1) if len(reads) > 1 else (R, 0, 0, reads[0].shape[1])
     shapes = {"k": (R, D), "start": (P,), "stop": (P,), "weight": (P,)}

@@ -251,19 +251,15 @@ class RoutingCache(ClusterCache):
     """The last W members of every cluster, or with topk the best W of the prefix and their scores."""
 
     pattern: Routing
-    best: list[PrefixTopK]
+    best: Sequence[PrefixTopK] = ()
     """Of queries, and of keys with memberships of their own."""
-
-    def __init__(self, pattern: Routing, slots: int, relative: Relative | None = None) -> None:
-        super().__init__(pattern, slots, relative)
-        self.best = []
 
     def offer(self, number: int, score_BHC: Tensor, position: int) -> tuple[Tensor, Tensor]:
         """Offer a position's scores to the best of queries (number 0) or keys; return where it joins, and its slots."""
         if number == len(self.best):
             margin_HC = tie_margin(self.pattern.centroids.centroid_HCD, score_BHC.dtype)
             margin_L = margin_HC.expand_as(score_BHC).flatten()
-            self.best.append(PrefixTopK((score_BHC.numel(),), self.slots, score_BHC, margin_L))
+            self.best = [*self.best, PrefixTopK((score_BHC.numel(),), self.slots, score_BHC, margin_L)]
         at_L = torch.full((score_BHC.numel(),), position, device=score_BHC.device)
         joins_L, slot_L, _ = self.best[number].offer(score_BHC.flatten(), at_L)
         return joins_L.view(score_BHC.shape), slot_L.view(score_BHC.shape)

@@ -47,7 +47,9 @@ class Decoder:
         assert (tokens_B is None) == (self.position == 0), "the first step, and only it, takes no unit"
         if self.memory is not None:
             return self.go_on(torch.zeros(self.batch, 0, dtype=torch.int64) if tokens_B is None else tokens_B[:, None])
-        x_B1E = self.model.embedding.step(tokens_B, self.batch, self.position)
+        embedding = self.model.embedding
+        x_BS = embedding.start_S.expand(self.batch, -1) if tokens_B is None else embedding.vectors(tokens_B)
+        x_B1E = embedding.finish(x_BS[:, None], self.position)
         for block, streams in zip(self.model.blocks, self.streams, strict=True):
             x_B1E = block.decode(x_B1E, streams, self.position)  # type: ignore[operator]
         self.position += 1

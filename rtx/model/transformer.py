@@ -63,11 +63,6 @@ class Embedding(nn.Module):
             x_BNE = x_BNE + self.positions(first, x_BNE.shape[1])
         return F.dropout(x_BNE, self.dropout, self.training)
 
-    def step(self, tokens_B: Tensor | None, batch: int, position: int) -> Tensor:
-        """Return the input `[B, 1, E]` at a position, given the unit before it (None at position 0)."""
-        x_BS = self.start_S.expand(batch, -1) if tokens_B is None else self.vectors(tokens_B)
-        return self.finish(x_BS[:, None], position)
-
 
 class Transformer(nn.Module):
     """The decoder of a resolved configuration over `vocabulary` units.

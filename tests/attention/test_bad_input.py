@@ -122,6 +122,3 @@ def test_what_a_backend_or_a_pattern_cannot_do_is_refused() -> None:
     pattern = make(CLUSTERED[0], CASE, backend="flex")
     with pytest.raises(ValueError, match="backend='flex' has no dropout"):
         run(pattern, tensors(pattern, replace(CASE, distances=3)))
-    pattern = make(CLUSTERED[0], replace(CASE, merge="lse"), backend="native")
-    with pytest.raises(ValueError, match="backend='native' has no merge='lse': take backend='torch'"):
-        run(pattern, tensors(pattern, CASE))

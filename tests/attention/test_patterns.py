@@ -206,7 +206,8 @@ needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "span"])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_kernel_agrees_with_torchs_engine(kind: str, seed: int) -> None:
-    case = Case(N=(70, 70, 1100)[seed], W=9, D=6, seed=seed, attend_self=bool(seed % 2), rotary=seed == 2)
+    merge = "lse" if seed == 1 else "mean"
+    case = Case(N=(70, 70, 1100)[seed], W=9, D=6, seed=seed, attend_self=bool(seed % 2), rotary=seed == 2, merge=merge)
     (pattern, here), found = drawn(kind, case, torch.float32), []
     for backend in ("torch", "native"):
         pattern.backend = backend
