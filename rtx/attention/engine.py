@@ -63,7 +63,7 @@ def join(found: list[tuple[Tensor, Tensor, Tensor]], rows: int) -> Tensor:
     weight_S = (sum_S - top_R.masked_fill(top_R.isinf(), 0)[row_S]).exp()
     total_R = weight_S.new_zeros(rows).index_add(0, row_S, weight_S)
     share_SX = (weight_S / total_R.masked_fill(total_R == 0, 1)[row_S]).split([len(row_S) for row_S in row_SX])
-    out_RD = out_SDX[0].new_zeros(rows, out_SDX[0].shape[1])
+    out_RD = sum_S.new_zeros(rows, out_SDX[0].shape[1])  # wide, as log-sums are
     for row_S, out_SD, share_S in zip(row_SX, out_SDX, share_SX, strict=True):
         out_RD = out_RD.index_add(0, row_S, share_S[:, None] * out_SD)
     return out_RD
