@@ -121,7 +121,7 @@ def prepare_torch(config: Config, hardware: Hardware) -> None:
         torch.set_num_threads(threads)
     if hardware.accelerator == "cpu":
         own_softmax = model.positions in ("shaw", "xl") or model.attention_dropout > 0 or "adaptive_span" in model.base
-        keep_freed_memory(of_any_size=not own_softmax and "lsh" not in model.base)
+        keep_freed_memory(of_any_size=not own_softmax)
     torch.set_float32_matmul_precision("high" if hardware.precision == "tf32" else "highest")
     if wish.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -137,8 +137,8 @@ def has_compiler() -> bool:
 def keep_freed_memory(of_any_size: bool = True) -> None:
     """Tell glibc to keep what is freed: to fault it in and zero it anew is a tenth of a step's time on a CPU.
 
-    Hashing heads and our own softmax have large blocks of many sizes: kept, they would leave gaps that no other fits,
-    many times what is in use. There, not `of_any_size`, those above 33 MiB are given back (32 MiB before glibc 2.35).
+    Our own softmax has large blocks of many sizes: kept, they would leave gaps that no other fits. There, not
+    `of_any_size`, those above 33 MiB are given back (32 MiB before glibc 2.35).
     """
     with contextlib.suppress(AttributeError, OSError):  # another C library is left as it is
         library = ctypes.CDLL(None)
