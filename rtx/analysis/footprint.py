@@ -192,7 +192,8 @@ def kept(pattern: Pattern, config: Config) -> Kept:
         q_11ND, k_11ND = torch.randn(2, 1, 1, N + memory_slots(model), size)
         given = pattern.inputs(q_11ND, k_11ND if pattern.has_keys else None, None)
         parts = pattern.reads(given._replace(memory=memory_slots(model)), False)
-    found = [kept_of(part, pattern, config, joined=len(parts) > 1 or pattern.merge == "lse") for part in parts]
+    joined = len(parts) > 1 or pattern.merge == "lse"
+    found = [kept_of(part, pattern, config, joined, first=part is parts[0]) for part in parts]
     vectors, others = sum(one.vectors for one in found), sum(one.others for one in found)
     compressed = isinstance(pattern, Blocks) and config.routing.compressed
     if isinstance(pattern, Choice):  # what a convolution of keys reads and gives; both branches and what gates them
@@ -215,8 +216,11 @@ def kept(pattern: Pattern, config: Config) -> Kept:
     return all_kept
 
 
-def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool) -> Kept:
-    """Count what a part of what a head reads keeps, vectors in values; see `rtx.attention.engine.attend_part`."""
+def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool, first: bool) -> Kept:
+    """Count what a part of what a head reads keeps, vectors in values; see `rtx.attention.engine.attend_part`.
+
+    `first`: of the parts, which share queries, keys and values.
+    """
     model, N, (wide, narrow), gpu = config.model, config.data.length, widths_of(config), on_gpu(config)
     shaw, wish = model.positions in ("shaw", "xl"), config.hardware.attention
     by_distance = shaw or pattern.terms(model.hidden // model.heads, None).by_distance
@@ -228,8 +232,10 @@ def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool) -> Kept:
     if natively:  # keys that are the normalised queries are there once; lists; a sum and a factor for each query
         of_keys, own_keys = len(part.key.row_M), pattern.has_keys or not isinstance(pattern, Routing | Random)
         lists = (3 * INDEX + 8) * len(part.start_P) + INDEX * (0 if part.query is part.key else of_keys)
-        by_member = len(part.start_P) if pattern.merge == "lse" else 0  # outputs
-        return Kept(((2 + own_keys) * N + by_member) * narrow, lists, 0)
+        hidden = sum(x.numel() for x in part.hidden or ())
+        # Joined, outputs stand by member, beside their shares.
+        vectors = (2 + own_keys) * N * first + 2 * len(part.start_P) * joined
+        return Kept(vectors * narrow, lists + INDEX * hidden, 0)
     softly = by_distance or joined or (model.attention_dropout > 0 and not gpu)
     blocks = cut(part, triangles=not softly)
     queries, keys = sum(b.query_GQ.numel() for b in blocks), sum(b.key_GK.numel() for b in blocks)

@@ -41,7 +41,8 @@ class Choice(Pattern):
         finite = given.pop("check_finite", False)
         check_call(self.has_keys, q_BHND, k_BHND, v_BHND, real_BN, given.get("relative"), finite)
         order_BN = (~real_BN).byte().argsort(dim=1, stable=True)
-        q, k, v = (x.take_along_dim(order_BN[:, None, :, None], 2) for x in (q_BHND, k_BHND, v_BHND) if x is not None)
+        assert k_BHND is not None
+        q, k, v = (x.take_along_dim(order_BN[:, None, :, None], 2) for x in (q_BHND, k_BHND, v_BHND))
         out_BHND, loss = super().forward(q, k, v, real_BN=real_BN.gather(1, order_BN), **given)
         return torch.empty_like(out_BHND).scatter(2, order_BN[:, None, :, None].expand_as(out_BHND), out_BHND), loss
 

@@ -144,7 +144,6 @@ def make_block(part: Reads, begin_G: Tensor, left_G: Tensor, low_G: Tensor, quer
     query_GQ = begin_G[:, None] + slot_Q.minimum(left_G[:, None] - 1)
     inside_GQ = slot_Q < left_G[:, None]
     start_GQ, stop_GQ = part.start_P[query_GQ] - low_G[:, None], part.stop_P[query_GQ] - low_G[:, None]
-    real_GQ = inside_GQ & (stop_GQ > start_GQ)
     key_GK = (low_G[:, None] + slot_K).clamp(max=len(part.key.row_M) - 1)
     # What one block's queries read is mostly what all do: one mask then serves them.
     start_Q, stop_Q = (torch.where(inside_GQ, x, -1).amax(0) for x in (start_GQ, stop_GQ))
@@ -153,7 +152,7 @@ def make_block(part: Reads, begin_G: Tensor, left_G: Tensor, low_G: Tensor, quer
         start_GQ, stop_GQ = start_Q, stop_Q
         triangle = queries == keys and bool(((start_Q <= 0) & ((stop_Q == slot_Q + 1) | (stop_Q < 0))).all())
         if triangle and part.hidden is None:
-            return Block(query_GQ, real_GQ, key_GK, None)
+            return Block(query_GQ, inside_GQ & (stop_GQ > start_GQ), key_GK, None)
     mask = (slot_K >= start_GQ[..., None]) & (slot_K < stop_GQ[..., None])
     for value_M, low_P, high_P in zip(*part.hidden or (), strict=True):
         value_G1K = value_M[key_GK][:, None]
@@ -250,7 +249,7 @@ def attend_indexed(
         distance_C1K, head_C = (row_C[:, None] - index_CK)[:, None], row_C // N % terms.heads
         return soft_attend(q_CD[:, None], k_SD[near_CK], v_SD[near_CK], seen_C1K, distance_C1K, head_C, terms)
 
-    row_P, cells = (index_RK >= 0).any(-1).nonzero()[:, 0], index_RK.shape[1] * k_RD.shape[1]
+    row_P, cells = (index_RK >= 0).any(-1).nonzero()[:, 0], max(1, index_RK.shape[1] * k_RD.shape[1])
     near = N * max(1, MAX_GATHERED // (N * cells))  # rows of the heads that are read at once
     counts, found = torch.bincount(row_P // near, minlength=-(-rows // near)).tolist(), []
     groups = zip(row_P.split(counts), q_RD[row_P].split(counts), k_RD.split(near), v_RD.split(near), strict=True)

@@ -110,7 +110,9 @@ class Lsh(Pattern):
         rule = "prefix" if prefix and self.variant == "reformer" else self.variant
         rounds = [self.sorted_round(bucket_BHN, rule) for bucket_BHN in bucket_TBHN]
         own_M = torch.arange(B * H * N, device=bucket_TBHN.device)
-        number_TR = torch.stack([lists.row_M.argsort() for lists, _ in rounds])  # where each row stands in the lists
+        number_TR = own_M.new_empty(len(rounds), len(own_M))  # where each row stands in the lists
+        for number_R, (lists, _) in zip(number_TR, rounds, strict=True):
+            number_R[lists.row_M] = own_M
         start_TR = torch.stack([start_M[number_R] for (_, start_M), number_R in zip(rounds, number_TR, strict=True)])
         alone_R, parts = (start_TR == number_TR).all(0), []
         for turn, (lists, start_M) in enumerate(rounds):

@@ -22,7 +22,7 @@
 using Int = std::int64_t;
 
 // R rows of G groups, P query members, M key members, X values of each, K columns of the index (-1: ranges). The forward
-// pass has no dout and writes out and lse. dk may be dq: then it is their sum.
+// pass has no dout, adds to out, which is zeros, and writes lse. dk may be dq: then it is their sum.
 struct Problem {
     const float *q, *k, *v, *dout, *dlse, *weight;
     const Int *query_row, *key_row, *start, *stop, *head_begin, *value, *low, *high, *index;
@@ -137,7 +137,7 @@ struct Attention : Rooms {
     void group(Int g) {
         low = g * (p.R / p.G), high = low + p.R / p.G;
         const auto clear = [&](float* x, Int width) { if (x) std::fill(x + low * width, x + high * width, 0.f); };
-        clear(p.K < 0 && !p.weight ? nullptr : p.out, p.Dv), clear(p.dq, p.D), clear(p.dk, p.D), clear(p.dv, p.Dv);
+        clear(p.dq, p.D), clear(p.dk, p.D), clear(p.dv, p.Dv);
         if (p.K >= 0)
             for (Int row = low; row < high; row++) index_row(row);
         else

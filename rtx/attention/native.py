@@ -85,9 +85,8 @@ class Attention(torch.autograd.Function):
         ctx.shared, ctx.scale, ctx.heads = k_RD is None, scale, heads
         q_RD, v_RD = q_RD.contiguous(), v_RD.contiguous()
         k_RD = q_RD if k_RD is None else k_RD.contiguous()
-        out, lse = torch.empty_like(v_RD), q_RD.new_empty(len(reads[0]))
-        if len(reads) == len(INTS) - 1:  # members that read nothing are not written
-            out = v_RD.new_zeros(len(lse), v_RD.shape[1])
+        by_member, lse = len(reads) == len(INTS) - 1, q_RD.new_empty(len(reads[0]))
+        out = v_RD.new_zeros(len(lse) if by_member else len(v_RD), v_RD.shape[1])
         call(scale, heads, reads, q=q_RD, k=k_RD, v=v_RD, out=out, lse=lse)
         ctx.save_for_backward(q_RD, k_RD, v_RD, lse, *reads)
         return out, lse

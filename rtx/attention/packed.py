@@ -56,10 +56,10 @@ class Reads(NamedTuple):
     length: int
     """N."""
     hidden: Hidden | None = None
-    """What of the ranges is not read; the mean over lists counts all that have a range."""
+    """What of the ranges is not read; nowhere all of a range, where outputs are means over lists."""
 
     def times_R(self, rows: int) -> Tensor:
-        """Return in how many lists each row reads something."""
+        """Return in how many lists each row has a range."""
         return torch.bincount(self.query.row_M[self.stop_P > self.start_P], minlength=rows)
 
 

@@ -136,13 +136,13 @@ class Pattern(nn.Module, ABC):
             real_BN: false at padding, which is not read and gets zero.
             check_finite: refuse NaN and infinity (padding may hold them). Without it such a value may spread inside a
                 block, into the past, too.
-            memory: so many positions in front are read, but not asked (patterns that choose by position).
+            memory: so many positions in front are read, but not asked (of a `ContiguousPattern`).
 
         Raises:
             ValueError: tensors that do not go together; always with the argument's name.
         """
         check_call(self.has_keys, q_BHND, k_BHND, v_BHND, real_BN, relative, check_finite)
-        with_memory, N = isinstance(self, PositionPattern), q_BHND.shape[2]
+        with_memory, N = isinstance(self, ContiguousPattern), q_BHND.shape[2]
         check_whole("memory", memory, 0, N * with_memory, f"from 0 to N={N}" if with_memory else "0 for this pattern")
         q_BHND, v_BHND = without_padding(q_BHND, real_BN), without_padding(v_BHND, real_BN)
         k_BHND = None if k_BHND is None else without_padding(k_BHND, real_BN)

@@ -21,7 +21,7 @@ from cases import CASES, KINDS, SEES_FUTURE, Case, check, drawn, gradients, make
 from hypothesis import HealthCheck, example, given, settings
 
 import rtx
-from rtx.attention import ContiguousPattern, Pattern, Relative, Spread, choices, flex, lsh, oracle
+from rtx.attention import ContiguousPattern, Pattern, Random, Relative, Spread, choices, flex, lsh, oracle
 from rtx.attention.cache import Cache
 from rtx.attention.pattern import PositionPattern
 from rtx.attention.selection import assign
@@ -158,7 +158,7 @@ def test_every_float_type_gives_its_own(kind: str, dtype: torch.dtype) -> None:
     narrow = {n: x.to(dtype) if torch.is_tensor(x) else x for n, x in wide.items()}
     rounded = {n: x.double() if torch.is_tensor(x) else x for n, x in narrow.items()}
     out = run(pattern.to(dtype), narrow)
-    assert out.dtype == dtype
+    assert out.dtype == stream(pattern, narrow, 5).dtype == dtype
     if not kind.startswith(("causal", "nearest", "lsh", "reformer", "topk", "block", "compressed")):
         expected = run(pattern.double(), rounded)
         assert float((out.double() - expected).abs().max()) < (3e-2 if dtype == torch.bfloat16 else 5e-3)
@@ -229,6 +229,16 @@ def test_the_kernel_selects_what_torch_selects(selection: str, N: int, W: int, C
         found = [assign(centroid, x, None, update=update, backend=name, **more) for name in ("torch", "native")]
         for theirs, ours in zip(*((*lists, *(statistics or ())) for lists, statistics in found), strict=True):
             torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+@needs_compiler
+def test_the_kernel_gives_zeros_where_nobody_reads() -> None:
+    pattern, here = Random(2, 1, window=2, length=4000, seed=1, backend="native"), drawn("full", Case(N=50))[1]
+    given = here | {"k": None} | {name: here[name].float() for name in "qv"}
+    junk = [torch.full_like(given["v"], 7.0) for _ in range(9)]
+    del junk
+    out = run(pattern, given)
+    assert not out.any()
 
 
 @needs_compiler
