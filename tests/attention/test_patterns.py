@@ -235,7 +235,7 @@ def test_the_kernel_selects_what_torch_selects(selection: str, N: int, W: int, C
 def test_the_kernel_gives_zeros_where_nobody_reads() -> None:
     pattern, here = Random(2, 1, window=2, length=4000, seed=1, backend="native"), drawn("full", Case(N=50))[1]
     given = here | {"k": None} | {name: here[name].float() for name in "qv"}
-    junk = [torch.full_like(given["v"], 7.0) for _ in range(9)]
+    junk = [torch.full_like(here["v"], 7.0, dtype=torch.float32) for _ in range(9)]
     del junk
     out = run(pattern, given)
     assert not out.any()
