@@ -34,14 +34,9 @@ def check_call(
         raise ValueError(f"q_BHND is {tuple(q_BHND.shape)} of {q_BHND.dtype}: must be {allowed}")
     B, H, N, D = q_BHND.shape
     check_tensor("v_BHND", v_BHND)
-    check_shape("k_BHND", k_BHND, (B, H, N, D), q_BHND)
-    check_shape("v_BHND", v_BHND, (B, H, N, v_BHND.shape[-1] if v_BHND.dim() else D), q_BHND)
-    for name, x in (("k_BHND", k_BHND), ("v_BHND", v_BHND)):
-        if x is not None and x.dtype != q_BHND.dtype:
-            raise ValueError(f"{name} is of {x.dtype}: must be of {q_BHND.dtype}, as q_BHND is")
-    check_shape("real_BN", real_BN, (B, N), q_BHND)
-    if real_BN is not None and real_BN.dtype != torch.bool:
-        raise ValueError(f"real_BN is of {real_BN.dtype}: must be of torch.bool, true at real positions")
+    check_shape("k_BHND", k_BHND, (B, H, N, D), q_BHND, q_BHND.dtype)
+    check_shape("v_BHND", v_BHND, (B, H, N, v_BHND.shape[-1] if v_BHND.dim() else D), q_BHND, q_BHND.dtype)
+    check_shape("real_BN", real_BN, (B, N), q_BHND, torch.bool)
     check_relative(relative, q_BHND, v_BHND)
     if finite:
         check_finite_values(real_BN, q_BHND=q_BHND, k_BHND=k_BHND, v_BHND=v_BHND)
@@ -80,8 +75,10 @@ def check_tensor(name: str, x: object) -> None:
         raise ValueError(f"{name} is a {type(x).__name__}: must be a torch.Tensor")
 
 
-def check_shape(name: str, x: Tensor | None, shape: tuple[int, ...], like: Tensor) -> None:
-    """Refuse a tensor of another shape, or on another device than the queries."""
+def check_shape(
+    name: str, x: Tensor | None, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None
+) -> None:
+    """Refuse a tensor of another shape, or on another device than the queries, or of another type than `dtype`."""
     if x is None:
         return
     check_tensor(name, x)
@@ -89,6 +86,8 @@ def check_shape(name: str, x: Tensor | None, shape: tuple[int, ...], like: Tenso
         raise ValueError(f"{name} has the shape {tuple(x.shape)}: must be {shape}")
     if x.device != like.device:
         raise ValueError(f"{name} is on {x.device}: must be on {like.device}, where q_BHND is")
+    if dtype not in (None, x.dtype):
+        raise ValueError(f"{name} is of {x.dtype}: must be of {dtype}")
 
 
 def check_whole(name: str, value: int, least: int, most: int | None, allowed: str) -> None:

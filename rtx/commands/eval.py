@@ -15,7 +15,7 @@ from rtx.errors import UserError, printable, written
 from rtx.evaluation import protocols
 from rtx.evaluation.scores import Score
 from rtx.help import terminal_width
-from rtx.model.ablation import ablate, check_ablation
+from rtx.model.ablation import ablate
 from rtx.options import EvalOptions, read_words
 from rtx.progress import clock
 from rtx.report.summary import protocol_line, sees_future
@@ -36,7 +36,6 @@ def main(arguments: list[str]) -> int:
         raise UserError(re.sub(rf"\bmodel\.({'|'.join(OF_MODEL)})\b", r"\1", str(error))) from error
     if "stride" in words.given or config.model.memory:
         config = with_stride(config, options.stride)
-    check_ablation(config, options.ablate)
     run, store = open_run(folder, config, options.checkpoint)
     ablate(run.model, config, options.ablate)
     tokens, habits = store.split(options.split), ""

@@ -15,30 +15,22 @@ MEMBER_SEED = 1_000_003
 """Keeps swapped-in memberships apart from those that selection=random trained with."""
 
 
-def check_ablation(config: Config, how: str) -> None:
-    """Refuse an ablation that the model has nothing for, before anything is loaded.
-
-    Raises:
-        UserError: no routing heads, or heads that are random already.
-    """
-    routing = config.routing
-    if how == "none":
-        return
-    if routing.heads == 0 or routing.layers == 0:
-        raise UserError(f"ablate={how}: the model has no routing heads to take away")
-    if how == "random" and routing.selection == "random":
-        raise UserError("ablate=random: the heads of selection=random read random members already")
-
-
 def ablate(model: Transformer, config: Config, how: str) -> None:
     """Take routing out of a model in place, as `how` (option `ablate`) says; `none` changes nothing.
 
     routing: the outputs of the routing heads count for nothing. local: they read the last `routing.window` positions.
     random: they read `routing.window` random members of each cluster. In both swaps queries and keys are normalised and
     scaled as before, so that only the choice of positions differs.
+
+    Raises:
+        UserError: no routing heads, or heads that are random already.
     """
     if how == "none":
         return
+    if config.routing.heads == 0 or config.routing.layers == 0:
+        raise UserError(f"ablate={how}: the model has no routing heads to take away")
+    if how == "random" and config.routing.selection == "random":
+        raise UserError("ablate=random: the heads of selection=random read random members already")
     for layer, block in enumerate(model.blocks):
         attention: MultiheadAttention = block.attention  # type: ignore[assignment]
         if not (heads := layer_patterns(config, layer).get(ROUTED, 0)):
