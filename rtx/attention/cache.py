@@ -153,11 +153,7 @@ def mask_without_self(read_XS: Tensor, own_XS: Tensor) -> Tensor:
 
 
 class ClusterCache(Cache):
-    """The last `slots` members of every cluster, or those that the pattern puts into slots of its choice.
-
-    The pattern's `lists_kept(given, cache)` returns the members that a prompt leaves; `join(given, position, cache)`
-    the clusters that a step's query and key join, `[B, H, C]`, and the key's slots (None: those of the oldest members).
-    """
+    """The last `slots` members of every cluster, or those that `ClusterPattern.join` puts into slots of its choice."""
 
     def __init__(self, pattern: Pattern, slots: int, relative: Relative | None = None) -> None:
         self.pattern, self.slots, self.relative = pattern, slots, relative
@@ -215,8 +211,8 @@ class ClusterCache(Cache):
             return torch.zeros_like(v_BH1D)
         row_J, at_JS = list_J // self.clusters, self.position_LS[list_J]
         q_J1D = given.turned_q_BHND.to(dtype).flatten(0, 2)[row_J, None]
-        seen_JS = at_JS >= 0 if self.pattern.attend_self else mask_without_self(at_JS >= 0, at_JS == position)
-        read = q_J1D, self.key_LSD[list_J], self.value_LSD[list_J], seen_JS[:, None]
+        seen_J1S = self.seen(at_JS, list_J, position)[:, None]
+        read = q_J1D, self.key_LSD[list_J], self.value_LSD[list_J], seen_J1S
         terms = self.pattern.terms(given.q_BHND.shape[-1], self.relative)
         if terms.by_distance or self.pattern.merge == "lse":
             head_J = row_J % v_BH1D.shape[1]
@@ -229,3 +225,7 @@ class ClusterCache(Cache):
             sum_J1 = torch.zeros_like(sum_J1)  # all lists weigh the same
         out_RD = join([(row_J, out_J1D[:, 0], sum_J1[:, 0])], v_BH1D[..., 0].numel())
         return out_RD.to(dtype).view_as(v_BH1D)
+
+    def seen(self, at_JS: Tensor, list_J: Tensor, position: int) -> Tensor:
+        """Return which slots of some lists a position reads, which hold the positions `at_JS` (-1: none)."""
+        return at_JS >= 0 if self.pattern.attend_self else mask_without_self(at_JS >= 0, at_JS == position)

@@ -12,11 +12,12 @@ S slots of a bucket, K = T * S.
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention import oracle
 from rtx.attention.arguments import check_choice, check_positive, check_seed
-from rtx.attention.cache import Cache, ClusterCache, attend_step, mask_without_self
+from rtx.attention.cache import Cache, ClusterCache, mask_without_self
 from rtx.attention.packed import Hidden, Packed, Part, Reads, pack
 from rtx.attention.pattern import Inputs, Pattern, options
 from rtx.attention.selection import MAX_SCORES
@@ -77,7 +78,8 @@ class Lsh(Pattern):
         check_seed(seed)
         if buckets % 2:
             raise ValueError(f"buckets={buckets}: must be even, at least 2")
-        self.heads, self.size, self.window, self.buckets = heads, size, window, buckets
+        self.heads, self.size, self.window, self.rounds, self.buckets = heads, size, window, rounds, buckets
+        self.merge = "mean" if rounds == 1 else "lse"
         self.variant, self.strictly_causal = variant, variant == "causal"
         self.chunk = max(1, window // 2)
         self.slots = window if self.strictly_causal else 2 * self.chunk
@@ -157,49 +159,31 @@ class Lsh(Pattern):
         lists = pack(bucket_TBHN.permute(1, 2, 0, 3).reshape(B, H * T, N), self.buckets)
         return Packed(lists.row_M // (T * N) * N + lists.row_M % N, lists.count_L)
 
+    def join(self, given: Inputs, position: int, cache: Cache) -> tuple[Tensor, Tensor, None]:
+        """Return which buckets a stream's next position joins, `[B, H, T * C]`."""
+        bucket_BHT = hash_positions(given.q_BHND, self.rotation_HTDF)[..., 0].permute(1, 2, 0)
+        joins_BHC = F.one_hot(bucket_BHT, self.buckets).bool().flatten(2)
+        return joins_BHC, joins_BHC, None
+
 
 class LshCache(ClusterCache):
     """The last members of every bucket of every round."""
 
     pattern: Lsh
 
-    def decode(self, given: Inputs, v_BH1D: Tensor, position: int) -> Tensor:
-        pattern, dtype = self.pattern, v_BH1D.dtype
-        bucket_BHT = hash_positions(given.q_BHND, pattern.rotation_HTDF)[..., 0].permute(1, 2, 0)
-        B, H, T = bucket_BHT.shape
-        round_T = torch.arange(T, device=bucket_BHT.device)
-        joins_BHC = torch.zeros(B, H, T * pattern.buckets, dtype=torch.bool, device=bucket_BHT.device)
-        joins_BHC.scatter_(2, round_T * pattern.buckets + bucket_BHT, True)
-        self.put(given, v_BH1D, joins_BHC, None, position)
-        assert self.key_LSD is not None
-        reach_BHT = self.reach(bucket_BHT)
-        list_J = joins_BHC.flatten().nonzero()[:, 0]
-        at_BHTS = self.position_LS[list_J].view(B, H, T, self.slots)
+    def seen(self, at_JS: Tensor, list_J: Tensor, position: int) -> Tensor:
+        """See `ClusterCache.seen`; what several rounds show is seen in the first of them."""
+        pattern, reach_J = self.pattern, torch.full_like(list_J, self.pattern.window)
+        if pattern.variant == "reformer":  # by the place among the positions so far, sorted by bucket
+            place_L = self.joined_L.view(-1, pattern.buckets).cumsum(-1).flatten() - 1
+            reach_J = pattern.chunk + place_L[list_J] % pattern.chunk + 1
         # How many members of the bucket have come since, its own place included.
-        place_S = torch.arange(self.slots, device=list_J.device)
-        back_BHTS = (self.joined_L[list_J].view(B, H, T, 1) - 1 - place_S) % self.slots
-        seen_BHTS = (at_BHTS >= 0) & (back_BHTS < reach_BHT[..., None])
-        value_BHK, order_BHK = torch.where(seen_BHTS, at_BHTS, -1).flatten(2).sort(dim=-1, stable=True)
-        value_BHK[..., 1:].masked_fill_(value_BHK[..., 1:] == value_BHK[..., :-1], -1)  # once, whatever rounds show it
-        at_BHK = torch.empty_like(value_BHK).scatter_(-1, order_BHK, value_BHK)
-        seen_BHK = mask_without_self(at_BHK >= 0, at_BHK == position)
-        return attend_step(
-            given.turned_q_BHND.to(dtype),
-            self.key_LSD[list_J].view(B, H, T * self.slots, self.key_LSD.shape[-1]),
-            self.value_LSD[list_J].view(B, H, T * self.slots, self.value_LSD.shape[-1]),
-            seen_BHK[:, :, None],
-            (position - at_BHTS.flatten(2))[:, :, None],
-            pattern.terms(given.q_BHND.shape[-1], self.relative),
-        )
-
-    def reach(self, bucket_BHT: Tensor) -> Tensor:
-        """Return how many members of its bucket, its own place included, the newest position looks back over."""
-        pattern = self.pattern
-        if pattern.variant == "causal":
-            return torch.full_like(bucket_BHT, pattern.window)
-        # Its place among the positions so far, sorted by bucket.
-        place_BHTC = self.joined_L.view(*bucket_BHT.shape, pattern.buckets).cumsum(-1) - 1
-        return pattern.chunk + place_BHTC.gather(-1, bucket_BHT[..., None])[..., 0] % pattern.chunk + 1
+        back_JS = (self.joined_L[list_J, None] - 1 - torch.arange(self.slots, device=list_J.device)) % self.slots
+        shown_JS = torch.where((at_JS >= 0) & (back_JS < reach_J[:, None]), at_JS, -1)
+        value_XK, order_XK = shown_JS.view(-1, pattern.rounds * self.slots).sort(dim=-1, stable=True)
+        value_XK[:, 1:].masked_fill_(value_XK[:, 1:] == value_XK[:, :-1], -1)
+        at_XK = torch.empty_like(value_XK).scatter_(-1, order_XK, value_XK)
+        return mask_without_self(at_XK >= 0, at_XK == position).view_as(at_JS)
 
 
 def sorted_places(bucket_XN: Tensor, buckets: int) -> Tensor:
@@ -208,7 +192,7 @@ def sorted_places(bucket_XN: Tensor, buckets: int) -> Tensor:
     count_XC = torch.zeros(len(bucket_XN), buckets, dtype=torch.int64, device=bucket_XN.device)
     piece = max(1, MAX_SCORES // max(1, count_XC.numel()))
     for place_XP, bucket_XP in zip(places.split(piece, 1), bucket_XN.split(piece, 1), strict=True):
-        upto_XPC = count_XC[:, None] + torch.nn.functional.one_hot(bucket_XP, buckets).cumsum(1)
+        upto_XPC = count_XC[:, None] + F.one_hot(bucket_XP, buckets).cumsum(1)
         place_XP.copy_(upto_XPC.cumsum(2).gather(2, bucket_XP[..., None])[..., 0] - 1)
         count_XC = upto_XPC[:, -1] if upto_XPC.shape[1] else count_XC
     return places

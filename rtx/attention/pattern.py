@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from rtx.attention.arguments import check_call, check_choice, check_heads, check_number, check_shape, check_whole
 from rtx.attention.cache import Cache, PositionCache
-from rtx.attention.engine import BACKENDS, attend
+from rtx.attention.engine import BACKENDS, MERGES, attend
 from rtx.attention.packed import Packed, Part, bounded_read, pack, without_self
+from rtx.attention.selection import normalise
 from rtx.attention.softmax import Relative, Terms
 from rtx.config import Config, reads_self
 
@@ -165,6 +166,37 @@ class Pattern(nn.Module, ABC):
         q_BHND, k_BHND = given.turned_q_BHND.to(dtype), given.turned_k_BHND.to(dtype)
         terms = self.terms(q_BHND.shape[-1], relative)
         return attend(q_BHND, k_BHND, v_BHND, parts, terms, self.backend, self.merge)
+
+
+class ClusterPattern(Pattern):
+    """Heads of clusters: each position reads, in every cluster that it is a member of, the last W members up to itself.
+
+    Queries and keys are normalised (LayerNorm without scale or bias).
+
+    Args:
+        keys: whether keys are given, else the queries stand for them.
+        attend_self: false: a position reads itself only where it sees nothing else; None: so where queries stand for
+            keys, as a vector is nearest to itself.
+        merge: "mean": a position in several clusters gets the mean of their outputs (the paper). "lse": one softmax
+            over the keys of all of them.
+    """
+
+    def __init__(self, *, keys: bool, attend_self: bool | None = None, merge: str = "mean", **given: Any) -> None:
+        super().__init__(**given)
+        check_choice("merge", merge, MERGES)
+        self.has_keys, self.merge = keys, merge
+        self.attend_self = keys if attend_self is None else attend_self
+
+    def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> tuple[Tensor, Tensor]:
+        q_BHND = normalise(q_BHND)
+        return q_BHND, q_BHND if k_BHND is None else normalise(k_BHND)
+
+    @abstractmethod
+    def join(self, given: Inputs, position: int, cache: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return which clusters a stream's next query and key join, `[B, H, C]`, and the key's slots, None: the oldest.
+
+        See `rtx.attention.cache.ClusterCache`; `lists_kept(given, cache)` returns the members that a prompt leaves.
+        """
 
 
 def options(config: Config) -> dict[str, Any]:

@@ -12,22 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rtx.attention.arguments import check_choice, check_number, check_positive, check_seed, check_within
+from rtx.attention.arguments import check_number, check_positive, check_seed, check_within
 from rtx.attention.cache import Cache, ClusterCache, PositionCache
-from rtx.attention.engine import MERGES
 from rtx.attention.oracle import last_members
 from rtx.attention.packed import Packed, Part, members_read
 from rtx.attention.pattern import (
+    ClusterPattern,
     ContiguousPattern,
     Inputs,
-    Pattern,
     PositionPattern,
     Spread,
     options,
     position_options,
     routed_options,
 )
-from rtx.attention.selection import normalise
 from rtx.attention.softmax import Relative, Terms
 from rtx.config import Config, clusters, memory_slots
 
@@ -242,40 +240,22 @@ class AdaptiveSpan(ContiguousPattern):
         return PositionCache(self, relative, self.reach())
 
 
-class Random(Pattern):
+class Random(ClusterPattern):
     """The control of Table 1: clusters whose members read nothing of the sequence.
 
     Each cluster has `window` random members among `length` positions, a function of (seed, head, `clusters`, `window`,
-    `length`) alone; a member reads the last `window` members up to itself. Later positions go on with the same members
-    over and over. Queries and keys are normalised as in `rtx.attention.routing.Routing`.
-
-    Args:
-        heads: H.
-        keys: whether keys are given, else the queries stand for them.
-        attend_self, merge: as for `Routing`.
+    `length`) alone. Later positions go on with the same members over and over.
     """
 
     def __init__(
-        self,
-        heads: int,
-        clusters: int,
-        *,
-        window: int,
-        length: int,
-        seed: int,
-        keys: bool = False,
-        attend_self: bool | None = None,
-        merge: str = "mean",
-        **given: Any,
+        self, heads: int, clusters: int, *, window: int, length: int, seed: int, keys: bool = False, **given: Any
     ) -> None:
-        super().__init__(**given)
-        check_choice("merge", merge, MERGES)
+        super().__init__(keys=keys, **given)
         check_positive("heads", heads, least=0)
         for name, value in (("clusters", clusters), ("window", window), ("length", length)):
             check_positive(name, value)
         check_seed(seed)
-        self.heads, self.window, self.length, self.has_keys = heads, window, length, keys
-        self.attend_self, self.merge = keys if attend_self is None else attend_self, merge
+        self.heads, self.window, self.length = heads, window, length
         position_HCW = random_positions(heads, clusters, length, window, seed)
         self.register_buffer("position_HCW", position_HCW, persistent=False)
         self.position_HCW: Tensor
@@ -286,10 +266,6 @@ class Random(Pattern):
         drawn = {"length": config.data.length, "seed": config.seed * 1_000 + layer}
         own = {"window": routing.window, "merge": routing.merge, **drawn, **routed_options(config)}
         return cls(heads, clusters(config), keys=routing.keys != "shared", **own)
-
-    def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> tuple[Tensor, Tensor]:
-        q_BHND = normalise(q_BHND)
-        return q_BHND, q_BHND if k_BHND is None else normalise(k_BHND)
 
     def lists(self, batch: int, length: int, real_BN: Tensor | None) -> Packed:
         """Return the members of every cluster in sequences of some length."""

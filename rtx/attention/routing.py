@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from rtx.attention import oracle
 from rtx.attention.arguments import check_choice, check_number, check_positive
 from rtx.attention.cache import ClusterCache
-from rtx.attention.engine import MERGES
 from rtx.attention.packed import Hidden, Packed, Part, Reads, members_read, queries_read
-from rtx.attention.pattern import Inputs, Pattern, routed_options
+from rtx.attention.pattern import ClusterPattern, Inputs, Pattern, routed_options
 from rtx.attention.selection import (
     PrefixTopK,
     Statistics,
@@ -36,7 +35,6 @@ from rtx.attention.selection import (
     by_scores,
     centroid_scores,
     joins,
-    normalise,
     tie_margin,
 )
 from rtx.attention.softmax import Relative
@@ -56,11 +54,8 @@ class Snapshot(NamedTuple):
     """False at padding, which is in no cluster; None: there is none."""
 
 
-class Routing(Pattern):
-    """H routing heads: each position reads, in every cluster that it is a member of, the last W members up to itself.
-
-    Queries and keys are normalised (LayerNorm without scale or bias); members are chosen by their dot products with the
-    centroids.
+class Routing(ClusterPattern):
+    """H routing heads: the members of clusters are chosen by their dot products with the centroids.
 
     Args:
         centroids: the centroids of these heads; their `keys` say what stands for keys. "shared": the queries
@@ -73,31 +68,15 @@ class Routing(Pattern):
             position joins every cluster that scores it at or above its threshold, and where there is none the one whose
             threshold it misses by least. "nearest": the cluster alone that scores it highest. The last two are strictly
             causal.
-        attend_self: false: a position reads itself only where it sees nothing else; None: so where queries stand for
-            keys, as a vector is nearest to itself.
-        merge: "mean": a position in several clusters gets the mean of their outputs (the paper). "lse": one softmax
-            over the keys of all of them.
         commitment: weight of the mean squared distance between what is clustered and its nearest centroid.
     """
 
-    def __init__(
-        self,
-        centroids: Centroids,
-        *,
-        selection: str,
-        attend_self: bool | None = None,
-        merge: str = "mean",
-        commitment: float = 0.0,
-        **given: Any,
-    ) -> None:
-        super().__init__(**given)
+    def __init__(self, centroids: Centroids, *, selection: str, commitment: float = 0.0, **given: Any) -> None:
+        super().__init__(keys=centroids.keys != "shared", **given)
         check_choice("selection", selection, ("causal", "topk", "nearest"))
-        check_choice("merge", merge, MERGES)
         check_number("commitment", commitment, "finite and at least 0", lambda x: 0 <= x < math.inf)
         self.centroids, self.selection, self.commitment = centroids, selection, commitment
         self.heads, _, self.size = centroids.centroid_HCD.shape
-        self.has_keys = centroids.keys != "shared"
-        self.attend_self, self.merge = self.has_keys if attend_self is None else attend_self, merge
         self.strictly_causal = selection != "topk"
         self.snapshot: Snapshot | None = None
 
@@ -117,10 +96,6 @@ class Routing(Pattern):
         )
         own = {"selection": routing.selection, "merge": routing.merge, "commitment": routing.commitment}
         return cls(centroids, **own, **routed_options(config))
-
-    def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> tuple[Tensor, Tensor]:
-        q_BHND = normalise(q_BHND)
-        return q_BHND, q_BHND if k_BHND is None else normalise(k_BHND)
 
     def clustered(self, given: Inputs) -> list[Tensor]:
         """Return what is clustered: one vector of each position, or its query and its key apart."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rtx.compose import flat, short_hash, to_dict
+from rtx.config import Config
 from rtx.data.catalog import Store
 from rtx.data.store import TokenStore
 from rtx.errors import UserError, printable, written
@@ -36,6 +37,7 @@ def main(arguments: list[str]) -> int:
         raise UserError(re.sub(rf"\bmodel\.({'|'.join(OF_MODEL)})\b", r"\1", str(error))) from error
     if "stride" in words.given or config.model.memory:
         config = with_stride(config, options.stride)
+    check_ablation(config, options.ablate)
     run, store = open_run(folder, config, options.checkpoint)
     ablate(run.model, config, options.ablate)
     tokens, habits = store.split(options.split), ""
@@ -51,6 +53,14 @@ def main(arguments: list[str]) -> int:
         result["baselines"] = protocols.baselines(tokens)
     keep(folder, result | {"seconds": time.monotonic() - began, "time": utc_now()})
     return 0
+
+
+def check_ablation(config: Config, how: str) -> None:
+    """Refuse an ablation that the model has nothing for, before anything is loaded."""
+    if how != "none" and not (config.routing.heads and config.routing.layers):
+        raise UserError(f"ablate={how}: the model has no routing heads to take away")
+    if how == "random" and config.routing.selection == "random":
+        raise UserError("ablate=random: the heads of selection=random read random members already")
 
 
 def described(

@@ -7,7 +7,6 @@ import torch
 from rtx.attention.pattern import Pattern
 from rtx.attention.patterns import Local, Random
 from rtx.config import Config
-from rtx.errors import UserError
 from rtx.model.multihead import ROUTED, MultiheadAttention, layer_patterns
 from rtx.model.transformer import Transformer
 
@@ -21,16 +20,9 @@ def ablate(model: Transformer, config: Config, how: str) -> None:
     routing: the outputs of the routing heads count for nothing. local: they read the last `routing.window` positions.
     random: they read `routing.window` random members of each cluster. In both swaps queries and keys are normalised and
     scaled as before, so that only the choice of positions differs.
-
-    Raises:
-        UserError: no routing heads, or heads that are random already.
     """
     if how == "none":
         return
-    if config.routing.heads == 0 or config.routing.layers == 0:
-        raise UserError(f"ablate={how}: the model has no routing heads to take away")
-    if how == "random" and config.routing.selection == "random":
-        raise UserError("ablate=random: the heads of selection=random read random members already")
     for layer, block in enumerate(model.blocks):
         attention: MultiheadAttention = block.attention  # type: ignore[assignment]
         if not (heads := layer_patterns(config, layer).get(ROUTED, 0)):
