@@ -199,7 +199,6 @@ def layer_telemetry(heads: Routing, snapshot: Snapshot) -> dict[str, Tensor]:
     (H, N, D), device = snapshot.q_HND.shape, snapshot.q_HND.device
     reads, position_N = heads.read_lists(snapshot.lists, N), torch.arange(N, device=device)
     times_HN = torch.bincount(reads.query.row_M, minlength=H * N).view(H, N)
-    times_HN = times_HN if snapshot.real_N is None else times_HN[:, snapshot.real_N]  # padding is in no cluster
     filled_L = reads.key.count_L.double() / heads.centroids.window
     at_P = torch.linspace(0, N - 1, min(PROBES, N), device=device).long()
     v_NX = torch.cat([position_N[:, None], torch.ones(N, 1, device=device), position_N[:, None] == at_P], dim=1).float()

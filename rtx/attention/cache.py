@@ -23,6 +23,7 @@ from rtx.attention.softmax import Relative, Terms, soft_attend
 if TYPE_CHECKING:
     from rtx.attention.choices import Choice
     from rtx.attention.pattern import Inputs, Pattern, PositionPattern
+    from rtx.attention.selection import PrefixTopK
 
 FIRST_SLOTS = 256
 """Slots that a growing cache begins with; it doubles when they are full."""
@@ -158,6 +159,8 @@ class ClusterCache(Cache):
     def __init__(self, pattern: Pattern, slots: int, relative: Relative | None = None) -> None:
         self.pattern, self.slots, self.relative = pattern, slots, relative
         self.key_LSD: Tensor | None = None
+        self.best: list[PrefixTopK] = []
+        """With top-w those of queries, and of keys with memberships of their own."""
 
     def allocate(self, k_BHND: Tensor, v_BHND: Tensor, clusters: int) -> None:
         """Make room for all streams; empty slots have position -1."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rtx.attention import oracle
-from rtx.attention.arguments import check_call, check_positive, check_seed, check_within
+from rtx.attention.arguments import check_positive, check_seed, check_within
 from rtx.attention.cache import Cache, GrowingCache, RowCache, place
 from rtx.attention.packed import Indexed, Packed, Part, members_read
 from rtx.attention.pattern import Inputs, Pattern, routed_options
@@ -31,20 +31,6 @@ class Choice(Pattern):
         super().__init__(**given)
         check_positive("window", window)
         self.window, self.attend_self = window, attend_self
-
-    def forward(
-        self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, *, real_BN: Tensor | None = None, **given: Any
-    ) -> tuple[Tensor, Tensor]:
-        """See `Pattern.forward`; padding is put behind all else, so that nothing is counted or chosen of it."""
-        if real_BN is None:
-            return super().forward(q_BHND, k_BHND, v_BHND, **given)
-        finite = given.pop("check_finite", False)
-        check_call(self.has_keys, q_BHND, k_BHND, v_BHND, real_BN, given.get("relative"), finite)
-        order_BN = (~real_BN).byte().argsort(dim=1, stable=True)
-        assert k_BHND is not None
-        q, k, v = (x.take_along_dim(order_BN[:, None, :, None], 2) for x in (q_BHND, k_BHND, v_BHND))
-        out_BHND, loss = super().forward(q, k, v, real_BN=real_BN.gather(1, order_BN), **given)
-        return torch.empty_like(out_BHND).scatter(2, order_BN[:, None, :, None].expand_as(out_BHND), out_BHND), loss
 
     def choice_queries(self, given: Inputs) -> Tensor:
         """Return what the choice reads of the queries, `[B, H, N, E]`."""
@@ -174,10 +160,11 @@ class Indexer(Choice):
             self.chosen = part.index_RK.unflatten(0, (B, H, N)) if self.training else None
             return [part]
         row_M = torch.arange(B * H * N, device=given.q_BHND.device)
-        return [members_read(Packed(row_M, row_M.new_full((B * H,), N)), N, N, self.attend_self)]
+        lists = Packed(row_M, row_M.new_full((B * H,), N))
+        return [members_read(lists, lists, N, N, self.attend_self)]
 
     def loss(self, given: Inputs) -> Tensor:
-        """Return the mean divergence over all real positions in training, over the keys that `reads` chose."""
+        """Return the mean divergence over all positions in training, over the keys that `reads` chose."""
         if not self.training or not given.q_BHND.numel():
             return super().loss(given)
         chosen_BHNK, self.chosen = self.chosen, None
@@ -187,9 +174,8 @@ class Indexer(Choice):
         positions = self.split(given, 4 * N if chosen_BHNK is None else 2 * N + 8 * chosen_BHNK.shape[-1])
         pairs = zip(positions, query_BHNE.split(len(positions[0]), dim=2), strict=True)
         turned = given.turned_q_BHND.detach(), given.turned_k_BHND.detach()
-        more = self.choice_keys(given), *turned, chosen_BHNK, given.real_BN
-        total = torch.stack([recomputed(self.divergence, *pair, *more) for pair in pairs]).sum()
-        return total / (H * (B * N if given.real_BN is None else given.real_BN.sum().clamp(min=1)))
+        more = self.choice_keys(given), *turned, chosen_BHNK
+        return torch.stack([recomputed(self.divergence, *pair, *more) for pair in pairs]).sum() / (B * H * N)
 
     def divergence(
         self,
@@ -199,7 +185,6 @@ class Indexer(Choice):
         turned_q_BHND: Tensor,
         turned_k_BHND: Tensor,
         chosen_BHNK: Tensor | None,
-        real_BN: Tensor | None,
     ) -> Tensor:
         """Return the sum of KL(attention || softmax of the scores) of some queries, over chosen keys or the prefix."""
         last, N = int(position_Q[-1]) + 1, key_BHNE.shape[2]
@@ -213,8 +198,7 @@ class Indexer(Choice):
         logit = logit * self.terms(turned_q_BHND.shape[-1], None).scale
         wide = torch.promote_types(score.dtype, torch.float32)
         score, logit = (x.to(wide).masked_fill(none, -1e9).log_softmax(-1) for x in (score, logit))
-        apart_BHQ = F.kl_div(score, logit, reduction="none", log_target=True).sum(-1)
-        return (apart_BHQ if real_BN is None else apart_BHQ * real_BN[:, None, position_Q]).sum()
+        return F.kl_div(score, logit, reduction="sum", log_target=True)
 
 
 class Blocks(Choice):
@@ -222,7 +206,7 @@ class Blocks(Choice):
 
     A block's score is the product of the unturned query with the mean of its unturned keys, so that the queries and
     keys that attend also choose (Lu et al. 2025). Every position behind the first `window` reads as many keys, but for
-    its place in its own block; padding is counted nowhere. Scores cost N^2 / block.
+    its place in its own block. Scores cost N^2 / block.
 
     Args:
         heads, size: H and D.
@@ -311,7 +295,7 @@ class Blocks(Choice):
 class RandomBlocks(Blocks):
     """The control of `Blocks`: as many blocks of the same sizes, drawn instead of chosen.
 
-    What a query reads is a function of (seed, head, its place among real positions) alone.
+    What a query reads is a function of (seed, head, its position) alone.
     """
 
     def __init__(self, heads: int, size: int, *, seed: int, **given: Any) -> None:

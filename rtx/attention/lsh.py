@@ -107,8 +107,6 @@ class Lsh(Pattern):
         """See `Pattern.reads`: a list for each bucket of every round, which hides what an earlier round shows."""
         B, H, N, _ = given.q_BHND.shape
         bucket_TBHN = hash_positions(given.q_BHND, self.rotation_HTDF)
-        if given.real_BN is not None:  # padding shares a bucket of its own, behind all others
-            bucket_TBHN = bucket_TBHN.masked_fill(~given.real_BN[:, None], self.buckets)
         rule = "prefix" if prefix and self.variant == "reformer" else self.variant
         rounds = [self.sorted_round(bucket_BHN, rule) for bucket_BHN in bucket_TBHN]
         own_M = torch.arange(B * H * N, device=bucket_TBHN.device)
@@ -132,7 +130,7 @@ class Lsh(Pattern):
     def sorted_round(self, bucket_BHN: Tensor, rule: str) -> tuple[Packed, Tensor]:
         """Return the buckets' lists, and for every member the first that it sees; it sees those before itself."""
         N = bucket_BHN.shape[2]
-        lists = pack(bucket_BHN, self.buckets + 1)
+        lists = pack(bucket_BHN, self.buckets)
         number_M = torch.arange(len(lists.row_M), device=bucket_BHN.device)
         first_M = lists.first_L()[lists.list_M()]
         if rule == "causal":
@@ -141,7 +139,7 @@ class Lsh(Pattern):
             begin_M = number_M // max(1, N) * N
             start_M = begin_M + ((number_M - begin_M) // self.chunk - 1) * self.chunk
         else:
-            place_M = sorted_places(bucket_BHN.flatten(0, 1), self.buckets + 1).flatten()[lists.row_M]
+            place_M = sorted_places(bucket_BHN.flatten(0, 1), self.buckets).flatten()[lists.row_M]
             start_M = number_M - self.chunk - place_M % self.chunk
         return lists, first_M.maximum(start_M)
 

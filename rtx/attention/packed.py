@@ -88,19 +88,16 @@ def pack(list_BHN: Tensor, lists: int) -> Packed:
     return Packed(row_M, count_XL[:, :lists].flatten())
 
 
-def members_read(lists: Packed, length: int, window: int, attend_self: bool = True) -> Reads:
-    """Every member reads the last `window` members up to itself; without `attend_self` not itself, but where alone."""
-    number_M = torch.arange(len(lists.row_M), device=lists.row_M.device)
-    first_M = lists.first_L()[lists.list_M()]
-    start_M = first_M.maximum(number_M + 1 - window)
-    stop_M = number_M + 1 if attend_self or window == 1 else number_M.maximum(first_M + 1)
-    return Reads(lists, lists, start_M, stop_M, length)
+def members_read(queries: Packed, keys: Packed, length: int, window: int, attend_self: bool = True) -> Reads:
+    """Every query reads the last `window` keys of its list up to its position; without `attend_self` others alone.
 
-
-def queries_read(queries: Packed, keys: Packed, length: int, window: int, attend_self: bool = True) -> Reads:
-    """Every query reads the last `window` keys of its list at or before its position; not itself, as `members_read`."""
-    key_order_M, query_order_P = (x.list_M() * length + x.row_M % max(1, length) for x in (keys, queries))
-    stop_P = torch.searchsorted(key_order_M, query_order_P, right=True)
+    Itself only where there is no other among them.
+    """
+    if queries is keys:
+        stop_P = torch.arange(1, len(keys.row_M) + 1, device=keys.row_M.device)
+    else:
+        key_order_M, query_order_P = (x.list_M() * length + x.row_M % max(1, length) for x in (keys, queries))
+        stop_P = torch.searchsorted(key_order_M, query_order_P, right=True)
     start_P = keys.first_L()[queries.list_M()].maximum(stop_P - window)
     stop_P = stop_P.maximum(start_P)
     if not attend_self and len(keys.row_M):

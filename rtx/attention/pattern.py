@@ -7,16 +7,24 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
-from rtx.attention.arguments import check_call, check_choice, check_heads, check_number, check_shape, check_whole
-from rtx.attention.cache import Cache, PositionCache
+from rtx.attention.arguments import (
+    check_call,
+    check_choice,
+    check_heads,
+    check_number,
+    check_positive,
+    check_shape,
+    check_whole,
+)
+from rtx.attention.cache import Cache, ClusterCache, PositionCache
 from rtx.attention.engine import BACKENDS, MERGES, attend
-from rtx.attention.packed import Packed, Part, bounded_read, pack, without_self
+from rtx.attention.packed import Packed, Part, Reads, bounded_read, members_read, pack, without_self
 from rtx.attention.selection import normalise
 from rtx.attention.softmax import Relative, Terms
 from rtx.config import Config, reads_self
@@ -36,8 +44,6 @@ class Inputs(NamedTuple):
     """As the logits read them: turned by rotary angles, where there are any."""
     memory: int = 0
     """Positions in front whose keys alone are read: what earlier segments have left."""
-    real_BN: Tensor | None = None
-    """False at padding, which is zero and left out; None: there is none."""
 
 
 class Pattern(nn.Module, ABC):
@@ -87,7 +93,7 @@ class Pattern(nn.Module, ABC):
     def reads(self, given: Inputs, prefix: bool) -> list[Part]:
         """Return who reads whom; several parts share no pair, and each shows a position one list at the most.
 
-        `prefix`: every choice is made from the prefix alone. Padding is left out.
+        `prefix`: every choice is made from the prefix alone.
         """
 
     @abstractmethod
@@ -134,7 +140,8 @@ class Pattern(nn.Module, ABC):
             relative: tables by true distance.
             prefix: every choice is made from the prefix alone, as a stream makes it (it matters for patterns that are
                 not strictly causal).
-            real_BN: false at padding, which is not read and gets zero.
+            real_BN: false at padding, which gets zero; the others get what they would without it. The loss is the mean
+                over them. Sequences that are padded alike are one pass.
             check_finite: refuse NaN and infinity (padding may hold them). Without it such a value may spread inside a
                 block, into the past, too.
             memory: so many positions in front are read, but not asked (of a `ContiguousPattern`).
@@ -145,13 +152,29 @@ class Pattern(nn.Module, ABC):
         check_call(self.has_keys, q_BHND, k_BHND, v_BHND, real_BN, relative, check_finite)
         with_memory, N = isinstance(self, ContiguousPattern), q_BHND.shape[2]
         check_whole("memory", memory, 0, N * with_memory, f"from 0 to N={N}" if with_memory else "0 for this pattern")
-        q_BHND, v_BHND = without_padding(q_BHND, real_BN), without_padding(v_BHND, real_BN)
-        k_BHND = None if k_BHND is None else without_padding(k_BHND, real_BN)
-        given = self.inputs(q_BHND, k_BHND, rotate)._replace(memory=memory, real_BN=real_BN)
+        if real_BN is not None and not bool(real_BN.all()):
+            own = {"rotate": rotate, "relative": relative, "prefix": prefix}
+            return self.without_padding(q_BHND, k_BHND, v_BHND, real_BN, memory, **own)
+        given = self.inputs(q_BHND, k_BHND, rotate)._replace(memory=memory)
         with torch.no_grad():
             parts = self.reads(given, prefix)
-        out_BHND = self.attend(given, v_BHND, parts, relative)
-        return without_padding(out_BHND, real_BN)[:, :, memory:], self.loss(given)
+        return self.attend(given, v_BHND, parts, relative)[:, :, memory:], self.loss(given)
+
+    def without_padding(
+        self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, real_BN: Tensor, memory: int, **own: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `forward` does, which sees each sequence without its padding."""
+        out_BNHD, parts = torch.zeros_like(v_BHND).transpose(1, 2), []
+        masks_XN, mask_B = real_BN.unique(dim=0, return_inverse=True)
+        for number, real_N in enumerate(masks_XN):
+            at_BN = (mask_B == number)[:, None] & real_N
+            q, k, v = (None if x is None else x[mask_B == number][:, :, real_N] for x in (q_BHND, k_BHND, v_BHND))
+            assert q is not None and v is not None
+            out, loss = self.forward(q, k, v, memory=int(real_N[:memory].sum()), **own)
+            parts.append(loss * at_BN.sum() / real_BN.sum().clamp(min=1))
+            at_BN[:, :memory] = False
+            out_BNHD[at_BN] = out.transpose(1, 2).flatten(0, 1)
+        return out_BNHD.transpose(1, 2)[:, :, memory:], torch.stack(parts).sum()
 
     def inputs(self, q_BHND: Tensor, k_BHND: Tensor | None, rotate: Rotate | None, first: int = 0) -> Inputs:
         """Return the queries and keys of positions from `first` on."""
@@ -175,16 +198,20 @@ class ClusterPattern(Pattern):
 
     Args:
         keys: whether keys are given, else the queries stand for them.
+        window: W.
         attend_self: false: a position reads itself only where it sees nothing else; None: so where queries stand for
             keys, as a vector is nearest to itself.
         merge: "mean": a position in several clusters gets the mean of their outputs (the paper). "lse": one softmax
             over the keys of all of them.
     """
 
-    def __init__(self, *, keys: bool, attend_self: bool | None = None, merge: str = "mean", **given: Any) -> None:
+    def __init__(
+        self, *, keys: bool, window: int, attend_self: bool | None = None, merge: str = "mean", **given: Any
+    ) -> None:
         super().__init__(**given)
+        check_positive("window", window)
         check_choice("merge", merge, MERGES)
-        self.has_keys, self.merge = keys, merge
+        self.has_keys, self.window, self.merge = keys, window, merge
         self.attend_self = keys if attend_self is None else attend_self
 
     def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -192,11 +219,26 @@ class ClusterPattern(Pattern):
         return q_BHND, q_BHND if k_BHND is None else normalise(k_BHND)
 
     @abstractmethod
-    def join(self, given: Inputs, position: int, cache: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return which clusters a stream's next query and key join, `[B, H, C]`, and the key's slots, None: the oldest.
+    def lists(self, given: Inputs) -> list[Packed]:
+        """Return the members of every cluster, or those of queries and of keys."""
 
-        See `rtx.attention.cache.ClusterCache`; `lists_kept(given, cache)` returns the members that a prompt leaves.
-        """
+    def reads(self, given: Inputs, prefix: bool) -> list[Part]:
+        return [self.read_lists(self.lists(given), given.q_BHND.shape[2])]
+
+    def read_lists(self, lists: Sequence[Packed], length: int) -> Reads:
+        """Return who reads whom, given the members."""
+        return members_read(lists[0], lists[-1], length, self.window, self.attend_self)
+
+    def start(self, relative: Relative | None = None) -> Cache:
+        return ClusterCache(self, self.window, relative)
+
+    def lists_kept(self, given: Inputs, cache: ClusterCache) -> Packed:
+        """Return the members that a prompt leaves in a stream's cache."""
+        return self.lists(given)[-1]
+
+    @abstractmethod
+    def join(self, given: Inputs, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return which clusters the next query and key of a stream join, `[B, H, C]`, and the key's slots, or None."""
 
 
 def options(config: Config) -> dict[str, Any]:
@@ -224,11 +266,6 @@ def turn(x_BHND: Tensor, rotate: Rotate | None, first: int = 0) -> Tensor:
     turned_BHND = rotate(x_BHND, first=first)
     check_shape("what rotate returns", turned_BHND, tuple(x_BHND.shape), x_BHND)
     return turned_BHND
-
-
-def without_padding(x_BHND: Tensor, real_BN: Tensor | None) -> Tensor:
-    """Return the vectors with zeros at padding, so that what stands there reaches neither outputs nor gradients."""
-    return x_BHND if real_BN is None else x_BHND.masked_fill(~real_BN[:, None, :, None], 0.0)
 
 
 class Spread(NamedTuple):
@@ -279,15 +316,13 @@ class PositionPattern(Pattern):
 
     def reads(self, given: Inputs, prefix: bool) -> list[Part]:
         B, H, N, _ = given.q_BHND.shape
-        real_R = None if given.real_BN is None else given.real_BN[:, None].expand(B, H, N).flatten()
         parts, memory = [], given.memory
         position_N = torch.arange(-memory, N - memory, device=given.q_BHND.device)
         for spread in self.spreads(position_N, H):
             lists = int(torch.cat([spread.list_HN.flatten(), spread.key_list_HN.flatten()]).max()) + 1 if N else 1
-            keys = packed(spread.key_list_HN, lists, (B, H, N), real_R)
+            keys = pack(spread.key_list_HN.expand(B, H, N), lists)
             asked_HN = torch.where(position_N < 0, -1, spread.list_HN) if memory else spread.list_HN
-            same = asked_HN is spread.key_list_HN
-            queries = keys if same else packed(asked_HN, lists, (B, H, N), real_R)
+            queries = keys if asked_HN is spread.key_list_HN else pack(asked_HN.expand(B, H, N), lists)
             parts.append(bounded_read(queries, keys, N, spread.since_N + memory, spread.until_N + memory))
         return [*(parts if self.attend_self else without_self(parts, B * H * N))]
 
@@ -308,9 +343,3 @@ class ContiguousPattern(PositionPattern):
 
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
         return j >= self.since(i)
-
-
-def packed(list_HN: Tensor, lists: int, shape: tuple[int, int, int], real_R: Tensor | None) -> Packed:
-    """Return the lists of every sequence and head, without padding."""
-    found = pack(list_HN.expand(shape), lists)
-    return found if real_R is None else found.keep(real_R)

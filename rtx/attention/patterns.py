@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rtx.attention.arguments import check_number, check_positive, check_seed, check_within
 from rtx.attention.cache import Cache, ClusterCache, PositionCache
 from rtx.attention.oracle import last_members
-from rtx.attention.packed import Packed, Part, members_read
+from rtx.attention.packed import Packed
 from rtx.attention.pattern import (
     ClusterPattern,
     ContiguousPattern,
@@ -250,12 +250,12 @@ class Random(ClusterPattern):
     def __init__(
         self, heads: int, clusters: int, *, window: int, length: int, seed: int, keys: bool = False, **given: Any
     ) -> None:
-        super().__init__(keys=keys, **given)
+        super().__init__(keys=keys, window=window, **given)
         check_positive("heads", heads, least=0)
-        for name, value in (("clusters", clusters), ("window", window), ("length", length)):
-            check_positive(name, value)
+        check_positive("clusters", clusters)
+        check_positive("length", length)
         check_seed(seed)
-        self.heads, self.window, self.length = heads, window, length
+        self.heads, self.length = heads, length
         position_HCW = random_positions(heads, clusters, length, window, seed)
         self.register_buffer("position_HCW", position_HCW, persistent=False)
         self.position_HCW: Tensor
@@ -267,21 +267,14 @@ class Random(ClusterPattern):
         own = {"window": routing.window, "merge": routing.merge, **drawn, **routed_options(config)}
         return cls(heads, clusters(config), keys=routing.keys != "shared", **own)
 
-    def lists(self, batch: int, length: int, real_BN: Tensor | None) -> Packed:
-        """Return the members of every cluster in sequences of some length."""
-        H, device = len(self.position_HCW), self.position_HCW.device
-        turn_T1 = torch.arange(-(-length // self.length), device=device)[:, None]
+    def lists(self, given: Inputs) -> list[Packed]:
+        (B, H, N, _), device = given.q_BHND.shape, self.position_HCW.device
+        turn_T1 = torch.arange(-(-N // self.length), device=device)[:, None]
         position_HCT = (turn_T1 * self.length + self.position_HCW[:, :, None]).flatten(2)
-        inside_BHCT = (position_HCT < length).expand(batch, *position_HCT.shape)
-        if real_BN is not None:
-            inside_BHCT = inside_BHCT & real_BN[:, position_HCT.clamp(max=length - 1)]
-        first_BH = torch.arange(batch * H, device=device).view(batch, H) * length
+        inside_BHCT = (position_HCT < N).expand(B, *position_HCT.shape)
+        first_BH = torch.arange(B * H, device=device).view(B, H) * N
         row_BHCT = first_BH[..., None, None] + position_HCT
-        return Packed(row_BHCT[inside_BHCT], inside_BHCT.sum(-1).flatten())
-
-    def reads(self, given: Inputs, prefix: bool) -> list[Part]:
-        B, _, N, _ = given.q_BHND.shape
-        return [members_read(self.lists(B, N, given.real_BN), N, self.window, self.attend_self)]
+        return [Packed(row_BHCT[inside_BHCT], inside_BHCT.sum(-1).flatten())]
 
     def member_HCN(self, length: int) -> Tensor:
         """Return the memberships of positions 0 to `length` - 1."""
@@ -293,15 +286,7 @@ class Random(ClusterPattern):
         member_CN = self.member_HCN(given.q_BHND.shape[2])[head]
         return last_members(member_CN, member_CN, self.window)
 
-    def start(self, relative: Relative | None = None) -> Cache:
-        return ClusterCache(self, self.window, relative)
-
-    def lists_kept(self, given: Inputs, cache: Cache) -> Packed:
-        """Return what a prompt leaves in a stream's cache."""
-        return self.lists(len(given.q_BHND), given.q_BHND.shape[2], None)
-
-    def join(self, given: Inputs, position: int, cache: Cache) -> tuple[Tensor, Tensor, None]:
-        """Return which clusters the query and the key of a stream's next position join, `[B, H, C]`."""
+    def join(self, given: Inputs, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, None]:
         joins_HC = (self.position_HCW == position % self.length).any(-1)
         joins_BHC = joins_HC.expand(len(given.q_BHND), *joins_HC.shape)
         return joins_BHC, joins_BHC, None

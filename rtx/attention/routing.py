@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from rtx.attention import oracle
 from rtx.attention.arguments import check_choice, check_number, check_positive
 from rtx.attention.cache import ClusterCache
-from rtx.attention.packed import Hidden, Packed, Part, Reads, members_read, queries_read
+from rtx.attention.packed import Hidden, Packed, Part, members_read
 from rtx.attention.pattern import ClusterPattern, Inputs, Pattern, routed_options
 from rtx.attention.selection import (
     PrefixTopK,
@@ -37,7 +37,6 @@ from rtx.attention.selection import (
     joins,
     tie_margin,
 )
-from rtx.attention.softmax import Relative
 from rtx.config import Config, clusters
 
 paused: ContextVar[bool] = ContextVar("statistics_paused", default=False)
@@ -50,8 +49,6 @@ class Snapshot(NamedTuple):
     """The members, or those of queries and of keys."""
     q_HND: Tensor
     k_HND: Tensor
-    real_N: Tensor | None
-    """False at padding, which is in no cluster; None: there is none."""
 
 
 class Routing(ClusterPattern):
@@ -72,7 +69,7 @@ class Routing(ClusterPattern):
     """
 
     def __init__(self, centroids: Centroids, *, selection: str, commitment: float = 0.0, **given: Any) -> None:
-        super().__init__(keys=centroids.keys != "shared", **given)
+        super().__init__(keys=centroids.keys != "shared", window=centroids.window, **given)
         check_choice("selection", selection, ("causal", "topk", "nearest"))
         check_number("commitment", commitment, "finite and at least 0", lambda x: 0 <= x < math.inf)
         self.centroids, self.selection, self.commitment = centroids, selection, commitment
@@ -83,17 +80,11 @@ class Routing(ClusterPattern):
     @classmethod
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
         routing, model = config.routing, config.model
-        centroids = Centroids(
-            heads,
-            clusters(config),
-            model.hidden // model.heads,
-            window=routing.window,
-            length=config.data.length,
-            decay=routing.decay,
-            update=routing.update,
-            threshold_rate=routing.threshold_rate if routing.selection == "causal" else 0.0,
-            keys="separate" if routing.keys == "tied" else routing.keys,
-        )
+        rate = routing.threshold_rate if routing.selection == "causal" else 0.0
+        keys = "separate" if routing.keys == "tied" else routing.keys
+        held = {"window": routing.window, "length": config.data.length, "keys": keys}
+        rules = {"decay": routing.decay, "update": routing.update, "threshold_rate": rate}
+        centroids = Centroids(heads, clusters(config), model.hidden // model.heads, **held, **rules)
         own = {"selection": routing.selection, "merge": routing.merge, "commitment": routing.commitment}
         return cls(centroids, **own, **routed_options(config))
 
@@ -118,9 +109,8 @@ class Routing(ClusterPattern):
             assign(
                 store.centroid_HCD,
                 x_BHND,
-                given.real_BN,
                 selection=self.selection,
-                window=store.window,
+                window=self.window,
                 threshold_HC=threshold_HC if self.selection == "causal" or store.threshold_rate else None,
                 update=store.update_rule if self.training and not paused.get() else None,
                 backend=self.backend,
@@ -129,32 +119,28 @@ class Routing(ClusterPattern):
         ]
 
     def reads(self, given: Inputs, prefix: bool) -> list[Part]:
-        """See `Pattern.reads`; in training the centroids gather their statistics here."""
-        store, N, real_BN = self.centroids, given.q_BHND.shape[2], given.real_BN
+        store, N = self.centroids, given.q_BHND.shape[2]
         if store.seed_with_next and store.training:
-            store.seed_from([x.detach() for x in self.clustered(given)], real_BN)
-        if prefix and self.selection == "topk":
-            # All that ever joined, until they leave: at least one is there beside a newcomer, unless W is 1.
-            both = [arrivals(store.centroid_HCD, x, real_BN, store.window) for x in self.clustered(given)]
-            part = queries_read(both[0].lists, both[-1].lists, N, N, self.attend_self or store.window == 1)
-            position_1P = part.query.row_M[None] % max(1, N)
-            hidden = Hidden(both[-1].leaves_M[None], torch.zeros_like(position_1P), position_1P + 1)
-            return [part._replace(hidden=hidden)]
+            store.seed_from([x.detach() for x in self.clustered(given)])
+        if not prefix or self.selection != "topk":
+            return super().reads(given, prefix)
+        # All that ever joined, until they leave: at least one is there beside a newcomer, unless W is 1.
+        both = [arrivals(store.centroid_HCD, x, self.window) for x in self.clustered(given)]
+        part = members_read(both[0].lists, both[-1].lists, N, N, self.attend_self or self.window == 1)
+        position_1P = part.query.row_M[None] % max(1, N)
+        hidden = Hidden(both[-1].leaves_M[None], torch.zeros_like(position_1P), position_1P + 1)
+        return [part._replace(hidden=hidden)]
+
+    def lists(self, given: Inputs) -> list[Packed]:
+        """See `ClusterPattern.lists`; in training the centroids gather their statistics here."""
         lists, statistics = zip(*self.assign(given), strict=True)
         if self.training:
-            B = len(given.q_BHND)
-            real = (B * N, B) if real_BN is None else (int(real_BN.sum()), int(real_BN.any(-1).sum()))
+            B, _, N, _ = given.q_BHND.shape
             for number, found in enumerate(statistics):
                 if found is not None:
-                    store.observe(found, *real, of_keys=number == 1)
+                    self.centroids.observe(found, B * N, B, of_keys=number == 1)
             self.snapshot = self.first_sequence(given, lists)
-        return [self.read_lists(lists, N)]
-
-    def read_lists(self, lists: Sequence[Packed], length: int) -> Reads:
-        """Return who reads whom where positions are members, or queries and keys apart."""
-        if len(lists) == 1:
-            return members_read(lists[0], length, self.centroids.window, self.attend_self)
-        return queries_read(lists[0], lists[1], length, self.centroids.window, self.attend_self)
+        return list(lists)
 
     def first_sequence(self, given: Inputs, lists: Sequence[Packed]) -> Snapshot | None:
         """Return what the first sequence looked like; a copy, unless it is the only one."""
@@ -164,28 +150,26 @@ class Routing(ClusterPattern):
         take, count = torch.clone if B > 1 else torch.detach, H * self.centroids.centroid_HCD.shape[1]
         lists = [Packed(take(x.row_M[: int(x.count_L[:count].sum())]), take(x.count_L[:count])) for x in lists]
         q_HND, k_HND = (take(x[0].detach()) for x in given[2:4])
-        return Snapshot(lists, q_HND, k_HND, None if given.real_BN is None else take(given.real_BN[0]))
+        return Snapshot(lists, q_HND, k_HND)
 
     def loss(self, given: Inputs) -> Tensor:
         """Return the weighted commitment loss, zero outside training."""
         if not self.training or not self.commitment or not given.q_BHND.numel():
             return super().loss(given)
-        return torch.stack([self.distance(x_BHND, given.real_BN) for x_BHND in self.clustered(given)]).mean()
+        return self.commitment * torch.stack([self.distance(x_BHND) for x_BHND in self.clustered(given)]).mean()
 
-    def distance(self, x_BHND: Tensor, real_BN: Tensor | None) -> Tensor:
-        """Return the weighted mean of (x - nearest centroid on the sphere)^2 over real positions."""
+    def distance(self, x_BHND: Tensor) -> Tensor:
+        """Return the mean of (x - nearest centroid on the sphere)^2."""
         with torch.no_grad():
             nearest_BHN = by_scores(self.centroids.centroid_HCD, x_BHND, None, window=0, nearest=True)[2]
         centroid_HCD = to_sphere(self.centroids.centroid_HCD).to(x_BHND.dtype)
         head_H1 = torch.arange(x_BHND.shape[1], device=x_BHND.device)[:, None]
-        apart_BN = (x_BHND - centroid_HCD[head_H1, nearest_BHN]).square().mean((1, 3))
-        apart = apart_BN.mean() if real_BN is None else (apart_BN * real_BN).sum() / real_BN.sum().clamp(min=1)
-        return self.commitment * apart
+        return (x_BHND - centroid_HCD[head_H1, nearest_BHN]).square().mean()
 
     def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
         centroid_CD = self.centroids.centroid_HCD[head]
         scores = [centroid_CD.to(x.dtype) @ x[0, head].T for x in self.clustered(given)]
-        window = self.centroids.window
+        window = self.window
         if prefix and self.selection == "topk":
             return oracle.prefix_topk(scores[0], scores[-1], window)
         if self.selection == "topk":
@@ -197,47 +181,30 @@ class Routing(ClusterPattern):
             members = [oracle.threshold_members(score_CN, t_HC[head]) for score_CN, t_HC in pairs if t_HC is not None]
         return oracle.last_members(members[0], members[-1], window)
 
-    def start(self, relative: Relative | None = None) -> RoutingCache:
-        return RoutingCache(self, self.centroids.window, relative)
-
-    def lists_kept(self, given: Inputs, cache: RoutingCache) -> Packed:
-        """Return the key members that a prompt leaves in a stream's cache, and keep the best scores of topk there."""
+    def lists_kept(self, given: Inputs, cache: ClusterCache) -> Packed:
+        """See `ClusterPattern.lists_kept`; the best scores of topk are kept, too."""
         if self.selection != "topk":
-            return self.assign(given)[-1][0]
+            return super().lists_kept(given, cache)
         store, N = self.centroids, given.q_BHND.shape[2]
-        cache.best = [arrivals(store.centroid_HCD, x, None, store.window).best for x in self.clustered(given)]
+        cache.best = [arrivals(store.centroid_HCD, x, self.window).best for x in self.clustered(given)]
         position_LW = cache.best[-1].position_W
         list_M, slot_M = (position_LW < N).nonzero(as_tuple=True)
         rows_M = list_M // store.centroid_HCD.shape[1] * N + position_LW[list_M, slot_M]
         return Packed(rows_M, torch.bincount(list_M, minlength=len(position_LW)))
 
-    def join(self, given: Inputs, position: int, cache: RoutingCache) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return which clusters a step's query and key join, and with topk the slots that the key takes."""
+    def join(self, given: Inputs, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, Tensor | None]:
         scores = [centroid_scores(self.centroids.centroid_HCD, x) for x in self.clustered(given)]
         if self.selection != "topk":
             thresholds = self.thresholds() if self.selection == "causal" else (None, None)
             joined = [joins(score, t_HC)[..., 0] for score, t_HC in zip(scores, thresholds, strict=False)]
             return joined[0], joined[-1], None
-        offers = [cache.offer(number, score[..., 0], position) for number, score in enumerate(scores)]
-        return offers[0][0], *offers[-1]
-
-
-class RoutingCache(ClusterCache):
-    """The last W members of every cluster, or with topk the best W of the prefix and their scores."""
-
-    pattern: Routing
-    best: Sequence[PrefixTopK] = ()
-    """Of queries, and of keys with memberships of their own."""
-
-    def offer(self, number: int, score_BHC: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        """Offer a position's scores to the best of queries (number 0) or keys; return where it joins, and its slots."""
-        if number == len(self.best):
-            margin_HC = tie_margin(self.pattern.centroids.centroid_HCD, score_BHC.dtype)
-            margin_L = margin_HC.expand_as(score_BHC).flatten()
-            self.best = [*self.best, PrefixTopK((score_BHC.numel(),), self.slots, score_BHC, margin_L)]
-        at_L = torch.full((score_BHC.numel(),), position, device=score_BHC.device)
-        joins_L, slot_L, _ = self.best[number].offer(score_BHC.flatten(), at_L)
-        return joins_L.view(score_BHC.shape), slot_L.view(score_BHC.shape)
+        shape, like = scores[0].shape[:3], scores[0]
+        if not cache.best:
+            margin_L = tie_margin(self.centroids.centroid_HCD, like.dtype).expand(shape).flatten()
+            cache.best = [PrefixTopK((len(margin_L),), self.window, like, margin_L) for _ in scores]
+        at_L = torch.full((shape.numel(),), position, device=like.device)
+        offers = [best.offer(score.flatten(), at_L) for best, score in zip(cache.best, scores, strict=True)]
+        return offers[0][0].view(shape), offers[-1][0].view(shape), offers[-1][1].view(shape)
 
 
 @contextlib.contextmanager
@@ -323,11 +290,12 @@ class Centroids(nn.Module):
 
     def _apply(self, fn, recurse: bool = True):
         """Move with the model, but keep the buffers in float32 under `.half()`, `.bfloat16()` and `.double()`."""
-        kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-        super()._apply(fn, recurse)
-        for name, before in kept.items():
-            if (after := self._buffers[name]) is not None and after.dtype != before.dtype:
-                self._buffers[name] = before.to(after.device)
+
+        def moved(buffer: Tensor) -> Tensor:
+            after = fn(buffer)
+            return after if after.dtype == buffer.dtype else buffer.to(after.device)
+
+        super()._apply(moved, recurse)
         self.reset_sums()
         return self
 
@@ -346,7 +314,7 @@ class Centroids(nn.Module):
 
     @torch.no_grad()
     def observe(self, found: Statistics, positions: int, sequences: int, of_keys: bool = False) -> None:
-        """Gather statistics of a training batch: so many real positions, of so many sequences."""
+        """Gather statistics of a training batch: so many positions, of so many sequences."""
         if not positions:
             return
         self.sum_HCD += found.sum_HCD
@@ -357,15 +325,14 @@ class Centroids(nn.Module):
             self.sequences += sequences
 
     @torch.no_grad()
-    def seed_from(self, clustered: list[Tensor], real_BN: Tensor | None) -> None:
-        """Start at the first sequence, if it is not all padding: centroids at queries, thresholds at what keeps W of N.
+    def seed_from(self, clustered: list[Tensor]) -> None:
+        """Start at the first sequence, if there is any: centroids at queries, thresholds at what keeps W of N.
 
         `clustered`: what is clustered, `[B, H, N, D]`: one vector of a position, or its query and its key apart.
         """
-        first = [x if real_BN is None else x[:, :, real_BN[:1].flatten()] for x in (x[:1] for x in clustered)]
-        if not first[0].numel():
+        if not clustered[0].numel():
             return
-        q_HND = first[0][0]
+        q_HND = clustered[0][0]
         H, C, _ = self.centroid_HCD.shape
         N = q_HND.shape[1]
         generator = torch.Generator().manual_seed(0)
@@ -373,7 +340,7 @@ class Centroids(nn.Module):
         head_H1 = torch.arange(H, device=q_HND.device)[:, None]
         self.centroid_HCD.copy_(to_sphere(q_HND[head_H1, draw_HC.to(q_HND.device)].float()))
         z = self.quantile()
-        for threshold_HC, x_BHND in zip((self.threshold_HC, self.key_threshold_HC), first, strict=False):
+        for threshold_HC, x_BHND in zip((self.threshold_HC, self.key_threshold_HC), clustered, strict=False):
             if threshold_HC is not None and math.isfinite(z):
                 score_HCN = centroid_scores(self.centroid_HCD, x_BHND[0])
                 threshold_HC.copy_(score_HCN.quantile(1 - self.window / self.length, dim=-1))

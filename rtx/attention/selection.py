@@ -8,7 +8,6 @@ window, L = B * H * C lists, M members of all lists together, T positions of a p
 """
 
 import math
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -37,7 +36,7 @@ def centroid_scores(centroid_HCD: Tensor, x_BHND: Tensor) -> Tensor:
 
 
 class Statistics(NamedTuple):
-    """What moves centroids and thresholds, summed over a batch without its padding.
+    """What moves centroids and thresholds, summed over a batch.
 
     The vectors that are counted for each centroid and how many they are; members; scores of all positions, and squares.
     """
@@ -53,7 +52,6 @@ class Statistics(NamedTuple):
 def assign(
     centroid_HCD: Tensor,
     x_BHND: Tensor,
-    real_BN: Tensor | None,
     *,
     selection: str,
     window: int,
@@ -61,7 +59,7 @@ def assign(
     update: str | None = None,
     backend: str = "auto",
 ) -> tuple[Packed, Statistics | None]:
-    """Return the members of every cluster; padding (false in the mask) belongs nowhere.
+    """Return the members of every cluster.
 
     `selection`: as of `Routing`; of equals the earlier position or the first cluster; NaN is worse than every score.
     `update` asks for statistics: of "members", or else of the nearest, and of scores where there are thresholds.
@@ -69,8 +67,8 @@ def assign(
     (B, H, N, D), C = x_BHND.shape, centroid_HCD.shape[1]
     assert selection != "causal" or threshold_HC is not None
     x_BHND = x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32))
-    is_for_kernel = x_BHND.dtype == torch.float32 and x_BHND.device.type == "cpu" and real_BN is None
-    choose = native.select if is_for_kernel and native.wanted(backend, N) else partial(by_scores, real_BN=real_BN)
+    is_for_kernel = x_BHND.dtype == torch.float32 and x_BHND.device.type == "cpu"
+    choose = native.select if is_for_kernel and native.wanted(backend, N) else by_scores
     row_M, count_L, nearest_BHN = choose(
         centroid_HCD,
         x_BHND,
@@ -80,7 +78,7 @@ def assign(
     )
     lists = counted = Packed(row_M, count_L)
     if nearest_BHN is not None:
-        near = pack(nearest_BHN if real_BN is None else nearest_BHN.masked_fill(~real_BN[:, None], -1), C)
+        near = pack(nearest_BHN, C)
         lists = near if selection == "nearest" else lists
         counted = lists if update == "members" else near
     if update is None:
@@ -94,7 +92,7 @@ def assign(
 def moments_of(centroid_HCD: Tensor, x_BHND: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sums `[H, C]` of all scores of a centroid and of their squares, without the scores.
 
-    mu . sum x and mu^T (sum x x^T) mu; padding, which is zero, adds nothing.
+    mu . sum x and mu^T (sum x x^T) mu.
     """
     with torch.autocast(x_BHND.device.type, enabled=False):
         centroid_HCD, x_HMD = centroid_HCD.to(x_BHND.dtype), x_BHND.transpose(0, 1).flatten(1, 2)
@@ -103,27 +101,20 @@ def moments_of(centroid_HCD: Tensor, x_BHND: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_scores(
-    centroid_HCD: Tensor,
-    x_BHND: Tensor,
-    threshold_HC: Tensor | None,
-    *,
-    window: int,
-    nearest: bool,
-    real_BN: Tensor | None = None,
+    centroid_HCD: Tensor, x_BHND: Tensor, threshold_HC: Tensor | None, *, window: int, nearest: bool
 ) -> native.Selected:
     """Return what `native.select` does, by torch's kernels, some heads at a time."""
     (B, H, N, _), C = x_BHND.shape, centroid_HCD.shape[1]
     threshold_XC = None if threshold_HC is None else threshold_HC.repeat(B, 1)
-    real_XN = None if real_BN is None else real_BN.repeat_interleave(H, 0)
-    every = centroid_HCD.repeat(B, 1, 1), x_BHND.flatten(0, 1), threshold_XC, real_XN
+    every = centroid_HCD.repeat(B, 1, 1), x_BHND.flatten(0, 1), threshold_XC
     piece = max(1, MAX_SCORES // max(1, C * N))
     rows, near = [], []
     for first in range(0, max(1, B * H), piece):
-        centroid, x, threshold, real = (None if one is None else one[first : first + piece] for one in every)
+        centroid, x, threshold = (None if one is None else one[first : first + piece] for one in every)
         assert centroid is not None and x is not None
         score_XCN = centroid_scores(centroid, x)
         if window:
-            rows.append(members(score_XCN, real, threshold, window) + first * C * N)
+            rows.append(members(score_XCN, threshold, window) + first * C * N)
         if nearest:
             near.append(highest(score_XCN))
     score_M = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64, device=x_BHND.device)
@@ -133,19 +124,14 @@ def by_scores(
     return row_M, count_L, torch.cat(near).view(B, H, N) if near else None
 
 
-def members(score_XCN: Tensor, real_XN: Tensor | None, threshold_XC: Tensor | None, window: int) -> Tensor:
+def members(score_XCN: Tensor, threshold_XC: Tensor | None, window: int) -> Tensor:
     """Return the numbers of the scores that make their positions members, list after list."""
+    if threshold_XC is not None:
+        return joins(score_XCN, threshold_XC).flatten().nonzero().flatten()
     X, C, N = score_XCN.shape
-    if threshold_XC is None:
-        hidden_XCN = score_XCN if real_XN is None else score_XCN.masked_fill(~real_XN[:, None], -math.inf)
-        # NaN is worse than every score.
-        best_XCW = best_places(hidden_XCN.nan_to_num(-math.inf, math.inf, -math.inf), window).sort(dim=-1).values
-        number_M = (best_XCW + torch.arange(X * C, device=score_XCN.device).view(X, C, 1) * N).flatten()
-    else:
-        number_M = joins(score_XCN, threshold_XC).flatten().nonzero().flatten()
-    if real_XN is None:
-        return number_M
-    return number_M[real_XN[number_M // max(1, C * N), number_M % max(1, N)]]
+    # NaN is worse than every score.
+    best_XCW = best_places(score_XCN.nan_to_num(-math.inf, math.inf, -math.inf), window).sort(dim=-1).values
+    return (best_XCW + torch.arange(X * C, device=score_XCN.device).view(X, C, 1) * N).flatten()
 
 
 def joins(score_XCN: Tensor, threshold_XC: Tensor | None) -> Tensor:
@@ -228,7 +214,7 @@ class Arrivals(NamedTuple):
 
 
 @torch.no_grad()
-def arrivals(centroid_HCD: Tensor, x_BHND: Tensor, real_BN: Tensor | None, window: int) -> Arrivals:
+def arrivals(centroid_HCD: Tensor, x_BHND: Tensor, window: int) -> Arrivals:
     """Return the top-w sets of every prefix: who joins each cluster on arrival, and until when it stays.
 
     Position i reads j <= i where j joined on arrival and leaves behind i.
@@ -243,8 +229,6 @@ def arrivals(centroid_HCD: Tensor, x_BHND: Tensor, real_BN: Tensor | None, windo
         # At most a quarter of the prefix: of scores that are normal about W / 4 positions of it may still join.
         end = min(N, first + min(max(1, MAX_SCORES // max(1, B * H * C)), max(window, first // 4)))
         score_BHCT = centroid_scores(centroid_HCD, x_BHND[:, :, first:end])
-        if real_BN is not None:
-            score_BHCT = score_BHCT.masked_fill(~real_BN[:, None, None, first:end], -math.inf)
         joined += newcomers(best, score_BHCT.flatten(0, 2), first)
         first = end
     list_M, position_M, held_M = (torch.cat(parts) for parts in zip(*joined, strict=True))

@@ -8,8 +8,9 @@ from tiny_models import BY_QUERY, EVERY, STREAMED, Kind, check_streams, each_kin
 from torch import Tensor, nn
 
 from rtx.attention import cache
+from rtx.attention.cache import ClusterCache
 from rtx.attention.patterns import Local
-from rtx.attention.routing import Routing, RoutingCache
+from rtx.attention.routing import Routing
 from rtx.attention.selection import normalise
 from rtx.model.ablation import ablate
 from rtx.model.decoding import Decoder, draw, generate
@@ -28,7 +29,7 @@ def test_streaming_equals_parallel_and_a_prompt_its_steps(kind: Kind, monkeypatc
 
 def members_held(decoder: Decoder) -> list[list[list[int]]]:
     caches = [stream.cache for streams in decoder.streams for stream in streams]
-    return [held.position_LS.sort(dim=-1).values.tolist() for held in caches if isinstance(held, RoutingCache)]
+    return [held.position_LS.sort(dim=-1).values.tolist() for held in caches if isinstance(held, ClusterCache)]
 
 
 @pytest.mark.parametrize("units", [[5], [5, 2]])
