@@ -98,9 +98,10 @@ def check_whole(name: str, value: int, least: int, most: int | None, allowed: st
         raise ValueError(f"{name}={value}: must be {allowed}")
 
 
-def check_positive(name: str, value: int, least: int = 1) -> None:
-    """Refuse a count below 1, or below `least`, or a fraction."""
-    check_whole(name, value, least, None, f"at least {least}")
+def check_positive(least: int = 1, /, **named: int) -> None:
+    """Refuse counts below 1, or below `least`, and fractions."""
+    for name, value in named.items():
+        check_whole(name, value, least, None, f"at least {least}")
 
 
 def check_within(name: str, value: int, most: int, whose: str) -> None:

@@ -27,10 +27,10 @@ class Choice(Pattern):
     Subclasses say what the choice reads, and override `best` where products of these are not the scores of keys.
     """
 
-    def __init__(self, *, window: int, attend_self: bool = True, **given: Any) -> None:
+    def __init__(self, *, window: int, **given: Any) -> None:
         super().__init__(**given)
-        check_positive("window", window)
-        self.window, self.attend_self = window, attend_self
+        check_positive(window=window)
+        self.window = window
 
     def choice_queries(self, given: Inputs) -> Tensor:
         """Return what the choice reads of the queries, `[B, H, N, E]`."""
@@ -112,10 +112,8 @@ class Indexer(Choice):
 
     def __init__(self, heads: int, size_of_head: int, *, size: int = 16, warmup: int = 0, **given: Any) -> None:
         super().__init__(**given)
-        for name, count in (("size_of_head", size_of_head), ("size", size)):
-            check_positive(name, count)
-        for name, count in (("heads", heads), ("warmup", warmup)):
-            check_positive(name, count, least=0)
+        check_positive(size_of_head=size_of_head, size=size)
+        check_positive(0, heads=heads, warmup=warmup)
         self.heads, self.size, self.warmup = heads, size_of_head, warmup
         deviation = size_of_head**-0.5
         self.query_HDE = nn.Parameter(torch.randn(heads, size_of_head, size) * deviation)
@@ -217,8 +215,8 @@ class Blocks(Choice):
 
     def __init__(self, heads: int, size: int, *, block: int = 16, compressed: bool = False, **given: Any) -> None:
         super().__init__(**given)
-        check_positive("heads", heads, least=0)
-        check_positive("size", size)
+        check_positive(0, heads=heads)
+        check_positive(size=size)
         check_within("block", block, self.window, "window")
         self.heads, self.size, self.block, self.count = heads, size, block, self.window // block
         self.gate_H2D = nn.Parameter(torch.zeros(heads, 2, size)) if compressed else None

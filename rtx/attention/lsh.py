@@ -56,7 +56,6 @@ class Lsh(Pattern):
     """
 
     has_keys = False
-    attend_self = False
 
     def __init__(
         self,
@@ -70,11 +69,10 @@ class Lsh(Pattern):
         variant: str = "causal",
         **given: Any,
     ) -> None:
-        super().__init__(**given)
+        super().__init__(attend_self=False, **given)
         check_choice("variant", variant, ("causal", "reformer"))
-        check_positive("heads", heads, least=0)
-        for name, count in {"size": size, "window": window, "rounds": rounds, "buckets": buckets}.items():
-            check_positive(name, count)
+        check_positive(0, heads=heads)
+        check_positive(size=size, window=window, rounds=rounds, buckets=buckets)
         check_seed(seed)
         if buckets % 2:
             raise ValueError(f"buckets={buckets}: must be even, at least 2")
@@ -95,8 +93,9 @@ class Lsh(Pattern):
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
         model = config.model
         own = {"window": model.window, "rounds": model.hash_rounds, "buckets": hash_buckets(config)}
-        drawn = {"seed": config.seed * 1_000 + layer}
-        return cls(heads, model.hidden // model.heads, variant=model.lsh, **own, **drawn, **options(config))
+        given = options(config) | {"seed": config.seed * 1_000 + layer}
+        del given["attend_self"]
+        return cls(heads, model.hidden // model.heads, variant=model.lsh, **own, **given)
 
     def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the queries, and as keys the same at unit norm; those far shorter than 1e-3 stay short."""

@@ -55,6 +55,7 @@ class Pattern(nn.Module, ABC):
     Args:
         scale: multiplies the logits; None: 1 / sqrt(D).
         dropout: on attention weights, in training.
+        attend_self: false: a position reads itself only where it sees nothing else; rules leave that to the oracle.
         backend: "auto", "torch", "native" or "flex", see `rtx.attention.engine`; all compute the same.
     """
 
@@ -62,22 +63,21 @@ class Pattern(nn.Module, ABC):
     """Whether keys are given; else the queries stand for them."""
     strictly_causal = True
     """Whether outputs depend on earlier positions alone, without `prefix`."""
-    attend_self = True
-    """Whether a query that reads other keys of a list reads its own, too; rules leave it to the oracle."""
-
     merge = "mean"
     """What a position in several lists of one part gets, see `rtx.attention.engine.attend`."""
     heads: int | None = None
     """H and D of the inputs, where a pattern's own tensors have them."""
     size: int | None = None
 
-    def __init__(self, *, scale: float | None = None, dropout: float = 0.0, backend: str = "auto") -> None:
+    def __init__(
+        self, *, scale: float | None = None, dropout: float = 0.0, attend_self: bool = True, backend: str = "auto"
+    ) -> None:
         super().__init__()
         if scale is not None:  # at 0 torch's kernel gives NaN
             check_number("scale", scale, "finite and above 0", lambda x: 0 < x < math.inf)
         check_number("dropout", dropout, "at least 0 and less than 1", lambda x: 0 <= x < 1)
         check_choice("backend", backend, BACKENDS)
-        self.scale, self.dropout, self.backend = scale, dropout, backend
+        self.scale, self.dropout, self.attend_self, self.backend = scale, dropout, attend_self, backend
 
     @classmethod
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
@@ -208,11 +208,10 @@ class ClusterPattern(Pattern):
     def __init__(
         self, *, keys: bool, window: int, attend_self: bool | None = None, merge: str = "mean", **given: Any
     ) -> None:
-        super().__init__(**given)
-        check_positive("window", window)
+        super().__init__(attend_self=keys if attend_self is None else attend_self, **given)
+        check_positive(window=window)
         check_choice("merge", merge, MERGES)
         self.has_keys, self.window, self.merge = keys, window, merge
-        self.attend_self = keys if attend_self is None else attend_self
 
     def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> tuple[Tensor, Tensor]:
         q_BHND = normalise(q_BHND)
@@ -243,13 +242,9 @@ class ClusterPattern(Pattern):
 
 def options(config: Config) -> dict[str, Any]:
     """Return what all patterns take from a configuration."""
-    size = config.model.hidden // config.model.heads
-    return {"scale": size**-0.5, "dropout": config.model.attention_dropout, "backend": config.hardware.attention}
-
-
-def position_options(config: Config) -> dict[str, Any]:
-    """Return what the patterns of model.base that choose by position take from a configuration."""
-    return {**options(config), "attend_self": config.model.attend_self}
+    model, backend = config.model, config.hardware.attention
+    own = {"scale": (model.hidden // model.heads) ** -0.5, "dropout": model.attention_dropout, "backend": backend}
+    return own | {"attend_self": model.attend_self}
 
 
 def routed_options(config: Config) -> dict[str, Any]:
@@ -284,23 +279,12 @@ class PositionPattern(Pattern):
     """A pattern that chooses by position alone: it implements `spreads` and `sees`.
 
     It gets forward, gradients, padding, a stream's cache, the oracle and pictures from them.
-
-    Args:
-        attend_self: false: a position reads itself only where it sees nothing else.
     """
 
     keeps: int | None = None
     """Positions behind which a key is never read again, which bounds a stream's cache; None: never."""
     reads_all_kept = False
     """Whether every position reads all keys that a stream keeps, so that a step of it takes no mask."""
-
-    def __init__(self, *, attend_self: bool = True, **given: Any) -> None:
-        super().__init__(**given)
-        self.attend_self = attend_self
-
-    @classmethod
-    def from_config(cls, config: Config, heads: int, layer: int) -> Self:
-        return cls(**position_options(config))
 
     @abstractmethod
     def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:

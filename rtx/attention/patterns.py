@@ -23,7 +23,6 @@ from rtx.attention.pattern import (
     PositionPattern,
     Spread,
     options,
-    position_options,
     routed_options,
 )
 from rtx.attention.softmax import Relative, Terms
@@ -46,12 +45,12 @@ class Local(ContiguousPattern):
 
     def __init__(self, *, window: int, **given: Any) -> None:
         super().__init__(**given)
-        check_positive("window", window)
+        check_positive(window=window)
         self.window = self.keeps = window
 
     @classmethod
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
-        return cls(window=config.model.window, **position_options(config))
+        return cls(window=config.model.window, **options(config))
 
     def since(self, i: Tensor) -> Tensor:
         return i + 1 - self.window
@@ -66,8 +65,8 @@ class Recurrent(ContiguousPattern):
 
     def __init__(self, *, length: int, memory: int, same_length: bool = False, **given: Any) -> None:
         super().__init__(**given)
-        check_positive("length", length)
-        check_positive("memory", memory, least=int(same_length))
+        check_positive(length=length)
+        check_positive(int(same_length), memory=memory)
         self.length, self.memory, self.same_length = length, memory, same_length
         self.keeps = memory if same_length else length + memory
 
@@ -75,7 +74,7 @@ class Recurrent(ContiguousPattern):
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
         model = config.model
         own = {"length": config.data.length, "memory": memory_slots(model), "same_length": model.same_length}
-        return cls(**own, **position_options(config))
+        return cls(**own, **options(config))
 
     def since(self, i: Tensor) -> Tensor:
         return (i + 1 if self.same_length else i // self.length * self.length) - self.memory
@@ -89,12 +88,12 @@ class Strided(PositionPattern):
 
     def __init__(self, *, stride: int, **given: Any) -> None:
         super().__init__(**given)
-        check_positive("stride", stride)
+        check_positive(stride=stride)
         self.stride = stride
 
     @classmethod
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
-        return cls(stride=config.model.stride, **position_options(config))
+        return cls(stride=config.model.stride, **options(config))
 
     def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
         remainder_N = position_N % self.stride
@@ -114,13 +113,13 @@ class Fixed(PositionPattern):
 
     def __init__(self, *, block: int, summary: int, **given: Any) -> None:
         super().__init__(**given)
-        check_positive("block", block)
+        check_positive(block=block)
         check_within("summary", summary, block, "block")
         self.block, self.summary = block, summary
 
     @classmethod
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
-        return cls(block=config.model.stride, summary=config.model.summary, **position_options(config))
+        return cls(block=config.model.stride, summary=config.model.summary, **options(config))
 
     def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
         """The own block's list, and the list of all summary columns of the head."""
@@ -148,7 +147,7 @@ class FixedBlock(Fixed):
 
     @classmethod
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
-        return cls(block=config.model.stride, **position_options(config))
+        return cls(block=config.model.stride, **options(config))
 
     def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
         return super().spreads(position_N, heads)[:1]
@@ -187,18 +186,18 @@ class AdaptiveSpan(ContiguousPattern):
     reads_all_kept = True
 
     def __init__(self, heads: int, *, window: int, ramp: int = 32, cost: float = 0.0, **given: Any) -> None:
-        super(PositionPattern, self).__init__(**given)  # no attend_self: a key within reach may weigh nothing
-        check_positive("heads", heads, least=0)
-        check_positive("window", window)
-        check_positive("ramp", ramp)
+        super().__init__(attend_self=True, **given)  # else nothing: a key within reach may weigh nothing
+        check_positive(0, heads=heads)
+        check_positive(window=window, ramp=ramp)
         check_number("cost", cost, "finite and at least 0", lambda x: 0 <= x < math.inf)
         self.heads, self.window, self.ramp, self.cost = heads, window, ramp, cost
         self.share_H = nn.Parameter(torch.zeros(heads))
 
     @classmethod
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
-        model = config.model
-        return cls(heads, window=model.window, ramp=model.span_ramp, cost=model.span_cost, **options(config))
+        model, given = config.model, options(config)
+        del given["attend_self"]
+        return cls(heads, window=model.window, ramp=model.span_ramp, cost=model.span_cost, **given)
 
     def spans(self) -> Tensor:
         """Return the spans in positions, `[H]`, at least in float32."""
@@ -251,9 +250,8 @@ class Random(ClusterPattern):
         self, heads: int, clusters: int, *, window: int, length: int, seed: int, keys: bool = False, **given: Any
     ) -> None:
         super().__init__(keys=keys, window=window, **given)
-        check_positive("heads", heads, least=0)
-        check_positive("clusters", clusters)
-        check_positive("length", length)
+        check_positive(0, heads=heads)
+        check_positive(clusters=clusters, length=length)
         check_seed(seed)
         self.heads, self.length = heads, length
         position_HCW = random_positions(heads, clusters, length, window, seed)

@@ -22,19 +22,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rtx.attention import oracle
+from rtx.attention import native, oracle
 from rtx.attention.arguments import check_choice, check_number, check_positive
 from rtx.attention.cache import ClusterCache
-from rtx.attention.packed import Hidden, Packed, Part, members_read
+from rtx.attention.packed import Hidden, Packed, Part, members_read, pack
 from rtx.attention.pattern import ClusterPattern, Inputs, Pattern, routed_options
 from rtx.attention.selection import (
     PrefixTopK,
-    Statistics,
     arrivals,
-    assign,
     by_scores,
     centroid_scores,
     joins,
+    moments_of,
     tie_margin,
 )
 from rtx.config import Config, clusters
@@ -99,24 +98,10 @@ class Routing(ClusterPattern):
             return [(given.q_BHND + given.k_BHND) @ projection_HDD.transpose(-1, -2)]
 
     def thresholds(self) -> list[Tensor | None]:
-        """Return the thresholds `[H, C]` of what is clustered."""
-        return [self.centroids.threshold_HC, self.centroids.key_threshold_HC]
-
-    def assign(self, given: Inputs) -> list[tuple[Packed, Statistics | None]]:
-        """Return the members of every cluster, and statistics: of positions, or of queries and of keys apart."""
-        store = self.centroids
-        return [
-            assign(
-                store.centroid_HCD,
-                x_BHND,
-                selection=self.selection,
-                window=self.window,
-                threshold_HC=threshold_HC if self.selection == "causal" or store.threshold_rate else None,
-                update=store.update_rule if self.training and not paused.get() else None,
-                backend=self.backend,
-            )
-            for x_BHND, threshold_HC in zip(self.clustered(given), self.thresholds(), strict=False)
-        ]
+        """Return the thresholds `[H, C]` of what is clustered, None where they choose nothing."""
+        return (
+            [self.centroids.threshold_HC, self.centroids.key_threshold_HC] if self.selection == "causal" else [None] * 2
+        )
 
     def reads(self, given: Inputs, prefix: bool) -> list[Part]:
         store, N = self.centroids, given.q_BHND.shape[2]
@@ -132,15 +117,34 @@ class Routing(ClusterPattern):
         return [part._replace(hidden=hidden)]
 
     def lists(self, given: Inputs) -> list[Packed]:
-        """See `ClusterPattern.lists`; in training the centroids gather their statistics here."""
-        lists, statistics = zip(*self.assign(given), strict=True)
+        lists = [self.assign(number, x_BHND) for number, x_BHND in enumerate(self.clustered(given))]
         if self.training:
-            B, _, N, _ = given.q_BHND.shape
-            for number, found in enumerate(statistics):
-                if found is not None:
-                    self.centroids.observe(found, B * N, B, of_keys=number == 1)
             self.snapshot = self.first_sequence(given, lists)
-        return list(lists)
+        return lists
+
+    @torch.no_grad()
+    def assign(self, number: int, x_BHND: Tensor) -> Packed:
+        """Return the members of every cluster, of positions or queries (number 0) or keys, `[B, H, N, D]`.
+
+        Of equals it is the earlier position or the first cluster; NaN is worse than every score. In training the
+        centroids gather their statistics here.
+        """
+        store, gathers = self.centroids, self.training and not paused.get()
+        x_BHND = x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32))
+        is_for_kernel = x_BHND.dtype == torch.float32 and x_BHND.device.type == "cpu"
+        choose = native.select if is_for_kernel and native.wanted(self.backend, x_BHND.shape[2]) else by_scores
+        nearest = self.selection == "nearest" or (gathers and store.update_rule != "members")
+        window = 0 if self.selection == "nearest" else self.window
+        row_M, count_L, nearest_BHN = choose(
+            store.centroid_HCD, x_BHND, self.thresholds()[number], window=window, nearest=nearest
+        )
+        lists = counted = Packed(row_M, count_L)
+        if nearest_BHN is not None:
+            counted = pack(nearest_BHN, store.centroid_HCD.shape[1])
+            lists = counted if self.selection == "nearest" else lists
+        if gathers:
+            store.observe(number, x_BHND, lists, counted)
+        return lists
 
     def first_sequence(self, given: Inputs, lists: Sequence[Packed]) -> Snapshot | None:
         """Return what the first sequence looked like; a copy, unless it is the only one."""
@@ -195,8 +199,7 @@ class Routing(ClusterPattern):
     def join(self, given: Inputs, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, Tensor | None]:
         scores = [centroid_scores(self.centroids.centroid_HCD, x) for x in self.clustered(given)]
         if self.selection != "topk":
-            thresholds = self.thresholds() if self.selection == "causal" else (None, None)
-            joined = [joins(score, t_HC)[..., 0] for score, t_HC in zip(scores, thresholds, strict=False)]
+            joined = [joins(score, t_HC)[..., 0] for score, t_HC in zip(scores, self.thresholds(), strict=False)]
             return joined[0], joined[-1], None
         shape, like = scores[0].shape[:3], scores[0]
         if not cache.best:
@@ -265,9 +268,8 @@ class Centroids(nn.Module):
         super().__init__()
         check_choice("keys", keys, ("shared", "separate", "projected"))
         check_choice("update", update, ("members", "nearest", "sum"))
-        check_positive("heads", heads, least=0)
-        for name, count in {"clusters": clusters, "size": size, "window": window, "length": length}.items():
-            check_positive(name, count)
+        check_positive(0, heads=heads)
+        check_positive(clusters=clusters, size=size, window=window, length=length)
         check_number("decay", decay, "from 0 to 1", lambda x: 0 <= x <= 1)
         check_number("threshold_rate", threshold_rate, "finite and at least 0", lambda x: 0 <= x < math.inf)
         self.keys, self.update_rule, self.decay = keys, update, decay
@@ -313,16 +315,25 @@ class Centroids(nn.Module):
         return self.sum_HCD, self.count_HC, self.seen_XHC, self.positions, self.sequences
 
     @torch.no_grad()
-    def observe(self, found: Statistics, positions: int, sequences: int, of_keys: bool = False) -> None:
-        """Gather statistics of a training batch: so many positions, of so many sequences."""
-        if not positions:
+    def observe(self, number: int, x_BHND: Tensor, lists: Packed, counted: Packed) -> None:
+        """Gather statistics of a training batch of positions or queries (number 0) or keys.
+
+        Args:
+            lists: the members.
+            counted: those that the centroids are to follow.
+        """
+        (B, H, N, D), C = x_BHND.shape, self.centroid_HCD.shape[1]
+        if not B * N:
             return
-        self.sum_HCD += found.sum_HCD
-        self.count_HC += found.count_HC
-        self.seen_XHC[int(of_keys)] += torch.stack([found.joined_HC, found.score_HC, found.square_HC])
-        if not of_keys:
-            self.positions += positions
-            self.sequences += sequences
+        sum_LD = F.embedding_bag(counted.row_M, x_BHND.reshape(-1, D), counted.first_L(), mode="sum")
+        self.sum_HCD += sum_LD.view(B, H, C, D).sum(0)
+        self.count_HC += counted.count_L.view(B, H, C).sum(0)
+        self.seen_XHC[number, 0] += lists.count_L.view(B, H, C).sum(0)
+        if self.threshold_rate:
+            self.seen_XHC[number, 1:] += torch.stack(moments_of(self.centroid_HCD, x_BHND))
+        if number == 0:
+            self.positions += B * N
+            self.sequences += B
 
     @torch.no_grad()
     def seed_from(self, clustered: list[Tensor]) -> None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention import native
-from rtx.attention.packed import Packed, pack
+from rtx.attention.packed import Packed
 
 MAX_SCORES = 1 << 23
 """Scores held at once, but for those of one head."""
@@ -33,60 +33,6 @@ def centroid_scores(centroid_HCD: Tensor, x_BHND: Tensor) -> Tensor:
     x_BHND = x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32))
     with torch.autocast(x_BHND.device.type, enabled=False):
         return centroid_HCD.to(x_BHND.dtype) @ x_BHND.transpose(-1, -2)
-
-
-class Statistics(NamedTuple):
-    """What moves centroids and thresholds, summed over a batch.
-
-    The vectors that are counted for each centroid and how many they are; members; scores of all positions, and squares.
-    """
-
-    sum_HCD: Tensor
-    count_HC: Tensor
-    joined_HC: Tensor
-    score_HC: Tensor
-    square_HC: Tensor
-
-
-@torch.no_grad()
-def assign(
-    centroid_HCD: Tensor,
-    x_BHND: Tensor,
-    *,
-    selection: str,
-    window: int,
-    threshold_HC: Tensor | None = None,
-    update: str | None = None,
-    backend: str = "auto",
-) -> tuple[Packed, Statistics | None]:
-    """Return the members of every cluster.
-
-    `selection`: as of `Routing`; of equals the earlier position or the first cluster; NaN is worse than every score.
-    `update` asks for statistics: of "members", or else of the nearest, and of scores where there are thresholds.
-    """
-    (B, H, N, D), C = x_BHND.shape, centroid_HCD.shape[1]
-    assert selection != "causal" or threshold_HC is not None
-    x_BHND = x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32))
-    is_for_kernel = x_BHND.dtype == torch.float32 and x_BHND.device.type == "cpu"
-    choose = native.select if is_for_kernel and native.wanted(backend, N) else by_scores
-    row_M, count_L, nearest_BHN = choose(
-        centroid_HCD,
-        x_BHND,
-        threshold_HC if selection == "causal" else None,
-        window=0 if selection == "nearest" else window,
-        nearest=selection == "nearest" or update not in (None, "members"),
-    )
-    lists = counted = Packed(row_M, count_L)
-    if nearest_BHN is not None:
-        near = pack(nearest_BHN, C)
-        lists = near if selection == "nearest" else lists
-        counted = lists if update == "members" else near
-    if update is None:
-        return lists, None
-    sum_LD = F.embedding_bag(counted.row_M, x_BHND.reshape(-1, D), counted.first_L(), mode="sum")
-    sums = [x.view(B, H, C, *x.shape[1:]).sum(0) for x in (sum_LD, counted.count_L, lists.count_L)]
-    moments = torch.zeros(2, H, C, device=x_BHND.device) if threshold_HC is None else moments_of(centroid_HCD, x_BHND)
-    return lists, Statistics(*sums, *moments)
 
 
 def moments_of(centroid_HCD: Tensor, x_BHND: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,9 +21,8 @@ from cases import CASES, KINDS, SEES_FUTURE, Case, check, drawn, gradients, make
 from hypothesis import HealthCheck, example, given, settings
 
 import rtx
-from rtx.attention import ContiguousPattern, Random, Relative, Spread, choices, flex, lsh, oracle
+from rtx.attention import Centroids, ContiguousPattern, Random, Relative, Routing, Spread, choices, flex, lsh, oracle
 from rtx.attention.cache import Cache
-from rtx.attention.selection import assign
 from rtx.training.hardware import has_compiler
 
 few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -211,10 +210,15 @@ def test_the_kernel_selects_what_torch_selects(selection: str, N: int, W: int, C
     draw, shapes = torch.Generator().manual_seed(N), ((3, C, 6), (2, 3, N, 6), (3, C))
     centroid, x, threshold = (torch.randint(-2, 3, shape, generator=draw).float() for shape in shapes)  # many equals
     x[0, 0, ::11] = math.nan
-    more = {"selection": selection, "window": W, "threshold_HC": 4 * threshold}
     for update in ("members", "nearest"):
-        found = [assign(centroid, x, update=update, backend=name, **more) for name in ("torch", "native")]
-        for theirs, ours in zip(*((*lists, *(statistics or ())) for lists, statistics in found), strict=True):
+        found = []
+        for name in ("torch", "native"):
+            store = Centroids(3, C, 6, window=W, length=N, decay=0.9, update=update, threshold_rate=0.1)
+            store.centroid_HCD.copy_(centroid)
+            store.threshold_HC.copy_(4 * threshold)
+            lists = Routing(store, selection=selection, backend=name).assign(0, x)
+            found.append([*lists, *store.sums()])
+        for theirs, ours in zip(*found, strict=True):
             torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
