@@ -155,37 +155,35 @@ def run(name: str, problem: ctypes.Structure) -> None:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the kernel, compiled where there is no copy of it; None, after a line on stderr, where that fails."""
+    """Return the kernels, compiled where no copy can be loaded; None, after a line on stderr, where that fails."""
     try:
-        command, copies, path = place()
-        return ctypes.CDLL(str(copies[0])) if copies else compiled(command, path)
+        path = place()
+        with contextlib.suppress(OSError):
+            if path.stat().st_uid == os.getuid():
+                return ctypes.CDLL(str(path))
+        return compiled(path)
     except Exception as error:
         said = str(getattr(error, "stderr", None) or error).split()
         print("no attention kernel, torch's serve:", " ".join(said)[:200], file=sys.stderr)
         return None
 
 
-def place() -> tuple[list[str], list[Path], Path]:
-    """Return the command of a C++ compiler, empty without one, the user's compiled copies, and where to put one.
-
-    A copy's name tells source, flags and machine (homes are shared), and the compiler: without one, any will do.
-    """
-    commands = (command.split() for command in (os.environ.get("CXX", ""), "c++", "g++", "clang++"))
-    command = next((command for command in commands if command and shutil.which(command[0])), [])
-    made_by = subprocess.run([*command, "--version"], capture_output=True, timeout=60).stdout if command else b""
+def place() -> Path:
+    """Return where the user's compiled copy is kept; its name tells source, flags and machine (homes are shared)."""
     made_of = f"{[path.read_text() for path in SOURCES]} {FLAGS} {platform.machine()} {platform.libc_ver()}"
+    made_of += os.environ.get("CXX", "")
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().lower().splitlines()
         made_of += str(sorted({x for x in lines if x.startswith(("flags", "features", "model name", "cpu part"))}))
-    names = [hashlib.sha256(x).hexdigest()[:16] for x in (made_of.encode(), str(command).encode() + made_by)]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rtx"
-    copies = folder.glob(f"attention-{names[0]}-{names[1] if command else '*'}.so")
-    return command, [x for x in copies if x.stat().st_uid == os.getuid()], folder / f"attention-{'-'.join(names)}.so"
+    return folder / f"attention-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
 
 
-def compiled(command: list[str], path: Path) -> ctypes.CDLL:
-    """Compile the kernel and load it, from the cache if that can be written."""
-    if not command:
+def compiled(path: Path) -> ctypes.CDLL:
+    """Compile the kernels and load them, from the cache if that can be written."""
+    commands = (command.split() for command in (os.environ.get("CXX", ""), "c++", "g++", "clang++"))
+    command = next((command for command in commands if command and shutil.which(command[0])), None)
+    if command is None:
         raise RuntimeError("no C++ compiler (CXX, c++, g++, clang++)")
     print("compiling the attention kernel (once, about 5 s)", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="rtx-") as there:

@@ -257,7 +257,7 @@ def test_what_the_kernel_cannot_do_is_refused_by_name() -> None:
         torch.autograd.grad(run(pattern, here).sum(), here["q"], create_graph=True)
 
 
-@pytest.mark.parametrize("compiler", ["", '#!/bin/sh\n[ "$1" = --version ] || { echo no openmp here >&2; exit 1; }\n'])
+@pytest.mark.parametrize("compiler", ["", "#!/bin/sh\necho no openmp here >&2; exit 1\n"])
 def test_without_a_compiler_that_can_there_is_no_kernel_and_one_line(tmp_path: Path, compiler: str) -> None:
     if compiler:
         (tmp_path / "c++").write_text(compiler)
