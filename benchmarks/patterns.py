@@ -111,9 +111,9 @@ class Ours:
 def cluster_sizes(attention: Attention) -> dict[str, float]:
     """Return the fewest, mean and most members of a cluster in the last call; nothing but for causal selection."""
     pattern = attention.pattern if isinstance(attention, Ours) else None
-    if not isinstance(pattern, Routing) or pattern.selection != "causal" or pattern.snapshot is None:
+    if not isinstance(pattern, Routing) or pattern.selection != "causal" or pattern.seen is None:
         return {}
-    count_L = pattern.snapshot.lists[0].count_L.double()
+    count_L = pattern.seen[0][0].count_L.double()
     return {"min": int(count_L.min()), "mean": round(float(count_L.mean()), 1), "max": int(count_L.max())}
 
 

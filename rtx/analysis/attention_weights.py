@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from rtx.attention.engine import attend
-from rtx.attention.packed import Hidden, Indexed, Part, Reads
+from rtx.attention.packed import Hidden, Indexed, Packed, Part, Reads
 from rtx.attention.pattern import Inputs, Pattern
 from rtx.attention.patterns import AdaptiveSpan
-from rtx.attention.routing import Routing, Snapshot
+from rtx.attention.routing import Routing
 from rtx.attention.softmax import Relative
 from rtx.model.multihead import ROUTED, MultiheadAttention
 from rtx.model.transformer import Transformer
 
-KEYS, PROBES = 256, 32  # keys whose weights are worked out at once; positions of a training batch whose weights are
+KEYS = 256  # keys whose weights are worked out at once
 
 Heads = tuple[Pattern, Inputs, list[Part], Relative | None]
 """The heads of a group, what they are given, what they read, and Shaw's tables."""
@@ -172,49 +172,32 @@ def pair_divergences(attention: MultiheadAttention, x_1NE: Tensor, pairs: Sequen
 
 @torch.no_grad()
 def read_telemetry(model: nn.Module) -> dict[str, float]:
-    """Return means over the routing layers, for the first sequence of the last training batch; empty without any.
+    """Return means over the routing layers, for the last training batch; empty without any.
 
     `empty_share`: clusters without members; `member_share` and `member_most`: members of a cluster (with keys of their
     own, keys) over W, the mean and the largest; `in_none`, `in_one`, `in_many`: share of positions whose queries belong
-    to 0, 1 or more clusters; `self_weight` and `distance`: mean weight that a position puts on itself, and mean
-    distance it reads at. `span/*`: of heads that learn their span, in positions, the ramp left out.
+    to 0, 1 or more clusters. `span/*`: of heads that learn their span, in positions, the ramp left out.
     """
     from rtx.training.distributed import whole  # imports Lightning
 
     spans = [whole(heads.spans()) for heads in model.modules() if isinstance(heads, AdaptiveSpan)]
     told = {"span/mean": float(torch.cat(spans).mean()), "span/max": float(torch.cat(spans).max())} if spans else {}
     routing = [heads for heads in model.modules() if isinstance(heads, Routing)]
-    layers = [layer_telemetry(heads, heads.snapshot) for heads in routing if heads.snapshot]
+    layers = [layer_telemetry(*heads.seen, heads.window) for heads in routing if heads.seen]
     for name in layers[0] if layers else ():
         told[f"routing/{name}"] = float(torch.stack([layer[name] for layer in layers]).nanmean())
     return told
 
 
-def layer_telemetry(heads: Routing, snapshot: Snapshot) -> dict[str, Tensor]:
-    """Return the figures of one layer as scalars; weights over evenly spaced positions that read anything, else NaN.
-
-    Values that hold a key's position, and 1 at one of the probed, make outputs that hold just that. Shaw's terms are
-    left out.
-    """
-    (H, N, D), device = snapshot.q_HND.shape, snapshot.q_HND.device
-    reads, position_N = heads.read_lists(snapshot.lists, N), torch.arange(N, device=device)
-    times_HN = torch.bincount(reads.query.row_M, minlength=H * N).view(H, N)
-    filled_L = reads.key.count_L.double() / heads.centroids.window
-    at_P = torch.linspace(0, N - 1, min(PROBES, N), device=device).long()
-    v_NX = torch.cat([position_N[:, None], torch.ones(N, 1, device=device), position_N[:, None] == at_P], dim=1).float()
-    q, k = snapshot.q_HND[None].float(), snapshot.k_HND[None].float()
-    asked = [read_by(reads, torch.isin(position_N, at_P).repeat(H))]
-    terms = heads.terms(D, None)._replace(dropout=0.0)  # nothing is drawn: training goes on with the same bits
-    with torch.autocast(device.type, enabled=False):
-        out_HPX = attend(q, k, v_NX.expand(1, H, N, -1), asked, terms, "torch")[0][:, at_P].double()
-    reads_HP = out_HPX[..., 1] > 0.5
+def layer_telemetry(lists: list[Packed], rows: int, window: int) -> dict[str, Tensor]:
+    """Return the figures of one layer as scalars; NaN without rows."""
+    times_R = torch.bincount(lists[0].row_M, minlength=rows)
+    filled_L = lists[-1].count_L.double() / window
     return {
         "empty_share": (filled_L == 0).double().mean(),
-        "in_none": (times_HN == 0).double().mean(),
-        "in_one": (times_HN == 1).double().mean(),
-        "in_many": (times_HN > 1).double().mean(),
+        "in_none": (times_R == 0).double().mean(),
+        "in_one": (times_R == 1).double().mean(),
+        "in_many": (times_R > 1).double().mean(),
         "member_share": filled_L.mean(),
         "member_most": filled_L.max(),
-        "self_weight": out_HPX[..., 2:].diagonal(dim1=1, dim2=2)[reads_HP].mean(),
-        "distance": (at_P - out_HPX[..., 0])[reads_HP].mean(),
     }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -24,7 +24,7 @@ from rtx.attention.arguments import (
 )
 from rtx.attention.cache import Cache, ClusterCache, PositionCache
 from rtx.attention.engine import BACKENDS, MERGES, attend
-from rtx.attention.packed import Packed, Part, Reads, bounded_read, members_read, pack, without_self
+from rtx.attention.packed import Packed, Part, bounded_read, members_read, pack, without_self
 from rtx.attention.selection import normalise
 from rtx.attention.softmax import Relative, Terms
 from rtx.config import Config, reads_self
@@ -222,11 +222,8 @@ class ClusterPattern(Pattern):
         """Return the members of every cluster, or those of queries and of keys."""
 
     def reads(self, given: Inputs, prefix: bool) -> list[Part]:
-        return [self.read_lists(self.lists(given), given.q_BHND.shape[2])]
-
-    def read_lists(self, lists: Sequence[Packed], length: int) -> Reads:
-        """Return who reads whom, given the members."""
-        return members_read(lists[0], lists[-1], length, self.window, self.attend_self)
+        lists, N = self.lists(given), given.q_BHND.shape[2]
+        return [members_read(lists[0], lists[-1], N, self.window, self.attend_self)]
 
     def start(self, relative: Relative | None = None) -> Cache:
         return ClusterCache(self, self.window, relative)

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextvars import ContextVar
 from statistics import NormalDist
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -39,15 +39,6 @@ from rtx.attention.selection import (
 from rtx.config import Config, clusters
 
 paused: ContextVar[bool] = ContextVar("statistics_paused", default=False)
-
-
-class Snapshot(NamedTuple):
-    """What the first sequence of the last training batch looked like to some heads, for telemetry."""
-
-    lists: list[Packed]
-    """The members, or those of queries and of keys."""
-    q_HND: Tensor
-    k_HND: Tensor
 
 
 class Routing(ClusterPattern):
@@ -74,7 +65,8 @@ class Routing(ClusterPattern):
         self.centroids, self.selection, self.commitment = centroids, selection, commitment
         self.heads, _, self.size = centroids.centroid_HCD.shape
         self.strictly_causal = selection != "topk"
-        self.snapshot: Snapshot | None = None
+        self.seen: tuple[list[Packed], int] | None = None
+        """The members in the last training batch, and how many rows it had, for telemetry."""
 
     @classmethod
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
@@ -99,9 +91,8 @@ class Routing(ClusterPattern):
 
     def thresholds(self) -> list[Tensor | None]:
         """Return the thresholds `[H, C]` of what is clustered, None where they choose nothing."""
-        return (
-            [self.centroids.threshold_HC, self.centroids.key_threshold_HC] if self.selection == "causal" else [None] * 2
-        )
+        store = self.centroids
+        return [store.threshold_HC, store.key_threshold_HC] if self.selection == "causal" else [None, None]
 
     def reads(self, given: Inputs, prefix: bool) -> list[Part]:
         store, N = self.centroids, given.q_BHND.shape[2]
@@ -119,7 +110,7 @@ class Routing(ClusterPattern):
     def lists(self, given: Inputs) -> list[Packed]:
         lists = [self.assign(number, x_BHND) for number, x_BHND in enumerate(self.clustered(given))]
         if self.training:
-            self.snapshot = self.first_sequence(given, lists)
+            self.seen = lists, given.q_BHND.shape[:3].numel()
         return lists
 
     @torch.no_grad()
@@ -146,16 +137,6 @@ class Routing(ClusterPattern):
             store.observe(number, x_BHND, lists, counted)
         return lists
 
-    def first_sequence(self, given: Inputs, lists: Sequence[Packed]) -> Snapshot | None:
-        """Return what the first sequence looked like; a copy, unless it is the only one."""
-        B, H, N, _ = given.q_BHND.shape
-        if not B * H * N:
-            return None
-        take, count = torch.clone if B > 1 else torch.detach, H * self.centroids.centroid_HCD.shape[1]
-        lists = [Packed(take(x.row_M[: int(x.count_L[:count].sum())]), take(x.count_L[:count])) for x in lists]
-        q_HND, k_HND = (take(x[0].detach()) for x in given[2:4])
-        return Snapshot(lists, q_HND, k_HND)
-
     def loss(self, given: Inputs) -> Tensor:
         """Return the weighted commitment loss, zero outside training."""
         if not self.training or not self.commitment or not given.q_BHND.numel():
@@ -172,8 +153,7 @@ class Routing(ClusterPattern):
 
     def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
         centroid_CD = self.centroids.centroid_HCD[head]
-        scores = [centroid_CD.to(x.dtype) @ x[0, head].T for x in self.clustered(given)]
-        window = self.window
+        scores, window = [centroid_CD.to(x.dtype) @ x[0, head].T for x in self.clustered(given)], self.window
         if prefix and self.selection == "topk":
             return oracle.prefix_topk(scores[0], scores[-1], window)
         if self.selection == "topk":

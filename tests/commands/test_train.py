@@ -44,7 +44,7 @@ def test_what_a_run_leaves_and_says(workshop: Workshop, tmp_path: Path) -> None:
     first, *rows, last = read_metrics(run / "metrics.jsonl")
     assert first["kind"] == "train"
     told = {"bits", "lr", "grad_norm", "tokens_per_second", "data_share", "memory_bytes", "time"}
-    assert told | {"routing/empty_share", "routing/member_most", "routing/self_weight"} <= first.keys()
+    assert told | {"routing/empty_share", "routing/member_most", "routing/in_none"} <= first.keys()
     assert last["kind"] == "final" and last["val_bits"] == final(run)["bits"]
     validations = {row["step"]: row["val_bits"] for row in rows if row["kind"] == "valid"}
     best = read_checkpoint(run / "checkpoints" / "best.ckpt")["step"]
