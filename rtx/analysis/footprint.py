@@ -17,7 +17,8 @@ from rtx.attention.choices import Blocks, Choice, Indexer
 from rtx.attention.engine import MAX_GATHERED, MAX_SCORES_CPU, MAX_SCORES_GPU, cut
 from rtx.attention.lsh import Lsh
 from rtx.attention.packed import Indexed, Part
-from rtx.attention.pattern import ClusterPattern, Pattern
+from rtx.attention.pattern import Pattern
+from rtx.attention.patterns import Random
 from rtx.attention.routing import Routing
 from rtx.compose import with_values
 from rtx.config import Config, embedding_width, memory_slots, sizes_of
@@ -184,7 +185,7 @@ def attention_bytes(config: Config, layer: int, micro_batch: int) -> tuple[float
 def kept(pattern: Pattern, config: Config) -> Kept:
     """Count what a pattern of one head keeps, from what it reads of random vectors; nothing is attended."""
     model, N, (wide, narrow) = config.model, config.data.length, widths_of(config)
-    size, normalises = model.hidden // model.heads, isinstance(pattern, ClusterPattern)
+    size, normalises = model.hidden // model.heads, isinstance(pattern, Routing | Random)
     if isinstance(pattern, Choice) and not (isinstance(pattern, Indexer) and pattern.dense):
         parts: list[Part] = [Indexed(torch.zeros(N, pattern.most_keys(N), dtype=torch.int8), N)]
     else:
@@ -229,7 +230,7 @@ def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool, first: b
     if isinstance(part, Indexed):  # a number for each key; keys are gathered some at a time, and again
         return Kept(3 * N * narrow, INDEX * part.index_RK.numel(), 0 if natively else 4.0 * wide * MAX_GATHERED)
     if natively:  # keys that are the normalised queries are there once; lists; a sum and a factor for each query
-        of_keys, own_keys = len(part.key.row_M), pattern.has_keys or not isinstance(pattern, ClusterPattern)
+        of_keys, own_keys = len(part.key.row_M), pattern.has_keys or not isinstance(pattern, Routing | Random)
         lists = (3 * INDEX + 8) * len(part.start_P) + INDEX * (0 if part.query is part.key else of_keys)
         hidden = sum(x.numel() for x in part.hidden or ())
         # Joined, outputs stand by member, beside their shares.

@@ -17,12 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention.engine import join
-from rtx.attention.packed import Packed
 from rtx.attention.softmax import Relative, Terms, soft_attend
 
 if TYPE_CHECKING:
     from rtx.attention.choices import Choice
-    from rtx.attention.pattern import Inputs, Pattern, PositionPattern
+    from rtx.attention.pattern import ClusterPattern, Inputs, Pattern, PositionPattern
     from rtx.attention.selection import PrefixTopK
 
 FIRST_SLOTS = 256
@@ -156,7 +155,7 @@ def mask_without_self(read_XS: Tensor, own_XS: Tensor) -> Tensor:
 class ClusterCache(Cache):
     """The last `slots` members of every cluster, or those that `ClusterPattern.join` puts into slots of its choice."""
 
-    def __init__(self, pattern: Pattern, slots: int, relative: Relative | None = None) -> None:
+    def __init__(self, pattern: ClusterPattern, slots: int, relative: Relative | None = None) -> None:
         self.pattern, self.slots, self.relative = pattern, slots, relative
         self.key_LSD: Tensor | None = None
         self.best: list[PrefixTopK] = []
@@ -177,7 +176,7 @@ class ClusterCache(Cache):
         B, H, N, _ = v_BHND.shape
         if not B * H * N:
             return
-        lists: Packed = self.pattern.lists_kept(given, self)  # type: ignore[operator]
+        lists = self.pattern.lists_kept(given, self)
         list_M = lists.list_M()
         rank_M = torch.arange(len(list_M), device=list_M.device) - lists.first_L()[list_M]
         kept_M = rank_M >= lists.count_L[list_M] - self.slots
@@ -204,7 +203,7 @@ class ClusterCache(Cache):
 
     def decode(self, given: Inputs, v_BH1D: Tensor, position: int) -> Tensor:
         dtype = v_BH1D.dtype
-        query_BHC, key_BHC, slot_BHC = self.pattern.join(given, position, self)  # type: ignore[operator]
+        query_BHC, key_BHC, slot_BHC = self.pattern.join(given, position, self)
         self.put(given, v_BH1D, key_BHC, slot_BHC, position)
         assert self.key_LSD is not None
         # Where queries stand for keys there is a key in every list that a query reads: its own.

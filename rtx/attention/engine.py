@@ -46,8 +46,9 @@ def attend(
         rows = [part.query.row_M if isinstance(part, Reads) else every_R for part in parts]
         found = (attend_part(q_RD, k_RD, v_RD, part, terms, backend, joined=True) for part in parts)
         out_RD = join([(row_P, *each) for row_P, each in zip(rows, found, strict=True)], len(q_RD))
-    out_BHND = out_RD.to(v_RD.dtype).view(*q_BHND.shape[:3], v_BHND.shape[-1])
-    return in_graph(out_BHND, q_BHND, k_BHND, v_BHND, *(terms.relative or ()), terms.bias_HM)
+    if v_RD.requires_grad and not out_RD.requires_grad:  # nobody reads: gradients are zero, whatever the values are
+        out_RD = out_RD + v_RD[:, :0].sum()
+    return out_RD.to(v_RD.dtype).view(*q_BHND.shape[:3], v_BHND.shape[-1])
 
 
 def join(found: list[tuple[Tensor, Tensor, Tensor]], rows: int) -> Tensor:
@@ -259,12 +260,3 @@ def attend_indexed(
     out_P1D, sum_P1 = map(torch.cat, zip(*found, strict=True))
     sum_R = sum_P1.new_full((rows,), float("-inf")).index_copy(0, row_P, sum_P1[:, 0])
     return out_P1D.new_zeros(rows, v_RD.shape[1]).index_copy(0, row_P, out_P1D[:, 0]), sum_R
-
-
-def in_graph(out: Tensor, *inputs: Tensor | None) -> Tensor:
-    """Return outputs in the graph of the inputs, also where none was read: any loss over them has (zero) gradients."""
-    learned = [x for x in inputs if x is not None and x.requires_grad]
-    if out.requires_grad or not learned or not torch.is_grad_enabled():
-        return out
-    # The sum of nothing: what stands in the inputs cannot reach it.
-    return out + sum(x[..., :0].sum() for x in learned)

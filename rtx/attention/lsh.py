@@ -19,7 +19,7 @@ from rtx.attention import oracle
 from rtx.attention.arguments import check_choice, check_positive, check_seed
 from rtx.attention.cache import Cache, ClusterCache, mask_without_self
 from rtx.attention.packed import Hidden, Packed, Part, Reads, pack
-from rtx.attention.pattern import Inputs, Pattern, options
+from rtx.attention.pattern import ClusterPattern, Inputs, options
 from rtx.attention.selection import MAX_SCORES
 from rtx.attention.softmax import Relative
 from rtx.config import Config, hash_buckets
@@ -40,7 +40,7 @@ def hash_positions(q_BHND: Tensor, rotation_HTDF: Tensor) -> Tensor:
     return torch.stack(rounds)
 
 
-class Lsh(Pattern):
+class Lsh(ClusterPattern):
     """H hashing heads with shared queries and keys; memory linear in N.
 
     Args:
@@ -55,32 +55,20 @@ class Lsh(Pattern):
             the borders of chunks. With `prefix` the chunks are cut for each position from the prefix that ends with it.
     """
 
-    has_keys = False
-
     def __init__(
-        self,
-        heads: int,
-        size: int,
-        *,
-        window: int,
-        rounds: int,
-        buckets: int,
-        seed: int,
-        variant: str = "causal",
-        **given: Any,
+        self, heads: int, size: int, *, rounds: int, buckets: int, seed: int, variant: str = "causal", **given: Any
     ) -> None:
-        super().__init__(attend_self=False, **given)
+        super().__init__(keys=False, attend_self=False, merge="mean" if rounds == 1 else "lse", **given)
         check_choice("variant", variant, ("causal", "reformer"))
         check_positive(0, heads=heads)
-        check_positive(size=size, window=window, rounds=rounds, buckets=buckets)
+        check_positive(size=size, rounds=rounds, buckets=buckets)
         check_seed(seed)
         if buckets % 2:
             raise ValueError(f"buckets={buckets}: must be even, at least 2")
-        self.heads, self.size, self.window, self.rounds, self.buckets = heads, size, window, rounds, buckets
-        self.merge = "mean" if rounds == 1 else "lse"
+        self.heads, self.size, self.rounds, self.buckets = heads, size, rounds, buckets
         self.variant, self.strictly_causal = variant, variant == "causal"
-        self.chunk = max(1, window // 2)
-        self.slots = window if self.strictly_causal else 2 * self.chunk
+        self.chunk = max(1, self.window // 2)
+        self.slots = self.window if self.strictly_causal else 2 * self.chunk
         """How many members of a bucket a position may look back over, its own place included."""
         generator = torch.Generator().manual_seed(seed)
         rotation_HTDF = torch.empty(heads, rounds, size, buckets // 2, device="cpu")
@@ -150,14 +138,13 @@ class Lsh(Pattern):
     def start(self, relative: Relative | None = None) -> Cache:
         return LshCache(self, self.slots, relative)
 
-    def lists_kept(self, given: Inputs, cache: Cache) -> Packed:
-        """Return what a prompt leaves in a stream's cache: list (b, h, t, c) is bucket c of round t."""
+    def lists(self, given: Inputs) -> list[Packed]:
+        """Return the members of every bucket: list (b, h, t, c) is bucket c of round t."""
         T, B, H, N = (bucket_TBHN := hash_positions(given.q_BHND, self.rotation_HTDF)).shape
         lists = pack(bucket_TBHN.permute(1, 2, 0, 3).reshape(B, H * T, N), self.buckets)
-        return Packed(lists.row_M // (T * N) * N + lists.row_M % N, lists.count_L)
+        return [Packed(lists.row_M // (T * N) * N + lists.row_M % N, lists.count_L)]
 
-    def join(self, given: Inputs, position: int, cache: Cache) -> tuple[Tensor, Tensor, None]:
-        """Return which buckets a stream's next position joins, `[B, H, T * C]`."""
+    def join(self, given: Inputs, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, None]:
         bucket_BHT = hash_positions(given.q_BHND, self.rotation_HTDF)[..., 0].permute(1, 2, 0)
         joins_BHC = F.one_hot(bucket_BHT, self.buckets).bool().flatten(2)
         return joins_BHC, joins_BHC, None

@@ -194,7 +194,7 @@ class Pattern(nn.Module, ABC):
 class ClusterPattern(Pattern):
     """Heads of clusters: each position reads, in every cluster that it is a member of, the last W members up to itself.
 
-    Queries and keys are normalised (LayerNorm without scale or bias).
+    Queries and keys are normalised (LayerNorm without scale or bias), but for hashing.
 
     Args:
         keys: whether keys are given, else the queries stand for them.

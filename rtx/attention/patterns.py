@@ -246,15 +246,13 @@ class Random(ClusterPattern):
     `length`) alone. Later positions go on with the same members over and over.
     """
 
-    def __init__(
-        self, heads: int, clusters: int, *, window: int, length: int, seed: int, keys: bool = False, **given: Any
-    ) -> None:
-        super().__init__(keys=keys, window=window, **given)
+    def __init__(self, heads: int, clusters: int, *, length: int, seed: int, keys: bool = False, **given: Any) -> None:
+        super().__init__(keys=keys, **given)
         check_positive(0, heads=heads)
         check_positive(clusters=clusters, length=length)
         check_seed(seed)
         self.heads, self.length = heads, length
-        position_HCW = random_positions(heads, clusters, length, window, seed)
+        position_HCW = random_positions(heads, clusters, length, self.window, seed)
         self.register_buffer("position_HCW", position_HCW, persistent=False)
         self.position_HCW: Tensor
 
