@@ -156,7 +156,6 @@ class Kept(NamedTuple):
     vectors: float  # queries, keys, values and outputs, each of which gets a gradient
     others: float  # row numbers, masks, sums and factors
     again: float  # what a piece of the scores that are worked out again holds, for all heads together
-    once: float = 0.0  # what telemetry looks at, of the first sequence alone
     projection: bool = False  # whether something keeps the product that makes queries, keys and values of all heads
 
 
@@ -174,7 +173,7 @@ def attention_bytes(config: Config, layer: int, micro_batch: int) -> tuple[float
                 _kept[key] = kept(make_pattern(name, 1, config, layer).eval(), config)
         each.append((count, _kept[key]))
     work = sum(count * head.vectors for count, head in each) / N
-    total = work + sum(count * (head.others + head.once / micro_batch) for count, head in each) / N
+    total = work + sum(count * head.others for count, head in each) / N
     if any(head.projection for _, head in each):
         own_keys = {"lsh": False, ROUTED: config.routing.keys in ("separate", "projected")}
         columns = sum(count * (2 + own_keys.get(name, True)) for name, count in groups.items())
@@ -184,7 +183,7 @@ def attention_bytes(config: Config, layer: int, micro_batch: int) -> tuple[float
 
 def kept(pattern: Pattern, config: Config) -> Kept:
     """Count what a pattern of one head keeps, from what it reads of random vectors; nothing is attended."""
-    model, N, (wide, narrow) = config.model, config.data.length, widths_of(config)
+    model, N, (_, narrow) = config.model, config.data.length, widths_of(config)
     size, normalises = model.hidden // model.heads, isinstance(pattern, Routing | Random)
     if isinstance(pattern, Choice) and not (isinstance(pattern, Indexer) and pattern.dense):
         parts: list[Part] = [Indexed(torch.zeros(N, pattern.most_keys(N), dtype=torch.int8), N)]
@@ -202,12 +201,10 @@ def kept(pattern: Pattern, config: Config) -> Kept:
         vectors += N * narrow * 2 * pattern.query_HDE.shape[-1] / size
     if normalises and narrow < 4:  # the norm reads a wide copy
         vectors += 4 * N * (1 + pattern.has_keys)
-    once = 0.0
-    if isinstance(pattern, Routing) and not isinstance(part := parts[0], Indexed):
-        of_keys = 0 if part.query is part.key else len(part.key.row_M)
-        once = 2 * wide * size * N + INDEX * (3 * len(part.start_P) + of_keys)
+    if isinstance(pattern, Routing) and not isinstance(part := parts[0], Indexed):  # the members, for telemetry
+        others += INDEX * (len(part.start_P) + (0 if part.query is part.key else len(part.key.row_M)))
     projection = (normalises and narrow >= 4) or compressed or isinstance(pattern, Lsh | Indexer)
-    all_kept = Kept(vectors * size, others, max(one.again for one in found), once, projection)
+    all_kept = Kept(vectors * size, others, max(one.again for one in found), projection)
     if isinstance(pattern, Indexer) and pattern.dense:  # and behind these steps by an index, where that keeps more
         pattern.steps.fill_(pattern.warmup)
         later = kept(pattern, config)
