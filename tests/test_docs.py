@@ -48,7 +48,7 @@ def test_the_page_shows_what_every_pattern_reads_and_says_it_in_a_formula() -> N
         assert f"](pictures/{name}.svg)" in page
     kinds, every = {type(pattern).__name__ for pattern in patterns.values()}, vars(rtx.attention).items()
     public = {name for name, kind in every if inspect.isclass(kind) and issubclass(kind, rtx.attention.Pattern)}
-    assert public - kinds == {"Pattern", "PositionPattern", "ContiguousPattern", "RandomBlocks"}
+    assert public - kinds == {"Pattern", "PositionPattern", "ContiguousPattern", "ClusterPattern", "RandomBlocks"}
     parts = re.split(r"^## (.*)$", page, flags=re.MULTILINE)[1:]
     for name in kinds:
         own = [text for heading, text in zip(parts[::2], parts[1::2], strict=True) if f": `{name}" in heading]

@@ -172,7 +172,7 @@ def pair_divergences(attention: MultiheadAttention, x_1NE: Tensor, pairs: Sequen
 
 @torch.no_grad()
 def read_telemetry(model: nn.Module) -> dict[str, float]:
-    """Return means over the routing layers, for the last training batch; empty without any.
+    """Return means over the routing layers, for the last training batch (`Routing.seen`); empty without any.
 
     `empty_share`: clusters without members; `member_share` and `member_most`: members of a cluster (with keys of their
     own, keys) over W, the mean and the largest; `in_none`, `in_one`, `in_many`: share of positions whose queries belong
@@ -190,7 +190,7 @@ def read_telemetry(model: nn.Module) -> dict[str, float]:
 
 
 def layer_telemetry(lists: list[Packed], rows: int, window: int) -> dict[str, Tensor]:
-    """Return the figures of one layer as scalars; NaN without rows."""
+    """Return the figures of one layer as scalars."""
     times_R = torch.bincount(lists[0].row_M, minlength=rows)
     filled_L = lists[-1].count_L.double() / window
     return {

@@ -21,7 +21,7 @@ from rtx.attention.pattern import Pattern
 from rtx.attention.patterns import Random
 from rtx.attention.routing import Routing
 from rtx.compose import with_values
-from rtx.config import Config, embedding_width, memory_slots, sizes_of
+from rtx.config import Config, clusters, embedding_width, memory_slots, sizes_of
 from rtx.model.likelihood import MAX_LOGITS
 from rtx.model.multihead import ROUTED, layer_patterns, make_pattern
 from rtx.training.hardware import precision_on
@@ -110,9 +110,19 @@ def saved(config: Config, micro_batch: int) -> float:
         inside = float(wide * model.hidden * model.layers)
     else:
         inside = sum(block(config, layer, micro_batch)[0] for layer in range(model.layers))
+    inside += members_bytes(config)
     # The ids; the last norm's input, and what the output matrix reads; a dropout's factors on the embedding.
     ends = INDEX + wide * model.hidden * ((model.norm == "pre") + (model.dropout > 0))
     return rows * (inside + ends + narrow * embedding_width(model))
+
+
+def members_bytes(config: Config) -> float:
+    """Return the bytes a position of the members that telemetry counts, those of queries and of keys."""
+    routing, N = config.routing, config.data.length
+    if routing.selection not in ("topk", "causal", "nearest"):
+        return 0.0
+    members = N if routing.selection == "nearest" else clusters(config) * min(routing.window, N)
+    return INDEX * routing.heads * routing.layers * members / N * (1 + (routing.keys in ("separate", "tied")))
 
 
 def logits_bytes(config: Config, rows: int, vocabulary: int) -> tuple[float, int]:
@@ -201,8 +211,6 @@ def kept(pattern: Pattern, config: Config) -> Kept:
         vectors += N * narrow * 2 * pattern.query_HDE.shape[-1] / size
     if normalises and narrow < 4:  # the norm reads a wide copy
         vectors += 4 * N * (1 + pattern.has_keys)
-    if isinstance(pattern, Routing) and not isinstance(part := parts[0], Indexed):  # the members, for telemetry
-        others += INDEX * (len(part.start_P) + (0 if part.query is part.key else len(part.key.row_M)))
     projection = (normalises and narrow >= 4) or compressed or isinstance(pattern, Lsh | Indexer)
     all_kept = Kept(vectors * size, others, max(one.again for one in found), projection)
     if isinstance(pattern, Indexer) and pattern.dense:  # and behind these steps by an index, where that keeps more

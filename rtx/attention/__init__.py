@@ -2,7 +2,7 @@
 
 from rtx.attention.choices import Blocks, Exact, Indexer, RandomBlocks
 from rtx.attention.lsh import Lsh
-from rtx.attention.pattern import ContiguousPattern, Pattern, PositionPattern, Spread
+from rtx.attention.pattern import ClusterPattern, ContiguousPattern, Pattern, PositionPattern, Spread
 from rtx.attention.patterns import (
     AdaptiveSpan,
     Fixed,
@@ -17,6 +17,6 @@ from rtx.attention.patterns import (
 from rtx.attention.routing import Centroids, Routing, after_step
 from rtx.attention.softmax import Relative
 
-__all__ = ["AdaptiveSpan", "Blocks", "Centroids", "ContiguousPattern", "Exact", "Fixed", "FixedBlock", "FixedSummary"]
-__all__ += ["Full", "Indexer", "Local", "Lsh", "Pattern", "PositionPattern", "Random", "RandomBlocks", "Recurrent"]
-__all__ += ["Relative", "Routing", "Spread", "Strided", "after_step"]
+__all__ = ["AdaptiveSpan", "Blocks", "Centroids", "ClusterPattern", "ContiguousPattern", "Exact", "Fixed", "FixedBlock"]
+__all__ += ["FixedSummary", "Full", "Indexer", "Local", "Lsh", "Pattern", "PositionPattern", "Random", "RandomBlocks"]
+__all__ += ["Recurrent", "Relative", "Routing", "Spread", "Strided", "after_step"]

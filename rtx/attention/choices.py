@@ -168,17 +168,15 @@ class Indexer(Choice):
         chosen_BHNK, self.chosen = self.chosen, None
         assert chosen_BHNK is not None or self.dense, "the loss is of the keys that `reads` has chosen"
         (B, H, N, D), wide = given.q_BHND.shape, torch.promote_types(given.q_BHND.dtype, torch.float32)
-        query_BHNE, key_BHNE = self.choice_queries(given), self.choice_keys(given)
-        q_BHND, k_BHND, scale = given.turned_q_BHND.detach(), given.turned_k_BHND.detach(), self.terms(D, None).scale
+        query_BHNE, scale = self.choice_queries(given), self.terms(D, None).scale
 
-        def divergence(position_Q: Tensor, query_BHQE: Tensor) -> Tensor:
+        def divergence(position_Q: Tensor, query_BHQE: Tensor, *every: Tensor) -> Tensor:
             """Return the sum of KL(attention || softmax of the scores) of some queries."""
-            last = int(position_Q[-1]) + 1
+            (key_BHNE, q_BHND, k_BHND, *chosen), last = every, int(position_Q[-1]) + 1
             score = query_BHQE @ key_BHNE[:, :, :last].mT
             logit = q_BHND[:, :, position_Q] @ k_BHND[:, :, :last].mT
-            if chosen_BHNK is None:
-                none = torch.arange(last, device=position_Q.device) > self.last(position_Q)
-            else:
+            none = torch.arange(last, device=position_Q.device) > self.last(position_Q)
+            for chosen_BHNK in chosen:
                 none = (row_BHQK := chosen_BHNK[:, :, position_Q]) < 0
                 score, logit = (x.gather(-1, (row_BHQK % N).masked_fill(none, 0)) for x in (score, logit))
             score, logit = (x.to(wide).masked_fill(none, -1e9).log_softmax(-1) for x in (score, logit * scale))
@@ -187,7 +185,9 @@ class Indexer(Choice):
         # Scores and logits of all keys are held at once, and some copies of those that count.
         positions = self.split(given, 4 * N if chosen_BHNK is None else 2 * N + 8 * chosen_BHNK.shape[-1])
         pairs = zip(positions, query_BHNE.split(len(positions[0]), dim=2), strict=True)
-        return torch.stack([recomputed(divergence, *pair) for pair in pairs]).sum() / (B * H * N)
+        every = self.choice_keys(given), given.turned_q_BHND.detach(), given.turned_k_BHND.detach()
+        every += () if chosen_BHNK is None else (chosen_BHNK,)
+        return torch.stack([recomputed(divergence, *pair, *every) for pair in pairs]).sum() / (B * H * N)
 
 
 class Blocks(Choice):

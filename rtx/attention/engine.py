@@ -46,8 +46,10 @@ def attend(
         rows = [part.query.row_M if isinstance(part, Reads) else every_R for part in parts]
         found = (attend_part(q_RD, k_RD, v_RD, part, terms, backend, joined=True) for part in parts)
         out_RD = join([(row_P, *each) for row_P, each in zip(rows, found, strict=True)], len(q_RD))
-    if v_RD.requires_grad and not out_RD.requires_grad:  # nobody reads: gradients are zero, whatever the values are
-        out_RD = out_RD + v_RD[:, :0].sum()
+    inputs = q_RD, k_RD, v_RD, *(terms.relative or ()), terms.bias_HM
+    learned = [x for x in inputs if x is not None and x.requires_grad and torch.is_grad_enabled()]
+    if learned and not out_RD.requires_grad:  # nobody reads: gradients are zero, whatever the values are
+        out_RD = out_RD + sum(x[..., :0].sum() for x in learned)
     return out_RD.to(v_RD.dtype).view(*q_BHND.shape[:3], v_BHND.shape[-1])
 
 
@@ -210,18 +212,15 @@ def soft_block(
     mask = block.mask
     if mask is None:
         mask = torch.ones(q_GQD.shape[1], k_GKD.shape[1], dtype=torch.bool, device=q_GQD.device).tril()
-    head_G = row_GQ[:, 0] // length % terms.heads
 
-    def read(q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        here = slice(first, first + len(q))
-        distance_GQK = row_GQ[here, :, None] - row_GK[here, None] if terms.by_distance else None
-        seen = mask if mask.dim() == 2 else mask[here]
-        return soft_attend(q, k, v, seen, distance_GQK, head_G[here], terms)
+    def read(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, row_Q: Tensor, row_K: Tensor) -> tuple[Tensor, Tensor]:
+        distance_GQK = row_Q[:, :, None] - row_K[:, None] if terms.by_distance else None
+        return soft_attend(q, k, v, seen, distance_GQK, row_Q[:, 0] // length % terms.heads, terms)
 
     most = MAX_SCORES_CPU if q_GQD.device.type == "cpu" else MAX_SCORES_GPU
-    piece = max(1, most // (q_GQD.shape[1] * k_GKD.shape[1]))
-    parts = zip(range(0, len(q_GQD), piece), *(x.split(piece) for x in (q_GQD, k_GKD, v_GKD)), strict=True)
-    outs, sums = zip(*(recomputed(read, q, k, v, first) for first, q, k, v in parts), strict=True)
+    given = q_GQD, k_GKD, v_GKD, mask.expand(len(q_GQD), -1, -1), row_GQ, row_GK
+    pieces = zip(*(x.split(max(1, most // (q_GQD.shape[1] * k_GKD.shape[1]))) for x in given), strict=True)
+    outs, sums = zip(*(recomputed(read, *piece) for piece in pieces), strict=True)
     return torch.cat(outs), torch.cat(sums)
 
 
@@ -244,8 +243,9 @@ def attend_indexed(
     if backend == "native":
         return native.Attention.apply(q_RD, None if k_RD is q_RD else k_RD, v_RD, terms.scale, rows // N, index_RK)
 
-    def read(row_C: Tensor, q_CD: Tensor, k_SD: Tensor, v_SD: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        index_CK = index_RK[row_C]
+    def read(
+        row_C: Tensor, index_CK: Tensor, q_CD: Tensor, k_SD: Tensor, v_SD: Tensor, first: int
+    ) -> tuple[Tensor, Tensor]:
         near_CK, seen_C1K = (index_CK - first).clamp(min=0), (index_CK >= 0)[:, None]
         distance_C1K, head_C = (row_C[:, None] - index_CK)[:, None], row_C // N % terms.heads
         return soft_attend(q_CD[:, None], k_SD[near_CK], v_SD[near_CK], seen_C1K, distance_C1K, head_C, terms)
@@ -255,8 +255,8 @@ def attend_indexed(
     counts, found = torch.bincount(row_P // near, minlength=-(-rows // near)).tolist(), []
     groups = zip(row_P.split(counts), q_RD[row_P].split(counts), k_RD.split(near), v_RD.split(near), strict=True)
     for number, (row_H, q_HD, k_SD, v_SD) in enumerate(groups):
-        for given in zip(*(x.split(max(1, MAX_GATHERED // cells)) for x in (row_H, q_HD)), strict=True):
-            found.append(recomputed(read, *given, k_SD, v_SD, number * near))
+        for row_C, q_CD in zip(*(x.split(max(1, MAX_GATHERED // cells)) for x in (row_H, q_HD)), strict=True):
+            found.append(recomputed(read, row_C, index_RK[row_C], q_CD, k_SD, v_SD, number * near))
     out_P1D, sum_P1 = map(torch.cat, zip(*found, strict=True))
     sum_R = sum_P1.new_full((rows,), float("-inf")).index_copy(0, row_P, sum_P1[:, 0])
     return out_P1D.new_zeros(rows, v_RD.shape[1]).index_copy(0, row_P, out_P1D[:, 0]), sum_R

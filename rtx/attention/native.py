@@ -193,5 +193,8 @@ def compiled(path: Path) -> ctypes.CDLL:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.parent.chmod(0o700)  # fails where it is somebody else's
             with tempfile.TemporaryDirectory(dir=path.parent) as beside:  # others see a whole file or none
-                made = Path(shutil.copy(made, beside)).replace(path)
+                made = Path(shutil.copy(made, beside))
+                with made.open("rb+") as file:
+                    os.fsync(file.fileno())
+                made = made.replace(path)
         return ctypes.CDLL(str(made))

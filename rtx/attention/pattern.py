@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rtx.attention.arguments import (
@@ -55,7 +56,7 @@ class Pattern(nn.Module, ABC):
     Args:
         scale: multiplies the logits; None: 1 / sqrt(D).
         dropout: on attention weights, in training.
-        attend_self: false: a position reads itself only where it sees nothing else; rules leave that to the oracle.
+        attend_self: false: a position reads itself only where it sees nothing else.
         backend: "auto", "torch", "native" or "flex", see `rtx.attention.engine`; all compute the same.
     """
 
@@ -63,6 +64,8 @@ class Pattern(nn.Module, ABC):
     """Whether keys are given; else the queries stand for them."""
     strictly_causal = True
     """Whether outputs depend on earlier positions alone, without `prefix`."""
+    attend_self = True
+    """Whether a query that reads other keys of a list reads its own, too; rules leave that to the oracle."""
     merge = "mean"
     """What a position in several lists of one part gets, see `rtx.attention.engine.attend`."""
     heads: int | None = None
@@ -70,14 +73,20 @@ class Pattern(nn.Module, ABC):
     size: int | None = None
 
     def __init__(
-        self, *, scale: float | None = None, dropout: float = 0.0, attend_self: bool = True, backend: str = "auto"
+        self,
+        *,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        attend_self: bool | None = None,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
         if scale is not None:  # at 0 torch's kernel gives NaN
             check_number("scale", scale, "finite and above 0", lambda x: 0 < x < math.inf)
         check_number("dropout", dropout, "at least 0 and less than 1", lambda x: 0 <= x < 1)
         check_choice("backend", backend, BACKENDS)
-        self.scale, self.dropout, self.attend_self, self.backend = scale, dropout, attend_self, backend
+        self.scale, self.dropout, self.backend = scale, dropout, backend
+        self.attend_self = self.attend_self if attend_self is None else attend_self
 
     @classmethod
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
@@ -153,28 +162,38 @@ class Pattern(nn.Module, ABC):
         with_memory, N = isinstance(self, ContiguousPattern), q_BHND.shape[2]
         check_whole("memory", memory, 0, N * with_memory, f"from 0 to N={N}" if with_memory else "0 for this pattern")
         if real_BN is not None and not bool(real_BN.all()):
-            own = {"rotate": rotate, "relative": relative, "prefix": prefix}
-            return self.without_padding(q_BHND, k_BHND, v_BHND, real_BN, memory, **own)
-        given = self.inputs(q_BHND, k_BHND, rotate)._replace(memory=memory)
+            return self.padded((q_BHND, k_BHND, v_BHND), real_BN, memory, rotate, relative, prefix)
+        return self.whole(q_BHND, k_BHND, v_BHND, memory, rotate, relative, prefix)
+
+    def whole(
+        self, q: Tensor, k: Tensor | None, v: Tensor, memory: int, rotate: Rotate | None, relative: Any, prefix: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `forward` does for sequences without padding."""
+        given = self.inputs(q, k, rotate)._replace(memory=memory)
         with torch.no_grad():
             parts = self.reads(given, prefix)
-        return self.attend(given, v_BHND, parts, relative)[:, :, memory:], self.loss(given)
+        return self.attend(given, v, parts, relative)[:, :, memory:], self.loss(given)
 
-    def without_padding(
-        self, q_BHND: Tensor, k_BHND: Tensor | None, v_BHND: Tensor, real_BN: Tensor, memory: int, **own: Any
+    def padded(
+        self, qkv: tuple[Tensor, Tensor | None, Tensor], real_BN: Tensor, memory: int, *own: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return what `forward` does, which sees each sequence without its padding."""
-        out_BNHD, parts = torch.zeros_like(v_BHND).transpose(1, 2), []
-        masks_XN, mask_B = real_BN.unique(dim=0, return_inverse=True)
-        for number, real_N in enumerate(masks_XN):
-            at_BN = (mask_B == number)[:, None] & real_N
-            q, k, v = (None if x is None else x[mask_B == number][:, :, real_N] for x in (q_BHND, k_BHND, v_BHND))
+        """Return what `forward` does: all sequences of one mask together, without their padding."""
+        (B, H, N, D), (masks_XN, mask_B) = qkv[2].shape, real_BN.unique(dim=0, return_inverse=True)
+        order_B, row_BN = mask_B.argsort(stable=True), torch.arange(B * N, device=real_BN.device).view(B, N)
+        row_S = row_BN[order_B][real_BN[order_B]]
+        counts = mask_B.bincount(), masks_XN.sum(1), masks_XN[:, :memory].sum(1)
+        groups = [x for x in zip(*(count_X.tolist() for count_X in counts), strict=True) if x[1]] or [(B, 0, 0)]
+        sizes, outs, losses = [b * n for b, n, _ in groups], [], []
+        # One gather and one write, so that gradients are added up once.
+        parts = [x if x is None else x.transpose(1, 2).flatten(0, 1)[row_S].split(sizes) for x in qkv]
+        for number, (b, n, behind) in enumerate(groups):
+            q, k, v = (None if x is None else x[number].unflatten(0, (b, n)).transpose(1, 2) for x in parts)
             assert q is not None and v is not None
-            out, loss = self.forward(q, k, v, memory=int(real_N[:memory].sum()), **own)
-            parts.append(loss * at_BN.sum() / real_BN.sum().clamp(min=1))
-            at_BN[:, :memory] = False
-            out_BNHD[at_BN] = out.transpose(1, 2).flatten(0, 1)
-        return out_BNHD.transpose(1, 2)[:, :, memory:], torch.stack(parts).sum()
+            out, loss = self.whole(q, k, v, behind, *own)
+            outs.append(F.pad(out, (0, 0, behind, 0)).transpose(1, 2).flatten(0, 1))
+            losses.append(loss * (b * n / max(1, len(row_S))))
+        out_RHD = qkv[2].new_zeros(B * N, H, D).index_copy(0, row_S, torch.cat(outs))
+        return out_RHD.view(B, N, H, D).transpose(1, 2)[:, :, memory:], torch.stack(losses).sum()
 
     def inputs(self, q_BHND: Tensor, k_BHND: Tensor | None, rotate: Rotate | None, first: int = 0) -> Inputs:
         """Return the queries and keys of positions from `first` on."""

@@ -66,7 +66,7 @@ class Routing(ClusterPattern):
         self.heads, _, self.size = centroids.centroid_HCD.shape
         self.strictly_causal = selection != "topk"
         self.seen: tuple[list[Packed], int] | None = None
-        """The members in the last training batch, and how many rows it had, for telemetry."""
+        """The members in the last training batch (of its last padding), and how many rows it had, for telemetry."""
 
     @classmethod
     def from_config(cls, config: Config, heads: int, layer: int) -> Self:
@@ -109,8 +109,8 @@ class Routing(ClusterPattern):
 
     def lists(self, given: Inputs) -> list[Packed]:
         lists = [self.assign(number, x_BHND) for number, x_BHND in enumerate(self.clustered(given))]
-        if self.training:
-            self.seen = lists, given.q_BHND.shape[:3].numel()
+        if self.training and not paused.get() and (rows := given.q_BHND.shape[:3].numel()):
+            self.seen = lists, rows
         return lists
 
     @torch.no_grad()
@@ -168,7 +168,8 @@ class Routing(ClusterPattern):
     def lists_kept(self, given: Inputs, cache: ClusterCache) -> Packed:
         """See `ClusterPattern.lists_kept`; the best scores of topk are kept, too."""
         if self.selection != "topk":
-            return super().lists_kept(given, cache)
+            with statistics_paused():
+                return super().lists_kept(given, cache)
         store, N = self.centroids, given.q_BHND.shape[2]
         cache.best = [arrivals(store.centroid_HCD, x, self.window).best for x in self.clustered(given)]
         position_LW = cache.best[-1].position_W

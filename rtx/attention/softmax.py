@@ -102,7 +102,7 @@ def soft_attend(
 def recomputed(function: Callable[..., Any], *inputs: Any) -> Any:
     """Return function(*inputs); what it computes on the way is computed again in the backward pass, not kept.
 
-    The same dropout mask is drawn again.
+    The same dropout mask is drawn again. What the function has otherwise is kept, in recomputed blocks, too.
     """
     if torch.is_grad_enabled():
         return checkpoint(function, *inputs, use_reentrant=False)

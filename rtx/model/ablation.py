@@ -19,7 +19,7 @@ def ablate(model: Transformer, config: Config, how: str) -> None:
 
     routing: the outputs of the routing heads count for nothing. local: they read the last `routing.window` positions.
     random: they read `routing.window` random members of each cluster. In both swaps queries and keys are normalised and
-    scaled as before, so that only the choice of positions differs.
+    scaled as before, so that only the choice of positions differs. A model without routing heads stays as it is.
     """
     if how == "none":
         return

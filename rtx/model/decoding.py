@@ -5,7 +5,6 @@ Shapes: B streams, V vocabulary.
 
 import copy
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -72,28 +71,38 @@ class Decoder:
         return model.logits(hidden_BNS[:, -1])
 
 
-def generate(model: Transformer, prompt_BP: Tensor, length: int, **how: Any) -> Iterator[Tensor]:
+def generate(
+    model: Transformer,
+    prompt_BP: Tensor,
+    length: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Iterator[Tensor]:
     """Yield `length` units `[B]`, one position after the other, that continue a prompt (which may be empty, `[B, 0]`).
 
-    `how` are options of `draw`. Raises ValueError where learned positions end.
+    Raises:
+        ValueError: learned positions end before prompt and length do.
     """
+    positions = model.embedding.positions
+    total = prompt_BP.shape[1] + length
+    if positions is not None and total > positions.length:
+        end = f"learned positions end at {positions.length} (data.length)"
+        raise ValueError(f"prompt and length make {total} units; {end}")
     model.eval()
     decoder = Decoder(model, len(prompt_BP))
     logits_BV = decoder.prefill(prompt_BP.to(model.device))
     for left in reversed(range(length)):
-        tokens_B = draw(logits_BV, **how)
+        tokens_B = draw(logits_BV, temperature, top_k, top_p, generator)
         yield tokens_B
         if left:
             logits_BV = decoder.step(tokens_B.to(logits_BV.device))
 
 
 def draw(
-    logits_BV: Tensor,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    generator: torch.Generator | None = None,
+    logits_BV: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
 ) -> Tensor:
     """Draw one unit for each stream; the draw is made on the CPU, so that a seed means the same everywhere."""
     logits_BV = logits_BV.float().cpu()

@@ -58,6 +58,8 @@ CASES = [
     ("routing=exact", "routing.layers=2", "routing.heads=4", *PLAIN),
     ("routing=exact", "routing.layers=2", *PLAIN, "hardware.attention=native"),
     ("routing=indexer", "routing.layers=2", "routing.heads=4", "routing.warmup=1", *PLAIN),
+    *(("model.recompute=true", f"routing={how}", "routing.layers=2", *PLAIN) for how in ("causal", "exact", "indexer")),
+    ("model.recompute=true", "routing=causal", "routing.layers=2", "routing.keys=separate", "model.positions=shaw"),
     *ROUGHLY,
 ]
 

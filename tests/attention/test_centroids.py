@@ -97,6 +97,7 @@ def test_only_real_positions_of_training_are_gathered_and_a_pause_gathers_nothin
     before = {name: x.clone() for name, x in short.state_dict().items()}
     with statistics_paused():
         see(short, queries(1))
+    short.start().prefill(short.inputs(queries(1), None, None), queries(1))
     see(short.eval(), queries(2))
     after_step(short)
     assert all(torch.equal(x, before[name]) for name, x in short.state_dict().items())

@@ -21,8 +21,21 @@ from cases import CASES, KINDS, SEES_FUTURE, Case, check, drawn, gradients, make
 from hypothesis import HealthCheck, example, given, settings
 
 import rtx
-from rtx.attention import Centroids, ContiguousPattern, Random, Relative, Routing, Spread, choices, flex, lsh, oracle
+from rtx.attention import (
+    Centroids,
+    ContiguousPattern,
+    Local,
+    Random,
+    Relative,
+    Routing,
+    Spread,
+    choices,
+    flex,
+    lsh,
+    oracle,
+)
 from rtx.attention.cache import Cache
+from rtx.attention.pattern import Inputs
 from rtx.training.hardware import has_compiler
 
 few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -106,6 +119,25 @@ def test_padding_counts_in_no_loss_however_it_is_cut(kind: str, attend_self: boo
     torch.testing.assert_close(pattern(*qkv, real_BN=REAL_BN)[1], mean, rtol=1e-9, atol=0)
 
 
+class Cooled(Local):
+    """A pattern of somebody's that changes what it is given, and has a loss of nothing but means."""
+
+    def forward(self, q_BHND: torch.Tensor, *given: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(q_BHND * 0.5, *given, **more)
+
+    def loss(self, given: Inputs) -> torch.Tensor:
+        return given.q_BHND.square().mean()
+
+
+def test_a_forward_pass_of_ones_own_is_run_once_and_padding_alone_has_no_loss() -> None:
+    pattern, (q, k, v) = Cooled(window=4), torch.randn(3, 2, 2, 9, 4)
+    real_BN = torch.tensor([[True] * 6 + [False] * 3, [False] * 9])
+    out, loss = pattern(q, k, v, real_BN=real_BN)
+    expected, mean = pattern(q[:1, :, :6], k[:1, :, :6], v[:1, :, :6])
+    torch.testing.assert_close((out[:1, :, :6], loss), (expected, mean))
+    assert not out[1:].any() and not out[:, :, 6:].any()
+
+
 def test_the_indexers_loss_is_a_mean_in_half_precision_too() -> None:
     pattern, here = drawn("indexer", Case(B=1100, N=32, W=2), torch.float32)
     losses = [pattern.train().to(t)(*(here[x].to(t) for x in "qkv"))[1].float() for t in (torch.float32, torch.float16)]
@@ -130,7 +162,7 @@ def test_nothing_in_gives_nothing_out_with_a_gradient(kind: str, empty: str) -> 
     out = run(pattern.train(), here)
     assert out.shape == stream(pattern, here, 0).shape == here["v"].shape
     out.sum().backward()
-    assert here["v"].grad is not None
+    assert all(here[name].grad is not None for name in "qkv" if here[name] is not None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
