@@ -162,19 +162,25 @@ class Pattern(nn.Module, ABC):
         with_memory, N = isinstance(self, ContiguousPattern), q_BHND.shape[2]
         check_whole("memory", memory, 0, N * with_memory, f"from 0 to N={N}" if with_memory else "0 for this pattern")
         if real_BN is not None and not bool(real_BN.all()):
-            return self.padded((q_BHND, k_BHND, v_BHND), real_BN, memory, rotate, relative, prefix)
-        return self.whole(q_BHND, k_BHND, v_BHND, memory, rotate, relative, prefix)
+            return self.forward_padded((q_BHND, k_BHND, v_BHND), real_BN, memory, rotate, relative, prefix)
+        return self.forward_whole((q_BHND, k_BHND, v_BHND), memory, rotate, relative, prefix)
 
-    def whole(
-        self, q: Tensor, k: Tensor | None, v: Tensor, memory: int, rotate: Rotate | None, relative: Any, prefix: bool
+    def forward_whole(
+        self,
+        qkv: tuple[Tensor, Tensor | None, Tensor],
+        memory: int,
+        rotate: Rotate | None,
+        relative: Relative | None,
+        prefix: bool,
     ) -> tuple[Tensor, Tensor]:
         """Return what `forward` does for sequences without padding."""
-        given = self.inputs(q, k, rotate)._replace(memory=memory)
+        q_BHND, k_BHND, v_BHND = qkv
+        given = self.inputs(q_BHND, k_BHND, rotate)._replace(memory=memory)
         with torch.no_grad():
             parts = self.reads(given, prefix)
-        return self.attend(given, v, parts, relative)[:, :, memory:], self.loss(given)
+        return self.attend(given, v_BHND, parts, relative)[:, :, memory:], self.loss(given)
 
-    def padded(
+    def forward_padded(
         self, qkv: tuple[Tensor, Tensor | None, Tensor], real_BN: Tensor, memory: int, *own: Any
     ) -> tuple[Tensor, Tensor]:
         """Return what `forward` does: all sequences of one mask together, without their padding."""
@@ -189,7 +195,7 @@ class Pattern(nn.Module, ABC):
         for number, (b, n, behind) in enumerate(groups):
             q, k, v = (None if x is None else x[number].unflatten(0, (b, n)).transpose(1, 2) for x in parts)
             assert q is not None and v is not None
-            out, loss = self.whole(q, k, v, behind, *own)
+            out, loss = self.forward_whole((q, k, v), behind, *own)
             outs.append(F.pad(out, (0, 0, behind, 0)).transpose(1, 2).flatten(0, 1))
             losses.append(loss * (b * n / max(1, len(row_S))))
         out_RHD = qkv[2].new_zeros(B * N, H, D).index_copy(0, row_S, torch.cat(outs))
@@ -253,7 +259,10 @@ class ClusterPattern(Pattern):
 
     @abstractmethod
     def join(self, given: Inputs, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return which clusters the next query and key of a stream join, `[B, H, C]`, and the key's slots, or None."""
+        """Return which clusters the next query and key of a stream join, `[B, H, C]`.
+
+        And the slots that the key takes there; None: those of the oldest members.
+        """
 
 
 def options(config: Config) -> dict[str, Any]:

@@ -186,7 +186,7 @@ class AdaptiveSpan(ContiguousPattern):
     reads_all_kept = True
 
     def __init__(self, heads: int, *, window: int, ramp: int = 32, cost: float = 0.0, **given: Any) -> None:
-        super().__init__(attend_self=True, **given)  # else nothing: a key within reach may weigh nothing
+        super().__init__(attend_self=True, **given)  # a key within reach may weigh nothing, the own one never
         check_positive(0, heads=heads)
         check_positive(window=window, ramp=ramp)
         check_number("cost", cost, "finite and at least 0", lambda x: 0 <= x < math.inf)
@@ -243,7 +243,7 @@ class Random(ClusterPattern):
     """The control of Table 1: clusters whose members read nothing of the sequence.
 
     Each cluster has `window` random members among `length` positions, a function of (seed, head, `clusters`, `window`,
-    `length`) alone. Later positions go on with the same members over and over.
+    `length`) alone. Later positions go on with the same members over and over. Other options: see `ClusterPattern`.
     """
 
     def __init__(self, heads: int, clusters: int, *, length: int, seed: int, keys: bool = False, **given: Any) -> None:

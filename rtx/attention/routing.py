@@ -44,6 +44,8 @@ paused: ContextVar[bool] = ContextVar("statistics_paused", default=False)
 class Routing(ClusterPattern):
     """H routing heads: the members of clusters are chosen by their dot products with the centroids.
 
+    Other options than these: see `ClusterPattern`; its keys and window are those of the centroids.
+
     Args:
         centroids: the centroids of these heads; their `keys` say what stands for keys. "shared": the queries
             (Algorithm 1 with its left-to-right mask). "separate": queries and keys have memberships of their own by
