@@ -14,7 +14,7 @@ import torch
 from rtx.analysis.cost import Cost, cost
 from rtx.attention import native
 from rtx.attention.choices import Blocks, Choice, Indexer
-from rtx.attention.engine import MAX_GATHERED, MAX_SCORES_CPU, MAX_SCORES_GPU, cut
+from rtx.attention.engine import MAX_SCORES_CPU, MAX_SCORES_GPU, cut
 from rtx.attention.lsh import Lsh
 from rtx.attention.packed import Indexed, Part
 from rtx.attention.pattern import Pattern
@@ -232,8 +232,9 @@ def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool, first: b
     native_wished = native.wanted(wish, N)
     plain = not by_distance and model.attention_dropout == 0 and not gpu
     natively = native_wished and plain and precision_on(config.hardware, gpu=False) == "fp32"
-    if isinstance(part, Indexed):  # a number for each key; keys are gathered some at a time, and again
-        return Kept(3 * N * narrow, INDEX * part.index_RK.numel(), 0 if natively else 4.0 * wide * MAX_GATHERED)
+    most = MAX_SCORES_GPU if gpu else MAX_SCORES_CPU
+    if isinstance(part, Indexed):  # a number for each key; scores of all keys are worked out some at a time, and again
+        return Kept(3 * N * narrow, INDEX * part.index_RK.numel(), 0 if natively else 6.0 * wide * most)
     if natively:  # keys that are the normalised queries are there once; lists; a sum and a factor for each query
         of_keys, own_keys = len(part.key.row_M), pattern.has_keys or not isinstance(pattern, Routing | Random)
         lists = (3 * INDEX + 8) * len(part.start_P) + INDEX * (0 if part.query is part.key else of_keys)
@@ -252,7 +253,7 @@ def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool, first: b
     if not softly:
         return Kept(vectors, others + narrow * masks + 4 * queries, 0)
     # Worked out again; row numbers, for distances.
-    scores = min(MAX_SCORES_GPU if gpu else MAX_SCORES_CPU, N * (N + memory_slots(model)))
+    scores = min(most, N * (N + memory_slots(model)))
     rows = min(scores // min(b.key_GK.shape[1] for b in blocks), queries * model.heads)
     distances = {"shaw": model.max_distance, "xl": N + memory_slots(model)}.get(model.positions, 0)
     again = wide * (6.0 * scores + 3.0 * rows * distances)

@@ -7,7 +7,7 @@ Shapes: B sequences, H heads, N positions, D head size, R = B * H * N rows, L li
 of all lists together, G blocks of one form, Q query and K key slots of a block.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ MERGES = ("mean", "lse")
 MAX_SCORES_CPU, MAX_SCORES_GPU = 1 << 20, 1 << 26
 """Scores of our own softmax worked on at once: few enough for a CPU's cache, enough to fill a GPU."""
 MAX_GATHERED = 1 << 24
-"""Numbers of a mask, or of keys gathered for queries that each read rows of their own, held at once."""
+"""Numbers of a mask held at once."""
 
 
 def attend(
@@ -238,25 +238,28 @@ def take(x_RD: Tensor, rows: list[Tensor]) -> list[Tensor]:
 def attend_indexed(
     q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Indexed, terms: Terms, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Return what `attend_part` does where every row names the rows that it reads, in order of the rows."""
-    rows, N, index_RK = len(q_RD), part.length, part.index_RK
+    """Return what `attend_part` does where every row names the rows that it reads, in order of the rows.
+
+    By torch's kernels all scores of some queries at a time, masked: to gather the keys of each query takes far longer.
+    """
+    N, heads, index_RK = part.length, len(q_RD) // part.length, part.index_RK
     if backend == "native":
-        return native.Attention.apply(q_RD, None if k_RD is q_RD else k_RD, v_RD, terms.scale, rows // N, index_RK)
+        return native.Attention.apply(q_RD, None if k_RD is q_RD else k_RD, v_RD, terms.scale, heads, index_RK)
+    position_N, found = torch.arange(N, device=q_RD.device), []
 
-    def read(
-        row_C: Tensor, index_CK: Tensor, q_CD: Tensor, k_SD: Tensor, v_SD: Tensor, first: int
-    ) -> tuple[Tensor, Tensor]:
-        near_CK, seen_C1K = (index_CK - first).clamp(min=0), (index_CK >= 0)[:, None]
-        distance_C1K, head_C = (row_C[:, None] - index_CK)[:, None], row_C // N % terms.heads
-        return soft_attend(q_CD[:, None], k_SD[near_CK], v_SD[near_CK], seen_C1K, distance_C1K, head_C, terms)
+    def read(head_G: Tensor, k: Tensor, v: Tensor, position_Q: Tensor, q: Tensor, index_GQK: Tensor) -> Any:
+        last = int(position_Q[-1]) + 1
+        near_GQK = torch.where(index_GQK < 0, last, index_GQK % N)
+        mask_GQK = near_GQK.new_zeros(*q.shape[:2], last + 1, dtype=torch.bool).scatter_(2, near_GQK, True)[..., :last]
+        distance_GQK = (position_Q[:, None] - position_N[:last]).expand(mask_GQK.shape)
+        return soft_attend(q, k[:, :last], v[:, :last], mask_GQK, distance_GQK, head_G, terms)
 
-    row_P, cells = (index_RK >= 0).any(-1).nonzero()[:, 0], max(1, index_RK.shape[1] * k_RD.shape[1])
-    near = N * max(1, MAX_GATHERED // (N * cells))  # rows of the heads that are read at once
-    counts, found = torch.bincount(row_P // near, minlength=-(-rows // near)).tolist(), []
-    groups = zip(row_P.split(counts), q_RD[row_P].split(counts), k_RD.split(near), v_RD.split(near), strict=True)
-    for number, (row_H, q_HD, k_SD, v_SD) in enumerate(groups):
-        for row_C, q_CD in zip(*(x.split(max(1, MAX_GATHERED // cells)) for x in (row_H, q_HD)), strict=True):
-            found.append(recomputed(read, row_C, index_RK[row_C], q_CD, k_SD, v_SD, number * near))
-    out_P1D, sum_P1 = map(torch.cat, zip(*found, strict=True))
-    sum_R = sum_P1.new_full((rows,), float("-inf")).index_copy(0, row_P, sum_P1[:, 0])
-    return out_P1D.new_zeros(rows, v_RD.shape[1]).index_copy(0, row_P, out_P1D[:, 0]), sum_R
+    most = MAX_SCORES_CPU if q_RD.device.type == "cpu" else MAX_SCORES_GPU
+    head_G, step = torch.arange(heads, device=q_RD.device) % terms.heads, max(1, most // N)
+    every = head_G, *(x.unflatten(0, (heads, N)) for x in (k_RD, v_RD, q_RD, index_RK))
+    for head_G, k, v, q, index_GNK in zip(*(x.split(max(1, most // N**2)) for x in every), strict=True):
+        pieces = zip(position_N.split(step), q.split(step, 1), index_GNK.split(step, 1), strict=True)
+        outs, sums = zip(*(recomputed(read, head_G, k, v, *piece) for piece in pieces), strict=True)
+        found.append((torch.cat(outs, 1).flatten(0, 1), torch.cat(sums, 1).flatten()))
+    out_RD, sum_R = map(torch.cat, zip(*found, strict=True))
+    return out_RD, sum_R
