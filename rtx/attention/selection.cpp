@@ -15,10 +15,10 @@ struct Selection {
 namespace {
 typedef std::int8_t Bytes __attribute__((vector_size(LANES)));
 
-struct Member {
-    float score;
-    std::int32_t position;
-    bool operator<(const Member& o) const { return score > o.score || (score == o.score && position < o.position); }
+// The members of a cluster so far, in their order; keys are in the order of scores.
+struct Members {
+    std::vector<std::uint32_t> key;
+    std::vector<std::int32_t> position;
 };
 
 struct Task : Selection {
@@ -30,7 +30,7 @@ struct Chooser : Rooms {
     Task& p;
     const Int ld = padded(p.D, COLUMNS), all = padded(p.C, TALL);
     const Matrix centroid = room(0, all, ld), X = room(1, BLOCK, ld), XT = room(2, ld, BLOCK), S = room(3, all, BLOCK);
-    std::vector<std::vector<Member>> lists = std::vector<std::vector<Member>>(p.C);
+    std::vector<Members> lists = std::vector<Members>(p.C);
     std::vector<float> nothing = std::vector<float>(p.C);
     std::vector<float> bar = nothing;  // thresholds, or what a new member must exceed (NaN: nothing)
 
@@ -39,24 +39,34 @@ struct Chooser : Rooms {
     void group(Int g) {
         for (Int c = 0, row = g % p.H * p.C; c < p.C; c++, row++) {
             std::copy_n(p.centroid + row * p.D, p.D, centroid.at(c));
-            bar[c] = p.threshold ? p.threshold[row] : NAN, lists[c].clear();
+            bar[c] = p.threshold ? p.threshold[row] : NAN, lists[c].key.clear(), lists[c].position.clear();
         }
         for (Int n = 0; n < p.N; n += BLOCK) block(g, n, std::min(BLOCK, p.N - n));
         for (Int c = 0; c < p.C; c++) {
-            if (!p.threshold && (Int)lists[c].size() > p.W) cut(c);
-            p.count[g * p.C + c] = lists[c].size();
-            for (Member m : lists[c]) p.rows[g].push_back(g * p.N + m.position);
+            if (!p.threshold && (Int)lists[c].key.size() > p.W) cut(c);
+            p.count[g * p.C + c] = lists[c].key.size();
+            for (Int position : lists[c].position) p.rows[g].push_back(g * p.N + position);
         }
     }
 
-    // Keeps the W best of a list, in their order.
+    // Keeps the W best of a list, in their order; of equals the earlier.
     void cut(Int c) {
-        std::vector<Member> best = lists[c];
-        std::nth_element(best.begin(), best.begin() + p.W - 1, best.end());
-        const Member last = best[p.W - 1];
-        bar[c] = last.score;
-        const auto end = std::remove_if(lists[c].begin(), lists[c].end(), [&](Member m) { return last < m; });
-        lists[c].erase(end, lists[c].end());
+        auto& [key, position] = lists[c];
+        const auto reach = [&key = key](std::uint32_t least) {
+            std::uint32_t count = 0;
+            for (std::uint32_t k : key) count += k >= least;
+            return (Int)count;
+        };
+        std::uint32_t last = 0;  // the largest number that W keys reach, bit by bit
+        for (std::uint32_t bit = 1u << 31; bit; bit >>= 1) last |= reach(last | bit) >= p.W ? bit : 0;
+        Int kept = 0, equals = last == ~0u ? p.W : p.W - reach(last + 1);
+        for (std::size_t i = 0; i < key.size(); i++) {
+            const bool is_equal = key[i] == last, keeps = key[i] > last || (is_equal && equals > 0);
+            key[kept] = key[i], position[kept] = position[i], kept += keeps, equals -= is_equal;
+        }
+        key.resize(kept), position.resize(kept);
+        const std::uint32_t bits = last >> 31 ? last ^ (1u << 31) : ~last;
+        std::memcpy(&bar[c], &bits, sizeof bits);
     }
 
     void block(Int g, Int first, Int count) {
@@ -74,7 +84,7 @@ struct Chooser : Rooms {
                 const IntVec joins = p.threshold ? (s >= bar[c]) | (above[v] == (std::int32_t)c) : ~(s <= bar[c]);
                 join(lists[c], s, joins & (lane + v * (std::int32_t)LANES < real), first + v * LANES);
             }
-            if (!p.threshold && (Int)lists[c].size() >= 2 * p.W) cut(c);
+            if (!p.threshold && (Int)lists[c].key.size() >= 2 * p.W) cut(c);
         }
         for (Int i = 0; p.nearest && i < count; i++) p.nearest[g * p.N + first + i] = nearest[i / LANES][i % LANES];
     }
@@ -93,14 +103,16 @@ struct Chooser : Rooms {
     }
 
     // Adds the positions of some lanes from `first` on, mostly none, to a list. NaN is worse than every score.
-    static void join(std::vector<Member>& list, Vec s, IntVec joins, Int first) {
+    static void join(Members& list, Vec s, IntVec joins, Int first) {
         const auto narrow = __builtin_convertvector(joins, Bytes);
+        const BitVec bits = (BitVec)(s == s ? s + 0.f : Vec{} - INFINITY);  // no -0
+        const BitVec key = (IntVec)bits < 0 ? ~bits : bits | 1u << 31;
         for (Int part = 0; part < LANES; part += 8) {
             std::uint64_t ones;
             std::memcpy(&ones, (const char*)&narrow + part, 8);
             for (ones &= 0x0101010101010101; ones; ones &= ones - 1) {
                 const Int lane = part + __builtin_ctzll(ones) / 8;
-                list.push_back({s[lane] == s[lane] ? s[lane] : -INFINITY, (std::int32_t)(first + lane)});
+                list.key.push_back(key[lane]), list.position.push_back((std::int32_t)(first + lane));
             }
         }
     }
