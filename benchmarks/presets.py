@@ -65,8 +65,8 @@ from rtx.training.callbacks import Watch  # noqa: E402
 STEPS, STOP, LAYERS, HEADS, WIDTH = 20, 10, 2, 2, 64
 ROOM = 8 * 2**30
 SECONDS = 900  # that one preset may take
-MOST_PAIRS = {"fast": 3e7, "soft": 8e6, "gathered": 5e5}
-"""Pairs that a step's heads may read: by torch's kernels, by the softmax of our own, with keys gathered for a query."""
+MOST_PAIRS = {"fast": 3e7, "soft": 8e6, "hashed": 5e5}
+"""Pairs that a step's heads may read: by torch's kernels, by the softmax of our own, by rounds of hashing."""
 CUTOFFS = ("200", "800", "2000")
 KNOWN_WORDS = 3_000
 
@@ -228,7 +228,7 @@ def taken(words: list[str]) -> tuple[list[str], Config]:
         model = config.model
         own_softmax = model.positions in ("shaw", "xl") or model.attention_dropout
         kind = "soft" if own_softmax or model.base in ("fixed", "adaptive_span") else "fast"
-        kind = "gathered" if model.base == "lsh" else kind
+        kind = "hashed" if model.base == "lsh" else kind
         pairs = config.trainer.batch_size * cost(config, KNOWN_WORDS).attention / (4 * model.hidden / model.heads)
         if pairs <= MOST_PAIRS[kind] and choose_micro_batch(config, KNOWN_WORDS, ROOM).fits:
             return small, config

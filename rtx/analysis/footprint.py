@@ -233,8 +233,11 @@ def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool, first: b
     plain = not by_distance and model.attention_dropout == 0 and not gpu
     natively = native_wished and plain and precision_on(config.hardware, gpu=False) == "fp32"
     most = MAX_SCORES_GPU if gpu else MAX_SCORES_CPU
+    distances = {"shaw": model.max_distance, "xl": N + memory_slots(model)}.get(model.positions, 0)
     if isinstance(part, Indexed):  # a number for each key; scores of all keys are worked out some at a time, and again
-        return Kept(3 * N * narrow, INDEX * part.index_RK.numel(), 0 if natively else 6.0 * wide * most)
+        scores = min(most, config.trainer.batch_size * config.routing.heads * N * N)
+        again = 0 if natively else wide * (6.0 * scores + 3.0 * scores / N * distances)
+        return Kept(3 * N * narrow, INDEX * part.index_RK.numel(), again)
     if natively:  # keys that are the normalised queries are there once; lists; a sum and a factor for each query
         of_keys, own_keys = len(part.key.row_M), pattern.has_keys or not isinstance(pattern, Routing | Random)
         lists = (3 * INDEX + 8) * len(part.start_P) + INDEX * (0 if part.query is part.key else of_keys)
@@ -255,7 +258,6 @@ def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool, first: b
     # Worked out again; row numbers, for distances.
     scores = min(most, N * (N + memory_slots(model)))
     rows = min(scores // min(b.key_GK.shape[1] for b in blocks), queries * model.heads)
-    distances = {"shaw": model.max_distance, "xl": N + memory_slots(model)}.get(model.positions, 0)
     again = wide * (6.0 * scores + 3.0 * rows * distances)
     return Kept(vectors, others + INDEX * (queries + keys) + masks, again)
 

@@ -21,7 +21,7 @@ BACKENDS = ("auto", "torch", "native", "flex")
 MERGES = ("mean", "lse")
 MAX_SCORES_CPU, MAX_SCORES_GPU = 1 << 20, 1 << 26
 """Scores of our own softmax worked on at once: few enough for a CPU's cache, enough to fill a GPU."""
-MAX_GATHERED = 1 << 24
+MAX_MASK = 1 << 24
 """Numbers of a mask held at once."""
 
 
@@ -196,7 +196,7 @@ def kernel(q_GQD: Tensor, k_GKD: Tensor, v_GKD: Tensor, mask: Tensor | None, ter
     """Return the outputs `[G, Q, D]` by torch's attention kernels, for some blocks at a time where each has a mask."""
     options = {"is_causal": mask is None, "dropout_p": terms.dropout, "scale": terms.scale}
     shared = mask is None or mask.dim() == 2
-    piece = max(1, len(q_GQD) if mask is None or shared else MAX_GATHERED // mask[0].numel())
+    piece = max(1, len(q_GQD) if mask is None or shared else MAX_MASK // mask[0].numel())
     outs = []
     for first in range(0, len(q_GQD), piece):
         q, k, v = (x[first : first + piece, None] for x in (q_GQD, k_GKD, v_GKD))
@@ -240,26 +240,32 @@ def attend_indexed(
 ) -> tuple[Tensor, Tensor]:
     """Return what `attend_part` does where every row names the rows that it reads, in order of the rows.
 
-    By torch's kernels all scores of some queries at a time, masked: to gather the keys of each query takes far longer.
+    Without the compiled kernel all scores of some queries are computed at a time, and masked: up to N of about 8,192 on
+    a CPU that is faster than to gather the keys of each query.
     """
     N, heads, index_RK = part.length, len(q_RD) // part.length, part.index_RK
     if backend == "native":
         return native.Attention.apply(q_RD, None if k_RD is q_RD else k_RD, v_RD, terms.scale, heads, index_RK)
+    asked_N = (index_RK >= 0).any(-1).view(heads, N).any(0).nonzero()[:, 0]
     position_N, found = torch.arange(N, device=q_RD.device), []
 
-    def read(head_G: Tensor, k: Tensor, v: Tensor, position_Q: Tensor, q: Tensor, index_GQK: Tensor) -> Any:
-        last = int(position_Q[-1]) + 1
-        near_GQK = torch.where(index_GQK < 0, last, index_GQK % N)
-        mask_GQK = near_GQK.new_zeros(*q.shape[:2], last + 1, dtype=torch.bool).scatter_(2, near_GQK, True)[..., :last]
-        distance_GQK = (position_Q[:, None] - position_N[:last]).expand(mask_GQK.shape)
-        return soft_attend(q, k[:, :last], v[:, :last], mask_GQK, distance_GQK, head_G, terms)
+    def read(last: int, head_G: Tensor, k: Tensor, v: Tensor, position_Q: Tensor, q: Tensor, index_GQK: Tensor) -> Any:
+        place_GQK = torch.where(index_GQK < 0, last, index_GQK % N)  # one place more for what is none
+        mask_GQK = place_GQK.new_zeros(*q.shape[:2], last + 1, dtype=torch.bool).scatter_(2, place_GQK, True)
+        distance_QK = position_Q[:, None] - position_N[:last]
+        distance_GQK = distance_QK.expand(len(q), -1, -1) if terms.by_distance else None
+        return soft_attend(q, k[:, :last], v[:, :last], mask_GQK[..., :last], distance_GQK, head_G, terms)
 
     most = MAX_SCORES_CPU if q_RD.device.type == "cpu" else MAX_SCORES_GPU
     head_G, step = torch.arange(heads, device=q_RD.device) % terms.heads, max(1, most // N)
-    every = head_G, *(x.unflatten(0, (heads, N)) for x in (k_RD, v_RD, q_RD, index_RK))
-    for head_G, k, v, q, index_GNK in zip(*(x.split(max(1, most // N**2)) for x in every), strict=True):
-        pieces = zip(position_N.split(step), q.split(step, 1), index_GNK.split(step, 1), strict=True)
-        outs, sums = zip(*(recomputed(read, head_G, k, v, *piece) for piece in pieces), strict=True)
-        found.append((torch.cat(outs, 1).flatten(0, 1), torch.cat(sums, 1).flatten()))
-    out_RD, sum_R = map(torch.cat, zip(*found, strict=True))
-    return out_RD, sum_R
+    k, v, q, index = (x.unflatten(0, (heads, N)) for x in (k_RD, v_RD, q_RD, index_RK))
+    every = head_G, k, v, q.index_select(1, asked_N), index.index_select(1, asked_N)
+    for head_G, k, v, q, index in zip(*(x.split(max(1, most // N**2)) for x in every), strict=True):
+        pieces = zip(asked_N.split(step), q.split(step, 1), index.split(step, 1), strict=True)
+        given = ((max(piece[0].tolist(), default=0) + 1, head_G, k, v, *piece) for piece in pieces)
+        outs, sums = zip(*(recomputed(read, *each) for each in given), strict=True)
+        found.append((torch.cat(outs, 1), torch.cat(sums, 1)))
+    out_GQD, sum_GQ = map(torch.cat, zip(*found, strict=True))
+    out_GND = out_GQD.new_zeros(heads, N, v_RD.shape[1]).index_copy(1, asked_N, out_GQD)
+    sum_GN = sum_GQ.new_full((heads, N), float("-inf")).index_copy(1, asked_N, sum_GQ)
+    return out_GND.flatten(0, 1), sum_GN.flatten()

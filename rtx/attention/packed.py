@@ -64,7 +64,7 @@ class Reads(NamedTuple):
 
 
 class Indexed(NamedTuple):
-    """Row r reads the rows index_RK[r] of its head, none behind itself; -1 stands for none."""
+    """Row r reads the rows index_RK[r] of its head, each once and none behind itself; -1 stands for none."""
 
     index_RK: Tensor
     length: int

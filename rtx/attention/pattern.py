@@ -151,8 +151,8 @@ class Pattern(nn.Module, ABC):
                 not strictly causal).
             real_BN: false at padding, which gets zero; the others get what they would without it. The loss is the mean
                 over them. Sequences that are padded alike are one pass.
-            check_finite: refuse NaN and infinity (padding may hold them). Without it such a value may spread inside a
-                block, into the past, too.
+            check_finite: refuse NaN and infinity (padding may hold them). Without it such a value may spread, into the
+                past, too.
             memory: so many positions in front are read, but not asked (of a `ContiguousPattern`).
 
         Raises:

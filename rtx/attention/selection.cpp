@@ -15,7 +15,7 @@ struct Selection {
 namespace {
 typedef std::int8_t Bytes __attribute__((vector_size(LANES)));
 
-// The members of a cluster so far, in their order; keys are in the order of scores.
+// The members of a cluster so far, by position. A key is a score's bits, changed so that keys compare as scores do.
 struct Members {
     std::vector<std::uint32_t> key;
     std::vector<std::int32_t> position;
@@ -59,13 +59,13 @@ struct Chooser : Rooms {
         };
         std::uint32_t last = 0;  // the largest number that W keys reach, bit by bit
         for (std::uint32_t bit = 1u << 31; bit; bit >>= 1) last |= reach(last | bit) >= p.W ? bit : 0;
-        Int kept = 0, equals = last == ~0u ? p.W : p.W - reach(last + 1);
+        Int kept = 0, equals = p.W - reach(last + 1);
         for (std::size_t i = 0; i < key.size(); i++) {
             const bool is_equal = key[i] == last, keeps = key[i] > last || (is_equal && equals > 0);
             key[kept] = key[i], position[kept] = position[i], kept += keeps, equals -= is_equal;
         }
         key.resize(kept), position.resize(kept);
-        const std::uint32_t bits = last >> 31 ? last ^ (1u << 31) : ~last;
+        const std::uint32_t bits = last >> 31 ? last ^ 1u << 31 : ~last;  // as `join` changed them
         std::memcpy(&bar[c], &bits, sizeof bits);
     }
 

@@ -3,6 +3,7 @@ what torch's engine gives the compiled kernel gives, too, forward and backward, 
 of docs/attention.md keeps the same, and the one of docs/api.md runs.
 """
 
+import contextlib
 import itertools
 import math
 import re
@@ -30,6 +31,7 @@ from rtx.attention import (
     Routing,
     Spread,
     choices,
+    engine,
     flex,
     lsh,
     oracle,
@@ -48,7 +50,10 @@ few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health
 @example(case=Case(N=9, W=1))
 @few
 def test_outputs_and_gradients_are_the_oracles_and_streams_give_the_same(kind: str, case: Case) -> None:
-    with mock.patch.object(choices, "MAX_SCORES", 1000), mock.patch.object(lsh, "MAX_SCORES", 1000):  # in pieces
+    pieces = (choices, "MAX_SCORES", 1000), (lsh, "MAX_SCORES", 1000), (engine, "MAX_SCORES_CPU", 200)
+    with contextlib.ExitStack() as stack:
+        for piece in pieces:
+            stack.enter_context(mock.patch.object(*piece))
         check(make(kind, case), case)
 
 
@@ -242,6 +247,7 @@ def test_the_kernel_selects_what_torch_selects(selection: str, N: int, W: int, C
     draw, shapes = torch.Generator().manual_seed(N), ((3, C, 6), (2, 3, N, 6), (3, C))
     centroid, x, threshold = (torch.randint(-2, 3, shape, generator=draw).float() for shape in shapes)  # many equals
     x[0, 0, ::11] = math.nan
+    centroid[0, 0], x[0, 0, 1::11, 0], x[1, 0, ::7] = -0.0, 1e30, -0.0  # both zeros are equal
     for update in ("members", "nearest"):
         found = []
         for name in ("torch", "native"):
