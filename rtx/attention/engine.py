@@ -7,7 +7,7 @@ Shapes: B sequences, H heads, N positions, D head size, R = B * H * N rows, L li
 of all lists together, G blocks of one form, Q query and K key slots of a block.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -246,26 +246,30 @@ def attend_indexed(
     N, heads, index_RK = part.length, len(q_RD) // part.length, part.index_RK
     if backend == "native":
         return native.Attention.apply(q_RD, None if k_RD is q_RD else k_RD, v_RD, terms.scale, heads, index_RK)
-    asked_N = (index_RK >= 0).any(-1).view(heads, N).any(0).nonzero()[:, 0]
-    position_N, found = torch.arange(N, device=q_RD.device), []
-
-    def read(last: int, head_G: Tensor, k: Tensor, v: Tensor, position_Q: Tensor, q: Tensor, index_GQK: Tensor) -> Any:
-        place_GQK = torch.where(index_GQK < 0, last, index_GQK % N)  # one place more for what is none
-        mask_GQK = place_GQK.new_zeros(*q.shape[:2], last + 1, dtype=torch.bool).scatter_(2, place_GQK, True)
-        distance_QK = position_Q[:, None] - position_N[:last]
-        distance_GQK = distance_QK.expand(len(q), -1, -1) if terms.by_distance else None
-        return soft_attend(q, k[:, :last], v[:, :last], mask_GQK[..., :last], distance_GQK, head_G, terms)
-
     most = MAX_SCORES_CPU if q_RD.device.type == "cpu" else MAX_SCORES_GPU
+    asked_N, found = (index_RK >= 0).any(-1).view(heads, N).any(0).nonzero()[:, 0], []
     head_G, step = torch.arange(heads, device=q_RD.device) % terms.heads, max(1, most // N)
     k, v, q, index = (x.unflatten(0, (heads, N)) for x in (k_RD, v_RD, q_RD, index_RK))
     every = head_G, k, v, q.index_select(1, asked_N), index.index_select(1, asked_N)
     for head_G, k, v, q, index in zip(*(x.split(max(1, most // N**2)) for x in every), strict=True):
         pieces = zip(asked_N.split(step), q.split(step, 1), index.split(step, 1), strict=True)
-        given = ((max(piece[0].tolist(), default=0) + 1, head_G, k, v, *piece) for piece in pieces)
-        outs, sums = zip(*(recomputed(read, *each) for each in given), strict=True)
+        given = ((terms, N, max(piece[0].tolist(), default=0) + 1, head_G, k, v, *piece) for piece in pieces)
+        outs, sums = zip(*(recomputed(soft_indexed, *each) for each in given), strict=True)
         found.append((torch.cat(outs, 1), torch.cat(sums, 1)))
     out_GQD, sum_GQ = map(torch.cat, zip(*found, strict=True))
     out_GND = out_GQD.new_zeros(heads, N, v_RD.shape[1]).index_copy(1, asked_N, out_GQD)
     sum_GN = sum_GQ.new_full((heads, N), float("-inf")).index_copy(1, asked_N, sum_GQ)
     return out_GND.flatten(0, 1), sum_GN.flatten()
+
+
+def soft_indexed(
+    terms: Terms, N: int, last: int, head_G: Tensor, k: Tensor, v: Tensor, position_Q: Tensor, q: Tensor, index: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return what `soft_attend` does for queries at some positions, which all read among the first `last` rows."""
+    place_GQK = torch.where(index < 0, last, index % N)  # one place more for what is none
+    mask_GQK = place_GQK.new_zeros(*q.shape[:2], last + 1, dtype=torch.bool).scatter_(2, place_GQK, True)
+    distance_GQK = None
+    if terms.by_distance:
+        distance_QK = position_Q[:, None] - torch.arange(last, device=q.device)
+        distance_GQK = distance_QK.expand(len(q), -1, -1)
+    return soft_attend(q, k[:, :last], v[:, :last], mask_GQK[..., :last], distance_GQK, head_G, terms)

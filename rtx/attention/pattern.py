@@ -32,6 +32,7 @@ from rtx.config import Config, reads_self
 
 Rotate = Callable[..., Tensor]
 """Turns queries or keys by their positions, the first of which is `first`: `rotate(x_BHND, first=0)`."""
+QKV = tuple[Tensor, Tensor | None, Tensor]
 
 
 class Inputs(NamedTuple):
@@ -166,12 +167,7 @@ class Pattern(nn.Module, ABC):
         return self.forward_whole((q_BHND, k_BHND, v_BHND), memory, rotate, relative, prefix)
 
     def forward_whole(
-        self,
-        qkv: tuple[Tensor, Tensor | None, Tensor],
-        memory: int,
-        rotate: Rotate | None,
-        relative: Relative | None,
-        prefix: bool,
+        self, qkv: QKV, memory: int, rotate: Rotate | None, relative: Relative | None, prefix: bool
     ) -> tuple[Tensor, Tensor]:
         """Return what `forward` does for sequences without padding."""
         q_BHND, k_BHND, v_BHND = qkv
@@ -180,9 +176,7 @@ class Pattern(nn.Module, ABC):
             parts = self.reads(given, prefix)
         return self.attend(given, v_BHND, parts, relative)[:, :, memory:], self.loss(given)
 
-    def forward_padded(
-        self, qkv: tuple[Tensor, Tensor | None, Tensor], real_BN: Tensor, memory: int, *own: Any
-    ) -> tuple[Tensor, Tensor]:
+    def forward_padded(self, qkv: QKV, real_BN: Tensor, memory: int, *own: Any) -> tuple[Tensor, Tensor]:
         """Return what `forward` does: all sequences of one mask together, without their padding."""
         (B, H, N, D), (masks_XN, mask_B) = qkv[2].shape, real_BN.unique(dim=0, return_inverse=True)
         order_B, row_BN = mask_B.argsort(stable=True), torch.arange(B * N, device=real_BN.device).view(B, N)

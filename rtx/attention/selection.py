@@ -62,7 +62,7 @@ def by_scores(
         if window:
             rows.append(members(score_XCN, threshold, window) + first * C * N)
         if nearest:
-            near.append(highest(score_XCN))
+            near.append(score_XCN.argmax(-2))
     score_M = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64, device=x_BHND.device)
     list_M = score_M // max(1, N)
     count_L = torch.bincount(list_M, minlength=B * H * C)
@@ -88,18 +88,7 @@ def joins(score_XCN: Tensor, threshold_XC: Tensor | None) -> Tensor:
     """
     above_XCN = score_XCN - (math.inf if threshold_XC is None else threshold_XC[..., None])
     best_XCN = score_XCN if threshold_XC is None else above_XCN
-    return (above_XCN >= 0).scatter_(-2, highest(best_XCN).unsqueeze(-2), True)
-
-
-def highest(score_XCN: Tensor) -> Tensor:
-    """Return which of C scores is the highest, `[X, N]` (X: any dimensions); of equals the first, and 0 beside NaN.
-
-    Maxima alone are vectorised along a dimension that is not the last: on a CPU this is five times as fast as argmax.
-    """
-    C = score_XCN.shape[-2]
-    rank_C = torch.arange(C, 0, -1, dtype=torch.int16 if C < 1 << 15 else torch.int64, device=score_XCN.device)
-    best_XCN = score_XCN == score_XCN.amax(-2, keepdim=True)
-    return (C - (best_XCN * rank_C[:, None]).amax(-2).long()) % C
+    return (above_XCN >= 0).scatter_(-2, best_XCN.argmax(-2, keepdim=True), True)
 
 
 def best_places(score: Tensor, count: int) -> Tensor:
