@@ -34,7 +34,7 @@ MIN_LENGTH = 1024
 """Positions from which `auto` takes the kernels: shorter runs do not wait for a compiler."""
 ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int64)
 Pair = tuple[Tensor, Tensor]
-Selected = tuple[Tensor, Tensor, Tensor | None]
+Selected = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 class Problem(ctypes.Structure):
@@ -51,7 +51,7 @@ class Selection(ctypes.Structure):
     """The arguments of the kernel that selects, in its order."""
 
     _fields_ = (
-        *((field, ctypes.c_void_p) for field in ("centroid", "x", "threshold", "count", "nearest")),
+        *((field, ctypes.c_void_p) for field in ("centroid", "x", "threshold", "count", "nearest", "moment")),
         ("allocate", ALLOCATE),
         *((field, ctypes.c_int64) for field in ("G", "H", "C", "N", "D", "W")),
     )
@@ -126,14 +126,16 @@ def select(
 ) -> Selected:
     """Return rows `[M]` and counts `[B * H * C]` of members, and the nearest centroids `[B, H, N]` where asked for.
 
-    Members are what joins by thresholds or, without, the `window` best; a window of 0 asks for none.
+    Members are what joins by thresholds or, without, the `window` best; a window of 0 asks for none. With thresholds
+    the sums `[2, B, H, C]` of all scores of a centroid and of their squares come last.
     """
     B, H, N, D = x_BHND.shape
     C = centroid_HCD.shape[1]
     count_L = torch.zeros(B * H * C, dtype=torch.int64)
     nearest_BHN = torch.empty(B, H, N, dtype=torch.int64) if nearest else None
+    moment_2BHC = None if threshold_HC is None else torch.empty(2, B, H, C, dtype=torch.float64)
     floats = (None if x is None else x.detach().float().contiguous() for x in (centroid_HCD, x_BHND, threshold_HC))
-    given = [*floats, count_L, nearest_BHN]
+    given = [*floats, count_L, nearest_BHN, moment_2BHC]
     rows: list[Tensor] = []
 
     def allocate(members: int) -> int:
@@ -142,7 +144,7 @@ def select(
 
     pointers = (None if x is None else x.data_ptr() for x in given)
     run("rtx_select", Selection(*pointers, ALLOCATE(allocate), B * H, H, C, N, D, window))
-    return rows[0], count_L, nearest_BHN
+    return rows[0], count_L, nearest_BHN, moment_2BHC
 
 
 def run(name: str, problem: ctypes.Structure) -> None:

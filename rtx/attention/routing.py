@@ -27,15 +27,7 @@ from rtx.attention.arguments import check_choice, check_number, check_positive
 from rtx.attention.cache import ClusterCache
 from rtx.attention.packed import Hidden, Packed, Part, members_read, pack
 from rtx.attention.pattern import ClusterPattern, Inputs, Pattern, routed_options
-from rtx.attention.selection import (
-    PrefixTopK,
-    arrivals,
-    by_scores,
-    centroid_scores,
-    joins,
-    moments_of,
-    tie_margin,
-)
+from rtx.attention.selection import PrefixTopK, arrivals, by_scores, centroid_scores, joins, tie_margin
 from rtx.config import Config, clusters
 
 paused: ContextVar[bool] = ContextVar("statistics_paused", default=False)
@@ -128,15 +120,14 @@ class Routing(ClusterPattern):
         choose = native.select if is_for_kernel and native.wanted(self.backend, x_BHND.shape[2]) else by_scores
         nearest = self.selection == "nearest" or (gathers and store.update_rule != "members")
         window = 0 if self.selection == "nearest" else self.window
-        row_M, count_L, nearest_BHN = choose(
-            store.centroid_HCD, x_BHND, self.thresholds()[number], window=window, nearest=nearest
-        )
+        given = store.centroid_HCD, x_BHND, self.thresholds()[number]
+        row_M, count_L, nearest_BHN, moment_2BHC = choose(*given, window=window, nearest=nearest)
         lists = counted = Packed(row_M, count_L)
         if nearest_BHN is not None:
             counted = pack(nearest_BHN, store.centroid_HCD.shape[1])
             lists = counted if self.selection == "nearest" else lists
         if gathers:
-            store.observe(number, x_BHND, lists, counted)
+            store.observe(number, x_BHND, lists, counted, moment_2BHC)
         return lists
 
     def loss(self, given: Inputs) -> Tensor:
@@ -298,12 +289,13 @@ class Centroids(nn.Module):
         return self.sum_HCD, self.count_HC, self.seen_XHC, self.positions, self.sequences
 
     @torch.no_grad()
-    def observe(self, number: int, x_BHND: Tensor, lists: Packed, counted: Packed) -> None:
+    def observe(self, number: int, x_BHND: Tensor, lists: Packed, counted: Packed, moment_2BHC: Tensor | None) -> None:
         """Gather statistics of a training batch of positions or queries (number 0) or keys.
 
         Args:
             lists: the members.
             counted: those that the centroids are to follow.
+            moment_2BHC: with thresholds the sums of all scores and of their squares.
         """
         (B, H, N, D), C = x_BHND.shape, self.centroid_HCD.shape[1]
         if not B * N:
@@ -312,8 +304,8 @@ class Centroids(nn.Module):
         self.sum_HCD += sum_LD.view(B, H, C, D).sum(0)
         self.count_HC += counted.count_L.view(B, H, C).sum(0)
         self.seen_XHC[number, 0] += lists.count_L.view(B, H, C).sum(0)
-        if self.threshold_rate:
-            self.seen_XHC[number, 1:] += torch.stack(moments_of(self.centroid_HCD, x_BHND))
+        if moment_2BHC is not None:
+            self.seen_XHC[number, 1:] += moment_2BHC.sum(1)
         if number == 0:
             self.positions += B * N
             self.sequences += B

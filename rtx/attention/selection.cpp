@@ -4,10 +4,11 @@
 #include "native.cpp"
 
 // G groups of N positions, in sequences of H heads. A cluster takes what reaches its threshold, or without thresholds
-// its W best; 0: nobody asks. `nearest` may be null. `allocate` returns room for the members of all groups.
+// its W best; 0: nobody asks. `nearest` may be null, and `moment` where there are no thresholds. `allocate` returns room for the members of all groups.
 struct Selection {
     const float *centroid, *x, *threshold;  // [H, C, D], [G, N, D], [H, C]
     Int *count, *nearest;                   // members [G, C]; the centroid that scores highest [G, N]
+    double* moment;                         // sums of scores [G, C], and of their squares behind them
     Int* (*allocate)(Int);
     Int G, H, C, N, D, W;
 };
@@ -34,20 +35,27 @@ struct Chooser : Rooms {
     std::vector<float> nothing = std::vector<float>(p.C);
     std::vector<float> bar = nothing;  // thresholds, or what a new member must exceed (NaN: nothing)
 
+    std::vector<Vec> sums = std::vector<Vec>(p.C), squares = sums;  // of scores
+
     explicit Chooser(Task& p) : p(p) {}
 
     void group(Int g) {
         for (Int c = 0, row = g % p.H * p.C; c < p.C; c++, row++) {
             std::copy_n(p.centroid + row * p.D, p.D, centroid.at(c));
             bar[c] = p.threshold ? p.threshold[row] : NAN, lists[c].key.clear(), lists[c].position.clear();
+            sums[c] = squares[c] = Vec{};
         }
         for (Int n = 0; n < p.N; n += BLOCK) block(g, n, std::min(BLOCK, p.N - n));
         for (Int c = 0; c < p.C; c++) {
             if (!p.threshold && (Int)lists[c].key.size() > p.W) cut(c);
             p.count[g * p.C + c] = lists[c].key.size();
             for (Int position : lists[c].position) p.rows[g].push_back(g * p.N + position);
+            if (!p.threshold) continue;
+            p.moment[g * p.C + c] = total(sums[c]), p.moment[(p.G + g) * p.C + c] = total(squares[c]);
         }
     }
+
+    static double total(Vec x) { return std::accumulate((float*)&x, (float*)&x + LANES, 0.); }
 
     // Keeps the W best of a list, in their order; of equals the earlier.
     void cut(Int c) {
@@ -81,8 +89,10 @@ struct Chooser : Rooms {
         for (Int c = 0; c < p.C && p.W; c++) {
             for (std::int32_t v = 0; v < VECTORS; v++) {
                 const Vec s = load(S.at(c, v * LANES));
+                const IntVec inside = lane + v * (std::int32_t)LANES < real;
                 const IntVec joins = p.threshold ? (s >= bar[c]) | (above[v] == (std::int32_t)c) : ~(s <= bar[c]);
-                join(lists[c], s, joins & (lane + v * (std::int32_t)LANES < real), first + v * LANES);
+                if (p.threshold) sums[c] += keep(inside, s), squares[c] += keep(inside, s * s);
+                join(lists[c], s, joins & inside, first + v * LANES);
             }
             if (!p.threshold && (Int)lists[c].key.size() >= 2 * p.W) cut(c);
         }

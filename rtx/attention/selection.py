@@ -35,17 +35,6 @@ def centroid_scores(centroid_HCD: Tensor, x_BHND: Tensor) -> Tensor:
         return centroid_HCD.to(x_BHND.dtype) @ x_BHND.transpose(-1, -2)
 
 
-def moments_of(centroid_HCD: Tensor, x_BHND: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums `[H, C]` of all scores of a centroid and of their squares, without the scores.
-
-    mu . sum x and mu^T (sum x x^T) mu.
-    """
-    with torch.autocast(x_BHND.device.type, enabled=False):
-        centroid_HCD, x_HMD = centroid_HCD.to(x_BHND.dtype), x_BHND.transpose(0, 1).flatten(1, 2)
-        score_HC = (centroid_HCD @ x_HMD.sum(1)[..., None])[..., 0]
-        return score_HC, ((centroid_HCD @ (x_HMD.mT @ x_HMD)) * centroid_HCD).sum(-1)
-
-
 def by_scores(
     centroid_HCD: Tensor, x_BHND: Tensor, threshold_HC: Tensor | None, *, window: int, nearest: bool
 ) -> native.Selected:
@@ -54,7 +43,7 @@ def by_scores(
     threshold_XC = None if threshold_HC is None else threshold_HC.repeat(B, 1)
     every = centroid_HCD.repeat(B, 1, 1), x_BHND.flatten(0, 1), threshold_XC
     piece = max(1, MAX_SCORES // max(1, C * N))
-    rows, near = [], []
+    rows, near, sums = [], [], []
     for first in range(0, max(1, B * H), piece):
         centroid, x, threshold = (None if one is None else one[first : first + piece] for one in every)
         assert centroid is not None and x is not None
@@ -63,11 +52,14 @@ def by_scores(
             rows.append(members(score_XCN, threshold, window) + first * C * N)
         if nearest:
             near.append(score_XCN.argmax(-2))
+        if threshold is not None:
+            sums.append(torch.stack([score_XCN.sum(-1), score_XCN.square().sum(-1)]))
     score_M = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64, device=x_BHND.device)
     list_M = score_M // max(1, N)
     count_L = torch.bincount(list_M, minlength=B * H * C)
     row_M = list_M // C * N + score_M % max(1, N)
-    return row_M, count_L, torch.cat(near).view(B, H, N) if near else None
+    moment_2BHC = torch.cat(sums, dim=1).view(2, B, H, C) if sums else None
+    return row_M, count_L, torch.cat(near).view(B, H, N) if near else None, moment_2BHC
 
 
 def members(score_XCN: Tensor, threshold_XC: Tensor | None, window: int) -> Tensor:
