@@ -111,8 +111,8 @@ class Routing(ClusterPattern):
     def assign(self, number: int, x_BHND: Tensor) -> Packed:
         """Return the members of every cluster, of positions or queries (number 0) or keys, `[B, H, N, D]`.
 
-        Of equals it is the earlier position or the first cluster; NaN is worse than every score. In training the
-        centroids gather their statistics here.
+        Of equals it is the earlier position or the first cluster, which takes positions of NaN, too; else NaN is worse
+        than every score. In training the centroids gather their statistics here.
         """
         store, gathers = self.centroids, self.training and not paused.get()
         x_BHND = x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32))
@@ -211,8 +211,8 @@ class Centroids(nn.Module):
             released code): towards the mean of the positions that it scores highest of all centroids; without any it
             stays. "sum": Algorithm 1 as printed, sums of the nearest over a sequence (the mean over the sequences of a
             step); nothing is normalised.
-        threshold_rate: eta. A threshold moves by eta (count / W - 1) deviations of its centroid's scores, where count
-            is what the batch gave the cluster and W what it is to hold; 0: thresholds stay.
+        threshold_rate: eta. Thresholds that choose move by eta (count / W - 1) deviations of their centroid's scores,
+            where count is what the batch gave the cluster and W what it is to hold; 0: thresholds stay.
         keys: "shared" where queries stand for keys; "separate": keys are members of their own, and both are counted
             ("sum": in halves); "projected": the members are W_R (q + k).
 
@@ -357,7 +357,7 @@ class Centroids(nn.Module):
             new_HCD = torch.where(moves_HC1, moved_HCD, old_HCD)
         self.centroid_HCD.copy_(torch.where(sound_H[:, None, None], new_HCD, old_HCD))
         for threshold_HC, seen_XHC in zip((self.threshold_HC, self.key_threshold_HC), self.seen_XHC, strict=True):
-            if self.threshold_rate and threshold_HC is not None:
+            if self.threshold_rate and threshold_HC is not None and bool(seen_XHC[1:].any()):
                 self.move_threshold(threshold_HC, seen_XHC, sound_H)
         self.steps += 1
         self.reset_sums()

@@ -4,7 +4,8 @@
 #include "native.cpp"
 
 // G groups of N positions, in sequences of H heads. A cluster takes what reaches its threshold, or without thresholds
-// its W best; 0: nobody asks. `nearest` may be null, and `moment` where there are no thresholds. `allocate` returns room for the members of all groups.
+// its W best; 0: nobody asks. `nearest` may be null, and `moment` without thresholds. `allocate` returns room for the
+// members of all groups.
 struct Selection {
     const float *centroid, *x, *threshold;  // [H, C, D], [G, N, D], [H, C]
     Int *count, *nearest;                   // members [G, C]; the centroid that scores highest [G, N]
@@ -34,7 +35,6 @@ struct Chooser : Rooms {
     std::vector<Members> lists = std::vector<Members>(p.C);
     std::vector<float> nothing = std::vector<float>(p.C);
     std::vector<float> bar = nothing;  // thresholds, or what a new member must exceed (NaN: nothing)
-
     std::vector<Vec> sums = std::vector<Vec>(p.C), squares = sums;  // of scores
 
     explicit Chooser(Task& p) : p(p) {}

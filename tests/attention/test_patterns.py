@@ -38,6 +38,7 @@ from rtx.attention import (
 )
 from rtx.attention.cache import Cache
 from rtx.attention.pattern import Inputs
+from rtx.attention.selection import centroid_scores
 from rtx.training.hardware import has_compiler
 
 few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -256,6 +257,12 @@ def test_the_kernel_selects_what_torch_selects(selection: str, N: int, W: int, C
             store.threshold_HC.copy_(4 * threshold)
             lists = Routing(store, selection=selection, backend=name).assign(0, x)
             found.append([*lists, *store.sums()])
+            score = centroid_scores(centroid, x)
+            moments, seen = torch.stack([score.sum((0, 3)), score.square().sum((0, 3))]), store.seen_XHC[0, 1:].float()
+            if selection == "causal":
+                torch.testing.assert_close(seen, moments, rtol=1e-5, atol=1e-5, equal_nan=True)
+            else:
+                assert not seen.any()
         for theirs, ours in zip(*found, strict=True):
             torch.testing.assert_close(ours, theirs, equal_nan=True)
 
