@@ -240,8 +240,8 @@ def attend_indexed(
 ) -> tuple[Tensor, Tensor]:
     """Return what `attend_part` does where every row names the rows that it reads, in order of the rows.
 
-    Without the compiled kernel all scores of some queries are computed at a time, and masked: to gather the keys of each
-    query takes longer, but for very long sequences.
+    Without the compiled kernel all scores of some queries are computed at a time, and masked: gathering the keys of
+    each query takes longer, but for very long sequences.
     """
     N, heads, index_RK = part.length, len(q_RD) // part.length, part.index_RK
     if backend == "native":
@@ -265,7 +265,7 @@ def attend_indexed(
 def soft_indexed(
     terms: Terms, N: int, keys: int, head_G: Tensor, k: Tensor, v: Tensor, position_Q: Tensor, q: Tensor, index: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return what `soft_attend` does for queries at some positions, which read none behind the first `keys` positions."""
+    """Return what `soft_attend` does for queries at some positions, which read the first `keys` positions."""
     place_GQK = torch.where(index < 0, keys, index % N)  # one place more for what is none
     mask_GQK = place_GQK.new_zeros(*q.shape[:2], keys + 1, dtype=torch.bool).scatter_(2, place_GQK, True)
     distance_GQK = None
