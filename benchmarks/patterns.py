@@ -251,10 +251,13 @@ def make_pattern(kind: str, size: Size, args: argparse.Namespace, backend: str) 
     return makers[kind]()
 
 
-def worst(name: str, args: argparse.Namespace) -> float:
-    """Return the largest difference of a row's output and gradients from the oracle's, on a small shape."""
+def differences(name: str, args: argparse.Namespace, dtype: str) -> tuple[float, float]:
+    """Return how far a row's output and gradients are from the oracle's, on a small shape.
+
+    The largest difference of numbers, and the largest norm of differences relative to the norm of what is right.
+    """
     torch.manual_seed(0)
-    small = argparse.Namespace(batch=2, heads=2, dim=16, device=args.device, dtype="float32")
+    small = argparse.Namespace(batch=2, heads=2, dim=16, device=args.device, dtype=dtype)
     size = Size("check", 128, 32, 4)
     ours, inputs = make(name, size, small), make_inputs(size, small)
     assert isinstance(ours, Ours)
@@ -265,7 +268,9 @@ def worst(name: str, args: argparse.Namespace) -> float:
         out, _ = call(*inputs)
         gradients = torch.autograd.grad(out, inputs, gradient_BHND.to(out.dtype), allow_unused=True)
         found.append([out.detach(), *(torch.zeros_like(inputs[0]) if x is None else x for x in gradients)])
-    return max(float((mine.double() - theirs).abs().max()) for mine, theirs in zip(*found, strict=True))
+    pairs = [(mine.double() - right, right.double()) for mine, right in zip(*found, strict=True)]
+    most = max(float(gap.abs().max()) for gap, _ in pairs)
+    return most, max(float(gap.norm() / right.norm().clamp(min=1e-9)) for gap, right in pairs)
 
 
 def pairs(name: str, size: Size) -> float:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._triton import has_triton
 
 from rtx.attention import flex, native
 from rtx.attention.packed import Indexed, Part, Reads
@@ -23,6 +24,8 @@ MAX_SCORES_CPU, MAX_SCORES_GPU = 1 << 20, 1 << 26
 """Scores of our own softmax worked on at once: few enough for a CPU's cache, enough to fill a GPU."""
 MAX_MASK = 1 << 24
 """Numbers of a mask held at once."""
+MAX_KEYS = 2048
+"""Keys of a query on average, from which torch's kernels, which take triangles whole, are faster on a GPU."""
 
 
 def attend(
@@ -77,10 +80,10 @@ def attend_part(
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs `[R, D]`, or `joined` those of query members `[P, D]` with their log-sums `[P]`."""
     if backend == "auto":
-        usual = native_refusal(q_RD, terms) is None and native.wanted(backend, part.length)
-        backend = "native" if usual else "torch"
-    if backend == "native" and (why := native_refusal(q_RD, terms)):
-        raise ValueError(f"backend='native' cannot run this ({why}): take backend='torch'")
+        backend = fastest(q_RD, v_RD, part, terms)
+    refusals = {"native": native_refusal, "flex": flex.refusal}
+    if backend in refusals and (why := refusals[backend](q_RD, v_RD, terms)):
+        raise ValueError(f"backend={backend!r} cannot run this ({why}): take backend='torch'")
     if isinstance(part, Indexed):
         return attend_indexed(q_RD, k_RD, v_RD, part, terms, backend)
     if backend == "native":
@@ -90,7 +93,17 @@ def attend_part(
     return by_blocks(q_RD, k_RD, v_RD, part, terms, joined)
 
 
-def native_refusal(q_RD: Tensor, terms: Terms) -> str | None:
+def fastest(q_RD: Tensor, v_RD: Tensor, part: Part, terms: Terms) -> str:
+    """Return what `auto` takes: a compiled engine where it can run, for sequences that are worth its compilation."""
+    if native_refusal(q_RD, v_RD, terms) is None:
+        return "native" if native.wanted("auto", part.length) else "torch"
+    if q_RD.is_cuda and part.length >= native.MIN_LENGTH and isinstance(part, Reads) and has_triton():
+        few = flex.refusal(q_RD, v_RD, terms) is None and int((part.stop_P - part.start_P).sum()) < MAX_KEYS * len(q_RD)
+        return "flex" if few else "torch"
+    return "torch"
+
+
+def native_refusal(q_RD: Tensor, v_RD: Tensor, terms: Terms) -> str | None:
     """Return why the compiled kernel cannot run this, None where it can."""
     if q_RD.device.type != "cpu" or q_RD.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
         return "it computes in float32 on a CPU"

@@ -1,7 +1,7 @@
 """The engine by PyTorch's FlexAttention, for GPUs: one long row of queries and keys, packed list after list.
 
 A block of the mask is kept where one of its queries may read one of its keys, which the lists tell without looking at
-pairs; the mask itself takes a number for each pair of blocks of 128.
+pairs.
 
 Shapes: R rows, P query members and M key members of all lists together, X blocks of queries, D head size.
 """
@@ -18,55 +18,67 @@ from rtx.attention.softmax import Terms
 
 BLOCK = 128
 """Positions of a block of the mask."""
+FORMS = 64
+"""Forms of masks (types, head sizes, hidden ranges) that a process may compile."""
 
 
 @functools.cache
 def compiled():
-    """Return FlexAttention, compiled once a process."""
-    return torch.compile(flex_attention, dynamic=True)
+    """Return FlexAttention, compiled once a process and form of mask; never without the compiler, which is N^2."""
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
 def block_mask(part: Reads) -> BlockMask:
-    """Return the mask of packed queries over packed keys."""
-    P, M = len(part.start_P), len(part.key.row_M)
-    X, Y = -(-P // BLOCK), -(-M // BLOCK)
-    device = part.start_P.device
-    pad = torch.arange(X * BLOCK, device=device).clamp(max=P - 1)
-    empty_P = part.stop_P <= part.start_P
-    low_X = part.start_P.masked_fill(empty_P, M)[pad].view(X, BLOCK).amin(1).clamp(max=M - 1) // BLOCK
-    high_X = (part.stop_P.masked_fill(empty_P, 0)[pad].view(X, BLOCK).amax(1) - 1).clamp(min=0) // BLOCK
-    count_X = (high_X - low_X + 1).clamp(min=0)
-    index_XY = (low_X[:, None] + torch.arange(Y, device=device)).clamp(max=Y - 1)
+    """Return the mask of packed queries over packed keys.
+
+    Neither end of the ranges ever falls, from list to list, so that the blocks that meet one block are neighbours.
+    """
+    P, M, device = len(part.start_P), len(part.key.row_M), part.start_P.device
+    first_X = torch.arange(0, P, BLOCK, device=device)
+    low_X = part.start_P[first_X] // BLOCK
+    high_X = (part.stop_P[(first_X + BLOCK - 1).clamp(max=P - 1)] - 1) // BLOCK
+    block_Y = torch.arange(-(-M // BLOCK), device=device)
+    first_Y, last_Y = torch.searchsorted(high_X, block_Y), torch.searchsorted(low_X, block_Y, right=True) - 1
     start_P, stop_P = part.start_P, part.stop_P
 
     def reads(b, h, i, j):
-        i = i.clamp(max=P - 1)
         seen = (j >= start_P[i]) & (j < stop_P[i])
         for value_M, low_P, high_P in zip(*part.hidden or (), strict=True):
-            value = value_M[j.clamp(max=M - 1)]
+            value = value_M[j]
             seen = seen & ((value < low_P[i]) | (value >= high_P[i]))
         return seen
 
-    return BlockMask.from_kv_blocks(
-        count_X[None, None].int(), index_XY[None, None].int(), BLOCK_SIZE=BLOCK, mask_mod=reads, seq_lengths=(P, M)
-    )
+    keys, queries = neighbours(low_X, high_X, len(block_Y)), neighbours(first_Y, last_Y, len(first_X))
+    return BlockMask((P, M), *keys, None, None, *queries, None, None, (BLOCK, BLOCK), reads)
+
+
+def neighbours(first_X: Tensor, last_X: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """Return how many of the blocks meet each block, and which, from its first to its last."""
+    count_X = (last_X - first_X + 1).clamp(min=0)
+    index_XY = first_X[:, None] + torch.arange(int(count_X.max()), device=first_X.device)
+    return count_X[None, None].int(), index_XY.clamp(max=blocks - 1)[None, None].int()
+
+
+def refusal(q_RD: Tensor, v_RD: Tensor, terms: Terms) -> str | None:
+    """Return why FlexAttention cannot run this, None where it can."""
+    if terms.dropout or terms.by_distance:
+        return "it has no dropout, Shaw's terms or adaptive spans"
+    if q_RD.dtype == torch.float64 or min(q_RD.shape[1], v_RD.shape[1]) < 16:
+        return "it computes in float32 or narrower, with heads of 16 units or more"
+    return None
 
 
 def attend(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Reads, terms: Terms, joined: bool) -> tuple[Tensor, Tensor]:
-    """Return what `rtx.attention.engine.attend_part` does.
-
-    Raises:
-        ValueError: dropout, or terms by distance.
-    """
-    if terms.dropout or terms.by_distance:
-        raise ValueError("backend='flex' has no dropout, Shaw's terms or adaptive spans: take backend='torch'")
+    """Return what `rtx.attention.engine.attend_part` does."""
     row_P, row_M = part.query.row_M, part.key.row_M
     out_RD = v_RD.new_zeros(v_RD.shape)
     if not len(row_P) or not len(row_M):
         return v_RD.new_zeros(len(row_P), v_RD.shape[1]) if joined else out_RD, q_RD.new_full(row_P.shape, -math.inf)
     attention = compiled() if q_RD.device.type != "cpu" else flex_attention
-    q, k, v = q_RD[row_P][None, None], k_RD[row_M][None, None], v_RD[row_M][None, None]
-    out, found = attention(q, k, v, block_mask=block_mask(part), scale=terms.scale, return_aux=AuxRequest(lse=True))
+    q, v = q_RD.index_select(0, row_P)[None, None], v_RD.index_select(0, row_M)[None, None]
+    k = q if k_RD is q_RD and part.key is part.query else k_RD.index_select(0, row_M)[None, None]
+    with torch._dynamo.config.patch(recompile_limit=FORMS):
+        out, found = attention(q, k, v, block_mask=block_mask(part), scale=terms.scale, return_aux=AuxRequest(lse=True))
     sums = found.lse
     assert sums is not None
     seen_P = part.stop_P > part.start_P

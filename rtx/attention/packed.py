@@ -60,7 +60,8 @@ class Reads(NamedTuple):
 
     def times_R(self, rows: int) -> Tensor:
         """Return in how many lists each row has a range."""
-        return torch.bincount(self.query.row_M[self.stop_P > self.start_P], minlength=rows)
+        times_R = torch.zeros(rows, dtype=torch.int64, device=self.start_P.device)
+        return times_R.index_add_(0, self.query.row_M, (self.stop_P > self.start_P).long())
 
 
 class Indexed(NamedTuple):

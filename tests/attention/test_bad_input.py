@@ -120,5 +120,5 @@ def test_another_number_of_heads_is_named(kind: str) -> None:
 
 def test_what_a_backend_or_a_pattern_cannot_do_is_refused() -> None:
     pattern = make(CLUSTERED[0], CASE, backend="flex")
-    with pytest.raises(ValueError, match="backend='flex' has no dropout"):
+    with pytest.raises(ValueError, match=r"backend='flex' cannot run this \(it has no dropout"):
         run(pattern, tensors(pattern, replace(CASE, distances=3)))

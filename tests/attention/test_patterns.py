@@ -9,6 +9,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ import pytest
 import torch
 from cases import CASES, KINDS, SEES_FUTURE, Case, check, drawn, gradients, make, run, stream
 from hypothesis import HealthCheck, example, given, settings
+from torch.nn.attention.flex_attention import BlockMask
 
 import rtx
 from rtx.attention import (
@@ -37,6 +39,7 @@ from rtx.attention import (
     oracle,
 )
 from rtx.attention.cache import Cache
+from rtx.attention.packed import Reads
 from rtx.attention.pattern import Inputs
 from rtx.attention.selection import centroid_scores
 from rtx.training.hardware import has_compiler
@@ -326,7 +329,21 @@ def test_flex_gives_the_same_forward_pass(kind: str, monkeypatch: pytest.MonkeyP
     pattern, here = drawn(kind, case, torch.float32)
     expected = run(pattern, here)
     pattern.backend = "flex"
+    monkeypatch.setattr(flex, "block_mask", partial(checked_mask, flex.block_mask))
     torch.testing.assert_close(run(pattern, here), expected, rtol=1e-4, atol=1e-5)
+
+
+def checked_mask(block_mask: Callable[[Reads], BlockMask], part: Reads) -> BlockMask:
+    """Return the mask, once its blocks, which a CPU does not look at, hold all pairs for queries and for keys."""
+    mask, size = block_mask(part), flex.BLOCK
+    key_M = torch.arange(len(part.key.row_M))
+    pairs = ((key_M >= part.start_P[:, None]) & (key_M < part.stop_P[:, None])).nonzero() // size
+    found = []
+    for count, index in ((mask.kv_num_blocks, mask.kv_indices), (mask.q_num_blocks, mask.q_indices)):
+        assert count is not None and index is not None
+        found.append({(row, x) for row, n in enumerate(count[0, 0]) for x in index[0, 0, row, :n].tolist()})
+    assert found[0] == {(x, y) for y, x in found[1]} >= set(map(tuple, pairs.tolist()))
+    return mask
 
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
