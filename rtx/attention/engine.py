@@ -1,7 +1,7 @@
 """The engine: softmax attention for every pattern, once it is known who reads whom.
 
 `attend` runs one of three implementations that compute the same: torch's kernels on blocks cut from the lists, the
-compiled kernel (`native.py`, a CPU with a C++ compiler), and FlexAttention (`flex.py`, a GPU).
+compiled kernel (`native.py`, a CPU with a C++ compiler), and FlexAttention (`flex.py`, a GPU with Triton).
 
 Shapes: B sequences, H heads, N positions, D head size, R = B * H * N rows, L lists, P query members and M key members
 of all lists together, G blocks of one form, Q query and K key slots of a block.
@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._triton import has_triton
 
 from rtx.attention import flex, native
 from rtx.attention.packed import Indexed, Part, Reads
@@ -24,8 +23,6 @@ MAX_SCORES_CPU, MAX_SCORES_GPU = 1 << 20, 1 << 26
 """Scores of our own softmax worked on at once: few enough for a CPU's cache, enough to fill a GPU."""
 MAX_MASK = 1 << 24
 """Numbers of a mask held at once."""
-MAX_KEYS = 2048
-"""Keys of a query on average, from which torch's kernels, which take triangles whole, are faster on a GPU."""
 
 
 def attend(
@@ -81,9 +78,8 @@ def attend_part(
     """Return the outputs `[R, D]`, or `joined` those of query members `[P, D]` with their log-sums `[P]`."""
     if backend == "auto":
         backend = fastest(q_RD, v_RD, part, terms)
-    refusals = {"native": native_refusal, "flex": flex.refusal}
-    if backend in refusals and (why := refusals[backend](q_RD, v_RD, terms)):
-        raise ValueError(f"backend={backend!r} cannot run this ({why}): take backend='torch'")
+    if backend == "native" and (why := native_refusal(q_RD, terms)):
+        raise ValueError(f"backend='native' cannot run this ({why}): take backend='torch'")
     if isinstance(part, Indexed):
         return attend_indexed(q_RD, k_RD, v_RD, part, terms, backend)
     if backend == "native":
@@ -94,16 +90,15 @@ def attend_part(
 
 
 def fastest(q_RD: Tensor, v_RD: Tensor, part: Part, terms: Terms) -> str:
-    """Return what `auto` takes: a compiled engine where it can run, for sequences that are worth its compilation."""
-    if native_refusal(q_RD, v_RD, terms) is None:
-        return "native" if native.wanted("auto", part.length) else "torch"
-    if q_RD.is_cuda and part.length >= native.MIN_LENGTH and isinstance(part, Reads) and has_triton():
-        few = flex.refusal(q_RD, v_RD, terms) is None and int((part.stop_P - part.start_P).sum()) < MAX_KEYS * len(q_RD)
-        return "flex" if few else "torch"
+    """Return what `auto` takes: a compiled engine where it can run, for what is worth its compilation."""
+    if native_refusal(q_RD, terms) is None and native.wanted("auto", part.length):
+        return "native"
+    if q_RD.is_cuda and isinstance(part, Reads) and not flex.refusal(q_RD, v_RD, terms) and flex.is_faster(part):
+        return "flex"
     return "torch"
 
 
-def native_refusal(q_RD: Tensor, v_RD: Tensor, terms: Terms) -> str | None:
+def native_refusal(q_RD: Tensor, terms: Terms) -> str | None:
     """Return why the compiled kernel cannot run this, None where it can."""
     if q_RD.device.type != "cpu" or q_RD.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
         return "it computes in float32 on a CPU"

@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.utils._triton import has_triton
 
 from rtx.attention.packed import Reads
 from rtx.attention.softmax import Terms
@@ -20,12 +21,21 @@ BLOCK = 128
 """Positions of a block of the mask."""
 FORMS = 64
 """Forms of masks (types, head sizes, hidden ranges) that a process may compile."""
+MIN_LENGTH, MAX_KEYS = 8192, 1024
+"""Positions from which and keys of a query up to which `auto` takes it: benchmarks/results/attention-gpu.json has 8,192
+positions and more, where it is faster with 256 keys and slower with 4,096."""
 
 
 @functools.cache
 def compiled():
     """Return FlexAttention, compiled once a process and form of mask; never without the compiler, which is N^2."""
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+
+
+def is_faster(part: Reads) -> bool:
+    """Tell whether this is likely to be faster on a GPU than torch's kernels, which take triangles whole."""
+    few = part.length >= MIN_LENGTH and has_triton()
+    return few and int((part.stop_P - part.start_P).sum()) <= MAX_KEYS * len(part.start_P)
 
 
 def block_mask(part: Reads) -> BlockMask:
@@ -69,7 +79,9 @@ def refusal(q_RD: Tensor, v_RD: Tensor, terms: Terms) -> str | None:
 
 
 def attend(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Reads, terms: Terms, joined: bool) -> tuple[Tensor, Tensor]:
-    """Return what `rtx.attention.engine.attend_part` does."""
+    """Return what `rtx.attention.engine.attend_part` does; ValueError for what it cannot run."""
+    if why := refusal(q_RD, v_RD, terms):
+        raise ValueError(f"backend='flex' cannot run this ({why}): take backend='torch'")
     row_P, row_M = part.query.row_M, part.key.row_M
     out_RD = v_RD.new_zeros(v_RD.shape)
     if not len(row_P) or not len(row_M):

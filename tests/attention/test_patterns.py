@@ -21,6 +21,7 @@ import pytest
 import torch
 from cases import CASES, KINDS, SEES_FUTURE, Case, check, drawn, gradients, make, run, stream
 from hypothesis import HealthCheck, example, given, settings
+from torch._subclasses import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask
 
 import rtx
@@ -42,6 +43,7 @@ from rtx.attention.cache import Cache
 from rtx.attention.packed import Reads
 from rtx.attention.pattern import Inputs
 from rtx.attention.selection import centroid_scores
+from rtx.attention.softmax import Terms
 from rtx.training.hardware import has_compiler
 
 few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -344,6 +346,19 @@ def checked_mask(block_mask: Callable[[Reads], BlockMask], part: Reads) -> Block
         found.append({(row, x) for row, n in enumerate(count[0, 0]) for x in index[0, 0, row, :n].tolist()})
     assert found[0] == {(x, y) for y, x in found[1]} >= set(map(tuple, pairs.tolist()))
     return mask
+
+
+@pytest.mark.parametrize(
+    ("N", "W", "D", "taken"),
+    [(8192, 256, 16, "flex"), (8191, 256, 16, "torch"), (8192, 8192, 16, "torch"), (8192, 256, 8, "torch")],
+)
+def test_auto_takes_flex_on_a_gpu_where_few_of_many_are_read(N: int, W: int, D: int, taken: str) -> None:
+    x_BHND = torch.zeros(1, 1, N, D)
+    (part,) = Local(window=W).reads(Inputs(*[x_BHND] * 4), prefix=False)
+    with FakeTensorMode():
+        x_RD = torch.empty(N, D, device="cuda")
+    with mock.patch.object(flex, "has_triton", lambda: True):
+        assert engine.fastest(x_RD, x_RD, part, Terms(1.0)) == taken
 
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
