@@ -51,8 +51,8 @@ class Size(NamedTuple):
     C: int
 
 
-INDEXED = ("lsh_rounds", "exact", "blocks", "indexer")
-"""Patterns whose queries name their keys one by one: not for FlexAttention."""
+INDEXED = ("exact", "blocks", "indexer")
+"""Patterns whose queries name their keys one by one, chosen in their own type: not for FlexAttention."""
 
 BLOCK, SUMMARY = 16, 8
 """Positions of a block of `blocks`, and of the summary of a block of `fixed`."""
@@ -268,9 +268,9 @@ def differences(name: str, args: argparse.Namespace, dtype: str) -> tuple[float,
         out, _ = call(*inputs)
         gradients = torch.autograd.grad(out, inputs, gradient_BHND.to(out.dtype), allow_unused=True)
         found.append([out.detach(), *(torch.zeros_like(inputs[0]) if x is None else x for x in gradients)])
-    pairs = [(mine.double() - right, right.double()) for mine, right in zip(*found, strict=True)]
-    most = max(float(gap.abs().max()) for gap, _ in pairs)
-    return most, max(float(gap.norm() / right.norm().clamp(min=1e-9)) for gap, right in pairs)
+    gaps = [(mine.double() - right, right.double()) for mine, right in zip(*found, strict=True)]
+    most = max(float(gap.abs().max()) for gap, _ in gaps)
+    return most, max(float(gap.norm() / right.norm().clamp(min=1e-9)) for gap, right in gaps)
 
 
 def pairs(name: str, size: Size) -> float:

@@ -273,7 +273,7 @@ class HardwareConfig:
     precision: str = one_of("auto", "fp32", "bf16", "tf32", "fp64")
     """Arithmetic: bf16 (mixed), fp32, tf32 (GPU only), fp64 (for tests); auto: bf16 on a GPU, fp32 on a CPU."""
     attention: str = one_of("auto", "torch", "native", "flex")
-    """torch's kernels, C++ built here (native; fp32 on a CPU), FlexAttention (GPU); auto: for long sequences these."""
+    """torch's kernels, C++ built here (native; fp32 on a CPU), FlexAttention (flex; GPU); auto: the fastest."""
     products: str = one_of("onednn", "torch")
     """Large products with weights in fp32 on a CPU: oneDNN's, or torch's own (MKL: may be faster on Intel)."""
     compile: bool = False

@@ -8,6 +8,8 @@ Shapes: R rows, P query members and M key members of all lists together, X block
 
 import functools
 import math
+import os
+import shutil
 
 import torch
 from torch import Tensor
@@ -33,23 +35,30 @@ def compiled():
 
 
 def is_faster(part: Reads) -> bool:
-    """Tell whether this is likely to be faster on a GPU than torch's kernels, which take triangles whole."""
-    few = part.length >= MIN_LENGTH and has_triton()
-    return few and int((part.stop_P - part.start_P).sum()) <= MAX_KEYS * len(part.start_P)
+    """Tell whether `auto` takes this on a GPU rather than torch's kernels, which take triangles whole."""
+    measured = part.length >= MIN_LENGTH and part.hidden is None
+    return measured and can_compile() and int((part.stop_P - part.start_P).sum()) <= MAX_KEYS * len(part.start_P)
+
+
+@functools.cache
+def can_compile() -> bool:
+    """Tell whether Triton is here, and a C compiler, which it needs for what starts its kernels."""
+    return has_triton() and any(shutil.which(name) for name in (os.environ.get("CC") or "gcc", "gcc", "clang"))
 
 
 def block_mask(part: Reads) -> BlockMask:
-    """Return the mask of packed queries over packed keys.
-
-    Neither end of the ranges ever falls, from list to list, so that the blocks that meet one block are neighbours.
-    """
-    P, M, device = len(part.start_P), len(part.key.row_M), part.start_P.device
-    first_X = torch.arange(0, P, BLOCK, device=device)
-    low_X = part.start_P[first_X] // BLOCK
-    high_X = (part.stop_P[(first_X + BLOCK - 1).clamp(max=P - 1)] - 1) // BLOCK
-    block_Y = torch.arange(-(-M // BLOCK), device=device)
-    first_Y, last_Y = torch.searchsorted(high_X, block_Y), torch.searchsorted(low_X, block_Y, right=True) - 1
-    start_P, stop_P = part.start_P, part.stop_P
+    """Return the mask of packed queries over packed keys."""
+    P, M, start_P, stop_P = len(part.start_P), len(part.key.row_M), part.start_P, part.stop_P
+    block_X, block_Y = (torch.arange(-(-n // BLOCK), device=start_P.device) for n in (P, M))
+    # Where ranges never fall, the blocks that meet one block are neighbours.
+    low_X = start_P[block_X * BLOCK] // BLOCK
+    high_X = (stop_P[(block_X * BLOCK + BLOCK - 1).clamp(max=P - 1)] - 1) // BLOCK
+    low_Y, high_Y = torch.searchsorted(high_X, block_Y), torch.searchsorted(low_X, block_Y, right=True) - 1
+    falls = ((start_P.diff() < 0) | (stop_P.diff() < 0)).any()
+    widths = torch.stack([(high_X - low_X).amax() + 1, (high_Y - low_Y).amax() + 1, falls.long()])
+    of_query, of_key, fall = widths.tolist()  # the CPU waits for the GPU once
+    if fall:
+        raise ValueError("backend='flex' needs ranges that never fall from query to query: take backend='torch'")
 
     def reads(b, h, i, j):
         seen = (j >= start_P[i]) & (j < stop_P[i])
@@ -58,15 +67,14 @@ def block_mask(part: Reads) -> BlockMask:
             seen = seen & ((value < low_P[i]) | (value >= high_P[i]))
         return seen
 
-    keys, queries = neighbours(low_X, high_X, len(block_Y)), neighbours(first_Y, last_Y, len(first_X))
+    keys, queries = neighbours(low_X, high_X, of_query, len(block_Y)), neighbours(low_Y, high_Y, of_key, len(block_X))
     return BlockMask((P, M), *keys, None, None, *queries, None, None, (BLOCK, BLOCK), reads)
 
 
-def neighbours(first_X: Tensor, last_X: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    """Return how many of the blocks meet each block, and which, from its first to its last."""
-    count_X = (last_X - first_X + 1).clamp(min=0)
-    index_XY = first_X[:, None] + torch.arange(int(count_X.max()), device=first_X.device)
-    return count_X[None, None].int(), index_XY.clamp(max=blocks - 1)[None, None].int()
+def neighbours(low_X: Tensor, high_X: Tensor, width: int, blocks: int) -> tuple[Tensor, Tensor]:
+    """Return how many of the blocks meet each block, and which: its lowest to its highest, `width` at the most."""
+    index_XY = low_X[:, None] + torch.arange(max(1, width), device=low_X.device)
+    return (high_X - low_X + 1).clamp(min=0)[None, None].int(), index_XY.clamp(max=blocks - 1)[None, None].int()
 
 
 def refusal(q_RD: Tensor, v_RD: Tensor, terms: Terms) -> str | None:
@@ -88,7 +96,8 @@ def attend(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Reads, terms: Terms, 
         return v_RD.new_zeros(len(row_P), v_RD.shape[1]) if joined else out_RD, q_RD.new_full(row_P.shape, -math.inf)
     attention = compiled() if q_RD.device.type != "cpu" else flex_attention
     q, v = q_RD.index_select(0, row_P)[None, None], v_RD.index_select(0, row_M)[None, None]
-    k = q if k_RD is q_RD and part.key is part.query else k_RD.index_select(0, row_M)[None, None]
+    shared = k_RD is q_RD and part.key is part.query  # a view: the compiler's guards want no tensor twice
+    k = q.view(q.shape) if shared else k_RD.index_select(0, row_M)[None, None]
     with torch._dynamo.config.patch(recompile_limit=FORMS):
         out, found = attention(q, k, v, block_mask=block_mask(part), scale=terms.scale, return_aux=AuxRequest(lse=True))
     sums = found.lse
@@ -98,4 +107,4 @@ def attend(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Reads, terms: Terms, 
     if joined:
         return out_PD, sum_P
     share_P = seen_P / part.times_R(len(q_RD)).clamp(min=1)[row_P]
-    return out_RD.index_add(0, row_P, out_PD * share_P[:, None].to(out.dtype)), sum_P
+    return out_RD.index_add(0, row_P, (out_PD * share_P[:, None]).to(out_RD.dtype)), sum_P

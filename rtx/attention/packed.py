@@ -47,7 +47,7 @@ class Hidden(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """Query member p reads the key members start_P[p] to stop_P[p] - 1; both never fall along a list."""
+    """Query member p reads the key members start_P[p] to stop_P[p] - 1, in its list; neither falls from p to p + 1."""
 
     query: Packed
     key: Packed
@@ -125,6 +125,6 @@ def bounded_read(queries: Packed, keys: Packed, length: int, since_N: Tensor, un
     """Every query at position n reads the keys of its list at the positions since_N[n] to until_N[n] - 1."""
     key_order_M = keys.list_M() * length + keys.row_M % max(1, length)
     base_P, position_P = queries.list_M() * length, queries.row_M % max(1, length)
-    start_P = torch.searchsorted(key_order_M, base_P + since_N[position_P].clamp(min=0))
-    stop_P = torch.searchsorted(key_order_M, base_P + until_N[position_P].clamp(min=0))
+    start_P = torch.searchsorted(key_order_M, base_P + since_N[position_P].clamp(0, length))
+    stop_P = torch.searchsorted(key_order_M, base_P + until_N[position_P].clamp(0, length))
     return Reads(queries, keys, start_P, stop_P.maximum(start_P), length)
