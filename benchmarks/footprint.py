@@ -25,8 +25,9 @@ import numpy as np
 DROPOUT = ("model.dropout=0.1", "model.attention_dropout=0.1", "model.ffn_dropout=0.1")
 NO_ROUTING = ("routing.heads=0", "routing.layers=0")
 SMALL = (
-    *("model=tiny", "model.layers=4", "model.hidden=256", "model.heads=4", "model.ffn_hidden=1024", "model.window=256"),
-    *("routing.heads=2", "routing.layers=4", "routing.window=256", "data.length=4096", "trainer.batch_size=4"),
+    *("model=tiny", "routing=causal", "model.layers=4", "model.hidden=256", "model.heads=4", "model.ffn_hidden=1024"),
+    *("model.window=256", "routing.heads=2", "routing.layers=4", "routing.window=256"),
+    *("data.length=4096", "trainer.batch_size=4"),
 )
 PAPER = (
     *("model=rt12", "model.layers=4", "model.hidden=256", "model.heads=4", "model.ffn_hidden=768", "routing.layers=4"),

@@ -13,7 +13,7 @@ from rtx.errors import UserError
 from rtx.options import check_overrides
 
 HASHES = {
-    "": "7f7954436e8c",
+    "": "b72fe5e97c84",
     "routing=causal": "329f75f421df",
     "data=enwik8 model=rt24": "948064e8fff7",
     "experiment=cifar10 seed=3": "4041088e38d3",
@@ -38,6 +38,13 @@ def test_a_command_line_wins_over_presets_and_a_later_group_over_an_earlier() ->
     assert compose(["experiment=smoke", "experiment=null"]) == compose([])
     assert compose(["optimizer.steps=7"]).trainer.steps == 7
     assert compose(["routing=topk", "model=rt24"]).routing.logit_scale == "none"
+
+
+@pytest.mark.parametrize("rows", ["far_text", "mqar"])
+def test_rows_that_are_named_by_a_selection_have_it(rows: str) -> None:
+    names = ("causal", "exact", "blocks", "blocks_random", "indexer", "topk", "random")
+    found = {name: compose([f"experiment={rows}_{name}"]).routing.selection for name in names}
+    assert found == {name: name for name in names}
 
 
 def test_images_fix_the_length_whatever_a_model_writes_and_the_command_line_wins() -> None:
@@ -213,7 +220,7 @@ def test_what_fits() -> None:
         ("data=cifar10 data.tokenizer=words", "data.tokenizer=words has no effect with data.name=cifar10"),
         ("data.vocabulary=500", "data.vocabulary=500 has no effect with data.tokenizer=bytes; it is for sentencepiece"),
         ("routing=blocks_random routing.compressed=true", "has no effect with routing.selection=blocks_random; it is"),
-        ("routing.block=8", "routing.block=8 has no effect with routing.selection=nearest; it is for blocks"),
+        ("routing.block=8", "routing.block=8 has no effect with routing.selection=exact; it is for blocks"),
         ("routing=exact routing.decay=0.5", "routing.decay=0.5 has no effect with routing.selection=exact"),
         ("model.memory=40", "model.memory=40 has no effect with model.base=local; it is for recurrent"),
         ("model.cutoffs=2x5", "model.cutoffs=2x5 has no effect with model.embedding=null; it is for adaptive"),
