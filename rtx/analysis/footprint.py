@@ -235,9 +235,11 @@ def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool, first: b
     most = MAX_SCORES_GPU if gpu else MAX_SCORES_CPU
     distances = {"shaw": model.max_distance, "xl": N + memory_slots(model)}.get(model.positions, 0)
     if isinstance(part, Indexed):  # a number for each key; scores of all keys are worked out some at a time, and again
-        scores = min(most, config.trainer.batch_size * config.routing.heads * N * N)
+        every = config.trainer.batch_size * config.routing.heads * N * N
+        scores = min(most, every)
         again = 0 if natively else wide * (6.0 * scores + 3.0 * scores / N * distances)
-        return Kept(3 * N * narrow, INDEX * part.index_RK.numel(), again)
+        kept = (wide + 2 + INDEX * by_distance) * N * N if every <= MAX_SCORES_CPU and not natively else 0
+        return Kept(3 * N * narrow, INDEX * part.index_RK.numel() + kept, again)
     if natively:  # keys that are the normalised queries are there once; lists; a sum and a factor for each query
         of_keys, own_keys = len(part.key.row_M), pattern.has_keys or not isinstance(pattern, Routing | Random)
         lists = (3 * INDEX + 8) * len(part.start_P) + INDEX * (0 if part.query is part.key else of_keys)

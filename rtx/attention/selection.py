@@ -84,15 +84,20 @@ def joins(score_XCN: Tensor, threshold_XC: Tensor | None) -> Tensor:
 
 
 def best_places(score: Tensor, count: int) -> Tensor:
-    """Return the places of the `count` best along the last dimension (all of a shorter one); of equals the earlier."""
+    """Return the places of the `count` best along the last dimension (all of a shorter one), in any order.
+
+    Of equals it is the earlier.
+    """
     N = score.shape[-1]
     if count >= N:
         return torch.arange(N, device=score.device).expand(score.shape)
-    value, at = score.topk(count + 1, dim=-1)
-    tied = (value[..., count] == value[..., count - 1]) & (value[..., count] > -math.inf)
+    value, at = score.topk(count + 1, dim=-1, sorted=False)
+    worst, place = value.min(dim=-1, keepdim=True)
+    at = at.scatter(-1, place, at[..., count:])[..., :count]
+    tied = ((value == worst).sum(-1) > 1) & (worst[..., 0] > -math.inf)
     if bool(tied.any()):  # which of equals torch takes is its own affair
-        at[tied] = score[tied].sort(dim=-1, descending=True, stable=True).indices[:, : count + 1]
-    return at[..., :count]
+        at[tied] = score[tied].sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    return at
 
 
 def tie_margin(centroid_HCD: Tensor, dtype: torch.dtype) -> Tensor:

@@ -99,11 +99,11 @@ def soft_attend(
     return out_GQD.masked_fill(none_GQ1, 0.0), sum_GQ.masked_fill(none_GQ1[..., 0], float("-inf"))
 
 
-def recomputed(function: Callable[..., Any], *inputs: Any) -> Any:
-    """Return function(*inputs); what it computes on the way is computed again in the backward pass, not kept.
+def recomputed(function: Callable[..., Any], *inputs: Any, kept: bool = False) -> Any:
+    """Return function(*inputs); what it computes on the way is computed again in the backward pass, unless `kept`.
 
     The same dropout mask is drawn again. What the function has otherwise is kept, in recomputed blocks, too.
     """
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not kept:
         return checkpoint(function, *inputs, use_reentrant=False)
     return function(*inputs)
