@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from rtx.compose import digest, read_values
+from rtx.config import all_fields
 from rtx.disk import read_file
 from rtx.errors import DAMAGED, printable
 from rtx.evaluation.protocols import memory_phrases, spans, stamp_phrases
@@ -248,8 +249,9 @@ def suspicions(cell: Cell) -> list[str]:
 
 
 def read_config(path: Path, found: Collection) -> dict[str, Any]:
+    """Return a run's values by dotted keys; a key that is newer than the run has its default."""
     try:
-        return read_values(path)
+        return {key: known.default for key, known in all_fields().items()} | read_values(path)
     except (OSError, ValueError, yaml.YAMLError) as error:
         found.problems.append(f"{path}: cannot be read ({str(error).splitlines()[0]}); listed without configuration")
         return {}
