@@ -29,7 +29,8 @@ TIME_FIELDS = frozenset({"time", "seconds", "tokens_per_second", "data_share", "
 """Fields of a row that are measured by clock or machine; all others repeat exactly after a resume."""
 
 SIZES = (
-    *("data=text", "data.length=32", "model=tiny", "model.layers=2", "model.hidden=16", "model.heads=2"),
+    *("data=text", "data.length=32", "model=tiny", "routing=nearest"),
+    *("model.layers=2", "model.hidden=16", "model.heads=2"),
     *("model.ffn_hidden=16", "model.window=8", "routing.heads=1", "routing.layers=1", "routing.window=8"),
     *("model.dropout=0.1", "model.attention_dropout=0.1", "model.ffn_dropout=0.1"),
     *("trainer.steps=12", "trainer.batch_size=4", "trainer.micro_batch_size=2", "trainer.val_windows=5"),

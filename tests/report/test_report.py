@@ -88,7 +88,7 @@ def test_the_best_of_several_rows_is_reported_by_seeds_that_did_not_choose_it_if
     for seed in range(6):
         write_run(tmp_path, config("far_text_causal", seed=seed, **LOCAL), bits=2.5 + 0.01 * (seed % 2))
     answer = built(tmp_path).answer
-    assert answer and answer.lines[1] == "routing (nearest): best of 2 (heads=2), by 3 seeds that did not choose it."
+    assert answer and answer.lines[1] == "routing (causal): best of 2 (heads=2), by 3 seeds that did not choose it."
     row = next(row for row in answer.rows if row["heads"].startswith("routing"))
     assert row["seeds"] == 3 and row["of"] == 2 and row["ours"] == pytest.approx(2.04)
     for values, lr in itertools.product((LOCAL, CAUSAL), (0.1, 0.2)):
@@ -188,7 +188,7 @@ def test_all_rows_have_means_by_seed_the_best_checkpoints_score_and_names_of_wha
         values = {"routing__window": window, "hardware__threads": threads}
         run = write_run(tmp_path, config("far_text_causal", seed=seed, **values), bits=bits)
     table = rows_of(built(tmp_path), "All rows")
-    assert column(table, "run") == ["local", "routing (nearest): window=64", "routing (nearest): window=128"]
+    assert column(table, "run") == ["local", "routing (causal): window=64", "routing (causal): window=128"]
     assert (column(table, "ours"), column(table, "seeds")) == ([2.0, pytest.approx(2.2), 2.9], [1, 2, 1])
     assert column(table, "note")[1] == "seed 0: mean of 2 runs"
     write_eval(run, 3.2, checkpoint={"name": "last", "step": 2000})
