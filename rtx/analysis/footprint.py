@@ -238,7 +238,8 @@ def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool, first: b
         every = config.trainer.batch_size * config.routing.heads * N * N
         scores = min(most, every)
         again = 0 if natively else wide * (6.0 * scores + 3.0 * scores / N * distances)
-        kept = (wide + 2 + INDEX * by_distance) * N * N if every <= MAX_SCORES_CPU and not natively else 0
+        each = wide + 3 + (INDEX + wide + 2) * by_distance + (wide + 2) * (model.attention_dropout > 0)
+        kept = each * N * N if every <= MAX_SCORES_CPU and not natively else 0
         return Kept(3 * N * narrow, INDEX * part.index_RK.numel() + kept, again)
     if natively:  # keys that are the normalised queries are there once; lists; a sum and a factor for each query
         of_keys, own_keys = len(part.key.row_M), pattern.has_keys or not isinstance(pattern, Routing | Random)

@@ -92,7 +92,7 @@ def best_places(score: Tensor, count: int) -> Tensor:
     if count >= N:
         return torch.arange(N, device=score.device).expand(score.shape)
     value, at = score.topk(count + 1, dim=-1, sorted=False)
-    worst, place = value.min(dim=-1, keepdim=True)
+    worst, place = value.masked_fill(value.isnan(), math.inf).min(dim=-1, keepdim=True)  # topk has NaN first
     at = at.scatter(-1, place, at[..., count:])[..., :count]
     tied = ((value == worst).sum(-1) > 1) & (worst[..., 0] > -math.inf)
     if bool(tied.any()):  # which of equals torch takes is its own affair

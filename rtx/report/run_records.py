@@ -243,7 +243,8 @@ def suspicions(cell: Cell) -> list[str]:
     rows = read_lines(cell.folder / "resumes.jsonl", Collection())
     if changed := [key for row in rows for key in row["changed"]]:
         return [f"{cell.name}: resumed with other values of {', '.join(dict.fromkeys(changed))}"]
-    if re.fullmatch("[0-9a-f]{12}", cell.folder.name) and cell.config and digest(cell.config) != cell.folder.name:
+    is_hash = re.fullmatch("[0-9a-f]{12}", cell.folder.name) and cell.config
+    if is_hash and digest(read_values(cell.folder / "config.yaml")) != cell.folder.name:
         return [f"{cell.name}: its configuration changed under the sweep; its name is the hash of another"]
     return []
 

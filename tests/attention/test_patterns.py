@@ -354,7 +354,7 @@ def checked_mask(block_mask: Callable[[Reads], BlockMask], part: Reads) -> Block
 )
 def test_auto_takes_flex_on_a_gpu_where_few_of_many_are_read(N: int, W: int, D: int, taken: str) -> None:
     x_BHND = torch.zeros(1, 1, N, D)
-    (part,) = Local(window=W).reads(Inputs(*[x_BHND] * 4), prefix=False)
+    (part,) = Local(window=W).reads(Inputs(x_BHND, x_BHND, x_BHND, x_BHND), prefix=False)
     with FakeTensorMode():
         x_RD = torch.empty(N, D, device="cuda")
     with mock.patch.object(flex, "can_compile", lambda: True):
