@@ -234,7 +234,8 @@ def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool, first: b
     natively = native_wished and plain and precision_on(config.hardware, gpu=False) == "fp32"
     most = MAX_SCORES_GPU if gpu else MAX_SCORES_CPU
     distances = {"shaw": model.max_distance, "xl": N + memory_slots(model)}.get(model.positions, 0)
-    if isinstance(part, Indexed):  # a number for each key; scores of all keys are worked out some at a time, and again
+    # A number for each key; scores of all keys are worked out some at a time, and again, but for few, which are kept.
+    if isinstance(part, Indexed):
         every = config.trainer.batch_size * config.routing.heads * N * N
         scores = min(most, every)
         again = 0 if natively else wide * (6.0 * scores + 3.0 * scores / N * distances)

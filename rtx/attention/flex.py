@@ -14,7 +14,7 @@ import shutil
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
-from torch.utils._triton import has_triton
+from torch.utils._triton import has_triton  # no public function tells whether torch can use Triton
 
 from rtx.attention.packed import Reads
 from rtx.attention.softmax import Terms
@@ -30,7 +30,7 @@ positions and more, where it is faster with 256 keys and slower with 4,096."""
 
 @functools.cache
 def compiled():
-    """Return FlexAttention, compiled once a process and form of mask; never without the compiler, which is N^2."""
+    """Return FlexAttention, compiled at its first call, or an error: without the compiler it holds N^2 scores."""
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
@@ -98,7 +98,7 @@ def attend(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Reads, terms: Terms, 
     q, v = q_RD.index_select(0, row_P)[None, None], v_RD.index_select(0, row_M)[None, None]
     shared = k_RD is q_RD and part.key is part.query  # a view: the compiler's guards want no tensor twice
     k = q.view(q.shape) if shared else k_RD.index_select(0, row_M)[None, None]
-    with torch._dynamo.config.patch(recompile_limit=FORMS):
+    with torch._dynamo.config.patch(recompile_limit=FORMS):  # torch 2.11's torch.compile has no argument for it
         out, found = attention(q, k, v, block_mask=block_mask(part), scale=terms.scale, return_aux=AuxRequest(lse=True))
     sums = found.lse
     assert sums is not None

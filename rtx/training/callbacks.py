@@ -103,9 +103,8 @@ class Watch(Callback):
             return  # within a step
         step, plan = trainer.global_step, self.plan
         look = 8 if pl_module.device.type == "cuda" else 1  # each look at numbers makes the CPU wait for the device
-        due = step == 1 or any(
-            step % every == 0 for every in (plan.log_every, plan.val_every, plan.checkpoint_every, look)
-        )
+        steps = plan.log_every, plan.val_every, plan.checkpoint_every, look
+        due = math.isnan(self.bits) or any(step % every == 0 for every in steps)  # a run's first step has no bits yet
         stop = self.agree(trainer) if due or step >= plan.steps else 0
         self.pace = (step - self.row_step) * self.units_per_step / max(1e-9, time.monotonic() - self.mark)
         if step % plan.log_every == 0 or trainer.should_stop:

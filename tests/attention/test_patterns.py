@@ -42,7 +42,7 @@ from rtx.attention import (
 from rtx.attention.cache import Cache
 from rtx.attention.packed import Reads
 from rtx.attention.pattern import Inputs
-from rtx.attention.selection import centroid_scores
+from rtx.attention.selection import best_places, centroid_scores
 from rtx.attention.softmax import Terms
 from rtx.training.hardware import has_compiler
 
@@ -61,6 +61,11 @@ def test_outputs_and_gradients_are_the_oracles_and_streams_give_the_same(kind: s
         for piece in pieces:
             stack.enter_context(mock.patch.object(*piece))
         check(make(kind, case), case)
+
+
+def test_of_the_best_scores_nan_is_the_first_and_equals_are_the_earlier() -> None:
+    score = torch.tensor([[1, math.nan, 3, 2], [2, 3, 2, 2], [-math.inf, 1, -math.inf, 0]])
+    assert best_places(score, 2).sort().values.tolist() == [[1, 2], [0, 1], [1, 3]]
 
 
 @pytest.mark.parametrize("kind", ["exact", "indexer", "blocks"])
