@@ -5,7 +5,7 @@ a piece, G blocks of b positions.
 """
 
 import math
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +15,9 @@ from rtx.attention import oracle
 from rtx.attention.arguments import check_positive, check_seed, check_within
 from rtx.attention.cache import Cache, GrowingCache, RowCache, place
 from rtx.attention.packed import Indexed, Packed, Part, members_read
-from rtx.attention.pattern import Inputs, Pattern, routed_options
+from rtx.attention.pattern import Inputs, Pattern
 from rtx.attention.selection import MAX_SCORES, best_places
 from rtx.attention.softmax import Relative, recomputed
-from rtx.config import Config
 
 
 class Choice(Pattern):
@@ -91,43 +90,31 @@ class Exact(Choice):
     The scores are the attention's own logits (Shaw's terms left out), held for some queries at a time.
     """
 
-    @classmethod
-    def from_config(cls, config: Config, heads: int, layer: int) -> Self:
-        return cls(window=config.routing.window, **routed_options(config))
-
 
 class Indexer(Choice):
     """A small indexer for each head chooses `window` past keys (DeepSeek sparse attention, without its gates).
 
-    Scores are products of `size` units of the query and of the key, by matrices of their own. They learn by the
+    Scores are products of `units` numbers of the query and of the key, by matrices of their own. They learn by the
     Kullback-Leibler divergence to the head's attention, with queries and keys detached: over the whole prefix for the
     first `warmup` steps (`after_step` counts them), in which the head reads everything, then over the keys that are
     chosen. O(N^2) in scores.
 
     Args:
-        heads, size_of_head: H and D.
-        size: units of the indexer.
+        heads, size: H and D.
+        units: of the indexer.
         warmup: training steps for which the head is dense.
     """
 
-    def __init__(self, heads: int, size_of_head: int, *, size: int = 16, warmup: int = 0, **given: Any) -> None:
+    def __init__(self, heads: int, size: int, *, units: int = 16, warmup: int = 0, **given: Any) -> None:
         super().__init__(**given)
-        check_positive(size_of_head=size_of_head, size=size)
+        check_positive(size=size, units=units)
         check_positive(0, heads=heads, warmup=warmup)
-        self.heads, self.size, self.warmup = heads, size_of_head, warmup
-        deviation = size_of_head**-0.5
-        self.query_HDE = nn.Parameter(torch.randn(heads, size_of_head, size) * deviation)
-        self.key_HDE = nn.Parameter(torch.randn(heads, size_of_head, size) * deviation)
+        self.heads, self.size, self.warmup = heads, size, warmup
+        self.query_HDE, self.key_HDE = (nn.Parameter(torch.randn(heads, size, units) * size**-0.5) for _ in range(2))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.steps: Tensor
         self.chosen: Tensor | None = None
         """Rows of the keys that `reads` chose in training, `[B, H, N, K]`, until `loss` has taken them."""
-
-    @classmethod
-    def from_config(cls, config: Config, heads: int, layer: int) -> Self:
-        size, routing = config.model.hidden // config.model.heads, config.routing
-        own = {"window": routing.window, "warmup": routing.warmup}
-        return cls(heads, size, **own, **routed_options(config))
 
     def choice_queries(self, given: Inputs) -> Tensor:
         scaled_HDE = self.query_HDE * self.query_HDE.shape[-1] ** -0.5
@@ -211,13 +198,6 @@ class Blocks(Choice):
         check_within("block", block, self.window, "window")
         self.heads, self.size, self.block, self.count = heads, size, block, self.window // block
         self.gate_H2D = nn.Parameter(torch.zeros(heads, 2, size)) if compressed else None
-
-    @classmethod
-    def from_config(cls, config: Config, heads: int, layer: int) -> Self:
-        size, routing = config.model.hidden // config.model.heads, config.routing
-        own = {"window": routing.window, "block": routing.block, "compressed": routing.compressed}
-        drawn = {"seed": config.seed * 1_000 + layer} if issubclass(cls, RandomBlocks) else {}
-        return cls(heads, size, **own, **drawn, **routed_options(config))
 
     def means(self, x_BHND: Tensor) -> Tensor:
         """Return the mean of every finished block, `[B, H, G, D]`."""

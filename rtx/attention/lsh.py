@@ -9,7 +9,7 @@ Shapes: B sequences, H heads, N positions, D head size, T hash rounds, C buckets
 S slots of a bucket, K = T * S.
 """
 
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,9 @@ from rtx.attention import oracle
 from rtx.attention.arguments import check_choice, check_positive, check_seed
 from rtx.attention.cache import Cache, ClusterCache, mask_without_self
 from rtx.attention.packed import Hidden, Packed, Part, Reads, pack
-from rtx.attention.pattern import ClusterPattern, Inputs, options
+from rtx.attention.pattern import ClusterPattern, Inputs
 from rtx.attention.selection import MAX_SCORES
 from rtx.attention.softmax import Relative
-from rtx.config import Config, hash_buckets
 
 
 @torch.no_grad()
@@ -55,10 +54,12 @@ class Lsh(ClusterPattern):
             the borders of chunks. With `prefix` the chunks are cut for each position from the prefix that ends with it.
     """
 
+    decided = ("attend_self",)
+
     def __init__(
         self, heads: int, size: int, *, rounds: int, buckets: int, seed: int, variant: str = "causal", **given: Any
     ) -> None:
-        super().__init__(keys=False, attend_self=False, merge="mean" if rounds == 1 else "lse", **given)
+        super().__init__(has_keys=False, attend_self=False, merge="mean" if rounds == 1 else "lse", **given)
         check_choice("variant", variant, ("causal", "reformer"))
         check_positive(0, heads=heads)
         check_positive(size=size, rounds=rounds, buckets=buckets)
@@ -76,14 +77,6 @@ class Lsh(ClusterPattern):
             rotation_TDF.normal_(generator=generator)
         self.register_buffer("rotation_HTDF", rotation_HTDF, persistent=False)
         self.rotation_HTDF: Tensor
-
-    @classmethod
-    def from_config(cls, config: Config, heads: int, layer: int) -> Self:
-        model = config.model
-        own = {"window": model.window, "rounds": model.hash_rounds, "buckets": hash_buckets(config)}
-        given = options(config) | {"seed": config.seed * 1_000 + layer}
-        del given["attend_self"]
-        return cls(heads, model.hidden // model.heads, variant=model.lsh, **own, **given)
 
     def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the queries, and as keys the same at unit norm; those far shorter than 1e-3 stay short."""

@@ -5,9 +5,10 @@ Shapes: B sequences, H heads of one kind, N positions, D head size, P parts' lis
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -28,7 +29,8 @@ from rtx.attention.engine import BACKENDS, MERGES, attend
 from rtx.attention.packed import Packed, Part, bounded_read, members_read, pack, without_self
 from rtx.attention.selection import normalise
 from rtx.attention.softmax import Relative, Terms
-from rtx.config import Config, reads_self
+from rtx.config import Config, clusters, hash_buckets, memory_slots, reads_self
+from rtx.errors import UserError
 
 Rotate = Callable[..., Tensor]
 """Turns queries or keys by their positions, the first of which is `first`: `rotate(x_BHND, first=0)`."""
@@ -72,6 +74,8 @@ class Pattern(nn.Module, ABC):
     heads: int | None = None
     """H and D of the inputs, where a pattern's own tensors have them."""
     size: int | None = None
+    decided: tuple[str, ...] = ()
+    """Arguments of classes above that this one gives, so that no configuration does."""
 
     def __init__(
         self,
@@ -90,9 +94,9 @@ class Pattern(nn.Module, ABC):
         self.attend_self = self.attend_self if attend_self is None else attend_self
 
     @classmethod
-    def from_config(cls, config: Config, heads: int, layer: int) -> Self:
-        """Return `heads` heads of a layer (0 is the lowest), as a resolved configuration describes them."""
-        return cls(**options(config))
+    def from_config(cls, known: Mapping[str, Any]) -> Self:
+        """Return the heads that a configuration describes; `known`: what `keys_of` returns."""
+        return cls(**of_configuration(cls, known))
 
     def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return queries and keys as choices and logits use them."""
@@ -216,7 +220,7 @@ class ClusterPattern(Pattern):
     Queries and keys are normalised (LayerNorm without scale or bias), but for hashing.
 
     Args:
-        keys: whether keys are given, else the queries stand for them.
+        has_keys: whether keys are given, else the queries stand for them.
         window: W.
         attend_self: false: a position reads itself only where it sees nothing else; None: so where queries stand for
             keys, as a vector is nearest to itself.
@@ -225,12 +229,12 @@ class ClusterPattern(Pattern):
     """
 
     def __init__(
-        self, *, keys: bool, window: int, attend_self: bool | None = None, merge: str = "mean", **given: Any
+        self, *, has_keys: bool, window: int, attend_self: bool | None = None, merge: str = "mean", **given: Any
     ) -> None:
-        super().__init__(attend_self=keys if attend_self is None else attend_self, **given)
+        super().__init__(attend_self=has_keys if attend_self is None else attend_self, **given)
         check_positive(window=window)
         check_choice("merge", merge, MERGES)
-        self.has_keys, self.window, self.merge = keys, window, merge
+        self.has_keys, self.window, self.merge = has_keys, window, merge
 
     def prepare(self, q_BHND: Tensor, k_BHND: Tensor | None) -> tuple[Tensor, Tensor]:
         q_BHND = normalise(q_BHND)
@@ -259,18 +263,39 @@ class ClusterPattern(Pattern):
         """
 
 
-def options(config: Config) -> dict[str, Any]:
-    """Return what all patterns take from a configuration."""
-    model, backend = config.model, config.hardware.attention
-    own = {"scale": (model.hidden // model.heads) ** -0.5, "dropout": model.attention_dropout, "backend": backend}
-    return own | {"attend_self": model.attend_self}
+def keys_of(config: Config, heads: int, layer: int, routed: bool) -> dict[str, Any]:
+    """Return what a resolved configuration says to some heads of a layer (0 is the lowest), by names of arguments.
+
+    The keys of `routing` for the heads that these describe, else those of `model`, by their own names; then what is
+    called otherwise or made of several.
+    """
+    model, routing, size = config.model, config.routing, config.model.hidden // config.model.heads
+    known = {**vars(routing if routed else model), "heads": heads, "size": size, "length": config.data.length}
+    known |= {"dropout": model.attention_dropout, "backend": config.hardware.attention, "scale": size**-0.5}
+    known |= {"seed": config.seed * 1_000 + layer}
+    if routed:
+        keys = "separate" if routing.keys == "tied" else routing.keys
+        scale = {"sqrt_d": size**-0.5, "none": 1.0, "unit": 1 / size}[routing.logit_scale]
+        known |= {"clusters": clusters(config), "keys": keys, "has_keys": keys != "shared"}
+        return known | {"scale": scale, "attend_self": reads_self(routing)}
+    known |= {"memory": memory_slots(model), "block": model.stride, "ramp": model.span_ramp, "cost": model.span_cost}
+    return known | {"variant": model.lsh, "rounds": model.hash_rounds, "buckets": hash_buckets(config)}
 
 
-def routed_options(config: Config) -> dict[str, Any]:
-    """Return what the patterns that `routing` describes take from a configuration."""
-    routing, size = config.routing, config.model.hidden // config.model.heads
-    scale = {"sqrt_d": size**-0.5, "none": 1.0, "unit": 1 / size}[routing.logit_scale]
-    return {**options(config), "scale": scale, "attend_self": reads_self(routing)}
+def of_configuration(kind: type, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a class, and of those above that it hands further ones to, as far as they are known."""
+    names, decided = [], getattr(kind, "decided", ())
+    for each in (each for each in kind.__mro__ if "__init__" in vars(each)):
+        _, *own = inspect.signature(each.__init__).parameters.values()
+        named = [one for one in own if one.kind is not one.VAR_KEYWORD]
+        lacking = [one.name for one in named if one.default is one.empty and one.name not in known]
+        if lacking and not names:
+            asked = f"{kind.__name__} takes {', '.join(lacking)}, which no key of its heads is called"
+            raise UserError(f"{asked}: give a default, or write a from_config, as docs/attention.md has it")
+        names += [one.name for one in named if one.name in known and one.name not in decided]
+        if named == own:
+            break
+    return {name: known[name] for name in names}
 
 
 def turn(x_BHND: Tensor, rotate: Rotate | None, first: int = 0) -> Tensor:

@@ -6,7 +6,7 @@ Shapes: H heads, C clusters, N positions, W attention window, M distances.
 """
 
 import math
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +22,8 @@ from rtx.attention.pattern import (
     Inputs,
     PositionPattern,
     Spread,
-    options,
-    routed_options,
 )
 from rtx.attention.softmax import Relative, Terms
-from rtx.config import Config, clusters, memory_slots
 
 
 class Full(ContiguousPattern):
@@ -48,10 +45,6 @@ class Local(ContiguousPattern):
         check_positive(window=window)
         self.window = self.keeps = window
 
-    @classmethod
-    def from_config(cls, config: Config, heads: int, layer: int) -> Self:
-        return cls(window=config.model.window, **options(config))
-
     def since(self, i: Tensor) -> Tensor:
         return i + 1 - self.window
 
@@ -70,12 +63,6 @@ class Recurrent(ContiguousPattern):
         self.length, self.memory, self.same_length = length, memory, same_length
         self.keeps = memory if same_length else length + memory
 
-    @classmethod
-    def from_config(cls, config: Config, heads: int, layer: int) -> Self:
-        model = config.model
-        own = {"length": config.data.length, "memory": memory_slots(model), "same_length": model.same_length}
-        return cls(**own, **options(config))
-
     def since(self, i: Tensor) -> Tensor:
         return (i + 1 if self.same_length else i // self.length * self.length) - self.memory
 
@@ -90,10 +77,6 @@ class Strided(PositionPattern):
         super().__init__(**given)
         check_positive(stride=stride)
         self.stride = stride
-
-    @classmethod
-    def from_config(cls, config: Config, heads: int, layer: int) -> Self:
-        return cls(stride=config.model.stride, **options(config))
 
     def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
         remainder_N = position_N % self.stride
@@ -117,10 +100,6 @@ class Fixed(PositionPattern):
         check_within("summary", summary, block, "block")
         self.block, self.summary = block, summary
 
-    @classmethod
-    def from_config(cls, config: Config, heads: int, layer: int) -> Self:
-        return cls(block=config.model.stride, summary=config.model.summary, **options(config))
-
     def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
         """The own block's list, and the list of all summary columns of the head."""
         own_N, none_N = position_N // self.block, torch.zeros_like(position_N)
@@ -138,22 +117,14 @@ class Fixed(PositionPattern):
         return (i // self.block == j // self.block) | self.is_summary(head, j)
 
 
-class FixedBlock(Fixed):
+class FixedBlock(Recurrent):
     """Position i reads its own block up to itself: the first of the fixed pattern's parts on heads of its own."""
 
+    decided = ("length", "memory", "same_length")
+
     def __init__(self, *, block: int, **given: Any) -> None:
-        super().__init__(block=block, summary=1, **given)
-        self.keeps = block
-
-    @classmethod
-    def from_config(cls, config: Config, heads: int, layer: int) -> Self:
-        return cls(block=config.model.stride, **options(config))
-
-    def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
-        return super().spreads(position_N, heads)[:1]
-
-    def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
-        return i // self.block == j // self.block
+        check_positive(block=block)
+        super().__init__(length=block, memory=0, **given)
 
 
 class FixedSummary(Fixed):
@@ -184,6 +155,7 @@ class AdaptiveSpan(ContiguousPattern):
     """
 
     reads_all_kept = True
+    decided = ("attend_self",)
 
     def __init__(self, heads: int, *, window: int, ramp: int = 32, cost: float = 0.0, **given: Any) -> None:
         super().__init__(attend_self=True, **given)  # a key within reach may weigh nothing, the own one never
@@ -192,12 +164,6 @@ class AdaptiveSpan(ContiguousPattern):
         check_number("cost", cost, "finite and at least 0", lambda x: 0 <= x < math.inf)
         self.heads, self.window, self.ramp, self.cost = heads, window, ramp, cost
         self.share_H = nn.Parameter(torch.zeros(heads))
-
-    @classmethod
-    def from_config(cls, config: Config, heads: int, layer: int) -> Self:
-        model, given = config.model, options(config)
-        del given["attend_self"]
-        return cls(heads, window=model.window, ramp=model.span_ramp, cost=model.span_cost, **given)
 
     def spans(self) -> Tensor:
         """Return the spans in positions, `[H]`, at least in float32."""
@@ -246,8 +212,10 @@ class Random(ClusterPattern):
     `length`) alone. Later positions go on with the same members over and over. Other options: see `ClusterPattern`.
     """
 
-    def __init__(self, heads: int, clusters: int, *, length: int, seed: int, keys: bool = False, **given: Any) -> None:
-        super().__init__(keys=keys, **given)
+    def __init__(
+        self, heads: int, clusters: int, *, length: int, seed: int, has_keys: bool = False, **given: Any
+    ) -> None:
+        super().__init__(has_keys=has_keys, **given)
         check_positive(0, heads=heads)
         check_positive(clusters=clusters, length=length)
         check_seed(seed)
@@ -255,13 +223,6 @@ class Random(ClusterPattern):
         position_HCW = random_positions(heads, clusters, length, self.window, seed)
         self.register_buffer("position_HCW", position_HCW, persistent=False)
         self.position_HCW: Tensor
-
-    @classmethod
-    def from_config(cls, config: Config, heads: int, layer: int) -> Self:
-        routing = config.routing
-        drawn = {"length": config.data.length, "seed": config.seed * 1_000 + layer}
-        own = {"window": routing.window, "merge": routing.merge, **drawn, **routed_options(config)}
-        return cls(heads, clusters(config), keys=routing.keys != "shared", **own)
 
     def lists(self, given: Inputs) -> list[Packed]:
         (B, H, N, _), device = given.q_BHND.shape, self.position_HCW.device

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from statistics import NormalDist
 from typing import Any, Self
@@ -26,9 +26,8 @@ from rtx.attention import native, oracle
 from rtx.attention.arguments import check_choice, check_number, check_positive
 from rtx.attention.cache import ClusterCache
 from rtx.attention.packed import Hidden, Packed, Part, members_read, pack
-from rtx.attention.pattern import ClusterPattern, Inputs, Pattern, routed_options
+from rtx.attention.pattern import ClusterPattern, Inputs, Pattern, of_configuration
 from rtx.attention.selection import PrefixTopK, arrivals, by_scores, centroid_scores, joins, tie_margin
-from rtx.config import Config, clusters
 
 paused: ContextVar[bool] = ContextVar("statistics_paused", default=False)
 
@@ -52,8 +51,10 @@ class Routing(ClusterPattern):
         commitment: weight of the mean squared distance between what is clustered and its nearest centroid.
     """
 
+    decided = ("has_keys", "window")
+
     def __init__(self, centroids: Centroids, *, selection: str, commitment: float = 0.0, **given: Any) -> None:
-        super().__init__(keys=centroids.keys != "shared", window=centroids.window, **given)
+        super().__init__(has_keys=centroids.keys != "shared", window=centroids.window, **given)
         check_choice("selection", selection, ("causal", "topk", "nearest"))
         check_number("commitment", commitment, "finite and at least 0", lambda x: 0 <= x < math.inf)
         self.centroids, self.selection, self.commitment = centroids, selection, commitment
@@ -63,15 +64,9 @@ class Routing(ClusterPattern):
         """The members in the last training batch (of its last padding), and how many rows it had, for telemetry."""
 
     @classmethod
-    def from_config(cls, config: Config, heads: int, layer: int) -> Self:
-        routing, model = config.routing, config.model
-        rate = routing.threshold_rate if routing.selection == "causal" else 0.0
-        keys = "separate" if routing.keys == "tied" else routing.keys
-        held = {"window": routing.window, "length": config.data.length, "keys": keys}
-        rules = {"decay": routing.decay, "update": routing.update, "threshold_rate": rate}
-        centroids = Centroids(heads, clusters(config), model.hidden // model.heads, **held, **rules)
-        own = {"selection": routing.selection, "merge": routing.merge, "commitment": routing.commitment}
-        return cls(centroids, **own, **routed_options(config))
+    def from_config(cls, known: Mapping[str, Any]) -> Self:
+        held = {**known, "threshold_rate": known["threshold_rate"] if known["selection"] == "causal" else 0.0}
+        return super().from_config({**known, "centroids": Centroids(**of_configuration(Centroids, held))})
 
     def clustered(self, given: Inputs) -> list[Tensor]:
         """Return what is clustered: one vector of each position, or its query and its key apart."""

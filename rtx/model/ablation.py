@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from rtx.attention.pattern import Pattern
+from rtx.attention.pattern import Pattern, keys_of
 from rtx.attention.patterns import Local, Random
 from rtx.config import Config
 from rtx.model.multihead import ROUTED, MultiheadAttention, layer_patterns
@@ -40,7 +40,8 @@ def substitute(routed: Pattern, heads: int, config: Config, layer: int, how: str
         given = {"scale": routed.scale, "backend": routed.backend, "attend_self": routed.attend_self}
         swapped: Pattern = Local(window=1 if how == "routing" else config.routing.window, **given)
     else:
-        swapped = Random.from_config(dataclasses.replace(config, seed=config.seed + MEMBER_SEED), heads, layer)
+        drawn = dataclasses.replace(config, seed=config.seed + MEMBER_SEED)
+        swapped = Random.from_config(keys_of(drawn, heads, layer, routed=True))
     swapped.prepare = routed.prepare  # type: ignore[method-assign]
     swapped.has_keys = routed.has_keys
     return swapped

@@ -3,7 +3,6 @@
 Shapes: B sequences, N positions, E hidden width, H heads, D = E / H head size.
 """
 
-import traceback
 from typing import NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rtx.attention.cache import Cache
-from rtx.attention.pattern import Pattern
+from rtx.attention.pattern import Pattern, keys_of
 from rtx.attention.softmax import Relative
 from rtx.config import BASES, REGISTERED, SELECTIONS, Config
 from rtx.errors import UserError
@@ -37,22 +36,13 @@ def layer_patterns(config: Config, layer: int) -> dict[str, int]:
 
 def make_pattern(name: str, heads: int, config: Config, layer: int) -> Pattern:
     """Return one group of a layer's heads, by the tables of `rtx.config`."""
+    known = keys_of(config, heads, layer, routed=name == ROUTED)
     table, name = (SELECTIONS, config.routing.selection) if name == ROUTED else (BASES, name)
     kind = imported(table[name])
-    if name not in REGISTERED:
-        return kind.from_config(config, heads, layer)
     if missing := sorted(getattr(kind, "__abstractmethods__", ["the base rtx.attention.Pattern"])):
         raise UserError(f"{name}: {kind.__name__} lacks {', '.join(missing)}; docs/attention.md says what is needed")
-    try:
-        pattern = kind.from_config(config, heads, layer)
-    except TypeError as error:  # of the call itself, not of what it runs
-        own = [f"{each.__qualname__}.{made}() " for each in kind.__mro__ for made in ("from_config", "__init__")]
-        called = traceback.extract_tb(error.__traceback__)[-1].name in ("make_pattern", "from_config")
-        if not called or not str(error).startswith(tuple(own)):
-            raise
-        mend = "write a from_config that gives what it takes, as in docs/attention.md"
-        raise UserError(f"{name}: {error}; {mend}") from error
-    if not pattern.strictly_causal:  # every score of it would be said to see no future
+    pattern = kind.from_config(known)
+    if name in REGISTERED and not pattern.strictly_causal:  # every score of it would be said to see no future
         raise UserError(f"{name}: strictly_causal=False: a pattern of an extension reads no later position")
     return pattern
 

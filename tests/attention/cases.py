@@ -82,12 +82,14 @@ def make(kind: str, case: Case, **options: Any) -> Pattern:
         "span": lambda: attention.AdaptiveSpan(H, window=W, ramp=1 + case.C, cost=0.1, **options),
         "lsh": lambda: attention.Lsh(H, D, **hashed, **options),
         "reformer": lambda: attention.Lsh(H, D, variant="reformer", **hashed, **options),
-        "random": lambda: attention.Random(H, case.C, window=W, length=length, seed=seed, keys=bool(keys), **clustered),
+        "random": lambda: attention.Random(
+            H, case.C, window=W, length=length, seed=seed, has_keys=bool(keys), **clustered
+        ),
         "exact": lambda: attention.Exact(window=W, **own),
         "blocks": lambda: attention.Blocks(H, D, **some, **own),
         "compressed": lambda: attention.Blocks(H, D, compressed=True, **some, **own),
         "blocks_random": lambda: attention.RandomBlocks(H, D, seed=seed, **some, **own),
-        "indexer": lambda: attention.Indexer(H, D, window=W, size=3, warmup=2 if keys else 0, **own),
+        "indexer": lambda: attention.Indexer(H, D, window=W, units=3, warmup=2 if keys else 0, **own),
     }
     if how in made:
         pattern = made[how]()
