@@ -36,12 +36,8 @@ def ablate(model: Transformer, config: Config, how: str) -> None:
 
 def substitute(routed: Pattern, heads: int, config: Config, layer: int, how: str) -> Pattern:
     """Return what takes the place of the routing heads of a layer."""
-    if how != "random":
-        given = {"scale": routed.scale, "backend": routed.backend, "attend_self": routed.attend_self}
-        swapped: Pattern = Local(window=1 if how == "routing" else config.routing.window, **given)
-    else:
-        drawn = dataclasses.replace(config, seed=config.seed + MEMBER_SEED)
-        swapped = Random.from_config(keys_of(drawn, heads, layer, routed=True))
-    swapped.prepare = routed.prepare  # type: ignore[method-assign]
-    swapped.has_keys = routed.has_keys
+    known = keys_of(dataclasses.replace(config, seed=config.seed + MEMBER_SEED), heads, layer, routed=True)
+    known |= {"has_keys": routed.has_keys, "window": 1 if how == "routing" else known["window"]}
+    swapped: Pattern = (Random if how == "random" else Local).from_config(known)
+    swapped.prepare, swapped.has_keys = routed.prepare, routed.has_keys  # type: ignore[method-assign]
     return swapped
