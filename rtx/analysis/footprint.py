@@ -242,28 +242,29 @@ def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool, first: b
         each = wide + 3 + (INDEX + wide + 2) * by_distance + (wide + 2) * (model.attention_dropout > 0)
         kept = each * N * N if every <= MAX_SCORES_CPU and not natively else 0
         return Kept(3 * N * narrow, INDEX * part.index_RK.numel() + kept, again)
-    if natively:  # keys that are the normalised queries are there once; lists; a sum and a factor for each query
-        of_keys, own_keys = len(part.key.row_M), pattern.has_keys or not isinstance(pattern, Routing | Random)
+    # Keys that are the normalised queries are there once.
+    inputs = N * first * (2 + (pattern.has_keys or not isinstance(pattern, Routing | Random)))
+    if natively:  # lists; a sum and a factor for each query
+        of_keys = len(part.key.row_M)
         lists = (3 * INDEX + 8) * len(part.start_P) + INDEX * (0 if part.query is part.key else of_keys)
         hidden = sum(x.numel() for x in part.hidden or ())
         # Joined, outputs stand by member, beside their shares.
-        vectors = (2 + own_keys) * N * first + 2 * len(part.start_P) * joined
+        vectors = inputs + 2 * len(part.start_P) * joined
         return Kept(vectors * narrow, lists + INDEX * hidden, 0)
     softly = by_distance or joined or (model.attention_dropout > 0 and not gpu)
     blocks = cut(part, triangles=not softly)
     queries, keys = sum(b.query_GQ.numel() for b in blocks), sum(b.key_GK.numel() for b in blocks)
     # A mask that serves all blocks of a form is small; the others are kept, by torch as numbers that it adds.
     masks = sum(b.mask.numel() for b in blocks if b.mask is not None and b.mask.dim() == 3)
-    # The sum over lists keeps what it adds, and where it adds that; gathers keep their row numbers.
-    vectors = (queries + 2 * keys) * narrow + queries * (wide if softly else 2 * narrow)
-    others = (INDEX + wide) * queries + (INDEX * (queries + 2 * keys) if queries != N or keys != N else 0)
-    if not softly:
-        return Kept(vectors, others + narrow * masks + 4 * queries, 0)
-    # Worked out again; row numbers, for distances.
+    others = (INDEX + wide) * queries  # the sum over lists keeps what it adds, and where it adds that
+    if not softly:  # gathers keep their row numbers
+        others += narrow * masks + 4 * queries + (INDEX * (queries + 2 * keys) if queries != N or keys != N else 0)
+        return Kept((3 * queries + 2 * keys) * narrow, others, 0)
+    # What blocks gather is gathered again, and their scores are worked out again, by the numbers of rows.
     scores = min(most, N * (N + memory_slots(model)))
     rows = min(scores // min(b.key_GK.shape[1] for b in blocks), queries * model.heads)
     again = wide * (6.0 * scores + 3.0 * rows * distances)
-    return Kept(vectors, others + INDEX * (queries + keys) + masks, again)
+    return Kept(inputs * narrow + queries * wide, others + INDEX * (queries + keys) + masks, again)
 
 
 class Fit(NamedTuple):

@@ -63,6 +63,7 @@ def soft_attend(
     read where terms depend on them.
     """
     wide = torch.promote_types(q_GQD.dtype, torch.float32)
+    unseen = torch.finfo(wide).min / 2  # finite, as a softmax of infinities alone has no gradient but NaN
     if not k_GKD.shape[1]:
         out_GQD = v_GKD.new_zeros(*q_GQD.shape[:2], v_GKD.shape[2], dtype=wide)
         return out_GQD, out_GQD.new_full(q_GQD.shape[:2], float("-inf"))
@@ -83,14 +84,11 @@ def soft_attend(
             assert distance_GQK is not None and head_G is not None
             by_GQM = bias_HM.to(wide)[head_G][:, None].expand(-1, logits_GQK.shape[1], -1)
             bias_GQK = by_GQM.gather(-1, distance_GQK.clamp(0, bias_HM.shape[-1] - 1))
-            mask_GQK = mask_GQK & (bias_GQK != float("-inf"))
-            logits_GQK = logits_GQK + bias_GQK.clamp(min=torch.finfo(wide).min / 2)
-        # A softmax of nothing has no gradient but NaN: such rows get any logits, and then no output.
-        none_GQ1 = ~mask_GQK.any(-1, keepdim=True)
-        logits_GQK = logits_GQK.masked_fill(~(mask_GQK | none_GQ1), float("-inf"))
-        weight_GQK = logits_GQK.softmax(-1)
-        top_GQ1 = logits_GQK.argmax(-1, keepdim=True)  # its weight is e^(logit - sum)
-        sum_GQ = (logits_GQK.gather(-1, top_GQ1) - weight_GQK.gather(-1, top_GQ1).log())[..., 0]
+            logits_GQK = logits_GQK + bias_GQK.clamp(min=unseen)
+        logits_GQK = logits_GQK.masked_fill(~mask_GQK, unseen)
+        weight_GQK, best_GQ1 = logits_GQK.softmax(-1), logits_GQK.argmax(-1, keepdim=True)
+        top_GQ1 = logits_GQK.gather(-1, best_GQ1)  # its weight is e^(logit - sum)
+        sum_GQ, none_GQ1 = (top_GQ1 - weight_GQK.gather(-1, best_GQ1).log())[..., 0], top_GQ1 <= unseen / 2
         weight_GQK = F.dropout(weight_GQK, terms.dropout, training=terms.dropout > 0)
         out_GQD = weight_GQK @ v_GKD
         if relative is not None and relative.values_MD is not None:
