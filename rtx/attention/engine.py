@@ -233,7 +233,7 @@ def soft_block(
 ) -> tuple[Tensor, Tensor]:
     """Return what `soft_attend` does for blocks of one form, some at a time; `heads`: what `by_heads` returns.
 
-    For the gradient neither scores nor what the blocks gather is kept; it adds up inside some heads.
+    Neither scores nor what the blocks gather is kept for the gradient, which is summed for some heads at a time.
     """
     rows, (Q, K) = len(heads[0][0]), (row_GQ.shape[1], row_GK.shape[1])
     mask = block.mask
@@ -280,22 +280,25 @@ def attend_indexed(
     Without the compiled kernel all scores of some queries are computed at a time, and masked: gathering the keys of
     each query takes longer, but for very long sequences.
     """
-    N, heads = part.length, len(q_RD) // part.length
+    N, heads, index_RK = part.length, len(q_RD) // part.length, part.index_RK
     if backend == "native":
-        given = q_RD, None if k_RD is q_RD else k_RD, v_RD
-        return native.Attention.apply(*given, terms.scale, heads, part.index_RK)
+        return native.Attention.apply(q_RD, None if k_RD is q_RD else k_RD, v_RD, terms.scale, heads, index_RK)
     most = most_scores(q_RD)
+    asked_N, found = (index_RK >= 0).any(-1).view(heads, N).any(0).nonzero()[:, 0], []
     # Shorter prefixes for earlier queries, where starting kernels costs little; few scores need no second pass.
-    step, few = max(1, min(most // N, N if q_RD.is_cuda else -(-N // 4))), len(q_RD) * N <= MAX_SCORES_CPU
-    position_N, head_G = (torch.arange(n, device=q_RD.device) for n in (N, heads))
-    every, found = (head_G % terms.heads, *(x.unflatten(0, (heads, N)) for x in (k_RD, v_RD, q_RD, part.index_RK))), []
+    step, few = min(most // N, N if q_RD.is_cuda else -(-N // 4)), len(q_RD) * N <= MAX_SCORES_CPU
+    head_G = torch.arange(heads, device=q_RD.device) % terms.heads
+    k, v, q, index = (x.unflatten(0, (heads, N)) for x in (k_RD, v_RD, q_RD, index_RK))
+    every = head_G, k, v, q.index_select(1, asked_N), index.index_select(1, asked_N)
     for head_G, k, v, q, index in zip(*(x.split(max(1, most // N**2)) for x in every), strict=True):
-        pieces = zip(position_N.split(step), q.split(step, 1), index.split(step, 1), strict=True)
-        given = ((terms, N, min(N, (n + 1) * step), head_G, k, v, *piece) for n, piece in enumerate(pieces))
+        pieces = zip(*(x.split(max(1, step), dim) for x, dim in ((asked_N, 0), (q, 1), (index, 1))), strict=True)
+        given = ((terms, N, max(piece[0].tolist(), default=0) + 1, head_G, k, v, *piece) for piece in pieces)
         outs, sums = zip(*(recomputed(soft_indexed, *each, kept=few) for each in given), strict=True)
-        found.append((torch.cat(outs, 1).flatten(0, 1), torch.cat(sums, 1).flatten()))
-    outs, sums = zip(*found, strict=True)
-    return torch.cat(outs), torch.cat(sums)
+        found.append((torch.cat(outs, 1), torch.cat(sums, 1)))
+    out_GQD, sum_GQ = map(torch.cat, zip(*found, strict=True))
+    out_GND = out_GQD.new_zeros(heads, N, v_RD.shape[1]).index_copy(1, asked_N, out_GQD)
+    sum_GN = sum_GQ.new_full((heads, N), float("-inf")).index_copy(1, asked_N, sum_GQ)
+    return out_GND.flatten(0, 1), sum_GN.flatten()
 
 
 def soft_indexed(

@@ -54,7 +54,7 @@ class Lsh(ClusterPattern):
             the borders of chunks. With `prefix` the chunks are cut for each position from the prefix that ends with it.
     """
 
-    decided = ("attend_self",)
+    decided = ("attend_self", "has_keys", "merge")
 
     def __init__(
         self, heads: int, size: int, *, rounds: int, buckets: int, seed: int, variant: str = "causal", **given: Any

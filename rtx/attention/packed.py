@@ -1,7 +1,7 @@
 """Who reads whom, as packed lists: every query reads a contiguous range of one list of keys.
 
 The rows are the positions of all sequences and heads, row = (b * H + h) * N + n. A list holds rows of one sequence and
-head in order of position; lists stand one behind the other, those of one sequence and head together.
+head in order of position; lists stand one behind the other, in the order of their sequences and heads.
 
 Shapes: B sequences, H heads, C lists of a head, N positions, R = B * H * N rows, L lists, P query members and M key
 members of all lists together, K keys of a query at the most.

@@ -30,7 +30,6 @@ from rtx.attention.packed import Packed, Part, bounded_read, members_read, pack,
 from rtx.attention.selection import normalise
 from rtx.attention.softmax import Relative, Terms
 from rtx.config import Config, clusters, hash_buckets, memory_slots, reads_self
-from rtx.errors import UserError
 
 Rotate = Callable[..., Tensor]
 """Turns queries or keys by their positions, the first of which is `first`: `rotate(x_BHND, first=0)`."""
@@ -75,7 +74,7 @@ class Pattern(nn.Module, ABC):
     """H and D of the inputs, where a pattern's own tensors have them."""
     size: int | None = None
     decided: tuple[str, ...] = ()
-    """Arguments of classes above that this one gives, so that no configuration does."""
+    """Arguments that this class itself gives to those above, so that no configuration does."""
 
     def __init__(
         self,
@@ -208,8 +207,8 @@ class Pattern(nn.Module, ABC):
 
     def attend(self, given: Inputs, v_BHND: Tensor, parts: list[Part], relative: Relative | None) -> Tensor:
         """Return the outputs for what is read."""
-        dtype = v_BHND.dtype
-        q_BHND, k_BHND = given.turned_q_BHND.to(dtype), given.turned_k_BHND.to(dtype)
+        q_BHND, shared = given.turned_q_BHND.to(v_BHND.dtype), given.turned_k_BHND is given.turned_q_BHND
+        k_BHND = q_BHND if shared else given.turned_k_BHND.to(v_BHND.dtype)
         terms = self.terms(q_BHND.shape[-1], relative)
         return attend(q_BHND, k_BHND, v_BHND, parts, terms, self.backend, self.merge)
 
@@ -283,19 +282,15 @@ def keys_of(config: Config, heads: int, layer: int, routed: bool) -> dict[str, A
 
 
 def of_configuration(kind: type, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a class, and of those above that it hands further ones to, as far as they are known."""
-    names, decided = [], getattr(kind, "decided", ())
+    """Return what is known of the arguments of a class, and of those above that it hands further ones to."""
+    found, decided = {}, set()
     for each in (each for each in kind.__mro__ if "__init__" in vars(each)):
-        _, *own = inspect.signature(each.__init__).parameters.values()
-        named = [one for one in own if one.kind is not one.VAR_KEYWORD]
-        lacking = [one.name for one in named if one.default is one.empty and one.name not in known]
-        if lacking and not names:
-            asked = f"{kind.__name__} takes {', '.join(lacking)}, which no key of its heads is called"
-            raise UserError(f"{asked}: give a default, or write a from_config, as docs/attention.md has it")
-        names += [one.name for one in named if one.name in known and one.name not in decided]
-        if named == own:
+        takes = inspect.signature(each.__init__).parameters
+        found |= {name: known[name] for name in takes if name in known and name not in decided}
+        decided.update(vars(each).get("decided", ()))
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in takes.values()):
             break
-    return {name: known[name] for name in names}
+    return found
 
 
 def turn(x_BHND: Tensor, rotate: Rotate | None, first: int = 0) -> Tensor:

@@ -126,6 +126,10 @@ class FixedBlock(Recurrent):
         check_positive(block=block)
         super().__init__(length=block, memory=0, **given)
 
+    def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
+        own_N, none_N = position_N // self.length, torch.zeros_like(position_N)  # a list each: whole triangles
+        return [Spread(own_N, own_N, none_N, position_N + 1)]
+
 
 class FixedSummary(Fixed):
     """Position i reads the summary columns of all blocks up to itself: the fixed pattern's other part, see `Fixed`."""

@@ -59,8 +59,8 @@ def soft_attend(
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs `[G, Q, D]` and the logarithms of the summed exponentials `[G, Q]`, in float32 or wider.
 
-    A query that sees no key gets zeros and -inf. The mask broadcasts. `distance_GQK` and the head of each block are
-    read where terms depend on them.
+    A query that sees no key, or whose logits are all near the least number, gets zeros and -inf. The mask broadcasts.
+    `distance_GQK` and the head of each block are read where terms depend on them.
     """
     wide = torch.promote_types(q_GQD.dtype, torch.float32)
     unseen = torch.finfo(wide).min / 2  # finite, as a softmax of infinities alone has no gradient but NaN

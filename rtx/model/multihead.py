@@ -41,7 +41,12 @@ def make_pattern(name: str, heads: int, config: Config, layer: int) -> Pattern:
     kind = imported(table[name])
     if missing := sorted(getattr(kind, "__abstractmethods__", ["the base rtx.attention.Pattern"])):
         raise UserError(f"{name}: {kind.__name__} lacks {', '.join(missing)}; docs/attention.md says what is needed")
-    pattern = kind.from_config(known)
+    try:
+        pattern = kind.from_config(known)
+    except TypeError as error:
+        if name not in REGISTERED or "argument" not in str(error):
+            raise
+        raise UserError(f"{name}: {error}; docs/attention.md says where arguments come from") from error
     if name in REGISTERED and not pattern.strictly_causal:  # every score of it would be said to see no future
         raise UserError(f"{name}: strictly_causal=False: a pattern of an extension reads no later position")
     return pattern
