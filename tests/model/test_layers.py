@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ import torch.nn.functional as F
 from tiny_models import BY_QUERY, POSITIONS, TIED, Kind, check_alike, check_streams, tiny_config, tiny_model, tokens
 
 from rtx.attention.choices import Indexer
-from rtx.attention.pattern import Pattern
-from rtx.attention.patterns import Full, Random
+from rtx.attention.pattern import Pattern, keys_of
+from rtx.attention.patterns import AdaptiveSpan, Full, Local, Random
 from rtx.attention.routing import after_step
 from rtx.config import HardwareConfig
 from rtx.model import likelihood, linear
@@ -294,3 +295,20 @@ def test_the_likelihood_is_that_of_the_definition_and_adds_up(tied: bool) -> Non
     expected_E = read.widen[1].weight @ read.tables[1][2]  # type: ignore[operator]
     torch.testing.assert_close(read(torch.arange(11))[5], expected_E, rtol=1e-12, atol=1e-12)
     check_streams(model, tokens_BN)
+
+
+def test_a_pattern_of_ones_own_is_made_of_what_its_arguments_are_called() -> None:
+    class Short(AdaptiveSpan):
+        decided = ("ramp",)
+
+        def __init__(self, *given: int, **further: Any) -> None:
+            super().__init__(*given, ramp=4, **further)
+
+    class Far(Local):
+        def __init__(self, *, window: int, stride: int, reach: int = 3, **given: Any) -> None:
+            super().__init__(window=window * stride * reach, **given)
+
+    known = keys_of(tiny_config(attention_dropout=0.1, stride=2), 5, layer=0, routed=False)
+    short, far = Short.from_config(known), Far.from_config(known)
+    assert (short.heads, short.ramp, short.attend_self, short.dropout) == (5, 4, True, 0.1)
+    assert (far.window, far.scale) == (6 * known["window"], 16**-0.25)
