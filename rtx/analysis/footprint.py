@@ -165,8 +165,7 @@ class Kept(NamedTuple):
 
     vectors: float  # queries, keys, values and outputs, each of which gets a gradient
     others: float  # row numbers, masks, sums and factors
-    again: float  # for each of the scores that are worked out again, some at a time
-    scores: float  # so many
+    again: float  # what a piece of the scores that are worked out again holds, for all heads together
     projection: bool = False  # whether something keeps the product that makes queries, keys and values of all heads
 
 
@@ -189,9 +188,7 @@ def attention_bytes(config: Config, layer: int, micro_batch: int) -> tuple[float
         own_keys = {"lsh": False, ROUTED: config.routing.keys in ("separate", "projected")}
         columns = sum(count * (2 + own_keys.get(name, True)) for name, count in groups.items())
         total += columns * widths_of(config)[1] * config.model.hidden // config.model.heads
-    most = MAX_SCORES_GPU if on_gpu(config) else MAX_SCORES_CPU
-    again = max(head.again * min(most, head.scores * count * micro_batch) for count, head in each)
-    return total, work + again / (N * micro_batch)
+    return total, work + max(head.again for _, head in each) / (N * micro_batch)
 
 
 def kept(pattern: Pattern, config: Config) -> Kept:
@@ -215,13 +212,12 @@ def kept(pattern: Pattern, config: Config) -> Kept:
     if normalises and narrow < 4:  # the norm reads a wide copy
         vectors += 4 * N * (1 + pattern.has_keys)
     projection = (normalises and narrow >= 4) or compressed or isinstance(pattern, Lsh | Indexer)
-    again = max(found, key=lambda one: one.again * one.scores)
-    all_kept = Kept(vectors * size, others, again.again, again.scores, projection)
+    all_kept = Kept(vectors * size, others, max(one.again for one in found), projection)
     if isinstance(pattern, Indexer) and pattern.dense:  # and behind these steps by an index, where that keeps more
         pattern.steps.fill_(pattern.warmup)
         later = kept(pattern, config)
         most = max(all_kept, later, key=lambda one: one.vectors + one.others)
-        return most._replace(again=max(all_kept.again, later.again), scores=max(all_kept.scores, later.scores))
+        return most._replace(again=max(all_kept.again, later.again))
     return all_kept
 
 
@@ -231,43 +227,44 @@ def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool, first: b
     `first`: of the parts, which share queries, keys and values.
     """
     model, N, (wide, narrow), gpu = config.model, config.data.length, widths_of(config), on_gpu(config)
-    size, wish = model.hidden // model.heads, config.hardware.attention
-    by_distance = model.positions in ("shaw", "xl") or pattern.terms(size, None).by_distance
+    shaw, wish = model.positions in ("shaw", "xl"), config.hardware.attention
+    by_distance = shaw or pattern.terms(model.hidden // model.heads, None).by_distance
     native_wished = native.wanted(wish, N)
     plain = not by_distance and model.attention_dropout == 0 and not gpu
     natively = native_wished and plain and precision_on(config.hardware, gpu=False) == "fp32"
+    most = MAX_SCORES_GPU if gpu else MAX_SCORES_CPU
     distances = {"shaw": model.max_distance, "xl": N + memory_slots(model)}.get(model.positions, 0)
     # A number for each key; scores of all keys are worked out some at a time, and again, but for few, which are kept.
     if isinstance(part, Indexed):
-        again = 0 if natively else wide * (6.0 + 3.0 / N * distances)
+        every = config.trainer.batch_size * config.routing.heads * N * N
+        scores = min(most, every)
+        again = 0 if natively else wide * (6.0 * scores + 3.0 * scores / N * distances)
         each = wide + 3 + (INDEX + wide + 2) * by_distance + (wide + 2) * (model.attention_dropout > 0)
-        few = config.trainer.batch_size * config.routing.heads * N * N <= MAX_SCORES_CPU
-        kept = each * N * N if few and not natively else 0
-        return Kept(3 * N * narrow, INDEX * part.index_RK.numel() + kept, again, N * N)
-    # Keys that are the normalised queries are there once.
-    inputs = N * first * (2 + (pattern.has_keys or not isinstance(pattern, Routing | Random)))
-    if natively:  # lists; a sum and a factor for each query
-        of_keys = len(part.key.row_M)
+        kept = each * N * N if every <= MAX_SCORES_CPU and not natively else 0
+        return Kept(3 * N * narrow, INDEX * part.index_RK.numel() + kept, again)
+    if natively:  # keys that are the normalised queries are there once; lists; a sum and a factor for each query
+        of_keys, own_keys = len(part.key.row_M), pattern.has_keys or not isinstance(pattern, Routing | Random)
         lists = (3 * INDEX + 8) * len(part.start_P) + INDEX * (0 if part.query is part.key else of_keys)
         hidden = sum(x.numel() for x in part.hidden or ())
         # Joined, outputs stand by member, beside their shares.
-        vectors = inputs + 2 * len(part.start_P) * joined
-        return Kept(vectors * narrow, lists + INDEX * hidden, 0, 0)
+        vectors = (2 + own_keys) * N * first + 2 * len(part.start_P) * joined
+        return Kept(vectors * narrow, lists + INDEX * hidden, 0)
     softly = by_distance or joined or (model.attention_dropout > 0 and not gpu)
-    blocks = cut(part, triangles=not softly)
+    if not (blocks := cut(part, triangles=not softly)):  # nobody reads
+        return Kept(0, 0, 0)
     queries, keys = sum(b.query_GQ.numel() for b in blocks), sum(b.key_GK.numel() for b in blocks)
     # A mask that serves all blocks of a form is small; the others are kept, by torch as numbers that it adds.
     masks = sum(b.mask.numel() for b in blocks if b.mask is not None and b.mask.dim() == 3)
-    others = (INDEX + wide) * queries  # the sum over lists keeps what it adds, and where it adds that
-    if not softly:  # gathers keep their row numbers
-        others += narrow * masks + 4 * queries + (INDEX * (queries + 2 * keys) if queries != N or keys != N else 0)
-        return Kept((3 * queries + 2 * keys) * narrow, others, 0, 0)
-    # Worked out again, by the numbers of rows: scores, products with distances, what is gathered (rows, wide copies,
-    # gradients of these and of the heads that they belong to).
-    K, Q = max((b.key_GK.shape[1], b.query_GQ.shape[1]) for b in blocks)
-    again = wide * (6.0 + 3.0 / K * distances) + size * ((narrow + 2 * wide) * (Q + 2 * K) / (Q * K) + 3 * narrow / K)
-    scores = sum(b.query_GQ.numel() * b.key_GK.shape[1] for b in blocks)
-    return Kept(inputs * narrow + queries * wide, others + INDEX * (queries + keys) + masks, again, scores)
+    # The sum over lists keeps what it adds, and where it adds that; gathers keep their row numbers.
+    vectors = (queries + 2 * keys) * narrow + queries * (wide if softly else 2 * narrow)
+    others = (INDEX + wide) * queries + (INDEX * (queries + 2 * keys) if queries != N or keys != N else 0)
+    if not softly:
+        return Kept(vectors, others + narrow * masks + 4 * queries, 0)
+    # Worked out again; row numbers, for distances.
+    scores = min(most, N * (N + memory_slots(model)))
+    rows = min(scores // min(b.key_GK.shape[1] for b in blocks), queries * model.heads)
+    again = wide * (6.0 * scores + 3.0 * rows * distances)
+    return Kept(vectors, others + INDEX * (queries + keys) + masks, again)
 
 
 class Fit(NamedTuple):

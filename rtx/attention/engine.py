@@ -107,11 +107,6 @@ def native_refusal(q_RD: Tensor, terms: Terms) -> str | None:
     return None
 
 
-def most_scores(x: Tensor) -> int:
-    """Return how many scores our own softmax works on at once where a tensor is."""
-    return MAX_SCORES_CPU if x.device.type == "cpu" else MAX_SCORES_GPU
-
-
 class Block(NamedTuple):
     """Blocks of one form: the members (numbers into P and M) in their query and key slots."""
 
@@ -190,16 +185,13 @@ def by_blocks(
     wide = torch.promote_types(v_RD.dtype, torch.float32)
     total = v_RD.new_zeros(size + 1, v_RD.shape[-1], dtype=v_RD.dtype if plain else wide)
     sum_P = total.new_full((size + 1,), float("-inf"))
-    if plain:
-        taken = zip(blocks, take(q_RD, query_rows), take(k_RD, key_rows), take(v_RD, key_rows), strict=True)
-        outs = ((kernel(q, k, v, block.mask, terms), sum_P) for block, q, k, v in taken)
-    else:
-        heads = by_heads(q_RD, k_RD, v_RD, part.length, max((block.key_GK.shape[1] for block in blocks), default=1))
-        outs = (
-            soft_block(part.length, *given, heads, terms) for given in zip(blocks, query_rows, key_rows, strict=True)
-        )
-    for block, row_GQ, (out_GQD, sum_GQ) in zip(blocks, query_rows, outs, strict=True):
+    taken = take(q_RD, query_rows), take(k_RD, key_rows), take(v_RD, key_rows)
+    for block, row_GQ, row_GK, q, k, v in zip(blocks, query_rows, key_rows, *taken, strict=True):
         target_S = torch.where(block.real_GQ, block.query_GQ if joined else row_GQ, size).flatten()
+        if plain:
+            out_GQD = kernel(q, k, v, block.mask, terms)
+        else:
+            out_GQD, sum_GQ = soft_block(part.length, block, row_GQ, row_GK, q, k, v, terms)
         if joined:
             sum_P = sum_P.index_copy(0, target_S, sum_GQ.flatten())
         else:
@@ -221,44 +213,23 @@ def kernel(q_GQD: Tensor, k_GKD: Tensor, v_GKD: Tensor, mask: Tensor | None, ter
     return torch.cat(outs)
 
 
-def by_heads(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, length: int, keys: int) -> list[tuple[Tensor, ...]]:
-    """Return queries, keys and values of some whole heads at a time, whose scores with so many keys are few enough."""
-    rows = length * max(1, most_scores(q_RD) // (length * keys))
-    q, v = q_RD.split(rows), v_RD.split(rows)
-    return list(zip(q, q if k_RD is q_RD else k_RD.split(rows), v, strict=True))
-
-
 def soft_block(
-    length: int, block: Block, row_GQ: Tensor, row_GK: Tensor, heads: list[tuple[Tensor, ...]], terms: Terms
+    length: int, block: Block, row_GQ: Tensor, row_GK: Tensor, q_GQD: Tensor, k_GKD: Tensor, v_GKD: Tensor, terms: Terms
 ) -> tuple[Tensor, Tensor]:
-    """Return what `soft_attend` does for blocks of one form, some at a time; `heads`: what `by_heads` returns.
-
-    Neither scores nor what the blocks gather is kept for the gradient, which is summed for some heads at a time.
-    """
-    rows, (Q, K) = len(heads[0][0]), (row_GQ.shape[1], row_GK.shape[1])
+    """Return what `soft_attend` does for blocks of one form, some at a time; scores are not kept for the gradient."""
     mask = block.mask
     if mask is None:
-        mask = torch.ones(Q, K, dtype=torch.bool, device=row_GQ.device).tril()
+        mask = torch.ones(q_GQD.shape[1], k_GKD.shape[1], dtype=torch.bool, device=q_GQD.device).tril()
 
-    def read(q: Tensor, k: Tensor, v: Tensor, first: int, seen: Tensor, row_Q: Tensor, row_K: Tensor):
+    def read(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, row_Q: Tensor, row_K: Tensor) -> tuple[Tensor, Tensor]:
         distance_GQK = row_Q[:, :, None] - row_K[:, None] if terms.by_distance else None
-        own_K = (row_K - first).clamp(max=len(k) - 1)  # masked slots may lie behind the heads
-        q, k, v = gathered(q, row_Q - first), gathered(k, own_K), gathered(v, own_K)
         return soft_attend(q, k, v, seen, distance_GQK, row_Q[:, 0] // length % terms.heads, terms)
 
-    sizes = (row_GQ[:, 0] // rows).bincount(minlength=len(heads)).tolist()
-    blocks = zip(*(x.split(sizes) for x in (mask.expand(len(row_GQ), -1, -1), row_GQ, row_GK)), strict=True)
-    found = []
-    for number, (own, some) in enumerate(zip(heads, blocks, strict=True)):
-        pieces = zip(*(x.split(max(1, most_scores(row_GQ) // (Q * K))) for x in some), strict=True)
-        found += [recomputed(read, *own, number * rows, *piece) for piece in pieces if len(piece[0])]
-    outs, sums = zip(*found, strict=True)
+    most = MAX_SCORES_CPU if q_GQD.device.type == "cpu" else MAX_SCORES_GPU
+    given = q_GQD, k_GKD, v_GKD, mask.expand(len(q_GQD), -1, -1), row_GQ, row_GK
+    pieces = zip(*(x.split(max(1, most // (q_GQD.shape[1] * k_GKD.shape[1]))) for x in given), strict=True)
+    outs, sums = zip(*(recomputed(read, *piece) for piece in pieces), strict=True)
     return torch.cat(outs), torch.cat(sums)
-
-
-def gathered(x_RD: Tensor, row_GQ: Tensor) -> Tensor:
-    """Return rows, `[G, Q, D]`."""
-    return x_RD.index_select(0, row_GQ.flatten()).view(*row_GQ.shape, x_RD.shape[-1])
 
 
 def take(x_RD: Tensor, rows: list[Tensor]) -> list[Tensor]:
@@ -283,13 +254,15 @@ def attend_indexed(
     N, heads, index_RK = part.length, len(q_RD) // part.length, part.index_RK
     if backend == "native":
         return native.Attention.apply(q_RD, None if k_RD is q_RD else k_RD, v_RD, terms.scale, heads, index_RK)
-    most = most_scores(q_RD)
+    most = MAX_SCORES_CPU if q_RD.device.type == "cpu" else MAX_SCORES_GPU
     asked_N, found = (index_RK >= 0).any(-1).view(heads, N).any(0).nonzero()[:, 0], []
     # Shorter prefixes for earlier queries, where starting kernels costs little; few scores need no second pass.
     step, few = min(most // N, N if q_RD.is_cuda else -(-N // 4)), len(q_RD) * N <= MAX_SCORES_CPU
     head_G = torch.arange(heads, device=q_RD.device) % terms.heads
     k, v, q, index = (x.unflatten(0, (heads, N)) for x in (k_RD, v_RD, q_RD, index_RK))
-    every = head_G, k, v, q.index_select(1, asked_N), index.index_select(1, asked_N)
+    if len(asked_N) < N:
+        q, index = q.index_select(1, asked_N), index.index_select(1, asked_N)
+    every = head_G, k, v, q, index
     for head_G, k, v, q, index in zip(*(x.split(max(1, most // N**2)) for x in every), strict=True):
         pieces = zip(*(x.split(max(1, step), dim) for x, dim in ((asked_N, 0), (q, 1), (index, 1))), strict=True)
         given = ((terms, N, max(piece[0].tolist(), default=0) + 1, head_G, k, v, *piece) for piece in pieces)

@@ -265,8 +265,8 @@ class ClusterPattern(Pattern):
 def keys_of(config: Config, heads: int, layer: int, routed: bool) -> dict[str, Any]:
     """Return what a resolved configuration says to some heads of a layer (0 is the lowest), by names of arguments.
 
-    The keys of `routing` for the heads that these describe, else those of `model`, by their own names; then what is
-    called otherwise or made of several.
+    The keys of `routing` for the heads that these describe, else those of `model`, by their own names, but for what is
+    called otherwise or made of several: `heads` are these, `dropout` is that of attention weights.
     """
     model, routing, size = config.model, config.routing, config.model.hidden // config.model.heads
     known = {**vars(routing if routed else model), "heads": heads, "size": size, "length": config.data.length}
@@ -283,12 +283,14 @@ def keys_of(config: Config, heads: int, layer: int, routed: bool) -> dict[str, A
 
 def of_configuration(kind: type, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is known of the arguments of a class, and of those above that it hands further ones to."""
-    found, decided = {}, set()
-    for each in (each for each in kind.__mro__ if "__init__" in vars(each)):
-        takes = inspect.signature(each.__init__).parameters
-        found |= {name: known[name] for name in takes if name in known and name not in decided}
-        decided.update(vars(each).get("decided", ()))
-        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in takes.values()):
+    found, decided, more = {}, set(), (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    for each in kind.__mro__:
+        own = vars(each)
+        takes = inspect.signature(own["__init__"]).parameters.values() if "__init__" in own else []
+        named = {one.name for one in takes if one.kind not in more} & known.keys() - decided
+        found |= {name: known[name] for name in named}
+        decided.update(own.get("decided", ()))
+        if takes and all(one.kind is not one.VAR_KEYWORD for one in takes):
             break
     return found
 

@@ -37,7 +37,7 @@ def ablate(model: Transformer, config: Config, how: str) -> None:
 def substitute(routed: Pattern, heads: int, config: Config, layer: int, how: str) -> Pattern:
     """Return what takes the place of the routing heads of a layer."""
     known = keys_of(dataclasses.replace(config, seed=config.seed + MEMBER_SEED), heads, layer, routed=True)
-    known |= {name: getattr(routed, name) for name in ("scale", "attend_self", "backend", "has_keys")}
+    known |= {name: getattr(routed, name) for name in ("scale", "attend_self", "backend", "has_keys", "merge")}
     known |= {"window": 1} if how == "routing" else {}
     swapped: Pattern = (Random if how == "random" else Local).from_config(known)
     swapped.prepare, swapped.has_keys = routed.prepare, routed.has_keys  # type: ignore[method-assign]

@@ -3,6 +3,7 @@
 Shapes: B sequences, N positions, E hidden width, H heads, D = E / H head size.
 """
 
+import re
 from typing import NamedTuple
 
 import torch
@@ -44,7 +45,8 @@ def make_pattern(name: str, heads: int, config: Config, layer: int) -> Pattern:
     try:
         pattern = kind.from_config(known)
     except TypeError as error:
-        if name not in REGISTERED or "argument" not in str(error):
+        of_a_call = re.search(r"\(\) (missing|takes|got (an unexpected|multiple))", str(error))
+        if name not in REGISTERED or not of_a_call:
             raise
         raise UserError(f"{name}: {error}; docs/attention.md says where arguments come from") from error
     if name in REGISTERED and not pattern.strictly_causal:  # every score of it would be said to see no future

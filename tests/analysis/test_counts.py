@@ -64,6 +64,11 @@ CASES = [
 ]
 
 
+def test_columns_of_earlier_blocks_where_there_is_one_block_cost_nothing() -> None:
+    config = compose([*SHRUNK, *LOCAL, "model.base=fixed", "model.stride=512"])
+    assert plan.saved(config, 2) < 1.2 * plan.saved(compose([*SHRUNK, *LOCAL, "model.base=full"]), 2)
+
+
 @pytest.mark.parametrize("overrides", CASES)
 def test_what_is_kept_is_what_stays_behind(overrides: tuple[str, ...]) -> None:
     low, high = (0.7, 1.4) if overrides in ROUGHLY else (0.93, 1.07)
