@@ -283,11 +283,11 @@ def keys_of(config: Config, heads: int, layer: int, routed: bool) -> dict[str, A
 
 def of_configuration(kind: type, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is known of the arguments of a class, and of those above that it hands further ones to."""
-    found, decided, more = {}, set(), (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    found, decided, starred = {}, set(), (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     for each in kind.__mro__:
         own = vars(each)
         takes = inspect.signature(own["__init__"]).parameters.values() if "__init__" in own else []
-        named = {one.name for one in takes if one.kind not in more} & known.keys() - decided
+        named = {one.name for one in takes if one.kind not in starred} & known.keys() - decided
         found |= {name: known[name] for name in named}
         decided.update(own.get("decided", ()))
         if takes and all(one.kind is not one.VAR_KEYWORD for one in takes):

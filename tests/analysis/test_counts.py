@@ -64,7 +64,7 @@ CASES = [
 ]
 
 
-def test_columns_of_earlier_blocks_where_there_is_one_block_cost_nothing() -> None:
+def test_a_part_in_which_nobody_reads_is_planned() -> None:
     config = compose([*SHRUNK, *LOCAL, "model.base=fixed", "model.stride=512"])
     assert plan.saved(config, 2) < 1.2 * plan.saved(compose([*SHRUNK, *LOCAL, "model.base=full"]), 2)
 
