@@ -7,7 +7,9 @@ Shapes: B sequences, H heads, N positions, D head size, R = B * H * N rows, L li
 of all lists together, G blocks of one form, Q query and K key slots of a block.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +22,9 @@ from rtx.attention.softmax import Terms, recomputed, soft_attend
 BACKENDS = ("auto", "torch", "native", "flex")
 MERGES = ("mean", "lse")
 MAX_SCORES_CPU, MAX_SCORES_GPU = 1 << 20, 1 << 26
-"""Scores of our own softmax worked on at once: few enough for a CPU's cache, enough to fill a GPU."""
-MAX_MASK = 1 << 24
-"""Numbers of a mask held at once."""
+"""Scores worked on at once: few enough for a CPU's cache, enough to fill a GPU."""
+MIN_BLOCKS = 64
+"""Blocks that torch's kernels get at once, however large: enough for every core of a CPU."""
 
 
 def attend(
@@ -117,6 +119,14 @@ class Block(NamedTuple):
     mask: Tensor | None
     """True where a key is read, `[G, Q, K]`, or `[Q, K]` for all blocks; None: the plain triangle."""
 
+    def split(self, scores: int, least: int) -> list["Block"]:
+        """Return some blocks at a time: of so many scores, but not below `least` blocks if one mask is for all."""
+        own = self.mask is not None and self.mask.dim() == 3
+        size = max(1 if own else least, scores // (self.query_GQ.shape[1] * self.key_GK.shape[1]))
+        masks = self.mask.split(size) if self.mask is not None and own else repeat(self.mask)
+        parts = (x.split(size) for x in (self.query_GQ, self.real_GQ, self.key_GK))
+        return [Block(*each) for each in zip(*parts, masks, strict=False)]
+
 
 def cut(part: Reads, triangles: bool) -> list[Block]:
     """Cut the lists into blocks of at most about eight forms.
@@ -178,69 +188,74 @@ def by_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Return what `attend_part` does, by torch's kernels, or by our own softmax for what they do not offer."""
     plain = not joined and not terms.by_distance and not (terms.dropout and q_RD.device.type == "cpu")
-    blocks, size = cut(part, triangles=plain and part.hidden is None), len(part.start_P if joined else q_RD)
+    most, least = MAX_SCORES_CPU if q_RD.device.type == "cpu" else MAX_SCORES_GPU, MIN_BLOCKS if plain else 1
+    forms = cut(part, triangles=plain and part.hidden is None)
+    blocks = [piece for form in forms for piece in form.split(most, least)]
     query_rows, key_rows = [part.query.row_M[b.query_GQ] for b in blocks], [part.key.row_M[b.key_GK] for b in blocks]
     weight_P = 1 / part.times_R(len(q_RD)).clamp(min=1)[part.query.row_M].double()
-    # One row more takes what is thrown away.
-    wide = torch.promote_types(v_RD.dtype, torch.float32)
-    total = v_RD.new_zeros(size + 1, v_RD.shape[-1], dtype=v_RD.dtype if plain else wide)
-    sum_P = total.new_full((size + 1,), float("-inf"))
+    size, kind = len(part.start_P if joined else q_RD), torch.promote_types(v_RD.dtype, torch.float32)
+    total, sums = v_RD.new_zeros(size, v_RD.shape[-1], dtype=v_RD.dtype if plain else kind), []
     taken = take(q_RD, query_rows), take(k_RD, key_rows), take(v_RD, key_rows)
     for block, row_GQ, row_GK, q, k, v in zip(blocks, query_rows, key_rows, *taken, strict=True):
-        target_S = torch.where(block.real_GQ, block.query_GQ if joined else row_GQ, size).flatten()
+        target_S, real_S = (block.query_GQ if joined else row_GQ).flatten(), block.real_GQ.flatten()
         if plain:
             out_GQD = kernel(q, k, v, block.mask, terms)
         else:
-            out_GQD, sum_GQ = soft_block(part.length, block, row_GQ, row_GK, q, k, v, terms)
+            head_G = row_GQ[:, 0] // part.length % terms.heads
+            out_GQD, sum_GQ = recomputed(soft_block, q, k, v, block.mask, row_GQ, row_GK, head_G, terms)
+        out_SD = out_GQD.flatten(0, 1).to(total.dtype)
         if joined:
-            sum_P = sum_P.index_copy(0, target_S, sum_GQ.flatten())
+            sums.append((target_S[real_S], sum_GQ.flatten()[real_S]))
         else:
-            out_GQD = out_GQD * weight_P[block.query_GQ][..., None].to(out_GQD.dtype)
-        total.index_add_(0, target_S, out_GQD.flatten(0, 1).to(total.dtype))
-    return total[:size], sum_P[:size]
+            out_SD = out_SD * weight_P[block.query_GQ.flatten(), None].to(out_SD.dtype)
+        # What a slot without a query of its own gets is thrown away, NaN, too.
+        total.index_add_(0, target_S, out_SD.masked_fill(~real_S[:, None], 0))
+    sum_P = total.new_full((size,), float("-inf"))
+    return total, sum_P.index_copy(0, *map(torch.cat, zip(*sums, strict=True))) if sums else sum_P
 
 
 def kernel(q_GQD: Tensor, k_GKD: Tensor, v_GKD: Tensor, mask: Tensor | None, terms: Terms) -> Tensor:
-    """Return the outputs `[G, Q, D]` by torch's attention kernels, for some blocks at a time where each has a mask."""
+    """Return the outputs `[G, Q, D]` by torch's attention kernels."""
+    q, k, v = (x[:, None] for x in (q_GQD, k_GKD, v_GKD))
+    seen = mask if mask is None or mask.dim() == 2 else mask[:, None]
     options = {"is_causal": mask is None, "dropout_p": terms.dropout, "scale": terms.scale}
-    shared = mask is None or mask.dim() == 2
-    piece = max(1, len(q_GQD) if mask is None or shared else MAX_MASK // mask[0].numel())
-    outs = []
-    for first in range(0, len(q_GQD), piece):
-        q, k, v = (x[first : first + piece, None] for x in (q_GQD, k_GKD, v_GKD))
-        seen = mask if mask is None or shared else mask[first : first + piece, None]
-        outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, **options)[:, 0])
-    return torch.cat(outs)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, **options)[:, 0]
 
 
 def soft_block(
-    length: int, block: Block, row_GQ: Tensor, row_GK: Tensor, q_GQD: Tensor, k_GKD: Tensor, v_GKD: Tensor, terms: Terms
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, row_GQ: Tensor, row_GK: Tensor, head_G: Tensor, terms: Terms
 ) -> tuple[Tensor, Tensor]:
-    """Return what `soft_attend` does for blocks of one form, some at a time; scores are not kept for the gradient."""
-    mask = block.mask
+    """Return what `soft_attend` does for blocks of rows."""
     if mask is None:
-        mask = torch.ones(q_GQD.shape[1], k_GKD.shape[1], dtype=torch.bool, device=q_GQD.device).tril()
-
-    def read(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, row_Q: Tensor, row_K: Tensor) -> tuple[Tensor, Tensor]:
-        distance_GQK = row_Q[:, :, None] - row_K[:, None] if terms.by_distance else None
-        return soft_attend(q, k, v, seen, distance_GQK, row_Q[:, 0] // length % terms.heads, terms)
-
-    most = MAX_SCORES_CPU if q_GQD.device.type == "cpu" else MAX_SCORES_GPU
-    given = q_GQD, k_GKD, v_GKD, mask.expand(len(q_GQD), -1, -1), row_GQ, row_GK
-    pieces = zip(*(x.split(max(1, most // (q_GQD.shape[1] * k_GKD.shape[1]))) for x in given), strict=True)
-    outs, sums = zip(*(recomputed(read, *piece) for piece in pieces), strict=True)
-    return torch.cat(outs), torch.cat(sums)
+        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
+    distance_GQK = row_GQ[:, :, None] - row_GK[:, None] if terms.by_distance else None
+    return soft_attend(q, k, v, mask, distance_GQK, head_G, terms)
 
 
-def take(x_RD: Tensor, rows: list[Tensor]) -> list[Tensor]:
-    """Return for each `[G, Q]` of row numbers the rows `[G, Q, D]`, by one gather, so that they share one gradient."""
-    if not rows:
-        return []
-    row_S = torch.cat([row_GQ.flatten() for row_GQ in rows])
-    whole = len(row_S) == len(x_RD) and torch.equal(row_S, torch.arange(len(row_S), device=row_S.device))
-    taken_SD = x_RD if whole else x_RD.index_select(0, row_S)
-    parts = taken_SD.split([row_GQ.numel() for row_GQ in rows])
-    return [part_SD.view(*row_GQ.shape, x_RD.shape[-1]) for part_SD, row_GQ in zip(parts, rows, strict=True)]
+class Gather(torch.autograd.Function):
+    """The rows `[G, Q, D]` of each `[G, Q]` of row numbers; their gradients are added up in one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*rows)
+        ctx.shape = x_RD.shape
+        return tuple(x_RD.index_select(0, row_GQ.flatten()).unflatten(0, row_GQ.shape) for row_GQ in rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        total_RD = gradients[0].new_zeros(ctx.shape)
+        for row_GQ, gradient_GQD in zip(ctx.saved_tensors, gradients, strict=True):
+            total_RD = total_RD.index_add_(0, row_GQ.flatten(), gradient_GQD.flatten(0, 1))
+        return total_RD, *[None] * len(gradients)
+
+
+def take(x_RD: Tensor, rows: list[Tensor]) -> Sequence[Tensor]:
+    """Return for each `[G, Q]` of row numbers the rows `[G, Q, D]`; views where these are all rows in order."""
+    count, sizes = len(x_RD), [row_GQ.numel() for row_GQ in rows]
+    every_R = torch.arange(count, device=x_RD.device)
+    if sum(sizes) != count or not torch.equal(torch.cat([row_GQ.flatten() for row_GQ in rows]), every_R):
+        return Gather.apply(x_RD, *rows) if rows else ()
+    return [x_SD.unflatten(0, row_GQ.shape) for x_SD, row_GQ in zip(x_RD.split(sizes), rows, strict=True)]
 
 
 def attend_indexed(
