@@ -84,8 +84,8 @@ def soft_attend(
             assert distance_GQK is not None and head_G is not None
             by_GQM = bias_HM.to(wide)[head_G][:, None].expand(-1, logits_GQK.shape[1], -1)
             bias_GQK = by_GQM.gather(-1, distance_GQK.clamp(0, bias_HM.shape[-1] - 1))
-            logits_GQK = logits_GQK + bias_GQK.clamp(min=unseen)
-        logits_GQK = logits_GQK.masked_fill(~mask_GQK, unseen)
+            logits_GQK += bias_GQK.clamp(min=unseen)
+        logits_GQK.masked_fill_(~mask_GQK, unseen)
         weight_GQK, best_GQ1 = logits_GQK.softmax(-1), logits_GQK.argmax(-1, keepdim=True)
         top_GQ1 = logits_GQK.gather(-1, best_GQ1)  # its weight is e^(logit - sum)
         sum_GQ, none_GQ1 = (top_GQ1 - weight_GQK.gather(-1, best_GQ1).log())[..., 0], top_GQ1 <= unseen / 2
