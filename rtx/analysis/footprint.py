@@ -14,7 +14,7 @@ import torch
 from rtx.analysis.cost import Cost, cost
 from rtx.attention import native
 from rtx.attention.choices import Blocks, Choice, Indexer
-from rtx.attention.engine import MAX_SCORES_CPU, MAX_SCORES_GPU, cut
+from rtx.attention.engine import MAX_MASK, MAX_SCORES_CPU, MAX_SCORES_GPU, cut
 from rtx.attention.lsh import Lsh
 from rtx.attention.packed import Indexed, Part
 from rtx.attention.pattern import Pattern
@@ -27,9 +27,9 @@ from rtx.model.multihead import ROUTED, layer_patterns, make_pattern
 from rtx.training.hardware import precision_on
 
 INDEX = 8  # bytes of a row number
-FILLED, FILLED_CPU = 0.85, 0.5
+FILLED, FILLED_CPU = 0.85, 0.4
 """Part of a GPU's or a machine's memory that a run is planned to fill: the rest is for what the plan does not count (a
-GPU's context; the program, and holes in the heap, by which a CPU's process takes up to 1.7 times the plan)."""
+GPU's context; the program, and holes in the heap, by which a CPU's process takes up to 2.3 times the plan)."""
 
 
 def on_gpu(config: Config) -> bool:
@@ -167,6 +167,7 @@ class Kept(NamedTuple):
     others: float  # row numbers, masks, sums and factors
     again: float  # what a piece of the scores that are worked out again holds, for all heads together
     projection: bool = False  # whether something keeps the product that makes queries, keys and values of all heads
+    freed: float = 0.0  # vectors that are let go as fast as their gradients come
 
 
 _kept: dict[str, Kept] = {}
@@ -182,8 +183,8 @@ def attention_bytes(config: Config, layer: int, micro_batch: int) -> tuple[float
                 torch.manual_seed(0)
                 _kept[key] = kept(make_pattern(name, 1, config, layer).eval(), config)
         each.append((count, _kept[key]))
-    work = sum(count * head.vectors for count, head in each) / N
-    total = work + sum(count * head.others for count, head in each) / N
+    work = sum(count * (head.vectors - head.freed) for count, head in each) / N
+    total = sum(count * (head.vectors + head.others) for count, head in each) / N
     if any(head.projection for _, head in each):
         own_keys = {"lsh": False, ROUTED: config.routing.keys in ("separate", "projected")}
         columns = sum(count * (2 + own_keys.get(name, True)) for name, count in groups.items())
@@ -212,7 +213,8 @@ def kept(pattern: Pattern, config: Config) -> Kept:
     if normalises and narrow < 4:  # the norm reads a wide copy
         vectors += 4 * N * (1 + pattern.has_keys)
     projection = (normalises and narrow >= 4) or compressed or isinstance(pattern, Lsh | Indexer)
-    all_kept = Kept(vectors * size, others, max(one.again for one in found), projection)
+    freed = sum(one.freed for one in found) * size
+    all_kept = Kept(vectors * size, others, max(one.again for one in found), projection, freed)
     if isinstance(pattern, Indexer) and pattern.dense:  # and behind these steps by an index, where that keeps more
         pattern.steps.fill_(pattern.warmup)
         later = kept(pattern, config)
@@ -258,13 +260,17 @@ def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool, first: b
     # The sum over lists keeps what it adds, and where it adds that; gathers keep their row numbers.
     vectors = (queries + 2 * keys) * narrow + queries * (wide if softly else 2 * narrow)
     others = (INDEX + wide) * queries + (INDEX * (queries + 2 * keys) if queries != N or keys != N else 0)
+    # What is gathered goes piece by piece as its gradients come.
+    scores = model.heads * sum(b.query_GQ.numel() * b.key_GK.shape[1] for b in blocks)
+    piece = MAX_MASK if masks and not softly else most
+    freed = max(0, queries + 2 * keys - 3 * N) * narrow * max(0.0, 1 - piece / scores)
     if not softly:
-        return Kept(vectors, others + narrow * masks + 4 * queries, 0)
+        return Kept(vectors, others + narrow * masks + 4 * queries, 0, freed=freed)
     # Worked out again; row numbers, for distances.
     scores = min(most, N * (N + memory_slots(model)))
     rows = min(scores // min(b.key_GK.shape[1] for b in blocks), queries * model.heads)
     again = wide * (6.0 * scores + 3.0 * rows * distances)
-    return Kept(vectors, others + INDEX * (queries + keys) + masks, again)
+    return Kept(vectors, others + INDEX * (queries + keys) + masks, again, freed=freed)
 
 
 class Fit(NamedTuple):

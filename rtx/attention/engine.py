@@ -7,7 +7,7 @@ Shapes: B sequences, H heads, N positions, D head size, R = B * H * N rows, L li
 of all lists together, G blocks of one form, Q query and K key slots of a block.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -22,9 +22,9 @@ from rtx.attention.softmax import Terms, recomputed, soft_attend
 BACKENDS = ("auto", "torch", "native", "flex")
 MERGES = ("mean", "lse")
 MAX_SCORES_CPU, MAX_SCORES_GPU = 1 << 20, 1 << 26
-"""Scores worked on at once: few enough for a CPU's cache, enough to fill a GPU."""
-MIN_BLOCKS = 64
-"""Blocks that torch's kernels get at once, however large: enough for every core of a CPU."""
+"""Scores worked on at once, of one block at least: few enough for a CPU's cache, enough to fill a GPU."""
+MIN_BLOCKS, MAX_MASK = 64, 1 << 24
+"""What torch's kernels get at once: so many blocks at least, for many cores; masks of blocks with so many numbers."""
 
 
 def attend(
@@ -119,10 +119,11 @@ class Block(NamedTuple):
     mask: Tensor | None
     """True where a key is read, `[G, Q, K]`, or `[Q, K]` for all blocks; None: the plain triangle."""
 
-    def split(self, scores: int, least: int) -> list["Block"]:
-        """Return some blocks at a time: of so many scores, but not below `least` blocks if one mask is for all."""
+    def split(self, scores: int, plain: bool) -> list["Block"]:
+        """Return some blocks at a time, with so many scores, or as many as torch's kernels want (`plain`)."""
         own = self.mask is not None and self.mask.dim() == 3
-        size = max(1 if own else least, scores // (self.query_GQ.shape[1] * self.key_GK.shape[1]))
+        scores, least = (MAX_MASK, 1) if plain and own else (scores, MIN_BLOCKS if plain else 1)
+        size = max(least, scores // (self.query_GQ.shape[1] * self.key_GK.shape[1]))
         masks = self.mask.split(size) if self.mask is not None and own else repeat(self.mask)
         parts = (x.split(size) for x in (self.query_GQ, self.real_GQ, self.key_GK))
         return [Block(*each) for each in zip(*parts, masks, strict=False)]
@@ -132,7 +133,8 @@ def cut(part: Reads, triangles: bool) -> list[Block]:
     """Cut the lists into blocks of at most about eight forms.
 
     With `triangles`, a square list whose members all read from its beginning is one block, whose mask is the plain
-    triangle. All others are cut into runs; their keys reach from the first that one of them reads to the last.
+    triangle if all read themselves. All others are cut into runs; their keys reach from the first that one of them
+    reads to the last.
     """
     count_L, P = part.query.count_L, len(part.start_P)
     longest = int((part.stop_P - part.start_P).max()) if P else 0
@@ -188,13 +190,12 @@ def by_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Return what `attend_part` does, by torch's kernels, or by our own softmax for what they do not offer."""
     plain = not joined and not terms.by_distance and not (terms.dropout and q_RD.device.type == "cpu")
-    most, least = MAX_SCORES_CPU if q_RD.device.type == "cpu" else MAX_SCORES_GPU, MIN_BLOCKS if plain else 1
-    forms = cut(part, triangles=plain and part.hidden is None)
-    blocks = [piece for form in forms for piece in form.split(most, least)]
+    most, forms = MAX_SCORES_CPU if q_RD.device.type == "cpu" else MAX_SCORES_GPU, cut(part, plain and not part.hidden)
+    blocks = [piece for form in forms for piece in form.split(most, plain)]
     query_rows, key_rows = [part.query.row_M[b.query_GQ] for b in blocks], [part.key.row_M[b.key_GK] for b in blocks]
     weight_P = 1 / part.times_R(len(q_RD)).clamp(min=1)[part.query.row_M].double()
-    size, kind = len(part.start_P if joined else q_RD), torch.promote_types(v_RD.dtype, torch.float32)
-    total, sums = v_RD.new_zeros(size, v_RD.shape[-1], dtype=v_RD.dtype if plain else kind), []
+    size, wide = len(part.start_P if joined else q_RD), torch.promote_types(v_RD.dtype, torch.float32)
+    total, sums = v_RD.new_zeros(size, v_RD.shape[-1], dtype=v_RD.dtype if plain else wide), []
     taken = take(q_RD, query_rows), take(k_RD, key_rows), take(v_RD, key_rows)
     for block, row_GQ, row_GK, q, k, v in zip(blocks, query_rows, key_rows, *taken, strict=True):
         target_S, real_S = (block.query_GQ if joined else row_GQ).flatten(), block.real_GQ.flatten()
@@ -205,13 +206,14 @@ def by_blocks(
             out_GQD, sum_GQ = recomputed(soft_block, q, k, v, block.mask, row_GQ, row_GK, head_G, terms)
         out_SD = out_GQD.flatten(0, 1).to(total.dtype)
         if joined:
-            sums.append((target_S[real_S], sum_GQ.flatten()[real_S]))
+            sums.append((torch.where(real_S, target_S, size), sum_GQ.flatten()))
         else:
             out_SD = out_SD * weight_P[block.query_GQ.flatten(), None].to(out_SD.dtype)
         # What a slot without a query of its own gets is thrown away, NaN, too.
         total.index_add_(0, target_S, out_SD.masked_fill(~real_S[:, None], 0))
-    sum_P = total.new_full((size,), float("-inf"))
-    return total, sum_P.index_copy(0, *map(torch.cat, zip(*sums, strict=True))) if sums else sum_P
+    sum_P = total.new_full((size + 1,), float("-inf"))  # one more takes what is thrown away
+    sum_P = sum_P.index_copy(0, *map(torch.cat, zip(*sums, strict=True))) if sums else sum_P
+    return total, sum_P[:size]
 
 
 def kernel(q_GQD: Tensor, k_GKD: Tensor, v_GKD: Tensor, mask: Tensor | None, terms: Terms) -> Tensor:
@@ -245,16 +247,17 @@ class Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         total_RD = gradients[0].new_zeros(ctx.shape)
         for row_GQ, gradient_GQD in zip(ctx.saved_tensors, gradients, strict=True):
-            total_RD = total_RD.index_add_(0, row_GQ.flatten(), gradient_GQD.flatten(0, 1))
+            total_RD.index_add_(0, row_GQ.flatten(), gradient_GQD.flatten(0, 1))
         return total_RD, *[None] * len(gradients)
 
 
-def take(x_RD: Tensor, rows: list[Tensor]) -> Sequence[Tensor]:
+def take(x_RD: Tensor, rows: list[Tensor]) -> Iterable[Tensor]:
     """Return for each `[G, Q]` of row numbers the rows `[G, Q, D]`; views where these are all rows in order."""
-    count, sizes = len(x_RD), [row_GQ.numel() for row_GQ in rows]
-    every_R = torch.arange(count, device=x_RD.device)
-    if sum(sizes) != count or not torch.equal(torch.cat([row_GQ.flatten() for row_GQ in rows]), every_R):
-        return Gather.apply(x_RD, *rows) if rows else ()
+    if not rows or not x_RD.requires_grad or not torch.is_grad_enabled():
+        return (x_RD[row_GQ] for row_GQ in rows)  # one after the other
+    sizes, row_S = [row_GQ.numel() for row_GQ in rows], torch.cat([row_GQ.flatten() for row_GQ in rows])
+    if len(row_S) != len(x_RD) or not torch.equal(row_S, torch.arange(len(row_S), device=row_S.device)):
+        return Gather.apply(x_RD, *rows)
     return [x_SD.unflatten(0, row_GQ.shape) for x_SD, row_GQ in zip(x_RD.split(sizes), rows, strict=True)]
 
 

@@ -27,7 +27,11 @@ from rtx.attention.softmax import Relative, Terms
 
 
 class Full(ContiguousPattern):
-    """Every position reads every j <= i. Cost N^2, memory linear in N."""
+    """Every position reads every j <= i. Cost N^2, memory linear in N.
+
+    By torch's kernels not quite: terms by distance and dropout on a CPU hold keys and values N / 1024 times, and
+    without `attend_self` there is a mask of N^2 for all heads.
+    """
 
     reads_all_kept = True
 

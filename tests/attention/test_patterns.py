@@ -57,6 +57,7 @@ few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health
 @few
 def test_outputs_and_gradients_are_the_oracles_and_streams_give_the_same(kind: str, case: Case) -> None:
     pieces = (choices, "MAX_SCORES", 1000), (lsh, "MAX_SCORES", 1000), (engine, "MAX_SCORES_CPU", 200)
+    pieces += (engine, "MIN_BLOCKS", 1), (engine, "MAX_MASK", 200)
     with contextlib.ExitStack() as stack:
         for piece in pieces:
             stack.enter_context(mock.patch.object(*piece))
