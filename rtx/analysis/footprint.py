@@ -261,9 +261,9 @@ def kept_of(part: Part, pattern: Pattern, config: Config, joined: bool, first: b
     vectors = (queries + 2 * keys) * narrow + queries * (wide if softly else 2 * narrow)
     others = (INDEX + wide) * queries + (INDEX * (queries + 2 * keys) if queries != N or keys != N else 0)
     # What is gathered goes piece by piece as its gradients come.
-    scores = model.heads * sum(b.query_GQ.numel() * b.key_GK.shape[1] for b in blocks)
+    every = model.heads * sum(b.query_GQ.numel() * b.key_GK.shape[1] for b in blocks)
     piece = MAX_MASK if masks and not softly else most
-    freed = max(0, queries + 2 * keys - 3 * N) * narrow * max(0.0, 1 - piece / scores)
+    freed = max(0, queries + 2 * keys - 3 * N) * narrow * max(0.0, 1 - piece / every)
     if not softly:
         return Kept(vectors, others + narrow * masks + 4 * queries, 0, freed=freed)
     # Worked out again; row numbers, for distances.
