@@ -38,8 +38,9 @@ def sync_folder(folder: Path) -> None:
 def write_beside(path: Path, write: Callable[[BinaryIO], object], *, durable: bool = True) -> Path:
     """Write a temporary file in the folder of `path` and return its path; nothing is left behind on an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}{MARK}")
+    temporary.unlink(missing_ok=True)  # of a process that had this number before
     try:
-        with open(temporary, "w+b") as file:
+        with open(temporary, "x+b") as file:  # which follows no link
             write(file)
             file.flush()
             if durable:
