@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from disturbances import asked
-from small_runs import Workshop
+from small_runs import SIZES, Workshop
 from torch import Tensor
 
 from rtx.training.checkpoint import CheckpointFiles
@@ -163,3 +163,24 @@ def test_references_to_references_are_refused_before_they_are_counted(
 ) -> None:
     craft(copy / "checkpoints" / "last.ckpt", change)
     refused(workshop, copy, "resume", str(copy), "trainer.steps=13")
+
+
+PATTERN = """import rtx, torch
+class Kept(rtx.attention.Local):
+    def __init__(self, **given):
+        super().__init__(**given)
+        self.register_buffer("kept", {kept})
+rtx.register_pattern("kept", Kept)
+"""
+
+
+@pytest.mark.parametrize("kept", ["torch.zeros(1).expand(7)", "torch.zeros(7, dtype=torch.complex64)"])
+def test_a_pattern_that_keeps_what_no_checkpoint_holds_is_refused_before_a_step(
+    workshop: Workshop, tmp_path: Path, kept: str
+) -> None:
+    (tmp_path / "kept.py").write_text(PATTERN.format(kept=kept))
+    words = ("train", workshop.text, *SIZES, f"extensions={tmp_path / 'kept.py'}", "model.base=kept")
+    process = workshop.fork(tmp_path / "run", *words)
+    assert process.wait() == 2, process.log.read_text()
+    assert "kept.kept is a tensor " in process.log.read_text()
+    assert "which no checkpoint holds: keep it contiguous and real" in process.log.read_text()
