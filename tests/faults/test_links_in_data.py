@@ -138,9 +138,7 @@ def test_a_pipe_or_a_device_in_place_of_a_file_of_a_store_is_damage(
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "cache/train.json"])
-def test_nobody_waits_for_a_pipe_in_a_work_folder(
-    workshop: Workshop, store: Path, words: list[str], name: str
-) -> None:
+def test_nobody_waits_for_a_pipe_in_a_work_folder(workshop: Workshop, store: Path, words: list[str], name: str) -> None:
     shutil.rmtree(store)
     pipe = store.with_name(f".{store.name}.work") / name
     pipe.parent.mkdir(parents=True)
