@@ -139,11 +139,15 @@ def test_a_pipe_or_a_device_in_place_of_a_file_of_a_store_is_damage(
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "cache/train.json"])
 def test_nobody_waits_for_a_pipe_in_a_work_folder(workshop: Workshop, store: Path, words: list[str], name: str) -> None:
-    shutil.rmtree(store)
-    pipe = store.with_name(f".{store.name}.work") / name
+    learned = [*words, "data.tokenizer=words"]
+    assert asked(workshop, "data", "prepare", *learned)[0] == 0
+    (other,) = set(workshop.data.glob("text-*")) - {store}
+    shutil.rmtree(other)
+    pipe = other.with_name(f".{other.name}.work") / name
     pipe.parent.mkdir(parents=True)
     os.mkfifo(pipe)
-    asked(workshop, "data", "prepare", *words)
+    assert asked(workshop, "data", "prepare", *learned)[0] == 0
+    assert asked(workshop, "data", "verify", *learned)[0] == 0
 
 
 @pytest.mark.parametrize("kind", ["link", "link to nothing", "pipe", "folder"])
