@@ -55,20 +55,20 @@ def routing_lines(config: Config) -> list[str]:
     if not routes(values):
         return []
     selection = config.routing.selection
-    line = f"routing={selection}: {heads_phrase(config)}"
+    lines = [f"routing={selection}: {heads_phrase(config)}"]
     if sees_future(config, "parallel"):
-        line += "; selection sees the future, as published: routing=causal is strictly causal"
+        lines.append("as published, selection sees the future; routing=causal does not")
     if selection in ALL_PAIRS:
-        line += "; it compares all pairs of positions: routing=causal has clusters instead"
+        lines.append("selection compares all pairs of positions; routing=causal has clusters instead")
     published = published_routing(config)
     idle_keys = unread(values)
     changed = []
     for key, usual in published.items():
         if key not in idle_keys and values[key] != usual:
             changed.append(f"{key}={written(values[key])} (there {written(usual)})")
-    if not changed:
-        return [line]
-    return [line, f"routing={selection} is not as in conf/routing/{selection}.yaml: {', '.join(changed)}"]
+    if changed:
+        lines.append(f"routing={selection} is not as in conf/routing/{selection}.yaml: {', '.join(changed)}")
+    return lines
 
 
 def protocol_line(
