@@ -164,8 +164,8 @@ def too_large(config: Config) -> Iterator[str]:
     routing, patterns = config.routing, set(config.model.base.split("+"))
     routes, sparse = bool(routing.heads and routing.layers), bool(patterns & {*SPARSE})
     limits = (
-        ("routing.heads", "model.heads", True),
-        ("routing.layers", "model.layers", True),
+        ("routing.heads", "model.heads", routes),
+        ("routing.layers", "model.layers", routes),
         ("routing.window", "data.length", routes),
         ("routing.clusters", "data.length", routes),
         ("routing.block", "routing.window", routes and routing.selection.startswith("blocks")),
