@@ -126,7 +126,8 @@ def test_a_selection_has_its_own_rules_with_whatever_model_and_a_run_says_where_
         assert len(lines) == 1 + (routing in said) and said.get(routing, "") in lines[-1], lines
     changed = routing_lines(compose([f"routing={routing}", "routing.logit_scale=unit"]))
     assert f"conf/routing/{routing}.yaml: routing.logit_scale=unit (there " in changed[-1]
-    assert routing_lines(compose([f"routing={routing}", "routing.heads=0"])) == []
+    none = routing_lines(compose([f"routing={routing}", "routing.heads=0"]))
+    assert none == ["no head routes (routing.heads=0 routing.layers=2)"]
 
 
 @pytest.mark.parametrize("experiment", options("experiment"))

@@ -37,7 +37,7 @@ def heads_phrase(config: Config) -> str:
     """Return how many heads route in how many layers, and by what: "4 of 8 heads route in 24 of 24 layers (...)"."""
     model, routing = config.model, config.routing
     if not routes(flat(to_dict(config))):
-        return "no head routes"
+        return f"no head routes (routing.heads={routing.heads} routing.layers={routing.layers})"
     sizes = [f"W = {routing.window:,}"]
     if routing.selection in CLUSTERED:
         sizes.insert(0, plural(clusters(config), "cluster"))
@@ -46,14 +46,14 @@ def heads_phrase(config: Config) -> str:
 
 
 def routing_lines(config: Config) -> list[str]:
-    """Return what a run says of its routing heads before it begins; no line without any.
+    """Return what a run says of its routing heads before it begins.
 
     First how many there are, and whether their selection sees the future or compares all pairs of positions, with the
     selection that does neither; then the keys by which they differ from what conf/routing/ has for that selection.
     """
     values = flat(to_dict(config))
     if not routes(values):
-        return []
+        return [heads_phrase(config)]
     selection = config.routing.selection
     lines = [f"routing={selection}: {heads_phrase(config)}"]
     if sees_future(config, "parallel"):
