@@ -177,7 +177,7 @@ def test_settings_of_the_current_folder_send_the_key_of_wandb_nowhere(
         before = settings.read_bytes()
         for name, words in commands.items():
             keys.clear()
-            process = workshop.fork(tmp_path / name, *words, inside=inside, **variables)
+            process = workshop.fork(tmp_path / f"{name}-{by}", *words, inside=inside, **variables)
             assert process.wait() == 0, process.log.read_text()
             assert "W&B: " in process.log.read_text(), name
             assert listener.heard == [], name
@@ -193,7 +193,7 @@ def test_wandb_that_is_offline_in_the_current_folder_stays_so(
     inside = f"import os; os.chdir({str(tmp_path)!r})"
     words = ("train", workshop.text, *SIZES, "logger=auto", "trainer.steps=2")
     variables = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": listener.address, "HOME": str(tmp_path), "no_proxy": "*"}
-    process = workshop.fork(tmp_path / "run", *words, inside=inside, **variables)
+    process = workshop.fork(tmp_path / "at_home", *words, inside=inside, **variables)
     assert process.wait() == 0, process.log.read_text()
     assert [*(process.run / "wandb").glob("offline-run-*/*.wandb")] and listener.heard == []
     assert "W&B: mode = offline in wandb/settings; to upload the curves later:" in process.log.read_text()
@@ -207,7 +207,7 @@ def test_nobody_waits_for_a_pipe_that_wandb_would_read_in_the_current_folder(
     for name in ("wandb/settings", "config-defaults.yaml"):
         os.mkfifo(copy / name)
     words = ("train", workshop.text, *SIZES, "logger=offline", "trainer.steps=2")
-    process = workshop.fork(tmp_path / "train", *words, inside=f"import os; os.chdir({str(copy)!r})")
+    process = workshop.fork(tmp_path / "piped", *words, inside=f"import os; os.chdir({str(copy)!r})")
     assert process.wait() == 0, process.log.read_text()
     assert "W&B: " not in process.log.read_text()
     assert [*(process.run / "wandb").glob("offline-run-*/*.wandb")]
