@@ -282,7 +282,7 @@ class HardwareConfig:
     """Use only deterministic GPU kernels, so that the same seed gives the same bits."""
     threads: int | None = ranged(None, low=1, high=1024)
     """CPU threads of each process; unset: torch's own choice, or its share of the cores. Bits depend on it."""
-    workers: int = ranged(0, low=0)
+    workers: int = ranged(0, low=0, high=256)
     """Processes that prepare batches ahead; 0: in the training process."""
 
 
@@ -308,7 +308,7 @@ class TrainerConfig:
     """Optimizer steps to train; unset: optimizer.steps."""
     max_minutes: float | None = ranged(None, above=0.0)
     """Stop, and save, after this many minutes of training if the steps are not done by then."""
-    batch_size: int = ranged(8, low=1)
+    batch_size: int = ranged(8, low=1, high=2**20)
     """Sequences per optimizer step, over all devices and micro-batches."""
     micro_batch_size: int | str = ranged("auto", low=1)
     """Sequences per device and forward pass; auto: as many as the device holds, by the count of rtx plan."""
