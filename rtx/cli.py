@@ -70,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return complain(str(error), 2 if isinstance(error, UserError) else 1)
     except Stopped as stopped:
         return complain(str(stopped), stopped.code)
+    except SystemExit as left:  # with 0, say, which would pass for work that is done
+        return complain(f"sys.exit({left.code!r}) was called before the end, by an extension or a package", 2)
     except KeyboardInterrupt:
         return complain("stopped by SIGINT", INTERRUPTED)
     except Exception as error:
@@ -143,6 +145,8 @@ def flag_hint(flag: str, known: Iterable[str]) -> str:
     """Return the way out for an unknown flag, to stand behind its refusal, or ""."""
     if "dry" in flag:
         return "; rtx plan says what a run would cost, --cfg job what it would be"
+    if flag.startswith("--help="):
+        return f"; write --help {flag.partition('=')[2]}"
     return hydra_flag(flag) or nearest(flag, known)
 
 

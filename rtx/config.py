@@ -5,10 +5,13 @@ Values live in `conf/`, what fits with what in `rtx/checks.py`, what other comma
 
 import functools
 import math
+import re
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 from rtx.data.sets import SETS, DataSet
+from rtx.errors import shorten
 from rtx.keys import Field, fields_of, key_of, one_of, options, ranged
 
 GROUPS = ("data", "routing", "optimizer", "hardware", "logger", "model", "experiment")
@@ -39,6 +42,10 @@ SELECTIONS: dict[str, Any] = {
 """The patterns of routing.selection."""
 REGISTERED: dict[str, str] = {}
 """Names that were added to BASES, SELECTIONS and SETS, each with the installed package that it is from, if any."""
+OURS = frozenset({*BASES, *SELECTIONS, *SETS})
+"""Names that no extension can have."""
+KINDS_OF_HEADS = ("routed", "routing", "sparse", "random_blocks", "compressive", "adaptive_input")
+"""What a model and a report call heads besides the names of patterns: no pattern of an extension can be one of them."""
 
 SPARSE = ("strided", "fixed", "fixed_block", "fixed_summary")  # the Sparse Transformer's patterns
 CLUSTERED = ("causal", "topk", "nearest", "random")  # selections by clusters; the others choose keys for each query
@@ -361,10 +368,29 @@ def add_installed() -> None:
     tables: dict[str, dict[str, Any]] = {"rtx.patterns": BASES, "rtx.selections": SELECTIONS, "rtx.data": SETS}
     for group, table in tables.items():
         for point in metadata.entry_points(group=group):
-            if point.name not in (*BASES, *SELECTIONS, *SETS):
-                found = point.value.replace(":", ".")
-                table[point.name] = found if table is not SETS else DataSet(found, defaults={"name": point.name})
-                REGISTERED[point.name] = point.dist.name if point.dist else ""
+            package = point.dist.name if point.dist else ""
+            problem = name_problem(point.name, pattern=table is not SETS)
+            if not problem and point.name in table:
+                problem = f"{point.name!r} is of the package {REGISTERED[point.name]}"
+            if problem:
+                print(f"rtx: {package} is without {group} {point.name}: {problem}", file=sys.stderr)
+                continue
+            found = point.value.replace(":", ".")
+            table[point.name] = found if table is not SETS else DataSet(found, defaults={"name": point.name})
+            REGISTERED[point.name] = package
+
+
+def name_problem(name: str, *, pattern: bool) -> str:
+    """Return why an extension cannot give a name to a pattern, or to a data set, or "" where it can."""
+    if not re.fullmatch("[a-z][a-z0-9_]*", name):
+        return f"{shorten(name)!r} must be of small letters, digits and _, a letter first"
+    if name in OURS:
+        return f"{name!r} is one of rtx's own"
+    if name == "null":
+        return "'null' unsets a key"
+    if pattern and name in KINDS_OF_HEADS:
+        return f"{name!r} is what rtx calls heads of another kind"
+    return ""
 
 
 @functools.cache

@@ -79,7 +79,7 @@ def number(text: str) -> int | float | None:
 
 
 def steps(start: float, stop: float, step: float) -> str:
-    """Return start, start + step, ... before stop, with the middle left out of a long list; empty where there is none."""
+    """Return start, start + step, ... before stop, without the middle of a long list; empty where there is none."""
     length = (stop - start) / step
     count = max(0, math.ceil(length)) if math.isfinite(length) else 0
     shown = [f"{start + step * place:.12g}" for place in range(min(count, MOST))]

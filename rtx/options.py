@@ -356,7 +356,7 @@ def refuse_hydra_values(field: Field, text: str, sweep: bool) -> None:
     word = f"{field.key}={shorten(text.strip())}"
     listing = f"{field.key}={said}" if said else f"{field.key}=<value>,<value>"
     if sweep:
-        raise UserError(f"{word}: is Hydra's; list the values: {listing}")
+        raise UserError(f"{word}: list the values: {listing}")
     raise UserError(f"{word}: takes one value; list several for a sweep: rtx train -m {listing}")
 
 

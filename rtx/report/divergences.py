@@ -18,7 +18,7 @@ BOUND = math.log(2)
 
 def spreads(record: Mapping[str, Any]) -> Found:
     """Return what a record of `rtx analyze divergence` holds."""
-    kinds = [" ".join(row["kind"]).replace("routed", "routing") for row in record["layers"]]
+    kinds = [" ".join({"routed": "routing"}.get(name, name) for name in row["kind"]) for row in record["layers"]]
     rows = zip(record["layers"], kinds, strict=True)
     return with_means({(str(row["layer"]), kind): (row["mean"], row["deviation"]) for row, kind in rows})
 
