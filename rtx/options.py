@@ -251,6 +251,8 @@ def read_words(command: str, words: Sequence[str]) -> Words:
     reads, runs, values, overrides = READS[command], [], {}, []
     if reads.runs:  # a folder that exists may have "=" in its name
         runs = [Path(word) for word in itertools.takewhile(lambda word: "=" not in word or os.path.isdir(word), words)]
+        if runs and len(words) > len(runs) and words[len(runs)].startswith("="):
+            runs.pop()  # a key, with blanks around its =
         if not runs and "[" not in reads.runs:
             raise UserError(f"rtx {command} needs the run's folder first; usage: {reads.usage()}")
         if len(runs) > 1 and "..." not in reads.runs:

@@ -83,6 +83,8 @@ def size_text(size: float) -> str:
 
 def time_text(seconds: float) -> str:
     """Return a time in the largest of hours, minutes and seconds of which it has two, in three digits."""
+    if seconds < 0.001:
+        return "less than 0.001 seconds"
     count = seconds
     unit = "seconds"
     for larger in ("minutes", "hours"):
