@@ -21,10 +21,10 @@ from rtx.data.sets import MADE, SETS
 from rtx.errors import UserError, plural
 from rtx.evaluation.protocols import Window, windows
 from rtx.evaluation.scores import read_windows, sample_windows
-from rtx.model.multihead import ROUTED
 from rtx.options import ContextOptions, CoverageOptions, DivergenceOptions, PatternsOptions, read_words, what_to_do
 from rtx.progress import progress_bar
 from rtx.report import plots
+from rtx.report.divergences import heads_name
 from rtx.report.summary import protocol_line, sees_future
 from rtx.report.tables import print_table
 from rtx.training.inference import LoadedRun, open_run, run_config
@@ -71,11 +71,6 @@ def divergence(run: LoadedRun, store: Store, options: DivergenceOptions) -> Resu
     return {"layers": found, "over_layers": means}
 
 
-def heads_name(group: str) -> str:
-    """Return what tables call a group of heads."""
-    return "routing" if group == ROUTED else group
-
-
 def patterns(run: LoadedRun, store: Store, options: PatternsOptions) -> Result:
     """Which positions the heads of a layer read in one sequence: a table, and a picture with a map for each head."""
     top, N = run.config.model.layers - 1, run.config.data.length
@@ -108,7 +103,7 @@ def drawn(rows: Sequence[Result], maps: Sequence[Tensor]) -> bytes:
     for axis, row, weight_PN in zip(axes.flat, rows, maps, strict=True):
         N = weight_PN.shape[1]  # keys that share a column of the map show the largest weight
         weight_PX = torch.nn.functional.max_pool1d(weight_PN, -(-N // ROWS), ceil_mode=True)
-        colours = axis.imshow(weight_PX.numpy(), norm=LogNorm(1e-4, 1), cmap="viridis_r", extent=(0, N, N, 0))
+        colours = axis.imshow(weight_PX.numpy(), norm=LogNorm(1e-4, 1), cmap="magma_r", extent=(0, N, N, 0))
         axis.set(title="layer {layer} head {head}: {pattern}".format(**row), xlabel="key", ylabel="query")
     figure.colorbar(colours, ax=axes, label="weight")
     file = io.BytesIO()
