@@ -52,6 +52,7 @@ class Routing(ClusterPattern):
     """
 
     decided = ("has_keys", "window")
+    configured = ("commitment",)
 
     def __init__(self, centroids: Centroids, *, selection: str, commitment: float = 0.0, **given: Any) -> None:
         super().__init__(has_keys=centroids.keys != "shared", window=centroids.window, **given)
@@ -220,6 +221,8 @@ class Centroids(nn.Module):
     key_threshold_HC: Tensor | None
     projection_HDD: Tensor | None
     steps: Tensor
+
+    configured = ("update", "threshold_rate", "keys")
 
     def __init__(
         self,

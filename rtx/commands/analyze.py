@@ -24,6 +24,7 @@ from rtx.evaluation.scores import read_windows, sample_windows
 from rtx.options import ContextOptions, CoverageOptions, DivergenceOptions, PatternsOptions, read_words, what_to_do
 from rtx.progress import progress_bar
 from rtx.report import plots
+from rtx.report.divergences import heads_name
 from rtx.report.summary import protocol_line, sees_future
 from rtx.report.tables import print_table
 from rtx.training.inference import LoadedRun, open_run, run_config
@@ -64,7 +65,7 @@ def divergence(run: LoadedRun, store: Store, options: DivergenceOptions) -> Resu
     print(f"{what}, nats (at most {math.log(2):.4f}), mean ± deviation of {options.draws} draws")
     table: dict[Any, dict[str, Any]] = {}
     for row in [*found, *({"layer": "mean", **row} for row in means)]:
-        kind = " ".join(row["kind"]).replace("routed", "routing")
+        kind = " ".join(map(heads_name, row["kind"]))
         table.setdefault(row["layer"], {"layer": row["layer"]})[kind] = "{mean:.4f} ± {deviation:.4f}".format(**row)
     print_table(list(table.values()))
     return {"layers": found, "over_layers": means}
@@ -84,7 +85,7 @@ def patterns(run: LoadedRun, store: Store, options: PatternsOptions) -> Result:
         attention, x_1NE = next(itertools.islice(weights.layer_inputs(run.model, ids_1N), layer, None))
         for name, group in weights.groups_of(attention, x_1NE).items():
             for weight_PN in torch.cat([block.cpu() for block in weights.weight_blocks(group, at_P)], dim=-1):
-                row = {"layer": layer, "head": len(rows), "pattern": name.replace("routed", "routing")}
+                row = {"layer": layer, "head": len(rows), "pattern": heads_name(name)}
                 rows.append({**row, **weights.summary(weight_PN, at_P)})
                 maps.append(weight_PN.float())
     print("means over the positions: keys read, distance by weight, weight on itself")

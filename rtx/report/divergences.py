@@ -18,9 +18,14 @@ BOUND = math.log(2)
 
 def spreads(record: Mapping[str, Any]) -> Found:
     """Return what a record of `rtx analyze divergence` holds."""
-    kinds = [" ".join(row["kind"]).replace("routed", "routing") for row in record["layers"]]
+    kinds = [" ".join(map(heads_name, row["kind"])) for row in record["layers"]]
     rows = zip(record["layers"], kinds, strict=True)
     return with_means({(str(row["layer"]), kind): (row["mean"], row["deviation"]) for row, kind in rows})
+
+
+def heads_name(group: str) -> str:
+    """Return what tables call a group of heads, which a model calls `routed` where it routes."""
+    return "routing" if group == "routed" else group
 
 
 def paper_spreads() -> Found:
