@@ -35,6 +35,9 @@ ROUTED = {"routing": "topk", "random": "random"}
 SOURCES = ("paper", "released code", "ours")
 """Where a setting is from. The first that has one counts: what the paper states, else the code, else what we chose."""
 
+GROUPS = ("settings", "routing", "local")
+"""The settings of all rows that the paper trained, of those with routing or random heads, of local ones."""
+
 Config = Mapping[str, Any]  # every value of a configuration by its dotted key
 Sources = Mapping[str, Config]  # settings by their source
 
@@ -281,7 +284,7 @@ def paper_tables() -> tuple[PaperTable, ...]:
     common = content["every_table"]
     tables = []
     for table in content["tables"]:
-        own = {group: joined(common[group], table.get(group, {})) for group in common}
+        own = {group: joined(common.get(group, {}), table.get(group, {})) for group in GROUPS}
         rows = [PaperRow(**row) for row in table["rows"]]
         tables.append(PaperTable(**{**table, **own, "rows": rows}))
     return tuple(tables)
