@@ -83,7 +83,7 @@ class Other:
 
     @property
     def text(self) -> str:
-        """The setting as `key=ours (source: theirs; ...)`; the source of our value stands there alone."""
+        """The setting as `key=ours (source: theirs; ...)`; the source that has our value comes without one."""
         of_holder, others = "", []
         for source, stated in self.sources.items():
             if source == self.holder and not in_words(stated):
