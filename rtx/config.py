@@ -140,9 +140,9 @@ class RoutingConfig:
     attend_self: bool | None = None
     """Whether a position may always read itself; false: only where nothing else; unset: not where queries are keys."""
     merge: str = one_of("mean", "lse")
-    """A position in several clusters: the mean of their outputs (the paper), or one softmax over their keys (lse)."""
+    """In several clusters: mean of outputs (as the released code) or one softmax over all keys (lse)."""
     update: str = one_of("members", "nearest", "sum")
-    """Centroid step: to the mean of its members (ours), of those nearest to it (released code), sums (Algorithm 1)."""
+    """Centroid step: mean of members (ours), of the nearest (near the code's), sum (Algorithm 1)."""
     decay: float = ranged(0.999, low=0.0, high=1.0)
     """Share of a centroid that survives one optimizer step."""
     threshold_rate: float = ranged(0.1, low=0.0, high=10.0)

@@ -7,7 +7,8 @@ from pathlib import Path
 from rtx.errors import RunFailed, UserError, printable
 from rtx.help import terminal_width
 from rtx.options import READS, read_words
-from rtx.report.contents import build, list_of_tables, write
+from rtx.report.contents import build, list_of_tables, printed_view, write
+from rtx.report.paper import paper_tables
 from rtx.report.run_records import collect, run_folders
 from rtx.report.steps import read_records, recorded
 from rtx.report.tables import terminal
@@ -15,19 +16,22 @@ from rtx.training.run_folder import outputs_root, shown
 
 
 def main(arguments: list[str]) -> int:
-    """Write and print the report of runs; without one, list the paper's tables and what of them is in outputs/."""
+    """Write and print the report of runs; without one, print the paper's tables and what of them is in outputs/."""
     words, width = read_words("report", arguments), terminal_width()
     if words.options.output and not words.runs:
         raise UserError(f"output={words.options.output}: which runs? usage: {READS['report'].usage()}")
     for folder in words.runs:
         if not run_folders(folder) and not recorded(folder):
-            why = "holds no run; a run has a config.yaml" if folder.is_dir() else "no such folder"
+            why = "no such folder"
+            if folder.is_dir():
+                why = "holds no run; a run has a config.yaml (rtx report alone prints the paper's tables)"
             raise UserError(f"{folder}: {why}")
     found = collect(words.runs or sorted(outputs_root().glob("*")))
     if not words.runs:
-        for row in list_of_tables(found.cells).rows:
+        for row, table in zip(list_of_tables(found.cells).rows, paper_tables(), strict=True):
             print(textwrap.fill(f"{row['table']}  {row['about']}: {row['run']}", width))
-            print(*(f"    {command}" for command in row["command"].split("; ")), "", sep="\n")
+            print(*(f"    {command}" for command in table.commands), sep="\n")
+            print(terminal(printed_view(table), width), "", sep="\n")
         return 0
     records = read_records(words.runs, found)
     report = build(found, "rtx report: " + ", ".join(map(shown, words.runs)), records)
