@@ -22,7 +22,7 @@ def modules_after(*lines: list[str]) -> set[str]:
     """Return the top-level modules that a process has imported when rtx has answered some lines."""
     code = f"import sys, json, rtx.cli; [rtx.cli.main(line) for line in {lines!r}]"
     code += "; print('\\n' + json.dumps(list(sys.modules)))"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     return {name.partition(".")[0] for name in json.loads(answer.stdout.splitlines()[-1])}
 
 
@@ -72,11 +72,11 @@ def test_a_failed_run_is_told_in_a_line_and_a_fault_of_ours_keeps_its_traceback(
 
 def test_a_reader_that_goes_away_or_lacks_a_letter_is_no_error() -> None:
     command = f"{sys.executable} -W error -m rtx train --help | head -n 1"
-    shown = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    shown = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=600)
     assert shown.stdout.startswith("usage: rtx train") and shown.stderr == ""
     words = [sys.executable, "-m", "rtx", "train", "--cfg", "job", "name=\u2603"]
     narrow = {**os.environ, "PYTHONIOENCODING": "latin-1"}
-    shown = subprocess.run(words, capture_output=True, env=narrow, timeout=120)
+    shown = subprocess.run(words, capture_output=True, env=narrow, timeout=600)
     assert (shown.returncode, shown.stdout[-8:], shown.stderr) == (0, b"name: ?\n", b"")
 
 
@@ -97,7 +97,12 @@ def fail(_):
 cli.dispatch = fail
 cli.entry()
 """
-BUSY = "(time.sleep(0.5), os.write(1, b'ready\\n'), time.sleep(60))"
+BUSY = """(
+    [time.sleep(0.01) for _ in iter(threading.main_thread().is_alive, False)],
+    os.write(1, b'ready\\n'),
+    time.sleep(600),
+)"""
+"""A thread's work: it is ready when all else has ended, and Python waits for it alone."""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -108,7 +113,7 @@ def test_a_signal_after_the_work_changes_no_exit_code(number: int, way: str) -> 
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
-        assert process.wait(timeout=30) == 2
+        assert process.wait(timeout=600) == 2
         assert process.stderr.read() == "rtx: no\n"
 
 

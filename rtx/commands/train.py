@@ -253,7 +253,7 @@ def finish(
             status.update(write=True)
         further = further_lines(store.unit, final)
         if outcome.step < schedule:
-            further.append(short_run(config, outcome.step))
+            further += short_run(config, outcome.step)
         say(closing_lines(shown(folder), steps, final, protocol, further))
         if isinstance(store, TokenStore):
             work = load(folder, "last", "cuda" if hardware.accelerator == "gpu" else "cpu")
@@ -269,15 +269,17 @@ def finish(
         say(f"no sample: {reason}")
 
 
-def short_run(config: Config, step: int) -> str:
-    """Return the line on a run that ends before the steps that its optimizer's preset is made for."""
-    name, made_for, schedule = config.optimizer.name, config.optimizer.steps, config.optimizer.schedule
-    share = learning_rate(config, step) / config.optimizer.lr
-    if step < config.optimizer.warmup:
-        rate = f"was still rising, at {share:.0%} of optimizer.lr"
-    elif schedule == "constant":
-        rate = "stayed at optimizer.lr"
+def short_run(config: Config, step: int) -> list[str]:
+    """Return the lines on a run that ends before the steps that its optimizer's preset is made for."""
+    optimizer = config.optimizer
+    share = learning_rate(config, step) / optimizer.lr
+    if step < optimizer.warmup:
+        rate = f"was still rising, at {share:.0%} of optimizer.lr={optimizer.lr:g}"
+    elif optimizer.schedule == "constant":
+        rate = f"stayed at optimizer.lr={optimizer.lr:g}"
     else:
-        rate = f"ended at {share:.0%} of optimizer.lr"
-    preset = f"optimizer={name} is made for {made_for:,} steps"
-    return f"a short run: {preset}; the learning rate (schedule {schedule}) {rate}"
+        rate = f"ended at {share:.0%} of optimizer.lr={optimizer.lr:g}"
+    return [
+        f"a short run: optimizer={optimizer.name} is made for {optimizer.steps:,} steps",
+        f"the learning rate (optimizer.schedule={optimizer.schedule}) {rate}",
+    ]

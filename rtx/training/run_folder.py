@@ -318,7 +318,7 @@ def environment(facts: dict[str, Any]) -> dict[str, Any]:
     packages = ("torch", "lightning", "numpy", "hydra-core", "omegaconf", "wandb", *filter(None, REGISTERED.values()))
     return {
         "time": utc_now(),
-        "command": shlex.join(sys.argv),
+        "command": command_line(),
         "host": platform.node(),
         "python": platform.python_version(),
         "versions": {"rtx": __version__} | {name: metadata.version(name) for name in packages},
@@ -327,6 +327,14 @@ def environment(facts: dict[str, Any]) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         **facts,
     }
+
+
+def command_line() -> str:
+    """Return the command that this process was started by; `python -m rtx` is written as `rtx`."""
+    program, *words = sys.argv
+    if Path(program).name == "__main__.py":
+        program = "rtx"
+    return shlex.join([program, *words])
 
 
 def code_commit() -> str | None:
