@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from stand_ins import Sweep, begin, patiently, stand_in, table
+from stand_ins import SMALL, Sweep, begin, patiently, stand_in, table, write_book
 
 from rtx import cli
 from rtx.compose import compose, config_hash
@@ -29,18 +29,12 @@ echo $$ > "$SLURM_JOB_ID.pid"; exec "$@"
     "squeue": "ls queue",
     "scancel": 'kill "$(cat "$1.pid")"',
 }
-SMALL = (
-    *("data=text", "data.path=book.txt", "data.length=32", "model.layers=1", "model.hidden=16", "model.heads=2"),
-    *("model.ffn_hidden=16", "model.window=16", "routing.layers=1", "routing.window=16", "routing.heads=1"),
-    *("trainer.steps=2", "trainer.batch_size=2", "hardware.threads=1", "logger=jsonl"),
-)
-"""A run of a second, on a text in the current folder."""
 
 
 @pytest.fixture
 def cluster(sweep: Sweep) -> Sweep:
     """A folder with a text, and on the PATH the programs of a cluster that is this machine."""
-    Path("book.txt").write_bytes(bytes(range(32, 127)) * 100)
+    write_book()
     sweep.patch.setenv("RTX_DATA", "data")
     sweep.patch.setenv("PATH", f"{Path.cwd()}/bin:/usr/bin:/bin")
     sweep.patch.setattr("rtx.launcher.QUEUE_SECONDS", 0.1)

@@ -3,10 +3,11 @@
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
-from stand_ins import Sweep, begin, patiently, stand_in, table
+from stand_ins import SMALL, Sweep, begin, patiently, stand_in, table, write_book
 
 from rtx import cli
 from rtx.compose import compose, config_hash, to_yaml
@@ -45,6 +46,30 @@ def test_every_cell_is_a_process_with_its_own_overrides_and_folder(sweep: Sweep)
 def test_nothing_starts_unless_every_cell_is_right(sweep: Sweep, words: list[str], said: str) -> None:
     (line,) = sweep.asked("done()", *words, code=2).splitlines()
     assert said in line and sweep.started == [] and not sweep.outputs.exists()
+
+
+def test_what_a_cell_writes_in_pieces_is_shown_in_whole_lines(sweep: Sweep) -> None:
+    behaviour = """
+for byte in "one line\\n\\u00e9 has two bytes".encode():
+    os.write(1, bytes([byte]))
+    time.sleep(0.06)
+done()
+"""
+    shown = sweep.asked(behaviour, "seed=1").splitlines()
+    first = shown.index("cell 1 of 1: nothing swept: begins")
+    assert shown[first + 1 : first + 3] == ["one line", "\u00e9 has two bytes"]
+
+
+def test_the_sample_of_a_cell_is_whole_on_what_reads_the_sweep(sweep: Sweep) -> None:
+    write_book()
+    sweep.patch.setenv("RTX_DATA", "data")
+    with begin(sys.executable, *SMALL, "seed=1") as process:
+        shown, _ = process.communicate(timeout=600)
+    assert process.returncode == 0
+    (log,) = sweep.outputs.glob("rtx/*/output.log")
+    printed = log.read_text()
+    sample = printed.partition("a sample (temperature 0.8):\n")[2]
+    assert len(sample) > 30 and printed in shown
 
 
 SHORT = "out of memory: the system killed it"
