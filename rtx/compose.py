@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict as to_dict
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hydra
 import yaml
@@ -22,13 +22,27 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rtx.checks import data_problems, idle, resolve
-from rtx.config import GROUPS, NAMELIKE, OUTSIDE, SECTIONS, YOUNGER, Config, DataConfig, all_fields
+from rtx.checks import data_problems, default_where_unread, idle, resolve
+from rtx.config import (
+    GROUPS,
+    NAMELIKE,
+    OUTSIDE,
+    ROUTING_SIZES,
+    SECTIONS,
+    YOUNGER,
+    Config,
+    DataConfig,
+    RoutingConfig,
+    all_fields,
+    flat,
+    reads_self,
+    with_values,
+)
 from rtx.data.sets import SETS, image_side
 from rtx.disk import read_file
 from rtx.errors import UserError, refuse, shorten
 from rtx.extensions import run_files
-from rtx.keys import CONFIG_DIRS, conf_dir, unknown, unquoted
+from rtx.keys import CONFIG_DIRS, conf_dir, preset, unknown, unquoted
 from rtx.options import Override, check_overrides, read_words
 from rtx.training.signals import SWEEP_VARIABLE
 
@@ -95,6 +109,22 @@ def composed(words: tuple[str, ...]) -> DictConfig:
         return hydra.compose("config", list(words), return_hydra_config=True)
 
 
+def published_routing(config: Config) -> dict[str, Any]:
+    """Return the rules that conf/routing/ has for the selection of a configuration, by dotted keys, without sizes.
+
+    Keys that the file leaves out have the schema's defaults; a selection of an extension, which has no file, none.
+    """
+    path = preset("routing", config.routing.selection)
+    if path is None:
+        return {}
+    in_file = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
+    rules = {key: value for key, value in in_file.items() if key not in ROUTING_SIZES}
+    sizes = {size: getattr(config.routing, size) for size in ROUTING_SIZES}
+    routing = RoutingConfig(**{**rules, **sizes})
+    routing = replace(routing, attend_self=reads_self(routing))
+    return {f"routing.{key}": value for key, value in to_dict(routing).items()}
+
+
 @contextmanager
 def user_errors(where: str = "") -> Iterator[None]:
     """Turn what Hydra, OmegaConf and YAML raise into a `UserError` of one line; `where` before each line of any."""
@@ -128,24 +158,6 @@ def to_config(values: Mapping[str, Any]) -> Config:
             raise UserError(f"{key} must be one value")
         found[key] = known[key].read(value)
     return with_values(Config(), found)
-
-
-def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested dictionaries as one with dotted keys."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        inside = isinstance(value, Mapping) and name in SECTIONS
-        found |= {f"{name}.{key}": each for key, each in value.items()} if inside else {name: value}
-    return found
-
-
-def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return a copy of a configuration with other values at some dotted keys."""
-    for key, value in values.items():
-        section, _, name = key.rpartition(".")
-        changed = {section: replace(getattr(config, section), **{name: value})} if section else {key: value}
-        config = replace(config, **changed)
-    return config
 
 
 def read_values(path: Path) -> dict[str, Any]:
@@ -208,6 +220,16 @@ def config_hash(config: Config) -> str:
     return digest(flat(to_dict(with_absolute_path(config))))
 
 
+def former_hash(config: Config) -> str:
+    """Return the hash as up to version 0.3: it told configurations apart by keys that a run does not read, too."""
+    return former_digest(flat(to_dict(with_absolute_path(config))))
+
+
+def hashes(config: Config) -> tuple[str, str]:
+    """Return the names that the folder of a cell may have."""
+    return config_hash(config), former_hash(config)
+
+
 def with_absolute_path(config: Config) -> Config:
     """Return a configuration whose data.path means the same from any folder."""
     if config.data.path is None or (config.data.name == "hub" and not os.path.exists(config.data.path)):
@@ -216,7 +238,15 @@ def with_absolute_path(config: Config) -> Config:
 
 
 def digest(values: Mapping[str, Any]) -> str:
-    """Return 12 hexadecimal digits of a configuration's values by their dotted keys, those without effect left out."""
+    """Return 12 hexadecimal digits of a configuration's values by their dotted keys.
+
+    Keys that cannot change results are left out, and a key that the run does not read counts as its default.
+    """
+    return former_digest(default_where_unread(values))
+
+
+def former_digest(values: Mapping[str, Any]) -> str:
+    """Return the digits as up to version 0.3, which counted keys that a run does not read, too."""
     idle = (*NAMELIKE, *(key for key, value in values.items() if (key, value) in YOUNGER))
     kept = {key: value for key, value in values.items() if key not in idle and not key.startswith(OUTSIDE)}
     return short_hash(kept, 12)

@@ -5,7 +5,8 @@ Values live in `conf/`, what fits with what in `rtx/checks.py`, what other comma
 
 import functools
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rtx.data.sets import SETS, DataSet
@@ -42,6 +43,7 @@ REGISTERED: dict[str, str] = {}
 
 SPARSE = ("strided", "fixed", "fixed_block", "fixed_summary")  # the Sparse Transformer's patterns
 CLUSTERED = ("causal", "topk", "nearest", "random")  # selections by clusters; the others choose keys for each query
+ROUTING_SIZES = ("heads", "layers", "window", "clusters", "block")  # keys of routing that are no rules
 SPREAD = ("ddp", "fsdp")  # values of hardware.name that run one process per device
 NAMELIKE = (
     *("name", "model.name", "optimizer.steps", "hardware.workers", "data.verify", "data.processes"),
@@ -434,3 +436,21 @@ def full_group(config: Config, layer: int) -> tuple[int, int]:
     one = routing.selection == "nearest" and clusters(config) == 1 and routing.window >= config.data.length
     name = ROUTED if one and routing.keys != "shared" and ROUTED in groups else "full"
     return [*groups, name].index(name), groups.get(name, 0)
+
+
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested dictionaries as one with dotted keys."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inside = isinstance(value, Mapping) and name in SECTIONS
+        found |= {f"{name}.{key}": each for key, each in value.items()} if inside else {name: value}
+    return found
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return a copy of a configuration with other values at some dotted keys."""
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        changed = {section: replace(getattr(config, section), **{name: value})} if section else {key: value}
+        config = replace(config, **changed)
+    return config
