@@ -437,6 +437,33 @@ def clusters(config: Config) -> int:
     return config.routing.clusters or math.ceil(config.data.length / config.routing.window)
 
 
+ROUTED = "routed"
+"""The group of the heads that `routing` describes; the others are called by their pattern."""
+
+
+def layer_patterns(config: Config, layer: int) -> dict[str, int]:
+    """Return the groups of a layer's heads in order, and how many heads each has: base patterns, then `routed`.
+
+    Layer 0 is the lowest; routing layers are the topmost ones.
+    """
+    routed = config.routing.heads if layer >= config.model.layers - config.routing.layers else 0
+    patterns = config.model.base.split("+")
+    share = (config.model.heads - routed) // len(patterns)
+    groups = {name: share * patterns.count(name) for name in patterns} if share else {}
+    return groups | ({ROUTED: routed} if routed else {})
+
+
+def full_group(config: Config, layer: int) -> tuple[int, int]:
+    """Return the number of the group of a layer that reads all of its prefix, and how many heads that has (0: none).
+
+    These are full heads, or routing heads with keys of their own and one cluster that is as wide as the sequence.
+    """
+    groups, routing = layer_patterns(config, layer), config.routing
+    one = routing.selection == "nearest" and clusters(config) == 1 and routing.window >= config.data.length
+    name = ROUTED if one and routing.keys != "shared" and ROUTED in groups else "full"
+    return [*groups, name].index(name), groups.get(name, 0)
+
+
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return nested dictionaries as one with dotted keys."""
     found: dict[str, Any] = {}
