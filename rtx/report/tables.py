@@ -13,6 +13,8 @@ from rtx.errors import printable
 DASH = "\N{EN DASH}"  # what stands where there is nothing to say
 MINUS = "\N{MINUS SIGN}"
 STRIP = 13  # letters of the picture of the intervals beside a ranked table
+GAP = 2  # columns between two columns of a table
+BESIDE = 30  # columns that names in the first column leave to the others, or else they are broken
 WORD = 16  # letters of a word that a terminal breaks at the earliest
 LEAST, ROOMY = 80, 96  # columns that a table takes at least, and with that picture
 LETTERS = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "-": "{-}"}
@@ -23,13 +25,14 @@ LETTERS |= {DASH: r"\textendash{}", MINUS: "$-$", "±": r"$\pm$", **{mark: f"\\{
 
 @dataclass(frozen=True)
 class Column:
-    """A column that is shown: the key of its values, and of what stands behind their ±."""
+    """A column that is shown: the key of its values, of what stands behind their ±, and of a remark behind a comma."""
 
     key: str
     title: str
     digits: int | None = None  # digits behind the point; None: a text, or a whole number
     error: str = ""
     brief: bool = True  # whether it is also printed to the terminal
+    remark: str = ""
 
 
 @dataclass
@@ -58,7 +61,9 @@ def text_of(row: dict[str, Any], column: Column) -> str:
     if isinstance(value, str):
         return value
     said = f"{value:,}" if column.digits is None else f"{value:,.{column.digits}f}"
-    return said.replace("-", MINUS) + ("" if error is None else f" ± {error:,.{column.digits or 0}f}")
+    remark = row.get(column.remark)
+    said = said.replace("-", MINUS) + ("" if error is None else f" ± {error:,.{column.digits or 0}f}")
+    return f"{said}, {remark}" if remark else said
 
 
 def terminal(table: Table, width: int = 80, strip: bool = False) -> str:
@@ -68,33 +73,72 @@ def terminal(table: Table, width: int = 80, strip: bool = False) -> str:
     """
     from rich.console import Console
 
-    out, columns = io.StringIO(), table.shown(brief=True)
-    console = Console(file=out, width=max(width, LEAST), color_system=None, highlight=False)
-    grid, wide = grid_of(table, columns), console.options.update(max_width=10_000)
-    while console.measure(grid, options=wide).minimum > console.width:  # the files of the report have all columns
+    out, columns, room = io.StringIO(), table.shown(brief=True), max(width, LEAST)
+    widths = column_widths(table, columns, room)
+    while len(columns) > 1 and not fits(widths, room):  # the files of the report have all columns
         columns = columns[:-1]
-        grid = grid_of(table, columns)
-    if strip and width >= ROOMY and console.measure(grid, options=wide).minimum + STRIP + 1 <= width:
-        grid = grid_of(table, columns, interval_strips(table.rows))
-    console.print(grid)
+        widths = column_widths(table, columns, room)
+    pictures: Sequence[str] = ()
+    narrower = room - STRIP - GAP
+    if strip and width >= ROOMY and fits(column_widths(table, columns, narrower), narrower):
+        pictures = interval_strips(table.rows)
+        widths = column_widths(table, columns, narrower)
+    console = Console(file=out, width=room, color_system=None, highlight=False)
+    console.print(grid_of(table, columns, widths, pictures))
     above = [part for line in (table.title, *table.lines) for part in textwrap.wrap(line, width)]
     return printable("\n".join([*above, "", *(line.rstrip() for line in out.getvalue().splitlines())]))
 
 
-def grid_of(table: Table, columns: Sequence[Column], pictures: Sequence[str] = ()) -> Any:
+def fits(widths: Sequence[int], room: int) -> bool:
+    """Tell whether columns of these widths, with gaps between them, leave the terminal's right edge alone."""
+    return sum(widths) + GAP * (len(widths) - 1) <= room
+
+
+def column_widths(table: Table, columns: Sequence[Column], room: int) -> list[int]:
+    """Return the width of each column in a terminal of `room` columns; more than fit where their least do not.
+
+    Numbers are never broken, nor are the names in the first column where they leave `BESIDE` columns to the others.
+    What is left over goes to texts, the first column first.
+    """
+    least, most = [], []
+    for column in columns:
+        texts = [text_of(row, column) for row in table.rows]
+        longest = max(map(len, texts), default=0)
+        longest_word = max(map(len, " ".join([*texts, column.title]).split()))
+        of_title = max(map(len, heading(table, column).splitlines()))
+        is_name = column == columns[0] and longest <= room - BESIDE
+        unbroken = table.is_number(column) or is_name
+        least.append(max(longest, of_title) if unbroken else min(WORD, longest_word))
+        most.append(max(longest, of_title))
+    spare = room - sum(least) - GAP * (len(columns) - 1)
+    for at, wish in enumerate(most):
+        more = max(0, min(spare, wish - least[at]))
+        least[at] += more
+        spare -= more
+    return least
+
+
+def heading(table: Table, column: Column) -> str:
+    """Return the title of a column, on several lines where its numbers are narrower than it."""
+    if not table.is_number(column):
+        return column.title
+    longest = max((len(text_of(row, column)) for row in table.rows), default=0)
+    words = map(len, column.title.split())
+    return textwrap.fill(column.title, max(longest, *words), break_on_hyphens=False)
+
+
+def grid_of(table: Table, columns: Sequence[Column], widths: Sequence[int], pictures: Sequence[str] = ()) -> Any:
     """Return columns of a table as one of rich's, and a last one of `pictures`, if there are."""
     from rich import box
     from rich import table as rich_table
     from rich.text import Text
 
     grid = rich_table.Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1), collapse_padding=True)
-    for column in columns:
-        number, texts = table.is_number(column), [text_of(row, column) for row in table.rows]
-        parts = [*(texts if number else " ".join(texts).split()), *column.title.split()]
-        options: Any = {"justify": "right" if number else "left", "no_wrap": number, "overflow": "fold"}
-        grid.add_column(column.title, **options, min_width=min(WORD, max(map(len, parts))))
+    for column, width in zip(columns, widths, strict=True):
+        justify: Any = "right" if table.is_number(column) else "left"
+        grid.add_column(heading(table, column), justify=justify, overflow="fold", width=width)
     if pictures:
-        grid.add_column("intervals", no_wrap=True, min_width=STRIP)
+        grid.add_column("intervals", no_wrap=True, width=STRIP)
     for row, picture in zip(table.rows, pictures or [""] * len(table.rows), strict=True):
         grid.add_row(*(Text(text_of(row, column)) for column in columns), *([picture] if pictures else []))
     return grid
