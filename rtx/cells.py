@@ -7,23 +7,38 @@ import contextlib
 import itertools
 import os
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from rtx.checks import idle, resolve
-from rtx.compose import RUN_CONFIG, compose_unresolved, composed, config_hash, load_run_config, user_errors
-from rtx.config import Config
-from rtx.errors import UserError, refuse
+from rtx.checks import idle, resolve, unread
+from rtx.compose import (
+    RUN_CONFIG,
+    compose_unresolved,
+    composed,
+    config_hash,
+    former_hash,
+    hashes,
+    load_run_config,
+    to_dict,
+    user_errors,
+)
+from rtx.config import Config, flat
+from rtx.errors import UserError, refuse, written
 from rtx.keys import CONFIG_DIRS, preset
 from rtx.options import LAUNCHED, Override, check_overrides
 from rtx.training.hardware import OUT_OF_MEMORY
 from rtx.training.run_folder import busy, close, outputs_root, read_status, seems_running
 from rtx.training.signals import EXIT_CODES, SWEEP_VARIABLE, state_after
 
+DEFINING = (
+    *("model", "model.base"),
+    *("routing", "routing.selection", "routing.heads", "routing.clusters", "routing.window"),
+)
+"""Groups and keys by which a row of a table is what its name says; other keys are sizes, and may be changed."""
 NO_CODE = 999  # the exit code of a cell that was not begun, or whose job is lost
 
 
@@ -36,6 +51,8 @@ class Cell:
     folder: Path
     config: Config
     title: str
+    combinations: tuple[str, ...]
+    """The listed values that make this run; several, where they differ by keys that it does not read."""
 
 
 @dataclass(frozen=True)
@@ -48,59 +65,142 @@ class Outcome:
 
 
 def lay_out(checked: Sequence[Override]) -> list[Cell]:
-    """Compose and check every cell; `UserError` for one that cannot be, equal ones, and a key that no cell reads."""
+    """Compose and check every cell.
+
+    Combinations that differ by keys that their run does not read are one cell. `UserError` for a cell that cannot be,
+    for the same values listed twice, and for a key that no cell reads.
+    """
     given = list({entry.key: entry for entry in checked if not entry.key.startswith("hydra.")}.values())
     grids = list(expanded(given).values())
-    for entry in given:
-        if entry.key != "experiment" and not any(entry in grid for grid in grids):
-            raise UserError(f"{entry}: each of these experiments sets {entry.key} itself; sweep them one by one")
-    lists = {entry.key for grid in grids for entry in grid if len(entry.values) > 1}
-    swept = lists | {"experiment"} if len(grids) > 1 else lists
-    single = [[[Override(each.key, (value,)) for value in each.values] for each in grid] for grid in grids]
+    swept = {entry.key for grid in grids for entry in grid if len(entry.values) > 1}
+    if len(grids) > 1:
+        swept.add("experiment")
     cells: dict[Path, Cell] = {}
-    for number, entries in enumerate(itertools.chain(*(itertools.product(*grid) for grid in single)), 1):
-        title = " ".join(str(entry) for entry in entries if entry.key in swept) or "nothing swept"
-        with user_errors(f"cell {number} ({title}): "):
+    for entries in combinations(grids):
+        listed = [entry for entry in entries if entry.key in swept]
+        with user_errors(f"cell {len(cells) + 1} ({titled(listed)}): "):
             config = resolve(compose_unresolved(entries))
-        folder = outputs_root() / config.name / config_hash(config)
-        words = (*map(str, entries), *(f"--config-dir={place}" for place in CONFIG_DIRS))
-        same = cells.setdefault(folder, Cell(number, words, folder, config, title)).number
-        if same != number:
-            raise UserError(f"cells {same} and {number} are the same run ({title}); list values that change the result")
-    unread = [idle(cell.config, (entry.key for entry in given)) for cell in cells.values()]
-    refuse(line for key, line in unread[0].items() if all(key in each for each in unread))
+        idle_keys = unread(flat(to_dict(config)))
+        title = titled(entry for entry in listed if not is_idle(entry, idle_keys))
+        cell = Cell(len(cells) + 1, words_of(entries), folder_of(config), config, title, (titled(listed),))
+        same = cells.setdefault(cell.folder, cell)
+        if same is not cell:
+            cells[cell.folder] = joined(same, cell)
+    unread_keys = [idle(cell.config, [entry.key for entry in given]) for cell in cells.values()]
+    refuse(line for key, line in unread_keys[0].items() if all(key in each for each in unread_keys))
     return list(cells.values())
+
+
+def combinations(grids: Sequence[Sequence[Override]]) -> Iterator[tuple[Override, ...]]:
+    """Yield each combination of values of each grid, every key with one value."""
+    for grid in grids:
+        yield from itertools.product(*([Override(each.key, (value,)) for value in each.values] for each in grid))
+
+
+def titled(entries: Iterable[Override]) -> str:
+    """Return overrides as the title of a cell."""
+    return " ".join(map(str, entries)) or "nothing swept"
+
+
+def is_idle(entry: Override, idle_keys: Collection[str]) -> bool:
+    """Whether a run reads nothing of an override: of a selection, where no head routes, neither."""
+    key = "routing.selection" if entry.key == "routing" else entry.key
+    return key in idle_keys
+
+
+def words_of(entries: Iterable[Override]) -> tuple[str, ...]:
+    """Return what stands behind `rtx train` in the process of a cell."""
+    return (*map(str, entries), *(f"--config-dir={place}" for place in CONFIG_DIRS))
+
+
+def folder_of(config: Config) -> Path:
+    """Return the folder of a cell, named by its hash, or as version 0.3 named it where that folder exists."""
+    parent = outputs_root() / config.name
+    folder = parent / config_hash(config)
+    former = parent / former_hash(config)
+    return former if former.exists() and not folder.exists() else folder
+
+
+def joined(first: Cell, second: Cell) -> Cell:
+    """Return two cells of the same run as one; `UserError` where they do not differ by keys that it does not read."""
+    if second.title != first.title or second.combinations[0] in first.combinations:
+        said = f"{first.combinations[0]}, and again {second.combinations[0]}"
+        raise UserError(f"two cells are the same run ({said}); list values that change the result")
+    return replace(first, combinations=(*first.combinations, *second.combinations))
+
+
+def merged_lines(cells: Sequence[Cell]) -> list[str]:
+    """Return a line for each cell that is the run of several combinations of the listed values."""
+    why = "which differ by keys that it does not read"
+    merged = [cell for cell in cells if len(cell.combinations) > 1]
+    return [f"cell {cell.number} ({cell.title}): {len(cell.combinations)} combinations, {why}" for cell in merged]
 
 
 def expanded(given: Sequence[Override]) -> dict[str, list[Override]]:
     """Return the grid of every experiment that is chosen, or of none: each key once, the file's axes first.
 
-    Of several, each keeps what tells it from the one that it builds on: the local row never has routing heads.
+    The command line wins over the files in every row. `UserError` where a row could not have its values and still be
+    that row: the row of local heads has no routing heads.
     """
     rest = [entry for entry in given if entry.key != "experiment"]
     chosen = next((entry.values for entry in given if entry.key == "experiment"), ("",))
+    if len(chosen) > 1:
+        refuse_conflicts(chosen, rest)
     grids: dict[str, list[Override]] = {}
     for name in chosen:
-        asked = {axis.key: axis for axis in own_axes(name)}
-        if rows := asked.pop("experiment", None):
-            grids = grids | expanded([*asked.values(), *rest, rows]) | grids
+        axes = {axis.key: axis for axis in own_axes(name)}
+        if rows := axes.pop("experiment", None):
+            grids = grids | expanded([*axes.values(), *rest, rows]) | grids
             continue
-        kept = own_keys(name) if len(chosen) > 1 else set()
-        asked |= {"experiment": Override("experiment", (name,))} if name else {}
-        asked |= {entry.key: entry for entry in rest if entry.key not in kept}
-        grids.setdefault(name, list(asked.values()))
+        if name:
+            axes["experiment"] = Override("experiment", (name,))
+        grids.setdefault(name, list((axes | {entry.key: entry for entry in rest}).values()))
     return grids
 
 
-def own_keys(experiment: str) -> set[str]:
-    """Return the keys and groups that an experiment's file sets which builds on another experiment, else none."""
+def refuse_conflicts(rows: Sequence[str], given: Sequence[Override]) -> None:
+    """Raise `UserError` for overrides with which a row of several would no longer be the row of its name."""
+    lines = []
+    for entry in given:
+        keys = {row: conflicts(own_values(row), entry, given) for row in rows}
+        named = [f"{row} (which sets {' '.join(found)})" for row, found in keys.items() if found]
+        if named:
+            way_out = "leave these rows out, and train them by a command without it"
+            lines.append(f"{entry} cannot reach the rows {', '.join(named)}; {way_out}")
+    refuse(lines)
+
+
+def conflicts(own: Mapping[str, str], entry: Override, given: Sequence[Override]) -> list[str]:
+    """Return what the file of a row sets, `key=value`, that an override contradicts or cannot reach past."""
+    given_keys = {each.key for each in given}
+    found = []
+    for key, value in own.items():
+        replaces = key == entry.key and key in DEFINING and entry.values != (value,)
+        if replaces or (key not in given_keys and hides_option(key, value, entry, own)):
+            found.append(f"{key}={value}")
+    return found
+
+
+def hides_option(key: str, value: str, entry: Override, own: Mapping[str, str]) -> bool:
+    """Whether a key in a row's file would win over an option of its group that the command line names."""
+    if entry.key not in ("model", "routing", "optimizer") or entry.values == (own.get(entry.key),):
+        return False
+    without_heads = key == "routing.heads" and value == "0"  # then no option of routing matters
+    return key.startswith(f"{entry.key}.") and not without_heads
+
+
+def own_values(experiment: str) -> dict[str, str]:
+    """Return the groups and keys that an experiment's file sets which builds on another experiment, else none."""
     path = preset("experiment", experiment)
     node = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path))) if path else {}
     defaults = node.pop("defaults", [])
     if not any(isinstance(entry, str) and entry != "_self_" for entry in defaults):
-        return set()
-    groups = {key.rpartition("/")[2] for entry in defaults if isinstance(entry, dict) for key in entry}
-    return groups | {f"{section}.{key}" for section, part in node.items() if isinstance(part, dict) for key in part}
+        return {}
+    found = {}
+    for entry in defaults:
+        if isinstance(entry, dict):
+            found |= {key.rpartition("/")[2]: str(option) for key, option in entry.items()}
+    return found | {key: written(value) for key, value in flat(node).items()}
 
 
 def own_axes(experiment: str) -> list[Override]:
@@ -132,7 +232,7 @@ def has_score(status: dict[str, Any] | None) -> bool:
 def ended_before(cell: Cell, retry: bool) -> Outcome | None:
     """Return how a cell stands that is not to be run, or None."""
     status = read_status(cell.folder)
-    if (cell.folder / RUN_CONFIG).exists() and config_hash(load_run_config(cell.folder)) != cell.folder.name:
+    if (cell.folder / RUN_CONFIG).exists() and cell.folder.name not in hashes(load_run_config(cell.folder)):
         return Outcome(2, "changed", f"{cell.folder}/{RUN_CONFIG} has other values by now; move it away to run it anew")
     if has_score(status):
         return Outcome(0, "done before")

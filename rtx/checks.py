@@ -3,21 +3,26 @@
 import importlib.util
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict as to_dict
 from dataclasses import replace
 from operator import attrgetter
+from typing import Any
 
 from rtx.config import (
+    BASES,
     CLUSTERED,
-    REGISTERED,
+    SELECTIONS,
     SPARSE,
     SPREAD,
     Config,
     all_fields,
     clusters,
+    flat,
     hash_buckets,
     reads_self,
     sizes_of,
+    with_values,
 )
 from rtx.data.sets import HELD_OUT, IMAGE_SETS, MADE, NAMES, SETS, TWO_WAYS, image_side
 from rtx.errors import UserError, nearest, refuse, shorten, written
@@ -46,6 +51,8 @@ READ_WITH = (
     ("model.base", ("recurrent",), "model.memory model.same_length model.compressed"),
     ("model.base", ("recurrent",), "model.compression model.compression_rate"),
     ("model.positions", ("xl",), "model.clamp model.tie_biases"),
+    ("model.positions", ("shaw",), "model.max_distance"),
+    ("model.positions", ("rotary",), "routing.rotary"),
     ("model.base", SPARSE, "model.stride"),
     ("model.base", ("fixed", "fixed_summary"), "model.summary"),
     ("model.base", ("full", "local", "recurrent", *SPARSE), "model.attend_self"),
@@ -54,7 +61,14 @@ READ_WITH = (
     ("optimizer.name", ("adam", "adamw"), "optimizer.beta1 optimizer.beta2"),
     ("logger.name", ("auto", "online", "offline"), "logger.project logger.entity logger.group"),
 )
-"""A key, its values, or parts of them, and the keys that are read with these alone."""
+"""A key, its values, or parts of them, and the keys that are read with these alone.
+
+model.window is not among them: a score of a text counts repeats as far by it, whatever the heads.
+"""
+COUNTS = ("routing.heads", "routing.layers")
+"""Where one of them is 0, no head routes."""
+BUILT_IN = {"data.name": NAMES, "model.base": tuple(BASES), "routing.selection": tuple(SELECTIONS)}
+"""The values of the keys to which an extension may add others."""
 WANDB_MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled"}
 """What WANDB_MODE may be (W&B's own words but shared, for several processes that write one run), and what it means."""
 
@@ -91,16 +105,58 @@ def wandb_mode() -> str:
 
 def idle(config: Config, keys: Iterable[str]) -> dict[str, str]:
     """Return a line for each of the keys that was set, not to null, and that nothing reads."""
-    known, lines = all_fields(), {}
-    wanted = {key for key in keys if key in known and attrgetter(key)(config) is not None}
-    for other, values, read in READ_WITH:
-        found = attrgetter(other)(config)
-        if {*str(found).split("+")}.isdisjoint({*values, *REGISTERED}):  # what a user's own reads is not known
-            for key in wanted.intersection(read.split()):
-                value = shorten(written(attrgetter(key)(config)))
-                said = f"{key}={value} has no effect with {other}={written(found)}"
-                lines[key] = f"{said}; it is for {', '.join(values)}"
+    values = flat(to_dict(config))
+    was_set = {*keys}
+    lines = {}
+    for key, reason in unread(values).items():
+        if key in was_set and values[key] is not None:
+            lines[key] = f"{key}={shorten(written(values[key]))} has no effect with {reason}"
     return lines
+
+
+def unread(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys that a run does not read, each with the reason: `routing.layers=0`, `model.base=full; ...`.
+
+    `values` are those of a configuration by their dotted keys; of an older run some may be missing.
+    """
+    reasons = {}
+    for other, readers, keys in READ_WITH:
+        if other in values and not reads(other, str(values[other]), readers):
+            reason = f"{other}={written(values[other])}; it is for {', '.join(readers)}"
+            reasons |= dict.fromkeys(keys.split(), reason)
+    for count in COUNTS:
+        if values.get(count) == 0:
+            others = [key for key in values if key.startswith("routing.")]
+            reasons |= {key: f"{count}=0" for key in others if key not in COUNTS or values[key] != 0}
+    return {key: reason for key, reason in reasons.items() if key in values}
+
+
+def reads(key: str, value: str, readers: Collection[str]) -> bool:
+    """Whether a value, or a part of it, is one of those that read further keys.
+
+    What a pattern or data set of an extension reads is not known, so it counts as one that reads them.
+    """
+    parts = value.split("+")
+    built_in = BUILT_IN.get(key, parts)
+    return any(part in readers or part not in built_in for part in parts)
+
+
+def as_read(config: Config) -> Config:
+    """Return the configuration with each key that its run does not read at the default.
+
+    Two configurations that are then equal describe the same run.
+    """
+    values = default_where_unread(flat(to_dict(config)))
+    return with_values(config, values)
+
+
+def default_where_unread(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by dotted keys, the default in place of each that a run with them does not read."""
+    known = all_fields()
+    found = {**values, **{key: known[key].default for key in unread(values)}}
+    if not all(found.get(count, 1) for count in COUNTS):
+        found |= {count: 0 for count in COUNTS if count in found}
+    return found
 
 
 def too_large(config: Config) -> Iterator[str]:

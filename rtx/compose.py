@@ -22,8 +22,19 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rtx.checks import data_problems, idle, resolve
-from rtx.config import GROUPS, NAMELIKE, OUTSIDE, SECTIONS, YOUNGER, Config, DataConfig, all_fields
+from rtx.checks import data_problems, default_where_unread, idle, resolve
+from rtx.config import (
+    GROUPS,
+    NAMELIKE,
+    OUTSIDE,
+    SECTIONS,
+    YOUNGER,
+    Config,
+    DataConfig,
+    all_fields,
+    flat,
+    with_values,
+)
 from rtx.data.sets import SETS, image_side
 from rtx.disk import read_file
 from rtx.errors import UserError, refuse, shorten
@@ -130,24 +141,6 @@ def to_config(values: Mapping[str, Any]) -> Config:
     return with_values(Config(), found)
 
 
-def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested dictionaries as one with dotted keys."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        inside = isinstance(value, Mapping) and name in SECTIONS
-        found |= {f"{name}.{key}": each for key, each in value.items()} if inside else {name: value}
-    return found
-
-
-def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return a copy of a configuration with other values at some dotted keys."""
-    for key, value in values.items():
-        section, _, name = key.rpartition(".")
-        changed = {section: replace(getattr(config, section), **{name: value})} if section else {key: value}
-        config = replace(config, **changed)
-    return config
-
-
 def read_values(path: Path) -> dict[str, Any]:
     """Return the values in a run's config.yaml by dotted keys; texts, which an extension may know, are not checked.
 
@@ -208,6 +201,16 @@ def config_hash(config: Config) -> str:
     return digest(flat(to_dict(with_absolute_path(config))))
 
 
+def former_hash(config: Config) -> str:
+    """Return the hash as up to version 0.3: it told configurations apart by keys that a run does not read, too."""
+    return former_digest(flat(to_dict(with_absolute_path(config))))
+
+
+def hashes(config: Config) -> tuple[str, str]:
+    """Return the names that the folder of a cell may have."""
+    return config_hash(config), former_hash(config)
+
+
 def with_absolute_path(config: Config) -> Config:
     """Return a configuration whose data.path means the same from any folder."""
     if config.data.path is None or (config.data.name == "hub" and not os.path.exists(config.data.path)):
@@ -216,7 +219,15 @@ def with_absolute_path(config: Config) -> Config:
 
 
 def digest(values: Mapping[str, Any]) -> str:
-    """Return 12 hexadecimal digits of a configuration's values by their dotted keys, those without effect left out."""
+    """Return 12 hexadecimal digits of a configuration's values by their dotted keys.
+
+    Keys that cannot change results are left out, and a key that the run does not read counts as its default.
+    """
+    return former_digest(default_where_unread(values))
+
+
+def former_digest(values: Mapping[str, Any]) -> str:
+    """Return the digits as up to version 0.3, which counted keys that a run does not read, too."""
     idle = (*NAMELIKE, *(key for key, value in values.items() if (key, value) in YOUNGER))
     kept = {key: value for key, value in values.items() if key not in idle and not key.startswith(OUTSIDE)}
     return short_hash(kept, 12)

@@ -5,7 +5,8 @@ Values live in `conf/`, what fits with what in `rtx/checks.py`, what other comma
 
 import functools
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rtx.data.sets import SETS, DataSet
@@ -407,3 +408,21 @@ def reads_self(routing: RoutingConfig) -> bool:
 def clusters(config: Config) -> int:
     """Clusters C of a routing head: routing.clusters, or ceil(N / W) where unset."""
     return config.routing.clusters or math.ceil(config.data.length / config.routing.window)
+
+
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested dictionaries as one with dotted keys."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inside = isinstance(value, Mapping) and name in SECTIONS
+        found |= {f"{name}.{key}": each for key, each in value.items()} if inside else {name: value}
+    return found
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return a copy of a configuration with other values at some dotted keys."""
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        changed = {section: replace(getattr(config, section), **{name: value})} if section else {key: value}
+        config = replace(config, **changed)
+    return config

@@ -23,7 +23,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from rtx.cells import NO_CODE, Cell, Outcome, ended_before, ending, has_score, lay_out
+from rtx.cells import NO_CODE, Cell, Outcome, ended_before, ending, has_score, lay_out, merged_lines
 from rtx.checks import check_logger
 from rtx.compose import composed, to_yaml, user_errors
 from rtx.data.catalog import check_source, data_root
@@ -60,6 +60,8 @@ def sweep(arguments: Sequence[str], preview: bool = False) -> int:
     for data in needed.values():
         check_source(data, data_root(), lambda line: None)
     roots = record_sweep(cells, arguments)
+    for line in merged_lines(cells):
+        say(line)
     say(f"{plural(len(cells), 'cell')}, each a run of its own; to watch: rtx sweep {' '.join(map(shown, roots))}")
     outcomes = asyncio.run(launcher.launch())
     if not launcher.stopped_by:

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from rtx.compose import digest, read_values
+from rtx.compose import digest, former_digest, read_values
 from rtx.config import all_fields
 from rtx.data.sets import MADE
 from rtx.disk import read_file
@@ -277,7 +277,8 @@ def suspicions(cell: Cell) -> list[str]:
     if changed := [key for row in rows for key in row["changed"]]:
         return [f"{cell.name}: resumed with other values of {', '.join(dict.fromkeys(changed))}"]
     is_hash = re.fullmatch("[0-9a-f]{12}", cell.folder.name) and cell.config
-    if is_hash and digest(read_values(cell.folder / "config.yaml")) != cell.folder.name:
+    values = read_values(cell.folder / "config.yaml") if is_hash else {}
+    if is_hash and cell.folder.name not in (digest(values), former_digest(values)):
         return [f"{cell.name}: its configuration changed under the sweep; its name is the hash of another"]
     return []
 

@@ -1,9 +1,11 @@
 """The cells that a command stands for: what experiments lay out, and what the command line changes of them."""
 
+from pathlib import Path
+
 import pytest
 
 from rtx.cells import Cell, lay_out, refuse_sweep
-from rtx.compose import compose
+from rtx.compose import compose, config_hash, former_hash
 from rtx.config import Config
 from rtx.errors import UserError
 from rtx.options import check_overrides
@@ -53,9 +55,8 @@ def test_several_experiments_are_one_sweep_and_an_override_reaches_every_cell() 
     assert {(cell.trainer.steps, cell.model.hidden, cell.seed, cell.name) for cell in every} == {
         (2000, 128, 3, "cifar10")
     }
-    small = configs(both, "routing.layers=1,2", "routing.heads=2", "routing.window=64")  # axes replace the file's
-    assert [shape(cell) for cell in small[:2]] == [(64, 1, 2), (64, 2, 2)]
-    assert {cell.routing.heads for cell in small if cell.model.base == "full"} == {0}  # what makes it that row stands
+    small = configs("experiment=cifar10_grid", "routing.layers=1,2", "routing.heads=2", "routing.window=64")
+    assert [shape(cell) for cell in small] == [(64, 1, 2), (64, 2, 2)]  # axes replace the file's
     assert [config.name for config in configs("experiment=smoke,null", "seed=1,2")] == ["smoke", "smoke", "rtx", "rtx"]
     twice = "experiment=enwik8,enwik8_full,enwik8_baselines"  # which stands for six, and one of them is there already
     assert len(cells(twice)) == 7
@@ -77,8 +78,55 @@ def test_one_cell_of_a_sweep_is_trained_only_where_the_words_say_which() -> None
         refuse_sweep(cells(f"experiment={experiment}")[0].overrides)
 
 
-def test_an_axis_that_every_row_sets_itself_is_not_dropped_without_a_word() -> None:
-    rows = "experiment=far_text_local,mqar_local"
-    with pytest.raises(UserError, match=r"routing\.heads=2,4: each of these experiments sets routing\.heads itself"):
-        cells(rows, "routing.heads=2,4")
-    assert len(cells(f"{rows},far_text_topk", "routing.heads=2,4")) == 4
+def test_the_command_line_wins_in_every_row_or_is_refused_with_the_name_of_the_row() -> None:
+    assert [config.model.layers for config in configs("experiment=pg19,pg19_local", "model.layers=2")] == [2, 2]
+    lengths = [config.data.length for config in configs("experiment=enwik8,enwik8_t64", "data.length=1024")]
+    assert lengths == [1024, 1024]
+    refused = {
+        "experiment=cifar10_grid,cifar10_baselines routing.heads=2": (
+            "routing.heads=2 cannot reach the rows cifar10_full (which sets routing.heads=0), cifar10_local ("
+        ),
+        "experiment=far_text routing.window=64": (
+            "routing.window=64 cannot reach the rows far_text_full (which sets routing.window=2048); leave these rows"
+        ),
+        "experiment=cifar10,cifar10_random routing=causal": "cifar10_random (which sets routing.selection=random)",
+        "experiment=pg19,pg19_local model=rt12": "cannot reach the rows pg19_local (which sets model.layers=24)",
+    }
+    for words, said in refused.items():
+        with pytest.raises(UserError) as caught:
+            cells(*words.split())
+        assert said in str(caught.value)
+    assert len(cells("experiment=pg19,pg19_local", "model=rt12", "model.layers=3")) == 2  # no row keeps its own layers
+
+
+def test_combinations_that_differ_by_keys_that_a_run_does_not_read_are_one_cell() -> None:
+    laid_out = cells("experiment=cifar10_grid,cifar10_baselines", "routing.layers=1,2", "routing.window=32,64")
+    titles = [cell.title for cell in laid_out]
+    assert len(laid_out) == 12 + 1 + 1 + 4
+    assert [len(cell.combinations) for cell in laid_out if cell.config.routing.heads == 0] == [4, 4]
+    assert {"experiment=cifar10_full", "experiment=cifar10_local"} <= {*titles} and len({*titles}) == len(titles)
+    both = cells("routing=exact,causal", "routing.clusters=2,4")
+    assert [cell.title for cell in both] == [
+        "routing=exact",
+        "routing=causal routing.clusters=2",
+        "routing=causal routing.clusters=4",
+    ]
+    hashed = [
+        config_hash(compose([*words.split(), "routing.heads=0"])) for words in ("", "routing=topk", "routing=exact")
+    ]
+    assert len({*hashed}) == 1
+    for words in (("seed=1,1",), ("trainer.micro_batch_size=1,2",)):
+        with pytest.raises(UserError, match="two cells are the same run"):
+            cells(*words)
+
+
+def test_a_cell_that_an_earlier_version_has_trained_is_found_in_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RTX_OUTPUTS", str(tmp_path))
+    words = ["routing=exact"]
+    config = compose(words)
+    assert former_hash(config) != config_hash(config)
+    assert cells(*words)[0].folder.name == config_hash(config)
+    (tmp_path / "rtx" / former_hash(config)).mkdir(parents=True)
+    assert cells(*words)[0].folder.name == former_hash(config)
