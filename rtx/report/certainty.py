@@ -70,13 +70,13 @@ def numbers(seeds: Sequence[int]) -> str:
 
 def lowest_of_one_kind(rows: Sequence[Row]) -> str:
     """Return which row has the lowest mean, and of how many others it is ahead, corrected over all pairs of rows."""
-    values = {row.name: row.values() for row in rows}
+    values = {str(at): row.values() for at, row in enumerate(rows)}  # names may be alike
     found = compare(values, list(itertools.combinations(values, 2)))
-    lowest = min(values, key=lambda name: mean(values[name].values()))
+    lowest = min(values, key=lambda at: mean(values[at].values()))
     ahead = [other for other in values if other != lowest and is_ahead(found, lowest, other)]
     others = plural(len(rows) - 1, "other row")
     corrected = f"Holm's correction over {plural(len(found), 'pair')}"
-    return f"Lowest mean: {lowest}; better than {len(ahead)} of {others} ({corrected})."
+    return f"Lowest mean: {rows[int(lowest)].name}; better than {len(ahead)} of {others} ({corrected})."
 
 
 def is_ahead(found: Mapping[tuple[str, str], Comparison], one: str, other: str) -> bool:

@@ -8,7 +8,7 @@ from rtx.errors import plural
 from rtx.report.paper import PaperTable, heads_label, table_of
 from rtx.report.ranking import FEW, OPPOSITE, SEEDS, Comparison, Values, chosen, compare, half_interval, mean
 from rtx.report.run_records import Protocol
-from rtx.report.score_rows import Row, differing_keys, row_key, value_of
+from rtx.report.score_rows import Row, differing_keys, row_key, values_read
 from rtx.report.tables import MINUS, Column, Table
 
 Paces = Mapping[Any, tuple[float, float | None, str]]
@@ -132,13 +132,13 @@ def pick(alike: Sequence[Row]) -> tuple[Row, Values, str]:
     """Return the row that stands for a kind, the scores that it is reported by, and what it is the best of."""
     if len(alike) == 1:
         return alike[0], alike[0].values(), ""
-    by_name = {row.name: row for row in alike}
-    name, values = chosen({row.name: row.values() for row in alike})
-    told = name.partition(": ")[2]
+    at, values = chosen({str(at): row.values() for at, row in enumerate(alike)})  # names may be alike
+    best_row = alike[int(at)]
+    told = best_row.name.partition(": ")[2]
     best = f"best of {len(alike)}" + (f" ({told})" if told else "")
     if values:
-        return by_name[name], values, f"{best}, by {plural(len(values), 'seed')} that did not choose it"
-    return by_name[name], {}, f"{best}, by the seeds that chose it, so rather too low"
+        return best_row, values, f"{best}, by {plural(len(values), 'seed')} that did not choose it"
+    return best_row, {}, f"{best}, by the seeds that chose it, so rather too low"
 
 
 def verdict(found: Mapping[tuple[str, str], Comparison], kind: str, other: str, ranked: bool = True) -> tuple[str, str]:
@@ -255,7 +255,8 @@ def rows_table(
             entry |= {"paper": printed.value, "paper_row": printed.label}
             entry |= {"difference": entry["ours"] - printed.value} if equal and printed.value and values else {}
         entry |= {"differs": "; ".join(reason for reason in own if reason not in every)}
-        entries.append(entry | {key: value_of(key, row.config) for key in keys})
+        values_of_row = values_read(row.config)
+        entries.append(entry | {key: values_of_row.get(key) for key in keys})
     entries.sort(key=lambda entry: math.inf if isinstance(entry["ours"], str) else entry["ours"])
     entries += baseline("run", rows, protocol, "ours" if metric == "bits" else "bits")
     if table and equal:

@@ -4,8 +4,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rtx.compose import flat, to_dict
-from rtx.config import Config
+from rtx.checks import unread
+from rtx.compose import to_dict
+from rtx.config import Config, flat
 from rtx.evaluation.protocols import memory_phrases, spans
 from rtx.report.paper import hashes, looks_ahead, routes
 from rtx.report.run_records import SIGHT, Cell, Protocol
@@ -87,9 +88,10 @@ def card(cell: Cell, config: Config, checkpoint: Mapping[str, Any], centroids: i
     every, step = [*filter(None, [cell.final]), *cell.scores], checkpoint["step"]
     every.sort(key=lambda score: score.protocol.ablate != "none")
     values = flat(to_dict(config))
+    idle_keys = unread(values)
     facts = {
         "config": values,
-        "keys": SIZES + (ROUTING if routes(values) else ()),
+        "keys": [key for key in (*SIZES, *ROUTING) if key not in idle_keys],
         "scores": {score.protocol: score for score in every if score.step == step}.values(),
         "versions": cell.environment.get("versions", {}),
     }
