@@ -52,7 +52,7 @@ def train(args: argparse.Namespace, selection: str, seed: int) -> Path:
     if (read_status(run) or {}).get("state") == "done":
         return run
     overrides = [
-        *("data=stdlib", "model=tiny", f"data.length={args.length}", f"routing={selection}", f"seed={seed}"),
+        *("data=stdlib", "experiment=tiny", f"data.length={args.length}", f"routing={selection}", f"seed={seed}"),
         *("routing.keys=shared", "routing.key_shift=0", "routing.rotary=true"),
         *(f"optimizer.steps={args.steps}", f"trainer.batch_size={args.batch_size}", "trainer.val_every=100"),
         *("logger=jsonl", f"hardware={args.hardware}", "hardware.precision=fp32", f"hardware.threads={args.threads}"),

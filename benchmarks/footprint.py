@@ -24,11 +24,11 @@ import numpy as np
 
 DROPOUT = ("model.dropout=0.1", "model.attention_dropout=0.1", "model.ffn_dropout=0.1")
 NO_ROUTING = ("routing.heads=0", "routing.layers=0")
-SMALL = (
-    *("model=tiny", "routing=causal", "model.layers=4", "model.hidden=256", "model.heads=4", "model.ffn_hidden=1024"),
-    *("model.window=256", "routing.heads=2", "routing.layers=4", "routing.window=256"),
-    *("data.length=4096", "trainer.batch_size=4"),
+SIZES = (
+    *("model=tiny", "model.layers=4", "model.hidden=256", "model.heads=4", "model.ffn_hidden=1024"),
+    *("model.window=256", "data.length=4096", "trainer.batch_size=4"),
 )
+SMALL = (*SIZES, "routing=causal", "routing.heads=2", "routing.layers=4", "routing.window=256")
 PAPER = (
     *("model=rt12", "model.layers=4", "model.hidden=256", "model.heads=4", "model.ffn_hidden=768", "routing.layers=4"),
     *("routing.heads=2", "routing=topk", "trainer.batch_size=2"),
@@ -45,8 +45,8 @@ IMAGES = (
     *("routing.heads=2", "trainer.batch_size=16"),
 )
 ROWS: dict[str, tuple[str, ...]] = {
-    "local, rotary": (*SMALL, *NO_ROUTING),
-    "full, rotary": (*SMALL, *NO_ROUTING, "model.base=full"),
+    "local, rotary": (*SIZES, *NO_ROUTING),
+    "full, rotary": (*SIZES, *NO_ROUTING, "model.base=full"),
     "causal routing, rotary": SMALL,
     "top-w routing, Shaw, GEGLU, dropout": PAPER,
     "the same, 3 layers, recomputed, batch of 4": (
@@ -67,7 +67,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         *(*IMAGES, "model.layers=20", "routing.layers=20", "trainer.batch_size=2", "trainer.micro_batch_size=1"),
     ),
     "local and full heads, bfloat16, dropout": (
-        *(*SMALL, *NO_ROUTING, "model.base=local+full", "data.length=2048", "hardware.precision=bf16", *DROPOUT),
+        *(*SIZES, *NO_ROUTING, "model.base=local+full", "data.length=2048", "hardware.precision=bf16", *DROPOUT),
         *("trainer.batch_size=12",),
     ),
 }

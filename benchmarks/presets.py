@@ -201,8 +201,6 @@ def reduced(config: Config, part: int) -> list[str]:
     values |= {f"model.{key}": getattr(model, key) // part for key in ("memory", "compressed") if getattr(model, key)}
     if "lsh" in patterns and model.hash_buckets:
         values["model.hash_buckets"] = max(2, model.hash_buckets // part // 2 * 2)
-    if routing.layers > layers:
-        values["routing.layers"] = layers
     if routing.heads and routing.layers:
         values["routing.heads"] = max(1, routing.heads * heads // model.heads)
         values["routing.layers"] = layers if routing.layers == model.layers else 1

@@ -67,6 +67,7 @@ model.window is not among them: a score of a text counts repeats as far by it, w
 """
 COUNTS = ("routing.heads", "routing.layers")
 """Where one of them is 0, no head routes."""
+SWITCHED_OFF = tuple(f"{count}=0" for count in COUNTS)
 BUILT_IN = {"data.name": NAMES, "model.base": tuple(BASES), "routing.selection": tuple(SELECTIONS)}
 """The values of the keys to which an extension may add others."""
 WANDB_MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled"}
@@ -104,12 +105,15 @@ def wandb_mode() -> str:
 
 
 def idle(config: Config, keys: Iterable[str]) -> dict[str, str]:
-    """Return a line for each of the keys that was set, not to null, and that nothing reads."""
+    """Return a line for each of the keys that was set, not to null, and that nothing reads.
+
+    routing.heads=0 switches the routing heads off, whatever the other keys of routing are: these have no line.
+    """
     values = flat(to_dict(config))
     was_set = {*keys}
     lines = {}
     for key, reason in unread(values).items():
-        if key in was_set and values[key] is not None:
+        if key in was_set and values[key] is not None and reason not in SWITCHED_OFF:
             lines[key] = f"{key}={shorten(written(values[key]))} has no effect with {reason}"
     return lines
 
@@ -164,8 +168,8 @@ def too_large(config: Config) -> Iterator[str]:
     routing, patterns = config.routing, set(config.model.base.split("+"))
     routes, sparse = bool(routing.heads and routing.layers), bool(patterns & {*SPARSE})
     limits = (
-        ("routing.heads", "model.heads", True),
-        ("routing.layers", "model.layers", True),
+        ("routing.heads", "model.heads", routes),
+        ("routing.layers", "model.layers", routes),
         ("routing.window", "data.length", routes),
         ("routing.clusters", "data.length", routes),
         ("routing.block", "routing.window", routes and routing.selection.startswith("blocks")),

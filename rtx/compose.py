@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict as to_dict
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hydra
 import yaml
@@ -27,19 +27,22 @@ from rtx.config import (
     GROUPS,
     NAMELIKE,
     OUTSIDE,
+    ROUTING_SIZES,
     SECTIONS,
     YOUNGER,
     Config,
     DataConfig,
+    RoutingConfig,
     all_fields,
     flat,
+    reads_self,
     with_values,
 )
 from rtx.data.sets import SETS, image_side
 from rtx.disk import read_file
 from rtx.errors import UserError, refuse, shorten
 from rtx.extensions import run_files
-from rtx.keys import CONFIG_DIRS, conf_dir, unknown, unquoted
+from rtx.keys import CONFIG_DIRS, conf_dir, preset, unknown, unquoted
 from rtx.options import Override, check_overrides, read_words
 from rtx.training.signals import SWEEP_VARIABLE
 
@@ -104,6 +107,22 @@ def composed(words: tuple[str, ...]) -> DictConfig:
     words += (f"hydra.searchpath=[{','.join(own)}]",) if own else ()
     with user_errors(), hydra.initialize_config_dir(str(conf_dir()), job_name="rtx", version_base="1.3"):
         return hydra.compose("config", list(words), return_hydra_config=True)
+
+
+def published_routing(config: Config) -> dict[str, Any]:
+    """Return the rules that conf/routing/ has for the selection of a configuration, by dotted keys, without sizes.
+
+    Keys that the file leaves out have the schema's defaults; a selection of an extension, which has no file, none.
+    """
+    path = preset("routing", config.routing.selection)
+    if path is None:
+        return {}
+    in_file = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
+    rules = {key: value for key, value in in_file.items() if key not in ROUTING_SIZES}
+    sizes = {size: getattr(config.routing, size) for size in ROUTING_SIZES}
+    routing = RoutingConfig(**{**rules, **sizes})
+    routing = replace(routing, attend_self=reads_self(routing))
+    return {f"routing.{key}": value for key, value in to_dict(routing).items()}
 
 
 @contextmanager

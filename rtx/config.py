@@ -43,6 +43,7 @@ REGISTERED: dict[str, str] = {}
 
 SPARSE = ("strided", "fixed", "fixed_block", "fixed_summary")  # the Sparse Transformer's patterns
 CLUSTERED = ("causal", "topk", "nearest", "random")  # selections by clusters; the others choose keys for each query
+ROUTING_SIZES = ("heads", "layers", "window", "clusters", "block")  # keys of routing that are no rules
 SPREAD = ("ddp", "fsdp")  # values of hardware.name that run one process per device
 NAMELIKE = (
     *("name", "model.name", "optimizer.steps", "hardware.workers", "data.verify", "data.processes"),

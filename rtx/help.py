@@ -17,7 +17,8 @@ usage: rtx <command> [group=option ...] [key=value ...]
 EXAMPLES = """
   rtx train                                  train on the embedded default
   rtx train data=text data.path=book.txt     on text of your own
-  rtx train data=enwik8 model=rt24           the paper's enwik-8 model
+  rtx train data=enwik8 model=rt24           the paper's model; selection sees
+                                             the future, routing=causal does not
   rtx train -m routing.heads=2,4 seed=1,2,3  a sweep
   rtx eval last                              score the newest run (rtx runs)
 

@@ -16,6 +16,7 @@ from rtx.data.sets import IMAGE_SETS, MADE
 from rtx.keys import conf_dir, options
 from rtx.model.transformer import Transformer
 from rtx.options import LAUNCHED, check_overrides
+from rtx.report.summary import routing_lines
 from rtx.training.module import build_optimizer, learning_rate, set_learning_rate
 
 MODELS = options("model")
@@ -87,8 +88,6 @@ def test_a_model_writes_its_own_keys_is_as_published_and_says_how_to_train_it(mo
     assert (compose([f"model={model}", "routing=topk"]).routing.heads == 0) == (model in BASELINES)
     keys = keys_of("model", model)
     sizes = {f"routing.{key}" for key in ("heads", "layers", "window", "clusters")}
-    own = ("decay", "logit_scale", "keys", "key_shift", "rotary")
-    sizes |= {f"routing.{key}" for key in own} if model == "tiny" else set()
     assert "model.window" in keys
     assert {key for key in keys if not key.startswith("model.")} == {"data.length", *sizes}
     lines = header("model", model)
@@ -104,6 +103,31 @@ def test_a_model_writes_its_own_keys_is_as_published_and_says_how_to_train_it(mo
     assert config == compose([f"model={model}", *SAID.get(model, "").split()])
     if model in SPARSE:
         assert cost(config, 256).parameters == pytest.approx(SPARSE[model], rel=0.01)
+
+
+@pytest.mark.parametrize("model", ["rt10", "rt12", "rt22", "rt24", "rt24-imagenet64", "rt12-cifar10"])
+def test_a_model_of_the_paper_selects_algorithm_1_and_the_command_line_another(model: str) -> None:
+    published = compose([f"model={model}"]).routing
+    assert (published.selection, published.keys, published.logit_scale) == ("topk", "shared", "none")
+    assert (published.decay, published.attend_self, published.key_shift) == (0.999, True, 0)
+    chosen = compose([f"model={model}", "routing=causal"]).routing
+    assert (chosen.selection, chosen.keys, chosen.key_shift) == ("causal", "tied", 1)
+    assert (chosen.heads, chosen.layers, chosen.window) == (published.heads, published.layers, published.window)
+
+
+@pytest.mark.parametrize("routing", options("routing"))
+def test_a_selection_has_its_own_rules_with_whatever_model_and_a_run_says_where_it_has_others(routing: str) -> None:
+    for model in ("tiny", "rt24"):
+        config = compose([f"model={model}", f"routing={routing}"])
+        lines = routing_lines(config)
+        heads = "2 of 4 heads route in 2 of 4 layers" if model == "tiny" else "4 of 8 heads route in 24 of 24 layers"
+        assert lines[0].startswith(f"routing={routing}: {heads}")
+        said = {"topk": "sees the future; routing=causal does not", "exact": "all pairs", "indexer": "all pairs"}
+        assert len(lines) == 1 + (routing in said) and said.get(routing, "") in lines[-1], lines
+    changed = routing_lines(compose([f"routing={routing}", "routing.logit_scale=unit"]))
+    assert f"conf/routing/{routing}.yaml: routing.logit_scale=unit (there " in changed[-1]
+    none = routing_lines(compose([f"routing={routing}", "routing.heads=0"]))
+    assert none == ["no head routes (routing.heads=0 routing.layers=2)"]
 
 
 @pytest.mark.parametrize("experiment", options("experiment"))

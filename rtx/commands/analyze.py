@@ -102,7 +102,7 @@ def drawn(rows: Sequence[Result], maps: Sequence[Tensor]) -> bytes:
     for axis, row, weight_PN in zip(axes.flat, rows, maps, strict=True):
         N = weight_PN.shape[1]  # keys that share a column of the map show the largest weight
         weight_PX = torch.nn.functional.max_pool1d(weight_PN, -(-N // ROWS), ceil_mode=True)
-        colours = axis.imshow(weight_PX.numpy(), norm=LogNorm(1e-4, 1), cmap="viridis_r", extent=(0, N, N, 0))
+        colours = axis.imshow(weight_PX.numpy(), norm=LogNorm(1e-4, 1), cmap="magma_r", extent=(0, N, N, 0))
         axis.set(title="layer {layer} head {head}: {pattern}".format(**row), xlabel="key", ylabel="query")
     figure.colorbar(colours, ax=axes, label="weight")
     file = io.BytesIO()

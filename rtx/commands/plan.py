@@ -12,6 +12,7 @@ from rtx.data.catalog import vocabulary_size
 from rtx.errors import plural
 from rtx.help import terminal_width
 from rtx.options import read_words
+from rtx.report.summary import heads_phrase, sees_future
 from rtx.training.hardware import device_memory
 
 GIB, TERA = 2**30, 1e12
@@ -38,7 +39,8 @@ def cost_lines(asked: Config, known: int, world: int, memory: float | None) -> l
     shares = ", ".join(f"{name} {100 * part / total.forward:.0f}%" for name, part in parts.items())
     sizes = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in used.items())
     return [
-        f"model       {asked.model.name}: {plural(asked.model.layers, 'layer')}, {asked.model.base} heads, "
+        f"model       {asked.model.name}: {plural(asked.model.layers, 'layer')}, {asked.model.base} heads; "
+        f"{routing_phrase(asked)}; "
         f"N = {asked.data.length:,} units of {asked.data.name}"
         + f", with a memory of {asked.model.memory:,}" * bool(asked.model.memory)
         + f" and {asked.model.compressed:,} compressed" * bool(asked.model.compressed),
@@ -51,6 +53,16 @@ def cost_lines(asked: Config, known: int, world: int, memory: float | None) -> l
         f"TFLOP: {step * trainer.steps / 100 / 3600:,.3g} hours at 100 TFLOP/s",
         f"memory      about {sum(used.values()) / GIB:.2f} GiB a device: {sizes}",
     ]
+
+
+def routing_phrase(config: Config) -> str:
+    """Return how many heads route, by which selection, and whether it sees the future."""
+    phrase = heads_phrase(config)
+    if config.routing.heads and config.routing.layers:
+        phrase = f"routing={config.routing.selection}: {phrase}"
+    if sees_future(config, "parallel"):
+        phrase += ", which see the future"
+    return phrase
 
 
 def fit_lines(config: Config, known: int, world: int, asked: float | None) -> list[str]:

@@ -25,7 +25,7 @@ from rtx.evaluation.protocols import baselines, further_lines, measures, stamp_p
 from rtx.extensions import copies
 from rtx.options import SampleOptions
 from rtx.progress import say
-from rtx.report.summary import closing_lines, protocol_line
+from rtx.report.summary import closing_lines, protocol_line, routing_lines
 from rtx.training import run_folder
 from rtx.training.callbacks import Watch
 from rtx.training.checkpoint import Checkpoint, newest_checkpoint
@@ -147,6 +147,8 @@ def train(
         size = f"{config.trainer.steps:,} steps of {config.trainer.batch_size} x {config.data.length:,}"
         where = f"{hardware.world} x {hardware.accelerator}"
         say(f"{known['parameters']:,} parameters ({config.model.name}), {store.name}, {size}, {where}")
+        for line in routing_lines(config):
+            say(line)
     module = TrainingModule(model, config, store.answers, ranks, facts)
     with logging_to(folder if status else None, config, facts["config"], tell, data.step) as loggers:
         watch = Watch(folder, module, data, signals, read_telemetry, status)

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rtx.checks import unread
-from rtx.compose import to_dict
-from rtx.config import Config, flat
+from rtx.compose import published_routing, to_dict
+from rtx.config import CLUSTERED, Config, clusters, flat
+from rtx.errors import plural, written
 from rtx.evaluation.protocols import memory_phrases, spans
 from rtx.report.paper import hashes, looks_ahead, routes
 from rtx.report.run_records import SIGHT, Cell, Protocol
@@ -22,12 +23,52 @@ ABLATED = {
 """What option `ablate` does to a model, in words."""
 
 SIZES = ("model.layers", "model.heads", "model.hidden", "model.base", "model.window", "data.length")
+ALL_PAIRS = ("exact", "indexer")
+"""Selections that score every key for every query."""
 ROUTING = ("routing.selection", "routing.heads", "routing.layers", "routing.clusters", "routing.window")
 
 
 def sees_future(config: Config, mode: str, ablate: str = "none") -> bool:
     """Tell whether the score of some unit may depend on later units: top-w selection or published LSH in one pass."""
     return mode == "parallel" and looks_ahead(flat(to_dict(config)), ablate)
+
+
+def heads_phrase(config: Config) -> str:
+    """Return how many heads route in how many layers, and by what: "4 of 8 heads route in 24 of 24 layers (...)"."""
+    model, routing = config.model, config.routing
+    if not routes(flat(to_dict(config))):
+        return f"no head routes (routing.heads={routing.heads} routing.layers={routing.layers})"
+    sizes = [f"W = {routing.window:,}"]
+    if routing.selection in CLUSTERED:
+        sizes.insert(0, plural(clusters(config), "cluster"))
+    layers = f"{routing.layers} of {plural(model.layers, 'layer')}"
+    return f"{routing.heads} of {plural(model.heads, 'head')} route in {layers} ({', '.join(sizes)})"
+
+
+def routing_lines(config: Config) -> list[str]:
+    """Return what a run says of its routing heads before it begins.
+
+    First how many there are, and whether their selection sees the future or compares all pairs of positions, with the
+    selection that does neither; then the keys by which they differ from what conf/routing/ has for that selection.
+    """
+    values = flat(to_dict(config))
+    if not routes(values):
+        return [heads_phrase(config)]
+    selection = config.routing.selection
+    lines = [f"routing={selection}: {heads_phrase(config)}"]
+    if sees_future(config, "parallel"):
+        lines.append("as published, selection sees the future; routing=causal does not")
+    if selection in ALL_PAIRS:
+        lines.append("selection compares all pairs of positions; routing=causal has clusters instead")
+    published = published_routing(config)
+    idle_keys = unread(values)
+    changed = []
+    for key, usual in published.items():
+        if key not in idle_keys and values[key] != usual:
+            changed.append(f"{key}={written(values[key])} (there {written(usual)})")
+    if changed:
+        lines.append(f"routing={selection} is not as in conf/routing/{selection}.yaml: {', '.join(changed)}")
+    return lines
 
 
 def protocol_line(

@@ -19,7 +19,10 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_the_figures_of_a_known_model_and_one_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     printed = planned(capsys, "data=enwik8", "model=rt24", "trainer.steps=1000", "trainer.batch_size=16")
-    assert "rt24: 24 layers, local heads, N = 8,192 units of enwik8" in printed
+    assert (
+        "rt24: 24 layers, local heads; routing=topk: 4 of 8 heads route in 24 of 24 layers (32 clusters, W = 256)"
+        in printed
+    )
     assert "1,000 steps, 131,072,000 units" in printed
     printed = planned(capsys, "model.layers=1", "routing.layers=1", "trainer.steps=1", "trainer.batch_size=1")
     assert all(said in printed for said in ("tiny: 1 layer,", "(1 device, 1 sequence at a time)", "run 1 step,"))

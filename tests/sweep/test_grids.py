@@ -96,7 +96,9 @@ def test_the_command_line_wins_in_every_row_or_is_refused_with_the_name_of_the_r
         with pytest.raises(UserError) as caught:
             cells(*words.split())
         assert said in str(caught.value)
-    assert len(cells("experiment=pg19,pg19_local", "model=rt12", "model.layers=3")) == 2  # no row keeps its own layers
+    assert (
+        len(cells("experiment=pg19,pg19_local", "model=rt12", "model.layers=3", "routing.layers=2")) == 2
+    )  # no row keeps its own layers
 
 
 def test_combinations_that_differ_by_keys_that_a_run_does_not_read_are_one_cell() -> None:
