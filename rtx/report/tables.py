@@ -2,15 +2,19 @@
 
 import io
 import re
+import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rtx.errors import printable
 
 DASH = "\N{EN DASH}"  # what stands where there is nothing to say
+CUT = "\N{HORIZONTAL ELLIPSIS}"  # what stands where a text was cut
 MINUS = "\N{MINUS SIGN}"
 STRIP = 13  # letters of the picture of the intervals beside a ranked table
 GAP = 2  # columns between two columns of a table
@@ -61,6 +65,8 @@ def text_of(row: dict[str, Any], column: Column) -> str:
     if isinstance(value, str):
         return value
     said = f"{value:,}" if column.digits is None else f"{value:,.{column.digits}f}"
+    if not said.strip("-0.,"):
+        said = said.removeprefix("-")  # of a zero
     remark = row.get(column.remark)
     said = said.replace("-", MINUS) + ("" if error is None else f" ± {error:,.{column.digits or 0}f}")
     return f"{said}, {remark}" if remark else said
@@ -159,11 +165,68 @@ def interval_strips(rows: Sequence[dict[str, Any]]) -> list[str]:
     return pictures
 
 
-def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows of figures, their keys as the heads of the columns."""
-    import pandas
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Return rows of texts as lines of columns, those at the places in `right` flush right; nothing is broken."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        places = enumerate(zip(row, widths, strict=True))
+        texts = [text.rjust(width) if at in right else text.ljust(width) for at, (text, width) in places]
+        lines.append((" " * GAP).join(texts).rstrip())
+    return lines
 
-    print(pandas.DataFrame(rows).to_string(index=False, na_rep="-", float_format="{:.4g}".format))
+
+def shortened(texts: Sequence[str], room: int) -> list[str]:
+    """Return overrides (`key=value key=value`, a text for each run) in at most `room` letters, all in the same way.
+
+    Where one is longer, keys are called by their last part, if that names one key alone; what is still longer is cut.
+    """
+    if max(map(len, texts), default=0) <= room:
+        return list(texts)
+    keys = {word.partition("=")[0] for text in texts for word in text.split() if "=" in word}
+    leaves = Counter(key.rpartition(".")[2] for key in keys)
+    found = []
+    for text in texts:
+        words = [short_key(word, leaves) for word in text.split()]
+        line = " ".join(words)
+        found.append(line if len(line) <= room else line[: max(0, room - 1)] + CUT)
+    return found
+
+
+def short_key(word: str, leaves: Mapping[str, int]) -> str:
+    """Return an override with the last part of its key, where `leaves` counts one key with that part."""
+    key, equals, value = word.partition("=")
+    leaf = key.rpartition(".")[2]
+    return f"{leaf}={value}" if equals and leaves[leaf] == 1 else word
+
+
+def print_table(rows: list[dict[str, Any]], columns: Sequence[Column]) -> None:
+    """Print columns of rows; where the terminal is too narrow, in parts below each other, each with the first column.
+
+    Without a terminal they are as wide as they are.
+    """
+    width = shutil.get_terminal_size(fallback=(10_000, 24)).columns
+    table = Table("", columns, rows)
+    name, *others = table.shown()
+    part = [name]
+    for column in others:
+        if len(part) > 1 and not fits(list(map(partial(text_width, table), [*part, column])), width):
+            print("\n".join([*plain(table, part), ""]))
+            part = [name]
+        part.append(column)
+    print("\n".join(plain(table, part)))
+
+
+def text_width(table: Table, column: Column) -> int:
+    """Return the columns of a terminal that a column takes unbroken."""
+    return max(len(column.title), *(len(text_of(row, column)) for row in table.rows))
+
+
+def plain(table: Table, columns: Sequence[Column]) -> list[str]:
+    """Return lines with columns of a table."""
+    rows = [[text_of(row, column) for column in columns] for row in table.rows]
+    numbers = {at for at, column in enumerate(columns) if table.is_number(column)}
+    return aligned([[column.title for column in columns], *rows], numbers)
 
 
 def filled(template: str, report: Any = None, **facts: Any) -> str:

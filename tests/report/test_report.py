@@ -206,6 +206,7 @@ def test_table_1_beside_the_papers_and_without_a_folder_the_list_of_tables(
     assert cli.main(["report"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "27 of 27 rows, 0 of them with the paper's settings" in said
+    assert said.index(f"rtx report {runs} 27 runs, 27 with a score") < said.index("The paper's tables:")
     assert "rtx train -m experiment=pg19,pg19_baselines" in said
 
 
