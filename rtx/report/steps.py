@@ -224,4 +224,6 @@ def score_at(cell: Cell, step: float) -> Score:
     steps = sorted(cell.curve)
     bits = float(np.interp(step, steps, [cell.curve[at][0] for at in steps]))
     protocol = replace(cell.final.protocol, fingerprint="", stamps=(), windows=cell.config["trainer.val_windows"])
-    return replace(cell.final, protocol=protocol, bits=bits, units=cell.curve[steps[0]][1], figures={})
+    units = cell.curve[steps[0]][1]
+    unknown: dict[str, Any] = {"figures": {}, "error": None, "windows": None}  # those of the closing score
+    return replace(cell.final, protocol=protocol, bits=bits, units=units, **unknown)
