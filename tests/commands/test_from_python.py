@@ -150,7 +150,7 @@ def test_a_second_interrupt_does_not_wait_for_the_step(
     workshop: Workshop, named: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def endless(*_: object, **__: object) -> None:
-        for _ in patiently(lambda: "no signal ends the step"):
+        for _pause in patiently(lambda: "no signal ends the step"):
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(SLOW, endless)
