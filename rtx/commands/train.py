@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from rtx import __version__
 from rtx.analysis.attention_weights import read_telemetry
+from rtx.analysis.cost import cost
 from rtx.analysis.footprint import fit_to_device, with_less_memory
 from rtx.cells import refuse_sweep
 from rtx.checks import check_logger
@@ -184,7 +186,8 @@ def train(
         for line in routing_lines(config):
             say(line)
     module = TrainingModule(model, config, store.answers, ranks, facts)
-    with logging_to(folder if status else None, config, facts["config"], tell, data.step) as loggers:
+    hyperparameters = {**facts["config"], "facts": logged_facts(config, store)}
+    with logging_to(folder if status else None, config, hyperparameters, tell, data.step) as loggers:
         watch = Watch(folder, module, data, signals, read_telemetry, status)
         outcome = fit(watch, loggers, start["path"] if start else None)
         if status:
@@ -193,6 +196,18 @@ def train(
             del watch, module, model  # the sample is by the checkpoint, and may need their memory
             finish(config, hardware, folder, store, outcome, status, loggers)
     signals.release()
+
+
+def logged_facts(config: Config, store: Store) -> dict[str, Any]:
+    """Return what loggers keep beside the configuration: size and cost of the model, code and data by fingerprints."""
+    costs = cost(config, store.vocabulary)
+    return {
+        "parameters": costs.parameters,
+        "teraflop_per_step": costs.step(config) / 1e12,
+        "rtx": __version__,
+        "rtx_commit": run_folder.code_commit(),
+        "data_fingerprint": store.fingerprint,
+    }
 
 
 def find_start(
@@ -257,13 +272,16 @@ def finish(
         if outcome.step < schedule:
             further += short_run(config, outcome.step)
         say(closing_lines(shown(folder), steps, final, protocol, further))
+        wandb = loggers[-1] if isinstance(loggers[-1], GuardedWandbLogger) else None
+        if wandb:
+            wandb.summarize(protocol=protocol)
         if isinstance(store, TokenStore):
             work = load(folder, "last", "cuda" if hardware.accelerator == "gpu" else "cpu")
             length = min(SAMPLE_UNITS if store.image else SAMPLE_LENGTH, config.data.length)
             say(f"a sample (temperature {SAMPLE_TEMPERATURE}):")
             (draw_image if store.image else write_text)(work, SampleOptions(length, temperature=SAMPLE_TEMPERATURE))
             newest = max((folder / "samples").iterdir(), key=lambda path: path.stat().st_mtime_ns)
-            if isinstance(wandb := loggers[-1], GuardedWandbLogger):
+            if wandb:
                 wandb.guarded(wandb.add, "sample", {}, [newest], outcome.step)
     except (RuntimeError, MemoryError, OSError) as error:  # the run is done, whatever becomes of these
         if not (reason := str(error) if isinstance(error, RunFailed | OSError) else out_of_memory(error)):
