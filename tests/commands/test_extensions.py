@@ -119,7 +119,7 @@ def test_a_sweep_hands_extensions_and_presets_to_its_cells(place: Place) -> None
 def test_plan_and_data_take_them_and_help_lists_them(place: Place) -> None:
     files = "extensions=kept_dilated.py:kept_primes.py"
     said = place.asked("plan", files, "data=primes", "model.base=dilated")
-    assert "dilated heads, " in said and " of primes " in " ".join(said.split())
+    assert "dilated heads; " in said and " of primes " in " ".join(said.split())
     assert "mine: 2 layers" in place.asked("plan", "--config-dir", "presets", "model=mine")
     assert "primes, " in place.asked("data", "info", files, "data=primes")
     page = place.asked("train", "--help", "--config-dir=presets", files)
