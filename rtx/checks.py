@@ -283,8 +283,6 @@ def training_problems(config: Config) -> Iterator[str]:
     on_cpu = hardware.precision in ("auto", "fp32") and hardware.name in ("auto", "cpu", "ddp")
     if hardware.attention == "native" and not on_cpu:
         yield "hardware.attention=native is for hardware.precision=fp32 on a CPU (hardware=cpu)"
-    if hardware.attention == "native" and config.routing.merge == "lse":
-        yield "routing.merge=lse needs hardware.attention=auto, torch or flex"
 
 
 def data_problems(config: Config) -> Iterator[str]:

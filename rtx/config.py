@@ -140,9 +140,9 @@ class RoutingConfig:
     attend_self: bool | None = None
     """Whether a position may always read itself; false: only where nothing else; unset: not where queries are keys."""
     merge: str = one_of("mean", "lse")
-    """A position in several clusters: the mean of their outputs (the paper), or one softmax over their keys (lse)."""
+    """In several clusters: mean of outputs (as the released code) or one softmax over all keys (lse)."""
     update: str = one_of("members", "nearest", "sum")
-    """Centroid step: to the mean of its members (ours), of those nearest to it (released code), sums (Algorithm 1)."""
+    """Centroid step: mean of members (ours), of the nearest (near the code's), sum (Algorithm 1)."""
     decay: float = ranged(0.999, low=0.0, high=1.0)
     """Share of a centroid that survives one optimizer step."""
     threshold_rate: float = ranged(0.1, low=0.0, high=10.0)
@@ -435,6 +435,33 @@ def reads_self(routing: RoutingConfig) -> bool:
 def clusters(config: Config) -> int:
     """Clusters C of a routing head: routing.clusters, or ceil(N / W) where unset."""
     return config.routing.clusters or math.ceil(config.data.length / config.routing.window)
+
+
+ROUTED = "routed"
+"""The group of the heads that `routing` describes; the others are called by their pattern."""
+
+
+def layer_patterns(config: Config, layer: int) -> dict[str, int]:
+    """Return the groups of a layer's heads in order, and how many heads each has: base patterns, then `routed`.
+
+    Layer 0 is the lowest; routing layers are the topmost ones.
+    """
+    routed = config.routing.heads if layer >= config.model.layers - config.routing.layers else 0
+    patterns = config.model.base.split("+")
+    share = (config.model.heads - routed) // len(patterns)
+    groups = {name: share * patterns.count(name) for name in patterns} if share else {}
+    return groups | ({ROUTED: routed} if routed else {})
+
+
+def full_group(config: Config, layer: int) -> tuple[int, int]:
+    """Return the number of the group of a layer that reads all of its prefix, and how many heads that has (0: none).
+
+    These are full heads, or routing heads with keys of their own and one cluster that is as wide as the sequence.
+    """
+    groups, routing = layer_patterns(config, layer), config.routing
+    one = routing.selection == "nearest" and clusters(config) == 1 and routing.window >= config.data.length
+    name = ROUTED if one and routing.keys != "shared" and ROUTED in groups else "full"
+    return [*groups, name].index(name), groups.get(name, 0)
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:

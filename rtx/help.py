@@ -10,6 +10,7 @@ from rtx.errors import UserError, nearest, shorten, written
 from rtx.keys import Field, preset
 from rtx.options import COMMANDS, READS, Command, check_overrides
 
+MOST_PROSE = 120  # columns beyond which lines of text are hard to read
 FRONT = """rtx: Routing Transformer experiments
 
 usage: rtx <command> [group=option ...] [key=value ...]
@@ -137,6 +138,11 @@ def entry(left: str, right: str, column: int = 30) -> str:
 def terminal_width() -> int:
     """Return COLUMNS where it is set, else the columns of the terminal, else 100."""
     return shutil.get_terminal_size(fallback=(100, 24)).columns
+
+
+def prose_width() -> int:
+    """Return how long a line of text may be: as the terminal is wide, 120 columns at the most, 80 without one."""
+    return min(MOST_PROSE, shutil.get_terminal_size(fallback=(80, 24)).columns)
 
 
 def completion(words: Sequence[str]) -> str:

@@ -225,8 +225,8 @@ class ClusterPattern(Pattern):
         window: W.
         attend_self: false: a position reads itself only where it sees nothing else; None: so where queries stand for
             keys, as a vector is nearest to itself.
-        merge: "mean": a position in several clusters gets the mean of their outputs (the paper). "lse": one softmax
-            over the keys of all of them.
+        merge: "mean": a position in several clusters gets the mean of their outputs (the paper's
+            released code divides by their number + 0.01). "lse": one softmax over the keys of all.
     """
 
     configured = ("attend_self", "merge")

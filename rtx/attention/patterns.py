@@ -217,7 +217,9 @@ class AdaptiveSpan(ContiguousPattern):
 
 
 class Random(ClusterPattern):
-    """The control of Table 1: clusters whose members read nothing of the sequence.
+    """The control of Table 1: clusters whose members are drawn, whatever the sequence holds.
+
+    The paper says no more than that Kidx is chosen at random. One draw, which is kept, is ours.
 
     Each cluster has `window` random members among `length` positions, a function of (seed, head, `clusters`, `window`,
     `length`) alone. Later positions go on with the same members over and over. Other options: see `ClusterPattern`.

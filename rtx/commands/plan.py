@@ -10,7 +10,7 @@ from rtx.compose import compose, with_values
 from rtx.config import Config
 from rtx.data.catalog import vocabulary_size
 from rtx.errors import plural
-from rtx.help import terminal_width
+from rtx.help import prose_width
 from rtx.options import read_words
 from rtx.report.summary import heads_phrase, sees_future
 from rtx.training.hardware import device_memory
@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
     """Run `rtx plan <overrides>`."""
     words = read_words("plan", arguments)
     config, memory = compose(words.overrides), words.options.memory
-    known, world, width = vocabulary_size(config.data), devices(config), min(80, terminal_width())
+    known, world, width = vocabulary_size(config.data), devices(config), prose_width()
     for line in (*cost_lines(config, known, world, memory), *fit_lines(config, known, world, memory)):
         print(textwrap.fill(line, width, subsequent_indent=" " * 12, break_on_hyphens=False))
     return 0

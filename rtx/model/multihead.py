@@ -13,26 +13,11 @@ from torch import Tensor, nn
 from rtx.attention.cache import Cache
 from rtx.attention.pattern import Pattern, keys_of
 from rtx.attention.softmax import Relative
-from rtx.config import BASES, REGISTERED, SELECTIONS, Config
+from rtx.config import BASES, REGISTERED, ROUTED, SELECTIONS, Config, layer_patterns
 from rtx.errors import UserError
 from rtx.keys import imported
 from rtx.model.linear import Linear
 from rtx.model.positions import Shaw, SinusoidKeys, rotate
-
-ROUTED = "routed"
-"""The group of the heads that `routing` describes; the others are called by their pattern."""
-
-
-def layer_patterns(config: Config, layer: int) -> dict[str, int]:
-    """Return the groups of a layer's heads in order, and how many heads each has: base patterns, then `routed`.
-
-    Layer 0 is the lowest; routing layers are the topmost ones.
-    """
-    routed = config.routing.heads if layer >= config.model.layers - config.routing.layers else 0
-    patterns = config.model.base.split("+")
-    share = (config.model.heads - routed) // len(patterns)
-    groups = {name: share * patterns.count(name) for name in patterns} if share else {}
-    return groups | ({ROUTED: routed} if routed else {})
 
 
 def attribute_problem(name: str) -> str:

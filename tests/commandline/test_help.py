@@ -87,7 +87,7 @@ def test_a_shell_completes_by_its_script(shell: str) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"there is no {shell} here")
     script = f'compdef() {{ :; }}\nrtx() {{ "{sys.executable}" -m rtx "$@"; }}\n{help.SCRIPTS[shell]}\n{ASKED[shell]}'
-    answer = subprocess.run([shell, "-c", script], capture_output=True, text=True, timeout=60)
+    answer = subprocess.run([shell, "-c", script], capture_output=True, text=True, timeout=600)
     assert (answer.stdout, answer.stderr) == (SAID[shell], "")
 
 

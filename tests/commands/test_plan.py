@@ -41,6 +41,16 @@ def test_a_batch_with_many_divisors_is_planned(batch: int, capsys: pytest.Captur
     assert f"step {batch:,} sequences, " in printed and " sequences at a time, " in printed
 
 
+@pytest.mark.parametrize(("columns", "longest"), [(110, 110), (300, 120)])
+def test_a_wide_terminal_is_used(
+    columns: int, longest: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert plan.main(["data=enwik8", "model=rt24"]) == 0
+    lengths = [len(line) for line in capsys.readouterr().out.splitlines()]
+    assert longest - 20 < max(lengths) <= longest
+
+
 def test_the_plan_says_what_each_device_is_given(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

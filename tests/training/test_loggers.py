@@ -129,7 +129,7 @@ def read_back(folder: Path) -> list[dict[str, Any]]:
     found = []
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_ctime_ns):
         command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
         found += [json.loads(line) for line in answer.stdout.splitlines()]
     return found
 
