@@ -135,9 +135,9 @@ def test_one_process_is_the_callers_own_and_records_the_call(workshop: Workshop,
 
 def test_a_signal_saves_and_is_an_exception(workshop: Workshop, named: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with meanwhile(named, lambda: os.kill(os.getpid(), signal.SIGTERM)):
-        with pytest.raises(RunFailed, match="stopped before its end; rtx resume goes on"):
-            rtx.train(workshop.text, *SIZES, *LONG)
+    stop = meanwhile(named, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with stop, pytest.raises(RunFailed, match="stopped before its end; rtx resume goes on"):
+        rtx.train(workshop.text, *SIZES, *LONG)
     assert signal.getsignal(signal.SIGTERM) is before
     assert (read_status(named) or {})["state"] == "preempted"
     assert (named / "checkpoints" / "last.ckpt").exists()
