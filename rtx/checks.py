@@ -172,7 +172,7 @@ def too_large(config: Config) -> Iterator[str]:
         ("routing.layers", "model.layers", routes),
         ("routing.window", "data.length", routes),
         ("routing.clusters", "data.length", routes),
-        ("routing.block", "routing.window", routes and routing.selection.startswith("blocks")),
+        ("routing.block", "routing.window", routes and routing.selection in ("blocks", "blocks_random")),
         ("model.window", "data.length", not patterns <= {"full", "recurrent", *SPARSE}),
         ("model.stride", "data.length", sparse),
         ("model.summary", "model.stride", bool(patterns & {"fixed", "fixed_summary"})),

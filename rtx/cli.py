@@ -13,13 +13,14 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from rtx import __version__
 from rtx.errors import RunFailed, UserError, nearest, printable, shorten
+from rtx.hydra_words import hydra_flag
 from rtx.training.hardware import out_of_memory
 from rtx.training.signals import EXIT_CODES, INTERRUPTED, PREEMPTED, Stopped, ignore_signals, started_by_another
 
@@ -74,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return complain(str(error), 2 if isinstance(error, UserError) else 1)
     except Stopped as stopped:
         return complain(str(stopped), stopped.code)
+    except SystemExit as left:  # with 0, say, which would pass for work that is done
+        return complain(f"sys.exit({left.code!r}) was called before the end, by an extension or a package", 2)
     except KeyboardInterrupt:
         return complain("stopped by SIGINT", INTERRUPTED)
     except Exception as error:
@@ -149,8 +152,7 @@ def split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
     if unknown := sorted(flags - known):
         if os.path.isdir(unknown[0]):
             raise UserError(f"{unknown[0]}: is taken for a flag; write ./{unknown[0]} for the folder")
-        hint = "; rtx plan says what a run would cost, --cfg job what it would be" * ("dry" in unknown[0])
-        raise UserError(f"{shorten(unknown[0])}: unknown flag of rtx {command}{hint or nearest(unknown[0], known)}")
+        raise UserError(f"{shorten(unknown[0])}: unknown flag of rtx {command}{flag_hint(unknown[0], known)}")
     values = {}
     for flag in flags & OF_GROUPS:
         at = words.index(flag) + 1
@@ -163,6 +165,15 @@ def split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
 
         add_config_dir(values["--config-dir"])
     return flags, [word for word in words if word not in flags]
+
+
+def flag_hint(flag: str, known: Iterable[str]) -> str:
+    """Return the way out for an unknown flag, to stand behind its refusal, or ""."""
+    if "dry" in flag:
+        return "; rtx plan says what a run would cost, --cfg job what it would be"
+    if flag.startswith("--help="):
+        return f"; write --help {flag.partition('=')[2]}"
+    return hydra_flag(flag) or nearest(flag, known)
 
 
 def check_first(word: str, words: list[str]) -> bool:

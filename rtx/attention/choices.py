@@ -105,6 +105,8 @@ class Indexer(Choice):
         warmup: training steps for which the head is dense.
     """
 
+    configured = ("warmup",)
+
     def __init__(self, heads: int, size: int, *, units: int = 16, warmup: int = 0, **given: Any) -> None:
         super().__init__(**given)
         check_positive(size=size, units=units)
@@ -190,6 +192,8 @@ class Blocks(Choice):
         compressed: attend over the means of keys and values of finished blocks, too, and join the two outputs by gates
             learned from the query, which trains the choice by gradients (Yuan et al. 2025, the compressed branch).
     """
+
+    configured = ("block", "compressed")
 
     def __init__(self, heads: int, size: int, *, block: int = 16, compressed: bool = False, **given: Any) -> None:
         super().__init__(**given)

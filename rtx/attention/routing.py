@@ -52,6 +52,7 @@ class Routing(ClusterPattern):
     """
 
     decided = ("has_keys", "window")
+    configured = ("commitment",)
 
     def __init__(self, centroids: Centroids, *, selection: str, commitment: float = 0.0, **given: Any) -> None:
         super().__init__(has_keys=centroids.keys != "shared", window=centroids.window, **given)
@@ -202,10 +203,11 @@ class Centroids(nn.Module):
         window, length: a cluster is to hold `window` of `length` positions; thresholds follow that.
         decay: share of a centroid that survives one step.
         update: "members" (ours): a centroid moves towards the mean of its members, however they were chosen, and goes
-            back on the sphere; one without members towards where the others' are, if thresholds stay. "nearest" (the
-            released code): towards the mean of the positions that it scores highest of all centroids; without any it
-            stays. "sum": Algorithm 1 as printed, sums of the nearest over a sequence (the mean over the sequences of a
-            step); nothing is normalised.
+            back on the sphere; one without members towards where the others' are, if thresholds stay.
+            "nearest": towards the mean of the positions that it scores highest of all centroids, and back
+            on the sphere; without any it stays. The released code takes the same positions, but sets a
+            centroid to a running sum over a running count, of any norm. "sum": Algorithm 1 as printed,
+            sums of the nearest over a sequence (the mean over the sequences of a step), not normalised.
         threshold_rate: eta. Thresholds that choose move by eta (count / W - 1) deviations of their centroid's scores,
             where count is what the batch gave the cluster and W what it is to hold; 0: thresholds stay.
         keys: "shared" where queries stand for keys; "separate": keys are members of their own, and both are counted
@@ -220,6 +222,8 @@ class Centroids(nn.Module):
     key_threshold_HC: Tensor | None
     projection_HDD: Tensor | None
     steps: Tensor
+
+    configured = ("update", "threshold_rate", "keys")
 
     def __init__(
         self,

@@ -20,10 +20,19 @@ from rtx.model.linear import Linear
 from rtx.model.positions import Shaw, SinusoidKeys, rotate
 
 
+def attribute_problem(name: str) -> str:
+    """Return why a module cannot be held by a name, which torch's container has for an attribute, or ""."""
+    if hasattr(nn.ModuleDict(), name):
+        return f"{name!r} is an attribute of torch.nn.ModuleDict, which holds the heads by their names"
+    return ""
+
+
 def make_pattern(name: str, heads: int, config: Config, layer: int) -> Pattern:
     """Return one group of a layer's heads, by the tables of `rtx.config`."""
     known = keys_of(config, heads, layer, routed=name == ROUTED)
     table, name = (SELECTIONS, config.routing.selection) if name == ROUTED else (BASES, name)
+    if name in REGISTERED and (problem := attribute_problem(name)):  # by an entry point, which is not checked before
+        raise UserError(problem)
     kind = imported(table[name])
     if missing := sorted(getattr(kind, "__abstractmethods__", ["the base rtx.attention.Pattern"])):
         raise UserError(f"{name}: {kind.__name__} lacks {', '.join(missing)}; docs/attention.md says what is needed")

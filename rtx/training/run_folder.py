@@ -45,6 +45,8 @@ ALLOWED = {
     *("name", "model.name", "data.path", "data.verify", "data.processes"),
 }
 """What `rtx resume` may change: how long, where, how often; the rest would make another run of it."""
+SAMPLED = "~ before bits: of a sample of the validation windows"
+"""What explains the mark of `bits_of`, below a table."""
 Differences = dict[str, tuple[Any, Any]]
 
 

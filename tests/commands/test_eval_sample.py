@@ -71,7 +71,7 @@ def test_results_of_other_protocols_do_not_replace_each_other(workshop: Workshop
 
 def test_weights_that_are_no_numbers_are_told_and_not_scored(workshop: Workshop, run: Path, tmp_path: Path) -> None:
     """A checkpoint that is whole, of a run that has diverged; or one whose products leave the range of its numbers."""
-    for value, said in ((math.nan, " holds NaN, first in"), (1e30, "scores nan nats")):
+    for value, said in ((math.nan, " holds NaN or infinities, first in"), (1e30, "scores nan nats")):
         exported = tmp_path / f"export-{value}"
         broken = load_for_use(run / "checkpoints", "best")
         for name, tensor in broken["model"].items():

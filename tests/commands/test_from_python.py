@@ -135,8 +135,8 @@ def test_one_process_is_the_callers_own_and_records_the_call(workshop: Workshop,
 
 def test_a_signal_saves_and_is_an_exception(workshop: Workshop, named: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    stop = meanwhile(named, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    with stop, pytest.raises(RunFailed, match="stopped before its end; rtx resume goes on"):
+    stopped = pytest.raises(RunFailed, match="stopped before its end; rtx resume goes on")
+    with meanwhile(named, lambda: os.kill(os.getpid(), signal.SIGTERM)), stopped:
         rtx.train(workshop.text, *SIZES, *LONG)
     assert signal.getsignal(signal.SIGTERM) is before
     assert (read_status(named) or {})["state"] == "preempted"

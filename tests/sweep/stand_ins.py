@@ -1,6 +1,7 @@
 """A stand-in for Python in the cells of a sweep: it records how it was started and ends as the test wants."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -93,5 +94,13 @@ def patiently(ready: Callable[[], object], process: subprocess.Popen[str]) -> No
 
 
 def table(said: str) -> list[list[str]]:
-    """Return the words of each line of the closing table."""
-    return [line.split() for line in said.partition("\ncell  overrides")[2].splitlines()[1:]]
+    """Return the words of each cell of the closing table, its title first and its reason last, in order of titles."""
+    rows: list[list[str]] = []
+    for line in re.split(r"\ncell +state +bits +run\n", said)[1].splitlines():
+        if line.startswith("runs: "):
+            break
+        if line.startswith("  "):
+            rows[-1] += line.split()
+        else:
+            rows.append(line.split())
+    return sorted(rows)

@@ -54,7 +54,8 @@ def test_one_job_is_done_and_one_fails(cluster: Sweep) -> None:
     Path("rtx.py").write_text("open('attacked', 'w')")  # none of ours
     words = [*SMALL, "hardware=slurm", "hydra.launcher.partition=long", "hydra.launcher.timeout_min=90", "name=queued"]
     done, failed = table(cluster.asked("", *words, "optimizer.lr=1e-3,1e30", code=1))
-    assert done[1:4] == ["optimizer.lr=1e-3", "done", "0"] and failed[1:4] == ["optimizer.lr=1e30", "failed", "1"]
+    assert done[:2] == ["optimizer.lr=1e-3", "done"] and failed[:2] == ["optimizer.lr=1e30", "failed"]
+    assert "exit 1: " in " ".join(failed) and "exit" not in done
     assert "the loss is nan at learning rate" in " ".join(failed)
     same = config_hash(compose([*SMALL, "optimizer.lr=1e-3", "name=queued"]))  # as a process here would be
     assert "done after 2 steps" in (cluster.outputs / "queued" / same / "output.log").read_text()
@@ -73,8 +74,8 @@ def test_ctrl_c_lets_a_job_save(cluster: Sweep) -> None:
         shown, _ = sweep.communicate(timeout=600)
     assert sweep.returncode == 130
     (row,) = table(shown)
-    assert row[3:5] == ["preempted", "143"]
-    assert (cluster.outputs / "rtx" / Path(row[-1]).name / "checkpoints" / "last.ckpt").exists()
+    assert row[2] == "preempted" and row[-2:] == ["exit", "143"]
+    assert (cluster.outputs / "rtx" / row[3] / "checkpoints" / "last.ckpt").exists()
 
 
 def test_a_job_is_over_when_the_queue_no_longer_has_it(cluster: Sweep) -> None:
@@ -83,7 +84,7 @@ def test_a_job_is_over_when_the_queue_no_longer_has_it(cluster: Sweep) -> None:
     program("sbatch", 'echo x >> jobs; echo "Submitted batch job $(wc -l < jobs)"')
     program("squeue", "echo x >> looks; [ $(wc -l < looks) -lt 3 ] && seq $(wc -l < jobs); exit 0")
     rows = table(cluster.asked("", *SMALL, "seed=1,2", "hardware=slurm", code=1))
-    assert [row[2] for row in rows] == ["killed", "killed"]
+    assert [row[1] for row in rows] == ["killed", "killed"]
     assert " ".join(rows[1]).endswith("its job ended: it left no word")
     assert not list(cluster.outputs.glob("rtx/*/status.json"))  # both go on when they are asked for again
     program("sbatch", 'echo "the queue is closed" >&2; exit 1')
