@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -28,10 +29,12 @@ from rtx.checks import check_logger
 from rtx.compose import composed, to_yaml, user_errors
 from rtx.data.catalog import check_source, data_root
 from rtx.errors import UserError, plural, printable, refuse, shorten
+from rtx.help import terminal_width
 from rtx.options import LAUNCHED, check_overrides, read_words
-from rtx.progress import say
+from rtx.progress import WholeLines, say
+from rtx.report.tables import GAP, aligned, shortened
 from rtx.training.hardware import cores, system_kills
-from rtx.training.run_folder import bits_of, open_own, read_status, shown, unwritable, utc_now
+from rtx.training.run_folder import SAMPLED, bits_of, open_own, read_status, shown, unwritable, utc_now
 from rtx.training.signals import EXIT_CODES, SWEEP_VARIABLE
 
 OUTPUT = "output.log"  # what a cell prints; in its folder
@@ -90,15 +93,35 @@ def record_sweep(cells: Sequence[Cell], arguments: Sequence[str]) -> list[Path]:
 
 
 def closing_table(cells: Sequence[Cell], outcomes: Sequence[Outcome]) -> str:
-    """Return the lines that close a sweep: each cell, how it ended, its bits, its folder, the reason."""
-    rows = [("cell", "overrides", "state", "exit", "bits", "run", "reason")]
+    """Return the lines that close a sweep: each cell, how it ended, its bits, its run; those with bits first.
+
+    Below a cell that did not end well stands the reason. Nothing is broken in a terminal of 80 columns but reasons.
+    """
+    width, rows = terminal_width(), []
     for cell, outcome in zip(cells, outcomes, strict=True):
         status = read_status(cell.folder) if outcome.word.startswith("done") else None
-        code = "" if outcome.code == NO_CODE else str(outcome.code)
-        ended = (outcome.word, code, bits_of(status or {}), os.path.relpath(cell.folder), outcome.reason)
-        rows.append((str(cell.number), cell.title, *ended))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n" + "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        rows.append((cell, outcome, bits_of(status or {})))
+    rows.sort(key=lambda row: float(row[2].lstrip("~") or "inf"))
+    beside = [[outcome.word, bits, cell.folder.name] for cell, outcome, bits in rows]
+    heads = ["state", "bits", "run"]
+    taken = sum(max(map(len, column)) + GAP for column in zip(heads, *beside, strict=True))
+    titles = shortened([cell.title for cell, _, _ in rows], width - taken)
+    lines = aligned([["cell", *heads], *([title, *row] for title, row in zip(titles, beside, strict=True))], right={2})
+    said = [lines[0]]
+    for line, (_, outcome, _) in zip(lines[1:], rows, strict=True):
+        said += [line, *reason_lines(outcome, width)]
+    folders = dict.fromkeys(shown(cell.folder.parent) for cell in cells)
+    said.append(f"runs: {', '.join(f'{folder}/<run>' for folder in folders)}")
+    if any("~" in bits for _, _, bits in rows):
+        said.append(SAMPLED)
+    return "\n" + "\n".join(said)
+
+
+def reason_lines(outcome: Outcome, width: int) -> list[str]:
+    """Return why a cell is not done, with the exit code of its process, below its line of the closing table."""
+    code = "" if outcome.code in (0, NO_CODE) else f"exit {outcome.code}"
+    text = ": ".join(part for part in (code, outcome.reason) if part)
+    return textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
 
 
 def share(cell: Cell, place: int, places: int) -> dict[str, str]:
@@ -175,6 +198,7 @@ class Launcher:
     async def attempt(self, cell: Cell, place: int) -> Outcome:
         """Start a cell, and return how it ended."""
         before, kills, code, said = read_status(cell.folder), system_kills(), None, ""
+        lines = WholeLines()
         cell.folder.mkdir(parents=True, exist_ok=True)
         with open_own(cell.folder / OUTPUT, "ab+") as output:  # at its end
             mine = share(cell, place, self.at_once) if self.at_once > 1 else {}
@@ -183,8 +207,10 @@ class Launcher:
             while code is None:
                 await asyncio.sleep(0.05)
                 code = process.poll()
-                new = printable(output.read().decode(errors="replace"))
-                said = (said + new)[-4096:]
+                new = lines.add(output.read())
+                if code is not None:
+                    new += lines.end()
+                said = (said + printable(new))[-4096:]
                 if new and self.at_once == 1:
                     say(new.removesuffix("\n"))
         self.running.discard(process)

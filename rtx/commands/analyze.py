@@ -4,6 +4,7 @@ import dataclasses
 import io
 import itertools
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,20 +18,38 @@ from rtx.analysis.loss_by_position import by_context, by_position, estimate, uni
 from rtx.compose import short_hash, with_values
 from rtx.data.catalog import Store
 from rtx.data.datamodule import RtxDataModule
-from rtx.data.sets import MADE, SETS
+from rtx.data.sets import SETS
 from rtx.errors import UserError, plural
 from rtx.evaluation.protocols import Window, windows
 from rtx.evaluation.scores import read_windows, sample_windows
+from rtx.help import prose_width
 from rtx.options import ContextOptions, CoverageOptions, DivergenceOptions, PatternsOptions, read_words, what_to_do
 from rtx.progress import progress_bar
 from rtx.report import plots
+from rtx.report.divergences import heads_name
 from rtx.report.summary import protocol_line, sees_future
-from rtx.report.tables import print_table
+from rtx.report.tables import Column, print_table
 from rtx.training.inference import LoadedRun, open_run, run_config
 from rtx.training.loggers import add_to_wandb
 from rtx.training.run_folder import save, utc_now
 
 Result = dict[str, Any]
+HEADS = (
+    *(Column("layer", "layer"), Column("head", "head"), Column("pattern", "pattern")),
+    Column("reads_share", "reading, %", 0),
+    Column("keys", "keys read", 1),
+    Column("distance", "distance", 1),
+    Column("farthest", "farthest"),
+    Column("self_weight", "own weight", 3),
+)
+"""Of a head: how many positions read anything, how many keys, how far back, the weight on the own position."""
+POSITIONS = (Column("at", "positions"), Column("bits", "bits", 4, "error"))
+GAINS = (
+    Column("context", "units before"),
+    Column("bits", "bits", 4, "error"),
+    Column("gain", "gain of the whole window", 4, "gain_error"),
+)
+SHARES = (Column("mean", "mean", 3, "error"), Column("keys", "keys read", 1), Column("of all", "of all weight", 3))
 ROWS, BINS = 512, 16  # positions that a map of a head shows, and ranges that a loss is averaged over, at the most
 
 
@@ -53,28 +72,26 @@ def main(arguments: list[str]) -> int:
 
 def divergence(run: LoadedRun, store: Store, options: DivergenceOptions) -> Result:
     """How far apart the heads of a layer read, by layer and as mean over the layers (the paper's Table 6)."""
-    if run.config.model.heads < 2:
-        raise UserError("model.heads=1: a divergence is between two heads of a layer")
     tokens = store.split(options.split)
     chosen = sample_windows(windows(len(tokens), run.config.data.length), options.sequences, options.seed)
     ids_BN = read_windows(tokens, chosen)[0].to(run.device)
     with run.autocast(), progress_bar("layers") as show:
         found = weights.divergences(run.model, ids_BN, draws=options.draws, seed=options.seed, on_progress=show)
     means, what = weights.over_layers(found), f"Jensen-Shannon divergence on {options.split} of {store.name}"
-    print(f"{what}, nats (at most {math.log(2):.4f}), mean ± deviation of {options.draws} draws")
+    print(f"{what}, nats (at most {math.log(2):.4f}),\nmean ± deviation of {options.draws} draws")
     table: dict[Any, dict[str, Any]] = {}
     for row in [*found, *({"layer": "mean", **row} for row in means)]:
-        kind = " ".join(row["kind"]).replace("routed", "routing")
+        kind = " ".join(map(heads_name, row["kind"]))
         table.setdefault(row["layer"], {"layer": row["layer"]})[kind] = "{mean:.4f} ± {deviation:.4f}".format(**row)
-    print_table(list(table.values()))
+    kinds = dict.fromkeys(key for row in table.values() for key in row)
+    print_table(list(table.values()), [Column(kind, kind) for kind in kinds])
     return {"layers": found, "over_layers": means}
 
 
 def patterns(run: LoadedRun, store: Store, options: PatternsOptions) -> Result:
     """Which positions the heads of a layer read in one sequence: a table, and a picture with a map for each head."""
-    top, N = run.config.model.layers - 1, run.config.data.length
-    if (layer := top if options.layer is None else options.layer) > top:
-        raise UserError(f"layer={layer}: the topmost layer is layer={top}")
+    N = run.config.data.length
+    layer = run.config.model.layers - 1 if options.layer is None else options.layer
     tokens = store.split(options.split)
     chosen = sample_windows(windows(len(tokens), N), 1, options.seed)
     ids_1N = read_windows(tokens, chosen)[0].to(run.device)
@@ -84,11 +101,11 @@ def patterns(run: LoadedRun, store: Store, options: PatternsOptions) -> Result:
         attention, x_1NE = next(itertools.islice(weights.layer_inputs(run.model, ids_1N), layer, None))
         for name, group in weights.groups_of(attention, x_1NE).items():
             for weight_PN in torch.cat([block.cpu() for block in weights.weight_blocks(group, at_P)], dim=-1):
-                row = {"layer": layer, "head": len(rows), "pattern": name.replace("routed", "routing")}
+                row = {"layer": layer, "head": len(rows), "pattern": heads_name(name)}
                 rows.append({**row, **weights.summary(weight_PN, at_P)})
                 maps.append(weight_PN.float())
-    print("means over the positions: keys read, distance by weight, weight on itself")
-    print_table(rows)
+    print("means over the positions that read anything; distances weighted by the attention")
+    print_table([{**row, "reads_share": 100 * row["reads_share"]} for row in rows], HEADS)
     return {"start": chosen[0].start, "positions": ids_1N.shape[1], "heads": rows, "picture": drawn(rows, maps)}
 
 
@@ -114,10 +131,6 @@ def context(run: LoadedRun, store: Store, options: ContextOptions) -> Result:
     """Loss by position in the window, and what the same units gain from farther context."""
     config, mode, N = run.config, options.mode, run.config.data.length
     tokens = store.split(options.split)
-    if config.data.name in MADE:
-        raise UserError(f"a run on data={config.data.name} scores its answers alone; there is no loss by position")
-    if memory := config.model.memory:
-        raise UserError(f"model.memory={memory}: far context is there; compare rtx eval memory=0 with memory={memory}")
     every = windows(len(tokens), N)[: max(1, len(tokens) // N)]  # without the last, that scores a part of its units
     chosen = sample_windows(every, options.windows, options.seed)
 
@@ -134,13 +147,13 @@ def context(run: LoadedRun, store: Store, options: ContextOptions) -> Result:
     other = "" if run.has_data(store) else store.name
     protocol = protocol_line(strided, *told, mode=mode, partial=partial, other_data=other)
     print(f"bits/{store.unit} by position, with standard errors over {plural(len(chosen), 'window')}")
-    print_table(positions)
+    print_table([{"at": f"{row['first']} to {row['last']}", **row} for row in positions], POSITIONS)
     if gains:
         print(f"\nthe {store.unit}s of the second half with less context, and what the whole window gains")
-        print_table(gains)
+        print_table([{**row, "context": "{} to {}".format(*row["context"])} for row in gains], GAINS)
     else:
         print("no gain from far context: of images, of short windows, and where selection sees the future")
-    print(protocol)
+    print(textwrap.fill(protocol, prose_width()))
     sampled = {"windows": len(chosen), "partial": partial, "protocol": protocol}
     return {"unit": store.unit, "positions": positions, "gains": gains, **sampled}
 
@@ -152,12 +165,12 @@ def coverage(run: LoadedRun, store: Store, options: CoverageOptions) -> Result:
     chosen = sample_windows(windows(len(tokens), N)[: max(1, len(tokens) // N)], options.windows, options.seed)
     ids_KN, window = read_windows(tokens, chosen)[0], model.window if options.window is None else options.window
     if window >= ids_KN.shape[1]:
-        raise UserError(f"window={window}: must be less than the {ids_KN.shape[1]} units of a sequence")
+        units = f"the {ids_KN.shape[1]} units of split {options.split}"
+        raise UserError(f"window={window}: must be less than {units}; give window=<less>, or window=0")
     keys, block = options.keys or config.routing.window, options.block or config.routing.block
     sizes = sorted({min(N, max(1, keys << double >> 2)) for double in range(5)})
     every = [covered.selections(config, layer, sizes, block) for layer in range(model.layers)]
-    if not (layers := [f"layer {layer}" for layer, patterns in enumerate(every) if len(patterns)]):
-        raise UserError(f"model.base={model.base}: no layer has full heads, whose attention could be covered")
+    layers = [f"layer {layer}" for layer, patterns in enumerate(every) if len(patterns)]
     made, found = torch.nn.ModuleList(every).to(run.device), []
     for ids_BN in RtxDataModule(config, store).train_dataloader():
         covered.fit(config, run.model, made, ids_BN.long().to(run.device))
@@ -168,9 +181,12 @@ def coverage(run: LoadedRun, store: Store, options: CoverageOptions) -> Result:
     found_SLKZ3 = np.reshape(found, (len(found), len(layers), -1, len(sizes), 3)).transpose(2, 1, 0, 3, 4)
     far_LK, rows = found_SLKZ3[0, :, :, 0, 0], coverage_rows(found_SLKZ3, layers, keys)
     beyond = dict(zip(("mean", "error", *layers), (*estimate(far_LK.mean(0)), *far_LK.mean(1)), strict=True))
-    print_table([{"full heads' weight": f"{window} or more positions back, of all", **beyond}])
+    by_layer = [Column(layer, layer, 3) for layer in layers]
+    print(f"share of full heads' weight that lies {window} or more positions back")
+    print_table([{"what": "beyond the window", **beyond}], [Column("what", ""), *SHARES[:1], *by_layer])
     print(f"\nshare of that kept with {keys} keys a query, standard errors over {plural(len(chosen), 'window')}")
-    print_table([{key: row[key] for key in row if key != "curve"} for row in rows])
+    kept = [{**row, "mean": row["share"]} for row in rows]
+    print_table(kept, [Column("selection", "selection"), *SHARES, *by_layer])
     return {"window": window, "keys": keys, "block": block, "beyond": beyond, "rows": rows, "picture": curves(rows)}
 
 

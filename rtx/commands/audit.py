@@ -1,6 +1,7 @@
 """`rtx audit RUN`: change the future and see what of the past moves, and what that is worth in bits."""
 
 import copy
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,14 +15,28 @@ from rtx.data.catalog import Store
 from rtx.errors import plural
 from rtx.evaluation.protocols import windows
 from rtx.evaluation.scores import read_windows, sample_windows
+from rtx.help import prose_width
 from rtx.options import AuditOptions, read_words
 from rtx.progress import progress_bar
-from rtx.report.tables import print_table
+from rtx.report.tables import Column, print_table
 from rtx.training.inference import LoadedRun, open_run, run_config
 from rtx.training.loggers import add_to_wandb
 from rtx.training.run_folder import save, utc_now
 
 Result = dict[str, Any]
+MOVES = (
+    Column("layer", "layer"),
+    Column("heads", "heads"),
+    Column("largest", "largest relative change"),
+    Column("moved", "outputs moved, %", 1),
+)
+READINGS = (Column("reading", "reading"), Column("bits", "bits", 4))
+PRICES = (
+    Column("what", "difference"),
+    Column("bits", "bits", 4),
+    Column("over_positions", "positions", 4),
+    Column("over_windows", "windows", 4),
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -59,11 +74,35 @@ def what_moves(run: LoadedRun, options: AuditOptions) -> Result:
         found = {"sees_future": audit.sees_future, "arises_in": audit.origins, "repeat": audit.repeat}
         changes[mode] = {**found, "rows": rows}
         print(f"\n{mode}: {verdict(audit)}")
-        print_table(rows)
+        print_table([shown_move(row) for row in rows], MOVES)
     if choices := choice_gradients(run.model, ids_BN[:1].roll(-1, dims=1)):
-        print("\nwhat trains each choice of keys; missing: no gradient, or centroids that stay as they are")
-        print_table(choices)
+        print("\nwhat trains each choice of keys")
+        print("\n".join(choice_lines(choices)))
     return {"changes": changes, "choices": choices}
+
+
+def shown_move(row: Result) -> Result:
+    """Return how far the outputs of a group of heads moved, as the table shows it."""
+    largest = f"{row['largest']:.1e}" if row["largest"] else "0"
+    return {**row, "heads": named(row["heads"]), "largest": largest, "moved": 100 * row["moved"]}
+
+
+def named(heads: str) -> str:
+    """Return the name of a group of heads as other tables have it."""
+    return heads.replace("routed", "routing")
+
+
+def choice_lines(choices: Sequence[Result]) -> list[str]:
+    """Return what trains the choices of each group of heads, in a few lines for each."""
+    lines = []
+    for row in choices:
+        said = f"layer {row['layer']}, {named(row['heads'])} heads: {row['trained_by']}"
+        if row["gradient"] is not None:
+            said += f"; gradient {row['gradient']:.2g}"
+        if row["missing"]:
+            said += "; not trained: no gradient, or centroids that stay as they are"
+        lines += textwrap.wrap(said, prose_width(), initial_indent="  ", subsequent_indent="    ")
+    return lines
 
 
 def verdict(audit: Audit) -> str:
@@ -72,7 +111,8 @@ def verdict(audit: Audit) -> str:
         return f"not decided: the logits move by {audit.repeat:.1e} when nothing changes"
     if not audit.sees_future:
         return f"sees no future: nothing in the past moved by more than {audit.tolerance:.0e}"
-    return f"sees the future; arises in {', '.join(f'layer {layer} {heads}' for layer, heads in audit.origins)}"
+    places = [f"layer {layer} ({named(heads)} heads)" for layer, heads in audit.origins]
+    return f"sees the future; arises in {', '.join(places)}"
 
 
 def price_run(run: LoadedRun, options: AuditOptions, store: Store) -> Result:
@@ -92,8 +132,15 @@ def price_run(run: LoadedRun, options: AuditOptions, store: Store) -> Result:
     means, found = {mode: float(bits_KP.mean()) for mode, bits_KP in bits.items()}, differences(bits)
     places = f"{plural(most, 'position')} in each of {plural(len(chosen), 'window')} of {length:,}"
     print(f"\nbits/{store.unit} on {options.split}, {places}")
-    print_table([means])
-    print_table([{"": f"{name} ({' - '.join(DIFFERENCES[name])})", **figures} for name, figures in found.items()])
+    print_table([{"reading": reading, "bits": mean} for reading, mean in means.items()], READINGS)
+    print("\ndifferences in bits; standard errors over positions, as if independent, and windows")
+    print_table([{"what": said_of(name), **figures} for name, figures in found.items()], PRICES)
     facts = {"unit": store.unit, "split": options.split, "windows": len(chosen), "positions": positions_KP.tolist()}
     facts |= {"length": length, "precision": run.precision, "data": store.describe(), "bits": means}
     return {**facts, **found}
+
+
+def said_of(name: str) -> str:
+    """Return the name of a difference of two readings, and which they are."""
+    more, less = DIFFERENCES[name]
+    return f"{name.replace('_', ' ')} ({more} - {less})"

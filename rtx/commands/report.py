@@ -4,31 +4,32 @@ import textwrap
 from dataclasses import replace
 from pathlib import Path
 
-from rtx.errors import RunFailed, UserError, printable
+from rtx.errors import RunFailed, UserError, plural, printable
 from rtx.help import terminal_width
 from rtx.options import READS, read_words
-from rtx.report.contents import build, list_of_tables, write
+from rtx.report.contents import build, list_of_tables, printed_view, write
+from rtx.report.paper import paper_tables
 from rtx.report.run_records import collect, run_folders
 from rtx.report.steps import read_records, recorded
-from rtx.report.tables import terminal
-from rtx.training.run_folder import outputs_root, shown
+from rtx.report.tables import aligned, terminal
+from rtx.training.run_folder import outputs_root, read_status, shown
 
 
 def main(arguments: list[str]) -> int:
-    """Write and print the report of runs; without one, list the paper's tables and what of them is in outputs/."""
+    """Write and print the report of runs; without one, print the paper's tables and what of them is in outputs/."""
     words, width = read_words("report", arguments), terminal_width()
     if words.options.output and not words.runs:
         raise UserError(f"output={words.options.output}: which runs? usage: {READS['report'].usage()}")
     for folder in words.runs:
         if not run_folders(folder) and not recorded(folder):
-            why = "holds no run; a run has a config.yaml" if folder.is_dir() else "no such folder"
+            why = "no such folder"
+            if folder.is_dir():
+                why = "holds no run; a run has a config.yaml (rtx report alone prints the paper's tables)"
             raise UserError(f"{folder}: {why}")
-    found = collect(words.runs or sorted(outputs_root().glob("*")))
     if not words.runs:
-        for row in list_of_tables(found.cells).rows:
-            print(textwrap.fill(f"{row['table']}  {row['about']}: {row['run']}", width))
-            print(*(f"    {command}" for command in row["command"].split("; ")), "", sep="\n")
+        print("\n".join(offered(width)))
         return 0
+    found = collect(words.runs)
     records = read_records(words.runs, found)
     report = build(found, "rtx report: " + ", ".join(map(shown, words.runs)), records)
     others = "-".join(["", *(run.absolute().name for run in words.runs[1:])])[:100]  # a report of one stays as it is
@@ -38,8 +39,10 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         raise RunFailed(f"cannot write to {output}: {error.strerror}; output=<folder> names another") from error
     if report.answer:
-        print(terminal(replace(report.answer, lines=[report.headline]), width, strip=True), "", sep="\n")
+        print(terminal(replace(report.answer, lines=[report.opening]), width, strip=True), "", sep="\n")
         print(*(printable(textwrap.fill(line, width)) for line in report.answer.lines), sep="\n")
+    else:
+        print(printable(textwrap.fill(report.opening, width)))
     for table in (table for table in report.tables if table.shown(brief=True)):
         print(f"\n{terminal(table, width)}")
     print(*(printable(f"note: {problem}") for problem in report.problems), "", *map(shown, files), sep="\n")
@@ -48,3 +51,26 @@ def main(arguments: list[str]) -> int:
 
         add_to_wandb(folder, "report", {}, files)
     return 0
+
+
+def offered(width: int) -> list[str]:
+    """Return what a report could be made of, in lines: the user's folders with runs, then the paper's tables."""
+    root = outputs_root()
+    folders = sorted(root.glob("*"))
+    found = collect(folders)
+    rows = []
+    for folder in folders:
+        mine = [cell for cell in found.cells if folder in (cell.folder, *cell.folder.parents)]
+        if mine:
+            scored = sum(bool(cell.final or cell.scores) for cell in mine)
+            latest = max((read_status(cell.folder) or {}).get("heartbeat", "") for cell in mine)
+            rows.append((latest, f"rtx report {shown(folder)}", f"{plural(len(mine), 'run')}, {scored} with a score"))
+    rows.sort(reverse=True)  # the newest first
+    lines = [f"Runs in {shown(root)}:" if rows else f"No runs in {shown(root)} yet; rtx train makes one.", ""]
+    lines += [f"    {line}" for line in aligned([row[1:] for row in rows])] if rows else []
+    lines += ["", "The paper's tables:", ""] if rows else ["The paper's tables:", ""]
+    for row, table in zip(list_of_tables(found.cells).rows, paper_tables(), strict=True):
+        lines += textwrap.wrap(f"{row['table']}  {row['about']}: {row['run']}", width)
+        lines += [f"    {command}" for command in table.commands]
+        lines += [terminal(printed_view(table), width), ""]
+    return lines

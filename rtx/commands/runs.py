@@ -2,15 +2,15 @@
 
 import sys
 
-from rich.console import Console
-from rich.table import Column, Table
-from rich.text import Text
-
 from rtx.errors import UserError, printable
 from rtx.help import terminal_width
 from rtx.options import read_words
 from rtx.report.run_records import Collection, read_object
-from rtx.training.run_folder import bits_of, outputs_root, read_status, run_state, runs_below, shown
+from rtx.report.tables import GAP, aligned, shortened
+from rtx.training.run_folder import SAMPLED, bits_of, outputs_root, read_status, run_state, runs_below, shown
+
+HEADS = ["run", "what differs", "step", "bits", "state"]
+LEAST_DIFFERS = 12  # columns below which what differs is left out: nothing of it could be read
 
 
 def main(arguments: list[str]) -> int:
@@ -23,12 +23,28 @@ def main(arguments: list[str]) -> int:
     commands = [str(read_object(run / "environment.json", Collection()).get("command")) for run in runs]
     asked = [[word for word in command.split() if "=" in word] for command in commands]
     shared = set.intersection(*map(set, asked)) if len(runs) > 1 else set()
-    figures = [Column(name, justify="right", no_wrap=True) for name in ("step", "bits")]
-    table = Table(Column("run", overflow="fold"), "what differs", *figures, "state", box=None, pad_edge=False)
+    rows = []
     for run, words in zip(runs, asked, strict=True):
-        status, differs = read_status(run) or {}, " ".join(word for word in words if word not in shared)
+        status = read_status(run) or {}
         name = str(run.relative_to(root)) if root in run.parents else shown(run)
+        differs = " ".join(word for word in words if word not in shared)
         step = f"{status.get('step', 0):,}/{status['steps']:,}" if status.get("steps") else ""
-        table.add_row(*(Text(printable(cell)) for cell in (name, differs, step, bits_of(status), run_state(run))))
-    Console(width=terminal_width() if sys.stdout.isatty() else 10_000, highlight=False).print(table)
+        rows.append([printable(text) for text in (name, differs, step, bits_of(status), run_state(run))])
+    print("\n".join(listed(rows, terminal_width() if sys.stdout.isatty() else None)))
     return 0
+
+
+def listed(rows: list[list[str]], width: int | None) -> list[str]:
+    """Return the lines of the list in a terminal of so many columns, None: of any; names of runs are never broken."""
+    heads, right = HEADS, {2, 3}
+    if width:
+        beside = [max(map(len, column)) + GAP for column in zip(heads, *rows, strict=True)]
+        room = width - sum(beside) + beside[1]
+        differs = shortened([row[1] for row in rows], room)
+        rows = [[row[0], text, *row[2:]] for row, text in zip(rows, differs, strict=True)]
+        if room < LEAST_DIFFERS:
+            heads, right = [heads[0], *heads[2:]], {1, 2}
+            rows = [[row[0], *row[2:]] for row in rows]
+    lines = aligned([heads, *rows], right)
+    is_sampled = any("~" in row[-2] for row in rows)
+    return [*lines, *([SAMPLED] if is_sampled else [])]

@@ -1,62 +1,104 @@
 """`rtx sweep FOLDER`: how a sweep stands by its records, a table refreshed in place until it is over."""
 
+from __future__ import annotations
+
 import shutil
+import textwrap
 import time
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Column, Table
 from rich.text import Text
 
 from rtx.errors import UserError, printable
 from rtx.options import read_words
 from rtx.progress import clock
 from rtx.report.run_records import Collection, read_lines, sweeps_of
-from rtx.training.run_folder import bits_of, read_status, run_state, shown
+from rtx.report.tables import GAP, aligned, shortened
+from rtx.training.run_folder import SAMPLED, bits_of, outputs_root, read_status, run_state, shown
 
 ORDER = ("running", "failed", "killed", "interrupted", "preempted", "waiting", "done")  # those of interest first
 
 
 def main(arguments: list[str]) -> int:
     """Run `rtx sweep FOLDER`: on a terminal until the sweep is over or Ctrl-C (130), elsewhere once."""
+    if not arguments:
+        found = sweeps_here()
+        listed = f"; here are {', '.join(found)}" if found else "; there is none here"
+        raise UserError(f"rtx sweep needs the sweep's folder: rtx sweep outputs/<name>{listed}")
     words = read_words("sweep", arguments)
-    console, folder, code = Console(width=shutil.get_terminal_size().columns, highlight=False), words.runs[0], 0
+    width = shutil.get_terminal_size().columns
+    console, folder, code = Console(width=width, highlight=False), words.runs[0], 0
     if console.is_terminal and not console.is_dumb_terminal:
         try:
             with Live(console=console, screen=True, auto_refresh=False) as live:
-                while not (state := board(folder))[1]:
+                while not (state := board(folder, width))[1]:
                     live.update(Group(state[0], Text("\nCtrl-C leaves; the sweep goes on")), refresh=True)
                     time.sleep(2)
         except KeyboardInterrupt:
             code = 130
-    console.print(board(folder)[0])
+    console.print(board(folder, width)[0])
     return code
 
 
-def board(root: Path) -> tuple[Group, bool]:
-    """Return the cells of the sweeps in a folder, and whether all are over."""
+def board(root: Path, width: int) -> tuple[Group, bool]:
+    """Return the cells of the sweeps in a folder for a terminal of so many columns, and whether all are over."""
     path = root / "sweeps.jsonl"
     if not path.is_file():
         raise UserError(f"{root}: holds no sweep; a sweep is a folder such as outputs/<name>")
     if not (sweeps := sweeps_of(path, Collection())):
         raise UserError(f"{path}: holds no sweep; half written, or damaged")
     titles = {name: title for sweep in sweeps for name, title in sweep["cells"].items()}
-    cells = sorted((standing(root / name, title) for name, title in titles.items()), key=lambda c: ORDER.index(c[0]))
-    counts = Counter(state for state, _ in cells)
-    figures = [Column(name, justify="right") for name in ("step", "bits", "left")]
-    table = Table("cell", "state", *figures, box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for _, columns in cells:
-        table.add_row(*columns)
+    cells = sorted((standing(root / name, title) for name, title in titles.items()), key=place)
+    counts = Counter(cell.state for cell in cells)
     said = ", ".join(f"{counts[state]} {state}" for state in reversed(ORDER) if counts[state])
     again = "made by" if counts.keys() == {"done"} else "asked again it goes on"
-    head = Text(printable(f"{shown(root)}: {len(cells)} cells: {said}; {again}: {sweeps[-1]['command']}"))
-    return Group(head, table), counts.keys() <= {"done", "failed"}
+    head = printable(f"{shown(root)}: {len(cells)} cells: {said}; {again}: {sweeps[-1]['command']}")
+    lines = [*textwrap.wrap(head, width, break_on_hyphens=False), *cell_lines(cells, width)]
+    if any("~" in cell.bits for cell in cells):
+        lines.append(SAMPLED)
+    return Group(*(Text(line) for line in lines)), counts.keys() <= {"done", "failed"}
 
 
-def standing(folder: Path, title: str) -> tuple[str, list[Text]]:
-    """Return the state of a cell, and its row of the table."""
+def cell_lines(cells: Sequence[Standing], width: int) -> list[str]:
+    """Return a line for each cell, below a failed one its reason."""
+    heads = ["state", "step", "bits", "left"]
+    beside = [[cell.state, cell.step, cell.bits, cell.left] for cell in cells]
+    taken = sum(max(map(len, column)) + GAP for column in zip(heads, *beside, strict=True))
+    titles = shortened([printable(cell.title) for cell in cells], width - taken)
+    rows = [[title, *row] for title, row in zip(titles, beside, strict=True)]
+    head, *lines = aligned([["cell", *heads], *rows], right={2, 3, 4})
+    found = [head]
+    for cell, line in zip(cells, lines, strict=True):
+        reason = textwrap.wrap(printable(cell.reason), width, initial_indent="  ", subsequent_indent="  ")
+        found += [line, *reason]
+    return found
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a cell stands, in words; `reason` of one that failed."""
+
+    title: str
+    state: str
+    step: str
+    bits: str
+    left: str
+    reason: str
+
+
+def place(cell: Standing) -> tuple[int, float]:
+    """Return what sorts cells: by their states, those that are done by their bits."""
+    bits = float(cell.bits.lstrip("~") or "inf") if cell.state == "done" else 0.0
+    return ORDER.index(cell.state), bits
+
+
+def standing(folder: Path, title: str) -> Standing:
+    """Return how a cell stands by its records."""
     status = read_status(folder) or {}
     state = run_state(folder) if status else "waiting"
     rows = [] if state == "done" else read_lines(folder / "metrics.jsonl", Collection())
@@ -66,6 +108,18 @@ def standing(folder: Path, title: str) -> tuple[str, list[Text]]:
     step, steps = max(status.get("step") or 0, at), status.get("steps") or 0
     bits = bits_of(status) if state == "done" else f"{last:.4f}" if last else ""
     left = seconds * (steps / at - 1) if state == "running" and steps and at else 0.0
-    cell = printable(f"{title}\n  {status['reason']}" if state == "failed" else title)
-    figures = (f"{step:,}" + f"/{steps:,}" * bool(steps) if step else "", bits, clock(min(left, 1e9)) if left else "")
-    return state, [Text(word) for word in (cell, state, *figures)]
+    of = f"/{steps:,}" if steps else ""
+    return Standing(
+        title,
+        state,
+        f"{step:,}{of}" if step else "",
+        bits,
+        clock(min(left, 1e9)) if left else "",
+        str(status["reason"]) if state == "failed" else "",
+    )
+
+
+def sweeps_here() -> list[str]:
+    """Return the folders in outputs/ that hold a sweep, the newest first, as one types them."""
+    paths = sorted(outputs_root().glob("*/sweeps.jsonl"), key=lambda path: path.stat().st_mtime, reverse=True)
+    return [shown(path.parent) for path in paths]

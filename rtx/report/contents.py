@@ -9,12 +9,13 @@ from typing import Any
 
 from rtx.disk import replace_file
 from rtx.errors import DAMAGED, UserError, plural, printable
-from rtx.report.divergences import divergence_view, newest_divergence
-from rtx.report.paper import heads_label, paper_tables, table_of
+from rtx.report.certainty import certainty
+from rtx.report.divergences import PAPER_KINDS, divergence_view, newest_divergence
+from rtx.report.paper import PaperTable, heads_label, paper_tables, table_of
 from rtx.report.plots import Plot, plots_of
-from rtx.report.run_records import Cell, Collection, collect, without_scores
+from rtx.report.run_records import Cell, Collection, Protocol, collect, without_scores
 from rtx.report.score_rows import Row, rows_by_protocol
-from rtx.report.score_tables import departures, kinds_table, score_tables
+from rtx.report.score_tables import Paces, departures, kinds_table, score_tables
 from rtx.report.steps import StepRecord, equal_time_tables, paces_of, views
 from rtx.report.tables import Column, Table, filled
 from rtx.training.run_folder import shown
@@ -24,7 +25,8 @@ from rtx.training.run_folder import shown
 class Report:
     title: str
     problems: list[str]
-    headline: str = ""  # what may be concluded, in a sentence or two
+    headline: str = ""  # what may be concluded, in a sentence or two, or why nothing may be
+    noise: str = ""  # what differences to mistrust, behind the headline
     answer: Table | None = None  # the kinds of heads, ranked
     tables: list[Table] = field(default_factory=list)
     plots: list[Plot] = field(default_factory=list)
@@ -32,6 +34,11 @@ class Report:
 
     def every_table(self) -> list[Table]:
         return [*([self.answer] if self.answer else []), *self.tables]
+
+    @property
+    def opening(self) -> str:
+        """What stands before all else: the headline and the noise."""
+        return f"{self.headline} {self.noise}".strip()
 
 
 def build(found: Collection, title: str, records: Sequence[StepRecord] = ()) -> Report:
@@ -51,18 +58,12 @@ def assembled(found: Collection, title: str, records: Sequence[StepRecord]) -> R
     """Return the report; raises one of `DAMAGED` where the values of a record cannot be right."""
     paces, by_protocol = paces_of(records), rows_by_protocol(found.cells)
     report = Report(title, found.problems)
+    compared = [protocol for protocol, rows in by_protocol if protocol and several_kinds(rows)]
+    leading = compared[0] if compared else by_protocol[0][0]
     for protocol, rows in by_protocol:
-        ranked = [done for row in rows if (done := row.done()).scores]
-        if protocol and len({heads_label(row.config) for row in ranked}) > 1:
-            table, said = kinds_table(protocol, ranked, paces)
-            left_out = sum(len(row.scores) for row in rows) - sum(len(row.scores) for row in ranked)
-            table.lines += [f"Left out: {plural(left_out, 'scored run')} that did not end."] if left_out else []
-            if report.answer is None:
-                report.headline, report.answer = said, table
-            else:
-                table.lines.insert(0, said)
-                report.tables.append(table)
-        report.tables += score_tables(protocol, rows, paces)
+        add_scores(report, protocol, rows, paces, leads=protocol == leading)
+    if not found.cells:
+        report.headline = "No scores here: step times alone."
     for table, said in equal_time_tables(found.cells, records):
         table.lines.insert(0, said)
         report.tables.append(table)
@@ -75,6 +76,39 @@ def assembled(found: Collection, title: str, records: Sequence[StepRecord]) -> R
     timed = [record.facts["command"] for record in records if record.facts["command"]]
     report.commands = [printable(command).replace("\n", " ") for command in dict.fromkeys([*own, *timed])]
     return report
+
+
+def finished(rows: Sequence[Row]) -> list[Row]:
+    """Return rows with their finished runs that have a score, those without any left out."""
+    done = [row.done() for row in rows]
+    return [row for row in done if row.scores]
+
+
+def several_kinds(rows: Sequence[Row]) -> bool:
+    """Tell whether finished runs are of several kinds of heads."""
+    return len({heads_label(row.config) for row in finished(rows)}) > 1
+
+
+def add_scores(report: Report, protocol: Protocol | None, rows: Sequence[Row], paces: Paces, leads: bool) -> None:
+    """Add the tables of a protocol to a report, and say before them how certain they are.
+
+    `leads`: whether that is the headline of the report, and a table of kinds of heads its answer.
+    """
+    ranked, tables = finished(rows), score_tables(protocol, rows, paces)
+    unit = f"bits/{protocol.unit}" if protocol else "bits"
+    kinds, said = None, ""
+    if protocol and several_kinds(rows):
+        kinds, said = kinds_table(protocol, ranked, paces)
+        left_out = sum(len(row.scores) for row in rows) - sum(len(row.scores) for row in ranked)
+        kinds.lines += [f"Left out: {plural(left_out, 'scored run')} that did not end."] if left_out else []
+        tables = [kinds, *tables]
+    sure = certainty(ranked, unit, kinds, said)
+    if leads:
+        report.headline, report.noise = sure.verdict, sure.noise
+        report.answer = tables.pop(0) if said else None
+    elif tables:
+        tables[0].lines.insert(0, f"{sure.verdict} {sure.noise}".strip())
+    report.tables += tables
 
 
 def environment_table(cells: Sequence[Cell]) -> Table:
@@ -100,6 +134,33 @@ def list_of_tables(cells: Sequence[Cell]) -> Table:
         rows[-1]["command"] = "; ".join(table.commands)
     columns = [("table", "table"), ("about", "about"), ("run", "run here"), ("command", "command")]
     return Table("The paper's tables", [Column(key, title, brief=False) for key, title in columns], rows)
+
+
+def printed_view(table: PaperTable) -> Table:
+    """Return a table of the paper with the numbers that it prints."""
+    rows: list[dict[str, Any]] = []
+    if table.divergences:
+        for layer, pairs in enumerate(table.divergences):
+            rows.append({"layer": str(layer)})
+            for kind, (middle, deviation) in zip(PAPER_KINDS, pairs, strict=True):
+                rows[-1][kind] = middle
+                rows[-1][f"{kind} deviation"] = deviation
+        spreads = [Column(kind, kind, 4, f"{kind} deviation") for kind in PAPER_KINDS]
+        return Table("", [Column("layer", "layer"), *spreads], rows)
+    for row in table.rows:
+        rows.append({"row": row.label, "layers": row.layers, "heads": row.heads})
+        rows[-1] |= {"value": row.value, "steps_per_second": row.steps_per_second}
+    columns = [Column("row", "row"), Column("layers", "layers"), Column("heads", "heads")]
+    values = [row.value for row in table.rows]
+    speeds = [row.steps_per_second for row in table.rows]
+    columns.append(Column("value", table.metric, decimals(values)))
+    columns.append(Column("steps_per_second", "steps/s", decimals(speeds)))
+    return Table("", columns, rows)
+
+
+def decimals(values: Sequence[float | None]) -> int:
+    """Return how many digits the most exact of some numbers has behind its point."""
+    return max(len(str(value).partition(".")[2]) for value in values)
 
 
 def write(report: Report, output: Path) -> list[Path]:
@@ -151,7 +212,7 @@ def no_formula(value: Any) -> Any:
 
 def as_json(report: Report) -> str:
     """Return tables and commands as JSON; numbers as they are, not rounded."""
-    said = {"title": report.title, "headline": report.headline, "problems": report.problems}
+    said = {"title": report.title, "headline": report.headline, "noise": report.noise, "problems": report.problems}
     tables = [
         {"title": table.title, "lines": table.lines, "footnotes": table.notes, "rows": table.rows}
         for table in report.every_table()

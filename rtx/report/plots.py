@@ -5,10 +5,13 @@ from __future__ import annotations
 import html
 import io
 import itertools
+import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rtx.report.certainty import TWO_DEVIATIONS, bits_said, numbers, standard_error
 from rtx.report.divergences import BOUND, newest_divergence, paper_spreads, spreads
 from rtx.report.paper import heads_label, kind_of
 from rtx.report.ranking import half_interval, mean
@@ -34,6 +37,10 @@ COLOURS = {
 }
 """Okabe and Ito's palette and two more; the same kind has the same colour everywhere, other kinds grey."""
 
+CELL = (0.75, 0.5)
+"""Inches of a cell of a heat map, across and down, in which its value can be read."""
+EQUAL_CONTRAST = math.sqrt(1.05 * 0.05)
+"""Luminance (and 0.05) of a ground on which black and white are as readable."""
 AHEAD = " (sees the future)"
 GREY = "#767676"
 STYLE: Any = {
@@ -122,7 +129,8 @@ def direct_labels(one: Axes, places: Mapping[str, tuple[float, ...]], sides: Seq
 
 def scores_and_speed(table: Table, unit: str) -> Plot | None:
     """Draw the kinds of heads: bits against steps a second, with the intervals of both."""
-    rows = [row for row in table.rows if row["ours"] is not None and row.get("steps_per_second")]
+    fair = [row for row in table.rows if not row.get("seeds_remark")]  # not chosen by the very scores shown
+    rows = [row for row in fair if row["ours"] is not None and row.get("steps_per_second")]
     if len(rows) < 2:
         return None
     figure, (one,) = axes("training steps per second (more is better)", f"{unit} (less is better)")
@@ -187,25 +195,59 @@ def curves_of(cells: Sequence[Cell], unit: str) -> list[Plot | None]:
 def heat_map(rows: Sequence[Row], unit: str) -> Plot | None:
     """Draw Table 1: mean bits of routing rows by routing heads and routing layers, a panel for each window."""
     grids: dict[tuple[str, int], dict[tuple[int, int], float]] = {}
-    for row in (row for row in rows if kind_of(row.config) == "routing" and row.values()):
+    drawn = [row for row in rows if kind_of(row.config) == "routing" and row.values()]
+    for row in drawn:
         window, heads, layers = (row.config[f"routing.{key}"] for key in ("window", "heads", "layers"))
         grids.setdefault((heads_label(row.config), window), {})[heads, layers] = mean(row.values().values())
     if max(map(len, grids.values()), default=0) < 4:
         return None
+    across = sum(len({layers for _, layers in grid}) for grid in grids.values())
+    down = max(len({heads for heads, _ in grid}) for grid in grids.values())
     figure, panels = axes("routing layers", "routing heads", len(grids))
-    every = sorted(value for grid in grids.values() for value in grid.values())
-    low, high = every[0], every[int(0.8 * (len(every) - 1))]
+    figure.set_size_inches(max(6.4, 1.8 + CELL[0] * across), max(3.4, 1.6 + CELL[1] * down))
+    every = [value for grid in grids.values() for value in grid.values()]
+    scale = {"cmap": "cividis_r", "vmin": min(every), "vmax": max(every)}
     for panel, ((kind, window), grid) in zip(panels, sorted(grids.items()), strict=True):
-        heads, layers = (sorted({key[at] for key in grid}) for at in (0, 1))
-        values = [[grid.get((head, layer), float("nan")) for layer in layers] for head in heads]
-        panel.imshow(values, cmap="cividis_r", vmin=low, vmax=high, aspect="auto")
+        image = draw_grid(panel, grid, scale)
         panel.set_title(f"{kind}\nwindow {window}", fontsize=10)
-        panel.set_xticks(range(len(layers)), map(str, layers))
-        panel.set_yticks(range(len(heads)), map(str, heads))
-        for (head, layer), value in grid.items():
-            ink = "#fefefe" if value > low + 0.55 * (high - low) else "#010101"  # not black: that follows the page
-            panel.text(layers.index(layer), heads.index(head), f"{value:.3f}", ha="center", va="center", color=ink)
+    bar = figure.colorbar(image, ax=panels, label=f"{unit} (lighter is better)")
+    bar.ax.invert_yaxis()  # the best on top
+    figure.supxlabel(textwrap.fill(under_heat_map(drawn, unit), 70), fontsize=9)
     return finished("heads-by-layers", f"{unit} by routing heads and layers (lighter is better)", figure)
+
+
+def draw_grid(panel: Axes, grid: Mapping[tuple[int, int], float], scale: Mapping[str, Any]) -> Any:
+    """Draw values by heads and layers as colours, with the values on them; returns the image."""
+    heads, layers = (sorted({key[at] for key in grid}) for at in (0, 1))
+    values = [[grid.get((head, layer), float("nan")) for layer in layers] for head in heads]
+    image = panel.imshow(values, aspect="auto", **scale)
+    panel.set_xticks(range(len(layers)), map(str, layers))
+    panel.set_yticks(range(len(heads)), map(str, heads))
+    for (head, layer), value in grid.items():
+        colour: Any = image.to_rgba(value)  # type: ignore[arg-type]  # of a number four numbers, which the stubs do not say
+        ink = ink_on(colour)
+        panel.text(layers.index(layer), heads.index(head), f"{value:.3f}", ha="center", va="center", color=ink)
+    return image
+
+
+def ink_on(ground: Sequence[float]) -> str:
+    """Return the colour of text on a ground of red, green and blue from 0 to 1: of near black and near white the more
+    readable one, by WCAG's contrast.
+    """
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in ground[:3]]
+    light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "#010101" if light + 0.05 > EQUAL_CONTRAST else "#fefefe"  # black itself follows the page
+
+
+def under_heat_map(rows: Sequence[Row], unit: str) -> str:
+    """Return how many seeds a cell has, and which differences are within the noise of a score."""
+    seeds = [len(row.values()) for row in rows]
+    said = f"{numbers(seeds)} {'seed' if max(seeds) == 1 else 'seeds'} a cell"
+    error = standard_error(rows)
+    if error is None:
+        return said
+    hidden = bits_said(TWO_DEVIATIONS * error)
+    return f"{said}; differences below about {hidden} {unit} are within the noise of a score"
 
 
 def divergence_by_layer(cell: Cell, record: Mapping[str, Any]) -> Plot:

@@ -1,6 +1,7 @@
 """Runs read from their folders, as they are, without torch: what is missing or half written is told and left out."""
 
 import json
+import math
 import re
 import shlex
 import statistics
@@ -13,6 +14,7 @@ import yaml
 
 from rtx.compose import digest, former_digest, read_values
 from rtx.config import all_fields
+from rtx.data.sets import MADE
 from rtx.disk import read_file
 from rtx.errors import DAMAGED, printable
 from rtx.evaluation.protocols import memory_phrases, spans, stamp_phrases
@@ -66,9 +68,12 @@ class Score:
     perplexity: float | None = None  # per word, where the data have a count of words
     best: bool = False  # whether these were the best checkpoint's weights
     figures: Mapping[str, float] = field(default_factory=dict)  # other measures, by the titles of their columns
+    error: float | None = None  # standard error of the bits over the windows scored; None: not recorded, or one window
+    windows: int | None = None  # how many windows were scored; None: not known
 
     def __post_init__(self) -> None:
-        how, unknown = self.protocol, (self.perplexity, self.protocol.windows)
+        how = self.protocol
+        unknown = (self.perplexity, how.windows, self.error, self.windows)
         texts = (how.split, how.mode, how.unit, how.data, how.fingerprint, how.ablate, *how.stamps)
         numbers = [self.bits, self.units, self.step, how.length, how.stride, *self.figures.values()]
         numbers += [number for number in unknown if number is not None]
@@ -175,7 +180,7 @@ def read_cell(folder: Path, found: Collection) -> Cell:
             return cell
         if not all(isinstance(environment[key], dict) for key in ("data", "versions")):
             raise TypeError("environment.json")
-        final, step = status["final"], int(status["step"])
+        final, step = status.get("final"), int(status["step"])  # a run that is at work has none yet
         latest = [row for _, row in sorted({(row["step"], row["kind"]): row for row in rows}.items())]
         paces = [row["tokens_per_second"] for row in latest if row["kind"] == "train"]
         units = config["trainer.batch_size"] * config["data.length"]
@@ -183,7 +188,7 @@ def read_cell(folder: Path, found: Collection) -> Cell:
         precision = environment.get("hardware", {}).get("precision", config["hardware.precision"])
         return Cell(
             *(folder, config | {"hardware.precision": precision}, cell.state, cell.reason, step),
-            final=closing(config, environment["data"], final, step) if final else None,
+            final=closing(config, environment["data"], final, step, latest) if final else None,
             scores=sorted(map(evaluated, evals), key=lambda score: (score.best, score.step)),
             baselines={split: record["baselines"] for split, record in measured if "baselines" in record},
             curve={
@@ -216,8 +221,13 @@ def evaluated(record: Mapping[str, Any]) -> Score:
     )
     bits, perplexity = float(record[f"bits_per_{data['unit']}"]), record.get("perplexity_per_word")
     sight = bool(record["selection_sees_future"])
-    best = point["name"] == "best"
-    return Score(protocol, bits, record["units"], sight, point["step"], perplexity, best, figures_of(record))
+    return Score(
+        *(protocol, bits, record["units"], sight, point["step"], perplexity),
+        best=point["name"] == "best",
+        figures=figures_of(record),
+        error=record.get("standard_error"),
+        windows=record.get("windows"),
+    )
 
 
 def figures_of(record: Mapping[str, Any]) -> dict[str, float]:
@@ -230,12 +240,35 @@ def figures_of(record: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def closing(config: Mapping[str, Any], data: Mapping[str, Any], final: Mapping[str, Any], step: int) -> Score:
+def closing(
+    config: Mapping[str, Any],
+    data: Mapping[str, Any],
+    final: Mapping[str, Any],
+    step: int,
+    rows: Sequence[Mapping[str, Any]],
+) -> Score:
+    """Return the closing score of a run from its status; `rows` of its metrics have the standard error."""
     stamps = [*stamp_phrases(data.get("stamps", {}), "valid"), *memory_phrases(config)]
     where = ("valid", "parallel", final["unit"], data["name"], data["fingerprint"])
     protocol = Protocol(*where, *spans(config), final.get("windows"), stamps=tuple(stamps))
     bits, perplexity = float(final["bits"]), final.get("perplexity_per_word")
-    return Score(protocol, bits, final["units"], looks_ahead(config), step, perplexity, figures=figures_of(final))
+    written = [row for row in rows if row["kind"] == "final" and row.get("val_bits") == final["bits"]]
+    return Score(
+        *(protocol, bits, final["units"], looks_ahead(config), step, perplexity),
+        figures=figures_of(final),
+        error=written[-1].get("val_se") if written else None,
+        windows=windows_scored(config, protocol, final["units"]),
+    )
+
+
+def windows_scored(config: Mapping[str, Any], protocol: Protocol, units: int) -> int | None:
+    """Return how many windows made a closing score; None of data whose answers alone are scored."""
+    if protocol.windows:
+        return protocol.windows
+    if config["data.name"] in MADE:
+        return None
+    beyond_first = max(0, units - config["data.length"])
+    return 1 + math.ceil(beyond_first / protocol.stride)
 
 
 def suspicions(cell: Cell) -> list[str]:

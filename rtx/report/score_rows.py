@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rtx.checks import default_where_unread, unread
 from rtx.config import NAMELIKE, OUTSIDE
 from rtx.errors import written
-from rtx.report.paper import Config, heads_label, routes
+from rtx.report.paper import Config, heads_label
 from rtx.report.ranking import mean
 from rtx.report.run_records import Cell, Protocol, Score
 
@@ -108,22 +109,26 @@ def scores_of(cell: Cell, cells: Sequence[Cell]) -> list[Score]:
 
 
 def row_key(config: Config, folder: Any = None) -> Any:
-    """Return what two runs of one row share: all that changes results but the seed."""
-    kept = {key: value for key, value in config.items() if key not in UNTOUCHED and not key.startswith(WITHOUT_EFFECT)}
+    """Return what two runs of one row share: all that changes results but the seed, of the keys that a run reads."""
+    kept = {key: value for key, value in default_where_unread(config).items() if tells_apart(key)}
     return tuple(sorted((key, repr(value)) for key, value in kept.items())) or folder
+
+
+def tells_apart(key: str) -> bool:
+    """Tell whether runs with other values of a key are other rows."""
+    return key not in UNTOUCHED and not key.startswith(WITHOUT_EFFECT)
 
 
 def differing_keys(configs: Sequence[Config]) -> list[str]:
     """Return the keys by which configurations differ; seeds and what has no effect apart."""
-    keys = dict.fromkeys(key for config in configs for key in config)
-    kept = [key for key in keys if key not in UNTOUCHED and not key.startswith(WITHOUT_EFFECT)]
-    return [key for key in kept if len({repr(value_of(key, config)) for config in configs}) > 1]
+    keys = dict.fromkeys(key for config in configs for key in config if tells_apart(key))
+    read = [values_read(config) for config in configs]
+    return [key for key in keys if len({repr(values.get(key)) for values in read}) > 1]
 
 
-def value_of(key: str, config: Config) -> Any:
-    """Return the value of a key; None where it has no effect, as of routing heads where there are none."""
-    without = key.startswith("routing.") and key != "routing.heads" and not routes(config)
-    return None if without else config.get(key)
+def values_read(config: Config) -> dict[str, Any]:
+    """Return the values of a configuration, None in place of those that its run does not read."""
+    return {**config, **dict.fromkeys(unread(config))}
 
 
 def name_rows(rows: Sequence[Row]) -> None:
@@ -136,5 +141,6 @@ def name_rows(rows: Sequence[Row]) -> None:
     for kind, alike in kinds.items():
         keys = differing_keys([row.config for row in alike])[:4]
         for row in alike:
-            told = [f"{key.rpartition('.')[2]}={written(value_of(key, row.config))}" for key in keys]
+            values = values_read(row.config)
+            told = [f"{key.rpartition('.')[2]}={written(values.get(key))}" for key in keys]
             row.name = " ".join([f"{kind}:", *told]) if told else kind

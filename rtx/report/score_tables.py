@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rtx.errors import plural
-from rtx.report.paper import PaperTable, heads_label, table_of
+from rtx.report.paper import PaperTable, heads_label, setting_lines, table_of
 from rtx.report.ranking import FEW, OPPOSITE, SEEDS, Comparison, Values, chosen, compare, half_interval, mean
 from rtx.report.run_records import Protocol
-from rtx.report.score_rows import Row, differing_keys, row_key, value_of
+from rtx.report.score_rows import Row, differing_keys, row_key, values_read
 from rtx.report.tables import MINUS, Column, Table
 
 Paces = Mapping[Any, tuple[float, float | None, str]]
@@ -16,6 +16,12 @@ Paces = Mapping[Any, tuple[float, float | None, str]]
 
 AGAINST = ("local", "random", "random blocks")
 """The kinds that the others are compared with; where there is none of them, it is the first by name."""
+
+CHOSE = "which chose it"
+"""Behind the number of seeds of a row that was chosen by these very seeds."""
+
+ERROR = Column("standard_error", "std. error", 4)
+"""Of the bits of a score, over its windows."""
 
 HOW = (
     "± are 95% intervals over seeds. Verdicts: paired differences where seeds match, else Welch's test; intervals and "
@@ -26,12 +32,15 @@ HOW = (
 def facts_of(row: Row, values: Values, paces: Paces) -> dict[str, Any]:
     """Return what every table says of a row: mean, interval and number of its scores by seed, what it sees, its pace.
 
-    The pace is as timed in turn with others, else as its runs had it.
+    The pace is as timed in turn with others, else as its runs had it. The standard error is that of a score over its
+    windows, the mean over the runs.
     """
     found, own = list(values.values()), row.paces()
     pace = paces.get(row_key(row.config)) or ((mean(own), half_interval(own)) if own else (None, None))
     facts = {"ours": mean(found) if found else None, "half": half_interval(found), "seeds": len(found)}
     facts |= {"sees_future": "yes" if row.sees_future else "no"} if row.scores else {}
+    errors = [score.error for score in row.scores if score.error is not None]
+    facts["standard_error"] = mean(errors) if errors else None
     for name in figures([row]):
         facts[name] = mean(score.figures[name] for score in row.scores if name in score.figures)
     return {**facts, "steps_per_second": pace[0], "pace_half": pace[1]}
@@ -79,7 +88,9 @@ def kinds_table(
     for kind, alike in kinds.items():
         row, values, note = pick(alike)
         picked[kind] = row
-        entries[kind] = {"heads": kind, **facts_of(row, values, paces), "note": note}
+        entries[kind] = {"heads": kind, **facts_of(row, values or row.values(), paces), "note": note}
+        if not values:  # those that chose the row are no fair sample of its scores
+            entries[kind] |= {"half": None, "seeds_remark": CHOSE}
         entries[kind] |= {"of": len(alike)} if note else {}
         if not row.sees_future:
             legal[kind] = values
@@ -93,13 +104,14 @@ def kinds_table(
     columns = [
         Column("heads", "heads"),
         Column("ours", f"bits/{protocol.unit}", 4, "half"),
-        Column("seeds", "seeds"),
+        ERROR,
+        Column("seeds", "seeds", remark="seeds_remark"),
         Column("sees_future", "sees future"),
-        *(Column(name, name, 3, brief="," not in name) for name in figures(rows)),
-        Column("steps_per_second", "steps/s", 3, "pace_half"),
         *(Column(f"against_{kind}", f"against {kind}") for kind in against),
+        Column("steps_per_second", "steps/s", 3, "pace_half"),
+        *(Column(name, name, 3, brief="," not in name) for name in figures(rows)),
         *(Column(f"less_{kind}", f"less {kind}", brief=False) for kind in against),
-        Column("of", "of"),
+        Column("of", "best of"),
     ]
     order = sorted(entries.values(), key=lambda row: (row["sees_future"] == "yes", row["ours"] or math.inf))
     lowest, simple = min(entry["ours"] or math.inf for entry in order), baseline("heads", rows, protocol)
@@ -108,7 +120,8 @@ def kinds_table(
     table = Table(f"Which heads pay? {protocol.where}", columns, order, [f"{protocol.line(units_of(rows))}. {how}"])
     table.lines[0] += said_of_paces(picked, paces)
     table.lines += [f"{kind}: {entry['note']}." for kind, entry in entries.items() if entry["note"]]
-    said = conclusion(legal, against, found, [kind for kind in kinds if kind not in legal])
+    most = max(len(row.values()) for alike in kinds.values() for row in alike)
+    said = conclusion(legal, against, found, [kind for kind in kinds if kind not in legal], most)
     for row in (row for row in simple if row["ours"] < lowest):
         name = row["heads"].partition(": ")[2]
         said += f" The simple baseline {name} ({row['ours']:.3f} bits/{protocol.unit}) is ahead of every model."
@@ -119,10 +132,13 @@ def pick(alike: Sequence[Row]) -> tuple[Row, Values, str]:
     """Return the row that stands for a kind, the scores that it is reported by, and what it is the best of."""
     if len(alike) == 1:
         return alike[0], alike[0].values(), ""
-    by_name = {row.name: row for row in alike}
-    name, values = chosen({row.name: row.values() for row in alike})
-    seeds = f"by {plural(len(values), 'seed')} that did not choose it" if values else "no seed but those that chose it"
-    return by_name[name], values, f"best of {len(alike)} ({name.partition(': ')[2]}), {seeds}"
+    at, values = chosen({str(at): row.values() for at, row in enumerate(alike)})  # names may be alike
+    best_row = alike[int(at)]
+    told = best_row.name.partition(": ")[2]
+    best = f"best of {len(alike)}" + (f" ({told})" if told else "")
+    if values:
+        return best_row, values, f"{best}, by {plural(len(values), 'seed')} that did not choose it"
+    return best_row, {}, f"{best}, by the seeds that chose it, so rather too low"
 
 
 def verdict(found: Mapping[tuple[str, str], Comparison], kind: str, other: str, ranked: bool = True) -> tuple[str, str]:
@@ -140,12 +156,15 @@ def conclusion(
     against: Sequence[str],
     found: Mapping[tuple[str, str], Comparison],
     unranked: Sequence[str],
+    most: int,
 ) -> str:
-    """Return in a sentence or two what may be said of the kinds."""
+    """Return in a sentence or two what may be said of the kinds; `most`: seeds of the row that has the most."""
     verbs = ("sees the future and is", "see the future and are")
     seen = [f"{' and '.join(unranked)} {verbs[len(unranked) > 1]} not ranked"] if unranked else []
+    single = ["Not certain: 1 seed a row; no verdict"] if most == 1 else []
     if len(legal) < 2:
-        return "; ".join(["Nothing to compare: one kind of heads has a score that sees no future", *seen]) + "."
+        alone = [] if single else ["Nothing to compare: one kind of heads has a score that sees no future"]
+        return "; ".join([*single, *alone, *seen]) + "."
     same: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for number, other in enumerate(against):
         kinds = [kind for kind in legal if kind not in against[:number]]  # compared with this one already
@@ -161,7 +180,9 @@ def conclusion(
     ]
     said = ["; ".join(f"{text}: {', '.join(kinds)}" for text, kinds in every)] if every else []
     few = {kind: len(values) for kind, values in legal.items() if len(values) < SEEDS}
-    if not any(legal.values()):
+    if single:
+        said += single
+    elif not any(legal.values()):
         said.append("not certain: of several rows of a kind one is chosen, and no seeds are left to report it by")
     elif len(few) == len(legal):
         lowest = min(legal, key=lambda kind: mean(legal[kind].values()) if legal[kind] else math.inf)
@@ -197,7 +218,7 @@ def score_tables(protocol: Protocol | None, rows: Sequence[Row], paces: Paces) -
 def departures(row: Row, table: PaperTable) -> list[str]:
     """Return why a row's numbers may not be set against the paper's: setting, steps, split, protocol or data."""
     reasons = table.departures(row.config)
-    stated = table.setting.get("trainer.steps")
+    stated = table.of_paper.get("trainer.steps")
     least = stated["from"] if isinstance(stated, Mapping) else stated or row.config.get("trainer.steps") or 0
     reasons += [f"{row.step:,} steps done of {least:,}"] if row.step < least else []
     for protocol in {score.protocol for score in row.scores}:
@@ -223,9 +244,11 @@ def rows_table(
     metric = table.metric.partition("/")[0] if table else "bits"
     bits = f"bits/{protocol.unit}" if protocol else "bits"
     reasons = [departures(row, table) if table else [] for row in rows]
-    every = [reason for reason in reasons[0] if all(reason in mine for mine in reasons)]
+    every = shared_by_all(reasons)
+    silent = [table.differences(row.config) if table else [] for row in rows]
+    every_silent = shared_by_all(silent)
     keys, entries = differing_keys([row.config for row in rows if row.config]), []
-    for row, own in zip(rows, reasons, strict=True):
+    for row, own, others in zip(rows, reasons, silent, strict=True):
         values, states = row.values(metric), {cell.state for cell in row.cells} - {"done"} or {"no score"}
         entry = {"run": row.name, **facts_of(row, values, paces), "step": row.step or None, "note": notes_of(row)}
         entry |= {} if values else {"ours": ", ".join(sorted(states)), "seeds": None}
@@ -234,7 +257,9 @@ def rows_table(
             entry |= {"paper": printed.value, "paper_row": printed.label}
             entry |= {"difference": entry["ours"] - printed.value} if equal and printed.value and values else {}
         entry |= {"differs": "; ".join(reason for reason in own if reason not in every)}
-        entries.append(entry | {key: value_of(key, row.config) for key in keys})
+        entry |= {"silent": "; ".join(one for one in others if one not in every_silent)}
+        values_of_row = values_read(row.config)
+        entries.append(entry | {key: values_of_row.get(key) for key in keys})
     entries.sort(key=lambda entry: math.inf if isinstance(entry["ours"], str) else entry["ours"])
     entries += baseline("run", rows, protocol, "ours" if metric == "bits" else "bits")
     if table and equal:
@@ -244,9 +269,11 @@ def rows_table(
     columns = [
         Column("run", "run"),
         Column("ours", table.metric if table else bits, 4, "half"),
+        *([ERROR] if metric == "bits" else []),
         Column("seeds", "seeds"),
         Column("sees_future", "sees future"),
         Column("bits", bits, 3),
+        *([] if metric == "bits" else [ERROR]),
         *(Column(name, name, 3, brief="," not in name) for name in figures(rows)),
         Column("steps_per_second", "steps/s", 3, "pace_half", brief=False),
         Column("step", "steps done", brief=False),
@@ -254,10 +281,11 @@ def rows_table(
         Column("paper", "paper" if equal else "its number, not comparable", 3, brief=equal),
         Column("difference", "difference", 3),
         Column("differs", "differs from the paper by", brief=False),
+        Column("silent", "where the paper is silent or its code differs", brief=False),
         Column("note", "notes", brief=False),
     ]
     lines = [f"{protocol.line(units_of(rows))}."] if protocol else ["No run has a score."]
-    lines += [f"Not the paper's setting: {'; '.join(every)}."] if every else []
+    lines += setting_lines(every, every_silent)
     pairs = [pair for row in rows for pair in zip(row.cells, row.scores, strict=False)]
     if earlier := sum(score.step < cell.step for cell, score in pairs):
         verb = "is" if earlier == 1 else "are"
@@ -268,6 +296,11 @@ def rows_table(
         title += f". {table.title}" if equal else " with other settings than the paper's"
     title += f": {protocol.where}" if protocol else ""
     return Table(title, columns, entries, lines, table.footnotes if table else ())
+
+
+def shared_by_all(lists: Sequence[Sequence[str]]) -> list[str]:
+    """Return what all lists hold, in the order of the first."""
+    return [one for one in lists[0] if all(one in other for other in lists)]
 
 
 def notes_of(row: Row) -> str:

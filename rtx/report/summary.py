@@ -5,16 +5,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rtx.checks import unread
-from rtx.compose import flat, published_routing, to_dict
-from rtx.config import CLUSTERED, Config, clusters
+from rtx.compose import published_routing, to_dict
+from rtx.config import CLUSTERED, Config, clusters, flat
 from rtx.errors import plural, written
 from rtx.evaluation.protocols import memory_phrases, spans
+from rtx.help import prose_width
 from rtx.report.paper import hashes, looks_ahead, routes
 from rtx.report.run_records import SIGHT, Cell, Protocol
 from rtx.report.tables import filled
 
 BAR = 24  # characters of the longest bar
-WIDTH = 79  # columns of a narrow terminal
 ABLATED = {
     "routing": "outputs of the routing heads set to zero",
     "local": "routing heads read the last W positions",
@@ -116,9 +116,10 @@ def comparison(bits: float, unit: str, baselines: Mapping[str, float]) -> str:
 def closing_lines(run: str, steps: str, final: Mapping[str, Any], protocol: str, further: Sequence[str] = ()) -> str:
     """Return the summary of a finished run: its steps, closing score (`final` of its status), protocol, more lines."""
     bits, unit, baselines = final["bits"], final["unit"], final.get("baselines")
+    width = prose_width() - 1
     place = f"a sample of {final['windows']:,} windows of " if final.get("windows") else ""
-    lines = textwrap.wrap(f"done after {steps}: {bits:.4f} bits/{unit} on {place}the validation split", WIDTH)
-    lines += [*further, *textwrap.wrap(protocol, WIDTH)]
+    lines = textwrap.wrap(f"done after {steps}: {bits:.4f} bits/{unit} on {place}the validation split", width)
+    lines += [*further, *textwrap.wrap(protocol, width)]
     lines += [comparison(bits, unit, baselines)] if baselines else []
     lines += [f"next: rtx eval {run} split=test", *([] if "accuracy" in final else [f"      rtx sample {run}"])]
     return "\n".join(lines)
@@ -129,9 +130,10 @@ def card(cell: Cell, config: Config, checkpoint: Mapping[str, Any], centroids: i
     every, step = [*filter(None, [cell.final]), *cell.scores], checkpoint["step"]
     every.sort(key=lambda score: score.protocol.ablate != "none")
     values = flat(to_dict(config))
+    idle_keys = unread(values)
     facts = {
         "config": values,
-        "keys": SIZES + (ROUTING if routes(values) else ()),
+        "keys": [key for key in (*SIZES, *ROUTING) if key not in idle_keys],
         "scores": {score.protocol: score for score in every if score.step == step}.values(),
         "versions": cell.environment.get("versions", {}),
     }

@@ -16,14 +16,13 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from rtx.disk import read_file, sync_folder, write_beside
+from rtx.disk import sync_folder, write_beside
 from rtx.errors import RunFailed, UserError, refuse, shorten
+from rtx.training.checksum import COMMENT_BYTES, TAG, is_whole, resumable
 from rtx.training.hardware import out_of_memory
 from rtx.training.run_folder import differences, may_change
 
 FORMAT = 3  # version of the layout; only files of this one are read
-TAG = b"rtx sha256 "  # in the comment at the end of the file, before the SHA-256 of all before it
-COMMENT_BYTES = len(TAG) + 64
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 PLAIN = (bool, int, float, str, bytes, type(None))
@@ -52,11 +51,6 @@ class CheckpointFiles(TorchCheckpointIO):
         return read_checkpoint(Path(path))
 
 
-def resumable(folder: Path) -> list[Path]:
-    """Return the files that a run may go on from, the newest first; either may be missing."""
-    return [folder / "last.ckpt", folder / "previous.ckpt"]
-
-
 def write_zip(file: BinaryIO, checkpoint: Checkpoint) -> None:
     """Write a checkpoint with its checksum as the zip comment; OSError where the write failed."""
     try:
@@ -68,18 +62,6 @@ def write_zip(file: BinaryIO, checkpoint: Checkpoint) -> None:
     file.seek(0)
     digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]
     file.write(TAG + digest.hexdigest().encode())
-
-
-def is_whole(path: Path) -> bool:
-    """Tell whether a file is there and as it was written; `RunFailed` where the system cannot read it."""
-    try:
-        content = read_file(path)
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise RunFailed(f"{path} cannot be read ({error.strerror}); nothing was changed: mend that first") from error
-    digest = hashlib.sha256(memoryview(content)[:-COMMENT_BYTES])
-    return content[-COMMENT_BYTES:] == TAG + digest.hexdigest().encode()
 
 
 def read_checkpoint(path: Path, *, facts_only: bool = False) -> Checkpoint:

@@ -123,10 +123,12 @@ def load_run(
         raise UserError(f"{where} does not fit data of {vocabulary} different units")
     with torch.random.fork_rng(devices=[]):
         model = Transformer(config, vocabulary)
+    if config.hardware.precision == "fp64":
+        model = model.double()  # before weights are copied into it, which takes its type
     load_weights(model, found)
     if broken := not_numbers(model):
         raise RunFailed(f"{where} (step {found['step']:,}) holds NaN or infinities, first in {broken[0]}")
-    model = model.to(device, torch.float64 if config.hardware.precision == "fp64" else None).eval()
+    model = model.to(device).eval()
     say(f"{where}, step {found['step']:,}, {model.count_parameters():,} parameters")
     return LoadedRun(folder, model, config, {key: found[key] for key in KEPT})
 

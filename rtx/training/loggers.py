@@ -191,6 +191,10 @@ class GuardedWandbLogger(WandbLogger):
             artifact.add_file(str(path))
         self.experiment.log_artifact(artifact)
 
+    def summarize(self, **figures: Any) -> None:
+        """Write figures, or texts such as what a closing score is of, to the run's summary."""
+        self.guarded(lambda: self.experiment.summary.update(figures))
+
     def finish(self, exit_code: int) -> None:
         """End the run at W&B, waiting for uploads for a minute at the most."""
         self.guarded(self.experiment.finish, exit_code=exit_code)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,36 @@ def test_the_divergence_of_a_runs_heads_by_layer_and_over_layers(workshop: Works
     for row in [*result["layers"], *result["over_layers"]]:
         assert len(row["nats_R"]) == 3 and 0 <= row["mean"] <= math.log(2)
         assert f"{row['mean']:.4f} ± {row['deviation']:.4f}" in printed
-    assert [line.split()[0] for line in printed.splitlines()[2:6]] == ["layer", "0", "1", "mean"]
+    assert [line.split()[0] for line in printed.splitlines()[3:7]] == ["layer", "0", "1", "mean"]
+
+
+UNNAMED = ("over_windows", "over_positions", "reads_share", "self_weight", "gain_error", "trained_by", "missing")
+"""Keys of records that no table shows."""
+
+
+def test_tables_have_names_that_a_reader_knows_and_fit_a_terminal(
+    workshop: Workshop, topk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    heads = {
+        "context mode=streaming windows=3": ("positions", "units before", "gain of the whole window"),
+        "patterns": ("keys read", "own weight", "reading, %"),
+    }
+    for words, names in heads.items():
+        what, *options = words.split()
+        printed = analyzed(workshop, what, topk, *options)[1]
+        check_table(printed, names)
+    printed = audited(workshop, topk)[1]
+    check_table(printed, ("largest relative change", "outputs moved, %", "difference", "windows"))
+    row = next(line for line in printed.splitlines() if line.startswith("competing costs (streaming - prefix rerun)"))
+    assert all(re.fullmatch(r"\N{MINUS SIGN}?\d\.\d{4}", word) for word in row.split()[-3:])
+
+
+def check_table(printed: str, names: tuple[str, ...]) -> None:
+    lines = [line for line in printed.splitlines() if "/" not in line]
+    assert all(len(line) <= 80 for line in lines)
+    assert all(name in printed for name in names)
+    assert not [name for name in UNNAMED if name in "\n".join(lines)]
 
 
 def test_patterns_are_a_table_and_one_picture(workshop: Workshop, run: Path) -> None:
@@ -63,7 +93,7 @@ def test_loss_by_position_and_by_context(workshop: Workshop, run: Path, topk: Pa
     halves = [row["bits"] for row in result["positions"][8:]]
     assert first["bits"] == pytest.approx(sum(halves) / 8), "the same units as in the second half"
     assert second["gain"] == pytest.approx(second["bits"] - first["bits"]) and second["gain_error"] > 0
-    assert f"{second['bits']:.4g}" in printed
+    assert f"{second['bits']:.4f} ± {second['error']:.4f}" in printed
     assert "96 bytes each scored once (a sample of the windows)" in " ".join(printed.split())
     for split, windows in (("train", 64), ("valid", 4)):  # of 150 bytes 4 windows of 32 are whole
         assert analyzed(workshop, "context", run, f"split={split}")[0]["windows"] == windows
@@ -87,7 +117,7 @@ def test_coverage_of_full_heads_by_every_selection_but_the_indexer(workshop: Wor
     assert 0 < result["beyond"]["layer 0"] < 1 and result["window"] == 8
     row = rows["blocks"]
     assert row["of all"] == pytest.approx(row["share"] * result["beyond"]["mean"], rel=0.02)
-    assert f"{row['share']:.4g}" in printed and "over 5 windows" in printed
+    assert f"{row['share']:.3f} ± {row['error']:.3f}" in printed and "over 5 windows" in printed
     with Image.open(path.with_suffix(".png")) as picture:
         assert picture.size[0] > 600
     assert analyzed(workshop, "coverage", run, *options)[0]["rows"] == result["rows"], "the same again"
@@ -124,9 +154,10 @@ def test_top_w_is_found_and_priced(workshop: Workshop, topk: Path) -> None:
     assert read["sees_future"] and changes["tolerance"] == 1e-10 and {1, 31} < {*changes["prefixes"]}
     assert read["arises_in"] == [[1, "routed"]], "layers count from 0"
     assert read["rows"][0]["heads"] == "logits" and 0 < read["rows"][0]["moved"] <= 1
-    assert "teacher-forced: sees the future; arises in layer 1 routed" in printed
+    assert "teacher-forced: sees the future; arises in layer 1 (routing heads)" in printed
     assert "streaming: sees no future" in printed and not changes["streaming"]["sees_future"]
-    assert result["choices"][0]["gradient"] > 0 and "its queries, by the attention; centroids" in printed
+    assert result["choices"][0]["gradient"] > 0
+    assert "its queries, by the attention; centroids" in " ".join(printed.split())
     assert result["price"]["leak_gives"]["bits"] != 0
     first, again, other = (audited(workshop, topk, f"seed={seed}")[0] for seed in (3, 3, 4))
     assert first["price"] == again["price"] and first["changes"] == again["changes"]

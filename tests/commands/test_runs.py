@@ -1,5 +1,11 @@
 """`rtx runs`, the names by which commands take a run, and the data that a run finds from another folder."""
 
+import contextlib
+import json
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +38,43 @@ def test_the_list_has_the_newest_first(workshop: Workshop, runs: list[Path], mon
         assert all(row[-3] == "12/12" and float(row[-2]) > 0 and row[-1] == "done" for row in rows[1:])
     assert "nowhere: no such folder" in workshop.command("runs", "nowhere", code=2)
     assert "holds no run" in workshop.command("runs", str(workshop.data), code=2)
+
+
+@pytest.mark.parametrize("columns", [120, 80, 60, 40])
+def test_on_a_terminal_of_any_width_the_name_of_a_run_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    command = "rtx train -m routing.heads=8 routing.layers=12 routing.window=1024 optimizer.lr=0.0002 seed={}"
+    names = [f"rtx/20261127-01200{seed}-96beddb{seed}" for seed in range(3)]
+    for seed, name in enumerate(names):
+        (run := tmp_path / name).mkdir(parents=True)
+        (run / "config.yaml").write_text("seed: 0\n")
+        (run / "environment.json").write_text(json.dumps({"command": command.format(seed)}))
+        if seed:
+            (run / "environment.json").write_text(json.dumps({"command": f"rtx train routing.heads={seed}"}))
+    program = f"from rtx.commands.runs import main; main([{str(tmp_path)!r}])"
+    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm", "RTX_OUTPUTS": str(tmp_path)}
+    lines = on_a_terminal([sys.executable, "-c", program], environment)
+    assert lines[0].split()[0] == "run" and sorted(line.split()[0] for line in lines[1:4]) == names
+    assert all(len(line) <= max(columns, 40) for line in lines)
+    whole = command.partition(" -m ")[2].format(0)
+    short = whole.replace("routing.", "").replace("optimizer.", "")
+    (row,) = [line for line in lines if names[0] in line]
+    seen = {120: whole, 80: short[:20], 60: short[:5], 40: "unknown"}
+    assert seen[columns] in row
+
+
+def on_a_terminal(command: list[str], environment: dict[str, str]) -> list[str]:
+    """Return the lines that a command prints on a terminal."""
+    ours, theirs = pty.openpty()
+    said = b""
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment):
+        os.close(theirs)
+        with contextlib.suppress(OSError):  # its side of the terminal is closed
+            while part := os.read(ours, 4096):
+                said += part
+    os.close(ours)
+    return said.decode().splitlines()
 
 
 @pytest.mark.usefixtures("elsewhere")

@@ -8,7 +8,8 @@ from typing import Any
 
 import yaml
 
-from rtx.compose import compose, digest, flat, to_dict
+from rtx.compose import compose, digest, to_dict
+from rtx.config import flat
 
 DATA = {"name": "text", "unit": "byte", "fingerprint": "f00d" * 4}
 IMAGES = {"name": "cifar10", "unit": "dim", "fingerprint": "abcd" * 4}
@@ -47,9 +48,13 @@ def write_run(
     data: dict[str, Any] | None = None,
     speed: float = 8.0,
     step: int = 2000,
+    error: float = 0.02,
     **more: Any,
 ) -> Path:
-    """Write the records of a run below a folder, and return its own; `more` is of its closing score."""
+    """Write the records of a run below a folder, and return its own; `more` is of its closing score.
+
+    `error`: the standard error of that score.
+    """
     run, data = folder / digest(flat(made)), data or DATA
     (run / "checkpoints").mkdir(parents=True)
     (run / "config.yaml").write_text(yaml.safe_dump(made, sort_keys=False))
@@ -66,6 +71,9 @@ def write_run(
                 {"kind": "valid", "step": at * 100, "val_bits": value + 0.02, "val_units": 500},
             ):
                 file.write(json.dumps(row) + "\n")
+        if bits is not None:
+            last = {"kind": "final", "step": step, "val_bits": bits, "val_units": 1000, "val_se": error}
+            file.write(json.dumps(last) + "\n")
     return run
 
 

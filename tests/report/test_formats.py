@@ -78,7 +78,8 @@ def test_tables_fit_a_terminal_and_hold_no_markup(report: Report) -> None:
     assert "[red]x" in said and "\N{MINUS SIGN}1.00 ± 0.50" in said and DASH in said
 
 
-def test_the_closing_lines_fit_a_narrow_terminal() -> None:
+def test_the_closing_lines_fit_a_narrow_terminal_and_use_a_wide_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     run, config = "outputs/rtx/20260101-120000-abcd", compose(["model.base=lsh", "model.lsh=reformer"])
     protocol = protocol_line(config, "valid", "byte", 628_118, partial=True, ablate="local")
     assert "628,118 bytes each scored once (a sample of the windows), windows of 256, stride 256" in protocol
@@ -87,6 +88,9 @@ def test_the_closing_lines_fit_a_narrow_terminal() -> None:
     said = closing_lines(run, "1,000 steps (trainer.max_minutes is up)", final, protocol)
     assert max(map(len, said.splitlines())) < 80
     assert said.splitlines()[-2:] == [f"next: rtx eval {run} split=test", f"      rtx sample {run}"]
+    monkeypatch.setenv("COLUMNS", "200")
+    said = closing_lines(run, "1,000 steps (trainer.max_minutes is up)", final, protocol)
+    assert 100 < max(map(len, said.splitlines())) < 120
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -173,7 +177,8 @@ def test_the_first_screen_holds_the_answer(tmp_path: Path) -> None:
         assert result["contrast"] >= 4.5
         assert result["focused"] == (width == 1280), "titles that sort are left out on a phone"
         assert result["up"] == sorted(result["up"]) and result["down"] == result["up"][::-1]
-        assert result["headline"].endswith("routing (topk) sees the future and is not ranked.")
+        verdict, _, noise = result["headline"].partition(" sees the future and is not ranked. ")
+        assert verdict.startswith("Better than") and noise.startswith("Verdicts are for the windows scored")
         assert result["open"] == ["Plots"]
         if width == 1280:
             assert max(result["bottoms"]) <= height, "question, answer, table and plot are on the first screen"

@@ -20,7 +20,7 @@ from rtx.report.contents import Report, build, save_plots
 from rtx.report.paper import numbered
 from rtx.report.ranking import Values, chosen, compare, half_interval, mean
 from rtx.report.run_records import collect
-from rtx.report.tables import Table
+from rtx.report.tables import Table, text_of
 
 Captured = pytest.CaptureFixture[str]
 
@@ -52,10 +52,10 @@ def write_kinds(folder: Path, seeds: int = 5) -> Path:
 def test_the_answer_ranks_legal_kinds_and_marks_what_sees_the_future(
     tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "110")
     assert cli.main(["report", str(write_kinds(tmp_path))]) == 0
     lines = capsys.readouterr().out.splitlines()[:25]
-    assert max(map(len, lines)) <= 100 and lines[1].startswith("Better than local and random: routing")
+    assert max(map(len, lines)) <= 110 and lines[1].startswith("Better than local and random: routing")
     for part in ("Which heads pay?", "bits/byte", "sees", "steps/s", "against", "●", "yes"):
         assert part in "\n".join(lines), part
     report = json.loads((tmp_path / "report" / "report.json").read_text())
@@ -91,11 +91,91 @@ def test_the_best_of_several_rows_is_reported_by_seeds_that_did_not_choose_it_if
     assert answer and answer.lines[1] == "routing (causal): best of 2 (heads=2), by 3 seeds that did not choose it."
     row = next(row for row in answer.rows if row["heads"].startswith("routing"))
     assert row["seeds"] == 3 and row["of"] == 2 and row["ours"] == pytest.approx(2.04)
-    for values, lr in itertools.product((LOCAL, CAUSAL), (0.1, 0.2)):
-        write_run(tmp_path / "few", config("far_text_causal", optimizer__lr=lr, **values), bits=2.0 + lr)
+    for values, lr, seed in itertools.product((LOCAL, CAUSAL), (0.1, 0.2), (0, 1)):
+        made = config("far_text_causal", optimizer__lr=lr, seed=seed + 10 * (lr == 0.2), **values)
+        write_run(tmp_path / "few", made, bits=2.0 + lr)
     assert built(tmp_path / "few").headline.startswith(
         "Not certain: of several rows of a kind one is chosen, and no seeds are"
+    ), "rows without a seed in common choose on no equal terms"
+
+
+def test_a_row_chosen_by_its_only_seed_is_shown_with_that_seed_and_its_score(tmp_path: Path) -> None:
+    for values, lr in itertools.product((LOCAL, CAUSAL), (0.1, 0.2)):
+        write_run(tmp_path, config("far_text_causal", optimizer__lr=lr, **values), bits=2.0 + lr)
+    report = built(tmp_path)
+    assert report.headline == "Not certain: 1 seed a row; no verdict."
+    answer = report.answer
+    assert answer and column(answer, "ours") == [2.1, 2.1] and column(answer, "seeds") == [1, 1]
+    (seeds,) = [one for one in answer.columns if one.key == "seeds"]
+    assert [text_of(row, seeds) for row in answer.rows] == ["1, which chose it"] * 2
+    assert "local: best of 2 (lr=0.1), by the seeds that chose it, so rather too low." in answer.lines
+    assert "speed" not in [plot.name for plot in report.plots], "no score is drawn beside others that chose it"
+
+
+def write_grid(folder: Path, seeds: int = 1, **values: Any) -> Path:
+    """Write a grid of heads x layers x window, all rows within 0.06 bits of each other."""
+    for at, (heads, layers, window) in enumerate(itertools.product((1, 2), (1, 2), (32, 64))):
+        sizes = {"routing__heads": heads, "routing__layers": layers, "routing__window": window}
+        for seed in range(seeds):
+            made = config("far_text_causal", seed=seed, routing__selection="exact", **sizes, **values)
+            write_run(folder, made, bits=3.43 + 0.06 * at / 7 + 0.001 * ((seed * 3 + at) % 5), error=0.08)
+    return folder
+
+
+def test_a_report_of_one_seed_a_row_opens_with_how_certain_it_is(tmp_path: Path, capsys: Captured) -> None:
+    windows = 1  # 1,000 units scored, in windows of 2,048
+    first = "Not certain: 1 seed a row; no verdict."
+    noise = (
+        "Differences below about 0.226 bits/byte are within the noise of a score (its standard error 0.080 over "
+        f"{windows} window); the 8 rows lie 0.062 bits/byte apart. Add seed=0,1,2,3,4 for a verdict."
     )
+    assert cli.main(["report", str(write_grid(tmp_path))]) == 0
+    assert " ".join(capsys.readouterr().out.split()).startswith(f"{first} {noise}")
+    texts = {form: (tmp_path / "report" / f"report.{form}").read_text() for form in ("md", "html", "tex", "json")}
+    assert texts["md"].splitlines()[2] == f"**{first}** {noise}"
+    assert texts["md"].splitlines()[4].startswith("## All rows")
+    body = texts["html"].partition("<body>")[2]
+    assert f'<p class="headline">{first} <span>{noise}</span></p>' in body.partition("<table")[0]
+    assert f"\\textbf{{{first}}} {noise}".replace("-", "{-}") in texts["tex"].partition("\\begin{table}")[0]
+    report = json.loads(texts["json"])
+    assert (report["headline"], report["noise"]) == (first, noise)
+    assert [row["standard_error"] for row in report["tables"][0]["rows"]] == [0.08] * 8
+    assert "clusters" not in texts["html"], "selection=exact has none"
+
+
+def test_a_grid_of_five_seeds_has_a_verdict_on_its_lowest_row(tmp_path: Path) -> None:
+    report = built(write_grid(tmp_path, seeds=5))
+    said = "Lowest mean: routing (exact): heads=1 layers=1 window=32; better than 7 of 7 other rows"
+    assert report.headline == f"{said} (Holm's correction over 28 pairs)."
+    assert report.noise.startswith("Verdicts are for the windows scored: on other data a score may move by its")
+    report = built(write_grid(tmp_path / "few", seeds=3))
+    assert report.headline == "Not certain: a verdict takes 5 seeds a row, and here are 3."
+    assert report.noise.startswith("Differences below about 0.226 bits/byte are within the noise")
+
+
+def test_runs_that_differ_by_keys_that_they_do_not_read_are_one_row(tmp_path: Path) -> None:
+    for seed, (layers, window) in enumerate(itertools.product((1, 2), (32, 64))):
+        for kind, values in {"local": LOCAL, "full": FULL}.items():
+            sizes = {"routing__layers": layers, "routing__window": window}
+            made = config("far_text_causal", seed=seed, **values, **sizes)
+            write_run(tmp_path / kind / str(seed), made, bits=3.0 + 0.01 * seed)
+        for clusters in (4, 8):
+            made = config("far_text_causal", routing__selection="exact", seed=seed, routing__clusters=clusters)
+            write_run(tmp_path / "exact" / str(clusters), made, bits=2.9)
+    report = build(collect([tmp_path / kind for kind in ("local", "full", "exact")]), "")
+    rows = rows_of(report, "All rows")
+    assert column(rows, "run") == ["routing (exact)", "local", "full"] and column(rows, "seeds") == [4, 4, 4]
+    assert not any("routing.clusters" in row for row in rows.rows)
+    assert [row["routing.layers"] for row in rows.rows] == [1, None, None], "no head of the others routes"
+    assert report.answer and not any("best of" in line for line in report.answer.lines), "none is its own rival"
+
+
+def test_a_run_at_work_is_no_damaged_one(tmp_path: Path) -> None:
+    run = write_run(tmp_path, config("smoke"), bits=None, state="running")
+    status = json.loads((run / "status.json").read_text())
+    del status["final"]
+    (run / "status.json").write_text(json.dumps(status))
+    assert built(tmp_path).problems == [] and built(tmp_path).headline.startswith("Not certain: no run has ended")
 
 
 def test_table_1_beside_the_papers_and_without_a_folder_the_list_of_tables(
@@ -126,7 +206,11 @@ def test_table_1_beside_the_papers_and_without_a_folder_the_list_of_tables(
     assert cli.main(["report"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "27 of 27 rows, 0 of them with the paper's settings" in said
+    assert said.index(f"rtx report {runs} 27 runs, 27 with a score") < said.index("The paper's tables:")
     assert "rtx train -m experiment=pg19,pg19_baselines" in said
+    for row in ("Routing 4x8 W=512 2.971 5.140", "Routing 12 8 0.99", "Routing 22 8 0.7236"):
+        assert row in said
+    assert "0.0038 ± 0.0018 0.4706 ± 0.0319" in said
 
 
 def test_runs_of_the_papers_settings_stand_in_the_papers_tables_by_the_measure_that_those_have(tmp_path: Path) -> None:
@@ -224,7 +308,12 @@ def test_table_6_has_the_papers_divergences_beside_ours_layer_by_layer_and_in_th
     assert table.rows[1]["local_routing"] == pytest.approx(0.11) and table.rows[1]["paper_local_routing"] == 0.6674
     assert table.rows[-1]["local_local"] == pytest.approx(0.045)
     assert table.rows[-1]["paper_local_local"] == pytest.approx(0.17760)
+    assert not any("Not the paper's setting" in line for line in table.lines)
     assert f"divergence-{run.name}" in [plot.name for plot in report.plots]
+    made = config("wikitext103", routing__layers=1)
+    write_divergence(write_run(tmp_path / "less", made, data=words))
+    less = rows_of(built(tmp_path / "less"), "Table 6 with other settings than the paper's")
+    assert "Not the paper's setting: routing.layers=1 (paper: as model.layers)." in less.lines
     write_divergence(write_run(tmp_path / "other", config("smoke")), layers=4)
     (table,) = [table for table in built(tmp_path / "other").tables if "divergence" in table.title.lower()]
     assert "Wikitext" not in table.title and "text" in table.title
@@ -239,6 +328,7 @@ def test_mistakes(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPa
     for words, said, code in (
         (["nowhere"], "nowhere: no such folder", 2),
         (["../run", "."], "holds no run", 2),
+        (["."], "(rtx report alone prints the paper's tables)", 2),
         (["output=x"], "which runs?", 2),
         (["../run", "outptu=x"], "output", 2),
         (["../run", "output=file/x"], "output=<folder> names another", 1),
@@ -285,9 +375,15 @@ def test_heat_maps_of_different_selections_are_panels_of_their_own_and_a_plot_is
     assert save_plots([tmp_path]) == "", "runs that have none"
     for selection, heads, layers in itertools.product(("topk", "causal"), (1, 2), (1, 2)):
         sizes = {"routing__heads": heads, "routing__layers": layers}
-        write_run(tmp_path, config("far_text_causal", routing__selection=selection, **sizes))
+        bits = 3.0 + 0.01 * (selection == "topk") + 0.02 * heads * layers - 0.02
+        write_run(tmp_path, config("far_text_causal", routing__selection=selection, **sizes), bits=bits)
     (plot,) = [plot for plot in built(tmp_path).plots if plot.name == "heads-by-layers"]
     assert all(plot.svg.count(f">{kind}<") == 1 for kind in ("routing (topk)", "routing (causal)"))
+    scale = re.findall(r">(\d\.\d+)<", plot.svg)
+    assert {"3.000", "3.070"} <= {*scale}, "the values of the cells"
+    ends = [float(number) for number in scale if len(number) < 5]
+    assert min(ends) <= 3.01 and max(ends) >= 3.06, "the colour bar has all of the range"
+    assert "1 seed a cell; differences below about 0.057 bits/byte" in plot.svg
     saved = tmp_path / "heads-by-layers.png"
     assert save_plots([tmp_path]) == str(saved) and saved.read_bytes()[:4] == b"\x89PNG"
     saved.unlink()

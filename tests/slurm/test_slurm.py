@@ -74,9 +74,9 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
     try:
         for command in (["munged", "--force", *options], ["slurmctld"], ["slurmd"]):
             subprocess.run(command, env=environment, check=True, capture_output=True)
-        asked, end = ["sinfo", "--noheader", "--format=%T"], time.monotonic() + 30
+        asked, end = ["sinfo", "--noheader", "--format=%T"], time.monotonic() + 300
         while subprocess.run(asked, env=environment, capture_output=True, text=True).stdout.strip() != "idle":
-            assert time.monotonic() < end, "the node of the cluster is not idle after 30 seconds"
+            assert time.monotonic() < end, "the node of the cluster is not idle after 300 seconds"
             time.sleep(0.2)
         yield variables
     finally:
@@ -174,8 +174,8 @@ def room(tmp_path: Path) -> Iterator[Room]:
 def states(said: str) -> dict[str, list[str]]:
     """Return the run folders in each state of the closing table."""
     found: dict[str, list[str]] = {}
-    for line in said.partition("\ncell  overrides")[2].splitlines()[1:]:
-        if row := re.match(r"\d+ .*? (done|failed|killed|preempted|not started)\b.*?table/(\w+)", line):
+    for line in re.split(r"\ncell +state +bits +run\n", said)[-1].splitlines():
+        if row := re.match(r"\S.*? (done|failed|killed|preempted|not started)\b.* ([0-9a-f]{12})$", line):
             found.setdefault(row[1], []).append(row[2])
     return found
 

@@ -1,6 +1,7 @@
 """A stand-in for Python in the cells of a sweep: it records how it was started and ends as the test wants."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -26,6 +27,19 @@ def done():
     end(0, "done", final=dict(bits=1.5))
 {behaviour}
 """
+
+
+SMALL = (
+    *("data=text", "data.path=book.txt", "data.length=32", "model.layers=1", "model.hidden=16", "model.heads=2"),
+    *("model.ffn_hidden=16", "model.window=16", "routing.layers=1", "routing.window=16", "routing.heads=1"),
+    *("trainer.steps=2", "trainer.batch_size=2", "hardware.threads=1", "logger=jsonl"),
+)
+"""A run of a second, on a text in the current folder."""
+
+
+def write_book() -> None:
+    """Write the text that `SMALL` trains on."""
+    Path("book.txt").write_bytes(bytes(range(32, 127)) * 100)
 
 
 def stand_in(behaviour: str) -> Path:
@@ -80,5 +94,13 @@ def patiently(ready: Callable[[], object], process: subprocess.Popen[str]) -> No
 
 
 def table(said: str) -> list[list[str]]:
-    """Return the words of each line of the closing table."""
-    return [line.split() for line in said.partition("\ncell  overrides")[2].splitlines()[1:]]
+    """Return the words of each cell of the closing table, its title first and its reason last, in order of titles."""
+    rows: list[list[str]] = []
+    for line in re.split(r"\ncell +state +bits +run\n", said)[1].splitlines():
+        if line.startswith("runs: "):
+            break
+        if line.startswith("  "):
+            rows[-1] += line.split()
+        else:
+            rows.append(line.split())
+    return sorted(rows)

@@ -4,10 +4,12 @@ import importlib.util
 import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
-from stand_ins import Sweep, begin, patiently, stand_in, table
+from stand_ins import SMALL, Sweep, begin, patiently, stand_in, table, write_book
 
 from rtx import cli
 from rtx.compose import compose, config_hash
@@ -15,9 +17,9 @@ from rtx.launcher import Attempt
 
 SCRIPTS = {
     "sbatch": """
-cp "$1" asked.sh; number=$$; touch queue/$number
+number=$$; cp "$1" asked.sh; cp "$1" $number.sh; touch queue/$number  # a copy: submitit renames its file afterwards
 export SLURM_JOB_ID=$number SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=1
-(setsid sh "$1"; rm queue/$number) > /dev/null 2>&1 &
+(setsid sh $number.sh; rm queue/$number) > /dev/null 2>&1 &
 echo "Submitted batch job $number"
 """,
     "srun": """
@@ -27,18 +29,12 @@ echo $$ > "$SLURM_JOB_ID.pid"; exec "$@"
     "squeue": "ls queue",
     "scancel": 'kill "$(cat "$1.pid")"',
 }
-SMALL = (
-    *("data=text", "data.path=book.txt", "data.length=32", "model.layers=1", "model.hidden=16", "model.heads=2"),
-    *("model.ffn_hidden=16", "model.window=16", "routing.layers=1", "routing.window=16", "routing.heads=1"),
-    *("trainer.steps=2", "trainer.batch_size=2", "hardware.threads=1", "logger=jsonl"),
-)
-"""A run of a second, on a text in the current folder."""
 
 
 @pytest.fixture
 def cluster(sweep: Sweep) -> Sweep:
     """A folder with a text, and on the PATH the programs of a cluster that is this machine."""
-    Path("book.txt").write_bytes(bytes(range(32, 127)) * 100)
+    write_book()
     sweep.patch.setenv("RTX_DATA", "data")
     sweep.patch.setenv("PATH", f"{Path.cwd()}/bin:/usr/bin:/bin")
     sweep.patch.setattr("rtx.launcher.QUEUE_SECONDS", 0.1)
@@ -58,7 +54,8 @@ def test_one_job_is_done_and_one_fails(cluster: Sweep) -> None:
     Path("rtx.py").write_text("open('attacked', 'w')")  # none of ours
     words = [*SMALL, "hardware=slurm", "hydra.launcher.partition=long", "hydra.launcher.timeout_min=90", "name=queued"]
     done, failed = table(cluster.asked("", *words, "optimizer.lr=1e-3,1e30", code=1))
-    assert done[1:4] == ["optimizer.lr=1e-3", "done", "0"] and failed[1:4] == ["optimizer.lr=1e30", "failed", "1"]
+    assert done[:2] == ["optimizer.lr=1e-3", "done"] and failed[:2] == ["optimizer.lr=1e30", "failed"]
+    assert "exit 1: " in " ".join(failed) and "exit" not in done
     assert "the loss is nan at learning rate" in " ".join(failed)
     same = config_hash(compose([*SMALL, "optimizer.lr=1e-3", "name=queued"]))  # as a process here would be
     assert "done after 2 steps" in (cluster.outputs / "queued" / same / "output.log").read_text()
@@ -74,11 +71,11 @@ def test_ctrl_c_lets_a_job_save(cluster: Sweep) -> None:
     with begin(sys.executable, *SMALL, "trainer.steps=1000000", "hardware=slurm") as sweep:
         patiently(lambda: any(path.stat().st_size for path in cluster.outputs.glob("rtx/*/metrics.jsonl")), sweep)
         os.killpg(sweep.pid, signal.SIGINT)
-        shown, _ = sweep.communicate(timeout=60)
+        shown, _ = sweep.communicate(timeout=600)
     assert sweep.returncode == 130
     (row,) = table(shown)
-    assert row[3:5] == ["preempted", "143"]
-    assert (cluster.outputs / "rtx" / Path(row[-1]).name / "checkpoints" / "last.ckpt").exists()
+    assert row[2] == "preempted" and row[-2:] == ["exit", "143"]
+    assert (cluster.outputs / "rtx" / row[3] / "checkpoints" / "last.ckpt").exists()
 
 
 def test_a_job_is_over_when_the_queue_no_longer_has_it(cluster: Sweep) -> None:
@@ -87,7 +84,7 @@ def test_a_job_is_over_when_the_queue_no_longer_has_it(cluster: Sweep) -> None:
     program("sbatch", 'echo x >> jobs; echo "Submitted batch job $(wc -l < jobs)"')
     program("squeue", "echo x >> looks; [ $(wc -l < looks) -lt 3 ] && seq $(wc -l < jobs); exit 0")
     rows = table(cluster.asked("", *SMALL, "seed=1,2", "hardware=slurm", code=1))
-    assert [row[2] for row in rows] == ["killed", "killed"]
+    assert [row[1] for row in rows] == ["killed", "killed"]
     assert " ".join(rows[1]).endswith("its job ended: it left no word")
     assert not list(cluster.outputs.glob("rtx/*/status.json"))  # both go on when they are asked for again
     program("sbatch", 'echo "the queue is closed" >&2; exit 1')
@@ -116,7 +113,7 @@ def test_a_cell_saves_before_submitit_puts_its_job_back_into_the_queue(sweep: Sw
     cell = """
 seen = []
 signal.signal(signal.SIGUSR2, lambda *_: seen.append(1))
-time.sleep(0.2)
+while not pathlib.Path("begun").exists(): time.sleep(0.01)
 os.kill(os.getppid(), signal.SIGUSR2)
 while not seen: time.sleep(0.01)
 time.sleep(0.3)
@@ -130,7 +127,13 @@ os._exit(143)
         assert attempt.checkpoint().function.given[0] == ["seed=1"] and Path("saved").exists()
         raise SystemExit(7)
 
+    def tell_the_cell() -> None:
+        while not hasattr(attempt, "process"):
+            time.sleep(0.01)
+        Path("begun").touch()
+
     handlers = {number: signal.signal(number, checkpoint) for number in (signal.SIGTERM, signal.SIGUSR2)}
+    threading.Thread(target=tell_the_cell, daemon=True).start()
     try:
         with pytest.raises(SystemExit, match="7"):
             attempt()

@@ -54,6 +54,32 @@ def test_it_prints_once_where_the_output_is_no_terminal(root: Path, capsys: pyte
     assert all(len(line) <= 80 for line in shown.splitlines())
 
 
+def test_at_80_columns_a_cell_is_a_line_and_the_best_comes_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    root = tmp_path / "grid"
+    for at in range(4):
+        final = {"bits": 4.0 - at, "windows": 16 if at else None}
+        cell(root, str(at), state="done", step=100_000, steps=100_000, final=final)
+    titles = {str(at): f"routing.heads={at} routing.layers=12 routing.window=1024 seed=0" for at in range(4)}
+    (root / "sweeps.jsonl").write_text(json.dumps({"command": "rtx train -m", "cells": titles}) + "\n")
+    assert cli.main(["sweep", str(root)]) == 0
+    *_, head, first, _, _, last, marks = capsys.readouterr().out.splitlines()
+    assert head.split() == ["cell", "state", "step", "bits", "left"] and len(first) <= 80
+    assert first.split()[:5] == ["heads=3", "layers=12", "window=1024", "seed=0", "done"] and "~1.0000" in first
+    assert last.split()[-1] == "4.0000" and marks == "~ before bits: of a sample of the validation windows"
+
+
+def test_without_a_folder_it_names_the_sweeps_that_exist(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "rtx: rtx sweep needs the sweep's folder: rtx sweep outputs/<name>; "
+    assert cli.main(["sweep"]) == 2 and capsys.readouterr().err == f"{said}here are outputs/grid\n"
+    monkeypatch.setenv("RTX_OUTPUTS", str(root / "none"))
+    assert cli.main(["sweep"]) == 2 and capsys.readouterr().err == f"{said}there is none here\n"
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (0, 0)])
 def test_on_a_terminal_it_watches_until_it_is_left_or_the_sweep_is_over(root: Path, number: int, code: int) -> None:
     ours, theirs = pty.openpty()
