@@ -172,7 +172,7 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         ("eval 'selection: random' ablate=random", "ablate=random: the heads of selection=random read random members"),
         ("analyze patterns a lyer=1", "unknown key 'lyer' (did you mean 'layer'?)"),
         ("analyze diverge a", "say divergence, patterns, context, coverage (did you mean 'divergence'?)"),
-        ("sweep", "rtx sweep needs the run's folder first; usage: rtx sweep <folder> [key=value ...]"),
+        ("sweep", "rtx sweep needs the sweep's folder: rtx sweep outputs/<name>"),
         ("sweep grids", "holds no sweep; a sweep is a folder such as"),
         ("train --cfg job experiment=cifar10_baselines", f"rtx: experiment=cifar10_baselines {SWEEP}"),
         ("data", f"rtx: rtx data: {DATA}\n"),
