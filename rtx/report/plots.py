@@ -224,7 +224,7 @@ def draw_grid(panel: Axes, grid: Mapping[tuple[int, int], float], scale: Mapping
     panel.set_xticks(range(len(layers)), map(str, layers))
     panel.set_yticks(range(len(heads)), map(str, heads))
     for (head, layer), value in grid.items():
-        ink = ink_on(image.to_rgba(value))
+        ink = ink_on(image.cmap(image.norm(value)))
         panel.text(layers.index(layer), heads.index(head), f"{value:.3f}", ha="center", va="center", color=ink)
     return image
 
