@@ -3,7 +3,8 @@
 Run `python benchmarks/attention.py`, with `--device cuda` on a GPU. First every row of ours is checked against the
 float64 oracle on a small shape, outputs and gradients (`--check`: nothing else); a row that fails is not timed, and the
 command ends with 1. Then it times, writes `benchmarks/results/attention-<device>.json`, and prints the same rows as a
-table last, with the exponent of the time's growth with N; rows of groups that `--groups` leaves out stay as they were.
+table last, with the exponent of the time's growth with N. Rows that `--groups` or `--patterns` leave out stay in the
+file as they were, and are not printed.
 Peers (extra `peers`) that are not installed are left out, and a line says so. A row has: the pattern, its sizes,
 milliseconds (median), how many times faster than our full attention, than torch's (`sdpa`) and than its peer, the peak
 of memory beyond inputs (allocations seen by torch's profiler on a CPU, CUDA's own count on a GPU) and what share of the
@@ -28,6 +29,7 @@ import functools
 import json
 import math
 import multiprocessing
+import os
 import statistics
 import sys
 import time
@@ -37,7 +39,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints two lines at each start; read as torch loads
+
 import torch
+from ending import end_with_children
 from machine import code, machine
 from patterns import (
     INDEXED,
@@ -305,6 +310,16 @@ def table(memory: str, groups: list[str], args: argparse.Namespace) -> list[dict
     return rows
 
 
+def rows_to_keep(
+    recorded: list[dict[str, Any]], measured: list[dict[str, Any]], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Return the recorded rows that stay: ratios are taken inside one group, and each row has the commit it is of."""
+    anew = {(row["group"], label(row)) for row in measured}
+    if not args.patterns:
+        return [row for row in recorded if row["group"] not in args.groups]
+    return [row for row in recorded if (row["group"], label(row)) not in anew]
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -316,6 +331,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--check", action="store_true", help="hold the rows against the oracle, and time nothing")
     args = parser.parse_args()
+    end_with_children()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU here; --device cpu needs none")
     args.wrong = check(args)
@@ -329,13 +345,16 @@ def main() -> None:
     if args.device == "cpu" and "main" in args.groups:
         rows += table("system", ["main"], args)
     path = Path(__file__).parent / "results" / f"attention-{args.device.replace('cuda', 'gpu')}.json"
-    if path.exists():  # ratios are taken inside one group: those of other groups stay, with the commit they are of
-        rows += [row for row in json.loads(path.read_text()) if row["group"] not in args.groups]
-    slopes = exponents(rows)
-    path.write_text(json.dumps([row | {"exponents": slopes} for row in rows], indent=1) + "\n")
+    kept = rows_to_keep(json.loads(path.read_text()), rows, args) if path.exists() else []
+    slopes = exponents([*rows, *kept])
+    path.write_text(json.dumps([row | {"exponents": slopes} for row in (*rows, *kept)], indent=1) + "\n")
     for each in rows:
         print_row(each)
-    print("growth of time with N:", ", ".join(f"{name} N^{slope:.2f}" for name, slope in slopes.items()))
+    if kept:
+        print(f"{path.name} keeps {len(kept)} rows of earlier records, which are not printed")
+    measured = exponents(rows)
+    if measured:
+        print("growth of time with N:", ", ".join(f"{name} N^{slope:.2f}" for name, slope in measured.items()))
     sys.exit(f"not timed, see above: {', '.join(dict.fromkeys(args.wrong))}" if args.wrong else 0)
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ending import end_with_children
 from machine import code, machine
 from omegaconf import OmegaConf
 
@@ -127,6 +128,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Train, audit, write and print."""
     args = arguments()
+    end_with_children()
     rows = []
     for selection in args.selections:
         rows += rows_of(args, selection, [train(args, selection, seed) for seed in args.seeds])

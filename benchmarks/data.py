@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ending import end_with_children
 
 from rtx.config import DataConfig
 
@@ -282,6 +283,7 @@ def shown(found: Row) -> str:
 def main() -> None:
     """Measure every case, print the table and write the rows."""
     args = arguments()
+    end_with_children()
     if args.child:
         with tempfile.TemporaryDirectory() as folder:
             for found in CASES[args.child](Path(folder), args):

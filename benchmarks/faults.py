@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ending import end_with_children
 from machine import code, machine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -209,6 +210,7 @@ class Tally:
 def main() -> None:
     """Kill, compare, print and write."""
     options = read_options()
+    end_with_children()
     folder = Path(tempfile.mkdtemp(prefix="rtx-faults-"))
     workshop, steps = Workshop(folder), f"trainer.steps={options.steps}"
     began = time.monotonic()

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from ending import end_with_children
 
 DROPOUT = ("model.dropout=0.1", "model.attention_dropout=0.1", "model.ffn_dropout=0.1")
 NO_ROUTING = ("routing.heads=0", "routing.layers=0")
@@ -151,6 +152,7 @@ def main() -> None:
     if args.one:
         print(json.dumps(measure(json.loads(args.one), args.steps)))
         return
+    end_with_children()
     print(f"{'row':<46}{'peak GiB':>10}{'planned':>10}{'ratio':>8}")
     results = []
     for name, overrides in ROWS.items():

@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ending import end_with_children
 from hypothesis.errors import HypothesisException, StopTest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -177,6 +178,7 @@ def campaign(reader: str, folder: Path, minutes: float, is_guided: bool) -> list
 def main() -> None:
     """Fuzz, print and write."""
     options = read_options()
+    end_with_children(at_once=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of each process; before torch is imported
     if not (is_guided := importlib.util.find_spec("atheris") is not None):
         print("without atheris (pip install -e '.[fuzz]'): Hypothesis alone")

@@ -122,7 +122,7 @@ def record(name: str) -> tuple[Sequence[bytes], Read]:
         path.write_bytes(content)
         assert run_state(RUN) and (read_status(RUN) or True)
         assert "\x1b" not in markdown(build(collect([RUN.parent]), ""))
-        board(RUN.parent)
+        board(RUN.parent, width=100)
         already_done(RUN, config)
 
     return [one_line(path)], read

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from ending import end_with_children
 from machine import code, machine
 
 from rtx.evaluation.protocols import baselines
@@ -30,6 +31,7 @@ def last_rows(path: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Train, measure, print and write."""
+    end_with_children()
     with tempfile.TemporaryDirectory() as scratch:
         env = os.environ | {"RTX_OUTPUTS": f"{scratch}/outputs", "RTX_DATA": f"{scratch}/data", "WANDB_MODE": "offline"}
         start = time.monotonic()

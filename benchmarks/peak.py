@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ending import end_with_children
 from machine import code, machine
 
 STEPS_TAKEN = 3
@@ -82,6 +83,7 @@ def imports() -> int:
 
 def main() -> None:
     """Measure, print and write."""
+    end_with_children()
     alone, results = imports(), []
     with tempfile.TemporaryDirectory() as scratch:
         draws = np.random.default_rng(0).integers(0, WORDS, 400_000)

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ending import end_with_children
 from machine import code, machine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -339,6 +340,7 @@ def in_child(name: str, work: Callable[[], Row], result: Path) -> int:
     sys.stdout.flush()
     if number := os.fork():
         return number
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler is not this one's
     began, row = time.monotonic(), {"what": "preset", "preset": name}
     signal.alarm(SECONDS)
     try:
@@ -436,6 +438,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="such as model/tiny experiment/pg19")
     parser.add_argument("--jobs", type=int, default=2, help="presets side by side, a thread each")
     args = parser.parse_args()
+    end_with_children()
     every, began, done = presets(), time.monotonic(), []
     if unknown := [name for name in args.only or () if name not in every]:
         parser.error(f"{unknown[0]}: no such preset; there are {', '.join(every)}")

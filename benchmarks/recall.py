@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ending import end_with_children
 from machine import code, machine
 from omegaconf import OmegaConf
 
@@ -105,29 +106,38 @@ def train(args: argparse.Namespace, pattern: str, seed: int) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return a line for each run."""
-    lines = [f"{'pattern':<16}{'N':>6}{'W':>5}{'C':>4}{'seed':>6}{'final':>9}{'steps to 99%':>14}{'seconds':>9}"]
+    """Return a line for each run, with when it was measured."""
+    lines = [
+        f"{'pattern':<16}{'N':>6}{'W':>5}{'C':>4}{'seed':>6}{'final':>9}{'steps to 99%':>14}{'seconds':>9}  measured"
+    ]
     for row in rows:
         reached = row["steps_to_99"] or "-"
         sizes = f"{row['N']:>6}{row['W']:>5}{row['C']:>4}{row['seed']:>6}"
-        lines.append(f"{row['pattern']:<16}{sizes}{row['final']:>9.2%}{reached:>14}{row['seconds']:>9}")
+        lines.append(
+            f"{row['pattern']:<16}{sizes}{row['final']:>9.2%}{reached:>14}{row['seconds']:>9}  {row['measured']}"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Train what the file does not hold yet, keeping it after every run, and print it."""
+    """Train what the file does not hold yet, keeping it after every run, and print what was asked for."""
     args = arguments()
+    end_with_children()
     path = Path(__file__).parent / "results" / f"recall-{args.hardware}.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    asked: list[dict[str, Any]] = []
     for seed in args.seeds:
         for pattern in args.patterns:
             key = [pattern, seed, args.length, args.window, args.clusters, args.steps, args.overrides]
-            others = [row for row in rows if [row[name] for name in KEY] != key]
-            if len(others) < len(rows) and not args.anew:
+            known = [row for row in rows if [row[name] for name in KEY] == key]
+            if known and not args.anew:
+                asked += [row | {"measured": "before"} for row in known]
                 continue
-            rows = [*others, train(args, pattern, seed)]
+            new = train(args, pattern, seed)
+            rows = [*(row for row in rows if row not in known), new]
+            asked.append(new | {"measured": "now"})
             path.write_text(json.dumps(rows, indent=1) + "\n")
-    print(table(rows))
+    print(table(asked))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+from ending import end_with_children
 from machine import code, machine
 from torch import Tensor, nn
 
@@ -222,6 +223,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
+    end_with_children()
     names = ["routing_topk", "routing_causal", "full", "full_torch", "weights", "weights_torch"]
     if importlib.util.find_spec("routing_transformer"):
         names += ["peer_routing", "peer_routing_kept"]

@@ -16,21 +16,24 @@ __version__ = "0.3.0"
 
 def load(run: str | Path, checkpoint: str = "best", device: str | None = None) -> LoadedRun:
     """Load a run, or an exported model: its `model`, `tokenizer` and `config`; see `rtx.training.inference.load`."""
+    import rtx.progress  # noqa: F401  before others import tqdm, which has advice for notebooks
     from rtx.training import inference  # torch takes seconds, and `rtx --help` needs none of it
 
     return inference.load(run, checkpoint, device)
 
 
 def train(*overrides: str) -> LoadedRun:
-    """Train as `rtx train` with these overrides, in this process, and load what came of it.
+    """Train as `rtx train` with these overrides, and load what came of it.
 
-    `UserError` where an override, or what it asks for, is wrong; `RunFailed` where the run fails, or is stopped.
+    One device is this process's own; several (hardware=ddp or fsdp) have processes of their own, which leave this one
+    alone whatever becomes of them. A first signal, such as Ctrl-C, saves at the end of the step, a second one does not
+    wait for that. Handlers of signals are put back.
+
+    Raises:
+        UserError: an override, or what it asks for, is wrong.
+        RunFailed: the run fails, loses a process, or is stopped.
     """
+    import rtx.progress  # noqa: F401  before others import tqdm, which has advice for notebooks
     from rtx.commands import train
-    from rtx.errors import RunFailed
 
-    config = train.with_absolute_path(train.compose(overrides))
-    folder = train.run_folder.new_run_folder(config.name)
-    if train.run(config, folder):
-        raise RunFailed(f"{folder}: stopped before its end; rtx resume goes on")
-    return load(folder)
+    return load(train.call(overrides))

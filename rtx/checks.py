@@ -172,7 +172,7 @@ def too_large(config: Config) -> Iterator[str]:
         ("routing.layers", "model.layers", routes),
         ("routing.window", "data.length", routes),
         ("routing.clusters", "data.length", routes),
-        ("routing.block", "routing.window", routes and routing.selection.startswith("blocks")),
+        ("routing.block", "routing.window", routes and routing.selection in ("blocks", "blocks_random")),
         ("model.window", "data.length", not patterns <= {"full", "recurrent", *SPARSE}),
         ("model.stride", "data.length", sparse),
         ("model.summary", "model.stride", bool(patterns & {"fixed", "fixed_summary"})),
@@ -283,8 +283,6 @@ def training_problems(config: Config) -> Iterator[str]:
     on_cpu = hardware.precision in ("auto", "fp32") and hardware.name in ("auto", "cpu", "ddp")
     if hardware.attention == "native" and not on_cpu:
         yield "hardware.attention=native is for hardware.precision=fp32 on a CPU (hardware=cpu)"
-    if hardware.attention == "native" and config.routing.merge == "lse":
-        yield "routing.merge=lse needs hardware.attention=auto, torch or flex"
 
 
 def data_problems(config: Config) -> Iterator[str]:

@@ -13,13 +13,19 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from rtx import __version__
 from rtx.errors import RunFailed, UserError, nearest, printable, shorten
+from rtx.hydra_words import hydra_flag
 from rtx.training.hardware import out_of_memory
 from rtx.training.signals import EXIT_CODES, INTERRUPTED, PREEMPTED, Stopped, ignore_signals, started_by_another
+
+if TYPE_CHECKING:
+    from rtx.config import Config
 
 FLAGS = {"--help", "-h"}
 OF_GROUPS = {"--cfg", "--config-dir"}
@@ -69,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return complain(str(error), 2 if isinstance(error, UserError) else 1)
     except Stopped as stopped:
         return complain(str(stopped), stopped.code)
+    except SystemExit as left:  # with 0, say, which would pass for work that is done
+        return complain(f"sys.exit({left.code!r}) was called before the end, by an extension or a package", 2)
     except KeyboardInterrupt:
         return complain("stopped by SIGINT", INTERRUPTED)
     except Exception as error:
@@ -105,15 +113,36 @@ def dispatch(arguments: list[str]) -> int:
 
         return sweep(words, preview="--cfg" in flags)
     if word not in ("runs", "sweep", "report", "data"):  # which import no torch and check their words themselves
-        check_first(word, words)
         if "--cfg" in flags:
-            from rtx.compose import compose, to_yaml
-
-            print(to_yaml(compose(options.read_words(word, words).overrides)), end="")
+            return print_configuration(word, words)
+        if not check_first(word, words):
             return 0
         if "torch" not in sys.modules and not started_by_another():
             print(f"rtx {word}: loading PyTorch, which takes some seconds", file=sys.stderr, flush=True)
     return importlib.import_module(f"rtx.commands.{word}").main(words)
+
+
+def print_configuration(word: str, words: list[str]) -> int:
+    """Print what the words of `rtx train` or `rtx plan` compose."""
+    from rtx.compose import to_yaml
+
+    print(to_yaml(composed(word, words)), end="")
+    return 0
+
+
+def composed(word: str, words: list[str]) -> "Config":
+    """Return what the words of `rtx train` or `rtx plan` compose; `UserError` for a sweep, or missing data."""
+    from rtx.cells import refuse_sweep
+    from rtx.compose import compose
+    from rtx.data.catalog import check_source, data_root
+    from rtx.options import read_words
+
+    overrides = read_words(word, words).overrides
+    config = compose(overrides)
+    refuse_sweep(overrides)
+    if word == "train":
+        check_source(config.data, data_root())
+    return config
 
 
 def split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
@@ -123,8 +152,7 @@ def split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
     if unknown := sorted(flags - known):
         if os.path.isdir(unknown[0]):
             raise UserError(f"{unknown[0]}: is taken for a flag; write ./{unknown[0]} for the folder")
-        hint = "; rtx plan says what a run would cost, --cfg job what it would be" * ("dry" in unknown[0])
-        raise UserError(f"{shorten(unknown[0])}: unknown flag of rtx {command}{hint or nearest(unknown[0], known)}")
+        raise UserError(f"{shorten(unknown[0])}: unknown flag of rtx {command}{flag_hint(unknown[0], known)}")
     values = {}
     for flag in flags & OF_GROUPS:
         at = words.index(flag) + 1
@@ -139,25 +167,70 @@ def split_flags(command: str, words: list[str]) -> tuple[set[str], list[str]]:
     return flags, [word for word in words if word not in flags]
 
 
-def check_first(word: str, words: list[str]) -> None:
-    """Raise `UserError` for a wrong configuration or missing data before torch is imported, which takes seconds."""
-    from rtx.cells import refuse_sweep
-    from rtx.compose import compose, load_run_config, merge
+def flag_hint(flag: str, known: Iterable[str]) -> str:
+    """Return the way out for an unknown flag, to stand behind its refusal, or ""."""
+    if "dry" in flag:
+        return "; rtx plan says what a run would cost, --cfg job what it would be"
+    if flag.startswith("--help="):
+        return f"; write --help {flag.partition('=')[2]}"
+    return hydra_flag(flag) or nearest(flag, known)
+
+
+def check_first(word: str, words: list[str]) -> bool:
+    """Return whether a command has work to do, which one on a run that is done has not (it has said so).
+
+    `UserError` for all that can be refused before torch is imported, which takes seconds: a wrong configuration,
+    missing data, a GPU without a driver, a run in use, a run that has nothing for the command.
+    """
+    from rtx.compose import load_run_config, merge
     from rtx.options import read_words, what_to_do
+    from rtx.refusals import refuse
+    from rtx.training.hardware import refuse_without_gpu
 
     what, words = what_to_do(word, words)
-    read = read_words(f"{word} {what}".strip(), words)
+    command = f"{word} {what}".strip()
     if word in ("train", "plan"):
-        config = compose(read.overrides)
-        refuse_sweep(read.overrides)
-        if word == "train":
-            from rtx.data.catalog import check_source, data_root
-
-            check_source(config.data, data_root())
+        config = composed(word, words)
+        return word == "plan" or check_training(config)
+    read = read_words(command, words)
     if word == "resume":
-        from rtx.commands.resume import changed as merge
+        return check_resumption(read.runs[0].absolute(), read.overrides)
     for run in read.runs:
-        merge(load_run_config(run), read.overrides)
+        config = merge(load_run_config(run), read.overrides)
+        refuse(command, config, read.options)
+        if word != "export":
+            refuse_without_gpu(config.hardware)
+    return True
+
+
+def check_training(config: "Config") -> bool:
+    """As `check_first`, of `rtx train`."""
+    from rtx.compose import with_absolute_path
+    from rtx.training.hardware import refuse_without_gpu
+    from rtx.training.run_folder import given_folder, place_of, refuse_busy
+
+    _, _, before = place_of(with_absolute_path(config))
+    if before is None:
+        return False
+    refuse_without_gpu(config.hardware)
+    if folder := given_folder():
+        refuse_busy(folder)
+    return True
+
+
+def check_resumption(folder: Path, overrides: list[str]) -> bool:
+    """As `check_first`, of `rtx resume`."""
+    from rtx.commands.resume import changed
+    from rtx.compose import load_run_config
+    from rtx.training.hardware import refuse_without_gpu
+    from rtx.training.run_folder import plan_resumption, refuse_busy
+
+    config = changed(load_run_config(folder), overrides)
+    if not plan_resumption(folder, config):
+        return False
+    refuse_without_gpu(config.hardware)
+    refuse_busy(folder)
+    return True
 
 
 def complain(message: str, code: int) -> int:

@@ -5,11 +5,14 @@ Values live in `conf/`, what fits with what in `rtx/checks.py`, what other comma
 
 import functools
 import math
+import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rtx.data.sets import SETS, DataSet
+from rtx.errors import shorten
 from rtx.keys import Field, fields_of, key_of, one_of, options, ranged
 
 GROUPS = ("data", "routing", "optimizer", "hardware", "logger", "model", "experiment")
@@ -40,6 +43,10 @@ SELECTIONS: dict[str, Any] = {
 """The patterns of routing.selection."""
 REGISTERED: dict[str, str] = {}
 """Names that were added to BASES, SELECTIONS and SETS, each with the installed package that it is from, if any."""
+OURS = frozenset({*BASES, *SELECTIONS, *SETS})
+"""Names that no extension can have."""
+KINDS_OF_HEADS = ("routed", "routing", "sparse", "random_blocks", "compressive", "adaptive_input")
+"""What a model and a report call heads besides the names of patterns: no pattern of an extension can be one of them."""
 
 SPARSE = ("strided", "fixed", "fixed_block", "fixed_summary")  # the Sparse Transformer's patterns
 CLUSTERED = ("causal", "topk", "nearest", "random")  # selections by clusters; the others choose keys for each query
@@ -133,9 +140,9 @@ class RoutingConfig:
     attend_self: bool | None = None
     """Whether a position may always read itself; false: only where nothing else; unset: not where queries are keys."""
     merge: str = one_of("mean", "lse")
-    """A position in several clusters: the mean of their outputs (the paper), or one softmax over their keys (lse)."""
+    """In several clusters: mean of outputs (as the released code) or one softmax over all keys (lse)."""
     update: str = one_of("members", "nearest", "sum")
-    """Centroid step: to the mean of its members (ours), of those nearest to it (released code), sums (Algorithm 1)."""
+    """Centroid step: mean of members (ours), of the nearest (near the code's), sum (Algorithm 1)."""
     decay: float = ranged(0.999, low=0.0, high=1.0)
     """Share of a centroid that survives one optimizer step."""
     threshold_rate: float = ranged(0.1, low=0.0, high=10.0)
@@ -284,7 +291,7 @@ class HardwareConfig:
     """Use only deterministic GPU kernels, so that the same seed gives the same bits."""
     threads: int | None = ranged(None, low=1, high=1024)
     """CPU threads of each process; unset: torch's own choice, or its share of the cores. Bits depend on it."""
-    workers: int = ranged(0, low=0)
+    workers: int = ranged(0, low=0, high=256)
     """Processes that prepare batches ahead; 0: in the training process."""
 
 
@@ -310,7 +317,7 @@ class TrainerConfig:
     """Optimizer steps to train; unset: optimizer.steps."""
     max_minutes: float | None = ranged(None, above=0.0)
     """Stop, and save, after this many minutes of training if the steps are not done by then."""
-    batch_size: int = ranged(8, low=1)
+    batch_size: int = ranged(8, low=1, high=2**20)
     """Sequences per optimizer step, over all devices and micro-batches."""
     micro_batch_size: int | str = ranged("auto", low=1)
     """Sequences per device and forward pass; auto: as many as the device holds, by the count of rtx plan."""
@@ -363,10 +370,29 @@ def add_installed() -> None:
     tables: dict[str, dict[str, Any]] = {"rtx.patterns": BASES, "rtx.selections": SELECTIONS, "rtx.data": SETS}
     for group, table in tables.items():
         for point in metadata.entry_points(group=group):
-            if point.name not in (*BASES, *SELECTIONS, *SETS):
-                found = point.value.replace(":", ".")
-                table[point.name] = found if table is not SETS else DataSet(found, defaults={"name": point.name})
-                REGISTERED[point.name] = point.dist.name if point.dist else ""
+            package = point.dist.name if point.dist else ""
+            problem = name_problem(point.name, pattern=table is not SETS)
+            if not problem and point.name in table:
+                problem = f"{point.name!r} is of the package {REGISTERED[point.name]}"
+            if problem:
+                print(f"rtx: {package} is without {group} {point.name}: {problem}", file=sys.stderr)
+                continue
+            found = point.value.replace(":", ".")
+            table[point.name] = found if table is not SETS else DataSet(found, defaults={"name": point.name})
+            REGISTERED[point.name] = package
+
+
+def name_problem(name: str, *, pattern: bool) -> str:
+    """Return why an extension cannot give a name to a pattern, or to a data set, or "" where it can."""
+    if not re.fullmatch("[a-z][a-z0-9_]*", name):
+        return f"{shorten(name)!r} must be of small letters, digits and _, a letter first"
+    if name in OURS:
+        return f"{name!r} is one of rtx's own"
+    if name == "null":
+        return "'null' unsets a key"
+    if pattern and name in KINDS_OF_HEADS:
+        return f"{name!r} is what rtx calls heads of another kind"
+    return ""
 
 
 @functools.cache
@@ -409,6 +435,33 @@ def reads_self(routing: RoutingConfig) -> bool:
 def clusters(config: Config) -> int:
     """Clusters C of a routing head: routing.clusters, or ceil(N / W) where unset."""
     return config.routing.clusters or math.ceil(config.data.length / config.routing.window)
+
+
+ROUTED = "routed"
+"""The group of the heads that `routing` describes; the others are called by their pattern."""
+
+
+def layer_patterns(config: Config, layer: int) -> dict[str, int]:
+    """Return the groups of a layer's heads in order, and how many heads each has: base patterns, then `routed`.
+
+    Layer 0 is the lowest; routing layers are the topmost ones.
+    """
+    routed = config.routing.heads if layer >= config.model.layers - config.routing.layers else 0
+    patterns = config.model.base.split("+")
+    share = (config.model.heads - routed) // len(patterns)
+    groups = {name: share * patterns.count(name) for name in patterns} if share else {}
+    return groups | ({ROUTED: routed} if routed else {})
+
+
+def full_group(config: Config, layer: int) -> tuple[int, int]:
+    """Return the number of the group of a layer that reads all of its prefix, and how many heads that has (0: none).
+
+    These are full heads, or routing heads with keys of their own and one cluster that is as wide as the sequence.
+    """
+    groups, routing = layer_patterns(config, layer), config.routing
+    one = routing.selection == "nearest" and clusters(config) == 1 and routing.window >= config.data.length
+    name = ROUTED if one and routing.keys != "shared" and ROUTED in groups else "full"
+    return [*groups, name].index(name), groups.get(name, 0)
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:

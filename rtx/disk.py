@@ -6,7 +6,9 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
+
+from rtx.errors import UserError
 
 MARK = ".writing"  # ends the name of a file that is being written; without its writer it may be deleted
 
@@ -16,16 +18,32 @@ def is_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def read_file(path: Path) -> bytes:
-    """Return the bytes of a regular file; OSError for what is none: nobody need write into a FIFO."""
+def open_regular(path: Path, mode: str = "rb", *, follow: bool = True) -> BinaryIO:
+    """Open a regular file; OSError for what is none: a FIFO, whose other end nobody need open, a device, a folder.
+
+    With `follow=False` so is a link, which may lead anywhere.
+    """
+    kept = os.O_NONBLOCK if follow else os.O_NONBLOCK | os.O_NOFOLLOW
     try:
-        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+        file = open(path, mode, opener=lambda name, flags: os.open(name, flags | kept, 0o666))  # noqa: SIM115
     except ValueError as error:
         raise OSError(errno.EINVAL, "Not the name of a file", str(path)) from error
-    with file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    return cast(BinaryIO, file)
+
+
+def read_file(path: Path) -> bytes:
+    """Return the bytes of a regular file; OSError for what is none."""
+    with open_regular(path) as file:
         return file.read()
+
+
+def refuse_link(path: Path) -> None:
+    """Raise `UserError` for a link in place of a folder or file that is made or deleted: it may lead anywhere."""
+    if path.is_symlink():
+        raise UserError(f"{path}: is a link, behind which rtx makes and deletes nothing; remove it, then again")
 
 
 def sync_folder(folder: Path) -> None:
@@ -38,8 +56,9 @@ def sync_folder(folder: Path) -> None:
 def write_beside(path: Path, write: Callable[[BinaryIO], object], *, durable: bool = True) -> Path:
     """Write a temporary file in the folder of `path` and return its path; nothing is left behind on an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}{MARK}")
+    temporary.unlink(missing_ok=True)  # of a process that had this number before
     try:
-        with open(temporary, "w+b") as file:
+        with open(temporary, "x+b") as file:  # which follows no link
             write(file)
             file.flush()
             if durable:

@@ -1,7 +1,7 @@
 """The errors a user may see, of a line or two and without a traceback, and how values and texts stand in them."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
@@ -17,9 +17,25 @@ class RunFailed(RuntimeError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return " (did you mean 'x'?)" for the nearest of `known`, or "" where none is near."""
-    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.55)
+    """Return " (did you mean 'x'?)" for the nearest of `known`, in capitals or not, or "" where none is near."""
+    match = close_matches(word, known, cutoff=0.55)
     return f" (did you mean '{match[0]}'?)" if match else ""
+
+
+def close_matches(word: str, known: Iterable[str], cutoff: float) -> list[str]:
+    """Return the nearest of `known`, whatever is in capitals, in a list that is empty where none is near."""
+    by_lower_case = {name.lower(): name for name in known}
+    found = difflib.get_close_matches(word.lower(), list(by_lower_case), n=1, cutoff=cutoff)
+    return [by_lower_case[name] for name in found]
+
+
+def listed(names: Collection[str], width: int = 240) -> str:
+    """Return names with commas between, as many whole ones as `width` characters hold, and how many there are."""
+    whole = ", ".join(names)
+    if len(whole) <= width:
+        return whole
+    shown = whole[:width].rpartition(", ")[0]
+    return f"{shown}, ... ({len(names)} in all)"
 
 
 def refuse(problems: Iterable[str]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rtx.config import BASES, REGISTERED, SELECTIONS, all_fields, settings
+from rtx.config import BASES, REGISTERED, SELECTIONS, all_fields, name_problem, settings
 from rtx.data.sets import SETS, DataSet
 from rtx.disk import read_file
 from rtx.errors import UserError, shorten
@@ -23,14 +23,17 @@ from rtx.keys import CONFIG_DIRS, options, unknown
 from rtx.training.signals import started_by_another
 
 FILE = re.compile(r"(.*?([\w.-]+\.py))(?:@([0-9a-f]{64}))?")
-OURS = {*BASES, *SELECTIONS, *SETS}
 LOADED: dict[str, tuple[Path, bytes]] = {}
 """Path and content, by its sha256, of every file whose code this process has run."""
 
 
 def register_pattern(name: str, cls: type, *, selection: bool = False) -> None:
-    """Make a `rtx.attention.Pattern` a value of model.base, or of routing.selection; `UserError` for a name of ours."""
-    (SELECTIONS if selection else BASES)[checked(name)] = cls
+    """Make a `rtx.attention.Pattern` a value of model.base, or of routing.selection; `UserError` for a taken name."""
+    from rtx.model.multihead import attribute_problem  # imports torch
+
+    table = SELECTIONS if selection else BASES
+    problem = name_problem(name, pattern=True) or attribute_problem(name)
+    table[registered(name, problem)] = cls
 
 
 def register_data(name: str, source: Callable[..., Any], *, side: int | None = None, **defaults: Any) -> None:
@@ -45,14 +48,15 @@ def register_data(name: str, source: Callable[..., Any], *, side: int | None = N
         if (field := all_fields().get(f"data.{key}")) is None:
             raise UserError(f"register_data({name!r}): {unknown(f'data.{key}', all_fields())}")
         field.read(value)
-    SETS[checked(name)] = DataSet(source, image=side is not None, side=side, defaults={**defaults, "name": name})
+    name = registered(name, name_problem(name, pattern=False))
+    SETS[name] = DataSet(source, image=side is not None, side=side, defaults={**defaults, "name": name})
     forget()
 
 
-def checked(name: str) -> str:
-    """Return a name that is free, and note that it is one of an extension."""
-    if not re.fullmatch("[a-z][a-z0-9_]*", name) or name in OURS:
-        raise UserError(f"{shorten(name)!r} cannot be registered: of small letters, digits and _, and none of ours")
+def registered(name: str, problem: str) -> str:
+    """Note a name as one of an extension, and return it; `UserError` where there is a problem with it."""
+    if problem:
+        raise UserError(f"cannot be registered: {problem}")
     REGISTERED[name] = ""
     return name
 
@@ -113,12 +117,12 @@ def run(path: Path, expected: str | None, named: bool) -> str:
 
 
 def execute(path: Path, content: bytes, name: str) -> None:
-    """Run code as the module `name`; `UserError` with the line of an error of its own."""
+    """Run code as the module `name`; `UserError` with the line of an error of its own, or of its own exit."""
     module = sys.modules[name] = types.ModuleType(name)  # by which what it defines is found again
     module.__file__ = str(path)
     try:
         exec(compile(content, path, "exec"), module.__dict__)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # an exit with 0 would pass for a run
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = getattr(error, "lineno", None) or (lines or ["?"])[-1]
         raise UserError(f"{path}, line {line}: {type(error).__name__}: {error}") from error

@@ -2,13 +2,13 @@
 
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rtx.config import GROUPS, SECTIONS, all_fields, settings
-from rtx.errors import UserError, written
-from rtx.keys import preset
-from rtx.options import COMMANDS, READS, check_overrides
+from rtx.errors import UserError, nearest, shorten, written
+from rtx.keys import Field, preset
+from rtx.options import COMMANDS, READS, Command, check_overrides
 
 MOST_PROSE = 120  # columns beyond which lines of text are hard to read
 FRONT = """rtx: Routing Transformer experiments
@@ -24,6 +24,8 @@ EXAMPLES = """
   rtx eval last                              score the newest run (rtx runs)
 
 rtx <command> --help lists its options; rtx --version."""
+TOPICS = tuple(dict.fromkeys((*GROUPS, *SECTIONS)))
+"""Groups and sections, each of which `rtx train --help <topic>` prints alone."""
 SCRIPTS = {
     "bash": """_rtx() {
   local IFS=$'\\n'
@@ -49,34 +51,81 @@ def front_page() -> str:
 
 
 def command_page(word: str, words: Sequence[str]) -> str:
-    """Return the page of `rtx <word> --help`; the values shown are those that overrides among the words give."""
-    commands = [command for command in COMMANDS if command.name.split()[0] == word]
-    first, lines = commands[0], []
-    values: dict[str, Any] = {}
-    if first.composes:
-        from rtx.compose import chosen, compose_unresolved, composed, flat, to_dict
+    """Return the page of `rtx <word> --help`; the values shown are those that overrides among the words give.
 
-        checked = check_overrides([text for text in words if "=" in text])
-        values = flat(to_dict(compose_unresolved(checked))) | dict(composed(chosen(checked)).hydra.runtime.choices)
-    for command in commands:
-        lines += [textwrap.fill(text, terminal_width()) for text in ("", f"usage: {command.usage()}", command.about)]
-        own = command.own.items()
-        lines += [entry(f"{key}={written(field.default)}", f"{field.doc} [{field.allowed}]") for key, field in own]
-    lines += [entry("--cfg job", "print the configuration and stop")] if values else []
+    Of a command that makes a configuration the other words are groups and keys, which are then all that is on the page;
+    `UserError` for one that does not exist.
+    """
+    commands = [command for command in COMMANDS if command.name.split()[0] == word]
+    first = commands[0]
+    values = values_of(words) if first.composes else {}
     known = first.known()
-    for group in (group for group in GROUPS if group in known):
-        lines += ["", f"{group}=<option>"]
-        for option in settings()[group].values:
-            path = preset(group, option)
-            texts = path.read_text("utf-8").splitlines() if path else ["of an extension"]
-            about = next((text for text in texts if not text.startswith("# @")), "")  # Hydra's own directive
-            lines.append(entry(option + " *" * (option == values.get(group)), about.removeprefix("#").strip()))
+    topics = [text for text in words if "=" not in text] if first.composes else []
+    if topics:
+        return "\n".join(line for topic in topics for line in topic_lines(topic, word, known, values)).lstrip("\n")
+    lines = [line for command in commands for line in usage_lines(command)]
+    if first.composes:
+        lines.append(entry("--cfg job", "print the configuration and stop"))
+        lines.append(entry(f"--help {GROUPS[1]}", f"print this group alone; also {', '.join(TOPICS)}, or one key"))
+    for group in GROUPS:
+        lines += option_lines(group, values) if group in known else []
     for section in (*SECTIONS, ""):
-        keys = [field for key, field in all_fields().items() if key in known and key.rpartition(".")[0] == section]
-        lines += ["", f"{section}.<key>" if section else "other keys"] if keys else []
-        shown = [f"{field.key}={written(values[field.key])}" if values else field.key for field in keys]
-        lines += [entry(left, f"{field.doc} [{field.allowed}]") for left, field in zip(shown, keys, strict=True)]
+        lines += key_lines(section, known, values)
     return "\n".join(lines[1:])
+
+
+def values_of(words: Sequence[str]) -> dict[str, Any]:
+    """Return what overrides make of a configuration: the value of every key, and the option of every group."""
+    from rtx.compose import chosen, compose_unresolved, composed, flat, to_dict
+
+    checked = check_overrides([text for text in words if "=" in text])
+    choices = composed(chosen(checked)).hydra.runtime.choices
+    return {**flat(to_dict(compose_unresolved(checked))), **choices}
+
+
+def usage_lines(command: Command) -> list[str]:
+    """Return how a command is called, what it is for, and its own options."""
+    texts = ("", f"usage: {command.usage()}", command.about)
+    lines = [textwrap.fill(text, terminal_width()) for text in texts]
+    for key, field in command.own.items():
+        lines.append(entry(f"{key}={written(field.default)}", f"{field.doc} [{field.allowed}]"))
+    return lines
+
+
+def topic_lines(topic: str, word: str, known: Collection[str], values: Mapping[str, Any]) -> list[str]:
+    """Return the lines of one group or key; `UserError` where there is none of this name."""
+    if topic in TOPICS:
+        options = option_lines(topic, values) if topic in GROUPS else []
+        return [*options, *key_lines(topic, known, values)]
+    if topic in all_fields():
+        return [key_line(all_fields()[topic], values)]
+    near = nearest(topic, [*TOPICS, *all_fields()])
+    raise UserError(f"rtx {word} --help {shorten(topic)}: say one of {', '.join(TOPICS)}, or a key{near}")
+
+
+def option_lines(group: str, values: Mapping[str, Any]) -> list[str]:
+    """Return a group's options, each with the first line of its file."""
+    lines = ["", f"{group}=<option>"]
+    for option in settings()[group].values:
+        path = preset(group, option)
+        texts = path.read_text("utf-8").splitlines() if path else ["of an extension"]
+        about = next((text for text in texts if not text.startswith("# @")), "")  # Hydra's own directive
+        left = f"{option} *" if option == values.get(group) else option
+        lines.append(entry(left, about.removeprefix("#").strip()))
+    return lines
+
+
+def key_lines(section: str, known: Collection[str], values: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a section, or those of none, that a command knows."""
+    keys = [field for key, field in all_fields().items() if key in known and key.rpartition(".")[0] == section]
+    title = f"{section}.<key>" if section else "other keys"
+    return ["", title, *(key_line(field, values) for field in keys)] if keys else []
+
+
+def key_line(field: Field, values: Mapping[str, Any]) -> str:
+    """Return a key with its value, where there are values, its docstring and its range."""
+    left = f"{field.key}={written(values[field.key])}" if values else field.key
+    return entry(left, f"{field.doc} [{field.allowed}]")
 
 
 def entry(left: str, right: str, column: int = 30) -> str:

@@ -2,13 +2,13 @@
 
 import ast
 import dataclasses
-import difflib
 import functools
 import importlib
 import inspect
 import itertools
 import math
 import re
+import sys
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rtx.errors import UserError, nearest, shorten, written
+from rtx.errors import UserError, close_matches, listed, nearest, shorten, written
 
 KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 TRUTH = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
@@ -66,9 +66,13 @@ class Field:
     @property
     def allowed(self) -> str:
         """What the field takes, to stand behind "must be"."""
+        return self.allowed_in(sys.maxsize)
+
+    def allowed_in(self, width: int) -> str:
+        """Return `allowed`, with as many whole names of a list as `width` characters hold."""
         if self.values:
-            listed = ", ".join(self.values)
-            return f"one or more of {listed}, joined by +" if self.joined else f"one of {listed}"
+            names = listed(self.values, width)
+            return f"one or more of {names}, joined by +" if self.joined else f"one of {names}"
         bounds = {"at least": self.low, "greater than": self.above, "at most": self.high}
         limits = [f", {words} {limit:.12g}" for words, limit in bounds.items() if math.isfinite(limit)]
         return (
@@ -89,8 +93,8 @@ class Field:
             fits = found is not None and (self.kind is str or (self.low <= found <= self.high and found > self.above))
         if fits:
             return found
-        said = f"{self.key}={shorten(written(value))}: must be {shorten(self.allowed, 240)}"
-        raise UserError(f"{said}{nearest(str(value), self.values)} ({self.doc.rstrip('.')})")
+        said = f"{self.key}={shorten(written(value))}{nearest(str(value), self.values)}"
+        raise UserError(f"{said}: must be {self.allowed_in(240)} ({self.doc.rstrip('.')})")
 
     def read_word(self, text: str) -> Any:
         """As `read`, of what a user wrote: with quotes where it holds a comma or blanks, or is no null but a text."""
@@ -192,7 +196,7 @@ def unknown(word: str, known: Iterable[str]) -> str:
     others = {"max_epochs": "steps", "epochs": "steps", "max_steps": "steps", "learning_rate": "lr"}
     leaf = {**others, "pattern": "selection"}.get(leaf, leaf)
     names = {key: key.rpartition(".")[2] for key in known}
-    near = difflib.get_close_matches(leaf, names.values(), n=1, cutoff=0.65)
+    near = close_matches(leaf, names.values(), cutoff=0.65)
     found = sorted((key for key in names if names[key] in near), key=lambda key: key.rpartition(".")[0] != section)
     hint = f" (did you mean {found[0]!r}?)" if found else "; --help lists them"
     return f"unknown key {shorten(word)!r}{hint}"

@@ -31,7 +31,7 @@ from rtx.data.catalog import check_source, data_root
 from rtx.errors import UserError, plural, printable, refuse, shorten
 from rtx.help import terminal_width
 from rtx.options import LAUNCHED, check_overrides, read_words
-from rtx.progress import say
+from rtx.progress import WholeLines, say
 from rtx.report.tables import GAP, aligned, shortened
 from rtx.training.hardware import cores, system_kills
 from rtx.training.run_folder import SAMPLED, bits_of, open_own, read_status, shown, unwritable, utc_now
@@ -198,6 +198,7 @@ class Launcher:
     async def attempt(self, cell: Cell, place: int) -> Outcome:
         """Start a cell, and return how it ended."""
         before, kills, code, said = read_status(cell.folder), system_kills(), None, ""
+        lines = WholeLines()
         cell.folder.mkdir(parents=True, exist_ok=True)
         with open_own(cell.folder / OUTPUT, "ab+") as output:  # at its end
             mine = share(cell, place, self.at_once) if self.at_once > 1 else {}
@@ -206,8 +207,10 @@ class Launcher:
             while code is None:
                 await asyncio.sleep(0.05)
                 code = process.poll()
-                new = printable(output.read().decode(errors="replace"))
-                said = (said + new)[-4096:]
+                new = lines.add(output.read())
+                if code is not None:
+                    new += lines.end()
+                said = (said + printable(new))[-4096:]
                 if new and self.at_once == 1:
                     say(new.removesuffix("\n"))
         self.running.discard(process)

@@ -6,20 +6,21 @@ A value is taken as it is written, `~/a=b (1).txt` and all. No torch, no Hydra, 
 import importlib.util
 import itertools
 import os
-import re
-from collections.abc import Iterable, Sequence
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from rtx.config import GROUPS, SPREAD, all_fields, settings
-from rtx.errors import UserError, nearest, shorten
+from rtx.errors import UserError, listed, nearest, shorten
 from rtx.extensions import run_files
+from rtx.hydra_words import COMMA, hydra_values
 from rtx.keys import Field, fields_of, one_of, ranged, unknown, unquoted
 
-COMMA = re.compile(r""",(?=(?:[^"']|"[^"]*"|'[^']*')*$)""")
-"""A comma outside quotes: in a sweep it parts several values."""
+EXTENSIBLE = ("data", "data.name", "model.base", "routing.selection")
+"""Keys whose values an extension adds to."""
 LAUNCHED = ("slurm",)
 """Options of hardware that make jobs of the cells of a sweep."""
 
@@ -250,13 +251,14 @@ def read_words(command: str, words: Sequence[str]) -> Words:
     reads, runs, values, overrides = READS[command], [], {}, []
     if reads.runs:  # a folder that exists may have "=" in its name
         runs = [Path(word) for word in itertools.takewhile(lambda word: "=" not in word or os.path.isdir(word), words)]
+        if runs and len(words) > len(runs) and words[len(runs)].startswith("="):
+            runs.pop()  # a key, with blanks around its =
         if not runs and "[" not in reads.runs:
             raise UserError(f"rtx {command} needs the run's folder first; usage: {reads.usage()}")
         if len(runs) > 1 and "..." not in reads.runs:
             raise UserError(f"rtx {command} takes 1 run, not also {shorten(str(runs[1]))!r}")
     many = (*LAUNCHED, *(SPREAD if command != "resume" else ()))
-    for word in words[len(runs) :]:
-        key, text = split_word(word)
+    for word, key, text in split_words(words[len(runs) :], reads.own):
         if runs and key in ("hardware", "hardware.name") and unquoted(text.strip()) in many:
             raise UserError(f"{word}: not for rtx {command}, which takes one run on this machine")
         if key in reads.own:
@@ -271,13 +273,39 @@ def read_words(command: str, words: Sequence[str]) -> Words:
     return Words(runs, reads.options(**values) if reads.options else None, overrides, frozenset(values))
 
 
-def split_word(word: str) -> tuple[str, str]:
-    """Return key and value of `key=value`."""
-    key, equals, text = word.partition("=")
-    key = key.lstrip("+").strip()
-    if not equals or not key or word.startswith(("-", "~")):
-        raise UserError(f"{shorten(word)!r} is not of the form key=value")
-    return key, text
+def split_words(words: Iterable[str], own: Mapping[str, Field] | None = None) -> list[tuple[str, str, str]]:
+    """Return each `key=value` with its key and value; `own`: options of a command beside the keys of a configuration.
+
+    `UserError` for a word of another form, with what the words beside it say of the cause.
+    """
+    words = list(words)
+    found = []
+    for at, word in enumerate(words):
+        key, equals, text = word.partition("=")
+        key = key.lstrip("+").strip()
+        if not equals or not key or word.startswith(("-", "~")):
+            hint = cause(words, at, {**all_fields(), **(own or {})})
+            raise UserError(f"{shorten(word)!r} is not of the form key=value{hint}")
+        found.append((word, key, text))
+    return found
+
+
+def cause(words: Sequence[str], at: int, known: Mapping[str, Field]) -> str:
+    """Return why a word is probably not of the form key=value, and the way out, to stand behind that; or ""."""
+    word = words[at]
+    before = words[at - 1] if at else ""
+    after = words[at + 1] if at + 1 < len(words) else ""
+    if word.startswith("~") and not word.startswith("~/"):
+        return "; ~ is Hydra's: rtx keeps every key, and key=null unsets those that allow it"
+    if word.startswith("=") or after.startswith("=") or before.endswith("="):
+        return "; no blanks around =: key=value is one word"
+    key, equals, text = before.partition("=")
+    field = known.get(key.lstrip("+"))
+    if equals and text and field is not None and field.kind is str and not field.values:
+        rest = itertools.takewhile(lambda each: "=" not in each, words[at:])
+        whole = shlex.quote(" ".join([before, *rest]))
+        return f"; quote a value with blanks: {shorten(whole, 200)}"
+    return ""
 
 
 def refuse_foreign(reads: Command, key: str) -> None:
@@ -290,13 +318,13 @@ def refuse_foreign(reads: Command, key: str) -> None:
         if (option := key.removeprefix(f"{other.name.split()[0]}.")) in other.own:
             raise UserError(f"rtx {reads.name} does not read {key}; {option} is an option of rtx {other.name}")
     if key in settings():
-        raise UserError(f"rtx {reads.name} does not read {key}; it reads {shorten(', '.join(known), 300)}")
+        raise UserError(f"rtx {reads.name} does not read {key}; it reads {listed(known, 300)}")
     raise UserError(unknown(key, known))
 
 
 def check_overrides(words: Iterable[str], *, sweep: bool = False) -> list[Override]:
     """Return the overrides of a configuration, their values (several in a sweep) of the right type and range."""
-    pairs = [(word, *split_word(word)) for word in words]
+    pairs = split_words(words)
     named = {value for _, key, text in pairs if key == "extensions" for value in COMMA.split(text)} - {"null"}
     files = {value: run_files(unquoted(value)) for value in sorted(named)}  # first: what they register is a value, too
     known, found = settings(), []
@@ -307,15 +335,38 @@ def check_overrides(words: Iterable[str], *, sweep: bool = False) -> list[Overri
             continue
         if key not in known:
             raise UserError(unknown(key, known))
+        refuse_hydra_values(known[key], text, sweep)
         if len(values) > 1 and not sweep:
             said = f"{shorten(word)}: takes one value; several make a sweep (rtx train -m)"
             raise UserError(f"{said}; quote it where it is one: '{key}=\"...\"'")
         for value in values:
             if "${" not in value or key in GROUPS:  # what refers to another key is known when all is composed
-                known[key].read_word(value)
+                read_value(known[key], value, extended=bool(named))
         if key in GROUPS:
             values = [unquoted(value.strip()) for value in values]
             if {*values} & {*LAUNCHED} and importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
                 raise UserError(f"{word}: needs submitit and its plugin for Hydra: pip install 'rtx[slurm]'")
         found.append(Override(key, tuple(values)))
     return found
+
+
+def refuse_hydra_values(field: Field, text: str, sweep: bool) -> None:
+    """Refuse Hydra's words for several values, such as range(1,5), with the list that says the same."""
+    free = field.kind is str and not field.values
+    if (said := hydra_values(text, field.values)) is None or (free and ("," not in text or not sweep)):
+        return
+    word = f"{field.key}={shorten(text.strip())}"
+    listing = f"{field.key}={said}" if said else f"{field.key}=<value>,<value>"
+    if sweep:
+        raise UserError(f"{word}: list the values: {listing}")
+    raise UserError(f"{word}: takes one value; list several for a sweep: rtx train -m {listing}")
+
+
+def read_value(field: Field, text: str, *, extended: bool) -> None:
+    """Check the text of a value; `extended`: the line names extensions, which may add values."""
+    try:
+        field.read_word(text)
+    except UserError as error:
+        if extended or field.key not in EXTENSIBLE:
+            raise
+        raise UserError(f"{error}; extensions=<file>.py adds names of your own") from None

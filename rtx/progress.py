@@ -5,11 +5,16 @@ import os
 import resource
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 
-from tqdm.auto import tqdm
+from tqdm import TqdmWarning
 
 from rtx.errors import printable
+
+with warnings.catch_warnings():  # a notebook without ipywidgets has a plain bar, and needs no advice on that
+    warnings.simplefilter("ignore", TqdmWarning)
+    from tqdm.auto import tqdm
 
 QUIET_SECONDS, PLAIN_SECONDS = 3.0, 15.0  # until there is a bar; between two lines where there is no terminal
 clock = tqdm.format_interval  # seconds as 03:21, 1:03:21 or 49:03:21
@@ -23,6 +28,24 @@ def say(line: str) -> None:
     except OSError:
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class WholeLines:
+    """Joins pieces of what a process prints to whole lines: a line that has not ended waits for its end."""
+
+    def __init__(self) -> None:
+        self.begun = b""
+
+    def add(self, piece: bytes) -> str:
+        """Return the lines that are whole by now, with the newline of each; empty where none is."""
+        whole, newline, self.begun = (self.begun + piece).rpartition(b"\n")
+        return (whole + newline).decode(errors="replace")
+
+    def end(self) -> str:
+        """Return what has no newline, once nothing more comes."""
+        last = self.begun.decode(errors="replace")
+        self.begun = b""
+        return last
 
 
 def peak_memory() -> int:

@@ -1,9 +1,12 @@
 """The command line: what it answers, on which stream, with which exit code, what it imports, and the bars it shows."""
 
+import fcntl
+import hashlib
 import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +17,8 @@ import pytest
 from rtx import cli, progress
 from rtx.compose import compose, to_yaml
 from rtx.errors import RunFailed
+from rtx.training.checksum import TAG
+from rtx.training.run_folder import utc_now
 
 Captured = pytest.CaptureFixture[str]
 
@@ -22,7 +27,7 @@ def modules_after(*lines: list[str]) -> set[str]:
     """Return the top-level modules that a process has imported when rtx has answered some lines."""
     code = f"import sys, json, rtx.cli; [rtx.cli.main(line) for line in {lines!r}]"
     code += "; print('\\n' + json.dumps(list(sys.modules)))"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     return {name.partition(".")[0] for name in json.loads(answer.stdout.splitlines()[-1])}
 
 
@@ -51,6 +56,105 @@ def test_help_imports_no_hydra_and_a_mistake_no_torch(tmp_path: Path, capsys: Ca
     assert not modules_after(*mistakes) & {"torch", "lightning", "wandb"}
 
 
+def run_folder(folder: Path, *overrides: str, **status: object) -> str:
+    """Write the records of a run, and return its folder as a word of a command line."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text(to_yaml(compose(overrides)))
+    here = {"pid": os.getpid(), "host": socket.gethostname(), "heartbeat": utc_now()}
+    (folder / "status.json").write_text(json.dumps({"step": 9, "steps": 9, **here, **status}))
+    return str(folder)
+
+
+def test_what_needs_no_torch_to_be_refused_loads_none(tmp_path: Path) -> None:
+    """Of runs by their records; nothing computes here, and every answer is there before torch is."""
+    known = {"state": "done", "final": {"bits": 1.5, "unit": "byte"}}
+    local, full, recall, one, finished = (
+        run_folder(tmp_path / name, *words, **known)
+        for name, words in (
+            ("local", ()),
+            ("full", ("model.base=full", "routing.heads=0", "model.window=256")),
+            ("recall", ("data=recall", "model=recall")),
+            ("one", ("model.heads=1", "routing.heads=1")),
+            ("finished", ("trainer.steps=9",)),
+        )
+    )
+    for name in ("last", "previous"):
+        (tmp_path / "finished" / "checkpoints").mkdir(exist_ok=True)
+        content = b"weights"
+        tag = TAG + hashlib.sha256(content).hexdigest().encode()
+        (tmp_path / "finished" / "checkpoints" / f"{name}.ckpt").write_bytes(content + tag)
+    running = run_folder(tmp_path / "running", state="running")
+    way_out = "; train one with experiment=far_text_full, or model.base=local+full"
+    no_full = f"model.base=local: no layer has full heads, whose attention could be covered{way_out}"
+    too_large = "must be less than data.length=256; give window=<less>, or window=0"
+    gpu = "hardware=gpu, but torch finds no GPU"
+    busy = f"{running} is in use by process {os.getpid()} on {socket.gethostname()}; wait for it, or stop it first"
+    answers = (
+        (f"resume {finished}", 0, f"{finished} is done: 9 steps, 1.5000 bits/byte on the validation split"),
+        (f"resume {running}", 2, busy),
+        ("train hardware=gpu", 2, gpu),
+        (f"resume {local} trainer.steps=10 hardware=gpu", 2, gpu),
+        (f"eval {local} hardware=gpu", 2, gpu),
+        (f"eval {full} ablate=routing", 2, "ablate=routing: the model has no routing heads to take away"),
+        (f"analyze coverage {local}", 2, no_full),
+        (f"analyze coverage {full} window=256", 2, f"window=256: {too_large}"),
+        (f"analyze coverage {full}", 2, f"window=256 (unset: the run's model.window): {too_large}"),
+        (f"analyze context {recall}", 2, "a run on data=recall scores its answers alone"),
+        (f"analyze divergence {one}", 2, "model.heads=1: a divergence is between two heads of a layer"),
+        (f"analyze patterns {local} layer=99", 2, "layer=99: the topmost layer is layer="),
+    )
+    program = "import sys, rtx.cli, rtx.training.hardware as machine; machine.has_no_driver = lambda: True\n"
+    program += "for line in sys.stdin: print('->', rtx.cli.main(line.split()), flush=True)\n"
+    program += "print('torch' in sys.modules)"
+    with (tmp_path / "running" / "lock").open("a+b") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        shown = subprocess.run(
+            [sys.executable, "-c", program],
+            input="".join(f"{line}\n" for line, _, _ in answers),
+            env={**os.environ, "RTX_OUTPUTS": str(tmp_path / "outputs")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=600,
+        ).stdout
+    lines = [one for one in shown.splitlines() if not one.startswith("->")]
+    assert lines[-1] == "False" and "loading PyTorch" not in shown, shown
+    codes = [int(one.split()[1]) for one in shown.splitlines() if one.startswith("->")]
+    assert codes == [code for _, code, _ in answers], shown
+    for line, (_, _, said) in zip(lines, answers, strict=False):
+        assert said in line
+
+
+def test_rtx_run_of_a_run_at_work_is_refused_without_torch(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "running", state="running")
+    with (tmp_path / "running" / "lock").open("a+b") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        shown = subprocess.run(
+            [sys.executable, "-m", "rtx", "train"],
+            env={**os.environ, "RTX_RUN": folder},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+    assert shown.returncode == 2 and shown.stdout == ""
+    (line,) = shown.stderr.splitlines()
+    assert line.startswith(f"rtx: {folder} is in use by process {os.getpid()} on ")
+
+
+def test_a_notebook_without_ipywidgets_gets_no_advice(tmp_path: Path) -> None:
+    """tqdm takes a process with this module for a notebook."""
+    (tmp_path / "ipykernel").mkdir()
+    for name in ("ipykernel/__init__.py", "ipykernel/zmqshell.py", "ipywidgets.py"):
+        (tmp_path / name).write_text("raise ImportError\n" * (name == "ipywidgets.py"))
+    (tmp_path / "IPython.py").write_text("def get_ipython(): return None\n")
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import ipykernel.zmqshell, IPython, rtx.progress as p"
+    )
+    words = [sys.executable, "-c", f"{program}; print(p.tqdm.__module__)"]
+    shown = subprocess.run(words, capture_output=True, text=True, timeout=600)
+    assert (shown.stderr, shown.returncode) == ("", 0) and shown.stdout.startswith("tqdm.")
+
+
 def test_cfg_job_prints_the_configuration_and_keeps_argv(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", words := ["rtx", "train", "--cfg", "job", "model=rt24", "trainer.steps=1e3"])
     assert cli.main() == 0 and sys.argv == words and len(words) == 6  # ranks repeat the command by it
@@ -72,11 +176,11 @@ def test_a_failed_run_is_told_in_a_line_and_a_fault_of_ours_keeps_its_traceback(
 
 def test_a_reader_that_goes_away_or_lacks_a_letter_is_no_error() -> None:
     command = f"{sys.executable} -W error -m rtx train --help | head -n 1"
-    shown = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    shown = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=600)
     assert shown.stdout.startswith("usage: rtx train") and shown.stderr == ""
     words = [sys.executable, "-m", "rtx", "train", "--cfg", "job", "name=\u2603"]
     narrow = {**os.environ, "PYTHONIOENCODING": "latin-1"}
-    shown = subprocess.run(words, capture_output=True, env=narrow, timeout=120)
+    shown = subprocess.run(words, capture_output=True, env=narrow, timeout=600)
     assert (shown.returncode, shown.stdout[-8:], shown.stderr) == (0, b"name: ?\n", b"")
 
 
@@ -97,7 +201,12 @@ def fail(_):
 cli.dispatch = fail
 cli.entry()
 """
-BUSY = "(time.sleep(0.5), os.write(1, b'ready\\n'), time.sleep(60))"
+BUSY = """(
+    [time.sleep(0.01) for _ in iter(threading.main_thread().is_alive, False)],
+    os.write(1, b'ready\\n'),
+    time.sleep(600),
+)"""
+"""A thread's work: it is ready when all else has ended, and Python waits for it alone."""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -108,7 +217,7 @@ def test_a_signal_after_the_work_changes_no_exit_code(number: int, way: str) -> 
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
-        assert process.wait(timeout=30) == 2
+        assert process.wait(timeout=600) == 2
         assert process.stderr.read() == "rtx: no\n"
 
 

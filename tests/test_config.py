@@ -174,7 +174,6 @@ def test_clusters_and_hash_buckets_are_frozen() -> None:
         ("hardware.name=fsdp optimizer.name=adafactor", "optimizer=adafactor is not for hardware=fsdp"),
         ("hardware.attention=native hardware.name=gpu", "hardware.attention=native is for hardware.precision=fp32 on"),
         ("hardware.attention=native model.positions=shaw", "need hardware.attention=auto or torch"),
-        ("hardware.attention=native routing.merge=lse", "merge=lse needs hardware.attention=auto, torch or"),
         ("trainer.batch_size=10 trainer.micro_batch_size=4", "trainer.batch_size=10 must be a multiple of"),
         ("optimizer.warmup=0", "optimizer.schedule=rsqrt needs optimizer.warmup of at least 1"),
         ("data.name=images data.path=a", "data.length=1024 must be height x width x 3"),

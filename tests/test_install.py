@@ -30,6 +30,6 @@ def test_the_wheel_holds_the_package_conf_and_nothing_else_and_works_anywhere(tm
     script = [sys.executable, "-W", "error", str(folder / "bin" / "rtx")]
     place: dict[str, Any] = {"cwd": here, "env": {**os.environ, "PYTHONPATH": str(folder)}}
     for words, said in (("--version", f"rtx {__version__}\n"), ("train --cfg job model=rt24", "  length: 8192\n")):
-        answer = subprocess.run([*script, *words.split()], **place, capture_output=True, text=True, timeout=60)
+        answer = subprocess.run([*script, *words.split()], **place, capture_output=True, text=True, timeout=600)
         assert (answer.returncode, answer.stderr) == (0, "") and said in answer.stdout
     assert list(here.iterdir()) == []

@@ -75,7 +75,7 @@ def head_cost(name: str, config: Config) -> tuple[float, float]:
         return buckets * window_pairs(N / hash_buckets(config), model.window), buckets * size * N
     if name == "strided":
         return strided_pairs(N, model.stride), 0.0
-    if name.startswith("fixed"):  # of summary columns those of earlier blocks
+    if name in ("fixed", "fixed_block", "fixed_summary"):  # of summary columns those of earlier blocks
         block = 0.0 if name != "fixed_summary" else fixed_pairs(N, model.stride, 0)
         return fixed_pairs(N, model.stride, model.summary * (name != "fixed_block")) - block, 0.0
     if name == "recurrent":

@@ -16,23 +16,12 @@ from rtx.analysis.loss_by_position import estimate
 from rtx.attention.pattern import Inputs, Pattern
 from rtx.attention.routing import Routing, after_step
 from rtx.compose import with_values
-from rtx.config import SELECTIONS, Config, RoutingConfig, clusters
-from rtx.model.multihead import ROUTED, layer_patterns, make_pattern
+from rtx.config import ROUTED, SELECTIONS, Config, RoutingConfig, full_group
+from rtx.model.multihead import make_pattern
 from rtx.model.transformer import Transformer
 
 NAMES = (*(name for name in SELECTIONS if name != "indexer"), "drawn keys", "next keys")
 """Selections but the one that gradients train; keys drawn one by one; the last keys, as a longer window reads them."""
-
-
-def full_group(config: Config, layer: int) -> tuple[int, int]:
-    """Return the number of the group of a layer that reads all of its prefix, and how many heads that has (0: none).
-
-    These are full heads, or routing heads with keys of their own and one cluster that is as wide as the sequence.
-    """
-    groups, routing = layer_patterns(config, layer), config.routing
-    one = routing.selection == "nearest" and clusters(config) == 1 and routing.window >= config.data.length
-    name = ROUTED if one and routing.keys != "shared" and ROUTED in groups else "full"
-    return [*groups, name].index(name), groups.get(name, 0)
 
 
 def selections(config: Config, layer: int, sizes: list[int], block: int) -> nn.ModuleList:

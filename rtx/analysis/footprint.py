@@ -305,7 +305,8 @@ def micro_batch_sizes(config: Config, world: int) -> list[int]:
     if isinstance(size := config.trainer.micro_batch_size, int):
         return [size]
     share = config.trainer.batch_size // world
-    return [size for size in range(share, 0, -1) if share % size == 0]
+    small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
+    return sorted({*small, *(share // size for size in small)}, reverse=True)
 
 
 def with_choice(config: Config, micro_batch_size: int, recompute: bool) -> Config:

@@ -16,8 +16,9 @@ from rtx.attention.arguments import check_positive, check_seed, check_within
 from rtx.attention.cache import Cache, GrowingCache, RowCache, place
 from rtx.attention.packed import Indexed, Packed, Part, members_read
 from rtx.attention.pattern import Inputs, Pattern
-from rtx.attention.selection import MAX_SCORES, best_places
+from rtx.attention.selection import MAX_SCORES, products
 from rtx.attention.softmax import Relative, recomputed
+from rtx.attention.ties import best_places, tie_margin
 
 
 class Choice(Pattern):
@@ -47,8 +48,23 @@ class Choice(Pattern):
         key_BHNE = key_BHNE[:, :, : int(position_Q[-1]) + 1]
         N, last_Q1 = key_BHNE.shape[2], self.last(position_Q)
         hidden_QN = torch.arange(N, device=position_Q.device) > last_Q1
-        at = best_places((query_BHQE @ key_BHNE.mT).masked_fill(hidden_QN, -math.inf), self.most_keys(N))
+        score_BHQN = products(query_BHQE, key_BHNE).masked_fill_(hidden_QN, -math.inf)
+        at = self.best_of(score_BHQN, query_BHQE, key_BHNE, self.most_keys(N))
         return at.masked_fill(at > last_Q1, -1)
+
+    def margins(self, query: Tensor, key: Tensor) -> Tensor:
+        """Return how far apart scores with equals of keys may come out; the vectors broadcast but for their last E."""
+        wide = torch.promote_types(key.dtype, torch.float32)
+        norm, other = (x.to(wide).norm(dim=-1) for x in (query, key))
+        return tie_margin(norm, other, wide)
+
+    def best_of(self, score_BHQN: Tensor, query_BHQE: Tensor, key_BHNE: Tensor, count: int) -> Tensor:
+        """Return the `count` best places `[B, H, Q, K]` by the scores of queries and keys."""
+
+        def margin(place_BHQ1: Tensor) -> Tensor:
+            return self.margins(query_BHQE, key_BHNE.take_along_dim(place_BHQ1, dim=2))[..., None]
+
+        return best_places(score_BHQN, count, margin)
 
     def last(self, position_Q: Tensor) -> Tensor:
         """Return the last position that queries at some positions may read, `[Q, 1]`; the first has only itself."""
@@ -77,8 +93,9 @@ class Choice(Pattern):
         return min(self.window, length)
 
     def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
-        score_NN = self.choice_queries(given)[0, head] @ self.choice_keys(given)[0, head].T
-        return oracle.best_keys(score_NN, self.most_keys(len(score_NN)), self.attend_self)
+        query_NE, key_NE = self.choice_queries(given)[0, head], self.choice_keys(given)[0, head]
+        margin_NN = self.margins(query_NE[:, None], key_NE)
+        return oracle.best_keys(query_NE @ key_NE.T, margin_NN, self.most_keys(len(key_NE)), self.attend_self)
 
     def start(self, relative: Relative | None = None) -> Cache:
         return GrowingCache(self, relative)
@@ -104,6 +121,8 @@ class Indexer(Choice):
         units: of the indexer.
         warmup: training steps for which the head is dense.
     """
+
+    configured = ("warmup",)
 
     def __init__(self, heads: int, size: int, *, units: int = 16, warmup: int = 0, **given: Any) -> None:
         super().__init__(**given)
@@ -191,6 +210,8 @@ class Blocks(Choice):
             learned from the query, which trains the choice by gradients (Yuan et al. 2025, the compressed branch).
     """
 
+    configured = ("block", "compressed")
+
     def __init__(self, heads: int, size: int, *, block: int = 16, compressed: bool = False, **given: Any) -> None:
         super().__init__(**given)
         check_positive(0, heads=heads)
@@ -207,7 +228,7 @@ class Blocks(Choice):
     def scores(self, q_BHQD: Tensor, mean_BHGD: Tensor, position_Q: Tensor) -> Tensor:
         """Return the scores of blocks, `[B, H, Q, G]`; -inf for those that are not finished."""
         own_Q1, block_G = position_Q[:, None] // self.block, torch.arange(mean_BHGD.shape[2], device=position_Q.device)
-        return (q_BHQD @ mean_BHGD.transpose(-1, -2)).masked_fill(block_G >= own_Q1, -math.inf)
+        return products(q_BHQD, mean_BHGD).masked_fill(block_G >= own_Q1, -math.inf)
 
     def choice_queries(self, given: Inputs) -> Tensor:
         return given.q_BHND
@@ -220,7 +241,7 @@ class Blocks(Choice):
         """See `Choice.best`: the positions of the best finished blocks and of the own block."""
         score_BHQG = self.scores(query_BHQE, key_BHNE, position_Q)
         own_Q1, slot_b = position_Q[:, None] // self.block, torch.arange(self.block, device=position_Q.device)
-        at = best_places(score_BHQG, self.count)
+        at = self.best_of(score_BHQG, query_BHQE, key_BHNE, self.count)
         chosen = (at[..., None] * self.block + slot_b).flatten(-2)
         every = torch.cat([chosen, (own_Q1 * self.block + slot_b).expand(*chosen.shape[:2], -1, -1)], dim=-1)
         # Where all finished blocks are among the best, everything up to the position is read.
@@ -254,8 +275,10 @@ class Blocks(Choice):
     def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
         """See `Pattern.rule`; of the branch that selects (`oracle.compressed` is the other)."""
         position_N = torch.arange(given.q_BHND.shape[2], device=given.q_BHND.device)
-        score_NG = self.scores(given.q_BHND, self.means(given.k_BHND), position_N)[0, head]
-        return oracle.best_blocks(score_NG, self.block, self.count, self.attend_self)
+        mean_BHGD = self.means(given.k_BHND)
+        score_NG = self.scores(given.q_BHND, mean_BHGD, position_N)[0, head]
+        margin_NG = self.margins(given.q_BHND[0, head][:, None], mean_BHGD[0, head])
+        return oracle.best_blocks(score_NG, margin_NG, self.block, self.count, self.attend_self)
 
     def start(self, relative: Relative | None = None) -> Cache:
         return BlockCache(self, relative)
@@ -284,6 +307,10 @@ class RandomBlocks(Blocks):
             mixed_HQG = ((mixed_HQG ^ (mixed_HQG >> 15)) * multiplier) & 0xFFFFFFFF
         drawn_HQG = mixed_HQG.to(torch.float64).masked_fill(block_G >= position_Q[:, None] // self.block, -math.inf)
         return drawn_HQG.expand(len(q_BHQD), -1, -1, -1)
+
+    def margins(self, query: Tensor, key: Tensor) -> Tensor:
+        """Return zeros: what is drawn is not rounded."""
+        return torch.zeros_like(super().margins(query, key))
 
 
 class BlockCache(GrowingCache):

@@ -32,9 +32,10 @@ def attend(
 ) -> Tensor:
     """Return the outputs `[B, H, N, D]`; a position that reads nothing gets zero.
 
-    A position in several lists of one part gets the mean over those in which it reads something (the paper, section
-    4.1), or with merge="lse" one softmax over all of them, in which a key counts once for each of its lists. Several
-    parts, which share no pair, and in each of which a position reads at most one list, are always joined so.
+    A position in several lists of one part gets the mean over those in which it reads something (the
+    paper's released code divides by their number + 0.01), or with merge="lse" one softmax over all of
+    them, in which a key counts once for each of its lists. Several parts, which share no pair, and in
+    each of which a position reads at most one list, are always joined so.
     """
     q_RD, v_RD = q_BHND.flatten(0, 2), v_BHND.flatten(0, 2)
     k_RD = q_RD if k_BHND is q_BHND else k_BHND.flatten(0, 2)

@@ -55,6 +55,7 @@ class Lsh(ClusterPattern):
     """
 
     decided = ("attend_self", "has_keys", "merge")
+    configured = ("variant",)
 
     def __init__(
         self, heads: int, size: int, *, rounds: int, buckets: int, seed: int, variant: str = "causal", **given: Any

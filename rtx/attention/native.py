@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from rtx.attention.packed import Hidden, Reads
+from rtx.attention.ties import centroid_margin
 
 SOURCES = [Path(__file__).with_name(name) for name in ("selection.cpp", "native.cpp")]
 """What is compiled, and what that includes."""
@@ -51,7 +52,8 @@ class Selection(ctypes.Structure):
     """The arguments of the kernel that selects, in its order."""
 
     _fields_ = (
-        *((field, ctypes.c_void_p) for field in ("centroid", "x", "threshold", "count", "nearest", "moment")),
+        *((field, ctypes.c_void_p) for field in ("centroid", "x", "threshold", "margin")),
+        *((field, ctypes.c_void_p) for field in ("count", "nearest", "moment")),
         ("allocate", ALLOCATE),
         *((field, ctypes.c_int64) for field in ("G", "H", "C", "N", "D", "W")),
     )
@@ -134,8 +136,9 @@ def select(
     count_L = torch.zeros(B * H * C, dtype=torch.int64)
     nearest_BHN = torch.empty(B, H, N, dtype=torch.int64) if nearest else None
     moment_2BHC = None if threshold_HC is None else torch.empty(2, B, H, C, dtype=torch.float64)
-    floats = (None if x is None else x.detach().float().contiguous() for x in (centroid_HCD, x_BHND, threshold_HC))
-    given = [*floats, count_L, nearest_BHN, moment_2BHC]
+    margin_HC = centroid_margin(centroid_HCD, torch.float32)
+    floats = [None if x is None else x.detach().float().contiguous() for x in (centroid_HCD, x_BHND, threshold_HC)]
+    given = [*floats, margin_HC, count_L, nearest_BHN, moment_2BHC]
     rows: list[Tensor] = []
 
     def allocate(members: int) -> int:

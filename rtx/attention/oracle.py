@@ -9,7 +9,7 @@ Shapes: H heads, N positions, D head size, P lists, C clusters, T hash rounds.
 
 from __future__ import annotations
 
-from math import isnan
+from math import inf, isnan
 from typing import TYPE_CHECKING
 
 import torch
@@ -116,40 +116,80 @@ def last_members(query_CN: Tensor, key_CN: Tensor, window: int) -> Tensor:
     return mask_CNN
 
 
-def topk_members(score_CN: Tensor, window: int) -> Tensor:
-    """The `window` best positions of each cluster; equal scores: the earlier position wins; NaN is the worst."""
+def best(score_N: list[float], margin_N: list[float], count: int) -> list[int]:
+    """The places of the `count` best scores; NaN is the worst.
+
+    Scores no further than its margin from the last of these are equal to it, and of equals the earlier is the better.
+    """
+    score_N = [-inf if isnan(score) else score for score in score_N]
+    order = sorted(range(len(score_N)), key=lambda j: -score_N[j])
+    if len(order) <= count:
+        return order
+    last = order[count - 1]
+    better = [j for j in order if score_N[j] > score_N[last] + margin_N[last]]
+    equal = [j for j in sorted(order) if abs(score_N[j] - score_N[last]) <= margin_N[last] or j == last]
+    return (better + equal)[:count]
+
+
+def highest(score_C: list[float], margin_C: list[float]) -> int:
+    """The first cluster whose score is no further than its margin below the highest; of NaN alone the first."""
+    for c, score in enumerate(score_C):
+        if score + margin_C[c] >= max(score_C):
+            return c
+    return 0
+
+
+def topk_members(score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
+    """The `window` best positions of each cluster."""
     member_CN = torch.zeros(score_CN.shape, dtype=torch.bool, device=score_CN.device)
     for c, score_N in enumerate(score_CN.tolist()):
-        worse_N = [(isnan(score), 0.0 if isnan(score) else -score, j) for j, score in enumerate(score_N)]
-        member_CN[c, [j for _, _, j in sorted(worse_N)[:window]]] = True
+        member_CN[c, best(score_N, [float(margin_C[c])] * len(score_N), window)] = True
     return member_CN
 
 
-def threshold_members(score_CN: Tensor, threshold_C: Tensor) -> Tensor:
-    """Each position in the clusters that score it at or above their thresholds, else in the one it misses by least."""
+def threshold_members(score_CN: Tensor, threshold_C: Tensor, margin_C: Tensor) -> Tensor:
+    """Each position in the clusters whose thresholds it reaches, up to margins, else in the one it misses by least."""
     member_CN = torch.zeros(score_CN.shape, dtype=torch.bool, device=score_CN.device)
-    for i, above_C in enumerate((score_CN - threshold_C[:, None]).T.tolist()):
-        member_CN[[c for c, above in enumerate(above_C) if above >= 0] or above_C.index(max(above_C)), i] = True
+    above_CN = score_CN - threshold_C[:, None]
+    for i, above_C in enumerate(above_CN.T.tolist()):
+        reached = [c for c, above in enumerate(above_C) if above >= -float(margin_C[c])]
+        member_CN[reached or highest(above_C, margin_C.tolist()), i] = True
     return member_CN
 
 
-def nearest_members(score_CN: Tensor) -> Tensor:
-    """Each position in the cluster that scores it highest; equal scores: the first cluster wins."""
+def nearest_members(score_CN: Tensor, margin_C: Tensor) -> Tensor:
+    """Each position in the cluster that scores it highest."""
     member_CN = torch.zeros(score_CN.shape, dtype=torch.bool, device=score_CN.device)
     for i, score_C in enumerate(score_CN.T.tolist()):
-        member_CN[score_C.index(max(score_C)), i] = True
+        member_CN[highest(score_C, margin_C.tolist()), i] = True
     return member_CN
 
 
-def prefix_topk(query_score_CN: Tensor, key_score_CN: Tensor, window: int) -> Tensor:
+def kept_members(score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
+    """The members of each cluster behind every position, `[C, N, N]`, as positions arrive one after the other.
+
+    A full cluster takes a newcomer that is better than the worst member by more than the margin. It replaces the latest
+    of the members that are no better than the worst by more than that.
+    """
+    C, N = score_CN.shape
+    member_CNN = torch.zeros(C, N, N, dtype=torch.bool, device=score_CN.device)
+    for c, score_N in enumerate(score_CN.tolist()):
+        members: list[int] = []
+        for i, score in enumerate(score_N):
+            bar = float(margin_C[c]) + min((score_N[j] for j in members), default=inf)
+            if len(members) == window and score > bar:
+                members.remove(max(j for j in members if score_N[j] <= bar))
+            if len(members) < window:
+                members.append(i)
+            member_CNN[c, i, members] = True
+    return member_CNN
+
+
+def prefix_topk(query_score_CN: Tensor, key_score_CN: Tensor, margin_C: Tensor, window: int) -> Tensor:
     """Streaming top-w: position i reads a cluster's best keys of 0..i where it is among the best queries of 0..i."""
-    C, N = query_score_CN.shape
-    mask_CNN = torch.zeros(C, N, N, dtype=torch.bool, device=query_score_CN.device)
-    for i in range(N):
-        joins_C = topk_members(query_score_CN[:, : i + 1], window)[:, i]
-        best_CP = topk_members(key_score_CN[:, : i + 1], window)
-        mask_CNN[:, i, : i + 1] = best_CP & joins_C[:, None]
-    return mask_CNN
+    query_CNN, key_CNN = (kept_members(score_CN, margin_C, window) for score_CN in (query_score_CN, key_score_CN))
+    joins_CN = query_CNN.diagonal(dim1=1, dim2=2)
+    return key_CNN & joins_CN[:, :, None]
 
 
 def hashed(bucket_TN: Tensor, window: int, variant: str) -> Tensor:
@@ -174,22 +214,22 @@ def hashed(bucket_TN: Tensor, window: int, variant: str) -> Tensor:
     return mask_NN[None]
 
 
-def best_keys(score_NN: Tensor, window: int, attend_self: bool = True) -> Tensor:
+def best_keys(score_NN: Tensor, margin_NN: Tensor, window: int, attend_self: bool = True) -> Tensor:
     """Each position reads its `window` best of the positions up to itself, `[1, N, N]`."""
     mask_NN = torch.zeros(score_NN.shape, dtype=torch.bool, device=score_NN.device)
-    for i, score_N in enumerate(score_NN.tolist()):
-        among = list(range(i + 1 if attend_self or i == 0 else i))
-        mask_NN[i, sorted(among, key=lambda j, of=score_N: -of[j])[:window]] = True
+    for i, (score_N, margin_N) in enumerate(zip(score_NN.tolist(), margin_NN.tolist(), strict=True)):
+        among = i + 1 if attend_self or i == 0 else i
+        mask_NN[i, best(score_N[:among], margin_N[:among], window)] = True
     return mask_NN[None]
 
 
-def best_blocks(score_NG: Tensor, block: int, count: int, attend_self: bool = True) -> Tensor:
+def best_blocks(score_NG: Tensor, margin_NG: Tensor, block: int, count: int, attend_self: bool = True) -> Tensor:
     """Each position reads its own block up to itself, and the `count` finished blocks with the best scores."""
     N = len(score_NG)
     mask_NN = torch.zeros(N, N, dtype=torch.bool, device=score_NG.device)
-    for i, score_G in enumerate(score_NG.tolist()):
+    for i, (score_G, margin_G) in enumerate(zip(score_NG.tolist(), margin_NG.tolist(), strict=True)):
         own = i // block
         mask_NN[i, own * block : i + 1 if attend_self or i == 0 else i] = True
-        for g in sorted(range(own), key=lambda g, of=score_G: -of[g])[:count]:
+        for g in best(score_G[:own], margin_G[:own], count):
             mask_NN[i, g * block : (g + 1) * block] = True
     return mask_NN[None]

@@ -75,6 +75,8 @@ class Pattern(nn.Module, ABC):
     size: int | None = None
     decided: tuple[str, ...] = ()
     """Arguments that this class itself gives to those above, so that no configuration does."""
+    configured: tuple[str, ...] = ("scale", "dropout", "attend_self", "backend")
+    """Arguments of this class with a default that a configuration sets all the same; the others keep their default."""
 
     def __init__(
         self,
@@ -223,9 +225,11 @@ class ClusterPattern(Pattern):
         window: W.
         attend_self: false: a position reads itself only where it sees nothing else; None: so where queries stand for
             keys, as a vector is nearest to itself.
-        merge: "mean": a position in several clusters gets the mean of their outputs (the paper). "lse": one softmax
-            over the keys of all of them.
+        merge: "mean": a position in several clusters gets the mean of their outputs (the paper's
+            released code divides by their number + 0.01). "lse": one softmax over the keys of all.
     """
+
+    configured = ("attend_self", "merge")
 
     def __init__(
         self, *, has_keys: bool, window: int, attend_self: bool | None = None, merge: str = "mean", **given: Any
@@ -282,13 +286,22 @@ def keys_of(config: Config, heads: int, layer: int, routed: bool) -> dict[str, A
 
 
 def of_configuration(kind: type, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is known of the arguments of a class, and of those above that it hands further ones to."""
-    found, decided, starred = {}, set(), (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    """Return what is known of the arguments of a class, and of those above that it hands further ones to.
+
+    An argument with a default keeps it, unless its class, or one that builds on that, lists it as `configured`.
+    """
+    found: dict[str, Any] = {}
+    decided: set[str] = set()
+    configured: set[str] = set()
     for each in kind.__mro__:
         own = vars(each)
+        configured.update(own.get("configured", ()))
         takes = inspect.signature(own["__init__"]).parameters.values() if "__init__" in own else []
-        named = {one.name for one in takes if one.kind not in starred} & known.keys() - decided
-        found |= {name: known[name] for name in named}
+        named = [one for one in takes if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+        kept = {one.name for one in named if one.default is not one.empty} - configured
+        decided |= kept - found.keys()  # also for the classes above: this one hands its own value on
+        wanted = {one.name for one in named} & known.keys() - decided
+        found |= {name: known[name] for name in wanted}
         decided.update(own.get("decided", ()))
         if takes and all(one.kind is not one.VAR_KEYWORD for one in takes):
             break

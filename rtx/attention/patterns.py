@@ -60,6 +60,8 @@ class Recurrent(ContiguousPattern):
     released code evaluates.
     """
 
+    configured = ("same_length",)
+
     def __init__(self, *, length: int, memory: int, same_length: bool = False, **given: Any) -> None:
         super().__init__(**given)
         check_positive(length=length)
@@ -164,6 +166,7 @@ class AdaptiveSpan(ContiguousPattern):
 
     reads_all_kept = True
     decided = ("attend_self",)
+    configured = ("ramp", "cost")
 
     def __init__(self, heads: int, *, window: int, ramp: int = 32, cost: float = 0.0, **given: Any) -> None:
         super().__init__(attend_self=True, **given)  # a key within reach may weigh nothing, the own one never
@@ -214,11 +217,15 @@ class AdaptiveSpan(ContiguousPattern):
 
 
 class Random(ClusterPattern):
-    """The control of Table 1: clusters whose members read nothing of the sequence.
+    """The control of Table 1: clusters whose members are drawn, whatever the sequence holds.
+
+    The paper says no more than that Kidx is chosen at random. One draw, which is kept, is ours.
 
     Each cluster has `window` random members among `length` positions, a function of (seed, head, `clusters`, `window`,
     `length`) alone. Later positions go on with the same members over and over. Other options: see `ClusterPattern`.
     """
+
+    configured = ("has_keys",)
 
     def __init__(
         self, heads: int, clusters: int, *, length: int, seed: int, has_keys: bool = False, **given: Any

@@ -27,7 +27,8 @@ from rtx.attention.arguments import check_choice, check_number, check_positive
 from rtx.attention.cache import ClusterCache
 from rtx.attention.packed import Hidden, Packed, Part, members_read, pack
 from rtx.attention.pattern import ClusterPattern, Inputs, Pattern, of_configuration
-from rtx.attention.selection import PrefixTopK, arrivals, by_scores, centroid_scores, joins, tie_margin
+from rtx.attention.selection import PrefixTopK, arrivals, by_scores, centroid_scores, joins
+from rtx.attention.ties import centroid_margin
 
 paused: ContextVar[bool] = ContextVar("statistics_paused", default=False)
 
@@ -52,6 +53,7 @@ class Routing(ClusterPattern):
     """
 
     decided = ("has_keys", "window")
+    configured = ("commitment",)
 
     def __init__(self, centroids: Centroids, *, selection: str, commitment: float = 0.0, **given: Any) -> None:
         super().__init__(has_keys=centroids.keys != "shared", window=centroids.window, **given)
@@ -106,8 +108,9 @@ class Routing(ClusterPattern):
     def assign(self, number: int, x_BHND: Tensor) -> Packed:
         """Return the members of every cluster, of positions or queries (number 0) or keys, `[B, H, N, D]`.
 
-        Of equals it is the earlier position or the first cluster, which takes positions of NaN, too; else NaN is worse
-        than every score. In training the centroids gather their statistics here.
+        Of equals (`rtx.attention.selection` says what these are) it is the earlier position or the first cluster, which
+        takes positions of NaN, too; else NaN is worse than every score. In training the centroids gather their
+        statistics here.
         """
         store, gathers = self.centroids, self.training and not paused.get()
         x_BHND = x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32))
@@ -142,15 +145,18 @@ class Routing(ClusterPattern):
     def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
         centroid_CD = self.centroids.centroid_HCD[head]
         scores, window = [centroid_CD.to(x.dtype) @ x[0, head].T for x in self.clustered(given)], self.window
+        margin_C = centroid_margin(centroid_CD, scores[0].dtype)
         if prefix and self.selection == "topk":
-            return oracle.prefix_topk(scores[0], scores[-1], window)
+            return oracle.prefix_topk(scores[0], scores[-1], margin_C, window)
         if self.selection == "topk":
-            members = [oracle.topk_members(score_CN, window) for score_CN in scores]
+            members = [oracle.topk_members(score_CN, margin_C, window) for score_CN in scores]
         elif self.selection == "nearest":
-            members = [oracle.nearest_members(score_CN) for score_CN in scores]
+            members = [oracle.nearest_members(score_CN, margin_C) for score_CN in scores]
         else:
-            pairs = zip(scores, self.thresholds(), strict=False)
-            members = [oracle.threshold_members(score_CN, t_HC[head]) for score_CN, t_HC in pairs if t_HC is not None]
+            members = []
+            for score_CN, threshold_HC in zip(scores, self.thresholds(), strict=False):
+                if threshold_HC is not None:
+                    members.append(oracle.threshold_members(score_CN, threshold_HC[head], margin_C))
         return oracle.last_members(members[0], members[-1], window)
 
     def lists_kept(self, given: Inputs, cache: ClusterCache) -> Packed:
@@ -167,12 +173,14 @@ class Routing(ClusterPattern):
 
     def join(self, given: Inputs, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, Tensor | None]:
         scores = [centroid_scores(self.centroids.centroid_HCD, x) for x in self.clustered(given)]
+        margin_HC = centroid_margin(self.centroids.centroid_HCD, scores[0].dtype)
         if self.selection != "topk":
-            joined = [joins(score, t_HC)[..., 0] for score, t_HC in zip(scores, self.thresholds(), strict=False)]
+            pairs = zip(scores, self.thresholds(), strict=False)
+            joined = [joins(score, threshold_HC, margin_HC)[..., 0] for score, threshold_HC in pairs]
             return joined[0], joined[-1], None
         shape, like = scores[0].shape[:3], scores[0]
         if not cache.best:
-            margin_L = tie_margin(self.centroids.centroid_HCD, like.dtype).expand(shape).flatten()
+            margin_L = margin_HC.expand(shape).flatten()
             cache.best = [PrefixTopK((len(margin_L),), self.window, like, margin_L) for _ in scores]
         at_L = torch.full((shape.numel(),), position, device=like.device)
         offers = [best.offer(score.flatten(), at_L) for best, score in zip(cache.best, scores, strict=True)]
@@ -202,10 +210,11 @@ class Centroids(nn.Module):
         window, length: a cluster is to hold `window` of `length` positions; thresholds follow that.
         decay: share of a centroid that survives one step.
         update: "members" (ours): a centroid moves towards the mean of its members, however they were chosen, and goes
-            back on the sphere; one without members towards where the others' are, if thresholds stay. "nearest" (the
-            released code): towards the mean of the positions that it scores highest of all centroids; without any it
-            stays. "sum": Algorithm 1 as printed, sums of the nearest over a sequence (the mean over the sequences of a
-            step); nothing is normalised.
+            back on the sphere; one without members towards where the others' are, if thresholds stay.
+            "nearest": towards the mean of the positions that it scores highest of all centroids, and back
+            on the sphere; without any it stays. The released code takes the same positions, but sets a
+            centroid to a running sum over a running count, of any norm. "sum": Algorithm 1 as printed,
+            sums of the nearest over a sequence (the mean over the sequences of a step), not normalised.
         threshold_rate: eta. Thresholds that choose move by eta (count / W - 1) deviations of their centroid's scores,
             where count is what the batch gave the cluster and W what it is to hold; 0: thresholds stay.
         keys: "shared" where queries stand for keys; "separate": keys are members of their own, and both are counted
@@ -220,6 +229,8 @@ class Centroids(nn.Module):
     key_threshold_HC: Tensor | None
     projection_HDD: Tensor | None
     steps: Tensor
+
+    configured = ("update", "threshold_rate", "keys")
 
     def __init__(
         self,

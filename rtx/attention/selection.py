@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rtx.attention import native
 from rtx.attention.packed import Packed
+from rtx.attention.ties import best_places, centroid_margin, highest
 
 MAX_SCORES = 1 << 23
 """Scores held at once, but for those of one head."""
@@ -28,11 +29,16 @@ def normalise(x_BHND: Tensor) -> Tensor:
     return F.layer_norm(x_BHND, one_D.shape, one_D, eps=1e-6)
 
 
+def products(query: Tensor, key: Tensor) -> Tensor:
+    """Return the dot products of rows, float32 or wider also under autocast: narrow ones are equal far too often."""
+    wide = torch.promote_types(key.dtype, torch.float32)
+    with torch.autocast(key.device.type, enabled=False):
+        return query.to(wide) @ key.to(wide).transpose(-1, -2)
+
+
 def centroid_scores(centroid_HCD: Tensor, x_BHND: Tensor) -> Tensor:
     """Return the dot products `[B, H, C, N]` of centroids with normalised vectors, float32 or wider."""
-    x_BHND = x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32))
-    with torch.autocast(x_BHND.device.type, enabled=False):
-        return centroid_HCD.to(x_BHND.dtype) @ x_BHND.transpose(-1, -2)
+    return products(centroid_HCD, x_BHND)
 
 
 def by_scores(
@@ -41,19 +47,20 @@ def by_scores(
     """Return what `native.select` does, by torch's kernels, some heads at a time."""
     (B, H, N, _), C = x_BHND.shape, centroid_HCD.shape[1]
     threshold_XC = None if threshold_HC is None else threshold_HC.repeat(B, 1)
-    every = centroid_HCD.repeat(B, 1, 1), x_BHND.flatten(0, 1), threshold_XC
+    margin_XC = centroid_margin(centroid_HCD, x_BHND.dtype).repeat(B, 1)
+    every = centroid_HCD.repeat(B, 1, 1), x_BHND.flatten(0, 1), threshold_XC, margin_XC
     piece = max(1, MAX_SCORES // max(1, C * N))
     rows, near, sums = [], [], []
     for first in range(0, max(1, B * H), piece):
-        centroid, x, threshold = (None if one is None else one[first : first + piece] for one in every)
-        assert centroid is not None and x is not None
+        centroid, x, threshold, margin = (None if one is None else one[first : first + piece] for one in every)
+        assert centroid is not None and x is not None and margin is not None
         score_XCN = centroid_scores(centroid, x)
         if window:
-            rows.append(members(score_XCN, threshold, window) + first * C * N)
+            rows.append(members(score_XCN, threshold, margin, window) + first * C * N)
         if nearest:
-            near.append(score_XCN.argmax(-2))
+            near.append(highest(score_XCN, margin))
         if threshold is not None:
-            sums.append(torch.stack([score_XCN.sum(-1), score_XCN.square().sum(-1)]))
+            sums.append(moments(score_XCN))
     score_M = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64, device=x_BHND.device)
     list_M = score_M // max(1, N)
     count_L = torch.bincount(list_M, minlength=B * H * C)
@@ -62,51 +69,40 @@ def by_scores(
     return row_M, count_L, torch.cat(near).view(B, H, N) if near else None, moment_2BHC
 
 
-def members(score_XCN: Tensor, threshold_XC: Tensor | None, window: int) -> Tensor:
+def moments(score_XCN: Tensor) -> Tensor:
+    """Return the sums of scores and of their squares, `[2, X, C]`.
+
+    In float64: the deviation of scores that hardly differ is lost in a float32 sum of squares.
+    """
+    wide_XCN = score_XCN.double()
+    sum_XC = wide_XCN.sum(-1)
+    return torch.stack([sum_XC, wide_XCN.square().sum(-1)])
+
+
+def members(score_XCN: Tensor, threshold_XC: Tensor | None, margin_XC: Tensor, window: int) -> Tensor:
     """Return the numbers of the scores that make their positions members, list after list."""
     if threshold_XC is not None:
-        return joins(score_XCN, threshold_XC).flatten().nonzero().flatten()
+        return joins(score_XCN, threshold_XC, margin_XC).flatten().nonzero().flatten()
     X, C, N = score_XCN.shape
     # NaN is worse than every score.
-    best_XCW = best_places(score_XCN.nan_to_num(-math.inf, math.inf, -math.inf), window).sort(dim=-1).values
+    sound_XCN = score_XCN.nan_to_num(-math.inf, math.inf, -math.inf)
+    best_XCW = best_places(sound_XCN, window, lambda _: margin_XC[..., None]).sort(dim=-1).values
     return (best_XCW + torch.arange(X * C, device=score_XCN.device).view(X, C, 1) * N).flatten()
 
 
-def joins(score_XCN: Tensor, threshold_XC: Tensor | None) -> Tensor:
+def joins(score_XCN: Tensor, threshold_XC: Tensor | None, margin_XC: Tensor) -> Tensor:
     """Return the memberships by thresholds, `[X, C, N]` (X: any dimensions), each decided by its position alone.
 
     Selections "causal" and, without thresholds, "nearest": no position is left out, and thresholds that follow counts
     share them out.
     """
-    above_XCN = score_XCN - (math.inf if threshold_XC is None else threshold_XC[..., None])
-    best_XCN = score_XCN if threshold_XC is None else above_XCN
-    return (above_XCN >= 0).scatter_(-2, best_XCN.argmax(-2, keepdim=True), True)
-
-
-def best_places(score: Tensor, count: int) -> Tensor:
-    """Return the places of the `count` best along the last dimension (all of a shorter one), in any order.
-
-    Of equals it is the earlier.
-    """
-    N = score.shape[-1]
-    if count >= N:
-        return torch.arange(N, device=score.device).expand(score.shape)
-    value, at = score.topk(count + 1, dim=-1, sorted=False)
-    worst, place = value.masked_fill(value.isnan(), math.inf).min(dim=-1, keepdim=True)  # topk has NaN first
-    at = at.scatter(-1, place, at[..., count:])[..., :count]
-    tied = ((value == worst).sum(-1) > 1) & (worst[..., 0] > -math.inf)
-    if bool(tied.any()):  # which of equals torch takes is its own affair
-        at[tied] = score[tied].sort(dim=-1, descending=True, stable=True).indices[:, :count]
-    return at
-
-
-def tie_margin(centroid_HCD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return how far apart scores `[H, C]` of one and the same unit may come out of products of different shapes.
-
-    Streams take scores that are closer for equal: a unit that returns must not push itself out by its rounding.
-    """
-    wide = torch.promote_types(dtype, torch.float32)
-    return 64 * torch.finfo(wide).eps * math.sqrt(centroid_HCD.shape[-1]) * centroid_HCD.to(wide).norm(dim=-1)
+    if threshold_XC is None:
+        joins_XCN = torch.zeros_like(score_XCN, dtype=torch.bool)
+        above_XCN = score_XCN
+    else:
+        above_XCN = score_XCN - threshold_XC[..., None]
+        joins_XCN = above_XCN >= -margin_XC[..., None]
+    return joins_XCN.scatter_(-2, highest(above_XCN, margin_XC)[..., None, :], True)
 
 
 class PrefixTopK:
@@ -152,7 +148,7 @@ def arrivals(centroid_HCD: Tensor, x_BHND: Tensor, window: int) -> Arrivals:
     Position i reads j <= i where j joined on arrival and leaves behind i.
     """
     (B, H, N, _), C = x_BHND.shape, centroid_HCD.shape[1]
-    margin_L = tie_margin(centroid_HCD, x_BHND.dtype).repeat(B, 1, 1).flatten()
+    margin_L = centroid_margin(centroid_HCD, x_BHND.dtype).repeat(B, 1, 1).flatten()
     wide = x_BHND.new_zeros(0, dtype=torch.promote_types(x_BHND.dtype, torch.float32))
     best = PrefixTopK((B * H * C,), window, wide, margin_L)
     none_M = torch.zeros(0, dtype=torch.int64, device=x_BHND.device)

@@ -18,7 +18,7 @@ from rtx.analysis.loss_by_position import by_context, by_position, estimate, uni
 from rtx.compose import short_hash, with_values
 from rtx.data.catalog import Store
 from rtx.data.datamodule import RtxDataModule
-from rtx.data.sets import MADE, SETS
+from rtx.data.sets import SETS
 from rtx.errors import UserError, plural
 from rtx.evaluation.protocols import Window, windows
 from rtx.evaluation.scores import read_windows, sample_windows
@@ -26,6 +26,7 @@ from rtx.help import prose_width
 from rtx.options import ContextOptions, CoverageOptions, DivergenceOptions, PatternsOptions, read_words, what_to_do
 from rtx.progress import progress_bar
 from rtx.report import plots
+from rtx.report.divergences import heads_name
 from rtx.report.summary import protocol_line, sees_future
 from rtx.report.tables import Column, print_table
 from rtx.training.inference import LoadedRun, open_run, run_config
@@ -71,8 +72,6 @@ def main(arguments: list[str]) -> int:
 
 def divergence(run: LoadedRun, store: Store, options: DivergenceOptions) -> Result:
     """How far apart the heads of a layer read, by layer and as mean over the layers (the paper's Table 6)."""
-    if run.config.model.heads < 2:
-        raise UserError("model.heads=1: a divergence is between two heads of a layer")
     tokens = store.split(options.split)
     chosen = sample_windows(windows(len(tokens), run.config.data.length), options.sequences, options.seed)
     ids_BN = read_windows(tokens, chosen)[0].to(run.device)
@@ -82,7 +81,7 @@ def divergence(run: LoadedRun, store: Store, options: DivergenceOptions) -> Resu
     print(f"{what}, nats (at most {math.log(2):.4f}),\nmean ± deviation of {options.draws} draws")
     table: dict[Any, dict[str, Any]] = {}
     for row in [*found, *({"layer": "mean", **row} for row in means)]:
-        kind = " ".join(row["kind"]).replace("routed", "routing")
+        kind = " ".join(map(heads_name, row["kind"]))
         table.setdefault(row["layer"], {"layer": row["layer"]})[kind] = "{mean:.4f} ± {deviation:.4f}".format(**row)
     kinds = dict.fromkeys(key for row in table.values() for key in row)
     print_table(list(table.values()), [Column(kind, kind) for kind in kinds])
@@ -91,9 +90,8 @@ def divergence(run: LoadedRun, store: Store, options: DivergenceOptions) -> Resu
 
 def patterns(run: LoadedRun, store: Store, options: PatternsOptions) -> Result:
     """Which positions the heads of a layer read in one sequence: a table, and a picture with a map for each head."""
-    top, N = run.config.model.layers - 1, run.config.data.length
-    if (layer := top if options.layer is None else options.layer) > top:
-        raise UserError(f"layer={layer}: the topmost layer is layer={top}")
+    N = run.config.data.length
+    layer = run.config.model.layers - 1 if options.layer is None else options.layer
     tokens = store.split(options.split)
     chosen = sample_windows(windows(len(tokens), N), 1, options.seed)
     ids_1N = read_windows(tokens, chosen)[0].to(run.device)
@@ -103,7 +101,7 @@ def patterns(run: LoadedRun, store: Store, options: PatternsOptions) -> Result:
         attention, x_1NE = next(itertools.islice(weights.layer_inputs(run.model, ids_1N), layer, None))
         for name, group in weights.groups_of(attention, x_1NE).items():
             for weight_PN in torch.cat([block.cpu() for block in weights.weight_blocks(group, at_P)], dim=-1):
-                row = {"layer": layer, "head": len(rows), "pattern": name.replace("routed", "routing")}
+                row = {"layer": layer, "head": len(rows), "pattern": heads_name(name)}
                 rows.append({**row, **weights.summary(weight_PN, at_P)})
                 maps.append(weight_PN.float())
     print("means over the positions that read anything; distances weighted by the attention")
@@ -133,10 +131,6 @@ def context(run: LoadedRun, store: Store, options: ContextOptions) -> Result:
     """Loss by position in the window, and what the same units gain from farther context."""
     config, mode, N = run.config, options.mode, run.config.data.length
     tokens = store.split(options.split)
-    if config.data.name in MADE:
-        raise UserError(f"a run on data={config.data.name} scores its answers alone; there is no loss by position")
-    if memory := config.model.memory:
-        raise UserError(f"model.memory={memory}: far context is there; compare rtx eval memory=0 with memory={memory}")
     every = windows(len(tokens), N)[: max(1, len(tokens) // N)]  # without the last, that scores a part of its units
     chosen = sample_windows(every, options.windows, options.seed)
 
@@ -171,12 +165,12 @@ def coverage(run: LoadedRun, store: Store, options: CoverageOptions) -> Result:
     chosen = sample_windows(windows(len(tokens), N)[: max(1, len(tokens) // N)], options.windows, options.seed)
     ids_KN, window = read_windows(tokens, chosen)[0], model.window if options.window is None else options.window
     if window >= ids_KN.shape[1]:
-        raise UserError(f"window={window}: must be less than the {ids_KN.shape[1]} units of a sequence")
+        units = f"the {ids_KN.shape[1]} units of split {options.split}"
+        raise UserError(f"window={window}: must be less than {units}; give window=<less>, or window=0")
     keys, block = options.keys or config.routing.window, options.block or config.routing.block
     sizes = sorted({min(N, max(1, keys << double >> 2)) for double in range(5)})
     every = [covered.selections(config, layer, sizes, block) for layer in range(model.layers)]
-    if not (layers := [f"layer {layer}" for layer, patterns in enumerate(every) if len(patterns)]):
-        raise UserError(f"model.base={model.base}: no layer has full heads, whose attention could be covered")
+    layers = [f"layer {layer}" for layer, patterns in enumerate(every) if len(patterns)]
     made, found = torch.nn.ModuleList(every).to(run.device), []
     for ids_BN in RtxDataModule(config, store).train_dataloader():
         covered.fit(config, run.model, made, ids_BN.long().to(run.device))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rtx.compose import flat, short_hash, to_dict
-from rtx.config import Config
 from rtx.data.catalog import Store
 from rtx.data.store import TokenStore
 from rtx.errors import UserError, printable, written
@@ -18,11 +17,11 @@ from rtx.evaluation.scores import Score
 from rtx.help import terminal_width
 from rtx.model.ablation import ablate
 from rtx.options import EvalOptions, read_words
-from rtx.progress import clock
+from rtx.progress import clock, say
 from rtx.report.summary import protocol_line, sees_future
 from rtx.training.inference import LoadedRun, open_run, run_config, score_split, with_stride
 from rtx.training.loggers import add_to_wandb
-from rtx.training.run_folder import save, utc_now
+from rtx.training.run_folder import is_export, read_status, run_state, save, shown, utc_now
 
 OF_MODEL = ("memory", "clamp", "same_length")  # options that are keys of the model, and told as they are typed
 
@@ -37,7 +36,8 @@ def main(arguments: list[str]) -> int:
         raise UserError(re.sub(rf"\bmodel\.({'|'.join(OF_MODEL)})\b", r"\1", str(error))) from error
     if "stride" in words.given or config.model.memory:
         config = with_stride(config, options.stride)
-    check_ablation(config, options.ablate)
+    if note := note_on_end(folder):
+        say(note)
     run, store = open_run(folder, config, options.checkpoint)
     ablate(run.model, config, options.ablate)
     tokens, habits = store.split(options.split), ""
@@ -55,12 +55,16 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def check_ablation(config: Config, how: str) -> None:
-    """Refuse an ablation that the model has nothing for, before anything is loaded."""
-    if how != "none" and not (config.routing.heads and config.routing.layers):
-        raise UserError(f"ablate={how}: the model has no routing heads to take away")
-    if how == "random" and config.routing.selection == "random":
-        raise UserError("ablate=random: the heads of selection=random read random members already")
+def note_on_end(folder: Path) -> str:
+    """Return a line on a run that has not come to its end, or nothing."""
+    status, state = read_status(folder) or {}, run_state(folder)
+    if is_export(folder) or state in ("done", "unknown"):
+        return ""
+    steps = f" of {status['steps']:,}" if status.get("steps") else ""
+    at = f"at step {status['step']:,}{steps}"
+    if state == "running":
+        return f"note: the run is still running, {at}"
+    return f"note: the run is not done: {state} {at}; rtx resume {shown(folder)} goes on"
 
 
 def described(

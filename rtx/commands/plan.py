@@ -37,7 +37,7 @@ def cost_lines(asked: Config, known: int, world: int, memory: float | None) -> l
     used, step = footprint(config, total, micro, known), total.step(config) / TERA
     parts = {"dense": total.dense, "attention": total.attention, "selection": total.selection}
     shares = ", ".join(f"{name} {100 * part / total.forward:.0f}%" for name, part in parts.items())
-    sizes = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in used.items())
+    sizes = ", ".join(f"{name} {size_text(size)}" for name, size in used.items())
     return [
         f"model       {asked.model.name}: {plural(asked.model.layers, 'layer')}, {asked.model.base} heads; "
         f"{routing_phrase(asked)}; "
@@ -50,8 +50,8 @@ def cost_lines(asked: Config, known: int, world: int, memory: float | None) -> l
         f"step        {plural(trainer.batch_size, 'sequence')}, {units:,} units, {step:,.3g} TFLOP "
         f"({plural(world, 'device')}, {plural(micro, 'sequence')} at a time{', recomputed' * recompute})",
         f"run         {plural(trainer.steps, 'step')}, {units * trainer.steps:,} units, {step * trainer.steps:,.3g} "
-        f"TFLOP: {step * trainer.steps / 100 / 3600:,.3g} hours at 100 TFLOP/s",
-        f"memory      about {sum(used.values()) / GIB:.2f} GiB a device: {sizes}",
+        f"TFLOP: {time_text(step * trainer.steps / 100)} at 100 TFLOP/s",
+        f"memory      about {size_text(sum(used.values()))} a device: {sizes}",
     ]
 
 
@@ -78,7 +78,29 @@ def fit_lines(config: Config, known: int, world: int, asked: float | None) -> li
     lines = []
     for place, planned, room in places:
         micro, recompute, peak, fits = choose_micro_batch(planned, known, room, world)
-        what = f"{plural(micro, 'sequence')} at a time{', recomputed' * recompute}, {peak / GIB:.2f} GiB"
+        what = f"{plural(micro, 'sequence')} at a time{', recomputed' * recompute}, {size_text(peak)}"
         less = "less is needed with optimizer=adafactor, model.ffn_parts=16, hardware=fsdp or a smaller data.length"
         lines.append(f"{'' if lines else 'what fits':<12}{place}: {what if fits else f'does not fit ({what}); {less}'}")
     return lines
+
+
+def size_text(size: float) -> str:
+    """Return a number of bytes in GiB, or in MiB or KiB where it is less than one."""
+    if size >= GIB:
+        return f"{size / GIB:.2f} GiB"
+    if size >= 2**20 or not size:
+        return f"{size / 2**20:.0f} MiB"
+    return f"{size / 2**10:.0f} KiB"
+
+
+def time_text(seconds: float) -> str:
+    """Return a time in the largest of hours, minutes and seconds of which it has two, in three digits."""
+    if seconds < 0.001:
+        return "less than 0.001 seconds"
+    count = seconds
+    unit = "seconds"
+    for larger in ("minutes", "hours"):
+        if count >= 120:
+            count /= 60
+            unit = larger
+    return f"{count:,.0f} {unit}" if count >= 100 else f"{count:.3g} {unit}"

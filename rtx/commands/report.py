@@ -7,7 +7,8 @@ from pathlib import Path
 from rtx.errors import RunFailed, UserError, plural, printable
 from rtx.help import terminal_width
 from rtx.options import READS, read_words
-from rtx.report.contents import build, list_of_tables, write
+from rtx.report.contents import build, list_of_tables, printed_view, write
+from rtx.report.paper import paper_tables
 from rtx.report.run_records import collect, run_folders
 from rtx.report.steps import read_records, recorded
 from rtx.report.tables import aligned, terminal
@@ -15,13 +16,15 @@ from rtx.training.run_folder import outputs_root, read_status, shown
 
 
 def main(arguments: list[str]) -> int:
-    """Write and print the report of runs; without one, list the paper's tables and what of them is in outputs/."""
+    """Write and print the report of runs; without one, print the paper's tables and what of them is in outputs/."""
     words, width = read_words("report", arguments), terminal_width()
     if words.options.output and not words.runs:
         raise UserError(f"output={words.options.output}: which runs? usage: {READS['report'].usage()}")
     for folder in words.runs:
         if not run_folders(folder) and not recorded(folder):
-            why = "holds no run; a run has a config.yaml" if folder.is_dir() else "no such folder"
+            why = "no such folder"
+            if folder.is_dir():
+                why = "holds no run; a run has a config.yaml (rtx report alone prints the paper's tables)"
             raise UserError(f"{folder}: {why}")
     if not words.runs:
         print("\n".join(offered(width)))
@@ -66,7 +69,8 @@ def offered(width: int) -> list[str]:
     lines = [f"Runs in {shown(root)}:" if rows else f"No runs in {shown(root)} yet; rtx train makes one.", ""]
     lines += [f"    {line}" for line in aligned([row[1:] for row in rows])] if rows else []
     lines += ["", "The paper's tables:", ""] if rows else ["The paper's tables:", ""]
-    for row in list_of_tables(found.cells).rows:
+    for row, table in zip(list_of_tables(found.cells).rows, paper_tables(), strict=True):
         lines += textwrap.wrap(f"{row['table']}  {row['about']}: {row['run']}", width)
-        lines += [*(f"    {command}" for command in row["command"].split("; ")), ""]
+        lines += [f"    {command}" for command in table.commands]
+        lines += [terminal(printed_view(table), width), ""]
     return lines

@@ -22,20 +22,19 @@ from rtx.training.signals import INTERRUPTED, Stopped
 
 
 def main(arguments: list[str]) -> int:
-    """Print the text on stdout as it comes, or the path of a picture; all else on stderr."""
+    """Print the text on stdout, on a terminal as it comes, or the path of a picture; all else on stderr."""
     words = read_words("sample", arguments)
     folder, options = words.runs[0], words.options
     config = run_config(folder, words.overrides)
-    is_image, size = SETS[config.data.name].image, config.data.length
-    if is_image and (options.prompt or (options.length or 0) > size):
-        extra = f"prompt, or a length above {size}"
-        raise UserError(f"{extra}, has no place in a run on images: an image has {size} units")
     run = load_run(folder, config, options.checkpoint, prepare_device(config), say=tell)
-    return draw_image(run, options) if is_image else write_text(run, options)
+    return draw_image(run, options) if SETS[config.data.name].image else write_text(run, options)
 
 
 def write_text(run: LoadedRun, options: SampleOptions) -> int:
-    """Print a text as it comes and keep it; returns the exit code of a signal that stopped it, or 0."""
+    """Print a text and keep it; returns the exit code of a signal that stopped it, or 0.
+
+    A terminal gets it unit by unit, a file or a pipe at once: what reads those may take each piece for a line.
+    """
     tokenizer, length, most = run.tokenizer, options.length or 1000, run.config.data.length
     prompt_1P = torch.from_numpy(encode_text(tokenizer, options.prompt))[None]
     given = prompt_1P.shape[1]
@@ -43,14 +42,17 @@ def write_text(run: LoadedRun, options: SampleOptions) -> int:
         positions = f"model.positions={run.config.model.positions} covers data.length={most}"
         raise UserError(f"length={length}: {positions}; with the prompt, at most {most - given}")
     text, decoder = bytearray(), codecs.getincrementaldecoder("utf-8")("replace")
+    is_terminal = sys.stdout.isatty()
 
     def write(units: torch.Tensor) -> None:
         text.extend(written := tokenizer.decode(units.tolist()))
-        print(printable(decoder.decode(written)), end="", flush=True)
+        if is_terminal:
+            print(printable(decoder.decode(written)), end="", flush=True)
 
     write(prompt_1P[0])
     done, stopped = draw(run, options, prompt_1P, length, write)
-    print(printable(decoder.decode(b"", final=True)), flush=True)
+    rest = b"" if is_terminal else bytes(text)
+    print(printable(decoder.decode(rest, final=True)), flush=True)
     if stopped:
         tell(f"stopped after {done:,} of {length:,} units")
     with contextlib.redirect_stdout(sys.stderr):

@@ -2,16 +2,21 @@
 
 import gc
 import os
+import shlex
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rtx import __version__
 from rtx.analysis.attention_weights import read_telemetry
+from rtx.analysis.cost import cost
 from rtx.analysis.footprint import fit_to_device, with_less_memory
+from rtx.cells import refuse_sweep
 from rtx.checks import check_logger
 from rtx.commands.sample import draw_image, write_text
 from rtx.compose import RUN_CONFIG, compose, load_run_config, to_dict, to_yaml, with_absolute_path
@@ -27,13 +32,14 @@ from rtx.options import SampleOptions
 from rtx.progress import say
 from rtx.report.summary import closing_lines, protocol_line, routing_lines
 from rtx.training import run_folder
+from rtx.training.apart import stopped, train_apart
 from rtx.training.callbacks import Watch
 from rtx.training.checkpoint import Checkpoint, newest_checkpoint
 from rtx.training.distributed import Ranks
 from rtx.training.hardware import OUT_OF_MEMORY, Hardware, device_memory, out_of_memory, prepare_torch, resolve_hardware
 from rtx.training.inference import load, stores_of
 from rtx.training.loggers import GuardedWandbLogger, logging_to
-from rtx.training.module import TrainingModule, build_model
+from rtx.training.module import TrainingModule, build_model, learning_rate
 from rtx.training.run_folder import Status, shown
 from rtx.training.signals import Signals, Stopped, ignore_signals, started_by_another, state_after
 from rtx.training.trainer import Outcome, fit
@@ -43,16 +49,37 @@ SAMPLE_UNITS = 3072  # of a sample image: all of one of 32 x 32, the upper rows 
 
 
 def main(arguments: list[str]) -> int:
-    config, folder = with_absolute_path(compose(arguments)), run_folder.given_folder()
-    if folder is None or not (folder / RUN_CONFIG).exists():
-        return run(config)
-    config = run_folder.as_chosen(config, load_run_config(folder))
-    before = run_folder.plan_resumption(folder, config)
-    return run(config, folder, before) if before else 0
+    config, folder, before = run_folder.place_of(with_absolute_path(compose(arguments)))
+    return 0 if before is None else run(config, folder, before)
 
 
-def run(config: Config, folder: Path | None = None, before: str = "") -> int:
-    """Train in a new folder, or go on in that of a run by its state `before`, and return the exit code."""
+def call(overrides: Sequence[str]) -> Path:
+    """Train for a caller from Python as `rtx train` with these overrides, and return the folder of the run.
+
+    Whatever happens is raised: `UserError` for what is wrong with the overrides, `RunFailed` where the run fails, loses
+    one of its processes, or is stopped. The caller's process does not end, and its signal handlers are put back.
+    """
+    refuse_sweep(overrides)
+    config, folder, before = run_folder.place_of(with_absolute_path(compose(overrides)))
+    folder = folder or run_folder.new_run_folder(config.name)
+    if before is None:
+        return folder
+    command, hardware = shlex.join(["rtx", "train", *overrides]), resolve_hardware(config)
+    if hardware.world > 1 and hardware.launcher != "rtx":
+        several = f"{hardware.launcher} has started several processes"
+        raise UserError(f"rtx.train is called by one process, and {several}: let it start `{command}`")
+    if hardware.world > 1:
+        train_apart(overrides, folder)
+    elif run(config, folder, before, command):
+        raise RunFailed(stopped(folder))
+    return folder
+
+
+def run(config: Config, folder: Path | None = None, before: str = "", call: str = "") -> int:
+    """Train in a new folder, or go on in that of a run by its state `before`, and return the exit code.
+
+    `call`: the command that a call from Python stands for, whose process is not ended.
+    """
     check_logger(config)
     hardware = resolve_hardware(config)
     if config.hardware.attention == "flex" and hardware.accelerator == "cpu":
@@ -61,7 +88,7 @@ def run(config: Config, folder: Path | None = None, before: str = "") -> int:
     if hardware.rank > 0:
         # Only the first process writes; the others, whoever started them, need no folder of their own.
         return follow(config, hardware, folder or Path(os.devnull), before)
-    with Signals() as signals:
+    with Signals(in_a_call=bool(call)) as signals:
         try:
             root = stores_of(folder, config.data)
             store = open_data(config.data, root)  # before there is a folder for a mistake to leave behind
@@ -74,7 +101,7 @@ def run(config: Config, folder: Path | None = None, before: str = "") -> int:
                 signals.at_once = lambda code: status.end(state_after(code), "stopped at once")
                 if choice:
                     say(choice)
-                place = (folder, store, signals, Ranks(0, hardware.world), status)
+                place = (folder, store, signals, Ranks(0, hardware.world), status, call)
                 within_memory(fitted, config, before, hardware, *place)
             return 0
         except Stopped as stop:
@@ -124,7 +151,14 @@ def follow(config: Config, hardware: Hardware, folder: Path, before: str) -> int
 
 
 def train(
-    config: Config, before: str, folder: Path, store: Store, signals: Signals, ranks: Ranks, status: Status | None
+    config: Config,
+    before: str,
+    folder: Path,
+    store: Store,
+    signals: Signals,
+    ranks: Ranks,
+    status: Status | None,
+    call: str = "",
 ) -> None:
     """Build the model, fit it and tell what came of it; ranks without a `status` write nothing."""
     signals.release()
@@ -138,6 +172,8 @@ def train(
     if status:
         known = {"hardware": vars(hardware), "data": facts["data"], "parameters": model.count_parameters()}
         known["extensions"] = {str(path): name for name, (path, _) in copies(config.extensions).items()}
+        if call:
+            known["command"] = call
         if moved := run_folder.record_start(folder, known, changed, anew=start is None):
             say(f"no longer exact: {', '.join(moved)}")
         write_config(config, folder)  # only now: it is known to fit the checkpoint
@@ -150,7 +186,8 @@ def train(
         for line in routing_lines(config):
             say(line)
     module = TrainingModule(model, config, store.answers, ranks, facts)
-    with logging_to(folder if status else None, config, facts["config"], tell, data.step) as loggers:
+    hyperparameters = {**facts["config"], "facts": logged_facts(config, store)}
+    with logging_to(folder if status else None, config, hyperparameters, tell, data.step) as loggers:
         watch = Watch(folder, module, data, signals, read_telemetry, status)
         outcome = fit(watch, loggers, start["path"] if start else None)
         if status:
@@ -159,6 +196,18 @@ def train(
             del watch, module, model  # the sample is by the checkpoint, and may need their memory
             finish(config, hardware, folder, store, outcome, status, loggers)
     signals.release()
+
+
+def logged_facts(config: Config, store: Store) -> dict[str, Any]:
+    """Return what loggers keep beside the configuration: size and cost of the model, code and data by fingerprints."""
+    costs = cost(config, store.vocabulary)
+    return {
+        "parameters": costs.parameters,
+        "teraflop_per_step": costs.step(config) / 1e12,
+        "rtx": __version__,
+        "rtx_commit": run_folder.code_commit(),
+        "data_fingerprint": store.fingerprint,
+    }
 
 
 def find_start(
@@ -212,7 +261,8 @@ def finish(
     """Print the score of a finished run beside baselines on the same split, and a sample, where memory is left."""
     final, stamps = status.fields["final"], stamp_phrases(store.stamps, "valid")
     read = {"partial": bool(outcome.sample), "stamps": stamps}
-    protocol, schedule = protocol_line(config, "valid", store.unit, outcome.final.units, **read), config.optimizer.steps
+    protocol = protocol_line(config, "valid", store.unit, outcome.final.units, **read)
+    schedule = config.optimizer.steps
     steps = f"{outcome.step:,} steps" + " (trainer.max_minutes is up)" * outcome.time_up
     try:
         if store.unit == "byte" and not outcome.sample:
@@ -220,18 +270,36 @@ def finish(
             status.update(write=True)
         further = further_lines(store.unit, final)
         if outcome.step < schedule:
-            share = f"{100 * outcome.step / schedule:.2g}% of the schedule"
-            further.append(f"{share}: optimizer={config.optimizer.name} is made for {schedule:,} steps")
+            further += short_run(config, outcome.step)
         say(closing_lines(shown(folder), steps, final, protocol, further))
+        wandb = loggers[-1] if isinstance(loggers[-1], GuardedWandbLogger) else None
+        if wandb:
+            wandb.summarize(protocol=protocol)
         if isinstance(store, TokenStore):
             work = load(folder, "last", "cuda" if hardware.accelerator == "gpu" else "cpu")
             length = min(SAMPLE_UNITS if store.image else SAMPLE_LENGTH, config.data.length)
             say(f"a sample (temperature {SAMPLE_TEMPERATURE}):")
             (draw_image if store.image else write_text)(work, SampleOptions(length, temperature=SAMPLE_TEMPERATURE))
             newest = max((folder / "samples").iterdir(), key=lambda path: path.stat().st_mtime_ns)
-            if isinstance(wandb := loggers[-1], GuardedWandbLogger):
+            if wandb:
                 wandb.guarded(wandb.add, "sample", {}, [newest], outcome.step)
     except (RuntimeError, MemoryError, OSError) as error:  # the run is done, whatever becomes of these
         if not (reason := str(error) if isinstance(error, RunFailed | OSError) else out_of_memory(error)):
             raise
         say(f"no sample: {reason}")
+
+
+def short_run(config: Config, step: int) -> list[str]:
+    """Return the lines on a run that ends before the steps that its optimizer's preset is made for."""
+    optimizer = config.optimizer
+    share = learning_rate(config, step) / optimizer.lr
+    if step < optimizer.warmup:
+        rate = f"was still rising, at {share:.0%} of optimizer.lr={optimizer.lr:g}"
+    elif optimizer.schedule == "constant":
+        rate = f"stayed at optimizer.lr={optimizer.lr:g}"
+    else:
+        rate = f"ended at {share:.0%} of optimizer.lr={optimizer.lr:g}"
+    return [
+        f"a short run: optimizer={optimizer.name} is made for {optimizer.steps:,} steps",
+        f"the learning rate (optimizer.schedule={optimizer.schedule}) {rate}",
+    ]

@@ -17,6 +17,7 @@ from rtx.data.files import disk_errors
 from rtx.data.recall import RecallStore
 from rtx.data.sets import MADE, SETS, Report, Source
 from rtx.data.store import FORMAT, DamagedStore, TokenStore, build_store, is_verified, open_store, read_record
+from rtx.disk import refuse_link
 from rtx.errors import RunFailed, UserError, nearest, printable
 from rtx.keys import imported, preset
 
@@ -25,9 +26,12 @@ STORE = re.compile(r"[a-z0-9_]+-[0-9a-f]{12}")  # names of stores; nothing else 
 
 
 def data_root() -> Path:
-    """Return the folder of all stores: RTX_DATA, or `data` below the current folder; UserError where it is a file."""
+    """Return the folder of all stores: RTX_DATA, or `data` below the current folder; UserError where it is a file.
+
+    It may be a link to a folder, but not one that leads nowhere.
+    """
     root = Path(os.environ.get("RTX_DATA") or "data").expanduser()
-    if root.exists() and not root.is_dir():
+    if (root.exists() or root.is_symlink()) and not root.is_dir():
         raise UserError(f"RTX_DATA={root}: is not a folder; set RTX_DATA to a folder that you may write")
     return root
 
@@ -137,6 +141,7 @@ def locked(folder: Path, options: str, report: Report) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     path = folder.with_name(f".{folder.name}.lock")
+    refuse_link(path)
     lock = FileLock(path, thread_local=False)
     try:
         lock.acquire(timeout=0)
@@ -173,7 +178,10 @@ def disk_size(path: Path) -> str:
 def remove_store(root: Path, name: str, report: Report = print) -> None:
     """Remove the store that `name`, as `rtx data list` has it, means, and an unfinished preparation of it."""
     plain = name.removeprefix(".").removesuffix(".work")
-    there = [path for path in (root / plain, root / f".{plain}.work") if STORE.fullmatch(plain) and path.is_dir()]
+    both = (root / plain, root / f".{plain}.work")
+    there = [path for path in both if STORE.fullmatch(plain) and (path.is_dir() or path.is_symlink())]
+    for path in there:
+        refuse_link(path)
     if not there:
         known = [path.name for path in root.glob("*-*")]
         raise UserError(f"{name}: no store of this name in {root}{nearest(plain, known)}; rtx data list names them")

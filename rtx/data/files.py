@@ -17,13 +17,13 @@ import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import urlsplit
 
 from rtx import __version__
 from rtx.config import DataConfig
 from rtx.data.sets import SPLITS, Report, Source, column_text
-from rtx.disk import is_full
+from rtx.disk import is_full, open_regular, read_file, refuse_link, replace_file
 from rtx.errors import RunFailed, UserError, nearest
 from rtx.progress import progress_bar
 
@@ -68,17 +68,19 @@ class Remote:
 def download(remote: Remote, folder: Path, report: Report) -> Path:
     """Return `folder/<name>` with the content of `remote`, fetched unless it is there; `<name>.part` is gone on with.
 
-    Raises RunFailed (no network, another file, a full disk), and UserError where `folder` cannot be written.
+    Raises RunFailed (no network, another file, a full disk), and UserError where `folder` cannot be written, or it or
+    the partial file is a link.
     """
     target, part = folder / remote.name, folder / f"{remote.name}.part"
     with disk_errors(folder):
         if remote.matches(target):
             return target
+        refuse_link(folder)
         report(f"fetching {remote.url} ({remote.size:,} bytes)")
         if problem := unreachable(remote.url):
             raise RunFailed(f"{remote.url}: cannot be fetched: {problem}; {INSTEAD}")
         folder.mkdir(parents=True, exist_ok=True)
-        part.touch()
+        open_part(part).close()
         failures = 0
         while (have := part.stat().st_size) < remote.size:
             reason = receive(remote, part)
@@ -96,13 +98,23 @@ def download(remote: Remote, folder: Path, report: Report) -> Path:
         return part.replace(target)
 
 
+def open_part(part: Path) -> BinaryIO:
+    """Open a partial download, which may be missing, to append to it; UserError for a link, a pipe or a folder."""
+    try:
+        return open_regular(part, "ab", follow=False)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EINVAL, errno.EISDIR):
+            raise
+        raise UserError(f"{part}: is a link, or no regular file; remove it, then again") from error
+
+
 def receive(remote: Remote, part: Path) -> str:
     """Append to `part` what one connection delivers; return what ended it early, or ""; raises as `download`."""
     have, opener = part.stat().st_size, urllib.request.build_opener(SameScheme)
     headers = {**AGENT, "Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
     try:
         request = urllib.request.Request(remote.url, headers=headers)
-        with opener.open(request, timeout=SILENCE) as response, open(part, "ab") as file:
+        with opener.open(request, timeout=SILENCE) as response, open_part(part) as file:
             if response.status != 206:  # all anew
                 file.truncate(have := 0)
             if response.length is not None and have + response.length != remote.size:
@@ -182,9 +194,9 @@ def reason_of(error: object) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the sha256 of a file's bytes, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Return the sha256 of a file's bytes, in hexadecimal; OSError for what is no regular file."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
@@ -355,8 +367,9 @@ def commit_of(repository: str, revision: str | None, kept: Path) -> str:
         if not kept.exists():
             if problem := unreachable(constants.ENDPOINT):
                 raise ConnectionError(problem)
-            kept.write_text(str(dataset_info(repository, revision=revision).sha))
-        return kept.read_text()
+            commit = str(dataset_info(repository, revision=revision).sha)
+            replace_file(kept, lambda file: file.write(commit.encode()))
+        return read_file(kept).decode()
     except Exception as error:  # those of whichever HTTP library it uses among them
         reason = f"cannot be fetched: {reason_of(error)[:300]}; {INSTEAD}"
         raise RunFailed(f"hf://datasets/{repository}: {reason}") from error

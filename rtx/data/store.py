@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from rtx.config import DataConfig
 from rtx.data.files import disk_errors, file_sha256
 from rtx.data.sets import SPLITS, Report, Source
 from rtx.data.tokenizers import Tokenizer, learned, load_tokenizer
-from rtx.disk import read_file, replace_file, write_json
+from rtx.disk import read_file, refuse_link, replace_file, write_json
 from rtx.errors import DAMAGED, RunFailed, UserError, nearest
 
 if TYPE_CHECKING:
@@ -103,8 +104,11 @@ def open_store(folder: Path, options: str, verify: bool = False) -> TokenStore:
         dtype = np.dtype(record["dtype"])
         for name, facts in record["splits"].items():
             path, size = folder / f"{name}.bin", facts["units"] * dtype.itemsize
-            if (found := path.stat().st_size) != size:
-                raise DamagedStore(options, path, f"{size:,} bytes", f"{found:,}")
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise DamagedStore(options, path, f"{size:,} bytes", "no regular file")
+            if status.st_size != size:
+                raise DamagedStore(options, path, f"{size:,} bytes", f"{status.st_size:,}")
             splits[name] = np.memmap(path, dtype, mode="r")
             for kind, sha256 in facts["sha256"].items() if verify else ():
                 if (found := file_sha256(path := folder / f"{name}.{kind}")) != sha256:
@@ -119,21 +123,25 @@ def open_store(folder: Path, options: str, verify: bool = False) -> TokenStore:
         note, look = note_of(folder)
         with contextlib.suppress(OSError):
             note.parent.mkdir(parents=True, exist_ok=True)
-            note.write_text(look)
+            replace_file(note, lambda file: file.write(look.encode()), durable=False)
     return TokenStore(**kept, folder=folder, splits=splits, tokenizer=tokenizer, facts=record["splits"])
 
 
 def is_verified(folder: Path) -> bool:
-    """Whether every byte was compared on this machine since the files were last written, moved or copied."""
+    """Whether every byte was compared on this machine since the files were last written, moved or copied.
+
+    A note that is a link or no regular file counts as none.
+    """
     path, look = note_of(folder)
     with contextlib.suppress(OSError):
-        return path.read_text() == look
+        return not path.is_symlink() and read_file(path) == look.encode()
     return False
 
 
 def note_of(folder: Path) -> tuple[Path, str]:
     """Return where it is noted that a store is right, and the note: sizes, times and inodes, which no copy shares."""
-    files = {path.name: path.stat() for path in sorted(folder.glob("[!.]*"))}
+    paths = sorted(folder.glob("[!.]*"))
+    files = {path.name: path.stat(follow_symlinks=path.exists()) for path in paths}  # a link may lead nowhere
     look = {name: [status.st_size, status.st_mtime_ns, status.st_ino] for name, status in files.items()}
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     elsewhere = cache / "rtx" / "verified" / hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
@@ -173,8 +181,18 @@ def record_sha256(record: dict[str, Any]) -> str:
 
 
 def build_store(folder: Path, source: Source, data: DataConfig, options: str, report: Report) -> None:
-    """Write the store at `folder`, whose lock the caller holds; all errors but UserError leave what is finished."""
+    """Write the store at `folder`, whose lock the caller holds; all errors but UserError leave what is finished.
+
+    UserError, before anything is written, where the folder or the one to work in is none, or one of them or what is in
+    the latter is a link.
+    """
     work = folder.with_name(f".{folder.name}.work")
+    for path in (folder, work):
+        refuse_link(path)
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{path}: is no folder; remove it, then again")
+    for path in (*work.glob("*"), *work.glob("cache/*")):
+        refuse_link(path)
     try:
         with disk_errors(folder.parent):
             if not (work / RECORD).exists():
@@ -210,7 +228,7 @@ def fill(work: Path, source: Source, data: DataConfig, options: str, report: Rep
         tokenizer = learned(data, texts(), work, options, report)
     for split in SPLITS:
         finished = cache / f"{split}.json"
-        if not finished.exists():
+        if not finished.is_file():
             rows = loaded.pop(split) if split in loaded else source.load(split, work)
             report(f"{options}: split {split}, {len(rows):,} rows, {rows.data.nbytes / 1e6:,.1f} MB")
             encoded = encode(rows, tokenizer, source, data.processes, cache / f"{split}.arrow")
@@ -218,7 +236,7 @@ def fill(work: Path, source: Source, data: DataConfig, options: str, report: Rep
             for path in cache.glob(f"{split}*.arrow"):
                 path.unlink()
             shutil.rmtree(cache / split, ignore_errors=True)
-        splits[split] = json.loads(finished.read_bytes())
+        splits[split] = json.loads(read_file(finished))
     write_record(work, source, tokenizer, options, splits)
 
 

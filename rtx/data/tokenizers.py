@@ -213,7 +213,7 @@ def encode_text(tokenizer: Tokenizer, text: bytes | str) -> np.ndarray:
 def learned(data: DataConfig, texts: Iterable[bytes], folder: Path, options: str, report: Report) -> Tokenizer:
     """Return the tokenizer of words or subwords that is in `folder`, learned from `texts` unless it is finished."""
     with contextlib.suppress(OSError, ValueError):  # missing or half
-        return load_tokenizer(json.loads((folder / RECORD).read_bytes()), folder)
+        return load_tokenizer(json.loads(read_file(folder / RECORD)), folder)
     if data.tokenizer == "words":
         tokenizer: Tokenizer = learn_words(texts, options, report)
     else:

@@ -13,32 +13,26 @@ from torch import Tensor, nn
 from rtx.attention.cache import Cache
 from rtx.attention.pattern import Pattern, keys_of
 from rtx.attention.softmax import Relative
-from rtx.config import BASES, REGISTERED, SELECTIONS, Config
+from rtx.config import BASES, REGISTERED, ROUTED, SELECTIONS, Config, layer_patterns
 from rtx.errors import UserError
 from rtx.keys import imported
 from rtx.model.linear import Linear
 from rtx.model.positions import Shaw, SinusoidKeys, rotate
 
-ROUTED = "routed"
-"""The group of the heads that `routing` describes; the others are called by their pattern."""
 
-
-def layer_patterns(config: Config, layer: int) -> dict[str, int]:
-    """Return the groups of a layer's heads in order, and how many heads each has: base patterns, then `routed`.
-
-    Layer 0 is the lowest; routing layers are the topmost ones.
-    """
-    routed = config.routing.heads if layer >= config.model.layers - config.routing.layers else 0
-    patterns = config.model.base.split("+")
-    share = (config.model.heads - routed) // len(patterns)
-    groups = {name: share * patterns.count(name) for name in patterns} if share else {}
-    return groups | ({ROUTED: routed} if routed else {})
+def attribute_problem(name: str) -> str:
+    """Return why a module cannot be held by a name, which torch's container has for an attribute, or ""."""
+    if hasattr(nn.ModuleDict(), name):
+        return f"{name!r} is an attribute of torch.nn.ModuleDict, which holds the heads by their names"
+    return ""
 
 
 def make_pattern(name: str, heads: int, config: Config, layer: int) -> Pattern:
     """Return one group of a layer's heads, by the tables of `rtx.config`."""
     known = keys_of(config, heads, layer, routed=name == ROUTED)
     table, name = (SELECTIONS, config.routing.selection) if name == ROUTED else (BASES, name)
+    if name in REGISTERED and (problem := attribute_problem(name)):  # by an entry point, which is not checked before
+        raise UserError(problem)
     kind = imported(table[name])
     if missing := sorted(getattr(kind, "__abstractmethods__", ["the base rtx.attention.Pattern"])):
         raise UserError(f"{name}: {kind.__name__} lacks {', '.join(missing)}; docs/attention.md says what is needed")

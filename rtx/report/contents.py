@@ -10,8 +10,8 @@ from typing import Any
 from rtx.disk import replace_file
 from rtx.errors import DAMAGED, UserError, plural, printable
 from rtx.report.certainty import certainty
-from rtx.report.divergences import divergence_view, newest_divergence
-from rtx.report.paper import heads_label, paper_tables, table_of
+from rtx.report.divergences import PAPER_KINDS, divergence_view, newest_divergence
+from rtx.report.paper import PaperTable, heads_label, paper_tables, table_of
 from rtx.report.plots import Plot, plots_of
 from rtx.report.run_records import Cell, Collection, Protocol, collect, without_scores
 from rtx.report.score_rows import Row, rows_by_protocol
@@ -134,6 +134,33 @@ def list_of_tables(cells: Sequence[Cell]) -> Table:
         rows[-1]["command"] = "; ".join(table.commands)
     columns = [("table", "table"), ("about", "about"), ("run", "run here"), ("command", "command")]
     return Table("The paper's tables", [Column(key, title, brief=False) for key, title in columns], rows)
+
+
+def printed_view(table: PaperTable) -> Table:
+    """Return a table of the paper with the numbers that it prints."""
+    rows: list[dict[str, Any]] = []
+    if table.divergences:
+        for layer, pairs in enumerate(table.divergences):
+            rows.append({"layer": str(layer)})
+            for kind, (middle, deviation) in zip(PAPER_KINDS, pairs, strict=True):
+                rows[-1][kind] = middle
+                rows[-1][f"{kind} deviation"] = deviation
+        spreads = [Column(kind, kind, 4, f"{kind} deviation") for kind in PAPER_KINDS]
+        return Table("", [Column("layer", "layer"), *spreads], rows)
+    for row in table.rows:
+        rows.append({"row": row.label, "layers": row.layers, "heads": row.heads})
+        rows[-1] |= {"value": row.value, "steps_per_second": row.steps_per_second}
+    columns = [Column("row", "row"), Column("layers", "layers"), Column("heads", "heads")]
+    values = [row.value for row in table.rows]
+    speeds = [row.steps_per_second for row in table.rows]
+    columns.append(Column("value", table.metric, decimals(values)))
+    columns.append(Column("steps_per_second", "steps/s", decimals(speeds)))
+    return Table("", columns, rows)
+
+
+def decimals(values: Sequence[float | None]) -> int:
+    """Return how many digits the most exact of some numbers has behind its point."""
+    return max(len(str(value).partition(".")[2]) for value in values)
 
 
 def write(report: Report, output: Path) -> list[Path]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rtx.report.paper import numbered
+from rtx.report.paper import numbered, setting_lines
 from rtx.report.ranking import mean
 from rtx.report.run_records import Cell
 from rtx.report.tables import Column, Table
@@ -18,9 +18,14 @@ BOUND = math.log(2)
 
 def spreads(record: Mapping[str, Any]) -> Found:
     """Return what a record of `rtx analyze divergence` holds."""
-    kinds = [" ".join(row["kind"]).replace("routed", "routing") for row in record["layers"]]
+    kinds = [" ".join(map(heads_name, row["kind"])) for row in record["layers"]]
     rows = zip(record["layers"], kinds, strict=True)
     return with_means({(str(row["layer"]), kind): (row["mean"], row["deviation"]) for row, kind in rows})
+
+
+def heads_name(group: str) -> str:
+    """Return what tables call a group of heads, which a model calls `routed` where it routes."""
+    return "routing" if group == "routed" else group
 
 
 def paper_spreads() -> Found:
@@ -45,7 +50,7 @@ def newest_divergence(cell: Cell) -> Mapping[str, Any] | None:
 def divergence_view(cell: Cell, record: Mapping[str, Any]) -> Table:
     """Return a table of layers as rows and kinds of pairs as columns, the paper's beside ours.
 
-    It is the paper's Table 6 where the run is on the same data.
+    It is the paper's Table 6 where the run is on the same data, and says what else the run has otherwise.
     """
     table, found, theirs = numbered(6), spreads(record), paper_spreads()
     layers = list(dict.fromkeys(layer for layer, _ in found))
@@ -63,9 +68,13 @@ def divergence_view(cell: Cell, record: Mapping[str, Any]) -> Table:
     where = f"{wish['split']} split of {data}"
     draws = f"{wish['draws']} draws of pairs of heads on {wish['sequences']} sequences of {record['length']}"
     lines = [f"{cell.name}: {where}; {draws}; nats, at most {BOUND:.4f}."]
-    own = data == table.setting["data.name"]
+    own = data == table.of_paper["data.name"]
     lines += [] if own else ["The paper's values are of a model of 10 layers on Wikitext-103, N=4096."]
-    title = (
-        f"Table {table.number}. {table.title}" if own else f"Jensen-Shannon divergence of attention, by layer: {where}"
-    )
+    title = f"Jensen-Shannon divergence of attention, by layer: {where}"
+    if own:
+        departures = table.departures(cell.config)
+        lines += setting_lines(departures, table.differences(cell.config))
+        title = f"Table {table.number}. {table.title}"
+        if departures:
+            title = f"Table {table.number} with other settings than the paper's: {where}"
     return Table(title, columns, entries, lines, table.footnotes)

@@ -1,8 +1,19 @@
-"""The paper's Tables 1 to 7 as data (`tables.json`), which of their rows a configuration is, and what it has otherwise.
+"""The paper's Tables 1 to 7 as data (`tables.json`), which of their rows a configuration is, and how it differs.
 
-Every setting that the paper or the text of a table states is compared: `setting` is of all rows that the paper trained,
-`routing` of those with routing or random heads. A list holds all values that it allows, `from` and `to` what it gives
-roughly.
+`tables.json` names the source of each compared setting, one of `SOURCES`: what the paper states, what
+the released code has, what we chose. `settings` are of all rows that the paper trained, `routing` of
+those with routing or random heads, `local` of those with local heads alone; what a table prints of a
+row is the paper's, too. `every_table` holds what all tables share. A setting is one value, or
+
+- a list of the values that it may have,
+- `{"from": .., "to": ..}`: any number between these, where the paper rounds,
+- `{"as": key}`: the value of another key of the same run,
+- `{"values": [..], "said": ".."}`: values of ours for what the source says in other words.
+
+A run departs from the paper where the paper states a setting and the run's value is that of no source.
+It differs from the released code, or from what we chose, where the paper is silent. It also differs where
+both the paper and its code are named: there the printed numbers are of the code, and either value may
+stand beside them. What has no key is not compared, such as initial weights and dropout of embeddings.
 """
 
 import functools
@@ -18,7 +29,17 @@ from rtx.errors import written
 FULL_SIZE = {"model.heads": 8, "model.layers": 12, "data.length": 3072}
 """What the routing heads, routing layers and windows of Table 1 are out of."""
 
+ROUTED = {"routing": "topk", "random": "random"}
+"""What selects in the paper's rows whose heads read clusters, by the kind of their heads."""
+
+SOURCES = ("paper", "released code", "ours")
+"""Where a setting is from. The first that has one counts: what the paper states, else the code, else what we chose."""
+
+GROUPS = ("settings", "routing", "local")
+"""The settings of all rows that the paper trained, of those with routing or random heads, of local ones."""
+
 Config = Mapping[str, Any]  # every value of a configuration by its dotted key
+Sources = Mapping[str, Config]  # settings by their source
 
 
 @dataclass(frozen=True)
@@ -43,6 +64,37 @@ class PaperRow:
 
 
 @dataclass(frozen=True)
+class Other:
+    """A setting of a run beside what the sources have, by source."""
+
+    key: str
+    sources: Mapping[str, Any]
+    config: Config
+
+    @property
+    def holder(self) -> str:
+        """The first source that has the run's value; empty: none."""
+        able = (source for source, stated in self.sources.items() if allowed(self.key, stated, self.config))
+        return next(able, "")
+
+    @property
+    def departs(self) -> bool:
+        return "paper" in self.sources and not self.holder
+
+    @property
+    def text(self) -> str:
+        """The setting as `key=ours (source: theirs; ...)`; the source that has our value comes without one."""
+        of_holder, others = "", []
+        for source, stated in self.sources.items():
+            if source == self.holder and not in_words(stated):
+                of_holder = source
+            else:
+                others.append(f"{source}: {said(stated)}")
+        sources = [of_holder, *others] if of_holder else others
+        return f"{self.key}={written(self.config.get(self.key))} ({'; '.join(sources)})"
+
+
+@dataclass(frozen=True)
 class PaperTable:
     """A table with what a run must have to be compared with it: `data` as data.name, `presets` as model.name."""
 
@@ -53,12 +105,18 @@ class PaperTable:
     data: Sequence[str]
     presets: Sequence[str]
     commands: Sequence[str]
-    setting: Config
+    settings: Sources
     rows: Sequence[PaperRow]
     footnotes: Sequence[str]
-    routing: Config = field(default_factory=dict)
+    routing: Sources = field(default_factory=dict)
+    local: Sources = field(default_factory=dict)
     speed: str = ""  # what its steps per second were measured on
     divergences: Sequence[Sequence[tuple[float, float]]] = ()  # Table 6: mean and deviation of columns, by layer
+
+    @property
+    def of_paper(self) -> Config:
+        """What the paper states of all rows that it trained."""
+        return self.settings["paper"]
 
     def row_of(self, config: Config) -> PaperRow | None:
         """Return the row that a configuration is.
@@ -70,42 +128,106 @@ class PaperTable:
         able = [row for row in able if not row.source or row.layers in (None, layers)]
         return next((row for row in able if row.layers == layers), able[0] if able else None)
 
-    def stated(self, row: PaperRow) -> dict[str, Any]:
-        """Return all that is stated of a row, by the keys of the configuration."""
-        sizes: dict[str, Any] = {"model.layers": row.layers, "model.heads": row.heads}
-        if row.kind in ("routing", "random"):
-            sizes |= {"routing.heads": row.routing_heads, "routing.layers": row.routing_layers}
-            sizes |= {"routing.window": row.window}
-            own = {"routing.selection": "topk" if row.kind == "routing" else "random", **self.routing}
+    def printed(self, row: PaperRow) -> dict[str, Any]:
+        """Return what the table itself has of a row, by the keys of the configuration."""
+        found: dict[str, Any] = {"model.layers": row.layers, "model.heads": row.heads}
+        if row.kind in ROUTED:
+            found["routing.selection"] = ROUTED[row.kind]
+            found["routing.heads"] = row.routing_heads
+            found["routing.layers"] = row.routing_layers
+            found["routing.window"] = row.window
+            found["model.window"] = self.local_windows(row)
         else:
-            sizes |= {"model.window": row.window if row.kind == "local" else None}
-            own = {"model.base": row.kind}
-        return {**self.setting, **own, **{key: size for key, size in sizes.items() if size is not None}}
+            found["model.base"] = row.kind
+        if row.kind == "local":
+            found["model.window"] = row.window
+        return {key: value for key, value in found.items() if value is not None}
+
+    def local_windows(self, row: PaperRow) -> list[int] | None:
+        """Return what the local heads of a routing row may read: its window, or that of the row of local heads.
+
+        The paper does not say which of them it is.
+        """
+        others = [other.window for other in self.rows if other.kind == "local"]
+        windows = {window for window in (row.window, *others) if window is not None}
+        return sorted(windows) or None
+
+    def stated(self, row: PaperRow) -> dict[str, dict[str, Any]]:
+        """Return all settings of a row: for each key its values by source, in the order of `SOURCES`."""
+        groups: list[Sources] = [self.settings, {"paper": self.printed(row)}]
+        if row.kind in ROUTED:
+            groups.append(self.routing)
+        if row.kind == "local":
+            groups.append(self.local)
+        found: dict[str, dict[str, Any]] = {}
+        for source in SOURCES:
+            for group in groups:  # the text, where it gives more than the table prints, has the last word
+                for key, value in group.get(source, {}).items():
+                    found.setdefault(key, {})[source] = value
+        return found
 
     def departures(self, config: Config) -> list[str]:
-        """Return what a configuration has otherwise than the paper's row, each as `key=ours (paper: theirs)`."""
+        """Return what forbids to compare a run with the paper's row, each as `key=ours (paper: theirs)`.
+
+        That is a value which contradicts the paper, and which no other source has.
+        """
         row = self.row_of(config)
         if row is None:
             return ["no row of the paper"]
         if row.source:
             return [f"the number is of {row.source}, with another recipe"]
-        return [
-            f"{key}={written(config.get(key))} (paper: {said(value)})"
-            for key, value in self.stated(row).items()
-            if not allowed(config.get(key), value)
-        ]
+        return [setting.text for setting in self.others(row, config) if setting.departs]
+
+    def differences(self, config: Config) -> list[str]:
+        """Return what else is not as in the first source that has it, each as `key=ours (source: theirs)`.
+
+        The paper is silent there, or its released code has another value than the paper prints. None of
+        this forbids a comparison.
+        """
+        row = self.row_of(config)
+        if row is None or row.source:
+            return []
+        return [setting.text for setting in self.others(row, config) if not setting.departs]
+
+    def others(self, row: PaperRow, config: Config) -> list[Other]:
+        """Return the settings in which a configuration is not as the first source of each has it.
+
+        A key that the record of an old run lacks is left out: it had no choice there.
+        """
+        stated = self.stated(row).items()
+        found = [Other(key, sources, config) for key, sources in stated if key in config]
+        return [setting for setting in found if setting.holder != next(iter(setting.sources))]
 
 
-def allowed(value: Any, stated: Any) -> bool:
-    if isinstance(stated, Mapping):
-        return isinstance(value, int) and stated["from"] <= value <= stated["to"]
-    return value in stated if isinstance(stated, list) else value == stated
+def allowed(key: str, stated: Any, config: Config) -> bool:
+    """Tell whether a configuration has what a source states of a key."""
+    value = config.get(key)
+    if isinstance(stated, list):
+        return value in stated
+    if not isinstance(stated, Mapping):
+        return value == stated
+    if "as" in stated:
+        return value == config.get(stated["as"])
+    if "values" in stated:
+        return value in stated["values"]
+    return isinstance(value, int) and stated["from"] <= value <= stated["to"]
+
+
+def in_words(stated: Any) -> bool:
+    return isinstance(stated, Mapping) and "said" in stated
 
 
 def said(stated: Any) -> str:
-    if isinstance(stated, Mapping):
-        return f"{stated['from']:,} to {stated['to']:,}"
-    return " or ".join(map(written, stated)) if isinstance(stated, list) else written(stated)
+    """Return what a source states, in words."""
+    if isinstance(stated, list):
+        return " or ".join(map(written, stated))
+    if not isinstance(stated, Mapping):
+        return written(stated)
+    if "as" in stated:
+        return f"as {stated['as']}"
+    if in_words(stated):
+        return stated["said"]
+    return f"{stated['from']:,} to {stated['to']:,}"
 
 
 def routes(config: Config) -> bool:
@@ -158,8 +280,29 @@ def same_shares(config: Config, row: PaperRow) -> bool:
 @functools.cache
 def paper_tables() -> tuple[PaperTable, ...]:
     """Return the tables in their order."""
-    content = json.loads((Path(__file__).parent / "tables.json").read_text(encoding="utf-8"))["tables"]
-    return tuple(PaperTable(**{**table, "rows": [PaperRow(**row) for row in table["rows"]]}) for table in content)
+    content = json.loads((Path(__file__).parent / "tables.json").read_text(encoding="utf-8"))
+    common = content["every_table"]
+    tables = []
+    for table in content["tables"]:
+        own = {group: joined(common.get(group, {}), table.get(group, {})) for group in GROUPS}
+        rows = [PaperRow(**row) for row in table["rows"]]
+        tables.append(PaperTable(**{**table, **own, "rows": rows}))
+    return tuple(tables)
+
+
+def joined(common: Sources, own: Sources) -> dict[str, dict[str, Any]]:
+    """Return the settings of two, those of the second where both have one of the same source."""
+    return {source: {**common.get(source, {}), **own.get(source, {})} for source in SOURCES}
+
+
+def setting_lines(departures: Sequence[str], differences: Sequence[str]) -> list[str]:
+    """Return the lines of a report on what runs have otherwise than the paper, and than other sources."""
+    lines = []
+    if departures:
+        lines.append(f"Not the paper's setting: {'; '.join(departures)}.")
+    if differences:
+        lines.append(f"Where the paper is silent or its code differs: {'; '.join(differences)}.")
+    return lines
 
 
 def numbered(number: int) -> PaperTable:

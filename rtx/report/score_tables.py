@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rtx.errors import plural
-from rtx.report.paper import PaperTable, heads_label, table_of
+from rtx.report.paper import PaperTable, heads_label, setting_lines, table_of
 from rtx.report.ranking import FEW, OPPOSITE, SEEDS, Comparison, Values, chosen, compare, half_interval, mean
 from rtx.report.run_records import Protocol
 from rtx.report.score_rows import Row, differing_keys, row_key, values_read
@@ -218,7 +218,7 @@ def score_tables(protocol: Protocol | None, rows: Sequence[Row], paces: Paces) -
 def departures(row: Row, table: PaperTable) -> list[str]:
     """Return why a row's numbers may not be set against the paper's: setting, steps, split, protocol or data."""
     reasons = table.departures(row.config)
-    stated = table.setting.get("trainer.steps")
+    stated = table.of_paper.get("trainer.steps")
     least = stated["from"] if isinstance(stated, Mapping) else stated or row.config.get("trainer.steps") or 0
     reasons += [f"{row.step:,} steps done of {least:,}"] if row.step < least else []
     for protocol in {score.protocol for score in row.scores}:
@@ -244,9 +244,11 @@ def rows_table(
     metric = table.metric.partition("/")[0] if table else "bits"
     bits = f"bits/{protocol.unit}" if protocol else "bits"
     reasons = [departures(row, table) if table else [] for row in rows]
-    every = [reason for reason in reasons[0] if all(reason in mine for mine in reasons)]
+    every = shared_by_all(reasons)
+    silent = [table.differences(row.config) if table else [] for row in rows]
+    every_silent = shared_by_all(silent)
     keys, entries = differing_keys([row.config for row in rows if row.config]), []
-    for row, own in zip(rows, reasons, strict=True):
+    for row, own, others in zip(rows, reasons, silent, strict=True):
         values, states = row.values(metric), {cell.state for cell in row.cells} - {"done"} or {"no score"}
         entry = {"run": row.name, **facts_of(row, values, paces), "step": row.step or None, "note": notes_of(row)}
         entry |= {} if values else {"ours": ", ".join(sorted(states)), "seeds": None}
@@ -255,6 +257,7 @@ def rows_table(
             entry |= {"paper": printed.value, "paper_row": printed.label}
             entry |= {"difference": entry["ours"] - printed.value} if equal and printed.value and values else {}
         entry |= {"differs": "; ".join(reason for reason in own if reason not in every)}
+        entry |= {"silent": "; ".join(one for one in others if one not in every_silent)}
         values_of_row = values_read(row.config)
         entries.append(entry | {key: values_of_row.get(key) for key in keys})
     entries.sort(key=lambda entry: math.inf if isinstance(entry["ours"], str) else entry["ours"])
@@ -278,10 +281,11 @@ def rows_table(
         Column("paper", "paper" if equal else "its number, not comparable", 3, brief=equal),
         Column("difference", "difference", 3),
         Column("differs", "differs from the paper by", brief=False),
+        Column("silent", "where the paper is silent or its code differs", brief=False),
         Column("note", "notes", brief=False),
     ]
     lines = [f"{protocol.line(units_of(rows))}."] if protocol else ["No run has a score."]
-    lines += [f"Not the paper's setting: {'; '.join(every)}."] if every else []
+    lines += setting_lines(every, every_silent)
     pairs = [pair for row in rows for pair in zip(row.cells, row.scores, strict=False)]
     if earlier := sum(score.step < cell.step for cell, score in pairs):
         verb = "is" if earlier == 1 else "are"
@@ -292,6 +296,11 @@ def rows_table(
         title += f". {table.title}" if equal else " with other settings than the paper's"
     title += f": {protocol.where}" if protocol else ""
     return Table(title, columns, entries, lines, table.footnotes if table else ())
+
+
+def shared_by_all(lists: Sequence[Sequence[str]]) -> list[str]:
+    """Return what all lists hold, in the order of the first."""
+    return [one for one in lists[0] if all(one in other for other in lists)]
 
 
 def notes_of(row: Row) -> str:

@@ -13,7 +13,15 @@ import numpy as np
 
 from rtx.compose import flat
 from rtx.errors import plural
-from rtx.report.paper import Config, PaperTable, heads_label, kind_of, numbered, table_of
+from rtx.report.paper import (
+    Config,
+    PaperTable,
+    heads_label,
+    kind_of,
+    numbered,
+    setting_lines,
+    table_of,
+)
 from rtx.report.ranking import half_interval, mean
 from rtx.report.run_records import Cell, Collection, Score, read_object
 from rtx.report.score_rows import Row, name_rows, row_key
@@ -143,8 +151,10 @@ def steps_table(record: StepRecord, table: PaperTable | None, rows: Sequence[Tim
     lines = [f"Rows in turn, {turns}, after {bench['warmup']} of warm-up; {where}. ± are 95% intervals over turns."]
     lines += [f"Paper: {table.speed}; paper x: over its local row's."] if table else []
     lines += [f"{entry['row']}: {entry['note']}." for entry in entries if entry["note"]]
-    changes = dict.fromkeys(change for row in rows for change in (table.departures(row.config) if table else ()))
-    lines += [f"Not the paper's setting: {'; '.join(changes)}."] if changes else []
+    if table:
+        departures = [one for row in rows for one in table.departures(row.config)]
+        differences = [one for row in rows for one in table.differences(row.config)]
+        lines += setting_lines(list(dict.fromkeys(departures)), list(dict.fromkeys(differences)))
     title = f"Table {table.number}. {table.title}: measured training steps" if table else "Measured training steps"
     return Table(title, columns, entries, lines, table.footnotes if table and not table.split else ())
 

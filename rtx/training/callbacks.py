@@ -23,12 +23,26 @@ FINAL_SECONDS = 30.0  # that the closing score may take whatever the training to
 
 
 def check_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse Adam's moments that are not like their weights: a fused step would read and write beyond them."""
+    """Refuse moments that are not like their weights: a fused step would read and write beyond them."""
     for weight, state in optimizer.state.items():
-        for name in ("exp_avg", "exp_avg_sq"):
-            moment = state.get(name, weight)
-            if not torch.is_tensor(moment) or (moment.shape, moment.dtype) != (weight.shape, weight.dtype):
-                raise ValueError(f"{name} is not like its weight, {[*weight.shape]} of {weight.dtype}")
+        shapes = moment_shapes(weight.shape)
+        for name, moment in state.items():
+            wanted = shapes.get(name)
+            if not torch.is_tensor(moment) or moment.shape != wanted:
+                raise ValueError(f"{name} is not like its weight, {[*weight.shape]}")
+            if name != "step" and moment.dtype != weight.dtype:
+                raise ValueError(f"{name} is not like its weight, of {weight.dtype}")
+
+
+def moment_shapes(shape: torch.Size) -> dict[str, torch.Size]:
+    """Return the shapes of all that torch's Adam, AdamW and Adafactor keep of a weight, by their names."""
+    shapes = {"step": torch.Size([])}
+    for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "variance"):
+        shapes[name] = shape
+    if len(shape) > 1:
+        shapes["row_var"] = torch.Size([*shape[:-1], 1])
+        shapes["col_var"] = torch.Size([*shape[:-2], 1, shape[-1]])
+    return shapes
 
 
 class Watch(Callback):

@@ -9,21 +9,24 @@ import json
 import os
 import struct
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from rtx.disk import read_file, sync_folder, write_beside
-from rtx.errors import RunFailed, UserError, refuse
+from rtx.disk import sync_folder, write_beside
+from rtx.errors import RunFailed, UserError, refuse, shorten
+from rtx.training.checksum import COMMENT_BYTES, TAG, is_whole, resumable
 from rtx.training.hardware import out_of_memory
 from rtx.training.run_folder import differences, may_change
 
 FORMAT = 3  # version of the layout; only files of this one are read
-TAG = b"rtx sha256 "  # in the comment at the end of the file, before the SHA-256 of all before it
-COMMENT_BYTES = len(TAG) + 64
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+PLAIN = (bool, int, float, str, bytes, type(None))
+FACTS = ("format", "step", "config", "data")
 
 Say = Callable[[str], object]
 Checkpoint = dict[str, Any]  # Lightning's, with weights as `model` and with `format`, `step`, `config` and `data`
@@ -48,11 +51,6 @@ class CheckpointFiles(TorchCheckpointIO):
         return read_checkpoint(Path(path))
 
 
-def resumable(folder: Path) -> list[Path]:
-    """Return the files that a run may go on from, the newest first; either may be missing."""
-    return [folder / "last.ckpt", folder / "previous.ckpt"]
-
-
 def write_zip(file: BinaryIO, checkpoint: Checkpoint) -> None:
     """Write a checkpoint with its checksum as the zip comment; OSError where the write failed."""
     try:
@@ -66,25 +64,18 @@ def write_zip(file: BinaryIO, checkpoint: Checkpoint) -> None:
     file.write(TAG + digest.hexdigest().encode())
 
 
-def is_whole(path: Path) -> bool:
-    """Tell whether a file is there and as it was written; `RunFailed` where the system cannot read it."""
-    try:
-        content = read_file(path)
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise RunFailed(f"{path} cannot be read ({error.strerror}); nothing was changed: mend that first") from error
-    digest = hashlib.sha256(memoryview(content)[:-COMMENT_BYTES])
-    return content[-COMMENT_BYTES:] == TAG + digest.hexdigest().encode()
-
-
 def read_checkpoint(path: Path, *, facts_only: bool = False) -> Checkpoint:
-    """Return the checkpoint in a file that is whole; of its tensors, with `facts_only`, the shapes alone."""
+    """Return the checkpoint in a file that is whole, on the CPU; with `facts_only` all is checked, FACTS are returned.
+
+    Raises `UserError` for what no checkpoint of this version of rtx holds.
+    """
     try:
         with zipfile.ZipFile(path) as archive:  # torch.save packs nothing; what does may be a thousand times as large
-            if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
-                raise UserError(f"{path} is refused: it holds more than its size")
-        checkpoint = torch.load(path, map_location="meta" if facts_only else "cpu", weights_only=True)
+            entries = archive.infolist()
+        if sum(entry.file_size for entry in entries) > path.stat().st_size:
+            raise UserError(f"{path} is refused: it holds more than its size")
+        pickled = sum(entry.file_size for entry in entries if entry.filename.endswith("/data.pkl"))
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch's own reader asserts, and raises whatever it likes
         if isinstance(error, UserError | OSError) or out_of_memory(error):
             raise
@@ -92,8 +83,91 @@ def read_checkpoint(path: Path, *, facts_only: bool = False) -> Checkpoint:
     written = checkpoint.get("format") if isinstance(checkpoint, dict) else None
     if not isinstance(written, int) or written != FORMAT:  # a tensor is equal in parts
         raise UserError(f"{path} is not of the format that this version of rtx reads ({FORMAT})")
+    check_values(path, checkpoint, pickled)
     check_layout(path, checkpoint)
+    if facts_only:
+        return {key: checkpoint[key] for key in FACTS}
     return checkpoint
+
+
+def check_values(path: Path, checkpoint: Checkpoint, most: int) -> None:
+    """Raise `UserError` for values that are neither plain nor tensors as `tensor_problem` wants them.
+
+    `most`: how many values the file may hold. A pickle spends a byte on each, but a few references to references
+    make more of them than can ever be counted. For the same reason moments may not be larger than the file.
+    """
+    room = path.stat().st_size
+    for part, content in checkpoint.items():
+        of_optimizer = part == "optimizer_states"
+        for value in leaves(content):
+            problem = ""
+            most -= 1
+            if most < 0:
+                problem = "more values than its size allows"
+            elif isinstance(value, torch.Tensor):
+                problem = tensor_problem(value)
+            elif not isinstance(value, PLAIN):
+                problem = f"a value of type {type(value).__name__}"
+            if of_optimizer and isinstance(value, torch.Tensor) and not problem:
+                room -= value.nbytes
+                problem = moment_problem(value, room)
+            if problem:
+                raise UserError(f"{path} is refused: its {shorten(str(part))} holds {problem}")
+
+
+def leaves(content: Any) -> Iterator[Any]:
+    """Yield all that is nested in mappings and lists, and for each mapping or list None, in no particular order."""
+    waiting = [content]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.keys()
+            waiting += value.values()
+            yield None
+        elif isinstance(value, list | tuple):
+            waiting += value
+            yield None
+        else:
+            yield value
+
+
+def tensor_problem(tensor: torch.Tensor) -> str:
+    """Return why a tensor cannot be taken from a file, or an empty string.
+
+    Fused optimizers read and write as many elements as the weight has, whatever the strides of a moment are; other
+    kernels end in errors that no reader of a file expects.
+    """
+    if type(tensor) is not torch.Tensor or vars(tensor):
+        return "a tensor of another class, or with attributes"
+    if tensor.is_nested or tensor.layout != torch.strided:
+        return "a tensor that is sparse or nested"
+    if tensor.device.type != "cpu":
+        return f"a tensor on the device {tensor.device.type}"
+    if tensor.dtype not in FLOATS + INTEGERS or tensor.is_neg():
+        return f"a tensor of {tensor.dtype} whose elements are not plain numbers"
+    if not is_dense(tensor):
+        return "a tensor whose elements share their places, or leave gaps"
+    return ""
+
+
+def moment_problem(moment: torch.Tensor, room: int) -> str:
+    """Return why no optimizer can go on with a tensor, or an empty string; `room`: bytes left of the file."""
+    if room < 0:
+        return "tensors that share their places"
+    if not bool(moment.isfinite().all()):
+        return "a number that is not finite"
+    return ""
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Tell whether each element of a strided tensor has a place for itself, without gaps, within the storage."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and tensor.numel() and stride != expected:
+            return False
+        expected *= size
+    end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    return end <= tensor.untyped_storage().nbytes()
 
 
 def check_layout(path: Path, checkpoint: Any) -> None:

@@ -5,6 +5,7 @@ import ctypes
 import errno
 import os
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from rtx.training.signals import started_by_another
 
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 OUT_OF_MEMORY = "out of memory"  # how the reason of a run that had too little begins
+NO_GPU = "hardware=gpu, but torch finds no GPU on this machine; use hardware=cpu or hardware=auto"
+NO_TF32 = "hardware.precision=tf32 needs a GPU and there is none; a CPU takes fp32, bf16 or fp64"
 SIGNS = (
     *("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "alloc_failed"),
     *("bad_alloc", "could not create a primitive", "failed to map segment", "can't start new thread"),
@@ -48,9 +51,9 @@ def resolve_hardware(config: Config) -> Hardware:
     wish, gpus, batch = config.hardware, torch.cuda.device_count(), config.trainer.batch_size
     use_gpu = gpus > 0 and wish.name != "cpu"
     if wish.name == "gpu" and not use_gpu:
-        raise UserError("hardware=gpu, but torch finds no GPU on this machine; use hardware=cpu or hardware=auto")
+        raise UserError(NO_GPU)
     if wish.precision == "tf32" and not use_gpu:
-        raise UserError("hardware.precision=tf32 needs a GPU and there is none; a CPU takes fp32, bf16 or fp64")
+        raise UserError(NO_TF32)
     launcher, rank, devices, nodes = processes(wish, gpus)
     if use_gpu and devices > gpus:
         raise UserError(f"hardware.devices={devices}, but this machine has {gpus} GPU(s)")
@@ -71,6 +74,27 @@ def resolve_hardware(config: Config) -> Hardware:
         micro_batch_size=micro,
         accumulate=batch // (micro * world),
     )
+
+
+def refuse_without_gpu(wish: HardwareConfig) -> None:
+    """Raise `UserError` for a GPU that is asked for where torch cannot find one; it loads no torch itself."""
+    if wish.name == "gpu" and has_no_driver():
+        raise UserError(NO_GPU)
+    if wish.precision == "tf32" and has_no_driver():
+        raise UserError(NO_TF32)
+
+
+def has_no_driver() -> bool:
+    """Tell whether this machine has no driver of a GPU for sure; whether a driver has a GPU, torch must say."""
+    if sys.platform != "linux":
+        return False
+    if Path("/dev/kfd").exists():  # AMD's
+        return False
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(name)
+            return False
+    return True
 
 
 def precision_on(wish: HardwareConfig, gpu: bool) -> str:

@@ -123,12 +123,20 @@ def load_run(
         raise UserError(f"{where} does not fit data of {vocabulary} different units")
     with torch.random.fork_rng(devices=[]):
         model = Transformer(config, vocabulary)
+    if config.hardware.precision == "fp64":
+        model = model.double()  # before weights are copied into it, which takes its type
     load_weights(model, found)
-    if broken := [name for name, tensor in model.state_dict().items() if bool(tensor.isnan().any())]:
-        raise RunFailed(f"{where} (step {found['step']:,}) holds NaN, first in {broken[0]}")
-    model = model.to(device, torch.float64 if config.hardware.precision == "fp64" else None).eval()
+    if broken := not_numbers(model):
+        raise RunFailed(f"{where} (step {found['step']:,}) holds NaN or infinities, first in {broken[0]}")
+    model = model.to(device).eval()
     say(f"{where}, step {found['step']:,}, {model.count_parameters():,} parameters")
     return LoadedRun(folder, model, config, {key: found[key] for key in KEPT})
+
+
+def not_numbers(model: torch.nn.Module) -> list[str]:
+    """Return the names of weights that are not finite, and of buffers with NaN (thresholds may be infinite)."""
+    broken = [name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())]
+    return broken + [name for name, buffer in model.named_buffers() if bool(buffer.isnan().any())]
 
 
 def stores_of(folder: Path | None, data: DataConfig) -> Path:

@@ -3,6 +3,7 @@ TensorBoard, CSV, or Weights & Biases at arm's length: its files, and in `wandb.
 resume and what comes after training go on with, are in the run's folder. Rows have keys `train/…`, `val/…`, `final/…`.
 """
 
+import configparser
 import contextlib
 import json
 import math
@@ -101,15 +102,56 @@ class JsonlLogger(Logger):
         self.file.close()
 
 
+@contextlib.contextmanager
+def own_settings() -> Iterator[Any]:
+    """Yield `wandb`, which meanwhile reads the settings of the user, and none of the current folder.
+
+    By itself it takes `wandb/settings` and `config-defaults.yaml` from there. The current folder may be a stranger's
+    run: such a file names the server, or the proxy, that gets the user's key. Settings are read once in a process,
+    when it is first set up. Fails where W&B has no such methods: then it may read these files by others.
+    """
+    import wandb
+    from wandb.sdk.lib.settings_file import SettingsFiles
+    from wandb.sdk.wandb_config import Config as RunConfig
+
+    def read(settings: Any) -> SettingsFiles:
+        of_user = Path(settings.settings_system) if settings.settings_system else None
+        return SettingsFiles(global_settings=of_user, local_settings=Path(os.devnull))
+
+    with contextlib.ExitStack() as stack:
+        for kind, name, method in (
+            (wandb.Settings, "read_system_settings", read),
+            (RunConfig, "_load_defaults", lambda config: None),
+        ):
+            stack.callback(setattr, kind, name, getattr(kind, name))
+            setattr(kind, name, method)
+        yield wandb
+
+
+def quiet_mode() -> tuple[str, str]:
+    """Return the mode that W&B is to have, and where that is written: in WANDB_MODE, or by `wandb offline` or
+    `wandb disabled` in the current folder, whose word may keep data here but not send them; "" where in neither.
+    """
+    if mode := wandb_mode():
+        return mode, f"WANDB_MODE={os.environ['WANDB_MODE']}"
+    for path in (Path(".wandb/settings"), Path("wandb/settings")):
+        settings = configparser.ConfigParser(interpolation=None)
+        with contextlib.suppress(OSError, ValueError, configparser.Error):
+            settings.read_string(read_file(path).decode())
+        mode = settings.get("default", "mode", fallback="")
+        if mode in ("offline", "disabled"):
+            return mode, f"mode = {mode} in {path}"
+    return "", ""
+
+
 class GuardedWandbLogger(WandbLogger):
     """Lightning's logger of the run that wandb.json names, else a new one; quiet after an error, told in a line."""
 
     def __init__(self, say: Say, folder: Path, asked: Mapping[str, Any], goes_on: str = GOES_ON, **more: Any) -> None:
-        import wandb
-
-        wandb.setup()  # by which it is quiet from the first
-        if asked["mode"] == "online" and not wandb.login(prompt=False, verify=False):
-            raise ValueError("no key found (wandb login)")  # W&B itself would ask for one
+        with own_settings() as wandb:
+            wandb.setup()  # by which it is quiet from the first
+            if asked["mode"] == "online" and not wandb.login(prompt=False, verify=False):
+                raise ValueError("no key found (wandb login)")  # W&B itself would ask for one
         path = folder / "wandb.json"
         kept = {**asked, "id": json.loads(read_file(path))["id"] if path.exists() else secrets.token_hex(4)}
         write_json(path, {key: kept[key] for key in kept if key != "mode"})
@@ -118,7 +160,10 @@ class GuardedWandbLogger(WandbLogger):
         patience = {"init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
         settings = wandb.Settings(console="off", disable_git=True, **patience)  # type: ignore[arg-type]
         super().__init__(save_dir=str(folder), settings=settings, **kept, **more)
-        self.say, self.goes_on, self.run = say, goes_on, self.experiment  # which begins the run
+        self.say = say
+        self.goes_on = goes_on
+        with own_settings():
+            self.run = self.experiment  # which begins the run
         self.run.define_metric("val/bits", step_metric="trainer/global_step", summary="min")
         if asked["mode"] == "online":
             say(f"W&B: {self.run.url}")
@@ -146,6 +191,10 @@ class GuardedWandbLogger(WandbLogger):
             artifact.add_file(str(path))
         self.experiment.log_artifact(artifact)
 
+    def summarize(self, **figures: Any) -> None:
+        """Write figures, or texts such as what a closing score is of, to the run's summary."""
+        self.guarded(lambda: self.experiment.summary.update(figures))
+
     def finish(self, exit_code: int) -> None:
         """End the run at W&B, waiting for uploads for a minute at the most."""
         self.guarded(self.experiment.finish, exit_code=exit_code)
@@ -157,13 +206,14 @@ def wandb_logger(config: Config, folder: Path, facts: Any, say: Say) -> GuardedW
     wished, mode = config.logger, config.logger.name
     try:
         if mode == "auto":
-            import wandb
-
-            asked = wandb_mode()
-            mode = asked or ("online" if wandb.login(prompt=False, verify=False) else "offline")
+            mode, why = quiet_mode()
+            if not mode:
+                with own_settings() as wandb:
+                    has_key = wandb.login(prompt=False, verify=False)
+                mode = "online" if has_key else "offline"
             if mode == "offline":
-                why = f"WANDB_MODE={os.environ['WANDB_MODE']}" if asked else "no key found"
-                say(f"W&B: {why}; to upload the curves later:\n  wandb sync {shown(folder)}/wandb/offline-run-*")
+                uploads = f"wandb sync {shown(folder)}/wandb/offline-run-*"
+                say(f"W&B: {why or 'no key found'}; to upload the curves later:\n  {uploads}")
         if mode in ("online", "offline"):
             tags = [config.data.name, config.model.name, *os.environ.get("WANDB_TAGS", "").split(",")]
             if config.routing.heads and config.routing.layers:
@@ -192,7 +242,8 @@ def add_to_wandb(folder: Path, kind: str, figures: Mapping[str, Any], files: Seq
         asked = {key: known[key] for key in ("project", "entity", "group", "name", "job_type", "tags")}
         if records[0].parent != folder:
             asked |= {"name": f"{kind} on {folder.name}", "job_type": kind}
-        if (mode := wandb_mode() or mode) != "disabled":
+        mode = quiet_mode()[0] or mode
+        if mode != "disabled":
             logger = GuardedWandbLogger(say_line, folder, {"mode": mode, **asked}, "nothing is added there")
             logger.guarded(logger.add, kind, figures, files, step)
             logger.finish(exit_code=0)

@@ -24,6 +24,7 @@ from rtx.compose import RUN_CONFIG, flat, load_run_config, to_dict, with_values
 from rtx.config import REGISTERED, Config
 from rtx.disk import is_full, read_file, remove_leftovers, replace_file, write_json
 from rtx.errors import DAMAGED, RunFailed, UserError, nearest, plural, printable, shorten
+from rtx.training.checksum import is_whole, resumable
 from rtx.training.hardware import out_of_memory, started_by
 from rtx.training.signals import Stopped, state_after
 
@@ -246,6 +247,17 @@ def lock(file: IO[bytes], folder: Path) -> None:
         raise UserError(busy(folder, read_status(folder)))
 
 
+def refuse_busy(folder: Path) -> None:
+    """Raise `UserError` early for a run that is in use elsewhere; `working_in` alone makes sure of it."""
+    status = read_status(folder)
+    if started_by()[1] > 0 or status is None or not seems_running(status):
+        return  # the first process of a run has the folder, and the others leave it to that one
+    if status["pid"] == os.getpid():
+        return  # a process that opened its own lock here would let go of it
+    with contextlib.suppress(OSError), open_own(folder / "lock", "r+b") as file:
+        lock(file, folder)
+
+
 def busy(folder: Path, status: dict[str, Any] | None) -> str:
     who = f"process {status['pid']} on {status['host']}" if status and "pid" in status else "another process"
     return f"{folder} is in use by {who}; wait for it, or stop it first"
@@ -308,7 +320,7 @@ def environment(facts: dict[str, Any]) -> dict[str, Any]:
     packages = ("torch", "lightning", "numpy", "hydra-core", "omegaconf", "wandb", *filter(None, REGISTERED.values()))
     return {
         "time": utc_now(),
-        "command": shlex.join(sys.argv),
+        "command": command_line(),
         "host": platform.node(),
         "python": platform.python_version(),
         "versions": {"rtx": __version__} | {name: metadata.version(name) for name in packages},
@@ -317,6 +329,14 @@ def environment(facts: dict[str, Any]) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         **facts,
     }
+
+
+def command_line() -> str:
+    """Return the command that this process was started by; `python -m rtx` is written as `rtx`."""
+    program, *words = sys.argv
+    if Path(program).name == "__main__.py":
+        program = "rtx"
+    return shlex.join([program, *words])
 
 
 def code_commit() -> str | None:
@@ -348,6 +368,18 @@ def refuse_changes(changed: Differences) -> None:
             raise UserError(f"{key}: {old} -> {new} is refused: a run that goes on may change {may}")
 
 
+def place_of(config: Config) -> tuple[Config, Path | None, str | None]:
+    """Return what `rtx train` is to train, in which folder, and the state of the run there that goes on.
+
+    A new run has no folder yet, and an empty state. The state is None where nothing is left to do, which is said.
+    """
+    folder = given_folder()
+    if folder is None or not (folder / RUN_CONFIG).exists():
+        return config, None, ""
+    config = as_chosen(config, load_run_config(folder))
+    return config, folder, plan_resumption(folder, config) or None
+
+
 def plan_resumption(folder: Path, config: Config) -> str:
     """Return the state of a run that goes on with a configuration; empty where nothing is left to do, which is said."""
     if is_export(folder):
@@ -368,8 +400,6 @@ def already_done(folder: Path, config: Config) -> str:
         return ""
     if step > steps:
         raise UserError(f"trainer.steps={steps}: the run is done with {step} steps; give more than that")
-    from rtx.training.checkpoint import is_whole, resumable  # imports torch
-
     whole = [is_whole(path) for path in resumable(folder / "checkpoints")]
     if not any(whole):
         raise RunFailed(f"{folder} was done after {step:,} steps, but no whole checkpoint is left in it")

@@ -19,7 +19,10 @@ EXIT_CODES: dict[int, int] = dict.fromkeys((signal.SIGTERM, signal.SIGUSR1, sign
 EXIT_CODES[signal.SIGINT] = INTERRUPTED
 AGAIN_SECONDS: dict[int, float] = {signal.SIGINT: 0.0, signal.SIGTERM: 3.0}
 """From this time on after a signal the next one counts as a second: schedulers send the first to many at once."""
-PARENT_VARIABLE, SWEEP_VARIABLE = "RTX_PARENT", "RTX_SWEEP"  # number of a run's first process, of its sweep
+PARENT_VARIABLE = "RTX_PARENT"
+"""Number of a run's first process, for the others."""
+SWEEP_VARIABLE = "RTX_SWEEP"
+"""Number of the process that started a run and without which it stops: a sweep, or a caller from Python."""
 
 
 class Stopped(BaseException):
@@ -38,11 +41,14 @@ class Signals:
     """The signal handlers of a run, as a context that puts the former handlers back.
 
     While `holding` is false a signal raises `Stopped` where the process is, else it is noted for the end of the step. A
-    thread obeys a second one: within one instruction, such as a wait for another process, Python runs no handler.
+    thread obeys a second one: within one instruction, such as a wait for another process, Python runs no handler. In a
+    process that is the caller's (`in_a_call`) a second one raises `Stopped`, too, as soon as Python runs the handler.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, in_a_call: bool = False) -> None:
         self.holding, self.requested, self.name = False, 0, "a signal"  # name: of another process's, none is known
+        self.in_a_call = in_a_call
+        self.first: dict[int, float] = {}  # when each signal came first
         self.at_once: Callable[[int], object] = lambda code: None  # called before the process ends at once
         self.former: dict[int, Any] = {}
 
@@ -52,11 +58,13 @@ class Signals:
             when_orphaned(os.environ[PARENT_VARIABLE], lambda: os._exit(1))
         elif threading.current_thread() is threading.main_thread():
             when_orphaned(os.environ.pop(SWEEP_VARIABLE, ""), lambda: os.kill(os.getpid(), signal.SIGTERM))
-            self.former = {number: signal.getsignal(number) for number in EXIT_CODES}
+            handlers = {number: signal.getsignal(number) for number in EXIT_CODES}
+            # None: of code that is not Python's, which Python cannot put back.
+            self.former = {number: each for number, each in handlers.items() if each is not None}
             self.hold(False)
             self.waker, self.wakened = socket.socketpair()
             self.waker.setblocking(False)
-            signal.set_wakeup_fd(self.waker.fileno(), warn_on_full_buffer=False)
+            self.former_waker = signal.set_wakeup_fd(self.waker.fileno(), warn_on_full_buffer=False)
             threading.Thread(target=self.watch, name="signals", daemon=True).start()
         return self
 
@@ -64,7 +72,7 @@ class Signals:
         for number, handler in self.former.items():
             signal.signal(number, handler)
         if self.former:
-            signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(self.former_waker)
             self.waker.close()
         self.at_once = lambda code: None  # or the thread would keep the run and its data a while
 
@@ -77,10 +85,18 @@ class Signals:
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Note the signal, or raise `Stopped` where nothing is held."""
+        if self.in_a_call and self.requested and self.is_second(number):
+            raise Stopped(self.requested, f"stopped at once by {self.name}")
+        self.first.setdefault(number, time.monotonic())
         if not self.requested:
             self.requested, self.name = EXIT_CODES[number], signal.Signals(number).name
         if not self.holding:
             self.release()
+
+    def is_second(self, number: int) -> bool:
+        """Tell whether a signal that comes now is one more, and not one of those that are sent together."""
+        since = time.monotonic() - self.first.get(number, math.inf)
+        return since >= AGAIN_SECONDS.get(number, math.inf)
 
     def release(self) -> None:
         """From here on a signal ends the work where it is; raises `Stopped` where one has come already."""
@@ -93,16 +109,20 @@ class Signals:
         self.holding, self.requested, self.at_once = False, 0, lambda code: os._exit(0)
 
     def watch(self) -> None:
-        """Acknowledge a first SIGINT, and end the process at a second signal, however long a step still takes."""
+        """Acknowledge a first SIGINT, and end the process at a second signal, however long a step still takes.
+
+        The process of a caller is not ended: there `handle` obeys the second one.
+        """
         first: dict[int, float] = {}
         while received := self.wakened.recv(1):
             number, now = received[0], time.monotonic()
-            if now - first.get(number, math.inf) >= AGAIN_SECONDS.get(number, math.inf):
+            again = now - first.get(number, math.inf) >= AGAIN_SECONDS.get(number, math.inf)
+            if again and not self.in_a_call:
                 try:
                     self.at_once(EXIT_CODES[number])
                 finally:
                     os._exit(EXIT_CODES[number])
-            if number == signal.SIGINT and self.holding:
+            if number == signal.SIGINT and self.holding and not again:
                 from rtx.progress import say  # tqdm, which `rtx --help` does not wait for
 
                 say("finishing this step; Ctrl-C again stops at once")

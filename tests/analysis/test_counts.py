@@ -23,7 +23,7 @@ from rtx.model.transformer import Transformer
 
 SHRUNK = (
     *("data=enwik8", "data.length=512", "model=rt12", "model.layers=2", "model.hidden=128", "model.heads=4"),
-    *("model.ffn_hidden=256", "model.window=64", "model.max_distance=64", "routing.layers=1", "routing.heads=2"),
+    *("model.ffn_hidden=256", "model.window=64", "routing.layers=1", "routing.heads=2"),
     *("routing.window=64", "trainer.batch_size=2", "hardware=cpu"),
 )
 NO_DROPOUT = ("model.dropout=0", "model.attention_dropout=0", "model.ffn_dropout=0")

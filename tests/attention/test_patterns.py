@@ -42,7 +42,7 @@ from rtx.attention import (
 from rtx.attention.cache import Cache
 from rtx.attention.packed import Reads
 from rtx.attention.pattern import Inputs
-from rtx.attention.selection import best_places, centroid_scores
+from rtx.attention.selection import centroid_scores
 from rtx.attention.softmax import Terms
 from rtx.training.hardware import has_compiler
 
@@ -62,23 +62,6 @@ def test_outputs_and_gradients_are_the_oracles_and_streams_give_the_same(kind: s
         for piece in pieces:
             stack.enter_context(mock.patch.object(*piece))
         check(make(kind, case), case)
-
-
-def test_of_the_best_scores_nan_is_the_first_and_equals_are_the_earlier() -> None:
-    score = torch.tensor([[1, math.nan, 3, 2], [2, 3, 2, 2], [-math.inf, 1, -math.inf, 0]])
-    assert best_places(score, 2).sort().values.tolist() == [[1, 2], [0, 1], [1, 3]]
-
-
-@pytest.mark.parametrize("kind", ["exact", "indexer", "blocks"])
-@torch.no_grad()
-def test_of_equal_keys_the_earlier_is_read_however_long_the_sequence(kind: str) -> None:
-    case = Case(B=1, H=2, N=64, W=8, D=4)
-    pattern, here = drawn(kind, case)
-    here |= {name: here[name][:, :, torch.arange(64) % 4].round() for name in ("q", "k")}  # whole numbers: exact ties
-    whole = run(pattern, here)
-    shorter = {name: x[:, :, :40] if name in "qkv" else x for name, x in here.items()}
-    torch.testing.assert_close(run(pattern, shorter), whole[:, :, :40])
-    torch.testing.assert_close(stream(pattern, here, 10), whole)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -322,7 +305,7 @@ def test_without_a_compiler_that_can_there_is_no_kernel_and_one_line(tmp_path: P
 q = torch.randn(1, 2, 1100, 4)
 print(torch.equal(*(Local(window=4, backend=name)(q, q, q)[0] for name in ("auto", "torch"))), native.library())"""
     env = {"PATH": str(tmp_path), "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=600)
     assert done.stdout == "True None\n", done.stderr
     assert done.stderr.splitlines()[1 if compiler else 0 :] == [done.stderr.splitlines()[-1]]
     assert ("no openmp here" if compiler else "no C++ compiler") in done.stderr

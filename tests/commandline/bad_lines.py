@@ -23,6 +23,7 @@ GOOD = [
         "train data=recall model=tiny --multirun routing=topk,causal",
         "train --cfg job data=recall trainer.steps=5",
         "train --help seed=1",
+        "plan --help routing trainer.steps seed=1",
         "plan data=cifar10 model=rt12-cifar10 data.size=16 routing.clusters=null",
         "plan experiment=enwik8 model.recompute=true trainer.steps=${optimizer.steps}",
         f"eval {RUN} split=test mode=streaming limit=3 hardware=cpu",
@@ -47,12 +48,16 @@ VALUES = (
     *("# 3", "3 # x", "a: b", "*", "&a", "!!int 3", "$", "${", "${}", "${seed", "${seed}", "${nope}", "${seed}0"),
     *("${optimizer.lr}", "${trainer.steps}", "${name}", "${model}", "${..seed}", "${oc.env:HOME}", "${oc.env:NO_RTX}"),
     *("${hydra:runtime.cwd}", "${oc.decode:'3'}", "%(asctime)s", "{0}", "range(1,4)", "range(1,nan)", "range(0,1,0)"),
+    *("interval(0,1)", "shuffle(1,2)", "range(4)", "range(start=1,stop=3)", "range(1e300,1,1e-300)", "1..5", "1.."),
     *("choice(1,2)", "glob(*)", "glob([)", "9" * 30, "9" * 5000, "x" * 3000, "[" * 400, "${" * 300, "--help", "@file"),
     *("auto", "cpu", "causal", "local+", "local++full", "32x32x", "/", "+5", "2", "8", "16", "0.5", "1e-2", "true"),
 )
 """Values that somebody has typed, pasted or generated."""
 NOISE = "aeiost_.=+-~/ ,'\"{}[]()$\\@#!\u00e90195\n\t\u202e\U0001f600"
-FLAGS = ("-m", "--multirun", "--cfg", "--cfg=job", "-h", "--info", "--config-name=x", "--version", "-x", "--", "-m=1")
+FLAGS = (
+    *("-m", "--multirun", "--cfg", "--cfg=job", "-h", "--info", "--config-name=x", "--version", "-x", "--", "-m=1"),
+    *("--config-name", "-cn", "--config-path=x", "--help=routing", "--help", "a b"),
+)
 
 
 @st.composite
@@ -89,12 +94,14 @@ def an_option_more(draw: DrawFn, words: list[str]) -> list[str]:
 
 
 def a_broken_word(draw: DrawFn, words: list[str]) -> list[str]:
-    """Lose the "=", double it, put blanks around it, or mark, quote, repeat or lose the word; or put a flag there."""
+    """Lose the "=", double it, put blanks at it, or mark, quote, repeat, cut or lose the word; or put a flag there."""
     at = draw(st.integers(0, max(0, len(words) - 1)))
     word = words[at] if words else ""
     marked = [f"{mark}{word}" for mark in ("--", "+", "~", "hydra.")] + [f"'{word}'", f"{word},", word.upper()]
     changed = [word.replace("=", other) for other in ("", "==", " = ", ":")] + [word.replace(".", "/")]
-    broken = [*([each] for each in (*marked, *changed)), [word, word], [], [word, draw(st.sampled_from(FLAGS))]]
+    key, equals, text = word.partition("=")
+    apart = [[key, equals, text], [key, equals + text], [key + equals, text], [word, text]]
+    broken = [*([each] for each in (*marked, *changed)), [word, word], [], [word, draw(st.sampled_from(FLAGS))], *apart]
     return [*words[:at], *draw(st.sampled_from(broken)), *words[at + 1 :]]
 
 

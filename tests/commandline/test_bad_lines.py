@@ -71,6 +71,11 @@ class Stage:
         self.last = RESOLVE(config, *keys)
         return self.last
 
+    def resume(self, folder: Path, config: Config) -> str:
+        """Note what a run would go on with."""
+        self.last = config
+        return "killed"
+
     def ask(self, words: Sequence[str]) -> list[Config]:
         """Run a line, check exit code and message, and return what it would have gone to work with."""
         self.reached = []
@@ -98,6 +103,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         stage = Stage()
         patch.setattr(cli, "importlib", SimpleNamespace(import_module=stage.module))
         patch.setattr(rtx.compose, "resolve", stage.resolve)
+        patch.setattr("rtx.refusals.refuse", lambda *given: None)  # here words are judged, not what the run has
+        patch.setattr("rtx.training.run_folder.plan_resumption", stage.resume)
         patch.setattr(rtx.launcher.Launcher, "launch", lambda launcher: stage.launch(launcher))
         actions = dict.fromkeys(rtx.commands.data.ACTIONS, lambda data: stage.reach([Config(data=data)]))
         patch.setattr(rtx.commands.data, "ACTIONS", actions)

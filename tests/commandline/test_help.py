@@ -31,6 +31,21 @@ def test_every_group_option_and_key_has_its_line_with_the_value_that_overrides_g
         assert f"\n  {shown} " in page, shown
 
 
+def test_a_group_or_a_key_is_printed_alone() -> None:
+    page = help.command_page("train", [])
+    groups = ", ".join([*GROUPS, "trainer"])
+    assert f"\n  --help routing                  print this group alone; also {groups}, or one key\n\ndata=<op" in page
+    alone = help.command_page("train", ["routing", "routing=topk"])
+    assert alone.startswith("routing=<option>\n  blocks ") and "\n\nrouting.<key>\n  routing.selection=topk " in alone
+    assert [line for line in alone.splitlines() if line.startswith("  ")] == [
+        line
+        for line in help.command_page("train", ["routing=topk"]).splitlines()
+        if line.startswith(("  routing.", *(f"  {option} " for option in options("routing"))))
+    ]
+    assert help.command_page("plan", ["trainer"]).startswith("trainer.<key>\n  trainer.steps=1000 ")
+    assert help.command_page("plan", ["seed", "seed=3"]).startswith("  seed=3 ")
+
+
 def test_a_command_on_a_run_shows_its_own_options_and_what_may_change() -> None:
     page = help.command_page("resume", [])
     assert "lengthen it by trainer.steps=N" in page
@@ -72,7 +87,7 @@ def test_a_shell_completes_by_its_script(shell: str) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"there is no {shell} here")
     script = f'compdef() {{ :; }}\nrtx() {{ "{sys.executable}" -m rtx "$@"; }}\n{help.SCRIPTS[shell]}\n{ASKED[shell]}'
-    answer = subprocess.run([shell, "-c", script], capture_output=True, text=True, timeout=60)
+    answer = subprocess.run([shell, "-c", script], capture_output=True, text=True, timeout=600)
     assert (answer.stdout, answer.stderr) == (SAID[shell], "")
 
 

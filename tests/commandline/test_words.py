@@ -13,6 +13,10 @@ from rtx.options import READS, EvalOptions, SampleOptions, SweepOptions, check_o
 SWEEP = "is a sweep (experiment=cifar10_full,cifar10_local,cifar10_random): rtx train -m runs it; for one cell of it"
 ROUTING = ("heads: 0", "layers: 0", "selection: random")
 """Of runs that are named after it."""
+TILDE = "~ is Hydra's: rtx keeps every key, and key=null unsets those that allow it\n"
+BLANKS = "no blanks around =: key=value is one word\n"
+ONE = "takes one value; list several for a sweep: rtx train -m"
+PRESETS = "model= and experiment= choose presets: model=tiny\n"
 DATA = "say prepare, verify, info data=<set>, list, or remove <a store of that list>"
 
 
@@ -42,6 +46,8 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         ('name="null"', "null"),
         ("name='a,b'", "a,b"),
         ("logger.group=(x) [y", "(x) [y"),
+        ("logger.group=glob(*)", "glob(*)"),
+        ("name=1..5", "1..5"),
         ("logger.group=${name}/x", "rtx/x"),
     ):
         assert flat(to_dict(compose([word])))[word.partition("=")[0].strip("+ ")] == value
@@ -56,7 +62,22 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         ("train experiment=memory model=tiny", "experiment=memory lays out a model of its own, memory; leave"),
         ("train TRAINER.STEPS=3", "(did you mean 'trainer.steps'?)"),
         ("train routing.hiden=3", "(did you mean 'model.hidden'?)"),
-        ("train data=enwik9", "text, wikitext103 (did you mean 'enwik8'?)"),
+        ("train data=enwik9", "data=enwik9 (did you mean 'enwik8'?): must be one of cifar10, copy"),
+        (
+            "train data=enwik9",
+            "text, wikitext103 (a file of conf/data/); extensions=<file>.py adds names of your own\n",
+        ),
+        ("train model=RT24", "model=RT24 (did you mean 'rt24'?): must be one of adaptive_input, "),
+        ("train model=RT24", "sparse_transformer-imagenet64, ... (19 in all) (a file of conf/model/)\n"),
+        ("train data=Enwik8", "data=Enwik8 (did you mean 'enwik8'?): must be one of "),
+        (
+            "train model.base=Local+FUL",
+            "model.base=Local+FUL (did you mean 'local'?): must be one or more of local, full",
+        ),
+        ("train model.base=dilated", "lsh two to one); extensions=<file>.py adds names of your own\n"),
+        ("train routing.selection=x", "or chosen keys); extensions=<file>.py adds names of your own\n"),
+        ("train trainer.batch_size=1000000000", "trainer.batch_size=1000000000: must be an integer, at least 1, at m"),
+        ("plan hardware.workers=1000000", "hardware.workers=1000000: must be an integer, at least 0, at most 256 ("),
         ("train data=../routing/causal", "data=../routing/causal: must be one of cifar10"),
         ("train 'trainer={steps: 3}'", "unknown key 'trainer'"),
         ("train trainer.steps=abc", "trainer.steps=abc: must be an integer, at least 1 (Optimizer steps to train;"),
@@ -66,7 +87,7 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         ("train routing.decay=1.5", "routing.decay=1.5: must be a number, at least 0, at most 1 ("),
         ("train hardware.compile=maybe", "hardware.compile=maybe: must be true or false"),
         ("train trainer.micro_batch_size=0", "must be auto or an integer, at least 1"),
-        ("train routing.selection=causl", "blocks, blocks_random, indexer (did you mean 'causal'?)"),
+        ("train routing.selection=causl", "routing.selection=causl (did you mean 'causal'?): must be one of "),
         ("train model.base=local+none", "adaptive_span, strided, fixed, fixed_block, fixed_summary, joined"),
         ("train name=a,b", "takes one value; several make a sweep (rtx train -m); quote it where it is one: 'name=\""),
         ("train hydra.run.dir=x", "hydra.run.dir: keys of Hydra's own are not read; RTX_OUTPUTS=<folder>"),
@@ -74,12 +95,57 @@ def test_a_value_is_taken_as_it_is_written() -> None:
         ("train trainer.max_epochs=3", "unknown key 'trainer.max_epochs' (did you mean 'trainer.steps'?)"),
         ("train foo=3", "unknown key 'foo'; --help lists them"),
         ("train trainer.stps", "'trainer.stps' is not of the form key=value"),
-        ("train ~routing.heads", "'~routing.heads' is not of the form key=value"),
+        ("train ~routing", f"'~routing' is not of the form key=value; {TILDE}"),
+        ("train ~routing.heads", f"'~routing.heads' is not of the form key=value; {TILDE}"),
+        ("train ~routing.heads=3", f"'~routing.heads=3' is not of the form key=value; {TILDE}"),
+        ("train seed = 3", f"'seed' is not of the form key=value; {BLANKS}"),
+        ("train seed =3", f"'seed' is not of the form key=value; {BLANKS}"),
+        ("train seed= 3", f"'3' is not of the form key=value; {BLANKS}"),
+        ("train =3", f"'=3' is not of the form key=value; {BLANKS}"),
+        ("eval a split = test", f"'split' is not of the form key=value; {BLANKS}"),
+        (
+            "train data=text data.path=my books/a.txt",
+            "'books/a.txt' is not of the form key=value; quote a value with bl",
+        ),
+        ("train data=text data.path=my old books/a b", "with blanks: 'data.path=my old books/a b'\n"),
+        (
+            "sample a prompt=Once upon seed=3",
+            "'upon' is not of the form key=value; quote a value with blanks: 'prompt=",
+        ),
+        ("train seed=3 tiny", "'tiny' is not of the form key=value\n"),
+        ("train 'routing.heads=range(1,3)'", f"routing.heads=range(1,3): {ONE} routing.heads=1,2\n"),
+        ("train -m 'routing.heads=range(1,5)'", "routing.heads=range(1,5): list the values: routing.heads=1,2,3,4\n"),
+        ("train -m 'routing.heads=range(4)'", "list the values: routing.heads=0,1,2,3\n"),
+        ("train -m 'routing.heads=range(start=4, stop=0, step=-2)'", "list the values: routing.heads=4,2\n"),
+        ("train -m 'optimizer.lr=range(0.1,0.5,0.1)'", "list the values: optimizer.lr=0.1,0.2,0.3,0.4\n"),
+        ("train -m 'seed=range(100)'", "list the values: seed=0,1,2,...,99\n"),
+        ("train -m 'seed=range(1,4,0)'", "seed=range(1,4,0): list the values: seed=<value>,<value>\n"),
+        ("train -m 'seed=range(1,2,3,4)'", "list the values: seed=<value>,<value>\n"),
+        ("train 'seed=choice(1,2)'", f"seed=choice(1,2): {ONE} seed=1,2\n"),
+        ("train -m 'name=choice(a,b)'", "name=choice(a,b): list the values: name=a,b\n"),
+        ("train -m 'model=glob(rt2*)'", "model=glob(rt2*): list the values: model=rt22,rt24,rt24-imagenet64\n"),
+        ("train 'routing.decay=interval(0,1)'", f"interval(0,1): {ONE} routing.decay=<value>,<value>\n"),
+        ("train seed=1..5", f"seed=1..5: {ONE} seed=1,2,3,4,5\n"),
+        ("train -m seed=1..5", "seed=1..5: list the values: seed=1,2,3,4,5\n"),
+        ("plan seed=1..5", f"seed=1..5: {ONE} seed=1,2,3,4,5\n"),
+        ("train --config-name=tiny", f"--config-name=tiny: unknown flag of rtx train; {PRESETS}"),
+        ("train --config-name tiny", f"--config-name: unknown flag of rtx train; {PRESETS}"),
+        ("train -cn config", f"-cn: unknown flag of rtx train; {PRESETS}"),
+        (
+            "train --config-path=conf",
+            "--config-path=conf: unknown flag of rtx train; --config-dir <folder> adds presets",
+        ),
+        ("train --help=routing", "--help=routing: unknown flag of rtx train; write --help routing\n"),
+        (
+            "train --help rotuing",
+            "rtx train --help rotuing: say one of data, routing, optimizer, hardware, logger, model, ",
+        ),
+        ("plan --help trainer.step", "trainer, or a key (did you mean 'trainer.steps'?)\n"),
         ("train 'a\nb=3'", "unknown key 'a b'"),
         ("train sweep.retry=true", "sweep.retry is an option of rtx train -m"),
         ("train eval.split=test", "rtx train does not read eval.split; split is an option of rtx eval"),
         ("train -m routing.heads=2,x", "routing.heads=x: must be an integer"),
-        ("train -m model=rt24,rtx", "model=rtx: must be one of"),
+        ("train -m model=rt24,rtx", "model=rtx (did you mean 'rt24'?): must be one of"),
         ("trian", "unknown command 'trian' (did you mean 'train'?)"),
         ("bogus", "unknown command 'bogus'; the commands are train, "),
         ("--hlep", "unknown command '--hlep' (did you mean '--help'?)"),

@@ -156,9 +156,8 @@ def test_top_w_is_found_and_priced(workshop: Workshop, topk: Path) -> None:
     assert read["rows"][0]["heads"] == "logits" and 0 < read["rows"][0]["moved"] <= 1
     assert "teacher-forced: sees the future; arises in layer 1 (routing heads)" in printed
     assert "streaming: sees no future" in printed and not changes["streaming"]["sees_future"]
-    assert result["choices"][0]["gradient"] > 0 and "its queries and keys, by the attention; centroids" in " ".join(
-        printed.split()
-    )
+    assert result["choices"][0]["gradient"] > 0
+    assert "its queries, by the attention; centroids" in " ".join(printed.split())
     assert result["price"]["leak_gives"]["bits"] != 0
     first, again, other = (audited(workshop, topk, f"seed={seed}")[0] for seed in (3, 3, 4))
     assert first["price"] == again["price"] and first["changes"] == again["changes"]

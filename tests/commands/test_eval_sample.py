@@ -1,9 +1,13 @@
 """`rtx eval`, `sample` and `export` on real runs of a few steps, and `rtx.load`; damage to an export is told."""
 
+import contextlib
 import errno
+import io
+import json
 import math
 import os
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,12 +17,14 @@ import torch
 from small_runs import Workshop, final
 
 from rtx import load
+from rtx.cli import main
 from rtx.data.tokenizers import encode_text
 from rtx.disk import replace_file
 from rtx.errors import RunFailed, UserError
 from rtx.training import inference
 from rtx.training.checkpoint import load_for_use
 from rtx.training.inference import write_export
+from rtx.training.run_folder import utc_now
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +71,7 @@ def test_results_of_other_protocols_do_not_replace_each_other(workshop: Workshop
 
 def test_weights_that_are_no_numbers_are_told_and_not_scored(workshop: Workshop, run: Path, tmp_path: Path) -> None:
     """A checkpoint that is whole, of a run that has diverged; or one whose products leave the range of its numbers."""
-    for value, said in ((math.nan, " holds NaN, first in"), (1e30, "scores nan nats")):
+    for value, said in ((math.nan, " holds NaN or infinities, first in"), (1e30, "scores nan nats")):
         exported = tmp_path / f"export-{value}"
         broken = load_for_use(run / "checkpoints", "best")
         for name, tensor in broken["model"].items():
@@ -117,6 +123,47 @@ def test_a_sample_is_reproducible_kept_and_longer_than_n(workshop: Workshop, run
     assert workshop.answer(*wish, "seed=1")[0] != first
     assert "at most 32" in workshop.command("sample", str(topk_run), "length=33", code=2)
     workshop.command("sample", str(topk_run), "length=32", "temperature=0", "top_k=3", "top_p=0.9")
+
+
+class Pieces(io.StringIO):
+    """A stream, a terminal or none, that keeps each piece that is written to it."""
+
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self.is_terminal, self.pieces = is_terminal, []
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+    def write(self, text: str) -> int:
+        self.pieces.append(text)
+        return super().write(text)
+
+
+def test_a_sample_comes_unit_by_unit_to_a_terminal_alone(workshop: Workshop, run: Path) -> None:
+    wish, texts = ["sample", str(run), "length=40", "prompt=ab"], []
+    for is_terminal, pieces in ((True, 41), (False, 1)):  # the prompt and each unit; all at once
+        stream = Pieces(is_terminal)
+        with contextlib.redirect_stdout(stream):
+            assert main(wish) == 0
+        texts.append(stream.getvalue())
+        written = [piece for piece in stream.pieces if piece not in ("", "\n")]
+        assert len(written) == 1 if pieces == 1 else len(written) > 20
+    assert texts[0] == texts[1] and texts[0].startswith("ab")
+
+
+def test_the_score_of_a_run_that_is_not_done_says_so(workshop: Workshop, run: Path, tmp_path: Path) -> None:
+    assert "note: the run" not in workshop.command("eval", str(run), "limit=1")
+    copied = Path(shutil.copytree(run, tmp_path / "run"))
+    path = copied / "status.json"
+    status = {**json.loads(path.read_text()), "step": 7}
+    for state, line in (
+        ("running", "note: the run is still running, at step 7 of 12\n"),
+        ("interrupted", f"note: the run is not done: interrupted at step 7 of 12; rtx resume {copied} goes on\n"),
+    ):
+        here = {"pid": os.getpid(), "host": socket.gethostname(), "heartbeat": utc_now(), "state": state}
+        path.write_text(json.dumps(status | here))
+        assert workshop.answer("eval", str(copied), "limit=1")[0].startswith(line)
 
 
 def test_an_export_has_the_weights_and_the_score_of_the_run(workshop: Workshop, run: Path, exported: Path) -> None:

@@ -10,16 +10,33 @@ from pathlib import Path
 import pytest
 from small_runs import SIZES, Workshop
 
+from rtx.config import KINDS_OF_HEADS
+
 PAGES = "".join(
     (Path(__file__).resolve().parents[2] / "docs" / page).read_text() for page in ("attention.md", "extending.md")
 )
 MODEL = [word for word in SIZES if not word.startswith("data=")]
 OWN = ["data=primes", "model.base=dilated", "model.stride=3"]
-ABSTRACT = "class Half(rtx.attention.Pattern): pass\nrtx.register_pattern('half', Half)\n"
+ABSTRACT = "class Half(rtx.attention.Pattern): pass\nrtx.register_pattern('halved', Half)\n"
 TAKES = """class Far(rtx.attention.Local):
     def __init__(self, *, reach, step, **given): super().__init__(**given)
 rtx.register_pattern('far', Far)
 """
+
+
+DEFAULTS = """class Far(rtx.attention.Local):
+    configured = ("window",)
+    def __init__(self, *, window=5, stride=6, init=0.1, dropout=0.25, **given):
+        print("made of", window, stride, init, dropout)
+        super().__init__(window=window, dropout=dropout, **given)
+rtx.register_pattern('far', Far)
+"""
+ATTRIBUTES = ("update", "keys", "half", "training")
+
+
+def naming(name: str) -> str:
+    """Return a line that registers a pattern, which is none, by a name."""
+    return f"rtx.register_pattern({name!r}, dict)\n"
 
 
 def block(language: str, heading: str) -> str:
@@ -102,7 +119,7 @@ def test_a_sweep_hands_extensions_and_presets_to_its_cells(place: Place) -> None
 def test_plan_and_data_take_them_and_help_lists_them(place: Place) -> None:
     files = "extensions=kept_dilated.py:kept_primes.py"
     said = place.asked("plan", files, "data=primes", "model.base=dilated")
-    assert "dilated heads, " in said and " of primes " in " ".join(said.split())
+    assert "dilated heads; " in said and " of primes " in " ".join(said.split())
     assert "mine: 2 layers" in place.asked("plan", "--config-dir", "presets", "model=mine")
     assert "primes, " in place.asked("data", "info", files, "data=primes")
     page = place.asked("train", "--help", "--config-dir=presets", files)
@@ -129,9 +146,14 @@ def test_mistakes_of_a_file_and_of_words(place: Place) -> None:
     for text, words, said in (
         ("1 / 0\n", "my.py", "my.py, line 2: ZeroDivisionError: division by zero"),
         ("def f(:\n", "my.py", "my.py, line 2: SyntaxError: invalid syntax"),
-        ("rtx.register_pattern('local', dict)\n", "my.py", "my.py, line 2: UserError: 'local' cannot be"),
-        ("rtx.register_pattern('half', dict)\n", "my.py model.base=half", "dict lacks the base rtx.attention.Pattern"),
-        (ABSTRACT, "my.py model.base=half", "half: Half lacks reads, rule, start; docs/attention.md"),
+        ("import sys; sys.exit(0)\n", "my.py", "my.py, line 2: SystemExit: 0\n"),
+        (naming("local"), "my.py", "my.py, line 2: UserError: cannot be registered: 'local' is one of rtx's own\n"),
+        (naming("Mine"), "my.py", "'Mine' must be of small letters, digits and _, a letter first\n"),
+        (naming("null"), "my.py", "cannot be registered: 'null' unsets a key\n"),
+        *((naming(name), "my.py", f"{name!r} is what rtx calls heads of another kind\n") for name in KINDS_OF_HEADS),
+        *((naming(name), "my.py", f"{name!r} is an attribute of torch.nn.ModuleDict") for name in ATTRIBUTES),
+        (naming("halved"), "my.py model.base=halved", "dict lacks the base rtx.attention.Pattern"),
+        (ABSTRACT, "my.py model.base=halved", "halved: Half lacks reads, rule, start; docs/attention.md"),
         (TAKES, "my.py model.base=far", "missing 2 required keyword-only arguments: 'reach' and 'step'; docs"),
         (re.sub("__init__.*", "from_config(c, a): 0", TAKES), "my.py model.base=far", "argument: 'a'; docs"),
         (
@@ -141,17 +163,47 @@ def test_mistakes_of_a_file_and_of_words(place: Place) -> None:
         ),
         ("rtx.register_data('x', print, lenth=3)\n", "my.py", "unknown key 'data.lenth' (did you mean "),
         ("rtx.register_data('x', print, length=1)\n", "my.py", "data.length=1: must be an integer, at"),
-        ("", "my.py data=primes", "data=primes: must be one of cifar10"),
+        ("", "my.py data=primes", "data=primes (did you mean 'images'?): must be one of cifar10"),
         ("", "no/my.py", "my.py: No such file or directory"),
         ("", "my.py:no/my.py", "name a Python file, my.py, or several, one.py:other.py"),
         ("", "presets", "extensions=presets: name a Python file, my.py, or several"),
         ("", "my.py --config-dir nowhere", "--config-dir nowhere: holds no preset"),
         ("", "my.py --config-dir", "--config-dir : holds no preset"),
         ("", "my.py --config-dir presets experiment=memory model=mine", "experiment=memory lays out a model of its"),
-        ("", "my.py --config-dir presets model=mien", "(did you mean 'mine'?) (a file of conf/model/)"),
+        ("", "my.py --config-dir presets model=mien", "model=mien (did you mean 'mine'?): must be one of "),
     ):
         (place.folder / "my.py").write_text(f"import rtx.attention\n{text}")
         assert said in place.asked("plan", *f"extensions={words}".split(), code=2)
+
+
+def test_a_default_of_an_extension_is_kept_unless_it_says_otherwise(place: Place) -> None:
+    (place.folder / "far.py").write_text(f"import rtx.attention\n{DEFAULTS}")
+    words = ["extensions=far.py", "model.base=far", "model.window=7", "model.stride=9", "model.attention_dropout=0.1"]
+    assert "made of 7 6 0.1 0.25\n" in place.asked("plan", *words)
+    (place.folder / "far.py").write_text(f"import rtx.attention\n{DEFAULTS.replace('configured', 'other')}")
+    assert "made of 5 6 0.1 0.25\n" in place.asked("plan", *words)
+
+
+def test_a_name_that_begins_as_one_of_ours_is_not_taken_for_it(place: Place) -> None:
+    text = (place.folder / "kept_dilated.py").read_text()
+    plans = []
+    for name in ("fixed_mine", "else_mine"):
+        (place.folder / "named.py").write_text(text.replace('"dilated"', repr(name)))
+        said = place.asked("plan", "extensions=named.py", f"model.base={name}", "routing.heads=0")
+        plans.append(said[said.index("parameters ") :])
+    assert plans[0] == plans[1]
+    own = "class Mine(rtx.attention.Exact): pass\nrtx.register_pattern('blocks_mine', Mine, selection=True)\n"
+    (place.folder / "named.py").write_text(f"import rtx.attention\n{own}")
+    words = ["routing.selection=blocks_mine", "routing.keys=separate", "routing.window=8", "routing.block=16"]
+    assert "what fits" in place.asked("plan", "extensions=named.py", *words)
+
+
+def test_an_exit_of_an_extension_is_no_success(place: Place) -> None:
+    own = "class Far(rtx.attention.Local):\n    def __init__(self, **given): raise SystemExit(0)\n"
+    (place.folder / "leaves.py").write_text(f"import rtx.attention\n{own}rtx.register_pattern('far', Far)\n")
+    words = ["extensions=leaves.py", "model.base=far", *MODEL, "data=recall"]
+    said = place.asked("train", *words, code=2, run="leaves")
+    assert "rtx: sys.exit(0) was called before the end, by an extension or a package\n" in said
 
 
 def test_a_pattern_that_reads_the_future_is_refused(place: Place) -> None:
@@ -168,11 +220,16 @@ def test_a_package_is_known_by_its_entry_points(place: Place) -> None:
         code = (place.folder / f"kept_{name}.py").read_text().partition("\n\n\nrtx.register")[0]
         (site / "mypackage" / f"{name}.py").write_text(code)
     points = re.sub(r"(?m)^\[project\.entry-points\.\"(.*?)\"\].*$", r"[\1]", block("toml", "A package"))
+    points = points.replace("dilated =", "routed = mypackage.no:No\nupdate = mypackage.no:No\ndilated =")
     (site / "mypackage-1.5.dist-info").mkdir()
     (site / "mypackage-1.5.dist-info" / "entry_points.txt").write_text(points.replace('"', ""))
     (site / "mypackage-1.5.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mypackage\nVersion: 1.5\n")
     inside = f"import sys, rtx.config; sys.path.insert(0, {str(site)!r}); rtx.config.add_installed.cache_clear()"
     words = [*OWN, *MODEL, "trainer.steps=1"]
-    assert " (tiny), primes, 1 steps of " in place.asked("train", *words, run="package", inside=inside)
+    said = place.asked("train", *words, run="package", inside=inside)
+    assert " (tiny), primes, 1 steps of " in said
+    assert "rtx: mypackage is without rtx.patterns routed: 'routed' is what rtx calls heads of another kind\n" in said
+    said = place.asked("plan", "model.base=update", inside=inside, code=2)
+    assert "rtx: 'update' is an attribute of torch.nn.ModuleDict, which holds the heads by their names\n" in said
     record = json.loads((place.folder / "package" / "environment.json").read_text())
     assert record["versions"]["mypackage"] == "1.5"

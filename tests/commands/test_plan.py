@@ -26,8 +26,19 @@ def test_the_figures_of_a_known_model_and_one_is_one(capsys: pytest.CaptureFixtu
     assert "1,000 steps, 131,072,000 units" in printed
     printed = planned(capsys, "model.layers=1", "routing.layers=1", "trainer.steps=1", "trainer.batch_size=1")
     assert all(said in printed for said in ("tiny: 1 layer,", "(1 device, 1 sequence at a time)", "run 1 step,"))
+    assert " TFLOP: less than 0.001 seconds at 100 TFLOP/s memory about " in printed
+    assert re.search(r" TFLOP: 0\.\d{3} seconds at 100 TFLOP/s ", planned(capsys))
+    assert re.search(r" MiB a device: weights \d+ MiB, gradients \d+ MiB, optimizer \d+ MiB, ", printed)
+    printed = planned(capsys, "data=enwik8", "model=rt24")
+    assert " hours at 100 TFLOP/s" in printed and re.search(r"about \d+\.\d\d GiB a device", printed)
     two = planned(capsys, "hardware=ddp", "hardware.devices=2", "trainer.batch_size=4")
     assert "(2 devices, 2 sequences at a time)" in two
+
+
+@pytest.mark.parametrize("batch", [2**20, 720_720])
+def test_a_batch_with_many_divisors_is_planned(batch: int, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = planned(capsys, f"trainer.batch_size={batch}", "plan.memory=16")
+    assert f"step {batch:,} sequences, " in printed and " sequences at a time, " in printed
 
 
 @pytest.mark.parametrize(("columns", "longest"), [(110, 110), (300, 120)])

@@ -69,8 +69,8 @@ def test_a_second_interrupt_leaves_at_once(workshop: Workshop, undisturbed: Path
     assert ((process.run / "environment.json").read_text() == environment) == bool(saved)
 
 
-def endless_step(step: int, seconds: int = 60) -> str:
-    """Return the code for `inside` that makes a step last for a minute; a file of the run tells that it has begun."""
+def endless_step(step: int) -> str:
+    """Return the code for `inside` that makes a step last for ten minutes; a file tells that it has begun."""
     return f"""
 import os, pathlib, time
 from rtx.training.module import TrainingModule
@@ -78,7 +78,7 @@ real_clipping = TrainingModule.configure_gradient_clipping
 def slow(self, *arguments, **options):
     if self.global_step + 1 == {step}:
         pathlib.Path(os.environ["RTX_RUN"], "endless").touch()
-        time.sleep({seconds})
+        time.sleep(600)
     return real_clipping(self, *arguments, **options)
 TrainingModule.configure_gradient_clipping = slow
 """
@@ -97,7 +97,7 @@ def test_an_interrupt_after_the_end_does_not_unmake_it(workshop: Workshop, place
 
 
 def test_a_loader_process_that_is_killed_is_told_in_a_line(workshop: Workshop, undisturbed: Path) -> None:
-    process = workshop.start("loaderless", "hardware.workers=1", inside=endless_step(5, seconds=1))
+    process = workshop.start("loaderless", "hardware.workers=1", inside=endless_step(5))
     process.until(lambda run: (run / "endless").exists())
     for child in children(process.number):
         os.kill(child, signal.SIGKILL)

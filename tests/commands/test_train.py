@@ -129,7 +129,8 @@ def test_a_number_of_windows_is_a_sample_and_marked_wherever_it_stands(workshop:
     printed = workshop.command("train", workshop.text, *SIZES, "data.length=16", "trainer.final_windows=2", run=run)
     said = " ".join(printed.split())
     assert "on a sample of 2 windows of the validation split" in said and "(a sample of the windows)" in said
-    assert "% of the schedule: optimizer=adamw is made for" in said and "zlib" not in said
+    assert "a short run: optimizer=adamw is made for 1,000 steps" in said and "zlib" not in said
+    assert "the learning rate (optimizer.schedule=cosine) ended at 10% of optimizer.lr=0.003" in said
     assert final(run)["windows"] == 2 and final(run)["units"] <= 32 and "baselines" not in final(run)
     assert f" ~{final(run)['bits']:.4f} " in workshop.command("runs")
     assert "bits/byte on 2 windows of the validation split" in workshop.command("resume", str(run))

@@ -162,7 +162,7 @@ def test_a_killed_preparation_goes_on_and_makes_the_same_store(tmp_path, root, m
     with monkeypatch.context() as patch:
         data = compose_data([*SETS["pg19"](tmp_path, patch), f"data.processes={processes}"])
     words = [sys.executable, "-c", KILLED, str(tmp_path), str(root), str(after), str(processes)]
-    run = subprocess.run(words, capture_output=True, timeout=60)  # its output ends when its processes have
+    run = subprocess.run(words, capture_output=True, timeout=600)  # its output ends when its processes have
     assert run.returncode == -signal.SIGKILL
     (work,) = root.glob(".pg19-*.work")
     assert any("unfinished; the same rtx data prepare goes on with it" in line for line in listing(root))
@@ -213,17 +213,29 @@ if sys.argv[3] == "soft":
     import errno, fcntl
     def none(*arguments): raise OSError(errno.ENOSYS, "no flock")
     fcntl.flock = none
-real = store.fill
-store.fill = lambda *words: (print("made", flush=True), time.sleep(0.5), real(*words))
-print(prepare_data(DataConfig(name="text", path=sys.argv[1], length=16), pathlib.Path(sys.argv[2])).fingerprint)
+real, awaited = store.fill, pathlib.Path(sys.argv[4])
+def fill(*words):
+    print("made", flush=True)
+    end = time.monotonic() + 600
+    while not awaited.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    return real(*words)
+def report(line):
+    print(line, flush=True)
+    if "waiting for another process" in line:
+        awaited.touch()
+store.fill = fill
+data = DataConfig(name="text", path=sys.argv[1], length=16)
+print(prepare_data(data, pathlib.Path(sys.argv[2]), report).fingerprint)
 """
 
 
 @pytest.mark.parametrize("lock", ["flock", "soft"])
-def test_three_starts_at_once_make_one_store(data, root, lock):
-    words = [sys.executable, "-W", "ignore", "-c", STARTED, data.path, str(root), lock]
+def test_three_starts_at_once_make_one_store(data, root, tmp_path, lock):
+    """The first makes it as soon as another one waits."""
+    words = [sys.executable, "-W", "ignore", "-c", STARTED, data.path, str(root), lock, str(tmp_path / "awaited")]
     runs = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    said = [run.communicate(timeout=60)[0].splitlines() for run in runs]
+    said = [run.communicate(timeout=600)[0].splitlines() for run in runs]
     assert [run.returncode for run in runs] == [0, 0, 0]
     assert len({lines[-1] for lines in said}) == 1
     assert sum(lines.count("made") for lines in said) == 1

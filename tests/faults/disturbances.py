@@ -35,7 +35,7 @@ def damage(path: Path, keep: int | None = None, flip: int | None = None) -> None
 
 
 @contextlib.contextmanager
-def deadline(seconds: float = 30.0) -> Iterator[None]:
+def deadline(seconds: float = 300.0) -> Iterator[None]:
     """Fail where what is done inside never ends."""
 
     def late(*_: object) -> None:

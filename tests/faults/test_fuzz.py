@@ -143,7 +143,7 @@ def test_records(run: Path, tmp_path: Path, data: DataObject, name: str) -> None
     with refused_in_words():
         assert run_state(folder) and (read_status(folder) or True)
         assert "\x1b" not in markdown(build(collect([tmp_path]), ""))
-        board(tmp_path)
+        board(tmp_path, width=100)
         already_done(folder, load_run_config(run))
 
 

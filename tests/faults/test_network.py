@@ -1,12 +1,19 @@
-"""A network that fails a command: downloads that break, lie or lead elsewhere, and a W&B that is down."""
+"""A network that fails a command: downloads that break, lie or lead elsewhere, a W&B that is down or another's."""
 
+import base64
+import contextlib
 import hashlib
 import io
+import json
+import os
 import shutil
 import signal
+import socket
 import subprocess
+import threading
 import zipfile
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -99,3 +106,108 @@ def test_wandb_that_is_down_or_answers_errors_changes_no_bit(workshop: Workshop)
             assert "; going on with metrics.jsonl alone\n" in said and "Traceback" not in said, said
             assert difference(process.run, alone, ignoring=("logger",)) == "", process.run
         assert server.ranges and other.ranges
+
+
+class Listener:
+    """An address of this machine, and the first bytes of each connection to it; nobody gets an answer."""
+
+    def __init__(self) -> None:
+        self.heard: list[bytes] = []
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.address = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        threading.Thread(target=self.listen, daemon=True).start()
+
+    def listen(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                connection, _ = self.socket.accept()
+                with connection:
+                    self.heard.append(connection.recv(4096))
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    listener = Listener()
+    yield listener
+    listener.socket.close()
+
+
+KEY = "0123456789" * 4
+SERVER = "base_url = {address}"
+PROXY = "http_proxy = {address}\nhttps_proxy = {address}"
+
+
+@pytest.mark.parametrize(
+    ("place", "names", "by"),
+    [("wandb/settings", SERVER, "settings"), (".wandb/settings", PROXY, "variable")],
+    ids=["server", "proxy"],
+)
+def test_settings_of_the_current_folder_send_the_key_of_wandb_nowhere(
+    workshop: Workshop, run: Path, tmp_path: Path, listener: Listener, place: str, names: str, by: str
+) -> None:
+    """A stranger's run, in which the user stands, names a server and a proxy; the user's own server gets the key."""
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    record = dict.fromkeys(("id", "project", "entity", "group", "name", "job_type"), "stranger")
+    (copy / "wandb.json").write_text(json.dumps({**record, "tags": []}))
+    settings = copy / place
+    settings.parent.mkdir()
+    settings.write_text("[default]\n" + names.format(address=listener.address))
+    own = tmp_path / "home" / ".config" / "wandb" / "settings"
+    own.parent.mkdir(parents=True)
+    inside = f"import os, rtx.training.loggers; rtx.training.loggers.INIT_SECONDS = 4.0; os.chdir({str(copy)!r})"
+    variables = {"WANDB_API_KEY": KEY, "HOME": str(tmp_path / "home"), "no_proxy": "*"}
+    commands = {
+        "train": ["train", workshop.text, *SIZES, "logger=online", "trainer.steps=2"],
+        "auto": ["train", workshop.text, *SIZES, "logger=auto", "trainer.steps=2"],
+        "eval": ["eval", ".", "limit=1"],
+        "report": ["report", "."],
+    }
+    with serving() as server:
+        keys: list[str | None] = []
+
+        def answer(handler: BaseHTTPRequestHandler) -> None:
+            keys.append(handler.headers["Authorization"])
+            refuse(500)(handler)
+
+        server.answers = [answer]
+        if by == "variable":
+            variables["WANDB_BASE_URL"] = server.address
+        else:
+            own.write_text(f"[default]\nbase_url = {server.address}\n")
+        before = settings.read_bytes()
+        for name, words in commands.items():
+            keys.clear()
+            process = workshop.fork(tmp_path / name, *words, inside=inside, **variables)
+            assert process.wait() == 0, process.log.read_text()
+            assert "W&B: " in process.log.read_text(), name
+            assert listener.heard == [], name
+            assert keys and set(keys) == {f"Basic {base64.b64encode(f'api:{KEY}'.encode()).decode()}"}, name
+        assert settings.read_bytes() == before
+
+
+def test_wandb_that_is_offline_in_the_current_folder_stays_so(
+    workshop: Workshop, tmp_path: Path, listener: Listener
+) -> None:
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "settings").write_text("[default]\nmode = offline\n")  # as `wandb offline` writes it
+    inside = f"import os; os.chdir({str(tmp_path)!r})"
+    words = ("train", workshop.text, *SIZES, "logger=auto", "trainer.steps=2")
+    variables = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": listener.address, "HOME": str(tmp_path), "no_proxy": "*"}
+    process = workshop.fork(tmp_path / "run", *words, inside=inside, **variables)
+    assert process.wait() == 0, process.log.read_text()
+    assert [*(process.run / "wandb").glob("offline-run-*/*.wandb")] and listener.heard == []
+    assert "W&B: mode = offline in wandb/settings; to upload the curves later:" in process.log.read_text()
+
+
+def test_nobody_waits_for_a_pipe_that_wandb_would_read_in_the_current_folder(
+    workshop: Workshop, run: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    (copy / "wandb").mkdir()
+    for name in ("wandb/settings", "config-defaults.yaml"):
+        os.mkfifo(copy / name)
+    words = ("train", workshop.text, *SIZES, "logger=offline", "trainer.steps=2")
+    process = workshop.fork(tmp_path / "train", *words, inside=f"import os; os.chdir({str(copy)!r})")
+    assert process.wait() == 0, process.log.read_text()
+    assert "W&B: " not in process.log.read_text()
+    assert [*(process.run / "wandb").glob("offline-run-*/*.wandb")]

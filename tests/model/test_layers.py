@@ -1,6 +1,7 @@
 """Layers by their definitions: feed-forward, likelihoods, adaptive bands, blocks, positions, heads and their keys."""
 
 import dataclasses
+import inspect
 import itertools
 import math
 from typing import Any
@@ -13,8 +14,9 @@ from tiny_models import BY_QUERY, POSITIONS, TIED, Kind, check_alike, check_stre
 from rtx.attention.choices import Indexer
 from rtx.attention.pattern import Pattern, keys_of
 from rtx.attention.patterns import AdaptiveSpan, Full, Local, Random
-from rtx.attention.routing import after_step
-from rtx.config import HardwareConfig
+from rtx.attention.routing import Centroids, Routing, after_step
+from rtx.config import BASES, SELECTIONS, HardwareConfig
+from rtx.keys import imported
 from rtx.model import likelihood, linear
 from rtx.model.block import Block, FeedForward
 from rtx.model.likelihood import token_nats
@@ -297,6 +299,17 @@ def test_the_likelihood_is_that_of_the_definition_and_adds_up(tied: bool) -> Non
     check_streams(model, tokens_BN)
 
 
+@pytest.mark.parametrize("name", [*BASES, *SELECTIONS])
+def test_a_default_of_our_patterns_is_one_of_the_configuration(name: str) -> None:
+    routed = name in SELECTIONS
+    known = keys_of(tiny_config(), 2, layer=0, routed=routed)
+    kind = imported((SELECTIONS if routed else BASES)[name])
+    for cls in (*kind.__mro__, *((Centroids,) if kind is Routing else ())):
+        takes = inspect.signature(cls.__init__).parameters.values() if "__init__" in vars(cls) else ()
+        with_default = {one.name for one in takes if one.default is not one.empty}
+        assert with_default & known.keys() <= {*vars(cls).get("configured", ())}, cls
+
+
 def test_a_pattern_of_ones_own_is_made_of_what_its_arguments_are_called() -> None:
     class Short(AdaptiveSpan):
         decided = ("ramp",)
@@ -309,6 +322,17 @@ def test_a_pattern_of_ones_own_is_made_of_what_its_arguments_are_called() -> Non
             super().__init__(window=window * stride * reach, **given)
 
     known = keys_of(tiny_config(attention_dropout=0.1, stride=2), 5, layer=0, routed=False)
+
+    class Kept(Local):
+        def __init__(self, *, window: int = 3, dropout: float = 0.3, stride: int = 7, **given: Any) -> None:
+            super().__init__(window=window * stride, dropout=dropout, **given)
+
+    class Asked(Kept):
+        configured = ("window", "dropout")
+
+    kept, asked = Kept.from_config(known), Asked.from_config(known)
+    assert (kept.window, kept.dropout) == (21, 0.3)
+    assert (asked.window, asked.dropout) == (7 * known["window"], 0.1)
     short, far = Short.from_config(known), Far.from_config(known)
     assert (short.heads, short.ramp, short.attend_self, short.dropout) == (5, 4, True, 0.1)
     assert (far.window, far.scale) == (6 * known["window"], 16**-0.25)

@@ -208,6 +208,9 @@ def test_table_1_beside_the_papers_and_without_a_folder_the_list_of_tables(
     assert "27 of 27 rows, 0 of them with the paper's settings" in said
     assert said.index(f"rtx report {runs} 27 runs, 27 with a score") < said.index("The paper's tables:")
     assert "rtx train -m experiment=pg19,pg19_baselines" in said
+    for row in ("Routing 4x8 W=512 2.971 5.140", "Routing 12 8 0.99", "Routing 22 8 0.7236"):
+        assert row in said
+    assert "0.0038 ± 0.0018 0.4706 ± 0.0319" in said
 
 
 def test_runs_of_the_papers_settings_stand_in_the_papers_tables_by_the_measure_that_those_have(tmp_path: Path) -> None:
@@ -305,7 +308,12 @@ def test_table_6_has_the_papers_divergences_beside_ours_layer_by_layer_and_in_th
     assert table.rows[1]["local_routing"] == pytest.approx(0.11) and table.rows[1]["paper_local_routing"] == 0.6674
     assert table.rows[-1]["local_local"] == pytest.approx(0.045)
     assert table.rows[-1]["paper_local_local"] == pytest.approx(0.17760)
+    assert not any("Not the paper's setting" in line for line in table.lines)
     assert f"divergence-{run.name}" in [plot.name for plot in report.plots]
+    made = config("wikitext103", routing__layers=1)
+    write_divergence(write_run(tmp_path / "less", made, data=words))
+    less = rows_of(built(tmp_path / "less"), "Table 6 with other settings than the paper's")
+    assert "Not the paper's setting: routing.layers=1 (paper: as model.layers)." in less.lines
     write_divergence(write_run(tmp_path / "other", config("smoke")), layers=4)
     (table,) = [table for table in built(tmp_path / "other").tables if "divergence" in table.title.lower()]
     assert "Wikitext" not in table.title and "text" in table.title
@@ -320,6 +328,7 @@ def test_mistakes(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPa
     for words, said, code in (
         (["nowhere"], "nowhere: no such folder", 2),
         (["../run", "."], "holds no run", 2),
+        (["."], "(rtx report alone prints the paper's tables)", 2),
         (["output=x"], "which runs?", 2),
         (["../run", "outptu=x"], "output", 2),
         (["../run", "output=file/x"], "output=<folder> names another", 1),

@@ -74,9 +74,9 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
     try:
         for command in (["munged", "--force", *options], ["slurmctld"], ["slurmd"]):
             subprocess.run(command, env=environment, check=True, capture_output=True)
-        asked, end = ["sinfo", "--noheader", "--format=%T"], time.monotonic() + 30
+        asked, end = ["sinfo", "--noheader", "--format=%T"], time.monotonic() + 300
         while subprocess.run(asked, env=environment, capture_output=True, text=True).stdout.strip() != "idle":
-            assert time.monotonic() < end, "the node of the cluster is not idle after 30 seconds"
+            assert time.monotonic() < end, "the node of the cluster is not idle after 300 seconds"
             time.sleep(0.2)
         yield variables
     finally:

@@ -29,6 +29,19 @@ def done():
 """
 
 
+SMALL = (
+    *("data=text", "data.path=book.txt", "data.length=32", "model.layers=1", "model.hidden=16", "model.heads=2"),
+    *("model.ffn_hidden=16", "model.window=16", "routing.layers=1", "routing.window=16", "routing.heads=1"),
+    *("trainer.steps=2", "trainer.batch_size=2", "hardware.threads=1", "logger=jsonl"),
+)
+"""A run of a second, on a text in the current folder."""
+
+
+def write_book() -> None:
+    """Write the text that `SMALL` trains on."""
+    Path("book.txt").write_bytes(bytes(range(32, 127)) * 100)
+
+
 def stand_in(behaviour: str) -> Path:
     script = Path("stand_in").absolute()
     script.write_text(STAND_IN.format(python=PYTHON, record=str(script.with_name(RECORD)), behaviour=behaviour))

@@ -4,10 +4,12 @@ import importlib.util
 import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
-from stand_ins import Sweep, begin, patiently, stand_in, table
+from stand_ins import SMALL, Sweep, begin, patiently, stand_in, table, write_book
 
 from rtx import cli
 from rtx.compose import compose, config_hash
@@ -15,9 +17,9 @@ from rtx.launcher import Attempt
 
 SCRIPTS = {
     "sbatch": """
-cp "$1" asked.sh; number=$$; touch queue/$number
+number=$$; cp "$1" asked.sh; cp "$1" $number.sh; touch queue/$number  # a copy: submitit renames its file afterwards
 export SLURM_JOB_ID=$number SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=1
-(setsid sh "$1"; rm queue/$number) > /dev/null 2>&1 &
+(setsid sh $number.sh; rm queue/$number) > /dev/null 2>&1 &
 echo "Submitted batch job $number"
 """,
     "srun": """
@@ -27,18 +29,12 @@ echo $$ > "$SLURM_JOB_ID.pid"; exec "$@"
     "squeue": "ls queue",
     "scancel": 'kill "$(cat "$1.pid")"',
 }
-SMALL = (
-    *("data=text", "data.path=book.txt", "data.length=32", "model.layers=1", "model.hidden=16", "model.heads=2"),
-    *("model.ffn_hidden=16", "model.window=16", "routing.layers=1", "routing.window=16", "routing.heads=1"),
-    *("trainer.steps=2", "trainer.batch_size=2", "hardware.threads=1", "logger=jsonl"),
-)
-"""A run of a second, on a text in the current folder."""
 
 
 @pytest.fixture
 def cluster(sweep: Sweep) -> Sweep:
     """A folder with a text, and on the PATH the programs of a cluster that is this machine."""
-    Path("book.txt").write_bytes(bytes(range(32, 127)) * 100)
+    write_book()
     sweep.patch.setenv("RTX_DATA", "data")
     sweep.patch.setenv("PATH", f"{Path.cwd()}/bin:/usr/bin:/bin")
     sweep.patch.setattr("rtx.launcher.QUEUE_SECONDS", 0.1)
@@ -75,7 +71,7 @@ def test_ctrl_c_lets_a_job_save(cluster: Sweep) -> None:
     with begin(sys.executable, *SMALL, "trainer.steps=1000000", "hardware=slurm") as sweep:
         patiently(lambda: any(path.stat().st_size for path in cluster.outputs.glob("rtx/*/metrics.jsonl")), sweep)
         os.killpg(sweep.pid, signal.SIGINT)
-        shown, _ = sweep.communicate(timeout=60)
+        shown, _ = sweep.communicate(timeout=600)
     assert sweep.returncode == 130
     (row,) = table(shown)
     assert row[2] == "preempted" and row[-2:] == ["exit", "143"]
@@ -117,7 +113,7 @@ def test_a_cell_saves_before_submitit_puts_its_job_back_into_the_queue(sweep: Sw
     cell = """
 seen = []
 signal.signal(signal.SIGUSR2, lambda *_: seen.append(1))
-time.sleep(0.2)
+while not pathlib.Path("begun").exists(): time.sleep(0.01)
 os.kill(os.getppid(), signal.SIGUSR2)
 while not seen: time.sleep(0.01)
 time.sleep(0.3)
@@ -131,7 +127,13 @@ os._exit(143)
         assert attempt.checkpoint().function.given[0] == ["seed=1"] and Path("saved").exists()
         raise SystemExit(7)
 
+    def tell_the_cell() -> None:
+        while not hasattr(attempt, "process"):
+            time.sleep(0.01)
+        Path("begun").touch()
+
     handlers = {number: signal.signal(number, checkpoint) for number in (signal.SIGTERM, signal.SIGUSR2)}
+    threading.Thread(target=tell_the_cell, daemon=True).start()
     try:
         with pytest.raises(SystemExit, match="7"):
             attempt()

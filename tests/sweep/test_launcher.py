@@ -3,10 +3,11 @@
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
-from stand_ins import Sweep, begin, patiently, stand_in, table
+from stand_ins import SMALL, Sweep, begin, patiently, stand_in, table, write_book
 
 from rtx import cli
 from rtx.compose import compose, config_hash, to_yaml
@@ -46,6 +47,30 @@ def test_every_cell_is_a_process_with_its_own_overrides_and_folder(sweep: Sweep)
 def test_nothing_starts_unless_every_cell_is_right(sweep: Sweep, words: list[str], said: str) -> None:
     (line,) = sweep.asked("done()", *words, code=2).splitlines()
     assert said in line and sweep.started == [] and not sweep.outputs.exists()
+
+
+def test_what_a_cell_writes_in_pieces_is_shown_in_whole_lines(sweep: Sweep) -> None:
+    behaviour = """
+for byte in "one line\\n\\u00e9 has two bytes".encode():
+    os.write(1, bytes([byte]))
+    time.sleep(0.06)
+done()
+"""
+    shown = sweep.asked(behaviour, "seed=1").splitlines()
+    first = shown.index("cell 1 of 1: nothing swept: begins")
+    assert shown[first + 1 : first + 3] == ["one line", "\u00e9 has two bytes"]
+
+
+def test_the_sample_of_a_cell_is_whole_on_what_reads_the_sweep(sweep: Sweep) -> None:
+    write_book()
+    sweep.patch.setenv("RTX_DATA", "data")
+    with begin(sys.executable, *SMALL, "seed=1") as process:
+        shown, _ = process.communicate(timeout=600)
+    assert process.returncode == 0
+    (log,) = sweep.outputs.glob("rtx/*/output.log")
+    printed = log.read_text()
+    sample = printed.partition("a sample (temperature 0.8):\n")[2]
+    assert len(sample) > 30 and printed in shown
 
 
 SHORT = "out of memory: the system killed it"
@@ -136,7 +161,7 @@ def test_several_run_side_by_side_with_their_share_of_the_machine(sweep: Sweep) 
 print("said by", os.environ["OMP_NUM_THREADS"], os.environ.get("CUDA_VISIBLE_DEVICES"))
 print("to stderr", file=sys.stderr)
 (folder / "here").touch()
-until = time.time() + 30
+until = time.time() + 600
 while len(list(folder.parent.glob("*/here"))) < 2 and time.time() < until: time.sleep(0.01)
 sys.stdout.flush()
 if time.time() < until: done()
@@ -167,7 +192,7 @@ def test_nobody_who_reads_any_more_is_no_reason_to_end_a_cell(sweep: Sweep) -> N
     with begin(script, "seed=1,2") as process:
         assert process.stdout is not None and any("begins" in line for line in process.stdout)
         process.stdout.close()
-        process.wait(timeout=60)
+        process.wait(timeout=600)
     assert [run_state(folder) for _, folder in sweep.started] == ["done", "done"]
 
 
@@ -186,7 +211,7 @@ end({code}, "interrupted", seen=len(seen))
     with begin(stand_in(behaviour), "seed=1,2,3", "sweep.parallel=2") as process:
         patiently(lambda: len(list(sweep.outputs.glob("rtx/*/ready"))) == 2, process)
         os.killpg(process.pid, number)
-        shown, _ = process.communicate(timeout=60)
+        shown, _ = process.communicate(timeout=600)
     assert process.returncode == code
     assert [row[1] for row in table(shown)] == ["interrupted", "interrupted", "not"]
     assert shown.count(f"\n  exit {code}\n") == 2
@@ -205,8 +230,8 @@ while True: time.sleep(0.01)
         for name in ("ready", "seen"):
             patiently(lambda name=name: list(sweep.outputs.glob(f"rtx/*/{name}")), process)
             process.send_signal(signal.SIGINT)
-        shown, _ = process.communicate(timeout=60)
+        shown, _ = process.communicate(timeout=600)
     assert process.returncode == 130 and table(shown)[0][2] == "interrupted" and "exit 134" in shown
     with begin(script, "seed=1") as process:
-        shown, _ = process.communicate(timeout=60)
+        shown, _ = process.communicate(timeout=600)
     assert process.returncode == 0 and table(shown)[0][2] == "done"

@@ -129,7 +129,7 @@ def read_back(folder: Path) -> list[dict[str, Any]]:
     found = []
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_ctime_ns):
         command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
         found += [json.loads(line) for line in answer.stdout.splitlines()]
     return found
 
@@ -151,7 +151,13 @@ def test_a_real_run_offline_read_back(bare: Path, workshop: Workshop, monkeypatc
         found.setdefault(record["type"], []).append(record[record["type"]])
     known = {(one["run_id"], one["run_group"], one["job_type"], *one["tags"]) for one in found["run"]}
     assert known == {(json.loads((run / "wandb.json").read_text())["id"], "rtx", "train", "text", "tiny", "causal")}
-    assert found["run"][0]["config"]["update"]["routing"]["selection"] == "causal"
+    config = found["run"][0]["config"]["update"]
+    assert config["routing"]["selection"] == "causal"
+    environment = json.loads((run / "environment.json").read_text())
+    assert config["facts"]["parameters"] == environment["parameters"] and config["facts"]["teraflop_per_step"] > 0
+    assert config["facts"]["data_fingerprint"] == environment["data"]["fingerprint"]
+    protocols = [one["update"]["protocol"] for one in found["summary"] if "protocol" in one["update"]]
+    assert protocols and all("each scored once" in line for line in protocols)
     steps = {one.get("glob_name", one.get("name")): one.get("step_metric") for one in found["metric"]}
     assert steps == dict.fromkeys(("*", "val/bits"), "trainer/global_step") | {"trainer/global_step": None}
     items = [one["item"] for one in found["history"]]
