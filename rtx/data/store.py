@@ -184,8 +184,8 @@ def record_sha256(record: dict[str, Any]) -> str:
 def build_store(folder: Path, source: Source, data: DataConfig, options: str, report: Report) -> None:
     """Write the store at `folder`, whose lock the caller holds.
 
-    All errors but UserError leave what is finished. UserError, before anything is written, where the
-    folder or the one to work in is none, or one of them or what is in the latter is a link.
+    All errors but UserError leave what is finished. UserError, before anything is written, where
+    the folder or the one to work in is none, or one of them or what is in the latter is a link.
     """
     work = folder.with_name(f".{folder.name}.work")
     for path in (folder, work):

@@ -67,8 +67,8 @@ def write_zip(file: BinaryIO, checkpoint: Checkpoint) -> None:
 def read_checkpoint(path: Path, *, facts_only: bool = False) -> Checkpoint:
     """Return the checkpoint in a file that is whole, on the CPU.
 
-    With `facts_only` all of it is checked, and FACTS alone are returned. Raises `UserError` for what
-    no checkpoint of this version of rtx holds.
+    With `facts_only` all of it is checked, and FACTS alone are returned. Raises `UserError` for
+    what no checkpoint of this version of rtx holds.
     """
     try:
         with zipfile.ZipFile(path) as archive:  # torch.save packs nothing; what does may be a thousand times as large

@@ -106,8 +106,8 @@ class JsonlLogger(Logger):
 def own_settings() -> Iterator[Any]:
     """Yield `wandb`, which meanwhile reads settings of the user, and none of the current folder.
 
-    By itself it takes `wandb/settings` and `config-defaults.yaml` from there. The current folder may
-    be a stranger's run: such a file names the server, or the proxy, that gets the user's key.
+    By itself it takes `wandb/settings` and `config-defaults.yaml` from there. The current folder
+    may be a stranger's run: such a file names the server, or the proxy, that gets the user's key.
     Settings are read once in a process, when W&B is first set up. Fails where W&B has no such
     methods: then it may read these files by others.
     """

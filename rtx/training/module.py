@@ -37,7 +37,7 @@ def build_model(config: Config, vocabulary: int, first_N: Callable[[], Tensor] |
 
 
 def check_savable(model: nn.Module) -> None:
-    """Raise `UserError` for a tensor that would be in checkpoints, and that no reader of them takes."""
+    """Raise `UserError` for a tensor that no reader of a checkpoint would take."""
     way_out = "keep it contiguous and real, or register it with persistent=False"
     for name, tensor in model.state_dict().items():
         if problem := tensor_problem(tensor):

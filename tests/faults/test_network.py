@@ -112,7 +112,7 @@ def test_wandb_that_is_down_or_answers_errors_changes_no_bit(workshop: Workshop)
 
 
 class Listener:
-    """An address of this machine, and the first bytes of each connection to it; none is answered."""
+    """An address of this machine, and the first bytes of each connection to it, never answered."""
 
     def __init__(self) -> None:
         self.heard: list[bytes] = []
