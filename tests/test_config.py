@@ -212,6 +212,7 @@ def test_what_fits() -> None:
         "routing.heads=0 routing.window=2000",  # nothing routes, so its window does not matter
         "model.base=strided+fixed model.window=2000 model.summary=128",
         "model.positions=axial model.axes=32x16x2",
+        "hardware.attention=native routing.merge=lse",
         "hardware.name=auto hardware.precision=tf32",  # known to be wrong only once the device is
         "data.name=cifar10 data.length=3072 trainer.val_stride=3072",
         "data.name=images data.path=cats data.length=2100",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rtx.attention.routing import Centroids, Routing, after_step, statistics_paused, to_sphere
 from rtx.attention.selection import centroid_scores, normalise
+from rtx.training.hardware import has_compiler
 
 H, C, N, D, W = 2, 3, 24, 4, 8
 
@@ -122,3 +123,25 @@ def test_neither_autocast_nor_a_model_in_float64_changes_the_precision_of_statis
     assert torch.equal(*sums)
     store = pattern.double().centroids
     assert store.centroid_HCD.dtype == store.threshold_HC.dtype == torch.float32
+
+
+@pytest.mark.parametrize("deviation", [0.02, 0.006])
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_thresholds_know_the_deviation_of_scores_that_hardly_differ(backend: str, deviation: float) -> None:
+    """Scores of mean 63 in float32, of a head whose vectors have collapsed; the first step tells mean and deviation."""
+    if backend == "native" and not has_compiler():
+        pytest.skip("no C++ compiler on this machine")
+    units, positions = 64, 1024
+    draw = torch.Generator().manual_seed(3)
+    basis_3D = torch.randn(3, units, generator=draw).double()
+    basis_3D = torch.linalg.qr((basis_3D - basis_3D.mean(-1, keepdim=True)).T).Q.T  # LayerNorm changes them no more
+    cosine_N1 = (63 + deviation * torch.randn(positions, 1, generator=draw).double()) / units
+    aside_N1 = (1 - cosine_N1.square()).sqrt()
+    q_BHND = (8 * (cosine_N1 * basis_3D[0] + aside_N1 * basis_3D[1]))[None, None].float()
+    store = Centroids(1, 2, units, window=64, length=positions, decay=1.0, threshold_rate=0.1)
+    store.centroid_HCD[0] = 8 * basis_3D[::2]
+    after_step(see(Routing(store, selection="causal", backend=backend), q_BHND))
+    score_N = normalise(q_BHND).double()[0, 0] @ store.centroid_HCD[0, 0].double()
+    found = (float(store.threshold_HC[0, 0]) - float(score_N.mean())) / store.quantile()
+    assert abs(float(score_N.mean()) - 63) < 0.01
+    assert found == pytest.approx(float(score_N.std(correction=0)), rel=0.01)

@@ -236,6 +236,21 @@ def test_the_kernel_agrees_with_torchs_engine(kind: str, seed: int) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("N", [64, 1500])
+@pytest.mark.parametrize("kind", ["causal-shared", "topk-separate", "causal-projected", "random"])
+def test_the_kernels_softmax_over_all_clusters_is_the_oracles(kind: str, N: int) -> None:
+    case = Case(B=1, H=2, N=N, D=16, C=4, W=N // 4, seed=N, merge="lse")
+    pattern, here = drawn(kind, case, torch.float32, backend="native")
+    out = run(pattern, here)
+    found = [out, *gradients(pattern, here, out).values()]
+    wide = {name: x.detach().double().requires_grad_() if torch.is_tensor(x) else x for name, x in here.items()}
+    out = run(partial(oracle.attend, pattern.double()), wide)
+    expected = [out, *gradients(pattern, wide, out).values()]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs.float(), rtol=1e-4, atol=2e-5)
+
+
+@needs_compiler
 @pytest.mark.parametrize("selection", ["topk", "causal", "nearest"])
 @pytest.mark.parametrize("N, W, C", [(1, 1, 1), (50, 7, 5), (200, 9, 21), (70, 80, 9), (900, 150, 2)])
 def test_the_kernel_selects_what_torch_selects(selection: str, N: int, W: int, C: int) -> None:

@@ -52,6 +52,15 @@ def test_causal_scores_the_same_in_both_modes_and_topk_is_marked(workshop: Works
     assert not streaming["selection_sees_future"] and parallel["bits_per_byte"] != streaming["bits_per_byte"]
 
 
+def test_a_run_in_float64_is_loaded_and_scored_by_its_own_bits(workshop: Workshop) -> None:
+    run = workshop.train("wide", "routing=causal", "hardware.precision=fp64", "trainer.steps=3")
+    kept, loaded = load_for_use(run / "checkpoints", "last")["model"], load(run, "last").model.state_dict()
+    assert any(tensor.dtype == torch.float64 for tensor in kept.values())
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in kept.items())
+    score, _ = workshop.score(run, "checkpoint=last")
+    assert score["bits_per_byte"] == final(run)["bits"]
+
+
 def test_results_of_other_protocols_do_not_replace_each_other(workshop: Workshop, run: Path) -> None:
     shutil.rmtree(run / "eval", ignore_errors=True)
     (other := workshop.folder / "second.txt").write_bytes(b"a" * 1_500)

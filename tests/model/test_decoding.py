@@ -4,7 +4,18 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import BY_QUERY, EVERY, STREAMED, Kind, check_streams, each_kind, tiny_config, tiny_model, tokens
+from tiny_models import (
+    BY_QUERY,
+    EVERY,
+    STREAMED,
+    VOCABULARY,
+    Kind,
+    check_streams,
+    each_kind,
+    tiny_config,
+    tiny_model,
+    tokens,
+)
 from torch import Tensor, nn
 
 from rtx.attention import cache
@@ -48,6 +59,27 @@ def test_units_that_return_keep_the_members_that_came_first(keys: str, units: li
         torch.testing.assert_close(quick.step(tokens_B), slow.step(tokens_B), rtol=1e-4, atol=1e-4)
     assert members_held(quick) == members_held(slow)
     check_streams(model, tokens_BN, 80, tolerance=1e-4)
+
+
+CODE = b"""for block, streams in zip(model.blocks, self.streams):
+    x = block.decode(x, streams, position)  # bytes that come again and again
+return self.model.logits(x)
+"""
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("selection", ["exact", "indexer", "blocks", "topk", "causal", "nearest"])
+def test_bytes_that_return_are_read_alike_in_steps_and_in_a_pass(selection: str, wide: bool) -> None:
+    """Every layer routes, without positions: the same bytes are the same vectors, and keys that look back are not."""
+    sizes: Kind = {"layers": 4, "hidden": 64, "ffn_hidden": 64, "positions": "rotary", "base": "local"}
+    routing: Kind = {"selection": selection, "keys": "tied", "key_shift": 1, "rotary": False, "layers": 4, "window": 12}
+    options = sizes | {f"routing_{name}": value for name, value in routing.items()}
+    options |= {"routing_block": 4} if selection == "blocks" else {}
+    letters = sorted(set(CODE))
+    unit_1N = torch.tensor([[letters.index(byte) % VOCABULARY for byte in CODE]])
+    for seed in range(2):
+        model = tiny_model(seed, length=len(CODE), **options)
+        check_streams(model if wide else model.float(), unit_1N, 40, tolerance=1e-10 if wide else 1e-4)
 
 
 def held(node: Any) -> int:
