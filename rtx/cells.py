@@ -38,7 +38,7 @@ DEFINING = (
     *("model", "model.base"),
     *("routing", "routing.selection", "routing.heads", "routing.clusters", "routing.window"),
 )
-"""Groups and keys by which a row of a table is what its name says; other keys are sizes, and may be changed."""
+"""Groups and keys that make a row of a table what its name says; the command line may change any other key."""
 NO_CODE = 999  # the exit code of a cell that was not begun, or whose job is lost
 
 
@@ -103,7 +103,7 @@ def titled(entries: Iterable[Override]) -> str:
 
 
 def is_idle(entry: Override, idle_keys: Collection[str]) -> bool:
-    """Whether a run reads nothing of an override: of a selection, where no head routes, neither."""
+    """Whether a run ignores an override; an option of the group routing is ignored where routing.selection is."""
     key = "routing.selection" if entry.key == "routing" else entry.key
     return key in idle_keys
 
@@ -122,7 +122,10 @@ def folder_of(config: Config) -> Path:
 
 
 def joined(first: Cell, second: Cell) -> Cell:
-    """Return two cells of the same run as one; `UserError` where they do not differ by keys that it does not read."""
+    """Return two cells of the same run as one.
+
+    `UserError` where their titles differ, or where the same combination is listed twice.
+    """
     if second.title != first.title or second.combinations[0] in first.combinations:
         said = f"{first.combinations[0]}, and again {second.combinations[0]}"
         raise UserError(f"two cells are the same run ({said}); list values that change the result")
@@ -150,7 +153,8 @@ def expanded(given: Sequence[Override]) -> dict[str, list[Override]]:
     for name in chosen:
         axes = {axis.key: axis for axis in own_axes(name)}
         if rows := axes.pop("experiment", None):
-            grids = grids | expanded([*axes.values(), *rest, rows]) | grids
+            for row, grid in expanded([*axes.values(), *rest, rows]).items():
+                grids.setdefault(row, grid)
             continue
         if name:
             axes["experiment"] = Override("experiment", (name,))
@@ -159,14 +163,14 @@ def expanded(given: Sequence[Override]) -> dict[str, list[Override]]:
 
 
 def refuse_conflicts(rows: Sequence[str], given: Sequence[Override]) -> None:
-    """Raise `UserError` for overrides with which a row of several would no longer be the row of its name."""
+    """Raise `UserError` for overrides that contradict what makes a row of several what its name says."""
     lines = []
     for entry in given:
         keys = {row: conflicts(own_values(row), entry, given) for row in rows}
-        named = [f"{row} (which sets {' '.join(found)})" for row, found in keys.items() if found]
+        named = [f"{row} ({' '.join(found)})" for row, found in keys.items() if found]
         if named:
-            way_out = "leave these rows out, and train them by a command without it"
-            lines.append(f"{entry} cannot reach the rows {', '.join(named)}; {way_out}")
+            way_out = f"train such a row by a command of its own, without {entry.key}"
+            lines.append(f"{entry} conflicts with {', '.join(named)}; {way_out}")
     refuse(lines)
 
 
@@ -190,7 +194,7 @@ def hides_option(key: str, value: str, entry: Override, own: Mapping[str, str]) 
 
 
 def own_values(experiment: str) -> dict[str, str]:
-    """Return the groups and keys that an experiment's file sets which builds on another experiment, else none."""
+    """Return the groups and keys that the file of an experiment sets, if it builds on another experiment; else none."""
     path = preset("experiment", experiment)
     node = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path))) if path else {}
     defaults = node.pop("defaults", [])

@@ -63,7 +63,7 @@ READ_WITH = (
 )
 """A key, its values, or parts of them, and the keys that are read with these alone.
 
-model.window is not among them: a score of a text counts repeats as far by it, whatever the heads.
+model.window is not among them: whatever the heads, a score of a text counts a repeat as far by it.
 """
 COUNTS = ("routing.heads", "routing.layers")
 """Where one of them is 0, no head routes."""
@@ -131,6 +131,7 @@ def unread(values: Mapping[str, Any]) -> dict[str, str]:
     for count in COUNTS:
         if values.get(count) == 0:
             others = [key for key in values if key.startswith("routing.")]
+            # The count that is 0 is itself read.
             reasons |= {key: f"{count}=0" for key in others if key not in COUNTS or values[key] != 0}
     return {key: reason for key, reason in reasons.items() if key in values}
 
@@ -146,7 +147,7 @@ def reads(key: str, value: str, readers: Collection[str]) -> bool:
 
 
 def as_read(config: Config) -> Config:
-    """Return the configuration with each key that its run does not read at the default.
+    """Return the configuration with every key that its run does not read reset to the default.
 
     Two configurations that are then equal describe the same run.
     """
@@ -158,7 +159,7 @@ def default_where_unread(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values by dotted keys, the default in place of each that a run with them does not read."""
     known = all_fields()
     found = {**values, **{key: known[key].default for key in unread(values)}}
-    if not all(found.get(count, 1) for count in COUNTS):
+    if not all(found.get(count, 1) for count in COUNTS):  # no head routes, whichever of the two is 0
         found |= {count: 0 for count in COUNTS if count in found}
     return found
 

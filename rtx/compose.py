@@ -109,7 +109,7 @@ def composed(words: tuple[str, ...]) -> DictConfig:
         return hydra.compose("config", list(words), return_hydra_config=True)
 
 
-def published_routing(config: Config) -> dict[str, Any]:
+def preset_routing(config: Config) -> dict[str, Any]:
     """Return the rules that conf/routing/ has for the selection of a configuration, by dotted keys, without sizes.
 
     Keys that the file leaves out have the schema's defaults; a selection of an extension, which has no file, none.

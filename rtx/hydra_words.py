@@ -10,7 +10,7 @@ from rtx.keys import convert
 COMMA = re.compile(r""",(?=(?:[^"']|"[^"]*"|'[^']*')*$)""")
 """A comma outside quotes: in a sweep it parts several values."""
 CALL = re.compile(r"(range|choice|glob|interval|shuffle|sort|tag)\((.*)\)", re.DOTALL)
-SPREAD = re.compile(r"(-?\d{1,9})\.\.(-?\d{1,9})")
+INTEGERS = re.compile(r"(-?\d{1,9})\.\.(-?\d{1,9})")
 MOST = 12
 """Numbers that a message lists at the most."""
 WIDTH = 240
@@ -28,12 +28,12 @@ def hydra_flag(flag: str) -> str:
 
 
 def hydra_values(text: str, values: Collection[str] = ()) -> str | None:
-    """Return the list, with commas, that Hydra's range(), choice(), glob() or a..b stands for.
+    """Return the list, with commas, that Hydra's range(), choice() or glob(), or a..b, stands for.
 
     Empty where it stands for none that can be listed; None where the text is nothing of the kind. `values` are those
     that a key takes, of which glob() chooses.
     """
-    if spread := SPREAD.fullmatch(text.strip()):
+    if spread := INTEGERS.fullmatch(text.strip()):
         first = int(spread[1])
         last = int(spread[2])
         return steps(first, last + 1, 1)
@@ -52,13 +52,13 @@ def hydra_values(text: str, values: Collection[str] = ()) -> str | None:
 
 
 def whole_names(names: list[str]) -> str:
-    """Return names with commas between, a long list cut behind a whole one."""
+    """Return names with commas between, a long list cut after a complete name."""
     text = ",".join(names)
     return text if len(text) <= WIDTH else f"{text[:WIDTH].rpartition(',')[0]},..."
 
 
 def of_range(arguments: list[str]) -> str:
-    """Return the values of range(stop), range(start, stop) or range(start, stop, step), the stop left out."""
+    """Return the values of range(stop), range(start, stop) or range(start, stop, step), without the stop."""
     named = {"start": "0", "stop": "", "step": "1"}
     order = ("stop",) if len(arguments) == 1 else ("start", "stop", "step")
     if len(arguments) > 3:

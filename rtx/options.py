@@ -198,9 +198,9 @@ DATA = ("data", "data.*", "extensions")
 COMMANDS = (
     Command("train", "train a model; every option has a default", composes=True),
     Command("train -m", "train every combination of listed values, a process each", SweepOptions, composes=True),
-    Command("resume", "go on exactly where a run stopped, or lengthen it by trainer.steps=N", runs="<run>"),
+    Command("resume", "continue a stopped run exactly, or extend it to trainer.steps=N", runs="<run>"),
     Command("eval", "score a run on a split, every unit exactly once", EvalOptions, "<run>", (*RUN, "seed")),
-    Command("audit", "change the future, see what of the past moves and its price", AuditOptions, "<run> ...", RUN),
+    Command("audit", "test for leaks: change later units, see what earlier moves", AuditOptions, "<run> ...", RUN),
     Command("analyze divergence", "do heads read elsewhere (Table 6)", DivergenceOptions, "<run>", RUN),
     Command("analyze patterns", "draw what every head reads, as in Figure 1", PatternsOptions, "<run>", RUN),
     Command("analyze context", "loss by position, and what far context is worth", ContextOptions, "<run>", RUN),

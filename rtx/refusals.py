@@ -1,4 +1,4 @@
-"""What a command refuses by the configuration and the status of a run: told before torch is loaded."""
+"""What a command refuses by the configuration of a run and its own options, before torch is loaded."""
 
 from collections.abc import Callable
 from typing import Any
@@ -52,7 +52,9 @@ def check_context(config: Config, options: ContextOptions) -> None:
     if config.data.name in MADE:
         raise UserError(f"a run on data={config.data.name} scores its answers alone; there is no loss by position")
     if memory := config.model.memory:
-        raise UserError(f"model.memory={memory}: far context is there; compare rtx eval memory=0 with memory={memory}")
+        raise UserError(
+            f"model.memory={memory}: the memory holds the far context; compare rtx eval memory=0 with memory={memory}"
+        )
 
 
 def check_coverage(config: Config, options: CoverageOptions) -> None:

@@ -122,7 +122,11 @@ def test_a_selection_has_its_own_rules_with_whatever_model_and_a_run_says_where_
         lines = routing_lines(config)
         heads = "2 of 4 heads route in 2 of 4 layers" if model == "tiny" else "4 of 8 heads route in 24 of 24 layers"
         assert lines[0].startswith(f"routing={routing}: {heads}")
-        said = {"topk": "sees the future; routing=causal does not", "exact": "all pairs", "indexer": "all pairs"}
+        said = {
+            "topk": "sees the future, as in the paper; routing=causal does not",
+            "exact": "all pairs",
+            "indexer": "all pairs",
+        }
         assert len(lines) == 1 + (routing in said) and said.get(routing, "") in lines[-1], lines
     changed = routing_lines(compose([f"routing={routing}", "routing.logit_scale=unit"]))
     assert f"conf/routing/{routing}.yaml: routing.logit_scale=unit (there " in changed[-1]

@@ -1,8 +1,8 @@
 """Which scores are equal, and which of equals is taken: one rule for every choice by content.
 
-The products of one vector with equal vectors round apart, by the shapes of the matrices that they stand in. So scores
-are equal that are no further apart than a margin, and of equals the earlier position is taken, of clusters the first:
-a pass, a stream, a batch of another size and a kernel then choose alike. Where something is chosen from scores that are
+Rounding depends on the shapes of matrices, so equal vectors can get slightly different dot products. Scores within a
+margin therefore count as tied, and a tie goes to the earlier position, of clusters to the first. A pass, a stream, a
+batch of another size and a kernel then choose alike. Where something is chosen from scores that are
 all known, equal means equal to the last one taken; `PrefixTopK` of selection.py has the rule for scores that arrive one
 after the other.
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def tie_margin(norm: Tensor, other: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """Return how far apart products of a vector with equal vectors may come out, by norms of the one and the others.
+    """Return how far apart products of a vector with equal vectors may come out, given the norms of both factors.
 
     Products of D terms, of vectors that are products themselves, were seen to differ by a few units in the last place
     of `norm * other`. 64 of them are much more than that, and less than 1e-4 of the scores' deviation up to D = 128.
@@ -33,7 +33,7 @@ def centroid_margin(centroid_HCD: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def highest(score_XCN: Tensor, margin_XC: Tensor) -> Tensor:
-    """Return the cluster `[X, N]` that scores each position highest; of equals, and where all are NaN, the first."""
+    """Return the cluster `[X, N]` that scores each position highest: the first of tied ones, 0 where a score is NaN."""
     best_X1N = score_XCN.amax(-2, keepdim=True)
     return (score_XCN + margin_XC[..., None] >= best_X1N).to(torch.uint8).argmax(-2)
 
@@ -55,8 +55,9 @@ def best_places(score: Tensor, count: int, margin: Callable[[Tensor], Tensor]) -
     left_out, last = worst.split(1, dim=-1)
     slot_left_out, slot_last = slot.split(1, dim=-1)
     margins = margin(at.gather(-1, slot_last))
+    # Overwrite the place that is left out with the last of the list, and drop that.
     at = at.scatter(-1, slot_left_out, at[..., count:])[..., :count]
-    # What is not finite has no equals, as what is hidden (-inf).
+    # Scores that are not finite, such as hidden ones (-inf), are never tied.
     tied = (left_out >= last - margins) & left_out.isfinite() & last.isfinite()
     if bool(tied.any()):
         tied = tied[..., 0]

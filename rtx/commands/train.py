@@ -78,7 +78,7 @@ def call(overrides: Sequence[str]) -> Path:
 def run(config: Config, folder: Path | None = None, before: str = "", call: str = "") -> int:
     """Train in a new folder, or go on in that of a run by its state `before`, and return the exit code.
 
-    `call`: the command that a call from Python stands for, whose process is not ended.
+    `call`: the same as a command line, if Python code called `rtx.train`, whose process must not be ended.
     """
     check_logger(config)
     hardware = resolve_hardware(config)

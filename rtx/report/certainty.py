@@ -14,14 +14,14 @@ from rtx.report.score_rows import Row
 from rtx.report.tables import Table
 
 TWO_DEVIATIONS = 2 * math.sqrt(2)
-"""Standard errors of one score that make two of a difference of two scores, taken as independent."""
-LEAST_SHOWN = 0.0005  # bits that three digits behind the point still show
+"""Two standard errors of the difference of two independent scores, in standard errors of one score."""
+LEAST_SHOWN = 0.0005  # the smallest number of bits that three decimals can show
 ADD_SEEDS = f"Add seed={','.join(map(str, range(SEEDS)))} for a verdict."
 
 
 @dataclass(frozen=True)
 class Certainty:
-    """A verdict, or why there is none, and what noise to keep in mind; sentences, either of them may be empty."""
+    """Sentences on the verdict, or why there is none, and on the noise of a score, which may be empty."""
 
     verdict: str
     noise: str
@@ -47,7 +47,8 @@ def certainty(rows: Sequence[Row], unit: str, kinds: Table | None = None, said: 
         verdict = f"Not certain: a verdict takes {SEEDS} seeds a row, and here are {numbers(seeds)}."
     else:
         verdict = lowest_of_one_kind(scored)
-    has_verdict = min(seeds) >= SEEDS if kinds is None else has_verdicts(kinds)
+    enough_seeds = min(seeds) >= SEEDS
+    has_verdict = enough_seeds if kinds is None else has_verdicts(kinds)
     return Certainty(verdict, noise(scored, unit, has_verdict=has_verdict and len(scored) > 1))
 
 
@@ -89,8 +90,8 @@ def is_ahead(found: Mapping[tuple[str, str], Comparison], one: str, other: str) 
 def noise(rows: Sequence[Row], unit: str, has_verdict: bool = False) -> str:
     """Return the standard error of a score, what it means for differences, and how far apart the rows lie.
 
-    Rows of one protocol are scored on the same windows, so what these have in common cancels in a difference: the
-    number of bits that is named is rather too large. Verdicts over seeds hold for these windows.
+    Rows of one protocol are scored on the same windows, so what these have in common cancels in a difference: the bound
+    is conservative. Verdicts over seeds apply to these windows only.
     """
     apart = spread(rows, unit)
     error = standard_error(rows)
@@ -118,13 +119,16 @@ def windows_said(scores: Sequence[Score]) -> str:
 
 
 def spread(rows: Sequence[Row], unit: str) -> str:
-    """Return how far apart the means of rows lie, as the end of a sentence; those that see the future apart."""
+    """Return how far apart the means of rows are, as the end of a sentence; rows that see the future do not count."""
     legal = [row for row in rows if not row.sees_future]
     compared = legal if len(legal) > 1 else rows
     if len(compared) < 2:
         return ""
     means = [mean(row.values().values()) for row in compared]
-    return f"; the {len(compared)} rows lie {bits_said(max(means) - min(means))} {unit} apart"
+    apart = f"{bits_said(max(means) - min(means))} {unit} apart"
+    if len(compared) < len(rows):
+        return f"; the means of the {len(compared)} rows that see no future are up to {apart}"
+    return f"; the means of the {len(compared)} rows are up to {apart}"
 
 
 def bits_said(bits: float) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rtx.checks import unread
-from rtx.compose import published_routing, to_dict
+from rtx.compose import preset_routing, to_dict
 from rtx.config import CLUSTERED, Config, clusters, flat
 from rtx.errors import plural, written
 from rtx.evaluation.protocols import memory_phrases, spans
@@ -56,14 +56,14 @@ def routing_lines(config: Config) -> list[str]:
         return [heads_phrase(config)]
     selection = config.routing.selection
     lines = [f"routing={selection}: {heads_phrase(config)}"]
-    if sees_future(config, "parallel"):
-        lines.append("as published, selection sees the future; routing=causal does not")
+    if selection == "topk":
+        lines.append("its selection sees the future, as in the paper; routing=causal does not")
     if selection in ALL_PAIRS:
         lines.append("selection compares all pairs of positions; routing=causal has clusters instead")
-    published = published_routing(config)
+    preset = preset_routing(config)
     idle_keys = unread(values)
     changed = []
-    for key, usual in published.items():
+    for key, usual in preset.items():
         if key not in idle_keys and values[key] != usual:
             changed.append(f"{key}={written(values[key])} (there {written(usual)})")
     if changed:

@@ -43,7 +43,7 @@ def train_apart(overrides: Sequence[str], folder: Path) -> None:
 
 
 def stopped(folder: Path) -> str:
-    return f"{folder}: stopped before its end; rtx resume goes on"
+    return f"{folder}: stopped before its end; continue with: rtx resume {shown(folder)}"
 
 
 @contextlib.contextmanager
@@ -146,4 +146,4 @@ def how_it_ended(code: int, folder: Path) -> str:
     if status.get("state") == "failed" and status.get("reason"):
         return status["reason"]
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-    return f"the first process of the run {how}; rtx resume {shown(folder)} goes on"
+    return f"the first process of the run {how}; continue with: rtx resume {shown(folder)}"

@@ -48,7 +48,7 @@ def test_a_group_or_a_key_is_printed_alone() -> None:
 
 def test_a_command_on_a_run_shows_its_own_options_and_what_may_change() -> None:
     page = help.command_page("resume", [])
-    assert "lengthen it by trainer.steps=N" in page
+    assert "extend it to trainer.steps=N" in page
     for key in ("trainer.steps", "trainer.max_minutes", "hardware.threads", "logger.name", "data.path", "fsdp"):
         assert f"\n  {key} " in page, key
     for key in ("model.hidden", "routing.heads", "data.length", "trainer.batch_size", "seed", "rt24"):

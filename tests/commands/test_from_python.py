@@ -92,7 +92,7 @@ def test_a_signal_to_the_script_lets_both_processes_save(workshop: Workshop) -> 
     process = begin(workshop, "stopped", *TWO, *LONG)
     process.until(after(2))
     process.send(signal.SIGINT)
-    assert f"caught {process.run}: stopped before its end; rtx resume goes on\n" in ended(process)
+    assert f"caught {process.run}: stopped before its end; continue with: rtx resume {process.run}\n" in ended(process)
     assert (read_status(process.run) or {})["state"] == "interrupted"
     assert (process.run / "checkpoints" / "last.ckpt").exists()
 
@@ -135,7 +135,7 @@ def test_one_process_is_the_callers_own_and_records_the_call(workshop: Workshop,
 
 def test_a_signal_saves_and_is_an_exception(workshop: Workshop, named: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    stopped = pytest.raises(RunFailed, match="stopped before its end; rtx resume goes on")
+    stopped = pytest.raises(RunFailed, match="stopped before its end; continue with: rtx resume ")
     with meanwhile(named, lambda: os.kill(os.getpid(), signal.SIGTERM)), stopped:
         rtx.train(workshop.text, *SIZES, *LONG)
     assert signal.getsignal(signal.SIGTERM) is before

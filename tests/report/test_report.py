@@ -127,7 +127,7 @@ def test_a_report_of_one_seed_a_row_opens_with_how_certain_it_is(tmp_path: Path,
     first = "Not certain: 1 seed a row; no verdict."
     noise = (
         "Differences below about 0.226 bits/byte are within the noise of a score (its standard error 0.080 over "
-        f"{windows} window); the 8 rows lie 0.062 bits/byte apart. Add seed=0,1,2,3,4 for a verdict."
+        f"{windows} window); the means of the 8 rows are up to 0.062 bits/byte apart. Add seed=0,1,2,3,4 for a verdict."
     )
     assert cli.main(["report", str(write_grid(tmp_path))]) == 0
     assert " ".join(capsys.readouterr().out.split()).startswith(f"{first} {noise}")

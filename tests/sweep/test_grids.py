@@ -84,13 +84,13 @@ def test_the_command_line_wins_in_every_row_or_is_refused_with_the_name_of_the_r
     assert lengths == [1024, 1024]
     refused = {
         "experiment=cifar10_grid,cifar10_baselines routing.heads=2": (
-            "routing.heads=2 cannot reach the rows cifar10_full (which sets routing.heads=0), cifar10_local ("
+            "routing.heads=2 conflicts with cifar10_full (routing.heads=0), cifar10_local ("
         ),
         "experiment=far_text routing.window=64": (
-            "routing.window=64 cannot reach the rows far_text_full (which sets routing.window=2048); leave these rows"
+            "routing.window=64 conflicts with far_text_full (routing.window=2048); train such a row"
         ),
-        "experiment=cifar10,cifar10_random routing=causal": "cifar10_random (which sets routing.selection=random)",
-        "experiment=pg19,pg19_local model=rt12": "cannot reach the rows pg19_local (which sets model.layers=24)",
+        "experiment=cifar10,cifar10_random routing=causal": "cifar10_random (routing.selection=random)",
+        "experiment=pg19,pg19_local model=rt12": "model=rt12 conflicts with pg19_local (model.layers=24)",
     }
     for words, said in refused.items():
         with pytest.raises(UserError) as caught:
