@@ -75,8 +75,9 @@ def test_three_kills_change_nothing(workshop: Workshop) -> None:
             time.sleep(0.02)  # what is killed is gone a moment later
     sweep = workshop.begin(root, *command, RTX_RUN="")
     assert sweep.wait() == 0, sweep.log.read_text()
-    rows = [line.split() for line in sweep.log.read_text().splitlines()[-2:]]
-    assert [row[:2] for row in rows] == [["1", "seed=1"], ["2", "seed=2"]]
+    closing = sweep.log.read_text().rpartition("\ncell ")[2]
+    rows = sorted(line.split() for line in closing.splitlines() if line.startswith("seed="))
+    assert [row[:2] for row in rows] == [["seed=1", "done"], ["seed=2", "done"]]
     assert (root / "curves.png").read_bytes()[:4] == b"\x89PNG", "a plot is saved beside the cells"
     for row, run in zip(rows, alone, strict=True):
         assert row[-2] == f"{final(run)['bits']:.4f}"
