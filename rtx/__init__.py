@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rtx.training.inference import LoadedRun
 
 __all__ = ["load", "register_data", "register_pattern", "train"]
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 
 def load(run: str | Path, checkpoint: str = "best", device: str | None = None) -> LoadedRun:

@@ -19,13 +19,18 @@ def is_full(error: OSError) -> bool:
 
 
 def open_regular(path: Path, mode: str = "rb", *, follow: bool = True) -> BinaryIO:
-    """Open a regular file; OSError for what is none: a FIFO, whose other end nobody need open, a device, a folder.
+    """Open a regular file; OSError for what is none: a FIFO, a device, a folder.
 
-    With `follow=False` so is a link, which may lead anywhere.
+    Nobody need open the other end of a FIFO. With `follow=False` a link is an error, too: it may
+    lead anywhere.
     """
     kept = os.O_NONBLOCK if follow else os.O_NONBLOCK | os.O_NOFOLLOW
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | kept, 0o666)
+
     try:
-        file = open(path, mode, opener=lambda name, flags: os.open(name, flags | kept, 0o666))  # noqa: SIM115
+        file = open(path, mode, opener=opener)  # noqa: SIM115
     except ValueError as error:
         raise OSError(errno.EINVAL, "Not the name of a file", str(path)) from error
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -41,9 +46,10 @@ def read_file(path: Path) -> bytes:
 
 
 def refuse_link(path: Path) -> None:
-    """Raise `UserError` for a link in place of a folder or file that is made or deleted: it may lead anywhere."""
+    """Raise `UserError` for a link in place of what is made or deleted: it may lead anywhere."""
     if path.is_symlink():
-        raise UserError(f"{path}: is a link, behind which rtx makes and deletes nothing; remove it, then again")
+        rule = "behind which rtx makes and deletes nothing"
+        raise UserError(f"{path}: is a link, {rule}; remove it, then again")
 
 
 def sync_folder(folder: Path) -> None:

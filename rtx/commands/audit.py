@@ -133,7 +133,7 @@ def price_run(run: LoadedRun, options: AuditOptions, store: Store) -> Result:
     places = f"{plural(most, 'position')} in each of {plural(len(chosen), 'window')} of {length:,}"
     print(f"\nbits/{store.unit} on {options.split}, {places}")
     print_table([{"reading": reading, "bits": mean} for reading, mean in means.items()], READINGS)
-    print("\ndifferences in bits; standard errors over positions, as if independent, and windows")
+    print("\ndifferences in bits, with standard errors over positions and over windows")
     print_table([{"what": said_of(name), **figures} for name, figures in found.items()], PRICES)
     facts = {"unit": store.unit, "split": options.split, "windows": len(chosen), "positions": positions_KP.tolist()}
     facts |= {"length": length, "precision": run.precision, "data": store.describe(), "bits": means}

@@ -63,7 +63,7 @@ def offered(width: int) -> list[str]:
         mine = [cell for cell in found.cells if folder in (cell.folder, *cell.folder.parents)]
         if mine:
             scored = sum(bool(cell.final or cell.scores) for cell in mine)
-            latest = max((read_status(cell.folder) or {}).get("heartbeat", "") for cell in mine)
+            latest = max(str((read_status(cell.folder) or {}).get("heartbeat", "")) for cell in mine)
             rows.append((latest, f"rtx report {shown(folder)}", f"{plural(len(mine), 'run')}, {scored} with a score"))
     rows.sort(reverse=True)  # the newest first
     lines = [f"Runs in {shown(root)}:" if rows else f"No runs in {shown(root)} yet; rtx train makes one.", ""]

@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     return code
 
 
-def board(root: Path, width: int) -> tuple[Group, bool]:
+def board(root: Path, width: int = 80) -> tuple[Group, bool]:
     """Return the cells of the sweeps in a folder for a terminal of so many columns, and whether all are over."""
     path = root / "sweeps.jsonl"
     if not path.is_file():

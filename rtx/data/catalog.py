@@ -26,9 +26,9 @@ STORE = re.compile(r"[a-z0-9_]+-[0-9a-f]{12}")  # names of stores; nothing else 
 
 
 def data_root() -> Path:
-    """Return the folder of all stores: RTX_DATA, or `data` below the current folder; UserError where it is a file.
+    """Return the folder of all stores: RTX_DATA, or `data` below the current folder.
 
-    It may be a link to a folder, but not one that leads nowhere.
+    UserError where it is a file, or a link that leads nowhere.
     """
     root = Path(os.environ.get("RTX_DATA") or "data").expanduser()
     if (root.exists() or root.is_symlink()) and not root.is_dir():
@@ -179,7 +179,8 @@ def remove_store(root: Path, name: str, report: Report = print) -> None:
     """Remove the store that `name`, as `rtx data list` has it, means, and an unfinished preparation of it."""
     plain = name.removeprefix(".").removesuffix(".work")
     both = (root / plain, root / f".{plain}.work")
-    there = [path for path in both if STORE.fullmatch(plain) and (path.is_dir() or path.is_symlink())]
+    candidates = both if STORE.fullmatch(plain) else ()
+    there = [path for path in candidates if path.is_dir() or path.is_symlink()]
     for path in there:
         refuse_link(path)
     if not there:

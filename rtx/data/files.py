@@ -68,8 +68,8 @@ class Remote:
 def download(remote: Remote, folder: Path, report: Report) -> Path:
     """Return `folder/<name>` with the content of `remote`, fetched unless it is there; `<name>.part` is gone on with.
 
-    Raises RunFailed (no network, another file, a full disk), and UserError where `folder` cannot be written, or it or
-    the partial file is a link.
+    Raises RunFailed (no network, another file, a full disk), and UserError where `folder` cannot be
+    written, or it or the partial file is a link.
     """
     target, part = folder / remote.name, folder / f"{remote.name}.part"
     with disk_errors(folder):
@@ -99,7 +99,10 @@ def download(remote: Remote, folder: Path, report: Report) -> Path:
 
 
 def open_part(part: Path) -> BinaryIO:
-    """Open a partial download, which may be missing, to append to it; UserError for a link, a pipe or a folder."""
+    """Open a partial download, which may be missing, to append to it.
+
+    UserError for a link, a pipe or a folder.
+    """
     try:
         return open_regular(part, "ab", follow=False)
     except OSError as error:

@@ -128,7 +128,7 @@ def open_store(folder: Path, options: str, verify: bool = False) -> TokenStore:
 
 
 def is_verified(folder: Path) -> bool:
-    """Whether every byte was compared on this machine since the files were last written, moved or copied.
+    """Tell whether every byte was compared here since the files were written, moved or copied.
 
     A note that is a link or no regular file counts as none.
     """
@@ -141,7 +141,8 @@ def is_verified(folder: Path) -> bool:
 def note_of(folder: Path) -> tuple[Path, str]:
     """Return where it is noted that a store is right, and the note: sizes, times and inodes, which no copy shares."""
     paths = sorted(folder.glob("[!.]*"))
-    files = {path.name: path.stat(follow_symlinks=path.exists()) for path in paths}  # a link may lead nowhere
+    # A link may lead nowhere.
+    files = {path.name: path.stat(follow_symlinks=path.exists()) for path in paths}
     look = {name: [status.st_size, status.st_mtime_ns, status.st_ino] for name, status in files.items()}
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     elsewhere = cache / "rtx" / "verified" / hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
@@ -181,10 +182,10 @@ def record_sha256(record: dict[str, Any]) -> str:
 
 
 def build_store(folder: Path, source: Source, data: DataConfig, options: str, report: Report) -> None:
-    """Write the store at `folder`, whose lock the caller holds; all errors but UserError leave what is finished.
+    """Write the store at `folder`, whose lock the caller holds.
 
-    UserError, before anything is written, where the folder or the one to work in is none, or one of them or what is in
-    the latter is a link.
+    All errors but UserError leave what is finished. UserError, before anything is written, where the
+    folder or the one to work in is none, or one of them or what is in the latter is a link.
     """
     work = folder.with_name(f".{folder.name}.work")
     for path in (folder, work):

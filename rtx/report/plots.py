@@ -220,12 +220,11 @@ def draw_grid(panel: Axes, grid: Mapping[tuple[int, int], float], scale: Mapping
     """Draw values by heads and layers as colours, with the values on them; returns the image."""
     heads, layers = (sorted({key[at] for key in grid}) for at in (0, 1))
     values = [[grid.get((head, layer), float("nan")) for layer in layers] for head in heads]
-    image = panel.imshow(values, aspect="auto", **scale)
+    image: Any = panel.imshow(values, aspect="auto", **scale)  # the stubs know no colour of a single number
     panel.set_xticks(range(len(layers)), map(str, layers))
     panel.set_yticks(range(len(heads)), map(str, heads))
     for (head, layer), value in grid.items():
-        colour: Any = image.to_rgba(value)  # type: ignore[arg-type]  # of a number four numbers, which the stubs do not say
-        ink = ink_on(colour)
+        ink = ink_on(image.to_rgba(value))
         panel.text(layers.index(layer), heads.index(head), f"{value:.3f}", ha="center", va="center", color=ink)
     return image
 

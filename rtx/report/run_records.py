@@ -73,7 +73,7 @@ class Score:
 
     def __post_init__(self) -> None:
         how = self.protocol
-        unknown = (self.perplexity, how.windows, self.error, self.windows)
+        unknown = (self.perplexity, self.error, self.windows, how.windows)
         texts = (how.split, how.mode, how.unit, how.data, how.fingerprint, how.ablate, *how.stamps)
         numbers = [self.bits, self.units, self.step, how.length, how.stride, *self.figures.values()]
         numbers += [number for number in unknown if number is not None]

@@ -23,7 +23,7 @@ FINAL_SECONDS = 30.0  # that the closing score may take whatever the training to
 
 
 def check_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse moments that are not like their weights: a fused step would read and write beyond them."""
+    """Refuse moments that are not like their weights: a fused step would write beyond them."""
     for weight, state in optimizer.state.items():
         shapes = moment_shapes(weight.shape)
         for name, moment in state.items():
@@ -35,7 +35,7 @@ def check_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def moment_shapes(shape: torch.Size) -> dict[str, torch.Size]:
-    """Return the shapes of all that torch's Adam, AdamW and Adafactor keep of a weight, by their names."""
+    """Return the shapes of all that Adam, AdamW and Adafactor keep of a weight, by its name."""
     shapes = {"step": torch.Size([])}
     for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "variance"):
         shapes[name] = shape

@@ -65,9 +65,10 @@ def write_zip(file: BinaryIO, checkpoint: Checkpoint) -> None:
 
 
 def read_checkpoint(path: Path, *, facts_only: bool = False) -> Checkpoint:
-    """Return the checkpoint in a file that is whole, on the CPU; with `facts_only` all is checked, FACTS are returned.
+    """Return the checkpoint in a file that is whole, on the CPU.
 
-    Raises `UserError` for what no checkpoint of this version of rtx holds.
+    With `facts_only` all of it is checked, and FACTS alone are returned. Raises `UserError` for what
+    no checkpoint of this version of rtx holds.
     """
     try:
         with zipfile.ZipFile(path) as archive:  # torch.save packs nothing; what does may be a thousand times as large
@@ -91,10 +92,11 @@ def read_checkpoint(path: Path, *, facts_only: bool = False) -> Checkpoint:
 
 
 def check_values(path: Path, checkpoint: Checkpoint, most: int) -> None:
-    """Raise `UserError` for values that are neither plain nor tensors as `tensor_problem` wants them.
+    """Raise `UserError` for values that are neither plain nor tensors as `tensor_problem` wants.
 
-    `most`: how many values the file may hold. A pickle spends a byte on each, but a few references to references
-    make more of them than can ever be counted. For the same reason moments may not be larger than the file.
+    `most`: how many values the file may hold. A pickle spends a byte on each, but a few references
+    to references make more of them than can ever be counted. For the same reason moments may not be
+    larger than the file.
     """
     room = path.stat().st_size
     for part, content in checkpoint.items():
@@ -116,7 +118,7 @@ def check_values(path: Path, checkpoint: Checkpoint, most: int) -> None:
 
 
 def leaves(content: Any) -> Iterator[Any]:
-    """Yield all that is nested in mappings and lists, and for each mapping or list None, in no particular order."""
+    """Yield all that is nested in mappings and lists, and None for each of these, in any order."""
     waiting = [content]
     while waiting:
         value = waiting.pop()
@@ -134,8 +136,8 @@ def leaves(content: Any) -> Iterator[Any]:
 def tensor_problem(tensor: torch.Tensor) -> str:
     """Return why a tensor cannot be taken from a file, or an empty string.
 
-    Fused optimizers read and write as many elements as the weight has, whatever the strides of a moment are; other
-    kernels end in errors that no reader of a file expects.
+    Fused optimizers read and write as many elements as the weight has, whatever the strides of a
+    moment are; other kernels end in errors that no reader of a file expects.
     """
     if type(tensor) is not torch.Tensor or vars(tensor):
         return "a tensor of another class, or with attributes"
@@ -151,7 +153,10 @@ def tensor_problem(tensor: torch.Tensor) -> str:
 
 
 def moment_problem(moment: torch.Tensor, room: int) -> str:
-    """Return why no optimizer can go on with a tensor, or an empty string; `room`: bytes left of the file."""
+    """Return why no optimizer can go on with a tensor, or an empty string.
+
+    `room`: bytes of the file that are left for it.
+    """
     if room < 0:
         return "tensors that share their places"
     if not bool(moment.isfinite().all()):
@@ -160,7 +165,10 @@ def moment_problem(moment: torch.Tensor, room: int) -> str:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether each element of a strided tensor has a place for itself, without gaps, within the storage."""
+    """Tell whether each element of a strided tensor has a place for itself, without gaps.
+
+    All of them must be within the tensor's storage.
+    """
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and tensor.numel() and stride != expected:

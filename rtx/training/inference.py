@@ -127,16 +127,22 @@ def load_run(
         model = model.double()  # before weights are copied into it, which takes its type
     load_weights(model, found)
     if broken := not_numbers(model):
-        raise RunFailed(f"{where} (step {found['step']:,}) holds NaN or infinities, first in {broken[0]}")
+        holds = f"holds NaN or infinities, first in {broken[0]}"
+        raise RunFailed(f"{where} (step {found['step']:,}) {holds}")
     model = model.to(device).eval()
     say(f"{where}, step {found['step']:,}, {model.count_parameters():,} parameters")
     return LoadedRun(folder, model, config, {key: found[key] for key in KEPT})
 
 
 def not_numbers(model: torch.nn.Module) -> list[str]:
-    """Return the names of weights that are not finite, and of buffers with NaN (thresholds may be infinite)."""
-    broken = [name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())]
-    return broken + [name for name, buffer in model.named_buffers() if bool(buffer.isnan().any())]
+    """Return the names of weights that are not finite, and of buffers that hold NaN.
+
+    Thresholds, which are buffers, may be infinite.
+    """
+    weights = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
+    broken = [name for name, weight in weights.items() if not bool(weight.isfinite().all())]
+    return broken + [name for name, buffer in buffers.items() if bool(buffer.isnan().any())]
 
 
 def stores_of(folder: Path | None, data: DataConfig) -> Path:

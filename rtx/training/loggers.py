@@ -104,11 +104,12 @@ class JsonlLogger(Logger):
 
 @contextlib.contextmanager
 def own_settings() -> Iterator[Any]:
-    """Yield `wandb`, which meanwhile reads the settings of the user, and none of the current folder.
+    """Yield `wandb`, which meanwhile reads settings of the user, and none of the current folder.
 
-    By itself it takes `wandb/settings` and `config-defaults.yaml` from there. The current folder may be a stranger's
-    run: such a file names the server, or the proxy, that gets the user's key. Settings are read once in a process,
-    when it is first set up. Fails where W&B has no such methods: then it may read these files by others.
+    By itself it takes `wandb/settings` and `config-defaults.yaml` from there. The current folder may
+    be a stranger's run: such a file names the server, or the proxy, that gets the user's key.
+    Settings are read once in a process, when W&B is first set up. Fails where W&B has no such
+    methods: then it may read these files by others.
     """
     import wandb
     from wandb.sdk.lib.settings_file import SettingsFiles
@@ -129,8 +130,10 @@ def own_settings() -> Iterator[Any]:
 
 
 def quiet_mode() -> tuple[str, str]:
-    """Return the mode that W&B is to have, and where that is written: in WANDB_MODE, or by `wandb offline` or
-    `wandb disabled` in the current folder, whose word may keep data here but not send them; "" where in neither.
+    """Return the mode that W&B is to have and where that is written, both "" where it is not.
+
+    It is in WANDB_MODE, or where `wandb offline` or `wandb disabled` has put it in the current
+    folder: that file may keep data here, but not send them.
     """
     if mode := wandb_mode():
         return mode, f"WANDB_MODE={os.environ['WANDB_MODE']}"

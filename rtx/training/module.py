@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from rtx.attention.routing import after_step, initialise_from_data
 from rtx.compose import flat
 from rtx.config import Config, OptimizerConfig
-from rtx.errors import refuse
+from rtx.errors import UserError
 from rtx.evaluation.protocols import local_reach
 from rtx.evaluation.scores import Answers, joined, score_batch
 from rtx.model.block import Memory
@@ -23,18 +23,25 @@ from rtx.training.distributed import Ranks, is_part, shard, whole
 
 
 def build_model(config: Config, vocabulary: int, first_N: Callable[[], Tensor] | None) -> Transformer:
-    """Return the model of a configuration with its first weights; `first_N` gives what routing.init=data reads.
+    """Return the model of a configuration with its first weights.
 
-    Raises `UserError` for a tensor, of a pattern that the user has written, which no checkpoint may hold.
+    `first_N` gives what routing.init=data reads. Raises `UserError` for a tensor, of a pattern that
+    the user has written, which no checkpoint may hold.
     """
     seed_everything(config.seed)
     model = Transformer(config, vocabulary)
-    problems = {name: tensor_problem(tensor) for name, tensor in model.state_dict().items()}
-    way_out = "keep it contiguous and real, or register it with persistent=False"
-    refuse(f"{name} is {what}, which no checkpoint holds: {way_out}" for name, what in problems.items() if what)
+    check_savable(model)
     if first_N and config.routing.init == "data":
         initialise_from_data(model, first_N()[None])
     return model
+
+
+def check_savable(model: nn.Module) -> None:
+    """Raise `UserError` for a tensor that would be in checkpoints, and that no reader of them takes."""
+    way_out = "keep it contiguous and real, or register it with persistent=False"
+    for name, tensor in model.state_dict().items():
+        if problem := tensor_problem(tensor):
+            raise UserError(f"{name} is {problem}, which no checkpoint holds: {way_out}")
 
 
 class TrainingModule(pl.LightningModule):

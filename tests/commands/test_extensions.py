@@ -101,7 +101,8 @@ def test_commands_on_a_run_take_its_copy(place: Place) -> None:
         ("eval out/own/run/export", "bits/byte"),
     ):
         printed = place.asked(*words.split())
-        assert said in printed and "extensions: running the code of out/own/run/" in printed
+        assert said in printed
+        assert re.search(r"(?m)^extensions: running the code of (/.*/)?out/own/run/(export/)?dilated\.py ", printed)
 
 
 def test_a_sweep_hands_extensions_and_presets_to_its_cells(place: Place) -> None:

@@ -1,4 +1,7 @@
-"""Links, pipes and devices that somebody else has laid out in a folder of data: nothing behind them is touched."""
+"""Links, pipes and devices that somebody else has laid out in a folder of data.
+
+Nothing behind them is touched, and nobody waits for them.
+"""
 
 import os
 import shutil
@@ -51,7 +54,8 @@ def test_a_link_in_place_of_the_note_of_a_store_is_not_followed(
     foreign = tmp_path / "bashrc"
     foreign.write_text("mine")
     note = store / ".verified"
-    for command in (["data", "verify", *words], ["train", workshop.text, *SIZES, "trainer.steps=1"]):
+    train = ["train", workshop.text, *SIZES, "trainer.steps=1"]
+    for command in (["data", "verify", *words], train):
         note.unlink()
         note.symlink_to(foreign)
         assert asked(workshop, *command, run=tmp_path / "run")[0] == 0
@@ -63,7 +67,8 @@ def test_nobody_waits_for_a_pipe_in_place_of_the_note_of_a_store(
     workshop: Workshop, store: Path, words: list[str], tmp_path: Path
 ) -> None:
     note = store / ".verified"
-    for command in (["data", "verify", *words], ["train", workshop.text, *SIZES, "trainer.steps=1"]):
+    train = ["train", workshop.text, *SIZES, "trainer.steps=1"]
+    for command in (["data", "verify", *words], train):
         note.unlink()
         os.mkfifo(note)
         assert asked(workshop, *command, run=tmp_path / "run")[0] == 0
@@ -102,7 +107,11 @@ def test_a_store_behind_a_link_is_read_but_neither_rebuilt_nor_removed(
         assert content(disk) == before and store.is_symlink()
 
 
-def test_a_link_that_leads_nowhere_is_no_store(workshop: Workshop, store: Path, words: list[str]) -> None:
+def test_a_link_that_leads_nowhere_is_no_store(
+    workshop: Workshop,
+    store: Path,
+    words: list[str],
+) -> None:
     shutil.rmtree(store)
     store.symlink_to(store.with_name("nowhere"))
     for command in (["data", "prepare", *words], ["data", "remove", store.name]):
@@ -124,21 +133,31 @@ def test_a_link_in_place_of_the_lock_of_a_store_is_refused(
     assert foreign.read_text() == "mine" and lock.is_symlink()
 
 
+def endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
 @pytest.mark.parametrize("name", ["train.starts.npy", "valid.bin"])
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/dev/zero", path)], ids=["pipe", "device"])
+@pytest.mark.parametrize("make", [os.mkfifo, endless], ids=["pipe", "device"])
 def test_a_pipe_or_a_device_in_place_of_a_file_of_a_store_is_damage(
     workshop: Workshop, store: Path, words: list[str], name: str, make: Callable[[Path], None]
 ) -> None:
     (store / name).unlink()
     make(store / name)
     code, said = asked(workshop, "data", "verify", *words)
-    assert code == 2 and f"{store / name}: damaged: expected " in said and "egular file; to rebuild the store: " in said
+    assert code == 2 and f"{store / name}: damaged: expected " in said
+    assert "egular file; to rebuild the store: " in said
     assert asked(workshop, "data", "prepare", *words)[0] == 0
     assert asked(workshop, "data", "verify", *words)[0] == 0
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "cache/train.json"])
-def test_nobody_waits_for_a_pipe_in_a_work_folder(workshop: Workshop, store: Path, words: list[str], name: str) -> None:
+def test_nobody_waits_for_a_pipe_in_a_work_folder(
+    workshop: Workshop,
+    store: Path,
+    words: list[str],
+    name: str,
+) -> None:
     learned = [*words, "data.tokenizer=words"]
     assert asked(workshop, "data", "prepare", *learned)[0] == 0
     (other,) = set(workshop.data.glob("text-*")) - {store}
@@ -167,7 +186,8 @@ def test_what_is_no_partial_download_is_neither_emptied_nor_waited_for(
         foreign.write_text("mine")
     with serving() as server:
         server.answers = [whole]
-        with deadline(), pytest.raises(UserError, match=r"file.zip.part: is a link, or no regular file; remove it"):
+        told = r"file.zip.part: is a link, or no regular file; remove it"
+        with deadline(), pytest.raises(UserError, match=told):
             files.download(server.remote, part.parent, print)
     assert not foreign.exists() or foreign.read_text() == "mine"
     assert foreign.exists() == (kind == "link")

@@ -1,4 +1,7 @@
-"""A network that fails a command: downloads that break, lie or lead elsewhere, a W&B that is down or another's."""
+"""A network that fails a command.
+
+Downloads break, lie or lead elsewhere; W&B is down, or somebody else's.
+"""
 
 import base64
 import contextlib
@@ -109,7 +112,7 @@ def test_wandb_that_is_down_or_answers_errors_changes_no_bit(workshop: Workshop)
 
 
 class Listener:
-    """An address of this machine, and the first bytes of each connection to it; nobody gets an answer."""
+    """An address of this machine, and the first bytes of each connection to it; none is answered."""
 
     def __init__(self) -> None:
         self.heard: list[bytes] = []
@@ -133,6 +136,7 @@ def listener() -> Iterator[Listener]:
 
 
 KEY = "0123456789" * 4
+AUTHORIZATION = f"Basic {base64.b64encode(f'api:{KEY}'.encode()).decode()}"
 SERVER = "base_url = {address}"
 PROXY = "http_proxy = {address}\nhttps_proxy = {address}"
 
@@ -145,7 +149,10 @@ PROXY = "http_proxy = {address}\nhttps_proxy = {address}"
 def test_settings_of_the_current_folder_send_the_key_of_wandb_nowhere(
     workshop: Workshop, run: Path, tmp_path: Path, listener: Listener, place: str, names: str, by: str
 ) -> None:
-    """A stranger's run, in which the user stands, names a server and a proxy; the user's own server gets the key."""
+    """A stranger's run, which the user works in, names a server or a proxy.
+
+    The server that the user has named gets the key.
+    """
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     record = dict.fromkeys(("id", "project", "entity", "group", "name", "job_type"), "stranger")
     (copy / "wandb.json").write_text(json.dumps({**record, "tags": []}))
@@ -154,7 +161,11 @@ def test_settings_of_the_current_folder_send_the_key_of_wandb_nowhere(
     settings.write_text("[default]\n" + names.format(address=listener.address))
     own = tmp_path / "home" / ".config" / "wandb" / "settings"
     own.parent.mkdir(parents=True)
-    inside = f"import os, rtx.training.loggers; rtx.training.loggers.INIT_SECONDS = 4.0; os.chdir({str(copy)!r})"
+    inside = f"""
+import os, rtx.training.loggers
+rtx.training.loggers.INIT_SECONDS = 4.0
+os.chdir({str(copy)!r})
+"""
     variables = {"WANDB_API_KEY": KEY, "HOME": str(tmp_path / "home"), "no_proxy": "*"}
     commands = {
         "train": ["train", workshop.text, *SIZES, "logger=online", "trainer.steps=2"],
@@ -181,7 +192,7 @@ def test_settings_of_the_current_folder_send_the_key_of_wandb_nowhere(
             assert process.wait() == 0, process.log.read_text()
             assert "W&B: " in process.log.read_text(), name
             assert listener.heard == [], name
-            assert keys and set(keys) == {f"Basic {base64.b64encode(f'api:{KEY}'.encode()).decode()}"}, name
+            assert keys and set(keys) == {AUTHORIZATION}, name
         assert settings.read_bytes() == before
 
 
@@ -189,14 +200,17 @@ def test_wandb_that_is_offline_in_the_current_folder_stays_so(
     workshop: Workshop, tmp_path: Path, listener: Listener
 ) -> None:
     (tmp_path / "wandb").mkdir()
-    (tmp_path / "wandb" / "settings").write_text("[default]\nmode = offline\n")  # as `wandb offline` writes it
+    settings = tmp_path / "wandb" / "settings"
+    settings.write_text("[default]\nmode = offline\n")  # as `wandb offline` writes it
     inside = f"import os; os.chdir({str(tmp_path)!r})"
     words = ("train", workshop.text, *SIZES, "logger=auto", "trainer.steps=2")
-    variables = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": listener.address, "HOME": str(tmp_path), "no_proxy": "*"}
+    variables = {"WANDB_API_KEY": KEY, "HOME": str(tmp_path), "no_proxy": "*"}
+    variables["WANDB_BASE_URL"] = listener.address
     process = workshop.fork(tmp_path / "at_home", *words, inside=inside, **variables)
     assert process.wait() == 0, process.log.read_text()
     assert [*(process.run / "wandb").glob("offline-run-*/*.wandb")] and listener.heard == []
-    assert "W&B: mode = offline in wandb/settings; to upload the curves later:" in process.log.read_text()
+    said = process.log.read_text()
+    assert "W&B: mode = offline in wandb/settings; to upload the curves later:" in said
 
 
 def test_nobody_waits_for_a_pipe_that_wandb_would_read_in_the_current_folder(
@@ -207,7 +221,8 @@ def test_nobody_waits_for_a_pipe_that_wandb_would_read_in_the_current_folder(
     for name in ("wandb/settings", "config-defaults.yaml"):
         os.mkfifo(copy / name)
     words = ("train", workshop.text, *SIZES, "logger=offline", "trainer.steps=2")
-    process = workshop.fork(tmp_path / "piped", *words, inside=f"import os; os.chdir({str(copy)!r})")
+    inside = f"import os; os.chdir({str(copy)!r})"
+    process = workshop.fork(tmp_path / "piped", *words, inside=inside)
     assert process.wait() == 0, process.log.read_text()
     assert "W&B: " not in process.log.read_text()
     assert [*(process.run / "wandb").glob("offline-run-*/*.wandb")]
