@@ -280,11 +280,12 @@ def prove(name: str, words: list[str], data: dict[str, list[str]], folder: Path)
 def planned(words: list[str]) -> Row:
     """Return the parameters and the memory of a device that `rtx plan` tells of the preset as it stands."""
     said = " ".join(command("plan", *words).split())
-    found = re.search(r"parameters ([\d,]+) .* memory about ([\d.]+) GiB", said)
+    found = re.search(r"parameters ([\d,]+) .* memory about ([\d.]+) ([GMK]iB)", said)
     if not found:
         raise Failed(f"rtx plan: neither parameters nor memory are told: {said}")
+    gib = float(found[2]) * {"GiB": 1, "MiB": 2**-10, "KiB": 2**-20}[found[3]]
     length = compose(words).data.length
-    return {"own_N": length, "parameters": int(found[1].replace(",", "")), "planned_gib": float(found[2])}
+    return {"own_N": length, "parameters": int(found[1].replace(",", "")), "planned_gib": round(gib, 4)}
 
 
 def training_bits(run: Path) -> dict[int, float]:
