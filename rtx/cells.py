@@ -17,11 +17,11 @@ from omegaconf import OmegaConf
 from rtx.checks import idle, resolve, unread
 from rtx.compose import (
     RUN_CONFIG,
+    cell_hashes,
     compose_unresolved,
     composed,
     config_hash,
     former_hash,
-    hashes,
     load_run_config,
     to_dict,
     user_errors,
@@ -236,7 +236,7 @@ def has_score(status: dict[str, Any] | None) -> bool:
 def ended_before(cell: Cell, retry: bool) -> Outcome | None:
     """Return how a cell stands that is not to be run, or None."""
     status = read_status(cell.folder)
-    if (cell.folder / RUN_CONFIG).exists() and cell.folder.name not in hashes(load_run_config(cell.folder)):
+    if (cell.folder / RUN_CONFIG).exists() and cell.folder.name not in cell_hashes(load_run_config(cell.folder)):
         return Outcome(2, "changed", f"{cell.folder}/{RUN_CONFIG} has other values by now; move it away to run it anew")
     if has_score(status):
         return Outcome(0, "done before")

@@ -22,7 +22,6 @@ from rtx.config import (
     hash_buckets,
     reads_self,
     sizes_of,
-    with_values,
 )
 from rtx.data.sets import HELD_OUT, IMAGE_SETS, MADE, NAMES, SETS, TWO_WAYS, image_side
 from rtx.errors import UserError, nearest, refuse, shorten, written
@@ -146,17 +145,11 @@ def reads(key: str, value: str, readers: Collection[str]) -> bool:
     return any(part in readers or part not in built_in for part in parts)
 
 
-def as_read(config: Config) -> Config:
-    """Return the configuration with every key that its run does not read reset to the default.
+def default_where_unread(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by dotted keys, with the default in place of each that their run does not read.
 
     Two configurations that are then equal describe the same run.
     """
-    values = default_where_unread(flat(to_dict(config)))
-    return with_values(config, values)
-
-
-def default_where_unread(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by dotted keys, the default in place of each that a run with them does not read."""
     known = all_fields()
     found = {**values, **{key: known[key].default for key in unread(values)}}
     if not all(found.get(count, 1) for count in COUNTS):  # no head routes, whichever of the two is 0

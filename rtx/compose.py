@@ -225,7 +225,7 @@ def former_hash(config: Config) -> str:
     return former_digest(flat(to_dict(with_absolute_path(config))))
 
 
-def hashes(config: Config) -> tuple[str, str]:
+def cell_hashes(config: Config) -> tuple[str, str]:
     """Return the names that the folder of a cell may have."""
     return config_hash(config), former_hash(config)
 

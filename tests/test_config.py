@@ -8,9 +8,9 @@ import pytest
 from rtx.cells import lay_out
 from rtx.checks import resolve
 from rtx.compose import (
+    cell_hashes,
     compose,
     config_hash,
-    hashes,
     load_run_config,
     merge,
     to_config,
@@ -120,7 +120,7 @@ def test_the_hash_tells_cells_apart_by_what_changes_results() -> None:
     assert len({reference, *(config_hash(compose([word])) for word in others)}) == 6
     assert compose(["seed=1"]) != compose([]) == default  # a later cell of the same groups knows nothing of an earlier
     for words, recorded in HASHES.items():
-        assert hashes(compose(words.split())) == recorded, words
+        assert cell_hashes(compose(words.split())) == recorded, words
 
 
 def test_the_hash_knows_the_folder_that_a_path_counts_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
