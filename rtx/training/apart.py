@@ -1,6 +1,6 @@
-"""A run in a process of its own, for a caller from Python: however that process ends, the caller's goes on. No torch.
+"""Trains in a separate process, so that a caller from Python survives however that process ends. No torch.
 
-A run of several processes ends all of them where one is lost, since those that wait for it cannot be woken otherwise.
+Where a run of several processes loses one, it ends all the others: they would wait for the lost one forever.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from rtx.training.run_folder import read_status, shown
 from rtx.training.signals import EXIT_CODES, SWEEP_VARIABLE
 
 POLL_SECONDS = 0.1
-LEAVING_SECONDS = 60.0  # that a run is given to save, where the caller leaves it
+LEAVING_SECONDS = 60.0  # that a run may take to save after the caller has left it
 ERROR = "rtx: "  # begins the lines of an error on stderr
 
 
@@ -30,8 +30,7 @@ def train_apart(overrides: Sequence[str], folder: Path) -> None:
     `UserError` where it refuses the overrides, `RunFailed` where the run fails, loses a process, or is stopped.
     """
     sys.stdout.flush()
-    with passing_on_signals() as receivers, started(overrides, folder) as process:
-        receivers.append(process)
+    with started(overrides, folder) as process, passing_on_signals(process):
         errors = forward(process)
     code = process.returncode
     if code == 0:
@@ -54,9 +53,9 @@ def started(overrides: Sequence[str], folder: Path) -> Iterator[subprocess.Popen
         [sys.executable, "-P", "-m", "rtx", "train", *overrides],
         env={**os.environ, **own},
         stdin=subprocess.DEVNULL,
-        stdout=None if sys.stdout is sys.__stdout__ else subprocess.PIPE,  # a notebook's is no file
+        stdout=None if sys.stdout is sys.__stdout__ else subprocess.PIPE,  # a notebook's has no file descriptor
         stderr=subprocess.PIPE,
-        process_group=0,  # what the keyboard sends is passed on, once
+        process_group=0,  # so that Ctrl-C reaches the run once, by `passing_on_signals`
     )
     try:
         yield process
@@ -72,23 +71,21 @@ def started(overrides: Sequence[str], folder: Path) -> Iterator[subprocess.Popen
 
 
 @contextlib.contextmanager
-def passing_on_signals() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Pass signals on to the processes in the list that is yielded; afterwards the former handlers are back."""
-    receivers: list[subprocess.Popen[bytes]] = []
+def passing_on_signals(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Pass signals on to a process; afterwards the former handlers are back."""
     former = {}
 
     def pass_on(number: int, frame: object) -> None:
-        for process in receivers:
-            process.send_signal(number)
+        process.send_signal(number)
 
     if threading.current_thread() is threading.main_thread():
         handlers = {number: signal.getsignal(number) for number in EXIT_CODES}
-        # None: of code that is not Python's, which Python cannot put back.
-        former = {number: each for number, each in handlers.items() if each not in (None, signal.SIG_IGN)}
+        # Ignored signals stay ignored. None is a handler not installed from Python, which could not be put back.
+        former = {number: handler for number, handler in handlers.items() if handler not in (None, signal.SIG_IGN)}
     try:
         for number in former:
             signal.signal(number, pass_on)
-        yield receivers
+        yield
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
@@ -98,23 +95,23 @@ def forward(process: subprocess.Popen[bytes]) -> list[str]:
     """Print what a process prints, line by line, until it has ended; return its errors, which are not printed."""
     errors: list[str] = []
 
-    def sort(lines: str) -> None:
+    def split_errors(lines: str) -> None:
         for line in lines.splitlines():
             if line.startswith(ERROR):
                 errors.append(line.removeprefix(ERROR))
             else:
-                with contextlib.suppress(OSError):  # that nobody reads is no reason to end a run
+                with contextlib.suppress(OSError):  # if stderr is closed, the run still goes on
                     print(printable(line), file=sys.stderr, flush=True)
 
     with contextlib.ExitStack() as stack:
         ready = stack.enter_context(selectors.DefaultSelector())
-        for pipe, use in ((process.stdout, tell), (process.stderr, sort)):
+        for pipe, use in ((process.stdout, tell), (process.stderr, split_errors)):
             if pipe is not None:
                 ready.register(pipe, selectors.EVENT_READ, (WholeLines(), use))
-        while True:
-            has_ended = process.poll() is not None
-            if not take_what_is_there(ready, 0.0 if has_ended else POLL_SECONDS) and has_ended:
-                break
+        while process.poll() is None:
+            take_what_is_there(ready, POLL_SECONDS)
+        while take_what_is_there(ready, 0.0):  # what it printed last
+            pass
         for key in list(ready.get_map().values()):
             lines, use = key.data
             use(lines.end())
@@ -122,7 +119,7 @@ def forward(process: subprocess.Popen[bytes]) -> list[str]:
 
 
 def take_what_is_there(ready: selectors.BaseSelector, seconds: float) -> bool:
-    """Read each pipe that has something, or has come to its end, within some seconds; tell whether any had."""
+    """Wait for output, or its end, on any pipe, and read it once; return whether there was any."""
     found = ready.select(seconds)
     for key, _ in found:
         lines, use = key.data
