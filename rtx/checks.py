@@ -104,9 +104,9 @@ def wandb_mode() -> str:
 
 
 def idle(config: Config, keys: Iterable[str]) -> dict[str, str]:
-    """Return a line for each of the keys that was set, not to null, and that nothing reads.
+    """Return an error line for each of `keys` that is not null and that the run does not read.
 
-    routing.heads=0 switches the routing heads off, whatever the other keys of routing are: these have no line.
+    Where routing.heads or routing.layers is 0, the other keys of routing are left alone: they get no line.
     """
     values = flat(to_dict(config))
     was_set = {*keys}
@@ -127,18 +127,17 @@ def unread(values: Mapping[str, Any]) -> dict[str, str]:
         if other in values and not reads(other, str(values[other]), readers):
             reason = f"{other}={written(values[other])}; it is for {', '.join(readers)}"
             reasons |= dict.fromkeys(keys.split(), reason)
-    for count in COUNTS:
-        if values.get(count) == 0:
-            others = [key for key in values if key.startswith("routing.")]
-            # The count that is 0 is itself read.
-            reasons |= {key: f"{count}=0" for key in others if key not in COUNTS or values[key] != 0}
+    zero = [count for count in COUNTS if values.get(count) == 0]
+    for count in zero:  # a run reads the counts that are 0, and no other key of routing
+        others = [key for key in all_fields() if key.startswith("routing.") and key not in zero]
+        reasons |= dict.fromkeys(others, f"{count}=0")
     return {key: reason for key, reason in reasons.items() if key in values}
 
 
 def reads(key: str, value: str, readers: Collection[str]) -> bool:
-    """Whether a value, or a part of it, is one of those that read further keys.
+    """Return whether a value, or one of its parts joined by +, is one of `readers`.
 
-    What a pattern or data set of an extension reads is not known, so it counts as one that reads them.
+    What a pattern or data set of an extension reads is not known: a part that an extension added counts as a reader.
     """
     parts = value.split("+")
     built_in = BUILT_IN.get(key, parts)
@@ -146,13 +145,13 @@ def reads(key: str, value: str, readers: Collection[str]) -> bool:
 
 
 def default_where_unread(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by dotted keys, with the default in place of each that their run does not read.
+    """Return a copy of values by dotted keys, with each key that the run does not read set to its default.
 
-    Two configurations that are then equal describe the same run.
+    Where no head routes, both counts become 0. Two configurations that are then equal describe the same run.
     """
     known = all_fields()
     found = {**values, **{key: known[key].default for key in unread(values)}}
-    if not all(found.get(count, 1) for count in COUNTS):  # no head routes, whichever of the two is 0
+    if any(found.get(count) == 0 for count in COUNTS):
         found |= {count: 0 for count in COUNTS if count in found}
     return found
 

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 
-def tie_margin(norm: Tensor, other: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """Return how far apart products of a vector with equal vectors may come out, given the norms of both factors.
+def tie_margin(norm: Tensor, other_norm: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """Return the largest rounding difference between dot products that should be equal, by the norms of the factors.
 
-    Products of D terms, of vectors that are products themselves, were seen to differ by a few units in the last place
-    of `norm * other`. 64 of them are much more than that, and less than 1e-4 of the scores' deviation up to D = 128.
+    Such dot products, of vectors that came out of matrix products, were seen to differ by a few units in the last place
+    of `norm * other_norm`. The margin is 64 units: far above that, and up to D = 128 below 1e-4 of the scores'
+    deviation.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    return 64 * torch.finfo(wide).eps * norm.to(wide) * other
+    return 64 * torch.finfo(wide).eps * norm.to(wide) * other_norm
 
 
 def centroid_margin(centroid_HCD: Tensor, dtype: torch.dtype) -> Tensor:
@@ -41,10 +42,10 @@ def highest(score_XCN: Tensor, margin_XC: Tensor) -> Tensor:
 def best_places(score: Tensor, count: int, margin: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the places of the `count` best along the last dimension (all of a shorter one), in any order.
 
-    Scores within a margin of the last that is taken are equal to it, and of equals it is the earlier.
+    Scores within the margin of the lowest one taken count as equal to it; of these the earliest are taken.
 
     Args:
-        margin: returns the margin of the scores in some places, `[..., 1]`, or what broadcasts to that.
+        margin: takes places `[..., 1]` and returns the margins of their scores, in a shape that broadcasts to it.
     """
     N = score.shape[-1]
     if count >= N:
@@ -66,7 +67,7 @@ def best_places(score: Tensor, count: int, margin: Callable[[Tensor], Tensor]) -
 
 
 def earliest(score_XN: Tensor, last_X1: Tensor, margin_X1: Tensor, count: int) -> Tensor:
-    """Return the places `[X, count]` of what is better than the last one taken, and of its earliest equals."""
+    """Return the places `[X, count]` of all scores above the lowest one taken, then of the earliest tied with it."""
     better_XN = ~(score_XN <= last_X1 + margin_X1)  # NaN, too: it is the best
     equal_XN = (score_XN >= last_X1 - margin_X1) & ~better_XN
     room_X1 = count - better_XN.sum(-1, keepdim=True, dtype=torch.int32)  # int64 takes ten times as long on a CPU
