@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from rtx.attention.engine import attend
+from rtx.attention.engine.softmax import Relative
 from rtx.attention.packed import Hidden, Indexed, Packed, Part, Reads
 from rtx.attention.pattern import Inputs, Pattern
 from rtx.attention.patterns import AdaptiveSpan
 from rtx.attention.routing import Routing
-from rtx.attention.softmax import Relative
 from rtx.model.multihead import ROUTED, MultiheadAttention
 from rtx.model.transformer import Transformer
 

@@ -1,6 +1,7 @@
 """The attention patterns, usable without the rest of rtx: modules of heads that say who reads whom."""
 
 from rtx.attention.choices import Blocks, Exact, Indexer, RandomBlocks
+from rtx.attention.engine.softmax import Relative
 from rtx.attention.lsh import Lsh
 from rtx.attention.pattern import ClusterPattern, ContiguousPattern, Pattern, PositionPattern, Spread
 from rtx.attention.patterns import (
@@ -15,7 +16,6 @@ from rtx.attention.patterns import (
     Strided,
 )
 from rtx.attention.routing import Centroids, Routing, after_step
-from rtx.attention.softmax import Relative
 
 __all__ = ["AdaptiveSpan", "Blocks", "Centroids", "ClusterPattern", "ContiguousPattern", "Exact", "Fixed", "FixedBlock"]
 __all__ += ["FixedSummary", "Full", "Indexer", "Local", "Lsh", "Pattern", "PositionPattern", "Random", "RandomBlocks"]

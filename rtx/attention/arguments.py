@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from rtx.attention.softmax import Relative
+from rtx.attention.engine.softmax import Relative
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

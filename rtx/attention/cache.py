@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention.engine import join
-from rtx.attention.softmax import Relative, Terms, soft_attend
+from rtx.attention.engine.softmax import Relative, Terms, soft_attend
 
 if TYPE_CHECKING:
     from rtx.attention.choices import Choice

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from rtx.attention import oracle
 from rtx.attention.arguments import check_positive, check_seed, check_within
 from rtx.attention.cache import Cache, GrowingCache, RowCache, place
+from rtx.attention.engine.softmax import Relative, recomputed
 from rtx.attention.packed import Indexed, Packed, Part, members_read
 from rtx.attention.pattern import Inputs, Pattern
 from rtx.attention.selection import MAX_SCORES, products
-from rtx.attention.softmax import Relative, recomputed
 from rtx.attention.ties import best_places, tie_margin
 
 

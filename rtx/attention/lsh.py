@@ -18,10 +18,10 @@ from torch import Tensor
 from rtx.attention import oracle
 from rtx.attention.arguments import check_choice, check_positive, check_seed
 from rtx.attention.cache import Cache, ClusterCache, mask_without_self
+from rtx.attention.engine.softmax import Relative
 from rtx.attention.packed import Hidden, Packed, Part, Reads, pack
 from rtx.attention.pattern import ClusterPattern, Inputs
 from rtx.attention.selection import MAX_SCORES
-from rtx.attention.softmax import Relative
 
 
 @torch.no_grad()

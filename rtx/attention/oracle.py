@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rtx.attention.softmax import Relative, Terms
+from rtx.attention.engine.softmax import Relative, Terms
 
 if TYPE_CHECKING:
     from rtx.attention.pattern import Pattern, Rotate

@@ -26,9 +26,9 @@ from rtx.attention.arguments import (
 )
 from rtx.attention.cache import Cache, ClusterCache, PositionCache
 from rtx.attention.engine import BACKENDS, MERGES, attend
+from rtx.attention.engine.softmax import Relative, Terms
 from rtx.attention.packed import Packed, Part, bounded_read, members_read, pack, without_self
 from rtx.attention.selection import normalise
-from rtx.attention.softmax import Relative, Terms
 from rtx.config import Config, clusters, hash_buckets, memory_slots, reads_self
 
 Rotate = Callable[..., Tensor]

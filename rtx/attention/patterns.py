@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rtx.attention.arguments import check_number, check_positive, check_seed, check_within
 from rtx.attention.cache import Cache, ClusterCache, PositionCache
+from rtx.attention.engine.softmax import Relative, Terms
 from rtx.attention.oracle import last_members
 from rtx.attention.packed import Packed
 from rtx.attention.pattern import (
@@ -23,7 +24,6 @@ from rtx.attention.pattern import (
     PositionPattern,
     Spread,
 )
-from rtx.attention.softmax import Relative, Terms
 
 
 class Full(ContiguousPattern):

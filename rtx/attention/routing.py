@@ -22,9 +22,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rtx.attention import native, oracle
+from rtx.attention import oracle
 from rtx.attention.arguments import check_choice, check_number, check_positive
 from rtx.attention.cache import ClusterCache
+from rtx.attention.engine import native
 from rtx.attention.packed import Hidden, Packed, Part, members_read, pack
 from rtx.attention.pattern import ClusterPattern, Inputs, Pattern, of_configuration
 from rtx.attention.selection import PrefixTopK, arrivals, by_scores, centroid_scores, joins

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention import native
+from rtx.attention.engine import native
 from rtx.attention.packed import Packed
 from rtx.attention.ties import best_places, centroid_margin, highest
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rtx.attention.softmax import recomputed
+from rtx.attention.engine.softmax import recomputed
 from rtx.config import Config, ModelConfig
 from rtx.model.linear import Linear
 from rtx.model.multihead import MultiheadAttention, Stream

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rtx.attention.softmax import recomputed
+from rtx.attention.engine.softmax import recomputed
 from rtx.config import ModelConfig, sizes_of
 from rtx.errors import UserError
 from rtx.model.linear import Linear

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rtx.attention.cache import Cache
+from rtx.attention.engine.softmax import Relative
 from rtx.attention.pattern import Pattern, keys_of
-from rtx.attention.softmax import Relative
 from rtx.config import BASES, REGISTERED, ROUTED, SELECTIONS, Config, layer_patterns
 from rtx.errors import UserError
 from rtx.keys import imported

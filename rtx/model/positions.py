@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rtx.attention.softmax import Relative
+from rtx.attention.engine.softmax import Relative
 from rtx.model.linear import Linear
 
 TABLE_DEVIATION = 0.02

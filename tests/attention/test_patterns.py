@@ -40,10 +40,10 @@ from rtx.attention import (
     oracle,
 )
 from rtx.attention.cache import Cache
+from rtx.attention.engine.softmax import Terms
 from rtx.attention.packed import Reads
 from rtx.attention.pattern import Inputs
 from rtx.attention.selection import centroid_scores
-from rtx.attention.softmax import Terms
 from rtx.training.hardware import has_compiler
 
 few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -316,7 +316,7 @@ def test_without_a_compiler_that_can_there_is_no_kernel_and_one_line(tmp_path: P
     if compiler:
         (tmp_path / "c++").write_text(compiler)
         (tmp_path / "c++").chmod(0o755)
-    program = """import torch; from rtx.attention import Local, native
+    program = """import torch; from rtx.attention import Local; from rtx.attention.engine import native
 q = torch.randn(1, 2, 1100, 4)
 print(torch.equal(*(Local(window=4, backend=name)(q, q, q)[0] for name in ("auto", "torch"))), native.library())"""
     env = {"PATH": str(tmp_path), "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}

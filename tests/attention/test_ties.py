@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from cases import CLUSTERED, KINDS, Case, drawn, make, run, stream
 from torch import Tensor
 
-from rtx.attention import Centroids, Exact, Pattern, Routing, choices, native, oracle, selection
+from rtx.attention import Centroids, Exact, Pattern, Routing, choices, oracle, selection
+from rtx.attention.engine import native
 from rtx.attention.ties import best_places
 from rtx.training.hardware import has_compiler
 

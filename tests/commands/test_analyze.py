@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from small_runs import Workshop
 
-from rtx.attention import native
+from rtx.attention.engine import native
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention import flex, native
+from rtx.attention.engine import flex, native
+from rtx.attention.engine.softmax import Terms, recomputed, soft_attend
 from rtx.attention.packed import Indexed, Part, Reads
-from rtx.attention.softmax import Terms, recomputed, soft_attend
 
 BACKENDS = ("auto", "torch", "native", "flex")
 MERGES = ("mean", "lse")

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils._triton import has_triton  # no public function tells whether torch can use Triton
 
+from rtx.attention.engine.softmax import Terms
 from rtx.attention.packed import Reads
-from rtx.attention.softmax import Terms
 
 BLOCK = 128
 """Positions of a block of the mask."""
