@@ -13,7 +13,8 @@ import torch
 
 from rtx.analysis.cost import Cost, cost
 from rtx.attention.choices import Blocks, Choice, Indexer
-from rtx.attention.engine import MAX_MASK, MAX_SCORES_CPU, MAX_SCORES_GPU, cut, native
+from rtx.attention.engine import native
+from rtx.attention.engine.blocks import MAX_MASK, MAX_SCORES_CPU, MAX_SCORES_GPU, cut
 from rtx.attention.lsh import Lsh
 from rtx.attention.packed import Indexed, Part
 from rtx.attention.pattern import Pattern

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rtx.attention.engine import join
+from rtx.attention.engine.combine import Partial, combine
 from rtx.attention.engine.softmax import Relative, Terms, soft_attend
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ class ClusterCache(Cache):
             sum_J1 = out_J1D[..., 0].to(torch.promote_types(dtype, torch.float32))
         if self.pattern.merge == "mean":
             sum_J1 = torch.zeros_like(sum_J1)  # all lists weigh the same
-        out_RD = join([(row_J, out_J1D[:, 0], sum_J1[:, 0])], v_BH1D[..., 0].numel())
+        out_RD = combine([Partial(row_J, out_J1D[:, 0], sum_J1[:, 0])], v_BH1D[..., 0].numel())
         return out_RD.to(dtype).view_as(v_BH1D)
 
     def seen(self, at_JS: Tensor, list_J: Tensor, position: int) -> Tensor:

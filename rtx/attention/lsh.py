@@ -111,7 +111,7 @@ class Lsh(ClusterPattern):
     def sorted_round(self, bucket_BHN: Tensor, rule: str) -> tuple[Packed, Tensor]:
         """Return the buckets' lists, and for every member the first that it sees; it sees those before itself."""
         N = bucket_BHN.shape[2]
-        lists = pack(bucket_BHN, self.buckets)
+        lists = pack(bucket_BHN, self.buckets, complete=True)
         number_M = torch.arange(len(lists.row_M), device=bucket_BHN.device)
         first_M = lists.first_L()[lists.list_M()]
         if rule == "causal":
@@ -135,7 +135,7 @@ class Lsh(ClusterPattern):
     def lists(self, given: Inputs) -> list[Packed]:
         """Return the members of every bucket: list (b, h, t, c) is bucket c of round t."""
         T, B, H, N = (bucket_TBHN := hash_positions(given.q_BHND, self.rotation_HTDF)).shape
-        lists = pack(bucket_TBHN.permute(1, 2, 0, 3).reshape(B, H * T, N), self.buckets)
+        lists = pack(bucket_TBHN.permute(1, 2, 0, 3).reshape(B, H * T, N), self.buckets, complete=True)
         return [Packed(lists.row_M // (T * N) * N + lists.row_M % N, lists.count_L)]
 
     def join(self, given: Inputs, position: int, cache: ClusterCache) -> tuple[Tensor, Tensor, None]:

@@ -9,7 +9,7 @@ members of all lists together, K keys of a query at the most.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,16 @@ class Hidden(NamedTuple):
     high_XP: Tensor
 
 
+class Window(NamedTuple):
+    """Every list is one whole sequence; a position reads the last `keys` positions up to itself."""
+
+    length: int
+    """N, the memory included."""
+    keys: int
+    memory: int
+    """Positions in front that are read, but do not read."""
+
+
 class Reads(NamedTuple):
     """Query member p reads the key members start_P[p] to stop_P[p] - 1, in its list; neither falls from p to p + 1."""
 
@@ -57,6 +67,12 @@ class Reads(NamedTuple):
     """N."""
     hidden: Hidden | None = None
     """What of the ranges is not read; nowhere all of a range, where outputs are means over lists."""
+    most: int | None = None
+    """Keys of a range at the most, as far as shapes tell."""
+    window: Window | None = None
+    """Set where the lists are whole sequences with a window."""
+    derived: dict[str, Any] | None = None
+    """What engines derive from the lists, by name, where these serve many passes; None where they serve one."""
 
     def times_R(self, rows: int) -> Tensor:
         """Return in how many lists each row has a range."""
@@ -74,17 +90,22 @@ class Indexed(NamedTuple):
 Part = Reads | Indexed
 
 
-def pack(list_BHN: Tensor, lists: int) -> Packed:
-    """Return the lists of positions that each belong to one list of their head, or to none (-1)."""
+def pack(list_BHN: Tensor, lists: int, complete: bool = False) -> Packed:
+    """Return the lists of positions that each belong to one list of their head, or to none (-1).
+
+    Args:
+        complete: every position belongs to a list. The number of members then follows from shapes.
+    """
     B, H, N = list_BHN.shape
     head_X1 = torch.arange(B * H, device=list_BHN.device)[:, None]
     list_XN = list_BHN.reshape(B * H, N)
     # Positions of no list are counted as a last one of their head, and cut off. Short numbers are sorted faster.
     number_R = (torch.where(list_XN < 0, lists, list_XN) + head_X1 * (lists + 1)).flatten()
     few = B * H * (lists + 1) < 1 << 15
-    row_M = number_R.to(torch.int16 if few else torch.int64).argsort(stable=True)
-    count_XL = torch.bincount(number_R, minlength=B * H * (lists + 1)).view(B * H, lists + 1)
-    if bool((list_XN < 0).any()):
+    number_M, row_M = number_R.to(torch.int16 if few else torch.int64).sort(stable=True)
+    bound_L = torch.arange(B * H * (lists + 1) + 1, device=list_BHN.device, dtype=number_M.dtype)
+    count_XL = torch.searchsorted(number_M, bound_L).diff().view(B * H, lists + 1)
+    if not complete and bool((list_XN < 0).any()):
         row_M = row_M[(list_XN >= 0).flatten()[row_M]]
     return Packed(row_M, count_XL[:, :lists].flatten())
 
@@ -104,7 +125,7 @@ def members_read(queries: Packed, keys: Packed, length: int, window: int, attend
     if not attend_self and len(keys.row_M):
         last_is_self_P = keys.row_M[(stop_P - 1).clamp(min=0)] == queries.row_M
         stop_P = stop_P - (last_is_self_P & (stop_P - start_P > 1)).long()
-    return Reads(queries, keys, start_P, stop_P, length)
+    return Reads(queries, keys, start_P, stop_P, length, most=min(window, length))
 
 
 def without_self(parts: list[Reads], rows: int) -> list[Reads]:

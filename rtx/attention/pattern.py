@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -27,10 +28,13 @@ from rtx.attention.arguments import (
 from rtx.attention.cache import Cache, ClusterCache, PositionCache
 from rtx.attention.engine import BACKENDS, MERGES, attend
 from rtx.attention.engine.softmax import Relative, Terms
-from rtx.attention.packed import Packed, Part, bounded_read, members_read, pack, without_self
+from rtx.attention.once import made_once
+from rtx.attention.packed import Packed, Part, Reads, Window, bounded_read, members_read, pack, without_self
 from rtx.attention.selection import normalise
 from rtx.config import Config, clusters, hash_buckets, memory_slots, reads_self
 
+PLAIN = (bool, int, float, str, type(None))
+"""Types of attributes that are compared by value."""
 Rotate = Callable[..., Tensor]
 """Turns queries or keys by their positions, the first of which is `first`: `rotate(x_BHND, first=0)`."""
 QKV = tuple[Tensor, Tensor | None, Tensor]
@@ -354,15 +358,37 @@ class PositionPattern(Pattern):
 
     def reads(self, given: Inputs, prefix: bool) -> list[Part]:
         B, H, N, _ = given.q_BHND.shape
-        parts, memory = [], given.memory
-        position_N = torch.arange(-memory, N - memory, device=given.q_BHND.device)
+        make = partial(self.make_reads, B, H, N, given.memory)
+        form = self.form()
+        if form is None:
+            return [*make(given.q_BHND.device)]
+        return [*made_once((type(self), form, B, H, N, given.memory), given.q_BHND.device, make)]
+
+    def form(self) -> Hashable | None:
+        """Return what, beside shapes, decides who reads whom; None where a tensor of the pattern may have a say."""
+        if [*self.parameters()] or [*self.buffers()]:
+            return None
+        attributes = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        is_plain = all(isinstance(value, PLAIN) for value in attributes.values())
+        return tuple(attributes.items()) if is_plain else None
+
+    def make_reads(self, B: int, H: int, N: int, memory: int, device: torch.device) -> list[Reads]:
+        """Return who reads whom in B sequences and H heads of N positions, a memory included."""
+        position_N = torch.arange(-memory, N - memory, device=device)
+        parts = []
         for spread in self.spreads(position_N, H):
-            lists = int(torch.cat([spread.list_HN.flatten(), spread.key_list_HN.flatten()]).max()) + 1 if N else 1
+            numbers = [spread.list_HN.flatten(), spread.key_list_HN.flatten()]
+            lists = int(torch.cat(numbers).max()) + 1 if N else 1
             keys = pack(spread.key_list_HN.expand(B, H, N), lists)
-            asked_HN = torch.where(position_N < 0, -1, spread.list_HN) if memory else spread.list_HN
-            queries = keys if asked_HN is spread.key_list_HN else pack(asked_HN.expand(B, H, N), lists)
-            parts.append(bounded_read(queries, keys, N, spread.since_N + memory, spread.until_N + memory))
-        return [*(parts if self.attend_self else without_self(parts, B * H * N))]
+            query_list_HN = spread.list_HN
+            if memory:
+                query_list_HN = torch.where(position_N < 0, -1, query_list_HN)
+            queries = keys
+            if query_list_HN is not spread.key_list_HN:
+                queries = pack(query_list_HN.expand(B, H, N), lists)
+            since_N, until_N = spread.since_N + memory, spread.until_N + memory
+            parts.append(bounded_read(queries, keys, N, since_N, until_N))
+        return parts if self.attend_self else without_self(parts, B * H * N)
 
     def start(self, relative: Relative | None = None) -> Cache:
         return PositionCache(self, relative, self.keeps)
@@ -378,6 +404,24 @@ class ContiguousPattern(PositionPattern):
     def spreads(self, position_N: Tensor, heads: int) -> list[Spread]:
         one_N = torch.zeros_like(position_N)
         return [Spread(one_N, one_N, self.since(position_N), position_N + 1)]
+
+    def make_reads(self, B: int, H: int, N: int, memory: int, device: torch.device) -> list[Reads]:
+        parts = super().make_reads(B, H, N, memory, device)
+        if device.type != "cpu" or not self.attend_self or len(parts) > 1 or memory >= N:
+            return parts  # only a CPU tells what tensors hold without a wait
+        read_P = parts[0].stop_P - parts[0].start_P
+        most = int(read_P.max()) if len(read_P) else 0
+        parts = [parts[0]._replace(most=most)]
+        since_N = self.since(torch.arange(N - memory))
+        keys_N = torch.arange(1, N - memory + 1) - since_N.clamp(min=-memory)
+        reach_N = (torch.arange(1, N - memory + 1) + memory).clamp(max=most)
+        if self.has_one_list(parts[0], B * H) and torch.equal(keys_N, reach_N):
+            parts = [parts[0]._replace(window=Window(N, most, memory))]
+        return parts
+
+    def has_one_list(self, part: Reads, sequences: int) -> bool:
+        """Tell whether every sequence of a head is one list."""
+        return len(part.query.count_L) == sequences
 
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
         return j >= self.since(i)

@@ -6,6 +6,7 @@ Shapes: H heads, C clusters, N positions, W attention window, M distances.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from rtx.attention.arguments import check_number, check_positive, check_seed, check_within
 from rtx.attention.cache import Cache, ClusterCache, PositionCache
 from rtx.attention.engine.softmax import Relative, Terms
+from rtx.attention.once import made_once
 from rtx.attention.oracle import last_members
-from rtx.attention.packed import Packed
+from rtx.attention.packed import Packed, Part, Reads, members_read
 from rtx.attention.pattern import (
     ClusterPattern,
     ContiguousPattern,
@@ -187,12 +189,20 @@ class AdaptiveSpan(ContiguousPattern):
 
     @torch.no_grad()
     def reach(self) -> int:
-        """Return how many keys, its own included, the head with the longest span reads: behind them weights are 0."""
+        """Return how many keys, its own included, the head with the longest span reads: behind them weights are 0.
+
+        On a GPU, which a CPU would have to wait for, the window, which no span exceeds.
+        """
+        if self.share_H.is_cuda:
+            return self.window
         reach = self.ramp + float(F.pad(self.spans(), (0, 1)).max())
         return math.ceil(reach) if reach < self.window else self.window
 
     def since(self, i: Tensor) -> Tensor:
         return i + 1 - self.reach()
+
+    def form(self) -> tuple[int]:
+        return (self.reach(),)
 
     def sees(self, head: int, i: Tensor, j: Tensor) -> Tensor:
         """What the head's own weight does not make nothing."""
@@ -234,19 +244,34 @@ class Random(ClusterPattern):
         check_positive(0, heads=heads)
         check_positive(clusters=clusters, length=length)
         check_seed(seed)
-        self.heads, self.length = heads, length
+        self.heads, self.clusters, self.length, self.seed = heads, clusters, length, seed
         position_HCW = random_positions(heads, clusters, length, self.window, seed)
         self.register_buffer("position_HCW", position_HCW, persistent=False)
         self.position_HCW: Tensor
 
+    def reads(self, given: Inputs, prefix: bool) -> list[Part]:
+        B, H, N, _ = given.q_BHND.shape
+        form = type(self), self.clusters, self.length, self.seed, self.window, self.attend_self, B, H, N
+        return [*made_once(form, given.q_BHND.device, partial(self.make_reads, B, H, N))]
+
+    def make_reads(self, B: int, H: int, N: int, device: torch.device) -> list[Reads]:
+        """Return who reads whom in B sequences of N positions."""
+        lists = self.members(B, H, N, device)
+        return [members_read(lists, lists, N, self.window, self.attend_self)]
+
     def lists(self, given: Inputs) -> list[Packed]:
-        (B, H, N, _), device = given.q_BHND.shape, self.position_HCW.device
+        B, H, N, _ = given.q_BHND.shape
+        return [self.members(B, H, N, given.q_BHND.device)]
+
+    def members(self, B: int, H: int, N: int, device: torch.device) -> Packed:
+        """Return the members of every cluster."""
         turn_T1 = torch.arange(-(-N // self.length), device=device)[:, None]
-        position_HCT = (turn_T1 * self.length + self.position_HCW[:, :, None]).flatten(2)
+        drawn_HCW = random_positions(H, self.clusters, self.length, self.window, self.seed).to(device)
+        position_HCT = (turn_T1 * self.length + drawn_HCW[:, :, None]).flatten(2)
         inside_BHCT = (position_HCT < N).expand(B, *position_HCT.shape)
         first_BH = torch.arange(B * H, device=device).view(B, H) * N
         row_BHCT = first_BH[..., None, None] + position_HCT
-        return [Packed(row_BHCT[inside_BHCT], inside_BHCT.sum(-1).flatten())]
+        return Packed(row_BHCT[inside_BHCT], inside_BHCT.sum(-1).flatten())
 
     def member_HCN(self, length: int) -> Tensor:
         """Return the memberships of positions 0 to `length` - 1."""

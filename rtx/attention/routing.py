@@ -123,7 +123,7 @@ class Routing(ClusterPattern):
         row_M, count_L, nearest_BHN, moment_2BHC = choose(*given, window=window, nearest=nearest)
         lists = counted = Packed(row_M, count_L)
         if nearest_BHN is not None:
-            counted = pack(nearest_BHN, store.centroid_HCD.shape[1])
+            counted = pack(nearest_BHN, store.centroid_HCD.shape[1], complete=True)
             lists = counted if self.selection == "nearest" else lists
         if gathers:
             store.observe(number, x_BHND, lists, counted, moment_2BHC)

@@ -21,7 +21,6 @@ import pytest
 import torch
 from cases import CASES, KINDS, SEES_FUTURE, Case, check, drawn, gradients, make, run, stream
 from hypothesis import HealthCheck, example, given, settings
-from torch._subclasses import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask
 
 import rtx
@@ -34,13 +33,12 @@ from rtx.attention import (
     Routing,
     Spread,
     choices,
-    engine,
-    flex,
     lsh,
     oracle,
 )
 from rtx.attention.cache import Cache
-from rtx.attention.engine.softmax import Terms
+from rtx.attention.engine import blocks as torch_blocks
+from rtx.attention.engine import flex
 from rtx.attention.packed import Reads
 from rtx.attention.pattern import Inputs
 from rtx.attention.selection import centroid_scores
@@ -56,8 +54,8 @@ few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health
 @example(case=Case(N=9, W=1))
 @few
 def test_outputs_and_gradients_are_the_oracles_and_streams_give_the_same(kind: str, case: Case) -> None:
-    pieces = (choices, "MAX_SCORES", 1000), (lsh, "MAX_SCORES", 1000), (engine, "MAX_SCORES_CPU", 200)
-    pieces += (engine, "MIN_BLOCKS", 1), (engine, "MAX_MASK", 200)
+    pieces = (choices, "MAX_SCORES", 1000), (lsh, "MAX_SCORES", 1000), (torch_blocks, "MAX_SCORES_CPU", 200)
+    pieces += (torch_blocks, "MIN_BLOCKS", 1), (torch_blocks, "MAX_MASK", 200)
     with contextlib.ExitStack() as stack:
         for piece in pieces:
             stack.enter_context(mock.patch.object(*piece))
@@ -350,19 +348,6 @@ def checked_mask(block_mask: Callable[[Reads], BlockMask], part: Reads) -> Block
         found.append({(row, x) for row, n in enumerate(count[0, 0]) for x in index[0, 0, row, :n].tolist()})
     assert found[0] == {(x, y) for y, x in found[1]} >= set(map(tuple, pairs.tolist()))
     return mask
-
-
-@pytest.mark.parametrize(
-    ("N", "W", "D", "taken"),
-    [(8192, 256, 16, "flex"), (8191, 256, 16, "torch"), (8192, 8192, 16, "torch"), (8192, 256, 8, "torch")],
-)
-def test_auto_takes_flex_on_a_gpu_where_few_of_many_are_read(N: int, W: int, D: int, taken: str) -> None:
-    x_BHND = torch.zeros(1, 1, N, D)
-    (part,) = Local(window=W).reads(Inputs(x_BHND, x_BHND, x_BHND, x_BHND), prefix=False)
-    with FakeTensorMode():
-        x_RD = torch.empty(N, D, device="cuda")
-    with mock.patch.object(flex, "can_compile", lambda: True):
-        assert engine.fastest(x_RD, x_RD, part, Terms(1.0)) == taken
 
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

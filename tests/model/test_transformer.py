@@ -8,7 +8,7 @@ import torch
 from tiny_models import BY_QUERY, COMMON, EVERY, OTHERS, Kind, each_kind, gradients, tiny_config, tiny_model, tokens
 from torch import Tensor
 
-from rtx.attention import engine
+from rtx.attention.engine import blocks
 from rtx.attention.routing import Routing, after_step, all_centroids, initialise_from_data, to_sphere
 from rtx.attention.selection import normalise
 from rtx.model.block import Block
@@ -79,7 +79,7 @@ def test_dropout_is_for_training(kind: str) -> None:
     ]
 )
 def test_recomputation_changes_nothing(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "MAX_SCORES_CPU", 50)  # attention, too, computes in pieces, and again
+    monkeypatch.setattr(blocks, "MAX_SCORES_CPU", 50)  # attention, too, computes in pieces, and again
     found: list[dict[str, Tensor]] = []
     options: Kind = {"dropout": 0.2, "attention_dropout": 0.2, "ffn_dropout": 0.2}
     for recompute in (False, True):

@@ -16,28 +16,19 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils._triton import has_triton  # no public function tells whether torch can use Triton
 
-from rtx.attention.engine.softmax import Terms
+from rtx.attention.engine.problem import Problem, Result
 from rtx.attention.packed import Reads
 
 BLOCK = 128
 """Positions of a block of the mask."""
 FORMS = 64
 """Forms of masks (types, head sizes, hidden ranges) that a process may compile."""
-MIN_LENGTH, MAX_KEYS = 8192, 1024
-"""Positions from which and keys of a query up to which `auto` takes it: benchmarks/results/attention-gpu.json has 8,192
-positions and more, where it is faster with 256 keys and slower with 4,096."""
 
 
 @functools.cache
 def compiled():
     """Return FlexAttention, compiled at its first call, or an error: without the compiler it holds N^2 scores."""
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
-
-
-def is_faster(part: Reads) -> bool:
-    """Tell whether `auto` takes this on a GPU rather than torch's kernels, which take triangles whole."""
-    measured = part.length >= MIN_LENGTH and part.hidden is None
-    return measured and can_compile() and int((part.stop_P - part.start_P).sum()) <= MAX_KEYS * len(part.start_P)
 
 
 @functools.cache
@@ -77,34 +68,43 @@ def neighbours(low_X: Tensor, high_X: Tensor, width: int, blocks: int) -> tuple[
     return (high_X - low_X + 1).clamp(min=0)[None, None].int(), index_XY.clamp(max=blocks - 1)[None, None].int()
 
 
-def refusal(q_RD: Tensor, v_RD: Tensor, terms: Terms) -> str | None:
-    """Return why FlexAttention cannot run this, None where it can."""
+def refusal(problem: Problem) -> str | None:
+    """Return why FlexAttention cannot run the problem; None where it can."""
+    terms, q_BHND, v_BHND = problem.terms, problem.q_BHND, problem.v_BHND
+    if not isinstance(problem.part, Reads):
+        return "its keys are an index, not ranges of lists"
     if terms.dropout or terms.by_distance:
         return "it has no dropout, Shaw's terms or adaptive spans"
-    if q_RD.dtype == torch.float64 or min(q_RD.shape[1], v_RD.shape[1]) < 16:
+    if q_BHND.dtype == torch.float64 or min(q_BHND.shape[-1], v_BHND.shape[-1]) < 16:
         return "it computes in float32 or narrower, with heads of 16 units or more"
     return None
 
 
-def attend(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Reads, terms: Terms, joined: bool) -> tuple[Tensor, Tensor]:
-    """Return what `rtx.attention.engine.attend_part` does; ValueError for what it cannot run."""
-    if why := refusal(q_RD, v_RD, terms):
-        raise ValueError(f"backend='flex' cannot run this ({why}): take backend='torch'")
+def attend(problem: Problem) -> Result:
+    """Return outputs and log-sums, see `Problem`. The CPU waits for the GPU: the mask's blocks depend on the lists."""
+    q_RD, k_RD, v_RD = problem.rows()
+    part, by_member = problem.part, problem.by_member
+    assert isinstance(part, Reads)
     row_P, row_M = part.query.row_M, part.key.row_M
     out_RD = v_RD.new_zeros(v_RD.shape)
     if not len(row_P) or not len(row_M):
-        return v_RD.new_zeros(len(row_P), v_RD.shape[1]) if joined else out_RD, q_RD.new_full(row_P.shape, -math.inf)
+        none_P = q_RD.new_full(row_P.shape, -math.inf)
+        return (v_RD.new_zeros(len(row_P), v_RD.shape[1]) if by_member else out_RD), none_P
     attention = compiled() if q_RD.device.type != "cpu" else flex_attention
-    q, v = q_RD.index_select(0, row_P)[None, None], v_RD.index_select(0, row_M)[None, None]
-    shared = k_RD is q_RD and part.key is part.query  # a view: the compiler's guards want no tensor twice
-    k = q.view(q.shape) if shared else k_RD.index_select(0, row_M)[None, None]
+    q = q_RD.index_select(0, row_P)[None, None]
+    v = v_RD.index_select(0, row_M)[None, None]
+    if problem.shared and part.key is part.query:
+        k = q.view(q.shape)  # a view: the compiler's guards want no tensor twice
+    else:
+        k = k_RD.index_select(0, row_M)[None, None]
+    options = {"scale": problem.terms.scale, "return_aux": AuxRequest(lse=True)}
     with torch._dynamo.config.patch(recompile_limit=FORMS):  # torch 2.11's torch.compile has no argument for it
-        out, found = attention(q, k, v, block_mask=block_mask(part), scale=terms.scale, return_aux=AuxRequest(lse=True))
-    sums = found.lse
-    assert sums is not None
+        out, found = attention(q, k, v, block_mask=block_mask(part), **options)
+    assert found.lse is not None
     seen_P = part.stop_P > part.start_P
-    out_PD, sum_P = out[0, 0].masked_fill(~seen_P[:, None], 0), sums[0, 0].masked_fill(~seen_P, -math.inf)
-    if joined:
+    out_PD = out[0, 0].masked_fill(~seen_P[:, None], 0)
+    sum_P = found.lse[0, 0].masked_fill(~seen_P, -math.inf)
+    if by_member:
         return out_PD, sum_P
     share_P = seen_P / part.times_R(len(q_RD)).clamp(min=1)[row_P]
     return out_RD.index_add(0, row_P, (out_PD * share_P[:, None]).to(out_RD.dtype)), sum_P

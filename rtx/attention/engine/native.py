@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rtx.attention.packed import Hidden, Reads
+from rtx.attention.engine.problem import Problem, Result
+from rtx.attention.packed import Hidden, Indexed, Reads
 from rtx.attention.ties import centroid_margin
 
 SOURCES = [Path(__file__).with_name(name) for name in ("selection.cpp", "native.cpp")]
@@ -38,7 +39,7 @@ Pair = tuple[Tensor, Tensor]
 Selected = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
-class Problem(ctypes.Structure):
+class AttentionArguments(ctypes.Structure):
     """The arguments of the kernel, in its order."""
 
     _fields_ = (
@@ -48,7 +49,7 @@ class Problem(ctypes.Structure):
     )
 
 
-class Selection(ctypes.Structure):
+class SelectionArguments(ctypes.Structure):
     """The arguments of the kernel that selects, in its order."""
 
     _fields_ = (
@@ -64,14 +65,42 @@ def wanted(backend: str, length: int) -> bool:
     return backend == "native" or (backend == "auto" and length >= MIN_LENGTH and library() is not None)
 
 
-def attend_ranges(q_RD: Tensor, k_RD: Tensor, v_RD: Tensor, part: Reads, scale: float, joined: bool) -> Pair:
-    """Return what `rtx.attention.engine.attend_part` does."""
-    heads, row_P = len(q_RD) // part.length, part.query.row_M
-    begin = torch.searchsorted(row_P // part.length, torch.arange(heads + 1))
-    weights = [] if joined else [1 / part.times_R(len(q_RD)).clamp(min=1)[row_P].float()]
-    hidden = part.hidden or Hidden(*(x.new_zeros(0, len(x)) for x in (part.key.row_M, row_P, row_P)))
-    reads = row_P, part.key.row_M, part.start_P, part.stop_P, begin, *(x.contiguous() for x in hidden), *weights
-    return Attention.apply(q_RD, None if k_RD is q_RD else k_RD, v_RD, scale, heads, *reads)
+def refusal(problem: Problem) -> str | None:
+    """Return why the compiled kernel cannot run the problem; None where it can."""
+    q_BHND, terms = problem.q_BHND, problem.terms
+    if q_BHND.device.type != "cpu" or q_BHND.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+        return "it computes in float32 on a CPU"
+    if terms.by_distance or terms.dropout:
+        return "it has no dropout, Shaw's terms or adaptive spans"
+    return None
+
+
+def attend(problem: Problem) -> Result:
+    """Return outputs and log-sums, see `Problem`."""
+    q_RD, k_RD, v_RD = problem.rows()
+    part = problem.part
+    heads = len(q_RD) // part.length
+    key_RD = None if problem.shared else k_RD
+    if isinstance(part, Indexed):
+        return Attention.apply(q_RD, key_RD, v_RD, problem.terms.scale, heads, part.index_RK)
+    reads = kernel_ranges(part, len(q_RD), problem.by_member)
+    return Attention.apply(q_RD, key_RD, v_RD, problem.terms.scale, heads, *reads)
+
+
+def kernel_ranges(part: Reads, rows: int, by_member: bool) -> list[Tensor]:
+    """Return the lists as the kernel reads them, from the part itself where it holds them already."""
+    name = "native members" if by_member else "native rows"
+    if part.derived is not None and name in part.derived:
+        return part.derived[name]
+    row_P, row_M = part.query.row_M, part.key.row_M
+    begin = torch.searchsorted(row_P // part.length, torch.arange(rows // part.length + 1))
+    hidden = part.hidden or Hidden(*(x.new_zeros(0, len(x)) for x in (row_M, row_P, row_P)))
+    reads = [row_P, row_M, part.start_P, part.stop_P, begin, *(x.contiguous() for x in hidden)]
+    if not by_member:
+        reads.append(1 / part.times_R(rows).clamp(min=1)[row_P].float())
+    if part.derived is not None:
+        part.derived[name] = reads
+    return reads
 
 
 class Attention(torch.autograd.Function):
@@ -119,7 +148,7 @@ def call(scale: float, heads: int, reads: Sequence[Tensor], **given: Tensor) -> 
         if not fits or x.dtype != kind or x.device.type != "cpu" or not x.is_contiguous():
             raise ValueError(f"{name}: {[*x.shape]} of {x.dtype} on {x.device} does not fit queries {[R, D]}")
     pointers = {name: x.data_ptr() for name, x in given.items()}
-    problem = Problem(**pointers, G=heads, R=R, P=P, M=M, X=X, K=K, D=D, Dv=Dv, scale=scale)
+    problem = AttentionArguments(**pointers, G=heads, R=R, P=P, M=M, X=X, K=K, D=D, Dv=Dv, scale=scale)
     run("rtx_attend", problem)
 
 
@@ -146,7 +175,7 @@ def select(
         return rows[0].data_ptr()
 
     pointers = (None if x is None else x.data_ptr() for x in given)
-    run("rtx_select", Selection(*pointers, ALLOCATE(allocate), B * H, H, C, N, D, window))
+    run("rtx_select", SelectionArguments(*pointers, ALLOCATE(allocate), B * H, H, C, N, D, window))
     return rows[0], count_L, nearest_BHN, moment_2BHC
 
 
