@@ -111,8 +111,8 @@ class GrowingCache(RowCache):
     def decode(self, given: Inputs, v_BH1D: Tensor, position: int) -> Tensor:
         rows = self.put(given, v_BH1D, position)
         assert self.choice_BHSE is not None
-        position_1 = torch.tensor([position], device=v_BH1D.device)
-        slot_BH1K = self.pattern.best(self.pattern.choice_queries(given), self.choice_BHSE, position_1)
+        queries = self.pattern.choice_queries(given)
+        slot_BH1K = self.pattern.best(queries, self.choice_BHSE, range(position, position + 1))
         k, v = (x.take_along_dim(slot_BH1K.mT.clamp(min=0), 2) for x in rows)
         return self.attend(given, k, v, slot_BH1K >= 0, position - slot_BH1K)
 

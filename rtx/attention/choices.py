@@ -40,14 +40,15 @@ class Choice(Pattern):
         """Return what the choice reads of the keys, `[B, H, N, E]`."""
         return given.turned_k_BHND
 
-    def best(self, query_BHQE: Tensor, key_BHNE: Tensor, position_Q: Tensor) -> Tensor:
-        """Return the positions `[B, H, Q, K]` that queries at ascending positions read, -1 for none.
+    def best(self, query_BHQE: Tensor, key_BHNE: Tensor, positions: range) -> Tensor:
+        """Return the positions `[B, H, Q, K]` that queries at some positions read, -1 for none.
 
-        Keys stand for positions 0, 1, ...; those behind a query are not read, whatever stands there.
+        The keys are those of positions 0, 1, ...; keys behind a query are not read.
         """
-        key_BHNE = key_BHNE[:, :, : int(position_Q[-1]) + 1]
-        N, last_Q1 = key_BHNE.shape[2], self.last(position_Q)
-        hidden_QN = torch.arange(N, device=position_Q.device) > last_Q1
+        key_BHNE = key_BHNE[:, :, : positions.stop]
+        N = key_BHNE.shape[2]
+        last_Q1 = self.last(tensor_of(positions, key_BHNE.device))
+        hidden_QN = torch.arange(N, device=key_BHNE.device) > last_Q1
         score_BHQN = products(query_BHQE, key_BHNE).masked_fill_(hidden_QN, -math.inf)
         at = self.best_of(score_BHQN, query_BHQE, key_BHNE, self.most_keys(N))
         return at.masked_fill(at > last_Q1, -1)
@@ -70,11 +71,11 @@ class Choice(Pattern):
         """Return the last position that queries at some positions may read, `[Q, 1]`; the first has only itself."""
         return (position_Q if self.attend_self else (position_Q - 1).clamp(min=0))[:, None]
 
-    def split(self, given: Inputs, keys: int) -> tuple[Tensor, ...]:
-        """Return the positions in pieces whose scores of so many keys are held at once."""
+    def split(self, given: Inputs, keys: int) -> list[range]:
+        """Return the positions in pieces whose scores of that many keys are held at once."""
         B, H, N, _ = given.q_BHND.shape
-        positions_N = torch.arange(N, device=given.q_BHND.device)
-        return positions_N.split(max(1, MAX_SCORES // max(1, B * H * keys))) if N else ()
+        size = max(1, MAX_SCORES // max(1, B * H * keys))
+        return [range(first, min(N, first + size)) for first in range(0, N, size)]
 
     def reads(self, given: Inputs, prefix: bool) -> list[Part]:
         B, H, N, _ = given.q_BHND.shape
@@ -82,10 +83,11 @@ class Choice(Pattern):
         first_BH11 = torch.arange(B * H, device=given.q_BHND.device).view(B, H, 1, 1) * N
         index_BHNK = torch.full((B, H, N, self.most_keys(N)), -1, device=given.q_BHND.device)
         # Places are wider than scores, and there several times while they are made.
-        for position_Q in self.split(given, keys.shape[2] + 8 * self.most_keys(N)):
-            at_BHQK = self.best(queries[:, :, position_Q], keys, position_Q)
+        for positions in self.split(given, keys.shape[2] + 8 * self.most_keys(N)):
+            some = slice(positions.start, positions.stop)
+            at_BHQK = self.best(queries[:, :, some].contiguous(), keys, positions)
             rows_BHQK = (at_BHQK + first_BH11).masked_fill(at_BHQK < 0, -1)
-            index_BHNK[:, :, position_Q, : at_BHQK.shape[-1]] = rows_BHQK
+            index_BHNK[:, :, some, : at_BHQK.shape[-1]] = rows_BHQK
         return [Indexed(index_BHNK.flatten(0, 2), N)]
 
     def most_keys(self, length: int) -> int:
@@ -99,6 +101,11 @@ class Choice(Pattern):
 
     def start(self, relative: Relative | None = None) -> Cache:
         return GrowingCache(self, relative)
+
+
+def tensor_of(positions: range, device: torch.device) -> Tensor:
+    """Return the positions as a tensor."""
+    return torch.arange(positions.start, positions.stop, device=device)
 
 
 class Exact(Choice):
@@ -176,16 +183,22 @@ class Indexer(Choice):
         (B, H, N, D), wide = given.q_BHND.shape, torch.promote_types(given.q_BHND.dtype, torch.float32)
         query_BHNE, scale = self.choice_queries(given), self.terms(D, None).scale
 
-        def divergence(position_Q: Tensor, query_BHQE: Tensor, *every: Tensor) -> Tensor:
+        def divergence(positions: range, query_BHQE: Tensor, *every: Tensor) -> Tensor:
             """Return the sum of KL(attention || softmax of the scores) of some queries."""
-            (key_BHNE, q_BHND, k_BHND, *chosen), last = every, int(position_Q[-1]) + 1
-            score = query_BHQE @ key_BHNE[:, :, :last].mT
-            logit = q_BHND[:, :, position_Q] @ k_BHND[:, :, :last].mT
-            none = torch.arange(last, device=position_Q.device) > self.last(position_Q)
+            key_BHNE, q_BHND, k_BHND, *chosen = every
+            some, stop = slice(positions.start, positions.stop), positions.stop
+            score = query_BHQE @ key_BHNE[:, :, :stop].mT
+            logit = q_BHND[:, :, some].contiguous() @ k_BHND[:, :, :stop].mT
+            last_Q1 = self.last(tensor_of(positions, score.device))
+            none = torch.arange(stop, device=score.device) > last_Q1
             for chosen_BHNK in chosen:
-                none = (row_BHQK := chosen_BHNK[:, :, position_Q]) < 0
-                score, logit = (x.gather(-1, (row_BHQK % N).masked_fill(none, 0)) for x in (score, logit))
-            score, logit = (x.to(wide).masked_fill(none, -1e9).log_softmax(-1) for x in (score, logit * scale))
+                row_BHQK = chosen_BHNK[:, :, some]
+                none = row_BHQK < 0
+                at_BHQK = (row_BHQK % N).masked_fill(none, 0)
+                score = score.gather(-1, at_BHQK)
+                logit = logit.gather(-1, at_BHQK)
+            score = score.to(wide).masked_fill(none, -1e9).log_softmax(-1)
+            logit = (logit * scale).to(wide).masked_fill(none, -1e9).log_softmax(-1)
             return F.kl_div(score, logit, reduction="sum", log_target=True)
 
         # Scores and logits of all keys are held at once, and some copies of those that count.
@@ -237,8 +250,9 @@ class Blocks(Choice):
         """Return the means of finished blocks."""
         return self.means(given.k_BHND)
 
-    def best(self, query_BHQE: Tensor, key_BHNE: Tensor, position_Q: Tensor) -> Tensor:
+    def best(self, query_BHQE: Tensor, key_BHNE: Tensor, positions: range) -> Tensor:
         """See `Choice.best`: the positions of the best finished blocks and of the own block."""
+        position_Q = tensor_of(positions, key_BHNE.device)
         score_BHQG = self.scores(query_BHQE, key_BHNE, position_Q)
         own_Q1, slot_b = position_Q[:, None] // self.block, torch.arange(self.block, device=position_Q.device)
         at = self.best_of(score_BHQG, query_BHQE, key_BHNE, self.count)
@@ -256,10 +270,13 @@ class Blocks(Choice):
         if self.gate_H2D is None:
             return out_BHND
         means = self.means(given.k_BHND), self.means(v_BHND)
-        pieces = [
-            recomputed(self.gated, given.q_BHND[:, :, position_Q], out_BHND[:, :, position_Q], *means, position_Q)
-            for position_Q in self.split(given, means[0].shape[2])
-        ]
+        pieces = []
+        for positions in self.split(given, means[0].shape[2]):
+            some = slice(positions.start, positions.stop)
+            q_BHQD = given.q_BHND[:, :, some].contiguous()
+            out_BHQD = out_BHND[:, :, some].contiguous()
+            position_Q = tensor_of(positions, q_BHQD.device)
+            pieces.append(recomputed(self.gated, q_BHQD, out_BHQD, *means, position_Q))
         return torch.cat(pieces, dim=2) if pieces else out_BHND
 
     def gated(self, q_BHQD: Tensor, out_BHQD: Tensor, mean_k: Tensor, mean_v: Tensor, position_Q: Tensor) -> Tensor:

@@ -44,7 +44,9 @@ def attend(problem: Problem) -> Result:
         query_N = torch.arange(N, device=q.device)
     outs, sums = [], []
     size = max(1, most // N**2)
-    for some in zip(*(x.split(size) for x in (head_G, k, v, q, index)), strict=True):
+    pieces = zip(*(x.split(size) for x in (head_G, k, v, q, index)), strict=True)
+    for some_G, some_k, some_v, some_q, some_index in pieces:
+        some = some_G, some_k, some_v, some_q, some_index
         out_GQD, sum_GQ = heads_at_once(*some, query_N, N, step, terms, few)
         outs.append(out_GQD)
         sums.append(sum_GQ)
