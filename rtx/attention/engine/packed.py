@@ -19,7 +19,7 @@ import importlib.util
 import math
 import os
 import shutil
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -182,14 +182,14 @@ def relative_terms(terms: Terms, heads: int) -> tuple[Tensor | None, Tensor | No
 @torch.library.custom_op("rtx::packed_attention", mutates_args=())
 def packed_attention(
     q_BHND: Tensor,
-    k_BHND: Optional[Tensor],
+    k_BHND: Tensor | None,
     v_BHNE: Tensor,
     lists: list[Tensor],
     hidden: list[Tensor],
-    keys_HTD: Optional[Tensor],
-    bias_HT: Optional[Tensor],
-    values_TE: Optional[Tensor],
-    seed_1: Optional[Tensor],
+    keys_HTD: Tensor | None,
+    bias_HT: Tensor | None,
+    values_TE: Tensor | None,
+    seed_1: Tensor | None,
     scale: float,
     dropout: float,
     joined: bool,
@@ -235,19 +235,19 @@ def _(q_BHND, k_BHND, v_BHNE, lists, *others):
 @torch.library.custom_op("rtx::packed_attention_backward", mutates_args=())
 def packed_attention_backward(
     dout: Tensor,
-    dlse_P: Optional[Tensor],
+    dlse_P: Tensor | None,
     out_PE: Tensor,
     lse_P: Tensor,
-    share_R: Optional[Tensor],
+    share_R: Tensor | None,
     q_BHND: Tensor,
-    k_BHND: Optional[Tensor],
+    k_BHND: Tensor | None,
     v_BHNE: Tensor,
     lists: list[Tensor],
     hidden: list[Tensor],
-    keys_HTD: Optional[Tensor],
-    bias_HT: Optional[Tensor],
-    values_TE: Optional[Tensor],
-    seed_1: Optional[Tensor],
+    keys_HTD: Tensor | None,
+    bias_HT: Tensor | None,
+    values_TE: Tensor | None,
+    seed_1: Tensor | None,
     scale: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:

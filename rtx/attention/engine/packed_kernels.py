@@ -264,9 +264,7 @@ def dq_kernel(
         ds_QK = w_QK * (dw_QK - delta_Q[:, None])
         dq_QD = tl.dot(ds_QK.to(k_KD.dtype), k_KD, dq_QD, input_precision="ieee")
         if BY_DISTANCE:
-            first_Q, final_Q = scatter(
-                dtable, at_Q1, ds_QK * scale, distance_QK, last, first_Q, final_Q
-            )
+            first_Q, final_Q = scatter(dtable, at_Q1, ds_QK * scale, distance_QK, last, first_Q, final_Q)
         if VALUES:
             first_weight_Q, final_weight_Q = scatter(
                 weights, at_Q1, dropped_QK, distance_QK, last, first_weight_Q, final_weight_Q
