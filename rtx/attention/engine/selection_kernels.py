@@ -1,0 +1,232 @@
+"""Kernels that select the members of clusters on a GPU. `selection.py` starts them and says what they return.
+
+Scores exist in registers alone. What a position joins leaves the first kernel as bits, so that the
+kernels that count and write members read one decision and cannot disagree.
+
+Shapes: X sequences and heads (x = b * H + h), C clusters of a head, N positions, D head size,
+L = X * C lists, T tiles of positions, M room for members. Rows are x * N + n.
+"""
+
+import triton
+import triton.language as tl
+
+CLUSTERS = tl.constexpr(32)
+"""Clusters that a program works on at once: their decisions are the bits of one number."""
+
+
+@triton.jit
+def scores_of(x_nd, centroid, c, C, D: tl.constexpr, ROOM_D: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the scores of a tile of positions with some clusters of a head; 0 behind the last."""
+    d = tl.arange(0, ROOM_D)
+    real = (c < C)[:, None] & (d < D)[None, :]
+    centroid_cd = tl.load(centroid + c[:, None] * D + d[None, :], real, 0.0)
+    return tl.dot(x_nd, tl.trans(centroid_cd), input_precision=PRECISION)
+
+
+@triton.jit
+def sound_values(value, c, C):
+    """Return the values with -inf for NaN and for clusters that do not exist, and who has a NaN."""
+    real = (c < C)[None, :]
+    broken = real & (value != value)
+    value = tl.where(real & (value == value), value, float("-inf"))
+    return value, tl.max(broken.to(tl.int32), 1)
+
+
+@triton.jit
+def first_that_reaches(reach_nc, c, best_n):
+    """Return the first cluster of a tile whose value and margin reach the best; a large one: none."""
+    reaches = reach_nc >= best_n[:, None]
+    return tl.min(tl.where(reaches, tl.broadcast_to(c[None, :], reach_nc.shape), 1 << 30), 1)
+
+
+@triton.jit
+def follow(value_nc, margin_c, c, best_n, first_n, reach_n, rival_n, unsure_n):
+    """Let the best value so far, and the first cluster tied with it, take in a tile of clusters.
+
+    reach is value plus margin of that first cluster, rival the highest such sum of the others. A
+    rival that reaches a new best, which the first does not, may not be the first to do so: `unsure`.
+    """
+    reach_nc = value_nc + margin_c[None, :]
+    best_n = tl.maximum(best_n, tl.max(value_nc, 1))
+    stays_n = reach_n >= best_n
+    unsure_n = unsure_n | ((~stays_n) & (rival_n >= best_n)).to(tl.int32)
+    first_n = tl.where(stays_n, first_n, first_that_reaches(reach_nc, c, best_n))
+    is_first = c[None, :] == first_n[:, None]
+    here_n = tl.max(tl.where(is_first, reach_nc, float("-inf")), 1)
+    reach_n = tl.where(stays_n, reach_n, here_n)
+    rival_n = tl.maximum(rival_n, tl.max(tl.where(is_first, float("-inf"), reach_nc), 1))
+    return best_n, first_n, reach_n, rival_n, unsure_n
+
+
+@triton.jit
+def score_kernel(
+    x, centroid, threshold, margin, bits, highest, nearest, moment, N, H, C,
+    D: tl.constexpr, ROOM_D: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    THRESHOLDS: tl.constexpr, NEAREST: tl.constexpr,
+):  # fmt: skip
+    """Score a tile of positions; write who joins, the highest cluster, and the scores' moments.
+
+    Writes:
+        bits [X, ceil(C / 32), N]: bit i of word w: the position joins cluster 32 w + i by its threshold.
+        highest [X, N]: the cluster of the highest score less threshold, or of the highest score.
+        nearest [X, N]: with thresholds and if NEAREST, the cluster of the highest score.
+        moment [2, X, C, T]: with thresholds, sums of a tile's scores, and of their squared distances
+            from the tile's mean.
+    """
+    tile = tl.program_id(0)
+    group = tl.program_id(1)
+    head = group % H
+    tiles = tl.num_programs(0)
+    n = tile * BN + tl.arange(0, BN)
+    d = tl.arange(0, ROOM_D)
+    inside = n < N
+    row = group.to(tl.int64) * N + n
+    x_nd = tl.load(x + row[:, None] * D + d[None, :], inside[:, None] & (d < D)[None, :], 0.0)
+    centroid += head * C * D
+    margin += head * C
+    threshold += head * C
+    words = tl.cdiv(C, CLUSTERS)
+
+    lowest_n = tl.full([BN], float("-inf"), tl.float32)
+    nothing_n = tl.zeros([BN], tl.int32)
+    best_n, first_n, reach_n, rival_n, unsure_n = lowest_n, nothing_n, lowest_n, lowest_n, nothing_n
+    broken_n = nothing_n
+    top_n, near_n, near_reach_n, near_rival_n = lowest_n, nothing_n, lowest_n, lowest_n
+    near_broken_n = nothing_n
+    for word in range(0, words):
+        c = word * CLUSTERS + tl.arange(0, CLUSTERS)
+        score_nc = scores_of(x_nd, centroid, c, C, D, ROOM_D, PRECISION)
+        margin_c = tl.load(margin + c, c < C, 0.0)
+        value_nc = score_nc
+        if THRESHOLDS:
+            value_nc = score_nc - tl.load(threshold + c, c < C, 0.0)[None, :]
+            joins = (value_nc >= -margin_c[None, :]) & (c < C)[None, :]
+            bit_nc = joins.to(tl.int32) << (c % CLUSTERS)[None, :]
+            tl.store(bits + (group.to(tl.int64) * words + word) * N + n, tl.sum(bit_nc, 1), inside)
+            write_moments(score_nc, inside, N - tile * BN, moment, group, c, C, tile, tiles, BN)
+        value_nc, found_n = sound_values(value_nc, c, C)
+        broken_n = broken_n | found_n
+        best_n, first_n, reach_n, rival_n, unsure_n = follow(
+            value_nc, margin_c, c, best_n, first_n, reach_n, rival_n, unsure_n
+        )
+        if NEAREST:
+            score_nc, near_found_n = sound_values(score_nc, c, C)
+            near_broken_n = near_broken_n | near_found_n
+            top_n, near_n, near_reach_n, near_rival_n, unsure_n = follow(
+                score_nc, margin_c, c, top_n, near_n, near_reach_n, near_rival_n, unsure_n
+            )
+
+    # Three clusters tied across tiles are rare: the scores are computed once more for them alone.
+    if tl.max(unsure_n, 0) > 0:
+        first_n = tl.full([BN], 1 << 30, tl.int32)
+        near_n = tl.full([BN], 1 << 30, tl.int32)
+        for word in range(0, words):
+            c = word * CLUSTERS + tl.arange(0, CLUSTERS)
+            score_nc = scores_of(x_nd, centroid, c, C, D, ROOM_D, PRECISION)
+            margin_c = tl.load(margin + c, c < C, 0.0)
+            value_nc = score_nc
+            if THRESHOLDS:
+                value_nc = score_nc - tl.load(threshold + c, c < C, 0.0)[None, :]
+            value_nc, found_n = sound_values(value_nc, c, C)
+            reach_nc = value_nc + margin_c[None, :]
+            first_n = tl.minimum(first_n, first_that_reaches(reach_nc, c, best_n))
+            if NEAREST:
+                score_nc, near_found_n = sound_values(score_nc, c, C)
+                reach_nc = score_nc + margin_c[None, :]
+                near_n = tl.minimum(near_n, first_that_reaches(reach_nc, c, top_n))
+    tl.store(highest + row, tl.where(broken_n > 0, 0, first_n), inside)
+    if NEAREST:
+        tl.store(nearest + row, tl.where(near_broken_n > 0, 0, near_n), inside)
+
+
+@triton.jit
+def write_moments(
+    score_nc, inside, left, moment, group, c, C, tile, tiles, BN: tl.constexpr
+):  # fmt: skip
+    """Write the sums of a tile's scores, and of their squared distances from the tile's mean."""
+    count = tl.minimum(left, BN).to(tl.float32)
+    sum_c = tl.sum(tl.where(inside[:, None], score_nc, 0.0), 0)
+    distance_nc = tl.where(inside[:, None], score_nc - (sum_c / count)[None, :], 0.0)
+    to = (group.to(tl.int64) * C + c) * tiles + tile
+    tl.store(moment + to, sum_c, c < C)
+    behind = tl.num_programs(1).to(tl.int64) * C * tiles
+    tl.store(moment + behind + to, tl.sum(distance_nc * distance_nc, 0), c < C)
+
+
+@triton.jit
+def memberships(bits, highest_n, group, n, inside, word, words, N, C, THRESHOLDS: tl.constexpr):
+    """Return 1 where a position is a member of a cluster: by its threshold, or the highest."""
+    c = word * CLUSTERS + tl.arange(0, CLUSTERS)
+    joins = (highest_n[:, None] == c[None, :]) & inside[:, None]
+    if THRESHOLDS:
+        word_n = tl.load(bits + (group.to(tl.int64) * words + word) * N + n, inside, 0)
+        joins = joins | (((word_n[:, None] >> (c % CLUSTERS)[None, :]) & 1) > 0)
+    return joins.to(tl.int32)
+
+
+@triton.jit
+def tally_kernel(bits, highest, count, N, C, BN: tl.constexpr, THRESHOLDS: tl.constexpr):
+    """Write how many positions of each tile are members of each cluster: count [X, C, T]."""
+    tile = tl.program_id(0)
+    group = tl.program_id(1)
+    tiles = tl.num_programs(0)
+    n = tile * BN + tl.arange(0, BN)
+    inside = n < N
+    highest_n = tl.load(highest + group.to(tl.int64) * N + n, inside, -1)
+    words = tl.cdiv(C, CLUSTERS)
+    for word in range(0, words):
+        joins_nc = memberships(bits, highest_n, group, n, inside, word, words, N, C, THRESHOLDS)
+        c = word * CLUSTERS + tl.arange(0, CLUSTERS)
+        to = (group.to(tl.int64) * C + c) * tiles + tile
+        tl.store(count + to, tl.sum(joins_nc, 0), c < C)
+
+
+@triton.jit
+def write_kernel(
+    bits, highest, first_T, first_L1, row_M, start_M, stop_M, low_M, high_M, rank_M, times_R,
+    room, window, N, C, BN: tl.constexpr, THRESHOLDS: tl.constexpr, SELF: tl.constexpr,
+):  # fmt: skip
+    """Write the members of a tile of positions, each with its range, readers and rank in its row.
+
+    Args:
+        first_T [X, C, T]: the first member of each cluster in each tile, `room` at the most.
+        first_L1 [L + 1]: the first member of each list, and behind the last, `room` at the most.
+        rank_M: how many members of the same row are in lists before.
+        times_R: how many members each row has; of members for which there is room.
+    """
+    tile = tl.program_id(0)
+    group = tl.program_id(1)
+    tiles = tl.num_programs(0)
+    n = tile * BN + tl.arange(0, BN)
+    inside = n < N
+    row_n = group * N + n
+    highest_n = tl.load(highest + row_n, inside, -1)
+    times_n = tl.zeros([BN], tl.int32)
+    words = tl.cdiv(C, CLUSTERS)
+    for word in range(0, words):
+        joins_nc = memberships(bits, highest_n, group, n, inside, word, words, N, C, THRESHOLDS)
+        c = word * CLUSTERS + tl.arange(0, CLUSTERS)
+        of_list = group.to(tl.int64) * C + c
+        before_c = tl.load(first_T + of_list * tiles + tile, c < C, 0)
+        m = before_c[None, :] + tl.cumsum(joins_nc, 0) - joins_nc
+        fits = (joins_nc > 0) & (m < room)
+        fits_nc = fits.to(tl.int32)
+        rank = times_n[:, None] + tl.cumsum(fits_nc, 1) - fits_nc
+        times_n += tl.sum(fits_nc, 1)
+
+        first = tl.load(first_L1 + of_list, c < C, 0)[None, :]
+        behind = tl.load(first_L1 + of_list + 1, c < C, 0)[None, :]
+        start = tl.maximum(first, m + 1 - window)
+        stop = m + 1
+        low = m
+        if not SELF:  # a member reads itself where it reads nothing else
+            alone = m == start
+            stop = tl.where(alone, m + 1, m)
+            low = tl.where(alone, m, m + 1)
+        tl.store(row_M + m, tl.broadcast_to(row_n[:, None], m.shape), fits)
+        tl.store(start_M + m, start, fits)
+        tl.store(stop_M + m, stop, fits)
+        tl.store(low_M + m, low, fits)
+        tl.store(high_M + m, tl.minimum(behind, m + window), fits)
+        tl.store(rank_M + m, rank, fits)
+    tl.store(times_R + row_n, times_n, inside)
