@@ -41,7 +41,7 @@ class Case(NamedTuple):
 CASES = [
     Case(1, 2, 100, 16, 5, 12),
     Case(2, 1, 130, 6, 40, 20, attend_self=True),
-    Case(1, 2, 64, 16, 70, 7),
+    Case(1, 2, 64, 80, 70, 7),
     Case(1, 1, 50, 16, 1, 1),
     Case(1, 1, 5, 3, 2, 9, attend_self=True),
     Case(2, 1, 70, 64, 36, 9, repeated=True),

@@ -18,10 +18,8 @@ from torch import Tensor
 from rtx.attention.engine.lists import RowMembers
 from rtx.attention.engine.static_selection import Selected, shared_lists
 
-MAX_SIZE = 256
-"""The largest head size of the kernels."""
 TILE = 64
-"""Positions of a tile of the kernels that count and write members."""
+"""Positions that a program works on."""
 
 
 @functools.cache
@@ -40,15 +38,6 @@ def precision(device: torch.device) -> str:
     return "tf32x3"
 
 
-def refusal(x_BHND: Tensor) -> str | None:
-    """Return why the kernels cannot select these vectors, None where they can."""
-    if x_BHND.dtype != torch.float32:
-        return "they compute in float32"
-    if x_BHND.shape[-1] > MAX_SIZE:
-        return f"they have head sizes up to {MAX_SIZE}"
-    return None
-
-
 def by_thresholds(
     centroid_HCD: Tensor,
     x_BHND: Tensor,
@@ -61,7 +50,7 @@ def by_thresholds(
     nearest: bool = False,
 ) -> Selected:
     """Return what `static_selection.by_thresholds` does, of float32."""
-    assert refusal(x_BHND) is None, refusal(x_BHND)
+    assert x_BHND.dtype == torch.float32, "the kernels compute in float32"
     found = select_members(
         centroid_HCD.detach(),
         x_BHND.detach(),
@@ -143,14 +132,9 @@ def _(
     return row_M, count_L, start_M, stop_M, low_M, high_M, first_R1, member_M, count, lost, near_BHN, moment_2BHC
 
 
-def score_tile(size: int) -> int:
-    """Return how many positions are scored at once: their vectors stay in registers or shared memory."""
-    return 64 if size <= 128 else 32
-
-
-def room_of(size: int) -> int:
-    """Return the power of two, at least 16, that holds a head size."""
-    return max(16, 1 << (size - 1).bit_length())
+def chunk_of(size: int, precision: str) -> int:
+    """Return how many numbers of vectors are multiplied at once: more do not fit in registers."""
+    return min(32 if precision == "ieee" else 64, max(16, 1 << (size - 1).bit_length()))
 
 
 def scored(
@@ -160,8 +144,8 @@ def scored(
     module = kernels()
     B, H, N, D = x_BHND.shape
     C = centroid_HCD.shape[1]
-    BN = score_tile(D)
-    tiles = -(-N // BN)
+    tiles = -(-N // TILE)
+    exactness = precision(x_BHND.device)
     clusters = int(module.CLUSTERS.value)
     has_thresholds = threshold_HC is not None
     x_BHND = x_BHND.contiguous()
@@ -176,7 +160,7 @@ def scored(
     if x_BHND.numel():
         module.score_kernel[(tiles, B * H)](
             x_BHND, centroid_HCD, threshold_HC, margin_HC, bits, highest_BHN, near_BHN, moment_2XCT, N, H, C,
-            D=D, ROOM_D=room_of(D), BN=BN, PRECISION=precision(x_BHND.device),
+            D=D, CHUNK=chunk_of(D, exactness), BN=TILE, PRECISION=exactness,
             THRESHOLDS=has_thresholds, NEAREST=nearest, num_warps=4, num_stages=1,
         )  # fmt: skip
     return bits, highest_BHN, near_BHN, moment_2XCT
@@ -239,10 +223,9 @@ def joined_moments(moment_2XCT: Tensor, shape: torch.Size, has_thresholds: bool)
     """
     if not has_thresholds:
         return moment_2XCT.new_empty(0, dtype=torch.float64)
-    B, H, N, D = shape
-    BN = score_tile(D)
-    first_T = torch.arange(0, N, BN, device=moment_2XCT.device)
-    size_T = (N - first_T).clamp(max=BN)
+    B, H, N, _ = shape
+    first_T = torch.arange(0, N, TILE, device=moment_2XCT.device)
+    size_T = (N - first_T).clamp(max=TILE)
     sum_XCT, distance_XCT = moment_2XCT.double()
     square_XCT = distance_XCT + sum_XCT.square() / size_T
     moment_2XC = torch.stack([sum_XCT.sum(-1), square_XCT.sum(-1)])

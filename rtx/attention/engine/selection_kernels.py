@@ -7,6 +7,9 @@ Shapes: X sequences and heads (x = b * H + h), C clusters of a head, N positions
 L = X * C lists, T tiles of positions, M room for members. Rows are x * N + n.
 """
 
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -15,12 +18,27 @@ CLUSTERS = tl.constexpr(32)
 
 
 @triton.jit
-def scores_of(x_nd, centroid, c, C, D: tl.constexpr, ROOM_D: tl.constexpr, PRECISION: tl.constexpr):
-    """Return the scores of a tile of positions with some clusters of a head; 0 behind the last."""
-    d = tl.arange(0, ROOM_D)
-    real = (c < C)[:, None] & (d < D)[None, :]
-    centroid_cd = tl.load(centroid + c[:, None] * D + d[None, :], real, 0.0)
-    return tl.dot(x_nd, tl.trans(centroid_cd), input_precision=PRECISION)
+def vectors(x, row_r, real_r, begin, D: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the numbers of some rows from `begin` on; 0 behind the last."""
+    d = begin + tl.arange(0, CHUNK)
+    return tl.load(x + row_r[:, None] * D + d[None, :], real_r[:, None] & (d < D)[None, :], 0.0)
+
+
+@triton.jit
+def scores_of(
+    x_nd, x, row_n, inside_n, centroid, c, C, D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Return the scores of a tile of positions with some clusters of a head; 0 behind the last.
+
+    x_nd has the first CHUNK numbers of each vector; the others are read here.
+    """
+    centroid_cd = vectors(centroid, c, c < C, 0, D, CHUNK)
+    score_nc = tl.dot(x_nd, tl.trans(centroid_cd), input_precision=PRECISION)
+    for begin in range(CHUNK, D, CHUNK):
+        more_nd = vectors(x, row_n, inside_n, begin, D, CHUNK)
+        centroid_cd = vectors(centroid, c, c < C, begin, D, CHUNK)
+        score_nc = tl.dot(more_nd, tl.trans(centroid_cd), score_nc, input_precision=PRECISION)
+    return score_nc
 
 
 @triton.jit
@@ -61,7 +79,7 @@ def follow(value_nc, margin_c, c, best_n, first_n, reach_n, rival_n, unsure_n):
 @triton.jit
 def score_kernel(
     x, centroid, threshold, margin, bits, highest, nearest, moment, N, H, C,
-    D: tl.constexpr, ROOM_D: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
     THRESHOLDS: tl.constexpr, NEAREST: tl.constexpr,
 ):  # fmt: skip
     """Score a tile of positions; write who joins, the highest cluster, and the scores' moments.
@@ -78,10 +96,9 @@ def score_kernel(
     head = group % H
     tiles = tl.num_programs(0)
     n = tile * BN + tl.arange(0, BN)
-    d = tl.arange(0, ROOM_D)
     inside = n < N
     row = group.to(tl.int64) * N + n
-    x_nd = tl.load(x + row[:, None] * D + d[None, :], inside[:, None] & (d < D)[None, :], 0.0)
+    x_nd = vectors(x, row, inside, 0, D, CHUNK)
     centroid += head * C * D
     margin += head * C
     threshold += head * C
@@ -95,7 +112,7 @@ def score_kernel(
     near_broken_n = nothing_n
     for word in range(0, words):
         c = word * CLUSTERS + tl.arange(0, CLUSTERS)
-        score_nc = scores_of(x_nd, centroid, c, C, D, ROOM_D, PRECISION)
+        score_nc = scores_of(x_nd, x, row, inside, centroid, c, C, D, CHUNK, PRECISION)
         margin_c = tl.load(margin + c, c < C, 0.0)
         value_nc = score_nc
         if THRESHOLDS:
@@ -122,7 +139,7 @@ def score_kernel(
         near_n = tl.full([BN], 1 << 30, tl.int32)
         for word in range(0, words):
             c = word * CLUSTERS + tl.arange(0, CLUSTERS)
-            score_nc = scores_of(x_nd, centroid, c, C, D, ROOM_D, PRECISION)
+            score_nc = scores_of(x_nd, x, row, inside, centroid, c, C, D, CHUNK, PRECISION)
             margin_c = tl.load(margin + c, c < C, 0.0)
             value_nc = score_nc
             if THRESHOLDS:
@@ -230,3 +247,47 @@ def write_kernel(
         tl.store(high_M + m, tl.minimum(behind, m + window), fits)
         tl.store(rank_M + m, rank, fits)
     tl.store(times_R + row_n, times_n, inside)
+
+
+class Variant(NamedTuple):
+    """A kernel as it is compiled for one use."""
+
+    kernel: Any
+    signature: dict[str, str]
+    """The type of every argument that is not constant."""
+    constants: dict[str, Any]
+    options: dict[str, int]
+    """Warps and stages."""
+
+
+def variants() -> Iterator[Variant]:
+    """Yield the kernels as they are compiled for head sizes 64 to 256, for compilation ahead of time."""
+    for size in (64, 128, 256):
+        for precision, chunk in (("tf32x3", 64), ("ieee", 32)):
+            sizes = {"D": size, "CHUNK": chunk, "BN": 64, "PRECISION": precision}
+            for thresholds, nearest in ((True, False), (True, True), (False, False)):
+                constants = {**sizes, "THRESHOLDS": thresholds, "NEAREST": nearest}
+                yield variant(score_kernel, constants, 4)
+    for thresholds in (True, False):
+        yield variant(tally_kernel, {"BN": 64, "THRESHOLDS": thresholds}, 4)
+        for attend_self in (True, False):
+            constants = {"BN": 64, "THRESHOLDS": thresholds, "SELF": attend_self}
+            yield variant(write_kernel, constants, 4)
+
+
+FLOATS = ("x", "centroid", "threshold", "margin", "moment")
+SCALARS = ("N", "H", "C", "D", "room", "window")
+
+
+def variant(kernel: Any, constants: dict[str, Any], warps: int) -> Variant:
+    """Return a variant of a kernel; the types of arguments go by their names."""
+    signature = {}
+    for name in kernel.arg_names:
+        if name in FLOATS:
+            signature[name] = "*fp32"
+        elif name in SCALARS:
+            signature[name] = "i32"
+        else:
+            signature[name] = "*i32"
+    signature = {name: kind for name, kind in signature.items() if name not in constants}
+    return Variant(kernel, signature, constants, {"num_warps": warps, "num_stages": 1})
