@@ -4,12 +4,16 @@ Its kernels run on the GPU where there is one, else in Triton's interpreter.
 """
 
 import math
-from types import ModuleType
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 pytest.importorskip("triton")
 
@@ -17,8 +21,8 @@ from rtx.attention.engine import selection, static_selection
 from rtx.attention.engine.lists import KernelLists, kernel_lists
 from rtx.attention.engine.static_selection import Selected
 from rtx.attention.packed import Packed, members_read, pack
-from rtx.attention.selection import by_scores, normalise
-from rtx.attention.ties import centroid_margin
+from rtx.attention.selection import by_scores, members, normalise
+from rtx.attention.ties import best_places, centroid_margin
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WAYS = pytest.mark.parametrize("way", [selection, static_selection], ids=["triton", "torch"])
@@ -246,3 +250,170 @@ def test_ranges_between_members_of_queries_and_of_keys_are_those_of_members_read
         found = [select(way, data, case, True, len(x.row_M) + more) for data, x in zip(both, packed, strict=True)]
         lists = static_selection.separate_lists(*found, case.N, case.W, attend_self)
         check_lists(lists, kernel_lists(wanted, rows))
+
+
+SCORES = {
+    "normal": lambda score_XCN: score_XCN,
+    "equal": lambda score_XCN: score_XCN.round(),
+    "all equal": torch.zeros_like,
+    "hidden": lambda score_XCN: score_XCN.masked_fill(score_XCN < 1, -math.inf),
+    "infinite": lambda score_XCN: score_XCN.masked_fill(score_XCN > 0.5, math.inf),
+    "broken": lambda score_XCN: score_XCN.round().masked_fill(score_XCN > 1, math.nan),
+    "mostly broken": lambda score_XCN: score_XCN.masked_fill(score_XCN > -1, math.nan),
+}
+"""Scores to choose from, made of normal ones."""
+
+
+def scores(name: str, N: int, seed: int = 0) -> Tensor:
+    """Return scores `[2, 3, N]`."""
+    generator = torch.Generator().manual_seed(seed)
+    return SCORES[name](torch.randn(2, 3, N, generator=generator)).to(DEVICE)
+
+
+def check_best(score: Tensor, ours: Tensor, theirs: Tensor, any_equals: bool = False) -> None:
+    """Compare ascending places; of equal infinities or NaN, or of all equals, torch takes any, but as many."""
+    assert bool((ours.diff(dim=-1) > 0).all())
+    our_score, their_score = (score.gather(-1, x.long()) for x in (ours, theirs))
+    torch.testing.assert_close(our_score.sort(dim=-1).values, their_score.sort(dim=-1).values, equal_nan=True)
+    for places, other in ((ours, theirs), (theirs, ours)):
+        taken, taken_too = (torch.zeros_like(score, dtype=torch.bool) for _ in range(2))
+        taken.scatter_(-1, places.long(), True)
+        taken_too.scatter_(-1, other.long(), True)
+        assert not bool((taken & ~taken_too & score.isfinite()).any()) or any_equals
+
+
+@WAYS
+@pytest.mark.parametrize("window", [1, 7, 40, 99, 100, 130])
+@pytest.mark.parametrize("name", SCORES)
+def test_the_best_members_are_those_of_a_choice_from_sorted_scores(way: ModuleType, name: str, window: int) -> None:
+    """Margins of 0, some, and so many that everything is tied."""
+    score_XCN = scores(name, 100)
+    for margin in (0.0, 0.3, math.inf, math.nan):
+        margin_XC = torch.full((2, 3), margin, device=DEVICE)
+        ours = way.top_members(score_XCN, margin_XC, window)
+        assert ours.shape == (2, 3, min(window, 100))
+        number_M = members(score_XCN, None, margin_XC, window)
+        theirs = number_M.view(ours.shape) - torch.arange(6, device=DEVICE).view(2, 3, 1) * 100
+        check_best(score_XCN.nan_to_num(-math.inf, math.inf, -math.inf), ours, theirs, math.isnan(margin))
+
+
+@WAYS
+@pytest.mark.parametrize("count", [1, 7, 40, 99, 100])
+@pytest.mark.parametrize("name", SCORES)
+def test_the_best_places_are_those_of_ties(way: ModuleType, name: str, count: int) -> None:
+    score_XQN = scores(name, 100)
+    margin_N = torch.linspace(0, 0.5, 100, device=DEVICE)
+
+    def margin(place: Tensor) -> Tensor:
+        return margin_N[place]
+
+    ours = way.best_places(score_XQN, count, margin)
+    assert ours.dtype == torch.int64
+    theirs = best_places(score_XQN, count, margin).sort(dim=-1).values
+    if name in ("normal", "hidden"):  # of others the last one taken, whose margin counts, may be any of equals
+        check_best(score_XQN, ours, theirs)
+    assert ours.shape == theirs.shape
+
+
+@WAYS
+def test_long_rows_are_chosen_from_in_order(way: ModuleType) -> None:
+    score_XCN = scores("equal", 3000)
+    margin_XC = torch.full((2, 3), 0.1, device=DEVICE)
+    number_M = members(score_XCN, None, margin_XC, 1500)
+    theirs = number_M.view(2, 3, 1500) - torch.arange(6, device=DEVICE).view(2, 3, 1) * 3000
+    assert torch.equal(way.top_members(score_XCN, margin_XC, 1500).long(), theirs)
+
+
+@pytest.mark.parametrize("attend_self", [True, False])
+@pytest.mark.parametrize("window", [1, 5, 30, 50])
+def test_lists_of_as_many_members_each_follow_from_their_positions(window: int, attend_self: bool) -> None:
+    score_XCN = scores("normal", 30)
+    position_XCW = static_selection.top_members(score_XCN, torch.zeros(2, 3, device=DEVICE), window)
+    W = position_XCW.shape[-1]
+    row_M = (position_XCW + torch.arange(2, device=DEVICE).view(2, 1, 1) * 30).flatten().long()
+    packed = Packed(row_M, torch.full((6,), W, device=DEVICE))
+    for positions in (position_XCW, position_XCW.view(2, 1, 3, W)):
+        lists = static_selection.top_lists(positions, 30, window, attend_self)
+        check_lists(lists, kernel_lists(members_read(packed, packed, 30, window, attend_self), 60))
+
+
+@WAYS
+@pytest.mark.parametrize("case", CASES)
+def test_the_sums_of_lists_are_those_of_their_members(way: ModuleType, case: Case) -> None:
+    data = drawn(case)
+    packed, _, _ = expected(data, case, True)
+    x_RD = data.x_BHND.flatten(0, 2)
+    members = len(packed.row_M)
+    for room in (members, members + 9, members // 2):
+        found = select(way, data, case, True, room)
+        list_M = packed.list_M()[:room]
+        wanted_LD = x_RD.new_zeros(len(packed.count_L), case.D, dtype=torch.float64)
+        wanted_LD.index_add_(0, list_M, x_RD[packed.row_M[:room]].double())
+        ours_LD = way.list_sums(x_RD, found.row_M, found.count_L)
+        torch.testing.assert_close(ours_LD, wanted_LD, rtol=1e-5, atol=1e-4)
+
+
+def all_of(way: ModuleType, data: Drawn, case: Case) -> list[Tensor]:
+    """Return what everything here makes of some vectors."""
+    room = case.B * case.H * case.N * 2
+    found = [select(way, data, case, has_thresholds, room) for has_thresholds in (True, False)]
+    separate = static_selection.separate_lists(found[0], found[1], case.N, case.W, case.attend_self)
+    score_XCN = data.centroid_HCD @ data.x_BHND.mT
+    position_XCW = way.top_members(score_XCN, data.margin_HC.expand(case.B, -1, -1), case.W)
+    top = static_selection.top_lists(position_XCW, case.N, case.W, case.attend_self)
+    sum_LD = way.list_sums(data.x_BHND.flatten(0, 2), found[0].row_M, found[0].count_L)
+    lists = [x for one in (found[0].lists, separate, top) for x in one[:6]]
+    assert found[0].moment_2BHC is not None
+    return [found[0].row_M, found[0].count_L, found[0].lost, found[0].moment_2BHC, position_XCW, sum_LD, *lists]
+
+
+@WAYS
+def test_a_graph_takes_all_of_it_without_a_break(way: ModuleType) -> None:
+    data = drawn(CASES[0])
+    compiled = torch.compile(all_of, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(way, data, CASES[0]), all_of(way, data, CASES[0]))
+
+
+class Launches:
+    """Takes the place of the kernels' module: kernels that take anything and do nothing."""
+
+    CLUSTERS = SimpleNamespace(value=32)
+
+    def __getattr__(self, name: str) -> dict[Any, Callable[..., None]]:
+        return defaultdict(lambda: lambda *arguments, **options: None)
+
+
+def test_nothing_waits_for_numbers() -> None:
+    """Tensors without numbers go through what is around the kernels, and through torch's own way."""
+    with (
+        FakeTensorMode(),
+        mock.patch.multiple(
+            selection,
+            kernels=Launches,
+            select_members=selection.members_by_kernels,
+            earliest=selection.earliest_by_kernel,
+            list_sums=selection.sums_by_kernel,
+        ),
+    ):
+        case = CASES[1]
+        shapes = (case.H, case.C, case.D), (case.B, case.H, case.N, case.D), (case.H, case.C), (case.H, case.C)
+        data = Drawn(*(torch.empty(shape, device=DEVICE) for shape in shapes))
+        for way in (selection, static_selection):
+            assert len(all_of(way, data, case)) == 24
+        with pytest.raises(DataDependentOutputException):
+            data.threshold_HC.sum().item()
+
+
+@pytest.mark.parametrize("has_thresholds", [True, False])
+def test_operators_have_the_shapes_and_types_that_they_announce(has_thresholds: bool) -> None:
+    data = drawn(CASES[0])
+    threshold_HC = data.threshold_HC if has_thresholds else None
+    arguments = data.centroid_HCD, data.x_BHND, threshold_HC, data.margin_HC, 12, False, 300, True
+    tests = "test_schema", "test_faketensor"
+    torch.library.opcheck(selection.select_members, arguments, test_utils=tests)
+    found = selection.select_members(*arguments)
+    torch.library.opcheck(selection.list_sums, (data.x_BHND.flatten(0, 2), found[0], found[1]), test_utils=tests)
+    score_XN = scores("normal", 50)[0]
+    value_XK = score_XN.topk(5).values
+    arguments = score_XN, value_XK, value_XK[:, -2:].flip(1), torch.zeros(3, 1, device=DEVICE)
+    torch.library.opcheck(selection.earliest, arguments, test_utils=tests)

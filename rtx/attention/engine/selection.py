@@ -9,6 +9,7 @@ room for members.
 """
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -16,7 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rtx.attention.engine.lists import RowMembers
-from rtx.attention.engine.static_selection import Selected, shared_lists
+from rtx.attention.engine.static_selection import (
+    Selected,
+    best_places_by,
+    bounds,
+    shared_lists,
+    top_members_by,
+)
 
 TILE = 64
 """Positions that a program works on."""
@@ -74,8 +81,7 @@ def by_thresholds(
     )
 
 
-@torch.library.custom_op("rtx::select_members", mutates_args=())
-def select_members(
+def members_by_kernels(
     centroid_HCD: Tensor,
     x_BHND: Tensor,
     threshold_HC: Tensor | None,
@@ -105,6 +111,9 @@ def select_members(
     moment_2BHC = joined_moments(moment_2XCT, x_BHND.shape, has_thresholds)
     lost = (total - room).clamp(min=0)
     return row_M, count_L, start_M, stop_M, low_M, high_M, first_R1, member_M, count, lost, near_BHN, moment_2BHC
+
+
+select_members = torch.library.custom_op("rtx::select_members", members_by_kernels, mutates_args=())
 
 
 @select_members.register_fake
@@ -230,3 +239,55 @@ def joined_moments(moment_2XCT: Tensor, shape: torch.Size, has_thresholds: bool)
     square_XCT = distance_XCT + sum_XCT.square() / size_T
     moment_2XC = torch.stack([sum_XCT.sum(-1), square_XCT.sum(-1)])
     return moment_2XC.view(2, B, H, moment_2XCT.shape[2])
+
+
+def top_members(score_XCN: Tensor, margin_XC: Tensor, window: int) -> Tensor:
+    """Return what `static_selection.top_members` does, of float32."""
+    return top_members_by(best_places, score_XCN, margin_XC, window)
+
+
+def best_places(score: Tensor, count: int, margin: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return what `static_selection.best_places` does, of float32."""
+    return best_places_by(earliest, score.detach(), count, margin)
+
+
+def earliest_by_kernel(score_XN: Tensor, value_XK: Tensor, worst_X2: Tensor, margin_X1: Tensor) -> Tensor:
+    """Return what `static_selection.earliest` does, of float32."""
+    assert score_XN.dtype == margin_X1.dtype == torch.float32, "the kernels compute in float32"
+    X, N = score_XN.shape
+    K = value_XK.shape[1]
+    taken_XK = score_XN.new_empty(X, K - 1, dtype=torch.int32)
+    if X:
+        tensors = (x.contiguous() for x in (score_XN, value_XK, worst_X2, margin_X1))
+        kernels().earliest_kernel[(X,)](*tensors, taken_XK, N, K, BN=1024, num_warps=4)
+    return taken_XK
+
+
+earliest = torch.library.custom_op("rtx::earliest", earliest_by_kernel, mutates_args=())
+
+
+@earliest.register_fake
+def _(score_XN: Tensor, value_XK: Tensor, worst_X2: Tensor, margin_X1: Tensor) -> Tensor:
+    return score_XN.new_empty(len(score_XN), value_XK.shape[1] - 1, dtype=torch.int32)
+
+
+def sums_by_kernel(x_RD: Tensor, row_M: Tensor, count_L: Tensor) -> Tensor:
+    """Return what `static_selection.list_sums` does, of float32 and int32 rows."""
+    assert x_RD.dtype == torch.float32, "the kernels compute in float32"
+    L = len(count_L)
+    D = x_RD.shape[1]
+    chunk = min(128, max(16, 1 << (D - 1).bit_length()))
+    total_LD = x_RD.new_zeros(L, D, dtype=torch.float64)
+    if L and len(row_M):
+        bound_L1 = bounds(count_L, len(row_M)).int()
+        arguments = x_RD.contiguous(), row_M.contiguous(), bound_L1, total_LD
+        kernels().sum_kernel[(L, -(-D // chunk))](*arguments, D=D, CHUNK=chunk, BM=32, num_warps=4)
+    return total_LD
+
+
+list_sums = torch.library.custom_op("rtx::list_sums", sums_by_kernel, mutates_args=())
+
+
+@list_sums.register_fake
+def _(x_RD: Tensor, row_M: Tensor, count_L: Tensor) -> Tensor:
+    return x_RD.new_empty(len(count_L), x_RD.shape[1], dtype=torch.float64)

@@ -25,9 +25,7 @@ def vectors(x, row_r, real_r, begin, D: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def scores_of(
-    x_nd, x, row_n, inside_n, centroid, c, C, D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr
-):
+def scores_of(x_nd, x, row_n, inside_n, centroid, c, C, D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """Return the scores of a tile of positions with some clusters of a head; 0 behind the last.
 
     x_nd has the first CHUNK numbers of each vector; the others are read here.
@@ -249,6 +247,68 @@ def write_kernel(
     tl.store(times_R + row_n, times_n, inside)
 
 
+@triton.jit
+def compare(score_n, last, floor, bar):
+    """Return which scores are above the last one taken, NaN being the best of all, and which are tied with it."""
+    is_broken = score_n != score_n
+    last_n = tl.broadcast_to(last, score_n.shape)
+    better = (last_n == last_n) & ((score_n > bar) | is_broken)
+    equal = ((score_n >= floor) & (score_n <= bar)) | ((last_n != last_n) & is_broken)
+    return better, equal
+
+
+@triton.jit
+def earliest_kernel(score, value, worst, margin, taken, N, K, BN: tl.constexpr):
+    """Write the places of the K - 1 best of a row of N scores, ascending: all that are better than the last one taken,
+    and the earliest of those tied with it. Of K best values the two worst are what is left out, and that last one.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    left_out = tl.load(worst + 2 * row)
+    last = tl.load(worst + 2 * row + 1)
+    near = tl.load(margin + row)
+    # Scores that are not finite are never tied.
+    finite = (left_out > float("-inf")) & (last < float("inf"))
+    near = tl.where(finite, near, 0.0)
+    near = tl.where(left_out >= last - near, near, 0.0)
+    bar = last + near
+    floor = last - near
+    left = K - 1
+    for begin in range(0, K, BN):
+        k = begin + tl.arange(0, BN)
+        value_k = tl.load(value + row * K + k, k < K, 0.0)
+        better, _ = compare(value_k, last, floor, bar)
+        left -= tl.sum(((k < K) & better).to(tl.int32), 0)
+
+    done = 0
+    for begin in range(0, N, BN):
+        n = begin + tl.arange(0, BN)
+        score_n = tl.load(score + row * N + n, n < N, 0.0)
+        better, equal = compare(score_n, last, floor, bar)
+        equal_n = ((n < N) & equal).to(tl.int32)
+        takes = ((n < N) & better) | ((equal_n > 0) & (tl.cumsum(equal_n, 0) <= left))
+        takes_n = takes.to(tl.int32)
+        tl.store(taken + row * (K - 1) + done + tl.cumsum(takes_n, 0) - 1, n, takes)
+        left -= tl.sum(equal_n, 0)
+        done += tl.sum(takes_n, 0)
+
+
+@triton.jit
+def sum_kernel(x, row_M, bound_L1, total, D: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr):
+    """Write the sum of the vectors of a list's members, CHUNK numbers of it; always in the same order."""
+    of_list = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    first = tl.load(bound_L1 + of_list)
+    behind = tl.load(bound_L1 + of_list + 1)
+    sum_d = tl.zeros([CHUNK], tl.float64)
+    for begin in range(first, behind, BM):
+        m = begin + tl.arange(0, BM)
+        row_m = tl.load(row_M + m, m < behind, 0).to(tl.int64)
+        real = (m < behind)[:, None] & (d < D)[None, :]
+        x_md = tl.load(x + row_m[:, None] * D + d[None, :], real, 0.0)
+        sum_d += tl.sum(x_md, 0).to(tl.float64)
+    tl.store(total + of_list * D + d, sum_d, d < D)
+
+
 class Variant(NamedTuple):
     """A kernel as it is compiled for one use."""
 
@@ -273,10 +333,13 @@ def variants() -> Iterator[Variant]:
         for attend_self in (True, False):
             constants = {"BN": 64, "THRESHOLDS": thresholds, "SELF": attend_self}
             yield variant(write_kernel, constants, 4)
+    yield variant(earliest_kernel, {"BN": 1024}, 4)
+    for size in (64, 128):
+        yield variant(sum_kernel, {"D": size, "CHUNK": size, "BM": 32}, 4)
 
 
-FLOATS = ("x", "centroid", "threshold", "margin", "moment")
-SCALARS = ("N", "H", "C", "D", "room", "window")
+FLOATS = ("x", "centroid", "threshold", "margin", "moment", "score", "value", "worst")
+SCALARS = ("N", "H", "C", "K", "room", "window")
 
 
 def variant(kernel: Any, constants: dict[str, Any], warps: int) -> Variant:
@@ -287,6 +350,8 @@ def variant(kernel: Any, constants: dict[str, Any], warps: int) -> Variant:
             signature[name] = "*fp32"
         elif name in SCALARS:
             signature[name] = "i32"
+        elif name == "total":
+            signature[name] = "*fp64"
         else:
             signature[name] = "*i32"
     signature = {name: kind for name, kind in signature.items() if name not in constants}

@@ -9,6 +9,8 @@ window, L = B * H * C lists, R = B * H * N rows (row = (b * H + h) * N + n), M r
 query members.
 """
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -212,3 +214,91 @@ def orders(selected: Selected, length: int) -> tuple[Tensor, Tensor, Tensor]:
     member_M = torch.arange(len(selected.row_M), device=bound_L1.device)
     list_M = list_of(bound_L1, member_M)
     return list_M * length + selected.row_M % max(1, length), list_M, member_M < bound_L1[-1]
+
+
+def top_members(score_XCN: Tensor, margin_XC: Tensor, window: int) -> Tensor:
+    """Return the positions of the `window` best scores of each cluster, `[X, C, W]`, ascending, int32.
+
+    Of scores within the margin of the last one taken the earliest are taken; NaN is worse than every
+    score. All positions are taken where there are no more than `window`.
+    """
+    return top_members_by(best_places, score_XCN, margin_XC, window)
+
+
+def top_members_by(best: Callable[..., Tensor], score_XCN: Tensor, margin_XC: Tensor, window: int) -> Tensor:
+    """Return what `top_members` does by a function like `best_places`."""
+    sound_XCN = score_XCN.nan_to_num(-math.inf, math.inf, -math.inf)
+    return best(sound_XCN, window, lambda _: margin_XC[..., None]).int()
+
+
+def best_places(score: Tensor, count: int, margin: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return what `ties.best_places` does, in ascending order; of equal infinities or NaN the earliest."""
+    return best_places_by(earliest, score, count, margin)
+
+
+def best_places_by(
+    earliest: Callable[..., Tensor], score: Tensor, count: int, margin: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return what `best_places` does by a function like `earliest`."""
+    N = score.shape[-1]
+    if count >= N:
+        return torch.arange(N, device=score.device).expand(score.shape)
+    value, at = score.topk(count + 1, dim=-1, sorted=False)
+    # The best that is not taken, and the last that is.
+    worst, slot = value.topk(2, dim=-1, largest=False)
+    margins = margin(at.gather(-1, slot[..., 1:])).expand_as(worst[..., 1:])
+    flat = (x.reshape(-1, x.shape[-1]) for x in (score, value, worst, margins))
+    return earliest(*flat).long().view(*score.shape[:-1], count)
+
+
+def earliest(score_XN: Tensor, value_XK: Tensor, worst_X2: Tensor, margin_X1: Tensor) -> Tensor:
+    """Return the places `[X, K - 1]`, int32, of all scores above the last one taken, then of the earliest tied with it.
+
+    Args:
+        value_XK: the best scores, one more than are taken.
+        worst_X2: of these the two worst: the first that is not taken, and the last that is.
+        margin_X1: within which scores are tied with the last one taken.
+    """
+    count = value_XK.shape[1] - 1
+    left_out_X1, last_X1 = worst_X2.split(1, dim=-1)
+    is_tied_X1 = (left_out_X1 >= last_X1 - margin_X1) & left_out_X1.isfinite() & last_X1.isfinite()
+    margin_X1 = torch.where(is_tied_X1, margin_X1, 0)
+    better_XN = ~(score_XN <= last_X1 + margin_X1) & ~last_X1.isnan()  # NaN, too: it is the best
+    equal_XN = (score_XN >= last_X1 - margin_X1) | last_X1.isnan() & score_XN.isnan()
+    equal_XN = equal_XN & ~better_XN
+    room_X1 = count - better_XN.sum(-1, keepdim=True)
+    takes_XN = better_XN | equal_XN & (equal_XN.cumsum(-1) <= room_X1)
+    slot_XN = torch.where(takes_XN, takes_XN.cumsum(-1) - 1, count)
+    place_N = torch.arange(score_XN.shape[1], dtype=torch.int32, device=score_XN.device)
+    place_XK = place_N.new_zeros(value_XK.shape)
+    return place_XK.scatter_(1, slot_XN, place_N.expand(score_XN.shape))[:, :count]
+
+
+def top_lists(position_XCW: Tensor, length: int, window: int, attend_self: bool) -> KernelLists:
+    """Return who reads whom in lists of `W` members each at ascending positions, all of them real.
+
+    Queries stand for keys. X: B * H sequences and heads in this order, as one dimension or two.
+    """
+    device = position_XCW.device
+    C, W = position_XCW.shape[-2:]
+    X = position_XCW.shape[:-2].numel()
+    first_X11 = torch.arange(X, device=device).view(X, 1, 1) * length
+    row_M = (position_XCW.reshape(X, C, W) + first_X11).flatten().int()
+    member_M = torch.arange(X * C * W, device=device)
+    first_M = member_M - member_M % max(1, W)
+    start_M = first_M.maximum(member_M + 1 - window)
+    ranges = ranges_around(member_M, start_M, first_M + W, window, attend_self)
+    count = torch.full((1,), X * C * W, dtype=torch.int32, device=device)
+    return shared_lists(row_M, tuple(x_M.int() for x_M in ranges), row_members(row_M, X * length), count)
+
+
+def list_sums(x_RD: Tensor, row_M: Tensor, count_L: Tensor) -> Tensor:
+    """Return the sums of the members' vectors of each list, `[L, D]`, float64.
+
+    Lists stand one behind the other; those of their members are summed for which there is room.
+    """
+    bound_L1 = bounds(count_L, len(row_M)).to(row_M.dtype)
+    if not len(x_RD):
+        return x_RD.new_zeros(len(count_L), x_RD.shape[1], dtype=torch.float64)
+    # The last bag has what is behind all lists.
+    return F.embedding_bag(row_M, x_RD, bound_L1, mode="sum")[:-1].double()
