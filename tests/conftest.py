@@ -1,4 +1,5 @@
-"""Of all tests: one thread, since tiny tensors only lose by more; this code for all that they start; and signals."""
+"""Of all tests: one thread, since tiny tensors only lose by more; this code for all that they start; GPU kernels by an
+interpreter where there is no GPU; and signals."""
 
 import os
 import signal
@@ -14,6 +15,11 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported, which the next line does
+
 from small_runs import copy, forker, run, workshop  # the workshop in which small runs are made, for whoever asks for it
 
 __all__ = ["copy", "forker", "run", "workshop"]

@@ -1,0 +1,293 @@
+"""Which positions belong to which cluster, by Triton's kernels, without a wait for the GPU.
+
+The operators have static shapes, so that torch.compile takes a whole step as one graph, and CUDA
+graphs replay it. `static_selection.py` has the same functions by torch's kernels.
+
+Shapes: B sequences, H heads, X = B * H, C clusters of a head, N positions, D head size, W attention
+window, L = B * H * C lists, R = B * H * N rows (row = (b * H + h) * N + n), T tiles of positions, M
+room for members.
+"""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rtx.attention.engine.lists import RowMembers
+from rtx.attention.engine.static_selection import (
+    Selected,
+    best_places_by,
+    bounds,
+    shared_lists,
+    top_members_by,
+)
+
+TILE = 64
+"""Positions that a program works on."""
+
+
+@functools.cache
+def kernels() -> ModuleType:
+    """Return the kernels' module, which needs Triton."""
+    from rtx.attention.engine import selection_kernels
+
+    return selection_kernels
+
+
+@functools.cache
+def precision(device: torch.device) -> str:
+    """Return how the kernels multiply float32: three products of TF32 come within its rounding."""
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+        return "ieee"
+    return "tf32x3"
+
+
+def by_thresholds(
+    centroid_HCD: Tensor,
+    x_BHND: Tensor,
+    threshold_HC: Tensor | None,
+    margin_HC: Tensor,
+    *,
+    window: int,
+    attend_self: bool,
+    room: int,
+    nearest: bool = False,
+) -> Selected:
+    """Return what `static_selection.by_thresholds` does, of float32."""
+    assert x_BHND.dtype == torch.float32, "the kernels compute in float32"
+    found = select_members(
+        centroid_HCD.detach(),
+        x_BHND.detach(),
+        None if threshold_HC is None else threshold_HC.detach(),
+        margin_HC.detach(),
+        window,
+        attend_self,
+        room,
+        nearest,
+    )
+    row_M, count_L, start_M, stop_M, low_M, high_M, first_R1, member_M, count, lost, near_BHN, moment_2BHC = found
+    ranges = start_M, stop_M, low_M, high_M
+    lists = shared_lists(row_M, ranges, RowMembers(first_R1, member_M), count)
+    return Selected(
+        row_M,
+        count_L,
+        lists,
+        lost,
+        near_BHN if nearest else None,
+        None if threshold_HC is None else moment_2BHC,
+    )
+
+
+def members_by_kernels(
+    centroid_HCD: Tensor,
+    x_BHND: Tensor,
+    threshold_HC: Tensor | None,
+    margin_HC: Tensor,
+    window: int,
+    attend_self: bool,
+    room: int,
+    nearest: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return what `Selected` consists of: rows, counts, start, stop, low, high, members of rows, ...
+
+    Of the last two, the nearest clusters and the moments, what is not wanted is empty.
+    """
+    has_thresholds = threshold_HC is not None
+    wants_nearest = nearest and has_thresholds
+    bits, highest_BHN, near_BHN, moment_2XCT = scored(centroid_HCD, x_BHND, threshold_HC, margin_HC, wants_nearest)
+    count_LT = tallied(bits, highest_BHN, centroid_HCD.shape[1], has_thresholds)
+    count_L = count_LT.sum(-1)
+    first_L1 = F.pad(count_L.cumsum(0), (1, 0))
+    total = first_L1[-1:]
+    members = written(bits, highest_BHN, count_LT, first_L1, room, window, attend_self, has_thresholds)
+    row_M, start_M, stop_M, low_M, high_M, rank_M, times_R = members
+    count = total.clamp(max=room).int()
+    first_R1, member_M = members_of_rows(row_M, rank_M, times_R, count)
+    if nearest and not has_thresholds:
+        near_BHN = highest_BHN
+    moment_2BHC = joined_moments(moment_2XCT, x_BHND.shape, has_thresholds)
+    lost = (total - room).clamp(min=0)
+    return row_M, count_L, start_M, stop_M, low_M, high_M, first_R1, member_M, count, lost, near_BHN, moment_2BHC
+
+
+select_members = torch.library.custom_op("rtx::select_members", members_by_kernels, mutates_args=())
+
+
+@select_members.register_fake
+def _(
+    centroid_HCD: Tensor,
+    x_BHND: Tensor,
+    threshold_HC: Tensor | None,
+    margin_HC: Tensor,
+    window: int,
+    attend_self: bool,
+    room: int,
+    nearest: bool,
+) -> tuple[Tensor, ...]:
+    B, H, N, _ = x_BHND.shape
+    C = centroid_HCD.shape[1]
+    whole = {"dtype": torch.int32, "device": x_BHND.device}
+    row_M, start_M, stop_M, low_M, high_M, member_M = (torch.empty(room, **whole) for _ in range(6))
+    count_L = torch.empty(B * H * C, dtype=torch.int64, device=x_BHND.device)
+    first_R1 = torch.empty(B * H * N + 1, **whole)
+    count = torch.empty(1, **whole)
+    lost = torch.empty(1, dtype=torch.int64, device=x_BHND.device)
+    near_BHN = torch.empty((B, H, N) if nearest else (0,), **whole)
+    moment_shape = (0,) if threshold_HC is None else (2, B, H, C)
+    moment_2BHC = torch.empty(moment_shape, dtype=torch.float64, device=x_BHND.device)
+    return row_M, count_L, start_M, stop_M, low_M, high_M, first_R1, member_M, count, lost, near_BHN, moment_2BHC
+
+
+def chunk_of(size: int, precision: str) -> int:
+    """Return how many numbers of vectors are multiplied at once: more do not fit in registers."""
+    return min(32 if precision == "ieee" else 64, max(16, 1 << (size - 1).bit_length()))
+
+
+def scored(
+    centroid_HCD: Tensor, x_BHND: Tensor, threshold_HC: Tensor | None, margin_HC: Tensor, nearest: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what `score_kernel` writes; what is not wanted is empty."""
+    module = kernels()
+    B, H, N, D = x_BHND.shape
+    C = centroid_HCD.shape[1]
+    tiles = -(-N // TILE)
+    exactness = precision(x_BHND.device)
+    clusters = int(module.CLUSTERS.value)
+    has_thresholds = threshold_HC is not None
+    x_BHND = x_BHND.contiguous()
+    centroid_HCD = centroid_HCD.contiguous()
+    margin_HC = margin_HC.contiguous()
+    threshold_HC = margin_HC if threshold_HC is None else threshold_HC.contiguous()
+    words = -(-C // clusters) if has_thresholds else 0
+    bits = x_BHND.new_empty(B * H, words, N, dtype=torch.int32)
+    highest_BHN = x_BHND.new_empty(B, H, N, dtype=torch.int32)
+    near_BHN = x_BHND.new_empty((B, H, N) if nearest else (0,), dtype=torch.int32)
+    moment_2XCT = x_BHND.new_empty(2, B * H, C, tiles if has_thresholds else 0)
+    if x_BHND.numel():
+        module.score_kernel[(tiles, B * H)](
+            x_BHND, centroid_HCD, threshold_HC, margin_HC, bits, highest_BHN, near_BHN, moment_2XCT, N, H, C,
+            D=D, CHUNK=chunk_of(D, exactness), BN=TILE, PRECISION=exactness,
+            THRESHOLDS=has_thresholds, NEAREST=nearest, num_warps=4, num_stages=1,
+        )  # fmt: skip
+    return bits, highest_BHN, near_BHN, moment_2XCT
+
+
+def tallied(bits: Tensor, highest_BHN: Tensor, clusters: int, has_thresholds: bool) -> Tensor:
+    """Return how many members each list has in each tile, `[L, T]`."""
+    B, H, N = highest_BHN.shape
+    tiles = -(-N // TILE)
+    count_LT = bits.new_empty(B * H * clusters, tiles)
+    if highest_BHN.numel():
+        kernels().tally_kernel[(tiles, B * H)](
+            bits, highest_BHN, count_LT, N, clusters, BN=TILE, THRESHOLDS=has_thresholds, num_warps=4
+        )
+    return count_LT
+
+
+def written(
+    bits: Tensor,
+    highest_BHN: Tensor,
+    count_LT: Tensor,
+    first_L1: Tensor,
+    room: int,
+    window: int,
+    attend_self: bool,
+    has_thresholds: bool,
+) -> tuple[Tensor, ...]:
+    """Return rows, start, stop, low, high and ranks of members, and how many members each row has."""
+    B, H, N = highest_BHN.shape
+    L, tiles = count_LT.shape
+    row_M = bits.new_zeros(room)
+    rank_M = bits.new_zeros(room)
+    start_M, stop_M, low_M, high_M = (bits.new_full((room,), room) for _ in range(4))
+    times_R = bits.new_empty(B * H * N)
+    # Counted in int64: with low thresholds every position joins every cluster.
+    first_T = (count_LT.flatten().cumsum(0) - count_LT.flatten()).clamp(max=room).int()
+    if highest_BHN.numel():
+        kernels().write_kernel[(tiles, B * H)](
+            bits, highest_BHN, first_T, first_L1.clamp(max=room).int(),
+            row_M, start_M, stop_M, low_M, high_M, rank_M, times_R, room, min(window, N), N, L // (B * H),
+            BN=TILE, THRESHOLDS=has_thresholds, SELF=attend_self, num_warps=4,
+        )  # fmt: skip
+    return row_M, start_M, stop_M, low_M, high_M, rank_M, times_R
+
+
+def members_of_rows(row_M: Tensor, rank_M: Tensor, times_R: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `RowMembers` by the rank of each member in its row; padding fills the room behind."""
+    first_R1 = F.pad(times_R.cumsum(0), (1, 0))
+    every_M = torch.arange(len(row_M), device=row_M.device)
+    slot_M = torch.where(every_M < count, first_R1[row_M] + rank_M, every_M)
+    member_M = torch.empty_like(row_M).scatter_(0, slot_M, every_M.int())
+    return first_R1.int(), member_M
+
+
+def joined_moments(moment_2XCT: Tensor, shape: torch.Size, has_thresholds: bool) -> Tensor:
+    """Return the sums `[2, B, H, C]` of scores and of their squares, by the moments of tiles.
+
+    A tile's squares are of distances from its mean, so that of scores that hardly differ float32 has
+    the deviation.
+    """
+    if not has_thresholds:
+        return moment_2XCT.new_empty(0, dtype=torch.float64)
+    B, H, N, _ = shape
+    first_T = torch.arange(0, N, TILE, device=moment_2XCT.device)
+    size_T = (N - first_T).clamp(max=TILE)
+    sum_XCT, distance_XCT = moment_2XCT.double()
+    square_XCT = distance_XCT + sum_XCT.square() / size_T
+    moment_2XC = torch.stack([sum_XCT.sum(-1), square_XCT.sum(-1)])
+    return moment_2XC.view(2, B, H, moment_2XCT.shape[2])
+
+
+def top_members(score_XCN: Tensor, margin_XC: Tensor, window: int) -> Tensor:
+    """Return what `static_selection.top_members` does, of float32."""
+    return top_members_by(best_places, score_XCN, margin_XC, window)
+
+
+def best_places(score: Tensor, count: int, margin: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return what `static_selection.best_places` does, of float32."""
+    return best_places_by(earliest, score.detach(), count, margin)
+
+
+def earliest_by_kernel(score_XN: Tensor, value_XK: Tensor, worst_X2: Tensor, margin_X1: Tensor) -> Tensor:
+    """Return what `static_selection.earliest` does, of float32."""
+    assert score_XN.dtype == margin_X1.dtype == torch.float32, "the kernels compute in float32"
+    X, N = score_XN.shape
+    K = value_XK.shape[1]
+    taken_XK = score_XN.new_empty(X, K - 1, dtype=torch.int32)
+    if X:
+        tensors = (x.contiguous() for x in (score_XN, value_XK, worst_X2, margin_X1))
+        kernels().earliest_kernel[(X,)](*tensors, taken_XK, N, K, BN=1024, num_warps=4)
+    return taken_XK
+
+
+earliest = torch.library.custom_op("rtx::earliest", earliest_by_kernel, mutates_args=())
+
+
+@earliest.register_fake
+def _(score_XN: Tensor, value_XK: Tensor, worst_X2: Tensor, margin_X1: Tensor) -> Tensor:
+    return score_XN.new_empty(len(score_XN), value_XK.shape[1] - 1, dtype=torch.int32)
+
+
+def sums_by_kernel(x_RD: Tensor, row_M: Tensor, count_L: Tensor) -> Tensor:
+    """Return what `static_selection.list_sums` does, of float32 and int32 rows."""
+    assert x_RD.dtype == torch.float32, "the kernels compute in float32"
+    L = len(count_L)
+    D = x_RD.shape[1]
+    chunk = min(128, max(16, 1 << (D - 1).bit_length()))
+    total_LD = x_RD.new_zeros(L, D, dtype=torch.float64)
+    if L and len(row_M):
+        bound_L1 = bounds(count_L, len(row_M)).int()
+        arguments = x_RD.contiguous(), row_M.contiguous(), bound_L1, total_LD
+        kernels().sum_kernel[(L, -(-D // chunk))](*arguments, D=D, CHUNK=chunk, BM=32, num_warps=4)
+    return total_LD
+
+
+list_sums = torch.library.custom_op("rtx::list_sums", sums_by_kernel, mutates_args=())
+
+
+@list_sums.register_fake
+def _(x_RD: Tensor, row_M: Tensor, count_L: Tensor) -> Tensor:
+    return x_RD.new_empty(len(count_L), x_RD.shape[1], dtype=torch.float64)

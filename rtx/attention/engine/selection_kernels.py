@@ -1,0 +1,358 @@
+"""Kernels that select the members of clusters on a GPU. `selection.py` starts them and says what they return.
+
+Scores exist in registers alone. What a position joins leaves the first kernel as bits, so that the
+kernels that count and write members read one decision and cannot disagree.
+
+Shapes: X sequences and heads (x = b * H + h), C clusters of a head, N positions, D head size,
+L = X * C lists, T tiles of positions, M room for members. Rows are x * N + n.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+CLUSTERS = tl.constexpr(32)
+"""Clusters that a program works on at once: their decisions are the bits of one number."""
+
+
+@triton.jit
+def vectors(x, row_r, real_r, begin, D: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the numbers of some rows from `begin` on; 0 behind the last."""
+    d = begin + tl.arange(0, CHUNK)
+    return tl.load(x + row_r[:, None] * D + d[None, :], real_r[:, None] & (d < D)[None, :], 0.0)
+
+
+@triton.jit
+def scores_of(x_nd, x, row_n, inside_n, centroid, c, C, D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the scores of a tile of positions with some clusters of a head; 0 behind the last.
+
+    x_nd has the first CHUNK numbers of each vector; the others are read here.
+    """
+    centroid_cd = vectors(centroid, c, c < C, 0, D, CHUNK)
+    score_nc = tl.dot(x_nd, tl.trans(centroid_cd), input_precision=PRECISION)
+    for begin in range(CHUNK, D, CHUNK):
+        more_nd = vectors(x, row_n, inside_n, begin, D, CHUNK)
+        centroid_cd = vectors(centroid, c, c < C, begin, D, CHUNK)
+        score_nc = tl.dot(more_nd, tl.trans(centroid_cd), score_nc, input_precision=PRECISION)
+    return score_nc
+
+
+@triton.jit
+def sound_values(value, c, C):
+    """Return the values with -inf for NaN and for clusters that do not exist, and who has a NaN."""
+    real = (c < C)[None, :]
+    broken = real & (value != value)
+    value = tl.where(real & (value == value), value, float("-inf"))
+    return value, tl.max(broken.to(tl.int32), 1)
+
+
+@triton.jit
+def first_that_reaches(reach_nc, c, best_n):
+    """Return the first cluster of a tile whose value and margin reach the best; a large one: none."""
+    reaches = reach_nc >= best_n[:, None]
+    return tl.min(tl.where(reaches, tl.broadcast_to(c[None, :], reach_nc.shape), 1 << 30), 1)
+
+
+@triton.jit
+def follow(value_nc, margin_c, c, best_n, first_n, reach_n, rival_n, unsure_n):
+    """Let the best value so far, and the first cluster tied with it, take in a tile of clusters.
+
+    reach is value plus margin of that first cluster, rival the highest such sum of the others. A
+    rival that reaches a new best, which the first does not, may not be the first to do so: `unsure`.
+    """
+    reach_nc = value_nc + margin_c[None, :]
+    best_n = tl.maximum(best_n, tl.max(value_nc, 1))
+    stays_n = reach_n >= best_n
+    unsure_n = unsure_n | ((~stays_n) & (rival_n >= best_n)).to(tl.int32)
+    first_n = tl.where(stays_n, first_n, first_that_reaches(reach_nc, c, best_n))
+    is_first = c[None, :] == first_n[:, None]
+    here_n = tl.max(tl.where(is_first, reach_nc, float("-inf")), 1)
+    reach_n = tl.where(stays_n, reach_n, here_n)
+    rival_n = tl.maximum(rival_n, tl.max(tl.where(is_first, float("-inf"), reach_nc), 1))
+    return best_n, first_n, reach_n, rival_n, unsure_n
+
+
+@triton.jit
+def score_kernel(
+    x, centroid, threshold, margin, bits, highest, nearest, moment, N, H, C,
+    D: tl.constexpr, CHUNK: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    THRESHOLDS: tl.constexpr, NEAREST: tl.constexpr,
+):  # fmt: skip
+    """Score a tile of positions; write who joins, the highest cluster, and the scores' moments.
+
+    Writes:
+        bits [X, ceil(C / 32), N]: bit i of word w: the position joins cluster 32 w + i by its threshold.
+        highest [X, N]: the cluster of the highest score less threshold, or of the highest score.
+        nearest [X, N]: with thresholds and if NEAREST, the cluster of the highest score.
+        moment [2, X, C, T]: with thresholds, sums of a tile's scores, and of their squared distances
+            from the tile's mean.
+    """
+    tile = tl.program_id(0)
+    group = tl.program_id(1)
+    head = group % H
+    tiles = tl.num_programs(0)
+    n = tile * BN + tl.arange(0, BN)
+    inside = n < N
+    row = group.to(tl.int64) * N + n
+    x_nd = vectors(x, row, inside, 0, D, CHUNK)
+    centroid += head * C * D
+    margin += head * C
+    threshold += head * C
+    words = tl.cdiv(C, CLUSTERS)
+
+    lowest_n = tl.full([BN], float("-inf"), tl.float32)
+    nothing_n = tl.zeros([BN], tl.int32)
+    best_n, first_n, reach_n, rival_n, unsure_n = lowest_n, nothing_n, lowest_n, lowest_n, nothing_n
+    broken_n = nothing_n
+    top_n, near_n, near_reach_n, near_rival_n = lowest_n, nothing_n, lowest_n, lowest_n
+    near_broken_n = nothing_n
+    for word in range(0, words):
+        c = word * CLUSTERS + tl.arange(0, CLUSTERS)
+        score_nc = scores_of(x_nd, x, row, inside, centroid, c, C, D, CHUNK, PRECISION)
+        margin_c = tl.load(margin + c, c < C, 0.0)
+        value_nc = score_nc
+        if THRESHOLDS:
+            value_nc = score_nc - tl.load(threshold + c, c < C, 0.0)[None, :]
+            joins = (value_nc >= -margin_c[None, :]) & (c < C)[None, :]
+            bit_nc = joins.to(tl.int32) << (c % CLUSTERS)[None, :]
+            tl.store(bits + (group.to(tl.int64) * words + word) * N + n, tl.sum(bit_nc, 1), inside)
+            write_moments(score_nc, inside, N - tile * BN, moment, group, c, C, tile, tiles, BN)
+        value_nc, found_n = sound_values(value_nc, c, C)
+        broken_n = broken_n | found_n
+        best_n, first_n, reach_n, rival_n, unsure_n = follow(
+            value_nc, margin_c, c, best_n, first_n, reach_n, rival_n, unsure_n
+        )
+        if NEAREST:
+            score_nc, near_found_n = sound_values(score_nc, c, C)
+            near_broken_n = near_broken_n | near_found_n
+            top_n, near_n, near_reach_n, near_rival_n, unsure_n = follow(
+                score_nc, margin_c, c, top_n, near_n, near_reach_n, near_rival_n, unsure_n
+            )
+
+    # Three clusters tied across tiles are rare: the scores are computed once more for them alone.
+    if tl.max(unsure_n, 0) > 0:
+        first_n = tl.full([BN], 1 << 30, tl.int32)
+        near_n = tl.full([BN], 1 << 30, tl.int32)
+        for word in range(0, words):
+            c = word * CLUSTERS + tl.arange(0, CLUSTERS)
+            score_nc = scores_of(x_nd, x, row, inside, centroid, c, C, D, CHUNK, PRECISION)
+            margin_c = tl.load(margin + c, c < C, 0.0)
+            value_nc = score_nc
+            if THRESHOLDS:
+                value_nc = score_nc - tl.load(threshold + c, c < C, 0.0)[None, :]
+            value_nc, found_n = sound_values(value_nc, c, C)
+            reach_nc = value_nc + margin_c[None, :]
+            first_n = tl.minimum(first_n, first_that_reaches(reach_nc, c, best_n))
+            if NEAREST:
+                score_nc, near_found_n = sound_values(score_nc, c, C)
+                reach_nc = score_nc + margin_c[None, :]
+                near_n = tl.minimum(near_n, first_that_reaches(reach_nc, c, top_n))
+    tl.store(highest + row, tl.where(broken_n > 0, 0, first_n), inside)
+    if NEAREST:
+        tl.store(nearest + row, tl.where(near_broken_n > 0, 0, near_n), inside)
+
+
+@triton.jit
+def write_moments(
+    score_nc, inside, left, moment, group, c, C, tile, tiles, BN: tl.constexpr
+):  # fmt: skip
+    """Write the sums of a tile's scores, and of their squared distances from the tile's mean."""
+    count = tl.minimum(left, BN).to(tl.float32)
+    sum_c = tl.sum(tl.where(inside[:, None], score_nc, 0.0), 0)
+    distance_nc = tl.where(inside[:, None], score_nc - (sum_c / count)[None, :], 0.0)
+    to = (group.to(tl.int64) * C + c) * tiles + tile
+    tl.store(moment + to, sum_c, c < C)
+    behind = tl.num_programs(1).to(tl.int64) * C * tiles
+    tl.store(moment + behind + to, tl.sum(distance_nc * distance_nc, 0), c < C)
+
+
+@triton.jit
+def memberships(bits, highest_n, group, n, inside, word, words, N, C, THRESHOLDS: tl.constexpr):
+    """Return 1 where a position is a member of a cluster: by its threshold, or the highest."""
+    c = word * CLUSTERS + tl.arange(0, CLUSTERS)
+    joins = (highest_n[:, None] == c[None, :]) & inside[:, None]
+    if THRESHOLDS:
+        word_n = tl.load(bits + (group.to(tl.int64) * words + word) * N + n, inside, 0)
+        joins = joins | (((word_n[:, None] >> (c % CLUSTERS)[None, :]) & 1) > 0)
+    return joins.to(tl.int32)
+
+
+@triton.jit
+def tally_kernel(bits, highest, count, N, C, BN: tl.constexpr, THRESHOLDS: tl.constexpr):
+    """Write how many positions of each tile are members of each cluster: count [X, C, T]."""
+    tile = tl.program_id(0)
+    group = tl.program_id(1)
+    tiles = tl.num_programs(0)
+    n = tile * BN + tl.arange(0, BN)
+    inside = n < N
+    highest_n = tl.load(highest + group.to(tl.int64) * N + n, inside, -1)
+    words = tl.cdiv(C, CLUSTERS)
+    for word in range(0, words):
+        joins_nc = memberships(bits, highest_n, group, n, inside, word, words, N, C, THRESHOLDS)
+        c = word * CLUSTERS + tl.arange(0, CLUSTERS)
+        to = (group.to(tl.int64) * C + c) * tiles + tile
+        tl.store(count + to, tl.sum(joins_nc, 0), c < C)
+
+
+@triton.jit
+def write_kernel(
+    bits, highest, first_T, first_L1, row_M, start_M, stop_M, low_M, high_M, rank_M, times_R,
+    room, window, N, C, BN: tl.constexpr, THRESHOLDS: tl.constexpr, SELF: tl.constexpr,
+):  # fmt: skip
+    """Write the members of a tile of positions, each with its range, readers and rank in its row.
+
+    Args:
+        first_T [X, C, T]: the first member of each cluster in each tile, `room` at the most.
+        first_L1 [L + 1]: the first member of each list, and behind the last, `room` at the most.
+        rank_M: how many members of the same row are in lists before.
+        times_R: how many members each row has; of members for which there is room.
+    """
+    tile = tl.program_id(0)
+    group = tl.program_id(1)
+    tiles = tl.num_programs(0)
+    n = tile * BN + tl.arange(0, BN)
+    inside = n < N
+    row_n = group * N + n
+    highest_n = tl.load(highest + row_n, inside, -1)
+    times_n = tl.zeros([BN], tl.int32)
+    words = tl.cdiv(C, CLUSTERS)
+    for word in range(0, words):
+        joins_nc = memberships(bits, highest_n, group, n, inside, word, words, N, C, THRESHOLDS)
+        c = word * CLUSTERS + tl.arange(0, CLUSTERS)
+        of_list = group.to(tl.int64) * C + c
+        before_c = tl.load(first_T + of_list * tiles + tile, c < C, 0)
+        m = before_c[None, :] + tl.cumsum(joins_nc, 0) - joins_nc
+        fits = (joins_nc > 0) & (m < room)
+        fits_nc = fits.to(tl.int32)
+        rank = times_n[:, None] + tl.cumsum(fits_nc, 1) - fits_nc
+        times_n += tl.sum(fits_nc, 1)
+
+        first = tl.load(first_L1 + of_list, c < C, 0)[None, :]
+        behind = tl.load(first_L1 + of_list + 1, c < C, 0)[None, :]
+        start = tl.maximum(first, m + 1 - window)
+        stop = m + 1
+        low = m
+        if not SELF:  # a member reads itself where it reads nothing else
+            alone = m == start
+            stop = tl.where(alone, m + 1, m)
+            low = tl.where(alone, m, m + 1)
+        tl.store(row_M + m, tl.broadcast_to(row_n[:, None], m.shape), fits)
+        tl.store(start_M + m, start, fits)
+        tl.store(stop_M + m, stop, fits)
+        tl.store(low_M + m, low, fits)
+        tl.store(high_M + m, tl.minimum(behind, m + window), fits)
+        tl.store(rank_M + m, rank, fits)
+    tl.store(times_R + row_n, times_n, inside)
+
+
+@triton.jit
+def compare(score_n, last, floor, bar):
+    """Return which scores are above the last one taken, NaN being the best of all, and which are tied with it."""
+    is_broken = score_n != score_n
+    last_n = tl.broadcast_to(last, score_n.shape)
+    better = (last_n == last_n) & ((score_n > bar) | is_broken)
+    equal = ((score_n >= floor) & (score_n <= bar)) | ((last_n != last_n) & is_broken)
+    return better, equal
+
+
+@triton.jit
+def earliest_kernel(score, value, worst, margin, taken, N, K, BN: tl.constexpr):
+    """Write the places of the K - 1 best of a row of N scores, ascending: all that are better than the last one taken,
+    and the earliest of those tied with it. Of K best values the two worst are what is left out, and that last one.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    left_out = tl.load(worst + 2 * row)
+    last = tl.load(worst + 2 * row + 1)
+    near = tl.load(margin + row)
+    # Scores that are not finite are never tied.
+    finite = (left_out > float("-inf")) & (last < float("inf"))
+    near = tl.where(finite, near, 0.0)
+    near = tl.where(left_out >= last - near, near, 0.0)
+    bar = last + near
+    floor = last - near
+    left = K - 1
+    for begin in range(0, K, BN):
+        k = begin + tl.arange(0, BN)
+        value_k = tl.load(value + row * K + k, k < K, 0.0)
+        better, _ = compare(value_k, last, floor, bar)
+        left -= tl.sum(((k < K) & better).to(tl.int32), 0)
+
+    done = 0
+    for begin in range(0, N, BN):
+        n = begin + tl.arange(0, BN)
+        score_n = tl.load(score + row * N + n, n < N, 0.0)
+        better, equal = compare(score_n, last, floor, bar)
+        equal_n = ((n < N) & equal).to(tl.int32)
+        takes = ((n < N) & better) | ((equal_n > 0) & (tl.cumsum(equal_n, 0) <= left))
+        takes_n = takes.to(tl.int32)
+        tl.store(taken + row * (K - 1) + done + tl.cumsum(takes_n, 0) - 1, n, takes)
+        left -= tl.sum(equal_n, 0)
+        done += tl.sum(takes_n, 0)
+
+
+@triton.jit
+def sum_kernel(x, row_M, bound_L1, total, D: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr):
+    """Write the sum of the vectors of a list's members, CHUNK numbers of it; always in the same order."""
+    of_list = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    first = tl.load(bound_L1 + of_list)
+    behind = tl.load(bound_L1 + of_list + 1)
+    sum_d = tl.zeros([CHUNK], tl.float64)
+    for begin in range(first, behind, BM):
+        m = begin + tl.arange(0, BM)
+        row_m = tl.load(row_M + m, m < behind, 0).to(tl.int64)
+        real = (m < behind)[:, None] & (d < D)[None, :]
+        x_md = tl.load(x + row_m[:, None] * D + d[None, :], real, 0.0)
+        sum_d += tl.sum(x_md, 0).to(tl.float64)
+    tl.store(total + of_list * D + d, sum_d, d < D)
+
+
+class Variant(NamedTuple):
+    """A kernel as it is compiled for one use."""
+
+    kernel: Any
+    signature: dict[str, str]
+    """The type of every argument that is not constant."""
+    constants: dict[str, Any]
+    options: dict[str, int]
+    """Warps and stages."""
+
+
+def variants() -> Iterator[Variant]:
+    """Yield the kernels as they are compiled for head sizes 64 to 256, for compilation ahead of time."""
+    for size in (64, 128, 256):
+        for precision, chunk in (("tf32x3", 64), ("ieee", 32)):
+            sizes = {"D": size, "CHUNK": chunk, "BN": 64, "PRECISION": precision}
+            for thresholds, nearest in ((True, False), (True, True), (False, False)):
+                constants = {**sizes, "THRESHOLDS": thresholds, "NEAREST": nearest}
+                yield variant(score_kernel, constants, 4)
+    for thresholds in (True, False):
+        yield variant(tally_kernel, {"BN": 64, "THRESHOLDS": thresholds}, 4)
+        for attend_self in (True, False):
+            constants = {"BN": 64, "THRESHOLDS": thresholds, "SELF": attend_self}
+            yield variant(write_kernel, constants, 4)
+    yield variant(earliest_kernel, {"BN": 1024}, 4)
+    for size in (64, 128):
+        yield variant(sum_kernel, {"D": size, "CHUNK": size, "BM": 32}, 4)
+
+
+FLOATS = ("x", "centroid", "threshold", "margin", "moment", "score", "value", "worst")
+SCALARS = ("N", "H", "C", "K", "room", "window")
+
+
+def variant(kernel: Any, constants: dict[str, Any], warps: int) -> Variant:
+    """Return a variant of a kernel; the types of arguments go by their names."""
+    signature = {}
+    for name in kernel.arg_names:
+        if name in FLOATS:
+            signature[name] = "*fp32"
+        elif name in SCALARS:
+            signature[name] = "i32"
+        elif name == "total":
+            signature[name] = "*fp64"
+        else:
+            signature[name] = "*i32"
+    signature = {name: kind for name, kind in signature.items() if name not in constants}
+    return Variant(kernel, signature, constants, {"num_warps": warps, "num_stages": 1})

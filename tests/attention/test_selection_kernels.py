@@ -1,0 +1,419 @@
+"""The selection of a GPU, without a wait, gives the members, ranges and statistics of torch's own on a CPU.
+
+Its kernels run on the GPU where there is one, else in Triton's interpreter.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+pytest.importorskip("triton")
+
+from rtx.attention.engine import selection, static_selection
+from rtx.attention.engine.lists import KernelLists, kernel_lists
+from rtx.attention.engine.static_selection import Selected
+from rtx.attention.packed import Packed, members_read, pack
+from rtx.attention.selection import by_scores, members, normalise
+from rtx.attention.ties import best_places, centroid_margin
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WAYS = pytest.mark.parametrize("way", [selection, static_selection], ids=["triton", "torch"])
+
+
+class Case(NamedTuple):
+    """What is selected from, and how."""
+
+    B: int
+    H: int
+    N: int
+    D: int
+    C: int
+    W: int
+    attend_self: bool = False
+    repeated: bool = False
+    """Whether vectors and centroids come several times."""
+
+
+CASES = [
+    Case(1, 2, 100, 16, 5, 12),
+    Case(2, 1, 130, 6, 40, 20, attend_self=True),
+    Case(1, 2, 64, 80, 70, 7),
+    Case(1, 1, 50, 16, 1, 1),
+    Case(1, 1, 5, 3, 2, 9, attend_self=True),
+    Case(2, 1, 70, 64, 36, 9, repeated=True),
+    Case(1, 2, 0, 16, 3, 4),
+    Case(1, 0, 9, 16, 3, 4),
+    Case(0, 2, 9, 16, 3, 4),
+]
+
+
+class Drawn(NamedTuple):
+    """Centroids, vectors, thresholds and margins."""
+
+    centroid_HCD: Tensor
+    x_BHND: Tensor
+    threshold_HC: Tensor
+    margin_HC: Tensor
+
+
+def drawn(case: Case, seed: int = 0) -> Drawn:
+    """Return what is selected from; thresholds that about W positions reach."""
+    generator = torch.Generator().manual_seed(seed)
+    x_BHND = normalise(torch.randn(case.B, case.H, case.N, case.D, generator=generator))
+    centroid_HCD = torch.randn(case.H, case.C, case.D, generator=generator)
+    if case.repeated:
+        x_BHND = x_BHND[:, :, torch.randint(7, (case.N,), generator=generator)]
+        centroid_HCD = centroid_HCD[:, torch.randint(5, (case.C,), generator=generator)]
+    level = math.sqrt(2 * case.D) * (1 - case.W / max(case.W, case.N))
+    threshold_HC = level + torch.randn(case.H, case.C, generator=generator)
+    if case.repeated and case.B * case.H:  # a score reaches its own threshold
+        threshold_HC = (centroid_HCD * x_BHND[0, :, :1]).sum(-1)
+    parts = centroid_HCD, x_BHND, threshold_HC, centroid_margin(centroid_HCD, torch.float32)
+    return Drawn(*(x.to(DEVICE) for x in parts))
+
+
+def expected(data: Drawn, case: Case, has_thresholds: bool) -> tuple[Packed, Tensor, Tensor | None]:
+    """Return the members, the nearest clusters and the moments of torch's own selection."""
+    threshold_HC = data.threshold_HC if has_thresholds else None
+    window = case.W if has_thresholds else 0
+    found = by_scores(data.centroid_HCD, data.x_BHND, threshold_HC, window=window, nearest=True)
+    row_M, count_L, nearest_BHN, moment_2BHC = found
+    if nearest_BHN is None:
+        nearest_BHN = torch.zeros(data.x_BHND.shape[:3], dtype=torch.int64, device=DEVICE)
+    lists = Packed(row_M, count_L) if has_thresholds else pack(nearest_BHN, case.C)
+    return lists, nearest_BHN, moment_2BHC
+
+
+def select(way: ModuleType, data: Drawn, case: Case, has_thresholds: bool, room: int, nearest: bool = True) -> Selected:
+    """Return what a way of selection gives."""
+    return way.by_thresholds(
+        data.centroid_HCD,
+        data.x_BHND,
+        data.threshold_HC if has_thresholds else None,
+        data.margin_HC,
+        window=case.W,
+        attend_self=case.attend_self,
+        room=room,
+        nearest=nearest,
+    )
+
+
+def check_lists(lists: KernelLists, wanted: KernelLists) -> None:
+    """Compare lists with those in which every member is real; members behind the count are read by none."""
+    P = len(wanted.query_row_P)
+    M = len(wanted.key_row_M)
+    assert lists.count_2.tolist() == [P, M]
+    for name in ("query_row_P", "start_P", "stop_P"):
+        assert torch.equal(getattr(lists, name)[:P], getattr(wanted, name)), name
+    assert torch.equal(lists.key_row_M[:M], wanted.key_row_M)
+    has_readers = wanted.low_M < wanted.high_M
+    assert torch.equal(lists.low_M[:M] < lists.high_M[:M], has_readers)
+    for name in ("low_M", "high_M"):
+        assert torch.equal(getattr(lists, name)[:M][has_readers], getattr(wanted, name)[has_readers]), name
+    for ours, theirs in ((lists.query_members, wanted.query_members), (lists.key_members, wanted.key_members)):
+        assert torch.equal(ours.first_R1, theirs.first_R1)
+        assert torch.equal(ours.member_M[: len(theirs.member_M)], theirs.member_M)
+    for name, count in (("start_P", P), ("stop_P", P), ("low_M", M), ("high_M", M)):
+        behind = getattr(lists, name)[count:]
+        assert bool((behind == len(lists.key_row_M if name.endswith("P") else lists.query_row_P)).all()), name
+    assert not bool(lists.query_row_P[P:].any())
+    assert not bool(lists.key_row_M[M:].any())
+
+
+@WAYS
+@pytest.mark.parametrize("has_thresholds", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_members_ranges_and_statistics_are_those_of_the_scores(
+    way: ModuleType, case: Case, has_thresholds: bool
+) -> None:
+    data = drawn(case)
+    packed, nearest_BHN, moment_2BHC = expected(data, case, has_thresholds)
+    room = len(packed.row_M) + 5 if has_thresholds else case.B * case.H * case.N
+    found = select(way, data, case, has_thresholds, room)
+    assert torch.equal(found.count_L, packed.count_L)
+    assert found.lost.tolist() == [0]
+    rows = data.x_BHND.shape[:3].numel()
+    check_lists(found.lists, kernel_lists(members_read(packed, packed, case.N, case.W, case.attend_self), rows))
+    assert found.nearest_BHN is not None
+    assert torch.equal(found.nearest_BHN.long(), nearest_BHN)
+    assert (found.moment_2BHC is None) == (not has_thresholds)
+    if found.moment_2BHC is not None and moment_2BHC is not None:
+        torch.testing.assert_close(found.moment_2BHC, moment_2BHC, rtol=1e-5, atol=1e-4)
+    assert select(way, data, case, has_thresholds, room, nearest=False).nearest_BHN is None
+
+
+@WAYS
+@pytest.mark.parametrize("case", CASES[:3])
+@pytest.mark.parametrize("share", [0, 1, 0.3, 0.8])
+def test_without_room_the_last_members_of_the_last_lists_are_left_out(
+    way: ModuleType, case: Case, share: float
+) -> None:
+    """A share of 1 stands for one member too many."""
+    data = drawn(case)
+    packed, _, _ = expected(data, case, True)
+    members = len(packed.row_M)
+    room = members - 1 if share == 1 else int(share * members)
+    found = select(way, data, case, True, room)
+    assert torch.equal(found.count_L, packed.count_L)
+    assert found.lost.tolist() == [members - room]
+    behind_L = packed.count_L.cumsum(0).clamp(max=room)
+    cut = Packed(packed.row_M[:room], behind_L.diff(prepend=behind_L.new_zeros(1)))
+    rows = data.x_BHND.shape[:3].numel()
+    check_lists(found.lists, kernel_lists(members_read(cut, cut, case.N, case.W, case.attend_self), rows))
+
+
+@WAYS
+@pytest.mark.parametrize("case", [CASES[0], CASES[5]])
+def test_nan_goes_to_the_first_cluster(way: ModuleType, case: Case) -> None:
+    """Of a position all scores may be NaN, of a cluster those of all positions, and a threshold."""
+    for spoiled in range(3):
+        data = drawn(case)
+        tensor = (data.x_BHND, data.centroid_HCD, data.threshold_HC)[spoiled]
+        tensor[..., 2 if spoiled == 2 else 1, ...] = math.nan
+        data = data._replace(margin_HC=centroid_margin(data.centroid_HCD, torch.float32))
+        for has_thresholds in (True, False):
+            packed, nearest_BHN, _ = expected(data, case, has_thresholds)
+            found = select(way, data, case, has_thresholds, len(packed.row_M) + 3)
+            assert torch.equal(found.count_L, packed.count_L)
+            assert torch.equal(found.row_M[: len(packed.row_M)].long(), packed.row_M)
+            assert found.nearest_BHN is not None
+            assert torch.equal(found.nearest_BHN.long(), nearest_BHN)
+
+
+@WAYS
+@pytest.mark.parametrize("level", [math.inf, -math.inf])
+def test_infinite_thresholds_take_all_positions_or_give_all_to_the_first_cluster(way: ModuleType, level: float) -> None:
+    case = CASES[0]
+    data = drawn(case)
+    data.threshold_HC.fill_(level)
+    packed, _, _ = expected(data, case, True)
+    found = select(way, data, case, True, len(packed.row_M))
+    assert torch.equal(found.row_M.long(), packed.row_M)
+
+
+@WAYS
+def test_of_tied_clusters_the_first_wins_however_far_apart_they_are(way: ModuleType) -> None:
+    """Chains of near ties: a later cluster is better, and tied with an earlier one, but not with the first."""
+    D, C = 16, 100
+    case = Case(1, 1, 40, D, C, 5)
+    x_BHND = normalise(torch.randn(1, 1, 40, D, generator=torch.Generator().manual_seed(1)))
+    margin_HC = torch.full((1, C), 0.1)
+    for better in ({3: 0.0, 40: 0.09, 99: 0.15}, {3: 0.0, 5: 0.05, 70: 0.12}, {1: 0.0, 2: 0.09, 3: 0.18, 98: 0.05}):
+        centroid_HCD = -x_BHND[0, :, :1].repeat(1, C, 1)
+        for cluster, more in better.items():
+            centroid_HCD[0, cluster] = x_BHND[0, 0, 0] * (1 + more / D)
+        data = Drawn(*(x.to(DEVICE) for x in (centroid_HCD, x_BHND, torch.zeros(1, C), margin_HC)))
+        score_CN = data.centroid_HCD[0] @ data.x_BHND[0, 0].T
+        first_N = (score_CN + 0.1 >= score_CN.amax(0)).to(torch.uint8).argmax(0)
+        found = select(way, data, case, True, 10_000)
+        assert found.nearest_BHN is not None
+        assert torch.equal(found.nearest_BHN[0, 0].long(), first_N)
+        found = select(way, data, case, False, 40)
+        assert found.nearest_BHN is not None
+        assert torch.equal(found.nearest_BHN[0, 0].long(), first_N)
+
+
+@WAYS
+def test_the_deviation_of_scores_that_hardly_differ_survives(way: ModuleType) -> None:
+    case = Case(1, 1, 1000, 16, 3, 100)
+    data = drawn(case)
+    shift = 1e-4 * torch.randn(1000, 16, generator=torch.Generator().manual_seed(1))
+    x_BHND = (1 + shift)[None, None].to(DEVICE)
+    data = data._replace(x_BHND=x_BHND, centroid_HCD=data.centroid_HCD.abs())
+    found = select(way, data, case, True, 3000)
+    assert found.moment_2BHC is not None
+    mean_HC, square_HC = found.moment_2BHC[:, 0] / 1000
+    deviation_HC = (square_HC - mean_HC.square()).sqrt()
+    score_HCN = data.centroid_HCD.double() @ x_BHND[0].double().mT
+    torch.testing.assert_close(deviation_HC, score_HCN.std(-1, correction=0), rtol=0.01, atol=0)
+
+
+@WAYS
+@pytest.mark.parametrize("attend_self", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_ranges_between_members_of_queries_and_of_keys_are_those_of_members_read(
+    way: ModuleType, case: Case, attend_self: bool
+) -> None:
+    both = [drawn(case, seed) for seed in (0, 1)]
+    packed = [expected(data, case, True)[0] for data in both]
+    wanted = members_read(*packed, case.N, case.W, attend_self)
+    rows = both[0].x_BHND.shape[:3].numel()
+    for more in (0, 7):
+        found = [select(way, data, case, True, len(x.row_M) + more) for data, x in zip(both, packed, strict=True)]
+        lists = static_selection.separate_lists(*found, case.N, case.W, attend_self)
+        check_lists(lists, kernel_lists(wanted, rows))
+
+
+SCORES = {
+    "normal": lambda score_XCN: score_XCN,
+    "equal": lambda score_XCN: score_XCN.round(),
+    "all equal": torch.zeros_like,
+    "hidden": lambda score_XCN: score_XCN.masked_fill(score_XCN < 1, -math.inf),
+    "infinite": lambda score_XCN: score_XCN.masked_fill(score_XCN > 0.5, math.inf),
+    "broken": lambda score_XCN: score_XCN.round().masked_fill(score_XCN > 1, math.nan),
+    "mostly broken": lambda score_XCN: score_XCN.masked_fill(score_XCN > -1, math.nan),
+}
+"""Scores to choose from, made of normal ones."""
+
+
+def scores(name: str, N: int, seed: int = 0) -> Tensor:
+    """Return scores `[2, 3, N]`."""
+    generator = torch.Generator().manual_seed(seed)
+    return SCORES[name](torch.randn(2, 3, N, generator=generator)).to(DEVICE)
+
+
+def check_best(score: Tensor, ours: Tensor, theirs: Tensor, any_equals: bool = False) -> None:
+    """Compare ascending places; of equal infinities or NaN, or of all equals, torch takes any, but as many."""
+    assert bool((ours.diff(dim=-1) > 0).all())
+    our_score, their_score = (score.gather(-1, x.long()) for x in (ours, theirs))
+    torch.testing.assert_close(our_score.sort(dim=-1).values, their_score.sort(dim=-1).values, equal_nan=True)
+    for places, other in ((ours, theirs), (theirs, ours)):
+        taken, taken_too = (torch.zeros_like(score, dtype=torch.bool) for _ in range(2))
+        taken.scatter_(-1, places.long(), True)
+        taken_too.scatter_(-1, other.long(), True)
+        assert not bool((taken & ~taken_too & score.isfinite()).any()) or any_equals
+
+
+@WAYS
+@pytest.mark.parametrize("window", [1, 7, 40, 99, 100, 130])
+@pytest.mark.parametrize("name", SCORES)
+def test_the_best_members_are_those_of_a_choice_from_sorted_scores(way: ModuleType, name: str, window: int) -> None:
+    """Margins of 0, some, and so many that everything is tied."""
+    score_XCN = scores(name, 100)
+    for margin in (0.0, 0.3, math.inf, math.nan):
+        margin_XC = torch.full((2, 3), margin, device=DEVICE)
+        ours = way.top_members(score_XCN, margin_XC, window)
+        assert ours.shape == (2, 3, min(window, 100))
+        number_M = members(score_XCN, None, margin_XC, window)
+        theirs = number_M.view(ours.shape) - torch.arange(6, device=DEVICE).view(2, 3, 1) * 100
+        check_best(score_XCN.nan_to_num(-math.inf, math.inf, -math.inf), ours, theirs, math.isnan(margin))
+
+
+@WAYS
+@pytest.mark.parametrize("count", [1, 7, 40, 99, 100])
+@pytest.mark.parametrize("name", SCORES)
+def test_the_best_places_are_those_of_ties(way: ModuleType, name: str, count: int) -> None:
+    score_XQN = scores(name, 100)
+    margin_N = torch.linspace(0, 0.5, 100, device=DEVICE)
+
+    def margin(place: Tensor) -> Tensor:
+        return margin_N[place]
+
+    ours = way.best_places(score_XQN, count, margin)
+    assert ours.dtype == torch.int64
+    theirs = best_places(score_XQN, count, margin).sort(dim=-1).values
+    if name in ("normal", "hidden"):  # of others the last one taken, whose margin counts, may be any of equals
+        check_best(score_XQN, ours, theirs)
+    assert ours.shape == theirs.shape
+
+
+@WAYS
+def test_long_rows_are_chosen_from_in_order(way: ModuleType) -> None:
+    score_XCN = scores("equal", 3000)
+    margin_XC = torch.full((2, 3), 0.1, device=DEVICE)
+    number_M = members(score_XCN, None, margin_XC, 1500)
+    theirs = number_M.view(2, 3, 1500) - torch.arange(6, device=DEVICE).view(2, 3, 1) * 3000
+    assert torch.equal(way.top_members(score_XCN, margin_XC, 1500).long(), theirs)
+
+
+@pytest.mark.parametrize("attend_self", [True, False])
+@pytest.mark.parametrize("window", [1, 5, 30, 50])
+def test_lists_of_as_many_members_each_follow_from_their_positions(window: int, attend_self: bool) -> None:
+    score_XCN = scores("normal", 30)
+    position_XCW = static_selection.top_members(score_XCN, torch.zeros(2, 3, device=DEVICE), window)
+    W = position_XCW.shape[-1]
+    row_M = (position_XCW + torch.arange(2, device=DEVICE).view(2, 1, 1) * 30).flatten().long()
+    packed = Packed(row_M, torch.full((6,), W, device=DEVICE))
+    for positions in (position_XCW, position_XCW.view(2, 1, 3, W)):
+        lists = static_selection.top_lists(positions, 30, window, attend_self)
+        check_lists(lists, kernel_lists(members_read(packed, packed, 30, window, attend_self), 60))
+
+
+@WAYS
+@pytest.mark.parametrize("case", CASES)
+def test_the_sums_of_lists_are_those_of_their_members(way: ModuleType, case: Case) -> None:
+    data = drawn(case)
+    packed, _, _ = expected(data, case, True)
+    x_RD = data.x_BHND.flatten(0, 2)
+    members = len(packed.row_M)
+    for room in (members, members + 9, members // 2):
+        found = select(way, data, case, True, room)
+        list_M = packed.list_M()[:room]
+        wanted_LD = x_RD.new_zeros(len(packed.count_L), case.D, dtype=torch.float64)
+        wanted_LD.index_add_(0, list_M, x_RD[packed.row_M[:room]].double())
+        ours_LD = way.list_sums(x_RD, found.row_M, found.count_L)
+        torch.testing.assert_close(ours_LD, wanted_LD, rtol=1e-5, atol=1e-4)
+
+
+def all_of(way: ModuleType, data: Drawn, case: Case) -> list[Tensor]:
+    """Return what everything here makes of some vectors."""
+    room = case.B * case.H * case.N * 2
+    found = [select(way, data, case, has_thresholds, room) for has_thresholds in (True, False)]
+    separate = static_selection.separate_lists(found[0], found[1], case.N, case.W, case.attend_self)
+    score_XCN = data.centroid_HCD @ data.x_BHND.mT
+    position_XCW = way.top_members(score_XCN, data.margin_HC.expand(case.B, -1, -1), case.W)
+    top = static_selection.top_lists(position_XCW, case.N, case.W, case.attend_self)
+    sum_LD = way.list_sums(data.x_BHND.flatten(0, 2), found[0].row_M, found[0].count_L)
+    lists = [x for one in (found[0].lists, separate, top) for x in one[:6]]
+    assert found[0].moment_2BHC is not None
+    return [found[0].row_M, found[0].count_L, found[0].lost, found[0].moment_2BHC, position_XCW, sum_LD, *lists]
+
+
+@WAYS
+def test_a_graph_takes_all_of_it_without_a_break(way: ModuleType) -> None:
+    data = drawn(CASES[0])
+    compiled = torch.compile(all_of, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(way, data, CASES[0]), all_of(way, data, CASES[0]))
+
+
+class Launches:
+    """Takes the place of the kernels' module: kernels that take anything and do nothing."""
+
+    CLUSTERS = SimpleNamespace(value=32)
+
+    def __getattr__(self, name: str) -> dict[Any, Callable[..., None]]:
+        return defaultdict(lambda: lambda *arguments, **options: None)
+
+
+def test_nothing_waits_for_numbers() -> None:
+    """Tensors without numbers go through what is around the kernels, and through torch's own way."""
+    with (
+        FakeTensorMode(),
+        mock.patch.multiple(
+            selection,
+            kernels=Launches,
+            select_members=selection.members_by_kernels,
+            earliest=selection.earliest_by_kernel,
+            list_sums=selection.sums_by_kernel,
+        ),
+    ):
+        case = CASES[1]
+        shapes = (case.H, case.C, case.D), (case.B, case.H, case.N, case.D), (case.H, case.C), (case.H, case.C)
+        data = Drawn(*(torch.empty(shape, device=DEVICE) for shape in shapes))
+        for way in (selection, static_selection):
+            assert len(all_of(way, data, case)) == 24
+        with pytest.raises(DataDependentOutputException):
+            data.threshold_HC.sum().item()
+
+
+@pytest.mark.parametrize("has_thresholds", [True, False])
+def test_operators_have_the_shapes_and_types_that_they_announce(has_thresholds: bool) -> None:
+    data = drawn(CASES[0])
+    threshold_HC = data.threshold_HC if has_thresholds else None
+    arguments = data.centroid_HCD, data.x_BHND, threshold_HC, data.margin_HC, 12, False, 300, True
+    tests = "test_schema", "test_faketensor"
+    torch.library.opcheck(selection.select_members, arguments, test_utils=tests)
+    found = selection.select_members(*arguments)
+    torch.library.opcheck(selection.list_sums, (data.x_BHND.flatten(0, 2), found[0], found[1]), test_utils=tests)
+    score_XN = scores("normal", 50)[0]
+    value_XK = score_XN.topk(5).values
+    arguments = score_XN, value_XK, value_XK[:, -2:].flip(1), torch.zeros(3, 1, device=DEVICE)
+    torch.library.opcheck(selection.earliest, arguments, test_utils=tests)
