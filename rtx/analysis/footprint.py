@@ -216,7 +216,7 @@ def kept(pattern: Pattern, config: Config) -> Kept:
     freed = sum(one.freed for one in found) * size
     all_kept = Kept(vectors * size, others, max(one.again for one in found), projection, freed)
     if isinstance(pattern, Indexer) and pattern.dense:  # and behind these steps by an index, where that keeps more
-        pattern.steps.fill_(pattern.warmup)
+        pattern.set_steps(pattern.warmup)
         later = kept(pattern, config)
         most = max(all_kept, later, key=lambda one: one.vectors + one.others)
         return most._replace(again=max(all_kept.again, later.again))

@@ -139,6 +139,9 @@ class Indexer(Choice):
         self.query_HDE, self.key_HDE = (nn.Parameter(torch.randn(heads, size, units) * size**-0.5) for _ in range(2))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.steps: Tensor
+        self.step_count: int | None = 0
+        """The number in `steps`, without a wait for the device; None until it has been read from there."""
+        self.register_load_state_dict_post_hook(Indexer.forget_step_count)
         self.chosen: Tensor | None = None
         """Rows of the keys that `reads` chose in training, `[B, H, N, K]`, until `loss` has taken them."""
 
@@ -151,12 +154,27 @@ class Indexer(Choice):
 
     def after_step(self) -> None:
         """Count the step."""
-        self.steps += 1
+        self.set_steps(self.steps_taken() + 1)
+
+    def set_steps(self, count: int) -> None:
+        """Say how many training steps have been taken."""
+        self.steps.fill_(count)
+        self.step_count = count
+
+    def steps_taken(self) -> int:
+        """Return how many training steps have been taken; the CPU waits for that once, after a checkpoint is loaded."""
+        if self.step_count is None:
+            self.step_count = int(self.steps)
+        return self.step_count
+
+    def forget_step_count(self, _: object) -> None:
+        """Read the count anew, as a checkpoint has brought another."""
+        self.step_count = None
 
     @property
     def dense(self) -> bool:
         """Whether the head still reads every earlier position."""
-        return int(self.steps) < self.warmup
+        return self.steps_taken() < self.warmup
 
     def most_keys(self, length: int) -> int:
         return length if self.dense else min(self.window, length)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from statistics import NormalDist
 from typing import Any, Self
@@ -25,6 +25,14 @@ from torch import Tensor, nn
 from rtx.attention import oracle
 from rtx.attention.arguments import check_choice, check_number, check_positive
 from rtx.attention.cache import ClusterCache
+from rtx.attention.centroid_update import (
+    Rule,
+    State,
+    moved,
+    statistics_in,
+    statistics_sizes,
+    to_sphere,
+)
 from rtx.attention.engine import native
 from rtx.attention.packed import Hidden, Packed, Part, members_read, pack
 from rtx.attention.pattern import ClusterPattern, Inputs, Pattern, of_configuration
@@ -198,11 +206,6 @@ def statistics_paused() -> Iterator[None]:
         paused.reset(token)
 
 
-def to_sphere(x_HCD: Tensor) -> Tensor:
-    """Return the vectors with norm sqrt(D), the norm of a normalised query."""
-    return F.normalize(x_HCD, dim=-1) * math.sqrt(x_HCD.shape[-1])
-
-
 class Centroids(nn.Module):
     """C centroids for each of H routing heads, in float32 whatever the model's type, with a threshold each.
 
@@ -282,18 +285,39 @@ class Centroids(nn.Module):
         self.reset_sums()
         return self
 
+    def rule(self) -> Rule:
+        """Return what says how a step moves these centroids; layers of the same rule move together."""
+        H, C, D = self.centroid_HCD.shape
+        return Rule(
+            update=self.update_rule,
+            keys=self.keys,
+            decay=self.decay,
+            window=self.window,
+            length=self.length,
+            threshold_rate=self.threshold_rate,
+            quantile=self.quantile(),
+            shape_HCD=(H, C, D),
+        )
+
     def reset_sums(self) -> None:
         """Forget the statistics gathered since the last update."""
         H, C, D = self.centroid_HCD.shape
-        zeros = {"dtype": torch.float64, "device": self.centroid_HCD.device}
-        self.sum_HCD, self.count_HC = torch.zeros(H, C, D, **zeros), torch.zeros(H, C, **zeros)
+        room = sum(statistics_sizes((H, C, D)))
+        self.total_T = torch.zeros(room, dtype=torch.float64, device=self.centroid_HCD.device)
+        """All statistics in one row, so that one kernel joins or forgets them; what follows are views of it."""
+        seen = statistics_in(self.total_T, (H, C, D))
+        self.sum_HCD, self.count_HC = seen.sum_HCD, seen.count_HC
         # Of queries and of keys with memberships of their own: members, and first two moments of the scores.
-        self.seen_XHC = torch.zeros(2, 3, H, C, **zeros)
-        self.positions, self.sequences = torch.zeros((), **zeros), torch.zeros((), **zeros)
+        self.seen_XHC = seen.seen_2_3_HC
+        self.positions, self.sequences = seen.positions, seen.sequences
 
     def sums(self) -> tuple[Tensor, ...]:
         """The statistics gathered since the last update, to be summed over ranks."""
         return self.sum_HCD, self.count_HC, self.seen_XHC, self.positions, self.sequences
+
+    def thresholds(self) -> list[Tensor]:
+        """Return the thresholds of queries, and of keys where these have memberships of their own."""
+        return [x for x in (self.threshold_HC, self.key_threshold_HC) if x is not None]
 
     @torch.no_grad()
     def observe(self, number: int, x_BHND: Tensor, lists: Packed, counted: Packed, moment_2BHC: Tensor | None) -> None:
@@ -340,49 +364,6 @@ class Centroids(nn.Module):
         self.steps.fill_(1)  # the thresholds are of these data already
         self.seed_with_next = False
 
-    @torch.no_grad()
-    def update(self) -> None:
-        """Apply the gathered (and reduced) statistics, and forget them. Nothing gathered: nothing changes.
-
-        Nor does a head whose statistics are not all finite: its centroids and thresholds would be NaN for good.
-        """
-        if self.sequences == 0:
-            return
-        sound_H = self.sum_HCD.isfinite().all(-1).all(-1) & self.seen_XHC.isfinite().all(-1).all(0).all(0)
-        old_HCD = self.centroid_HCD.double()
-        if self.update_rule == "sum":
-            # Halves of the sums of queries and of keys; where these are the same vectors, one sum.
-            halves = 2.0 if self.keys == "separate" else 1.0
-            new_HCD = self.decay * old_HCD + (1 - self.decay) * self.sum_HCD / (halves * self.sequences)
-        else:
-            moves_HC1 = self.count_HC[..., None] > 0
-            mean_HCD = self.sum_HCD / self.count_HC[..., None].clamp_min(1)
-            if self.update_rule == "members" and not self.threshold_rate:  # no threshold falls until members come
-                others_H1D = mean_HCD.sum(1, keepdim=True) / moves_HC1.sum(1, keepdim=True).clamp_min(1)
-                mean_HCD, moves_HC1 = torch.where(moves_HC1, mean_HCD, others_H1D), torch.ones_like(moves_HC1)
-            moved_HCD = to_sphere(self.decay * old_HCD + (1 - self.decay) * mean_HCD)
-            new_HCD = torch.where(moves_HC1, moved_HCD, old_HCD)
-        self.centroid_HCD.copy_(torch.where(sound_H[:, None, None], new_HCD, old_HCD))
-        for threshold_HC, seen_XHC in zip((self.threshold_HC, self.key_threshold_HC), self.seen_XHC, strict=True):
-            if self.threshold_rate and threshold_HC is not None and bool(seen_XHC[1:].any()):
-                self.move_threshold(threshold_HC, seen_XHC, sound_H)
-        self.steps += 1
-        self.reset_sums()
-
-    def move_threshold(self, threshold_HC: Tensor, seen_XHC: Tensor, sound_H: Tensor) -> None:
-        """Raise the thresholds of clusters with too many members, lower those of clusters with too few.
-
-        The first step sets them by the scores' mean and deviation, as if these were normal.
-        """
-        count_HC, mean_HC, square_HC = seen_XHC[0], seen_XHC[1] / self.positions, seen_XHC[2] / self.positions
-        deviation_HC = (square_HC - mean_HC.square()).clamp(min=0).sqrt()
-        wanted = self.window * self.positions / self.length
-        excess_HC = (count_HC / wanted - 1).clamp(max=3)
-        moved_HC = threshold_HC + self.threshold_rate * excess_HC * deviation_HC
-        if int(self.steps) == 0 and math.isfinite(z := self.quantile()):
-            moved_HC = mean_HC + z * deviation_HC
-        threshold_HC.copy_(torch.where(sound_H[:, None], moved_HC, threshold_HC.double()))
-
 
 def orthonormal(heads: int, size: int) -> Tensor:
     """Return a random orthonormal matrix W_R for each head, `[H, D, D]`, evenly drawn among all of them."""
@@ -395,24 +376,37 @@ def all_centroids(model: nn.Module) -> list[Centroids]:
     return [module for module in model.modules() if isinstance(module, Centroids)]
 
 
-def after_step(model: nn.Module) -> None:
+@torch.no_grad()
+def after_step(model: nn.Module, move: Callable[[Rule, State, Tensor], State] = moved) -> None:
     """Move the centroids and thresholds of every routing layer, and let every pattern do what is due.
 
     To be called once after each optimizer step, on every rank. Statistics are summed over ranks first, so that all
-    ranks move alike from the joined batch.
+    ranks move alike from the joined batch. `move`: `moved`, or the same function compiled.
     """
-    layers = all_centroids(model)
-    totals = [total for centroids in layers for total in centroids.sums()]
-    if totals and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        joined = torch.cat([total.flatten() for total in totals])
-        dist.all_reduce(joined)
-        for total, part in zip(totals, joined.split([total.numel() for total in totals]), strict=True):
-            total.copy_(part.view(total.shape))
-    for centroids in layers:
-        centroids.update()
+    groups: dict[Rule, list[Centroids]] = {}
+    for centroids in all_centroids(model):
+        groups.setdefault(centroids.rule(), []).append(centroids)
+    for rule, layers in groups.items():
+        move_together(rule, layers, move)
     for module in model.modules():
         if isinstance(module, Pattern):
             module.after_step()
+
+
+def move_together(rule: Rule, layers: list[Centroids], move: Callable[[Rule, State, Tensor], State]) -> None:
+    """Apply what layers of one rule have gathered, on all ranks, and forget it; no number is read back."""
+    total_YT = torch.stack([layer.total_T for layer in layers])
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(total_YT)
+    centroids = [layer.centroid_HCD for layer in layers]
+    thresholds = [threshold_HC for layer in layers for threshold_HC in layer.thresholds()]
+    steps = [layer.steps for layer in layers]
+    threshold_YXHC = torch.stack(thresholds).unflatten(0, (len(layers), -1))
+    after = move(rule, State(torch.stack(centroids), threshold_YXHC, torch.stack(steps)), total_YT)
+    torch._foreach_copy_(centroids, list(after.centroid_YHCD.unbind()))
+    torch._foreach_copy_(thresholds, list(after.threshold_YXHC.flatten(0, 1).unbind()))
+    torch._foreach_copy_(steps, list(after.steps_Y.unbind()))
+    torch._foreach_zero_([layer.total_T for layer in layers])
 
 
 @torch.no_grad()

@@ -3,12 +3,17 @@
 Shapes: B sequences, H heads, C clusters, N positions, D head size.
 """
 
+import copy
 import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._inductor import metrics
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from rtx.attention.centroid_update import moved
+from rtx.attention.choices import Indexer
 from rtx.attention.routing import Centroids, Routing, after_step, statistics_paused, to_sphere
 from rtx.attention.selection import centroid_scores, normalise
 from rtx.training.hardware import has_compiler
@@ -145,3 +150,74 @@ def test_thresholds_know_the_deviation_of_scores_that_hardly_differ(backend: str
     found = (float(store.threshold_HC[0, 0]) - float(score_N.mean())) / store.quantile()
     assert abs(float(score_N.mean()) - 63) < 0.01
     assert found == pytest.approx(float(score_N.std(correction=0)), rel=0.01)
+
+
+@pytest.mark.parametrize("update", ["members", "nearest", "sum"])
+@pytest.mark.parametrize(("selection", "keys"), [("causal", "shared"), ("causal", "separate"), ("topk", "projected")])
+def test_layers_move_together_as_each_would_alone(update: str, selection: str, keys: str) -> None:
+    """Bit for bit; a layer that has gathered nothing stays, and so does its count of steps."""
+    changes = {"update": update, "keys": keys, "threshold_rate": 0.1 * (selection == "causal")}
+    layers = [make(selection, **changes) for _ in range(4)]
+    for number, layer in enumerate(layers):
+        layer.centroids.centroid_HCD.copy_(to_sphere(torch.randn(H, C, D)))
+        layer.register_buffer("number", torch.tensor(number))
+    for turn in range(3):
+        for number, layer in enumerate(layers[: 4 - (turn == 1)]):
+            see(layer, queries(10 * turn + number))
+        alone = copy.deepcopy(layers)
+        for layer in alone:
+            after_step(layer)
+        after_step(nn.ModuleList(layers))
+        assert [int(layer.centroids.steps) for layer in layers] == [turn + 1] * 3 + [turn + (turn == 0)]
+        for layer, single in zip(layers, alone, strict=True):
+            for name, x in layer.state_dict().items():
+                assert torch.equal(x, single.state_dict()[name]), name
+            assert not any(total.any() for total in layer.centroids.sums())
+
+
+class Calls(TorchDispatchMode):
+    """Records the names of the kernels that are called, but for those that only look at a tensor another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # a use of torch's own
+@pytest.mark.parametrize(("selection", "keys"), [("causal", "separate"), ("topk", "shared")])
+def test_all_layers_move_in_twenty_launches_and_no_number_is_read(selection: str, keys: str) -> None:
+    if not has_compiler():
+        pytest.skip("no C++ compiler on this machine")
+    rate = 0.1 * (selection == "causal")
+    layers = nn.ModuleList(make(selection, keys=keys, threshold_rate=rate) for _ in range(6))
+    for number, layer in enumerate(layers):
+        see(layer, queries(number))  # type: ignore[arg-type]
+    alike, third = copy.deepcopy(layers), copy.deepcopy(layers)
+    with Calls() as eager:
+        after_step(layers)
+    assert "aten._local_scalar_dense.default" not in eager.names
+    with Calls() as around:
+        after_step(third, lambda rule, state, total_YT: state)
+    metrics.reset()
+    after_step(alike, torch.compile(moved, dynamic=False, fullgraph=True))
+    assert metrics.generated_kernel_count + len(around.names) <= 20
+    torch.testing.assert_close(alike.state_dict(), layers.state_dict())
+
+
+def test_an_indexer_counts_steps_without_reading_its_buffer() -> None:
+    pattern = Indexer(H, D, window=W, warmup=2)
+    state = pattern.state_dict()
+    with Calls() as calls:
+        for wanted in (True, True, False):
+            assert pattern.dense == wanted
+            after_step(pattern)
+    assert "aten._local_scalar_dense.default" not in calls.names
+    assert int(state["steps"]) == 3
+    other = Indexer(H, D, window=W, warmup=2)
+    other.load_state_dict(state)
+    assert not other.dense
