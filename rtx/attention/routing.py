@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from statistics import NormalDist
+from types import ModuleType
 from typing import Any, Self
 
 import torch
@@ -33,13 +34,20 @@ from rtx.attention.centroid_update import (
     statistics_sizes,
     to_sphere,
 )
-from rtx.attention.engine import native
-from rtx.attention.packed import Hidden, Packed, Part, members_read, pack
+from rtx.attention.engine import native, static_selection
+from rtx.attention.engine.by_triton import LISTS
+from rtx.attention.engine.static_selection import Selected
+from rtx.attention.packed import Hidden, Packed, Part, Reads, members_read, pack
 from rtx.attention.pattern import ClusterPattern, Inputs, Pattern, of_configuration
-from rtx.attention.selection import PrefixTopK, arrivals, by_scores, centroid_scores, joins
+from rtx.attention.selection import PrefixTopK, arrivals, by_scores, centroid_scores, joins, products
+from rtx.attention.static import functions, is_static
 from rtx.attention.ties import centroid_margin
 
 paused: ContextVar[bool] = ContextVar("statistics_paused", default=False)
+
+
+ROOM = 4
+"""How many times the members that clusters are to hold there is room for at first, on a GPU."""
 
 
 class Routing(ClusterPattern):
@@ -73,6 +81,10 @@ class Routing(ClusterPattern):
         self.strictly_causal = selection != "topk"
         self.seen: tuple[list[Packed], int] | None = None
         """The members in the last training batch (of its last padding), and how many rows it had, for telemetry."""
+        self.room_factor = ROOM
+        self.register_buffer("lost_members", torch.zeros(1, dtype=torch.int64), persistent=False)
+        self.lost_members: Tensor
+        """How many members have been left out in training for want of room, since `make_room` looked."""
 
     @classmethod
     def from_config(cls, known: Mapping[str, Any]) -> Self:
@@ -95,11 +107,104 @@ class Routing(ClusterPattern):
         return [store.threshold_HC, store.key_threshold_HC] if self.selection == "causal" else [None, None]
 
     def reads(self, given: Inputs, prefix: bool) -> list[Part]:
-        store, N = self.centroids, given.q_BHND.shape[2]
+        store = self.centroids
         if store.seed_with_next and store.training:
             store.seed_from([x.detach() for x in self.clustered(given)])
-        if not prefix or self.selection != "topk":
-            return super().reads(given, prefix)
+        if prefix and self.selection == "topk":
+            return self.prefix_reads(given)
+        if is_static(given.q_BHND, self.backend):
+            return self.static_reads(given)
+        return super().reads(given, prefix)
+
+    def static_reads(self, given: Inputs) -> list[Part]:
+        """Return who reads whom in lists with room for a fixed number of members, without a wait for a GPU."""
+        N = given.q_BHND.shape[2]
+        selected = [self.select(number, x_BHND) for number, x_BHND in enumerate(self.clustered(given))]
+        members = [packed_of(one) for one in selected]
+        self.remember(members, given)
+        if len(selected) == 1:
+            lists = selected[0].lists
+        else:
+            lists = static_selection.separate_lists(*selected, N, self.window, self.attend_self)
+        part = Reads(
+            query=members[0],
+            key=members[-1],
+            start_P=lists.start_P,
+            stop_P=lists.stop_P,
+            length=N,
+            most=min(self.window, N),
+            derived={LISTS: lists},
+        )
+        return [part]
+
+    @torch.no_grad()
+    def select(self, number: int, x_BHND: Tensor) -> Selected:
+        """Return what `assign` does in static shapes; in training the centroids gather their statistics here.
+
+        In training, members for which there is no room are left out and counted (`lost_members`); else
+        they are selected anew with room for all of them.
+        """
+        store = self.centroids
+        gathers = self.training and not paused.get()
+        x_BHND = x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32))
+        chooser = functions(x_BHND, self.backend)
+        margin_HC = centroid_margin(store.centroid_HCD, x_BHND.dtype)
+        rows = x_BHND.shape[:3].numel()
+        clusters = store.centroid_HCD, x_BHND, None, margin_HC
+        options = {"window": self.window, "attend_self": self.attend_self}
+        threshold_HC = self.thresholds()[number]
+        if self.selection == "topk":
+            selected = self.select_best(chooser, x_BHND, margin_HC)
+        elif threshold_HC is None:
+            selected = chooser.by_thresholds(*clusters, **options, room=rows)
+        else:
+            joining = store.centroid_HCD, x_BHND, threshold_HC.to(x_BHND.dtype), margin_HC
+            room = min(self.room(x_BHND), rows * threshold_HC.shape[1])
+            selected = chooser.by_thresholds(*joining, **options, room=room)
+            if self.training:
+                self.lost_members += selected.lost
+            elif lost := int(selected.lost):
+                selected = chooser.by_thresholds(*joining, **options, room=room + lost)
+        if gathers:
+            counted = selected
+            if store.update_rule != "members" and self.selection != "nearest":
+                counted = chooser.by_thresholds(*clusters, **options, room=rows)
+            sum_LD = chooser.list_sums(x_BHND.flatten(0, 2), counted.row_M, counted.count_L)
+            store.observe_sums(number, x_BHND, sum_LD, selected.count_L, counted.count_L, selected.moment_2BHC)
+        return selected
+
+    def select_best(self, chooser: ModuleType, x_BHND: Tensor, margin_HC: Tensor) -> Selected:
+        """Return the `window` best members of every cluster."""
+        B, H, N, _ = x_BHND.shape
+        C = len(margin_HC[0]) if len(margin_HC) else self.centroids.centroid_HCD.shape[1]
+        window = min(self.window, N)
+        size = max(1, static_selection.MAX_SCORES // max(1, C * N))
+        centroid_XCD = self.centroids.centroid_HCD.repeat(B, 1, 1)
+        pieces = zip(
+            centroid_XCD.split(size), x_BHND.flatten(0, 1).split(size), margin_HC.repeat(B, 1).split(size), strict=True
+        )
+        best = [chooser.top_members(products(c, x), margin, window) for c, x, margin in pieces]
+        position_XCW = torch.cat(best)
+        lists = static_selection.top_lists(position_XCW, N, self.window, self.attend_self)
+        count_L = torch.full((B * H * C,), window, device=x_BHND.device)
+        lost_1 = torch.zeros(1, dtype=torch.int64, device=x_BHND.device)
+        return Selected(lists.query_row_P, count_L, lists, lost_1, None, None)
+
+    def room(self, x_BHND: Tensor) -> int:
+        """Return for how many members lists have room: some times as many as clusters are to hold."""
+        B, H, N, _ = x_BHND.shape
+        share = min(1.0, self.window / self.centroids.length)
+        expected = B * H * max(N, self.centroids.centroid_HCD.shape[1] * math.ceil(share * N))
+        return self.room_factor * expected
+
+    def remember(self, lists: list[Packed], given: Inputs) -> None:
+        """Keep the members of a training batch for telemetry."""
+        if self.training and not paused.get() and (rows := given.q_BHND.shape[:3].numel()):
+            self.seen = lists, rows
+
+    def prefix_reads(self, given: Inputs) -> list[Part]:
+        """Return who reads whom with top-w sets of every prefix."""
+        store, N = self.centroids, given.q_BHND.shape[2]
         # All that ever joined, until they leave: at least one is there beside a newcomer, unless W is 1.
         both = [arrivals(store.centroid_HCD, x, self.window) for x in self.clustered(given)]
         part = members_read(both[0].lists, both[-1].lists, N, N, self.attend_self or self.window == 1)
@@ -109,8 +214,7 @@ class Routing(ClusterPattern):
 
     def lists(self, given: Inputs) -> list[Packed]:
         lists = [self.assign(number, x_BHND) for number, x_BHND in enumerate(self.clustered(given))]
-        if self.training and not paused.get() and (rows := given.q_BHND.shape[:3].numel()):
-            self.seen = lists, rows
+        self.remember(lists, given)
         return lists
 
     @torch.no_grad()
@@ -146,10 +250,22 @@ class Routing(ClusterPattern):
     def distance(self, x_BHND: Tensor) -> Tensor:
         """Return the mean of (x - nearest centroid on the sphere)^2."""
         with torch.no_grad():
-            nearest_BHN = by_scores(self.centroids.centroid_HCD, x_BHND, None, window=0, nearest=True)[2]
+            nearest_BHN = self.nearest(x_BHND)
         centroid_HCD = to_sphere(self.centroids.centroid_HCD).to(x_BHND.dtype)
         head_H1 = torch.arange(x_BHND.shape[1], device=x_BHND.device)[:, None]
         return (x_BHND - centroid_HCD[head_H1, nearest_BHN]).square().mean()
+
+    def nearest(self, x_BHND: Tensor) -> Tensor:
+        """Return the cluster that scores each position highest, `[B, H, N]`."""
+        centroid_HCD = self.centroids.centroid_HCD
+        if not is_static(x_BHND, self.backend):
+            nearest_BHN = by_scores(centroid_HCD, x_BHND, None, window=0, nearest=True)[2]
+            assert nearest_BHN is not None
+            return nearest_BHN
+        margin_HC = centroid_margin(centroid_HCD, x_BHND.dtype)
+        options = {"window": 1, "attend_self": True, "room": x_BHND.shape[:3].numel(), "nearest": True}
+        chooser = functions(x_BHND, self.backend)
+        return chooser.by_thresholds(centroid_HCD, x_BHND, None, margin_HC, **options).nearest_BHN.long()
 
     def rule(self, given: Inputs, head: int, prefix: bool) -> Tensor:
         centroid_CD = self.centroids.centroid_HCD[head]
@@ -194,6 +310,12 @@ class Routing(ClusterPattern):
         at_L = torch.full((shape.numel(),), position, device=like.device)
         offers = [best.offer(score.flatten(), at_L) for best, score in zip(cache.best, scores, strict=True)]
         return offers[0][0].view(shape), offers[-1][0].view(shape), offers[-1][1].view(shape)
+
+
+def packed_of(selected: Selected) -> Packed:
+    """Return the members as lists; counts are of those for which there is room."""
+    bound_L1 = static_selection.bounds(selected.count_L, len(selected.row_M))
+    return Packed(selected.row_M, bound_L1.diff())
 
 
 @contextlib.contextmanager
@@ -328,13 +450,30 @@ class Centroids(nn.Module):
             counted: those that the centroids are to follow.
             moment_2BHC: with thresholds the sums of all scores and of their squares.
         """
-        (B, H, N, D), C = x_BHND.shape, self.centroid_HCD.shape[1]
+        if not x_BHND.shape[0] * x_BHND.shape[2]:
+            return
+        rows_RD = x_BHND.reshape(-1, x_BHND.shape[-1])
+        sum_LD = F.embedding_bag(counted.row_M, rows_RD, counted.first_L(), mode="sum")
+        self.observe_sums(number, x_BHND, sum_LD, lists.count_L, counted.count_L, moment_2BHC)
+
+    @torch.no_grad()
+    def observe_sums(
+        self,
+        number: int,
+        x_BHND: Tensor,
+        sum_LD: Tensor,
+        member_count_L: Tensor,
+        count_L: Tensor,
+        moment_2BHC: Tensor | None,
+    ) -> None:
+        """Gather statistics by the sums `[L, D]` of what the centroids are to follow, and its counts `[L]`."""
+        B, H, N, D = x_BHND.shape
+        C = self.centroid_HCD.shape[1]
         if not B * N:
             return
-        sum_LD = F.embedding_bag(counted.row_M, x_BHND.reshape(-1, D), counted.first_L(), mode="sum")
         self.sum_HCD += sum_LD.view(B, H, C, D).sum(0)
-        self.count_HC += counted.count_L.view(B, H, C).sum(0)
-        self.seen_XHC[number, 0] += lists.count_L.view(B, H, C).sum(0)
+        self.count_HC += count_L.view(B, H, C).sum(0)
+        self.seen_XHC[number, 0] += member_count_L.view(B, H, C).sum(0)
         if moment_2BHC is not None:
             self.seen_XHC[number, 1:] += moment_2BHC.sum(1)
         if number == 0:

@@ -7,7 +7,7 @@ cannot run, and by `attend` what comes out (`Problem` in problem.py says what th
 |---|---|---|
 | native | native.py | packed lists on a CPU with a C++ compiler |
 | dense | dense.py | whole sequences on a GPU: torch's scaled_dot_product_attention and flash kernel |
-| triton | packed.py | packed lists on a GPU: our own kernels |
+| triton | by_triton.py | packed lists on a GPU: our own kernels |
 | flex | flex.py | packed lists on a GPU: torch's FlexAttention |
 | windows | windows.py | packed lists on a GPU without Triton, in static shapes |
 | blocks | blocks.py | packed lists anywhere |
@@ -21,7 +21,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rtx.attention.engine import blocks, dense, flex, indexed, native, windows
+from rtx.attention.engine import blocks, by_triton, dense, flex, indexed, native, windows
 from rtx.attention.engine.combine import Partial, combine
 from rtx.attention.engine.problem import Problem
 from rtx.attention.engine.softmax import Terms
@@ -29,9 +29,10 @@ from rtx.attention.packed import Part, Reads
 
 TORCH = (dense, windows, indexed, blocks)
 ENGINES: dict[str, tuple[ModuleType, ...]] = {
-    "auto": TORCH,
+    "auto": (dense, by_triton, *TORCH),
     "torch": TORCH,
     "native": (native,),
+    "triton": (by_triton, indexed),
     "flex": (flex, indexed),
 }
 """The engines that each backend tries, in order: the first that does not refuse runs. On a CPU `auto` tries the

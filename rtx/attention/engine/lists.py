@@ -64,7 +64,9 @@ def kernel_lists(part: Reads, rows: int) -> KernelLists:
     every_M = torch.arange(len(key_row_M), device=start_P.device, dtype=torch.int32)
     low_M = torch.searchsorted(stop_P, every_M, right=True, out_int32=True)
     high_M = torch.searchsorted(start_P, every_M, right=True, out_int32=True)
-    count_2 = start_P.new_tensor([len(query_row_P), len(key_row_M)])
+    # Filled on the device: a copy of numbers from the CPU would wait for the GPU.
+    counts = [start_P.new_full((1,), len(x)) for x in (query_row_P, key_row_M)]
+    count_2 = torch.cat(counts)
     return KernelLists(
         query_row_P,
         key_row_M,

@@ -102,14 +102,26 @@ class Problem(NamedTuple):
         return table_BHNT.reshape(self.rows, self.entries)
 
 
-def refusal(q_BHND: Tensor, v_BHND: Tensor, terms: Terms) -> str | None:
-    """Return why the kernels cannot run this, None where they can."""
+def device_refusal(device: torch.device) -> str | None:
+    """Return why kernels cannot run on a device, None where they can."""
     if not HAS_TRITON:
         return "Triton is not installed"
-    if not INTERPRETED and not q_BHND.is_cuda:
+    if not INTERPRETED and device.type != "cuda":
         return "it computes on a GPU"
     if not INTERPRETED and not HAS_COMPILER:
         return "there is no C compiler, which Triton needs"
+    return None
+
+
+def can_run(device: torch.device) -> bool:
+    """Tell whether kernels can run on a device."""
+    return device_refusal(device) is None
+
+
+def refusal(q_BHND: Tensor, v_BHND: Tensor, terms: Terms) -> str | None:
+    """Return why the kernels cannot run this, None where they can."""
+    if why := device_refusal(q_BHND.device):
+        return why
     if terms.bias_HM is not None:
         return "it has no adaptive spans"
     if q_BHND.dtype not in TYPES or v_BHND.dtype not in TYPES:

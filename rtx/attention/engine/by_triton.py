@@ -1,0 +1,34 @@
+"""Attention over packed lists by our own kernels for GPUs (`packed.py`)."""
+
+from rtx.attention.engine import packed
+from rtx.attention.engine.lists import KernelLists, kernel_lists
+from rtx.attention.engine.problem import Problem, Result
+from rtx.attention.packed import Reads
+
+LISTS = "kernel lists"
+"""Under which name a part holds its lists as kernels read them."""
+
+
+def refusal(problem: Problem) -> str | None:
+    """Return why the kernels cannot run the problem; None where they can."""
+    if not isinstance(problem.part, Reads):
+        return "its keys are an index, not ranges of lists"
+    return packed.refusal(problem.q_BHND, problem.v_BHND, problem.terms)
+
+
+def attend(problem: Problem) -> Result:
+    """Return outputs and log-sums, see `Problem`."""
+    part = problem.part
+    assert isinstance(part, Reads)
+    lists = lists_of(part, problem.q_BHND.shape[:3].numel())
+    tensors = problem.q_BHND, problem.k_BHND, problem.v_BHND
+    return packed.attend(*tensors, lists, problem.terms, problem.by_member)
+
+
+def lists_of(part: Reads, rows: int) -> KernelLists:
+    """Return the lists as kernels read them, from the part itself where it holds them already."""
+    if part.derived is None:
+        return kernel_lists(part, rows)
+    if LISTS not in part.derived:
+        part.derived[LISTS] = kernel_lists(part, rows)
+    return part.derived[LISTS]

@@ -1,0 +1,19 @@
+"""Choices by content in static shapes: what a GPU takes, which nobody asks how many members there are."""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from rtx.attention.engine import packed, selection, static_selection
+
+
+def is_static(x: Tensor, backend: str) -> bool:
+    """Tell whether choices among vectors are made in static shapes: on a GPU, or where its kernels are chosen."""
+    return x.is_cuda or backend == "triton"
+
+
+def functions(x: Tensor, backend: str) -> ModuleType:
+    """Return the module whose functions choose among vectors: our kernels, or torch's operations."""
+    by_kernels = backend != "torch" and x.dtype == torch.float32 and packed.can_run(x.device)
+    return selection if by_kernels else static_selection
