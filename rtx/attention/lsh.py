@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rtx.attention import oracle
 from rtx.attention.arguments import check_choice, check_positive, check_seed
+from rtx.attention.autocast import no_autocast
 from rtx.attention.cache import Cache, ClusterCache, mask_without_self
 from rtx.attention.engine.softmax import Relative
 from rtx.attention.packed import Hidden, Packed, Part, Reads, pack
@@ -32,7 +33,7 @@ def hash_positions(q_BHND: Tensor, rotation_HTDF: Tensor) -> Tensor:
     dtype = torch.promote_types(q_BHND.dtype, torch.float32)
     piece = max(1, MAX_SCORES // max(1, B * H * directions))
     rounds = []
-    with torch.autocast(q_BHND.device.type, enabled=False):
+    with no_autocast(q_BHND):
         for rotation_HDF in rotation_HTDF.to(dtype).unbind(1):
             scores = (x_BHPD.to(dtype) @ rotation_HDF for x_BHPD in q_BHND.split(piece, dim=2))
             rounds.append(torch.cat([torch.cat([x, -x], dim=-1).argmax(-1) for x in scores], dim=2))

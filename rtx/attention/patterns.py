@@ -193,7 +193,7 @@ class AdaptiveSpan(ContiguousPattern):
 
         On a GPU, which a CPU would have to wait for, the window, which no span exceeds.
         """
-        if self.share_H.is_cuda:
+        if not self.share_H.is_cpu:
             return self.window
         reach = self.ramp + float(F.pad(self.spans(), (0, 1)).max())
         return math.ceil(reach) if reach < self.window else self.window

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from rtx.attention import oracle
 from rtx.attention.arguments import check_choice, check_number, check_positive
+from rtx.attention.autocast import no_autocast
 from rtx.attention.cache import ClusterCache
 from rtx.attention.centroid_update import (
     Rule,
@@ -97,7 +98,7 @@ class Routing(ClusterPattern):
             return [given.q_BHND, given.k_BHND]
         if self.centroids.projection_HDD is None:
             return [given.q_BHND]
-        with torch.autocast(given.q_BHND.device.type, enabled=False):
+        with no_autocast(given.q_BHND):
             projection_HDD = self.centroids.projection_HDD.to(given.q_BHND.dtype)
             return [(given.q_BHND + given.k_BHND) @ projection_HDD.transpose(-1, -2)]
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rtx.attention.autocast import no_autocast
 from rtx.attention.engine import native
 from rtx.attention.packed import Packed
 from rtx.attention.ties import best_places, centroid_margin, highest
@@ -32,7 +33,7 @@ def normalise(x_BHND: Tensor) -> Tensor:
 def products(query: Tensor, key: Tensor) -> Tensor:
     """Return the dot products of rows, float32 or wider also under autocast: narrow ones are equal far too often."""
     wide = torch.promote_types(key.dtype, torch.float32)
-    with torch.autocast(key.device.type, enabled=False):
+    with no_autocast(key):
         return query.to(wide) @ key.to(wide).transpose(-1, -2)
 
 

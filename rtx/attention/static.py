@@ -10,7 +10,7 @@ from rtx.attention.engine import packed, selection, static_selection
 
 def is_static(x: Tensor, backend: str) -> bool:
     """Tell whether choices among vectors are made in static shapes: on a GPU, or where its kernels are chosen."""
-    return x.is_cuda or backend == "triton"
+    return not x.is_cpu or backend == "triton"
 
 
 def functions(x: Tensor, backend: str) -> ModuleType:

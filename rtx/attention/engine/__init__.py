@@ -60,7 +60,7 @@ def attend(
     Raises:
         ValueError: no engine of the backend can run a part.
     """
-    if not q_BHND.is_cuda:  # engines for a CPU read rows
+    if q_BHND.is_cpu:  # engines for a CPU read rows
         shared = k_BHND is q_BHND
         q_BHND = q_BHND.contiguous()
         k_BHND = q_BHND if shared else k_BHND.contiguous()

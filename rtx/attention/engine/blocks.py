@@ -233,7 +233,7 @@ def take(x_RD: Tensor, rows: list[Tensor]) -> Iterable[Tensor]:
         return (x_RD[row_GQ] for row_GQ in rows)  # one after the other
     row_S = torch.cat([row_GQ.flatten() for row_GQ in rows])
     every_S = torch.arange(len(row_S), device=row_S.device)
-    if x_RD.is_cuda or len(row_S) != len(x_RD) or not torch.equal(row_S, every_S):
+    if not x_RD.is_cpu or len(row_S) != len(x_RD) or not torch.equal(row_S, every_S):
         return Gather.apply(x_RD, *rows)
     pieces = x_RD.split([row_GQ.numel() for row_GQ in rows])
     return [x_SD.unflatten(0, row_GQ.shape) for x_SD, row_GQ in zip(pieces, rows, strict=True)]

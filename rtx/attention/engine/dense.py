@@ -31,7 +31,7 @@ def refusal(problem: Problem) -> str | None:
         return "it gives no log-sums"
     if terms.by_distance:
         return "it has no terms by distance"
-    if not q_BHND.is_cuda:
+    if q_BHND.is_cpu:
         return "it is for GPUs"
     if q_BHND.dtype == torch.float64:
         return "it computes in float32 or narrower"
@@ -56,9 +56,9 @@ def flash_refusal(q_BHND: Tensor, v_BHND: Tensor, dropout: float) -> str | None:
 
 @functools.cache
 def has_flash(device: torch.device) -> bool:
-    """Tell whether a GPU can run torch's flash kernel; true where no GPU is here to be asked, as under fake tensors."""
-    if not torch.cuda.is_available():
-        return True
+    """Tell whether a device can run torch's flash kernel; tensors of shapes alone can."""
+    if device.type != "cuda":
+        return device.type == "meta"
     return torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
 
 

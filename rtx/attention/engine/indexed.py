@@ -63,7 +63,7 @@ def positions_that_read(index_GNK: Tensor) -> Tensor | None:
 
     A GPU would have to wait for their number.
     """
-    if index_GNK.is_cuda:
+    if not index_GNK.is_cpu:
         return None
     query_N = (index_GNK >= 0).any(-1).any(0).nonzero()[:, 0]
     return query_N if len(query_N) < index_GNK.shape[1] else None
@@ -85,7 +85,7 @@ def heads_at_once(
     outs, sums = [], []
     pieces = zip(query_N.split(step), q.split(step, 1), index.split(step, 1), strict=True)
     for number, (query_Q, q_GQD, index_GQK) in enumerate(pieces):
-        if q.is_cuda:
+        if not q.is_cpu:
             keys = min(N, (number + 1) * step)  # all positions are here, in order
         else:
             keys = max(query_Q.tolist(), default=0) + 1

@@ -32,6 +32,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 HAS_COMPILER = any(shutil.which(name) for name in (os.environ.get("CC") or "gcc", "gcc", "clang"))
 """Whether there is a C compiler, by which Triton makes what starts its kernels."""
+DEVICES = ("cuda", "meta")
+"""Of the latter tensors have shapes alone: what runs there needs no GPU, and cannot look at numbers."""
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 MIN_SIZE, MAX_SIZE = 16, 128
 """Head sizes: the least of a matrix product in Triton, and the most for which tiles fit the registers."""
@@ -106,7 +108,7 @@ def device_refusal(device: torch.device) -> str | None:
     """Return why kernels cannot run on a device, None where they can."""
     if not HAS_TRITON:
         return "Triton is not installed"
-    if not INTERPRETED and device.type != "cuda":
+    if not INTERPRETED and device.type not in DEVICES:
         return "it computes on a GPU"
     if not INTERPRETED and not HAS_COMPILER:
         return "there is no C compiler, which Triton needs"

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rtx.attention.autocast import no_autocast
+
 
 class Relative(NamedTuple):
     """Keys and values by distance: row m is for distance m, the last for every distance beyond.
@@ -67,7 +69,7 @@ def soft_attend(
     if not k_GKD.shape[1]:
         out_GQD = v_GKD.new_zeros(*q_GQD.shape[:2], v_GKD.shape[2], dtype=wide)
         return out_GQD, out_GQD.new_full(q_GQD.shape[:2], float("-inf"))
-    with torch.autocast(q_GQD.device.type, enabled=False):
+    with no_autocast(q_GQD):
         q_GQD, k_GKD, v_GKD = q_GQD.to(wide) * terms.scale, k_GKD.to(wide), v_GKD.to(wide)
         relative, bias_HM = terms.relative, terms.bias_HM
         if relative is None:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rtx.attention.autocast import no_autocast
 from rtx.attention.engine.lists import KernelLists, RowMembers, row_members
 from rtx.attention.ties import highest
 
@@ -83,7 +84,7 @@ def by_thresholds(
         of = torch.arange(first, min(first + piece, B * H), device=device)
         head = of % H
         x_XND = x_BHND.flatten(0, 1)[first : first + piece]
-        with torch.autocast(device.type, enabled=False):
+        with no_autocast(x_XND):
             score_XCN = centroid_HCD[head].to(x_XND.dtype) @ x_XND.mT
         margin_XC = margin_HC[head]
         joins_XCN = joined(score_XCN, None if threshold_HC is None else threshold_HC[head], margin_XC)

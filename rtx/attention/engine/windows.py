@@ -26,7 +26,7 @@ def refusal(problem: Problem) -> str | None:
         return "its keys are an index, not ranges of lists"
     if part.most is None:
         return "nothing bounds the number of keys that a query reads"
-    if not problem.q_BHND.is_cuda:
+    if problem.q_BHND.is_cpu:
         return "it is for GPUs"
     if has_terms_by_head(problem.terms) and part.window is None:
         return "its tiles hold several heads, whose terms by distance differ"
