@@ -1,0 +1,163 @@
+"""Compile the packed kernels for GPUs without one: registers, spilled bytes and shared memory of each form.
+
+`python benchmarks/aot.py` prints a row a form and writes benchmarks/results/aot.txt. The forms are
+those that `rtx.attention.engine.packed.attend` launches, with its tiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported: what it interprets it cannot compile
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from rtx.attention.engine import packed, packed_kernels
+
+RESULTS = Path(__file__).with_name("results") / "aot.txt"
+PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+FLOAT32 = ("lse", "dlse", "delta", "share")
+INT64 = ("hidden_value", "hidden_low", "hidden_high", "seed")
+INT32 = ("query_row", "key_row", "start", "stop", "low", "high", "first", "member")
+SCALARS = ("scale", "dropout", "rescale")
+ALIGNED = ("WIDTH", "q_b", "q_h", "q_n", "k_b", "k_h", "k_n", "v_b", "v_h", "v_n")
+"""Strides and widths, all multiples of 16 where head sizes are."""
+NUMBERS = (*ALIGNED, "H", "N", "P", "M", "last", "R")
+
+
+@dataclass(frozen=True)
+class Form:
+    """A kernel with what it is compiled for."""
+
+    kernel: str
+    size: int
+    dtype: torch.dtype
+    hidden: int = 0
+    distances: bool = False
+    values: bool = False
+    dropout: bool = False
+    joined: bool = False
+    tile: packed.Tile | None = None
+    """Other than that of `packed.TILES`."""
+
+    @property
+    def tile_used(self) -> packed.Tile:
+        return self.tile or packed.tile_of(self.kernel, self.size, self.dtype, self.distances)
+
+    @property
+    def words(self) -> str:
+        """What of the optional terms it has."""
+        named = {"hidden": self.hidden, "distances": self.distances, "values": self.values}
+        named |= {"dropout": self.dropout, "joined": self.joined}
+        return "+".join(word for word, has in named.items() if has) or "-"
+
+    def constants(self) -> dict[str, Any]:
+        """Return the values of the kernel's constants by name; None for pointers that it does without."""
+        if self.kernel == "combine":
+            mean = not self.joined
+            absent = ["y"] if mean else ["lse", "share"]
+            return {"TWO": not mean, "MEAN": mean, "BR": 32, "BW": self.size} | dict.fromkeys(absent)
+        tile, absent = self.tile_used, []
+        absent += [] if self.hidden else ["hidden_value", "hidden_low", "hidden_high"]
+        absent += [] if self.distances else ["table", "dtable"]
+        absent += [] if self.values else ["value_table", *(["weights"] if self.kernel == "dq" else [])]
+        absent += [] if self.dropout else ["seed"]
+        absent += [] if self.joined else ["dlse"]
+        flags = {"BY_DISTANCE": self.distances, "VALUES": self.values, "DROPOUT": self.dropout}
+        flags |= {"JOINED": self.joined, "SUMS": self.joined, "X": self.hidden}
+        tiles = {"BQ": tile.queries, "BK": tile.keys, "STAGES": tile.stages}
+        return packed.sizes(self.size, self.size) | flags | tiles | dict.fromkeys(absent)
+
+
+def forms() -> Iterator[Form]:
+    """Yield every form of interest: all terms with bfloat16, and the plain form with the other types."""
+    kernels = ("attend", "dq", "dkv")
+    plain, shaw = {}, {"distances": True, "values": True}
+    terms = (plain, {"joined": True}, {"hidden": 1}, {"dropout": True}, {"distances": True})
+    terms += (shaw, shaw | {"dropout": True}, shaw | {"hidden": 1})
+    for size in (64, 128):
+        for kernel in kernels:
+            for each in terms:
+                if kernel != "attend" or "joined" not in each:  # which makes no difference there
+                    yield Form(kernel, size, torch.bfloat16, **each)
+        yield Form("weigh", size, torch.bfloat16, **shaw)
+        yield Form("weigh", size, torch.bfloat16, **shaw, dropout=True)
+        for joined in (False, True):
+            yield Form("combine", size, torch.bfloat16, joined=joined)
+    for dtype in (torch.float16, torch.float32):
+        for kernel in kernels:
+            yield Form(kernel, 64, dtype)
+            yield Form(kernel, 128, dtype)
+    for kernel in kernels:
+        yield Form(kernel, 40, torch.bfloat16)
+
+
+def compiled(form: Form, capability: int) -> Any:
+    """Return the kernel that Triton makes of a form."""
+    function = getattr(packed_kernels, f"{form.kernel}_kernel")
+    kinds = dict.fromkeys(FLOAT32, "*fp32") | dict.fromkeys(INT64, "*i64") | dict.fromkeys(INT32, "*i32")
+    kinds |= dict.fromkeys(SCALARS, "fp32") | dict.fromkeys(NUMBERS, "i32")
+    names, constants = function.arg_names, form.constants()
+    signature = {name: kinds.get(name, f"*{TYPES[form.dtype]}") for name in names}
+    signature |= {name: "constexpr" for name in constants if name in names}
+    values = {(names.index(name),): value for name, value in constants.items() if name in names}
+    strides = ALIGNED if form.size % 16 == 0 else ()
+    aligned = [name for name in names if signature[name].startswith("*") or name in strides]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(fn=function, signature=signature, constexprs=values, attrs=attributes)
+    warps = 4 if form.kernel == "combine" else form.tile_used.warps
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+
+
+def measured(form: Form, capability: int) -> tuple[int, int, int]:
+    """Return registers of a thread, spilled bytes and bytes of shared memory."""
+    made = compiled(form, capability)
+    suffix = "a" if capability >= 90 else ""
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder, "kernel.ptx")
+        ptx.write_text(made.asm["ptx"])
+        command = [PTXAS, "-v", f"--gpu-name=sm_{capability}{suffix}", ptx, "-o", Path(folder, "kernel.cubin")]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    registers = re.search(r"Used (\d+) registers", said)
+    spilled = re.search(r"(\d+) bytes spill stores", said)
+    assert registers is not None and spilled is not None
+    return int(registers[1]), int(spilled[1]), made.metadata.shared
+
+
+def row(form: Form, capability: int) -> str:
+    """Return a line of the table."""
+    registers, spilled, shared = measured(form, capability)
+    tile = "32 rows" if form.kernel == "combine" else " ".join(map(str, form.tile_used))
+    known = f"sm_{capability} {form.kernel:<8}{TYPES[form.dtype]:<5}{form.size:>4} {form.words:<25}{tile:<13}"
+    return f"{known}{registers:>10}{spilled:>9}{shared:>8}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--targets", nargs="+", type=int, default=[90, 80], help="compute capabilities")
+    args = parser.parse_args()
+    head = f"Triton {triton.__version__}; tile: queries, keys, warps, stages\n"
+    head += f"{'for   kernel  type size terms':<43}{'tile':<13}{'registers':>10}{'spilled':>9}{'shared':>8}"
+    print(head)
+    lines = [head]
+    for capability in args.targets:
+        for form in forms():
+            lines.append(row(form, capability))
+            print(lines[-1], flush=True)
+    RESULTS.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
