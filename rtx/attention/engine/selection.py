@@ -9,6 +9,7 @@ room for members.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from types import ModuleType
 
@@ -241,9 +242,58 @@ def joined_moments(moment_2XCT: Tensor, shape: torch.Size, has_thresholds: bool)
     return moment_2XC.view(2, B, H, moment_2XCT.shape[2])
 
 
+SAMPLE = 4096
+"""Scores of a row in a sample by which candidates for the best are found."""
+MIN_SAMPLED = 8192
+"""Positions from which the best are found by a sample: `torch.topk` reads the scores some 18 times, a sample twice."""
+MAX_CANDIDATES = 4096
+"""The most candidates of a row: those are held in registers at once."""
+
+
 def top_members(score_XCN: Tensor, margin_XC: Tensor, window: int) -> Tensor:
     """Return what `static_selection.top_members` does, of float32."""
-    return top_members_by(best_places, score_XCN, margin_XC, window)
+    N = score_XCN.shape[-1]
+    _, room = sampled(N, window)
+    if window >= N or N < MIN_SAMPLED or room > MAX_CANDIDATES:
+        return top_members_by(best_places, score_XCN, margin_XC, window)
+    margin_X = margin_XC.detach().expand(score_XCN.shape[:-1]).reshape(-1)
+    return top_by_sample(score_XCN.detach().reshape(-1, N), margin_X, window).view(*score_XCN.shape[:-1], window)
+
+
+def sampled(length: int, window: int) -> tuple[int, int]:
+    """Return the rank in a sample that the `window` best are sure to reach, nearly, and room for what reaches it."""
+    step = max(1, -(-length // SAMPLE))
+    rank = -(-(window + 1) // step)
+    if step > 1:  # the rank is random: six deviations more
+        rank += 6 * math.isqrt(rank) + 8
+    return rank, 1 << (2 * rank * step - 1).bit_length()
+
+
+def top_by_kernels(score_XN: Tensor, margin_X: Tensor, window: int) -> Tensor:
+    """Return the places `[X, W]` of the best of each row, ascending, int32; NaN is worse than every score."""
+    assert score_XN.dtype == margin_X.dtype == torch.float32, "the kernels compute in float32"
+    X, N = score_XN.shape
+    rank, room = sampled(N, window)
+    score_XN = score_XN.contiguous()
+    at_XK = score_XN.new_empty(X, room, dtype=torch.int32)
+    value_XK = score_XN.new_empty(X, room)
+    floor_X = score_XN.new_empty(X)
+    reached_2X = at_XK.new_empty(2, X)
+    taken_XW = at_XK.new_empty(X, window)
+    if X:
+        candidates = score_XN, at_XK, value_XK, floor_X, reached_2X
+        sizes = {"ROOM": room, "BN": 2048, "num_warps": 8, "num_stages": 1}
+        kernels().candidate_kernel[(X,)](*candidates, N, rank, SAMPLE=SAMPLE, **sizes)
+        kernels().top_kernel[(X,)](*candidates, margin_X.contiguous(), taken_XW, N, window, **sizes)
+    return taken_XW
+
+
+top_by_sample = torch.library.custom_op("rtx::top_by_sample", top_by_kernels, mutates_args=())
+
+
+@top_by_sample.register_fake
+def _(score_XN: Tensor, margin_X: Tensor, window: int) -> Tensor:
+    return score_XN.new_empty(len(score_XN), window, dtype=torch.int32)
 
 
 def best_places(score: Tensor, count: int, margin: Callable[[Tensor], Tensor]) -> Tensor:

@@ -258,38 +258,194 @@ def compare(score_n, last, floor, bar):
 
 
 @triton.jit
+def tied_within(last, left_out, margin):
+    """Return the margin if what is left out is tied with the last one taken, else 0."""
+    # Scores that are not finite are never tied.
+    finite = (left_out > float("-inf")) & (last < float("inf"))
+    margin = tl.where(finite, margin, 0.0)
+    return tl.where(left_out >= last - margin, margin, 0.0)
+
+
+@triton.jit
+def read_scores(score, n, N, NAN_IS_WORST: tl.constexpr):
+    """Return some scores of a row."""
+    score_n = tl.load(score + n, n < N, float("-inf"))
+    if NAN_IS_WORST:
+        score_n = tl.where(score_n == score_n, score_n, float("-inf"))
+    return score_n
+
+
+@triton.jit
+def write_earliest(score, taken, last, margin, left, N, BN: tl.constexpr, NAN_IS_WORST: tl.constexpr):
+    """Write the places of a row's scores that are better than the last one taken, and of the `left` earliest tied with
+    it, ascending.
+    """
+    floor = last - margin
+    bar = last + margin
+    done = 0
+    for begin in range(0, N, BN):
+        n = begin + tl.arange(0, BN)
+        better, equal = compare(read_scores(score, n, N, NAN_IS_WORST), last, floor, bar)
+        equal_n = ((n < N) & equal).to(tl.int32)
+        takes = ((n < N) & better) | ((equal_n > 0) & (tl.cumsum(equal_n, 0) <= left))
+        takes_n = takes.to(tl.int32)
+        tl.store(taken + done + tl.cumsum(takes_n, 0) - 1, n, takes)
+        left -= tl.sum(equal_n, 0)
+        done += tl.sum(takes_n, 0)
+
+
+@triton.jit
 def earliest_kernel(score, value, worst, margin, taken, N, K, BN: tl.constexpr):
     """Write the places of the K - 1 best of a row of N scores, ascending: all that are better than the last one taken,
     and the earliest of those tied with it. Of K best values the two worst are what is left out, and that last one.
     """
     row = tl.program_id(0).to(tl.int64)
-    left_out = tl.load(worst + 2 * row)
     last = tl.load(worst + 2 * row + 1)
-    near = tl.load(margin + row)
-    # Scores that are not finite are never tied.
-    finite = (left_out > float("-inf")) & (last < float("inf"))
-    near = tl.where(finite, near, 0.0)
-    near = tl.where(left_out >= last - near, near, 0.0)
-    bar = last + near
-    floor = last - near
+    near = tied_within(last, tl.load(worst + 2 * row), tl.load(margin + row))
     left = K - 1
     for begin in range(0, K, BN):
         k = begin + tl.arange(0, BN)
         value_k = tl.load(value + row * K + k, k < K, 0.0)
-        better, _ = compare(value_k, last, floor, bar)
+        better, _ = compare(value_k, last, last - near, last + near)
         left -= tl.sum(((k < K) & better).to(tl.int32), 0)
+    write_earliest(score + row * N, taken + row * (K - 1), last, near, left, N, BN, False)
 
+
+@triton.jit
+def order_of(score):
+    """Return numbers that compare as scores do, which are not NaN."""
+    bits = score.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def rank_of(order_s, wanted, low, high):
+    """Return the largest number from low to high - 1 that `wanted` of the orders reach; low if none is."""
+    while low + 1 < high:
+        middle = (low + high) >> 1
+        reached = tl.sum((order_s >= middle).to(tl.int32), 0)
+        low = tl.where(reached >= wanted, middle, low)
+        high = tl.where(reached >= wanted, high, middle)
+    return low
+
+
+@triton.jit
+def candidate_kernel(
+    score, at, value, floor, reached, N, rank, ROOM: tl.constexpr, SAMPLE: tl.constexpr, BN: tl.constexpr
+):
+    """Write which scores of a row reach the `rank`-th best of a sample of it, as many as there is room for.
+
+    Writes:
+        at, value [X, ROOM]: places, ascending, and scores.
+        floor [X]: the score that they reach.
+        reached [2, X]: how many reach it, and how many exceed it.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    score += row * N
+    step = tl.cdiv(N, SAMPLE)
+    sample_s = read_scores(score, tl.arange(0, SAMPLE) * step, N, True)
+    order_s = order_of(sample_s).to(tl.int64)
+    order = rank_of(order_s, rank, tl.full([], -(1 << 31), tl.int64), tl.full([], 1 << 31, tl.int64))
+    least = tl.min(tl.where(order_s >= order, sample_s, float("inf")), 0)
     done = 0
+    more = 0
     for begin in range(0, N, BN):
         n = begin + tl.arange(0, BN)
-        score_n = tl.load(score + row * N + n, n < N, 0.0)
-        better, equal = compare(score_n, last, floor, bar)
-        equal_n = ((n < N) & equal).to(tl.int32)
-        takes = ((n < N) & better) | ((equal_n > 0) & (tl.cumsum(equal_n, 0) <= left))
-        takes_n = takes.to(tl.int32)
-        tl.store(taken + row * (K - 1) + done + tl.cumsum(takes_n, 0) - 1, n, takes)
-        left -= tl.sum(equal_n, 0)
-        done += tl.sum(takes_n, 0)
+        score_n = read_scores(score, n, N, True)
+        reaches_n = ((score_n >= least) & (n < N)).to(tl.int32)
+        slot_n = done + tl.cumsum(reaches_n, 0) - 1
+        fits = (reaches_n > 0) & (slot_n < ROOM)
+        tl.store(at + row * ROOM + slot_n, n, fits)
+        tl.store(value + row * ROOM + slot_n, score_n, fits)
+        done += tl.sum(reaches_n, 0)
+        more += tl.sum(((score_n > least) & (n < N)).to(tl.int32), 0)
+    tl.store(floor + row, least)
+    tl.store(reached + row, done)
+    tl.store(reached + tl.num_programs(0) + row, more)
+
+
+@triton.jit
+def count_of(score, least, N, BN: tl.constexpr):
+    """Return how many scores of a row, in their order, reach a number."""
+    count = 0
+    for begin in range(0, N, BN):
+        n = begin + tl.arange(0, BN)
+        order_n = order_of(read_scores(score, n, N, True)).to(tl.int64)
+        count += tl.sum(((order_n >= least) & (n < N)).to(tl.int32), 0)
+    return count
+
+
+@triton.jit
+def split_at(score, last, N, BN: tl.constexpr):
+    """Return how many scores of a row reach one, and the best that does not."""
+    reached = 0
+    below = float("-inf")
+    for begin in range(0, N, BN):
+        n = begin + tl.arange(0, BN)
+        score_n = read_scores(score, n, N, True)
+        reached += tl.sum(((score_n >= last) & (n < N)).to(tl.int32), 0)
+        below = tl.maximum(below, tl.max(tl.where((score_n < last) & (n < N), score_n, float("-inf")), 0))
+    return reached, below
+
+
+@triton.jit
+def top_kernel(
+    score, at, value, floor, reached, margin, taken, N, W, ROOM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """Write the places of the W best of a row, ascending; of those tied with the last one taken the earliest.
+
+    They are among the candidates of `candidate_kernel`, if these are more than W, fit in their room, and
+    have all ties. If not, the row is searched itself.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    least = tl.load(floor + row)
+    count = tl.load(reached + row)
+    k = tl.arange(0, ROOM)
+    inside = k < tl.minimum(count, ROOM)
+    value_k = tl.load(value + row * ROOM + k, inside, float("-inf"))
+    order_k = tl.where(inside, order_of(value_k).to(tl.int64), -(1 << 31))
+    lowest = tl.full([], -(1 << 31), tl.int64)
+    behind = tl.full([], 1 << 31, tl.int64)
+    last = tl.min(tl.where(order_k >= rank_of(order_k, W, lowest, behind), value_k, float("inf")), 0)
+    left_out = tl.max(tl.where(inside & (value_k < last), value_k, float("-inf")), 0)
+    left_out = tl.where(tl.sum((inside & (value_k >= last)).to(tl.int32), 0) > W, last, left_out)
+    near = tied_within(last, left_out, tl.load(margin + row))
+    if (count > W) & (count <= ROOM) & (last - near >= least):
+        better, equal = compare(value_k, last, last - near, last + near)
+        left = W - tl.sum((inside & better).to(tl.int32), 0)
+        equal_k = (inside & equal).to(tl.int32)
+        takes = (inside & better) | ((equal_k > 0) & (tl.cumsum(equal_k, 0) <= left))
+        at_k = tl.load(at + row * ROOM + k, inside, 0)
+        tl.store(taken + row * W + tl.cumsum(takes.to(tl.int32), 0) - 1, at_k, takes)
+    else:
+        more = tl.load(reached + tl.num_programs(0) + row)
+        search(score + row * N, tl.load(margin + row), taken + row * W, least, count, more, N, W, BN)
+
+
+@triton.jit
+def search(score, margin, taken, least, count, more, N, W, BN: tl.constexpr):
+    """Write what `top_kernel` does, by counting the scores of a row again and again.
+
+    `count` of them reach `least`, and `more` exceed it.
+    """
+    order = order_of(least).to(tl.int64)
+    low = tl.where(count >= W, order, -(1 << 31))
+    high = tl.where(count < W, order, tl.where(more < W, order + 1, 1 << 31))
+    while low + 1 < high:
+        middle = (low + high) >> 1
+        enough = count_of(score, middle, N, BN) >= W
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+    bits = low.to(tl.int32)
+    last = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    reached, below = split_at(score, last, N, BN)
+    near = tied_within(last, tl.where(reached > W, last, below), margin)
+    better = 0
+    for begin in range(0, N, BN):
+        n = begin + tl.arange(0, BN)
+        score_n = read_scores(score, n, N, True)
+        better += tl.sum(((score_n > last + near) & (n < N)).to(tl.int32), 0)
+    write_earliest(score, taken, last, near, W - better, N, BN, True)
 
 
 @triton.jit
@@ -334,12 +490,15 @@ def variants() -> Iterator[Variant]:
             constants = {"BN": 64, "THRESHOLDS": thresholds, "SELF": attend_self}
             yield variant(write_kernel, constants, 4)
     yield variant(earliest_kernel, {"BN": 1024}, 4)
+    for room in (1024, 4096):
+        yield variant(candidate_kernel, {"ROOM": room, "SAMPLE": 4096, "BN": 2048}, 8)
+        yield variant(top_kernel, {"ROOM": room, "BN": 2048}, 8)
     for size in (64, 128):
         yield variant(sum_kernel, {"D": size, "CHUNK": size, "BM": 32}, 4)
 
 
-FLOATS = ("x", "centroid", "threshold", "margin", "moment", "score", "value", "worst")
-SCALARS = ("N", "H", "C", "K", "room", "window")
+FLOATS = ("x", "centroid", "threshold", "margin", "moment", "score", "value", "worst", "floor")
+SCALARS = ("N", "H", "C", "K", "W", "rank", "room", "window")
 
 
 def variant(kernel: Any, constants: dict[str, Any], warps: int) -> Variant:
