@@ -167,6 +167,7 @@ def train(
     start, changed = find_start(config, before, folder, store, status)
     share = {"rank": hardware.rank, "world": hardware.world, "micro_batch": hardware.micro_batch_size}
     loader: dict[str, Any] = {"pin_memory": hardware.accelerator == "gpu", "worker_init_fn": ignore_signals}
+    loader["num_workers"] = hardware.workers
     data = RtxDataModule(config, store, step=start["step"] if start else 0, **share, **loader)
     model = build_model(config, store.vocabulary, None if start else lambda: data.items[0])
     if status:
@@ -185,7 +186,7 @@ def train(
         say(f"{known['parameters']:,} parameters ({config.model.name}), {store.name}, {size}, {where}")
         for line in routing_lines(config):
             say(line)
-    module = TrainingModule(model, config, store.answers, ranks, facts)
+    module = TrainingModule(model, config, store.answers, ranks, facts, hardware.compile)
     hyperparameters = {**facts["config"], "facts": logged_facts(config, store)}
     with logging_to(folder if status else None, config, hyperparameters, tell, data.step) as loggers:
         watch = Watch(folder, module, data, signals, read_telemetry, status)

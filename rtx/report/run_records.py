@@ -150,6 +150,15 @@ def run_folders(folder: Path) -> list[Path]:
     return []
 
 
+def decided(config: Mapping[str, Any], hardware: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the machine has made of keys that were left to it; `hardware` of environment.json says it."""
+    compiled = hardware.get("compile", config.get("hardware.compile", False))
+    return {
+        "hardware.precision": hardware.get("precision", config["hardware.precision"]),
+        "hardware.compile": False if compiled == "auto" else compiled,
+    }
+
+
 def read_sweeps(path: Path, found: Collection) -> None:
     """Take from sweeps.jsonl the sweeps' commands, and their cells as not started."""
     rows = sweeps_of(path, found)
@@ -185,9 +194,9 @@ def read_cell(folder: Path, found: Collection) -> Cell:
         paces = [row["tokens_per_second"] for row in latest if row["kind"] == "train"]
         units = config["trainer.batch_size"] * config["data.length"]
         measured = [(record["split"], record) for record in evals if record["own_data"]] + [("valid", final or {})]
-        precision = environment.get("hardware", {}).get("precision", config["hardware.precision"])
+        computed = {**config, **decided(config, environment.get("hardware", {}))}
         return Cell(
-            *(folder, config | {"hardware.precision": precision}, cell.state, cell.reason, step),
+            *(folder, computed, cell.state, cell.reason, step),
             final=closing(config, environment["data"], final, step, latest) if final else None,
             scores=sorted(map(evaluated, evals), key=lambda score: (score.best, score.step)),
             baselines={split: record["baselines"] for split, record in measured if "baselines" in record},

@@ -106,6 +106,9 @@ class Watch(Callback):
         self.signals.hold()
         self.began = self.mark = time.monotonic()
         trainer.should_stop = step >= self.plan.steps
+        if not trainer.should_stop and (line := self.module.compile_now()):
+            self.say(line)
+            self.mark = time.monotonic()
         if step and (trainer.should_stop or step % self.plan.val_every == 0):
             trainer.validating = True
             trainer.fit_loop.epoch_loop.val_loop.run()

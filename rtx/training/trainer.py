@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins.precision import DoublePrecision
+from lightning.pytorch.plugins.precision import DoublePrecision, Precision
+from torch import nn
 
 from rtx.errors import DAMAGED, RunFailed, UserError
 from rtx.evaluation.scores import Score
@@ -26,6 +28,22 @@ KNOWN_WARNINGS = (
 )
 
 
+PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "bf16-true": None, "fp64": None}
+"""Lightning's words; None: a plugin says it."""
+
+
+class Narrow(Precision):
+    """Weights, gradients and the residual stream in bfloat16.
+
+    Not Lightning's own, which makes bfloat16 the type of every new tensor, too: random heads would draw others.
+    """
+
+    precision = "bf16-true"
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return module.to(torch.bfloat16)
+
+
 class Outcome(NamedTuple):
     """How a fit ended: after its last step or minute, with the closing score."""
 
@@ -39,7 +57,7 @@ class Outcome(NamedTuple):
 
 def build_trainer(watch: Watch, loggers: list[Logger], hardware: Hardware) -> pl.Trainer:
     """Return the Trainer of a run: what a callback of your own would be added to."""
-    double = [DoublePrecision()] if hardware.precision == "fp64" else []  # Lightning refuses the word for fsdp
+    plugins = {"fp64": [DoublePrecision()], "bf16-true": [Narrow()]}  # Lightning refuses the first word for fsdp
     for name in ("lightning.pytorch", "lightning.fabric"):  # their banners, tips and advice
         logging.getLogger(name).setLevel(logging.WARNING)
     return pl.Trainer(
@@ -47,8 +65,8 @@ def build_trainer(watch: Watch, loggers: list[Logger], hardware: Hardware) -> pl
         devices=hardware.devices,
         num_nodes=hardware.nodes,
         strategy=strategy(hardware),
-        precision={"bf16": "bf16-mixed", "fp64": None}.get(hardware.precision, "32-true"),  # type: ignore[arg-type]
-        plugins=[cluster_environment(hardware), CheckpointFiles(), *double],
+        precision=PRECISIONS[hardware.precision],  # type: ignore[arg-type]
+        plugins=[cluster_environment(hardware), CheckpointFiles(), *plugins.get(hardware.precision, [])],
         callbacks=[watch, Progress(watch)],
         enable_checkpointing=False,  # by Lightning's own callback
         logger=loggers or False,
