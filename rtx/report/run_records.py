@@ -98,6 +98,7 @@ class Cell:
     baselines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # bits of them, by split and name
     curve: Mapping[int, tuple[float, int]] = field(default_factory=dict)  # bits and units of validations, by step
     pace: float | None = None  # steps a second: the median over rows of metrics.jsonl but the first, which warms up
+    peak_share: float | None = None  # of the GPU's peak, the median over the same rows; None where none is known
     analyses: Sequence[Mapping[str, Any]] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
     title: str = ""
@@ -191,7 +192,9 @@ def read_cell(folder: Path, found: Collection) -> Cell:
             raise TypeError("environment.json")
         final, step = status.get("final"), int(status["step"])  # a run that is at work has none yet
         latest = [row for _, row in sorted({(row["step"], row["kind"]): row for row in rows}.items())]
-        paces = [row["tokens_per_second"] for row in latest if row["kind"] == "train"]
+        train_rows = [row for row in latest if row["kind"] == "train"]
+        paces = [row["tokens_per_second"] for row in train_rows]
+        shares = [row["mfu"] for row in train_rows if row.get("mfu") is not None]
         units = config["trainer.batch_size"] * config["data.length"]
         measured = [(record["split"], record) for record in evals if record["own_data"]] + [("valid", final or {})]
         computed = {**config, **decided(config, environment.get("hardware", {}))}
@@ -204,6 +207,7 @@ def read_cell(folder: Path, found: Collection) -> Cell:
                 row["step"]: (row["val_bits"], row["val_units"]) for row in latest if row.get("val_bits") is not None
             },
             pace=statistics.median(paces[1:] or paces) / units if paces else None,
+            peak_share=statistics.median(shares[1:] or shares) if shares else None,
             analyses=analyses,
             environment=environment,
         )

@@ -20,6 +20,7 @@ from rtx.training.callbacks import Progress, Watch
 from rtx.training.checkpoint import CheckpointFiles
 from rtx.training.distributed import cluster_environment, lost_process, start_ranks, strategy
 from rtx.training.hardware import Hardware, out_of_memory, resolve_hardware
+from rtx.training.profiling import Profile
 
 KNOWN_WARNINGS = (
     ".*`broadcast_buffers` is deprecated"  # its successor is not in all versions of torch that we take
@@ -58,6 +59,9 @@ class Outcome(NamedTuple):
 def build_trainer(watch: Watch, loggers: list[Logger], hardware: Hardware) -> pl.Trainer:
     """Return the Trainer of a run: what a callback of your own would be added to."""
     plugins = {"fp64": [DoublePrecision()], "bf16-true": [Narrow()]}  # Lightning refuses the first word for fsdp
+    recorders = []
+    if watch.plan.profile and watch.status:  # the first process alone
+        recorders = [Profile(watch.folder, watch.plan.profile, watch.say)]
     for name in ("lightning.pytorch", "lightning.fabric"):  # their banners, tips and advice
         logging.getLogger(name).setLevel(logging.WARNING)
     return pl.Trainer(
@@ -67,7 +71,7 @@ def build_trainer(watch: Watch, loggers: list[Logger], hardware: Hardware) -> pl
         strategy=strategy(hardware),
         precision=PRECISIONS[hardware.precision],  # type: ignore[arg-type]
         plugins=[cluster_environment(hardware), CheckpointFiles(), *plugins.get(hardware.precision, [])],
-        callbacks=[watch, Progress(watch)],
+        callbacks=[watch, Progress(watch), *recorders],
         enable_checkpointing=False,  # by Lightning's own callback
         logger=loggers or False,
         max_steps=max(watch.plan.steps, watch.data.step + 1),  # with no step left Lightning would not even begin

@@ -1,5 +1,6 @@
 """`rtx train`: what a run leaves, its closing score, and what it says when it cannot go on."""
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 from small_runs import SIZES, Workshop, final, read_metrics
 
+from rtx.analysis.speed import Meter
 from rtx.compose import load_run_config
 from rtx.data.catalog import open_data
 from rtx.evaluation.protocols import baselines
@@ -216,3 +218,35 @@ def test_auto_takes_all_windows_in_time_and_what_does_not_fit_is_said_at_once(
         line = next(line for line in said.splitlines() if not line.startswith(("preparing", "data=text")))
         told = "warning: may not fit: hardware.precision=fp32 trainer.micro_batch_size=2 model.recompute="
         assert line.startswith(told) and "of 0.0 GiB, by rtx plan, which leaves too little; less is needed" in line
+
+
+@pytest.mark.parametrize(("steps", "recorded"), [(12, 2), (7, 1), (5, 0)])
+def test_some_steps_are_recorded_behind_the_first_and_change_nothing(
+    workshop: Workshop, tmp_path: Path, undisturbed: Path, steps: int, recorded: int
+) -> None:
+    run, asked = tmp_path / "run", f"trainer.profile={max(1, recorded)}"
+    said = workshop.command("train", workshop.text, *SIZES, f"trainer.steps={steps}", asked, run=run)
+    trace = run / "trace.json.gz"
+    assert trace.exists() == (recorded > 0)
+    if not recorded:
+        assert "trainer.profile=1: the run ended before step 6 of this process" in said
+        return
+    assert f"the trace of {recorded} step" in said and f"{trace}: https://ui.perfetto.dev opens it" in said
+    names = [event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
+    assert "aten::embedding" in names
+    assert len([name for name in names if name.startswith("ProfilerStep#")]) >= recorded
+    if steps == 12:
+        assert torch.equal(weight(run), weight(undisturbed))
+        assert "is done" in workshop.command("resume", str(run), "trainer.profile=9")
+
+
+def test_rows_status_and_lines_tell_the_share_of_the_peak(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rtx.commands.train.run_meter", lambda *given: Meter(operations_per_unit=2e6, peak=1e12))
+    run = tmp_path / "run"
+    said = workshop.command("train", workshop.text, *SIZES, "trainer.steps=4", run=run)
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "train"]
+    assert all(row["mfu"] == pytest.approx(2e-6 * row["tokens_per_second"]) for row in rows)
+    assert (read_status(run) or {})["mfu"] == rows[-1]["mfu"]
+    assert re.search(r"units/s \(\d+% of the peak\), \d\d:\d\d left", said)
