@@ -291,7 +291,7 @@ class HardwareConfig:
     graphs: bool = False
     """Replay the compiled model's kernels as CUDA graphs, which saves the CPU's time to launch them (GPU)."""
     loss: str = one_of("auto", "torch", "liger")
-    """Training loss: torch's, or Liger-Kernel's, which never holds the logits (GPU; pip install 'rtx[liger]')."""
+    """Training loss: torch's, or Liger-Kernel's (GPU; needs rtx[liger]); auto: torch's, until the other is measured."""
     deterministic: bool = False
     """Use only deterministic GPU kernels, so that the same seed gives the same bits."""
     threads: int | None = ranged(None, low=1, high=1024)
