@@ -32,10 +32,10 @@ def fused_mean_nats(hidden_BNE: Tensor, weight_VE: Tensor, bias_V: Tensor, targe
     Only the mean: a gradient of single positions would need the logits a second time. The CPU waits for the GPU
     twice, as the kernel counts its targets and looks at the gradient that it is given.
     """
-    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+    from liger_kernel.ops import fused_linear_cross_entropy as liger  # type: ignore[import-not-found]
 
     rows = hidden_BNE.flatten(0, 1), weight_VE, target_BN.flatten(), bias_V
-    return LigerFusedLinearCrossEntropyFunction.apply(*rows)[0]
+    return liger.LigerFusedLinearCrossEntropyFunction.apply(*rows)[0]
 
 
 def token_nats(hidden_BNE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_BN: Tensor) -> Tensor:

@@ -201,7 +201,7 @@ class Watch(Callback):
         values = {"bits": nats / passes / math.log(2), "lr": rate, "grad_norm": norm, "tokens_per_second": self.pace}
         values |= {"data_share": share, "seconds": self.seconds, "memory_bytes": peak_memory()}
         values |= {} if self.module.answers is None else {"accuracy": right / passes}
-        speed = {} if (share := self.meter.share(self.pace)) is None else {"mfu": share}
+        speed: dict[str, Any] = {} if (share := self.meter.share(self.pace)) is None else {"mfu": share}
         self.write_row(trainer, "train", values | speed | self.telemetry(self.module.model))
         self.record(step=trainer.global_step, steps=self.plan.steps, **speed)
         self.module.sums.zero_()
