@@ -36,8 +36,8 @@ from rtx.progress import progress_bar
 from rtx.report.steps import WHAT, read_record, views
 from rtx.report.tables import terminal
 from rtx.training.hardware import device_memory, out_of_memory, resolve_hardware
-from rtx.training.inference import prepare_device
-from rtx.training.module import build_model, build_optimizer, learning_rate, set_learning_rate
+from rtx.training.inference import WEIGHTS_IN, prepare_device
+from rtx.training.module import build_model, build_optimizer, learning_rate, set_learning_rate, training_loss
 from rtx.training.run_folder import environment, outputs_root, save, unwritable
 
 DEFAULTS = {"turns": 5, "per_turn": 2, "warmup": 2}
@@ -143,10 +143,10 @@ def training_step(config: Config, store: Store, device: torch.device) -> tuple[C
     hardware, items = resolve_hardware(config), training_items(config, store)
     steps, numbers = itertools.count(1), itertools.count()
     model = build_model(config, store.vocabulary, lambda: items[0])
-    model = (model.double() if config.hardware.precision == "fp64" else model).to(device).train()
+    model = model.to(device, WEIGHTS_IN.get(config.hardware.precision)).train()
     optimizer = build_optimizer(model, config.optimizer)
-    loss: Callable[..., Any] = model.loss if store.answers is None else model.answers
-    loss = compile_loss(model, loss) if config.hardware.compile else loss
+    loss: Callable[..., Any] = training_loss(model, config, store.answers)
+    loss = compile_loss(model, loss, config.hardware.graphs) if hardware.compile else loss
 
     def step() -> torch.Tensor:
         for _ in range(hardware.accumulate):

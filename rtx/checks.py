@@ -80,7 +80,8 @@ def resolve(config: Config, keys: Iterable[str] = ()) -> Config:
     if "lsh" in model.base.split("+"):
         model = replace(model, hash_buckets=hash_buckets(config))
     config = replace(config, routing=routing, model=model)
-    parts = (too_large, model_problems, adaptive_problems, recurrent_problems, training_problems, data_problems)
+    of_model = too_large, model_problems, adaptive_problems, recurrent_problems
+    parts = (*of_model, training_problems, gpu_problems, data_problems)
     refuse([*(line for problems in parts for line in problems(config)), *idle(config, keys).values()])
     return config
 
@@ -238,7 +239,7 @@ def recurrent_problems(config: Config) -> Iterator[str]:
         yield "model.same_length=true needs model.memory of at least 1: so many keys every position reads"
     if recurrent and model.memory and data.name not in TEXTS:
         yield f"model.memory={model.memory} needs a text that goes on: data={data.name} has sequences of its own"
-    if recurrent and model.memory and hardware.compile:
+    if recurrent and model.memory and hardware.compile is True:
         yield f"hardware.compile=true is not for model.memory={model.memory}, which grows over the first steps"
     if model.positions == "xl" and model.tie_biases and hardware.name == "fsdp":
         yield "model.tie_biases=true is not for hardware=fsdp, which shares out each block by itself; take false"
@@ -259,10 +260,10 @@ def training_problems(config: Config) -> Iterator[str]:
     devices = (hardware.devices or 1) * hardware.nodes
     micro = 1 if trainer.micro_batch_size == "auto" else int(trainer.micro_batch_size)
     if hardware.precision == "tf32" and hardware.name == "cpu":
-        yield "hardware.precision=tf32 needs a GPU; a CPU takes fp32, bf16 or fp64"
+        yield "hardware.precision=tf32 needs a GPU; a CPU takes fp32, bf16, bf16-true or fp64"
     if devices > 1 and hardware.name not in SPREAD:
         yield f"hardware.devices and nodes above 1 need hardware=ddp or fsdp, not hardware={hardware.name}"
-    if hardware.compile and hardware.name == "fsdp":
+    if hardware.compile is True and hardware.name == "fsdp":
         yield "hardware.compile=true is not for hardware=fsdp, which gathers weights between blocks; use hardware=ddp"
     if optimizer.name == "adafactor" and hardware.name == "fsdp":
         yield "optimizer=adafactor is not for hardware=fsdp, which has parts of matrices; take ddp, or optimizer=adam"
@@ -276,6 +277,24 @@ def training_problems(config: Config) -> Iterator[str]:
     on_cpu = hardware.precision in ("auto", "fp32") and hardware.name in ("auto", "cpu", "ddp")
     if hardware.attention == "native" and not on_cpu:
         yield "hardware.attention=native is for hardware.precision=fp32 on a CPU (hardware=cpu)"
+
+
+def gpu_problems(config: Config) -> Iterator[str]:
+    """Yield what is wrong with options that only a GPU has."""
+    hardware, model, data = config.hardware, config.model, config.data
+    for key, value, wished in (("graphs", "true", hardware.graphs), ("loss", "liger", hardware.loss == "liger")):
+        if wished and hardware.name == "cpu":
+            yield f"hardware.{key}={value} needs a GPU, not hardware=cpu"
+    if hardware.graphs and (hardware.compile is False or hardware.name == "fsdp" or model.memory):
+        yield "hardware.graphs=true needs hardware.compile=auto or true, without hardware=fsdp and model.memory"
+    if hardware.loss != "liger":
+        return
+    if model.embedding == "adaptive":
+        yield "hardware.loss=liger is not for model.embedding=adaptive, whose softmax has bands; take torch"
+    if data.name in MADE:
+        yield f"hardware.loss=liger is not for data={data.name}, where answers alone count; take torch"
+    if hardware.name == "fsdp" or hardware.precision == "fp64":
+        yield "hardware.loss=liger is not for hardware=fsdp or hardware.precision=fp64; take torch"
 
 
 def data_problems(config: Config) -> Iterator[str]:

@@ -247,6 +247,8 @@ def digest(values: Mapping[str, Any]) -> str:
 
 def former_digest(values: Mapping[str, Any]) -> str:
     """Return the digits as up to version 0.3, which counted keys that a run does not read, too."""
+    if values.get("hardware.compile") == "auto":  # decided by the machine, as the device is; it once was false
+        values = {**values, "hardware.compile": False}
     idle = (*NAMELIKE, *(key for key, value in values.items() if (key, value) in YOUNGER))
     kept = {key: value for key, value in values.items() if key not in idle and not key.startswith(OUTSIDE)}
     return short_hash(kept, 12)

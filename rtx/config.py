@@ -55,6 +55,7 @@ SPREAD = ("ddp", "fsdp")  # values of hardware.name that run one process per dev
 NAMELIKE = (
     *("name", "model.name", "optimizer.steps", "hardware.workers", "data.verify", "data.processes"),
     *("trainer.micro_batch_size", "model.recompute", "trainer.final_windows", "hardware.products"),
+    *("hardware.graphs", "hardware.loss", "trainer.profile"),
 )
 OUTSIDE = ("logger.", "trainer.checkpoint_", "trainer.keep_")
 """Keys, and what keys begin with (keep_: in older runs), that tell no cells apart: they change rounding at the most."""
@@ -279,20 +280,24 @@ class HardwareConfig:
     """Processes on each machine; unset: one, or with ddp and fsdp those that a launcher started, else all GPUs."""
     nodes: int = ranged(1, low=1)
     """Machines that share the run."""
-    precision: str = one_of("auto", "fp32", "bf16", "tf32", "fp64")
-    """Arithmetic: bf16 (mixed), fp32, tf32 (GPU only), fp64 (for tests); auto: bf16 on a GPU, fp32 on a CPU."""
+    precision: str = one_of("auto", "fp32", "bf16", "bf16-true", "tf32", "fp64")
+    """Arithmetic: bf16 (mixed), bf16-true (weights, too), fp32, tf32 (GPU), fp64; auto: bf16 on a GPU, else fp32."""
     attention: str = one_of("auto", "torch", "native", "flex")
     """torch's kernels, C++ built here (native; fp32 on a CPU), FlexAttention (flex; GPU); auto: the fastest."""
     products: str = one_of("onednn", "torch")
     """Large products with weights in fp32 on a CPU: oneDNN's, or torch's own (MKL: may be faster on Intel)."""
-    compile: bool = False
-    """Compile the model with torch.compile (needs a C++ compiler on a CPU)."""
+    compile: bool | str = "auto"
+    """Compile the model with torch.compile; auto: on a GPU where Triton and a C compiler are, not on a CPU."""
+    graphs: bool = False
+    """Replay the compiled model's kernels as CUDA graphs, which saves the CPU's time to launch them (GPU)."""
+    loss: str = one_of("auto", "torch", "liger")
+    """Training loss: torch's, or Liger-Kernel's (GPU; needs rtx[liger]); auto: torch's, until the other is measured."""
     deterministic: bool = False
     """Use only deterministic GPU kernels, so that the same seed gives the same bits."""
     threads: int | None = ranged(None, low=1, high=1024)
     """CPU threads of each process; unset: torch's own choice, or its share of the cores. Bits depend on it."""
-    workers: int = ranged(0, low=0, high=256)
-    """Processes that prepare batches ahead; 0: in the training process."""
+    workers: int | str = ranged("auto", low=0, high=256)
+    """Processes that prepare batches ahead; 0: in the training process; auto: 2 on a GPU, 0 on a CPU."""
 
 
 @dataclass
@@ -335,6 +340,8 @@ class TrainerConfig:
     """Steps between checkpoints; one is also written at the end and on a signal."""
     log_every: int = ranged(10, low=1)
     """Steps between rows in metrics.jsonl."""
+    profile: int | None = ranged(None, low=1, high=1000)
+    """Steps to record with torch.profiler, behind the first few, in the run's trace.json.gz (for Perfetto)."""
 
 
 @dataclass

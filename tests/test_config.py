@@ -114,7 +114,8 @@ def test_the_hash_tells_cells_apart_by_what_changes_results() -> None:
     reference = config_hash(default := compose([]))
     assert len(reference) == 12
     same = "name=other logger.group=g hardware.workers=2 model.name=mine data.verify=never"
-    same += " trainer.checkpoint_every=7 trainer.micro_batch_size=2 model.recompute=true"
+    same += " trainer.checkpoint_every=7 trainer.micro_batch_size=2 model.recompute=true trainer.profile=3"
+    same += " hardware.compile=false hardware.loss=liger"
     assert config_hash(compose(same.split())) == reference
     others = ("seed=1", "routing.window=32", "trainer.steps=5", "hardware.threads=1", "optimizer.lr=0.1")
     assert len({reference, *(config_hash(compose([word])) for word in others)}) == 6
@@ -171,6 +172,13 @@ def test_clusters_and_hash_buckets_are_frozen() -> None:
         ("hardware.name=cpu hardware.precision=tf32", "hardware.precision=tf32 needs a GPU; a CPU takes"),
         ("hardware.devices=2", "hardware.devices and nodes above 1 need hardware=ddp or fsdp, not hardware=auto"),
         ("hardware.name=fsdp hardware.compile=true", "hardware.compile=true is not for hardware=fsdp"),
+        ("hardware.name=cpu hardware.graphs=true", "hardware.graphs=true needs a GPU, not hardware=cpu"),
+        ("hardware.graphs=true hardware.compile=false", "hardware.graphs=true needs hardware.compile=auto or true"),
+        ("hardware.name=cpu hardware.loss=liger", "hardware.loss=liger needs a GPU, not hardware=cpu"),
+        ("hardware.loss=liger data.name=recall", "hardware.loss=liger is not for data=recall, where answers alone"),
+        ("hardware.loss=liger hardware.precision=fp64", "is not for hardware=fsdp or hardware.precision=fp64"),
+        ("hardware.loss=liger model.embedding=adaptive model.cutoffs=2x5", "is not for model.embedding=adaptive"),
+        ("hardware.attention=native hardware.precision=bf16-true", "hardware.attention=native is for"),
         ("hardware.name=fsdp optimizer.name=adafactor", "optimizer=adafactor is not for hardware=fsdp"),
         ("hardware.attention=native hardware.name=gpu", "hardware.attention=native is for hardware.precision=fp32 on"),
         ("hardware.attention=native model.positions=shaw", "need hardware.attention=auto or torch"),

@@ -22,7 +22,7 @@ from rtx.attention.patterns import Random
 from rtx.attention.routing import Routing
 from rtx.compose import with_values
 from rtx.config import Config, clusters, embedding_width, memory_slots, sizes_of
-from rtx.model.likelihood import MAX_LOGITS
+from rtx.model.likelihood import most_logits
 from rtx.model.multihead import ROUTED, layer_patterns, make_pattern
 from rtx.training.hardware import precision_on
 
@@ -40,7 +40,7 @@ def on_gpu(config: Config) -> bool:
 def widths_of(config: Config) -> tuple[int, int]:
     """Return the bytes of a value: of weights, gradients and the residual stream, and of what matrix products read."""
     precision = precision_on(config.hardware, on_gpu(config))
-    wide = 8 if precision == "fp64" else 4
+    wide = {"fp64": 8, "bf16-true": 2}.get(precision, 4)
     return wide, 2 if precision == "bf16" else wide
 
 
@@ -130,8 +130,9 @@ def logits_bytes(config: Config, rows: int, vocabulary: int) -> tuple[float, int
 
     One copy is kept, or of several pieces none; two are there when they are made, three when their gradient is.
     """
-    pieces = math.ceil(rows / max(1, MAX_LOGITS // vocabulary))
-    return float(widths_of(config)[0]) * (rows * vocabulary if pieces == 1 else MAX_LOGITS), pieces
+    most = most_logits(on_gpu(config))
+    pieces = math.ceil(rows / max(1, most // vocabulary))
+    return float(max(4, widths_of(config)[0])) * (rows * vocabulary if pieces == 1 else most), pieces
 
 
 def block(config: Config, layer: int, micro_batch: int) -> tuple[float, float]:

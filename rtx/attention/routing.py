@@ -523,30 +523,43 @@ def after_step(model: nn.Module, move: Callable[[Rule, State, Tensor], State] = 
     To be called once after each optimizer step, on every rank. Statistics are summed over ranks first, so that all
     ranks move alike from the joined batch. `move`: `moved`, or the same function compiled.
     """
-    groups: dict[Rule, list[Centroids]] = {}
-    for centroids in all_centroids(model):
-        groups.setdefault(centroids.rule(), []).append(centroids)
-    for rule, layers in groups.items():
+    for rule, layers in layers_by_rule(model).items():
         move_together(rule, layers, move)
     for module in model.modules():
         if isinstance(module, Pattern):
             module.after_step()
 
 
+def layers_by_rule(model: nn.Module) -> dict[Rule, list[Centroids]]:
+    """Return the centroids of every routing layer, those that move together in one list."""
+    groups: dict[Rule, list[Centroids]] = {}
+    for centroids in all_centroids(model):
+        groups.setdefault(centroids.rule(), []).append(centroids)
+    return groups
+
+
+def stacked(layers: list[Centroids]) -> tuple[State, Tensor]:
+    """Return what layers of one rule have, and what each has gathered, `[Y, T]`, in new tensors."""
+    thresholds = [threshold_HC for layer in layers for threshold_HC in layer.thresholds()]
+    state = State(
+        torch.stack([layer.centroid_HCD for layer in layers]),
+        torch.stack(thresholds).unflatten(0, (len(layers), -1)),
+        torch.stack([layer.steps for layer in layers]),
+    )
+    return state, torch.stack([layer.total_T for layer in layers])
+
+
 def move_together(rule: Rule, layers: list[Centroids], move: Callable[[Rule, State, Tensor], State]) -> None:
     """Apply what layers of one rule have gathered, on all ranks, and forget it; no number is read back."""
-    total_YT = torch.stack([layer.total_T for layer in layers])
+    state, total_YT = stacked(layers)
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(total_YT)
-    centroids = [layer.centroid_HCD for layer in layers]
+    after = move(rule, state, total_YT)
     thresholds = [threshold_HC for layer in layers for threshold_HC in layer.thresholds()]
-    steps = [layer.steps for layer in layers]
-    threshold_YXHC = torch.stack(thresholds).unflatten(0, (len(layers), -1))
-    after = move(rule, State(torch.stack(centroids), threshold_YXHC, torch.stack(steps)), total_YT)
-    torch._foreach_copy_(centroids, list(after.centroid_YHCD.unbind()))
-    torch._foreach_copy_(thresholds, list(after.threshold_YXHC.flatten(0, 1).unbind()))
-    torch._foreach_copy_(steps, list(after.steps_Y.unbind()))
-    torch._foreach_zero_([layer.total_T for layer in layers])
+    torch._foreach_copy_([layer.centroid_HCD for layer in layers], list(after.centroid_YHCD.unbind()))  # type: ignore[attr-defined]
+    torch._foreach_copy_(thresholds, list(after.threshold_YXHC.flatten(0, 1).unbind()))  # type: ignore[attr-defined]
+    torch._foreach_copy_([layer.steps for layer in layers], list(after.steps_Y.unbind()))  # type: ignore[attr-defined]
+    torch._foreach_zero_([layer.total_T for layer in layers])  # type: ignore[attr-defined]
 
 
 @torch.no_grad()

@@ -4,8 +4,9 @@ import textwrap
 
 import torch
 
-from rtx.analysis.cost import cost
+from rtx.analysis.cost import Cost, cost
 from rtx.analysis.footprint import choose_micro_batch, devices, footprint, with_choice
+from rtx.analysis.speed import expected_step, rates
 from rtx.compose import compose, with_values
 from rtx.config import Config
 from rtx.data.catalog import vocabulary_size
@@ -13,7 +14,7 @@ from rtx.errors import plural
 from rtx.help import prose_width
 from rtx.options import read_words
 from rtx.report.summary import heads_phrase, sees_future
-from rtx.training.hardware import device_memory
+from rtx.training.hardware import device_memory, precision_on
 
 GIB, TERA = 2**30, 1e12
 GPUS = (16, 24, 80)  # sizes of the GPUs that a plan is made for, in GiB
@@ -52,6 +53,26 @@ def cost_lines(asked: Config, known: int, world: int, memory: float | None) -> l
         f"run         {plural(trainer.steps, 'step')}, {units * trainer.steps:,} units, {step * trainer.steps:,.3g} "
         f"TFLOP: {time_text(step * trainer.steps / 100)} at 100 TFLOP/s",
         f"memory      about {size_text(sum(used.values()))} a device: {sizes}",
+        *speed_lines(asked, total, known, world),
+    ]
+
+
+def speed_lines(asked: Config, total: Cost, vocabulary: int, world: int) -> list[str]:
+    """Return how long a step is expected to take on the GPU of the roofline, and that this is no measurement."""
+    planned = with_values(asked, {"hardware.name": "gpu"}) if asked.hardware.name in ("auto", "cpu") else asked
+    micro, recompute, *_ = choose_micro_batch(planned, vocabulary, GPUS[-1] * GIB, world)
+    config = with_choice(planned, micro, recompute)
+    expected = expected_step(config, total, micro, vocabulary, world)
+    if expected is None:
+        return []
+    known, units = rates()["roofline"], config.trainer.batch_size * config.data.length
+    how = "by rates measured there" if known["measured"] else "predicted, not measured"
+    parts = {"products": expected.products, "memory": expected.traffic, "launches": expected.launches}
+    shares = ", ".join(f"{name} {1e3 * seconds:,.3g} ms" for name, seconds in parts.items())
+    where = known["name"] if world == 1 else f"{world} devices like {known['name']}"
+    return [
+        f"speed       about {1e3 * expected.step:,.3g} ms a step, {units / expected.step:,.0f} units/s on {where} in "
+        f"{precision_on(config.hardware, gpu=True)}, {how}: products and memory, or launches if longer ({shares})"
     ]
 
 

@@ -5,7 +5,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from rtx import __version__
 from rtx.analysis.attention_weights import read_telemetry
 from rtx.analysis.cost import cost
 from rtx.analysis.footprint import fit_to_device, with_less_memory
+from rtx.analysis.speed import Meter, meter
 from rtx.cells import refuse_sweep
 from rtx.checks import check_logger
 from rtx.commands.sample import draw_image, write_text
@@ -167,6 +168,7 @@ def train(
     start, changed = find_start(config, before, folder, store, status)
     share = {"rank": hardware.rank, "world": hardware.world, "micro_batch": hardware.micro_batch_size}
     loader: dict[str, Any] = {"pin_memory": hardware.accelerator == "gpu", "worker_init_fn": ignore_signals}
+    loader["num_workers"] = hardware.workers
     data = RtxDataModule(config, store, step=start["step"] if start else 0, **share, **loader)
     model = build_model(config, store.vocabulary, None if start else lambda: data.items[0])
     if status:
@@ -185,10 +187,11 @@ def train(
         say(f"{known['parameters']:,} parameters ({config.model.name}), {store.name}, {size}, {where}")
         for line in routing_lines(config):
             say(line)
-    module = TrainingModule(model, config, store.answers, ranks, facts)
+    module = TrainingModule(model, config, store.answers, ranks, facts, hardware.compile)
     hyperparameters = {**facts["config"], "facts": logged_facts(config, store)}
     with logging_to(folder if status else None, config, hyperparameters, tell, data.step) as loggers:
-        watch = Watch(folder, module, data, signals, read_telemetry, status)
+        speed = run_meter(config, store, hardware, tell)
+        watch = Watch(folder, module, data, signals, read_telemetry, status, speed)
         outcome = fit(watch, loggers, start["path"] if start else None)
         if status:
             record_end(status, outcome, store)
@@ -196,6 +199,15 @@ def train(
             del watch, module, model  # the sample is by the checkpoint, and may need their memory
             finish(config, hardware, folder, store, outcome, status, loggers)
     signals.release()
+
+
+def run_meter(config: Config, store: Store, hardware: Hardware, tell: Callable[[str], object]) -> Meter:
+    """Return what tells the share of the chip's peak that a run uses, and say so where no peak is known of a GPU."""
+    name = torch.cuda.get_device_name() if hardware.accelerator == "gpu" else None
+    found = meter(config, cost(config, store.vocabulary), name, hardware.precision, hardware.world)
+    if name and found.peak is None:
+        tell(f"no share of the peak is told: rtx does not know that of {name} in {hardware.precision}")
+    return found
 
 
 def logged_facts(config: Config, store: Store) -> dict[str, Any]:

@@ -170,9 +170,9 @@ class RtxDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> Iterator[Tensor]:
         """Yield this rank's micro-batches of the steps that are left; waiting for them is timed."""
-        last, workers = max(self.step, self.config.trainer.steps), self.config.hardware.workers
+        last = max(self.step, self.config.trainer.steps)
         began = time.perf_counter()
-        for batch in training_batches(self.items, self.step, last, num_workers=workers, **self.loader):
+        for batch in training_batches(self.items, self.step, last, **self.loader):
             self.seconds += time.perf_counter() - began
             yield batch
             began = time.perf_counter()

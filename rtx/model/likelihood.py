@@ -16,8 +16,26 @@ from rtx.config import ModelConfig, sizes_of
 from rtx.errors import UserError
 from rtx.model.linear import Linear
 
-MAX_LOGITS = 1 << 24
-"""Logits held at once; beyond it they are computed in parts, and again in the backward pass."""
+MAX_LOGITS, MAX_LOGITS_GPU = 1 << 24, 1 << 28
+"""Logits held at once on a CPU and on a GPU, where small parts would leave most of the chip idle; beyond it they are
+computed in parts, and again in the backward pass."""
+
+
+def most_logits(gpu: bool) -> int:
+    """Return how many logits are held at once."""
+    return MAX_LOGITS_GPU if gpu else MAX_LOGITS
+
+
+def fused_mean_nats(hidden_BNE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_BN: Tensor) -> Tensor:
+    """Return the mean of `token_nats` by Liger-Kernel, which works out the gradient in the forward pass.
+
+    Only the mean: a gradient of single positions would need the logits a second time. The CPU waits for the GPU
+    twice, as the kernel counts its targets and looks at the gradient that it is given.
+    """
+    from liger_kernel.ops import fused_linear_cross_entropy as liger  # type: ignore[import-not-found]
+
+    rows = hidden_BNE.flatten(0, 1), weight_VE, target_BN.flatten(), bias_V
+    return liger.LigerFusedLinearCrossEntropyFunction.apply(*rows)[0]
 
 
 def token_nats(hidden_BNE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_BN: Tensor) -> Tensor:
@@ -34,7 +52,7 @@ def token_nats(hidden_BNE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_BN:
 def in_parts(of_rows: Callable[..., Tensor], hidden_BNE: Tensor, target_BN: Tensor, logits: int) -> Tensor:
     """Return what `of_rows(hidden_RE, target_R)` does, which holds so many logits for a row, `[B, N]`."""
     hidden_RE, target_R = hidden_BNE.flatten(0, 1), target_BN.flatten()
-    part = max(1, MAX_LOGITS // logits)
+    part = max(1, most_logits(hidden_BNE.is_cuda) // logits)
     if len(target_R) <= part:
         return of_rows(hidden_RE, target_R).view(target_BN.shape)
     parts = zip(hidden_RE.split(part), target_R.split(part), strict=True)
@@ -69,6 +87,19 @@ class Bands(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the vectors of words, `[..., E]`."""
+        return self.masked(ids) if ids.is_cuda else self.gathered(ids)
+
+    def masked(self, ids: Tensor) -> Tensor:
+        """Return the vectors, each of the bands asked for all words: more products, but the CPU never waits."""
+        vectors = self.tables[0].new_zeros(())
+        for (start, stop), table_GS, widen in zip(self.ranges, self.tables, self.widen, strict=True):
+            within = (ids >= start) & (ids < stop)
+            place = (ids - start).clamp(0, stop - start - 1)
+            vectors = torch.where(within[..., None], widen(F.embedding(place, table_GS)), vectors)
+        return vectors.to(self.tables[0].dtype)
+
+    def gathered(self, ids: Tensor) -> Tensor:
+        """Return the vectors, each of the bands asked for its own words."""
         vectors = self.tables[0].new_zeros(*ids.shape, self.widen[0].out_features)  # type: ignore[arg-type]
         for (start, stop), table_GS, widen in zip(self.ranges, self.tables, self.widen, strict=True):
             at = ((ids >= start) & (ids < stop)).nonzero(as_tuple=True)
@@ -110,8 +141,11 @@ class AdaptiveSoftmax(nn.Module):
         for band, (start, _) in enumerate(self.bands.ranges[1:]):
             place_R = torch.where(target_R >= start, first + band, place_R)
         nats_R = F.cross_entropy(self.logits(hidden_RE, 0), place_R, reduction="none")
-        for band, (start, stop) in enumerate(self.bands.ranges[1:], 1):
-            at = ((target_R >= start) & (target_R < stop)).nonzero()[:, 0]
+        within_YR = [(target_R >= start) & (target_R < stop) for start, stop in self.bands.ranges[1:]]
+        # Read together: the CPU waits for a GPU once. Rows that are not read would cost many times that wait.
+        counts = torch.stack([within_R.sum() for within_R in within_YR]).tolist()
+        for band, (start, _) in enumerate(self.bands.ranges[1:], 1):
+            at = within_YR[band - 1].nonzero_static(size=counts[band - 1])[:, 0]
             within = F.cross_entropy(self.logits(hidden_RE[at], band), target_R[at] - start, reduction="none")
             nats_R = nats_R.index_add(0, at, within)
         return nats_R

@@ -17,7 +17,7 @@ from rtx.attention.pattern import Pattern
 from rtx.attention.routing import statistics_paused
 from rtx.config import Config, embedding_width, sizes_of
 from rtx.model.block import Block, Compression, Memory
-from rtx.model.likelihood import AdaptiveSoftmax, Bands, band_ends, in_parts, token_nats
+from rtx.model.likelihood import AdaptiveSoftmax, Bands, band_ends, fused_mean_nats, in_parts, token_nats
 from rtx.model.linear import Linear
 from rtx.model.positions import TABLE_DEVIATION, LearnedPositions
 
@@ -196,6 +196,12 @@ class Transformer(nn.Module):
             return in_parts(self.softmax.nats, hidden_BNS, tokens_BN, held), auxiliary
         return token_nats(hidden_BNS, self.output_VS, self.output_bias_V, tokens_BN), auxiliary
 
+    def fused_loss(self, tokens_BN: Tensor, memory: Memory | None = None) -> tuple[Tensor, Tensor]:
+        """Return the mean nats of all units, a scalar, and the auxiliary loss: `loss` for training by Liger-Kernel."""
+        assert self.softmax is None, "the bands of an adaptive softmax have no fused loss"
+        hidden_BNS, auxiliary = self(tokens_BN, memory=memory)
+        return fused_mean_nats(hidden_BNS, self.output_VS, self.output_bias_V, tokens_BN), auxiliary
+
     def answers(self, tokens_BN: Tensor, at_BA: Tensor, prefix: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Return the nats of the units at positions `at_BA` alone and whether each is the likeliest, `[B, A]`.
 
@@ -230,13 +236,13 @@ def recompute_contexts() -> tuple[contextlib.AbstractContextManager[None], conte
     return contextlib.nullcontext(), statistics_paused()
 
 
-def compile_loss(model: nn.Module, loss: Callable[..., Any]) -> Callable[..., Any]:
+def compile_loss(model: nn.Module, loss: Callable[..., Any], graphs: bool = False) -> Callable[..., Any]:
     """Return a compiled `loss`, a method of `model`; changes the model's patterns so that no graph takes them in.
 
     The sizes of their blocks depend on data, they keep statistics, and what they compute is in kernels of its own
-    already; the matrices, norms and activations around them are compiled.
+    already; the matrices, norms and activations around them are compiled. `graphs`: and replayed as CUDA graphs.
     """
     for pattern in model.modules():
         if isinstance(pattern, Pattern):
             pattern.forward = torch.compiler.disable(pattern.forward)  # type: ignore[method-assign]
-    return torch.compile(loss)
+    return torch.compile(loss, mode="reduce-overhead" if graphs else None)

@@ -98,6 +98,7 @@ class Cell:
     baselines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # bits of them, by split and name
     curve: Mapping[int, tuple[float, int]] = field(default_factory=dict)  # bits and units of validations, by step
     pace: float | None = None  # steps a second: the median over rows of metrics.jsonl but the first, which warms up
+    peak_share: float | None = None  # of the GPU's peak, the median over the same rows; None where none is known
     analyses: Sequence[Mapping[str, Any]] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
     title: str = ""
@@ -150,6 +151,15 @@ def run_folders(folder: Path) -> list[Path]:
     return []
 
 
+def decided(config: Mapping[str, Any], hardware: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the machine has made of keys that were left to it; `hardware` of environment.json says it."""
+    compiled = hardware.get("compile", config.get("hardware.compile", False))
+    return {
+        "hardware.precision": hardware.get("precision", config["hardware.precision"]),
+        "hardware.compile": False if compiled == "auto" else compiled,
+    }
+
+
 def read_sweeps(path: Path, found: Collection) -> None:
     """Take from sweeps.jsonl the sweeps' commands, and their cells as not started."""
     rows = sweeps_of(path, found)
@@ -182,12 +192,14 @@ def read_cell(folder: Path, found: Collection) -> Cell:
             raise TypeError("environment.json")
         final, step = status.get("final"), int(status["step"])  # a run that is at work has none yet
         latest = [row for _, row in sorted({(row["step"], row["kind"]): row for row in rows}.items())]
-        paces = [row["tokens_per_second"] for row in latest if row["kind"] == "train"]
+        train_rows = [row for row in latest if row["kind"] == "train"]
+        paces = [row["tokens_per_second"] for row in train_rows]
+        shares = [row["mfu"] for row in train_rows if row.get("mfu") is not None]
         units = config["trainer.batch_size"] * config["data.length"]
         measured = [(record["split"], record) for record in evals if record["own_data"]] + [("valid", final or {})]
-        precision = environment.get("hardware", {}).get("precision", config["hardware.precision"])
+        computed = {**config, **decided(config, environment.get("hardware", {}))}
         return Cell(
-            *(folder, config | {"hardware.precision": precision}, cell.state, cell.reason, step),
+            *(folder, computed, cell.state, cell.reason, step),
             final=closing(config, environment["data"], final, step, latest) if final else None,
             scores=sorted(map(evaluated, evals), key=lambda score: (score.best, score.step)),
             baselines={split: record["baselines"] for split, record in measured if "baselines" in record},
@@ -195,6 +207,7 @@ def read_cell(folder: Path, found: Collection) -> Cell:
                 row["step"]: (row["val_bits"], row["val_units"]) for row in latest if row.get("val_bits") is not None
             },
             pace=statistics.median(paces[1:] or paces) / units if paces else None,
+            peak_share=statistics.median(shares[1:] or shares) if shares else None,
             analyses=analyses,
             environment=environment,
         )

@@ -64,6 +64,12 @@ class Row:
         machines = {str([cell.environment.get(key) for key in ("gpu", "host", "threads")]) for cell in found}
         return [cell.pace or 0.0 for cell in found] if len(machines) == 1 else []
 
+    def peak_share(self) -> float | None:
+        """Return the mean share of the GPU's peak of its runs, None where it is not known of all of them."""
+        shares = [cell.peak_share for cell in self.cells if cell.pace]
+        known = [share for share in shares if share is not None]
+        return mean(known) if known and len(known) == len(shares) else None
+
 
 def rows_by_protocol(cells: Sequence[Cell]) -> list[tuple[Protocol | None, list[Row]]]:
     """Return a list of rows for each protocol, that with the most scores first, then test before others.

@@ -23,6 +23,9 @@ CHOSE = "which chose it"
 ERROR = Column("standard_error", "std. error", 4)
 """Of the bits of a score, over its windows."""
 
+PEAK = Column("peak_percent", "% of the GPU's peak", 1, brief=False)
+"""Of runs on a GPU whose peak is known (rtx/analysis/rates.json)."""
+
 HOW = (
     "± are 95% intervals over seeds. Verdicts: paired differences where seeds match, else Welch's test; intervals and "
     "p after Holm's correction over the {} of the table."
@@ -43,6 +46,8 @@ def facts_of(row: Row, values: Values, paces: Paces) -> dict[str, Any]:
     facts["standard_error"] = mean(errors) if errors else None
     for name in figures([row]):
         facts[name] = mean(score.figures[name] for score in row.scores if name in score.figures)
+    share = row.peak_share()
+    facts["peak_percent"] = None if share is None else 100 * share
     return {**facts, "steps_per_second": pace[0], "pace_half": pace[1]}
 
 
@@ -109,6 +114,7 @@ def kinds_table(
         Column("sees_future", "sees future"),
         *(Column(f"against_{kind}", f"against {kind}") for kind in against),
         Column("steps_per_second", "steps/s", 3, "pace_half"),
+        PEAK,
         *(Column(name, name, 3, brief="," not in name) for name in figures(rows)),
         *(Column(f"less_{kind}", f"less {kind}", brief=False) for kind in against),
         Column("of", "best of"),
@@ -276,6 +282,7 @@ def rows_table(
         *([] if metric == "bits" else [ERROR]),
         *(Column(name, name, 3, brief="," not in name) for name in figures(rows)),
         Column("steps_per_second", "steps/s", 3, "pace_half", brief=False),
+        PEAK,
         Column("step", "steps done", brief=False),
         Column("paper_row", "the paper's row", brief=equal),
         Column("paper", "paper" if equal else "its number, not comparable", 3, brief=equal),

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
+from rtx.analysis.speed import Meter
 from rtx.errors import RunFailed
 from rtx.progress import PLAIN_SECONDS, clock, peak_memory, say
 from rtx.training.module import TrainingModule, learning_rate, seed_everything
@@ -54,7 +55,14 @@ class Watch(Callback):
     """
 
     def __init__(
-        self, folder: Path, module: TrainingModule, data: Any, signals: Signals, telemetry: Any, status: Status | None
+        self,
+        folder: Path,
+        module: TrainingModule,
+        data: Any,
+        signals: Signals,
+        telemetry: Any,
+        status: Status | None,
+        meter: Meter | None = None,
     ) -> None:
         self.folder, self.last = folder, folder / "checkpoints" / "last.ckpt"
         self.children: list[Any] = []  # processes that this one has started
@@ -63,6 +71,7 @@ class Watch(Callback):
         self.say = say if status else lambda line: None
         self.record = status.update if status else lambda **fields: None
         self.streams: dict[str, Any] = {"torch": torch} | ({"cuda": torch.cuda} if torch.cuda.is_available() else {})
+        self.meter = meter or Meter(0.0, None)
         self.units_per_step = self.plan.batch_size * module.config.data.length
         self.began = self.mark = time.monotonic()
         self.row_step, self.waited, self.pace, self.bits = data.step, 0.0, 0.0, math.nan
@@ -106,6 +115,9 @@ class Watch(Callback):
         self.signals.hold()
         self.began = self.mark = time.monotonic()
         trainer.should_stop = step >= self.plan.steps
+        if not trainer.should_stop and (line := self.module.compile_now()):
+            self.say(line)
+            self.mark = time.monotonic()
         if step and (trainer.should_stop or step % self.plan.val_every == 0):
             trainer.validating = True
             trainer.fit_loop.epoch_loop.val_loop.run()
@@ -188,9 +200,10 @@ class Watch(Callback):
         rate, norm = learning_rate(self.module.config, trainer.global_step), float(self.module.norm)
         values = {"bits": nats / passes / math.log(2), "lr": rate, "grad_norm": norm, "tokens_per_second": self.pace}
         values |= {"data_share": share, "seconds": self.seconds, "memory_bytes": peak_memory()}
-        accuracy = {} if self.module.answers is None else {"accuracy": right / passes}
-        self.write_row(trainer, "train", values | accuracy | self.telemetry(self.module.model))
-        self.record(step=trainer.global_step, steps=self.plan.steps)
+        values |= {} if self.module.answers is None else {"accuracy": right / passes}
+        speed: dict[str, Any] = {} if (share := self.meter.share(self.pace)) is None else {"mfu": share}
+        self.write_row(trainer, "train", values | speed | self.telemetry(self.module.model))
+        self.record(step=trainer.global_step, steps=self.plan.steps, **speed)
         self.module.sums.zero_()
         self.row_step, self.waited, self.mark = trainer.global_step, self.data.seconds, time.monotonic()
 
@@ -264,6 +277,8 @@ class Progress(TQDMProgressBar):
         if plan.max_minutes:
             left = max(0.0, min(left, 60 * plan.max_minutes - watch.seconds))
         told = f"step {step:,}/{plan.steps:,}, {watch.bits:.3f} bits, lr {rate:.1e}, {watch.pace:,.0f} units/s"
+        if (share := watch.meter.share(watch.pace)) is not None:
+            told += f" ({share:.0%} of the peak)"
         return f"{told}, {clock(left)} left, {peak_memory() / 1e9:.1f} GB"
 
     def on_exception(self, *_: Any) -> None:

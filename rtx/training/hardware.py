@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import errno
+import importlib.util
 import os
 import shutil
 import sys
@@ -16,7 +17,11 @@ from rtx.training.signals import started_by_another
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 OUT_OF_MEMORY = "out of memory"  # how the reason of a run that had too little begins
 NO_GPU = "hardware=gpu, but torch finds no GPU on this machine; use hardware=cpu or hardware=auto"
-NO_TF32 = "hardware.precision=tf32 needs a GPU and there is none; a CPU takes fp32, bf16 or fp64"
+NO_TF32 = "hardware.precision=tf32 needs a GPU and there is none; a CPU takes fp32, bf16, bf16-true or fp64"
+NO_GRAPHS = "hardware.graphs=true needs a GPU and there is none; take hardware.graphs=false"
+NO_LIGER = "hardware.loss=liger needs {0}; take hardware.loss=torch"
+GPU_WORKERS = 2
+"""Processes that prepare batches for a GPU, where hardware.workers is auto."""
 SIGNS = (
     *("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "alloc_failed"),
     *("bad_alloc", "could not create a primitive", "failed to map segment", "can't start new thread"),
@@ -29,7 +34,8 @@ class Hardware:
     """What `hardware` means on this machine, for this process: the facts of environment.json."""
 
     accelerator: str  # cpu or gpu
-    precision: str  # fp32, bf16, tf32 or fp64
+    precision: str  # fp32, bf16, bf16-true, tf32 or fp64
+    compile: bool  # whether torch.compile is to compile the model
     devices: int  # processes on this machine
     nodes: int  # machines
     rank: int  # this process among all
@@ -38,6 +44,7 @@ class Hardware:
     launcher: str  # who starts the processes: rtx, torchrun or srun
     micro_batch_size: int  # sequences of a forward pass
     accumulate: int  # forward passes of an optimizer step on each device
+    workers: int  # processes that prepare batches for each device
 
     @property
     def world(self) -> int:
@@ -54,6 +61,10 @@ def resolve_hardware(config: Config) -> Hardware:
         raise UserError(NO_GPU)
     if wish.precision == "tf32" and not use_gpu:
         raise UserError(NO_TF32)
+    if wish.graphs and not use_gpu:
+        raise UserError(NO_GRAPHS)
+    if wish.loss == "liger":
+        refuse_liger(use_gpu)
     launcher, rank, devices, nodes = processes(wish, gpus)
     if use_gpu and devices > gpus:
         raise UserError(f"hardware.devices={devices}, but this machine has {gpus} GPU(s)")
@@ -65,6 +76,7 @@ def resolve_hardware(config: Config) -> Hardware:
     return Hardware(
         accelerator="gpu" if use_gpu else "cpu",
         precision=precision_on(wish, use_gpu),
+        compile=compiles(config, use_gpu),
         devices=devices,
         nodes=nodes,
         rank=rank,
@@ -73,7 +85,24 @@ def resolve_hardware(config: Config) -> Hardware:
         launcher=launcher,
         micro_batch_size=micro,
         accumulate=batch // (micro * world),
+        workers=GPU_WORKERS * use_gpu if wish.workers == "auto" else int(wish.workers),
     )
+
+
+def compiles(config: Config, gpu: bool) -> bool:
+    """Tell whether a run compiles its model: hardware.compile, where auto is yes on a GPU that can."""
+    wish = config.hardware
+    if wish.compile != "auto":
+        return bool(wish.compile)
+    return gpu and wish.name != "fsdp" and not config.model.memory and has_gpu_compiler()
+
+
+def refuse_liger(gpu: bool) -> None:
+    """Raise `UserError` where Liger-Kernel cannot work out the loss."""
+    if not gpu:
+        raise UserError(NO_LIGER.format("a GPU and there is none"))
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise UserError(NO_LIGER.format("Liger-Kernel: pip install 'rtx[liger]'"))
 
 
 def refuse_without_gpu(wish: HardwareConfig) -> None:
@@ -150,8 +179,17 @@ def prepare_torch(config: Config, hardware: Hardware) -> None:
     if wish.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    if wish.compile and hardware.accelerator == "cpu" and not has_compiler():
+    if wish.compile is True and hardware.accelerator == "cpu" and not has_compiler():
         raise UserError("hardware.compile=true needs a C++ compiler (g++, clang++ or CXX); there is none on the PATH")
+    if wish.compile is True and hardware.accelerator == "gpu" and not has_gpu_compiler():
+        raise UserError("hardware.compile=true needs Triton and a C compiler (gcc, clang or CC) for a GPU")
+
+
+def has_gpu_compiler() -> bool:
+    """Tell whether Triton is here, and the C compiler by which it builds what starts its kernels."""
+    from torch.utils._triton import has_triton  # no public function tells whether torch can use Triton
+
+    return has_triton() and any(shutil.which(name) for name in (os.environ.get("CC") or "gcc", "gcc", "clang"))
 
 
 def has_compiler() -> bool:

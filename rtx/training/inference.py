@@ -30,6 +30,8 @@ from rtx.training.hardware import precision_on, prepare_torch, resolve_hardware
 from rtx.training.run_folder import EXPORT_FACTS, is_export
 
 WEIGHTS = "model.safetensors"
+WEIGHTS_IN = {"fp64": torch.float64, "bf16-true": torch.bfloat16}
+"""The type of weights by hardware.precision, where it is not float32."""
 STREAM = 65_536  # units of text that a model with a memory is scored on at a stretch
 KEPT = ("step", "config", "data", "file")  # keys of a checkpoint that export.json keeps
 
@@ -123,8 +125,8 @@ def load_run(
         raise UserError(f"{where} does not fit data of {vocabulary} different units")
     with torch.random.fork_rng(devices=[]):
         model = Transformer(config, vocabulary)
-    if config.hardware.precision == "fp64":
-        model = model.double()  # before weights are copied into it, which takes its type
+    if config.hardware.precision in WEIGHTS_IN:
+        model = model.to(WEIGHTS_IN[config.hardware.precision])  # before weights are copied into it
     load_weights(model, found)
     if broken := not_numbers(model):
         holds = f"holds NaN or infinities, first in {broken[0]}"

@@ -1,6 +1,7 @@
 """The LightningModule: one optimizer step (forward, backward, clipping, optimizer, centroids) and validation."""
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from rtx.attention.routing import after_step, initialise_from_data
+from rtx.attention.centroid_update import moved
+from rtx.attention.routing import after_step, all_centroids, initialise_from_data, layers_by_rule, stacked
 from rtx.compose import flat
 from rtx.config import Config, OptimizerConfig
-from rtx.errors import UserError
+from rtx.data.datamodule import MicroBatches
+from rtx.errors import UserError, shorten
 from rtx.evaluation.protocols import local_reach
 from rtx.evaluation.scores import Answers, joined, score_batch
 from rtx.model.block import Memory
@@ -44,14 +47,28 @@ def check_savable(model: nn.Module) -> None:
             raise UserError(f"{name} is {problem}, which no checkpoint holds: {way_out}")
 
 
+def training_loss(model: Transformer, config: Config, answers: Answers | None) -> Callable[..., Any]:
+    """Return the method of a model that gives what training minimises."""
+    if answers is not None:
+        return model.answers
+    return model.fused_loss if config.hardware.loss == "liger" else model.loss
+
+
 class TrainingModule(pl.LightningModule):
     """The model with its optimizer; what a checkpoint holds of it, and the score of a validation.
 
     `answers`: finds the units that alone count; None: all do. `facts`: the `config` and `data` of every checkpoint.
+    `compiled`: whether torch.compile is to compile the loss.
     """
 
     def __init__(
-        self, model: nn.Module, config: Config, answers: Any = None, ranks: Ranks | None = None, facts: Any = None
+        self,
+        model: Transformer,
+        config: Config,
+        answers: Any = None,
+        ranks: Ranks | None = None,
+        facts: Any = None,
+        compiled: bool = False,
     ) -> None:
         super().__init__()
         self.model, self.config = model, config
@@ -65,8 +82,12 @@ class TrainingModule(pl.LightningModule):
         self.score: Any = None  # `Score` of the last validation, the same on all ranks
         self.answers: Answers | None = answers
         self.reach = local_reach(config)
-        loss: Any = model.loss if answers is None else model.answers
-        self.loss = compile_loss(model, loss) if config.hardware.compile else loss
+        self.loss: Callable[..., Any] = training_loss(model, config, answers)
+        self.move = moved
+        self.compiled = compiled
+        self.graphs = compiled and config.hardware.graphs
+        if compiled:
+            self.loss = compile_loss(model, self.loss, self.graphs)
 
     def setup(self, stage: str) -> None:
         """Open the channel between the ranks, and compare what they begin with, before they have one model."""
@@ -86,17 +107,65 @@ class TrainingModule(pl.LightningModule):
         return build_optimizer(self.model, self.config.optimizer)
 
     def training_step(self, tokens_BN: Tensor, batch_idx: int) -> Tensor:
-        if self.answers is None:
-            given: dict[str, Any] = {"memory": self.memory(batch_idx)} if self.config.model.memory else {}
-            nats_BN, auxiliary = self.loss(tokens_BN, **given)
-            mean, share = nats_BN.mean(), nats_BN.new_zeros(())
-        else:  # sequences count alike, however many answers they have: a step is then the same in parts
-            at_BA, _ = self.answers(tokens_BN)
-            nats_BA, right_BA, auxiliary = self.loss(tokens_BN, at_BA)
-            weight_B1 = at_BA.shape[1] / (at_BA >= 0).sum(1, keepdim=True)
-            mean, share = (nats_BA * weight_B1).mean(), (right_BA * weight_B1.double()).mean()
+        given: dict[str, Any] = {"memory": self.memory(batch_idx)} if self.config.model.memory else {}
+        mean, share, auxiliary = self.minimised(tokens_BN, **given)
         self.sums = self.sums.to(mean.device) + torch.stack([mean.detach(), share, torch.ones_like(share)])
         return mean + auxiliary
+
+    def minimised(self, tokens_BN: Tensor, **given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the mean nats of a micro-batch, its share of right answers (else 0), and the auxiliary loss."""
+        if self.graphs:
+            torch.compiler.cudagraph_mark_step_begin()  # the tensors of the pass before may be overwritten
+        if self.answers is None:
+            nats_BN, auxiliary = self.loss(tokens_BN, **given)
+            return nats_BN.mean(), nats_BN.new_zeros(()), auxiliary
+        # Sequences count alike, however many answers they have: a step is then the same in parts.
+        at_BA, _ = self.answers(tokens_BN)
+        nats_BA, right_BA, auxiliary = self.loss(tokens_BN, at_BA)
+        weight_B1 = at_BA.shape[1] / (at_BA >= 0).sum(1, keepdim=True)
+        return (nats_BA * weight_B1).mean(), (right_BA * weight_B1.double()).mean(), auxiliary
+
+    def compile_now(self) -> str:
+        """Compile what is to be compiled, by one pass whose results are dropped, and return a line on it.
+
+        Where the compiler fails, or has too little memory, the model runs eagerly, if `hardware.compile` is auto; what
+        was asked for by `true` raises. Weights, statistics and random streams are left as they were.
+        """
+        waits = any(centroids.seed_with_next for centroids in all_centroids(self.model))
+        if not self.compiled or waits:  # for the first batch, as its centroids do
+            return ""
+        began = time.monotonic()
+        try:
+            self.pass_once()
+        except Exception as error:  # of the compiler, of its kernels, or for want of memory
+            if self.config.hardware.compile is True:
+                raise
+            self.loss = training_loss(self.model, self.config, self.answers)
+            self.move = moved
+            self.compiled = self.graphs = False
+            torch.compiler.reset()
+            return f"hardware.compile=auto: not compiled, {shorten(repr(error), 200)}; the model runs eagerly"
+        finally:
+            for centroids in all_centroids(self.model):
+                centroids.reset_sums()
+        return f"compiled in {time.monotonic() - began:.0f} s"
+
+    def pass_once(self) -> None:
+        """Compute a gradient of the first micro-batch, and on a GPU move centroids, without any effect."""
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        tokens_BN = MicroBatches(data.items, data.loader.get("micro_batch") or 1)[0].to(self.device).long()
+        weights = [weight for weight in self.parameters() if weight.requires_grad]
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), self.trainer.precision_plugin.train_step_context():
+            mean, _, auxiliary = self.minimised(tokens_BN)
+            torch.autograd.grad(mean + auxiliary, weights, allow_unused=True)  # by no hook of DDP
+        if self.device.type != "cuda":
+            return
+        self.move = torch.compile(moved, dynamic=False)
+        with torch.no_grad():
+            for rule, layers in layers_by_rule(self.model).items():
+                self.move(rule, *stacked(layers))
+        torch.cuda.synchronize(self.device)
 
     def memory(self, batch_idx: int) -> Memory:
         """Return what the streams of a micro-batch have kept, empty at the start of a run."""
@@ -132,7 +201,7 @@ class TrainingModule(pl.LightningModule):
         set_learning_rate(optimizer.optimizer, learning_rate(self.config, self.global_step + 1))
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         optimizer.zero_grad()  # nobody reads them any more; Lightning would keep them through the next forward pass
-        after_step(self.model)
+        after_step(self.model, self.move)
 
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
         """Score windows: ids, units before the first that counts, their numbers (-1: scored by another rank)."""

@@ -34,13 +34,15 @@ SILENCE_SECONDS = 120.0  # so long without a heartbeat, a run on another machine
 EXPORT_FACTS = "export.json"  # says of what run a folder has the model, and that it is an export
 CHECKOUT = Path(__file__).parents[2]
 LESS_MEMORY = "a smaller trainer.micro_batch_size, or model.recompute=true, needs less with the same result"
-EXACT = ("rtx", "torch", "threads", "gpu", "accelerator", "precision", "devices", "nodes", "sharded")
+EXACT = ("rtx", "torch", "threads", "gpu", "accelerator", "precision", "compile", "devices", "nodes", "sharded")
 """Facts of environment.json that bits depend on."""
+FORMER = {"compile": False}
+"""What a run did whose environment.json lacks the fact."""
 STATES = ("running", "done", "failed", "preempted", "interrupted")
 ALLOWED = {
     *("trainer.steps", "trainer.max_minutes", "trainer.micro_batch_size", "trainer.log_every"),
     *("trainer.val_every", "trainer.val_windows", "trainer.val_stride", "trainer.checkpoint_every"),
-    "trainer.final_windows",
+    *("trainer.final_windows", "trainer.profile"),
     *("optimizer.steps", "model.recompute", "model.ffn_parts"),
     *("name", "model.name", "data.path", "data.verify", "data.processes"),
 }
@@ -307,7 +309,7 @@ def record_start(folder: Path, facts: dict[str, Any], changed: Differences | Non
         file.write(json.dumps({**now, "changed": changed}) + "\n")
     try:
         began = json.loads(read_file(path))
-        old, new = ({**known, **known["versions"], **known["hardware"]} for known in (began, now))
+        old, new = ({**FORMER, **known, **known["versions"], **known["hardware"]} for known in (began, now))
     except DAMAGED:
         return [f"{path}, which does not say on what the run began"]
     return [f"{name} {old.get(name)} -> {new.get(name)}" for name in EXACT if old.get(name) != new.get(name)]

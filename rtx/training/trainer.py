@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins.precision import DoublePrecision
+from lightning.pytorch.plugins.precision import DoublePrecision, Precision
+from torch import nn
 
 from rtx.errors import DAMAGED, RunFailed, UserError
 from rtx.evaluation.scores import Score
@@ -18,12 +20,29 @@ from rtx.training.callbacks import Progress, Watch
 from rtx.training.checkpoint import CheckpointFiles
 from rtx.training.distributed import cluster_environment, lost_process, start_ranks, strategy
 from rtx.training.hardware import Hardware, out_of_memory, resolve_hardware
+from rtx.training.profiling import Profile
 
 KNOWN_WARNINGS = (
     ".*`broadcast_buffers` is deprecated"  # its successor is not in all versions of torch that we take
     r"|.*isinstance\(treespec, LeafSpec\)"  # Lightning's use of a torch name that is to change
     "|The `srun` command is available"  # Slurm starts sweeps here, not runs
 )
+
+
+PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "bf16-true": None, "fp64": None}
+"""Lightning's words; None: a plugin says it."""
+
+
+class Narrow(Precision):
+    """Weights, gradients and the residual stream in bfloat16.
+
+    Not Lightning's own, which makes bfloat16 the type of every new tensor, too: random heads would draw others.
+    """
+
+    precision = "bf16-true"
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return module.to(torch.bfloat16)
 
 
 class Outcome(NamedTuple):
@@ -39,7 +58,10 @@ class Outcome(NamedTuple):
 
 def build_trainer(watch: Watch, loggers: list[Logger], hardware: Hardware) -> pl.Trainer:
     """Return the Trainer of a run: what a callback of your own would be added to."""
-    double = [DoublePrecision()] if hardware.precision == "fp64" else []  # Lightning refuses the word for fsdp
+    plugins = {"fp64": [DoublePrecision()], "bf16-true": [Narrow()]}  # Lightning refuses the first word for fsdp
+    recorders = []
+    if watch.plan.profile and watch.status:  # the first process alone
+        recorders = [Profile(watch.folder, watch.plan.profile, watch.say)]
     for name in ("lightning.pytorch", "lightning.fabric"):  # their banners, tips and advice
         logging.getLogger(name).setLevel(logging.WARNING)
     return pl.Trainer(
@@ -47,9 +69,9 @@ def build_trainer(watch: Watch, loggers: list[Logger], hardware: Hardware) -> pl
         devices=hardware.devices,
         num_nodes=hardware.nodes,
         strategy=strategy(hardware),
-        precision={"bf16": "bf16-mixed", "fp64": None}.get(hardware.precision, "32-true"),  # type: ignore[arg-type]
-        plugins=[cluster_environment(hardware), CheckpointFiles(), *double],
-        callbacks=[watch, Progress(watch)],
+        precision=PRECISIONS[hardware.precision],  # type: ignore[arg-type]
+        plugins=[cluster_environment(hardware), CheckpointFiles(), *plugins.get(hardware.precision, [])],
+        callbacks=[watch, Progress(watch), *recorders],
         enable_checkpointing=False,  # by Lightning's own callback
         logger=loggers or False,
         max_steps=max(watch.plan.steps, watch.data.step + 1),  # with no step left Lightning would not even begin

@@ -25,7 +25,7 @@ from rtx.training.checkpoint import read_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 
-TIME_FIELDS = frozenset({"time", "seconds", "tokens_per_second", "data_share", "memory_bytes"})
+TIME_FIELDS = frozenset({"time", "seconds", "tokens_per_second", "mfu", "data_share", "memory_bytes"})
 """Fields of a row that are measured by clock or machine; all others repeat exactly after a resume."""
 
 SIZES = (

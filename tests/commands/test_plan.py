@@ -31,7 +31,9 @@ def test_the_figures_of_a_known_model_and_one_is_one(capsys: pytest.CaptureFixtu
     assert re.search(r" MiB a device: weights \d+ MiB, gradients \d+ MiB, optimizer \d+ MiB, ", printed)
     printed = planned(capsys, "data=enwik8", "model=rt24")
     assert " hours at 100 TFLOP/s" in printed and re.search(r"about \d+\.\d\d GiB a device", printed)
+    assert re.search(r"speed about [\d.,]+ ms a step, [\d,]+ units/s on an H100 in bf16, predicted, not meas", printed)
     two = planned(capsys, "hardware=ddp", "hardware.devices=2", "trainer.batch_size=4")
+    assert "units/s on 2 devices like an H100" in two
     assert "(2 devices, 2 sequences at a time)" in two
 
 

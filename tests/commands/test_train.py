@@ -1,5 +1,6 @@
 """`rtx train`: what a run leaves, its closing score, and what it says when it cannot go on."""
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 from small_runs import SIZES, Workshop, final, read_metrics
 
+from rtx.analysis.speed import Meter
 from rtx.compose import load_run_config
 from rtx.data.catalog import open_data
 from rtx.evaluation.protocols import baselines
@@ -22,7 +24,16 @@ XL = "model.base=recurrent model.positions=xl routing.heads=0 routing.layers=0 m
 
 
 def weight(run: Path, name: str = "embedding.table_VS") -> torch.Tensor:
-    return read_checkpoint(run / "checkpoints" / "last.ckpt")["model"][name]
+    return weights(run)[name]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return read_checkpoint(run / "checkpoints" / "last.ckpt")["model"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(workshop: Workshop) -> Path:
+    return workshop.train("undisturbed")
 
 
 def test_what_a_run_leaves_and_says(workshop: Workshop, tmp_path: Path) -> None:
@@ -73,9 +84,46 @@ def test_every_hardware_of_a_cpu_takes_a_step(workshop: Workshop, hardware: str)
 def test_a_compiled_run_takes_the_same_steps(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled, still = [], ("model.dropout=0", "model.attention_dropout=0", "model.ffn_dropout=0", "trainer.steps=2")
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda loss: compiled.append(loss) or real(loss, backend="eager"))
-    runs = [workshop.train(f"compile-{word}", *still, f"hardware.compile={word}") for word in ("true", "false")]
+    monkeypatch.setattr(torch, "compile", lambda loss, mode: compiled.append(loss) or real(loss, backend="eager"))
+    runs = [workshop.train(f"compile-{word}", *still, f"hardware.compile={word}") for word in ("true", "false", "auto")]
     assert len(compiled) == 1 and final(runs[0])["bits"] == pytest.approx(final(runs[1])["bits"], rel=1e-6)
+    assert final(runs[1]) == final(runs[2]), "auto does not compile on a CPU"
+
+
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+def test_where_the_compiler_fails_the_same_steps_are_taken_eagerly(
+    workshop: Workshop, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """The pass by which it was tried leaves no trace: bit for bit what a run is that never tried."""
+
+    class Refusal(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    def broken(loss, mode):
+        def refused(*given):
+            nats_BN, auxiliary = loss(*given)
+            if fails == "forward":
+                raise RuntimeError("no kernel image")
+            return Refusal.apply(nats_BN), auxiliary
+
+        return refused
+
+    monkeypatch.setattr(torch, "compile", broken)
+    monkeypatch.setattr("rtx.training.hardware.compiles", lambda config, gpu: True)
+    run = workshop.folder / f"broken-{fails}"
+    said = workshop.command("train", workshop.text, *SIZES, run=run)
+    reason = {"forward": "no kernel image", "backward": "CUDA out of memory"}[fails]
+    (line,) = [line for line in said.splitlines() if line.startswith("hardware.compile=auto: not compiled")]
+    assert reason in line and line.endswith("the model runs eagerly")
+    assert torch.equal(weight(run), weight(undisturbed))
+    name = "blocks.1.attention.groups.routed.centroids.centroid_HCD"
+    assert torch.equal(weight(run, name), weight(undisturbed, name))
 
 
 def test_another_seed_gives_other_bits_and_centroids_may_start_from_the_data(workshop: Workshop) -> None:
@@ -97,13 +145,30 @@ def test_a_nan_ends_the_run_in_one_line(workshop: Workshop) -> None:
 
 def test_bf16_and_fp64(workshop: Workshop) -> None:
     scores = {}
-    for precision in ("fp32", "bf16", "fp64"):
+    for precision in ("fp32", "bf16", "bf16-true", "fp64"):
         path = workshop.train(precision, f"hardware.precision={precision}", "trainer.steps=2")
         scores[precision] = final(path)["bits"]
-        assert weight(path).dtype == (torch.float64 if precision == "fp64" else torch.float32)
+        assert weight(path).dtype == {"fp64": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
+        centroids = weight(path, "blocks.1.attention.groups.routed.centroids.centroid_HCD")
+        assert centroids.dtype == torch.float32
+        assert json.loads((path / "environment.json").read_text())["hardware"]["precision"] == precision
     assert scores["fp32"] == pytest.approx(scores["fp64"], abs=1e-4)
     assert scores["fp32"] == pytest.approx(scores["bf16"], abs=0.05)
-    assert len(set(scores.values())) == 3
+    assert scores["fp32"] == pytest.approx(scores["bf16-true"], abs=0.05)
+    assert len(set(scores.values())) == 4
+
+
+def test_weights_in_bf16_go_on_bit_for_bit_and_can_be_used(workshop: Workshop) -> None:
+    narrow = ("hardware.precision=bf16-true", "optimizer.schedule=constant")
+    whole = workshop.train("narrow-whole", *narrow, "trainer.steps=6")
+    halves = workshop.train("narrow-halves", *narrow, "trainer.steps=3")
+    workshop.command("resume", str(halves), "trainer.steps=6")
+    assert all(torch.equal(x, weight(halves, name)) for name, x in weights(whole).items())
+    assert "narrow-whole" in workshop.command("eval", str(whole), "checkpoint=last", "limit=3")
+    workshop.command("sample", str(whole), "length=5")
+    said = workshop.command("resume", str(halves), "trainer.steps=7", "hardware.precision=fp32")
+    assert "no longer exact: precision bf16-true -> fp32\n" in said
+    assert weight(halves).dtype == torch.float32
 
 
 def test_mistakes_are_told_in_a_line_and_leave_no_folder(
@@ -153,3 +218,35 @@ def test_auto_takes_all_windows_in_time_and_what_does_not_fit_is_said_at_once(
         line = next(line for line in said.splitlines() if not line.startswith(("preparing", "data=text")))
         told = "warning: may not fit: hardware.precision=fp32 trainer.micro_batch_size=2 model.recompute="
         assert line.startswith(told) and "of 0.0 GiB, by rtx plan, which leaves too little; less is needed" in line
+
+
+@pytest.mark.parametrize(("steps", "recorded"), [(12, 2), (7, 1), (5, 0)])
+def test_some_steps_are_recorded_behind_the_first_and_change_nothing(
+    workshop: Workshop, tmp_path: Path, undisturbed: Path, steps: int, recorded: int
+) -> None:
+    run, asked = tmp_path / "run", f"trainer.profile={max(1, recorded)}"
+    said = workshop.command("train", workshop.text, *SIZES, f"trainer.steps={steps}", asked, run=run)
+    trace = run / "trace.json.gz"
+    assert trace.exists() == (recorded > 0)
+    if not recorded:
+        assert "trainer.profile=1: the run ended before step 6 of this process" in said
+        return
+    assert f"the trace of {recorded} step" in said and f"{trace}: https://ui.perfetto.dev opens it" in said
+    names = [event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
+    assert "aten::embedding" in names
+    assert len([name for name in names if name.startswith("ProfilerStep#")]) >= recorded
+    if steps == 12:
+        assert torch.equal(weight(run), weight(undisturbed))
+        assert "is done" in workshop.command("resume", str(run), "trainer.profile=9")
+
+
+def test_rows_status_and_lines_tell_the_share_of_the_peak(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rtx.commands.train.run_meter", lambda *given: Meter(operations_per_unit=2e6, peak=1e12))
+    run = tmp_path / "run"
+    said = workshop.command("train", workshop.text, *SIZES, "trainer.steps=4", run=run)
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "train"]
+    assert all(row["mfu"] == pytest.approx(2e-6 * row["tokens_per_second"]) for row in rows)
+    assert (read_status(run) or {})["mfu"] == rows[-1]["mfu"]
+    assert re.search(r"units/s \(\d+% of the peak\), \d\d:\d\d left", said)

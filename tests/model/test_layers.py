@@ -1,9 +1,13 @@
 """Layers by their definitions: feed-forward, likelihoods, adaptive bands, blocks, positions, heads and their keys."""
 
 import dataclasses
+import importlib.util
 import inspect
 import itertools
 import math
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -89,6 +93,42 @@ def test_nats_are_minus_the_logarithm_of_the_share_in_allowed_parts(rows: int, m
     monkeypatch.setattr(likelihood, "MAX_LOGITS", rows * 11)
     check_alike(token_nats(hidden, weight, bias, target_BN), expected, leaves, 1e-12)
     assert max(sizes) <= rows * 11 and sum(sizes) == (1 if rows >= 14 else 2) * 14 * 11, "once more backward"
+
+
+def test_vectors_of_bands_are_the_same_where_every_band_is_asked_for_all_words() -> None:
+    """As a GPU computes them: no shape depends on which words there are."""
+    torch.manual_seed(0)
+    bands = likelihood.Bands([3, 7, 11], 16, 2).double()
+    bands.initialise(as_output=False)
+    ids = torch.tensor([[0, 2, 3, 6], [7, 10, 5, 10]])
+    leaves = [*bands.parameters()]
+    expected, found = bands.gathered(ids), bands.masked(ids)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    gradients = (torch.autograd.grad(x.square().sum(), leaves) for x in (expected, found))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)
+
+
+LIGER = """
+import torch
+from rtx.model.likelihood import fused_mean_nats, token_nats
+
+torch.manual_seed(0)
+leaves = [torch.randn(size, requires_grad=True) for size in ((2, 7, 16), (11, 16), (11,))]
+target_BN = torch.randint(11, (2, 7))
+plain, fused = token_nats(*leaves, target_BN).mean(), fused_mean_nats(*leaves, target_BN)
+torch.testing.assert_close(fused, plain)
+for factor in (1.0, 0.5):
+    for one, other in zip(*(torch.autograd.grad(factor * x, leaves, retain_graph=True) for x in (plain, fused))):
+        torch.testing.assert_close(other, one)
+    fused = fused_mean_nats(*leaves, target_BN)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="Liger-Kernel is not installed")
+def test_the_fused_loss_and_its_gradients_are_those_of_the_mean() -> None:
+    """Its kernels in Triton's interpreter, for which the variable must be there before they are imported."""
+    subprocess.run([sys.executable, "-c", LIGER], env={**os.environ, "TRITON_INTERPRET": "1"}, check=True)
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])

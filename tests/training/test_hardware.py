@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import errno
+import importlib.util
 import os
 from pathlib import Path
 
@@ -11,9 +12,16 @@ import torch
 from small_runs import Workshop
 
 from rtx.compose import compose
-from rtx.config import Config, HardwareConfig, TrainerConfig
+from rtx.config import Config, HardwareConfig, ModelConfig, TrainerConfig
 from rtx.errors import UserError
-from rtx.training.hardware import Hardware, device_memory, out_of_memory, prepare_torch, resolve_hardware
+from rtx.training.hardware import (
+    Hardware,
+    compiles,
+    device_memory,
+    out_of_memory,
+    prepare_torch,
+    resolve_hardware,
+)
 
 VARIABLES = ("RANK", "LOCAL_RANK", "RTX_PARENT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "3"}
@@ -48,6 +56,37 @@ def test_auto_takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolved(name="ddp").devices == 4
     with pytest.raises(UserError, match=r"hardware\.devices=8, but this machine has 4"):
         resolved(name="ddp", devices=8)
+
+
+def test_a_gpu_compiles_and_has_its_batches_prepared_where_nobody_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert (resolved().workers, resolved().compile) == (0, False)
+    assert (resolved(workers=3).workers, resolved(compile=True).compile) == (3, True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for able in (True, False):
+        monkeypatch.setattr("rtx.training.hardware.has_gpu_compiler", lambda able=able: able)
+        assert (resolved().workers, resolved().compile) == (2, able)
+        assert not resolved(compile=False).compile
+        assert not resolved(name="fsdp").compile
+        assert (resolved(name="cpu").workers, resolved(name="cpu").compile) == (0, False)
+    memory = Config(model=dataclasses.replace(ModelConfig(), memory=8))
+    assert not compiles(memory, gpu=True)
+    with pytest.raises(UserError, match="needs Triton and a C compiler"):
+        prepare_torch(Config(hardware=HardwareConfig(compile=True)), resolved(compile=True))
+
+
+def test_what_needs_a_gpu_or_a_package_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"hardware\.graphs=true needs a GPU"):
+        resolved(graphs=True)
+    with pytest.raises(UserError, match=r"hardware\.loss=liger needs a GPU and"):
+        resolved(loss="liger")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert resolved(graphs=True).accelerator == "gpu"
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "liger_kernel" else found(name))
+    with pytest.raises(UserError, match=r"hardware\.loss=liger needs Liger-Kernel: pip install 'rtx\[liger\]'; take"):
+        resolved(loss="liger")
 
 
 @pytest.mark.parametrize(("launcher", "rank"), [("torchrun", 3), ("srun", 2)])

@@ -1,0 +1,69 @@
+"""`trainer.profile=N`: what the CPU and the GPU do in N steps, as a trace that https://ui.perfetto.dev opens."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
+
+from rtx.disk import replace_file
+from rtx.errors import plural
+from rtx.training.run_folder import shown
+
+TRACE = "trace.json.gz"
+SKIPPED, WARM_UP = 3, 2
+"""Steps before the profiler begins, in which kernels are chosen and memory is laid out; and steps that it sees, but
+forgets, because its own start is slow."""
+
+
+class Profile(Callback):
+    """Records `steps` optimizer steps in `folder`, and says where; fewer where the run ends before."""
+
+    def __init__(self, folder: Path, steps: int, say: Callable[[str], object]) -> None:
+        self.path, self.steps, self.say = folder / TRACE, steps, say
+        self.profiler: profile | None = None
+
+    def on_train_start(self, *_: Any) -> None:
+        wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA}
+        turns = schedule(skip_first=SKIPPED, wait=0, warmup=WARM_UP, active=self.steps, repeat=1)
+        activities = wanted & supported_activities()
+        self.profiler = profile(activities=activities, schedule=turns, on_trace_ready=self.write)
+        self.profiler.start()
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        is_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if is_step and self.profiler:
+            self.profiler.step()
+
+    def on_train_end(self, *_: Any) -> None:
+        self.stop()
+
+    def on_exception(self, *_: Any) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the recording where it still goes on, or say that it never began."""
+        if self.profiler:
+            self.profiler.stop()
+        if self.profiler:  # nothing has been written
+            self.profiler = None
+            self.say(f"trainer.profile={self.steps}: the run ended before step {SKIPPED + WARM_UP + 1} of this process")
+
+    def write(self, profiler: profile) -> None:
+        """Write what is recorded, compressed; a trace is no reason for a run to end."""
+        recorded = profiler.step_num - SKIPPED - WARM_UP
+        if recorded < 1:  # the run ended as recording was to begin
+            return
+        self.profiler = None
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                made = Path(folder) / TRACE
+                profiler.export_chrome_trace(str(made))
+                replace_file(self.path, lambda file: file.write(made.read_bytes()))
+        except OSError as error:
+            self.say(f"trainer.profile={self.steps}: no trace is written: {error}")
+        else:
+            what = plural(recorded, "step")
+            self.say(f"the trace of {what} is {shown(self.path)}: https://ui.perfetto.dev opens it")
