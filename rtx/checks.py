@@ -274,6 +274,12 @@ def training_problems(config: Config) -> Iterator[str]:
     by_distance = model.positions in ("shaw", "xl") or "adaptive_span" in model.base.split("+")
     if hardware.attention in ("native", "flex") and (model.attention_dropout or by_distance):
         yield "model.attention_dropout, positions=shaw or xl, base=adaptive_span need hardware.attention=auto or torch"
+    if hardware.attention == "triton" and "adaptive_span" in model.base.split("+"):
+        yield "model.base=adaptive_span needs hardware.attention=auto or torch"
+    if hardware.attention == "triton" and not 16 <= model.hidden // model.heads <= 128:
+        yield "hardware.attention=triton is for heads of 16 to 128 units (model.hidden / model.heads)"
+    if hardware.attention == "triton" and hardware.precision == "fp64":
+        yield "hardware.attention=triton has no hardware.precision=fp64"
     on_cpu = hardware.precision in ("auto", "fp32") and hardware.name in ("auto", "cpu", "ddp")
     if hardware.attention == "native" and not on_cpu:
         yield "hardware.attention=native is for hardware.precision=fp32 on a CPU (hardware=cpu)"

@@ -63,7 +63,7 @@ class Pattern(nn.Module, ABC):
         scale: multiplies the logits; None: 1 / sqrt(D).
         dropout: on attention weights, in training.
         attend_self: false: a position reads itself only where it sees nothing else.
-        backend: "auto", "torch", "native" or "flex", see `rtx.attention.engine`; all compute the same.
+        backend: "auto", "torch", "native", "triton" or "flex", see `rtx.attention.engine`; all compute the same.
     """
 
     has_keys = True

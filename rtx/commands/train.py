@@ -17,6 +17,7 @@ from rtx.analysis.attention_weights import read_telemetry
 from rtx.analysis.cost import cost
 from rtx.analysis.footprint import fit_to_device, with_less_memory
 from rtx.analysis.speed import Meter, meter
+from rtx.attention.engine.packed import device_refusal
 from rtx.cells import refuse_sweep
 from rtx.checks import check_logger
 from rtx.commands.sample import draw_image, write_text
@@ -76,6 +77,18 @@ def call(overrides: Sequence[str]) -> Path:
     return folder
 
 
+def check_attention(config: Config, hardware: Hardware) -> None:
+    """Raise `UserError` for kernels that cannot run here; say on a GPU what `auto` lacks there."""
+    wish, on_gpu = config.hardware.attention, hardware.accelerator == "gpu"
+    if wish == "flex" and not on_gpu:
+        raise UserError("hardware.attention=flex is for a GPU: on a CPU FlexAttention has no backward pass")
+    problem = device_refusal(torch.device("cuda" if on_gpu else "cpu"))
+    if wish == "triton" and problem:
+        raise UserError(f"hardware.attention=triton: {problem}; take hardware.attention=auto")
+    if wish == "auto" and on_gpu and problem and hardware.rank == 0:
+        say(f"{problem}: torch's operations compute sparse attention, in several times the time of our kernels")
+
+
 def run(config: Config, folder: Path | None = None, before: str = "", call: str = "") -> int:
     """Train in a new folder, or go on in that of a run by its state `before`, and return the exit code.
 
@@ -83,8 +96,7 @@ def run(config: Config, folder: Path | None = None, before: str = "", call: str 
     """
     check_logger(config)
     hardware = resolve_hardware(config)
-    if config.hardware.attention == "flex" and hardware.accelerator == "cpu":
-        raise UserError("hardware.attention=flex is for a GPU: on a CPU FlexAttention has no backward pass")
+    check_attention(config, hardware)
     prepare_torch(config, hardware)
     if hardware.rank > 0:
         # Only the first process writes; the others, whoever started them, need no folder of their own.

@@ -80,7 +80,7 @@ OPTIONS: list[Any] = [
     (Full, "scale", "0.5", "scale='0.5': must be a number"),
     (Full, "dropout", 1.0, "dropout=1.0: must be at least 0 and less than 1"),
     (Full, "dropout", None, "dropout=None: must be a number"),
-    (Full, "backend", "cuda", "backend='cuda': must be one of auto, torch, native, flex"),
+    (Full, "backend", "cuda", "backend='cuda': must be one of auto, torch, native, triton, flex"),
     *((Local, *bad) for bad in counts("window")),
     *((Strided, *bad) for bad in counts("stride")),
     *((FIXED, *bad) for bad in counts("block")),
