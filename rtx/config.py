@@ -283,7 +283,7 @@ class HardwareConfig:
     precision: str = one_of("auto", "fp32", "bf16", "bf16-true", "tf32", "fp64")
     """Arithmetic: bf16 (mixed), bf16-true (weights, too), fp32, tf32 (GPU), fp64; auto: bf16 on a GPU, else fp32."""
     attention: str = one_of("auto", "torch", "native", "triton", "flex")
-    """torch's, C++ built here (native; fp32, CPU), own GPU kernels (triton), FlexAttention (flex); auto: the fastest."""
+    """torch's, C++ built here (native; fp32, CPU), our GPU kernels (triton), FlexAttention (flex); auto: fastest."""
     products: str = one_of("onednn", "torch")
     """Large products with weights in fp32 on a CPU: oneDNN's, or torch's own (MKL: may be faster on Intel)."""
     compile: bool | str = "auto"

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
 from statistics import NormalDist
 from types import ModuleType
 from typing import Any, Self
@@ -44,7 +43,14 @@ from rtx.attention.selection import PrefixTopK, arrivals, by_scores, centroid_sc
 from rtx.attention.static import functions, is_static
 from rtx.attention.ties import centroid_margin
 
-paused: ContextVar[bool] = ContextVar("statistics_paused", default=False)
+
+class Gathering:
+    """Whether forward passes of training gather statistics; a plain attribute, which torch.compile can read."""
+
+    is_paused = False
+
+
+gathering = Gathering()
 
 
 ROOM = 4
@@ -146,7 +152,7 @@ class Routing(ClusterPattern):
         they are selected anew with room for all of them.
         """
         store = self.centroids
-        gathers = self.training and not paused.get()
+        gathers = self.training and not gathering.is_paused
         x_BHND = x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32))
         chooser = functions(x_BHND, self.backend)
         margin_HC = centroid_margin(store.centroid_HCD, x_BHND.dtype)
@@ -200,7 +206,7 @@ class Routing(ClusterPattern):
 
     def remember(self, lists: list[Packed], given: Inputs) -> None:
         """Keep the members of a training batch for telemetry."""
-        if self.training and not paused.get() and (rows := given.q_BHND.shape[:3].numel()):
+        if self.training and not gathering.is_paused and (rows := given.q_BHND.shape[:3].numel()):
             self.seen = lists, rows
 
     def prefix_reads(self, given: Inputs) -> list[Part]:
@@ -226,7 +232,7 @@ class Routing(ClusterPattern):
         takes positions of NaN, too; else NaN is worse than every score. In training the centroids gather their
         statistics here.
         """
-        store, gathers = self.centroids, self.training and not paused.get()
+        store, gathers = self.centroids, self.training and not gathering.is_paused
         x_BHND = x_BHND.to(torch.promote_types(x_BHND.dtype, torch.float32))
         is_for_kernel = x_BHND.dtype == torch.float32 and x_BHND.device.type == "cpu"
         choose = native.select if is_for_kernel and native.wanted(self.backend, x_BHND.shape[2]) else by_scores
@@ -322,11 +328,12 @@ def packed_of(selected: Selected) -> Packed:
 @contextlib.contextmanager
 def statistics_paused() -> Iterator[None]:
     """Gather nothing inside: for the second forward pass of recomputation."""
-    token = paused.set(True)
+    was_paused = gathering.is_paused
+    gathering.is_paused = True
     try:
         yield
     finally:
-        paused.reset(token)
+        gathering.is_paused = was_paused
 
 
 class Centroids(nn.Module):

@@ -1,7 +1,7 @@
 """Position terms: rotary angles, relative keys of Shaw and of Transformer-XL, learned absolute and axial positions."""
 
-import functools
 import math
+from collections.abc import Hashable
 
 import torch
 import torch.nn.functional as F
@@ -25,14 +25,26 @@ def rotate(x_BHND: Tensor, first: int = 0) -> Tensor:
     return torch.addcmul(x_BHND * cos_ND, x_BHND.roll(size // 2, -1), sin_ND)
 
 
-@functools.lru_cache(maxsize=4)  # all layers and groups turn by the same
-def angles(
-    size: int, base: float, first: int, count: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
+Angles = tuple[Tensor, Tensor]
+MAX_HELD = 4
+held_angles: dict[Hashable, Angles] = {}
+"""The angles that were used last: all layers and groups turn by the same. A dictionary, which torch.compile can read."""
+
+
+def angles(size: int, base: float, first: int, count: int, dtype: torch.dtype, device: torch.device) -> Angles:
     """Return cosines, and sines with a minus for the first of each pair, `[count, size]`, from position `first` on."""
-    # In float64: rounded frequencies would turn far positions wrongly.
+    key = size, base, first, count, dtype, device
+    if key not in held_angles:
+        if len(held_angles) >= MAX_HELD:
+            held_angles.pop(next(iter(held_angles)))
+        held_angles[key] = make_angles(size, base, range(first, first + count), dtype, device)
+    return held_angles[key]
+
+
+def make_angles(size: int, base: float, positions: range, dtype: torch.dtype, device: torch.device) -> Angles:
+    """Return what `angles` does, computed in float64: rounded frequencies would turn far positions wrongly."""
     with torch.inference_mode(False):
-        position_N = torch.arange(first, first + count, device=device, dtype=torch.float64)
+        position_N = torch.arange(positions.start, positions.stop, device=device, dtype=torch.float64)
         exponent_F = torch.arange(0, size, 2, device=device, dtype=torch.float64) / size
         angle_NF = position_N[:, None] * base**-exponent_F
         cos_NF, sin_NF = angle_NF.cos().to(dtype), angle_NF.sin().to(dtype)

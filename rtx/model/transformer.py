@@ -4,11 +4,13 @@ Shapes: B sequences, N positions, A of them, E hidden width, S embedding width, 
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +22,11 @@ from rtx.model.block import Block, Compression, Memory
 from rtx.model.likelihood import AdaptiveSoftmax, Bands, band_ends, fused_mean_nats, in_parts, token_nats
 from rtx.model.linear import Linear
 from rtx.model.positions import TABLE_DEVIATION, LearnedPositions
+
+
+RECOMPUTED_ONCE = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+"""torch's option, without a public name, by which a recomputed block gathers no statistics for a second time."""
+COMPILER_OPTIONS = {RECOMPUTED_ONCE: True} if hasattr(torch._dynamo.config, RECOMPUTED_ONCE) else {}
 
 
 class Embedding(nn.Module):
@@ -159,7 +166,7 @@ class Transformer(nn.Module):
             given = (x_BNE, prefix, None, memory.read(layer) if memory else None)
             inputs += [x_BNE] if memory else []
             if self.recompute and self.training and torch.is_grad_enabled():
-                x_BNE, loss = checkpoint(block, *given, use_reentrant=False, context_fn=recompute_contexts)  # type: ignore[misc]
+                x_BNE, loss = recomputed_block(block, *given)
             else:
                 x_BNE, loss = block(*given)
             total = total + loss
@@ -231,18 +238,37 @@ class Transformer(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
 
+def recomputed_block(block: nn.Module, *inputs: Any) -> Any:
+    """Return block(*inputs), computed again in the backward pass; statistics are gathered once."""
+    if torch.compiler.is_compiling():  # which takes no such contexts, and has an option instead
+        return checkpoint(block, *inputs, use_reentrant=False)
+    return checkpoint(block, *inputs, use_reentrant=False, context_fn=recompute_contexts)
+
+
 def recompute_contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
     """Contexts of the first and the second forward pass of recomputation: the second gathers no statistics."""
     return contextlib.nullcontext(), statistics_paused()
 
 
 def compile_loss(model: nn.Module, loss: Callable[..., Any], graphs: bool = False) -> Callable[..., Any]:
-    """Return a compiled `loss`, a method of `model`; changes the model's patterns so that no graph takes them in.
+    """Return a compiled `loss`, a method of `model`; changes patterns that a compiler cannot take in.
 
-    The sizes of their blocks depend on data, they keep statistics, and what they compute is in kernels of its own
-    already; the matrices, norms and activations around them are compiled. `graphs`: and replayed as CUDA graphs.
+    On a GPU attention and selection are operators of static shapes, and the loss is one graph. On a CPU what is
+    selected has sizes that depend on data: patterns run eagerly there, and matrices, norms and activations around them
+    are compiled.
+
+    Args:
+        graphs: replay the graph as CUDA graphs, which start all kernels at once.
     """
+    on_cpu = next(model.parameters()).device.type == "cpu"
     for pattern in model.modules():
-        if isinstance(pattern, Pattern):
+        if isinstance(pattern, Pattern) and on_cpu and pattern.backend != "triton":
             pattern.forward = torch.compiler.disable(pattern.forward)  # type: ignore[method-assign]
-    return torch.compile(loss, mode="reduce-overhead" if graphs else None)
+    compiled = torch.compile(loss, mode="reduce-overhead" if graphs else None)
+
+    @functools.wraps(loss)
+    def call(*arguments: Any, **named: Any) -> Any:
+        with torch._dynamo.config.patch(COMPILER_OPTIONS):
+            return compiled(*arguments, **named)
+
+    return call

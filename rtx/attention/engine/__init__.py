@@ -98,7 +98,7 @@ def with_gradients(out_RD: Tensor, problem: Problem) -> Tensor:
 def choose(problem: Problem, backend: str) -> ModuleType:
     """Return the engine that runs the problem: by shapes and types alone, never by what tensors hold."""
     engines = ENGINES[backend]
-    if backend == "auto" and native.wanted(backend, problem.part.length):
+    if backend == "auto" and problem.q_BHND.is_cpu and native.wanted(backend, problem.part.length):
         engines = (native, *engines)
     reasons = []
     for engine in engines:

@@ -59,8 +59,8 @@ def attend(problem: Problem) -> Result:
         out, total = recomputed(soft_block, q, k, v, mask, row_GQ, row_GK, head_G, terms)
         outs.append(out.flatten(0, 1))
         sums.append(total.flatten())
-    P = len(part.start_P)
-    out_PD, sum_P = torch.cat(outs)[:P].to(wide), torch.cat(sums)[:P]
+    slot_P = slots_of_queries(part)
+    out_PD, sum_P = torch.cat(outs)[slot_P].to(wide), torch.cat(sums)[slot_P]
     if problem.by_member:
         return out_PD, sum_P
     share_P = (sum_P > float("-inf")) / part.times_R(len(q_RD)).clamp(min=1)[part.query.row_M]
@@ -93,6 +93,15 @@ def tiles(part: Reads) -> tuple[Tensor, Tensor]:
         first_G1 = query_GQ[:, :1]
     key_GK = first_G1 + torch.arange(1 - part.most, TILE, device=device)
     return query_GQ, key_GK
+
+
+def slots_of_queries(part: Reads) -> Tensor:
+    """Return in which of all query slots each query member is."""
+    every_P = torch.arange(len(part.start_P), device=part.start_P.device)
+    if part.query is not part.key or part.window is None:
+        return every_P
+    slots = -(-part.length // TILE) * TILE
+    return every_P // part.length * slots + every_P % part.length
 
 
 def slots_read(part: Reads, query_GQ: Tensor, key_GK: Tensor) -> Tensor:

@@ -1,0 +1,222 @@
+"""What a GPU computes, without a GPU: by our kernels in Triton's interpreter, and on the meta device, whose tensors
+have shapes alone, so that whatever depends on numbers raises there.
+"""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from cases import Case, drawn, gradients, run
+from torch import Tensor, nn
+
+from rtx.attention import Full, Local, Pattern, Recurrent, Routing, engine
+from rtx.attention.engine import blocks, by_triton, dense, windows
+from rtx.attention.engine.problem import Problem
+from rtx.attention.engine.softmax import Terms
+from rtx.attention.pattern import Inputs
+from rtx.attention.routing import Centroids, after_step
+from rtx.compose import compose
+from rtx.model.transformer import COMPILER_OPTIONS, Transformer
+
+ROUTED = tuple(f"{how}-{keys}" for how in ("topk", "causal", "nearest") for keys in ("shared", "separate"))
+KINDS = (*ROUTED, "causal-projected", "random", "random-keys", "local", "full", "strided", "fixed")
+KINDS += ("lsh", "reformer", "recurrent", "exact", "blocks", "indexer")
+
+
+@pytest.mark.parametrize("distances", [0, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_our_kernels_give_what_torchs_engine_gives_and_centroids_gather_the_same(kind: str, distances: int) -> None:
+    merge = "lse" if distances else "mean"
+    case = Case(N=70, D=16, C=4, W=9, seed=3, distances=distances, attend_self=bool(distances), merge=merge)
+    found, gathered = [], []
+    for backend in ("torch", "triton"):
+        pattern, here = drawn(kind, case, torch.float32, backend=backend)
+        out = run(pattern.train(), here)
+        found.append([out, *gradients(pattern, here, out).values()])
+        gathered.append(pattern.centroids.sums() if isinstance(pattern, Routing) else ())
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        assert float((ours - theirs).detach().norm()) <= 2e-6 * float(theirs.detach().norm()) + 1e-9
+    torch.testing.assert_close(gathered[1], gathered[0], rtol=1e-5, atol=1e-5)
+
+
+def test_members_without_room_are_counted_in_training_and_found_all_the_same_in_evaluation() -> None:
+    case = Case(N=64, D=16, C=4, W=8, seed=2)
+    pattern, here = drawn("causal-shared", case, torch.float32)
+    assert isinstance(pattern, Routing)
+    pattern.centroids.threshold_HC.fill_(-100.0)  # every position joins every cluster
+    expected = run(pattern, here)
+    pattern.backend = "triton"
+    torch.testing.assert_close(run(pattern, here), expected, rtol=1e-5, atol=1e-5)
+    with mock.patch.object(pattern, "room_factor", 1):
+        run(pattern.train(), here)
+    assert int(pattern.lost_members) == case.B * case.H * case.N * (case.C - 1)
+
+
+@pytest.mark.parametrize("merge", ["mean", "lse"])
+@pytest.mark.parametrize("kind", ["local", "full", "random", "causal-shared", "topk-separate", "nearest-shared"])
+def test_static_windows_give_what_blocks_give(kind: str, merge: str) -> None:
+    pattern, here = drawn(kind, Case(N=300, W=9, D=6, merge=merge, distances=4))
+    given = pattern.inputs(here["q"], here["k"], None)
+    (part,) = pattern.reads(given, prefix=False)
+    terms = pattern.terms(6, here["relative"])._replace(heads=2)
+    results = []
+    for attend in (blocks.attend, windows.attend):
+        problem = Problem(given.q_BHND, given.k_BHND, here["v"], part, terms, merge == "lse")
+        out, _ = attend(problem)
+        grads = torch.autograd.grad(out.square().sum(), [here["q"], here["v"]])
+        results.append([out, *grads])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-9)
+
+
+def meta_problem(pattern: Pattern, N: int, D: int, dtype: torch.dtype, **terms: Any) -> Problem:
+    """Return what a pattern asks of an engine on a GPU."""
+    x_BHND = torch.empty(1, 2, N, D, device="meta", dtype=dtype)
+    (part,) = pattern.reads(Inputs(x_BHND, x_BHND, x_BHND, x_BHND), prefix=False)
+    return Problem(x_BHND, x_BHND, x_BHND, part, Terms(1.0, **terms), by_member=False)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "dtype", "D", "terms", "taken"),
+    [
+        (Full(), torch.bfloat16, 64, {}, dense),
+        (Full(), torch.float32, 64, {"dropout": 0.1}, dense),
+        (Full(), torch.float64, 64, {}, windows),
+        (Full(attend_self=False), torch.bfloat16, 64, {}, by_triton),
+        (Local(window=16), torch.bfloat16, 64, {}, dense),
+        (Local(window=16), torch.bfloat16, 64, {"dropout": 0.1}, by_triton),
+        (Local(window=16), torch.float32, 64, {}, by_triton),
+        (Local(window=16), torch.bfloat16, 8, {"dropout": 0.1}, windows),
+        (Recurrent(length=64, memory=64), torch.bfloat16, 64, {}, dense),
+    ],
+)
+def test_auto_takes_the_first_engine_that_can(
+    pattern: Pattern, dtype: torch.dtype, D: int, terms: dict[str, Any], taken: Any
+) -> None:
+    with mock.patch.object(by_triton.packed, "HAS_COMPILER", True):
+        problem = meta_problem(pattern, 64, D, dtype, **terms)
+        assert engine.choose(problem, "auto") is taken
+        assert taken.attend(problem)[0].shape == (128, D)
+
+
+def test_windows_of_whole_sequences_are_those_that_the_oracle_reads() -> None:
+    patterns = Full(), Local(window=5), Recurrent(length=12, memory=4), Recurrent(length=12, memory=7, same_length=True)
+    for pattern in patterns:
+        x_BHND = torch.randn(2, 1, 16, 4)
+        memory = getattr(pattern, "memory", 0)
+        given = Inputs(x_BHND, x_BHND, x_BHND, x_BHND, memory)
+        (part,) = pattern.reads(given, prefix=False)
+        window = part.window  # type: ignore[union-attr]
+        assert window is not None and window.memory == memory
+        place_N = torch.arange(16)
+        seen_NN = (place_N[:, None] >= place_N) & (place_N > place_N[:, None] - window.keys)
+        rule_NN = pattern.rule(given, 0, False)[0]
+        assert torch.equal(rule_NN[memory:], seen_NN[memory:])
+
+
+def on_meta(model: Transformer) -> Transformer:
+    """Give every tensor of a model its shape alone; shared ones stay shared."""
+    made: dict[int, Tensor] = {}
+
+    def bare(x: Tensor | None) -> Any:
+        if x is None:
+            return None
+        if id(x) not in made:
+            empty = torch.empty_like(x, device="meta")
+            made[id(x)] = nn.Parameter(empty) if isinstance(x, nn.Parameter) else empty
+        return made[id(x)]
+
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name in held:
+                held[name] = bare(held[name])
+        if isinstance(module, Centroids):
+            module.reset_sums()
+    return model.train()
+
+
+def meta_step(words: str, compiled: bool = False) -> None:
+    """Run a loss, its gradients and the centroids' move where nothing can look at a number."""
+    config = compose(words.split())
+    model = on_meta(Transformer(config, 256))
+    tokens_BN = torch.zeros(2, config.data.length, dtype=torch.int64, device="meta")
+    loss: Any = model.loss
+    if compiled:
+        model.loss(tokens_BN)  # makes lists that shapes alone decide
+        torch.compiler.reset()
+        loss = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(COMPILER_OPTIONS):
+        nats_BN, auxiliary = loss(tokens_BN)
+        (nats_BN.mean() + auxiliary).backward()
+    after_step(model)
+    assert model.embedding.start_S.grad is not None
+
+
+SELECTIONS = ("causal", "topk", "nearest", "random", "exact", "blocks", "blocks_random", "indexer")
+BASES = ("full", "local", "strided", "fixed", "fixed_block", "lsh", "adaptive_span")
+MODELS = (
+    *("rt10", "rt12", "rt12-cifar10", "rt22", "rt24", "rt24-imagenet64", "reformer", "recall", "adaptive_span"),
+    *("compressive_transformer", "compressive_transformer-enwik8", "transformer_xl-enwik8"),
+    *("sparse_transformer", "sparse_transformer-cifar10", "sparse_transformer-imagenet64"),
+)
+"""All but those with an adaptive softmax, which waits for how many words are in each band."""
+SHORT = "model.layers=2 routing.layers=2 "
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_no_selection_waits_for_a_number(selection: str, backend: str) -> None:
+    meta_step(f"{SHORT} routing={selection} hardware.attention={backend}")
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_no_pattern_waits_for_a_number(base: str) -> None:
+    meta_step(f"{SHORT} routing.layers=0 routing.heads=0 model.base={base}".replace("routing.layers=2", ""))
+
+
+@pytest.mark.parametrize("more", ["routing.update=nearest", "routing.commitment=0.1", "routing.keys=projected"])
+def test_no_option_of_routing_waits_for_a_number(more: str) -> None:
+    meta_step(f"{SHORT} routing=causal routing.key_shift=0 {more}")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_no_preset_waits_for_a_number(model: str) -> None:
+    layers = " model.layers=2" + (" routing.layers=2" if model.startswith("rt") else "")
+    meta_step(f"model={model}{layers}")
+
+
+# torch's loss by classes has no gradient on the meta device, which says so where a graph is made.
+no_gradient_there = pytest.mark.filterwarnings("ignore:aten..nll_loss")
+
+
+@no_gradient_there
+@pytest.mark.parametrize("words", [*(f"routing={selection}" for selection in SELECTIONS), "routing.heads=0"])
+def test_a_loss_is_one_graph(words: str) -> None:
+    meta_step(f"model.layers=2 {words}", compiled=True)
+
+
+@no_gradient_there
+@pytest.mark.parametrize("model", ["rt12", "rt22"])
+def test_the_loss_of_a_preset_is_one_graph(model: str) -> None:
+    meta_step(f"model={model} routing=causal model.layers=2 routing.layers=2", compiled=True)
+
+
+@pytest.mark.parametrize(
+    "words", ["routing=causal", "routing=topk", "routing=causal model.recompute=true model.attention_dropout=0.2"]
+)
+def test_a_graph_computes_what_an_eager_step_does(words: str) -> None:
+    small = "model.layers=2 model.hidden=64 model.ffn_hidden=64 data.length=128 routing.layers=1 routing.window=32"
+    config = compose(f"{small} {words} hardware.attention=triton".split())
+    torch.manual_seed(0)
+    model = Transformer(config, 256).train()
+    tokens_BN = torch.randint(0, 256, (2, 128))
+    torch.compiler.reset()
+    results = []
+    for loss in (model.loss, torch.compile(model.loss, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        torch.manual_seed(1)
+        with torch._dynamo.config.patch(COMPILER_OPTIONS):
+            nats_BN, auxiliary = loss(tokens_BN)  # type: ignore[operator]
+            (nats_BN.mean() + auxiliary).backward()
+        results.append([nats_BN.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-7)
